@@ -1,0 +1,7 @@
+"""Buffer: the durable record of every train group, and the scored groups that wait for the learner."""
+
+from echo2.buffer.audit import Audit, audit
+from echo2.buffer.ledger import Ledger
+from echo2.buffer.records import GroupRecord, LeaseRecord, LedgerState
+
+__all__ = ["Audit", "GroupRecord", "LeaseRecord", "Ledger", "LedgerState", "audit"]

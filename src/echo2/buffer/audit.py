@@ -1,0 +1,135 @@
+"""The audit: counts a ledger's groups from its raw tables, sharing no code with what wrote them, so that it can fail.
+
+Symbols: issued = trained + retired + open + lost, where each is counted by itself:
+
+    issued    numbers 0 .. the largest that any table knows
+    trained   groups with a training that survives
+    retired   groups in state retired, by reason
+    open      groups in state open; or delivered or ready, with their payload
+    lost      numbers without a group; groups in state trained without a surviving training; delivered or ready ones
+              whose payload is gone
+    doubled   groups trained at more than one step, or more than once in one lineage
+
+After a fall-back, steps are trained again under a higher lineage. The training of step t in lineage L *survives* when
+no higher lineage trained step t and no learner of a higher lineage joined at a version <= t.
+"""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from echo2.buffer.schema import open_for_reading, unusable
+
+_SURVIVING = """
+    SELECT DISTINCT number, step FROM trainings AS t
+    WHERE NOT EXISTS (SELECT 1 FROM best WHERE best.step = t.step AND best.lineage > t.lineage)
+      AND NOT EXISTS (SELECT 1 FROM joins AS j WHERE j.lineage > t.lineage AND j.version <= t.step)
+"""
+_WITH = f"""
+    WITH best AS MATERIALIZED (SELECT step, max(lineage) AS lineage FROM trainings GROUP BY step),
+         surviving AS MATERIALIZED ({_SURVIVING})
+"""
+_WAITING = "groups.state IN ('delivered', 'ready')"
+_HAS_PAYLOAD = "groups.number IN (SELECT number FROM payloads)"
+
+
+@dataclass(frozen=True, slots=True)
+class Audit:
+    """What became of every train group. `retired` and `refused` by reason, `leases` by outcome ("held" while held).
+
+    `max_staleness`: the largest (step - version of the oldest token) over surviving trainings; 0 before the first.
+    """
+
+    issued: int
+    trained: int
+    retired: dict[str, int]
+    open: int
+    lost: int
+    doubled: int
+    max_staleness: int
+    refused: dict[str, int]
+    leases: dict[str, int]
+
+    @property
+    def is_balanced(self) -> bool:
+        """Whether issued = trained + retired + open + lost."""
+        return self.issued == self.trained + sum(self.retired.values()) + self.open + self.lost
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def audit(path: Path) -> Audit:
+    """Audit the ledger at `path`, read-only; a head may be writing it, or it may be a copy.
+
+    Raises:
+        UserError: there is no such file, or it cannot be read as a ledger.
+    """
+    connection = open_for_reading(path)
+    try:
+        # One read transaction: all counts are of the same instant.
+        connection.execute("BEGIN")
+        issued = _count_issued(connection)
+        return Audit(
+            issued=issued,
+            trained=_integer(
+                connection, f"{_WITH} SELECT count(DISTINCT number) FROM surviving JOIN groups USING (number)"
+            ),
+            retired=_by(connection, "SELECT reason, count(*) FROM groups WHERE state = 'retired' GROUP BY reason"),
+            open=_integer(
+                connection,
+                f"SELECT count(*) FROM groups WHERE state = 'open' OR ({_WAITING} AND {_HAS_PAYLOAD})",
+            ),
+            lost=_count_lost(connection, issued),
+            doubled=_count_doubled(connection),
+            max_staleness=_integer(
+                connection,
+                f"{_WITH} SELECT coalesce(max(surviving.step - oldest_version), 0) "
+                "FROM surviving JOIN groups USING (number)",
+            ),
+            refused=_by(connection, "SELECT reason, count(*) FROM refusals GROUP BY reason"),
+            leases=_by(connection, "SELECT coalesce(outcome, 'held'), count(*) FROM leases GROUP BY 1"),
+        )
+    except sqlite3.Error as error:
+        raise unusable(path, error) from error
+    finally:
+        connection.close()
+
+
+def _integer(connection: sqlite3.Connection, sql: str) -> int:
+    return int(connection.execute(sql).fetchone()[0])
+
+
+def _by(connection: sqlite3.Connection, sql: str) -> dict[str, int]:
+    """Counts by name; a row that should have a name and has none shows as "unknown"."""
+    return dict(sorted((str(name or "unknown"), int(count)) for name, count in connection.execute(sql)))
+
+
+def _count_issued(connection: sqlite3.Connection) -> int:
+    # Refusals are left out: their numbers may be a stranger's inventions.
+    tables = ("groups", "payloads", "leases", "trainings")
+    known = [_integer(connection, f"SELECT coalesce(max(number) + 1, 0) FROM {table}") for table in tables]
+    row = connection.execute("SELECT value FROM meta WHERE key = 'num_issued'").fetchone()
+    return max(*known, 0 if row is None else int(json.loads(row[0])))
+
+
+def _count_lost(connection: sqlite3.Connection, issued: int) -> int:
+    missing = issued - _integer(connection, "SELECT count(*) FROM groups WHERE number >= 0")
+    untrained = _integer(
+        connection,
+        f"{_WITH} SELECT count(*) FROM groups WHERE state = 'trained' AND number NOT IN (SELECT number FROM surviving)",
+    )
+    emptied = _integer(connection, f"SELECT count(*) FROM groups WHERE {_WAITING} AND NOT {_HAS_PAYLOAD}")
+    return missing + untrained + emptied
+
+
+def _count_doubled(connection: sqlite3.Connection) -> int:
+    return _integer(
+        connection,
+        "SELECT count(*) FROM (SELECT number FROM trainings GROUP BY number "
+        "HAVING count(DISTINCT step) > 1 OR count(*) > count(DISTINCT lineage))",
+    )

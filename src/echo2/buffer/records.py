@@ -1,0 +1,54 @@
+"""What the ledger gives back after a restart: plain rows, one meaning each."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class GroupRecord:
+    """One group that is not finally covered: a learner may still need it, or need it again.
+
+    `state` is open | delivered | ready | trained (trained groups are here as long as no checkpoint covers them, that is
+    while their payload is kept) | retired (of steps still to come, which a batch counts). Versions are None until it was delivered.
+    """
+
+    number: int
+    step: int
+    cursor: int
+    state: str
+    oldest_version: int | None
+    newest_version: int | None
+    num_tokens: int
+    worker_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class LeaseRecord:
+    """One lease that nobody has closed. Times in seconds of the head's clock."""
+
+    lease_id: int
+    number: int
+    worker_id: str
+    granted_at: float
+    deadline: float
+
+
+@dataclass(frozen=True, slots=True)
+class LedgerState:
+    """Where the run stands.
+
+    version, lineage   of the learner: its last trained step + 1 (0, 0 before the first learner)
+    next_number        number of the next group to issue
+    cursor             next position in the task stream: one more than any issued group has
+    next_lease_id      one more than any lease granted (from 1)
+    groups, leases     in order of their numbers and ids
+    """
+
+    version: int
+    lineage: int
+    next_number: int
+    cursor: int
+    next_lease_id: int
+    groups: tuple[GroupRecord, ...]
+    leases: tuple[LeaseRecord, ...]

@@ -1,0 +1,140 @@
+"""The ledger's tables, the life of a group as a table, and how SQLite's errors are told to people.
+
+    groups     one row a train group: its step, cursor, state and what was delivered
+    payloads   the delivered bytes, kept until a checkpoint covers them (apart, so that scans of `groups` stay small)
+    leases     every lease ever granted; outcome NULL = still held
+    refusals   every delivery that was refused, by reason
+    trainings  one row for each (group, step, lineage) that was trained. Not unique: the audit must be able to fail
+    joins      every learner that joined: from `version` on, steps of earlier lineages are void
+    meta       small JSON values by key
+
+WAL with synchronous=NORMAL: a committed transaction survives ``kill -9``; a power failure may take the last few, never
+the file's consistency.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Mapping
+from pathlib import Path
+from types import MappingProxyType
+
+from echo2.errors import UserError
+
+SCHEMA_VERSION = 1
+BUSY_SECONDS = 5.0  # how long a transaction waits for another process before it gives up
+
+TRANSITIONS: Mapping[str, Mapping[str, str]] = MappingProxyType(
+    {
+        "open": {"deliver": "delivered", "deliver_scored": "ready", "retire": "retired"},
+        "delivered": {"score": "ready", "retire": "retired"},
+        "ready": {"train": "trained", "retire": "retired"},
+        "trained": {"fall_back": "ready"},
+        "retired": {},
+    }
+)
+"""state -> event -> state. What is not here is a bug of ours."""
+
+_TABLES = (
+    """CREATE TABLE groups (number INTEGER PRIMARY KEY, step INTEGER NOT NULL, cursor INTEGER NOT NULL,
+       state TEXT NOT NULL, issued_at REAL NOT NULL, worker_id TEXT NOT NULL DEFAULT '', oldest_version INTEGER,
+       newest_version INTEGER, num_tokens INTEGER NOT NULL DEFAULT 0, seconds REAL NOT NULL DEFAULT 0,
+       delivered_at REAL, scored_at REAL, retired_at REAL, reason TEXT)""",
+    "CREATE INDEX groups_by_state ON groups (state, step)",
+    "CREATE TABLE payloads (number INTEGER PRIMARY KEY, data BLOB NOT NULL)",
+    """CREATE TABLE leases (lease_id INTEGER PRIMARY KEY, number INTEGER NOT NULL, worker_id TEXT NOT NULL,
+       granted_at REAL NOT NULL, deadline REAL NOT NULL, outcome TEXT, closed_at REAL)""",
+    "CREATE INDEX leases_by_outcome ON leases (outcome)",
+    """CREATE TABLE refusals (lease_id INTEGER, number INTEGER, worker_id TEXT NOT NULL, reason TEXT NOT NULL,
+       num_tokens INTEGER NOT NULL, seconds REAL NOT NULL, at REAL NOT NULL)""",
+    """CREATE TABLE trainings (number INTEGER NOT NULL, step INTEGER NOT NULL, lineage INTEGER NOT NULL,
+       at REAL NOT NULL)""",
+    "CREATE INDEX trainings_by_step ON trainings (lineage, step)",
+    "CREATE TABLE joins (lineage INTEGER NOT NULL, version INTEGER NOT NULL, at REAL NOT NULL)",
+    "CREATE TABLE meta (key TEXT PRIMARY KEY, value TEXT NOT NULL)",
+)
+
+
+def open_for_writing(path: Path) -> sqlite3.Connection:
+    """Open or create a ledger.
+
+    Raises:
+        UserError: the file cannot be used, is no ledger, or is of another schema version.
+    """
+    try:
+        connection = sqlite3.connect(path, timeout=BUSY_SECONDS, isolation_level=None)
+    except sqlite3.Error as error:
+        raise unusable(path, error) from error
+    try:
+        connection.execute("PRAGMA journal_mode = WAL")
+        connection.execute("PRAGMA synchronous = NORMAL")
+        connection.execute("BEGIN IMMEDIATE")
+        if connection.execute("SELECT count(*) FROM sqlite_master").fetchone()[0] == 0:
+            for statement in _TABLES:
+                connection.execute(statement)
+            connection.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
+        connection.execute("COMMIT")
+        check_schema(connection, path)
+        connection.row_factory = sqlite3.Row
+    except sqlite3.Error as error:
+        connection.close()
+        raise unusable(path, error) from error
+    except UserError:
+        connection.close()
+        raise
+    return connection
+
+
+def open_for_reading(path: Path) -> sqlite3.Connection:
+    """Open a ledger that another process may be writing, or a copy of one. Writes nothing.
+
+    Raises:
+        UserError: there is no such file, it cannot be read, is no ledger, or is of another schema version.
+    """
+    if not path.is_file():
+        raise UserError(f"There is no ledger {path}. Give the directory of a run that was started.")
+    uri = f"{path.resolve().as_uri()}?mode=ro"
+    try:
+        return _open_uri(uri, path)
+    except sqlite3.OperationalError as error:
+        # A copy in a directory that cannot be written: SQLite wants to make its shared index there, and a file that
+        # nobody writes needs none.
+        has_log = path.with_name(path.name + "-wal").exists()
+        if has_log:
+            raise unusable(path, error) from error
+    except sqlite3.Error as error:
+        raise unusable(path, error) from error
+    try:
+        return _open_uri(f"{uri}&immutable=1", path)
+    except sqlite3.Error as error:
+        raise unusable(path, error) from error
+
+
+def _open_uri(uri: str, path: Path) -> sqlite3.Connection:
+    connection = sqlite3.connect(uri, uri=True, timeout=BUSY_SECONDS, isolation_level=None)
+    try:
+        check_schema(connection, path)
+    except (sqlite3.Error, UserError):
+        connection.close()
+        raise
+    return connection
+
+
+def check_schema(connection: sqlite3.Connection, path: Path) -> None:
+    """Refuse a database that is not a ledger of this schema version.
+
+    Raises:
+        UserError: with both versions.
+    """
+    found = connection.execute("PRAGMA user_version").fetchone()[0]
+    if found != SCHEMA_VERSION:
+        what = f"a ledger of schema version {found}" if found else "not a ledger of echo2"
+        raise UserError(f"{path} is {what}; this echo2 reads version {SCHEMA_VERSION}. Use the echo2 that wrote it.")
+
+
+def unusable(path: Path, error: sqlite3.Error) -> UserError:
+    """The user's view of a failed transaction: full disk, lock, permissions, damage."""
+    return UserError(
+        f"Cannot use the ledger {path}: {error}. Nothing that was recorded is lost. "
+        "Check for free space, permissions and a second process using this directory, then continue with --resume."
+    )

@@ -1,0 +1,82 @@
+"""Evaluations: the workers sample held-out tasks once with one exact version. Which version is evaluated, and what is
+still missing.
+
+Eval groups are numbered version * size + position; they are bound to no training step, and the ledger does not hold
+them: after a restart of the head an unfinished evaluation starts again.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from echo2.types import GroupRef, SnapshotRef
+
+
+@dataclass(slots=True)
+class EvalRound:
+    """One evaluation under way. A position is waiting, leased, being scored, or done."""
+
+    ref: SnapshotRef
+    size: int
+    waiting: deque[int] = field(default_factory=deque)
+    done: set[int] = field(default_factory=set)
+    num_failed: int = 0
+
+    def __post_init__(self) -> None:
+        self.waiting.extend(range(self.size))
+
+    @property
+    def is_finished(self) -> bool:
+        return len(self.done) == self.size
+
+
+@dataclass(slots=True)
+class Evaluation:
+    """`size` tasks (0: never), before the first and after the last step, and each `every` steps where that is not 0."""
+
+    size: int
+    every: int
+    max_steps: int
+    evaluated: set[int] = field(default_factory=set)
+    rounds: dict[int, EvalRound] = field(default_factory=dict)
+
+    def is_due(self, version: int) -> bool:
+        if not self.size or version in self.evaluated or version in self.rounds:
+            return False
+        return version in (0, self.max_steps) or bool(self.every and version % self.every == 0)
+
+    def start(self, ref: SnapshotRef) -> None:
+        self.rounds[ref.version] = EvalRound(ref, self.size)
+
+    def forget_after(self, version: int) -> None:
+        """A learner fell back to `version`: later evaluations are of weights that no longer count."""
+        for later in [v for v in self.rounds if v > version]:
+            del self.rounds[later]
+        self.evaluated = {v for v in self.evaluated if v <= version}
+
+    def group(self, version: int, position: int) -> GroupRef:
+        return GroupRef("eval", version * self.size + position)
+
+    def locate(self, group: GroupRef) -> tuple[EvalRound, int] | None:
+        """The round and position of an eval group, while that round is open."""
+        round_ = self.rounds.get(group.number // self.size) if self.size else None
+        return None if round_ is None else (round_, group.number % self.size)
+
+    def take(self, installed_version: int, num_groups: int) -> tuple[EvalRound, list[int]] | None:
+        """Positions for a worker with this version: of the oldest round that it has reached."""
+        for version in sorted(self.rounds):
+            round_ = self.rounds[version]
+            if round_.waiting and version <= installed_version:
+                return round_, [round_.waiting.popleft() for _ in range(min(num_groups, len(round_.waiting)))]
+        return None
+
+    def put_back(self, group: GroupRef) -> None:
+        """The lease on this group ended without a result."""
+        place = self.locate(group)
+        if place is not None and place[1] not in place[0].done and place[1] not in place[0].waiting:
+            place[0].waiting.append(place[1])
+
+    def needed_versions(self) -> Iterable[int]:
+        return self.rounds.keys()

@@ -1,0 +1,173 @@
+"""Which train group is where. One record a group; one table says which moves are legal.
+
+    pending --lease--> leased --result--> delivered --score--> ready --feed--> fed --step--> trained
+       ^------expiry------'                                      ^------------- fall-back -----'
+    any of the first five --> retired (with a reason)
+
+`delivered` waits for the head's reward process; a result that the worker scored goes from leased to ready. A group
+stays bound to the step it was issued for through every move. Trained groups are remembered until a checkpoint covers
+their step, because a learner that falls back trains the same groups at the same step again.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from echo2.errors import InvariantError
+
+MOVES: dict[str, frozenset[str]] = {
+    "pending": frozenset({"leased", "ready", "delivered", "retired"}),
+    "leased": frozenset({"pending", "delivered", "ready", "retired"}),
+    "delivered": frozenset({"ready", "retired"}),
+    "ready": frozenset({"fed", "retired"}),
+    "fed": frozenset({"trained", "ready"}),
+    "trained": frozenset({"ready"}),
+    "retired": frozenset(),
+}
+
+
+@dataclass(slots=True)
+class GroupRecord:
+    """What the planner knows of one group."""
+
+    number: int
+    step: int
+    state: str = "pending"
+    attempts: int = 0
+    oldest_version: int | None = None
+    num_tokens: int = 0
+    worker_id: str = ""
+    ready_order: int = 0
+
+
+@dataclass(slots=True)
+class GroupBook:
+    """All groups that are not covered by a checkpoint yet, by number and by step.
+
+    `batch` groups make a *unit*, the smallest thing that is leased: 1, or in deterministic mode the fixed batch.
+    """
+
+    groups_per_unit: int = 1
+    next_number: int = 0
+    _records: dict[int, GroupRecord] = field(default_factory=dict)
+    _by_step: dict[int, dict[int, GroupRecord]] = field(default_factory=dict)
+    _live: dict[int, int] = field(default_factory=dict)
+    _pending: list[tuple[int, int]] = field(default_factory=list)
+    _is_pending: set[tuple[int, int]] = field(default_factory=set)
+    _ready_count: int = 0
+
+    def issue(self, step: int) -> GroupRecord:
+        """A new group for `step`, pending."""
+        record = GroupRecord(self.next_number, step)
+        self._add(record)
+        self.push_pending(record)
+        return record
+
+    def restore(self, record: GroupRecord) -> None:
+        """A group from the ledger."""
+        self._add(record)
+        if record.state == "pending":
+            self.push_pending(record)
+
+    def _add(self, record: GroupRecord) -> None:
+        if record.number in self._records:
+            raise InvariantError(f"group {record.number} issued twice")
+        self._records[record.number] = record
+        self._by_step.setdefault(record.step, {})[record.number] = record
+        self._live[record.step] = self._live.get(record.step, 0) + (record.state != "retired")
+        self.next_number = max(self.next_number, record.number + 1)
+
+    def get(self, number: int) -> GroupRecord | None:
+        return self._records.get(number)
+
+    def of_step(self, step: int) -> list[GroupRecord]:
+        """Groups bound to this step in issue order, retired ones too."""
+        return list(self._by_step.get(step, {}).values())
+
+    def num_issued(self, step: int) -> int:
+        return len(self._by_step.get(step, ()))
+
+    def num_live(self, step: int) -> int:
+        """Issued and not retired."""
+        return self._live.get(step, 0)
+
+    def move(self, record: GroupRecord, state: str) -> None:
+        """Change a record's state.
+
+        Raises:
+            InvariantError: the table has no such move.
+        """
+        if state not in MOVES[record.state]:
+            raise InvariantError(
+                f"group {record.number} of step {record.step}: {record.state} -> {state} is no legal move"
+            )
+        record.state = state
+        if state == "pending":
+            self.push_pending(record)
+        elif state == "ready":
+            self._ready_count += 1
+            record.ready_order = self._ready_count
+        elif state == "retired":
+            self._live[record.step] -= 1
+
+    def unit_of(self, record: GroupRecord) -> tuple[int, int]:
+        return record.step, record.number - record.number % self.groups_per_unit
+
+    def push_pending(self, record: GroupRecord) -> None:
+        """Queue the record's unit for a lease, earliest step first, then in issue order."""
+        unit = self.unit_of(record)
+        if unit not in self._is_pending:
+            self._is_pending.add(unit)
+            heapq.heappush(self._pending, unit)
+
+    def first_pending(self) -> tuple[int, int] | None:
+        """(step, first number) of the next unit to lease; units with nothing pending are dropped on the way."""
+        while self._pending:
+            unit = self._pending[0]
+            if any(record.state == "pending" for record in self.unit_records(unit)):
+                return unit
+            self._drop_first()
+        return None
+
+    def pop_unit(self) -> list[GroupRecord]:
+        """Take the first unit: its groups that are not retired. In a unit of several, groups with a result are
+        sampled again for the sake of the batch's shape, and their second result is refused as a duplicate.
+        """
+        unit = self._drop_first()
+        return [record for record in self.unit_records(unit) if record.state != "retired"]
+
+    def _drop_first(self) -> tuple[int, int]:
+        unit = heapq.heappop(self._pending)
+        self._is_pending.discard(unit)
+        return unit
+
+    def unit_records(self, unit: tuple[int, int]) -> list[GroupRecord]:
+        step, first = unit
+        numbers = range(first, first + self.groups_per_unit)
+        return [r for r in (self._records.get(n) for n in numbers) if r is not None and r.step == step]
+
+    def forget_below(self, step: int) -> None:
+        """Drop the groups of steps below `step`: a checkpoint covers them."""
+        for old in [key for key in self._by_step if key < step]:
+            for number in self._by_step.pop(old):
+                del self._records[number]
+            self._live.pop(old, None)
+
+    def __iter__(self) -> Iterator[GroupRecord]:
+        return iter(self._records.values())
+
+    def __len__(self) -> int:
+        return len(self._records)
+
+    def check_invariants(self) -> None:
+        for step, records in self._by_step.items():
+            live = sum(record.state != "retired" for record in records.values())
+            if live != self._live[step]:
+                raise InvariantError(f"step {step}: {live} live groups, counted {self._live[step]}")
+        for record in self._records.values():
+            if record.state == "pending" and self.unit_of(record) not in self._is_pending:
+                raise InvariantError(f"group {record.number} is pending but not queued")
+            if record.state in ("ready", "fed", "trained") and record.oldest_version is None:
+                raise InvariantError(f"group {record.number} is {record.state} without a version")

@@ -1,0 +1,300 @@
+"""The head's machine: which group is sampled by whom, with what, until when; what the learner is fed; when the run is
+over.
+
+`handle(event, now)` is the only way in, the returned commands the only way out. It composes the tables beside it:
+`groups` (which group is where), `leases` (who holds what), `fleet` (who attends), `evaluation`, and the rule in
+`staleness`. Read `granting` first. Sources: ECHO-2 sections 4 and 4.1 (versioned execution), RolloutPipe
+(complete groups, frontier first).
+
+A run's order of things, for step t:  IssueGroup (bound to t) -> GrantLeases -> AcceptDelivery -> FeedGroup -> EndStep
+-> RecordStep.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from echo2.control import commands as do
+from echo2.control import events as ev
+from echo2.control import granting, results, staleness, workers
+from echo2.control.fleet import Worker
+from echo2.control.groups import GroupRecord
+from echo2.control.invariants import check_planner
+from echo2.control.state import PlannerOptions, PlannerState
+from echo2.control.waits import list_waits
+from echo2.errors import InvariantError
+from echo2.types import GroupRef, SnapshotRef, Wait
+
+
+class Planner(PlannerState):
+    """The state, and what each kind of event does to it."""
+
+    def __init__(self, options: PlannerOptions) -> None:
+        super().__init__(options)
+        self._wake_at: float | None = None
+
+    # ---- the door --------------------------------------------------------------------------------------------------
+
+    def handle(self, event: ev.Event, now: float) -> list[do.Command]:
+        """Take one event at time `now` (seconds, never decreasing) and say what is to be done, in order."""
+        self.num_events += 1
+        self.out = []
+        if isinstance(event, ev.WorkerReported):
+            workers.worker_reported(self, event, now)
+        workers.expire(self, now)  # first: what comes at its deadline is late, whether or not the timer fired yet
+        match event:
+            case ev.HeadStarted():
+                self._start(event, now)
+            case ev.LearnerJoined():
+                self._learner_joined(event.version)
+            case ev.LearnerLost():
+                self.learner_joined, self.wanted_step, self.wanted_since = False, None, now
+            case ev.GroupsWanted():
+                self._groups_wanted(event.step, now)
+            case ev.StepTrained():
+                self._step_trained(event)
+            case ev.SnapshotPublished():
+                self._snapshot_published(event.ref)
+            case ev.CheckpointSaved():
+                self._checkpoint_saved(event)
+            case ev.WorkerJoined():
+                workers.worker_joined(self, event, now)
+            case ev.WorkerDetached():
+                if (worker := self.fleet.get(event.worker_id)) is not None:
+                    self.fleet.detach(worker, now, self.options.grace_seconds)
+            case ev.WorkerLeft():
+                workers.lose_worker(self, event.worker_id, event.reason)
+            case ev.GroupDelivered():
+                results.delivered(self, event, now)
+            case ev.DeliveryMalformed():
+                results.delivery_malformed(self, event)
+            case ev.LeaseFailed():
+                results.lease_failed(self, event)
+            case ev.GroupScored():
+                results.scored(self, event.group)
+            case ev.ScoringFailed():
+                results.give_up(self, event.group, event.reason, event.detail)
+            case ev.Tick():
+                self._wake_at = None
+        self._advance(now)
+        return self.out
+
+    def _advance(self, now: float) -> None:
+        """What any event may have made possible."""
+        self._finish_evals()
+        if self.over is None:
+            granting.grant(self, now)
+            self._feed(now)
+            self._finish()
+        dues = [at for at in (self.leases.earliest_deadline(), self.fleet.earliest_deadline()) if at is not None]
+        if dues and (self._wake_at is None or min(dues) < self._wake_at):
+            self._wake_at = min(dues)
+            self.emit(do.WakeAt, "next deadline of a lease or of a silent worker", at=self._wake_at)
+
+    # ---- start, learner --------------------------------------------------------------------------------------------
+
+    def _start(self, event: ev.HeadStarted, now: float) -> None:
+        self.version, self.lineage, self.oldest_kept = event.version, event.lineage, event.oldest_kept
+        self.checkpoint_version = event.checkpoint_version
+        self.groups.next_number, self.leases.next_lease_id = event.next_number, event.next_lease_id
+        self.evaluation.evaluated = set(event.evaluated)
+        self.published = {ref.version: ref for ref in event.published}
+        self.retained = dict(self.published)
+        held = {lease.number for lease in event.leases}
+        restored = {"delivered": "delivered", "ready": "ready", "trained": "trained", "retired": "retired"}
+        for old in event.groups:
+            record = GroupRecord(
+                old.number, old.step, restored.get(old.state, "leased" if old.number in held else "pending")
+            )
+            record.oldest_version, record.num_tokens, record.worker_id = (
+                old.oldest_version,
+                old.num_tokens,
+                old.worker_id,
+            )
+            self.groups.restore(record)
+            if record.state == "delivered":
+                self.emit(
+                    do.ScoreGroup, "delivered before the restart, not scored yet", group=GroupRef("train", old.number)
+                )
+        for lease in event.leases:
+            self._restore_lease(lease, now)
+        for ref in self.retained.values():
+            if self.evaluation.is_due(ref.version):
+                self._start_eval(ref)
+
+    def _restore_lease(self, old: ev.RecoveredLease, now: float) -> None:
+        """The worker may still be at it: the lease lives on, and so does its worker, detached, until it comes back or
+        is lost.
+        """
+        record = self.groups.get(old.number)
+        if record is None:
+            raise InvariantError(f"lease {old.lease_id} is of group {old.number}, which the ledger does not hold open")
+        lease = granting.new_lease(self, GroupRef("train", old.number), record.step, record.number, now)
+        self.leases.add(old.worker_id, replace(lease, lease_id=old.lease_id, deadline=old.deadline))
+        if self.fleet.get(old.worker_id) is None:
+            self.fleet.join(Worker(old.worker_id, 1, 0.0, False, None, now, detached=True), now)
+
+    def _learner_joined(self, version: int) -> None:
+        if version > self.version:
+            reason = (
+                f"the learner holds version {version}, the ledger knows {self.version} trained steps: "
+                "this checkpoint belongs to another run or to a newer ledger"
+            )
+            self.emit(do.RefuseLearner, reason)
+            return
+        if version < self.oldest_kept:
+            reason = (
+                f"the learner holds version {version}; the groups of steps before {self.oldest_kept} were let go when "
+                f"checkpoint {self.oldest_kept} covered them: resume from that one or a later one"
+            )
+            self.emit(do.RefuseLearner, reason)
+            return
+        reason = f"the learner stands at version {version}"
+        if version < self.version:
+            self.lineage += 1
+            reason = f"the learner fell back from version {self.version} to its checkpoint {version}"
+            for record in list(self.groups):
+                if record.step >= version and record.state == "trained":
+                    self.groups.move(record, "ready")
+            for later in [v for v in self.published if v > version]:
+                del self.published[later]
+                if later in self.retained:
+                    self.emit(do.DropSnapshot, "its step is trained again", ref=self.retained.pop(later))
+            self.evaluation.forget_after(version)
+        self.version, self.learner_joined, self.wanted_step = version, True, None
+        self.emit(do.RecordLearner, reason, version=version, lineage=self.lineage)
+
+    def _groups_wanted(self, step: int, now: float) -> None:
+        if step != self.version or not self.learner_joined:
+            self.emit(
+                do.RefuseLearner, f"the learner asks for the groups of step {step}; the run stands at {self.version}"
+            )
+            return
+        self.wanted_step, self.wanted_since, self.step_ended = step, now, False
+        for record in self.groups.of_step(step):
+            if record.state == "fed":
+                self.groups.move(record, "ready")
+
+    def _step_trained(self, event: ev.StepTrained) -> None:
+        if event.step < self.version:
+            return  # reported again, because our answer to the first report was lost
+        fed = tuple(sorted(record.number for record in self.groups.of_step(event.step) if record.state == "fed"))
+        if event.step != self.version or tuple(sorted(event.numbers)) != fed or not self.step_ended:
+            raise InvariantError(
+                f"the learner reports step {event.step} with groups {event.numbers}; step {self.version} was fed {fed}"
+            )
+        self.emit(
+            do.RecordStep, "the learner finished the step", step=event.step, lineage=self.lineage, numbers=event.numbers
+        )
+        for number in fed:
+            record = self.groups.get(number)
+            assert record is not None
+            self.groups.move(record, "trained")
+        self.version, self.wanted_step = event.step + 1, None
+
+    def _snapshot_published(self, ref: SnapshotRef) -> None:
+        if ref.lineage != self.lineage or ref.version > self.version:
+            self.emit(do.DropSnapshot, f"published for lineage {ref.lineage}; the run is at {self.lineage}", ref=ref)
+            return
+        self.published[ref.version] = self.retained[ref.version] = ref
+        if self.evaluation.is_due(ref.version):
+            self._start_eval(ref)
+        worker_ids = tuple(worker.worker_id for worker in self.fleet.attending())
+        if worker_ids and ref.version == max(self.published):
+            self.emit(do.AnnounceSnapshot, f"version {ref.version} is published", ref=ref, worker_ids=worker_ids)
+        self._drop_snapshots()
+
+    def _drop_snapshots(self) -> None:
+        """Keep the newest few, what an evaluation needs, and in deterministic mode what open steps are still sampled
+        with.
+        """
+        options = self.options
+        keep = set(sorted(self.retained)[-options.keep_snapshots :]) | set(self.evaluation.needed_versions())
+        oldest = self.version
+        if options.deterministic:
+            oldest = staleness.fixed_version(self.version, options.max_staleness, options.publish_every)
+        for version in sorted(self.retained):
+            if version not in keep and version < oldest:
+                self.emit(do.DropSnapshot, "no open step or evaluation needs it", ref=self.retained.pop(version))
+        for version in [
+            v for v in self.published if v < self.version - options.max_staleness - 2 * options.publish_every
+        ]:
+            if version not in self.retained:
+                del self.published[version]
+
+    def _checkpoint_saved(self, event: ev.CheckpointSaved) -> None:
+        self.checkpoint_version, self.oldest_kept = event.version, max(self.oldest_kept, event.oldest_kept)
+        self.emit(
+            do.RecordCheckpoint,
+            f"a checkpoint of version {event.version} is durable",
+            version=event.version,
+            oldest_kept=event.oldest_kept,
+        )
+        self.groups.forget_below(event.oldest_kept)
+
+    # ---- feeding ---------------------------------------------------------------------------------------------------
+
+    def _feed(self, now: float) -> None:
+        """Hand the learner what is ready of the step it waits for: as it comes, or in deterministic mode in issue
+        order.
+        """
+        step = self.wanted_step
+        if step is None or self.step_ended or step >= self.options.max_steps:
+            return
+        records = [record for record in self.groups.of_step(step) if record.state != "retired"]
+        if not self.options.deterministic:
+            records = sorted((r for r in records if r.state == "ready"), key=lambda r: r.ready_order)
+        for record in records:
+            if record.state == "fed":
+                continue
+            if record.state != "ready":
+                break
+            if not staleness.may_train(step, record.oldest_version or 0, self.options.max_staleness):
+                self.groups.move(record, "retired")
+                detail = f"its oldest token is of version {record.oldest_version}, {self.options.max_staleness} allowed"
+                self.emit(do.RetireGroup, detail, number=record.number, why="stale")
+                granting.grant(self, now)
+                continue
+            self.groups.move(record, "fed")
+            self.emit(do.FeedGroup, f"the learner trains step {step}", step=step, number=record.number)
+        self._end_step(step)
+
+    def _end_step(self, step: int) -> None:
+        live = [record for record in self.groups.of_step(step) if record.state != "retired"]
+        if granting.room(self, step) > 0 or any(record.state != "fed" for record in live):
+            return
+        self.step_ended, self.wanted_since = True, None
+        used = [record.number for record in self.groups if record.step <= step]
+        cursor = max(used, default=self.groups.next_number - 1) + 1
+        self.emit(do.EndStep, "every group of the step is fed", step=step, num_groups=len(live), cursor=cursor)
+
+    # ---- evaluation, end -------------------------------------------------------------------------------------------
+
+    def _start_eval(self, ref: SnapshotRef) -> None:
+        self.evaluation.start(ref)
+        self.emit(do.StartEval, f"version {ref.version} is due for evaluation", ref=ref)
+
+    def _finish_evals(self) -> None:
+        for version in [v for v, round_ in self.evaluation.rounds.items() if round_.is_finished]:
+            round_ = self.evaluation.rounds.pop(version)
+            self.evaluation.evaluated.add(version)
+            self.emit(do.FinishEval, "every held-out task has a result", version=version, num_failed=round_.num_failed)
+
+    def _finish(self) -> None:
+        last = self.options.max_steps
+        evaluated = not self.options.eval_size or last in self.evaluation.evaluated
+        if self.version >= last and self.checkpoint_version >= last and evaluated and not self.evaluation.rounds:
+            self.over = "all steps are trained"
+            self.emit(do.FinishRun, self.over)
+
+    # ---- looking in ------------------------------------------------------------------------------------------------
+
+    def check_invariants(self) -> None:
+        """Raise InvariantError if a rule that always holds does not; called after every event in tests and
+        simulation.
+        """
+        check_planner(self)
+
+    def waits(self, now: float) -> list[Wait]:
+        """Who waits for whom, since when, until when, and why."""
+        return list_waits(self, now)

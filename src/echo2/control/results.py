@@ -1,0 +1,118 @@
+"""What becomes of a lease: a result that is accepted or refused, or an end without one."""
+
+from __future__ import annotations
+
+from echo2.control import commands as do
+from echo2.control import events as ev
+from echo2.control.delivery import judge
+from echo2.control.leases import FAILURES, MAX_ATTEMPTS
+from echo2.control.state import PlannerState
+from echo2.types import GroupRef
+
+
+def end_lease(state: PlannerState, lease_id: int, outcome: str, reason: str) -> None:
+    """Close a lease that gave no result, and put its group back in the queue (or give it up after too many tries)."""
+    worker_id, lease = state.leases.close(lease_id)
+    state.emit(do.CloseLease, reason, lease_id=lease_id, group=lease.group, worker_id=worker_id, outcome=outcome)
+    if lease.group.kind == "eval":
+        state.evaluation.put_back(lease.group)
+        return
+    record = state.groups.get(lease.group.number)
+    if record is None or record.state != "leased":
+        return
+    record.attempts += 1
+    if record.attempts >= MAX_ATTEMPTS:
+        give_up(state, lease.group, "gave_up", f"{record.attempts} leases brought no result; the last: {reason}")
+    elif not state.leases.of_group(lease.group):
+        state.groups.move(record, "pending")
+
+
+def delivered(state: PlannerState, event: ev.GroupDelivered, now: float) -> None:
+    refusal = judge(state, event)
+    if refusal is not None:
+        word, reason = refusal
+        group: GroupRef | None = event.group
+        state.emit(
+            do.RefuseDelivery, reason, worker_id=event.worker_id, lease_id=event.lease_id, group=group, refusal=word
+        )
+        held = state.leases.get(event.lease_id)
+        if held is not None and held[0] == event.worker_id:
+            end_lease(state, event.lease_id, word, reason)
+        return
+    state.leases.close(event.lease_id)
+    reason = "the first valid result for this group"
+    state.emit(do.AcceptDelivery, reason, worker_id=event.worker_id, lease_id=event.lease_id, group=event.group)
+    state.emit(
+        do.CloseLease, reason, lease_id=event.lease_id, group=event.group, worker_id=event.worker_id, outcome="accepted"
+    )
+    if event.group.kind == "train":
+        record = state.groups.get(event.group.number)
+        assert record is not None
+        record.oldest_version, record.num_tokens = event.oldest_version, event.num_tokens
+        record.worker_id = event.worker_id
+        state.groups.move(record, "ready" if event.is_scored else "delivered")
+    if event.is_scored:
+        scored(state, event.group)
+    else:
+        state.emit(do.ScoreGroup, "its reward function runs beside the head", group=event.group)
+
+
+def delivery_malformed(state: PlannerState, event: ev.DeliveryMalformed) -> None:
+    held = state.leases.get(event.lease_id)
+    group = held[1].group if held is not None and held[0] == event.worker_id else None
+    state.emit(
+        do.RefuseDelivery,
+        event.detail,
+        worker_id=event.worker_id,
+        lease_id=event.lease_id,
+        group=group,
+        refusal=event.reason,
+    )
+    if group is not None:
+        end_lease(state, event.lease_id, event.reason, event.detail)
+
+
+def lease_failed(state: PlannerState, event: ev.LeaseFailed) -> None:
+    held = state.leases.get(event.lease_id)
+    if held is None or held[0] != event.worker_id:
+        return
+    group = held[1].group
+    reason = event.reason if event.reason in FAILURES else "engine_failed"
+    end_lease(state, event.lease_id, "failed", f"{reason}: {event.detail}")
+    if not FAILURES[reason]:
+        give_up(state, group, reason, event.detail)
+
+
+def scored(state: PlannerState, group: GroupRef) -> None:
+    state.failures_in_a_row = 0
+    if group.kind == "eval":
+        place = state.evaluation.locate(group)
+        if place is not None:
+            place[0].done.add(place[1])
+        return
+    record = state.groups.get(group.number)
+    if record is not None and record.state == "delivered":
+        state.groups.move(record, "ready")
+
+
+def give_up(state: PlannerState, group: GroupRef, why: str, detail: str) -> None:
+    """No try can help: the group is retired (an eval task counts as failed). Too many in a row stop the run."""
+    if group.kind == "eval":
+        place = state.evaluation.locate(group)
+        if place is not None and place[1] not in place[0].done:
+            place[0].done.add(place[1])
+            place[0].num_failed += 1
+            if place[1] in place[0].waiting:
+                place[0].waiting.remove(place[1])
+    else:
+        record = state.groups.get(group.number)
+        if record is None or record.state not in ("pending", "leased", "delivered"):
+            return
+        state.groups.move(record, "retired")
+        for lease_id in state.leases.of_group(group):
+            end_lease(state, lease_id, "retired", detail)
+        state.emit(do.RetireGroup, detail, number=group.number, why=why)
+    state.failures_in_a_row += 1
+    if state.failures_in_a_row >= state.options.max_failures and state.over is None:
+        state.over = f"{state.failures_in_a_row} groups failed in a row ({why}). The last: {detail}"
+        state.emit(do.StopRun, state.over)

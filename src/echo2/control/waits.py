@@ -1,0 +1,79 @@
+"""Who waits for whom, since when, until when, and why: what `echo2 status` prints."""
+
+from __future__ import annotations
+
+from echo2.control.state import PlannerState
+from echo2.types import GroupRef, SnapshotRef, Wait
+
+
+def list_waits(state: PlannerState, now: float) -> list[Wait]:
+    """The learner's wait first, then each idle worker's, then each lease that is being waited for."""
+    waits = _learner_waits(state)
+    for worker in state.fleet.all():
+        until = state.fleet.silence_deadline(worker.worker_id)
+        if worker.detached:
+            reason = "its connection is closed; its leases go to others if it does not come back"
+            waits.append(Wait("head", worker.worker_id, now, until, reason))
+        elif worker.idle_since is not None:
+            name, reason = _why_idle(state, worker.installed)
+            waits.append(Wait(worker.worker_id, name, worker.idle_since, None, reason))
+    for version, round_ in state.evaluation.rounds.items():
+        left = round_.size - len(round_.done)
+        waits.append(
+            Wait("head", "workers", now, None, f"evaluation of version {version}: {left} of {round_.size} tasks left")
+        )
+    return waits
+
+
+def _learner_waits(state: PlannerState) -> list[Wait]:
+    if not state.learner_joined:
+        return [Wait("head", "learner", state.wanted_since or 0.0, None, "no learner is connected")]
+    step, since = state.wanted_step, state.wanted_since
+    if step is None or since is None:
+        return []
+    if step >= state.options.max_steps:
+        return [Wait("learner", "workers", since, None, "all steps are trained; the last evaluation is under way")]
+    missing: dict[str, tuple[int, float | None]] = {}
+    num_missing = state.options.groups_per_step - state.groups.num_live(step)
+    for record in state.groups.of_step(step):
+        if record.state in ("pending", "leased", "delivered"):
+            num_missing += 1
+            for lease_id in state.leases.of_group(GroupRef("train", record.number)):
+                worker_id, lease = state.leases.get(lease_id) or ("", None)
+                count, until = missing.get(worker_id, (0, None))
+                deadline = lease.deadline if lease is not None else None
+                missing[worker_id] = (count + 1, deadline if until is None else min(until, deadline or until))
+    waits = [
+        Wait(
+            "learner",
+            worker_id,
+            since,
+            until,
+            f"step {step}: {worker_id} holds {count} of {num_missing} missing groups",
+        )
+        for worker_id, (count, until) in missing.items()
+    ]
+    held = sum(count for count, _ in missing.values())
+    if num_missing > held:
+        reason = f"step {step}: {num_missing - held} groups are with no worker"
+        reason += " (no worker attends)" if not state.fleet.attending() else ""
+        waits.append(Wait("learner", "workers", since, None, reason))
+    return waits
+
+
+def _why_idle(state: PlannerState, installed: SnapshotRef | None) -> tuple[str, str]:
+    """Whom an idle worker waits for, and why."""
+    if not state.published:
+        return "learner", "no snapshot is published yet"
+    newest = state.published[max(state.published)]
+    if installed is None or state.published.get(installed.version) != installed:
+        return "head", f"it has no valid snapshot installed; {newest} is on its way"
+    last = installed.version + state.options.max_staleness
+    if last >= state.options.max_steps:
+        return "learner", "every group of the run is sampled or leased"
+    if installed.version < newest.version:
+        return "head", f"it has version {installed.version}; {newest.version} is on its way"
+    return (
+        "learner",
+        f"every group up to step {last} (version {installed.version} + max_staleness) is sampled or leased",
+    )

@@ -1,0 +1,57 @@
+"""Workers come, report, fall silent and go; their leases end with them."""
+
+from __future__ import annotations
+
+from echo2.control import commands as do
+from echo2.control import events as ev
+from echo2.control.fleet import Worker
+from echo2.control.results import end_lease
+from echo2.control.state import PlannerState
+
+
+def worker_joined(state: PlannerState, event: ev.WorkerJoined, now: float) -> None:
+    for lease_id in state.leases.of_worker(event.worker_id):
+        if lease_id not in event.held_leases:
+            end_lease(state, lease_id, "lost", "the worker came back without it")
+    scores = bool(state.options.reward_functions) and set(state.options.reward_functions) <= set(event.rewards)
+    worker = Worker(
+        event.worker_id, event.capacity_groups, event.price_usd_per_hour, scores, event.installed, now, idle_since=now
+    )
+    state.fleet.join(worker, now)
+    for lease_id in event.held_leases:
+        held = state.leases.get(lease_id)
+        if held is None or held[0] != event.worker_id:
+            reason = "the lease ended while the worker was away"
+            state.emit(do.RevokeLease, reason, worker_id=event.worker_id, lease_id=lease_id)
+    if state.published:
+        ref = state.published[max(state.published)]
+        state.emit(do.AnnounceSnapshot, "newest when the worker joined", ref=ref, worker_ids=(event.worker_id,))
+
+
+def worker_reported(state: PlannerState, event: ev.WorkerReported, now: float) -> None:
+    worker = state.fleet.get(event.worker_id)
+    if worker is not None and not worker.detached:
+        worker.installed = event.installed
+        state.fleet.heard(event.worker_id, now)
+
+
+def lose_worker(state: PlannerState, worker_id: str, reason: str) -> None:
+    if state.fleet.get(worker_id) is None:
+        return
+    for lease_id in state.leases.of_worker(worker_id):
+        end_lease(state, lease_id, "lost", reason)
+    state.fleet.remove(worker_id)
+    state.emit(do.WorkerGone, reason, worker_id=worker_id)
+
+
+def expire(state: PlannerState, now: float) -> None:
+    for worker_id in state.fleet.pop_silent(now):
+        worker = state.fleet.get(worker_id)
+        away = worker is not None and worker.detached
+        lose_worker(
+            state, worker_id, "its connection closed and it did not come back" if away else "silent for too long"
+        )
+    for lease_id in state.leases.pop_expired(now):
+        worker_id, _ = state.leases.get(lease_id) or ("", None)
+        end_lease(state, lease_id, "expired", "the lease's deadline passed")
+        state.emit(do.RevokeLease, "the lease's deadline passed", worker_id=worker_id, lease_id=lease_id)

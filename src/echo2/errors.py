@@ -1,0 +1,40 @@
+"""Errors: whose fault it is decides the type.
+
+* `UserError`: the user's mistake (a config key, a dataset row, a reward function, a full disk). It says what was wrong,
+  the value, and what to do. The command line prints it as one line and exits with status 2.
+* `PeerError`: a stranger on the wire misbehaved (malformed, oversized, late, unauthenticated). It carries a
+  short `reason` that is counted and shown; it never stops a run.
+* `InvariantError`: our own bug. It carries the story that led there.
+
+Expected outcomes (a stale group, a duplicate result, an expired lease) are values with reasons, not exceptions.
+"""
+
+from __future__ import annotations
+
+
+class Echo2Error(Exception):
+    """Base of everything raised on purpose by this package."""
+
+
+class UserError(Echo2Error, ValueError):
+    """The user's mistake; the message says what was wrong, the value, and what to do."""
+
+
+class PeerError(Echo2Error):
+    """A peer broke the protocol.
+
+    `reason` is one short word that is counted in the ledger and shown to people (for example ``malformed``).
+    """
+
+    def __init__(self, reason: str, detail: str) -> None:
+        super().__init__(f"{reason}: {detail}")
+        self.reason = reason
+        self.detail = detail
+
+
+class LinkError(Echo2Error):
+    """The other end is unreachable, closed the connection or let a deadline pass; trying again may help."""
+
+
+class InvariantError(Echo2Error, AssertionError):
+    """A bug of ours: a rule that always holds did not."""

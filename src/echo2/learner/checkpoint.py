@@ -1,0 +1,189 @@
+"""Learner state on disk: `checkpoints/step_N/`, for resume and, as it stands, for `from_pretrained`.
+
+    config.json, tokenizer files, model.safetensors     a Hugging Face model directory
+    optimizer.safetensors                               AdamW's moments and step counts, by parameter name
+    state.json                                          Progress, and the size and BLAKE3 digest of every other file
+
+A checkpoint is written beside its place, synced, and renamed into it: it is there whole or not at all. No pickle. There is no
+random state to keep: the learner draws no random numbers.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import re
+import shutil
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from blake3 import blake3
+
+from echo2.errors import UserError
+from echo2.types import TensorBytes
+
+FORMAT = 1
+STATE_FILE = "state.json"
+READ_BYTES = 1 << 22
+_STEP_NAME = re.compile(r"step_(\d+)")
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """Where a run stands: completed training steps, lineage, and the position in the task stream."""
+
+    version: int
+    lineage: int = 0
+    cursor: int = 0
+
+
+def step_directory(root: Path, version: int) -> Path:
+    return root / f"step_{version}"
+
+
+def latest(root: Path) -> Path | None:
+    """The newest whole checkpoint under `root`; torn or damaged ones are passed over."""
+    return next((path for path in _newest_first(root) if is_whole(path)), None)
+
+
+def prune(root: Path, keep: int) -> int:
+    """Delete all but the newest `keep` whole checkpoints (and all torn ones older than those); the oldest version kept."""
+    whole = [path for path in _newest_first(root) if read_state(path) is not None]
+    kept = whole[:keep]
+    oldest = _version_of(kept[-1]) if kept else 0
+    for path in _newest_first(root):
+        if path not in kept and _version_of(path) < oldest:
+            shutil.rmtree(path)
+    return oldest
+
+
+def read_state(directory: Path) -> dict[str, Any] | None:
+    """state.json if it can be read and all files have the sizes it names; else None. Cheap: reads no weights."""
+    try:
+        state: dict[str, Any] = json.loads((directory / STATE_FILE).read_bytes())
+        sizes_fit = all((directory / name).stat().st_size == entry["bytes"] for name, entry in state["files"].items())
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    return state if sizes_fit and state.get("format") == FORMAT else None
+
+
+def is_whole(directory: Path) -> bool:
+    """Whether every file is there with the digest that state.json names."""
+    state = read_state(directory)
+    if state is None:
+        return False
+    return all(_digest(directory / name) == entry["blake3"] for name, entry in state["files"].items())
+
+
+def read_progress(directory: Path) -> Progress:
+    """Where the checkpoint in `directory` stands.
+
+    Raises:
+        UserError: there is no whole checkpoint.
+    """
+    state = read_state(directory)
+    if state is None or not is_whole(directory):
+        raise UserError(f"{directory} holds no whole checkpoint. Name a checkpoints/step_N directory of a run.")
+    return Progress(**state["progress"])
+
+
+def write_checkpoint(
+    directory: Path,
+    progress: Progress,
+    files: Mapping[str, bytes],
+    tensors: Mapping[str, Mapping[str, TensorBytes]],
+) -> None:
+    """Write a checkpoint to `directory` in one atomic step, replacing one that is already there.
+
+    `tensors`: safetensors file name -> the tensors in it.
+
+    Raises:
+        UserError: no room, or the place cannot be written. What was there before is untouched.
+    """
+    partial = directory.with_name(f".{directory.name}.partial")
+    try:
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+        index = {name: _write(partial / name, [data]) for name, data in files.items()}
+        index |= {name: _write(partial / name, safetensors_pieces(content)) for name, content in tensors.items()}
+        state = {"format": FORMAT, "progress": asdict(progress), "files": index}
+        _write(partial / STATE_FILE, [json.dumps(state, indent=2).encode()])
+        _sync_directory(partial)
+        _replace(partial, directory)
+    except OSError as error:
+        shutil.rmtree(partial, ignore_errors=True)
+        what = "is out of room" if error.errno in _NO_ROOM else f"cannot be written ({error.strerror})"
+        raise UserError(
+            f"The checkpoint {directory} was not saved: the disk {what}. Earlier checkpoints are untouched; free some space "
+            "(or lower learner.keep_checkpoints) and resume."
+        ) from error
+
+
+def safetensors_pieces(tensors: Mapping[str, TensorBytes]) -> Iterable[bytes | memoryview]:
+    """The bytes of a safetensors file, piece by piece, so that weights are never in memory twice."""
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    offset = 0
+    for name, tensor in tensors.items():
+        size = memoryview(tensor.data).nbytes
+        header[name] = {"dtype": tensor.dtype, "shape": list(tensor.shape), "data_offsets": [offset, offset + size]}
+        offset += size
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    yield len(text).to_bytes(8, "little")
+    yield text
+    for tensor in tensors.values():
+        yield tensor.data
+
+
+def _newest_first(root: Path) -> list[Path]:
+    paths = [path for path in root.iterdir() if _STEP_NAME.fullmatch(path.name)] if root.is_dir() else []
+    return sorted(paths, key=_version_of, reverse=True)
+
+
+def _version_of(path: Path) -> int:
+    match = _STEP_NAME.fullmatch(path.name)
+    return int(match.group(1)) if match else -1
+
+
+def _write(path: Path, pieces: Iterable[bytes | memoryview]) -> dict[str, Any]:
+    hasher, size = blake3(), 0
+    with path.open("wb") as file:
+        for piece in pieces:
+            file.write(piece)
+            hasher.update(piece)
+            size += memoryview(piece).nbytes
+        file.flush()
+        os.fsync(file.fileno())
+    return {"bytes": size, "blake3": hasher.hexdigest()}
+
+
+def _digest(path: Path) -> str:
+    hasher = blake3()
+    with path.open("rb") as file:
+        read: Callable[[], bytes] = lambda: file.read(READ_BYTES)  # noqa: E731
+        for piece in iter(read, b""):
+            hasher.update(piece)
+    return hasher.hexdigest()
+
+
+def _replace(partial: Path, directory: Path) -> None:
+    """Rename into place. A directory cannot replace a full one, so an old one steps aside first."""
+    aside = directory.with_name(f".{directory.name}.old")
+    shutil.rmtree(aside, ignore_errors=True)
+    if directory.exists():
+        directory.rename(aside)
+    partial.rename(directory)
+    _sync_directory(directory.parent)
+    shutil.rmtree(aside, ignore_errors=True)
+
+
+def _sync_directory(directory: Path) -> None:
+    handle = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

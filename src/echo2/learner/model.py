@@ -1,0 +1,193 @@
+"""The policy network: a Hugging Face causal language model, loaded once, trained in place.
+
+It is not a model definition: the forward pass is transformers' own. What is added is what training needs and generation
+does not: logits at chosen positions only, prefix-tree rows, weights as bytes, and the files that make weights a model.
+Code that comes with a model (`trust_remote_code`) is never run.
+
+Shape suffixes: B = rows, T = row length, D = hidden size, u = positions that predict something, V = vocabulary.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from echo2.errors import UserError
+from echo2.learner.batch import Batch
+from echo2.types import TensorBytes
+
+# What a snapshot carries beside the weights, so that a worker needs no hub.
+MODEL_FILES = (
+    "config.json",
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "tokenizer.model",
+    "chat_template.jinja",
+    "chat_template.json",
+)
+# Decoders known to honour a mask and position ids of our own and to be logits = lm_head(last hidden state), nothing after.
+# Others run in the plain layout with all their logits.
+PLAIN_DECODERS = frozenset({"llama", "mistral", "qwen2", "qwen3"})
+# A pair of tokens costs more per floating-point operation than a matrix product does (softmax, memory traffic).
+ATTENTION_SLOWDOWN = 3.0
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
+SAFETENSORS_NAMES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.bfloat16: "BF16",
+    torch.float16: "F16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+
+
+class Policy:
+    """A causal language model on a device, with its files. Never in training mode: dropout would make the learner's
+    logprobs differ from the sampler's."""
+
+    def __init__(self, module: nn.Module, files: Mapping[str, bytes], device: torch.device) -> None:
+        self.module: Any = module.to(device).eval()
+        self.device = device
+        self.files = dict(files)
+        config = self.module.config
+        layer_types = getattr(config, "layer_types", None) or ["full_attention"]
+        sliding = getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True)
+        self._is_plain_decoder = config.model_type in PLAIN_DECODERS
+        self.honours_masks = self._is_plain_decoder and set(layer_types) == {"full_attention"} and not sliding
+        self.pair_cost = _pair_cost(self.module)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return next(self.module.parameters()).dtype
+
+    def logits(self, batch: Batch) -> Tensor:
+        """Logits [u, V] at `batch.predict_u`; `batch` is on this device."""
+        inputs: dict[str, Any] = {"input_ids": batch.tokens_BT, "use_cache": False}
+        if batch.positions_BT is not None and batch.visible_BTT is not None:
+            hidden_by_mask = ~batch.visible_BTT[:, None]
+            # As numbers, once: SDPA would turn a boolean mask into this again in every layer.
+            mask = torch.zeros(hidden_by_mask.shape, dtype=self.dtype, device=self.device)
+            inputs["attention_mask"] = mask.masked_fill_(hidden_by_mask, float("-inf"))
+            inputs["position_ids"] = batch.positions_BT
+        if self._is_plain_decoder:
+            hidden_BTD: Tensor = self.module.base_model(**inputs).last_hidden_state
+            logits_uV: Tensor = self.module.get_output_embeddings()(hidden_BTD.flatten(0, 1)[batch.predict_u])
+            return logits_uV
+        logits_BTV: Tensor = self.module(**inputs).logits
+        return logits_BTV.flatten(0, 1)[batch.predict_u]
+
+    def state(self) -> dict[str, Tensor]:
+        """The weights themselves by Hugging Face name, tied weights once (under their first name)."""
+        first: dict[tuple[int, tuple[int, ...]], str] = {}
+        tensors: dict[str, Tensor] = self.module.state_dict()
+        for name, tensor in tensors.items():
+            first.setdefault((tensor.data_ptr(), tuple(tensor.shape)), name)
+        return {name: tensors[name] for name in first.values()}
+
+    def tensors(self, dtype: torch.dtype | None = None) -> dict[str, TensorBytes]:
+        """A copy of the weights as bytes, floating-point ones cast to `dtype`."""
+        return {
+            name: tensor_bytes(tensor, dtype if tensor.is_floating_point() else None)
+            for name, tensor in self.state().items()
+        }
+
+
+def tensor_bytes(tensor: Tensor, dtype: torch.dtype | None = None) -> TensorBytes:
+    """A copy of one tensor as row-major bytes, cast to `dtype` if given."""
+    copy = tensor.detach().to("cpu", dtype or tensor.dtype, copy=True).contiguous()
+    return TensorBytes(
+        SAFETENSORS_NAMES[copy.dtype], tuple(copy.shape), memoryview(copy.view(-1).view(torch.uint8).numpy())
+    )
+
+
+def _pair_cost(module: Any) -> float:
+    """Cost of attending one pair of tokens, in units of one token's pass through the weights (see `batch.collate`)."""
+    config = module.config
+    heads = getattr(config, "num_attention_heads", 1)
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+    pair_flops = 4 * config.num_hidden_layers * heads * head_dim
+    token_flops = 2 * sum(parameter.numel() for parameter in module.parameters())
+    return float(ATTENTION_SLOWDOWN * pair_flops / token_flops)
+
+
+def pick_device(name: str) -> torch.device:
+    """A torch device from `cpu`, `cuda`, `cuda:0` ... or `auto` (the GPU if there is one).
+
+    Raises:
+        UserError: the name is unknown, or there is no such device.
+    """
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        device = torch.device(name)
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise UserError(f"learner.device = {name!r} cannot be used: {error}. Use cpu, cuda, cuda:0 or auto.") from error
+    return device
+
+
+def load_policy(path: str, dtype: str, device: str) -> Policy:
+    """Load a model directory, or a hub id (from the local cache where it is complete, else downloaded).
+
+    Raises:
+        UserError: nothing usable is there, or the device is not.
+    """
+    from transformers import AutoModelForCausalLM  # three seconds: only where a model is really loaded
+
+    place = pick_device(device)
+    directory = _model_directory(path)
+    try:
+        module = AutoModelForCausalLM.from_pretrained(
+            directory, dtype=DTYPES[dtype], attn_implementation="sdpa", trust_remote_code=False, local_files_only=True
+        )
+    except (OSError, ValueError, KeyError, RuntimeError) as error:
+        raise UserError(
+            f"model.path = {path!r}: {directory} does not hold a causal language model that transformers can load: "
+            f"{str(error).splitlines()[0] if str(error) else type(error).__name__}. It needs config.json and "
+            "model.safetensors; models with code of their own are not supported."
+        ) from error
+    files = {name: (directory / name).read_bytes() for name in MODEL_FILES if (directory / name).is_file()}
+    files["config.json"] = _with_dtype(files["config.json"], dtype)
+    return Policy(module, files, place)
+
+
+def _with_dtype(config: bytes, dtype: str) -> bytes:
+    """config.json naming the dtype that the weights really have, so that loading a checkpoint does not round it."""
+    values = json.loads(config)
+    values.pop("torch_dtype", None)
+    return json.dumps(values | {"dtype": dtype}, indent=2, sort_keys=True).encode()
+
+
+def _model_directory(path: str) -> Path:
+    if Path(path).is_dir():
+        return Path(path)
+    if path.startswith(("/", ".", "~")) or path.count("/") != 1:
+        raise UserError(
+            f"model.path = {path!r}: there is no such directory, and it is not a hub id (owner/name). "
+            "Give a directory with config.json and model.safetensors, or a hub id."
+        )
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    try:
+        patterns = [*MODEL_FILES, "*.safetensors", "*.safetensors.index.json"]
+        return Path(snapshot_download(path, allow_patterns=patterns))
+    except (OSError, HfHubHTTPError, HFValidationError, LocalEntryNotFoundError) as error:
+        raise UserError(
+            f"model.path = {path!r}: no such directory, and the hub does not give it ({type(error).__name__}; HF_HUB_OFFLINE "
+            "or no network?). Check the name, or download the model and give its directory."
+        ) from error

@@ -1,0 +1,121 @@
+"""An engine without a model: tokens, lengths and logprobs are a hash of (seed, sample, position, version).
+
+For tests and the simulator. It costs next to nothing, never sleeps (it tells an injected clock how long it would have
+taken), and gives the same answer in every process. It takes any snapshot that has a config.json.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from array import array
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from echo2.errors import PeerError, UserError
+from echo2.rollout.engine import Completion, OnFinished, SampleRequest, refuse_request
+from echo2.rollout.snapshot_files import end_tokens, read_config
+from echo2.types import Snapshot, SnapshotRef
+
+DEFAULT_VOCAB_SIZE = 256
+DEFAULT_MAX_POSITIONS = 1 << 20
+
+
+class FakeEngine:
+    """An `Engine`. Each sample ends after a hashed number of tokens, spread evenly over 1..max_tokens.
+
+    `tokens_per_second`: speed of one batch, all rows together. `advance(seconds)` is called once per token position
+    with the time that this speed would take; a simulator moves its clock there.
+    """
+
+    def __init__(self, tokens_per_second: float = math.inf, advance: Callable[[float], None] | None = None) -> None:
+        if not tokens_per_second > 0:
+            raise UserError(f"tokens_per_second = {tokens_per_second}: must be above 0.")
+        self._tokens_per_second = tokens_per_second
+        self._advance = advance
+        self._installed: tuple[SnapshotRef, int, int, int] | None = None
+
+    @property
+    def installed(self) -> SnapshotRef | None:
+        return self._installed[0] if self._installed else None
+
+    def load_snapshot(self, snapshot: Snapshot) -> float:
+        """See `Engine.load_snapshot`; takes effect at the next token."""
+        config = read_config(snapshot.files)
+        vocab = _positive(config, "vocab_size", DEFAULT_VOCAB_SIZE)
+        positions = _positive(config, "max_position_embeddings", DEFAULT_MAX_POSITIONS)
+        ends = end_tokens(snapshot.files)
+        self._installed = (snapshot.ref, vocab, positions, ends[0] if ends and 0 <= ends[0] < vocab else vocab - 1)
+        return 0.0
+
+    def generate(
+        self, requests: Sequence[SampleRequest], on_finished: OnFinished, should_stop: Callable[[], bool]
+    ) -> None:
+        """See `Engine.generate`."""
+        if self._installed is None:
+            raise UserError("The engine has no weights yet: load a snapshot before generating.")
+        _, vocab, positions, end = self._installed
+        running: dict[int, list[_Row]] = {}
+        for index, request in enumerate(requests):
+            failure = refuse_request(request, vocab, positions)
+            if failure is not None:
+                on_finished(index, failure)
+            else:
+                room = min(request.params.max_tokens, positions - len(request.prompt_tokens))
+                running[index] = [_Row(request.seed, sample, room, end) for sample in range(request.num_samples)]
+        while running and not should_stop():
+            ref, vocab, _, _ = self._installed
+            for index, rows in list(running.items()):
+                for row in rows:
+                    row.step(ref.version, vocab)
+                if all(row.is_ended for row in rows):
+                    del running[index]
+                    on_finished(index, [row.completion() for row in rows])
+            if self._advance is not None:
+                still = sum(not row.is_ended for rows in running.values() for row in rows)
+                self._advance(still / self._tokens_per_second)
+
+
+class _Row:
+    """One sample on its way. Its last token is the end token, unless it fills all the room there is."""
+
+    def __init__(self, seed: int, sample: int, room: int, end: int) -> None:
+        self._name = (seed, sample)
+        self._end = end
+        self._room = room
+        self._length = 1 + _hash(seed, sample, 0, 0) % room
+        self._tokens, self._logprobs = array("i"), array("f")
+        self._spans: list[tuple[int, int]] = []
+
+    @property
+    def is_ended(self) -> bool:
+        return len(self._tokens) >= self._length
+
+    def step(self, version: int, vocab: int) -> None:
+        if self.is_ended:
+            return
+        position = len(self._tokens)
+        drawn = _hash(*self._name, position + 1, version)
+        is_last_by_choice = position + 1 == self._length < self._room
+        # Any token but the end token, which has a meaning.
+        other = (self._end + 1 + drawn % (vocab - 1)) % vocab if vocab > 1 else 0
+        self._tokens.append(self._end if is_last_by_choice else other)
+        self._logprobs.append(-5.0 * ((drawn >> 32) % 1000 + 1) / 1000)
+        if not self._spans or self._spans[-1][1] != version:
+            self._spans.append((position, version))
+
+    def completion(self) -> Completion:
+        finish = "stop" if self._length < self._room else "length"
+        return Completion(self._tokens, self._logprobs, tuple(self._spans), "stop" if finish == "stop" else "length")
+
+
+def _hash(seed: int, sample: int, position: int, version: int) -> int:
+    digest = hashlib.blake2b(f"{seed} {sample} {position} {version}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little")
+
+
+def _positive(config: dict[str, Any], key: str, default: int) -> int:
+    value = config.get(key, default)
+    if not isinstance(value, int) or value < 1:
+        raise PeerError("bad_snapshot", f"{key} in config.json is {value!r}")
+    return value

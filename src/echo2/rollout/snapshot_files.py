@@ -1,0 +1,46 @@
+"""What an engine reads from a snapshot's files: the model's configuration and its end tokens. No torch here."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from echo2.errors import PeerError
+
+
+def read_config(files: Mapping[str, bytes]) -> dict[str, Any]:
+    """config.json of a snapshot.
+
+    Raises:
+        PeerError: it is missing or is not a JSON object.
+    """
+    return _read_object(files, "config.json")
+
+
+def _read_object(files: Mapping[str, bytes], name: str) -> dict[str, Any]:
+    try:
+        value = json.loads(files[name])
+    except (KeyError, ValueError) as error:
+        raise PeerError("bad_snapshot", f"{name} is missing or is not JSON") from error
+    if not isinstance(value, dict):
+        raise PeerError("bad_snapshot", f"{name} does not hold an object")
+    return value
+
+
+def end_tokens(files: Mapping[str, bytes]) -> tuple[int, ...]:
+    """The ids that end a completion: generation_config.json's, else config.json's; none at all is allowed.
+
+    Raises:
+        PeerError: a file is not JSON, or an id is not a whole number.
+    """
+    for name in ("generation_config.json", "config.json"):
+        if name not in files:
+            continue
+        ids = _read_object(files, name).get("eos_token_id")
+        if ids is not None:
+            listed = ids if isinstance(ids, list) else [ids]
+            if not all(isinstance(token, int) for token in listed):
+                raise PeerError("bad_snapshot", f"eos_token_id in {name} is {ids!r}, not token ids")
+            return tuple(listed)
+    return ()

@@ -1,0 +1,39 @@
+"""Results of evaluations under way, until they are all in."""
+
+from __future__ import annotations
+
+import statistics
+from typing import Any
+
+from echo2.types import GroupRef, RolloutGroup
+
+
+class Evals:
+    """Delivered eval groups by version. In memory only: a restarted head evaluates again."""
+
+    def __init__(self) -> None:
+        self._groups: dict[int, dict[GroupRef, RolloutGroup]] = {}
+
+    def start(self, version: int) -> None:
+        self._groups[version] = {}
+
+    def deliver(self, group: RolloutGroup) -> None:
+        """Keep a result, or replace it by its scored form."""
+        if group.step in self._groups:
+            self._groups[group.step][group.group] = group
+
+    def get(self, ref: GroupRef) -> RolloutGroup | None:
+        return next((groups[ref] for groups in self._groups.values() if ref in groups), None)
+
+    def finish(self, version: int, num_failed: int) -> dict[str, Any]:
+        """The metrics of a finished evaluation. Accuracy is the mean reward, which for a reward of 0 or 1 is the share solved."""
+        groups = self._groups.pop(version, {})
+        rewards = [r.reward for group in groups.values() for r in group.rollouts if r.reward is not None]
+        lengths = [len(r.tokens) for group in groups.values() for r in group.rollouts]
+        return {
+            "eval/version": version,
+            "eval/accuracy": statistics.fmean(rewards) if rewards else 0.0,
+            "eval/num_tasks": len(rewards),
+            "eval/num_failed": num_failed,
+            "eval/mean_length": statistics.fmean(lengths) if lengths else 0.0,
+        }

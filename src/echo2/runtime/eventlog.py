@@ -1,0 +1,117 @@
+"""events.jsonl: every event the planner was told and every command it answered, so that a run can be replayed.
+
+One JSON object a line. A head writes its planner's options when it starts, then one line an event:
+{"now": ..., "event": {"type": ..., ...}, "commands": [{"type": ..., ...}, ...]}. A line torn by a kill is the last one of its head
+and is passed over when it is read.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from echo2.control import commands as do
+from echo2.control import events as ev
+from echo2.control.planner import Planner
+from echo2.control.state import PlannerOptions
+from echo2.errors import UserError
+
+_EVENTS = {kind.__name__: kind for kind in ev.Event.__args__}  # type: ignore[attr-defined]
+
+
+def to_plain(value: ev.Event | do.Command) -> dict[str, Any]:
+    """An event or command as plain JSON values, with its type's name."""
+    plain: dict[str, Any] = msgspec.to_builtins(value)
+    return {"type": type(value).__name__, **plain}
+
+
+class EventLog:
+    """Appends to events.jsonl; one line is one write, flushed to the system at once."""
+
+    def __init__(self, path: Path, options: PlannerOptions) -> None:
+        self._path = path
+        torn = path.exists() and path.stat().st_size > 0 and not _ends_with_newline(path)
+        self._file = open(path, "ab", buffering=0)  # noqa: SIM115 (lives as long as the head)
+        if torn:
+            self._file.write(b"\n")
+        self._write({"options": msgspec.to_builtins(options)})
+
+    def write(self, now: float, event: ev.Event, commands: Sequence[do.Command]) -> None:
+        """Raises UserError when the disk is full."""
+        self._write({"now": now, "event": to_plain(event), "commands": [to_plain(command) for command in commands]})
+
+    def _write(self, record: dict[str, Any]) -> None:
+        try:
+            self._file.write(msgspec.json.encode(record) + b"\n")
+        except OSError as error:
+            raise UserError(f"Cannot write {self._path}: {error.strerror}. Free some space, then --resume.") from error
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def _ends_with_newline(path: Path) -> bool:
+    with open(path, "rb") as file:
+        file.seek(-1, os.SEEK_END)
+        return file.read(1) == b"\n"
+
+
+@dataclass(frozen=True, slots=True)
+class Replay:
+    """What a replay found: `num_different` events whose commands came out otherwise; `first_difference` tells the first."""
+
+    num_events: int
+    num_commands: int
+    num_heads: int
+    num_different: int
+    first_difference: str
+
+
+def replay(path: Path) -> Replay:
+    """Feed the logged events to fresh planners and compare their commands with the logged ones.
+
+    Raises:
+        UserError: the file is missing or is not an event log.
+    """
+    planner: Planner | None = None
+    num_events = num_commands = num_heads = num_different = 0
+    first = ""
+    for number, record in _records(path):
+        if "options" in record:
+            planner = Planner(msgspec.convert(record["options"], type=PlannerOptions))
+            num_heads += 1
+            continue
+        if planner is None:
+            raise UserError(f"{path}:{number}: an event before any planner options; this is not a whole event log.")
+        plain = dict(record["event"])
+        event = msgspec.convert(plain, type=_EVENTS[plain.pop("type")])
+        commands = [to_plain(command) for command in planner.handle(event, record["now"])]
+        # Through JSON, as the logged ones went: tuples become lists, and infinities null.
+        commands = msgspec.json.decode(msgspec.json.encode(commands))
+        num_events += 1
+        num_commands += len(commands)
+        if commands != record["commands"]:
+            num_different += 1
+            first = first or f"line {number}, {record['event']}: logged {record['commands']}, now {commands}"
+    return Replay(num_events, num_commands, num_heads, num_different, first)
+
+
+def _records(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    try:
+        lines = path.read_bytes().split(b"\n")
+    except OSError as error:
+        raise UserError(f"Cannot read {path}: {error.strerror}.") from error
+    for number, line in enumerate(lines, start=1):
+        if not line:
+            continue
+        try:
+            yield number, msgspec.json.decode(line)
+        except msgspec.DecodeError as error:
+            following = lines[number] if number < len(lines) else b""
+            if following and not following.startswith(b'{"options"'):
+                raise UserError(f"{path}:{number} is damaged: {error}.") from error

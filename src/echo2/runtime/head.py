@@ -1,0 +1,411 @@
+"""The head: the planner's real driver. It feeds events to the planner, logs them, and carries its commands out.
+
+It never imports torch, so that no training step can stall a heartbeat. Everything durable goes into the ledger before the
+next command is carried out; `service` answers the links, `scoring` and `evals` look after results, `status` tells people.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from echo2.buffer import Ledger
+from echo2.config import Config
+from echo2.control import commands as do
+from echo2.control import events as ev
+from echo2.control.planner import Planner
+from echo2.control.state import PlannerOptions
+from echo2.errors import InvariantError, UserError
+from echo2.reward.process import RewardProcess
+from echo2.runtime import head_report
+from echo2.runtime.broadcast_meter import BroadcastMeter
+from echo2.runtime.clock import Clock
+from echo2.runtime.costs import CostBook
+from echo2.runtime.evals import Evals
+from echo2.runtime.eventlog import EventLog
+from echo2.runtime.metrics import Metrics, Sink, TensorBoardSink, WandbSink
+from echo2.runtime.rollout_log import RolloutLog
+from echo2.runtime.rundir import RunDir
+from echo2.tasks.base import TaskStream
+from echo2.tasks.load import load_tasks
+from echo2.transport import messages
+from echo2.transport import wire_pb2 as wire
+from echo2.types import Assignment, GroupRef, RolloutGroup, SnapshotRef, Task
+from echo2.weights import ChunkStore, Manifest
+
+log = logging.getLogger(__name__)
+
+#: Orders that may wait for one worker; one that reads so slowly is cut off and comes back.
+OUTBOX_ORDERS_MAX = 1024
+
+
+@dataclass(slots=True)
+class Presence:
+    """What the head knows of an attending worker beyond what the planner needs."""
+
+    outbox: asyncio.Queue[wire.Order | None]
+    host: str
+    pid: int
+    engine: str
+    device: str
+    report: wire.WorkerReport
+
+
+@dataclass(slots=True)
+class LearnerPresence:
+    """The connected learner and the stream of the step it waits for."""
+
+    host: str
+    pid: int
+    device: str
+    doing: str = ""
+    feed: asyncio.Queue[wire.FedGroup | None] | None = None
+
+
+def planner_options(config: Config, eval_size: int) -> PlannerOptions:
+    """The part of the configuration that decisions rest on."""
+    schedule, sampling = config.schedule, config.sampling
+    return PlannerOptions(
+        groups_per_step=schedule.groups_per_step,
+        group_size=sampling.group_size,
+        max_steps=config.run.max_steps,
+        max_staleness=schedule.max_staleness,
+        publish_every=schedule.publish_every,
+        deterministic=config.run.deterministic,
+        groups_per_batch=sampling.groups_per_batch,
+        lease_seconds=schedule.lease_seconds,
+        lost_after_seconds=schedule.lost_after_seconds,
+        grace_seconds=min(schedule.heartbeat_seconds, schedule.lost_after_seconds),
+        max_failures=schedule.max_failures,
+        seed=config.run.seed,
+        reward_functions=tuple(config.reward.functions),
+        eval_size=eval_size,
+        eval_every=config.eval.every,
+    )
+
+
+class Head:
+    """One run's control plane. `happen(event)` is the one place where the planner is called."""
+
+    def __init__(self, rundir: RunDir, config: Config) -> None:
+        self.rundir, self.config = rundir, config
+        self.clock = Clock()
+        self.tasks = TaskStream(
+            load_tasks(config.tasks.source, config.tasks.params, config.run.seed), config.run.seed, config.tasks.shuffle
+        )
+        self.eval_tasks, eval_size = self._load_eval()
+        self.ledger = Ledger(rundir.ledger)
+        self.run_id = self._meta("run_id", lambda: secrets.token_hex(6))
+        self.store = ChunkStore(rundir.snapshots)
+        self.options = planner_options(config, eval_size)
+        self.planner = Planner(self.options)
+        self.log = EventLog(rundir.events, self.options)
+        self.metrics = Metrics(rundir.metrics, self._sinks())
+        self.costs = CostBook(self.ledger.get_meta("costs"))
+        self.counters: dict[str, int] = self.ledger.get_meta("counters", {"origin_bytes": 0, "workers_lost": 0})
+        self.evals = Evals()
+        self.broadcast = BroadcastMeter()
+        self.rollout_log = RolloutLog(rundir.rollouts, config.run.log_rollouts)
+        self.reward = RewardProcess(
+            config.reward.functions, config.reward.weights, config.reward.timeout_seconds, rundir.logs / "reward.log"
+        )
+        self.workers: dict[str, Presence] = {}
+        self.learner: LearnerPresence | None = None
+        self.pending: dict[int, RolloutGroup] = {}
+        self.lease_started: dict[int, tuple[str, float]] = {}
+        self.started_at = self.clock.now()
+        self.outcome: tuple[str, str] | None = None
+        self.over = asyncio.Event()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._wake: asyncio.TimerHandle | None = None
+        self._carry = self._carriers()
+
+    def _load_eval(self) -> tuple[TaskStream | None, int]:
+        config = self.config
+        if not config.eval.source:
+            return None, 0
+        source = load_tasks(config.eval.source, config.eval.params, config.run.seed)
+        return TaskStream(source, config.run.seed, False), min(config.eval.limit, len(source))
+
+    def _sinks(self) -> list[Sink]:
+        run, sinks = self.config.run, list[Sink]()
+        if run.tensorboard:
+            sinks.append(TensorBoardSink(self.rundir.path / "tensorboard"))
+        if run.wandb_project:
+            sinks.append(WandbSink(run.wandb_project, self.run_id, self.rundir.path, {}))
+        return sinks
+
+    def _meta(self, key: str, make: Callable[[], Any]) -> Any:
+        """A value that is made once and kept over restarts."""
+        value = self.ledger.get_meta(key)
+        if value is None:
+            value = make()
+            self.ledger.set_meta(key, value)
+        return value
+
+    # ---- the one place where things happen -----------------------------------------------------------------------------
+
+    def happen(self, event: ev.Event) -> list[do.Command]:
+        """Tell the planner, log it, and carry out what it asks for."""
+        if self.outcome is not None:
+            return []
+        now = self.clock.now()
+        commands = self.planner.handle(event, now)
+        self.log.write(now, event, commands)
+        with self.ledger.together():
+            for command in commands:
+                self._carry[type(command)](command)
+        return commands
+
+    def start(self) -> None:
+        """Tell the planner what the ledger and the snapshot store hold."""
+        state = self.ledger.recover()
+        groups = tuple(
+            ev.RecoveredGroup(g.number, g.step, g.state, g.oldest_version, g.num_tokens, g.worker_id) for g in state.groups
+        )
+        leases = tuple(ev.RecoveredLease(old.lease_id, old.number, old.worker_id, old.deadline) for old in state.leases)
+        self.happen(
+            ev.HeadStarted(
+                version=state.version,
+                lineage=max(1, state.lineage),
+                checkpoint_version=self.ledger.get_meta("checkpoint_version", -1),
+                oldest_kept=self.ledger.get_meta("oldest_kept", 0),
+                next_number=state.next_number,
+                next_lease_id=state.next_lease_id,
+                groups=groups,
+                leases=leases,
+                published=tuple(manifest.ref for manifest in self.store.manifests()),
+                evaluated=tuple(row["step"] for row in self.metrics.rows if "eval/accuracy" in row),
+            )
+        )
+
+    def spawn(self, coroutine: Any) -> None:
+        """Run something beside the handlers; its failure stops the run instead of vanishing."""
+        task: asyncio.Task[None] = asyncio.ensure_future(coroutine)
+        self._tasks.add(task)
+        task.add_done_callback(self._spawned_ended)
+
+    def _spawned_ended(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self.fail(error)
+
+    def fail(self, error: BaseException) -> None:
+        """The run can't go on."""
+        log.error("the run stops", exc_info=error)
+        kind = "user_error" if isinstance(error, UserError) else "bug"
+        self.end(kind, str(error) or repr(error))
+
+    def end(self, kind: str, reason: str) -> None:
+        """The first end counts. `kind`: finished, stopped, user_error or bug."""
+        if self.outcome is None:
+            self.outcome = (kind, reason)
+            self.save_books()
+            self.over.set()
+
+    def step_row(self, version: int, learner_metrics: dict[str, Any]) -> dict[str, Any]:
+        """The row of metrics of the step that made `version`."""
+        return head_report.step_row(self, version, learner_metrics)
+
+    def save_books(self) -> None:
+        self.ledger.set_meta("costs", self.costs.to_plain(self.clock.now()))
+        self.ledger.set_meta("counters", self.counters)
+
+    async def close(self) -> None:
+        """Tell everybody that it is over and let go of all files."""
+        kind, reason = self.outcome or ("stopped", "the head is closing")
+        if kind != "user_error":
+            for presence in self.workers.values():
+                self._put(presence, wire.Order(stop=wire.Stop(reason=reason)))
+        if self.learner is not None and self.learner.feed is not None:
+            self.learner.feed.put_nowait(wire.FedGroup(done=wire.StepDone(stop=True, reason=reason)))
+            self.learner.feed.put_nowait(None)
+        for task in list(self._tasks):
+            task.cancel()
+        await self.reward.close()
+        self.ledger.close()
+        self.log.close()
+
+    # ---- commands ------------------------------------------------------------------------------------------------------
+
+    def _carriers(self) -> dict[type[do.Command], Callable[[Any], None]]:
+        return {
+            do.IssueGroup: lambda c: self.ledger.issue(c.number, c.step, c.number, self.clock.now()),
+            do.GrantLeases: self._grant,
+            do.CloseLease: self._close_lease,
+            do.RevokeLease: lambda c: self.order(
+                c.worker_id, wire.Order(revoked=wire.LeaseRevoked(lease_id=c.lease_id, reason=c.reason))
+            ),
+            do.AcceptDelivery: self._accept,
+            do.RefuseDelivery: self._refuse,
+            do.ScoreGroup: lambda c: self.spawn(self._score(c.group)),
+            do.RetireGroup: lambda c: self.ledger.retire(c.number, c.why, self.clock.now()),
+            do.FeedGroup: self._feed,
+            do.EndStep: self._end_step,
+            do.RecordStep: lambda c: self.ledger.train(c.step, c.lineage, c.numbers, self.clock.now()),
+            do.RecordLearner: self._record_learner,
+            do.RefuseLearner: lambda c: None,
+            do.AnnounceSnapshot: self._announce,
+            do.DropSnapshot: self._drop_snapshot,
+            do.RecordCheckpoint: self._record_checkpoint,
+            do.StartEval: lambda c: self.evals.start(c.ref.version),
+            do.FinishEval: self._finish_eval,
+            do.WakeAt: self._wake_at,
+            do.WorkerGone: self._worker_gone,
+            do.StopRun: lambda c: self.end("stopped", c.reason),
+            do.FinishRun: lambda c: self.end("finished", c.reason),
+        }
+
+    def order(self, worker_id: str, order: wire.Order) -> None:
+        """Send an order to a worker, if it attends."""
+        presence = self.workers.get(worker_id)
+        if presence is not None:
+            self._put(presence, order)
+
+    @staticmethod
+    def _put(presence: Presence, order: wire.Order) -> None:
+        if presence.outbox.qsize() >= OUTBOX_ORDERS_MAX:
+            while not presence.outbox.empty():
+                presence.outbox.get_nowait()
+            presence.outbox.put_nowait(None)  # ends its stream; it reconnects and is told everything anew
+            return
+        presence.outbox.put_nowait(order)
+
+    def task_of(self, group: GroupRef, cursor: int) -> Task:
+        if group.kind == "train":
+            return self.tasks.task(cursor)
+        if self.eval_tasks is None:
+            raise InvariantError(f"{group} without evaluation tasks")
+        return self.eval_tasks.task(cursor)
+
+    def _grant(self, command: do.GrantLeases) -> None:
+        config, now = self.config, self.clock.now()
+        rewards = tuple(config.reward.functions) if command.worker_scores else ()
+        weights = tuple(config.reward.weights or [1.0] * len(rewards)) if rewards else ()
+        batch = wire.LeaseBatch()
+        for lease in command.leases:
+            is_train = lease.group.kind == "train"
+            if is_train:
+                self.ledger.grant(lease.lease_id, lease.group.number, command.worker_id, now, lease.deadline)
+            self.lease_started[lease.lease_id] = (command.worker_id, now)
+            params = config.sampling_params if is_train else config.eval_params
+            task = self.task_of(lease.group, lease.cursor)
+            batch.leases.append(messages.encode_assignment(Assignment(lease, task, params, rewards, weights)))
+        self.order(command.worker_id, wire.Order(leases=batch))
+
+    def _close_lease(self, command: do.CloseLease) -> None:
+        now = self.clock.now()
+        if command.group.kind == "train":
+            self.ledger.close_lease(command.lease_id, command.outcome, now)
+        started = self.lease_started.pop(command.lease_id, None)
+        if started is not None and command.outcome in ("expired", "lost", "failed"):
+            self.costs.wasted_lease(started[0], command.outcome, now - started[1])
+
+    def _accept(self, command: do.AcceptDelivery) -> None:
+        group = self.pending[command.lease_id]
+        self.costs.useful(command.worker_id, group.generate_seconds)
+        if group.group.kind == "eval":
+            self.evals.deliver(group)
+            return
+        self.ledger.deliver(
+            number=group.group.number,
+            payload=messages.encode_group(group).SerializeToString(),
+            worker_id=command.worker_id,
+            oldest_version=group.oldest_version,
+            newest_version=group.newest_version,
+            num_tokens=group.num_tokens,
+            seconds=group.generate_seconds,
+            is_scored=group.is_scored,
+            now=self.clock.now(),
+        )
+
+    def _refuse(self, command: do.RefuseDelivery) -> None:
+        group = self.pending.get(command.lease_id)
+        seconds, tokens = (group.generate_seconds, group.num_tokens) if group is not None else (0.0, 0)
+        self.costs.wasted(command.worker_id, command.refusal, seconds)
+        if command.group is None or command.group.kind == "train":
+            number = command.group.number if command.group is not None else 0
+            args = (command.lease_id, number, command.worker_id, command.refusal, tokens, seconds, self.clock.now())
+            self.ledger.refuse(*args)
+
+    async def _score(self, ref: GroupRef) -> None:
+        """Let the reward process beside the head score a delivered group."""
+        group = self._delivered_group(ref)
+        if group is None:
+            return
+        try:
+            rollouts = await self.reward.score(self.task_of(ref, group.cursor), group.rollouts)
+        except UserError as error:
+            self.happen(ev.ScoringFailed(ref, "reward_failed", str(error)))
+            return
+        scored = messages.with_rollouts(group, rollouts)
+        if ref.kind == "eval":
+            self.evals.deliver(scored)
+        else:
+            self.ledger.score(ref.number, messages.encode_group(scored).SerializeToString(), self.clock.now())
+        self.happen(ev.GroupScored(ref))
+
+    def _delivered_group(self, ref: GroupRef) -> RolloutGroup | None:
+        if ref.kind == "eval":
+            return self.evals.get(ref)
+        return messages.decode_group(wire.RolloutGroup.FromString(self.ledger.payload(ref.number)))
+
+    def _feed(self, command: do.FeedGroup) -> None:
+        payload = wire.RolloutGroup.FromString(self.ledger.payload(command.number))
+        if self.learner is not None and self.learner.feed is not None:
+            self.learner.feed.put_nowait(wire.FedGroup(group=payload))
+        self.rollout_log.write(command.step, payload, lambda: self.tasks.task(payload.cursor))
+
+    def _end_step(self, command: do.EndStep) -> None:
+        if self.learner is not None and self.learner.feed is not None:
+            done = wire.StepDone(cursor=command.cursor, num_groups=command.num_groups)
+            self.learner.feed.put_nowait(wire.FedGroup(done=done))
+            self.learner.feed.put_nowait(None)
+
+    def _record_learner(self, command: do.RecordLearner) -> None:
+        self.ledger.learner_joined(command.version, command.lineage, self.clock.now())
+        self.metrics.truncate(command.version)
+
+    def manifest(self, ref: SnapshotRef) -> Manifest | None:
+        """The manifest of a snapshot; lineage 0 stands for the newest lineage that has the version."""
+        found = [m for m in self.store.manifests() if m.version == ref.version and ref.lineage in (0, m.lineage)]
+        return found[-1] if found else None
+
+    def _announce(self, command: do.AnnounceSnapshot) -> None:
+        manifest = self.manifest(command.ref)
+        if manifest is None:
+            raise InvariantError(f"snapshot {command.ref} is announced and not stored")
+        ref, raw = command.ref, manifest.to_bytes()
+        notice = wire.SnapshotNotice(lineage=ref.lineage, version=ref.version, manifest=raw)
+        for worker_id in command.worker_ids:
+            self.order(worker_id, wire.Order(snapshot=notice))
+
+    def _drop_snapshot(self, command: do.DropSnapshot) -> None:
+        self.store.drop_manifest(command.ref)
+        self.store.retain(self.store.manifests())
+
+    def _record_checkpoint(self, command: do.RecordCheckpoint) -> None:
+        self.ledger.checkpoint(command.version, command.oldest_kept)
+        self.ledger.set_meta("checkpoint_version", command.version)
+        self.ledger.set_meta("oldest_kept", command.oldest_kept)
+
+    def _finish_eval(self, command: do.FinishEval) -> None:
+        values = self.evals.finish(command.version, command.num_failed)
+        self.metrics.amend(command.version, values)
+
+    def _wake_at(self, command: do.WakeAt) -> None:
+        if self._wake is not None:
+            self._wake.cancel()
+        delay = max(0.0, command.at - self.clock.now())
+        self._wake = asyncio.get_running_loop().call_later(delay, lambda: self.happen(ev.Tick()) and None)
+
+    def _worker_gone(self, command: do.WorkerGone) -> None:
+        self.counters["workers_lost"] += 1
+        self.costs.left(command.worker_id, self.clock.now())
+        presence = self.workers.pop(command.worker_id, None)
+        if presence is not None:
+            presence.outbox.put_nowait(None)

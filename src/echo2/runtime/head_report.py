@@ -1,0 +1,138 @@
+"""What the head tells people: the step's row of metrics, and status.json."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import time
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+from echo2.runtime.rundir import write_atomically
+
+if TYPE_CHECKING:
+    from echo2.runtime.head import Head
+
+
+def step_row(head: Head, version: int, learner_metrics: dict[str, Any]) -> dict[str, Any]:
+    """The metrics of the step that made `version`: the learner's, and what the head adds."""
+    now = head.clock.now()
+    attending = head.planner.fleet.attending()
+    idle = sum(1 for worker in attending if worker.idle_since is not None)
+    cum_usd, counts = head.costs.cum_usd(now), head.ledger.counts()
+    before = head.metrics.rows[-1].get("cost/cum_usd", 0.0) if head.metrics.rows else 0.0
+    tokens = counts["trained_tokens"]
+    return {
+        "step": version,
+        "time/unix": time.time(),
+        "time/since_start": now - head.started_at,
+        **learner_metrics,
+        "off_policy/dropped": counts["retired"].get("stale", 0),
+        "off_policy/bound": head.options.max_staleness,
+        "groups/issued": counts["issued"],
+        "groups/trained": counts["trained"],
+        "groups/retired": sum(counts["retired"].values()),
+        "groups/refused": sum(counts["refused"].values()),
+        "workers/active": len(attending),
+        "workers/idle": idle,
+        "workers/lost": head.counters["workers_lost"],
+        **head.broadcast.metrics(),
+        "broadcast/origin_bytes": head.counters["origin_bytes"],
+        "cost/step_usd": max(0.0, cum_usd - before),
+        "cost/cum_usd": cum_usd,
+        "cost/usd_per_mtok": cum_usd / tokens * 1e6 if tokens else 0.0,
+        "cost/wasted_usd": head.costs.wasted_usd(),
+    }
+
+
+def status(head: Head) -> dict[str, Any]:
+    """Everything `echo2 status` shows, as plain values."""
+    now = head.clock.now()
+    planner, learner = head.planner, head.learner
+    workers = []
+    for worker in planner.fleet.all():
+        presence = head.workers.get(worker.worker_id)
+        report = presence.report if presence is not None else None
+        workers.append(
+            {
+                "id": worker.worker_id,
+                "pid": presence.pid if presence else None,
+                "host": presence.host if presence else None,
+                "engine": presence.engine if presence else None,
+                "device": presence.device if presence else None,
+                "doing": report.doing if report else "",
+                "installed": str(worker.installed) if worker.installed else None,
+                "leases": planner.leases.count_of(worker.worker_id),
+                "attends": not worker.detached,
+                "price_usd_per_hour": worker.price_usd_per_hour,
+                "pause_seconds": report.pause_seconds if report else 0.0,
+            }
+        )
+    return {
+        "time": now,
+        "head": {"pid": os.getpid(), "host": socket.gethostname()},
+        "learner": None
+        if learner is None
+        else {"pid": learner.pid, "host": learner.host, "device": learner.device, "doing": learner.doing},
+        "workers": workers,
+        "version": planner.version,
+        "lineage": planner.lineage,
+        "max_steps": planner.options.max_steps,
+        "max_staleness": planner.options.max_staleness,
+        "published": max(planner.published, default=None),
+        "checkpoint": planner.checkpoint_version,
+        "groups": _group_counts(head),
+        "waits": [asdict(wait) for wait in planner.waits(now)],
+        "cost_usd": head.costs.cum_usd(now),
+        "outcome": head.outcome,
+    }
+
+
+def _group_counts(head: Head) -> dict[str, int]:
+    counts: dict[str, int] = {}
+    for record in head.planner.groups:
+        if record.step >= head.planner.version:
+            counts[record.state] = counts.get(record.state, 0) + 1
+    return counts
+
+
+def summary(head: Head) -> dict[str, Any]:
+    """What is left of a run when it ends: for the closing table, and for scripts."""
+    now = head.clock.now()
+    rows = [row for row in head.metrics.rows if "eval/accuracy" in row]
+    steps = [row for row in head.metrics.rows if "learner/idle_ratio" in row]
+    wait = sum(row.get("time/wait_for_batch", 0.0) for row in steps)
+    busy = sum(row.get("time/train", 0.0) + row.get("time/publish", 0.0) for row in steps)
+    means = [row["off_policy/mean"] for row in steps if "off_policy/mean" in row]
+    counts = head.ledger.counts()
+    return {
+        "outcome": head.outcome,
+        "steps": head.planner.version,
+        "eval_before": rows[0]["eval/accuracy"] if rows else None,
+        "eval_after": rows[-1]["eval/accuracy"] if rows else None,
+        "learner_idle_ratio": wait / (wait + busy) if wait + busy else 0.0,
+        "staleness_mean": sum(means) / len(means) if means else 0.0,
+        "staleness_max": max((row.get("off_policy/max", 0) for row in steps), default=0),
+        "staleness_bound": head.options.max_staleness,
+        "groups": counts,
+        "origin_bytes": head.counters["origin_bytes"],
+        "seconds": now - head.started_at,
+        "machines": {
+            name: {
+                "usd": machine.usd(now),
+                "wasted_usd": machine.wasted_usd(),
+                "seconds": machine.seconds(now),
+                "useful_seconds": machine.useful_seconds,
+                "useful_groups": machine.useful_groups,
+                "wasted_seconds": machine.wasted_seconds,
+            }
+            for name, machine in sorted(head.costs.machines.items())
+        },
+        "cost_usd": head.costs.cum_usd(now),
+        "wasted_usd": head.costs.wasted_usd(),
+    }
+
+
+def write_status(head: Head) -> None:
+    write_atomically(head.rundir.status, json.dumps(status(head)))

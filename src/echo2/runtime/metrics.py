@@ -1,0 +1,110 @@
+"""metrics.jsonl, one object a training step, and the optional TensorBoard and Weights & Biases copies.
+
+A row's `step` is the number of completed steps (row N describes the step that made version N); `eval/*` in row N is of version N and is
+added when that evaluation ends, which may be a few steps later. Row 0 holds the evaluation before training.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from echo2.errors import UserError
+from echo2.runtime.rundir import write_atomically
+
+Row = dict[str, Any]
+
+
+class Metrics:
+    """Reads what an earlier head wrote, then appends, amends and (after a fall-back) truncates."""
+
+    def __init__(self, path: Path, sinks: list[Sink] | None = None) -> None:
+        self._path = path
+        self._sinks = sinks or []
+        self.rows = read_rows(path)
+
+    def write(self, row: Row) -> None:
+        """Add a step's row; a row of the same step (trained again after a fall-back) is replaced."""
+        if self.rows and self.rows[-1]["step"] >= row["step"]:
+            self.rows = [old for old in self.rows if old["step"] < row["step"]] + [row]
+            self._rewrite()
+        else:
+            self.rows.append(row)
+            try:
+                with open(self._path, "a", encoding="utf-8") as file:
+                    file.write(json.dumps(row) + "\n")
+            except OSError as error:
+                raise UserError(f"Cannot write {self._path}: {error.strerror}. Free some space, then --resume.") from error
+        for sink in self._sinks:
+            sink.write(row["step"], row)
+
+    def amend(self, step: int, values: Mapping[str, Any]) -> None:
+        """Add values to the row of `step` (made if it is not there)."""
+        rows = {row["step"]: row for row in self.rows}
+        rows.setdefault(step, {"step": step}).update(values)
+        self.rows = [rows[key] for key in sorted(rows)]
+        self._rewrite()
+        for sink in self._sinks:
+            sink.write(step, values)
+
+    def truncate(self, version: int) -> None:
+        """Forget the rows of steps after `version`: the learner fell back and does them again."""
+        if self.rows and self.rows[-1]["step"] > version:
+            self.rows = [row for row in self.rows if row["step"] <= version]
+            self._rewrite()
+
+    def _rewrite(self) -> None:
+        write_atomically(self._path, "".join(json.dumps(row) + "\n" for row in self.rows))
+
+
+def read_rows(path: Path) -> list[Row]:
+    """The rows of a metrics file; a last line torn by a kill is passed over."""
+    rows: list[Row] = []
+    if path.exists():
+        for line in path.read_text(encoding="utf-8").splitlines():
+            try:
+                rows.append(json.loads(line))
+            except json.JSONDecodeError:
+                break
+    return rows
+
+
+class Sink:
+    """A copy of the metrics elsewhere."""
+
+    def write(self, step: int, values: Mapping[str, Any]) -> None:
+        raise NotImplementedError
+
+
+class TensorBoardSink(Sink):
+    """TensorBoard event files (package tensorboardX: no torch in the head)."""
+
+    def __init__(self, directory: Path) -> None:
+        self._writer = _import("tensorboardX", "run.tensorboard").SummaryWriter(str(directory))
+
+    def write(self, step: int, values: Mapping[str, Any]) -> None:
+        for name, value in values.items():
+            if isinstance(value, (int, float)) and name != "step":
+                self._writer.add_scalar(name, value, step)
+        self._writer.flush()
+
+
+class WandbSink(Sink):
+    """Weights & Biases, resumed under the run's id."""
+
+    def __init__(self, project: str, run_id: str, directory: Path, config: Mapping[str, Any]) -> None:
+        wandb = _import("wandb", "run.wandb_project")
+        self._run = wandb.init(project=project, id=run_id, resume="allow", dir=str(directory), config=dict(config))
+
+    def write(self, step: int, values: Mapping[str, Any]) -> None:
+        self._run.log(dict(values), step=step)
+
+
+def _import(package: str, setting: str) -> Any:
+    try:
+        return importlib.import_module(package)
+    except ImportError as error:
+        raise UserError(f"{setting} needs the package {package}: pip install {package}, or leave {setting} out.") from error

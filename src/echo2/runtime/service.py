@@ -1,0 +1,281 @@
+"""The head's side of every link: what workers and the learner may ask, turned into events, and the planner's answers.
+
+A handler checks what came (bounds and types were checked by the transport), calls `Head.happen`, and reads its answer out of the
+returned commands. It decides nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import json
+import math
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any
+
+from echo2.control import commands as do
+from echo2.control import events as ev
+from echo2.errors import PeerError
+from echo2.runtime.head import Head, LearnerPresence, Presence
+from echo2.transport import messages
+from echo2.transport import wire_pb2 as wire
+from echo2.transport.base import Peer
+from echo2.transport.limits import PROTOCOL_VERSION
+from echo2.types import RolloutGroup, SnapshotRef
+from echo2.weights import Manifest
+
+#: Chunks one call may ask for.
+CHUNKS_PER_CALL_MAX = 256
+#: Groups a worker may claim to sample together.
+CAPACITY_GROUPS_MAX = 4096
+#: Leases a returning worker may claim to hold, and reward functions it may name.
+CLAIMS_MAX = 10_000
+
+Handler = Callable[[Peer, Any], Awaitable[Any]] | Callable[[Peer, Any], AsyncIterator[Any]]
+
+
+class Service:
+    """Handlers by method name."""
+
+    def __init__(self, head: Head) -> None:
+        self._head = head
+        self._offered: Manifest | None = None
+
+    def handlers(self) -> dict[str, Handler]:
+        return {
+            "Attend": self.attend,
+            "Report": self.report,
+            "FailLease": self.fail_lease,
+            "Deliver": self.deliver,
+            "FetchManifest": self.fetch_manifest,
+            "FetchChunks": self.fetch_chunks,
+            "LearnerHello": self.learner_hello,
+            "TakeGroups": self.take_groups,
+            "ReportStep": self.report_step,
+            "OfferSnapshot": self.offer_snapshot,
+            "PutChunk": self.put_chunk,
+            "Publish": self.publish,
+            "ReportCheckpoint": self.report_checkpoint,
+            "LearnerReport": self.learner_report,
+        }
+
+    # ---- workers -------------------------------------------------------------------------------------------------------
+
+    async def attend(self, peer: Peer, hello: wire.WorkerHello) -> AsyncIterator[wire.Order]:
+        """A worker attends as long as it keeps this stream open."""
+        head = self._head
+        _check_hello(hello)
+        outbox: asyncio.Queue[wire.Order | None] = asyncio.Queue()
+        presence = Presence(outbox, hello.host[:200], hello.pid, hello.engine[:50], hello.device[:50], wire.WorkerReport())
+        before = head.workers.get(peer.peer_id)
+        if before is not None:
+            before.outbox.put_nowait(None)
+        head.workers[peer.peer_id] = presence
+        now = head.clock.now()
+        price = hello.price_usd_per_hour if math.isfinite(hello.price_usd_per_hour) else 0.0
+        head.costs.joined(peer.peer_id, max(0.0, price), now)
+        yield wire.Order(settings=self._settings())
+        installed = _installed(hello.HasField("installed_version"), hello.installed_lineage, hello.installed_version)
+        head.happen(
+            ev.WorkerJoined(
+                peer.peer_id,
+                min(hello.capacity_groups, CAPACITY_GROUPS_MAX),
+                max(0.0, price),
+                tuple(hello.rewards),
+                installed,
+                tuple(hello.held_leases),
+            )
+        )
+        try:
+            while (order := await outbox.get()) is not None:
+                yield order
+        finally:
+            if head.workers.get(peer.peer_id) is presence:
+                del head.workers[peer.peer_id]
+                head.costs.left(peer.peer_id, head.clock.now())
+                head.happen(ev.WorkerDetached(peer.peer_id, "its connection closed"))
+
+    def _settings(self) -> wire.RunSettings:
+        config = self._head.config
+        return wire.RunSettings(
+            run_id=self._head.run_id,
+            heartbeat_seconds=config.schedule.heartbeat_seconds,
+            swap=config.sampling.swap,
+            groups_per_batch=config.sampling.groups_per_batch,
+            deterministic=config.run.deterministic,
+            reward_timeout_seconds=config.reward.timeout_seconds,
+        )
+
+    def _presence(self, peer: Peer) -> Presence:
+        presence = self._head.workers.get(peer.peer_id)
+        if presence is None:
+            raise PeerError("unknown_worker", f"{peer.peer_id} does not attend; attend first")
+        return presence
+
+    async def report(self, peer: Peer, report: wire.WorkerReport) -> wire.Empty:
+        presence = self._presence(peer)
+        presence.report = report
+        installed = _installed(report.HasField("installed_version"), report.installed_lineage, report.installed_version)
+        if installed is not None:
+            self._head.broadcast.installed(peer.peer_id, installed, self._head.clock.now())
+        self._head.happen(ev.WorkerReported(peer.peer_id, installed))
+        return wire.Empty()
+
+    async def fail_lease(self, peer: Peer, failed: wire.LeaseFailed) -> wire.Empty:
+        self._head.happen(ev.LeaseFailed(peer.peer_id, failed.lease_id, failed.reason[:50], failed.detail[:2000]))
+        return wire.Empty()
+
+    async def deliver(self, peer: Peer, delivery: wire.Delivery) -> wire.DeliveryReply:
+        head, lease_id = self._head, delivery.lease_id
+        try:
+            group = messages.decode_group(delivery.group)
+        except PeerError as error:
+            return _answer(head.happen(ev.DeliveryMalformed(peer.peer_id, lease_id, error.reason, error.detail)))
+        group = dataclasses.replace(group, worker_id=peer.peer_id)
+        worker = head.planner.fleet.get(peer.peer_id)
+        if worker is None or not worker.scores:
+            group = _unscored(group)
+        event = ev.GroupDelivered(
+            worker_id=peer.peer_id,
+            lease_id=lease_id,
+            group=group.group,
+            num_samples=len(group.rollouts),
+            oldest_version=group.oldest_version,
+            newest_version=group.newest_version,
+            num_tokens=group.num_tokens,
+            is_scored=group.is_scored,
+        )
+        head.pending[lease_id] = group
+        try:
+            return _answer(head.happen(event))
+        finally:
+            head.pending.pop(lease_id, None)
+
+    async def fetch_manifest(self, peer: Peer, request: wire.ManifestRequest) -> wire.SnapshotNotice:
+        manifest = self._head.manifest(SnapshotRef(request.lineage, request.version))
+        if manifest is None:
+            raise PeerError("unknown_snapshot", f"no snapshot of version {request.version} is stored")
+        return wire.SnapshotNotice(lineage=manifest.lineage, version=manifest.version, manifest=manifest.to_bytes())
+
+    async def fetch_chunks(self, peer: Peer, request: wire.ChunkRequest) -> AsyncIterator[wire.Chunk]:
+        if len(request.hashes) > CHUNKS_PER_CALL_MAX:
+            raise PeerError("oversized", f"{len(request.hashes)} chunks asked for at once, {CHUNKS_PER_CALL_MAX} allowed")
+        for chunk in request.hashes:
+            data = self._head.store.get(chunk)
+            self._head.counters["origin_bytes"] += len(data)
+            yield wire.Chunk(hash=chunk, data=data)
+
+    # ---- the learner ---------------------------------------------------------------------------------------------------
+
+    async def learner_hello(self, peer: Peer, hello: wire.LearnerHello) -> wire.LearnerWelcome:
+        head = self._head
+        if hello.protocol != PROTOCOL_VERSION:
+            raise PeerError("protocol", f"the learner speaks protocol {hello.protocol}, the head {PROTOCOL_VERSION}")
+        _raise_refused(head.happen(ev.LearnerJoined(hello.version)))
+        head.learner = LearnerPresence(hello.host[:200], hello.pid, hello.device[:50])
+        head.costs.joined("learner", head.config.learner.price_usd_per_hour, head.clock.now())
+        planner = head.planner
+        return wire.LearnerWelcome(
+            lineage=planner.lineage, max_steps=planner.options.max_steps, published=sorted(planner.retained)
+        )
+
+    def _learner(self) -> LearnerPresence:
+        if self._head.learner is None:
+            raise PeerError("unknown_learner", "say LearnerHello first: the head was restarted")
+        return self._head.learner
+
+    async def take_groups(self, peer: Peer, request: wire.TakeGroups) -> AsyncIterator[wire.FedGroup]:
+        head, learner = self._head, self._learner()
+        feed: asyncio.Queue[wire.FedGroup | None] = asyncio.Queue()
+        learner.feed = feed
+        is_whole = False
+        try:
+            _raise_refused(head.happen(ev.GroupsWanted(request.step)))
+            if head.outcome is not None:
+                yield wire.FedGroup(done=wire.StepDone(stop=True, reason=head.outcome[1]))
+                return
+            while (item := await feed.get()) is not None:
+                is_whole = is_whole or item.HasField("done")
+                yield item
+        finally:
+            if learner.feed is feed:
+                learner.feed = None
+                if not is_whole:
+                    head.happen(ev.LearnerLost("its stream closed before the step had all its groups"))
+
+    async def report_step(self, peer: Peer, report: wire.StepReport) -> wire.Empty:
+        self._learner()
+        head = self._head
+        head.happen(ev.StepTrained(report.step, tuple(report.groups)))
+        row = json.loads(report.metrics_json)
+        if not isinstance(row, dict):
+            raise PeerError("malformed", "metrics_json is not an object")
+        head.metrics.write(head.step_row(report.step + 1, row))
+        head.save_books()
+        return wire.Empty()
+
+    async def offer_snapshot(self, peer: Peer, request: wire.PublishRequest) -> wire.MissingChunks:
+        self._learner()
+        manifest = Manifest.from_bytes(request.manifest)
+        self._offered = manifest
+        return wire.MissingChunks(hashes=self._head.store.missing(manifest))
+
+    async def put_chunk(self, peer: Peer, chunk: wire.Chunk) -> wire.Empty:
+        if self._offered is None or chunk.hash not in self._offered.hashes:
+            raise PeerError("malformed", "a chunk that no offered snapshot names")
+        self._head.store.put(chunk.hash, chunk.data)
+        return wire.Empty()
+
+    async def publish(self, peer: Peer, request: wire.PublishRequest) -> wire.Empty:
+        self._learner()
+        manifest = Manifest.from_bytes(request.manifest)
+        head = self._head
+        head.store.put_manifest(manifest)
+        head.broadcast.published(manifest.ref, head.clock.now())
+        head.happen(ev.SnapshotPublished(manifest.ref, manifest.total_bytes))
+        self._offered = None
+        return wire.Empty()
+
+    async def report_checkpoint(self, peer: Peer, report: wire.CheckpointReport) -> wire.Empty:
+        self._learner()
+        self._head.happen(ev.CheckpointSaved(report.version, report.oldest_kept))
+        return wire.Empty()
+
+    async def learner_report(self, peer: Peer, report: wire.LearnerReport) -> wire.Empty:
+        self._learner().doing = report.doing[:200]
+        return wire.Empty()
+
+
+def _check_hello(hello: wire.WorkerHello) -> None:
+    if hello.protocol != PROTOCOL_VERSION:
+        raise PeerError("protocol", f"the worker speaks protocol {hello.protocol}, the head {PROTOCOL_VERSION}: upgrade one")
+    if hello.capacity_groups < 1:
+        raise PeerError("malformed", "capacity_groups must be at least 1")
+    if len(hello.held_leases) > CLAIMS_MAX or len(hello.rewards) > CLAIMS_MAX:
+        raise PeerError("oversized", f"more than {CLAIMS_MAX} leases or rewards claimed")
+
+
+def _installed(known: bool, lineage: int, version: int) -> SnapshotRef | None:
+    return SnapshotRef(lineage, version) if known else None
+
+
+def _unscored(group: RolloutGroup) -> RolloutGroup:
+    """Without rewards: this worker was not asked to score."""
+    rollouts = tuple(dataclasses.replace(rollout, reward=None, reward_parts={}) for rollout in group.rollouts)
+    return dataclasses.replace(group, rollouts=rollouts)
+
+
+def _answer(commands: list[do.Command]) -> wire.DeliveryReply:
+    """The planner's verdict on a delivery."""
+    for command in commands:
+        if isinstance(command, do.AcceptDelivery):
+            return wire.DeliveryReply(accepted=True, reason=command.reason)
+        if isinstance(command, do.RefuseDelivery):
+            return wire.DeliveryReply(accepted=False, reason=f"{command.refusal}: {command.reason}")
+    return wire.DeliveryReply(accepted=False, reason="late: the run is over")
+
+
+def _raise_refused(commands: list[do.Command]) -> None:
+    for command in commands:
+        if isinstance(command, do.RefuseLearner):
+            raise PeerError("refused", command.reason)

@@ -1,0 +1,11 @@
+"""The simulated driver: the production planner, relay and ledger under a virtual clock, random links and random faults.
+
+Decisions are not made here: `head`, `fleet` and `learner` only carry out what `control/` asks for and tell it what happened.
+One seed is one world: the same scenario and seed give the same events, commands and report.
+"""
+
+from echo2.sim.report import Report
+from echo2.sim.run import run_scenario
+from echo2.sim.scenario import Scenario, load_scenario
+
+__all__ = ["Report", "Scenario", "load_scenario", "run_scenario"]

@@ -1,0 +1,125 @@
+"""Links between the head and everybody else: latency, bandwidth, loss, and cuts.
+
+Two shapes, as in `transport/`. A *call* is asked and answered, and either half may be lost: the caller is told `TimedOut` and
+cannot know which. A *stream* of orders comes in order until it breaks; then both ends notice after a while, at different times.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from echo2.sim.world import World
+
+#: Seconds until a call without an answer counts as failed.
+CALL_SECONDS = 5.0
+#: Seconds until either end of a dead connection notices (keepalive).
+KEEPALIVE_SECONDS = 4.0
+#: Bytes of a message that carries no payload.
+SMALL_BYTES = 500
+HEAD = "head"
+
+
+@dataclass(slots=True)
+class Link:
+    """One party's link to the head. `loss`: probability that a message breaks it."""
+
+    latency_seconds: float
+    bytes_per_second: float
+    loss: float = 0.0
+    cut_until: float = 0.0
+    up_free_at: float = 0.0
+    down_free_at: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A call arrives at the head."""
+
+    sender: str
+    sender_life: int
+    number: int
+    body: object
+
+
+@dataclass(frozen=True, slots=True)
+class Answered:
+    """A call's answer arrives at the caller."""
+
+    number: int
+    value: object
+
+
+@dataclass(frozen=True, slots=True)
+class TimedOut:
+    """A call had no answer; whether it arrived is not known."""
+
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
+class Ordered:
+    """An item of the head's stream to one party arrives."""
+
+    epoch: int
+    body: object
+
+
+@dataclass(frozen=True, slots=True)
+class StreamBroke:
+    """One end notices that the stream `epoch` of `party` is dead."""
+
+    party: str
+    epoch: int
+
+
+class Network:
+    """All links, by the name of the party at their far end."""
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+        self.links: dict[str, Link] = {}
+        self._num_calls = 0
+
+    def call(self, sender: str, body: object, num_bytes: int = SMALL_BYTES) -> int:
+        """Ask the head; the number comes back in `Answered` or `TimedOut`."""
+        self._num_calls += 1
+        number = self._num_calls
+        self.world.post(CALL_SECONDS + num_bytes / self.links[sender].bytes_per_second, sender, TimedOut(number))
+        if not self.world.chance(self.links[sender].loss):
+            asked = Asked(sender, self.world.actors[sender].life, number, body)
+            self.world.post(self._up_seconds(sender, num_bytes), HEAD, asked)
+        return number
+
+    def answer(self, asked: Asked, value: object, num_bytes: int = SMALL_BYTES) -> None:
+        if not self.world.chance(self.links[asked.sender].loss):
+            self.world.post(self._down_seconds(asked.sender, num_bytes), asked.sender, Answered(asked.number, value))
+
+    def order(self, party: str, epoch: int, body: object, num_bytes: int = SMALL_BYTES) -> None:
+        """One item of the head's stream to `party`; a lost one breaks the stream."""
+        if self.world.chance(self.links[party].loss):
+            self.broke(party, epoch)
+        else:
+            self.world.post(self._down_seconds(party, num_bytes), party, Ordered(epoch, body))
+
+    def broke(self, party: str, epoch: int) -> None:
+        """The stream is dead; each end notices in its own time."""
+        for end in (party, HEAD):
+            self.world.post(self.world.rng.uniform(0.1, 1.0) * KEEPALIVE_SECONDS, end, StreamBroke(party, epoch))
+
+    def cut(self, party: str, epoch: int, seconds: float) -> None:
+        """Nothing passes for so long; what is sent meanwhile comes afterwards, if anybody still waits for it."""
+        self.links[party].cut_until = self.world.now + seconds
+        if seconds > KEEPALIVE_SECONDS:
+            self.broke(party, epoch)
+
+    def _up_seconds(self, party: str, num_bytes: int) -> float:
+        """Calls run beside each other, so jitter may swap them."""
+        link, now = self.links[party], self.world.now
+        link.up_free_at = max(now, link.up_free_at, link.cut_until) + num_bytes / link.bytes_per_second
+        return link.up_free_at - now + link.latency_seconds * self.world.rng.uniform(1.0, 2.0)
+
+    def _down_seconds(self, party: str, num_bytes: int) -> float:
+        """In order: a stream's items, and answers between them."""
+        link, now = self.links[party], self.world.now
+        link.down_free_at = max(now, link.down_free_at, link.cut_until) + num_bytes / link.bytes_per_second
+        return link.down_free_at - now + link.latency_seconds

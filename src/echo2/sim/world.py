@@ -1,0 +1,93 @@
+"""A priority queue of (time, sequence, actor, event) and a virtual clock: all there is to time in a simulation.
+
+Ties fall in the order of posting. An actor that dies and comes back has a new *life*; what was on its way to the old one
+is dropped, as a kernel drops what comes for a closed socket.
+"""
+
+from __future__ import annotations
+
+import heapq
+import random
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+
+#: Events after which a simulation counts as running in circles.
+MAX_EVENTS = 2_000_000
+
+
+@dataclass(frozen=True, slots=True)
+class Kill:
+    """kill -9."""
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """The process starts (again), with nothing but what was durable."""
+
+
+class Actor(ABC):
+    """A process: up or down, with a name and a number of lives so far."""
+
+    def __init__(self, world: World, name: str) -> None:
+        self.world = world
+        self.name = name
+        self.life = 0
+        self.up = False
+        world.actors[name] = self
+
+    def post(self, delay_seconds: float, event: object) -> None:
+        """Tell myself later, if I still live then."""
+        self.world.post(delay_seconds, self.name, event)
+
+    @abstractmethod
+    def happen(self, event: object) -> None:
+        """Take one event at `world.now`."""
+
+    def dies(self) -> None:
+        self.life += 1
+        self.up = False
+
+
+class World:
+    """The clock, the queue, the actors, and the one source of chance."""
+
+    def __init__(self, seed: int) -> None:
+        self.now = 0.0
+        self.rng = random.Random(seed)
+        self.actors: dict[str, Actor] = {}
+        self.num_events = 0
+        self._queue: list[tuple[float, int, str, int, object]] = []
+        self._sequence = 0
+
+    def post(self, delay_seconds: float, actor: str, event: object) -> None:
+        """Let `event` happen to `actor` after a delay (never before now)."""
+        self._sequence += 1
+        at = self.now + max(0.0, delay_seconds)
+        heapq.heappush(self._queue, (at, self._sequence, actor, self.actors[actor].life, event))
+
+    def step(self) -> bool:
+        """Let the next event happen; False when nothing is left."""
+        if not self._queue or self.num_events >= MAX_EVENTS:
+            return False
+        self.now, _, name, life, event = heapq.heappop(self._queue)
+        self.num_events += 1
+        actor = self.actors[name]
+        if actor.life == life:
+            actor.happen(event)
+        return True
+
+    @property
+    def next_at(self) -> float:
+        """Time of the next event, in seconds; infinity when nothing is left."""
+        return self._queue[0][0] if self._queue else float("inf")
+
+    def soon(self, mean_seconds: float) -> float:
+        """A waiting time without memory."""
+        return self.rng.expovariate(1.0 / mean_seconds)
+
+    def around(self, median_seconds: float, spread: float) -> float:
+        """A log-normal duration; `spread` is the standard deviation of its logarithm."""
+        return median_seconds * self.rng.lognormvariate(0.0, spread)
+
+    def chance(self, probability: float) -> bool:
+        return probability > 0 and self.rng.random() < probability

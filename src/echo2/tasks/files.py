@@ -1,0 +1,108 @@
+"""Rows from one file: JSON Lines (kept on disk, found by offset) and Parquet (kept in memory as Arrow). No splits, no caches."""
+
+from __future__ import annotations
+
+import json
+from array import array
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from echo2.errors import UserError
+
+MAX_LINE_BYTES = 16 << 20
+MAX_PARQUET_BYTES = 8 << 30  # decoded
+
+
+class JsonlRows:
+    """The rows of a JSON Lines file. Every line is parsed once at opening, so that a bad one shows at once; afterwards memory
+    holds 16 bytes a row. Blank lines are skipped.
+
+    Raises:
+        UserError: the file cannot be read, or a line is not a JSON object; the message gives file:line.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._offsets = array("Q")
+        self._lines = array("Q")
+        for number, offset, line in self._read_lines():
+            if line.strip():
+                self._parse(line, number)
+                self._offsets.append(offset)
+                self._lines.append(number)
+
+    def __len__(self) -> int:
+        return len(self._offsets)
+
+    def __getitem__(self, index: int) -> Mapping[str, Any]:
+        try:
+            with self._path.open("rb") as file:
+                file.seek(self._offsets[index])
+                line = file.readline(MAX_LINE_BYTES)
+        except OSError as error:
+            raise UserError(f"Cannot read {self._path}: {error.strerror}.") from error
+        return self._parse(line, self._lines[index])
+
+    def where(self, index: int) -> str:
+        return f"{self._path}:{self._lines[index]}"
+
+    def _read_lines(self) -> Iterator[tuple[int, int, bytes]]:
+        """(line number from 1, offset, bytes) of every line, blank ones too."""
+        number = offset = 0
+        try:
+            with self._path.open("rb") as file:
+                while line := file.readline(MAX_LINE_BYTES + 1):
+                    number += 1
+                    if len(line) > MAX_LINE_BYTES:
+                        raise UserError(f"{self._path}:{number}: the line is longer than the limit of {MAX_LINE_BYTES} bytes.")
+                    yield number, offset, line
+                    offset += len(line)
+        except OSError as error:
+            raise UserError(f"Cannot read {self._path}: {error.strerror}.") from error
+
+    def _parse(self, line: bytes, number: int) -> Mapping[str, Any]:
+        try:
+            row = json.loads(line)
+        except (ValueError, RecursionError) as error:
+            raise UserError(f"{self._path}:{number}: not valid JSON: {error}.") from error
+        if not isinstance(row, dict):
+            raise UserError(f"{self._path}:{number}: a line must hold a JSON object, got {type(row).__name__}.")
+        return row
+
+
+class ParquetRows:
+    """The rows of a Parquet file, decoded once and held as Arrow columns.
+
+    Raises:
+        UserError: pyarrow is not installed, or the file is not Parquet or too large for memory.
+    """
+
+    def __init__(self, path: Path) -> None:
+        try:
+            import pyarrow
+            import pyarrow.parquet
+        except ImportError as error:
+            raise UserError(f"{path}: reading Parquet needs pyarrow: pip install 'echo2[data]'.") from error
+        self._path = path
+        try:
+            metadata = pyarrow.parquet.read_metadata(path)
+            decoded_bytes = sum(metadata.row_group(i).total_byte_size for i in range(metadata.num_row_groups))
+            if decoded_bytes > MAX_PARQUET_BYTES:
+                raise UserError(
+                    f"{path} holds {decoded_bytes} bytes decoded; the limit is {MAX_PARQUET_BYTES}. Name its directory instead: "
+                    "Hugging Face datasets map it from disk."
+                )
+            self._table = pyarrow.parquet.read_table(path)
+        except (OSError, pyarrow.ArrowException) as error:
+            raise UserError(f"Cannot read {path} as Parquet: {error}.") from error
+
+    def __len__(self) -> int:
+        return int(self._table.num_rows)
+
+    def __getitem__(self, index: int) -> Mapping[str, Any]:
+        row: Mapping[str, Any] = self._table.slice(index, 1).to_pylist()[0]
+        return row
+
+    def where(self, index: int) -> str:
+        return f"{self._path} row {index}"

@@ -1,0 +1,74 @@
+"""Rows from a reasoning-gym generator: `prompt` is its question; the column `reasoning_gym` is what its scorer needs.
+
+A scorer reads the whole entry, and some tell tuples from lists and integer keys from text, which JSON does not. So the
+entry travels as a Python literal, which `ast.literal_eval` gives back exactly. The same column on the reading side:
+`echo2/reward/gym.py`.
+"""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from echo2.errors import UserError
+
+DEFAULT_SIZE = 100_000
+# Their questions follow the order of a set of strings, which differs from process to process: after a restart of the
+# head, answers to one question would be scored against another.
+HASH_ORDERED = frozenset({"isomorphic_strings", "polynomial_multiplication", "ransom_note"})
+
+
+class ReasoningGymRows:
+    """The rows of the generator `name`, made with `params` (its own configuration; `size` defaults to 100 000).
+
+    Without `seed` in `params`, rows follow from (seed, split): row i of a generator is seeded with its seed + i, so the two
+    are hashed far apart, or neighbouring seeds would share nearly all of their rows.
+
+    Raises:
+        UserError: reasoning-gym is not installed, has no such generator, or refuses the parameters.
+    """
+
+    def __init__(self, name: str, params: Mapping[str, Any], seed: int, split: str = "") -> None:
+        try:
+            from reasoning_gym import factory
+        except ImportError as error:
+            raise UserError(f"reasoning_gym:{name} needs: pip install 'echo2[tasks]'.") from error
+        if name not in factory.DATASETS:
+            near = difflib.get_close_matches(name, factory.DATASETS, n=1, cutoff=0.4)
+            raise UserError(f"reasoning-gym has no generator {name!r}." + (f" Did you mean {near[0]}?" if near else ""))
+        if name in HASH_ORDERED and os.environ.get("PYTHONHASHSEED", "random") == "random":
+            raise UserError(f"reasoning_gym:{name} makes other rows in every process. Set PYTHONHASHSEED=0 and start again.")
+        self._name = name
+        self._params = {"size": DEFAULT_SIZE, "seed": _block_seed(seed, split), **params}
+        try:
+            self._generator = factory.create_dataset(name, **self._params)
+        except Exception as error:  # each generator checks its parameters in its own way, mostly by assert
+            raise UserError(f"reasoning_gym:{name} refuses {dict(params)}: {type(error).__name__}: {error}") from error
+
+    def __len__(self) -> int:
+        return len(self._generator)
+
+    def __getitem__(self, index: int) -> Mapping[str, Any]:
+        entry = self._generator[index]
+        column = {"name": self._name, "params": self._params, "entry": repr(_plain(entry))}
+        return {"prompt": entry["question"], "answer": entry["answer"], "reasoning_gym": column}
+
+    def where(self, index: int) -> str:
+        return f"reasoning_gym:{self._name} row {index}"
+
+
+def _block_seed(seed: int, split: str) -> int:
+    """31 bits, so that seed + index stays within what numpy accepts."""
+    return int.from_bytes(hashlib.blake2b(f"{seed}/{split}".encode(), digest_size=4).digest(), "little") >> 1
+
+
+def _plain(value: Any) -> Any:
+    """The same value without subclasses of str (numpy's), whose repr is not a literal."""
+    if isinstance(value, str):
+        return str(value)
+    if isinstance(value, dict):
+        return {_plain(key): _plain(item) for key, item in value.items()}
+    return type(value)(_plain(item) for item in value) if type(value) in (list, tuple) else value

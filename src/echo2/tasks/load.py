@@ -1,0 +1,93 @@
+"""From what a user writes under `tasks.source` to rows. One function; each kind of source has its own file."""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from echo2.errors import UserError
+from echo2.plugins import innermost_line, load_named
+from echo2.tasks.base import TaskSource
+from echo2.tasks.digit_sorting import DigitSorting
+from echo2.tasks.files import JsonlRows, ParquetRows
+from echo2.tasks.gym import ReasoningGymRows
+from echo2.tasks.hf_dataset import HfRows
+
+BUILT_IN = {"digit_sorting": DigitSorting}
+KINDS = (
+    "rows.jsonl, rows.parquet, a Hugging Face dataset directory, hub:owner/name, reasoning_gym:<name>, file.py:Class, "
+    f"package.module:Class or {', '.join(BUILT_IN)}"
+)
+
+
+def load_tasks(source: str, params: Mapping[str, Any], seed: int) -> TaskSource:
+    """Open a task source; `#split` at its end picks a split.
+
+    `params` and `seed` go to sources that are made (generators and classes): a class gets `params` as keyword arguments, and
+    `seed` and `split` too where its signature takes them and `params` does not give them. reasoning_gym makes other rows for
+    every split name. Rows that are read have no parameters.
+
+    Raises:
+        UserError: the source does not exist, cannot be read, is empty, or does not take the parameters.
+    """
+    name, split = (source, "") if Path(source).exists() else source.partition("#")[::2]
+    made = _made_rows(name, split, params, seed)
+    if made is None and params:
+        raise UserError(f"tasks from {source!r} take no params, got {dict(params)}. Only generators and classes do.")
+    rows = made or _read_rows(name, split, source)
+    if len(rows) < 1:
+        raise UserError(f"The task source {source!r} is empty: it needs at least one row.")
+    return rows
+
+
+def _made_rows(name: str, split: str, params: Mapping[str, Any], seed: int) -> TaskSource | None:
+    if name in BUILT_IN:
+        return _construct(BUILT_IN[name], name, split, params, seed)
+    kind, colon, rest = name.rpartition(":")
+    if name.startswith("reasoning_gym:"):
+        return ReasoningGymRows(rest, params, seed, split)
+    if colon and not name.startswith("hub:") and not Path(name).exists():
+        return _construct(load_named(name), name, split, params, seed)
+    return None
+
+
+def _read_rows(name: str, split: str, source: str) -> TaskSource:
+    if name.startswith("hub:"):
+        return HfRows(name.removeprefix("hub:"), split, from_hub=True)
+    path = Path(name)
+    if name and path.is_dir():
+        return HfRows(name, split, from_hub=False)
+    reader = {".jsonl": JsonlRows, ".parquet": ParquetRows}.get(path.suffix)
+    if reader is None:
+        near = difflib.get_close_matches(name, BUILT_IN, n=1)
+        hint = f" Did you mean {near[0]}?" if near else f" A source is one of: {KINDS}."
+        raise UserError(f"{source!r} is no task source (looked in {Path.cwd()}).{hint}")
+    if split:
+        raise UserError(f"{source!r}: a single file has no splits; leave #{split} away, or name a dataset directory.")
+    return reader(path)
+
+
+def _construct(kind: Any, name: str, split: str, params: Mapping[str, Any], seed: int) -> TaskSource:
+    """An instance of a source class, checked to be one."""
+    arguments = {**({"split": split} if split else {}), **params}
+    try:
+        signature = inspect.signature(kind)
+        if "seed" in signature.parameters:
+            arguments.setdefault("seed", seed)
+        signature.bind(**arguments)
+    except (TypeError, ValueError) as error:
+        raise UserError(f"{name} cannot be made with {arguments}: {error}.") from error
+    try:
+        rows = kind(**arguments)
+        length = len(rows)
+    except UserError:
+        raise
+    except Exception as error:
+        raise UserError(f"{name}({arguments}) raised: {innermost_line(error)}") from error
+    if not hasattr(rows, "__getitem__") or not isinstance(length, int):
+        raise UserError(f"{name} is no task source: it needs __len__ and __getitem__(index) -> row.")
+    source: TaskSource = rows
+    return source

@@ -1,0 +1,398 @@
+from google.protobuf.internal import containers as _containers
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class EnrolRequest(_message.Message):
+    __slots__ = ("protocol", "csr_der")
+    PROTOCOL_FIELD_NUMBER: _ClassVar[int]
+    CSR_DER_FIELD_NUMBER: _ClassVar[int]
+    protocol: int
+    csr_der: bytes
+    def __init__(self, protocol: _Optional[int] = ..., csr_der: _Optional[bytes] = ...) -> None: ...
+
+class EnrolReply(_message.Message):
+    __slots__ = ("peer_id", "certificate_der")
+    PEER_ID_FIELD_NUMBER: _ClassVar[int]
+    CERTIFICATE_DER_FIELD_NUMBER: _ClassVar[int]
+    peer_id: str
+    certificate_der: bytes
+    def __init__(self, peer_id: _Optional[str] = ..., certificate_der: _Optional[bytes] = ...) -> None: ...
+
+class VersionSpan(_message.Message):
+    __slots__ = ("start", "version")
+    START_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    start: int
+    version: int
+    def __init__(self, start: _Optional[int] = ..., version: _Optional[int] = ...) -> None: ...
+
+class Rollout(_message.Message):
+    __slots__ = ("tokens", "logprobs", "loss_mask", "version_spans", "finish", "text", "reward_parts", "reward", "support_tokens", "support_offsets")
+    class RewardPartsEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: float
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[float] = ...) -> None: ...
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    LOSS_MASK_FIELD_NUMBER: _ClassVar[int]
+    VERSION_SPANS_FIELD_NUMBER: _ClassVar[int]
+    FINISH_FIELD_NUMBER: _ClassVar[int]
+    TEXT_FIELD_NUMBER: _ClassVar[int]
+    REWARD_PARTS_FIELD_NUMBER: _ClassVar[int]
+    REWARD_FIELD_NUMBER: _ClassVar[int]
+    SUPPORT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    SUPPORT_OFFSETS_FIELD_NUMBER: _ClassVar[int]
+    tokens: bytes
+    logprobs: bytes
+    loss_mask: bytes
+    version_spans: _containers.RepeatedCompositeFieldContainer[VersionSpan]
+    finish: str
+    text: str
+    reward_parts: _containers.ScalarMap[str, float]
+    reward: float
+    support_tokens: bytes
+    support_offsets: bytes
+    def __init__(self, tokens: _Optional[bytes] = ..., logprobs: _Optional[bytes] = ..., loss_mask: _Optional[bytes] = ..., version_spans: _Optional[_Iterable[_Union[VersionSpan, _Mapping]]] = ..., finish: _Optional[str] = ..., text: _Optional[str] = ..., reward_parts: _Optional[_Mapping[str, float]] = ..., reward: _Optional[float] = ..., support_tokens: _Optional[bytes] = ..., support_offsets: _Optional[bytes] = ...) -> None: ...
+
+class RolloutGroup(_message.Message):
+    __slots__ = ("kind", "number", "step", "lineage", "cursor", "prompt_tokens", "rollouts", "worker_id", "generate_seconds")
+    KIND_FIELD_NUMBER: _ClassVar[int]
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    LINEAGE_FIELD_NUMBER: _ClassVar[int]
+    CURSOR_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    ROLLOUTS_FIELD_NUMBER: _ClassVar[int]
+    WORKER_ID_FIELD_NUMBER: _ClassVar[int]
+    GENERATE_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    kind: str
+    number: int
+    step: int
+    lineage: int
+    cursor: int
+    prompt_tokens: bytes
+    rollouts: _containers.RepeatedCompositeFieldContainer[Rollout]
+    worker_id: str
+    generate_seconds: float
+    def __init__(self, kind: _Optional[str] = ..., number: _Optional[int] = ..., step: _Optional[int] = ..., lineage: _Optional[int] = ..., cursor: _Optional[int] = ..., prompt_tokens: _Optional[bytes] = ..., rollouts: _Optional[_Iterable[_Union[Rollout, _Mapping]]] = ..., worker_id: _Optional[str] = ..., generate_seconds: _Optional[float] = ...) -> None: ...
+
+class Message(_message.Message):
+    __slots__ = ("role", "content")
+    ROLE_FIELD_NUMBER: _ClassVar[int]
+    CONTENT_FIELD_NUMBER: _ClassVar[int]
+    role: str
+    content: str
+    def __init__(self, role: _Optional[str] = ..., content: _Optional[str] = ...) -> None: ...
+
+class Task(_message.Message):
+    __slots__ = ("cursor", "text", "messages", "columns_json")
+    CURSOR_FIELD_NUMBER: _ClassVar[int]
+    TEXT_FIELD_NUMBER: _ClassVar[int]
+    MESSAGES_FIELD_NUMBER: _ClassVar[int]
+    COLUMNS_JSON_FIELD_NUMBER: _ClassVar[int]
+    cursor: int
+    text: str
+    messages: Messages
+    columns_json: str
+    def __init__(self, cursor: _Optional[int] = ..., text: _Optional[str] = ..., messages: _Optional[_Union[Messages, _Mapping]] = ..., columns_json: _Optional[str] = ...) -> None: ...
+
+class Messages(_message.Message):
+    __slots__ = ("items",)
+    ITEMS_FIELD_NUMBER: _ClassVar[int]
+    items: _containers.RepeatedCompositeFieldContainer[Message]
+    def __init__(self, items: _Optional[_Iterable[_Union[Message, _Mapping]]] = ...) -> None: ...
+
+class Lease(_message.Message):
+    __slots__ = ("lease_id", "kind", "number", "step", "cursor", "num_samples", "min_version", "exact_version", "deadline", "seconds", "seed", "task", "temperature", "top_p", "top_k", "max_tokens", "rewards", "reward_weights")
+    LEASE_ID_FIELD_NUMBER: _ClassVar[int]
+    KIND_FIELD_NUMBER: _ClassVar[int]
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    CURSOR_FIELD_NUMBER: _ClassVar[int]
+    NUM_SAMPLES_FIELD_NUMBER: _ClassVar[int]
+    MIN_VERSION_FIELD_NUMBER: _ClassVar[int]
+    EXACT_VERSION_FIELD_NUMBER: _ClassVar[int]
+    DEADLINE_FIELD_NUMBER: _ClassVar[int]
+    SECONDS_FIELD_NUMBER: _ClassVar[int]
+    SEED_FIELD_NUMBER: _ClassVar[int]
+    TASK_FIELD_NUMBER: _ClassVar[int]
+    TEMPERATURE_FIELD_NUMBER: _ClassVar[int]
+    TOP_P_FIELD_NUMBER: _ClassVar[int]
+    TOP_K_FIELD_NUMBER: _ClassVar[int]
+    MAX_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    REWARDS_FIELD_NUMBER: _ClassVar[int]
+    REWARD_WEIGHTS_FIELD_NUMBER: _ClassVar[int]
+    lease_id: int
+    kind: str
+    number: int
+    step: int
+    cursor: int
+    num_samples: int
+    min_version: int
+    exact_version: int
+    deadline: float
+    seconds: float
+    seed: int
+    task: Task
+    temperature: float
+    top_p: float
+    top_k: int
+    max_tokens: int
+    rewards: _containers.RepeatedScalarFieldContainer[str]
+    reward_weights: _containers.RepeatedScalarFieldContainer[float]
+    def __init__(self, lease_id: _Optional[int] = ..., kind: _Optional[str] = ..., number: _Optional[int] = ..., step: _Optional[int] = ..., cursor: _Optional[int] = ..., num_samples: _Optional[int] = ..., min_version: _Optional[int] = ..., exact_version: _Optional[int] = ..., deadline: _Optional[float] = ..., seconds: _Optional[float] = ..., seed: _Optional[int] = ..., task: _Optional[_Union[Task, _Mapping]] = ..., temperature: _Optional[float] = ..., top_p: _Optional[float] = ..., top_k: _Optional[int] = ..., max_tokens: _Optional[int] = ..., rewards: _Optional[_Iterable[str]] = ..., reward_weights: _Optional[_Iterable[float]] = ...) -> None: ...
+
+class WorkerHello(_message.Message):
+    __slots__ = ("protocol", "capacity_groups", "price_usd_per_hour", "rewards", "installed_version", "installed_lineage", "held_leases", "engine", "device", "pid", "host")
+    PROTOCOL_FIELD_NUMBER: _ClassVar[int]
+    CAPACITY_GROUPS_FIELD_NUMBER: _ClassVar[int]
+    PRICE_USD_PER_HOUR_FIELD_NUMBER: _ClassVar[int]
+    REWARDS_FIELD_NUMBER: _ClassVar[int]
+    INSTALLED_VERSION_FIELD_NUMBER: _ClassVar[int]
+    INSTALLED_LINEAGE_FIELD_NUMBER: _ClassVar[int]
+    HELD_LEASES_FIELD_NUMBER: _ClassVar[int]
+    ENGINE_FIELD_NUMBER: _ClassVar[int]
+    DEVICE_FIELD_NUMBER: _ClassVar[int]
+    PID_FIELD_NUMBER: _ClassVar[int]
+    HOST_FIELD_NUMBER: _ClassVar[int]
+    protocol: int
+    capacity_groups: int
+    price_usd_per_hour: float
+    rewards: _containers.RepeatedScalarFieldContainer[str]
+    installed_version: int
+    installed_lineage: int
+    held_leases: _containers.RepeatedScalarFieldContainer[int]
+    engine: str
+    device: str
+    pid: int
+    host: str
+    def __init__(self, protocol: _Optional[int] = ..., capacity_groups: _Optional[int] = ..., price_usd_per_hour: _Optional[float] = ..., rewards: _Optional[_Iterable[str]] = ..., installed_version: _Optional[int] = ..., installed_lineage: _Optional[int] = ..., held_leases: _Optional[_Iterable[int]] = ..., engine: _Optional[str] = ..., device: _Optional[str] = ..., pid: _Optional[int] = ..., host: _Optional[str] = ...) -> None: ...
+
+class Order(_message.Message):
+    __slots__ = ("settings", "leases", "snapshot", "revoked", "stop")
+    SETTINGS_FIELD_NUMBER: _ClassVar[int]
+    LEASES_FIELD_NUMBER: _ClassVar[int]
+    SNAPSHOT_FIELD_NUMBER: _ClassVar[int]
+    REVOKED_FIELD_NUMBER: _ClassVar[int]
+    STOP_FIELD_NUMBER: _ClassVar[int]
+    settings: RunSettings
+    leases: LeaseBatch
+    snapshot: SnapshotNotice
+    revoked: LeaseRevoked
+    stop: Stop
+    def __init__(self, settings: _Optional[_Union[RunSettings, _Mapping]] = ..., leases: _Optional[_Union[LeaseBatch, _Mapping]] = ..., snapshot: _Optional[_Union[SnapshotNotice, _Mapping]] = ..., revoked: _Optional[_Union[LeaseRevoked, _Mapping]] = ..., stop: _Optional[_Union[Stop, _Mapping]] = ...) -> None: ...
+
+class RunSettings(_message.Message):
+    __slots__ = ("run_id", "heartbeat_seconds", "swap", "groups_per_batch", "deterministic", "reward_timeout_seconds")
+    RUN_ID_FIELD_NUMBER: _ClassVar[int]
+    HEARTBEAT_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    SWAP_FIELD_NUMBER: _ClassVar[int]
+    GROUPS_PER_BATCH_FIELD_NUMBER: _ClassVar[int]
+    DETERMINISTIC_FIELD_NUMBER: _ClassVar[int]
+    REWARD_TIMEOUT_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    run_id: str
+    heartbeat_seconds: float
+    swap: str
+    groups_per_batch: int
+    deterministic: bool
+    reward_timeout_seconds: float
+    def __init__(self, run_id: _Optional[str] = ..., heartbeat_seconds: _Optional[float] = ..., swap: _Optional[str] = ..., groups_per_batch: _Optional[int] = ..., deterministic: _Optional[bool] = ..., reward_timeout_seconds: _Optional[float] = ...) -> None: ...
+
+class LeaseBatch(_message.Message):
+    __slots__ = ("leases",)
+    LEASES_FIELD_NUMBER: _ClassVar[int]
+    leases: _containers.RepeatedCompositeFieldContainer[Lease]
+    def __init__(self, leases: _Optional[_Iterable[_Union[Lease, _Mapping]]] = ...) -> None: ...
+
+class SnapshotNotice(_message.Message):
+    __slots__ = ("lineage", "version", "manifest")
+    LINEAGE_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    MANIFEST_FIELD_NUMBER: _ClassVar[int]
+    lineage: int
+    version: int
+    manifest: bytes
+    def __init__(self, lineage: _Optional[int] = ..., version: _Optional[int] = ..., manifest: _Optional[bytes] = ...) -> None: ...
+
+class LeaseRevoked(_message.Message):
+    __slots__ = ("lease_id", "reason")
+    LEASE_ID_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    lease_id: int
+    reason: str
+    def __init__(self, lease_id: _Optional[int] = ..., reason: _Optional[str] = ...) -> None: ...
+
+class Stop(_message.Message):
+    __slots__ = ("reason",)
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    reason: str
+    def __init__(self, reason: _Optional[str] = ...) -> None: ...
+
+class WorkerReport(_message.Message):
+    __slots__ = ("installed_version", "installed_lineage", "doing", "tokens_generated", "bytes_received", "pause_seconds", "busy_seconds")
+    INSTALLED_VERSION_FIELD_NUMBER: _ClassVar[int]
+    INSTALLED_LINEAGE_FIELD_NUMBER: _ClassVar[int]
+    DOING_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_GENERATED_FIELD_NUMBER: _ClassVar[int]
+    BYTES_RECEIVED_FIELD_NUMBER: _ClassVar[int]
+    PAUSE_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    BUSY_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    installed_version: int
+    installed_lineage: int
+    doing: str
+    tokens_generated: int
+    bytes_received: int
+    pause_seconds: float
+    busy_seconds: float
+    def __init__(self, installed_version: _Optional[int] = ..., installed_lineage: _Optional[int] = ..., doing: _Optional[str] = ..., tokens_generated: _Optional[int] = ..., bytes_received: _Optional[int] = ..., pause_seconds: _Optional[float] = ..., busy_seconds: _Optional[float] = ...) -> None: ...
+
+class LeaseFailed(_message.Message):
+    __slots__ = ("lease_id", "reason", "detail")
+    LEASE_ID_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    DETAIL_FIELD_NUMBER: _ClassVar[int]
+    lease_id: int
+    reason: str
+    detail: str
+    def __init__(self, lease_id: _Optional[int] = ..., reason: _Optional[str] = ..., detail: _Optional[str] = ...) -> None: ...
+
+class Empty(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class Delivery(_message.Message):
+    __slots__ = ("lease_id", "group")
+    LEASE_ID_FIELD_NUMBER: _ClassVar[int]
+    GROUP_FIELD_NUMBER: _ClassVar[int]
+    lease_id: int
+    group: RolloutGroup
+    def __init__(self, lease_id: _Optional[int] = ..., group: _Optional[_Union[RolloutGroup, _Mapping]] = ...) -> None: ...
+
+class DeliveryReply(_message.Message):
+    __slots__ = ("accepted", "reason")
+    ACCEPTED_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    accepted: bool
+    reason: str
+    def __init__(self, accepted: _Optional[bool] = ..., reason: _Optional[str] = ...) -> None: ...
+
+class ManifestRequest(_message.Message):
+    __slots__ = ("lineage", "version")
+    LINEAGE_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    lineage: int
+    version: int
+    def __init__(self, lineage: _Optional[int] = ..., version: _Optional[int] = ...) -> None: ...
+
+class ChunkRequest(_message.Message):
+    __slots__ = ("hashes",)
+    HASHES_FIELD_NUMBER: _ClassVar[int]
+    hashes: _containers.RepeatedScalarFieldContainer[bytes]
+    def __init__(self, hashes: _Optional[_Iterable[bytes]] = ...) -> None: ...
+
+class Chunk(_message.Message):
+    __slots__ = ("hash", "data")
+    HASH_FIELD_NUMBER: _ClassVar[int]
+    DATA_FIELD_NUMBER: _ClassVar[int]
+    hash: bytes
+    data: bytes
+    def __init__(self, hash: _Optional[bytes] = ..., data: _Optional[bytes] = ...) -> None: ...
+
+class LearnerHello(_message.Message):
+    __slots__ = ("protocol", "version", "pid", "host", "device", "resumed")
+    PROTOCOL_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    PID_FIELD_NUMBER: _ClassVar[int]
+    HOST_FIELD_NUMBER: _ClassVar[int]
+    DEVICE_FIELD_NUMBER: _ClassVar[int]
+    RESUMED_FIELD_NUMBER: _ClassVar[int]
+    protocol: int
+    version: int
+    pid: int
+    host: str
+    device: str
+    resumed: bool
+    def __init__(self, protocol: _Optional[int] = ..., version: _Optional[int] = ..., pid: _Optional[int] = ..., host: _Optional[str] = ..., device: _Optional[str] = ..., resumed: _Optional[bool] = ...) -> None: ...
+
+class LearnerWelcome(_message.Message):
+    __slots__ = ("lineage", "max_steps", "published")
+    LINEAGE_FIELD_NUMBER: _ClassVar[int]
+    MAX_STEPS_FIELD_NUMBER: _ClassVar[int]
+    PUBLISHED_FIELD_NUMBER: _ClassVar[int]
+    lineage: int
+    max_steps: int
+    published: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, lineage: _Optional[int] = ..., max_steps: _Optional[int] = ..., published: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class TakeGroups(_message.Message):
+    __slots__ = ("step",)
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    step: int
+    def __init__(self, step: _Optional[int] = ...) -> None: ...
+
+class FedGroup(_message.Message):
+    __slots__ = ("group", "done")
+    GROUP_FIELD_NUMBER: _ClassVar[int]
+    DONE_FIELD_NUMBER: _ClassVar[int]
+    group: RolloutGroup
+    done: StepDone
+    def __init__(self, group: _Optional[_Union[RolloutGroup, _Mapping]] = ..., done: _Optional[_Union[StepDone, _Mapping]] = ...) -> None: ...
+
+class StepDone(_message.Message):
+    __slots__ = ("cursor", "num_groups", "stop", "reason")
+    CURSOR_FIELD_NUMBER: _ClassVar[int]
+    NUM_GROUPS_FIELD_NUMBER: _ClassVar[int]
+    STOP_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    cursor: int
+    num_groups: int
+    stop: bool
+    reason: str
+    def __init__(self, cursor: _Optional[int] = ..., num_groups: _Optional[int] = ..., stop: _Optional[bool] = ..., reason: _Optional[str] = ...) -> None: ...
+
+class StepReport(_message.Message):
+    __slots__ = ("step", "groups", "metrics_json")
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    GROUPS_FIELD_NUMBER: _ClassVar[int]
+    METRICS_JSON_FIELD_NUMBER: _ClassVar[int]
+    step: int
+    groups: _containers.RepeatedScalarFieldContainer[int]
+    metrics_json: str
+    def __init__(self, step: _Optional[int] = ..., groups: _Optional[_Iterable[int]] = ..., metrics_json: _Optional[str] = ...) -> None: ...
+
+class PublishRequest(_message.Message):
+    __slots__ = ("lineage", "version", "manifest")
+    LINEAGE_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    MANIFEST_FIELD_NUMBER: _ClassVar[int]
+    lineage: int
+    version: int
+    manifest: bytes
+    def __init__(self, lineage: _Optional[int] = ..., version: _Optional[int] = ..., manifest: _Optional[bytes] = ...) -> None: ...
+
+class MissingChunks(_message.Message):
+    __slots__ = ("hashes",)
+    HASHES_FIELD_NUMBER: _ClassVar[int]
+    hashes: _containers.RepeatedScalarFieldContainer[bytes]
+    def __init__(self, hashes: _Optional[_Iterable[bytes]] = ...) -> None: ...
+
+class CheckpointReport(_message.Message):
+    __slots__ = ("version", "oldest_kept")
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    OLDEST_KEPT_FIELD_NUMBER: _ClassVar[int]
+    version: int
+    oldest_kept: int
+    def __init__(self, version: _Optional[int] = ..., oldest_kept: _Optional[int] = ...) -> None: ...
+
+class LearnerReport(_message.Message):
+    __slots__ = ("doing",)
+    DOING_FIELD_NUMBER: _ClassVar[int]
+    doing: str
+    def __init__(self, doing: _Optional[str] = ...) -> None: ...

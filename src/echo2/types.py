@@ -1,0 +1,204 @@
+"""The nouns that travel between processes. Frozen, standard library only.
+
+Token data is held in `array.array` ('i' for token ids, 'f' for logprobs): compact, and readable without a copy by
+`numpy.frombuffer` and `torch.frombuffer`.
+
+A *policy version* is a number of completed training steps. After a learner has fallen back to a checkpoint, numbers are
+used again for other weights; the *lineage*, which grows by one at each such fall-back, tells them apart.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+GroupKind = Literal["train", "eval"]
+FinishReason = Literal["stop", "length"]
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class GroupRef:
+    """Name of one rollout group. Train groups are numbered in issue order; eval groups by (version, position)."""
+
+    kind: GroupKind
+    number: int
+
+    def __str__(self) -> str:
+        return f"{self.kind}-{self.number}"
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class SnapshotRef:
+    """Name of one snapshot: the weights after `version` training steps in `lineage`."""
+
+    lineage: int
+    version: int
+
+    def __str__(self) -> str:
+        return f"{self.lineage}.{self.version}"
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """One chat message of a prompt."""
+
+    role: str
+    content: str
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """One problem to solve: a prompt (text, or chat messages) plus the columns its rewards read.
+
+    `cursor` is the position in the run's task stream; the same cursor always gives the same task.
+    """
+
+    cursor: int
+    prompt: str | tuple[Message, ...]
+    columns: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Lease:
+    """A time-limited right of one worker to produce one group.
+
+    The group is bound to training step `step`. Its tokens must come from `exact_version` where that is set, else from
+    any version >= `min_version`. `deadline` is in seconds of the head's clock; `seconds` is how long that is from the grant.
+    """
+
+    lease_id: int
+    group: GroupRef
+    step: int
+    cursor: int
+    num_samples: int
+    min_version: int
+    exact_version: int | None
+    deadline: float
+    seconds: float
+    seed: int
+
+
+@dataclass(frozen=True, slots=True)
+class Rollout:
+    """One attempt at one task, exactly as sampled (never tokenised again).
+
+    T = number of tokens after the prompt, including tokens that an environment wrote between turns.
+
+    tokens        [T] token ids
+    logprobs      [T] behaviour logprobs, under the distribution that was sampled from (after temperature, top-k,
+                  top-p); 0.0 where `loss_mask` is 0
+    loss_mask     [T] one byte a token: 1 = sampled by the policy (trained on), 0 = written by the environment
+    version_spans ((first token index, policy version), ...): the version of each token, run-length coded, ascending
+    finish        "stop" (end token or stop rule) or "length" (cut off at max_tokens)
+    text          the decoded tokens, for rewards and people
+    reward        weighted sum of `reward_parts`; None until scored
+    support_tokens, support_offsets
+                  where top-k or top-p narrowed the distribution: the token ids that token t was drawn from are
+                  support_tokens[support_offsets[t]:support_offsets[t + 1]]  (offsets have T + 1 entries); else None
+    """
+
+    tokens: array[int]
+    logprobs: array[float]
+    loss_mask: bytes
+    version_spans: tuple[tuple[int, int], ...]
+    finish: FinishReason
+    text: str
+    reward: float | None = None
+    reward_parts: Mapping[str, float] = field(default_factory=dict)
+    support_tokens: array[int] | None = None
+    support_offsets: array[int] | None = None
+
+    @property
+    def oldest_version(self) -> int:
+        return min(version for _, version in self.version_spans)
+
+    @property
+    def newest_version(self) -> int:
+        return max(version for _, version in self.version_spans)
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutGroup:
+    """The K attempts at one task that are compared with each other. `prompt_tokens` is shared by all of them."""
+
+    group: GroupRef
+    step: int
+    lineage: int
+    cursor: int
+    prompt_tokens: array[int]
+    rollouts: tuple[Rollout, ...]
+    worker_id: str = ""
+    generate_seconds: float = 0.0
+
+    @property
+    def oldest_version(self) -> int:
+        return min(rollout.oldest_version for rollout in self.rollouts)
+
+    @property
+    def newest_version(self) -> int:
+        return max(rollout.newest_version for rollout in self.rollouts)
+
+    @property
+    def num_tokens(self) -> int:
+        """Completion tokens of all rollouts (prompt not counted)."""
+        return sum(len(rollout.tokens) for rollout in self.rollouts)
+
+    @property
+    def is_scored(self) -> bool:
+        return all(rollout.reward is not None for rollout in self.rollouts)
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How tokens are drawn. `top_k` = 0 and `top_p` = 1.0 mean no narrowing; `temperature` = 0.0 means greedy (eval only)."""
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    max_tokens: int = 256
+
+
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """Somebody is waiting: for whom, since when, until when, and why. Times in seconds of the head's clock."""
+
+    waiter: str
+    waits_for: str
+    since: float
+    until: float | None
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Assignment:
+    """A lease with all that a worker needs to work on it: it asks no hub and no head again.
+
+    `rewards` are the reward functions the worker computes (`weights` one each); empty means that the head scores.
+    """
+
+    lease: Lease
+    task: Task
+    params: SamplingParams
+    rewards: tuple[str, ...] = ()
+    weights: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class TensorBytes:
+    """One tensor as it is stored and sent: little-endian bytes, row-major. `dtype` as in safetensors: F32, BF16, I64 ..."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    data: bytes | memoryview
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """Weights for workers, whole and verified: `tensors` by Hugging Face parameter name, and the `files` that make them a
+    model (config.json, tokenizer.json, chat_template.jinja, ...), so that a worker needs no hub."""
+
+    ref: SnapshotRef
+    tensors: Mapping[str, TensorBytes]
+    files: Mapping[str, bytes]

@@ -1,0 +1,109 @@
+"""A tiny random Qwen3 and random rollout groups for the learner's tests."""
+
+from __future__ import annotations
+
+import functools
+import random
+from array import array
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from echo2.learner.model import Policy
+from echo2.types import GroupRef, Rollout, RolloutGroup
+
+VOCAB = 13
+
+
+def tiny_module(
+    seed: int = 0, hidden: int = 16, layers: int = 2, vocab: int = VOCAB, tied: bool = True
+) -> torch.nn.Module:
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    torch.manual_seed(seed)
+    config = Qwen3Config(
+        vocab_size=vocab,
+        hidden_size=hidden,
+        num_hidden_layers=layers,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=8,
+        intermediate_size=2 * hidden,
+        tie_word_embeddings=tied,
+        max_position_embeddings=256,
+        initializer_range=0.3,
+    )
+    return Qwen3ForCausalLM(config)
+
+
+def in_float64(module: torch.nn.Module) -> torch.nn.Module:
+    """The module in float64 throughout: transformers' RMSNorm rounds to float32 inside, whatever the dtype."""
+    for part in module.modules():
+        if type(part).__name__.endswith("RMSNorm"):
+            part.forward = functools.partial(_exact_rms_norm, part)  # type: ignore[method-assign]
+    return module.double()
+
+
+def _exact_rms_norm(part: Any, x: torch.Tensor) -> torch.Tensor:
+    return part.weight * x * (x.square().mean(-1, keepdim=True) + part.variance_epsilon).rsqrt()
+
+
+def tiny_policy(seed: int = 0) -> Policy:
+    return Policy(in_float64(tiny_module(seed)), {"config.json": b"{}"}, torch.device("cpu"))
+
+
+def model_directory(path: Path, seed: int = 0) -> Path:
+    tiny_module(seed).save_pretrained(path)
+    (path / "chat_template.jinja").write_text("{{ messages }}")
+    return path
+
+
+def rollout(
+    tokens: Sequence[int],
+    reward: float = 0.0,
+    logprobs: Sequence[float] | None = None,
+    loss_mask: bytes | None = None,
+    finish: str = "stop",
+    support: Sequence[Sequence[int]] | None = None,
+    version: int = 0,
+) -> Rollout:
+    offsets = [0]
+    for piece in support or ():
+        offsets.append(offsets[-1] + len(piece))
+    return Rollout(
+        tokens=array("i", tokens),
+        logprobs=array("f", logprobs if logprobs is not None else [-2.0] * len(tokens)),
+        loss_mask=loss_mask if loss_mask is not None else b"\x01" * len(tokens),
+        version_spans=((0, version),),
+        finish="length" if finish == "length" else "stop",
+        text="",
+        reward=reward,
+        support_tokens=array("i", [token for piece in support for token in piece]) if support else None,
+        support_offsets=array("i", offsets) if support else None,
+    )
+
+
+def group(number: int, prompt: Sequence[int], rollouts: Sequence[Rollout], step: int = 0) -> RolloutGroup:
+    return RolloutGroup(GroupRef("train", number), step, 1, number, array("i", prompt), tuple(rollouts))
+
+
+def random_group(rng: random.Random, number: int, samples: int = 4, longest: int = 7, top_k: int = 0) -> RolloutGroup:
+    """Few distinct tokens, so that rollouts share prefixes and are often equal; masks with holes; staleness noise."""
+    rollouts = []
+    for _ in range(samples):
+        tokens = [rng.randrange(3) for _ in range(rng.randint(1, longest))]
+        mask = bytes(rng.random() < 0.8 for _ in tokens)
+        rollouts.append(
+            rollout(
+                tokens,
+                reward=float(rng.randrange(3)),
+                logprobs=[rng.uniform(-4.0, -0.05) * bit for bit in mask],
+                loss_mask=mask,
+                finish=rng.choice(["stop", "length"]),
+                support=[[t, 3, 4, 5][: max(top_k - (t == 0), 1)] for t in tokens] if top_k else None,
+            )
+        )
+    prompt = [rng.randrange(VOCAB) for _ in range(rng.randint(1, 5))]
+    return group(number, prompt, rollouts)

@@ -1,0 +1,352 @@
+"""The verbs: streamed equals batch, shared equals plain, resume goes on bit for bit."""
+
+from __future__ import annotations
+
+import random
+import resource
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from learner_cases import group, in_float64, model_directory, random_group, rollout, tiny_module, tiny_policy
+
+from echo2.errors import InvariantError, UserError
+from echo2.learner import checkpoint
+from echo2.learner.batch import TrainedGroup, collate
+from echo2.learner.logprobs import token_logprobs
+from echo2.learner.model import Policy, load_policy
+from echo2.learner.trainer import Trainer, TrainerOptions
+from echo2.types import RolloutGroup
+
+SMALL_LR = {"lr": 1e-3, "ess_scaling": False}
+
+
+def gradients(trainer: Trainer) -> torch.Tensor:
+    grads = [p.grad if p.grad is not None else torch.zeros_like(p) for p in trainer.policy.module.parameters()]
+    return torch.cat([grad.flatten() for grad in grads])
+
+
+def gradient_of(calls: list[list[RolloutGroup]], **options: Any) -> torch.Tensor:
+    trainer = Trainer(tiny_policy(), TrainerOptions(**options))
+    for call in calls:
+        trainer.forward_backward(call)
+    return gradients(trainer)
+
+
+def weights(trainer: Trainer) -> dict[str, bytes]:
+    return {name: bytes(tensor.data) for name, tensor in trainer.policy.tensors().items()}
+
+
+@given(st.integers(0, 10**6), st.sampled_from(["dppo", "ppo"]), st.booleans(), st.data())
+@settings(max_examples=12, deadline=None)
+def test_streamed_gradient_equals_batch_gradient_in_both_layouts(seed: int, loss: str, top_k: bool, data: Any) -> None:
+    rng = random.Random(seed)
+    groups = [random_group(rng, number, top_k=4 if top_k else 0) for number in range(6)]
+    whole = gradient_of([groups], loss=loss, layout="plain", temperature=0.7)
+    order = data.draw(st.permutations(groups))
+    cuts = sorted(data.draw(st.sets(st.integers(1, 5))))
+    calls = [order[a:b] for a, b in zip([0, *cuts], [*cuts, 6], strict=True)]
+    for layout in ("plain", "shared", "auto"):
+        streamed = gradient_of(calls, loss=loss, layout=layout, temperature=0.7)
+        torch.testing.assert_close(streamed, whole, rtol=1e-9, atol=1e-11)
+
+
+@given(st.integers(0, 10**6), st.sampled_from([0, 3]))
+@settings(max_examples=15, deadline=None)
+def test_logprobs_equal_one_rollout_at_a_time(seed: int, top_k: int) -> None:
+    """Against the model called in the simplest way, with a log-softmax over the support written out."""
+    rng = random.Random(seed)
+    policy = tiny_policy()
+    groups = [random_group(rng, number, top_k=top_k) for number in range(3)]
+    kept = [
+        TrainedGroup(g.prompt_tokens, tuple(r for r in g.rollouts if 1 in r.loss_mask), (0.5,) * 4) for g in groups
+    ]
+    kept = [TrainedGroup(k.prompt_tokens, k.rollouts, (0.5,) * len(k.rollouts)) for k in kept if k.rollouts]
+    expected = []
+    for part in kept:
+        for r in part.rollouts:
+            ids = torch.tensor([[*part.prompt_tokens, *r.tokens]])
+            logits = policy.module(input_ids=ids).logits[0] / 0.7
+            for t, token in enumerate(r.tokens):
+                if r.loss_mask[t]:
+                    row = logits[len(part.prompt_tokens) + t - 1]
+                    allowed = list(range(len(row)))
+                    if r.support_tokens is not None and r.support_offsets is not None:
+                        allowed = list(r.support_tokens[r.support_offsets[t] : r.support_offsets[t + 1]])
+                    expected.append((round(float(row[token] - row[allowed].logsumexp(0)), 9)))
+    for layout in ("shared", "plain"):
+        batch = collate(kept, layout, policy.pair_cost).to(torch.device("cpu"), torch.float64)
+        found = token_logprobs(policy.logits(batch), batch, 0.7)
+        assert sorted(found.tolist()) == pytest.approx(sorted(expected), abs=1e-8)
+
+
+def test_a_distribution_of_one_token_is_certain() -> None:
+    sure = group(0, [1, 2], [rollout([5, 6], support=[[5], [6]], logprobs=[0.0, 0.0])])
+    policy = tiny_policy()
+    batch = collate([TrainedGroup(sure.prompt_tokens, sure.rollouts, (1.0,))], "auto", 0.01).to(policy.device, torch.float64)
+    assert token_logprobs(policy.logits(batch), batch, 1.0).tolist() == pytest.approx([0.0, 0.0], abs=1e-12)
+
+
+def test_prefix_tree_runs_shared_tokens_once() -> None:
+    # Inputs after the prompt: [5 6], [5 6], [5 7]; so the tree holds 5, 6, 7: six tokens with the prompt, not 4 * ... = 15.
+    part = TrainedGroup([1, 2, 3], tuple(rollout(tokens) for tokens in ([5, 6, 9], [5, 6, 8], [5, 7, 9])), (1.0, -1.0, 0.0))
+    batch = collate([part], "shared", 0.01)
+    assert batch.tokens_BT.tolist() == [[1, 2, 3, 5, 6, 7]]
+    assert batch.positions_BT is not None and batch.positions_BT.tolist() == [[0, 1, 2, 3, 4, 4]]
+    assert batch.visible_BTT is not None
+    assert np.flatnonzero(batch.visible_BTT[0, 5].numpy()).tolist() == [0, 1, 2, 3, 5]
+    assert len(batch.target_n) == 9 and len(batch.predict_u) == 4
+
+
+def test_long_rollouts_run_plain() -> None:
+    rng = random.Random(0)
+    long = [rollout([rng.randrange(13) for _ in range(60)]) for _ in range(8)]
+    part = TrainedGroup([1], tuple(long), (1.0,) * 8)
+    assert collate([part], "auto", 1.0).visible_BTT is None
+    assert collate([part], "auto", 1e-9).visible_BTT is not None
+
+
+def test_zero_variance_groups_are_skipped_but_counted() -> None:
+    rng = random.Random(3)
+    groups = [random_group(rng, number) for number in range(3)]
+    flat = group(9, [1, 2], [rollout([3, 4, 5], reward=1.0), rollout([4], reward=1.0)])
+    trainer = Trainer(tiny_policy(), TrainerOptions(loss="ppo", **SMALL_LR))
+    trainer.forward_backward([*groups, flat])
+    assert trainer.forward_backward([flat]).tokens == 0
+    with_flat = gradients(trainer)
+    torch.testing.assert_close(with_flat, gradient_of([groups], loss="ppo"), rtol=1e-10, atol=1e-12)
+    counted = sum(r.loss_mask.count(1) for g in [*groups, flat, flat] for r in g.rollouts)
+    step = trainer.optim_step()
+    assert step.num_tokens == counted and not step.skipped
+    assert step.grad_norm == pytest.approx(float(with_flat.norm()) / counted)
+
+
+def test_a_step_with_nothing_to_learn_moves_only_the_version() -> None:
+    trainer = Trainer(tiny_policy(), TrainerOptions(**SMALL_LR))
+    before = weights(trainer)
+    trainer.forward_backward([group(0, [1], [rollout([2], 1.0), rollout([3], 1.0)])])
+    step = trainer.optim_step()
+    assert step.skipped and trainer.version == 1 and weights(trainer) == before
+
+
+def test_truncated_rollouts_can_be_left_out() -> None:
+    whole, cut = rollout([2, 3], 1.0), rollout([4, 5, 6], 0.0, finish="length")
+    masked = Trainer(tiny_policy(), TrainerOptions(mask_truncated=True, loss="ppo", **SMALL_LR))
+    masked.forward_backward([group(0, [1], [whole, cut])])
+    silent = rollout([4, 5, 6], 0.0, loss_mask=b"\x00\x00\x00")
+    reference = Trainer(tiny_policy(), TrainerOptions(loss="ppo", **SMALL_LR))
+    reference.forward_backward([group(0, [1], [whole, silent])])
+    torch.testing.assert_close(gradients(masked), gradients(reference))
+    assert masked.optim_step().num_tokens == 2
+
+
+def test_division_comes_once_and_clipping_after_it() -> None:
+    """One SGD-like check of AdamW's first step is its sign; so compare norms: N scales the reported norm exactly."""
+    rng = random.Random(5)
+    groups = [random_group(rng, number) for number in range(4)]
+    one, two = (Trainer(tiny_policy(), TrainerOptions(grad_clip=1e-3, **SMALL_LR)) for _ in range(2))
+    one.forward_backward(groups)
+    two.forward_backward(groups)
+    two.forward_backward(groups)
+    first, second = one.optim_step(), two.optim_step()
+    assert second.num_tokens == 2 * first.num_tokens
+    assert second.grad_norm == pytest.approx(first.grad_norm)
+
+
+def test_learning_rate_schedule_and_ess_scaling() -> None:
+    rng = random.Random(6)
+    groups = [random_group(rng, number) for number in range(4)]
+    options = TrainerOptions(lr=1.0e-3, lr_schedule="linear", warmup_steps=2, max_steps=6, ess_scaling=False)
+    trainer = Trainer(tiny_policy(), options)
+    assert [trainer.optim_step().lr for _ in range(7)] == pytest.approx(
+        [5e-4, 1e-3, 1e-3, 7.5e-4, 5e-4, 2.5e-4, 0.0], abs=1e-12
+    )
+    cosine = Trainer(tiny_policy(), TrainerOptions(lr=1e-3, lr_schedule="cosine", max_steps=4, ess_scaling=False))
+    assert [cosine.optim_step().lr for _ in range(5)] == pytest.approx(
+        [1e-3, 8.5355339e-4, 5e-4, 1.4644661e-4, 0.0], abs=1e-9
+    )
+    scaled = Trainer(tiny_policy(), TrainerOptions(lr=1e-3))
+    stats = scaled.forward_backward(groups)
+    assert 0 < stats.ess_ratio < 1
+    assert scaled.optim_step().lr == pytest.approx(1e-3 * stats.ess_ratio**0.5)
+
+
+def test_greedy_rollouts_are_refused() -> None:
+    with pytest.raises(UserError, match="temperature"):
+        Trainer(tiny_policy(), TrainerOptions(temperature=0.0))
+
+
+def test_an_empty_prompt_is_our_bug() -> None:
+    trainer = Trainer(tiny_policy(), TrainerOptions())
+    with pytest.raises(InvariantError, match="prompt"):
+        trainer.forward_backward([group(0, [], [rollout([1], 1.0), rollout([2], 0.0)])])
+
+
+@pytest.mark.parametrize("name", ["Qwen2", "Llama", "Mistral"])
+def test_prefix_trees_on_other_decoders(name: str) -> None:
+    import transformers
+
+    torch.manual_seed(0)
+    settings_of = {"vocab_size": 13, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
+    extra = {"num_key_value_heads": 1, "intermediate_size": 32, "initializer_range": 0.3}
+    if name == "Mistral":
+        extra["sliding_window"] = None  # type: ignore[assignment]
+    config = getattr(transformers, f"{name}Config")(**settings_of, **extra)
+    module = in_float64(getattr(transformers, f"{name}ForCausalLM")(config))
+    policy = Policy(module, {}, torch.device("cpu"))
+    assert policy.honours_masks
+    rng = random.Random(1)
+    groups = [random_group(rng, number) for number in range(4)]
+    found = []
+    for layout in ("plain", "shared"):
+        module.zero_grad()
+        trainer = Trainer(policy, TrainerOptions(layout=layout))  # type: ignore[arg-type]
+        trainer.forward_backward(groups)
+        found.append(gradients(trainer))
+    torch.testing.assert_close(found[1], found[0], rtol=1e-9, atol=1e-11)
+
+
+def test_unknown_architectures_and_sliding_windows_run_plain() -> None:
+    import transformers
+
+    torch.manual_seed(0)
+    gpt = transformers.GPT2LMHeadModel(
+        transformers.GPT2Config(vocab_size=13, n_embd=16, n_layer=2, n_head=2, n_positions=32)
+    ).double()
+    policy = Policy(gpt, {}, torch.device("cpu"))
+    assert not policy.honours_masks
+    trainer = Trainer(policy, TrainerOptions(layout="shared"))
+    assert trainer.forward_backward([random_group(random.Random(0), 0)]).tokens > 0
+    mistral = transformers.MistralForCausalLM(
+        transformers.MistralConfig(
+            vocab_size=13, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16,
+            num_key_value_heads=1, sliding_window=4,
+        )
+    )
+    assert not Policy(mistral, {}, torch.device("cpu")).honours_masks
+
+
+def test_snapshot_tensors_hold_tied_weights_once_and_cast() -> None:
+    policy = Policy(tiny_module(), {}, torch.device("cpu"))
+    names = set(policy.tensors())
+    assert "model.embed_tokens.weight" in names and "lm_head.weight" not in names
+    assert "lm_head.weight" in Policy(tiny_module(tied=False), {}, torch.device("cpu")).tensors()
+    tensor = policy.tensors(torch.bfloat16)["model.embed_tokens.weight"]
+    expected = policy.module.model.embed_tokens.weight.detach().bfloat16()
+    assert tensor.dtype == "BF16" and tensor.shape == (13, 16)
+    assert torch.equal(torch.frombuffer(bytearray(tensor.data), dtype=torch.bfloat16).view(13, 16), expected)
+    kept = bytes(policy.tensors()["model.norm.weight"].data)
+    snapshot = policy.tensors()
+    with torch.no_grad():
+        policy.module.model.norm.weight.add_(1.0)
+    assert bytes(snapshot["model.norm.weight"].data) == kept, "a snapshot must not follow later training"
+
+
+def steps(trainer: Trainer, versions: range) -> None:
+    for version in versions:
+        rng = random.Random(version)
+        groups = [random_group(rng, number) for number in range(4)]
+        trainer.forward_backward(groups[:2])
+        trainer.forward_backward(groups[2:])
+        trainer.optim_step()
+
+
+RESUME = """
+import sys; from pathlib import Path
+sys.path[:0] = {paths!r}
+import torch; from test_learner_trainer import *
+trainer = Trainer(load_policy({model!r}, "float32", "cpu"), TrainerOptions(lr=1e-3, weight_decay=0.1))
+progress = trainer.load_state(Path({source!r}))
+assert (progress.version, progress.lineage, progress.cursor) == (3, 2, 12), progress
+steps(trainer, range(3, 6))
+trainer.save_state(Path({target!r}), lineage=2, cursor=24)
+"""
+
+
+def test_resume_in_a_new_process_is_bit_exact(tmp_path: Path) -> None:
+    options = TrainerOptions(lr=1e-3, weight_decay=0.1)
+    model = model_directory(tmp_path / "model")
+    straight = Trainer(load_policy(str(model), "float32", "cpu"), options)
+    steps(straight, range(3))
+    straight.save_state(tmp_path / "step_3", lineage=2, cursor=12)
+    steps(straight, range(3, 6))
+    straight.save_state(tmp_path / "straight", lineage=2, cursor=24)
+    code = RESUME.format(
+        paths=[str(Path(__file__).parent), *sys.path], model=str(model), source=str(tmp_path / "step_3"), target=str(tmp_path / "resumed")
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+    for name in ("model.safetensors", "optimizer.safetensors"):
+        assert (tmp_path / "straight" / name).read_bytes() == (tmp_path / "resumed" / name).read_bytes(), name
+    assert (tmp_path / "step_3" / "model.safetensors").read_bytes() != (tmp_path / "resumed" / "model.safetensors").read_bytes()
+
+
+def test_a_checkpoint_is_a_hugging_face_model(tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    trainer = Trainer(load_policy(str(model_directory(tmp_path / "model")), "float32", "cpu"), TrainerOptions(lr=1e-2))
+    steps(trainer, range(2))
+    trainer.save_state(tmp_path / "step_2")
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "step_2")
+    assert loaded.dtype == torch.float32
+    for name, parameter in trainer.policy.module.named_parameters():
+        assert torch.equal(parameter, loaded.get_parameter(name)), name
+    assert (tmp_path / "step_2" / "chat_template.jinja").is_file()
+
+
+def test_latest_passes_over_torn_checkpoints_and_prune_keeps_the_newest(tmp_path: Path) -> None:
+    trainer = Trainer(tiny_policy(), TrainerOptions())
+    for version in (1, 2, 3, 4):
+        trainer.version = version
+        trainer.save_state(checkpoint.step_directory(tmp_path, version))
+    assert checkpoint.latest(tmp_path) == tmp_path / "step_4"
+    (tmp_path / "step_4" / "state.json").unlink()
+    weights_file = tmp_path / "step_3" / "model.safetensors"
+    data = bytearray(weights_file.read_bytes())
+    data[-1] ^= 1
+    weights_file.write_bytes(data)
+    assert checkpoint.latest(tmp_path) == tmp_path / "step_2"
+    with pytest.raises(UserError, match="whole checkpoint"):
+        trainer.load_state(tmp_path / "step_3")
+    assert checkpoint.prune(tmp_path, keep=1) == 3
+    assert not (tmp_path / "step_1").exists()
+    assert checkpoint.latest(tmp_path / "nowhere") is None
+
+
+def test_full_disk_leaves_the_previous_checkpoint(tmp_path: Path) -> None:
+    trainer = Trainer(tiny_policy(), TrainerOptions(lr=1e-2))
+    target = tmp_path / "step_0"
+    trainer.save_state(target)
+    before = {path.name: path.read_bytes() for path in target.iterdir()}
+    steps(trainer, range(1))
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limits[1]))
+    try:
+        with pytest.raises(UserError, match="out of room"):
+            trainer.save_state(target)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert {path.name: path.read_bytes() for path in target.iterdir()} == before
+    assert [path.name for path in tmp_path.iterdir()] == ["step_0"]
+
+
+@pytest.mark.parametrize("path", ["/no/such/model", "./nothing", "echo2-tests/no-such-model"])
+def test_a_missing_model_is_named(path: str) -> None:
+    with pytest.raises(UserError, match=path):
+        load_policy(path, "float32", "cpu")
+
+
+def test_a_directory_without_a_model_is_named(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"config\.json"):
+        load_policy(str(tmp_path), "float32", "cpu")
+
+
+def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:
+    Trainer(Policy(tiny_module(layers=1), {}, torch.device("cpu")), TrainerOptions()).save_state(tmp_path / "step_0")
+    with pytest.raises(UserError, match="another model"):
+        Trainer(tiny_policy(), TrainerOptions()).load_state(tmp_path / "step_0")

@@ -1,0 +1,152 @@
+"""Manifests from strangers: refused as malformed or exactly what was sent, whatever the bytes."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from echo2.errors import PeerError
+from echo2.types import SnapshotRef, TensorBytes
+from echo2.weights import Manifest, encode
+from echo2.weights.snapshot import MAX_CHUNK_BYTES, MAX_MANIFEST_BYTES
+
+MANIFEST = encode(
+    SnapshotRef(1, 3),
+    {"a": TensorBytes("F32", (2, 2), bytes(16)), "b": TensorBytes("BF16", (3,), b"abcdef")},
+    {"config.json": b"{}"},
+    chunk_bytes=10,
+)[0]
+
+
+def canonical(tree: dict[str, Any]) -> bytes:
+    return json.dumps(tree, sort_keys=True, separators=(",", ":"), ensure_ascii=False).encode()
+
+
+def malformed(data: bytes) -> str:
+    with pytest.raises(PeerError) as caught:
+        Manifest.from_bytes(data)
+    assert caught.value.reason == "malformed"
+    return caught.value.detail
+
+
+def written_again(text: bytes) -> bytes | str:
+    try:
+        return Manifest.from_bytes(text).to_bytes()
+    except PeerError as error:
+        return error.reason
+
+
+def test_the_text_is_canonical_json() -> None:
+    text = MANIFEST.to_bytes()
+    assert canonical(json.loads(text)) == text
+    assert Manifest.from_bytes(text) == MANIFEST
+    assert MANIFEST.ref == SnapshotRef(1, 3)
+
+
+@given(st.data())
+def test_any_changed_byte_is_refused_or_read_as_it_stands(data: st.DataObject) -> None:
+    text = bytearray(MANIFEST.to_bytes())
+    for _ in range(data.draw(st.integers(1, 3))):
+        text[data.draw(st.integers(0, len(text) - 1))] = data.draw(st.integers(0, 255))
+    assert written_again(bytes(text)) in (bytes(text), "malformed")
+
+
+@given(st.binary(max_size=60))
+def test_noise_is_refused(noise: bytes) -> None:
+    malformed(noise)
+
+
+json_values = st.one_of(
+    st.none(), st.booleans(), st.integers(), st.floats(), st.text(max_size=5), st.lists(st.integers(), max_size=2)
+)
+
+
+@given(st.sampled_from(sorted(json.loads(MANIFEST.to_bytes()))), json_values)
+def test_any_other_value_of_a_field_is_refused(field: str, value: object) -> None:
+    tree = json.loads(MANIFEST.to_bytes())
+    is_another_version = field in ("version", "lineage") and type(value) is int and 0 <= value < 2**63
+    if tree[field] == value or is_another_version:
+        return
+    malformed(json.dumps({**tree, field: value}, sort_keys=True, separators=(",", ":")).encode())
+
+
+def changed(path: str, value: object) -> bytes:
+    tree = json.loads(MANIFEST.to_bytes())
+    *parents, last = path.split(".")
+    node: Any = tree
+    for key in parents:
+        node = node[int(key)] if isinstance(node, list) else node[key]
+    node[last] = value
+    return canonical(tree)
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "words"),
+    [
+        ("format", 2, "format 2"),
+        ("encoding", "delta", "encoding 'delta'"),
+        ("base_version", 2, "over base 2"),
+        ("version", -1, "version -1"),
+        ("lineage", 1 << 63, "lineage"),
+        ("digest", "AAAA", "digest of 3 bytes"),
+        ("files.0.name", "../config.json", "plain name"),
+        ("files.0.name", "dir/config.json", "plain name"),
+        ("files.0.name", "", "characters"),
+        ("files.0.num_bytes", -1, "bytes"),
+        ("files.0.num_bytes", 3, "chunks of 24 bytes"),
+        ("files.0.num_bytes", 1 << 62, "the limit is"),
+        ("tensors.0.name", "b" * 600, "characters"),
+        ("tensors.0.offset", 4, "is at 4, not at 0"),
+        ("tensors.1.offset", 0, "is at 0, not at 16"),
+        ("tensors.0.num_bytes", 15, "needs 16"),
+        ("tensors.0.shape", [2, 3], "needs 24"),
+        ("tensors.0.shape", [-2, -2], "shape"),
+        ("tensors.0.shape", [1] * 17, "shape"),
+        ("tensors.0.shape", [1 << 62, 1 << 62], "needs"),
+        ("tensors.0.dtype", "F31", "dtype 'F31'"),
+        ("tensors.0.dtype", "U16", "needs 8"),
+        ("chunks.0.num_bytes", 0, "outside 1.."),
+        ("chunks.0.num_bytes", MAX_CHUNK_BYTES + 1, "outside 1.."),
+        ("chunks.0.num_bytes", 3, "chunks of 25 bytes"),
+        ("chunks.0.hash", "AAAA", "3 bytes"),
+        ("chunks", [], "chunks of 0 bytes"),
+    ],
+)
+def test_inconsistent_manifests_are_refused_with_the_value(path: str, value: object, words: str) -> None:
+    assert words in malformed(changed(path, value))
+
+
+def test_files_must_end_at_a_chunk_border() -> None:
+    tree = json.loads(MANIFEST.to_bytes())
+    tree["chunks"][0]["num_bytes"] += 1
+    tree["chunks"][1]["num_bytes"] -= 1
+    assert "no chunk ends with the files" in malformed(canonical(tree))
+
+
+def test_a_name_twice_is_refused() -> None:
+    tree = json.loads(MANIFEST.to_bytes())
+    tree["tensors"][1] = {"name": "a", "dtype": "F32", "shape": [0], "offset": 16, "num_bytes": 0}
+    assert "twice" in malformed(canonical(tree))
+
+
+def test_unknown_fields_spaces_and_other_orders_are_refused() -> None:
+    tree = json.loads(MANIFEST.to_bytes())
+    for text in (
+        canonical({**tree, "more": 1}),
+        canonical(tree) + b" ",
+        json.dumps(tree, sort_keys=True).encode(),
+        canonical(tree).replace(b'"digest":', b'"digest":null,"digest":'),
+    ):
+        malformed(text)
+
+
+def test_too_large_a_text_is_not_parsed() -> None:
+    assert "the limit is" in malformed(b" " * (MAX_MANIFEST_BYTES + 1))
+
+
+def test_deep_nesting_is_refused() -> None:
+    malformed(b'{"files":' + b"[" * 100_000)

@@ -1,0 +1,244 @@
+"""The chunk store: only whole, right chunks are ever visible, also after a kill or with a full disk."""
+
+from __future__ import annotations
+
+import resource
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from blake3 import blake3
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from echo2.errors import InvariantError, PeerError, UserError
+from echo2.types import SnapshotRef, TensorBytes
+from echo2.weights import ChunkStore, Manifest, decode, encode
+
+
+def snapshot(version: int, weights: bytes) -> tuple[Manifest, dict[bytes, memoryview]]:
+    tensors = {"w": TensorBytes("U8", (len(weights),), weights)}
+    return encode(SnapshotRef(1, version), tensors, {"config.json": b"{}"}, chunk_bytes=4)
+
+
+def fill(store: ChunkStore, version: int, weights: bytes) -> Manifest:
+    manifest, chunks = snapshot(version, weights)
+    for hash_, data in chunks.items():
+        store.put(hash_, data)
+    store.put_manifest(manifest)
+    return manifest
+
+
+def files_under(directory: Path) -> set[str]:
+    return {path.name for path in directory.rglob("*") if path.is_file()}
+
+
+@contextmanager
+def full_disk(num_bytes: int) -> Iterator[None]:
+    """The operating system refuses to let any file grow beyond `num_bytes`."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def test_what_is_put_is_got_also_after_opening_again(tmp_path: Path) -> None:
+    manifest = fill(ChunkStore(tmp_path), 1, b"abcdefghij")
+    store = ChunkStore(tmp_path)
+    assert store.manifests() == [manifest]
+    assert store.missing(manifest) == ()
+    assert bytes(decode(manifest, store.get).tensors["w"].data) == b"abcdefghij"
+
+
+def test_missing_shrinks_as_chunks_come(tmp_path: Path) -> None:
+    store = ChunkStore(tmp_path)
+    manifest, chunks = snapshot(1, b"abcdefghij")
+    assert store.missing(manifest) == manifest.hashes == tuple(chunks)
+    for position, (hash_, data) in enumerate(chunks.items(), start=1):
+        assert not store.has(hash_)
+        store.put(hash_, data)
+        assert store.has(hash_)
+        assert store.missing(manifest) == manifest.hashes[position:]
+
+
+def test_a_chunk_that_is_not_its_hash_is_refused(tmp_path: Path) -> None:
+    store = ChunkStore(tmp_path)
+    with pytest.raises(PeerError) as caught:
+        store.put(blake3(b"good").digest(), b"evil")
+    assert caught.value.reason == "corrupt"
+    assert files_under(tmp_path) == set()
+
+
+def test_a_hash_that_is_not_here_is_a_strangers_mistake(tmp_path: Path) -> None:
+    with pytest.raises(PeerError) as caught:
+        ChunkStore(tmp_path).get(b"../../etc/passwd")
+    assert caught.value.reason == "missing"
+
+
+def test_a_manifest_is_listed_only_when_whole(tmp_path: Path) -> None:
+    store = ChunkStore(tmp_path)
+    manifest, chunks = snapshot(1, b"abcdefghij")
+    store.put(*next(iter(chunks.items())))
+    with pytest.raises(InvariantError):
+        store.put_manifest(manifest)
+    assert store.manifests() == ChunkStore(tmp_path).manifests() == []
+
+
+def test_a_published_version_is_immutable(tmp_path: Path) -> None:
+    store = ChunkStore(tmp_path)
+    manifest = fill(store, 1, b"abcdefghij")
+    store.put_manifest(manifest)
+    with pytest.raises(InvariantError):
+        fill(store, 1, b"ABCDEFGHIJ")
+    assert store.manifests() == [manifest]
+
+
+def test_damage_on_disk_is_found_dropped_and_fetched_again(tmp_path: Path) -> None:
+    store = ChunkStore(tmp_path)
+    manifest = fill(store, 1, b"abcdefghij")
+    hit = manifest.hashes[1]
+    (tmp_path / "chunks" / hit.hex()).write_bytes(b"abcE")
+    with pytest.raises(PeerError) as caught:
+        store.get(hit)
+    assert caught.value.reason == "corrupt"
+    assert store.missing(manifest) == (hit,)
+    assert store.manifests() == []
+    store.put(hit, b"abcd")
+    assert store.manifests() == [manifest]
+
+
+@pytest.mark.parametrize("damage", ["chunks", "manifests"])
+def test_files_emptied_by_a_power_failure_count_as_missing(tmp_path: Path, damage: str) -> None:
+    fill(ChunkStore(tmp_path), 1, b"abcdefghij")
+    next((tmp_path / damage).iterdir()).write_bytes(b"")
+    store = ChunkStore(tmp_path)
+    assert store.manifests() == []
+    manifest = fill(store, 1, b"abcdefghij")
+    assert bytes(decode(manifest, ChunkStore(tmp_path).get).tensors["w"].data) == b"abcdefghij"
+
+
+def test_leftovers_of_a_killed_process_are_cleared(tmp_path: Path) -> None:
+    manifest = fill(ChunkStore(tmp_path), 1, b"abcdefghij")
+    (tmp_path / "tmp" / "0-half").write_bytes(b"half")
+    assert ChunkStore(tmp_path).manifests() == [manifest]
+    assert list((tmp_path / "tmp").iterdir()) == []
+
+
+def test_retain_deletes_what_no_kept_manifest_names(tmp_path: Path) -> None:
+    store = ChunkStore(tmp_path)
+    old, new = fill(store, 1, b"aaaabbbb"), fill(store, 2, b"aaaacccc")
+    fetched, chunks = snapshot(3, b"dddd")
+    store.put(fetched.hashes[-1], chunks[fetched.hashes[-1]])
+    assert store.retain([new, fetched]) == 4
+    assert [path.name for path in (tmp_path / "manifests").iterdir()] == ["1.2.json"]
+    assert store.manifests() == ChunkStore(tmp_path).manifests() == [new]
+    assert store.missing(old) == (blake3(b"bbbb").digest(),)
+    assert store.has(blake3(b"dddd").digest())
+
+
+def test_drop_manifest_keeps_chunks_for_others(tmp_path: Path) -> None:
+    store = ChunkStore(tmp_path)
+    manifest = fill(store, 1, b"aaaabbbb")
+    store.drop_manifest(manifest.ref)
+    store.drop_manifest(manifest.ref)
+    assert store.manifests() == ChunkStore(tmp_path).manifests() == []
+    assert store.missing(manifest) == ()
+
+
+def test_nothing_is_visible_before_it_is_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Killed at the last instant, the data written and not renamed."""
+    store = ChunkStore(tmp_path)
+
+    def die(source: Path, target: Path) -> None:
+        assert Path(source).read_bytes() == b"abcd"
+        assert not Path(target).exists()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("os.replace", die)
+    with pytest.raises(KeyboardInterrupt):
+        store.put(blake3(b"abcd").digest(), b"abcd")
+    assert not store.has(blake3(b"abcd").digest())
+    assert files_under(tmp_path) == set()
+
+
+def test_a_full_disk_is_one_clear_error_and_loses_nothing(tmp_path: Path) -> None:
+    store = ChunkStore(tmp_path)
+    manifest = fill(store, 1, b"abcdefghij")
+    before = files_under(tmp_path)
+    big = b"x" * 1000
+    with full_disk(100), pytest.raises(UserError) as caught:
+        store.put(blake3(big).digest(), big)
+    assert str(tmp_path) in str(caught.value)
+    assert "1000 bytes" in str(caught.value)
+    assert files_under(tmp_path) == before
+    assert not store.has(blake3(big).digest())
+    store.put(blake3(big).digest(), big)
+    assert ChunkStore(tmp_path).manifests() == [manifest]
+
+
+def test_a_directory_that_cannot_be_made_is_a_clear_error(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match="Cannot open the snapshot store"):
+        ChunkStore(tmp_path / "file" / "store")
+
+
+@settings(max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.lists(st.tuples(st.integers(0, 3), st.sampled_from(["publish", "retain", "drop", "reopen"])), max_size=12))
+def test_a_listed_manifest_can_always_be_decoded(
+    tmp_path_factory: pytest.TempPathFactory, actions: list[tuple[int, str]]
+) -> None:
+    directory = tmp_path_factory.mktemp("store")
+    store, listed = ChunkStore(directory), set[int]()
+    for version, action in actions:
+        if action == "publish":
+            fill(store, version, b"same" + bytes([version]) * 6)
+            listed.add(version)
+        elif action == "retain":
+            store.retain([m for m in store.manifests() if m.version >= version])
+            listed = {kept for kept in listed if kept >= version}
+        elif action == "drop":
+            store.drop_manifest(SnapshotRef(1, version))
+            listed.discard(version)
+        else:
+            store = ChunkStore(directory)
+        assert [m.version for m in store.manifests()] == sorted(listed)
+        for manifest in store.manifests():
+            decode(manifest, store.get)
+
+
+PUBLISH_FOR_EVER = """
+import itertools, pathlib, sys
+from echo2.types import SnapshotRef, TensorBytes
+from echo2.weights import ChunkStore, encode
+store = ChunkStore(pathlib.Path(sys.argv[1]))
+for version in itertools.count():
+    tensors = {"w": TensorBytes("U8", (300_000,), version.to_bytes(4, "big") * 75_000)}
+    manifest, chunks = encode(SnapshotRef(1, version), tensors, {}, chunk_bytes=100_003)
+    for hash_, data in chunks.items():
+        store.put(hash_, data)
+    store.put_manifest(manifest)
+    print(version, flush=True)
+    store.retain([manifest])
+"""
+
+
+@pytest.mark.parametrize("num_published", [1, 2, 5])
+def test_kill_9_leaves_only_whole_snapshots(tmp_path: Path, num_published: int) -> None:
+    command = [sys.executable, "-c", PUBLISH_FOR_EVER, str(tmp_path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        acknowledged = [int(process.stdout.readline()) for _ in range(num_published)][-1]
+        process.send_signal(signal.SIGKILL)
+    store = ChunkStore(tmp_path)
+    manifests = store.manifests()
+    assert manifests
+    assert manifests[-1].version >= acknowledged
+    for manifest in manifests:
+        decode(manifest, store.get)
+    assert list((tmp_path / "tmp").iterdir()) == []
