@@ -57,8 +57,7 @@ types: $(INSTALLED)
 	$(PY) -m mypy
 
 proto: $(INSTALLED)
-	$(PY) -m grpc_tools.protoc -Isrc --python_out=src --pyi_out=src $(WIRE)/wire.proto 2>/dev/null || \
-	$(PY) -m grpc_tools.protoc -I$(WIRE) --python_out=$(WIRE) --pyi_out=$(WIRE) $(WIRE)/wire.proto
+	$(PY) -m grpc_tools.protoc -Isrc --python_out=src --pyi_out=src $(WIRE)/wire.proto
 
 bench: $(INSTALLED) $(MODEL)/.built
 	$(PY) benchmarks/time_to_accuracy.py

@@ -192,9 +192,9 @@ def main() -> None:
     model.save_pretrained(unfinished)
     shutil.rmtree(args.out, ignore_errors=True)
     unfinished.rename(args.out)
-    parameters = sum(parameter.numel() for parameter in model.parameters())
+    size, seconds = sum(parameter.numel() for parameter in model.parameters()), time.perf_counter() - started
     print(
-        f"{args.out}: Qwen3, {parameters:,} parameters, {num_steps} warm-up steps in {time.perf_counter() - started:.0f} s; "
+        f"{args.out}: Qwen3, {size:,} parameters, {num_steps} warm-up steps in {seconds:.0f} s; "
         f"held-out accuracy {accuracy:.2f} sampled, {greedy:.2f} greedy"
     )
 

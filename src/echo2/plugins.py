@@ -21,7 +21,8 @@ from echo2.errors import UserError
 def load_named(spec: str) -> Any:
     """The object called `spec`, after running its module. A file is run once per process, however often it is named.
 
-    The working directory and the file's own directory become importable (behind everything else), as they would be for a script.
+    The working directory and the file's own directory become importable (behind everything else), as they would be
+    for a script.
 
     Raises:
         UserError: no such file, module or name in it, or the module raised while it was imported.
@@ -70,7 +71,9 @@ def _from_package(name: str) -> ModuleType:
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
-        raise UserError(f"There is no module {error.name!r} (wanted for {name}; looked in {Path.cwd()} too).") from error
+        raise UserError(
+            f"There is no module {error.name!r} (wanted for {name}; looked in {Path.cwd()} too)."
+        ) from error
     except Exception as error:
         raise UserError(f"The module {name} could not be imported: {innermost_line(error)}") from error
 

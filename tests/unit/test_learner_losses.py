@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable
 
@@ -25,7 +26,9 @@ def tokens_of(behaviour: list[float], advantage: list[float], sequence: list[int
     )
 
 
-def gradient(loss: Callable[[Tensor, LossTokens], tuple[Tensor, LossStats]], logp: Tensor, tokens: LossTokens) -> Tensor:
+def gradient(
+    loss: Callable[[Tensor, LossTokens], tuple[Tensor, LossStats]], logp: Tensor, tokens: LossTokens
+) -> Tensor:
     leaf = logp.clone().requires_grad_()
     value, _ = loss(leaf, tokens)
     (grad,) = torch.autograd.grad(value, leaf)
@@ -56,7 +59,7 @@ def test_advantages_always_sum_to_zero_and_keep_the_order(rewards: list[float], 
     advantages = group_advantages(rewards, kind)  # type: ignore[arg-type]
     assert abs(math.fsum(advantages)) < 1e-6
     ranked = sorted(range(len(rewards)), key=lambda i: rewards[i])
-    assert all(advantages[a] <= advantages[b] + 1e-9 for a, b in zip(ranked, ranked[1:], strict=False))
+    assert all(advantages[a] <= advantages[b] + 1e-9 for a, b in itertools.pairwise(ranked))
 
 
 def test_ppo_by_hand() -> None:
@@ -146,11 +149,16 @@ def test_effective_sample_size() -> None:
     logp = torch.tensor([math.log(4.0), math.log(0.5), 0.0], dtype=torch.float64) - 2.0
     _, stats = ppo(0.2, 0.28)(logp, tokens_of([-2.0] * 3, [1.0] * 3, [0, 0, 1]))
     assert stats.ess_ratio == pytest.approx(0.9)
-    _, stats = ppo(0.2, 0.28)(torch.tensor([-0.1, -5.0]), LossTokens(torch.tensor([-50.0, -5.0]), torch.ones(2), torch.tensor([0, 1]), 2))
+    _, stats = ppo(0.2, 0.28)(
+        torch.tensor([-0.1, -5.0]), LossTokens(torch.tensor([-50.0, -5.0]), torch.ones(2), torch.tensor([0, 1]), 2)
+    )
     assert stats.weight == pytest.approx(11.0)  # clamped, not exp(49.9)
 
 
 def test_statistics_stream() -> None:
-    parts = [LossStats(tokens=1, loss=2, ratio_max=3, weight=1, weight_squared=1, sequences=1), LossStats(1, 1, 1, ratio_max=2)]
+    parts = [
+        LossStats(tokens=1, loss=2, ratio_max=3, weight=1, weight_squared=1, sequences=1),
+        LossStats(1, 1, 1, ratio_max=2),
+    ]
     whole = parts[0] + parts[1]
     assert (whole.tokens, whole.loss, whole.ratio_max, whole.sequences) == (2, 3, 3, 2)

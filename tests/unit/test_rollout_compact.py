@@ -13,7 +13,7 @@ from echo2.errors import UserError
 from echo2.rollout.architecture import read_architecture
 from echo2.rollout.compact import build_compact
 from echo2.rollout.hf_engine import build_transformers
-from tests.unit.rollout_cases import FAMILIES, VOCAB, hf_logits, snapshot_of, tiny_module
+from rollout_cases import FAMILIES, VOCAB, hf_logits, snapshot_of, tiny_module
 
 CPU = torch.device("cpu")
 LLAMA3 = {

@@ -50,10 +50,10 @@ def is_plenty(state: PlannerState, worker: Worker) -> bool:
     ]
     if not idle:
         return True
-    first = state.groups.first_pending()
     last = min(last_step(state, worker), state.options.max_steps - 1)
-    room = sum(room(state, step) for step in range(state.version, last + 1)) + (first is not None)
-    return room > sum(other.capacity_groups for other in idle)
+    num_unleased = sum(room(state, step) for step in range(state.version, last + 1))
+    num_unleased += state.groups.first_pending() is not None
+    return num_unleased > sum(other.capacity_groups for other in idle)
 
 
 def grant_batch(state: PlannerState, worker: Worker, now: float) -> bool:

@@ -1,7 +1,7 @@
 """How much better than its siblings each rollout of a group did.
 
-Group-relative only: nothing here needs another group, so groups can be trained on one by one as they arrive. With R_i the
-rewards of the K rollouts of one group:
+Group-relative only: nothing here needs another group, so groups can be trained on one by one as they arrive. With R_i
+the rewards of the K rollouts of one group:
 
     grpo     (R_i - mean) / (std + 1e-6)      std is the sample standard deviation (K - 1), as in TRL and verl
     dr_grpo  R_i - mean
@@ -32,7 +32,9 @@ def group_advantages(rewards: Sequence[float | None], kind: Advantage) -> tuple[
     """
     scores = [reward for reward in rewards if reward is not None and math.isfinite(reward)]
     if not scores or len(scores) != len(rewards):
-        raise InvariantError(f"a group reached the learner with the rewards {list(rewards)}; all must be finite numbers")
+        raise InvariantError(
+            f"a group reached the learner with the rewards {list(rewards)}; all must be finite numbers"
+        )
     if max(scores) == min(scores):
         return (0.0,) * len(scores)
     count = len(scores)

@@ -1,16 +1,18 @@
 """Rollout groups -> the tensors of one forward pass. Two layouts with the same gradient.
 
-*plain*: one row per rollout, [prompt, rollout], right padded. Causal attention keeps the padding out; no mask is needed.
+*plain*: one row per rollout, [prompt, rollout], right padded. Causal attention keeps the padding out; no mask is
+needed.
 
-*shared*: one strip per group that holds the group's *prefix tree*: the prompt once, and of every rollout only the tokens
-after the point where it leaves the rollouts before it. Each token sees its ancestors and itself; position ids say how deep
-it sits. A token's hidden state depends on its ancestors only, so this is the plain computation with the repetitions left
-out. Strips are packed into rows of about equal length, because padding costs as much as tokens do.
+*shared*: one strip per group that holds the group's *prefix tree*: the prompt once, and of every rollout only the
+tokens after the point where it leaves the rollouts before it. Each token sees its ancestors and itself; position ids
+say how deep it sits. A token's hidden state depends on its ancestors only, so this is the plain computation with the
+repetitions left out. Strips are packed into rows of about equal length, because padding costs as much as tokens do.
 
 Attention is quadratic in the row, so long rollouts are cheaper plain: `auto` takes the layout with the lower estimated
 cost. In both, the tokens after which no loss token follows (the last one of every rollout) are not run at all.
 
-Shape suffixes: B = rows, T = longest row, n = loss tokens, u = distinct positions that predict loss tokens, W = widest support.
+Shape suffixes: B = rows, T = longest row, n = loss tokens, u = distinct positions that predict loss tokens, W =
+widest support.
 """
 
 from __future__ import annotations
@@ -94,16 +96,15 @@ class Batch:
                 move(loss.sequence_n),
                 loss.num_sequences,
             ),
-            None
-            if support is None
-            else Support(move(support.rows_m), move(support.tokens_mW), move(support.valid_mW)),
+            None if support is None else Support(move(support.rows_m), move(support.tokens_mW), move(support.valid_mW)),
         )
 
 
 @dataclass(frozen=True, slots=True)
 class _Strip:
-    """Tokens that go into one row together. `pieces` are (start, stop, ancestors): tokens start..stop see `ancestors` and,
-    causally, each other. `predict` holds, rollout by rollout, where each loss token is predicted."""
+    """Tokens that go into one row together. `pieces` are (start, stop, ancestors): tokens start..stop see `ancestors`
+    and, causally, each other. `predict` holds, rollout by rollout, where each loss token is predicted.
+    """
 
     tokens: Ints
     positions: Ints
@@ -263,7 +264,9 @@ def _reveal(visible_TT: npt.NDArray[np.bool_], strip: _Strip) -> None:
 def _loss_side(strips: Sequence[_Strip]) -> tuple[Tensor, LossTokens, Support | None]:
     rollouts = [rollout for strip in strips for rollout in strip.rollouts]
     losses = [loss_positions(rollout) for rollout in rollouts]
-    target = np.concatenate([np.frombuffer(r.tokens, dtype=np.int32)[at] for r, at in zip(rollouts, losses, strict=True)])
+    target = np.concatenate(
+        [np.frombuffer(r.tokens, dtype=np.int32)[at] for r, at in zip(rollouts, losses, strict=True)]
+    )
     behaviour = np.concatenate(
         [np.frombuffer(r.logprobs, dtype=np.float32)[at] for r, at in zip(rollouts, losses, strict=True)]
     )

@@ -4,8 +4,8 @@
     optimizer.safetensors                               AdamW's moments and step counts, by parameter name
     state.json                                          Progress, and the size and BLAKE3 digest of every other file
 
-A checkpoint is written beside its place, synced, and renamed into it: it is there whole or not at all. No pickle. There is no
-random state to keep: the learner draws no random numbers.
+A checkpoint is written beside its place, synced, and renamed into it: it is there whole or not at all. No pickle.
+There is no random state to keep: the learner draws no random numbers.
 """
 
 from __future__ import annotations
@@ -51,7 +51,9 @@ def latest(root: Path) -> Path | None:
 
 
 def prune(root: Path, keep: int) -> int:
-    """Delete all but the newest `keep` whole checkpoints (and all torn ones older than those); the oldest version kept."""
+    """Delete all but the newest `keep` whole checkpoints (and all torn ones older than those); the oldest version
+    kept.
+    """
     whole = [path for path in _newest_first(root) if read_state(path) is not None]
     kept = whole[:keep]
     oldest = _version_of(kept[-1]) if kept else 0
@@ -118,8 +120,8 @@ def write_checkpoint(
         shutil.rmtree(partial, ignore_errors=True)
         what = "is out of room" if error.errno in _NO_ROOM else f"cannot be written ({error.strerror})"
         raise UserError(
-            f"The checkpoint {directory} was not saved: the disk {what}. Earlier checkpoints are untouched; free some space "
-            "(or lower learner.keep_checkpoints) and resume."
+            f"The checkpoint {directory} was not saved: the disk {what}. Earlier checkpoints are untouched; free "
+            "some space (or lower learner.keep_checkpoints) and resume."
         ) from error
 
 

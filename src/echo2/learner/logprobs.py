@@ -1,8 +1,8 @@
 """Logprobs of the sampler's own distribution.
 
-The sampler divides logits by the temperature and may narrow them (top-k, top-p). A ratio between the two sides only means
-something if the learner does the same: a narrowed token's log-softmax runs over the support that the rollout carries,
-because a token outside could not have happened.
+The sampler divides logits by the temperature and may narrow them (top-k, top-p). A ratio between the two sides only
+means something if the learner does the same: a narrowed token's log-softmax runs over the support that the rollout
+carries, because a token outside could not have happened.
 
 Shape suffixes: u = positions, V = vocabulary, n = loss tokens, m = those of them with a support, W = widest support.
 """

@@ -3,7 +3,8 @@
 Nothing here divides by a batch size: sums over any split of a step add up to the step's sum, and the trainer divides
 once. Both losses are anchored to the *behaviour* logprobs (the sampler's own); there is no second forward pass.
 
-Legend: pi = current policy, mu = behaviour, A = advantage, l = log pi - log mu, r = exp(clamp(l, -20, 20)), sg = no gradient.
+Legend: pi = current policy, mu = behaviour, A = advantage, l = log pi - log mu, r = exp(clamp(l, -20, 20)), sg = no
+gradient.
 
     ppo   sum_t -min(r A, clip(r, 1 - clip_low, 1 + clip_high) A)
     dppo  sum_t -keep * sg(min(r, 10)) * A * log pi  +  1e-3 * l^2
@@ -46,9 +47,9 @@ class LossTokens:
 class LossStats:
     """Sums over loss tokens and sequences (one maximum): `a + b` describes both parts together.
 
-    k3 is Schulman's estimate of KL(mu || pi), r - 1 - l. `dropped_*` counts tokens without a policy gradient, by sign of
-    the advantage: masked by dppo, clipped by ppo. `weight*` are sums of the sequences' importance weights and their
-    squares, for the effective sample size.
+    k3 is Schulman's estimate of KL(mu || pi), r - 1 - l. `dropped_*` counts tokens without a policy gradient, by sign
+    of the advantage: masked by dppo, clipped by ppo. `weight*` are sums of the sequences' importance weights and
+    their squares, for the effective sample size.
     """
 
     tokens: float = 0.0
@@ -70,7 +71,9 @@ class LossStats:
 
     @property
     def ess_ratio(self) -> float:
-        """Effective sample size over the number of sequences, (sum w)^2 / (B sum w^2), at most 1; 1 without sequences."""
+        """Effective sample size over the number of sequences, (sum w)^2 / (B sum w^2), at most 1; 1 without
+        sequences.
+        """
         if self.weight_squared == 0.0:
             return 1.0
         return min(1.0, self.weight**2 / (self.weight_squared * self.sequences))

@@ -35,8 +35,8 @@ MODEL_FILES = (
     "chat_template.jinja",
     "chat_template.json",
 )
-# Decoders known to honour a mask and position ids of our own and to be logits = lm_head(last hidden state), nothing after.
-# Others run in the plain layout with all their logits.
+# Decoders known to honour a mask and position ids of our own and to be logits = lm_head(last hidden state), nothing
+# after. Others run in the plain layout with all their logits.
 PLAIN_DECODERS = frozenset({"llama", "mistral", "qwen2", "qwen3"})
 # A pair of tokens costs more per floating-point operation than a matrix product does (softmax, memory traffic).
 ATTENTION_SLOWDOWN = 3.0
@@ -63,7 +63,7 @@ class Policy:
         self.module: Any = module.to(device).eval()
         self.device = device
         self.files = dict(files)
-        config = self.module.config
+        config: Any = module.config
         layer_types = getattr(config, "layer_types", None) or ["full_attention"]
         sliding = getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True)
         self._is_plain_decoder = config.model_type in PLAIN_DECODERS
@@ -72,7 +72,8 @@ class Policy:
 
     @property
     def dtype(self) -> torch.dtype:
-        return next(self.module.parameters()).dtype
+        dtype: torch.dtype = next(self.module.parameters()).dtype
+        return dtype
 
     def logits(self, batch: Batch) -> Tensor:
         """Logits [u, V] at `batch.predict_u`; `batch` is on this device."""
@@ -109,9 +110,8 @@ class Policy:
 def tensor_bytes(tensor: Tensor, dtype: torch.dtype | None = None) -> TensorBytes:
     """A copy of one tensor as row-major bytes, cast to `dtype` if given."""
     copy = tensor.detach().to("cpu", dtype or tensor.dtype, copy=True).contiguous()
-    return TensorBytes(
-        SAFETENSORS_NAMES[copy.dtype], tuple(copy.shape), memoryview(copy.view(-1).view(torch.uint8).numpy())
-    )
+    raw: Any = copy.view(-1).view(torch.uint8).numpy()
+    return TensorBytes(SAFETENSORS_NAMES[copy.dtype], tuple(copy.shape), memoryview(raw))
 
 
 def _pair_cost(module: Any) -> float:
@@ -188,6 +188,6 @@ def _model_directory(path: str) -> Path:
         return Path(snapshot_download(path, allow_patterns=patterns))
     except (OSError, HfHubHTTPError, HFValidationError, LocalEntryNotFoundError) as error:
         raise UserError(
-            f"model.path = {path!r}: no such directory, and the hub does not give it ({type(error).__name__}; HF_HUB_OFFLINE "
-            "or no network?). Check the name, or download the model and give its directory."
+            f"model.path = {path!r}: no such directory, and the hub does not give it ({type(error).__name__}; "
+            "HF_HUB_OFFLINE or no network?). Check the name, or download the model and give its directory."
         ) from error

@@ -5,10 +5,11 @@
     save_weights_for_sampler()        weights and files of a snapshot
     save_state / load_state           everything needed to go on, bit for bit
 
-Gradients are *un-normalised sums* over loss tokens. They are divided once, at the step, by N = all loss tokens of the step, and
-clipped after that. So a step that was streamed in micro-batches equals the step on the whole batch (up to the order of
-float sums). N counts the tokens of zero-variance groups too, although those are not run at all: their policy gradient is zero.
-The learning rate, not the gradient, is scaled by sqrt(min(1, ESS / B)) (VCPO, arXiv 2602.17616): Adam would cancel the other.
+Gradients are *un-normalised sums* over loss tokens. They are divided once, at the step, by N = all loss tokens of the
+step, and clipped after that. So a step that was streamed in micro-batches equals the step on the whole batch (up to
+the order of float sums). N counts the tokens of zero-variance groups too, although those are not run at all: their
+policy gradient is zero. The learning rate, not the gradient, is scaled by sqrt(min(1, ESS / B)) (VCPO, arXiv
+2602.17616): Adam would cancel the other.
 
 Same inputs in the same order and calls give the same bits on the same machine (one thread count, one torch).
 """
@@ -60,8 +61,9 @@ class TrainerOptions:
 
 @dataclass(frozen=True, slots=True)
 class StepStats:
-    """One optimizer step. `num_tokens` is N; `grad_norm` is before clipping; `skipped`: nothing to learn from, weights and
-    optimizer untouched (the version grew all the same)."""
+    """One optimizer step. `num_tokens` is N; `grad_norm` is before clipping; `skipped`: nothing to learn from,
+    weights and optimizer untouched (the version grew all the same).
+    """
 
     lr: float
     grad_norm: float
@@ -76,7 +78,8 @@ class Trainer:
     def __init__(self, policy: Policy, options: TrainerOptions) -> None:
         if options.temperature <= 0.0:
             raise UserError(
-                f"sampling.temperature = {options.temperature}: greedy rollouts have no logprobs to learn from. Set it > 0."
+                f"sampling.temperature = {options.temperature}: greedy rollouts have no logprobs to learn "
+                "from. Set it > 0."
             )
         self.policy = policy
         self.options = options
@@ -195,8 +198,8 @@ class Trainer:
         norm = torch.nn.utils.clip_grad_norm_(self._parameters.values(), self.options.grad_clip)
         if not bool(norm.isfinite()):
             raise UserError(
-                f"The gradient of step {self.version} is not finite ({float(norm)}): training has diverged. Lower learner.lr "
-                "and resume from the last checkpoint."
+                f"The gradient of step {self.version} is not finite ({float(norm)}): training has diverged. Lower "
+                "learner.lr and resume from the last checkpoint."
             )
         return float(norm)
 

@@ -1,1 +1,1 @@
-"""Room 3 of the path: from a rollout to its score, by built-in or user functions, in this process or in one of its own."""
+"""Room 3 of the path: from a rollout to its score, by built-in functions or the user's own."""

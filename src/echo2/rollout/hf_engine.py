@@ -8,6 +8,7 @@ Shape suffixes: R = prompts, B = rows, T = tokens of a row, V = vocabulary.
 from __future__ import annotations
 
 import inspect
+import json
 from array import array
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,7 +20,7 @@ from torch import Tensor
 
 from echo2.errors import PeerError, UserError
 from echo2.rollout.snapshot_files import end_tokens, read_config
-from echo2.rollout.snapshot_tensors import read_tensor, require_names
+from echo2.rollout.snapshot_tensors import FLOAT_DTYPES, read_tensor, require_names
 from echo2.rollout.torch_engine import Cache, Limits
 from echo2.types import Snapshot
 
@@ -56,8 +57,9 @@ class HfModel:
 
     @property
     def architecture(self) -> str:
-        text: str = self._module.config.to_json_string(use_diff=False)
-        return text
+        values = self._module.config.to_dict()
+        values.pop("_name_or_path", None)  # where it was read from: a directory that is gone
+        return json.dumps([values, str(self._module.dtype)], sort_keys=True, default=str)
 
     def prefill(self, prompts: Sequence[array[int]], max_tokens: int) -> tuple[HfCache, Tensor]:
         """Read the prompts. The cache grows as it goes, whatever `max_tokens`."""
@@ -96,7 +98,7 @@ class HfModel:
 
 
 def build_transformers(snapshot: Snapshot, device: torch.device) -> HfModel:
-    """The model of a snapshot, in the dtype that its config.json names.
+    """The model of a snapshot, in the dtype of its largest tensor (config.json names the learner's, which may be another).
 
     Raises:
         PeerError: the snapshot is torn or wrong.
@@ -120,11 +122,14 @@ def _empty_module(snapshot: Snapshot) -> Any:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     read_config(snapshot.files)
+    stored = max(snapshot.tensors.values(), key=lambda tensor: len(tensor.data), default=None)
+    if stored is None or stored.dtype not in FLOAT_DTYPES:
+        raise PeerError("bad_snapshot", "there are no floating-point weights")
     with TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_bytes(snapshot.files["config.json"])
         try:
             config = AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
-            module = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa", trust_remote_code=False)
+            module = AutoModelForCausalLM.from_config(config, dtype=FLOAT_DTYPES[stored.dtype], attn_implementation="sdpa", trust_remote_code=False)
         except (OSError, KeyError, ValueError, TypeError, ImportError) as error:
             first_line = str(error).splitlines()[0] if str(error) else type(error).__name__
             raise UserError(

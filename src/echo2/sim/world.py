@@ -56,14 +56,20 @@ class World:
         self.rng = random.Random(seed)
         self.actors: dict[str, Actor] = {}
         self.num_events = 0
-        self._queue: list[tuple[float, int, str, int, object]] = []
+        self._queue: list[tuple[float, int, str, int | None, object]] = []
         self._sequence = 0
 
     def post(self, delay_seconds: float, actor: str, event: object) -> None:
-        """Let `event` happen to `actor` after a delay (never before now)."""
+        """Let `event` happen to this life of `actor` after a delay (never before now)."""
+        self._push(delay_seconds, actor, self.actors[actor].life, event)
+
+    def post_always(self, delay_seconds: float, actor: str, event: object) -> None:
+        """Likewise, whatever life it is in then: a fault that strikes the machine."""
+        self._push(delay_seconds, actor, None, event)
+
+    def _push(self, delay_seconds: float, actor: str, life: int | None, event: object) -> None:
         self._sequence += 1
-        at = self.now + max(0.0, delay_seconds)
-        heapq.heappush(self._queue, (at, self._sequence, actor, self.actors[actor].life, event))
+        heapq.heappush(self._queue, (self.now + max(0.0, delay_seconds), self._sequence, actor, life, event))
 
     def step(self) -> bool:
         """Let the next event happen; False when nothing is left."""
@@ -72,7 +78,7 @@ class World:
         self.now, _, name, life, event = heapq.heappop(self._queue)
         self.num_events += 1
         actor = self.actors[name]
-        if actor.life == life:
+        if life in (None, actor.life):
             actor.happen(event)
         return True
 

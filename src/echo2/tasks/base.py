@@ -1,8 +1,8 @@
 """From rows to tasks: which row comes when, and whether it is fit to be sent. Reading the rows is `load.py`'s part.
 
-The order is a function of (seed, epoch, position) and of nothing that was done before, so that a resumed run, or a head that
-was killed, hands out the same task under the same cursor. An epoch is a permutation of the rows, computed and never
-stored: a Feistel network (Luby and Rackoff 1988) over the next even power of two, walked until it lands inside
+The order is a function of (seed, epoch, position) and of nothing that was done before, so that a resumed run, or a head
+that was killed, hands out the same task under the same cursor. An epoch is a permutation of the rows, computed and
+never stored: a Feistel network (Luby and Rackoff 1988) over the next even power of two, walked until it lands inside
 (Black and Rogaway 2002), so that a source of 10^12 generated rows costs no memory.
 """
 
@@ -25,8 +25,8 @@ FEISTEL_ROUNDS = 6
 class TaskSource(Protocol):
     """Rows to solve: anything with a length whose `[index]` gives a mapping with `prompt` plus any columns.
 
-    `prompt` is text, or chat messages `[{"role": ..., "content": ...}, ...]`. The same index must always give the same row. A source
-    may have a method `where(index) -> str` that names a row for people (`rows.jsonl:17`).
+    `prompt` is text, or chat messages `[{"role": ..., "content": ...}, ...]`. The same index must always give the same
+    row. A source may have a method `where(index) -> str` that names a row for people (`rows.jsonl:17`).
     """
 
     def __len__(self) -> int: ...
@@ -129,7 +129,9 @@ def _prompt(prompt: Any, where: str) -> str | tuple[Message, ...]:
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        raise UserError(f"{where}: 'prompt' holds half a character ({error.reason}); it cannot be sent as UTF-8.") from error
+        raise UserError(
+            f"{where}: 'prompt' holds half a character ({error.reason}); it cannot be sent as UTF-8."
+        ) from error
     return checked
 
 
@@ -150,14 +152,15 @@ def _columns(columns: dict[Any, Any], where: str) -> dict[str, Any]:
             json.dumps({name: value}, allow_nan=False)
         except (TypeError, ValueError, RecursionError) as error:
             raise UserError(
-                f"{where}: column {name!r} cannot be sent as JSON ({type(value).__name__}: {error}). Store it as text or numbers, "
-                "or remove it."
+                f"{where}: column {name!r} cannot be sent as JSON ({type(value).__name__}: {error}). "
+                "Store it as text or numbers, or remove it."
             ) from error
     text = json.dumps(columns, allow_nan=False)
     if len(text) > MAX_COLUMNS_BYTES:
         largest = max(columns, key=lambda name: len(json.dumps(columns[name])))
         raise UserError(
-            f"{where}: the columns take {len(text)} bytes as JSON; the limit is {MAX_COLUMNS_BYTES}. The largest is {largest!r}."
+            f"{where}: the columns take {len(text)} bytes as JSON; the limit is {MAX_COLUMNS_BYTES}. "
+            f"The largest is {largest!r}."
         )
     plain: dict[str, Any] = json.loads(text)
     return plain

@@ -1,4 +1,4 @@
-"""Rows from one file: JSON Lines (kept on disk, found by offset) and Parquet (kept in memory as Arrow). No splits, no caches."""
+"""Rows from one file: JSON Lines (stays on disk, found by offset) and Parquet (held in memory as Arrow). No splits."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ MAX_PARQUET_BYTES = 8 << 30  # decoded
 
 
 class JsonlRows:
-    """The rows of a JSON Lines file. Every line is parsed once at opening, so that a bad one shows at once; afterwards memory
-    holds 16 bytes a row. Blank lines are skipped.
+    """The rows of a JSON Lines file. Every line is parsed once at opening, so that a bad one shows at once; afterwards
+    memory holds 16 bytes a row. Blank lines are skipped.
 
     Raises:
         UserError: the file cannot be read, or a line is not a JSON object; the message gives file:line.
@@ -55,7 +55,9 @@ class JsonlRows:
                 while line := file.readline(MAX_LINE_BYTES + 1):
                     number += 1
                     if len(line) > MAX_LINE_BYTES:
-                        raise UserError(f"{self._path}:{number}: the line is longer than the limit of {MAX_LINE_BYTES} bytes.")
+                        raise UserError(
+                            f"{self._path}:{number}: the line is longer than the limit of {MAX_LINE_BYTES} bytes."
+                        )
                     yield number, offset, line
                     offset += len(line)
         except OSError as error:
@@ -90,8 +92,8 @@ class ParquetRows:
             decoded_bytes = sum(metadata.row_group(i).total_byte_size for i in range(metadata.num_row_groups))
             if decoded_bytes > MAX_PARQUET_BYTES:
                 raise UserError(
-                    f"{path} holds {decoded_bytes} bytes decoded; the limit is {MAX_PARQUET_BYTES}. Name its directory instead: "
-                    "Hugging Face datasets map it from disk."
+                    f"{path} holds {decoded_bytes} bytes decoded; the limit is {MAX_PARQUET_BYTES}. "
+                    "Name its directory instead: Hugging Face datasets map it from disk."
                 )
             self._table = pyarrow.parquet.read_table(path)
         except (OSError, pyarrow.ArrowException) as error:

@@ -24,8 +24,8 @@ HASH_ORDERED = frozenset({"isomorphic_strings", "polynomial_multiplication", "ra
 class ReasoningGymRows:
     """The rows of the generator `name`, made with `params` (its own configuration; `size` defaults to 100 000).
 
-    Without `seed` in `params`, rows follow from (seed, split): row i of a generator is seeded with its seed + i, so the two
-    are hashed far apart, or neighbouring seeds would share nearly all of their rows.
+    Without `seed` in `params`, rows follow from (seed, split): row i of a generator is seeded with its seed + i, so the
+    two are hashed far apart, or neighbouring seeds would share nearly all of their rows.
 
     Raises:
         UserError: reasoning-gym is not installed, has no such generator, or refuses the parameters.
@@ -40,7 +40,9 @@ class ReasoningGymRows:
             near = difflib.get_close_matches(name, factory.DATASETS, n=1, cutoff=0.4)
             raise UserError(f"reasoning-gym has no generator {name!r}." + (f" Did you mean {near[0]}?" if near else ""))
         if name in HASH_ORDERED and os.environ.get("PYTHONHASHSEED", "random") == "random":
-            raise UserError(f"reasoning_gym:{name} makes other rows in every process. Set PYTHONHASHSEED=0 and start again.")
+            raise UserError(
+                f"reasoning_gym:{name} makes other rows in every process. Set PYTHONHASHSEED=0 and start again."
+            )
         self._name = name
         self._params = {"size": DEFAULT_SIZE, "seed": _block_seed(seed, split), **params}
         try:

@@ -1,4 +1,4 @@
-"""Rows of a Hugging Face dataset: a `save_to_disk` directory, a directory of data files, or a hub id. All map from disk."""
+"""Rows of a Hugging Face dataset, mapped from disk: a `save_to_disk` directory, a directory of data files, a hub id."""
 
 from __future__ import annotations
 
@@ -48,5 +48,6 @@ def _pick_split(splits: Mapping[str, Any], name: str, split: str) -> Any:
     """The named split; unnamed: `train`, or the only one there is."""
     wanted = split or (DEFAULT_SPLIT if len(splits) != 1 else next(iter(splits)))
     if wanted not in splits:
-        raise UserError(f"{name} has no split {wanted!r}; it has {', '.join(splits)}. Write {name}#{next(iter(splits), 'train')}.")
+        known = ", ".join(splits)
+        raise UserError(f"{name} has no split {wanted!r}; it has {known}. Write {name}#<split>.")
     return splits[wanted]

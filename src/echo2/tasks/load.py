@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -26,9 +26,9 @@ KINDS = (
 def load_tasks(source: str, params: Mapping[str, Any], seed: int) -> TaskSource:
     """Open a task source; `#split` at its end picks a split.
 
-    `params` and `seed` go to sources that are made (generators and classes): a class gets `params` as keyword arguments, and
-    `seed` and `split` too where its signature takes them and `params` does not give them. reasoning_gym makes other rows for
-    every split name. Rows that are read have no parameters.
+    `params` and `seed` go to sources that are made (generators and classes): a class gets `params` as keyword
+    arguments, and `split` where there is one, and `seed` where its signature takes one and `params` has none.
+    reasoning_gym makes other rows for every split name. Rows that are read have no parameters.
 
     Raises:
         UserError: the source does not exist, cannot be read, is empty, or does not take the parameters.
@@ -37,7 +37,7 @@ def load_tasks(source: str, params: Mapping[str, Any], seed: int) -> TaskSource:
     made = _made_rows(name, split, params, seed)
     if made is None and params:
         raise UserError(f"tasks from {source!r} take no params, got {dict(params)}. Only generators and classes do.")
-    rows = made or _read_rows(name, split, source)
+    rows = _read_rows(name, split, source) if made is None else made
     if len(rows) < 1:
         raise UserError(f"The task source {source!r} is empty: it needs at least one row.")
     return rows
@@ -46,10 +46,9 @@ def load_tasks(source: str, params: Mapping[str, Any], seed: int) -> TaskSource:
 def _made_rows(name: str, split: str, params: Mapping[str, Any], seed: int) -> TaskSource | None:
     if name in BUILT_IN:
         return _construct(BUILT_IN[name], name, split, params, seed)
-    kind, colon, rest = name.rpartition(":")
     if name.startswith("reasoning_gym:"):
-        return ReasoningGymRows(rest, params, seed, split)
-    if colon and not name.startswith("hub:") and not Path(name).exists():
+        return ReasoningGymRows(name.removeprefix("reasoning_gym:"), params, seed, split)
+    if ":" in name and not name.startswith("hub:") and not Path(name).exists():
         return _construct(load_named(name), name, split, params, seed)
     return None
 
@@ -60,14 +59,14 @@ def _read_rows(name: str, split: str, source: str) -> TaskSource:
     path = Path(name)
     if name and path.is_dir():
         return HfRows(name, split, from_hub=False)
-    reader = {".jsonl": JsonlRows, ".parquet": ParquetRows}.get(path.suffix)
-    if reader is None:
+    readers: dict[str, Callable[[Path], TaskSource]] = {".jsonl": JsonlRows, ".parquet": ParquetRows}
+    if path.suffix not in readers:
         near = difflib.get_close_matches(name, BUILT_IN, n=1)
         hint = f" Did you mean {near[0]}?" if near else f" A source is one of: {KINDS}."
         raise UserError(f"{source!r} is no task source (looked in {Path.cwd()}).{hint}")
     if split:
         raise UserError(f"{source!r}: a single file has no splits; leave #{split} away, or name a dataset directory.")
-    return reader(path)
+    return readers[path.suffix](path)
 
 
 def _construct(kind: Any, name: str, split: str, params: Mapping[str, Any], seed: int) -> TaskSource:

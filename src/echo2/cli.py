@@ -1,0 +1,270 @@
+"""The command `echo2`. Light: whatever needs torch is imported by the command that needs it."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from echo2 import __version__, config
+from echo2.errors import Echo2Error, UserError
+
+Command = Callable[[argparse.Namespace], int]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command. Exit status: 0 done, 1 our fault or a peer's, 2 the user's mistake, 130 interrupted."""
+    parser = build_parser()
+    options, rest = parser.parse_known_args(arguments)
+    try:
+        if getattr(options, "takes_settings", False):
+            options.overrides = settings_from_flags(rest)
+        elif rest:
+            parser.error(f"unrecognized arguments: {' '.join(rest)}")
+        command: Command = options.command
+        return command(options)
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except Echo2Error as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    except BrokenPipeError:
+        return 0
+    except KeyboardInterrupt:
+        print("interrupted; continue a run with --resume", file=sys.stderr)
+        return 130
+
+
+def settings_from_flags(rest: Sequence[str]) -> dict[str, str]:
+    """``--learner.lr 1e-5 --run.seed=3`` as {"learner.lr": "1e-5", "run.seed": "3"}.
+
+    Raises:
+        UserError: something that is not a dotted flag with a value.
+    """
+    overrides: dict[str, str] = {}
+    words = iter(rest)
+    for word in words:
+        name, equals, value = word.removeprefix("--").partition("=")
+        name = name.replace("-", "_")
+        if not word.startswith("--") or "." not in name:
+            raise UserError(f"unknown argument {word}. Settings are dotted, like --learner.lr 1e-5; see `echo2 run --help`.")
+        config.check_keys({name.split(".")[0]: {name.split(".", 1)[1]: None}}, word)
+        if not equals:
+            following = next(words, None)
+            if following is None:
+                raise UserError(f"{word} needs a value.")
+            value = following
+        overrides[name] = value
+    return overrides
+
+
+def settings_help() -> str:
+    """Every setting of the configuration file, as a flag."""
+    lines, last = ["settings (keys of the configuration file, section by section):"], ""
+    for section, name, _, default, description in config.all_fields():
+        if section != last:
+            lines.append(f"\n  [{section}]")
+            last = section
+        shown = json.dumps(default)
+        lines.append(f"  --{section}.{name} ({shown})\n        {description}")
+    return "\n".join(lines)
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="echo2",
+        description="Reinforcement learning for language models: one learner, kept busy by rollouts from cheap machines anywhere.",
+    )
+    parser.add_argument("--version", action="version", version=f"echo2 {__version__}")
+    commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
+    _add_run(commands)
+    _add_processes(commands)
+    _add_views(commands)
+    _add_model_commands(commands)
+    return parser
+
+
+def _add(commands: argparse._SubParsersAction[argparse.ArgumentParser], name: str, text: str, command: Command) -> argparse.ArgumentParser:
+    parser = commands.add_parser(
+        name, help=text, description=text, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.set_defaults(command=command)
+    return parser
+
+
+def _add_run(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = _add(commands, "run", "Train: start head, learner and workers on this machine and look after them.", _run)
+    parser.epilog = settings_help()
+    parser.set_defaults(takes_settings=True)
+    parser.add_argument("config", type=Path, metavar="CONFIG", help="configuration file (TOML), or config.json of a run")
+    parser.add_argument("--out", type=Path, help="run directory (default: outputs/<name of the file>)")
+    parser.add_argument("--resume", action="store_true", help="continue the run in that directory")
+    parser.add_argument("--dry-run", action="store_true", help="check everything, print the resolved configuration, start nothing")
+    parser.add_argument("--json", action="store_true", help="print the summary as JSON")
+
+
+def _add_processes(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = _add(commands, "head", "Start the control plane of a run alone.", _head)
+    parser.epilog = "Give a run directory, or a configuration file (then --out, --resume and settings as for `run`)."
+    parser.set_defaults(takes_settings=True)
+    parser.add_argument("target", type=Path, metavar="DIR|CONFIG")
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--resume", action="store_true")
+    parser = _add(commands, "learner", "Start the learner of a run alone; it goes on from the newest checkpoint.", _learner)
+    parser.add_argument("directory", type=Path, metavar="DIR", help="the run directory (config.json, checkpoints/)")
+    parser.add_argument("--ticket", default="", help="learner ticket, when the head is on another machine")
+    parser = _add(commands, "worker", "Join a run with a ticket and make rollouts for it.", _worker)
+    parser.add_argument("ticket", metavar="TICKET", help="the ticket, or @FILE that holds it")
+    parser.add_argument("--engine", default="compact", choices=["compact", "transformers", "fake"])
+    parser.add_argument("--device", default="auto", help="cpu | cuda | cuda:0 ... | auto")
+    parser.add_argument("--price-usd-per-hour", type=float, default=0.0, help="what this machine costs")
+    parser.add_argument("--max-groups", type=int, default=0, help="groups to sample together at most (0: as the run asks)")
+    parser.add_argument("--allow-reward", action="append", default=[], metavar="SPEC", help="a reward installed here that the run may use")
+    parser.add_argument("--state", type=Path, help="where key and snapshots are kept (default: the user's state directory)")
+    parser.add_argument("--patience-seconds", type=float, default=600.0, help="how long to look for a head that is away")
+
+
+def _add_views(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = _add(commands, "status", "Who waits for whom, since when, until when, and why.", _status)
+    parser.add_argument("directory", type=Path, nargs="?", metavar="DIR", help="run directory (default: the newest below outputs/)")
+    parser.add_argument("--json", action="store_true")
+    parser = _add(commands, "audit", "Count every group of a run's ledger: trained, retired, open, lost, doubled.", _audit)
+    parser.add_argument("directory", type=Path, metavar="DIR")
+    parser.add_argument("--json", action="store_true")
+    parser = _add(commands, "replay", "Feed a run's logged events to the planner again and compare its commands.", _replay)
+    parser.add_argument("directory", type=Path, metavar="DIR")
+    parser.add_argument("--json", action="store_true")
+
+
+def _add_model_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = _add(commands, "eval", "Evaluate a checkpoint of a run, or any model, on the run's held-out tasks.", _eval)
+    parser.set_defaults(takes_settings=True)
+    parser.add_argument("target", type=Path, metavar="DIR|CONFIG", help="run directory, or configuration file")
+    parser.add_argument("--step", type=int, help="checkpoint to evaluate (default: the newest)")
+    parser.add_argument("--model", default="", help="a model directory or hub id instead of a checkpoint")
+    parser.add_argument("--json", action="store_true")
+    parser = _add(commands, "export", "Write a checkpoint as a Hugging Face model directory.", _export)
+    parser.add_argument("directory", type=Path, metavar="DIR")
+    parser.add_argument("--to", type=Path, required=True, metavar="PATH")
+    parser.add_argument("--step", type=int, help="checkpoint to export (default: the newest)")
+
+
+# ---- commands ----------------------------------------------------------------------------------------------------------
+
+
+def _run(options: argparse.Namespace) -> int:
+    from echo2.runtime import launch
+
+    return launch.run(options.config, options.out, options.resume, options.dry_run, options.overrides, options.json)
+
+
+def _log_to_stderr() -> None:
+    logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+
+
+def _head(options: argparse.Namespace) -> int:
+    import asyncio
+
+    from echo2.runtime import launch, lifeline
+    from echo2.runtime.head_process import run_head
+
+    lifeline.hold_on()
+    _log_to_stderr()
+    rundir = launch.open_run(options.target, options.out, options.resume, options.overrides)
+    return asyncio.run(run_head(rundir))
+
+
+def _learner(options: argparse.Namespace) -> int:
+    from echo2.runtime import lifeline
+    from echo2.runtime.learner_process import run_learner
+    from echo2.runtime.rundir import RunDir
+
+    lifeline.hold_on()
+    _log_to_stderr()
+    return run_learner(RunDir(options.directory), options.ticket)
+
+
+def _worker(options: argparse.Namespace) -> int:
+    from echo2.runtime import lifeline
+    from echo2.runtime.worker import WorkerOptions, run_worker
+
+    lifeline.hold_on()
+    _log_to_stderr()
+    worker_options = WorkerOptions(
+        engine=options.engine,
+        device=options.device,
+        price_usd_per_hour=options.price_usd_per_hour,
+        max_groups=options.max_groups,
+        allow_rewards=tuple(options.allow_reward),
+        patience_seconds=options.patience_seconds,
+    )
+    reason = run_worker(options.ticket, options.state, worker_options)
+    print(f"the run is over: {reason}")
+    return 0
+
+
+def _status(options: argparse.Namespace) -> int:
+    from echo2.runtime.rundir import RunDir, newest_run
+    from echo2.runtime.status import read_status
+
+    status = read_status(RunDir(options.directory) if options.directory else newest_run())
+    if options.json:
+        print(json.dumps(status))
+        return 0
+    from rich.console import Console
+
+    from echo2.runtime.display import show_status
+
+    show_status(status, Console())
+    return 0
+
+
+def _audit(options: argparse.Namespace) -> int:
+    from echo2.buffer.audit import audit
+    from echo2.runtime.rundir import RunDir
+
+    found = audit(RunDir(options.directory).ledger)
+    if options.json:
+        print(json.dumps(found.to_dict()))
+    else:
+        for key, value in found.to_dict().items():
+            shown = ", ".join(f"{count} {why}" for why, count in value.items()) or "0" if isinstance(value, dict) else value
+            print(f"{key:>14}  {shown}")
+    return 0 if found.lost == found.doubled == 0 else 1
+
+
+def _replay(options: argparse.Namespace) -> int:
+    from echo2.runtime.eventlog import replay
+    from echo2.runtime.rundir import RunDir
+
+    found = replay(RunDir(options.directory).events)
+    if options.json:
+        from dataclasses import asdict
+
+        print(json.dumps(asdict(found)))
+    else:
+        verdict = "all the same" if not found.num_different else f"{found.num_different} differ; the first: {found.first_difference}"
+        print(f"{found.num_events} events of {found.num_heads} heads, {found.num_commands} commands: {verdict}")
+    return 0 if not found.num_different else 1
+
+
+def _eval(options: argparse.Namespace) -> int:
+    from echo2.runtime.evaluate import evaluate
+
+    values = evaluate(options.target, options.step, options.model, options.overrides)
+    if options.json:
+        print(json.dumps(values))
+    else:
+        print(f"accuracy {values['eval/accuracy']:.4f} on {values['eval/num_tasks']} tasks ({values['model']})")
+    return 0
+
+
+def _export(options: argparse.Namespace) -> int:
+    from echo2.runtime.evaluate import export
+
+    print(f"exported {export(options.directory, options.step, options.to)} to {options.to}")
+    return 0

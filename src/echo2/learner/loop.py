@@ -1,0 +1,152 @@
+"""The learner's life, on one screen. Read this first.
+
+Step t takes the groups that the head feeds for it, micro-batch by micro-batch as they come, and makes version t + 1.
+Four orders must hold:
+
+1. the head has *recorded* step t before anything builds on it: the groups of t + 1, its snapshot, its checkpoint;
+2. a checkpoint is durable before the head is told, because it lets go of the groups that it covers;
+3. a snapshot is a copy: it is encoded and sent in the background while the next step trains;
+4. what was fed is checked again (staleness, order) before it is trained on.
+
+Torch works in this thread; the network lives in `session.HeadSession`'s.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from echo2.learner import checkpoint
+from echo2.learner.head_client import StepEnd
+from echo2.learner.session import HeadSession
+from echo2.learner.step_meter import StepMeter
+from echo2.learner.trainer import Trainer
+from echo2.types import RolloutGroup
+
+
+@dataclass(frozen=True, slots=True)
+class LoopOptions:
+    """`checkpoints` is the directory of the step_N directories."""
+
+    checkpoints: Path
+    checkpoint_every: int = 10
+    keep_checkpoints: int = 2
+    publish_every: int = 1
+    max_staleness: int = 1
+    groups_per_microbatch: int = 16
+    deterministic: bool = False
+
+
+def resume(trainer: Trainer, checkpoints: Path) -> bool:
+    """Load the newest whole checkpoint, if there is one."""
+    newest = checkpoint.latest(checkpoints)
+    if newest is not None:
+        trainer.load_state(newest)
+    return newest is not None
+
+
+def run_learner(trainer: Trainer, head: HeadSession, options: LoopOptions) -> str:
+    """Train from where `trainer` and `head` stand to the last step, or until the head says stop; why it ended.
+
+    Raises:
+        LinkError: the head was away for longer than the session's patience.
+        UserError: the disk is full, or training diverged.
+        InvariantError: the head fed what must not be trained on.
+    """
+    _prepare(trainer, options)
+    meter = StepMeter(trainer.version, options.max_staleness, options.deterministic)
+    _report_checkpoints(trainer, head, options)
+    if trainer.version < head.max_steps:
+        head.want_groups(trainer.version)
+    _publish_if_due(trainer, head, options, meter)
+    cursor = 0
+
+    while (step := trainer.version) < head.max_steps:
+        end = _train_on_groups(trainer, head, options, meter)
+        if end.stop:
+            _save(trainer, head.lineage, cursor, options)
+            return end.reason
+        with meter.time("train"):
+            stats = trainer.optim_step()
+        head.doing = f"reporting step {step}"
+        head.report_step(step, meter.numbers, meter.metrics(stats))
+        cursor = end.cursor
+
+        meter = StepMeter(trainer.version, options.max_staleness, options.deterministic)
+        is_last = trainer.version >= head.max_steps
+        if not is_last:
+            head.want_groups(trainer.version)
+        _publish_if_due(trainer, head, options, meter)
+        if is_last or trainer.version % options.checkpoint_every == 0:
+            with meter.time("checkpoint"):
+                _save(trainer, head.lineage, cursor, options)
+                _report_checkpoints(trainer, head, options)
+
+    head.doing = "sending the last snapshot"
+    head.finish_publishing()
+    return "all steps are trained"
+
+
+def _train_on_groups(trainer: Trainer, head: HeadSession, options: LoopOptions, meter: StepMeter) -> StepEnd:
+    """Gradients of one step, a micro-batch as soon as it is full; what ended the step.
+
+    Micro-batches are cut by arrival, always `groups_per_microbatch` long but for the last: the same arrivals give the
+    same sums, and in deterministic mode the arrivals are in order of issue.
+    """
+    waiting: list[RolloutGroup] = []
+    arrivals = head.groups()
+    while True:
+        head.doing = f"waiting for groups of step {trainer.version} ({len(meter.numbers)} came)"
+        with meter.time("wait_for_batch"):
+            item = next(arrivals)
+        if isinstance(item, RolloutGroup):
+            meter.see(item)
+            waiting.append(item)
+        is_end = isinstance(item, StepEnd)
+        if len(waiting) == options.groups_per_microbatch or (is_end and waiting):
+            head.doing = f"training step {trainer.version}"
+            with meter.time("train"):
+                trainer.forward_backward(waiting)
+            waiting = []
+        if isinstance(item, StepEnd):
+            return item
+
+
+def _publish_if_due(trainer: Trainer, head: HeadSession, options: LoopOptions, meter: StepMeter) -> None:
+    """Send the weights if the schedule asks for it and workers cannot have them yet.
+
+    After a resume between two publications the newest due one may be gone from the head; then the present weights take
+    its place, or the workers would wait for ever.
+    """
+    version, published = trainer.version, head.published
+    newest_due = version - version % options.publish_every
+    is_due = version == newest_due or version == head.max_steps
+    if version in published or (not is_due and any(newest_due <= have < version for have in published)):
+        return
+    head.doing = f"publishing version {version}"
+    with meter.time("publish"):
+        head.finish_publishing()
+        if version not in head.published:
+            tensors, files = trainer.save_weights_for_sampler()
+            head.publish(version, tensors, files)
+
+
+def _save(trainer: Trainer, lineage: int, cursor: int, options: LoopOptions) -> None:
+    directory = checkpoint.step_directory(options.checkpoints, trainer.version)
+    if not checkpoint.is_whole(directory):  # it is there when nothing was trained since it was saved or loaded
+        trainer.save_state(directory, lineage, cursor)
+    checkpoint.prune(options.checkpoints, options.keep_checkpoints)
+
+
+def _report_checkpoints(trainer: Trainer, head: HeadSession, options: LoopOptions) -> None:
+    """Tell the head which checkpoints there are; after a resume again, because the last report may have been lost."""
+    oldest = checkpoint.prune(options.checkpoints, options.keep_checkpoints)
+    if checkpoint.read_state(checkpoint.step_directory(options.checkpoints, trainer.version)) is not None:
+        head.report_checkpoint(trainer.version, oldest)
+
+
+def _prepare(trainer: Trainer, options: LoopOptions) -> None:
+    if options.deterministic and trainer.policy.device.type == "cuda":  # on the CPU they all are
+        torch.use_deterministic_algorithms(True)

@@ -1,0 +1,146 @@
+"""The head, for a thread that is busy training: networking runs in an asyncio loop in a thread of its own.
+
+Groups of the wanted step are received while the trainer works and wait in a queue (at most one step's groups). A
+snapshot is encoded and sent in the background, one at a time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+import threading
+import time
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from typing import Any, TypeVar
+
+from echo2.errors import LinkError, PeerError
+from echo2.learner.head_client import HeadClient, StepEnd, join_head
+from echo2.transport.base import Link
+from echo2.types import RolloutGroup, TensorBytes
+
+DOING_SECONDS = 1.0  # how often the head hears what the learner does
+T = TypeVar("T")
+
+
+class HeadSession:
+    """A joined head. All methods are for the one training thread; `close` ends the session.
+
+    Errors of background work (LinkError, PeerError, UserError) are raised by the next call that waits for it.
+    """
+
+    def __init__(
+        self,
+        connect: Callable[[], Awaitable[Link]],
+        version: int,
+        device: str,
+        resumed: bool,
+        patience_seconds: float = 120.0,
+    ) -> None:
+        """Connect and say hello.
+
+        Raises:
+            LinkError: the head did not come within `patience_seconds`.
+            UserError: the run does not stand where this learner does.
+        """
+
+        async def join() -> HeadClient:
+            return await join_head(await connect(), version, device, resumed, patience_seconds)
+
+        self.doing = "starting"
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="head-session", daemon=True)
+        self._thread.start()
+        self._feed: queue.SimpleQueue[RolloutGroup | StepEnd | Exception] = queue.SimpleQueue()
+        self._publication: Future[None] | None = None
+        try:
+            self._client = self._wait(join())
+        except BaseException:
+            self._stop_loop()
+            raise
+        self._reporter = self._start(self._report_doing())
+
+    @property
+    def max_steps(self) -> int:
+        return self._client.max_steps
+
+    @property
+    def lineage(self) -> int:
+        return self._client.lineage
+
+    @property
+    def published(self) -> frozenset[int]:
+        """Versions that workers can get."""
+        return frozenset(self._client.published)
+
+    def want_groups(self, step: int) -> None:
+        """Start receiving the groups of `step`; the previous step's must have ended."""
+        self._start(self._pump(step))
+
+    def groups(self) -> Iterator[RolloutGroup | StepEnd]:
+        """The groups of the wanted step, in order of arrival, waiting for each; a StepEnd is the last."""
+        while True:
+            item = self._feed.get()
+            if isinstance(item, Exception):
+                raise item
+            yield item
+            if isinstance(item, StepEnd):
+                return
+
+    def report_step(self, step: int, numbers: Sequence[int], metrics: Mapping[str, Any]) -> None:
+        """Wait until the head has recorded the step."""
+        self._wait(self._client.report_step(step, numbers, metrics))
+
+    def publish(self, version: int, tensors: Mapping[str, TensorBytes], files: Mapping[str, bytes]) -> None:
+        """Send a snapshot in the background, after the previous one is through. `tensors` must not change any more."""
+        self.finish_publishing()
+        self._publication = self._start(self._client.publish(version, tensors, files))
+
+    def finish_publishing(self) -> None:
+        """Wait for the snapshot under way, if any."""
+        if self._publication is not None:
+            publication, self._publication = self._publication, None
+            publication.result()
+
+    def report_checkpoint(self, version: int, oldest_kept: int) -> None:
+        """Wait until the head knows that this checkpoint is durable."""
+        self._wait(self._client.report_checkpoint(version, oldest_kept))
+
+    def close(self) -> None:
+        """End the session; what is still under way is abandoned."""
+        self._wait(self._abandon())
+        self._stop_loop()
+
+    async def _abandon(self) -> None:
+        for task in asyncio.all_tasks() - {asyncio.current_task()}:
+            task.cancel()
+        await self._client.close()
+
+    async def _pump(self, step: int) -> None:
+        try:
+            async for item in self._client.take_groups(step):
+                self._feed.put(item)
+        except Exception as error:  # whatever it is, it is the training thread's to handle
+            self._feed.put(error)
+
+    async def _report_doing(self) -> None:
+        told, told_at = "", 0.0
+        while True:
+            if self.doing != told or time.monotonic() - told_at > DOING_SECONDS * 10:
+                told, told_at = self.doing, time.monotonic()
+                try:
+                    await self._client.report_doing(told)
+                except (LinkError, PeerError):
+                    told = ""  # the head is away; the calls that matter wait for it and say so
+            await asyncio.sleep(DOING_SECONDS)
+
+    def _start(self, work: Coroutine[Any, Any, T]) -> Future[T]:
+        return asyncio.run_coroutine_threadsafe(work, self._loop)
+
+    def _wait(self, work: Coroutine[Any, Any, T]) -> T:
+        return self._start(work).result()
+
+    def _stop_loop(self) -> None:
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()

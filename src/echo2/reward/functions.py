@@ -1,0 +1,106 @@
+"""Built-in rewards, in TRL's signature: `reward(completions, **columns) -> list[float | None]`, one number an attempt.
+
+All are 1.0 for right and 0.0 for wrong, except reasoning_gym, whose generators give partial credit. They read the
+column `answer` (reasoning_gym its own). A broken column raises UserError, for that is the data's fault; a completion
+never does.
+"""
+
+from __future__ import annotations
+
+import re
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from decimal import Decimal
+from typing import Any
+
+from echo2.errors import UserError
+from echo2.reward.gym import score_entry
+
+Completion = str | Sequence[Mapping[str, str]]
+
+_NUMBER = re.compile(
+    r"""
+    (?: (?<![\w)\].]) [-+] )?                  # a sign, unless it is the minus between two terms
+    (?: (?: \d{1,3} (?:,\d{3})+ (?!\d) | \d+ )  # thousands may be grouped
+        (?: \.\d+ )?
+      | (?<![\d.]) \.\d+ )
+    (?: [eE] [-+]? \d{1,3} (?!\d) )?
+    """,
+    re.VERBOSE | re.ASCII,
+)
+MATH_SECONDS = 5
+
+
+def exact_match(completions: Sequence[Completion], answer: Sequence[Any], **_: Any) -> list[float | None]:
+    """Whether the completion is the column `answer`, white space at both ends aside."""
+    return [
+        float(text_of(completion).strip() == str(_given(wanted)).strip())
+        for completion, wanted in zip(completions, answer, strict=True)
+    ]
+
+
+def numeric_match(completions: Sequence[Completion], answer: Sequence[Any], **_: Any) -> list[float | None]:
+    """Whether the last number in the completion equals that of the column `answer` (GSM8K's `#### 42` too)."""
+    scores: list[float | None] = []
+    for completion, wanted in zip(completions, answer, strict=True):
+        number = last_number(str(_given(wanted)))
+        if number is None:
+            raise UserError(f"finds no number in the column 'answer': {wanted!r}")
+        scores.append(float(last_number(text_of(completion)) == number))
+    return scores
+
+
+def math_match(completions: Sequence[Completion], answer: Sequence[Any], **_: Any) -> list[float | None]:
+    """Whether the completion's expression equals the column `answer` as mathematics (LaTeX or plain), by math-verify."""
+    from math_verify import parse, verify
+
+    # Its time limit is an alarm signal, which only a main thread can take; elsewhere only the caller's limit counts.
+    seconds = MATH_SECONDS if threading.current_thread() is threading.main_thread() else None
+    scores: list[float | None] = []
+    for completion, wanted in zip(completions, answer, strict=True):
+        gold_text = str(_given(wanted))
+        gold = parse(gold_text, parsing_timeout=seconds) or parse(f"${gold_text}$", parsing_timeout=seconds)
+        if not gold:
+            raise UserError(f"finds no mathematics that math-verify can read in the column 'answer': {wanted!r}")
+        found = parse(text_of(completion), parsing_timeout=seconds)
+        scores.append(float(verify(gold, found, timeout_seconds=seconds)))
+    return scores
+
+
+def reasoning_gym_score(
+    completions: Sequence[Completion], reasoning_gym: Sequence[Mapping[str, Any]], **_: Any
+) -> list[float | None]:
+    """The generator's own score in [0, 1] of what stands in the last <answer> tags, or else of everything."""
+    return [
+        score_entry(column, text_of(completion)) for completion, column in zip(completions, reasoning_gym, strict=True)
+    ]
+
+
+BUILT_IN: Mapping[str, Callable[..., list[float | None]]] = {
+    "exact_match": exact_match,
+    "numeric_match": numeric_match,
+    "math": math_match,
+    "reasoning_gym": reasoning_gym_score,
+}
+# What a built-in imports when it is called, beyond echo2's own requirements: (module, how to get it).
+REQUIRES: Mapping[str, tuple[str, str]] = {
+    "math": ("math_verify", "pip install 'echo2[tasks]'"),
+    "reasoning_gym": ("reasoning_gym", "pip install 'echo2[tasks]'"),
+}
+
+
+def text_of(completion: Completion) -> str:
+    """The text of a completion, which for chat prompts comes as `[{"role": "assistant", "content": text}]`."""
+    return completion if isinstance(completion, str) else completion[-1]["content"]
+
+
+def last_number(text: str) -> Decimal | None:
+    """The last decimal number in a text, exact; None where there is none."""
+    found = _NUMBER.findall(text)
+    return Decimal(found[-1].replace(",", "")) if found else None
+
+
+def _given(wanted: Any) -> Any:
+    if wanted is None:
+        raise UserError("finds null in the column 'answer'")
+    return wanted

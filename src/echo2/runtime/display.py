@@ -1,0 +1,152 @@
+"""What a person sees of a run: a progress display while it goes on, and the summary at its end."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Table
+from rich.text import Text
+
+from echo2.runtime.metrics import read_rows
+from echo2.runtime.rundir import RunDir, read_json
+
+#: Without a terminal: one line every so many seconds.
+PLAIN_SECONDS = 5.0
+#: How often files are read for the display.
+REFRESH_SECONDS = 0.3
+_BLOCKS = "▁▂▃▄▅▆▇█"
+
+
+class RunDisplay:
+    """Reads the run directory and shows how the run goes: live in a terminal, else a line now and then."""
+
+    def __init__(self, rundir: RunDir, max_steps: int, console: Console | None = None) -> None:
+        self._rundir = rundir
+        self._console = console or Console(stderr=True)
+        self._progress = Progress(
+            TextColumn("[bold]training"),
+            BarColumn(bar_width=40),
+            MofNCompleteColumn(),
+            TextColumn("steps"),
+            TimeElapsedColumn(),
+            TextColumn("left"),
+            TimeRemainingColumn(),
+            console=self._console,
+        )
+        self._bar = self._progress.add_task("training", total=max_steps)
+        self._live = Live(self._progress, console=self._console, refresh_per_second=4, transient=True)
+        self._read_at = self._printed_at = 0.0
+        self._size = -1
+        self._rows: list[dict[str, Any]] = []
+
+    def __enter__(self) -> RunDisplay:
+        if self._console.is_terminal:
+            self._live.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._console.is_terminal:
+            self._live.stop()
+
+    def poll(self) -> None:
+        """Look whether there is news, at most a few times a second."""
+        now = time.monotonic()
+        if now - self._read_at < REFRESH_SECONDS:
+            return
+        self._read_at = now
+        path = self._rundir.metrics
+        size = path.stat().st_size if path.exists() else 0
+        if size != self._size:
+            self._rows, self._size = read_rows(path), size
+        status = read_json(self._rundir.status) or {}
+        if self._console.is_terminal:
+            self._progress.update(self._bar, completed=status.get("version", 0))
+            self._live.update(Group(self._progress, _news(self._rows, status)))
+        elif now - self._printed_at > PLAIN_SECONDS:
+            self._printed_at = now
+            done, total = status.get("version", 0), status.get("max_steps", "?")
+            self._console.print(f"step {done}/{total}  {_news(self._rows, status).plain}".replace("\n", "  "), highlight=False)
+
+
+def sparkline(values: Sequence[float], width: int = 40) -> str:
+    """The values as small bars, the newest at the right."""
+    values = values[-width:]
+    low, high = min(values), max(values)
+    return "".join(_BLOCKS[int((value - low) / ((high - low) or 1.0) * (len(_BLOCKS) - 1))] for value in values)
+
+
+def _news(rows: list[dict[str, Any]], status: dict[str, Any]) -> Text:
+    steps = [row for row in rows if "reward/mean" in row]
+    text = Text()
+    if steps:
+        last = steps[-1]
+        text.append(f"reward {last['reward/mean']:.3f} {sparkline([row['reward/mean'] for row in steps])}\n")
+        idle = last.get("learner/idle_ratio", 0.0)
+        text.append(f"learner idle {idle:.0%}  staleness {last.get('off_policy/mean', 0.0):.2f}")
+        text.append(f" (max {last.get('off_policy/max', 0)}, bound {last.get('off_policy/bound', '?')})")
+        text.append(f"  workers {last.get('workers/active', 0)}  ${last.get('cost/cum_usd', 0.0):.4f}\n")
+    evals = [row for row in rows if "eval/accuracy" in row]
+    if evals:
+        text.append("held-out " + "  ".join(f"{row['step']}: {row['eval/accuracy']:.3f}" for row in evals[-6:]) + "\n")
+    for wait in status.get("waits", [])[:2]:
+        text.append(f"{wait['waiter']} waits for {wait['waits_for']}: {wait['reason']}\n", style="dim")
+    return text
+
+
+def show_summary(summary: dict[str, Any], console: Console) -> None:
+    """The closing tables."""
+    groups = summary["groups"]
+    retired = ", ".join(f"{count} {why}" for why, count in groups["retired"].items()) or "0"
+    refused = ", ".join(f"{count} {why}" for why, count in groups["refused"].items()) or "0"
+    before, after = summary["eval_before"], summary["eval_after"]
+    table = Table(title="Run summary", show_header=False, title_justify="left")
+    table.add_column(style="bold")
+    table.add_column()
+    if before is not None:
+        table.add_row("held-out accuracy", f"{before:.3f} before, [green]{after:.3f} after[/green] {summary['steps']} steps")
+    table.add_row("learner idle ratio", f"{summary['learner_idle_ratio']:.1%}")
+    staleness = f"mean {summary['staleness_mean']:.2f}, max {summary['staleness_max']}, bound {summary['staleness_bound']}"
+    table.add_row("staleness (versions)", staleness)
+    table.add_row("groups", f"{groups['trained']} trained, retired: {retired}; deliveries refused: {refused}")
+    table.add_row("snapshots shipped", f"{summary['origin_bytes'] / 1e6:.1f} MB")
+    table.add_row("time", f"{summary['seconds']:.0f} s")
+    table.add_row("cost", f"${summary['cost_usd']:.4f}, of it wasted ${summary['wasted_usd']:.4f}")
+    console.print(table)
+    machines = Table(title="Machines", title_justify="left")
+    for column in ("machine", "groups", "busy", "attended", "dollars", "wasted"):
+        machines.add_column(column, justify="left" if column == "machine" else "right")
+    for name, machine in summary["machines"].items():
+        wasted = ", ".join(f"{cause} {seconds:.1f} s" for cause, seconds in machine["wasted_seconds"].items())
+        machines.add_row(
+            name,
+            str(machine["useful_groups"] or "-"),
+            f"{machine['useful_seconds']:.0f} s" if machine["useful_groups"] else "-",
+            f"{machine['seconds']:.0f} s",
+            f"${machine['usd']:.4f}",
+            f"${machine['wasted_usd']:.4f}" + (f" ({wasted})" if wasted else ""),
+        )
+    console.print(machines)
+
+
+def show_status(status: dict[str, Any], console: Console) -> None:
+    """`echo2 status`: where the run stands, who waits for whom, and the local processes."""
+    done = f"step {status['version']} of {status['max_steps']}, lineage {status['lineage']}"
+    published = f"snapshot {status['published']}, checkpoint {status['checkpoint']}"
+    console.print(f"[bold]{status['directory']}[/bold]  {status['state']}  {done}  {published}  ${status['cost_usd']:.4f}")
+    waits = Table("who", "waits for", "since", "until", "why", title="Waits", title_justify="left")
+    now = status["time"]
+    for wait in status["waits"]:
+        since = f"{max(0.0, now - wait['since']):.1f} s" if wait["since"] else "-"
+        until = f"in {wait['until'] - now:.1f} s" if wait["until"] is not None else "-"
+        waits.add_row(wait["waiter"], wait["waits_for"], since, until, wait["reason"])
+    console.print(waits if status["waits"] else "nobody waits")
+    table = Table("role", "id", "pid", "state", "doing", title="Processes", title_justify="left")
+    for process in status["processes"]:
+        state = "[green]alive[/green]" if process["alive"] else "[red]gone[/red]" if process["alive"] is False else "remote"
+        table.add_row(process["role"], process["id"], str(process["pid"] or "-"), state, process.get("doing", ""))
+    console.print(table)

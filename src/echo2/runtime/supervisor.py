@@ -1,0 +1,192 @@
+"""`echo2 run`: starts head, learner and workers on this machine, over the same wire as between continents, and keeps them alive.
+
+A process that dies is started again (the head from its ledger, the learner from its checkpoint, a worker afresh), up to a
+limit. A process that ends with the user's mistake ends the run, with its one-line error. When the supervisor itself dies, its
+children end too (`lifeline`).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+
+from echo2.errors import Echo2Error, UserError
+from echo2.runtime.lifeline import LIFELINE_VARIABLE
+from echo2.runtime.rundir import RunDir, read_json, write_atomically
+
+#: Restarts of one process within the window that show that restarting does not help.
+RESTARTS_MAX = 5
+RESTART_WINDOW_SECONDS = 60.0
+#: Seconds a process has to end by itself once the run is over.
+FAREWELL_SECONDS = 10.0
+#: Seconds the head has to start listening.
+HEAD_START_SECONDS = 60.0
+POLL_SECONDS = 0.1
+#: Exit status of a process that ended because of the user's mistake; its log ends with the error.
+USER_ERROR_STATUS = 2
+ERROR_PREFIX = "error: "
+
+
+class ProcessFailed(Echo2Error):
+    """A process of the run keeps dying; the message names it and its log."""
+
+
+@dataclass(slots=True)
+class Child:
+    """One local process of the run."""
+
+    name: str
+    role: str
+    arguments: list[str]
+    process: subprocess.Popen[bytes] | None = None
+    started_at: float = 0.0
+    restarts: deque[float] = field(default_factory=lambda: deque(maxlen=RESTARTS_MAX))
+
+
+class Supervisor:
+    """Owns the local processes of one run."""
+
+    def __init__(self, rundir: RunDir, num_workers: int, worker_arguments: list[str]) -> None:
+        self.rundir = rundir
+        path = str(rundir.path)
+        self.head = Child("head", "head", ["head", path])
+        self.others = [Child("learner", "learner", ["learner", path])]
+        for number in range(num_workers):
+            name = f"worker-{number}"
+            arguments = ["worker", f"@{rundir.ticket}", "--state", str(rundir.path / "workers" / name), *worker_arguments]
+            self.others.append(Child(name, "worker", arguments))
+        self._lifeline = os.pipe()
+        self._signalled: int | None = None
+
+    @property
+    def children(self) -> list[Child]:
+        return [self.head, *self.others]
+
+    def run(self, on_poll: Callable[[], None]) -> dict[str, str]:
+        """Run until the run is over; returns its outcome ({"kind", "reason"}).
+
+        Raises:
+            UserError: the user's mistake, as the process that met it worded it.
+            ProcessFailed: a process keeps dying.
+            KeyboardInterrupt: the run was stopped by a signal; it can be resumed.
+        """
+        previous = {number: signal.signal(number, self._on_signal) for number in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            self._start(self.head)
+            self._wait_for_head()
+            for child in self.others:
+                self._start(child)
+            while (outcome := self._outcome()) is None:
+                if self._signalled is not None:
+                    raise KeyboardInterrupt
+                self._look_after()
+                on_poll()
+                time.sleep(POLL_SECONDS)
+            return outcome
+        finally:
+            self._end_all()
+            for number, handler in previous.items():
+                signal.signal(number, handler)
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        self._signalled = number
+
+    def _outcome(self) -> dict[str, str] | None:
+        outcome: dict[str, str] | None = read_json(self.rundir.outcome)
+        return outcome
+
+    def _start(self, child: Child) -> None:
+        reading, _ = self._lifeline
+        environment = {**os.environ, LIFELINE_VARIABLE: str(reading), "PYTHONUNBUFFERED": "1"}
+        environment.setdefault("OMP_NUM_THREADS", "1")  # processes share the cores: see docs/operations.md
+        with open(self.rundir.logs / f"{child.name}.log", "ab") as log:
+            child.process = subprocess.Popen(
+                [sys.executable, "-m", "echo2", *child.arguments],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                env=environment,
+                pass_fds=(reading,),
+                start_new_session=True,  # Ctrl-C is the supervisor's to handle
+            )
+        child.started_at = time.time()
+        listing = [
+            {"role": c.role, "name": c.name, "pid": c.process.pid, "started": c.started_at, "restarts": len(c.restarts)}
+            for c in self.children
+            if c.process is not None
+        ]
+        write_atomically(self.rundir.processes, json.dumps([{"role": "supervisor", "name": "run", "pid": os.getpid()}, *listing]))
+
+    def _wait_for_head(self) -> None:
+        deadline = time.monotonic() + HEAD_START_SECONDS
+        while read_json(self.rundir.status) is None:
+            assert self.head.process is not None
+            if self.head.process.poll() is not None:
+                self._died(self.head)
+            if time.monotonic() > deadline:
+                raise ProcessFailed(f"The head did not start within {HEAD_START_SECONDS:.0f} s; see {self._log(self.head)}.")
+            if self._signalled is not None:
+                raise KeyboardInterrupt
+            time.sleep(POLL_SECONDS)
+
+    def _look_after(self) -> None:
+        for child in self.children:
+            if child.process is not None and child.process.poll() is not None and self._outcome() is None:
+                self._died(child)
+
+    def _died(self, child: Child) -> None:
+        """Start a dead child again, or give up on the run."""
+        assert child.process is not None
+        status = child.process.returncode
+        if status == USER_ERROR_STATUS:
+            raise UserError(last_error(self._log(child)) or f"{child.name} refused to run; see {self._log(child)}.")
+        now = time.monotonic()
+        child.restarts.append(now)
+        if len(child.restarts) == RESTARTS_MAX and now - child.restarts[0] < RESTART_WINDOW_SECONDS:
+            raise ProcessFailed(
+                f"{child.name} died {RESTARTS_MAX} times within {RESTART_WINDOW_SECONDS:.0f} s (last exit status {status}). "
+                f"Nothing is lost: see {self._log(child)}, then continue with --resume."
+            )
+        self._start(child)
+
+    def _log(self, child: Child) -> Path:
+        return self.rundir.logs / f"{child.name}.log"
+
+    def _end_all(self) -> None:
+        """Let the others go first by themselves (the head has told them), then ask, then insist."""
+        over = self._outcome() is not None
+        deadline = time.monotonic() + FAREWELL_SECONDS
+        if not over and self.head.process is not None:
+            self.head.process.terminate()
+        for child in [*self.others, self.head]:
+            if child.process is None:
+                continue
+            try:
+                child.process.wait(max(0.1, deadline - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                child.process.terminate()
+        for child in self.children:
+            if child.process is None:
+                continue
+            try:
+                child.process.wait(2.0)
+            except subprocess.TimeoutExpired:
+                child.process.kill()
+                child.process.wait()
+        for descriptor in self._lifeline:
+            os.close(descriptor)
+
+
+def last_error(log: Path) -> str | None:
+    """The last line of a log that tells an error to people."""
+    lines = [line for line in log.read_text(encoding="utf-8", errors="replace").splitlines() if line.startswith(ERROR_PREFIX)]
+    return lines[-1].removeprefix(ERROR_PREFIX) if lines else None

@@ -1,0 +1,445 @@
+"""`echo2 worker TICKET`: one rollout worker. The relay decides, this drives it: link, engine, chunks, rewards.
+
+Three things run at once, so that none delays another: the event loop (link, heartbeats, chunks), one engine thread (sampling), and
+one loading thread (decode, verify, load a snapshot beside the old one). Results wait in memory until the head has answered for them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import socket
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from echo2.control import relay_commands as do
+from echo2.control import relay_events as ev
+from echo2.control.relay import Relay
+from echo2.errors import Echo2Error, LinkError, PeerError, UserError
+from echo2.reward.score import Scorer
+from echo2.rollout import generate
+from echo2.rollout.engine import make_engine
+from echo2.runtime.clock import Clock
+from echo2.transport import messages
+from echo2.transport import wire_pb2 as wire
+from echo2.transport.base import Link
+from echo2.transport.limits import PROTOCOL_VERSION
+from echo2.types import Assignment, RolloutGroup, Snapshot, SnapshotRef
+from echo2.weights import ChunkStore, Manifest, decode
+
+log = logging.getLogger(__name__)
+
+CALL_SECONDS = 60.0
+#: Pause before the first try to reconnect, doubled up to the last.
+RECONNECT_SECONDS = (0.2, 5.0)
+#: Assignments a worker keeps; far above what a head grants.
+ASSIGNMENTS_MAX = 100_000
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerOptions:
+    """What the owner of the machine decides."""
+
+    engine: str = "compact"
+    device: str = "auto"
+    swap: str = "between"
+    price_usd_per_hour: float = 0.0
+    max_groups: int = 0
+    allow_rewards: tuple[str, ...] = ()
+    patience_seconds: float = 600.0
+
+
+@dataclass(slots=True)
+class Counters:
+    """What heartbeats report."""
+
+    tokens_generated: int = 0
+    bytes_received: int = 0
+    pause_seconds: float = 0.0
+    busy_seconds: float = 0.0
+    doing: str = "joining"
+
+
+@dataclass(slots=True)
+class Batch:
+    """The batch at the engine."""
+
+    assignments: dict[int, Assignment]
+    cancelled: bool = field(default=False)
+
+
+class WorkerProcess:
+    """Drives one relay. `run` returns when the head says stop."""
+
+    def __init__(self, link: Link, worker_id: str, directory: Path, options: WorkerOptions, rewards: tuple[str, ...]) -> None:
+        self._link, self._worker_id, self._options, self._rewards = link, worker_id, options, rewards
+        self._store = ChunkStore(directory / "snapshots")
+        self._clock = Clock()
+        self._relay: Relay | None = None
+        self._settings: wire.RunSettings | None = None
+        self._engine: Any = None
+        self._tokenizer: Any = None
+        self._tokenizer_files: dict[str, bytes] = {}
+        self._manifests: dict[SnapshotRef, Manifest] = {}
+        self._assignments: dict[int, Assignment] = {}
+        self._results: dict[int, RolloutGroup] = {}
+        self._scorers: dict[tuple[tuple[str, ...], tuple[float, ...]], Scorer] = {}
+        self._batch: Batch | None = None
+        self._counters = Counters()
+        self._engine_thread = ThreadPoolExecutor(1, thread_name_prefix="engine")
+        self._loading_thread = ThreadPoolExecutor(1, thread_name_prefix="loading")
+        self._loop = asyncio.get_running_loop()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._stopped: asyncio.Future[str] = self._loop.create_future()
+        self._wake: asyncio.TimerHandle | None = None
+        self._carry: dict[type[Any], Callable[[Any], None]] = {
+            do.AskManifest: lambda c: self._spawn(self._ask_manifest(c.ref)),
+            do.FetchChunks: lambda c: self._spawn(self._fetch_chunks(c.ref, c.chunks)),
+            do.InstallSnapshot: lambda c: self._spawn(self._install(c.ref)),
+            do.StartBatch: lambda c: self._spawn(self._generate(c.lease_ids, c.ref)),
+            do.CancelBatch: lambda c: self._cancel_batch(),
+            do.Deliver: lambda c: self._spawn(self._deliver(c.lease_id)),
+            do.FailLease: lambda c: self._spawn(self._fail_lease(c.lease_id, c.failure, c.reason)),
+            do.Report: lambda c: self._spawn(self._report()),
+            do.WakeAt: self._wake_at,
+            do.Stop: lambda c: self._stop(c.reason),
+        }
+
+    async def run(self) -> str:
+        """Attend until the run is over; returns why.
+
+        Raises:
+            LinkError: the head was away for longer than `patience_seconds`.
+            UserError: the engine can't run this model, or the disk is full.
+        """
+        attending = asyncio.ensure_future(self._keep_attending())
+        try:
+            await asyncio.wait({attending, self._stopped}, return_when=asyncio.FIRST_COMPLETED)
+            if attending.done() and not self._stopped.done():
+                attending.result()
+            return self._stopped.result()
+        finally:
+            attending.cancel()
+            for task in list(self._tasks):
+                task.cancel()
+            self._cancel_batch()
+            self._engine_thread.shutdown(wait=False, cancel_futures=True)
+            self._loading_thread.shutdown(wait=False, cancel_futures=True)
+            await self._link.close()
+
+    # ---- the one place where things happen -----------------------------------------------------------------------------
+
+    def _happen(self, event: ev.Event) -> None:
+        if self._relay is None or self._stopped.done():
+            return
+        for command in self._relay.handle(event, self._clock.now()):
+            self._carry[type(command)](command)
+
+    def _spawn(self, coroutine: Any) -> None:
+        task: asyncio.Task[None] = asyncio.ensure_future(coroutine)
+        self._tasks.add(task)
+        task.add_done_callback(self._ended)
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None and not self._stopped.done():
+            self._stopped.set_exception(error)
+
+    def _stop(self, reason: str) -> None:
+        if not self._stopped.done():
+            self._stopped.set_result(reason)
+
+    def _wake_at(self, command: do.WakeAt) -> None:
+        if self._wake is not None:
+            self._wake.cancel()
+        delay = max(0.0, command.at - self._clock.now())
+        self._wake = self._loop.call_later(delay, self._happen, ev.Tick())
+
+    # ---- attending -----------------------------------------------------------------------------------------------------
+
+    async def _keep_attending(self) -> None:
+        """Consumes: orders. Waits for: the head. Unblocked by: its stream. Produces: relay events. Reconnects for ever, but
+        gives up after `patience_seconds` without the head."""
+        away_since, pause = time.monotonic(), RECONNECT_SECONDS[0]
+        while True:
+            beating: asyncio.Task[None] | None = None
+            try:
+                async for order in self._link.stream("Attend", self._hello()):
+                    away_since, pause = 0.0, RECONNECT_SECONDS[0]
+                    if order.HasField("settings"):
+                        self._start(order.settings)
+                        beating = beating or asyncio.ensure_future(self._beat())
+                    else:
+                        self._obey(order)
+                reason = "the head ended the stream"
+            except LinkError as error:
+                reason = str(error)
+            finally:
+                if beating is not None:
+                    beating.cancel()
+            away_since = away_since or time.monotonic()
+            if time.monotonic() - away_since > self._options.patience_seconds:
+                raise LinkError(f"no head for {self._options.patience_seconds:.0f} s: {reason}")
+            log.info("not connected (%s); trying again", reason)
+            self._counters.doing = f"reconnecting: {reason}"
+            self._happen(ev.Disconnected(reason))
+            await asyncio.sleep(pause)
+            pause = min(2 * pause, RECONNECT_SECONDS[1])
+
+    def _hello(self) -> wire.WorkerHello:
+        relay = self._relay
+        hello = wire.WorkerHello(
+            protocol=PROTOCOL_VERSION,
+            capacity_groups=self._capacity(),
+            price_usd_per_hour=self._options.price_usd_per_hour,
+            rewards=self._rewards,
+            engine=self._options.engine,
+            device=self._options.device,
+            pid=os.getpid(),
+            host=socket.gethostname(),
+        )
+        if relay is not None:
+            hello.held_leases.extend([*relay.waiting, *relay.generating, *relay.produced])
+            if relay.installed is not None:
+                hello.installed_version, hello.installed_lineage = relay.installed.version, relay.installed.lineage
+        return hello
+
+    def _capacity(self) -> int:
+        """Groups sampled together: what the run asks for, at most what the owner allows."""
+        asked = self._settings.groups_per_batch if self._settings is not None else self._options.max_groups or 8
+        return min(asked, self._options.max_groups) if self._options.max_groups else asked
+
+    def _start(self, settings: wire.RunSettings) -> None:
+        if self._relay is None:
+            self._settings = settings
+            self._engine = make_engine(self._options.engine, self._options.device, settings.swap)
+            self._relay = Relay(self._capacity(), settings.swap == "during")
+        self._happen(ev.Connected())
+
+    def _obey(self, order: wire.Order) -> None:
+        if order.HasField("leases"):
+            granted = [messages.decode_assignment(lease) for lease in order.leases.leases]
+            for assignment in granted:
+                if len(self._assignments) >= ASSIGNMENTS_MAX:
+                    raise PeerError("oversized", f"more than {ASSIGNMENTS_MAX} leases granted")
+                self._assignments[assignment.lease.lease_id] = assignment
+            self._happen(ev.LeasesGranted(tuple(assignment.lease for assignment in granted)))
+        elif order.HasField("snapshot"):
+            self._announced(order.snapshot)
+        elif order.HasField("revoked"):
+            lease_id = order.revoked.lease_id
+            self._happen(ev.LeaseRevoked(lease_id, order.revoked.reason))
+            self._forget(lease_id)
+        elif order.HasField("stop"):
+            self._happen(ev.StopOrdered(order.stop.reason))
+
+    async def _beat(self) -> None:
+        assert self._settings is not None
+        while True:
+            await asyncio.sleep(self._settings.heartbeat_seconds)
+            await self._report()
+
+    async def _report(self) -> None:
+        relay, counters = self._relay, self._counters
+        report = wire.WorkerReport(
+            doing=counters.doing,
+            tokens_generated=counters.tokens_generated,
+            bytes_received=counters.bytes_received,
+            pause_seconds=counters.pause_seconds,
+            busy_seconds=counters.busy_seconds,
+        )
+        if relay is not None and relay.installed is not None:
+            report.installed_version, report.installed_lineage = relay.installed.version, relay.installed.lineage
+        try:
+            await self._link.call("Report", report, CALL_SECONDS)
+        except (LinkError, PeerError) as error:
+            log.info("heartbeat not taken: %s", error)
+
+    def _forget(self, lease_id: int) -> None:
+        self._assignments.pop(lease_id, None)
+        self._results.pop(lease_id, None)
+
+    # ---- snapshots -----------------------------------------------------------------------------------------------------
+
+    def _announced(self, notice: wire.SnapshotNotice) -> None:
+        manifest = Manifest.from_bytes(notice.manifest)
+        self._manifests[manifest.ref] = manifest
+        self._happen(ev.SnapshotAnnounced(manifest.ref, self._store.missing(manifest)))
+
+    async def _ask_manifest(self, ref: SnapshotRef) -> None:
+        request = wire.ManifestRequest(lineage=ref.lineage, version=ref.version)
+        try:
+            self._announced(await self._link.call("FetchManifest", request, CALL_SECONDS))
+        except PeerError as error:
+            log.info("no manifest of %s: %s", ref, error)
+            self._happen(ev.SnapshotUnknown(ref.version))
+        except LinkError as error:
+            self._happen(ev.ManifestFailed(str(error)))
+
+    async def _fetch_chunks(self, ref: SnapshotRef, chunks: tuple[bytes, ...]) -> None:
+        try:
+            async for chunk in self._link.stream("FetchChunks", wire.ChunkRequest(hashes=chunks)):
+                if chunk.hash not in chunks:
+                    raise PeerError("malformed", "a chunk that was not asked for")
+                self._store.put(chunk.hash, chunk.data)
+                self._counters.bytes_received += len(chunk.data)
+                self._happen(ev.ChunkStored(chunk.hash))
+        except PeerError as error:
+            self._happen(ev.ChunksFailed(ref, str(error), is_gone=error.reason == "missing"))
+            return
+        except LinkError as error:
+            self._happen(ev.ChunksFailed(ref, str(error)))
+            return
+        relay = self._relay
+        if relay is not None and relay.incoming is not None and set(chunks) & relay.incoming.in_flight:
+            self._happen(ev.ChunksFailed(ref, "the stream ended early"))
+
+    async def _install(self, ref: SnapshotRef) -> None:
+        manifest = self._manifests[ref]
+        try:
+            pause = await self._loop.run_in_executor(self._loading_thread, self._load, manifest)
+        except PeerError as error:
+            log.warning("snapshot %s refused: %s", ref, error)
+            self._happen(ev.SnapshotRefused(ref, self._store.missing(manifest), str(error)))
+            return
+        self._counters.pause_seconds += pause
+        self._happen(ev.SnapshotInstalled(ref))
+        relay = self._relay
+        keep = {ref, *([relay.newest] if relay and relay.newest else []), *([relay.incoming.ref] if relay and relay.incoming else [])}
+        self._manifests = {key: value for key, value in self._manifests.items() if key in keep}
+        self._store.retain(self._manifests.values())
+
+    def _load(self, manifest: Manifest) -> float:
+        """In the loading thread: decode, verify, load beside the old weights, swap."""
+        snapshot = decode(manifest, self._store.get)
+        self._load_tokenizer(snapshot)
+        return float(self._engine.load_snapshot(snapshot))
+
+    def _load_tokenizer(self, snapshot: Snapshot) -> None:
+        files = {name: bytes(data) for name, data in snapshot.files.items()}
+        if files != self._tokenizer_files:
+            self._tokenizer, self._tokenizer_files = generate.load_tokenizer(files), files
+
+    # ---- generating ----------------------------------------------------------------------------------------------------
+
+    def _cancel_batch(self) -> None:
+        if self._batch is not None:
+            self._batch.cancelled = True
+
+    async def _generate(self, lease_ids: tuple[int, ...], ref: SnapshotRef) -> None:
+        batch = Batch({lease_id: self._assignments[lease_id] for lease_id in lease_ids})
+        self._batch = batch
+        self._counters.doing = f"sampling {len(lease_ids)} groups with version {ref.version}"
+        started = time.monotonic()
+        error: str | None = None
+        try:
+            await self._loop.run_in_executor(self._engine_thread, self._sample, batch, ref)
+        except UserError:
+            raise
+        except (Echo2Error, RuntimeError) as failure:  # torch reports full memory and bad kernels as RuntimeError
+            log.exception("the batch failed")
+            error = f"{type(failure).__name__}: {failure}"[:500]
+        self._counters.busy_seconds += time.monotonic() - started
+        self._counters.doing = "waiting"
+        self._batch = None
+        self._happen(ev.BatchEnded(error))
+
+    def _sample(self, batch: Batch, ref: SnapshotRef) -> None:
+        """In the engine thread: sample, score each group as it completes, and hand it to the event loop."""
+        started = time.monotonic()
+        done = 0
+
+        def finished(group: RolloutGroup, lease: Any) -> None:
+            nonlocal started, done
+            seconds, started = time.monotonic() - started, time.monotonic()
+            done += 1
+            assignment = batch.assignments[lease.lease_id]
+            group = replace(group, generate_seconds=seconds)
+            try:
+                group = self._score(assignment, group)
+            except UserError as error:
+                self._post(ev.LeaseAbandoned(lease.lease_id, "reward_failed", str(error)))
+                return
+            self._loop.call_soon_threadsafe(self._produced, lease.lease_id, group)
+
+        def failed(lease: Any, reason: str, detail: str) -> None:
+            self._post(ev.LeaseAbandoned(lease.lease_id, reason, detail))
+
+        generate.sample_groups(
+            self._engine,
+            self._tokenizer,
+            list(batch.assignments.values()),
+            lineage=ref.lineage,
+            worker_id=self._worker_id,
+            on_group=finished,
+            on_failure=failed,
+            should_stop=lambda: batch.cancelled,
+        )
+
+    def _post(self, event: ev.Event) -> None:
+        self._loop.call_soon_threadsafe(self._happen, event)
+
+    def _score(self, assignment: Assignment, group: RolloutGroup) -> RolloutGroup:
+        if not assignment.rewards:
+            return group
+        key = (assignment.rewards, assignment.weights)
+        if key not in self._scorers:
+            unknown = set(assignment.rewards) - set(self._rewards)
+            if unknown:
+                raise PeerError("malformed", f"asked to run rewards that this worker does not offer: {sorted(unknown)}")
+            self._scorers[key] = Scorer(list(assignment.rewards), list(assignment.weights))
+        return replace(group, rollouts=self._scorers[key].score(assignment.task, group.rollouts))
+
+    def _produced(self, lease_id: int, group: RolloutGroup) -> None:
+        self._results[lease_id] = group
+        self._counters.tokens_generated += group.num_tokens
+        self._happen(ev.GroupProduced(lease_id))
+
+    # ---- delivering ----------------------------------------------------------------------------------------------------
+
+    async def _deliver(self, lease_id: int) -> None:
+        group = self._results.get(lease_id)
+        if group is None:
+            return
+        delivery = wire.Delivery(lease_id=lease_id, group=messages.encode_group(group))
+        try:
+            reply = await self._link.call("Deliver", delivery, CALL_SECONDS)
+        except (LinkError, PeerError) as error:
+            self._happen(ev.DeliveryFailed(lease_id, str(error)))
+            return
+        if not reply.accepted:
+            log.info("lease %d refused: %s", lease_id, reply.reason)
+        self._happen(ev.DeliveryAnswered(lease_id, reply.accepted, reply.reason))
+        self._forget(lease_id)
+
+    async def _fail_lease(self, lease_id: int, failure: str, detail: str) -> None:
+        self._forget(lease_id)
+        failed = wire.LeaseFailed(lease_id=lease_id, reason=failure, detail=detail)
+        try:
+            await self._link.call("FailLease", failed, CALL_SECONDS)
+        except (LinkError, PeerError) as error:
+            log.info("lease %d: failure not taken: %s", lease_id, error)  # its deadline will tell the head
+
+
+async def join(ticket: str, directory: Path | None, options: WorkerOptions) -> str:
+    """Enrol with the ticket, attend until the run is over, and say why it ended."""
+    from echo2.reward.functions import available
+    from echo2.transport.grpc_link import connect
+
+    state = directory or Path(os.environ.get("XDG_STATE_HOME", Path.home() / ".local" / "state")) / "echo2"
+    link, worker_id = await connect(ticket, state)
+    log.info("joined as %s", worker_id)
+    rewards = (*available(), *options.allow_rewards)
+    process = WorkerProcess(link, worker_id, state / worker_id, options, rewards)
+    return await process.run()
+
+
+def run_worker(ticket: str, directory: Path | None, options: WorkerOptions) -> str:
+    """The whole life of a worker process."""
+    return asyncio.run(partial(join, ticket, directory, options)())

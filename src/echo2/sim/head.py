@@ -1,0 +1,414 @@
+"""The head's simulated driver: the real planner and the real ledger, a virtual clock, and kill -9 between any two commands.
+
+What outlives a kill: the ledger, the published snapshots, and which versions were evaluated. Each command is carried out by itself,
+so that a kill finds the ledger after any prefix of an event's commands (production is milder: one transaction an event).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from echo2.buffer import Ledger
+from echo2.control import commands as do
+from echo2.control import events as ev
+from echo2.control import relay_events as rel
+from echo2.control.planner import Planner
+from echo2.errors import InvariantError
+from echo2.sim.history import History, TrainedStep
+from echo2.sim.network import HEAD, Asked, Network, StreamBroke
+from echo2.sim.scenario import Scenario
+from echo2.sim.world import Actor, Kill, Start, World
+from echo2.types import GroupRef, SnapshotRef
+
+
+@dataclass(frozen=True, slots=True)
+class Hello:
+    """A worker opens its stream of orders."""
+
+    epoch: int
+    event: ev.WorkerJoined
+
+
+@dataclass(frozen=True, slots=True)
+class Take:
+    """The learner opens the stream of a step's groups."""
+
+    epoch: int
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
+class Deliver:
+    """A result and its payload."""
+
+    event: ev.GroupDelivered
+    payload: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Publish:
+    """The learner's snapshot; `digest` stands for its weights."""
+
+    ref: SnapshotRef
+    digest: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class AskManifest:
+    """Lineage 0: the newest that has the version."""
+
+    ref: SnapshotRef
+
+
+@dataclass(frozen=True, slots=True)
+class AskChunks:
+    """Chunks of a snapshot."""
+
+    ref: SnapshotRef
+    chunks: tuple[bytes, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Welcome:
+    """The answer to a learner that joined."""
+
+    lineage: int
+    published: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Fed:
+    """One group for the learner; `payload` as it was delivered."""
+
+    number: int
+    payload: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class StepDone:
+    """The step has all its groups."""
+
+    step: int
+    num_groups: int
+
+
+@dataclass(frozen=True, slots=True)
+class Stop:
+    """The run is over."""
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """A call that the head would not answer, and why."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class _Wake:
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Score:
+    group: GroupRef
+
+
+class _KilledError(Exception):
+    """Unwinds what was being done when the kill came."""
+
+
+class SimHead(Actor):
+    """Actor `head`. `tell` is the one place where the planner is called."""
+
+    def __init__(
+        self, world: World, network: Network, scenario: Scenario, seed: int, ledger: Ledger, history: History
+    ) -> None:
+        super().__init__(world, HEAD)
+        self.network, self.scenario, self.ledger, self.history = network, scenario, ledger, history
+        self.options = scenario.planner_options(seed)
+        self.store: dict[SnapshotRef, bytes] = {}
+        self.evaluated: set[int] = set()
+        self._doomed = False
+        self._restart()
+
+    def _restart(self) -> None:
+        self.planner = Planner(self.options)
+        self.attending: dict[str, int] = {}
+        self.learner_known = False
+        self.learner_epoch: int | None = None
+        self._payloads: dict[int, bytes] = {}
+        self._wakes = 0
+
+    # ---- events --------------------------------------------------------------------------------------------------------
+
+    def happen(self, event: object) -> None:
+        try:
+            match event:
+                case Start():
+                    self._start()
+                case Kill():
+                    self._doomed = self.up
+                case Asked():
+                    self._asked(event)
+                case StreamBroke():
+                    self._stream_broke(event)
+                case _Wake():
+                    if event.number == self._wakes:
+                        self.tell(ev.Tick())
+                case _Score():
+                    self._score(event.group)
+                case _:
+                    raise InvariantError(f"the head does not know {event}")
+        except _KilledError:
+            self._die()
+
+    def tell(self, event: ev.Event) -> list[do.Command]:
+        """Tell the planner, check it, carry out what it asks for; a doomed head dies between two of the commands."""
+        now = self.world.now
+        commands = self.planner.handle(event, now)
+        self.history.lives[-1].append((event, now, commands))
+        self.planner.check_invariants()
+        last = self.world.rng.randrange(len(commands) + 1) if self._doomed else len(commands)
+        for command in commands[:last]:
+            self._carry_out(command)
+        if self._doomed:
+            if last < len(commands) and self.world.chance(0.5):
+                self._record(commands[last])  # durable, and the kill came before it was sent
+            raise _KilledError
+        return commands
+
+    def _start(self) -> None:
+        self.up = True
+        self._restart()
+        self.history.lives.append([])
+        state = self.ledger.recover()
+        self.tell(
+            ev.HeadStarted(
+                version=state.version,
+                lineage=max(1, state.lineage),
+                checkpoint_version=self.ledger.get_meta("checkpoint_version", -1),
+                oldest_kept=self.ledger.get_meta("oldest_kept", 0),
+                next_number=state.next_number,
+                next_lease_id=state.next_lease_id,
+                groups=tuple(
+                    ev.RecoveredGroup(g.number, g.step, g.state, g.oldest_version, g.num_tokens, g.worker_id)
+                    for g in state.groups
+                ),
+                leases=tuple(ev.RecoveredLease(o.lease_id, o.number, o.worker_id, o.deadline) for o in state.leases),
+                published=tuple(sorted(self.store)),
+                evaluated=tuple(sorted(self.evaluated)),
+            )
+        )
+
+    def _die(self) -> None:
+        self.history.killed[HEAD] += 1
+        self._doomed = False
+        self.dies()
+        for party, epoch in [*self.attending.items(), ("learner", self.learner_epoch or 0)]:
+            self.world.post(self.world.rng.uniform(0.0, 1.0), party, StreamBroke(party, epoch))
+        self.post(self.world.around(self.scenario.head.restart_seconds, 0.3), Start())
+
+    def _stream_broke(self, event: StreamBroke) -> None:
+        if self.attending.get(event.party) == event.epoch:
+            del self.attending[event.party]
+            self.tell(ev.WorkerDetached(event.party, "its connection closed"))
+        elif event.party == "learner" and self.learner_epoch == event.epoch:
+            self.learner_epoch = None
+            self.tell(ev.LearnerLost("its stream closed before the step had all its groups"))
+
+    def _score(self, group: GroupRef) -> None:
+        if group.kind == "train":
+            self.ledger.score(group.number, self.ledger.payload(group.number), self.world.now)
+        self.tell(ev.GroupScored(group))
+
+    # ---- calls ---------------------------------------------------------------------------------------------------------
+
+    def _asked(self, asked: Asked) -> None:
+        if self.world.actors[asked.sender].life != asked.sender_life and asked.sender == "learner":
+            return  # its connection died with it
+        value, num_bytes = self._answer(asked.sender, asked.body), 500
+        if isinstance(asked.body, AskChunks):
+            num_bytes += len(asked.body.chunks) * self.scenario.chunk_bytes
+            self.history.origin_bytes += num_bytes
+        self.network.answer(asked, value, num_bytes)
+
+    def _answer(self, sender: str, body: object) -> object:
+        match body:
+            case Hello():
+                self.attending[sender] = body.epoch
+                self.network.order(sender, body.epoch, rel.Connected())
+                self.tell(body.event)
+                return None
+            case Deliver():
+                return self._deliver(sender, body)
+            case ev.WorkerReported():
+                if sender not in self.attending:
+                    return Refused("unknown_worker")
+                self.tell(body)
+                return None
+            case ev.LeaseFailed() | ev.DeliveryMalformed():
+                return _verdict(self.tell(body))
+            case AskManifest():
+                found = sorted(
+                    ref for ref in self.store if ref.version == body.ref.version and body.ref.lineage in (0, ref.lineage)
+                )
+                return found[-1] if found else Refused("unknown_snapshot")
+            case AskChunks():
+                return self.store.get(body.ref, Refused("unknown_snapshot"))
+            case ev.LearnerJoined():
+                return self._learner_joined(body)
+        return self._answer_learner(body) if self.learner_known else Refused("unknown_learner")
+
+    def _learner_joined(self, body: ev.LearnerJoined) -> Welcome | Refused:
+        refused = _refused(self.tell(body))
+        if refused is not None:
+            return refused
+        self.learner_known, self.learner_epoch = True, None
+        return Welcome(self.planner.lineage, tuple(sorted(self.planner.retained)))
+
+    def _answer_learner(self, body: object) -> object:
+        match body:
+            case Take():
+                self.learner_epoch = body.epoch
+                refused = _refused(self.tell(ev.GroupsWanted(body.step)))
+                if refused is not None:
+                    self.learner_epoch = None
+                return refused
+            case Publish():
+                self.store[body.ref] = body.digest
+                self.tell(ev.SnapshotPublished(body.ref, self.scenario.snapshot_chunks * self.scenario.chunk_bytes))
+                return None
+            case ev.StepTrained() | ev.CheckpointSaved():
+                return _refused(self.tell(body))
+        raise InvariantError(f"the head does not know {body}")
+
+    def _deliver(self, sender: str, body: Deliver) -> object:
+        worker = self.planner.fleet.get(sender)
+        event = replace(body.event, is_scored=worker is not None and worker.scores)
+        self._payloads[event.lease_id] = body.payload
+        verdict = _verdict(self.tell(event))
+        del self._payloads[event.lease_id]
+        return verdict
+
+    # ---- commands ------------------------------------------------------------------------------------------------------
+
+    def _carry_out(self, command: do.Command) -> None:
+        self._record(command)
+        self._send(command)
+
+    def _record(self, command: do.Command) -> None:
+        """The durable half of a command."""
+        ledger, now = self.ledger, self.world.now
+        match command:
+            case do.IssueGroup():
+                ledger.issue(command.number, command.step, command.number, now)
+            case do.GrantLeases():
+                for lease in command.leases:
+                    if lease.group.kind == "train":
+                        ledger.grant(lease.lease_id, lease.group.number, command.worker_id, now, lease.deadline)
+            case do.CloseLease():
+                self.history.closed[command.outcome] += 1
+                if command.group.kind == "train":
+                    ledger.close_lease(command.lease_id, command.outcome, now)
+            case do.AcceptDelivery() if command.group.kind == "train":
+                self._record_delivery(command)
+            case do.RefuseDelivery():
+                self.history.refused[command.refusal] += 1
+                number = command.group.number if command.group is not None else 0
+                ledger.refuse(command.lease_id, number, command.worker_id, command.refusal, 0, 0.0, now)
+            case do.RetireGroup():
+                self.history.retired[command.why] += 1
+                ledger.retire(command.number, command.why, now)
+            case do.RecordStep():
+                self._record_step(command)
+            case do.RecordLearner():
+                self.history.fallbacks += "fell back" in command.reason
+                ledger.learner_joined(command.version, command.lineage, now)
+                self.evaluated = {version for version in self.evaluated if version <= command.version}
+            case do.RecordCheckpoint():
+                ledger.checkpoint(command.version, command.oldest_kept)
+                ledger.set_meta("checkpoint_version", command.version)
+                ledger.set_meta("oldest_kept", command.oldest_kept)
+            case do.DropSnapshot():
+                self.store.pop(command.ref, None)
+            case do.FinishEval():
+                self.evaluated.add(command.version)
+                self.history.evaluated.append(command.version)
+
+    def _record_delivery(self, command: do.AcceptDelivery) -> None:
+        event = self.history.lives[-1][-1][0]
+        assert isinstance(event, ev.GroupDelivered)
+        self.ledger.deliver(
+            number=command.group.number,
+            payload=self._payloads[command.lease_id],
+            worker_id=command.worker_id,
+            oldest_version=event.oldest_version,
+            newest_version=event.newest_version,
+            num_tokens=event.num_tokens,
+            seconds=0.0,
+            is_scored=event.is_scored,
+            now=self.world.now,
+        )
+
+    def _record_step(self, command: do.RecordStep) -> None:
+        self.ledger.train(command.step, command.lineage, command.numbers, self.world.now)
+        versions = []
+        for number in command.numbers:
+            record = self.planner.groups.get(number)
+            if record is None or record.oldest_version is None:
+                raise InvariantError(f"group {number} was trained and has no version")
+            versions.append(record.oldest_version)
+        self.history.trained.append(TrainedStep(command.step, command.lineage, command.numbers, tuple(versions)))
+
+    def _send(self, command: do.Command) -> None:
+        """The half of a command that leaves the head."""
+        match command:
+            case do.GrantLeases():
+                self._order(command.worker_id, rel.LeasesGranted(command.leases))
+            case do.RevokeLease():
+                self._order(command.worker_id, rel.LeaseRevoked(command.lease_id, command.reason))
+            case do.AnnounceSnapshot():
+                if command.ref not in self.store:
+                    raise InvariantError(f"snapshot {command.ref} is announced and not stored")
+                for worker_id in command.worker_ids:
+                    self._order(worker_id, rel.SnapshotAnnounced(command.ref, ()))
+            case do.ScoreGroup():
+                self.post(self.world.around(self.scenario.head.score_seconds, 0.3), _Score(command.group))
+            case do.FeedGroup():
+                self._to_learner(Fed(command.number, self.ledger.payload(command.number)))
+            case do.EndStep():
+                self._to_learner(StepDone(command.step, command.num_groups))
+                self.learner_epoch = None
+            case do.WakeAt():
+                self._wakes += 1
+                self.post(command.at - self.world.now, _Wake(self._wakes))
+            case do.WorkerGone():
+                epoch = self.attending.pop(command.worker_id, None)
+                if epoch is not None:
+                    self.world.post(0.1, command.worker_id, StreamBroke(command.worker_id, epoch))
+            case do.StopRun() | do.FinishRun():
+                self.history.ended = command.reason
+
+    def _order(self, worker_id: str, body: object) -> None:
+        epoch = self.attending.get(worker_id)
+        if epoch is not None:
+            self.network.order(worker_id, epoch, body)
+
+    def _to_learner(self, body: object) -> None:
+        if self.learner_epoch is not None:
+            self.network.order("learner", self.learner_epoch, body)
+
+
+def _refused(commands: list[do.Command]) -> Refused | None:
+    return next((Refused(command.reason) for command in commands if isinstance(command, do.RefuseLearner)), None)
+
+
+def _verdict(commands: list[do.Command]) -> str:
+    """One word on a delivery."""
+    for command in commands:
+        if isinstance(command, do.AcceptDelivery):
+            return "accepted"
+        if isinstance(command, do.RefuseDelivery):
+            return command.refusal
+    return "late"

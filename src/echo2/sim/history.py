@@ -1,0 +1,55 @@
+"""What happened in a simulation, as plain counts: the sources of the report and of the tests' judgements."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+from echo2.control import commands as do
+from echo2.control import events as ev
+
+
+@dataclass(frozen=True, slots=True)
+class TrainedStep:
+    """One step as the learner finished it. `versions`: oldest token's version of each group, in the order fed."""
+
+    step: int
+    lineage: int
+    numbers: tuple[int, ...]
+    versions: tuple[int, ...]
+
+
+@dataclass(slots=True)
+class History:
+    """`lives`: for each life of the head, every (event, time, commands), so that it can be replayed.
+
+    trained      every RecordStep carried out, in order; after a fall-back a step is here once a lineage
+    refused, closed, retired, killed
+                 deliveries refused by word, leases by outcome, groups by reason, processes killed by name
+    shapes       first group -> sizes of the batches in which its unit was sampled (deterministic mode: one size, always)
+    sampled      train group -> versions it was sampled with, over all attempts
+    wait_seconds, train_seconds
+                 what the learner spent waiting for groups, and training
+    usd          paid for workers while they were up
+    """
+
+    lives: list[list[tuple[ev.Event, float, list[do.Command]]]] = field(default_factory=list)
+    trained: list[TrainedStep] = field(default_factory=list)
+    refused: Counter[str] = field(default_factory=Counter)
+    closed: Counter[str] = field(default_factory=Counter)
+    retired: Counter[str] = field(default_factory=Counter)
+    killed: Counter[str] = field(default_factory=Counter)
+    shapes: dict[int, set[int]] = field(default_factory=dict)
+    sampled: dict[int, set[int]] = field(default_factory=dict)
+    evaluated: list[int] = field(default_factory=list)
+    fallbacks: int = 0
+    wait_seconds: float = 0.0
+    train_seconds: float = 0.0
+    usd: float = 0.0
+    origin_bytes: int = 0
+    weights: str = ""
+    ended: str = ""
+
+    def surviving(self) -> dict[int, TrainedStep]:
+        """Each step as it counts in the end: as trained in the highest lineage that reached it."""
+        return {done.step: done for done in sorted(self.trained, key=lambda done: done.lineage)}

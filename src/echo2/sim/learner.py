@@ -1,0 +1,204 @@
+"""A simulated learner: the protocol of `learner/loop.py` against the head, with durations in place of gradients.
+
+    join -> publish -> take the step's groups -> train -> report until acknowledged -> publish, checkpoint -> take ...
+
+Its weights are a digest: of the digest before and of the payloads it was fed, in the order it was fed them in deterministic mode.
+A step that was trained and not acknowledged when the head went away is taken again, and reported without being trained again, if
+it has the same groups. What outlives a kill: its checkpoints.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+
+from echo2.control import events as ev
+from echo2.errors import InvariantError
+from echo2.sim.head import Fed, Publish, Refused, StepDone, Take, Welcome
+from echo2.sim.history import History
+from echo2.sim.network import Answered, Network, Ordered, StreamBroke, TimedOut
+from echo2.sim.scenario import Scenario
+from echo2.sim.world import Actor, Kill, Start, World
+from echo2.types import SnapshotRef
+
+#: Seconds before a learner that lost the head tries again.
+REJOIN_SECONDS = 1.0
+LEARNER = "learner"
+FIRST_DIGEST = b"initial weights"
+
+
+@dataclass(frozen=True, slots=True)
+class _Rejoin:
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Trained:
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Encoded:
+    publish: Publish
+
+
+class SimLearner(Actor):
+    """Actor `learner`."""
+
+    def __init__(self, world: World, network: Network, scenario: Scenario, history: History) -> None:
+        super().__init__(world, LEARNER)
+        self.network, self.scenario, self.history = network, scenario, history
+        self.checkpoints: list[tuple[int, bytes]] = []
+        self.epoch = 0
+        self._restart()
+
+    def _restart(self) -> None:
+        """`version` is what the head acknowledged; `ahead` the step after it, trained and not acknowledged."""
+        self.version, self.digest = self.checkpoints[-1] if self.checkpoints else (0, FIRST_DIGEST)
+        self.lineage = 0
+        self.ahead: tuple[tuple[int, ...], bytes] | None = None
+        self.fed: list[Fed] = []
+        self.taking = False
+        self._calls: dict[int, object] = {}
+        self._waits_since: float | None = None
+
+    def happen(self, event: object) -> None:
+        match event:
+            case Start():
+                self.up = True
+                self._restart()
+                self._join()
+            case Kill() if self.up:
+                self._die()
+            case _Rejoin() if event.epoch == self.epoch:
+                self._join()
+            case StreamBroke() if event.epoch == self.epoch and self.taking:
+                self._rejoin_later()
+            case Ordered() if event.epoch == self.epoch and self.taking:
+                self._ordered(event.body)
+            case _Trained():
+                self._call(ev.StepTrained(event.step, tuple(item.number for item in self.fed)))
+            case _Encoded():
+                self._call(event.publish)
+            case Answered():
+                body = self._calls.pop(event.number, None)
+                if body is not None:
+                    self._answered(body, event.value)
+            case TimedOut():
+                body = self._calls.pop(event.number, None)
+                if body is not None:
+                    self._failed(body)
+
+    def _die(self) -> None:
+        self.history.killed[LEARNER] += 1
+        self._stop_waiting()
+        if self.taking:
+            self.network.broke(LEARNER, self.epoch)
+        self.epoch += 1
+        self.dies()
+        self.post(self.world.around(self.scenario.learner.restart_seconds, 0.3), Start())
+
+    # ---- calls ---------------------------------------------------------------------------------------------------------
+
+    def _call(self, body: object) -> None:
+        self._calls[self.network.call(LEARNER, body)] = body
+
+    def _join(self) -> None:
+        self._call(ev.LearnerJoined(self.version))
+
+    def _rejoin_later(self) -> None:
+        """The head is away or does not know us: nothing that was fed counts, everything starts from `version`."""
+        self.epoch += 1
+        self.taking = False
+        self._calls.clear()
+        self.post(REJOIN_SECONDS, _Rejoin(self.epoch))
+
+    def _failed(self, body: object) -> None:
+        if isinstance(body, ev.LearnerJoined | Take):
+            self._rejoin_later()
+        else:
+            self._call(body)
+
+    def _answered(self, body: object, value: object) -> None:
+        if isinstance(value, Refused):
+            if value.reason != "unknown_learner" and not isinstance(body, Take):
+                raise InvariantError(f"the head refused {body}: {value.reason}")
+            self._rejoin_later()
+            return
+        match body:
+            case ev.LearnerJoined():
+                assert isinstance(value, Welcome)
+                self._welcomed(value)
+            case ev.StepTrained() if body.step == self.version:
+                self._acknowledged()
+
+    def _welcomed(self, welcome: Welcome) -> None:
+        self.lineage = welcome.lineage
+        if self.version not in welcome.published:
+            self._publish()
+        if self.checkpoints:
+            self._call(ev.CheckpointSaved(self.version_of_newest, self.oldest_kept))
+        self._take()
+
+    # ---- a step --------------------------------------------------------------------------------------------------------
+
+    def _take(self) -> None:
+        if self._waits_since is None:
+            self._waits_since = self.world.now
+        self.epoch += 1
+        self.taking, self.fed = True, []
+        self._call(Take(self.epoch, self.version))
+
+    def _ordered(self, body: object) -> None:
+        match body:
+            case Fed():
+                self.fed.append(body)
+            case StepDone():
+                if body.num_groups != len(self.fed) or body.step != self.version:
+                    raise InvariantError(f"{body} came at version {self.version} with {len(self.fed)} groups")
+                self.taking = False
+                self._train()
+
+    def _train(self) -> None:
+        self._stop_waiting()
+        numbers = tuple(item.number for item in self.fed)
+        if self.ahead is not None and self.ahead[0] == tuple(sorted(numbers)):
+            self._call(ev.StepTrained(self.version, numbers))
+            return
+        items = self.fed if self.scenario.deterministic else sorted(self.fed, key=lambda item: item.number)
+        digest = hashlib.sha256(self.digest + b"".join(item.payload for item in items)).digest()
+        self.ahead = tuple(sorted(numbers)), digest
+        seconds = self.world.around(self.scenario.learner.train_seconds, self.scenario.learner.spread)
+        self.history.train_seconds += seconds
+        self.post(seconds, _Trained(self.version))
+
+    def _acknowledged(self) -> None:
+        assert self.ahead is not None
+        self.version, self.digest, self.ahead = self.version + 1, self.ahead[1], None
+        is_last = self.version == self.scenario.max_steps
+        if is_last or self.version % self.scenario.publish_every == 0:
+            self._publish()
+        if is_last or self.version % self.scenario.learner.checkpoint_every == 0:
+            kept = self.scenario.learner.keep_checkpoints
+            self.checkpoints = [*self.checkpoints, (self.version, self.digest)][-kept:]
+            self._call(ev.CheckpointSaved(self.version, self.oldest_kept))
+        if is_last:
+            self.history.weights = self.digest.hex()
+        self._take()
+
+    @property
+    def version_of_newest(self) -> int:
+        return self.checkpoints[-1][0]
+
+    @property
+    def oldest_kept(self) -> int:
+        return self.checkpoints[0][0]
+
+    def _publish(self) -> None:
+        publish = Publish(SnapshotRef(self.lineage, self.version), self.digest)
+        self.post(self.world.around(self.scenario.learner.publish_seconds, 0.3), _Encoded(publish))
+
+    def _stop_waiting(self) -> None:
+        if self._waits_since is not None:
+            self.history.wait_seconds += self.world.now - self._waits_since
+            self._waits_since = None

@@ -1,0 +1,73 @@
+"""One simulated run, from a scenario and a seed to a report."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from echo2.buffer import Ledger
+from echo2.errors import InvariantError
+from echo2.sim.fleet import Cut, SimWorker
+from echo2.sim.head import SimHead
+from echo2.sim.history import History
+from echo2.sim.learner import LEARNER, SimLearner
+from echo2.sim.network import HEAD, Link, Network
+from echo2.sim.report import Report, make_report
+from echo2.sim.scenario import Scenario
+from echo2.sim.world import Kill, Start, World
+
+#: The learner stands beside the head.
+LEARNER_LATENCY_SECONDS = 0.001
+LEARNER_BYTES_PER_SECOND = 1e9
+
+
+def run_scenario(scenario: Scenario, seed: int, ledger_path: Path = Path(":memory:")) -> Report:
+    """Simulate one run to its end or its time limit. The same scenario and seed give the same report.
+
+    Raises:
+        InvariantError: a rule that always holds did not; the message names the seed and the time.
+    """
+    world, history = World(seed), History()
+    ledger = Ledger(ledger_path)
+    try:
+        workers = build_world(world, scenario, seed, ledger, history)
+        while not history.ended and world.next_at <= scenario.time_limit_seconds and world.step():
+            pass
+        for worker in workers:
+            if worker.up:
+                worker.pay()
+    except InvariantError as error:
+        raise InvariantError(f"scenario {scenario.name!r}, seed {seed}, at {world.now:.3f} s: {error}") from error
+    finally:
+        ledger.close()
+    return make_report(scenario, seed, history, world.now, world.num_events)
+
+
+def build_world(world: World, scenario: Scenario, seed: int, ledger: Ledger, history: History) -> list[SimWorker]:
+    """All actors, all links, and every fault that will strike before `faults_until_seconds`."""
+    network = Network(world)
+    SimHead(world, network, scenario, seed, ledger, history)
+    SimLearner(world, network, scenario, history)
+    network.links[LEARNER] = Link(LEARNER_LATENCY_SECONDS, LEARNER_BYTES_PER_SECOND)
+    world.post(0.0, HEAD, Start())
+    world.post(0.1, LEARNER, Start())
+    until = scenario.faults_until_seconds
+    workers = []
+    for kind, spec in enumerate(scenario.workers):
+        for index in range(spec.count):
+            name = f"w{kind}-{index}"
+            workers.append(SimWorker(world, network, name, spec, scenario, history))
+            network.links[name] = Link(spec.latency_seconds, spec.bytes_per_second, spec.loss)
+            world.post(spec.joins_at_seconds + 0.1 * index, name, Start())
+            plan_faults(world, name, Kill(), spec.life_seconds, until)
+            plan_faults(world, name, Cut(), spec.cut_every_seconds, until)
+    plan_faults(world, LEARNER, Kill(), scenario.learner.life_seconds, until)
+    plan_faults(world, HEAD, Kill(), scenario.head.life_seconds, until)
+    return workers
+
+
+def plan_faults(world: World, actor: str, fault: object, mean_seconds: float, until_seconds: float) -> None:
+    """Strike this actor at random times, so long apart on average, up to `until_seconds`."""
+    at = world.soon(mean_seconds) if mean_seconds > 0 else until_seconds
+    while at < until_seconds:
+        world.post_always(at, actor, fault)
+        at += world.soon(mean_seconds)
