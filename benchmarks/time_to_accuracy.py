@@ -146,8 +146,7 @@ def run_echo2(options: argparse.Namespace, config: Config, seed: int, out: Path)
         "learner.checkpoint_every": options.save_every,
         "learner.keep_checkpoints": options.steps,
     }
-    command = [sys.executable, "-c", "import sys; from echo2.cli import main; sys.exit(main())", "run", options.config]
-    command += ["--out", out, *options.echo2_flags]
+    command = [sys.executable, "-m", "echo2", "run", options.config, "--out", out, *options.echo2_flags]
     for name, value in flags.items():
         command += [f"--{name}", value]
     launched = time.time()

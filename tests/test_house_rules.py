@@ -12,9 +12,9 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-import house
 import pytest
 
+import house
 from echo2 import config
 
 MAX_CONFIG_FIELDS = 60

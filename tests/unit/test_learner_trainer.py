@@ -14,7 +14,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from learner_cases import group, in_float64, model_directory, random_group, rollout, tiny_module, tiny_policy
 
 from echo2.errors import InvariantError, UserError
 from echo2.learner import checkpoint
@@ -23,6 +22,7 @@ from echo2.learner.logprobs import token_logprobs
 from echo2.learner.model import Policy, load_policy
 from echo2.learner.trainer import Trainer, TrainerOptions
 from echo2.types import RolloutGroup
+from learner_cases import group, in_float64, model_directory, random_group, rollout, tiny_module, tiny_policy
 
 SMALL_LR = {"lr": 1e-3, "ess_scaling": False}
 

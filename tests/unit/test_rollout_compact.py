@@ -1,4 +1,5 @@
-"""The hand-written forward pass is transformers' own, for every family and variant that it accepts; others are refused."""
+"""The hand-written forward pass is transformers' own, for every family and variant that it accepts; others are
+refused."""
 
 from __future__ import annotations
 
@@ -37,7 +38,8 @@ VARIANTS: list[tuple[str, dict[str, Any]]] = [
 @pytest.mark.parametrize("build", [build_compact, build_transformers])
 @pytest.mark.parametrize(("family", "changes"), VARIANTS)
 def test_prefill_and_steps_give_the_logprobs_of_transformers(family: str, changes: dict[str, Any], build: Any) -> None:
-    """Prompts of different lengths, rows repeated and dropped on the way, more steps than the cache first has room for."""
+    """Prompts of different lengths, rows repeated and dropped on the way, more steps than the cache first has room
+    for."""
     module = tiny_module(family, **changes)
     model = build(snapshot_of(module), CPU)
     generator = torch.Generator().manual_seed(1)
@@ -69,7 +71,9 @@ def test_bfloat16_weights_are_computed_in_bfloat16_with_float32_logits() -> None
     from echo2.types import Snapshot, TensorBytes
 
     tensors = {
-        name: TensorBytes("BF16", source.shape, half.to(torch.bfloat16).state_dict()[name].view(torch.int16).numpy().tobytes())
+        name: TensorBytes(
+            "BF16", source.shape, half.to(torch.bfloat16).state_dict()[name].view(torch.int16).numpy().tobytes()
+        )
         for name, source in snapshot.tensors.items()
     }
     model = build_compact(Snapshot(snapshot.ref, tensors, snapshot.files), CPU)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from echo2.errors import PeerError
 from echo2.rollout.random_streams import stream_keys, uniforms
-from echo2.rollout.sampler import MAX_SUPPORT_TOKENS, Draw, Sampler, narrow
+from echo2.rollout.sampler import MAX_SUPPORT_TOKENS, Draw, Sampler, invert, narrow
 from echo2.types import SamplingParams
 
 CPU = torch.device("cpu")
@@ -145,8 +145,17 @@ def test_rows_with_different_parameters_do_not_disturb_each_other() -> None:
 
 
 def test_the_nucleus_of_a_flat_distribution_is_cut_at_the_named_limit() -> None:
-    logits, _ = narrow(torch.zeros((1, MAX_SUPPORT_TOKENS * 2)), torch.tensor([[MAX_SUPPORT_TOKENS]]), torch.tensor([[0.9]]))
+    logits, _ = narrow(
+        torch.zeros((1, MAX_SUPPORT_TOKENS * 2)), torch.tensor([[MAX_SUPPORT_TOKENS]]), torch.tensor([[0.9]])
+    )
     assert int(logits.isfinite().sum()) == MAX_SUPPORT_TOKENS
+
+
+def test_impossible_tokens_are_not_drawn_at_the_ends_of_the_unit_interval() -> None:
+    never = float("-inf")
+    logprobs = torch.tensor([[never, math.log(0.5), never, math.log(0.5), never]]).expand(3, -1)
+    tokens, _ = invert(logprobs, torch.tensor([0.0, 0.5, 1 - 2.0**-53], dtype=torch.float64))
+    assert tokens.tolist() == [1, 3, 3]
 
 
 def test_logits_that_are_not_finite_are_refused() -> None:

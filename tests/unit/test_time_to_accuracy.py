@@ -8,9 +8,9 @@ import sys
 from pathlib import Path
 from types import ModuleType
 
-import house
 import pytest
 
+import house
 from echo2.errors import UserError
 
 

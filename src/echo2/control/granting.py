@@ -124,12 +124,24 @@ def next_unit(state: PlannerState, worker: Worker) -> list[GroupRecord]:
         return state.groups.pop_unit()
     if new_step is None:
         return []
-    while room(state, new_step) > 0:
-        record = state.groups.issue(new_step)
-        state.emit(do.IssueGroup, f"step {new_step} still needs groups", number=record.number, step=new_step)
+    issue_unit(state, new_step)
+    return state.groups.pop_unit()  # new groups are queued ahead of every later step
+
+
+def issue_unit(state: PlannerState, step: int) -> None:
+    """New groups of `step` up to the end of a unit, or of the step."""
+    while room(state, step) > 0:
+        record = state.groups.issue(step)
+        state.emit(do.IssueGroup, f"step {step} still needs groups", number=record.number, step=step)
         if state.groups.next_number % state.groups.groups_per_unit == 0:
             break
-    return state.groups.pop_unit()  # new groups are queued ahead of every later step
+
+
+def complete_unit(state: PlannerState) -> None:
+    """Issue the rest of a unit that a kill of the head left issued in part, or its batch would have another shape."""
+    last = state.groups.get(state.groups.next_number - 1)
+    if last is not None and state.groups.next_number % state.groups.groups_per_unit != 0:
+        issue_unit(state, last.step)
 
 
 def room(state: PlannerState, step: int) -> int:

@@ -118,6 +118,7 @@ class Planner(PlannerState):
                 )
         for lease in event.leases:
             self._restore_lease(lease, now)
+        granting.complete_unit(self)
         for ref in self.retained.values():
             if self.evaluation.is_due(ref.version):
                 self._start_eval(ref)
@@ -263,6 +264,11 @@ class Planner(PlannerState):
         live = [record for record in self.groups.of_step(step) if record.state != "retired"]
         if granting.room(self, step) > 0 or any(record.state != "fed" for record in live):
             return
+        if not live:
+            results.stop(self, f"no group of step {step} gave a result: there is nothing to train on")
+            return
+        for record in live:
+            results.release(self, GroupRef("train", record.number), "its step has all its groups")
         self.step_ended, self.wanted_since = True, None
         used = [record.number for record in self.groups if record.step <= step]
         cursor = max(used, default=self.groups.next_number - 1) + 1

@@ -27,6 +27,14 @@ def end_lease(state: PlannerState, lease_id: int, outcome: str, reason: str) -> 
         state.groups.move(record, "pending")
 
 
+def release(state: PlannerState, group: GroupRef, reason: str) -> None:
+    """Take back every lease on a group whose result nobody waits for any more."""
+    for lease_id in state.leases.of_group(group):
+        worker_id, _ = state.leases.get(lease_id) or ("", None)
+        end_lease(state, lease_id, "revoked", reason)
+        state.emit(do.RevokeLease, reason, worker_id=worker_id, lease_id=lease_id)
+
+
 def delivered(state: PlannerState, event: ev.GroupDelivered, now: float) -> None:
     refusal = judge(state, event)
     if refusal is not None:
@@ -113,6 +121,12 @@ def give_up(state: PlannerState, group: GroupRef, why: str, detail: str) -> None
             end_lease(state, lease_id, "retired", detail)
         state.emit(do.RetireGroup, detail, number=group.number, why=why)
     state.failures_in_a_row += 1
-    if state.failures_in_a_row >= state.options.max_failures and state.over is None:
-        state.over = f"{state.failures_in_a_row} groups failed in a row ({why}). The last: {detail}"
-        state.emit(do.StopRun, state.over)
+    if state.failures_in_a_row >= state.options.max_failures:
+        stop(state, f"{state.failures_in_a_row} groups failed in a row ({why}). The last: {detail}")
+
+
+def stop(state: PlannerState, reason: str) -> None:
+    """The run can't go on; the first reason counts."""
+    if state.over is None:
+        state.over = reason
+        state.emit(do.StopRun, reason)

@@ -23,8 +23,8 @@ def worker_joined(state: PlannerState, event: ev.WorkerJoined, now: float) -> No
         if held is None or held[0] != event.worker_id:
             reason = "the lease ended while the worker was away"
             state.emit(do.RevokeLease, reason, worker_id=event.worker_id, lease_id=lease_id)
-    if state.published:
-        ref = state.published[max(state.published)]
+    if state.retained:
+        ref = state.retained[max(state.retained)]
         state.emit(do.AnnounceSnapshot, "newest when the worker joined", ref=ref, worker_ids=(event.worker_id,))
 
 

@@ -103,7 +103,8 @@ class Batch:
 @dataclass(frozen=True, slots=True)
 class _Strip:
     """Tokens that go into one row together. `pieces` are (start, stop, ancestors): tokens start..stop see `ancestors`
-    and, causally, each other. `predict` holds, rollout by rollout, where each loss token is predicted.
+    and, causally, each other. `losses` and `predict` hold, rollout by rollout, which
+    tokens are loss tokens and where each is predicted.
     """
 
     tokens: Ints
@@ -111,6 +112,7 @@ class _Strip:
     pieces: tuple[tuple[int, int, Ints], ...]
     predict: tuple[Ints, ...]
     rollouts: tuple[Rollout, ...]
+    losses: tuple[Ints, ...]
     advantages: tuple[float, ...]
 
 
@@ -127,7 +129,7 @@ def collate(groups: Sequence[TrainedGroup], layout: Layout, pair_cost: float) ->
     return _tensors(_plain_rows(groups), masked=False)
 
 
-def loss_positions(rollout: Rollout) -> Ints:
+def _loss_positions(rollout: Rollout) -> Ints:
     """Indices of the tokens that the policy itself sampled."""
     return np.flatnonzero(np.frombuffer(rollout.loss_mask, dtype=np.uint8))
 
@@ -144,7 +146,7 @@ def _prefix_tree(group: TrainedGroup) -> _Strip:
     prompt = _int_array(group.prompt_tokens)
     if not len(prompt):
         raise InvariantError("a group with an empty prompt reached the learner: nothing predicts its first token")
-    losses = [loss_positions(rollout) for rollout in group.rollouts]
+    losses = [_loss_positions(rollout) for rollout in group.rollouts]
     # Inputs stop before the last loss token: nothing is predicted after it.
     inputs = [rollout.tokens[: int(loss[-1])] for rollout, loss in zip(group.rollouts, losses, strict=True)]
     order = sorted(range(len(inputs)), key=lambda index: inputs[index])
@@ -172,6 +174,7 @@ def _prefix_tree(group: TrainedGroup) -> _Strip:
         tuple(pieces),
         tuple(predict),
         tuple(group.rollouts[index] for index in order),
+        tuple(losses[index] for index in order),
         tuple(group.advantages[index] for index in order),
     )
 
@@ -192,7 +195,7 @@ def _plain_rows(groups: Sequence[TrainedGroup]) -> list[list[_Strip]]:
 
 
 def _plain_lengths(groups: Sequence[TrainedGroup]) -> list[int]:
-    return [len(g.prompt_tokens) + int(loss_positions(rollout)[-1]) for g in groups for rollout in g.rollouts]
+    return [len(g.prompt_tokens) + rollout.loss_mask.rindex(1) for g in groups for rollout in g.rollouts]
 
 
 def _row_lengths(rows: Sequence[Sequence[_Strip]]) -> list[int]:
@@ -263,7 +266,7 @@ def _reveal(visible_TT: npt.NDArray[np.bool_], strip: _Strip) -> None:
 
 def _loss_side(strips: Sequence[_Strip]) -> tuple[Tensor, LossTokens, Support | None]:
     rollouts = [rollout for strip in strips for rollout in strip.rollouts]
-    losses = [loss_positions(rollout) for rollout in rollouts]
+    losses = [at for strip in strips for at in strip.losses]
     target = np.concatenate(
         [np.frombuffer(r.tokens, dtype=np.int32)[at] for r, at in zip(rollouts, losses, strict=True)]
     )

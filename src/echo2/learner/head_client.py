@@ -226,22 +226,33 @@ class HeadClient:
 
 
 async def join_head(
-    link: Link, version: int, device: str, resumed: bool, patience_seconds: float = 120.0
+    connect: Callable[[], Awaitable[Link]], version: int, device: str, resumed: bool, patience_seconds: float = 120.0
 ) -> HeadClient:
-    """Say hello to the head; the client that can be used from then on.
+    """Connect and say hello; the client that can be used from then on.
 
     Raises:
         LinkError: the head did not come within `patience_seconds`.
         UserError: the run does not stand where this learner does.
     """
+    link = await _connect_patiently(connect, patience_seconds)
     client = HeadClient(link, version, device, resumed, patience_seconds)
     try:
         await client._patiently("LearnerHello", lambda: client._join_again(0))
     except PeerError as error:
+        await link.close()
         if error.reason != REFUSED:
             raise
         raise UserError(f"The head does not take this learner: {error.detail}") from error
     return client
+
+
+async def _connect_patiently(connect: Callable[[], Awaitable[Link]], seconds: float) -> Link:
+    patience = _Patience("connecting", seconds)
+    while True:
+        try:
+            return await connect()
+        except LinkError as error:
+            await patience.pause(error)
 
 
 class _Patience:

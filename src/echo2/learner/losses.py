@@ -11,7 +11,7 @@ gradient.
           keep drops A > 0 with pi - mu > 0.2 and A < 0 with pi - mu < -0.2 (Binary-TV, arXiv 2602.04879)
           a sequence with any r < 1e-4 is vetoed: it adds nothing, not even the l^2 term
 
-dppo's combination is the recommendation of shared/reference/async-rl.md section 3.3.
+Sources and reasons: docs/losses.md.
 
 Shape suffixes: n = loss tokens of all sequences, flat; S = sequences.
 """

@@ -147,7 +147,9 @@ def load_policy(path: str, dtype: str, device: str) -> Policy:
         UserError: nothing usable is there, or the device is not.
     """
     from transformers import AutoModelForCausalLM  # three seconds: only where a model is really loaded
+    from transformers.utils.logging import disable_progress_bar
 
+    disable_progress_bar()  # the learner's stderr is a log file
     place = pick_device(device)
     directory = _model_directory(path)
     try:

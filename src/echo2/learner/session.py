@@ -45,7 +45,7 @@ class HeadSession:
         """
 
         async def join() -> HeadClient:
-            return await join_head(await connect(), version, device, resumed, patience_seconds)
+            return await join_head(connect, version, device, resumed, patience_seconds)
 
         self.doing = "starting"
         self._loop = asyncio.new_event_loop()

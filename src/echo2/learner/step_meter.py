@@ -52,8 +52,8 @@ class StepMeter:
         staleness = [self._step - rollout.oldest_version for rollout in group.rollouts]
         if group.step != self._step or max(staleness) > self._max_staleness or min(staleness) < 0:
             raise InvariantError(
-                f"{group.group} (step {group.step}, versions {group.oldest_version}..{group.newest_version}) was fed to "
-                f"step {self._step} with max_staleness {self._max_staleness}"
+                f"{group.group} (step {group.step}, versions {group.oldest_version}..{group.newest_version}) was fed "
+                f"to step {self._step} with max_staleness {self._max_staleness}"
             )
         if self._in_order and self.numbers and group.group.number <= self.numbers[-1]:
             raise InvariantError(f"{group.group} came after train-{self.numbers[-1]} in deterministic mode")
@@ -70,7 +70,7 @@ class StepMeter:
                 self._parts.setdefault(name, []).append(value)
 
     def metrics(self, stats: StepStats) -> dict[str, float]:
-        """Everything about the step, under the names of docs/losses.md and shared/reference/peers.md section 8."""
+        """Everything about the step, under the names that `metrics.jsonl` has for it."""
         seconds = time.monotonic() - self._started
         losses, rewards = stats.losses, [reward for group in self._rewards for reward in group]
         flat = sum(1 for group in self._rewards if max(group) == min(group))

@@ -7,6 +7,7 @@ never does.
 
 from __future__ import annotations
 
+import importlib.util
 import re
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -51,10 +52,10 @@ def numeric_match(completions: Sequence[Completion], answer: Sequence[Any], **_:
 
 
 def math_match(completions: Sequence[Completion], answer: Sequence[Any], **_: Any) -> list[float | None]:
-    """Whether the completion's expression equals the column `answer` as mathematics (LaTeX or plain), by math-verify."""
+    """Whether the completion equals the column `answer` as mathematics (LaTeX or plain), by math-verify."""
     from math_verify import parse, verify
 
-    # Its time limit is an alarm signal, which only a main thread can take; elsewhere only the caller's limit counts.
+    # Its time limit is an alarm signal, which only a main thread can take; elsewhere only the caller's limit holds.
     seconds = MATH_SECONDS if threading.current_thread() is threading.main_thread() else None
     scores: list[float | None] = []
     for completion, wanted in zip(completions, answer, strict=True):
@@ -87,6 +88,11 @@ REQUIRES: Mapping[str, tuple[str, str]] = {
     "math": ("math_verify", "pip install 'echo2[tasks]'"),
     "reasoning_gym": ("reasoning_gym", "pip install 'echo2[tasks]'"),
 }
+
+
+def available() -> tuple[str, ...]:
+    """The built-in rewards that this installation can compute."""
+    return tuple(name for name in BUILT_IN if name not in REQUIRES or importlib.util.find_spec(REQUIRES[name][0]))
 
 
 def text_of(completion: Completion) -> str:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 import difflib
-import importlib.util
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,7 +15,7 @@ from typing import Any
 
 from echo2.errors import UserError
 from echo2.plugins import load_named
-from echo2.reward.functions import BUILT_IN, REQUIRES
+from echo2.reward.functions import BUILT_IN, REQUIRES, available
 from echo2.types import Rollout, Task
 
 VERL_PARAMETERS = ("solution_str", "ground_truth")
@@ -39,9 +38,8 @@ def load_reward(spec: str) -> RewardFunction:
         UserError: there is no such function, it is asynchronous, or its signature fits neither style.
     """
     if spec in BUILT_IN:
-        module, how_to_get = REQUIRES.get(spec, ("", ""))
-        if module and importlib.util.find_spec(module) is None:
-            raise UserError(f"The reward {spec!r} needs {module}: {how_to_get}.")
+        if spec not in available():
+            raise UserError("The reward {!r} needs {}: {}.".format(spec, *REQUIRES[spec]))
         function: Callable[..., Any] = BUILT_IN[spec]
         return RewardFunction(spec, _trl_style(function, inspect.signature(function), spec))
     if ":" not in spec:
@@ -76,8 +74,8 @@ def _trl_style(
     required = {p.name for p in parameters if p.kind in _KEYWORD and p.default is inspect.Parameter.empty}
     if "completions" not in takes and not takes_all:
         raise UserError(
-            f"The reward {spec}{signature} fits neither style. Its parameters must be TRL's (completions, **columns) -> "
-            "list[float], or verl's (data_source, solution_str, ground_truth, extra_info) -> float."
+            f"The reward {spec}{signature} fits neither style. Its parameters must be TRL's (completions, **columns) "
+            "-> list[float], or verl's (data_source, solution_str, ground_truth, extra_info) -> float."
         )
 
     def call(task: Task, rollouts: Sequence[Rollout]) -> Any:

@@ -15,7 +15,7 @@ from typing import Any
 from echo2.errors import PeerError, UserError
 from echo2.rollout.engine import Completion, OnFinished, SampleRequest, refuse_request
 from echo2.rollout.snapshot_files import end_tokens, read_config
-from echo2.types import Snapshot, SnapshotRef
+from echo2.types import FinishReason, Snapshot, SnapshotRef
 
 DEFAULT_VOCAB_SIZE = 256
 DEFAULT_MAX_POSITIONS = 1 << 20
@@ -65,6 +65,7 @@ class FakeEngine:
                 running[index] = [_Row(request.seed, sample, room, end) for sample in range(request.num_samples)]
         while running and not should_stop():
             ref, vocab, _, _ = self._installed
+            num_tokens = sum(not row.is_ended for rows in running.values() for row in rows)
             for index, rows in list(running.items()):
                 for row in rows:
                     row.step(ref.version, vocab)
@@ -72,8 +73,7 @@ class FakeEngine:
                     del running[index]
                     on_finished(index, [row.completion() for row in rows])
             if self._advance is not None:
-                still = sum(not row.is_ended for rows in running.values() for row in rows)
-                self._advance(still / self._tokens_per_second)
+                self._advance(num_tokens / self._tokens_per_second)
 
 
 class _Row:
@@ -105,8 +105,8 @@ class _Row:
             self._spans.append((position, version))
 
     def completion(self) -> Completion:
-        finish = "stop" if self._length < self._room else "length"
-        return Completion(self._tokens, self._logprobs, tuple(self._spans), "stop" if finish == "stop" else "length")
+        finish: FinishReason = "stop" if self._length < self._room else "length"
+        return Completion(self._tokens, self._logprobs, tuple(self._spans), finish)
 
 
 def _hash(seed: int, sample: int, position: int, version: int) -> int:

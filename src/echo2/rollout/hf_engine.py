@@ -98,7 +98,7 @@ class HfModel:
 
 
 def build_transformers(snapshot: Snapshot, device: torch.device) -> HfModel:
-    """The model of a snapshot, in the dtype of its largest tensor (config.json names the learner's, which may be another).
+    """The model of a snapshot, in the dtype of its largest tensor (config.json names the learner's).
 
     Raises:
         PeerError: the snapshot is torn or wrong.
@@ -122,14 +122,16 @@ def _empty_module(snapshot: Snapshot) -> Any:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     read_config(snapshot.files)
-    stored = max(snapshot.tensors.values(), key=lambda tensor: len(tensor.data), default=None)
+    stored = max(snapshot.tensors.values(), key=lambda tensor: memoryview(tensor.data).nbytes, default=None)
     if stored is None or stored.dtype not in FLOAT_DTYPES:
         raise PeerError("bad_snapshot", "there are no floating-point weights")
     with TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_bytes(snapshot.files["config.json"])
         try:
             config = AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
-            module = AutoModelForCausalLM.from_config(config, dtype=FLOAT_DTYPES[stored.dtype], attn_implementation="sdpa", trust_remote_code=False)
+            module = AutoModelForCausalLM.from_config(
+                config, dtype=FLOAT_DTYPES[stored.dtype], attn_implementation="sdpa", trust_remote_code=False
+            )
         except (OSError, KeyError, ValueError, TypeError, ImportError) as error:
             first_line = str(error).splitlines()[0] if str(error) else type(error).__name__
             raise UserError(

@@ -95,13 +95,13 @@ class Sampler:
             logits_BV = logits_BV / (self._temperature_B1 if index is None else self._temperature_B1[index])
         uniform_B = torch.from_numpy(uniforms(self._keys[rows], token_index)).to(self._device)
         if kind == "plain":
-            return _invert(logits_BV.log_softmax(-1), uniform_B)
+            return invert(logits_BV.log_softmax(-1), uniform_B)
         top_k_B1, top_p_B1 = (x if index is None else x[index] for x in (self._top_k_B1, self._top_p_B1))
         logits_BW, ids_BW = narrow(logits_BV, top_k_B1, top_p_B1)
         kept_BW = logits_BW.isfinite()
         ids, kept = ids_BW.int().cpu().numpy(), kept_BW.cpu().numpy()
         supports.update((int(row), ids[i][kept[i]]) for i, row in enumerate(rows))
-        rank_B, logprob_B = _invert(logits_BW.log_softmax(-1), uniform_B)
+        rank_B, logprob_B = invert(logits_BW.log_softmax(-1), uniform_B)
         return ids_BW.gather(1, rank_B[:, None])[:, 0], logprob_B
 
 
@@ -111,7 +111,7 @@ def _kind(params: SamplingParams) -> str:
     return "narrow" if params.top_k > 0 or params.top_p < 1.0 else "plain"
 
 
-def _invert(logprobs_BV: Tensor, uniform_B: Tensor) -> tuple[Tensor, Tensor]:
+def invert(logprobs_BV: Tensor, uniform_B: Tensor) -> tuple[Tensor, Tensor]:
     """Token and logprob for each uniform number: the first token whose cumulative probability exceeds it."""
     # float64: over 150 000 tokens, float32 sums would be off by more than rare tokens' probabilities.
     cumulative_BV = logprobs_BV.exp().cumsum(-1, dtype=torch.float64)

@@ -13,7 +13,7 @@ from echo2.runtime.head import Head
 from echo2.runtime.rundir import RunDir, write_atomically
 from echo2.runtime.service import Service
 from echo2.transport.grpc_link import GrpcServer
-from echo2.transport.identity import RunIdentity
+from echo2.transport.identity import RunIdentity, Ticket
 
 log = logging.getLogger(__name__)
 
@@ -31,12 +31,13 @@ async def run_head(rundir: RunDir) -> int:
     head = Head(rundir, config)
     identity = RunIdentity.create_or_load(rundir.identity)
     port = config.head.port or head.ledger.get_meta("port", 0)
-    server = GrpcServer(config.head.host, port, identity, Service(head).handlers())
+    server = GrpcServer(config.head.host, port, identity, Service(head).handlers(), head.fail)
     bound = await server.start()
     head.ledger.set_meta("port", bound)
     address = f"{config.head.advertise or config.head.host}:{bound}"
     for path, role in ((rundir.ticket, "worker"), (rundir.learner_ticket, "learner")):
-        write_atomically(path, identity.make_ticket(role, address, TICKET_USES, TICKET_HOURS), mode=0o600)
+        if not path.exists() or Ticket.parse(f"@{path}").address != address:
+            write_atomically(path, identity.make_ticket(role, address, TICKET_USES, TICKET_HOURS), mode=0o600)
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, head.end, "stopped", "the head was told to stop")

@@ -24,13 +24,13 @@ from echo2.control.relay import Relay
 from echo2.errors import Echo2Error, LinkError, PeerError, UserError
 from echo2.reward.score import Scorer
 from echo2.rollout import generate
-from echo2.rollout.engine import make_engine
+from echo2.rollout.engine import RequestFailure, SwapMode, make_engine
 from echo2.runtime.clock import Clock
 from echo2.transport import messages
 from echo2.transport import wire_pb2 as wire
 from echo2.transport.base import Link
 from echo2.transport.limits import PROTOCOL_VERSION
-from echo2.types import Assignment, RolloutGroup, Snapshot, SnapshotRef
+from echo2.types import Assignment, Lease, RolloutGroup, Snapshot, SnapshotRef
 from echo2.weights import ChunkStore, Manifest, decode
 
 log = logging.getLogger(__name__)
@@ -48,7 +48,6 @@ class WorkerOptions:
 
     engine: str = "compact"
     device: str = "auto"
-    swap: str = "between"
     price_usd_per_hour: float = 0.0
     max_groups: int = 0
     allow_rewards: tuple[str, ...] = ()
@@ -118,9 +117,10 @@ class WorkerProcess:
             LinkError: the head was away for longer than `patience_seconds`.
             UserError: the engine can't run this model, or the disk is full.
         """
-        attending = asyncio.ensure_future(self._keep_attending())
+        attending: asyncio.Future[Any] = asyncio.ensure_future(self._keep_attending())
+        stopped: asyncio.Future[Any] = self._stopped
         try:
-            await asyncio.wait({attending, self._stopped}, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait({attending, stopped}, return_when=asyncio.FIRST_COMPLETED)
             if attending.done() and not self._stopped.done():
                 attending.result()
             return self._stopped.result()
@@ -218,7 +218,8 @@ class WorkerProcess:
     def _start(self, settings: wire.RunSettings) -> None:
         if self._relay is None:
             self._settings = settings
-            self._engine = make_engine(self._options.engine, self._options.device, settings.swap)
+            swap: SwapMode = "during" if settings.swap == "during" else "between"
+            self._engine = make_engine(self._options.engine, self._options.device, swap)
             self._relay = Relay(self._capacity(), settings.swap == "during")
         self._happen(ev.Connected())
 
@@ -351,14 +352,13 @@ class WorkerProcess:
         self._happen(ev.BatchEnded(error))
 
     def _sample(self, batch: Batch, ref: SnapshotRef) -> None:
-        """In the engine thread: sample, score each group as it completes, and hand it to the event loop."""
+        """In the engine thread: sample, score each group as it completes, and hand it to the event loop. A group is charged
+        the time since the one before it, so that the groups of a batch add up to the batch."""
         started = time.monotonic()
-        done = 0
 
-        def finished(group: RolloutGroup, lease: Any) -> None:
-            nonlocal started, done
+        def finished(group: RolloutGroup, lease: Lease) -> None:
+            nonlocal started
             seconds, started = time.monotonic() - started, time.monotonic()
-            done += 1
             assignment = batch.assignments[lease.lease_id]
             group = replace(group, generate_seconds=seconds)
             try:
@@ -368,8 +368,8 @@ class WorkerProcess:
                 return
             self._loop.call_soon_threadsafe(self._produced, lease.lease_id, group)
 
-        def failed(lease: Any, reason: str, detail: str) -> None:
-            self._post(ev.LeaseAbandoned(lease.lease_id, reason, detail))
+        def failed(lease: Lease, failure: RequestFailure) -> None:
+            self._post(ev.LeaseAbandoned(lease.lease_id, failure.reason, failure.detail))
 
         generate.sample_groups(
             self._engine,
@@ -378,7 +378,7 @@ class WorkerProcess:
             lineage=ref.lineage,
             worker_id=self._worker_id,
             on_group=finished,
-            on_failure=failed,
+            on_failed=failed,
             should_stop=lambda: batch.cancelled,
         )
 

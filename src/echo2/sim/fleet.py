@@ -100,9 +100,9 @@ class SimWorker(Actor):
         match event:
             case Start():
                 self._start()
-            case Kill() if self.up:
+            case Kill():
                 self._die()
-            case Cut() if self.up:
+            case Cut():
                 self.network.cut(self.name, self.epoch, self.world.around(self.spec.cut_seconds, 0.7))
             case _Heartbeat():
                 if self.relay.connected:
@@ -112,6 +112,8 @@ class SimWorker(Actor):
                 self.tell(rel.Tick())
             case Ordered() if event.epoch == self.epoch:
                 self._ordered(event.body)
+            case Ordered():  # of a stream that is none of this life's: reset
+                self.network.reset(self.name, event.epoch)
             case StreamBroke() if event.epoch == self.epoch:
                 self.epoch += 1
                 self.tell(rel.Disconnected("the connection broke"))
@@ -142,7 +144,7 @@ class SimWorker(Actor):
             self._carry_out(command)
 
     def _start(self) -> None:
-        self.up, self.up_since = True, self.world.now
+        self.up_since = self.world.now
         self.epoch += 1
         self._restart()
         self._dial()
@@ -212,6 +214,7 @@ class SimWorker(Actor):
         reason = "no answer"
         match body:
             case Hello() if body.epoch == self.epoch and not self.relay.connected:
+                self.epoch += 1
                 self._dial()
             case Deliver():
                 self.tell(rel.DeliveryFailed(body.event.lease_id, reason))

@@ -148,7 +148,7 @@ class SimHead(Actor):
                 case Start():
                     self._start()
                 case Kill():
-                    self._doomed = self.up
+                    self._doomed = True
                 case Asked():
                     self._asked(event)
                 case StreamBroke():
@@ -179,7 +179,6 @@ class SimHead(Actor):
         return commands
 
     def _start(self) -> None:
-        self.up = True
         self._restart()
         self.history.lives.append([])
         state = self.ledger.recover()
@@ -236,6 +235,9 @@ class SimHead(Actor):
     def _answer(self, sender: str, body: object) -> object:
         match body:
             case Hello():
+                before = self.attending.get(sender)
+                if before is not None:
+                    self.world.post(0.1, sender, StreamBroke(sender, before))
                 self.attending[sender] = body.epoch
                 self.network.order(sender, body.epoch, rel.Connected())
                 self.tell(body.event)

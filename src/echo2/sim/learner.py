@@ -65,10 +65,9 @@ class SimLearner(Actor):
     def happen(self, event: object) -> None:
         match event:
             case Start():
-                self.up = True
                 self._restart()
                 self._join()
-            case Kill() if self.up:
+            case Kill():
                 self._die()
             case _Rejoin() if event.epoch == self.epoch:
                 self._join()

@@ -106,6 +106,10 @@ class Network:
         for end in (party, HEAD):
             self.world.post(self.world.rng.uniform(0.1, 1.0) * KEEPALIVE_SECONDS, end, StreamBroke(party, epoch))
 
+    def reset(self, party: str, epoch: int) -> None:
+        """The far end does not know this stream (any more), and says so."""
+        self.world.post(self.links[party].latency_seconds, HEAD, StreamBroke(party, epoch))
+
     def cut(self, party: str, epoch: int, seconds: float) -> None:
         """Nothing passes for so long; what is sent meanwhile comes afterwards, if anybody still waits for it."""
         self.links[party].cut_until = self.world.now + seconds

@@ -43,6 +43,11 @@ class Actor(ABC):
     def happen(self, event: object) -> None:
         """Take one event at `world.now`."""
 
+    def starts(self) -> None:
+        """A new life: what was sent to the dead is not for the living."""
+        self.life += 1
+        self.up = True
+
     def dies(self) -> None:
         self.life += 1
         self.up = False
@@ -78,7 +83,9 @@ class World:
         self.now, _, name, life, event = heapq.heappop(self._queue)
         self.num_events += 1
         actor = self.actors[name]
-        if life in (None, actor.life):
+        if life in (None, actor.life) and actor.up != isinstance(event, Start):
+            if isinstance(event, Start):
+                actor.starts()
             actor.happen(event)
         return True
 

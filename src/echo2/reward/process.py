@@ -1,0 +1,177 @@
+"""The user's reward functions in a process of their own beside the head, which they can neither stall nor kill.
+
+This is the head's side; what runs inside is `child.py`. One group at a time. A call that takes too long is killed with
+everything it started; a process that dies is replaced at the next call; either is a `RewardFailure` of that one group.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import echo2
+from echo2.errors import InvariantError, PeerError, UserError
+from echo2.reward import frames
+from echo2.reward.score import RewardFailure
+from echo2.types import Rollout, Task
+
+PACKAGE_ROOT = str(Path(echo2.__file__).resolve().parent.parent)  # the child imports the same echo2
+STARTUP_SECONDS = 120.0  # imports of the user's module: some load a judge or a word list
+REAP_SECONDS = 5.0
+MAX_LOG_BYTES = 16 << 20  # a longer log is begun anew at the next start of the process
+LOG_CHARS_SHOWN = 400
+
+
+class RewardProcess:
+    """Scores groups in a child process, which is started at the first call (or by `start`) and lives until `close`.
+
+    `specs` and `weights` as for `Scorer`; relative paths are relative to this process's working directory. `log_path`
+    takes what the functions print.
+    """
+
+    def __init__(self, specs: Sequence[str], weights: Sequence[float], timeout_seconds: float, log_path: Path) -> None:
+        self._setup = {"specs": list(specs), "weights": list(weights)}
+        self._timeout_seconds = timeout_seconds
+        self._log_path = log_path
+        self._process: asyncio.subprocess.Process | None = None
+        self._turn = asyncio.Lock()
+
+    @property
+    def pid(self) -> int | None:
+        """Of the child that is running now."""
+        alive = self._process is not None and self._process.returncode is None
+        return self._process.pid if alive and self._process is not None else None
+
+    async def start(self) -> None:
+        """Start the child now, so that a function that cannot be loaded is known before there is anything to score.
+
+        Raises:
+            UserError: it cannot be loaded; the message says which and why.
+        """
+        async with self._turn:
+            await self._running()
+
+    async def score(self, task: Task, rollouts: Sequence[Rollout]) -> tuple[Rollout, ...]:
+        """The same rollouts with `reward_parts` and `reward` filled in.
+
+        Raises:
+            RewardFailure: a function raised, returned no score, took over `timeout_seconds` or ended the process.
+            UserError: the functions cannot be loaded.
+        """
+        async with self._turn:
+            process = await self._running()
+            request = frames.group_message(task, rollouts)
+            answer = await self._ask(process, request, self._timeout_seconds, f"scoring task {task.cursor}")
+        if "failed" in answer:
+            raise RewardFailure(answer["failed"])
+        return tuple(
+            replace(rollout, reward=reward, reward_parts=parts)
+            for rollout, (reward, parts) in zip(rollouts, answer["scores"], strict=True)
+        )
+
+    async def close(self) -> None:
+        """End the child; whatever it was doing is abandoned."""
+        await self._kill()
+
+    async def _running(self) -> asyncio.subprocess.Process:
+        if self._process is not None and self._process.returncode is None:
+            return self._process
+        self._process = process = await self._spawn()
+        answer = await self._ask(process, self._setup, STARTUP_SECONDS, "loading the reward functions")
+        if "failed" in answer:
+            await self._kill()
+            raise UserError(answer["failed"])
+        return process
+
+    async def _spawn(self) -> asyncio.subprocess.Process:
+        paths = [PACKAGE_ROOT, os.environ.get("PYTHONPATH", "")]
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in paths if path)}
+        try:
+            with self._open_log() as log:
+                return await asyncio.create_subprocess_exec(
+                    *(sys.executable, "-m", "echo2.reward.child"),
+                    stdin=asyncio.subprocess.PIPE,
+                    stdout=asyncio.subprocess.PIPE,
+                    stderr=log,
+                    env=environment,
+                    start_new_session=True,  # a group to kill as a whole; and Ctrl-C is the head's to handle
+                )
+        except OSError as error:
+            raise UserError(f"Cannot start the reward process (log {self._log_path}): {error}.") from error
+
+    def _open_log(self) -> Any:
+        self._log_path.parent.mkdir(parents=True, exist_ok=True)
+        too_long = self._log_path.exists() and self._log_path.stat().st_size > MAX_LOG_BYTES
+        return self._log_path.open("wb" if too_long else "ab")
+
+    async def _ask(
+        self, process: asyncio.subprocess.Process, request: dict[str, Any], seconds: float, doing: str
+    ) -> dict[str, Any]:
+        """Send one frame and await its answer. Whatever keeps it away leaves no child behind: a late answer must not be
+        taken for the next group's."""
+        try:
+            async with asyncio.timeout(seconds):
+                return await _exchange(process, frames.encode(request))
+        except TimeoutError as error:
+            await self._kill()
+            raise RewardFailure(
+                f"The reward process took longer than {seconds:g} s for {doing} and was stopped. Make it faster, or "
+                f"raise reward.timeout_seconds. {self._last_words()}"
+            ) from error
+        except (EOFError, ConnectionError) as error:  # asyncio's IncompleteReadError is an EOFError
+            status = await self._kill()
+            raise RewardFailure(f"The reward process {_ending(status)} while {doing}. {self._last_words()}") from error
+        except PeerError as error:
+            await self._kill()
+            raise RewardFailure(f"The reward process cannot go on while {doing}: {error}.") from error
+        except BaseException:
+            await self._kill()
+            raise
+
+    async def _kill(self) -> int | None:
+        """End the child and everything it started. Its exit status; one that had ended by itself keeps its own."""
+        process, self._process = self._process, None
+        if process is None:
+            return None
+        try:
+            os.killpg(process.pid, signal.SIGKILL)
+        except ProcessLookupError:
+            pass  # it is gone, and so is everything it started
+        try:
+            return await asyncio.wait_for(process.wait(), REAP_SECONDS)
+        except TimeoutError:
+            return None  # something that left the process group holds a pipe; the child itself is dead
+
+    def _last_words(self) -> str:
+        """The end of the log, for the message: a crash says there what it has to say."""
+        try:
+            with self._log_path.open("rb") as log:
+                log.seek(max(0, self._log_path.stat().st_size - LOG_CHARS_SHOWN))
+                text = log.read().decode(errors="replace").strip()
+        except OSError:
+            text = ""
+        return f"Its log {self._log_path} " + (f"ends: {text}" if text else "is empty.")
+
+
+async def _exchange(process: asyncio.subprocess.Process, frame: bytes) -> dict[str, Any]:
+    if process.stdin is None or process.stdout is None:
+        raise InvariantError("the reward process was started without pipes")
+    process.stdin.write(frame)
+    await process.stdin.drain()
+    header = await process.stdout.readexactly(frames.HEADER.size)
+    length = frames.checked_length(frames.HEADER.unpack(header)[0])
+    answer: dict[str, Any] = json.loads(await process.stdout.readexactly(length))
+    return answer
+
+
+def _ending(status: int | None) -> str:
+    if status is None:
+        return "went away"
+    return f"was killed by {signal.Signals(-status).name}" if status < 0 else f"exited with status {status}"

@@ -1,0 +1,236 @@
+"""The real backend: gRPC over TCP with mutual TLS. Workers and the learner dial out; the head listens on one port.
+
+No generated stubs: `base.METHODS` is the service. A refusal travels as PERMISSION_DENIED with "<reason>: <detail>"; everything else that
+goes wrong on the way is LinkError at the caller.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import grpc
+import grpc.aio
+
+from echo2.errors import LinkError, PeerError, UserError
+from echo2.transport import limits
+from echo2.transport import wire_pb2 as wire
+from echo2.transport.base import METHODS, Handler, Handlers, Method, Peer, check_role
+from echo2.transport.identity import SERVER_NAME, Credentials, PeerIdentity, RunIdentity, Ticket
+
+log = logging.getLogger(__name__)
+
+_SERVICE = "echo2.Head"
+#: A silent connection is probed after this long, and given up after as long again without an answer: a black hole (a host that
+#: is gone without a word) is noticed within ten seconds. Below that, a host that is only overloaded would be cut off.
+KEEPALIVE_SECONDS = 5.0
+#: How long joining keeps trying while the head is away.
+JOIN_SECONDS = 60.0
+JOIN_PAUSE_SECONDS = 0.5
+CALL_SECONDS = 20.0
+
+_COMMON: list[tuple[str, Any]] = [
+    ("grpc.max_receive_message_length", limits.MESSAGE_BYTES_MAX),
+    ("grpc.max_send_message_length", limits.MESSAGE_BYTES_MAX),
+    ("grpc.keepalive_time_ms", int(KEEPALIVE_SECONDS * 1000)),
+    ("grpc.keepalive_timeout_ms", int(KEEPALIVE_SECONDS * 1000)),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.max_pings_without_data", 0),
+]
+_SERVER: list[tuple[str, Any]] = [
+    *_COMMON,
+    ("grpc.so_reuseport", 0),  # two heads on one port would share its callers at random
+    ("grpc.http2.min_recv_ping_interval_without_data_ms", 1000),
+    ("grpc.http2.max_ping_strikes", 0),
+]
+_CLIENT: list[tuple[str, Any]] = [
+    *_COMMON,
+    ("grpc.ssl_target_name_override", SERVER_NAME),
+    ("grpc.initial_reconnect_backoff_ms", 200),
+    ("grpc.min_reconnect_backoff_ms", 200),
+    ("grpc.max_reconnect_backoff_ms", 2000),
+    ("grpc.enable_retries", 0),  # what may be repeated is the caller's to know
+]
+
+
+class GrpcServer:
+    """Serves `handlers` on one port. `on_error` is told what a handler raised that is nobody's refusal."""
+
+    def __init__(
+        self,
+        host: str,
+        port: int,
+        identity: RunIdentity,
+        handlers: Handlers,
+        on_error: Callable[[BaseException], None] | None = None,
+    ) -> None:
+        self._host, self._port, self._identity, self._on_error = host, port, identity, on_error
+        self._handlers: dict[str, Handler] = {**handlers, "Enrol": self._enrol}
+        self._server = grpc.aio.server(options=_SERVER)
+        rpcs = {name: self._rpc(method) for name, method in METHODS.items() if name in self._handlers}
+        self._server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(_SERVICE, rpcs),))
+
+    async def start(self) -> int:
+        """Listen; returns the port.
+
+        Raises:
+            UserError: the address or port can't be had.
+        """
+        own = self._identity.credentials
+        pair = [(own.key_pem, own.certificate_pem)]
+        credentials = grpc.ssl_server_credentials(pair, root_certificates=own.ca_pem, require_client_auth=True)
+        try:
+            port = self._server.add_secure_port(f"{self._host}:{self._port}", credentials)
+        except RuntimeError:
+            port = 0
+        if port == 0:
+            raise UserError(
+                f"Cannot listen on {self._host}:{self._port}: the port is in use or the address is not this machine's. "
+                "Set head.port to another port (0 takes any free one) or head.host to an address of this machine."
+            )
+        await self._server.start()
+        return int(port)
+
+    async def stop(self) -> None:
+        await self._server.stop(grace=0.5)
+
+    async def _enrol(self, peer: Peer, request: wire.EnrolRequest) -> wire.EnrolReply:
+        if request.protocol != limits.PROTOCOL_VERSION:
+            detail = f"you speak protocol {request.protocol}, the head {limits.PROTOCOL_VERSION}: upgrade one of the two"
+            raise PeerError("protocol", detail)
+        peer_id, certificate = self._identity.enrol(peer.peer_id, peer.role.removeprefix("join-"), request.csr_der)
+        return wire.EnrolReply(peer_id=peer_id, certificate_der=certificate)
+
+    def _rpc(self, method: Method) -> grpc.RpcMethodHandler:
+        handler = self._handlers[method.name]
+
+        async def answer(request: Any, context: Any) -> Any:
+            try:
+                return await handler(self._peer(method, context), request)
+            except Exception as error:
+                await self._abort(method, context, error)
+
+        async def answer_stream(request: Any, context: Any) -> AsyncIterator[Any]:
+            replies: Any = None
+            try:
+                replies = handler(self._peer(method, context), request)
+                async for reply in replies:
+                    yield reply
+            except Exception as error:
+                await self._abort(method, context, error)
+            finally:
+                if replies is not None:
+                    await replies.aclose()
+
+        make = grpc.unary_stream_rpc_method_handler if method.streaming else grpc.unary_unary_rpc_method_handler
+        return make(
+            answer_stream if method.streaming else answer,
+            request_deserializer=method.request.FromString,
+            response_serializer=method.reply.SerializeToString,
+        )
+
+    def _peer(self, method: Method, context: Any) -> Peer:
+        names = context.auth_context().get("x509_common_name", [])
+        role, _, peer_id = names[0].decode().partition(":") if names else ("", "", "")
+        peer = Peer(peer_id, role)
+        check_role(method, peer)
+        self._identity.check_not_revoked(peer_id)
+        return peer
+
+    async def _abort(self, method: Method, context: Any, error: Exception) -> None:
+        if isinstance(error, PeerError):
+            await context.abort(grpc.StatusCode.PERMISSION_DENIED, f"{error.reason}: {error.detail}"[:4000])
+        if isinstance(error, grpc.aio.AbortError | grpc.RpcError):
+            raise error
+        log.error("%s failed", method.name, exc_info=error)
+        if self._on_error is not None:
+            self._on_error(error)
+        await context.abort(grpc.StatusCode.INTERNAL, f"the head failed: {error}"[:4000])
+
+
+class GrpcLink:
+    """One connection to a head; reconnects by itself between calls."""
+
+    def __init__(self, address: str, credentials: Credentials) -> None:
+        self._address = address
+        tls = grpc.ssl_channel_credentials(credentials.ca_pem, credentials.key_pem, credentials.certificate_pem)
+        self._channel = grpc.aio.secure_channel(address, tls, options=_CLIENT)
+        self._calls = {name: self._callable(method) for name, method in METHODS.items()}
+
+    def _callable(self, method: Method) -> Any:
+        make = self._channel.unary_stream if method.streaming else self._channel.unary_unary
+        path = f"/{_SERVICE}/{method.name}"
+        return make(path, request_serializer=method.request.SerializeToString, response_deserializer=method.reply.FromString)
+
+    async def call(self, method: str, request: Any, timeout_seconds: float) -> Any:
+        try:
+            return await self._calls[method](request, timeout=timeout_seconds)
+        except (grpc.aio.AioRpcError, grpc.aio.UsageError) as error:
+            raise self._translated(method, error) from error
+
+    async def stream(self, method: str, request: Any) -> AsyncIterator[Any]:
+        under_way = None
+        try:
+            under_way = self._calls[method](request)
+            async for reply in under_way:
+                yield reply
+        except (grpc.aio.AioRpcError, grpc.aio.UsageError) as error:
+            raise self._translated(method, error) from error
+        finally:
+            if under_way is not None:
+                under_way.cancel()
+
+    async def close(self) -> None:
+        await self._channel.close()
+
+    def _translated(self, method: str, error: Exception) -> PeerError | LinkError:
+        if isinstance(error, grpc.aio.UsageError):  # the channel is closed
+            return LinkError(f"{method}: {error}")
+        assert isinstance(error, grpc.aio.AioRpcError)
+        code, details = error.code(), error.details() or ""
+        if code == grpc.StatusCode.PERMISSION_DENIED:
+            reason, _, detail = details.partition(": ")
+            return PeerError(reason, detail)
+        if code == grpc.StatusCode.RESOURCE_EXHAUSTED:
+            return PeerError("oversized", details)
+        return LinkError(f"{method} at {self._address}: {code.name.lower()}: {details[:500]}")
+
+
+async def connect(ticket_text: str, state_directory: Path) -> tuple[GrpcLink, str]:
+    """Join the run that a ticket names: (link, own peer id). Enrols at the first time; key and certificate are kept below
+    `state_directory`, so that a restarted process is the same peer.
+
+    Raises:
+        UserError: the ticket is no ticket, is expired or used up, or the state directory can't be written.
+        LinkError: the head did not answer for a minute.
+    """
+    ticket = Ticket.parse(ticket_text)
+    identity = PeerIdentity(state_directory / f"{ticket.run_id}-{ticket.role}")
+    known = identity.load()
+    if known is None:
+        joining = GrpcLink(ticket.address, ticket.credentials)
+        try:
+            request = wire.EnrolRequest(protocol=limits.PROTOCOL_VERSION, csr_der=identity.request())
+            reply = await _patiently(joining, request)
+        finally:
+            await joining.close()
+        known = identity.keep(ticket.credentials.ca_pem, reply.certificate_der)
+    peer_id, credentials = known
+    return GrpcLink(ticket.address, credentials), peer_id
+
+
+async def _patiently(link: GrpcLink, request: wire.EnrolRequest) -> wire.EnrolReply:
+    give_up_at = asyncio.get_running_loop().time() + JOIN_SECONDS
+    while True:
+        try:
+            reply: wire.EnrolReply = await link.call("Enrol", request, CALL_SECONDS)
+            return reply
+        except PeerError as error:
+            raise UserError(f"The head refuses this ticket: {error.detail}.") from error
+        except LinkError as error:
+            if asyncio.get_running_loop().time() > give_up_at:
+                raise LinkError(f"{error} (the head did not answer for {JOIN_SECONDS:.0f} s; is it running?)") from error
+        await asyncio.sleep(JOIN_PAUSE_SECONDS)

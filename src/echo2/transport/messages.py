@@ -1,0 +1,271 @@
+"""`echo2.types` on the wire, and back. Decoding trusts nothing: what comes out is within bounds and consistent, or PeerError."""
+
+from __future__ import annotations
+
+import json
+import math
+from array import array
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Literal, cast
+
+import numpy as np
+
+from echo2.errors import PeerError
+from echo2.transport import limits
+from echo2.transport import wire_pb2 as wire
+from echo2.types import Assignment, FinishReason, GroupKind, GroupRef, Lease, Message, Rollout, RolloutGroup
+from echo2.types import SamplingParams, Task
+
+# ---- groups ------------------------------------------------------------------------------------------------------------
+
+
+def encode_group(group: RolloutGroup) -> wire.RolloutGroup:
+    """The wire form of a group."""
+    return wire.RolloutGroup(
+        kind=group.group.kind,
+        number=group.group.number,
+        step=group.step,
+        lineage=group.lineage,
+        cursor=group.cursor,
+        prompt_tokens=group.prompt_tokens.tobytes(),
+        rollouts=[_encode_rollout(rollout) for rollout in group.rollouts],
+        worker_id=group.worker_id,
+        generate_seconds=group.generate_seconds,
+    )
+
+
+def _encode_rollout(rollout: Rollout) -> wire.Rollout:
+    message = wire.Rollout(
+        tokens=rollout.tokens.tobytes(),
+        logprobs=rollout.logprobs.tobytes(),
+        loss_mask=rollout.loss_mask,
+        version_spans=[wire.VersionSpan(start=start, version=version) for start, version in rollout.version_spans],
+        finish=rollout.finish,
+        text=rollout.text,
+        reward_parts=dict(rollout.reward_parts),
+    )
+    if rollout.reward is not None:
+        message.reward = rollout.reward
+    if rollout.support_tokens is not None and rollout.support_offsets is not None:
+        message.support_tokens = rollout.support_tokens.tobytes()
+        message.support_offsets = rollout.support_offsets.tobytes()
+    return message
+
+
+def decode_group(message: wire.RolloutGroup) -> RolloutGroup:
+    """A group from a stranger.
+
+    Raises:
+        PeerError: "oversized" or "malformed", saying what is wrong.
+    """
+    if len(message.rollouts) > limits.SAMPLES_MAX:
+        raise PeerError("oversized", f"{len(message.rollouts)} rollouts; the limit is {limits.SAMPLES_MAX}")
+    _require(len(message.rollouts) > 0, "a group without rollouts")
+    _require(math.isfinite(message.generate_seconds) and message.generate_seconds >= 0, "generate_seconds is no duration")
+    _bound_chars("worker_id", message.worker_id, limits.NAME_CHARS_MAX)
+    return RolloutGroup(
+        group=GroupRef(_kind(message.kind), _number("number", message.number)),
+        step=_number("step", message.step),
+        lineage=_number("lineage", message.lineage),
+        cursor=_number("cursor", message.cursor),
+        prompt_tokens=_token_ids("prompt_tokens", message.prompt_tokens),
+        rollouts=tuple(_decode_rollout(rollout) for rollout in message.rollouts),
+        worker_id=message.worker_id,
+        generate_seconds=message.generate_seconds,
+    )
+
+
+def _decode_rollout(message: wire.Rollout) -> Rollout:
+    tokens = _token_ids("tokens", message.tokens)
+    _require(len(tokens) > 0, "a rollout without tokens")
+    mask = message.loss_mask
+    _require(len(mask) == len(tokens), f"{len(mask)} mask bytes for {len(tokens)} tokens")
+    _require(not mask.translate(None, b"\x00\x01"), "a loss mask holds bytes other than 0 and 1")
+    _bound_chars("text", message.text, limits.TEXT_CHARS_MAX)
+    _require(message.finish in ("stop", "length"), "finish is neither stop nor length")
+    reward = message.reward if message.HasField("reward") else None
+    _require(reward is None or math.isfinite(reward), "the reward is not finite")
+    support = _support(message, len(tokens))
+    return Rollout(
+        tokens=tokens,
+        logprobs=_logprobs(message.logprobs, mask),
+        loss_mask=mask,
+        version_spans=_version_spans(message.version_spans, len(tokens)),
+        finish=cast(FinishReason, message.finish),
+        text=message.text,
+        reward=reward,
+        reward_parts=_reward_parts(message),
+        support_tokens=support[0] if support else None,
+        support_offsets=support[1] if support else None,
+    )
+
+
+def _logprobs(data: bytes, mask: bytes) -> array[float]:
+    _require(len(data) == 4 * len(mask), f"{len(data)} bytes of logprobs for {len(mask)} tokens")
+    values = np.frombuffer(data, dtype="<f4")
+    _require(bool(np.isfinite(values).all()), "a logprob is not finite")
+    _require(bool((values <= limits.LOGPROB_SLACK).all()), "a logprob is above 0")
+    unsampled = np.frombuffer(mask, dtype=np.uint8) == 0
+    _require(bool((values[unsampled] == 0).all()), "a token that was not sampled has a logprob")
+    return array("f", data)
+
+
+def _version_spans(spans: Sequence[wire.VersionSpan], num_tokens: int) -> tuple[tuple[int, int], ...]:
+    if len(spans) > limits.VERSION_SPANS_MAX:
+        raise PeerError("oversized", f"{len(spans)} version spans; the limit is {limits.VERSION_SPANS_MAX}")
+    _require(len(spans) > 0 and spans[0].start == 0, "version spans do not begin at the first token")
+    last = -1
+    for span in spans:
+        _require(last < span.start < num_tokens, "version spans do not ascend within the rollout")
+        _number("version", span.version)
+        last = span.start
+    return tuple((span.start, span.version) for span in spans)
+
+
+def _reward_parts(message: wire.Rollout) -> dict[str, float]:
+    parts = dict(message.reward_parts)
+    if len(parts) > limits.REWARD_PARTS_MAX:
+        raise PeerError("oversized", f"{len(parts)} reward parts; the limit is {limits.REWARD_PARTS_MAX}")
+    for name, value in parts.items():
+        _bound_chars("reward part", name, limits.NAME_CHARS_MAX)
+        _require(math.isfinite(value), "a reward part is not finite")
+    return parts
+
+
+def _support(message: wire.Rollout, num_tokens: int) -> tuple[array[int], array[int]] | None:
+    has = message.HasField("support_tokens"), message.HasField("support_offsets")
+    _require(has[0] == has[1], "support tokens without offsets, or offsets without tokens")
+    if not has[0]:
+        return None
+    tokens = _token_ids("support_tokens", message.support_tokens, limits.MESSAGE_BYTES_MAX // 4)
+    offsets = _token_ids("support_offsets", message.support_offsets, limits.TOKENS_MAX + 1)
+    _require(len(offsets) == num_tokens + 1, f"{len(offsets)} support offsets for {num_tokens} tokens")
+    steps = np.diff(np.frombuffer(offsets, dtype=np.int32))
+    _require(offsets[0] == 0 and offsets[-1] == len(tokens), "support offsets do not span the support tokens")
+    _require(bool((steps >= 0).all()), "support offsets descend")
+    sampled = np.frombuffer(message.loss_mask, dtype=np.uint8) == 1
+    _require(bool((steps[sampled] > 0).all()), "a sampled token has an empty support")
+    return tokens, offsets
+
+
+def with_rollouts(group: RolloutGroup, rollouts: Sequence[Rollout]) -> RolloutGroup:
+    """The same group with other (scored) rollouts."""
+    return replace(group, rollouts=tuple(rollouts))
+
+
+# ---- leases ------------------------------------------------------------------------------------------------------------
+
+
+def encode_assignment(assignment: Assignment) -> wire.Lease:
+    """The wire form of a lease with its task and sampling."""
+    lease, task, params = assignment.lease, assignment.task, assignment.params
+    form = wire.Task(cursor=task.cursor, columns_json=json.dumps(dict(task.columns)))
+    if isinstance(task.prompt, str):
+        form.text = task.prompt
+    else:
+        items = [wire.Message(role=message.role, content=message.content) for message in task.prompt]
+        form.messages.CopyFrom(wire.Messages(items=items))
+    message = wire.Lease(
+        lease_id=lease.lease_id,
+        kind=lease.group.kind,
+        number=lease.group.number,
+        step=lease.step,
+        cursor=lease.cursor,
+        num_samples=lease.num_samples,
+        min_version=lease.min_version,
+        deadline=lease.deadline,
+        seconds=lease.seconds,
+        seed=lease.seed,
+        task=form,
+        temperature=params.temperature,
+        top_p=params.top_p,
+        top_k=params.top_k,
+        max_tokens=params.max_tokens,
+        rewards=assignment.rewards,
+        reward_weights=assignment.weights,
+    )
+    if lease.exact_version is not None:
+        message.exact_version = lease.exact_version
+    return message
+
+
+def decode_assignment(message: wire.Lease) -> Assignment:
+    """A lease from the head.
+
+    Raises:
+        PeerError: "oversized" or "malformed".
+    """
+    _require(0 < message.num_samples <= limits.SAMPLES_MAX, f"{message.num_samples} samples leased")
+    _require(0 < message.max_tokens <= limits.TOKENS_MAX, f"max_tokens = {message.max_tokens}")
+    _require(math.isfinite(message.temperature) and message.temperature >= 0, "temperature is not a number >= 0")
+    _require(0 < message.top_p <= 1, f"top_p = {message.top_p}")
+    _require(math.isfinite(message.deadline) and math.isfinite(message.seconds), "the deadline is no time")
+    _require(len(message.rewards) == len(message.reward_weights), "as many reward weights as rewards are needed")
+    if len(message.rewards) > limits.REWARD_PARTS_MAX:
+        raise PeerError("oversized", f"{len(message.rewards)} rewards; the limit is {limits.REWARD_PARTS_MAX}")
+    lease = Lease(
+        lease_id=_number("lease_id", message.lease_id),
+        group=GroupRef(_kind(message.kind), _number("number", message.number)),
+        step=_number("step", message.step),
+        cursor=_number("cursor", message.cursor),
+        num_samples=message.num_samples,
+        min_version=_number("min_version", message.min_version),
+        exact_version=_number("exact_version", message.exact_version) if message.HasField("exact_version") else None,
+        deadline=message.deadline,
+        seconds=message.seconds,
+        seed=message.seed & (2**63 - 1),
+    )
+    params = SamplingParams(message.temperature, message.top_p, message.top_k, message.max_tokens)
+    return Assignment(lease, _decode_task(message.task), params, tuple(message.rewards), tuple(message.reward_weights))
+
+
+def _decode_task(message: wire.Task) -> Task:
+    _bound_chars("columns", message.columns_json, limits.TEXT_CHARS_MAX)
+    try:
+        columns = json.loads(message.columns_json or "{}")
+    except (ValueError, RecursionError) as error:
+        raise PeerError("malformed", f"a task's columns are not JSON: {error}") from error
+    _require(isinstance(columns, dict), "a task's columns are not an object")
+    form = message.WhichOneof("prompt_form")
+    _require(form is not None, "a task without a prompt")
+    if form == "text":
+        _bound_chars("prompt", message.text, limits.TEXT_CHARS_MAX)
+        return Task(_number("cursor", message.cursor), message.text, columns)
+    items = message.messages.items
+    if len(items) > limits.CHAT_MESSAGES_MAX:
+        raise PeerError("oversized", f"{len(items)} chat messages; the limit is {limits.CHAT_MESSAGES_MAX}")
+    for item in items:
+        _bound_chars("chat message", item.content, limits.TEXT_CHARS_MAX)
+    return Task(_number("cursor", message.cursor), tuple(Message(item.role, item.content) for item in items), columns)
+
+
+# ---- checks ------------------------------------------------------------------------------------------------------------
+
+
+def _require(holds: bool, complaint: str) -> None:
+    if not holds:
+        raise PeerError("malformed", complaint)
+
+
+def _bound_chars(what: str, text: str, most: int) -> None:
+    if len(text) > most:
+        raise PeerError("oversized", f"{what} of {len(text)} characters; the limit is {most}")
+
+
+def _number(what: str, value: int) -> int:
+    _require(0 <= value <= limits.NUMBER_MAX, f"{what} = {value} is out of range")
+    return value
+
+
+def _kind(text: str) -> GroupKind:
+    _require(text in ("train", "eval"), "a group is of kind train or eval")
+    return cast(Literal["train", "eval"], text)
+
+
+def _token_ids(what: str, data: bytes, most: int = limits.TOKENS_MAX) -> array[int]:
+    _require(len(data) % 4 == 0, f"{what}: {len(data)} bytes are not whole 32-bit integers")
+    if len(data) // 4 > most:
+        raise PeerError("oversized", f"{what}: {len(data) // 4} entries; the limit is {most}")
+    _require(bool((np.frombuffer(data, dtype="<i4") >= 0).all()), f"{what}: a negative entry")
+    return array("i", data)

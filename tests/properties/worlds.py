@@ -1,0 +1,171 @@
+"""Random worlds for the properties of `control/`, and what must be true of every run in them.
+
+`random_scenario(seed)` draws a small run and its machines; `judge(report, scenario)` says what is wrong with a report, as a list
+of sentences. The planner's and the relays' invariants are checked by the simulator itself after every event.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+from echo2.control import commands as do
+from echo2.control import staleness
+from echo2.control.planner import Planner
+from echo2.sim import Report, Scenario
+from echo2.sim.scenario import HeadSpec, LearnerSpec, WorkersSpec
+
+#: Virtual seconds that a run may take after the last fault, before it counts as deadlocked.
+CALM_SECONDS = 4000.0
+
+
+def random_scenario(seed: int) -> Scenario:
+    """Anything may happen: any S in 0..6, any allowed kappa, every fault at every rate."""
+    rng = random.Random(seed)
+    max_staleness = rng.randint(0, 6)
+    deterministic = rng.random() < 0.4
+    faults_until = rng.choice([0.0, 60.0, 200.0])
+    workers = tuple(random_workers(rng, faults_until > 0) for _ in range(rng.randint(1, 3)))
+    slowest = max(spec.rollout_seconds for spec in workers)
+    return Scenario(
+        name=f"random {seed}",
+        max_steps=rng.randint(1, 12),
+        groups_per_step=rng.randint(1, 9),
+        group_size=rng.randint(2, 4),
+        max_staleness=max_staleness,
+        publish_every=rng.randint(1, max_staleness + 1),
+        deterministic=deterministic,
+        groups_per_batch=rng.randint(1, 5),
+        swap="between" if deterministic else rng.choice(["between", "during"]),
+        lease_seconds=rng.uniform(6.0, 20.0) * slowest + 10.0,
+        max_failures=1_000_000,
+        eval_size=rng.choice([0, 0, 3, 11]),
+        eval_every=rng.randint(0, 3),
+        snapshot_chunks=rng.choice([1, 3, 20]),
+        chunk_bytes=100_000,
+        faults_until_seconds=faults_until,
+        time_limit_seconds=faults_until + CALM_SECONDS,
+        workers=workers,
+        learner=LearnerSpec(
+            train_seconds=rng.uniform(0.1, 5.0),
+            spread=rng.uniform(0.0, 1.0),
+            publish_seconds=rng.uniform(0.01, 3.0),
+            checkpoint_every=rng.randint(1, 4),
+            keep_checkpoints=rng.randint(1, 3),
+            life_seconds=rng.choice([0.0, 15.0, 60.0]),
+        ),
+        head=HeadSpec(score_seconds=rng.uniform(0.0, 2.0), life_seconds=rng.choice([0.0, 10.0, 60.0])),
+    )
+
+
+def random_workers(rng: random.Random, faulty: bool) -> WorkersSpec:
+    def rate(*values: float) -> float:
+        return rng.choice((0.0, *values)) if faulty else 0.0
+
+    return WorkersSpec(
+        count=rng.randint(1, 3),
+        capacity_groups=rng.randint(1, 5),
+        rollout_seconds=rng.uniform(0.2, 3.0),
+        spread=rng.uniform(0.0, 1.0),
+        straggler_chance=rate(0.05),
+        install_seconds=rng.uniform(0.01, 3.0),
+        latency_seconds=rng.uniform(0.001, 0.5),
+        loss=rate(0.01, 0.1),
+        joins_at_seconds=rng.choice([0.0, 0.0, 30.0]),
+        life_seconds=rate(10.0, 40.0),
+        cut_every_seconds=rate(20.0),
+        cut_seconds=rng.uniform(1.0, 10.0),
+        engine_failures=rate(0.1),
+        corrupt_snapshots=rate(0.2),
+        malformed_results=rate(0.05),
+        reward_failures=rate(0.03),
+        scores=rng.random() < 0.7,
+    )
+
+
+def calm(scenario: Scenario) -> Scenario:
+    """The same run where nothing fails."""
+    quiet = {
+        "straggler_chance": 0.0,
+        "loss": 0.0,
+        "engine_failures": 0.0,
+        "corrupt_snapshots": 0.0,
+        "malformed_results": 0.0,
+        "reward_failures": 0.0,
+    }
+    return replace(
+        scenario, faults_until_seconds=0.0, workers=tuple(replace(spec, **quiet) for spec in scenario.workers)
+    )
+
+
+def judge(report: Report, scenario: Scenario) -> list[str]:
+    """What is wrong with this run; nothing, if all rules held."""
+    wrong: list[str] = []
+    if not report.finished and report.history.ended.startswith("no group of step"):
+        return [] if scenario.deterministic and report.retired else [report.history.ended]
+    if not report.finished:
+        return [f"it did not finish by {report.seconds:.0f} s: {report.history.ended or 'deadlock'}"]
+    surviving = report.history.surviving()
+    if sorted(surviving) != list(range(scenario.max_steps)):
+        wrong.append(f"steps {sorted(surviving)} survive of {scenario.max_steps}")
+    seen: dict[int, int] = {}
+    for done in surviving.values():
+        if len(done.numbers) > scenario.groups_per_step or len(set(done.numbers)) != len(done.numbers):
+            wrong.append(f"step {done.step} trained on {done.numbers}")
+        if len(done.numbers) < scenario.groups_per_step and not (scenario.deterministic and report.retired):
+            wrong.append(f"step {done.step} trained on {len(done.numbers)} groups of {scenario.groups_per_step}")
+        for number in done.numbers:
+            if seen.setdefault(number, done.step) != done.step:
+                wrong.append(f"group {number} was trained at steps {seen[number]} and {done.step}")
+    for done in report.history.trained:  # abandoned lineages too
+        for number, version in zip(done.numbers, done.versions, strict=True):
+            if not staleness.may_train(done.step, version, scenario.max_staleness):
+                wrong.append(f"group {number} of version {version} was trained at step {done.step}")
+    if report.retired.get("stale"):
+        wrong.append(f"{report.retired['stale']} groups were dropped as stale")
+    return wrong + judge_deterministic(report, scenario)
+
+
+def judge_deterministic(report: Report, scenario: Scenario) -> list[str]:
+    if not scenario.deterministic:
+        return []
+    wrong = []
+    steps = {n: done.step for done in report.history.surviving().values() for n in done.numbers}
+    for number, versions in report.history.sampled.items():
+        step = steps.get(number, number // scenario.groups_per_step)
+        fixed = staleness.fixed_version(step, scenario.max_staleness, scenario.publish_every)
+        if versions != {fixed}:
+            wrong.append(f"group {number} of step {step} was sampled with versions {versions}, not {fixed}")
+    if not report.retired:
+        for number, shapes in report.history.shapes.items():
+            if len(shapes) > 1:
+                wrong.append(f"group {number} was sampled in batches of {sorted(shapes)}")
+    return wrong
+
+
+def judge_commands(report: Report, scenario: Scenario) -> list[str]:
+    """Rules on the order of commands, read from the head's own record of each of its lives."""
+    wrong = []
+    for life in report.history.lives:
+        fed: dict[int, int] = {}
+        for _, now, commands in life:
+            for command in commands:
+                if isinstance(command, do.FeedGroup):
+                    fed[command.step] = fed.get(command.step, 0) + 1
+                if isinstance(command, do.RecordLearner):
+                    fed.clear()
+                if isinstance(command, do.EndStep):
+                    if fed.get(command.step, 0) < command.num_groups:
+                        wrong.append(f"at {now:.1f} step {command.step} ended with {fed.get(command.step, 0)} groups fed")
+                    fed.pop(command.step, None)
+    return wrong
+
+
+def replays(report: Report, scenario: Scenario) -> bool:
+    """The same events give the same commands, in every life of the head."""
+    for life in report.history.lives:
+        planner = Planner(scenario.planner_options(report.seed))
+        for event, now, commands in life:
+            if planner.handle(event, now) != commands:
+                return False
+    return True

@@ -1,0 +1,329 @@
+"""The learner's loop against a head that forgets, drops answers and goes away.
+
+The head here is a script at the other end of a Link: it keeps the little that a head must (recorded steps,
+the fed groups, chunks) and refuses what the real one refuses.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import json
+import random
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from echo2.errors import InvariantError, LinkError, PeerError, UserError
+from echo2.learner import checkpoint
+from echo2.learner.loop import LoopOptions, resume, run_learner
+from echo2.learner.losses import LossStats
+from echo2.learner.model import load_policy
+from echo2.learner.session import HeadSession
+from echo2.learner.step_meter import StepMeter
+from echo2.learner.trainer import StepStats, Trainer, TrainerOptions
+from echo2.transport import messages
+from echo2.transport import wire_pb2 as wire
+from echo2.types import RolloutGroup
+from echo2.weights.codec import decode
+from echo2.weights.snapshot import Manifest
+from learner_cases import model_directory, random_group, tiny_policy
+
+GROUPS_PER_STEP = 3
+MICROBATCH = 2
+OPTIONS = TrainerOptions(lr=1e-3, max_steps=5)
+
+
+def step_groups(step: int) -> list[RolloutGroup]:
+    rng = random.Random(step)
+    return [with_step(random_group(rng, step * GROUPS_PER_STEP + i), step) for i in range(GROUPS_PER_STEP)]
+
+
+def with_step(group: RolloutGroup, step: int, version: int | None = None) -> RolloutGroup:
+    at = step if version is None else version
+    rollouts = tuple(dataclasses.replace(r, version_spans=((0, at),)) for r in group.rollouts)
+    return dataclasses.replace(group, step=step, rollouts=rollouts)
+
+
+class ScriptedHead:
+    """Implements Link. `fault(method, count)` is asked before and after each call ("before:X", "after:X"), with how
+    often that happened; it may call `restart` and raise LinkError.
+    """
+
+    def __init__(self, max_steps: int = 5, fault: Callable[[ScriptedHead, str, int], None] = lambda *_: None) -> None:
+        self.max_steps = max_steps
+        self.fault = fault
+        self.version, self.lineage = 0, 1
+        self.knows_learner = False
+        self.fed: dict[int, set[int]] = {}
+        self.chunks: dict[bytes, bytes] = {}
+        self.published: dict[int, Manifest] = {}
+        self.log: list[str] = []
+        self.counts: dict[str, int] = {}
+        self.metrics: dict[int, dict[str, Any]] = {}
+        self.checkpoints: list[tuple[int, int]] = []
+        self.groups: Callable[[int], list[RolloutGroup]] = step_groups
+        self.stop_at: int | None = None
+
+    def restart(self) -> None:
+        self.knows_learner, self.fed = False, {}
+
+    def _meet(self, moment: str) -> None:
+        self.counts[moment] = self.counts.get(moment, 0) + 1
+        self.fault(self, moment, self.counts[moment])
+
+    async def call(self, method: str, request: Any, timeout_seconds: float) -> Any:
+        self._meet(f"before:{method}")
+        if method == "LearnerHello":
+            answer = self._hello(request)
+        else:
+            if not self.knows_learner:
+                raise PeerError("unknown_learner", "say LearnerHello first")
+            answer = getattr(self, f"_{method}")(request)
+        self._meet(f"after:{method}")
+        return answer
+
+    async def stream(self, method: str, request: Any) -> AsyncIterator[Any]:
+        assert method == "TakeGroups"
+        self._meet("before:TakeGroups")
+        if not self.knows_learner:
+            raise PeerError("unknown_learner", "say LearnerHello first")
+        if request.step != self.version:
+            raise PeerError("refused", f"the run stands at {self.version}")
+        if self.stop_at == request.step:
+            yield wire.FedGroup(done=wire.StepDone(stop=True, reason="stopped by hand"))
+            return
+        self.fed[request.step] = set()
+        for group in self.groups(request.step):
+            self._meet("before:FedGroup")
+            await asyncio.sleep(0)
+            self.fed[request.step].add(group.group.number)
+            yield wire.FedGroup(group=messages.encode_group(group))
+        yield wire.FedGroup(done=wire.StepDone(cursor=(request.step + 1) * 3, num_groups=3))
+
+    async def close(self) -> None:
+        self.log.append("close")
+
+    def _hello(self, request: wire.LearnerHello) -> wire.LearnerWelcome:
+        if request.version > self.version:
+            raise PeerError("refused", f"the ledger knows {self.version} steps")
+        if request.version < self.version:
+            self.lineage += 1
+            self.version = request.version
+            self.published = {v: m for v, m in self.published.items() if v <= self.version}
+        self.knows_learner = True
+        return wire.LearnerWelcome(lineage=self.lineage, max_steps=self.max_steps, published=sorted(self.published))
+
+    def _ReportStep(self, request: wire.StepReport) -> wire.Empty:
+        if request.step < self.version:
+            return wire.Empty()
+        if request.step != self.version or set(request.groups) != self.fed.get(request.step):
+            raise AssertionError(f"step {request.step} reported with {request.groups}, fed {self.fed}")
+        self.version += 1
+        self.metrics[request.step] = json.loads(request.metrics_json)
+        self.log.append(f"trained {request.step}")
+        return wire.Empty()
+
+    def _OfferSnapshot(self, request: wire.PublishRequest) -> wire.MissingChunks:
+        hashes = Manifest.from_bytes(request.manifest).hashes
+        return wire.MissingChunks(hashes=[name for name in hashes if name not in self.chunks])
+
+    def _PutChunk(self, request: wire.Chunk) -> wire.Empty:
+        self.chunks[request.hash] = request.data
+        return wire.Empty()
+
+    def _Publish(self, request: wire.PublishRequest) -> wire.Empty:
+        assert request.version <= self.version, "published before its step was recorded"
+        if request.lineage == self.lineage:
+            self.published[request.version] = Manifest.from_bytes(request.manifest)
+            self.log.append(f"published {request.version}")
+        return wire.Empty()
+
+    def _ReportCheckpoint(self, request: wire.CheckpointReport) -> wire.Empty:
+        assert request.version <= self.version, "a checkpoint of a step that is not recorded"
+        self.checkpoints.append((request.version, request.oldest_kept))
+        self.log.append(f"checkpoint {request.version}")
+        return wire.Empty()
+
+    def _LearnerReport(self, request: wire.LearnerReport) -> wire.Empty:
+        return wire.Empty()
+
+
+def run(head: ScriptedHead, trainer: Trainer, root: Path, **options: Any) -> str:
+    async def connect() -> ScriptedHead:
+        head._meet("connect")
+        return head
+
+    resumed = resume(trainer, root)
+    session = HeadSession(
+        connect, trainer.version, "cpu", resumed, patience_seconds=options.pop("patience_seconds", 20.0)
+    )
+    try:
+        return run_learner(trainer, session, LoopOptions(root, groups_per_microbatch=MICROBATCH, **options))
+    finally:
+        session.close()
+
+
+def weights(trainer: Trainer) -> dict[str, bytes]:
+    return {name: bytes(tensor.data) for name, tensor in trainer.policy.tensors().items()}
+
+
+@pytest.fixture(scope="module")
+def undisturbed() -> dict[str, bytes]:
+    """The weights after five steps with a head that never fails: the verbs and nothing else."""
+    trainer = Trainer(tiny_policy(), OPTIONS)
+    for step in range(5):
+        groups = step_groups(step)
+        trainer.forward_backward(groups[:MICROBATCH])
+        trainer.forward_backward(groups[MICROBATCH:])
+        trainer.optim_step()
+    return weights(trainer)
+
+
+def test_five_steps(tmp_path: Path, undisturbed: dict[str, bytes]) -> None:
+    head, trainer = ScriptedHead(), Trainer(tiny_policy(), OPTIONS)
+    assert run(head, trainer, tmp_path, checkpoint_every=2, publish_every=2, max_staleness=3) == "all steps are trained"
+    assert weights(trainer) == undisturbed, "all groups are trained on; publishing and saving change nothing"
+    assert sorted(head.published) == [0, 2, 4, 5]
+    assert head.checkpoints == [(2, 2), (4, 2), (5, 4)]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step_4", "step_5"]
+    assert checkpoint.read_progress(tmp_path / "step_5") == checkpoint.Progress(5, 1, 15)
+    for event in ("checkpoint 2", "published 2"):
+        assert head.log.index("trained 1") < head.log.index(event)
+    snapshot = decode(head.published[5], lambda name: head.chunks[name])
+    assert {name: bytes(tensor.data) for name, tensor in snapshot.tensors.items()} == {
+        name: bytes(tensor.data) for name, tensor in trainer.policy.tensors(torch.float32).items()
+    }
+
+
+def test_metrics_of_a_step(tmp_path: Path) -> None:
+    head = ScriptedHead(max_steps=1)
+    run(head, Trainer(tiny_policy(), OPTIONS), tmp_path)
+    row = head.metrics[0]
+    rewards = [r.reward or 0.0 for g in step_groups(0) for r in g.rollouts]
+    assert row["reward/mean"] == pytest.approx(sum(rewards) / len(rewards))
+    lengths = [len(r.tokens) for g in step_groups(0) for r in g.rollouts]
+    assert row["completions/mean_length"] == pytest.approx(sum(lengths) / len(lengths))
+    assert row["off_policy/max"] == 0
+    parts = sum(row[f"time/{part}"] for part in ("wait_for_batch", "train", "publish", "checkpoint"))
+    assert 0 < parts <= row["time/step"] + 1e-9
+    assert 0 <= row["learner/idle_ratio"] <= 1
+    named = {"reward/std", "reward/frac_zero_std", "mismatch_kl/mean", "mismatch/abs_log_ratio", "ess", "optim/lr"}
+    assert named | {"completions/clipped_ratio", "optim/grad_norm", "perf/tokens_per_s"} <= set(row)
+
+
+@pytest.mark.parametrize(
+    ("moment", "restarts"),
+    [
+        ("connect", False),
+        ("before:FedGroup", True),
+        ("before:FedGroup", False),
+        ("before:ReportStep", True),
+        ("before:ReportStep", False),
+        ("after:ReportStep", True),
+        ("after:ReportStep", False),
+        ("before:TakeGroups", True),
+        ("before:PutChunk", True),
+        ("before:Publish", True),
+        ("after:Publish", False),
+        ("before:ReportCheckpoint", True),
+        ("after:LearnerHello", True),
+    ],
+)
+def test_a_head_that_goes_away_changes_nothing(
+    moment: str, restarts: bool, tmp_path: Path, undisturbed: dict[str, bytes]
+) -> None:
+    """The second time `moment` comes, the connection breaks there; with `restarts` the head forgets the learner too."""
+
+    def fault(head: ScriptedHead, now: str, count: int) -> None:
+        if now == moment and count == (1 if moment in ("connect", "after:LearnerHello") else 2):
+            if restarts:
+                head.restart()
+            raise LinkError("gone")
+
+    head, trainer = ScriptedHead(fault=fault), Trainer(tiny_policy(), OPTIONS)
+    assert run(head, trainer, tmp_path, checkpoint_every=2) == "all steps are trained"
+    assert weights(trainer) == undisturbed
+    assert [event for event in head.log if event.startswith("trained")] == [f"trained {step}" for step in range(5)]
+    assert head.lineage == 1, "nobody fell back"
+    assert set(head.published) == set(range(6))
+
+
+def test_patience_ends(tmp_path: Path) -> None:
+    def fault(head: ScriptedHead, now: str, count: int) -> None:
+        if now == "before:ReportStep":
+            raise LinkError("gone for good")
+
+    with pytest.raises(LinkError, match="ReportStep"):
+        run(ScriptedHead(fault=fault), Trainer(tiny_policy(), OPTIONS), tmp_path, patience_seconds=0.3)
+
+
+@pytest.mark.parametrize("died_at", ["before:ReportStep", "before:ReportCheckpoint", "before:PutChunk"])
+def test_a_learner_that_died_resumes_from_its_checkpoint(died_at: str, tmp_path: Path) -> None:
+    """The same model directory, a new Trainer: the weights after five steps are those of an undisturbed run."""
+    model = str(model_directory(tmp_path / "model"))
+    straight = Trainer(load_policy(model, "float32", "cpu"), OPTIONS)
+    run(ScriptedHead(), straight, tmp_path / "straight", checkpoint_every=2)
+
+    class Died(Exception):
+        pass
+
+    def fault(head: ScriptedHead, now: str, count: int) -> None:
+        if now == died_at and head.version == 3:
+            raise Died
+        if died_at == "before:ReportCheckpoint" and now == died_at and count == 1:
+            raise Died
+
+    head = ScriptedHead(fault=fault)
+    with pytest.raises(Died):
+        run(head, Trainer(load_policy(model, "float32", "cpu"), OPTIONS), tmp_path / "run", checkpoint_every=2)
+    head.fault = lambda *_: None
+    second = Trainer(load_policy(model, "float32", "cpu"), OPTIONS)
+    run(head, second, tmp_path / "run", checkpoint_every=2)
+    assert weights(second) == weights(straight)
+    assert 5 in head.published
+    assert head.checkpoints[-1][0] == 5
+
+
+def test_stop_saves_and_ends(tmp_path: Path) -> None:
+    head = ScriptedHead()
+    head.stop_at = 3
+    trainer = Trainer(tiny_policy(), OPTIONS)
+    assert run(head, trainer, tmp_path) == "stopped by hand"
+    assert checkpoint.latest(tmp_path) == tmp_path / "step_3"
+    assert checkpoint.read_progress(tmp_path / "step_3").cursor == 9
+
+
+def test_a_head_of_another_run_is_a_user_error(tmp_path: Path) -> None:
+    trainer = Trainer(tiny_policy(), OPTIONS)
+    trainer.version = 4
+    trainer.save_state(tmp_path / "step_4")
+    with pytest.raises(UserError, match="does not take this learner"):
+        run(ScriptedHead(), trainer, tmp_path)
+
+
+@pytest.mark.parametrize("version", [0, 4])
+def test_too_stale_or_impossible_groups_are_never_trained_on(version: int, tmp_path: Path) -> None:
+    """At step 3 with max_staleness 2: version 0 is too old, 4 does not exist yet."""
+    head = ScriptedHead()
+    head.groups = lambda step: [with_step(g, step, version if step == 3 else step) for g in step_groups(step)]
+    trainer = Trainer(tiny_policy(), OPTIONS)
+    with pytest.raises(InvariantError, match="max_staleness 2"):
+        run(head, trainer, tmp_path, max_staleness=2)
+    assert trainer.version == 3
+
+
+def test_deterministic_mode_insists_on_order() -> None:
+    meter = StepMeter(0, 1, in_order=True)
+    first, second, _ = step_groups(0)
+    meter.see(second)
+    with pytest.raises(InvariantError, match="deterministic"):
+        meter.see(first)
+
+
+def test_metrics_of_an_empty_step_are_finite() -> None:
+    row = StepMeter(0, 1, in_order=False).metrics(StepStats(1e-3, 0.0, 0, True, LossStats()))
+    assert json.dumps(row, allow_nan=False)

@@ -1,0 +1,201 @@
+"""Loading the user's reward functions, both styles, and everything they can do wrong."""
+
+import math
+from array import array
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from echo2.errors import UserError
+from echo2.reward.score import RewardFailure, Scorer
+from echo2.types import Message, Rollout, Task
+
+OWN = '''
+import numpy as np
+seen = {}
+def trl(completions, answer, prompts=None, **columns):
+    seen.update(columns, prompts=prompts, completions=completions)
+    return [float(c == a) for c, a in zip(completions, answer)]
+def few(completions, completion_ids):
+    return [len(ids) for ids in completion_ids]
+def chat(prompts, completions, **kw):
+    return [len(p) + (c[0]["role"] == "assistant") * len(c[0]["content"]) for p, c in zip(prompts, completions)]
+def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+    extra_info["touched"] = extra_info.get("touched", 0) + 1
+    return {"score": float(solution_str == ground_truth and data_source == "gsm8k") * extra_info["touched"], "acc": 1}
+def verl_short(solution_str, ground_truth):
+    return solution_str == ground_truth
+def writes(completions, tags):
+    for tag in tags:
+        tag.append(1)
+    return [float(len(tag)) for tag in tags]
+def array_of(completions, **kw): return np.ones(len(completions), dtype=np.float32)
+def none(completions, **kw): return [None] * len(completions)
+def sometimes(completions, **kw): return [1.0 if c == "a" else None for c in completions]
+def raises(completions, **kw): raise KeyError("oops")
+def nan(completions, **kw): return [float("nan")] * len(completions)
+def inf(completions, **kw): return [float("inf")] * len(completions)
+def huge(completions, **kw): return [10**400] * len(completions)
+def big(completions, **kw): return [1e308] * len(completions)
+def short(completions, **kw): return [1.0]
+def text(completions, **kw): return ["1.0"] * len(completions)
+def number(completions, **kw): return 1.0
+def nothing(completions, **kw): pass
+async def later(completions, **kw): return [1.0] * len(completions)
+def strange(data): return 1.0
+not_callable = 3
+class Judge:
+    def __call__(self, completions, **kw): return [0.5] * len(completions)
+judge = Judge()
+'''
+
+
+@pytest.fixture
+def own(tmp_path: Path) -> str:
+    (tmp_path / "own.py").write_text(OWN)
+    return str(tmp_path / "own.py")
+
+
+def rollouts(*texts: str) -> list[Rollout]:
+    return [Rollout(array("i", range(len(t))), array("f", [0.0] * len(t)), b"\x01" * len(t), ((0, 0),), "stop", t) for t in texts]
+
+
+def rewards(specs: list[str], task: Task, *texts: str, weights: tuple[float, ...] = ()) -> list[float | None]:
+    return [scored.reward for scored in Scorer(specs, weights).score(task, rollouts(*texts))]
+
+
+def test_trl_style_gets_columns_as_lists(own: str) -> None:
+    task = Task(0, "sort", {"answer": "ab", "level": 3})
+    assert rewards([f"{own}:trl"], task, "ab", "ba") == [1.0, 0.0]
+    from echo2.plugins import load_named
+
+    assert load_named(f"{own}:seen") == {
+        "level": [3, 3],
+        "prompts": ["sort", "sort"],
+        "completions": ["ab", "ba"],
+        "completion_ids": [[0, 1], [0, 1]],
+    }
+
+
+def test_trl_style_gets_only_what_it_takes(own: str) -> None:
+    assert rewards([f"{own}:few"], Task(0, "x", {"answer": "ab"}), "ab", "abc", "") == [2.0, 3.0, 0.0]
+
+
+def test_trl_style_chat(own: str) -> None:
+    task = Task(0, (Message("system", "s"), Message("user", "u")), {})
+    assert rewards([f"{own}:chat"], task, "abc") == [5.0]
+
+
+def test_verl_style(own: str) -> None:
+    columns = {"data_source": "gsm8k", "reward_model": {"style": "rule", "ground_truth": "2"}, "extra_info": {}}
+    assert rewards([f"{own}:compute_score"], Task(0, "x", columns), "2", "3", "2") == [1.0, 0.0, 1.0]
+    assert columns["extra_info"] == {}
+    flat = {"data_source": "gsm8k", "ground_truth": "2", "extra_info": {}}
+    assert rewards([f"{own}:compute_score"], Task(0, "x", flat), "2") == [1.0]
+    assert rewards([f"{own}:verl_short"], Task(0, "x", flat), "2", "") == [1.0, 0.0]
+    with pytest.raises(RewardFailure, match="compute_score needs reward_model.ground_truth or ground_truth"):
+        rewards([f"{own}:compute_score"], Task(0, "x", {}), "2")
+
+
+def test_what_a_function_writes_stays_with_the_attempt(own: str) -> None:
+    task = Task(0, "x", {"tags": []})
+    assert rewards([f"{own}:writes"], task, "a", "b") == [1.0, 1.0]
+    assert task.columns == {"tags": []}
+
+
+def test_package_function_and_callable_object(own: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(Path(own).parent)
+    assert rewards(["own:array_of", "own.py:judge"], Task(0, "x"), "a", weights=(2.0, 4.0)) == [4.0]
+
+
+def test_parts_weights_and_not_applicable(own: str) -> None:
+    scorer = Scorer([f"{own}:sometimes", "exact_match"], (2.0, 0.5))
+    scored = scorer.score(Task(0, "x", {"answer": "b"}), rollouts("a", "b"))
+    assert [dict(one.reward_parts) for one in scored] == [{"sometimes": 1.0, "exact_match": 0.0}, {"exact_match": 1.0}]
+    assert [one.reward for one in scored] == [2.0, 0.5]
+    assert [one.text for one in scored] == ["a", "b"]
+
+
+@given(
+    weights=st.lists(st.floats(-10, 10), min_size=2, max_size=2),
+    answers=st.lists(st.sampled_from(["1", "2", "3"]), min_size=1, max_size=8),
+)
+def test_reward_is_the_weighted_sum_of_its_parts(weights: list[float], answers: list[str]) -> None:
+    scored = Scorer(["exact_match", "numeric_match"], weights).score(Task(0, "x", {"answer": "2"}), rollouts(*answers))
+    for one in scored:
+        expected = weights[0] * one.reward_parts["exact_match"] + weights[1] * one.reward_parts["numeric_match"]
+        assert one.reward == pytest.approx(expected, abs=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("raises", r"raised at .*own.py:\d+ in raises: KeyError: 'oops'"),
+        ("nan", "returned nan as a score"),
+        ("inf", "returned inf as a score"),
+        ("huge", "must be finite"),
+        ("short", "returned 1 scores for 2 completions"),
+        ("text", r"returned '1.0' \(str\) as a score"),
+        ("number", "returned 1.0, not a list"),
+        ("nothing", "returned None, not a list"),
+        ("none", "returned None for attempt 0"),
+    ],
+)
+def test_a_bad_function_is_named_with_what_it_did(own: str, name: str, said: str) -> None:
+    with pytest.raises(RewardFailure, match=said) as caught:
+        rewards([f"{own}:{name}"], Task(4, "Sort these " + "9" * 1000), "a", "b")
+    message = str(caught.value)
+    assert name in message or name == "none"
+    assert "Prompt (task 4): 'Sort these 999" in message
+    assert len(message) < 600
+
+
+def test_an_overflowing_sum_is_refused(own: str) -> None:
+    with pytest.raises(RewardFailure, match="adds up to inf"):
+        rewards([f"{own}:big"], Task(0, "x"), "a", weights=(100.0,))
+
+
+@pytest.mark.parametrize(
+    ("spec", "said"),
+    [
+        (":later", "asynchronous"),
+        (":strange", "fits neither style"),
+        (":not_callable", "is no function but int"),
+        (":jugde", "Did you mean 'judge'"),
+    ],
+)
+def test_functions_that_cannot_be_rewards(own: str, spec: str, said: str) -> None:
+    with pytest.raises(UserError, match=said):
+        Scorer([own + spec])
+
+
+def test_a_module_that_cannot_be_imported(tmp_path: Path) -> None:
+    (tmp_path / "bad.py").write_text("import json\nx = 1 / 0\n")
+    with pytest.raises(UserError, match=r"bad.py could not be imported: .*bad.py:2 in <module>: ZeroDivisionError"):
+        Scorer([f"{tmp_path}/bad.py:f"])
+    with pytest.raises(UserError, match="no file nowhere.py"):
+        Scorer(["nowhere.py:f"])
+
+
+@pytest.mark.parametrize(
+    ("specs", "weights", "said"),
+    [
+        ([], [], "reward.functions is empty"),
+        (["exact_match"], [1.0, 2.0], "2 reward.weights for 1"),
+        (["exact_match"], [math.nan], "finite"),
+        (["exact_match", "exact_match"], [], "one name"),
+    ],
+)
+def test_settings_that_cannot_be(specs: list[str], weights: list[float], said: str) -> None:
+    with pytest.raises(UserError, match=said):
+        Scorer(specs, weights)
+
+
+def test_scoring_changes_nothing_else() -> None:
+    before: list[Any] = rollouts("1", "2")
+    after = Scorer(["exact_match"]).score(Task(0, "x", {"answer": "1"}), before)
+    assert [one.tokens for one in after] == [one.tokens for one in before]
+    assert all(one.reward is None for one in before)

@@ -1,0 +1,143 @@
+"""From leases to groups: tokens as the tokenizer made them, seeds of the leases, one answer per lease."""
+
+from __future__ import annotations
+
+from array import array
+from dataclasses import replace
+from itertools import count
+from typing import Any
+
+import pytest
+
+from echo2.errors import PeerError, UserError
+from echo2.rollout.engine import RequestFailure, make_engine
+from echo2.rollout.generate import encode_prompt, load_tokenizer, sample_groups
+from echo2.types import Assignment, GroupRef, Lease, Message, RolloutGroup, SamplingParams, Task
+from rollout_cases import END, request, run, snapshot_of, tiny_module, tokenizer_files
+
+TEMPLATE = (
+    b"{% for m in messages %}{% if m.role == 'bad' %}{{ raise_exception('no such role') }}{% endif %}"
+    b"{{ m.role[0] }}={{ m.content }}<eos>{% endfor %}{% if add_generation_prompt %}a={% endif %}"
+)
+
+
+def task(cursor: int, prompt: Any = "53=") -> Task:
+    return Task(cursor, prompt, {"answer": "35"})
+
+
+def assignment(number: int, prompt: Any = "53=", samples: int = 3, max_tokens: int = 6, seed: int = 11) -> Assignment:
+    group = GroupRef("train", number)
+    lease = Lease(number + 100, group, 7, number + 50, samples, 4, None, 99.0, 30.0, seed)
+    return Assignment(lease, task(number + 50, prompt), SamplingParams(max_tokens=max_tokens))
+
+
+def engine_and_tokenizer() -> Any:
+    snapshot = snapshot_of(tiny_module("qwen3"), version=5, lineage=2)
+    engine = make_engine("compact", "cpu", "during")
+    engine.load_snapshot(snapshot)
+    return engine, load_tokenizer(snapshot.files)
+
+
+def collect(engine: Any, tokenizer: Any, assignments: list[Assignment], **options: Any) -> Any:
+    groups: dict[int, RolloutGroup] = {}
+    failures: dict[int, RequestFailure] = {}
+    ticks = count()
+    options = {"lineage": 2, "clock": lambda: float(next(ticks))} | options
+    sample_groups(
+        engine,
+        tokenizer,
+        assignments,
+        worker_id="w1",
+        on_group=lambda group, lease: groups.__setitem__(lease.lease_id, group),
+        on_failed=lambda lease, failure: failures.__setitem__(lease.lease_id, failure),
+        **options,
+    )
+    return groups, failures
+
+
+def test_a_group_is_the_completions_of_its_lease() -> None:
+    engine, tokenizer = engine_and_tokenizer()
+    groups, failures = collect(engine, tokenizer, [assignment(0, "53="), assignment(1, "9876=", samples=2, seed=12)])
+    assert failures == {}
+    group = groups[101]
+    assert (group.group, group.step, group.lineage, group.cursor) == (GroupRef("train", 1), 7, 2, 51)
+    assert group.worker_id == "w1"
+    assert group.generate_seconds > 0
+    assert group.prompt_tokens == array("i", [11, 10, 9, 8, 28])
+    assert not group.is_scored
+    asked = request(0)
+    same = replace(
+        asked, prompt_tokens=group.prompt_tokens, num_samples=2, seed=12, params=SamplingParams(max_tokens=6)
+    )
+    completions = run(engine, [same])[0]
+    for rollout, completion in zip(group.rollouts, completions, strict=True):
+        assert rollout.tokens == completion.tokens
+        assert rollout.logprobs.tolist() == pytest.approx(completion.logprobs.tolist(), abs=1e-5)
+        assert rollout.loss_mask == b"\x01" * len(rollout.tokens)
+        assert rollout.version_spans == ((0, 5),)
+        plain = [token for token in rollout.tokens if token not in (0, END)]
+        assert rollout.text == "".join("0123456789abcdefghijklmnop=+?"[token - 2] for token in plain)
+
+
+def test_every_lease_gets_one_answer_and_bad_ones_do_not_hurt_the_others() -> None:
+    engine, tokenizer = engine_and_tokenizer()
+    assignments = [assignment(0), assignment(1, "1" * 64), assignment(2, (Message("user", "x"),)), assignment(3, "")]
+    groups, failures = collect(engine, tokenizer, assignments)
+    assert list(groups) == [100]
+    assert {lease: failure.reason for lease, failure in failures.items()} == {
+        101: "prompt_too_long",
+        102: "engine_failed",
+        103: "engine_failed",
+    }
+    assert "chat template" in failures[102].detail
+
+
+def test_a_group_that_outlived_its_lineage_is_given_up() -> None:
+    engine, tokenizer = engine_and_tokenizer()
+    polls = count()
+
+    def new_lineage_after_two_tokens() -> bool:
+        if next(polls) == 2:
+            engine.load_snapshot(snapshot_of(tiny_module("qwen3", seed=1), version=4, lineage=3))
+        return False
+
+    assignments = [assignment(0, max_tokens=1), assignment(1, samples=8, max_tokens=12)]
+    groups, failures = collect(engine, tokenizer, assignments, should_stop=new_lineage_after_two_tokens)
+    assert list(groups) == [100]
+    assert failures[101].reason == "snapshot_gone"
+
+
+def test_stopping_leaves_the_rest_unanswered() -> None:
+    engine, tokenizer = engine_and_tokenizer()
+    assert collect(engine, tokenizer, [assignment(0)], should_stop=lambda: True) == ({}, {})
+    assert collect(engine, tokenizer, []) == ({}, {})
+
+
+def test_chat_messages_go_through_the_template_with_the_assistants_turn_opened() -> None:
+    tokenizer = load_tokenizer(tokenizer_files() | {"chat_template.jinja": TEMPLATE})
+    tokens = encode_prompt(task(0, (Message("fan", "53"), Message("cook", "1"))), tokenizer)
+    assert tokenizer.decode(tokens.tolist(), skip_special_tokens=False) == "f=53<eos>c=1<eos>a="
+    with pytest.raises(UserError, match=r"Task 3.*no such role"):
+        encode_prompt(task(3, (Message("bad", "53"),)), tokenizer)
+
+
+def test_a_start_token_is_added_once() -> None:
+    files = tokenizer_files()
+    files["tokenizer_config.json"] = files["tokenizer_config.json"].replace(b"}", b', "bos_token": "<pad>"}')
+    tokenizer = load_tokenizer(files)
+    assert encode_prompt(task(0, "<pad>5"), tokenizer).tolist() == [0, 7]
+    assert encode_prompt(task(0, "5"), tokenizer).tolist() == [7]  # this tokenizer adds none by itself
+
+
+@pytest.mark.parametrize(
+    "files",
+    [
+        {},
+        {"tokenizer.json": b"{", "tokenizer_config.json": b"{}"},
+        {"../tokenizer.json": b"{}"},
+        {"/tmp/x.json": b"{}"},
+    ],
+)
+def test_files_that_hold_no_tokenizer_are_refused(files: dict[str, bytes]) -> None:
+    with pytest.raises(PeerError):
+        load_tokenizer(files)
