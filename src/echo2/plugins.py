@@ -17,6 +17,8 @@ from typing import Any
 
 from echo2.errors import UserError
 
+MAX_LINE_CHARS = 500
+
 
 def load_named(spec: str) -> Any:
     """The object called `spec`, after running its module. A file is run once per process, however often it is named.
@@ -41,7 +43,8 @@ def innermost_line(error: BaseException) -> str:
     """`file.py:12 in name: TypeError: ...`: where the user's code broke, on one line."""
     frames = traceback.extract_tb(error.__traceback__)
     place = f"{frames[-1].filename}:{frames[-1].lineno} in {frames[-1].name}: " if frames else ""
-    return place + "".join(traceback.format_exception_only(error)).strip().replace("\n", " ")
+    line = place + "".join(traceback.format_exception_only(error)).strip().replace("\n", " ")
+    return line if len(line) <= MAX_LINE_CHARS else line[: MAX_LINE_CHARS - 3] + "..."
 
 
 def _from_file(path: Path) -> ModuleType:

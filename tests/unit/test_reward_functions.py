@@ -92,7 +92,9 @@ def test_reasoning_gym() -> None:
 
 
 def test_missing_and_null_columns_are_named() -> None:
-    with pytest.raises(RewardFailure, match=r"exact_match takes 'answer', a column this task has not \(it has \['reply'\]\)"):
+    with pytest.raises(
+        RewardFailure, match=r"exact_match takes 'answer', a column this task has not \(it has \['reply'\]\)"
+    ):
         scores("exact_match", {"reply": "1"}, "1")
     with pytest.raises(RewardFailure, match="null in the column 'answer'"):
         scores("exact_match", {"answer": None}, "None")

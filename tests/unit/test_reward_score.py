@@ -13,7 +13,7 @@ from echo2.errors import UserError
 from echo2.reward.score import RewardFailure, Scorer
 from echo2.types import Message, Rollout, Task
 
-OWN = '''
+OWN = """
 import numpy as np
 seen = {}
 def trl(completions, answer, prompts=None, **columns):
@@ -50,7 +50,7 @@ not_callable = 3
 class Judge:
     def __call__(self, completions, **kw): return [0.5] * len(completions)
 judge = Judge()
-'''
+"""
 
 
 @pytest.fixture
@@ -60,7 +60,10 @@ def own(tmp_path: Path) -> str:
 
 
 def rollouts(*texts: str) -> list[Rollout]:
-    return [Rollout(array("i", range(len(t))), array("f", [0.0] * len(t)), b"\x01" * len(t), ((0, 0),), "stop", t) for t in texts]
+    return [
+        Rollout(array("i", range(len(t))), array("f", [0.0] * len(t)), b"\x01" * len(t), ((0, 0),), "stop", t)
+        for t in texts
+    ]
 
 
 def rewards(specs: list[str], task: Task, *texts: str, weights: tuple[float, ...] = ()) -> list[float | None]:
@@ -96,7 +99,7 @@ def test_verl_style(own: str) -> None:
     flat = {"data_source": "gsm8k", "ground_truth": "2", "extra_info": {}}
     assert rewards([f"{own}:compute_score"], Task(0, "x", flat), "2") == [1.0]
     assert rewards([f"{own}:verl_short"], Task(0, "x", flat), "2", "") == [1.0, 0.0]
-    with pytest.raises(RewardFailure, match="compute_score needs reward_model.ground_truth or ground_truth"):
+    with pytest.raises(RewardFailure, match=r"compute_score needs reward_model\.ground_truth or ground_truth"):
         rewards([f"{own}:compute_score"], Task(0, "x", {}), "2")
 
 
@@ -176,7 +179,7 @@ def test_a_module_that_cannot_be_imported(tmp_path: Path) -> None:
     (tmp_path / "bad.py").write_text("import json\nx = 1 / 0\n")
     with pytest.raises(UserError, match=r"bad.py could not be imported: .*bad.py:2 in <module>: ZeroDivisionError"):
         Scorer([f"{tmp_path}/bad.py:f"])
-    with pytest.raises(UserError, match="no file nowhere.py"):
+    with pytest.raises(UserError, match=r"no file nowhere\.py"):
         Scorer(["nowhere.py:f"])
 
 

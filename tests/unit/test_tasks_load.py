@@ -81,7 +81,7 @@ def test_parquet_rows(tmp_path: Path) -> None:
     assert [loaded[i] for i in range(len(loaded))] == rows
     assert columns_of(str(path), 7)["extra_info"] == {"index": 7, "split": "train"}
     path.write_bytes(b"PAR1 not really")
-    with pytest.raises(UserError, match="Cannot read .*rows.parquet as Parquet"):
+    with pytest.raises(UserError, match=r"Cannot read .*rows\.parquet as Parquet"):
         load_tasks(str(path), {}, 0)
 
 
@@ -105,7 +105,7 @@ def test_hugging_face_directories(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert columns_of(f"{tmp_path}/files", 1) == {"answer": 2}
     assert columns_of(f"{tmp_path}/files#test") == {"answer": 3}
     (tmp_path / "void").mkdir()
-    with pytest.raises(UserError, match="Cannot load the dataset .*void"):
+    with pytest.raises(UserError, match=r"Cannot load the dataset .*void"):
         load_tasks(f"{tmp_path}/void", {}, 0)
 
 
@@ -217,7 +217,7 @@ def test_reasoning_gym_errors(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("reasoning_gym")
     with pytest.raises(UserError, match="Did you mean number_sorting"):
         load_tasks("reasoning_gym:numbers_sorting", {}, 0)
-    with pytest.raises(UserError, match="refuses .*min_numbers"):
+    with pytest.raises(UserError, match=r"refuses .*min_numbers"):
         load_tasks("reasoning_gym:number_sorting", {"min_numbers": -1}, 0)
     monkeypatch.delenv("PYTHONHASHSEED", raising=False)
     with pytest.raises(UserError, match="PYTHONHASHSEED=0"):
@@ -235,5 +235,7 @@ def test_every_reasoning_gym_entry_reaches_its_scorer_unharmed(monkeypatch: pyte
         entry = rows._generator[1]
         column = task_from_row(rows[1], 0, name).columns["reasoning_gym"]
         if entry["answer"] is not None:
-            assert score_entry(column, str(entry["answer"])) == float(rows._generator.score_answer(entry["answer"], entry))
+            assert score_entry(column, str(entry["answer"])) == float(
+                rows._generator.score_answer(entry["answer"], entry)
+            )
         assert 0.0 <= score_entry(column, "no idea <answer> zzz </answer>") <= 1.0

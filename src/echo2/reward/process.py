@@ -24,9 +24,10 @@ from echo2.types import Rollout, Task
 
 PACKAGE_ROOT = str(Path(echo2.__file__).resolve().parent.parent)  # the child imports the same echo2
 STARTUP_SECONDS = 120.0  # imports of the user's module: some load a judge or a word list
+EXIT_SECONDS = 1.0  # from closing its pipe to being gone, for a child that ends by itself
 REAP_SECONDS = 5.0
 MAX_LOG_BYTES = 16 << 20  # a longer log is begun anew at the next start of the process
-LOG_CHARS_SHOWN = 400
+LOG_CHARS_SHOWN = 1500
 
 
 class RewardProcess:
@@ -126,7 +127,7 @@ class RewardProcess:
                 f"raise reward.timeout_seconds. {self._last_words()}"
             ) from error
         except (EOFError, ConnectionError) as error:  # asyncio's IncompleteReadError is an EOFError
-            status = await self._kill()
+            status = await self._kill(EXIT_SECONDS)
             raise RewardFailure(f"The reward process {_ending(status)} while {doing}. {self._last_words()}") from error
         except PeerError as error:
             await self._kill()
@@ -135,15 +136,17 @@ class RewardProcess:
             await self._kill()
             raise
 
-    async def _kill(self) -> int | None:
-        """End the child and everything it started. Its exit status; one that had ended by itself keeps its own."""
+    async def _kill(self, grace_seconds: float = 0.0) -> int | None:
+        """End the child and everything it started. Its exit status: its own if it ended within `grace_seconds`."""
         process, self._process = self._process, None
         if process is None:
             return None
         try:
-            os.killpg(process.pid, signal.SIGKILL)
-        except ProcessLookupError:
-            pass  # it is gone, and so is everything it started
+            await asyncio.wait_for(process.wait(), grace_seconds)
+        except TimeoutError:
+            pass
+        finally:
+            _kill_group(process.pid)
         try:
             return await asyncio.wait_for(process.wait(), REAP_SECONDS)
         except TimeoutError:
@@ -169,6 +172,13 @@ async def _exchange(process: asyncio.subprocess.Process, frame: bytes) -> dict[s
     length = frames.checked_length(frames.HEADER.unpack(header)[0])
     answer: dict[str, Any] = json.loads(await process.stdout.readexactly(length))
     return answer
+
+
+def _kill_group(group: int) -> None:
+    try:
+        os.killpg(group, signal.SIGKILL)
+    except ProcessLookupError:
+        pass  # the child is gone, and so is everything it started
 
 
 def _ending(status: int | None) -> str:

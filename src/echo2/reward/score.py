@@ -99,7 +99,7 @@ def _number(name: str, value: Any, task: Task) -> float | None:
         score = math.inf
     if not math.isfinite(score):
         raise _failure(
-            name, f"returned {value} as a score; scores must be finite. Return None where it does not apply", task
+            name, f"returned {score} as a score; scores must be finite. Return None where it does not apply", task
         )
     return score
 

@@ -79,6 +79,7 @@ class Network:
         self.world = world
         self.links: dict[str, Link] = {}
         self._num_calls = 0
+        self._dead: set[tuple[str, int]] = set()
 
     def call(self, sender: str, body: object, num_bytes: int = SMALL_BYTES) -> int:
         """Ask the head; the number comes back in `Answered` or `TimedOut`."""
@@ -95,7 +96,9 @@ class Network:
             self.world.post(self._down_seconds(asked.sender, num_bytes), asked.sender, Answered(asked.number, value))
 
     def order(self, party: str, epoch: int, body: object, num_bytes: int = SMALL_BYTES) -> None:
-        """One item of the head's stream to `party`; a lost one breaks the stream."""
+        """One item of the head's stream to `party`; nothing comes after a lost one."""
+        if (party, epoch) in self._dead:
+            return
         if self.world.chance(self.links[party].loss):
             self.broke(party, epoch)
         else:
@@ -103,6 +106,7 @@ class Network:
 
     def broke(self, party: str, epoch: int) -> None:
         """The stream is dead; each end notices in its own time."""
+        self._dead.add((party, epoch))
         for end in (party, HEAD):
             self.world.post(self.world.rng.uniform(0.1, 1.0) * KEEPALIVE_SECONDS, end, StreamBroke(party, epoch))
 
