@@ -157,7 +157,7 @@ class RewardProcess:
         try:
             with self._log_path.open("rb") as log:
                 log.seek(max(0, self._log_path.stat().st_size - LOG_CHARS_SHOWN))
-                text = log.read().decode(errors="replace").strip()
+                text = log.read().decode(errors="replace").strip().replace("\n", " | ")
         except OSError:
             text = ""
         return f"Its log {self._log_path} " + (f"ends: {text}" if text else "is empty.")

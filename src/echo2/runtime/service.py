@@ -198,7 +198,7 @@ class Service:
                 is_whole = is_whole or item.HasField("done")
                 yield item
         finally:
-            if learner.feed is feed:
+            if head.learner is learner and learner.feed is feed:  # else another stream, or another learner, took its place
                 learner.feed = None
                 if not is_whole:
                     head.happen(ev.LearnerLost("its stream closed before the step had all its groups"))
