@@ -51,7 +51,9 @@ def settings_from_flags(rest: Sequence[str]) -> dict[str, str]:
         name, equals, value = word.removeprefix("--").partition("=")
         name = name.replace("-", "_")
         if not word.startswith("--") or "." not in name:
-            raise UserError(f"unknown argument {word}. Settings are dotted, like --learner.lr 1e-5; see `echo2 run --help`.")
+            raise UserError(
+                f"unknown argument {word}. Settings are dotted, like --learner.lr 1e-5; see `echo2 run --help`."
+            )
         config.check_keys({name.split(".")[0]: {name.split(".", 1)[1]: None}}, word)
         if not equals:
             following = next(words, None)
@@ -88,7 +90,9 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _add(commands: argparse._SubParsersAction[argparse.ArgumentParser], name: str, text: str, command: Command) -> argparse.ArgumentParser:
+def _add(
+    commands: argparse._SubParsersAction[argparse.ArgumentParser], name: str, text: str, command: Command
+) -> argparse.ArgumentParser:
     parser = commands.add_parser(
         name, help=text, description=text, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -100,10 +104,14 @@ def _add_run(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
     parser = _add(commands, "run", "Train: start head, learner and workers on this machine and look after them.", _run)
     parser.epilog = settings_help()
     parser.set_defaults(takes_settings=True)
-    parser.add_argument("config", type=Path, metavar="CONFIG", help="configuration file (TOML), or config.json of a run")
+    parser.add_argument(
+        "config", type=Path, metavar="CONFIG", help="configuration file (TOML), or config.json of a run"
+    )
     parser.add_argument("--out", type=Path, help="run directory (default: outputs/<name of the file>)")
     parser.add_argument("--resume", action="store_true", help="continue the run in that directory")
-    parser.add_argument("--dry-run", action="store_true", help="check everything, print the resolved configuration, start nothing")
+    parser.add_argument(
+        "--dry-run", action="store_true", help="check everything, print the resolved configuration, start nothing"
+    )
     parser.add_argument("--json", action="store_true", help="print the summary as JSON")
 
 
@@ -114,7 +122,9 @@ def _add_processes(commands: argparse._SubParsersAction[argparse.ArgumentParser]
     parser.add_argument("target", type=Path, metavar="DIR|CONFIG")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--resume", action="store_true")
-    parser = _add(commands, "learner", "Start the learner of a run alone; it goes on from the newest checkpoint.", _learner)
+    parser = _add(
+        commands, "learner", "Start the learner of a run alone; it goes on from the newest checkpoint.", _learner
+    )
     parser.add_argument("directory", type=Path, metavar="DIR", help="the run directory (config.json, checkpoints/)")
     parser.add_argument("--ticket", default="", help="learner ticket, when the head is on another machine")
     parser = _add(commands, "worker", "Join a run with a ticket and make rollouts for it.", _worker)
@@ -122,20 +132,38 @@ def _add_processes(commands: argparse._SubParsersAction[argparse.ArgumentParser]
     parser.add_argument("--engine", default="compact", choices=["compact", "transformers", "fake"])
     parser.add_argument("--device", default="auto", help="cpu | cuda | cuda:0 ... | auto")
     parser.add_argument("--price-usd-per-hour", type=float, default=0.0, help="what this machine costs")
-    parser.add_argument("--max-groups", type=int, default=0, help="groups to sample together at most (0: as the run asks)")
-    parser.add_argument("--allow-reward", action="append", default=[], metavar="SPEC", help="a reward installed here that the run may use")
-    parser.add_argument("--state", type=Path, help="where key and snapshots are kept (default: the user's state directory)")
-    parser.add_argument("--patience-seconds", type=float, default=600.0, help="how long to look for a head that is away")
+    parser.add_argument(
+        "--max-groups", type=int, default=0, help="groups to sample together at most (0: as the run asks)"
+    )
+    parser.add_argument(
+        "--allow-reward",
+        action="append",
+        default=[],
+        metavar="SPEC",
+        help="a reward installed here that the run may use",
+    )
+    parser.add_argument(
+        "--state", type=Path, help="where key and snapshots are kept (default: the user's state directory)"
+    )
+    parser.add_argument(
+        "--patience-seconds", type=float, default=600.0, help="how long to look for a head that is away"
+    )
 
 
 def _add_views(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = _add(commands, "status", "Who waits for whom, since when, until when, and why.", _status)
-    parser.add_argument("directory", type=Path, nargs="?", metavar="DIR", help="run directory (default: the newest below outputs/)")
+    parser.add_argument(
+        "directory", type=Path, nargs="?", metavar="DIR", help="run directory (default: the newest below outputs/)"
+    )
     parser.add_argument("--json", action="store_true")
-    parser = _add(commands, "audit", "Count every group of a run's ledger: trained, retired, open, lost, doubled.", _audit)
+    parser = _add(
+        commands, "audit", "Count every group of a run's ledger: trained, retired, open, lost, doubled.", _audit
+    )
     parser.add_argument("directory", type=Path, metavar="DIR")
     parser.add_argument("--json", action="store_true")
-    parser = _add(commands, "replay", "Feed a run's logged events to the planner again and compare its commands.", _replay)
+    parser = _add(
+        commands, "replay", "Feed a run's logged events to the planner again and compare its commands.", _replay
+    )
     parser.add_argument("directory", type=Path, metavar="DIR")
     parser.add_argument("--json", action="store_true")
 
@@ -153,7 +181,7 @@ def _add_model_commands(commands: argparse._SubParsersAction[argparse.ArgumentPa
     parser.add_argument("--step", type=int, help="checkpoint to export (default: the newest)")
 
 
-# ---- commands ----------------------------------------------------------------------------------------------------------
+# ---- commands ----------------------------------------------------------------------------------------------------
 
 
 def _run(options: argparse.Namespace) -> int:
@@ -232,7 +260,9 @@ def _audit(options: argparse.Namespace) -> int:
         print(json.dumps(found.to_dict()))
     else:
         for key, value in found.to_dict().items():
-            shown = ", ".join(f"{count} {why}" for why, count in value.items()) or "0" if isinstance(value, dict) else value
+            shown = (
+                ", ".join(f"{count} {why}" for why, count in value.items()) or "0" if isinstance(value, dict) else value
+            )
             print(f"{key:>14}  {shown}")
     return 0 if found.lost == found.doubled == 0 else 1
 
@@ -247,7 +277,11 @@ def _replay(options: argparse.Namespace) -> int:
 
         print(json.dumps(asdict(found)))
     else:
-        verdict = "all the same" if not found.num_different else f"{found.num_different} differ; the first: {found.first_difference}"
+        verdict = (
+            "all the same"
+            if not found.num_different
+            else f"{found.num_different} differ; the first: {found.first_difference}"
+        )
         print(f"{found.num_events} events of {found.num_heads} heads, {found.num_commands} commands: {verdict}")
     return 0 if not found.num_different else 1
 

@@ -1,8 +1,8 @@
 """Every setting of a run, with its meaning, bounds and default. One TOML file; dotted flags mirror it.
 
-Order: defaults < file < flags (``--learner.lr 1e-5``). An unknown key fails with its path and the nearest known name. The
-resolved configuration is written to ``config.json`` in the run directory and is what every process of the run reads.
-Users state intent (a staleness bound, a batch, a budget); what follows from it is a derived property.
+Order: defaults < file < flags (``--learner.lr 1e-5``). An unknown key fails with its path and the nearest known name.
+The resolved configuration is written to ``config.json`` in the run directory and is what every process of the run
+reads. Users state intent (a staleness bound, a batch, a budget); what follows from it is a derived property.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ class RunConfig:
     seed: Annotated[int, _doc("Seed of task order, sampling and initialisation.", ge=0)] = 0
     max_steps: Annotated[int, _doc("Training steps to do in all.", ge=1)] = 100
     deterministic: Annotated[
-        bool, _doc("Fix which version samples a group, the batch shapes and the order of sums: same seed, same weights.")
+        bool,
+        _doc("Fix which version samples a group, the batch shapes and the order of sums: same seed, same weights."),
     ] = False
     tensorboard: Annotated[bool, _doc("Also write TensorBoard files to <out>/tensorboard.")] = False
     wandb_project: Annotated[str, _doc("Also log to this Weights & Biases project. Empty: off.")] = ""
@@ -47,9 +48,9 @@ class ModelConfig:
 
     path: Annotated[str, _doc("A Hugging Face model directory or hub id.")] = ""
     dtype: Annotated[Literal["float32", "bfloat16"], _doc("Precision of the learner's master weights.")] = "float32"
-    snapshot_dtype: Annotated[
-        Literal["float32", "bfloat16"], _doc("Precision of the weights that workers get.")
-    ] = "float32"
+    snapshot_dtype: Annotated[Literal["float32", "bfloat16"], _doc("Precision of the weights that workers get.")] = (
+        "float32"
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -254,7 +255,9 @@ def check_keys(raw: Mapping[str, Any], where: str) -> None:
             near = owners or difflib.get_close_matches(section, list(known), n=1, cutoff=0.5)
             raise UserError(f"{where}: unknown section or key {section!r}.{_did_you_mean(near)}")
         if not isinstance(body, Mapping):
-            raise UserError(f"{where}: {section!r} is a section, but holds {body!r}. Write [{section}] and its keys below.")
+            raise UserError(
+                f"{where}: {section!r} is a section, but holds {body!r}. Write [{section}] and its keys below."
+            )
         for name in body:
             if name not in known[section]:
                 paths = [f"{owner}.{key}" for owner, names in known.items() for key in names]

@@ -3,8 +3,8 @@
 Token data is held in `array.array` ('i' for token ids, 'f' for logprobs): compact, and readable without a copy by
 `numpy.frombuffer` and `torch.frombuffer`.
 
-A *policy version* is a number of completed training steps. After a learner has fallen back to a checkpoint, numbers are
-used again for other weights; the *lineage*, which grows by one at each such fall-back, tells them apart.
+A *policy version* is a number of completed training steps. After a learner has fallen back to a checkpoint, numbers
+are used again for other weights; the *lineage*, which grows by one at each such fall-back, tells them apart.
 """
 
 from __future__ import annotations

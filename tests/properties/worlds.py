@@ -138,9 +138,16 @@ def judge_deterministic(report: Report, scenario: Scenario) -> list[str]:
             wrong.append(f"group {number} of step {step} was sampled with versions {versions}, not {fixed}")
     if not report.retired:
         for number, shapes in report.history.shapes.items():
-            if len(shapes) > 1:
-                wrong.append(f"group {number} was sampled in batches of {sorted(shapes)}")
+            if shapes != {unit_size(number, scenario)}:
+                wrong.append(f"group {number} was sampled in a batch of {shapes}, not of {unit_size(number, scenario)}")
     return wrong
+
+
+def unit_size(number: int, scenario: Scenario) -> int:
+    """Groups in the batch that group `number` belongs to: batches are cut from the numbers, and end where a step ends."""
+    step, batch = number // scenario.groups_per_step, number // scenario.groups_per_batch
+    of_batch = range(batch * scenario.groups_per_batch, (batch + 1) * scenario.groups_per_batch)
+    return sum(other // scenario.groups_per_step == step for other in of_batch)
 
 
 def judge_commands(report: Report, scenario: Scenario) -> list[str]:

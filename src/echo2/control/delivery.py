@@ -29,8 +29,8 @@ def judge(state: PlannerState, event: ev.GroupDelivered) -> tuple[str, str] | No
         )
     if done:
         return "duplicate", f"{event.group} has a result already"
-    if event.newest_version > state.version:
-        return "malformed", f"tokens of version {event.newest_version}; the newest is {state.version}"
+    if event.newest_version > state.highest_version:
+        return "malformed", f"tokens of version {event.newest_version}; there is none after {state.highest_version}"
     if event.oldest_version < lease.min_version:
         age = staleness.staleness(lease.step, event.oldest_version)
         return "stale", f"its oldest token would be {age} versions old at step {lease.step}"

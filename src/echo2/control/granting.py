@@ -140,7 +140,7 @@ def issue_unit(state: PlannerState, step: int) -> None:
 def complete_unit(state: PlannerState) -> None:
     """Issue the rest of a unit that a kill of the head left issued in part, or its batch would have another shape."""
     last = state.groups.get(state.groups.next_number - 1)
-    if last is not None and state.groups.next_number % state.groups.groups_per_unit != 0:
+    if last is not None and last.step >= state.version and state.groups.next_number % state.groups.groups_per_unit != 0:
         issue_unit(state, last.step)
 
 

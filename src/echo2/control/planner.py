@@ -95,6 +95,7 @@ class Planner(PlannerState):
 
     def _start(self, event: ev.HeadStarted, now: float) -> None:
         self.version, self.lineage, self.oldest_kept = event.version, event.lineage, event.oldest_kept
+        self.highest_version = max([event.version, *(ref.version for ref in event.published)])
         self.checkpoint_version = event.checkpoint_version
         self.groups.next_number, self.leases.next_lease_id = event.next_number, event.next_lease_id
         self.evaluation.evaluated = set(event.evaluated)
@@ -162,6 +163,7 @@ class Planner(PlannerState):
                 if later in self.retained:
                     self.emit(do.DropSnapshot, "its step is trained again", ref=self.retained.pop(later))
             self.evaluation.forget_after(version)
+            self.checkpoint_version = min(self.checkpoint_version, version)
         self.version, self.learner_joined, self.wanted_step = version, True, None
         self.emit(do.RecordLearner, reason, version=version, lineage=self.lineage)
 
@@ -192,6 +194,7 @@ class Planner(PlannerState):
             assert record is not None
             self.groups.move(record, "trained")
         self.version, self.wanted_step = event.step + 1, None
+        self.highest_version = max(self.highest_version, self.version)
 
     def _snapshot_published(self, ref: SnapshotRef) -> None:
         if ref.lineage != self.lineage or ref.version > self.version:
@@ -224,14 +227,16 @@ class Planner(PlannerState):
                 del self.published[version]
 
     def _checkpoint_saved(self, event: ev.CheckpointSaved) -> None:
-        self.checkpoint_version, self.oldest_kept = event.version, max(self.oldest_kept, event.oldest_kept)
+        # Reports may come twice and out of order; only the newest counts.
+        self.checkpoint_version = max(self.checkpoint_version, event.version)
+        self.oldest_kept = max(self.oldest_kept, event.oldest_kept)
         self.emit(
             do.RecordCheckpoint,
             f"a checkpoint of version {event.version} is durable",
-            version=event.version,
-            oldest_kept=event.oldest_kept,
+            version=self.checkpoint_version,
+            oldest_kept=self.oldest_kept,
         )
-        self.groups.forget_below(event.oldest_kept)
+        self.groups.forget_below(self.oldest_kept)
 
     # ---- feeding ---------------------------------------------------------------------------------------------------
 

@@ -19,8 +19,11 @@ from echo2.types import Lease, SnapshotRef
 
 #: Chunks asked for at once; small enough that a torn connection loses little, large enough to fill a long link.
 CHUNKS_PER_FETCH = 16
-#: Times a snapshot is fetched anew after it proved corrupt or unobtainable, before the worker waits for the next one.
+#: Times a snapshot is fetched in a row although it proved corrupt.
 MAX_FETCHES = 3
+#: Seconds before a snapshot that proved corrupt so often is asked for again, unless a newer one comes first. (Never to ask again
+#: would be a deadlock where the learner waits for this worker and so publishes nothing newer.)
+REFUSED_SECONDS = 30.0
 #: Seconds between tries to deliver a result that the head did not answer for.
 REDELIVER_SECONDS = 2.0
 #: Seconds before a fetch that failed is tried again.
@@ -87,7 +90,7 @@ class Relay:
             case ev.ChunksFailed():
                 self._chunks_failed(event, now)
             case ev.SnapshotRefused():
-                self._refused(event)
+                self._refused(event, now)
             case ev.SnapshotInstalled():
                 self._installed(event.ref)
             case ev.GroupProduced():
@@ -184,6 +187,7 @@ class Relay:
             return
         if self._is_wanted(event.ref):
             # A newer snapshot takes the place of an unfinished one; chunks they share are stored already.
+            self._retry_at = 0.0
             self.incoming = Incoming(event.ref, dict.fromkeys(event.missing))
 
     def _demanded(self) -> int | None:
@@ -239,15 +243,14 @@ class Relay:
         if event.is_gone:
             self.incoming = None  # dropped at the origin; what comes next is announced, or asked for anew
 
-    def _refused(self, event: ev.SnapshotRefused) -> None:
+    def _refused(self, event: ev.SnapshotRefused, now: float) -> None:
         """It was whole and did not verify (or the engine would not take it): never installed, fetched anew a few times."""
         self.installing = None
         incoming = self.incoming
         if incoming is None or incoming.ref != event.ref:
             return
         if incoming.fetches >= MAX_FETCHES:
-            self.incoming = None
-            self.newest = self.installed if self.newest == event.ref else self.newest
+            self.incoming, self._retry_at = None, now + REFUSED_SECONDS
             return
         self.incoming = Incoming(event.ref, dict.fromkeys(event.missing), fetches=incoming.fetches + 1)
 

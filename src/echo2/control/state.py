@@ -43,11 +43,13 @@ class PlannerState:
     retained    those of them that the origin still stores
     wanted_step the step whose groups the learner waits for; `step_ended` once it has them all
     over        why the run ended, once it has
+    highest_version  reached in any lineage: tokens of a later one are made up
     """
 
     def __init__(self, options: PlannerOptions) -> None:
         self.options = options
         self.version = 0
+        self.highest_version = 0
         self.lineage = 1
         self.checkpoint_version = -1
         self.oldest_kept = 0

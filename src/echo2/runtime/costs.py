@@ -1,8 +1,8 @@
 """Dollars: what each machine has cost so far, and what of it was wasted, by cause.
 
-A worker costs its price for as long as it attends. Generating time of results that were refused is waste under the refusal's word;
-a lease that ended without a result is charged the worker's mean time for a group (never more than the lease lasted), as an
-estimate. What is left of a worker's attendance is idle time.
+A worker costs its price for as long as it attends. Generating time of results that were refused is waste under the
+refusal's word; a lease that ended without a result is charged the worker's mean time for a group (never more than the
+lease lasted), as an estimate. What is left of a worker's attendance is idle time.
 """
 
 from __future__ import annotations

@@ -70,7 +70,9 @@ class RunDisplay:
         elif now - self._printed_at > PLAIN_SECONDS:
             self._printed_at = now
             done, total = status.get("version", 0), status.get("max_steps", "?")
-            self._console.print(f"step {done}/{total}  {_news(self._rows, status).plain}".replace("\n", "  "), highlight=False)
+            self._console.print(
+                f"step {done}/{total}  {_news(self._rows, status).plain}".replace("\n", "  "), highlight=False
+            )
 
 
 def sparkline(values: Sequence[float], width: int = 40) -> str:
@@ -108,9 +110,13 @@ def show_summary(summary: dict[str, Any], console: Console) -> None:
     table.add_column(style="bold")
     table.add_column()
     if before is not None:
-        table.add_row("held-out accuracy", f"{before:.3f} before, [green]{after:.3f} after[/green] {summary['steps']} steps")
+        table.add_row(
+            "held-out accuracy", f"{before:.3f} before, [green]{after:.3f} after[/green] {summary['steps']} steps"
+        )
     table.add_row("learner idle ratio", f"{summary['learner_idle_ratio']:.1%}")
-    staleness = f"mean {summary['staleness_mean']:.2f}, max {summary['staleness_max']}, bound {summary['staleness_bound']}"
+    staleness = (
+        f"mean {summary['staleness_mean']:.2f}, max {summary['staleness_max']}, bound {summary['staleness_bound']}"
+    )
     table.add_row("staleness (versions)", staleness)
     table.add_row("groups", f"{groups['trained']} trained, retired: {retired}; deliveries refused: {refused}")
     table.add_row("snapshots shipped", f"{summary['origin_bytes'] / 1e6:.1f} MB")
@@ -137,7 +143,9 @@ def show_status(status: dict[str, Any], console: Console) -> None:
     """`echo2 status`: where the run stands, who waits for whom, and the local processes."""
     done = f"step {status['version']} of {status['max_steps']}, lineage {status['lineage']}"
     published = f"snapshot {status['published']}, checkpoint {status['checkpoint']}"
-    console.print(f"[bold]{status['directory']}[/bold]  {status['state']}  {done}  {published}  ${status['cost_usd']:.4f}")
+    console.print(
+        f"[bold]{status['directory']}[/bold]  {status['state']}  {done}  {published}  ${status['cost_usd']:.4f}"
+    )
     waits = Table("who", "waits for", "since", "until", "why", title="Waits", title_justify="left")
     now = status["time"]
     for wait in status["waits"]:
@@ -147,6 +155,8 @@ def show_status(status: dict[str, Any], console: Console) -> None:
     console.print(waits if status["waits"] else "nobody waits")
     table = Table("role", "id", "pid", "state", "doing", title="Processes", title_justify="left")
     for process in status["processes"]:
-        state = "[green]alive[/green]" if process["alive"] else "[red]gone[/red]" if process["alive"] is False else "remote"
+        state = (
+            "[green]alive[/green]" if process["alive"] else "[red]gone[/red]" if process["alive"] is False else "remote"
+        )
         table.add_row(process["role"], process["id"], str(process["pid"] or "-"), state, process.get("doing", ""))
     console.print(table)

@@ -36,7 +36,9 @@ def checkpoint_directory(rundir: RunDir, step: int | None) -> Path:
     Raises:
         UserError: there is none.
     """
-    found = checkpoint.latest(rundir.checkpoints) if step is None else checkpoint.step_directory(rundir.checkpoints, step)
+    found = (
+        checkpoint.latest(rundir.checkpoints) if step is None else checkpoint.step_directory(rundir.checkpoints, step)
+    )
     if found is None or not found.is_dir():
         have = sorted(entry.name for entry in rundir.checkpoints.glob("step_*"))
         wanted = "a checkpoint" if step is None else f"checkpoint step_{step}"
@@ -53,7 +55,9 @@ def evaluate(target: Path, step: int | None, model: str, overrides: Mapping[str,
     rundir = RunDir(target) if target.is_dir() else None
     config = configuration.load(rundir.config if rundir is not None else target, overrides)
     where = model or (str(checkpoint_directory(rundir, step)) if rundir is not None else config.model.path)
-    source, params = (config.eval.source, config.eval.params) if config.eval.source else (config.tasks.source, config.tasks.params)
+    source, params = (
+        (config.eval.source, config.eval.params) if config.eval.source else (config.tasks.source, config.tasks.params)
+    )
     tasks = load_tasks(source, params, config.run.seed)
     stream = TaskStream(tasks, config.run.seed, False)
     policy = load_policy(where, config.model.dtype, config.workers.device)
@@ -79,7 +83,9 @@ def evaluate(target: Path, step: int | None, model: str, overrides: Mapping[str,
 
         generate.sample_groups(engine, tokenizer, assignments, 1, "eval", score, failed)
     if not rewards:
-        raise UserError(f"No held-out task could be evaluated. The last failure: {failures[-1] if failures else 'none'}")
+        raise UserError(
+            f"No held-out task could be evaluated. The last failure: {failures[-1] if failures else 'none'}"
+        )
     return {
         "model": where,
         "eval/accuracy": statistics.fmean(rewards),

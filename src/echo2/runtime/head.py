@@ -1,7 +1,8 @@
 """The head: the planner's real driver. It feeds events to the planner, logs them, and carries its commands out.
 
-It never imports torch, so that no training step can stall a heartbeat. Everything durable goes into the ledger before the
-next command is carried out; `service` answers the links, `scoring` and `evals` look after results, `status` tells people.
+It never imports torch, so that no training step can stall a heartbeat. Everything durable goes into the ledger before
+the next command is carried out; `service` answers the links, `scoring` and `evals` look after results, `status` tells
+people.
 """
 
 from __future__ import annotations
@@ -147,7 +148,7 @@ class Head:
             self.ledger.set_meta(key, value)
         return value
 
-    # ---- the one place where things happen -----------------------------------------------------------------------------
+    # ---- the one place where things happen -----------------------------------------------------------------------
 
     def happen(self, event: ev.Event) -> list[do.Command]:
         """Tell the planner, log it, and carry out what it asks for."""
@@ -165,7 +166,8 @@ class Head:
         """Tell the planner what the ledger and the snapshot store hold."""
         state = self.ledger.recover()
         groups = tuple(
-            ev.RecoveredGroup(g.number, g.step, g.state, g.oldest_version, g.num_tokens, g.worker_id) for g in state.groups
+            ev.RecoveredGroup(g.number, g.step, g.state, g.oldest_version, g.num_tokens, g.worker_id)
+            for g in state.groups
         )
         leases = tuple(ev.RecoveredLease(old.lease_id, old.number, old.worker_id, old.deadline) for old in state.leases)
         self.happen(
@@ -230,7 +232,7 @@ class Head:
         self.ledger.close()
         self.log.close()
 
-    # ---- commands ------------------------------------------------------------------------------------------------------
+    # ---- commands ------------------------------------------------------------------------------------------------
 
     def _carriers(self) -> dict[type[do.Command], Callable[[Any], None]]:
         return {

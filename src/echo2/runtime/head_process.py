@@ -8,6 +8,7 @@ import logging
 import signal
 
 from echo2.errors import UserError
+from echo2.reward.functions import BUILT_IN
 from echo2.runtime import head_report
 from echo2.runtime.head import Head
 from echo2.runtime.rundir import RunDir, write_atomically
@@ -41,6 +42,8 @@ async def run_head(rundir: RunDir) -> int:
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, head.end, "stopped", "the head was told to stop")
+    if set(config.reward.functions) - set(BUILT_IN):
+        await head.reward.start()  # a reward file that does not load is found before anything is sampled
     head.start()
     log.info("listening on %s", address)
     reporter = asyncio.create_task(_keep_reporting(head))

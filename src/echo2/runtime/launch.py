@@ -40,7 +40,9 @@ def check(config: Config) -> None:
     if looks_local and not (Path(config.model.path) / "config.json").is_file():
         raise UserError(f"model.path = {config.model.path}: no model there (no config.json). Check the path.")
     if not config.tasks.source:
-        raise UserError("tasks.source is empty: name your tasks (rows.jsonl, reasoning_gym:<name>, file.py:Class, ...).")
+        raise UserError(
+            "tasks.source is empty: name your tasks (rows.jsonl, reasoning_gym:<name>, file.py:Class, ...)."
+        )
     if not config.reward.functions:
         raise UserError('reward.functions is empty: name at least one, for example ["exact_match"].')
     for section in (config.tasks, config.eval):
@@ -74,7 +76,9 @@ def run(path: Path, out: Path | None, resume: bool, dry_run: bool, overrides: Ma
     arguments += ["--price-usd-per-hour", str(workers.price_usd_per_hour)]
     supervisor = Supervisor(rundir, workers.count, arguments)
     console = Console(stderr=True)
-    console.print(f"run directory [bold]{where}[/bold]   others join with: echo2 worker @{rundir.ticket}", highlight=False)
+    console.print(
+        f"run directory [bold]{where}[/bold]   others join with: echo2 worker @{rundir.ticket}", highlight=False
+    )
     with display.RunDisplay(rundir, config.run.max_steps, console) as shown:
         outcome = supervisor.run(shown.poll)
     summary = read_json(rundir.summary)

@@ -1,7 +1,8 @@
 """metrics.jsonl, one object a training step, and the optional TensorBoard and Weights & Biases copies.
 
-A row's `step` is the number of completed steps (row N describes the step that made version N); `eval/*` in row N is of version N and is
-added when that evaluation ends, which may be a few steps later. Row 0 holds the evaluation before training.
+A row's `step` is the number of completed steps (row N describes the step that made version N); `eval/*` in row N is
+of version N and is added when that evaluation ends, which may be a few steps later. Row 0 holds the evaluation before
+training.
 """
 
 from __future__ import annotations
@@ -37,7 +38,9 @@ class Metrics:
                 with open(self._path, "a", encoding="utf-8") as file:
                     file.write(json.dumps(row) + "\n")
             except OSError as error:
-                raise UserError(f"Cannot write {self._path}: {error.strerror}. Free some space, then --resume.") from error
+                raise UserError(
+                    f"Cannot write {self._path}: {error.strerror}. Free some space, then --resume."
+                ) from error
         for sink in self._sinks:
             sink.write(row["step"], row)
 
@@ -107,4 +110,6 @@ def _import(package: str, setting: str) -> Any:
     try:
         return importlib.import_module(package)
     except ImportError as error:
-        raise UserError(f"{setting} needs the package {package}: pip install {package}, or leave {setting} out.") from error
+        raise UserError(
+            f"{setting} needs the package {package}: pip install {package}, or leave {setting} out."
+        ) from error

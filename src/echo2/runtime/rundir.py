@@ -1,4 +1,4 @@
-"""A run directory: what lies where, who may use it, and how small files are replaced atomically.
+"""A run directory: what lies where, and who may use it.
 
     config.json       resolved configuration            metrics.jsonl   one object a step
     ledger.sqlite     what became of every group        events.jsonl    what the planner was told and answered (replay)
@@ -6,6 +6,9 @@
     checkpoints/      step_N/: HF model + optimizer     snapshots/      chunks that workers fetch
     logs/             one file a process                identity/       the run's keys (private)
     ticket            what `echo2 worker` needs to join processes.json  local processes with their pids
+    outcome.json      how the run ended                 summary.json    the numbers of its closing table
+
+Small files are replaced whole (`write_atomically`), so that a reader never sees half of one.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The head's side of every link: what workers and the learner may ask, turned into events, and the planner's answers.
 
-A handler checks what came (bounds and types were checked by the transport), calls `Head.happen`, and reads its answer out of the
-returned commands. It decides nothing.
+A handler checks what came (bounds and types were checked by the transport), calls `Head.happen`, and reads its answer
+out of the returned commands. It decides nothing.
 """
 
 from __future__ import annotations
@@ -59,14 +59,16 @@ class Service:
             "LearnerReport": self.learner_report,
         }
 
-    # ---- workers -------------------------------------------------------------------------------------------------------
+    # ---- workers -------------------------------------------------------------------------------------------------
 
     async def attend(self, peer: Peer, hello: wire.WorkerHello) -> AsyncIterator[wire.Order]:
         """A worker attends as long as it keeps this stream open."""
         head = self._head
         _check_hello(hello)
         outbox: asyncio.Queue[wire.Order | None] = asyncio.Queue()
-        presence = Presence(outbox, hello.host[:200], hello.pid, hello.engine[:50], hello.device[:50], wire.WorkerReport())
+        presence = Presence(
+            outbox, hello.host[:200], hello.pid, hello.engine[:50], hello.device[:50], wire.WorkerReport()
+        )
         before = head.workers.get(peer.peer_id)
         if before is not None:
             before.outbox.put_nowait(None)
@@ -159,13 +161,15 @@ class Service:
 
     async def fetch_chunks(self, peer: Peer, request: wire.ChunkRequest) -> AsyncIterator[wire.Chunk]:
         if len(request.hashes) > CHUNKS_PER_CALL_MAX:
-            raise PeerError("oversized", f"{len(request.hashes)} chunks asked for at once, {CHUNKS_PER_CALL_MAX} allowed")
+            raise PeerError(
+                "oversized", f"{len(request.hashes)} chunks asked for at once, {CHUNKS_PER_CALL_MAX} allowed"
+            )
         for chunk in request.hashes:
             data = self._head.store.get(chunk)
             self._head.counters["origin_bytes"] += len(data)
             yield wire.Chunk(hash=chunk, data=data)
 
-    # ---- the learner ---------------------------------------------------------------------------------------------------
+    # ---- the learner ---------------------------------------------------------------------------------------------
 
     async def learner_hello(self, peer: Peer, hello: wire.LearnerHello) -> wire.LearnerWelcome:
         head = self._head
@@ -198,7 +202,9 @@ class Service:
                 is_whole = is_whole or item.HasField("done")
                 yield item
         finally:
-            if head.learner is learner and learner.feed is feed:  # else another stream, or another learner, took its place
+            if (
+                head.learner is learner and learner.feed is feed
+            ):  # else another stream, or another learner, took its place
                 learner.feed = None
                 if not is_whole:
                     head.happen(ev.LearnerLost("its stream closed before the step had all its groups"))
@@ -248,7 +254,9 @@ class Service:
 
 def _check_hello(hello: wire.WorkerHello) -> None:
     if hello.protocol != PROTOCOL_VERSION:
-        raise PeerError("protocol", f"the worker speaks protocol {hello.protocol}, the head {PROTOCOL_VERSION}: upgrade one")
+        raise PeerError(
+            "protocol", f"the worker speaks protocol {hello.protocol}, the head {PROTOCOL_VERSION}: upgrade one"
+        )
     if hello.capacity_groups < 1:
         raise PeerError("malformed", "capacity_groups must be at least 1")
     if len(hello.held_leases) > CLAIMS_MAX or len(hello.rewards) > CLAIMS_MAX:

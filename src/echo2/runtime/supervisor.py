@@ -1,8 +1,8 @@
 """`echo2 run`: starts head, learner and workers on this machine, over the same wire as between continents, and keeps them alive.
 
-A process that dies is started again (the head from its ledger, the learner from its checkpoint, a worker afresh), up to a
-limit. A process that ends with the user's mistake ends the run, with its one-line error. When the supervisor itself dies, its
-children end too (`lifeline`).
+A process that dies is started again (the head from its ledger, the learner from its checkpoint, a worker afresh), up
+to a limit. A process that ends with the user's mistake ends the run, with its one-line error. When the supervisor
+itself dies, its children end too (`lifeline`).
 """
 
 from __future__ import annotations
@@ -62,7 +62,13 @@ class Supervisor:
         self.others = [Child("learner", "learner", ["learner", path])]
         for number in range(num_workers):
             name = f"worker-{number}"
-            arguments = ["worker", f"@{rundir.ticket}", "--state", str(rundir.path / "workers" / name), *worker_arguments]
+            arguments = [
+                "worker",
+                f"@{rundir.ticket}",
+                "--state",
+                str(rundir.path / "workers" / name),
+                *worker_arguments,
+            ]
             self.others.append(Child(name, "worker", arguments))
         self._lifeline = os.pipe()
         self._signalled: int | None = None
@@ -107,6 +113,7 @@ class Supervisor:
     def _start(self, child: Child) -> None:
         reading, _ = self._lifeline
         environment = {**os.environ, LIFELINE_VARIABLE: str(reading), "PYTHONUNBUFFERED": "1"}
+        environment.setdefault("PYTHONHASHSEED", "0")  # task generators that iterate over sets give the same tasks everywhere
         environment.setdefault("OMP_NUM_THREADS", "1")  # processes share the cores: see docs/operations.md
         with open(self.rundir.logs / f"{child.name}.log", "ab") as log:
             child.process = subprocess.Popen(
@@ -124,7 +131,9 @@ class Supervisor:
             for c in self.children
             if c.process is not None
         ]
-        write_atomically(self.rundir.processes, json.dumps([{"role": "supervisor", "name": "run", "pid": os.getpid()}, *listing]))
+        write_atomically(
+            self.rundir.processes, json.dumps([{"role": "supervisor", "name": "run", "pid": os.getpid()}, *listing])
+        )
 
     def _wait_for_head(self) -> None:
         deadline = time.monotonic() + HEAD_START_SECONDS
@@ -133,7 +142,9 @@ class Supervisor:
             if self.head.process.poll() is not None:
                 self._died(self.head)
             if time.monotonic() > deadline:
-                raise ProcessFailed(f"The head did not start within {HEAD_START_SECONDS:.0f} s; see {self._log(self.head)}.")
+                raise ProcessFailed(
+                    f"The head did not start within {HEAD_START_SECONDS:.0f} s; see {self._log(self.head)}."
+                )
             if self._signalled is not None:
                 raise KeyboardInterrupt
             time.sleep(POLL_SECONDS)
@@ -188,5 +199,7 @@ class Supervisor:
 
 def last_error(log: Path) -> str | None:
     """The last line of a log that tells an error to people."""
-    lines = [line for line in log.read_text(encoding="utf-8", errors="replace").splitlines() if line.startswith(ERROR_PREFIX)]
+    lines = [
+        line for line in log.read_text(encoding="utf-8", errors="replace").splitlines() if line.startswith(ERROR_PREFIX)
+    ]
     return lines[-1].removeprefix(ERROR_PREFIX) if lines else None

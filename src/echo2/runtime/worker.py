@@ -1,7 +1,8 @@
 """`echo2 worker TICKET`: one rollout worker. The relay decides, this drives it: link, engine, chunks, rewards.
 
-Three things run at once, so that none delays another: the event loop (link, heartbeats, chunks), one engine thread (sampling), and
-one loading thread (decode, verify, load a snapshot beside the old one). Results wait in memory until the head has answered for them.
+Three things run at once, so that none delays another: the event loop (link, heartbeats, chunks), one engine thread
+(sampling), and one loading thread (decode, verify, load a snapshot beside the old one). Results wait in memory until
+the head has answered for them.
 """
 
 from __future__ import annotations
@@ -76,7 +77,9 @@ class Batch:
 class WorkerProcess:
     """Drives one relay. `run` returns when the head says stop."""
 
-    def __init__(self, link: Link, worker_id: str, directory: Path, options: WorkerOptions, rewards: tuple[str, ...]) -> None:
+    def __init__(
+        self, link: Link, worker_id: str, directory: Path, options: WorkerOptions, rewards: tuple[str, ...]
+    ) -> None:
         self._link, self._worker_id, self._options, self._rewards = link, worker_id, options, rewards
         self._store = ChunkStore(directory / "snapshots")
         self._clock = Clock()
@@ -133,7 +136,7 @@ class WorkerProcess:
             self._loading_thread.shutdown(wait=False, cancel_futures=True)
             await self._link.close()
 
-    # ---- the one place where things happen -----------------------------------------------------------------------------
+    # ---- the one place where things happen -----------------------------------------------------------------------
 
     def _happen(self, event: ev.Event) -> None:
         if self._relay is None or self._stopped.done():
@@ -161,7 +164,7 @@ class WorkerProcess:
         delay = max(0.0, command.at - self._clock.now())
         self._wake = self._loop.call_later(delay, self._happen, ev.Tick())
 
-    # ---- attending -----------------------------------------------------------------------------------------------------
+    # ---- attending -----------------------------------------------------------------------------------------------
 
     async def _keep_attending(self) -> None:
         """Consumes: orders. Waits for: the head. Unblocked by: its stream. Produces: relay events. Reconnects for ever, but
@@ -266,7 +269,7 @@ class WorkerProcess:
         self._assignments.pop(lease_id, None)
         self._results.pop(lease_id, None)
 
-    # ---- snapshots -----------------------------------------------------------------------------------------------------
+    # ---- snapshots -----------------------------------------------------------------------------------------------
 
     def _announced(self, notice: wire.SnapshotNotice) -> None:
         manifest = Manifest.from_bytes(notice.manifest)
@@ -312,7 +315,11 @@ class WorkerProcess:
         self._counters.pause_seconds += pause
         self._happen(ev.SnapshotInstalled(ref))
         relay = self._relay
-        keep = {ref, *([relay.newest] if relay and relay.newest else []), *([relay.incoming.ref] if relay and relay.incoming else [])}
+        keep = {
+            ref,
+            *([relay.newest] if relay and relay.newest else []),
+            *([relay.incoming.ref] if relay and relay.incoming else []),
+        }
         self._manifests = {key: value for key, value in self._manifests.items() if key in keep}
         self._store.retain(self._manifests.values())
 
@@ -327,7 +334,7 @@ class WorkerProcess:
         if files != self._tokenizer_files:
             self._tokenizer, self._tokenizer_files = generate.load_tokenizer(files), files
 
-    # ---- generating ----------------------------------------------------------------------------------------------------
+    # ---- generating ----------------------------------------------------------------------------------------------
 
     def _cancel_batch(self) -> None:
         if self._batch is not None:
@@ -401,7 +408,7 @@ class WorkerProcess:
         self._counters.tokens_generated += group.num_tokens
         self._happen(ev.GroupProduced(lease_id))
 
-    # ---- delivering ----------------------------------------------------------------------------------------------------
+    # ---- delivering ----------------------------------------------------------------------------------------------
 
     async def _deliver(self, lease_id: int) -> None:
         group = self._results.get(lease_id)

@@ -88,7 +88,7 @@ class SimWorker(Actor):
     def _restart(self) -> None:
         self.relay = Relay(self.scenario.groups_per_batch, self.scenario.swap == "during")
         self.leases: dict[int, Lease] = {}
-        self.results: dict[int, tuple[ev.GroupDelivered, bytes]] = {}
+        self.results: dict[int, Deliver] = {}
         self._calls: dict[int, object] = {}
         self._digests: dict[SnapshotRef, bytes] = {}
         self._batch = _Batch()
@@ -254,11 +254,10 @@ class SimWorker(Actor):
                 raise InvariantError(f"a worker does not know {command}")
 
     def _deliver(self, lease_id: int) -> None:
-        event, payload = self.results[lease_id]
         if self.world.chance(self.spec.malformed_results):
             self._call(ev.DeliveryMalformed(self.name, lease_id, "malformed", "noise"))
             return
-        self._call(Deliver(event, payload), self.scenario.tokens_per_group * self.scenario.bytes_per_token)
+        self._call(self.results[lease_id], self.scenario.tokens_per_group * self.scenario.bytes_per_token)
 
     # ---- snapshots -----------------------------------------------------------------------------------------------------
 
@@ -308,7 +307,7 @@ class SimWorker(Actor):
             return
         assert batch.started is not None and batch.newest is not None
         numbers = sorted(other.group.number for other in batch.leases.values())
-        self.results[event.lease_id] = (
+        self.results[event.lease_id] = Deliver(
             ev.GroupDelivered(
                 worker_id=self.name,
                 lease_id=event.lease_id,
@@ -320,11 +319,7 @@ class SimWorker(Actor):
                 is_scored=True,
             ),
             hashlib.sha256(self._digests[batch.started] + f"{lease.seed} {numbers}".encode()).digest(),
+            len(numbers),
         )
-        if lease.group.kind == "train":
-            self.history.shapes.setdefault(lease.group.number, set()).add(len(numbers))
-            self.history.sampled.setdefault(lease.group.number, set()).update(
-                (batch.started.version, batch.newest.version)
-            )
         self.tell(rel.GroupProduced(event.lease_id))
 

@@ -39,10 +39,11 @@ class Take:
 
 @dataclass(frozen=True, slots=True)
 class Deliver:
-    """A result and its payload."""
+    """A result, its payload, and how many groups were sampled beside it (itself counted)."""
 
     event: ev.GroupDelivered
     payload: bytes
+    num_groups: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +138,7 @@ class SimHead(Actor):
         self.attending: dict[str, int] = {}
         self.learner_known = False
         self.learner_epoch: int | None = None
-        self._payloads: dict[int, bytes] = {}
+        self._deliveries: dict[int, Deliver] = {}
         self._wakes = 0
 
     # ---- events --------------------------------------------------------------------------------------------------------
@@ -288,9 +289,9 @@ class SimHead(Actor):
     def _deliver(self, sender: str, body: Deliver) -> object:
         worker = self.planner.fleet.get(sender)
         event = replace(body.event, is_scored=worker is not None and worker.scores)
-        self._payloads[event.lease_id] = body.payload
+        self._deliveries[event.lease_id] = replace(body, event=event)
         verdict = _verdict(self.tell(event))
-        del self._payloads[event.lease_id]
+        del self._deliveries[event.lease_id]
         return verdict
 
     # ---- commands ------------------------------------------------------------------------------------------------------
@@ -339,11 +340,13 @@ class SimHead(Actor):
                 self.history.evaluated.append(command.version)
 
     def _record_delivery(self, command: do.AcceptDelivery) -> None:
-        event = self.history.lives[-1][-1][0]
-        assert isinstance(event, ev.GroupDelivered)
+        delivery = self._deliveries[command.lease_id]
+        event = delivery.event
+        self.history.shapes.setdefault(command.group.number, set()).add(delivery.num_groups)
+        self.history.sampled.setdefault(command.group.number, set()).update((event.oldest_version, event.newest_version))
         self.ledger.deliver(
             number=command.group.number,
-            payload=self._payloads[command.lease_id],
+            payload=delivery.payload,
             worker_id=command.worker_id,
             oldest_version=event.oldest_version,
             newest_version=event.newest_version,

@@ -26,8 +26,8 @@ class History:
     trained      every RecordStep carried out, in order; after a fall-back a step is here once a lineage
     refused, closed, retired, killed
                  deliveries refused by word, leases by outcome, groups by reason, processes killed by name
-    shapes       first group -> sizes of the batches in which its unit was sampled (deterministic mode: one size, always)
-    sampled      train group -> versions it was sampled with, over all attempts
+    shapes       train group -> size of the batch it was sampled in; a set, that must have one member
+    sampled      train group -> versions of the tokens of its accepted result
     wait_seconds, train_seconds
                  what the learner spent waiting for groups, and training
     usd          paid for workers while they were up

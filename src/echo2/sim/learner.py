@@ -4,7 +4,8 @@
 
 Its weights are a digest: of the digest before and of the payloads it was fed, in the order it was fed them in deterministic mode.
 A step that was trained and not acknowledged when the head went away is taken again, and reported without being trained again, if
-it has the same groups. What outlives a kill: its checkpoints.
+it has the same groups. What outlives a kill: its checkpoints. A checkpoint is written only when every earlier snapshot is published:
+a learner that came back to it could not make them again, and in deterministic mode a step may need just those.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ class _Trained:
 
 @dataclass(frozen=True, slots=True)
 class _Encoded:
-    publish: Publish
+    version: int
 
 
 class SimLearner(Actor):
@@ -61,6 +62,8 @@ class SimLearner(Actor):
         self.taking = False
         self._calls: dict[int, object] = {}
         self._waits_since: float | None = None
+        self._unpublished: dict[int, bytes] = {}
+        self._unsaved: list[tuple[int, bytes]] = []
 
     def happen(self, event: object) -> None:
         match event:
@@ -78,7 +81,8 @@ class SimLearner(Actor):
             case _Trained():
                 self._call(ev.StepTrained(event.step, tuple(item.number for item in self.fed)))
             case _Encoded():
-                self._call(event.publish)
+                if event.version in self._unpublished:
+                    self._call(Publish(SnapshotRef(self.lineage, event.version), self._unpublished[event.version]))
             case Answered():
                 body = self._calls.pop(event.number, None)
                 if body is not None:
@@ -130,13 +134,18 @@ class SimLearner(Actor):
                 self._welcomed(value)
             case ev.StepTrained() if body.step == self.version:
                 self._acknowledged()
+            case Publish():
+                self._unpublished.pop(body.ref.version, None)
+                self._save()
 
     def _welcomed(self, welcome: Welcome) -> None:
         self.lineage = welcome.lineage
         if self.version not in welcome.published:
-            self._publish()
+            self._unpublished[self.version] = self.digest
+        for version in self._unpublished:
+            self._publish(version)
         if self.checkpoints:
-            self._call(ev.CheckpointSaved(self.version_of_newest, self.oldest_kept))
+            self._report_checkpoint()
         self._take()
 
     # ---- a step --------------------------------------------------------------------------------------------------------
@@ -176,26 +185,27 @@ class SimLearner(Actor):
         self.version, self.digest, self.ahead = self.version + 1, self.ahead[1], None
         is_last = self.version == self.scenario.max_steps
         if is_last or self.version % self.scenario.publish_every == 0:
-            self._publish()
+            self._unpublished[self.version] = self.digest
+            self._publish(self.version)
         if is_last or self.version % self.scenario.learner.checkpoint_every == 0:
-            kept = self.scenario.learner.keep_checkpoints
-            self.checkpoints = [*self.checkpoints, (self.version, self.digest)][-kept:]
-            self._call(ev.CheckpointSaved(self.version, self.oldest_kept))
+            self._unsaved.append((self.version, self.digest))
+            self._save()
         if is_last:
             self.history.weights = self.digest.hex()
         self._take()
 
-    @property
-    def version_of_newest(self) -> int:
-        return self.checkpoints[-1][0]
+    def _publish(self, version: int) -> None:
+        self.post(self.world.around(self.scenario.learner.publish_seconds, 0.3), _Encoded(version))
 
-    @property
-    def oldest_kept(self) -> int:
-        return self.checkpoints[0][0]
+    def _save(self) -> None:
+        """Write the checkpoints that are due, once every earlier snapshot is published."""
+        while self._unsaved and all(version > self._unsaved[0][0] for version in self._unpublished):
+            kept = self.scenario.learner.keep_checkpoints
+            self.checkpoints = [*self.checkpoints, self._unsaved.pop(0)][-kept:]
+            self._report_checkpoint()
 
-    def _publish(self) -> None:
-        publish = Publish(SnapshotRef(self.lineage, self.version), self.digest)
-        self.post(self.world.around(self.scenario.learner.publish_seconds, 0.3), _Encoded(publish))
+    def _report_checkpoint(self) -> None:
+        self._call(ev.CheckpointSaved(self.checkpoints[-1][0], self.checkpoints[0][0]))
 
     def _stop_waiting(self) -> None:
         if self._waits_since is not None:

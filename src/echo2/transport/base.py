@@ -13,7 +13,7 @@ from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from google.protobuf.message import Message
+from google.protobuf.message import DecodeError, Message
 
 from echo2.errors import PeerError
 from echo2.transport import wire_pb2 as wire
@@ -89,6 +89,14 @@ class Link(Protocol):
 
     async def close(self) -> None:
         """End the connection and everything under way on it."""
+
+
+def parse(kind: type[Any], data: bytes) -> Any:
+    """The message in these bytes. Raises PeerError("malformed") where they are none of this kind."""
+    try:
+        return kind.FromString(data)
+    except DecodeError as error:
+        raise PeerError("malformed", f"these {len(data)} bytes are no {kind.__name__}") from error
 
 
 def check_role(method: Method, peer: Peer) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable
+from contextlib import aclosing
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ import grpc.aio
 from echo2.errors import LinkError, PeerError, UserError
 from echo2.transport import limits
 from echo2.transport import wire_pb2 as wire
-from echo2.transport.base import METHODS, Handler, Handlers, Method, Peer, check_role
+from echo2.transport.base import METHODS, Handler, Handlers, Method, Peer, check_role, parse
 from echo2.transport.identity import SERVER_NAME, Credentials, PeerIdentity, RunIdentity, Ticket
 
 log = logging.getLogger(__name__)
@@ -31,6 +32,8 @@ KEEPALIVE_SECONDS = 5.0
 JOIN_SECONDS = 60.0
 JOIN_PAUSE_SECONDS = 0.5
 CALL_SECONDS = 20.0
+#: Characters of a refusal. It travels as a header, percent-encoded, and headers end at 8 KiB.
+DETAIL_CHARS_MAX = 500
 
 _COMMON: list[tuple[str, Any]] = [
     ("grpc.max_receive_message_length", limits.MESSAGE_BYTES_MAX),
@@ -45,6 +48,8 @@ _SERVER: list[tuple[str, Any]] = [
     ("grpc.so_reuseport", 0),  # two heads on one port would share its callers at random
     ("grpc.http2.min_recv_ping_interval_without_data_ms", 1000),
     ("grpc.http2.max_ping_strikes", 0),
+    ("grpc.max_concurrent_streams", limits.CALLS_MAX),
+    ("grpc.compression_enabled_algorithms_bitset", 1),  # none: what is small on the wire must not be large here
 ]
 _CLIENT: list[tuple[str, Any]] = [
     *_COMMON,
@@ -107,28 +112,28 @@ class GrpcServer:
     def _rpc(self, method: Method) -> grpc.RpcMethodHandler:
         handler = self._handlers[method.name]
 
-        async def answer(request: Any, context: Any) -> Any:
+        async def answer(data: bytes, context: Any) -> Any:
             try:
-                return await handler(self._peer(method, context), request)
+                peer = self._peer(method, context)
+                return await handler(peer, parse(method.request, data))
             except Exception as error:
                 await self._abort(method, context, error)
 
-        async def answer_stream(request: Any, context: Any) -> AsyncIterator[Any]:
-            replies: Any = None
+        # Written to, not iterated by, gRPC: when the caller goes, the cancellation arrives here, and the handler is closed at once.
+        async def answer_stream(data: bytes, context: Any) -> None:
             try:
-                replies = handler(self._peer(method, context), request)
-                async for reply in replies:
-                    yield reply
+                peer = self._peer(method, context)
+                async with aclosing(handler(peer, parse(method.request, data))) as replies:
+                    async for reply in replies:
+                        self._identity.check_not_revoked(peer.peer_id)
+                        await context.write(reply)
             except Exception as error:
                 await self._abort(method, context, error)
-            finally:
-                if replies is not None:
-                    await replies.aclose()
 
         make = grpc.unary_stream_rpc_method_handler if method.streaming else grpc.unary_unary_rpc_method_handler
         return make(
             answer_stream if method.streaming else answer,
-            request_deserializer=method.request.FromString,
+            request_deserializer=None,  # `parse` answers for malformed bytes
             response_serializer=method.reply.SerializeToString,
         )
 
@@ -142,20 +147,20 @@ class GrpcServer:
 
     async def _abort(self, method: Method, context: Any, error: Exception) -> None:
         if isinstance(error, PeerError):
-            await context.abort(grpc.StatusCode.PERMISSION_DENIED, f"{error.reason}: {error.detail}"[:4000])
+            await context.abort(grpc.StatusCode.PERMISSION_DENIED, f"{error.reason}: {error.detail}"[:DETAIL_CHARS_MAX])
         if isinstance(error, grpc.aio.AbortError | grpc.RpcError):
             raise error
         log.error("%s failed", method.name, exc_info=error)
         if self._on_error is not None:
             self._on_error(error)
-        await context.abort(grpc.StatusCode.INTERNAL, f"the head failed: {error}"[:4000])
+        await context.abort(grpc.StatusCode.INTERNAL, f"the head failed: {error}"[:DETAIL_CHARS_MAX])
 
 
 class GrpcLink:
     """One connection to a head; reconnects by itself between calls."""
 
     def __init__(self, address: str, credentials: Credentials) -> None:
-        self._address = address
+        self._address, self._is_closed = address, False
         tls = grpc.ssl_channel_credentials(credentials.ca_pem, credentials.key_pem, credentials.certificate_pem)
         self._channel = grpc.aio.secure_channel(address, tls, options=_CLIENT)
         self._calls = {name: self._callable(method) for name, method in METHODS.items()}
@@ -163,39 +168,53 @@ class GrpcLink:
     def _callable(self, method: Method) -> Any:
         make = self._channel.unary_stream if method.streaming else self._channel.unary_unary
         path = f"/{_SERVICE}/{method.name}"
-        return make(path, request_serializer=method.request.SerializeToString, response_deserializer=method.reply.FromString)
+        return make(path, request_serializer=method.request.SerializeToString, response_deserializer=None)
 
     async def call(self, method: str, request: Any, timeout_seconds: float) -> Any:
         try:
-            return await self._calls[method](request, timeout=timeout_seconds)
+            return parse(METHODS[method].reply, await self._calls[method](request, timeout=timeout_seconds))
         except (grpc.aio.AioRpcError, grpc.aio.UsageError) as error:
             raise self._translated(method, error) from error
+        except asyncio.CancelledError:
+            self._raise_if_closed(method)
+            raise
 
     async def stream(self, method: str, request: Any) -> AsyncIterator[Any]:
         under_way = None
         try:
             under_way = self._calls[method](request)
             async for reply in under_way:
-                yield reply
+                yield parse(METHODS[method].reply, reply)
         except (grpc.aio.AioRpcError, grpc.aio.UsageError) as error:
             raise self._translated(method, error) from error
+        except asyncio.CancelledError:
+            self._raise_if_closed(method)
+            raise
         finally:
             if under_way is not None:
                 under_way.cancel()
 
     async def close(self) -> None:
+        self._is_closed = True
         await self._channel.close()
 
+    def _raise_if_closed(self, method: str) -> None:
+        """gRPC reports a call that `close` ended as cancelled, just as if the caller itself were."""
+        task = asyncio.current_task()
+        if self._is_closed and (task is None or not task.cancelling()):
+            raise LinkError(f"{method}: the link was closed")
+
     def _translated(self, method: str, error: Exception) -> PeerError | LinkError:
-        if isinstance(error, grpc.aio.UsageError):  # the channel is closed
-            return LinkError(f"{method}: {error}")
-        assert isinstance(error, grpc.aio.AioRpcError)
+        if not isinstance(error, grpc.aio.AioRpcError):  # UsageError
+            return LinkError(f"{method}: the link is closed")
         code, details = error.code(), error.details() or ""
         if code == grpc.StatusCode.PERMISSION_DENIED:
             reason, _, detail = details.partition(": ")
             return PeerError(reason, detail)
         if code == grpc.StatusCode.RESOURCE_EXHAUSTED:
             return PeerError("oversized", details)
+        if code == grpc.StatusCode.UNIMPLEMENTED:
+            return PeerError("unimplemented", f"{method}: {details[:500]}")
         return LinkError(f"{method} at {self._address}: {code.name.lower()}: {details[:500]}")
 
 

@@ -4,7 +4,9 @@
                 key. Even enrolment thus runs over mutual TLS, on the one port (docs/decisions/0001).
     enrolment   a peer makes its own key, sends a signing request over a join connection and gets a certificate for
                 "worker:<id>"; the id is derived from the key, so enrolling again gives the same id and burns no use.
-    revocation  a revoked id is refused at every call, whatever certificate it shows.
+    revocation  a revoked id is refused at every call and at every message of a stream, whatever certificate it shows. It is a
+                file below revoked/, so that `echo2 revoke` and a running head share it without a lock. Who still has a ticket with
+                uses left can enrol again with another key: revoking is for machines, tickets are for people.
 
 Keys are EC P-256 and never leave their machine; files are private (mode 0600) and survive restarts.
 """
@@ -16,6 +18,7 @@ import datetime
 import hashlib
 import json
 import os
+import re
 import secrets
 import time
 from dataclasses import dataclass
@@ -33,15 +36,19 @@ from echo2.errors import PeerError, UserError
 #: The name in the head's certificate; links check it instead of an address, which may change.
 SERVER_NAME = "head.echo2"
 TICKET_PREFIX = "echo2-"
+TICKET_VERSION = 1
 TICKET_CHARS_MAX = 8192
 CSR_BYTES_MAX = 4096
 CERTIFICATE_DAYS = 3650
 #: Hex digits of an id: 40 bits keep 10,000 workers apart but for one chance in 20,000.
 ID_DIGITS = 10
+RUN_ID = re.compile(r"[0-9a-f]{12}")
+TICKET_ROLES = ("worker", "learner")
 #: Clocks of strangers' machines may differ by this much.
 CLOCK_SLACK = datetime.timedelta(hours=24)
 
 Key = ec.EllipticCurvePrivateKey
+_REVOKED = "revoked"
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,37 +76,46 @@ class Ticket:
         Raises:
             UserError: it is not a ticket.
         """
-        if text.startswith("@"):
-            try:
-                text = Path(text[1:]).read_text(encoding="utf-8")
-            except OSError as error:
-                raise UserError(f"Cannot read the ticket file {text[1:]}: {error.strerror}.") from error
-        text = text.strip()
+        text = (_read_ticket(text[1:]) if text.startswith("@") else text).strip()
         try:
-            if not text.startswith(TICKET_PREFIX) or len(text) > TICKET_CHARS_MAX:
-                raise ValueError("it does not begin with echo2-")
-            plain = json.loads(base64.urlsafe_b64decode(text.removeprefix(TICKET_PREFIX)))
-            der = {name: base64.b64decode(plain[name]) for name in ("ca", "cert", "key")}
-            key = ec.derive_private_key(int.from_bytes(der["key"], "big"), ec.SECP256R1())
-            credentials = Credentials(
-                _certificate_pem(x509.load_der_x509_certificate(der["ca"])),
-                _certificate_pem(x509.load_der_x509_certificate(der["cert"])),
-                _key_pem(key),
-            )
-            return Ticket(str(plain["run"]), str(plain["addr"]), str(plain["role"]), credentials)
-        except (ValueError, KeyError, TypeError) as error:
+            return _parse_ticket(text)
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
             shown = text[:24] + ("..." if len(text) > 24 else "")
             raise UserError(f"{shown!r} is not a ticket ({error}). Copy it whole from the run's `ticket` file.") from error
+
+
+def _read_ticket(path: str) -> str:
+    try:
+        with open(path, encoding="ascii", errors="replace") as file:
+            return file.read(TICKET_CHARS_MAX + 1)
+    except (OSError, ValueError) as error:  # ValueError: a name with a NUL
+        raise UserError(f"Cannot read the ticket file {path!r}: {error}.") from error
+
+
+def _parse_ticket(text: str) -> Ticket:
+    if not text.startswith(TICKET_PREFIX):
+        raise ValueError(f"it does not begin with {TICKET_PREFIX}")
+    if len(text) > TICKET_CHARS_MAX:
+        raise ValueError(f"it has more than {TICKET_CHARS_MAX} characters")
+    plain = json.loads(base64.b64decode(text.removeprefix(TICKET_PREFIX), b"-_", validate=True))
+    if plain["v"] != TICKET_VERSION:
+        raise ValueError(f"it is of version {plain['v']}, this program knows {TICKET_VERSION}")
+    run_id, address, role = str(plain["run"]), str(plain["addr"]), str(plain["role"])
+    if not RUN_ID.fullmatch(run_id) or role not in TICKET_ROLES:  # both become part of a path
+        raise ValueError("its run or role is none")
+    der = {name: base64.b64decode(plain[name], validate=True) for name in ("ca", "cert", "key")}
+    key = ec.derive_private_key(int.from_bytes(der["key"], "big"), ec.SECP256R1())
+    ca, certificate = (x509.load_der_x509_certificate(der[name]) for name in ("ca", "cert"))
+    return Ticket(run_id, address, role, Credentials(_certificate_pem(ca), _certificate_pem(certificate), _key_pem(key)))
 
 
 class RunIdentity:
     """The head's side: the run's CA and server certificate, tickets given out, members and revocations."""
 
-    def __init__(self, directory: Path, ca_key: Key, ca: x509.Certificate, credentials: Credentials) -> None:
-        self._directory, self._ca_key, self._ca = directory, ca_key, ca
+    def __init__(self, directory: Path, ca_key: Key, ca: x509.Certificate, credentials: Credentials, book: dict[str, Any]) -> None:
+        self._directory, self._ca_key, self._ca, self._book = directory, ca_key, ca, book
         self.credentials = credentials
         self.run_id = str(ca.subject.get_attributes_for_oid(NameOID.COMMON_NAME)[0].value).removeprefix("echo2 ")
-        self._book = _read_book(directory / "members.json")
 
     @staticmethod
     def create_or_load(directory: Path) -> RunIdentity:
@@ -113,13 +129,13 @@ class RunIdentity:
             if not (directory / "server.pem").exists():
                 _create(directory)
             read = {name: (directory / name).read_bytes() for name in ("ca.key", "ca.pem", "server.key", "server.pem")}
-            ca_key = serialization.load_pem_private_key(read["ca.key"], None)
-            if not isinstance(ca_key, ec.EllipticCurvePrivateKey):
-                raise UserError(f"{directory}/ca.key is not an EC key. Restore the directory from a copy.")
+            (directory / _REVOKED).mkdir(mode=0o700, exist_ok=True)
+            ca_key = _load_key(read["ca.key"])
             ca = x509.load_pem_x509_certificate(read["ca.pem"])
+            credentials = Credentials(read["ca.pem"], read["server.pem"], read["server.key"])
+            return RunIdentity(directory, ca_key, ca, credentials, _read_book(directory / "members.json"))
         except (OSError, ValueError) as error:
-            raise UserError(f"Cannot use the run's identity in {directory}: {error}.") from error
-        return RunIdentity(directory, ca_key, ca, Credentials(read["ca.pem"], read["server.pem"], read["server.key"]))
+            raise UserError(f"Cannot use the run's identity in {directory}: {error}. Restore it from a copy.") from error
 
     def make_ticket(self, role: str, address: str, uses: int, hours: float) -> str:
         """A ticket that admits `uses` peers as worker or learner within `hours`."""
@@ -129,7 +145,7 @@ class RunIdentity:
         self._book["tickets"][ticket_id] = {"role": role, "uses": uses, "expires": time.time() + hours * 3600}
         self._save()
         plain = {
-            "v": 1,
+            "v": TICKET_VERSION,
             "run": self.run_id,
             "addr": address,
             "role": role,
@@ -146,9 +162,13 @@ class RunIdentity:
             PeerError: "malformed" request, or "ticket": expired, used up or unknown; "revoked".
         """
         key = _requested_key(csr_der)
-        peer_id = f"{role[0]}-{_fingerprint(key)[:ID_DIGITS]}"
+        fingerprint = _fingerprint(key)
+        peer_id = f"{role[0]}-{fingerprint[:ID_DIGITS]}"
         self.check_not_revoked(peer_id)
-        if peer_id not in self._book["members"]:
+        member = self._book["members"].get(peer_id)
+        if member is not None and member["key"] != fingerprint:
+            raise PeerError("ticket", f"another key is enrolled as {peer_id}; remove this machine's key and join again")
+        if member is None:
             ticket = self._book["tickets"].get(ticket_id)
             if ticket is None or ticket["role"] != role:
                 raise PeerError("ticket", "this ticket is not of this run")
@@ -157,20 +177,33 @@ class RunIdentity:
             if ticket["uses"] < 1:
                 raise PeerError("ticket", "this ticket is used up; ask for a new one")
             ticket["uses"] -= 1
-            self._book["members"][peer_id] = {"role": role, "ticket": ticket_id, "since": time.time()}
+            self._book["members"][peer_id] = {"role": role, "key": fingerprint, "ticket": ticket_id, "since": time.time()}
             self._save()
         until = _now() + datetime.timedelta(days=CERTIFICATE_DAYS)
         certificate = self._sign(f"{role}:{peer_id}", key, until)
         return peer_id, certificate.public_bytes(serialization.Encoding.DER)
 
     def revoke(self, peer_id: str) -> None:
-        """Refuse this peer from now on, at every call."""
-        self._book["revoked"] = sorted({*self._book["revoked"], peer_id})
-        self._save()
+        """Refuse this peer from now on, at every call; also heeded by a head that is running.
+
+        Raises:
+            UserError: nobody enrolled under this id.
+        """
+        if peer_id not in self._book["members"]:
+            known = ", ".join(sorted(self._book["members"])) or "nobody"
+            raise UserError(f"There is no {peer_id!r} to revoke. Enrolled: {known}.")
+        try:
+            (self._directory / _REVOKED / peer_id).touch(mode=0o600)
+        except OSError as error:
+            raise UserError(f"Cannot revoke {peer_id} in {self._directory}: {error.strerror}.") from error
+
+    def revoked(self) -> frozenset[str]:
+        """Ids of all revoked peers."""
+        return frozenset(os.listdir(self._directory / _REVOKED))
 
     def check_not_revoked(self, peer_id: str) -> None:
-        """Raises PeerError("revoked") for a revoked peer."""
-        if peer_id in self._book["revoked"]:
+        """Raises PeerError("revoked") for a revoked peer. Asks the file system (microseconds): there is no cache to go stale."""
+        if (self._directory / _REVOKED / peer_id).exists():
             raise PeerError("revoked", f"{peer_id} was revoked")
 
     def _sign(self, name: str, key: ec.EllipticCurvePublicKey, until: datetime.datetime) -> x509.Certificate:
@@ -187,13 +220,19 @@ class PeerIdentity:
     directory: Path
 
     def load(self) -> tuple[str, Credentials] | None:
-        """(peer id, credentials) if enrolled before."""
+        """(peer id, credentials) if enrolled before.
+
+        Raises:
+            UserError: the files are damaged or can't be read.
+        """
         try:
             ca, certificate, key = (self.directory / name for name in ("ca.pem", "peer.pem", "peer.key"))
             credentials = Credentials(ca.read_bytes(), certificate.read_bytes(), key.read_bytes())
+            subject = x509.load_pem_x509_certificate(credentials.certificate_pem).subject
         except FileNotFoundError:
             return None
-        subject = x509.load_pem_x509_certificate(credentials.certificate_pem).subject
+        except (OSError, ValueError) as error:
+            raise UserError(f"Cannot use this machine's identity: {error}. Remove {self.directory} to join anew.") from error
         name = str(subject.get_attributes_for_oid(NameOID.COMMON_NAME)[0].value)
         return name.partition(":")[2], credentials
 
@@ -208,16 +247,22 @@ class PeerIdentity:
             self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
             if not path.exists():
                 _write_private(path, _key_pem(ec.generate_private_key(ec.SECP256R1())))
-            key = serialization.load_pem_private_key(path.read_bytes(), None)
+            key = _load_key(path.read_bytes())
         except (OSError, ValueError) as error:
             raise UserError(f"Cannot keep this machine's key in {self.directory}: {error}. Choose another --state.") from error
-        assert isinstance(key, ec.EllipticCurvePrivateKey)
         request = x509.CertificateSigningRequestBuilder().subject_name(_name("peer")).sign(key, hashes.SHA256())
         return request.public_bytes(serialization.Encoding.DER)
 
     def keep(self, ca_pem: bytes, certificate_der: bytes) -> tuple[str, Credentials]:
-        """Store the certificate that enrolment gave."""
-        certificate = x509.load_der_x509_certificate(certificate_der)
+        """Store the certificate that enrolment gave.
+
+        Raises:
+            PeerError: "malformed", when it is no certificate.
+        """
+        try:
+            certificate = x509.load_der_x509_certificate(certificate_der)
+        except ValueError as error:
+            raise PeerError("malformed", f"the head gave no certificate: {error}") from error
         _write_private(self.directory / "ca.pem", ca_pem)
         _write_private(self.directory / "peer.pem", _certificate_pem(certificate))
         loaded = self.load()
@@ -281,8 +326,15 @@ def _read_book(path: Path) -> dict[str, Any]:
     try:
         book: dict[str, Any] = json.loads(path.read_bytes())
     except FileNotFoundError:
-        book = {"tickets": {}, "members": {}, "revoked": []}
+        book = {"tickets": {}, "members": {}}
     return book
+
+
+def _load_key(pem: bytes) -> Key:
+    key = serialization.load_pem_private_key(pem, None)
+    if not isinstance(key, ec.EllipticCurvePrivateKey):
+        raise ValueError("the key is not an EC key")
+    return key
 
 
 def _fingerprint(key: ec.EllipticCurvePublicKey) -> str:
@@ -311,4 +363,6 @@ def _write_private(path: Path, data: bytes) -> None:
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
         file.write(data)
+        file.flush()
+        os.fsync(file.fileno())  # a power failure right after must not leave an empty key
     os.replace(temporary, path)

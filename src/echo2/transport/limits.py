@@ -6,8 +6,8 @@ from __future__ import annotations
 PROTOCOL_VERSION = 1
 #: One message: a group of 64 rollouts of 64k tokens (12 bytes a token with logprob, mask and text) fits.
 MESSAGE_BYTES_MAX = 64 << 20
-#: One chunk of a snapshot, as the store takes it, plus its hash and framing.
-CHUNK_BYTES_MAX = 1 << 20
+#: Calls and streams under way on one connection; more wait at the caller.
+CALLS_MAX = 1000
 #: Rollouts in one group; as `sampling.group_size`.
 SAMPLES_MAX = 1024
 #: Tokens of a prompt, or after it; beyond any context length in use.
@@ -21,9 +21,12 @@ NAME_CHARS_MAX = 200
 VERSION_SPANS_MAX = 10_000
 #: Messages of a chat prompt.
 CHAT_MESSAGES_MAX = 10_000
-#: Token ids are 32-bit; a larger vocabulary does not exist.
-TOKEN_ID_MAX = 2**31 - 1
 #: Whole numbers that fit SQLite, JSON readers and signed 64 bits alike.
 NUMBER_MAX = 2**53
+#: Seconds anything may claim to have taken (four months), and the size of a reward: sums of them stay finite.
+DURATION_SECONDS_MAX = 1e7
+REWARD_MAX = 1e12
+#: Dollars an hour that a worker may claim to cost; the largest machine for rent costs a hundredth of it.
+PRICE_MAX_USD_PER_HOUR = 10_000.0
 #: Floating error a logprob may have above 0.
 LOGPROB_SLACK = 1e-4

@@ -8,7 +8,7 @@ from typing import Any
 
 from echo2.errors import LinkError, PeerError
 from echo2.transport import limits
-from echo2.transport.base import METHODS, Handlers, Method, Peer, check_role
+from echo2.transport.base import METHODS, Handler, Handlers, Peer, check_role, parse
 
 
 class MemoryLink:
@@ -25,9 +25,8 @@ class MemoryLink:
         self._cut.clear()
 
     async def call(self, method: str, request: Any, timeout_seconds: float) -> Any:
-        spec = METHODS[method]
-        check_role(spec, self._peer)
-        answering = asyncio.ensure_future(self._handlers[method](self._peer, _through_bytes(spec.request, request)))
+        spec, handler = METHODS[method], self._handler(method)
+        answering = asyncio.ensure_future(handler(self._peer, _through_bytes(spec.request, request)))
         try:
             reply = await self._unless_cut(answering, method, timeout_seconds)
         finally:
@@ -35,9 +34,8 @@ class MemoryLink:
         return _through_bytes(spec.reply, reply)
 
     async def stream(self, method: str, request: Any) -> AsyncIterator[Any]:
-        spec: Method = METHODS[method]
-        check_role(spec, self._peer)
-        replies = self._handlers[method](self._peer, _through_bytes(spec.request, request))
+        spec, handler = METHODS[method], self._handler(method)
+        replies = handler(self._peer, _through_bytes(spec.request, request))
         try:
             while True:
                 following = asyncio.ensure_future(anext(replies))
@@ -52,6 +50,14 @@ class MemoryLink:
                 yield _through_bytes(spec.reply, reply)
         finally:
             await replies.aclose()
+
+    def _handler(self, method: str) -> Handler:
+        if self._cut.is_set():
+            raise LinkError(f"{method}: the link is cut")
+        if method not in self._handlers:
+            raise PeerError("unimplemented", f"{method}: nobody serves it")
+        check_role(METHODS[method], self._peer)
+        return self._handlers[method]
 
     async def _unless_cut(self, work: asyncio.Future[Any], method: str, timeout_seconds: float | None) -> Any:
         cut = asyncio.ensure_future(self._cut.wait())
@@ -73,4 +79,4 @@ def _through_bytes(kind: type[Any], message: Any) -> Any:
     data = message.SerializeToString()
     if len(data) > limits.MESSAGE_BYTES_MAX:
         raise PeerError("oversized", f"a message of {len(data)} bytes; the limit is {limits.MESSAGE_BYTES_MAX}")
-    return kind.FromString(data)
+    return parse(kind, data)

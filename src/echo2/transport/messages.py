@@ -62,13 +62,13 @@ def decode_group(message: wire.RolloutGroup) -> RolloutGroup:
     if len(message.rollouts) > limits.SAMPLES_MAX:
         raise PeerError("oversized", f"{len(message.rollouts)} rollouts; the limit is {limits.SAMPLES_MAX}")
     _require(len(message.rollouts) > 0, "a group without rollouts")
-    _require(math.isfinite(message.generate_seconds) and message.generate_seconds >= 0, "generate_seconds is no duration")
+    _require(0 <= message.generate_seconds <= limits.DURATION_SECONDS_MAX, "generate_seconds is no duration")
     _bound_chars("worker_id", message.worker_id, limits.NAME_CHARS_MAX)
     return RolloutGroup(
-        group=GroupRef(_kind(message.kind), _number("number", message.number)),
-        step=_number("step", message.step),
-        lineage=_number("lineage", message.lineage),
-        cursor=_number("cursor", message.cursor),
+        group=GroupRef(_kind(message.kind), whole_number("number", message.number)),
+        step=whole_number("step", message.step),
+        lineage=whole_number("lineage", message.lineage),
+        cursor=whole_number("cursor", message.cursor),
         prompt_tokens=_token_ids("prompt_tokens", message.prompt_tokens),
         rollouts=tuple(_decode_rollout(rollout) for rollout in message.rollouts),
         worker_id=message.worker_id,
@@ -85,8 +85,8 @@ def _decode_rollout(message: wire.Rollout) -> Rollout:
     _bound_chars("text", message.text, limits.TEXT_CHARS_MAX)
     _require(message.finish in ("stop", "length"), "finish is neither stop nor length")
     reward = message.reward if message.HasField("reward") else None
-    _require(reward is None or math.isfinite(reward), "the reward is not finite")
-    support = _support(message, len(tokens))
+    _require(reward is None or abs(reward) <= limits.REWARD_MAX, "the reward is not finite, or beyond all measure")
+    support = _support(message, tokens)
     return Rollout(
         tokens=tokens,
         logprobs=_logprobs(message.logprobs, mask),
@@ -118,7 +118,7 @@ def _version_spans(spans: Sequence[wire.VersionSpan], num_tokens: int) -> tuple[
     last = -1
     for span in spans:
         _require(last < span.start < num_tokens, "version spans do not ascend within the rollout")
-        _number("version", span.version)
+        whole_number("version", span.version)
         last = span.start
     return tuple((span.start, span.version) for span in spans)
 
@@ -129,23 +129,27 @@ def _reward_parts(message: wire.Rollout) -> dict[str, float]:
         raise PeerError("oversized", f"{len(parts)} reward parts; the limit is {limits.REWARD_PARTS_MAX}")
     for name, value in parts.items():
         _bound_chars("reward part", name, limits.NAME_CHARS_MAX)
-        _require(math.isfinite(value), "a reward part is not finite")
+        _require(abs(value) <= limits.REWARD_MAX, "a reward part is not finite, or beyond all measure")
     return parts
 
 
-def _support(message: wire.Rollout, num_tokens: int) -> tuple[array[int], array[int]] | None:
+def _support(message: wire.Rollout, drawn: array[int]) -> tuple[array[int], array[int]] | None:
     has = message.HasField("support_tokens"), message.HasField("support_offsets")
     _require(has[0] == has[1], "support tokens without offsets, or offsets without tokens")
     if not has[0]:
         return None
     tokens = _token_ids("support_tokens", message.support_tokens, limits.MESSAGE_BYTES_MAX // 4)
     offsets = _token_ids("support_offsets", message.support_offsets, limits.TOKENS_MAX + 1)
-    _require(len(offsets) == num_tokens + 1, f"{len(offsets)} support offsets for {num_tokens} tokens")
-    steps = np.diff(np.frombuffer(offsets, dtype=np.int32))
+    _require(len(offsets) == len(drawn) + 1, f"{len(offsets)} support offsets for {len(drawn)} tokens")
+    widths = np.diff(np.frombuffer(offsets, dtype=np.int32))
     _require(offsets[0] == 0 and offsets[-1] == len(tokens), "support offsets do not span the support tokens")
-    _require(bool((steps >= 0).all()), "support offsets descend")
+    _require(bool((widths >= 0).all()), "support offsets descend")
     sampled = np.frombuffer(message.loss_mask, dtype=np.uint8) == 1
-    _require(bool((steps[sampled] > 0).all()), "a sampled token has an empty support")
+    drawn_from = np.repeat(np.arange(len(drawn)), widths)
+    hits = np.frombuffer(tokens, dtype=np.int32) == np.frombuffer(drawn, dtype=np.int32)[drawn_from]
+    is_supported = np.zeros(len(drawn), dtype=bool)
+    is_supported[drawn_from[hits]] = True
+    _require(bool(is_supported[sampled].all()), "a sampled token is not in the support it was drawn from")
     return tokens, offsets
 
 
@@ -200,21 +204,25 @@ def decode_assignment(message: wire.Lease) -> Assignment:
     _require(0 < message.max_tokens <= limits.TOKENS_MAX, f"max_tokens = {message.max_tokens}")
     _require(math.isfinite(message.temperature) and message.temperature >= 0, "temperature is not a number >= 0")
     _require(0 < message.top_p <= 1, f"top_p = {message.top_p}")
-    _require(math.isfinite(message.deadline) and math.isfinite(message.seconds), "the deadline is no time")
+    _require(math.isfinite(message.deadline), "the deadline is no time")
+    _require(0 <= message.seconds <= limits.DURATION_SECONDS_MAX, "the lease's length is no duration")
     _require(len(message.rewards) == len(message.reward_weights), "as many reward weights as rewards are needed")
     if len(message.rewards) > limits.REWARD_PARTS_MAX:
         raise PeerError("oversized", f"{len(message.rewards)} rewards; the limit is {limits.REWARD_PARTS_MAX}")
+    for name, weight in zip(message.rewards, message.reward_weights, strict=True):
+        _bound_chars("reward", name, limits.NAME_CHARS_MAX)
+        _require(math.isfinite(weight), "a reward's weight is not finite")
     lease = Lease(
-        lease_id=_number("lease_id", message.lease_id),
-        group=GroupRef(_kind(message.kind), _number("number", message.number)),
-        step=_number("step", message.step),
-        cursor=_number("cursor", message.cursor),
+        lease_id=whole_number("lease_id", message.lease_id),
+        group=GroupRef(_kind(message.kind), whole_number("number", message.number)),
+        step=whole_number("step", message.step),
+        cursor=whole_number("cursor", message.cursor),
         num_samples=message.num_samples,
-        min_version=_number("min_version", message.min_version),
-        exact_version=_number("exact_version", message.exact_version) if message.HasField("exact_version") else None,
+        min_version=whole_number("min_version", message.min_version),
+        exact_version=whole_number("exact_version", message.exact_version) if message.HasField("exact_version") else None,
         deadline=message.deadline,
         seconds=message.seconds,
-        seed=message.seed & (2**63 - 1),
+        seed=message.seed,
     )
     params = SamplingParams(message.temperature, message.top_p, message.top_k, message.max_tokens)
     return Assignment(lease, _decode_task(message.task), params, tuple(message.rewards), tuple(message.reward_weights))
@@ -231,13 +239,14 @@ def _decode_task(message: wire.Task) -> Task:
     _require(form is not None, "a task without a prompt")
     if form == "text":
         _bound_chars("prompt", message.text, limits.TEXT_CHARS_MAX)
-        return Task(_number("cursor", message.cursor), message.text, columns)
+        return Task(whole_number("cursor", message.cursor), message.text, columns)
     items = message.messages.items
     if len(items) > limits.CHAT_MESSAGES_MAX:
         raise PeerError("oversized", f"{len(items)} chat messages; the limit is {limits.CHAT_MESSAGES_MAX}")
     for item in items:
+        _bound_chars("role", item.role, limits.NAME_CHARS_MAX)
         _bound_chars("chat message", item.content, limits.TEXT_CHARS_MAX)
-    return Task(_number("cursor", message.cursor), tuple(Message(item.role, item.content) for item in items), columns)
+    return Task(whole_number("cursor", message.cursor), tuple(Message(item.role, item.content) for item in items), columns)
 
 
 # ---- checks ------------------------------------------------------------------------------------------------------------
@@ -253,7 +262,8 @@ def _bound_chars(what: str, text: str, most: int) -> None:
         raise PeerError("oversized", f"{what} of {len(text)} characters; the limit is {most}")
 
 
-def _number(what: str, value: int) -> int:
+def whole_number(what: str, value: int) -> int:
+    """`value`, if everything that keeps it can. Raises PeerError("malformed")."""
     _require(0 <= value <= limits.NUMBER_MAX, f"{what} = {value} is out of range")
     return value
 

@@ -1,0 +1,65 @@
+"""Write the data files and the chat model that some examples read. Deterministic; takes a second.
+
+    python examples/make_data.py            # into outputs/data and outputs/models/digit_sorting_chat
+
+Rows are those of the demo's task, in each of the formats. The chat model is the demo's plus a chat template.
+"""
+
+import argparse
+import shutil
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pyarrow
+import pyarrow.parquet
+
+from echo2.tasks.digit_sorting import DigitSorting
+
+CHAT_TEMPLATE = (
+    "{% for message in messages %}{{ message['content'] }}{% endfor %}{% if add_generation_prompt %}={% endif %}"
+)
+ROWS = 64
+
+
+def make_data(out: Path) -> None:
+    """rows.parquet, verl.parquet and the Hugging Face dataset directory `dataset` with two splits."""
+    out.mkdir(parents=True, exist_ok=True)
+    train = list(DigitSorting("train", size=ROWS))
+    heldout = list(DigitSorting("heldout", size=ROWS))
+    numbers = [{**row, "answer": int(row["answer"])} for row in train]
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(numbers), out / "rows.parquet")
+    verl = [verl_row(index, row) for index, row in enumerate(train)]
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(verl), out / "verl.parquet")
+    splits = {"train": datasets.Dataset.from_list(train), "heldout": datasets.Dataset.from_list(heldout)}
+    shutil.rmtree(out / "dataset", ignore_errors=True)
+    datasets.DatasetDict(splits).save_to_disk(out / "dataset")
+
+
+def verl_row(index: int, row: dict[str, str]) -> dict[str, Any]:
+    return {
+        "data_source": "digit_sorting",
+        "prompt": [{"role": "user", "content": row["prompt"].removesuffix("=")}],
+        "ability": "sorting",
+        "reward_model": {"style": "rule", "ground_truth": row["answer"]},
+        "extra_info": {"split": "train", "index": index},
+    }
+
+
+def make_chat_model(model: Path, out: Path) -> None:
+    """A copy of a model directory with a chat template."""
+    shutil.copytree(model, out, dirs_exist_ok=True)
+    (out / "chat_template.jinja").write_text(CHAT_TEMPLATE)
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=Path("outputs/data"))
+    parser.add_argument("--model", type=Path, default=Path("outputs/models/digit_sorting"))
+    options = parser.parse_args()
+    datasets.disable_progress_bars()
+    make_data(options.out)
+    if options.model.is_dir():
+        make_chat_model(options.model, options.model.with_name(options.model.name + "_chat"))
+    else:
+        print(f"No model in {options.model} (`make demo` builds it): left the chat model away.")

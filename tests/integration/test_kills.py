@@ -1,0 +1,81 @@
+"""``kill -9`` of everything, in real runs: nothing is lost, nothing is doubled, and in deterministic mode the weights come
+out as if nobody had been killed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from real_runs import Run, is_running, pause
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+
+
+@pytest.mark.parametrize(("max_staleness", "publish_every"), [(0, 1), (2, 1), (3, 2)])
+def test_killed_runs_end_with_the_weights_of_unkilled_ones(
+    tmp_path: Path, sort_model: Path, max_staleness: int, publish_every: int
+) -> None:
+    settings = ("--run.deterministic", "true", "--schedule.max_staleness", str(max_staleness))
+    settings += ("--schedule.publish_every", str(publish_every))
+    calm = Run(tmp_path / "calm", sort_model, *settings).start()
+    calm.finish()
+
+    killed = Run(tmp_path / "killed", sort_model, *settings).start()
+    killed.wait_version(3)
+    killed.kill("worker-0")
+    killed.wait_version(7)
+    killed.kill("learner")
+    killed.wait_version(11)
+    killed.kill("head")
+    killed.wait_version(16)
+    for name in ("worker-1", "learner", "head"):
+        killed.kill(name)
+    killed.wait_version(18)
+    _kill_supervisor(killed)
+    assert killed.command("audit")["lost"] == 0
+    killed.start("--resume").finish()
+
+    assert killed.weights() == calm.weights()
+    _check_books(killed, 24 * 16, max_staleness)
+    assert [row["step"] for row in killed.rows() if "reward/mean" in row] == list(range(1, 25))
+    calm_rewards = [row["reward/mean"] for row in calm.rows() if "reward/mean" in row]
+    assert [row["reward/mean"] for row in killed.rows() if "reward/mean" in row] == calm_rewards
+
+
+def _kill_supervisor(run: Run) -> None:
+    """Its children must end by themselves."""
+    pids = run.pids()
+    run.kill("run")
+    assert run.process is not None
+    run.process.wait()
+    run.process.communicate()
+    children = [pid for name, pid in pids.items() if name != "run"]
+    for _ in range(500):
+        if not any(is_running(pid) for pid in children):
+            return
+        pause()
+    raise AssertionError(f"still running: {[pid for pid in children if is_running(pid)]}")
+
+
+def _check_books(run: Run, num_groups: int, max_staleness: int) -> None:
+    audit = run.command("audit")
+    assert audit["trained"] == num_groups
+    assert audit["lost"] == audit["doubled"] == 0
+    assert audit["issued"] == audit["trained"] + sum(audit["retired"].values()) + audit["open"] + audit["lost"]
+    assert audit["max_staleness"] <= max_staleness
+    replay = run.command("replay")
+    assert replay["num_different"] == 0, replay["first_difference"]
+    assert replay["num_events"] > 100
+
+
+def test_a_free_running_run_survives_kills_within_its_bound(tmp_path: Path, sort_model: Path) -> None:
+    run = Run(tmp_path / "run", sort_model, "--schedule.max_staleness", "1").start()
+    run.wait_version(4)
+    run.kill("head")
+    run.wait_version(9)
+    run.kill("learner")
+    run.kill("worker-1")
+    summary = run.finish()
+    _check_books(run, 24 * 16, 1)
+    assert summary["groups"]["trained"] == 24 * 16
+    assert summary["staleness_max"] <= 1

@@ -1,0 +1,139 @@
+"""Real runs for tests: `echo2 run` as a user starts it, on the demo's model, small enough for two cores."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+REPOSITORY = Path(__file__).parents[1]
+#: A run that makes no progress for this long is stuck.
+STUCK_SECONDS = 60.0
+
+CONFIG = """
+[run]
+max_steps = 24
+[model]
+path = "{model}"
+[tasks]
+source = "digit_sorting"
+params = {{split = "train"}}
+[reward]
+functions = ["exact_match"]
+[sampling]
+group_size = 4
+max_tokens = 12
+groups_per_batch = 4
+[schedule]
+groups_per_step = 16
+heartbeat_seconds = 0.5
+lease_seconds = 20.0
+[learner]
+lr = 2e-4
+groups_per_microbatch = 8
+checkpoint_every = 5
+[workers]
+count = 2
+price_usd_per_hour = 0.36
+"""
+
+
+class Run:
+    """One run directory, and the `echo2 run` that works on it."""
+
+    def __init__(self, out: Path, model: Path, *settings: str) -> None:
+        self.out, self.settings = out, settings
+        self.config = out.with_suffix(".toml")
+        self.config.write_text(CONFIG.format(model=model), encoding="utf-8")
+        self.process: subprocess.Popen[str] | None = None
+
+    def start(self, *more: str) -> Run:
+        arguments = ["run", str(self.config), "--out", str(self.out), "--json", *self.settings, *more]
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "echo2", *arguments],
+            cwd=REPOSITORY,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )
+        return self
+
+    def finish(self, seconds: float = 100.0) -> dict[str, Any]:
+        """Wait for a good end; the summary."""
+        assert self.process is not None
+        output, errors = self.process.communicate(timeout=seconds)
+        assert self.process.returncode == 0, f"{errors}\n{self.logs()}"
+        summary: dict[str, Any] = json.loads(output)
+        return summary
+
+    def command(self, *arguments: str) -> Any:
+        """The JSON that an `echo2` command prints about this run."""
+        done = subprocess.run(
+            [sys.executable, "-m", "echo2", *arguments, str(self.out), "--json"],
+            cwd=REPOSITORY,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert done.stdout, done.stderr
+        return json.loads(done.stdout)
+
+    def status(self) -> dict[str, Any]:
+        return read(self.out / "status.json") or {}
+
+    def pids(self) -> dict[str, int]:
+        return {entry["name"]: entry["pid"] for entry in read(self.out / "processes.json") or []}
+
+    def kill(self, name: str) -> None:
+        os.kill(self.pids()[name], signal.SIGKILL)
+
+    def wait_version(self, version: int) -> None:
+        """Until this many steps are trained."""
+        self.wait(lambda: self.status().get("version", -1) >= version, f"version {version}")
+
+    def wait(self, holds: Callable[[], bool], what: str) -> None:
+        deadline = time.monotonic() + STUCK_SECONDS
+        while not holds():
+            assert time.monotonic() < deadline, f"no {what}: {self.status().get('waits')}\n{self.logs()}"
+            assert self.process is not None
+            assert self.process.poll() is None, f"the run ended before {what}\n{self.logs()}"
+            pause()
+
+    def logs(self) -> str:
+        return "\n".join(f"{path.name}: {path.read_text()[-1500:]}" for path in sorted(self.out.glob("logs/*.log")))
+
+    def rows(self) -> list[dict[str, Any]]:
+        lines = (self.out / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+        return [json.loads(line) for line in lines]
+
+    def weights(self) -> dict[str, bytes]:
+        """Model and optimizer of the newest checkpoint."""
+        newest = max((self.out / "checkpoints").glob("step_*"), key=lambda path: int(path.name.removeprefix("step_")))
+        return {name: (newest / name).read_bytes() for name in ("model.safetensors", "optimizer.safetensors")}
+
+
+def read(path: Path) -> Any:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None
+
+
+def is_running(pid: int) -> bool:
+    """Running, not merely waiting to be reaped."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def pause() -> None:
+    """Between two looks at other processes; nothing is assumed about how long anything takes."""
+    time.sleep(0.02)

@@ -1,0 +1,70 @@
+"""Every example loads: its settings are allowed, its tasks can be read, its rewards give the right answer full marks.
+
+Running them, with processes and a model, is an integration test's part.
+"""
+
+import importlib.util
+from array import array
+from pathlib import Path
+
+import pytest
+
+from echo2 import config
+from echo2.reward.score import Scorer
+from echo2.tasks.base import TaskStream
+from echo2.tasks.load import load_tasks
+from echo2.types import Rollout
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+PATHS = sorted(EXAMPLES.glob("*.toml"))
+
+
+@pytest.fixture(scope="module")
+def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory that looks like the repository's root after `python examples/make_data.py`."""
+    root = tmp_path_factory.mktemp("checkout")
+    (root / "examples").symlink_to(EXAMPLES)
+    spec = importlib.util.spec_from_file_location("make_data", EXAMPLES / "make_data.py")
+    assert spec is not None
+    assert spec.loader is not None
+    make_data = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(make_data)
+    make_data.make_data(root / "outputs" / "data")
+    return root
+
+
+def test_there_is_an_example_for_each_way() -> None:
+    ways = {
+        "sort",
+        "jsonl",
+        "parquet",
+        "hf_dataset",
+        "reasoning_gym",
+        "own_class",
+        "trl_reward",
+        "verl_reward",
+        "dials",
+    }
+    assert ways | {"chat"} == {path.stem for path in PATHS}
+
+
+@pytest.mark.parametrize("path", PATHS, ids=lambda path: path.stem)
+def test_example_is_whole(path: Path, checkout: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(checkout)
+    settings = config.load(path)
+    tasks = TaskStream(load_tasks(settings.tasks.source, settings.tasks.params, 0), 0, settings.tasks.shuffle)
+    scorer = Scorer(settings.reward.functions, settings.reward.weights)
+    for cursor in range(8):
+        task = tasks.task(cursor)
+        answer = task.columns.get("answer") or task.columns["reward_model"]["ground_truth"]
+        right, wrong = scorer.score(task, [attempt(str(answer)), attempt("zzz")])
+        assert right.reward == pytest.approx(sum(settings.reward.weights or [1.0]))
+        assert wrong.reward == 0.0
+    if settings.eval.source:
+        held_out = TaskStream(load_tasks(settings.eval.source, settings.eval.params, 0), 0, False)
+        trained_on = {tasks.task(cursor).prompt for cursor in range(64)}
+        assert not trained_on & {held_out.task(i).prompt for i in range(min(8, len(held_out)))}
+
+
+def attempt(text: str) -> Rollout:
+    return Rollout(array("i", [1]), array("f", [0.0]), b"\x01", ((0, 0),), "stop", text)
