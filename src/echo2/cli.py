@@ -6,7 +6,7 @@ import argparse
 import json
 import logging
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 from echo2 import __version__, config
@@ -18,12 +18,17 @@ Command = Callable[[argparse.Namespace], int]
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command. Exit status: 0 done, 1 our fault or a peer's, 2 the user's mistake, 130 interrupted."""
     parser = build_parser()
-    options, rest = parser.parse_known_args(arguments)
+    settings, others = split_settings(sys.argv[1:] if arguments is None else arguments)
+    options, unknown = parser.parse_known_args(others)
+    takes_settings = getattr(options, "takes_settings", False)
     try:
-        if getattr(options, "takes_settings", False):
-            options.overrides = settings_from_flags(rest)
-        elif rest:
-            parser.error(f"unrecognized arguments: {' '.join(rest)}")
+        if takes_settings:
+            options.overrides = settings_from_flags(settings)
+            refuse_bare_settings(unknown)
+        elif settings:
+            unknown += [flag for flag, _ in settings]
+        if unknown:
+            parser.error(f"unrecognized arguments: {' '.join(unknown)}")
         command: Command = options.command
         return command(options)
     except UserError as error:
@@ -39,29 +44,47 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 130
 
 
-def settings_from_flags(rest: Sequence[str]) -> dict[str, str]:
-    """``--learner.lr 1e-5 --run.seed=3`` as {"learner.lr": "1e-5", "run.seed": "3"}.
+def split_settings(arguments: Sequence[str]) -> tuple[list[tuple[str, str | None]], list[str]]:
+    """The dotted flags with their values, and all other words. Done before argparse, which would take the value of a
+    flag that it does not know for an argument of its own."""
+    settings: list[tuple[str, str | None]] = []
+    others: list[str] = []
+    words = iter(arguments)
+    for word in words:
+        flag, equals, value = word.partition("=")
+        if flag.startswith("--") and "." in flag:
+            settings.append((flag, value if equals else next(words, None)))
+        else:
+            others.append(word)
+    return settings, others
+
+
+def settings_from_flags(settings: Iterable[tuple[str, str | None]]) -> dict[str, str]:
+    """``[("--learner.lr", "1e-5")]`` as {"learner.lr": "1e-5"}; of a flag given twice, the last counts.
 
     Raises:
-        UserError: something that is not a dotted flag with a value.
+        UserError: no such setting, or no value.
     """
     overrides: dict[str, str] = {}
-    words = iter(rest)
-    for word in words:
-        name, equals, value = word.removeprefix("--").partition("=")
-        name = name.replace("-", "_")
-        if not word.startswith("--") or "." not in name:
-            raise UserError(
-                f"unknown argument {word}. Settings are dotted, like --learner.lr 1e-5; see `echo2 run --help`."
-            )
-        config.check_keys({name.split(".")[0]: {name.split(".", 1)[1]: None}}, word)
-        if not equals:
-            following = next(words, None)
-            if following is None:
-                raise UserError(f"{word} needs a value.")
-            value = following
+    for flag, value in settings:
+        name = flag.removeprefix("--").replace("-", "_")
+        section, _, key = name.partition(".")
+        config.check_keys({section: {key: None}}, flag)
+        if value is None:
+            raise UserError(f"{flag} needs a value.")
         overrides[name] = value
     return overrides
+
+
+def refuse_bare_settings(unknown: Sequence[str]) -> None:
+    """An unknown flag may be a setting without its section: say which it could be.
+
+    Raises:
+        UserError: with the nearest setting.
+    """
+    for word in unknown:
+        if word.startswith("--"):
+            config.check_keys({word.removeprefix("--").partition("=")[0].replace("-", "_"): None}, word)
 
 
 def settings_help() -> str:
@@ -79,7 +102,7 @@ def settings_help() -> str:
 def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="echo2",
-        description="Reinforcement learning for language models: one learner, kept busy by rollouts from cheap machines anywhere.",
+        description="Reinforcement learning for language models: one learner, kept busy by cheap machines anywhere.",
     )
     parser.add_argument("--version", action="version", version=f"echo2 {__version__}")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
@@ -203,7 +226,8 @@ def _head(options: argparse.Namespace) -> int:
     lifeline.hold_on()
     _log_to_stderr()
     rundir = launch.open_run(options.target, options.out, options.resume, options.overrides)
-    return asyncio.run(run_head(rundir))
+    asyncio.run(run_head(rundir))
+    return 0
 
 
 def _learner(options: argparse.Namespace) -> int:

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import difflib
 import json
+import math
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields, is_dataclass
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
@@ -60,7 +61,7 @@ class TasksConfig:
     source: Annotated[
         str,
         _doc(
-            "rows.jsonl | rows.parquet | a Hugging Face dataset directory or hub id (hub:owner/name), #split at the end | "
+            "rows.jsonl | rows.parquet | a Hugging Face dataset directory | hub:owner/name, #split at the end | "
             "reasoning_gym:<name> | file.py:Class | package.module:Class | digit_sorting."
         ),
     ] = ""
@@ -203,6 +204,10 @@ def check_together(config: Config) -> None:
         UserError: with both keys, both values and what to do.
     """
     schedule, sampling = config.schedule, config.sampling
+    for section, name, *_ in all_fields():
+        value = getattr(getattr(config, section), name)
+        if isinstance(value, float) and not math.isfinite(value):
+            raise UserError(f"{section}.{name} = {value} is not a finite number.")
     if schedule.max_staleness < schedule.publish_every - 1:
         raise UserError(
             f"schedule.max_staleness = {schedule.max_staleness} with schedule.publish_every = {schedule.publish_every} "
@@ -281,7 +286,20 @@ def build(raw: Mapping[str, Any], where: str) -> Config:
     try:
         return msgspec.convert(dict(raw), type=Config, strict=True)
     except msgspec.ValidationError as error:
-        raise UserError(f"{where}: {str(error).replace('`$.', '`')}") from error
+        raise UserError(f"{where}: {_explain(error, raw)}") from error
+
+
+def _explain(error: msgspec.ValidationError, raw: Mapping[str, Any]) -> str:
+    """msgspec's ``Expected `int` >= 1 - at `$.run.max_steps` ``, and the value found there."""
+    expected, at, path = str(error).partition(" - at `$.")
+    if not at:
+        return expected
+    section, _, name = path.rstrip("`").partition(".")
+    value = raw[section].get(name.partition("[")[0])
+    plain = next((plain for owner, key, plain, *_ in all_fields() if (owner, key) == (section, name)), None)
+    if get_origin(plain) is Literal:
+        expected = f"expected one of {', '.join(get_args(plain))}"
+    return f"{section}.{name} = {value!r}: {expected[0].lower()}{expected[1:]}."
 
 
 def load(path: Path, overrides: Mapping[str, str] | None = None) -> Config:
@@ -293,16 +311,19 @@ def load(path: Path, overrides: Mapping[str, str] | None = None) -> Config:
         UserError: the file is missing, is not TOML, or holds a key or value that is not allowed.
     """
     try:
-        text = path.read_text(encoding="utf-8")
+        data = path.read_bytes()
     except OSError as error:
         raise UserError(f"Cannot read the config file {path}: {error.strerror}.") from error
     try:
-        raw: dict[str, Any] = json.loads(text) if path.suffix == ".json" else tomllib.loads(text)
+        raw = json.loads(data) if path.suffix == ".json" else tomllib.loads(data.decode("utf-8"))
     except ValueError as error:
         raise UserError(f"{path} is not valid {'JSON' if path.suffix == '.json' else 'TOML'}: {error}.") from error
+    if not isinstance(raw, dict):
+        raise UserError(f"{path} must hold an object of sections, not {raw!r}.")
+    check_keys(raw, str(path))
     for dotted, value in (overrides or {}).items():
         section, _, name = dotted.partition(".")
-        check_keys({section: {name: value}} if name else {section: value}, f"--{dotted}")
+        check_keys({section: {name: value}}, f"--{dotted}")
         raw.setdefault(section, {})[name] = parse_flag(dotted, value)
     return build(raw, str(path))
 
@@ -323,11 +344,12 @@ def parse_flag(dotted: str, value: str) -> Any:
             return tomllib.loads(f"value = {value}")["value"]
         return plain(value)
     except (KeyError, ValueError) as error:
-        wanted = getattr(plain, "__name__", str(plain))
+        wanted = {bool: "true or false", int: "a whole number", float: "a number"}.get(
+            plain, f"{plain}, written as in TOML"
+        )
         raise UserError(f"--{dotted} {value}: expected {wanted}.") from error
 
 
 def to_json(config: Config) -> str:
     """The resolved configuration, as written to config.json."""
-    assert is_dataclass(config)
     return json.dumps(asdict(config), indent=2)

@@ -65,7 +65,8 @@ class Lease:
     """A time-limited right of one worker to produce one group.
 
     The group is bound to training step `step`. Its tokens must come from `exact_version` where that is set, else from
-    any version >= `min_version`. `deadline` is in seconds of the head's clock; `seconds` is how long that is from the grant.
+    any version >= `min_version`. `deadline` is in seconds of the head's clock; `seconds` is how long that is from the
+    grant.
     """
 
     lease_id: int
@@ -152,7 +153,7 @@ class RolloutGroup:
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How tokens are drawn. `top_k` = 0 and `top_p` = 1.0 mean no narrowing; `temperature` = 0.0 means greedy (eval only)."""
+    """How tokens are drawn. `top_k` = 0 and `top_p` = 1.0: no narrowing; `temperature` = 0.0: greedy (eval only)."""
 
     temperature: float = 1.0
     top_p: float = 1.0
@@ -187,7 +188,7 @@ class Assignment:
 
 @dataclass(frozen=True, slots=True)
 class TensorBytes:
-    """One tensor as it is stored and sent: little-endian bytes, row-major. `dtype` as in safetensors: F32, BF16, I64 ..."""
+    """One tensor as stored and sent: little-endian bytes, row-major. `dtype` as in safetensors: F32, BF16, I64 ..."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -196,8 +197,8 @@ class TensorBytes:
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """Weights for workers, whole and verified: `tensors` by Hugging Face parameter name, and the `files` that make them a
-    model (config.json, tokenizer.json, chat_template.jinja, ...), so that a worker needs no hub."""
+    """Weights for workers, whole and verified: `tensors` by Hugging Face parameter name, and the `files` that make them
+    a model (config.json, tokenizer.json, chat_template.jinja, ...), so that a worker needs no hub."""
 
     ref: SnapshotRef
     tensors: Mapping[str, TensorBytes]

@@ -1,4 +1,4 @@
-"""Time for the planner: seconds since the epoch that never run backwards, so that deadlines survive a restart of the head."""
+"""Time for the planner: seconds since the epoch that never run backwards, so deadlines outlive a restarted head."""
 
 from __future__ import annotations
 

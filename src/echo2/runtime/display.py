@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Sequence
 from typing import Any
 
 from rich.console import Console, Group
 from rich.live import Live
+from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 from rich.text import Text
@@ -19,6 +21,8 @@ from echo2.runtime.rundir import RunDir, read_json
 PLAIN_SECONDS = 5.0
 #: How often files are read for the display.
 REFRESH_SECONDS = 0.3
+#: By whether the process lives; None: it runs on another machine.
+PROCESS_STATES = {True: "[green]alive[/green]", False: "[red]gone[/red]", None: "remote"}
 _BLOCKS = "▁▂▃▄▅▆▇█"
 
 
@@ -69,16 +73,15 @@ class RunDisplay:
             self._live.update(Group(self._progress, _news(self._rows, status)))
         elif now - self._printed_at > PLAIN_SECONDS:
             self._printed_at = now
-            done, total = status.get("version", 0), status.get("max_steps", "?")
-            self._console.print(
-                f"step {done}/{total}  {_news(self._rows, status).plain}".replace("\n", "  "), highlight=False
-            )
+            news = "  ".join(_news(self._rows, status).plain.splitlines())
+            where = f"step {status.get('version', 0)}/{status.get('max_steps', '?')}"
+            self._console.print(Text(f"{where}  {news}".rstrip()), soft_wrap=True)
 
 
 def sparkline(values: Sequence[float], width: int = 40) -> str:
-    """The values as small bars, the newest at the right."""
-    values = values[-width:]
-    low, high = min(values), max(values)
+    """The newest finite values as small bars, the last one at the right."""
+    values = [value for value in values if math.isfinite(value)][-width:]
+    low, high = min(values, default=0.0), max(values, default=0.0)
     return "".join(_BLOCKS[int((value - low) / ((high - low) or 1.0) * (len(_BLOCKS) - 1))] for value in values)
 
 
@@ -143,20 +146,17 @@ def show_status(status: dict[str, Any], console: Console) -> None:
     """`echo2 status`: where the run stands, who waits for whom, and the local processes."""
     done = f"step {status['version']} of {status['max_steps']}, lineage {status['lineage']}"
     published = f"snapshot {status['published']}, checkpoint {status['checkpoint']}"
-    console.print(
-        f"[bold]{status['directory']}[/bold]  {status['state']}  {done}  {published}  ${status['cost_usd']:.4f}"
-    )
+    where, state = escape(status["directory"]), escape(status["state"])
+    console.print(f"[bold]{where}[/bold]  {state}  {done}  {published}  ${status['cost_usd']:.4f}", highlight=False)
     waits = Table("who", "waits for", "since", "until", "why", title="Waits", title_justify="left")
     now = status["time"]
     for wait in status["waits"]:
         since = f"{max(0.0, now - wait['since']):.1f} s" if wait["since"] else "-"
         until = f"in {wait['until'] - now:.1f} s" if wait["until"] is not None else "-"
-        waits.add_row(wait["waiter"], wait["waits_for"], since, until, wait["reason"])
+        waits.add_row(wait["waiter"], wait["waits_for"], since, until, escape(wait["reason"]))
     console.print(waits if status["waits"] else "nobody waits")
     table = Table("role", "id", "pid", "state", "doing", title="Processes", title_justify="left")
     for process in status["processes"]:
-        state = (
-            "[green]alive[/green]" if process["alive"] else "[red]gone[/red]" if process["alive"] is False else "remote"
-        )
-        table.add_row(process["role"], process["id"], str(process["pid"] or "-"), state, process.get("doing", ""))
+        state = PROCESS_STATES[process["alive"]] if process["host"] else "away"
+        table.add_row(process["role"], process["id"], str(process["pid"] or "-"), state, escape(process["doing"]))
     console.print(table)

@@ -26,7 +26,7 @@ class Evals:
         return next((groups[ref] for groups in self._groups.values() if ref in groups), None)
 
     def finish(self, version: int, num_failed: int) -> dict[str, Any]:
-        """The metrics of a finished evaluation. Accuracy is the mean reward, which for a reward of 0 or 1 is the share solved."""
+        """The metrics of a finished evaluation. Accuracy is the mean reward: the share solved, if each is 0 or 1."""
         groups = self._groups.pop(version, {})
         rewards = [r.reward for group in groups.values() for r in group.rollouts if r.reward is not None]
         lengths = [len(r.tokens) for group in groups.values() for r in group.rollouts]

@@ -15,7 +15,6 @@ from echo2 import config as configuration
 from echo2.control.seeds import group_seed
 from echo2.errors import UserError
 from echo2.learner import checkpoint
-from echo2.learner.model import DTYPES, load_policy
 from echo2.reward.score import Scorer
 from echo2.rollout import generate
 from echo2.rollout.engine import RequestFailure, make_engine
@@ -34,15 +33,15 @@ def checkpoint_directory(rundir: RunDir, step: int | None) -> Path:
     """The checkpoint of `step`, or the newest.
 
     Raises:
-        UserError: there is none.
+        UserError: there is none, or this is no run directory.
     """
-    found = (
-        checkpoint.latest(rundir.checkpoints) if step is None else checkpoint.step_directory(rundir.checkpoints, step)
-    )
+    rundir.read_config()
+    steps = rundir.checkpoints
+    found = checkpoint.latest(steps) if step is None else checkpoint.step_directory(steps, step)
     if found is None or not found.is_dir():
         have = sorted(entry.name for entry in rundir.checkpoints.glob("step_*"))
-        wanted = "a checkpoint" if step is None else f"checkpoint step_{step}"
-        raise UserError(f"{rundir.path} has no {wanted}; there are: {', '.join(have) or 'none'}.")
+        wanted = "" if step is None else f" step_{step}"
+        raise UserError(f"{rundir.path} has no checkpoint{wanted}; there are: {', '.join(have) or 'none yet'}.")
     return found
 
 
@@ -52,13 +51,13 @@ def evaluate(target: Path, step: int | None, model: str, overrides: Mapping[str,
     Raises:
         UserError: no such run, model or tasks; a reward function failed.
     """
+    from echo2.learner.model import DTYPES, load_policy  # here: `export` is no reason to load torch
+
     rundir = RunDir(target) if target.is_dir() else None
     config = configuration.load(rundir.config if rundir is not None else target, overrides)
     where = model or (str(checkpoint_directory(rundir, step)) if rundir is not None else config.model.path)
-    source, params = (
-        (config.eval.source, config.eval.params) if config.eval.source else (config.tasks.source, config.tasks.params)
-    )
-    tasks = load_tasks(source, params, config.run.seed)
+    held_out = config.eval if config.eval.source else config.tasks
+    tasks = load_tasks(held_out.source, held_out.params, config.run.seed)
     stream = TaskStream(tasks, config.run.seed, False)
     policy = load_policy(where, config.model.dtype, config.workers.device)
     snapshot = Snapshot(SnapshotRef(1, 0), policy.tensors(DTYPES[config.model.snapshot_dtype]), policy.files)
@@ -68,9 +67,10 @@ def evaluate(target: Path, step: int | None, model: str, overrides: Mapping[str,
     scorer = Scorer(list(config.reward.functions), list(config.reward.weights))
     rewards: list[float] = []
     failures: list[str] = []
+    console = Console(stderr=True)
     size = min(config.eval.limit, len(tasks))
     batches = [range(first, min(first + BATCH_TASKS, size)) for first in range(0, size, BATCH_TASKS)]
-    for cursors in track(batches, "evaluating", console=Console(stderr=True), transient=True):
+    for cursors in track(batches, "evaluating", console=console, transient=True, disable=not console.is_terminal):
         assignments = [_assignment(config, stream, cursor) for cursor in cursors]
         by_lease = {assignment.lease.lease_id: assignment for assignment in assignments}
 

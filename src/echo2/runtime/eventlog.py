@@ -11,7 +11,7 @@ import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import msgspec
 
@@ -21,13 +21,25 @@ from echo2.control.planner import Planner
 from echo2.control.state import PlannerOptions
 from echo2.errors import UserError
 
-_EVENTS = {kind.__name__: kind for kind in ev.Event.__args__}  # type: ignore[attr-defined]
+_EVENTS = {kind.__name__: kind for kind in get_args(ev.Event)}
 
 
 def to_plain(value: ev.Event | do.Command) -> dict[str, Any]:
     """An event or command as plain JSON values, with its type's name."""
     plain: dict[str, Any] = msgspec.to_builtins(value)
     return {"type": type(value).__name__, **plain}
+
+
+def from_plain(plain: dict[str, Any]) -> ev.Event:
+    """An event from `to_plain`'s form, exactly as it was.
+
+    Raises:
+        KeyError, TypeError, msgspec.ValidationError: it is none.
+    """
+    values = dict(plain)
+    kind = _EVENTS[values.pop("type")]
+    event: ev.Event = msgspec.convert(values, type=kind)
+    return event
 
 
 class EventLog:
@@ -46,8 +58,10 @@ class EventLog:
         self._write({"now": now, "event": to_plain(event), "commands": [to_plain(command) for command in commands]})
 
     def _write(self, record: dict[str, Any]) -> None:
+        line = memoryview(msgspec.json.encode(record) + b"\n")
         try:
-            self._file.write(msgspec.json.encode(record) + b"\n")
+            while line:  # a disk that fills up takes a part, and only then raises
+                line = line[self._file.write(line) :]
         except OSError as error:
             raise UserError(f"Cannot write {self._path}: {error.strerror}. Free some space, then --resume.") from error
 
@@ -63,7 +77,7 @@ def _ends_with_newline(path: Path) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Replay:
-    """What a replay found: `num_different` events whose commands came out otherwise; `first_difference` tells the first."""
+    """What a replay found: `num_different` events had other commands than logged, `first_difference` is one."""
 
     num_events: int
     num_commands: int
@@ -88,8 +102,10 @@ def replay(path: Path) -> Replay:
             continue
         if planner is None:
             raise UserError(f"{path}:{number}: an event before any planner options; this is not a whole event log.")
-        plain = dict(record["event"])
-        event = msgspec.convert(plain, type=_EVENTS[plain.pop("type")])
+        try:
+            event = from_plain(record["event"])
+        except (KeyError, TypeError, msgspec.ValidationError) as error:
+            raise UserError(f"{path}:{number} holds no event that this version knows: {error}.") from error
         commands = [to_plain(command) for command in planner.handle(event, record["now"])]
         # Through JSON, as the logged ones went: tuples become lists, and infinities null.
         commands = msgspec.json.decode(msgspec.json.encode(commands))
@@ -102,16 +118,19 @@ def replay(path: Path) -> Replay:
 
 
 def _records(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Line number and record of every whole line; a torn one is forgiven at the end and where a head began anew."""
+    damage: UserError | None = None
     try:
-        lines = path.read_bytes().split(b"\n")
+        with open(path, "rb") as file:
+            for number, line in enumerate(file, start=1):
+                if damage is not None and not line.startswith(b'{"options"'):
+                    raise damage
+                damage = None
+                try:
+                    record = msgspec.json.decode(line, type=dict[str, Any])
+                except msgspec.DecodeError as error:
+                    damage = UserError(f"{path}:{number} is damaged: {error}.")
+                    continue
+                yield number, record
     except OSError as error:
         raise UserError(f"Cannot read {path}: {error.strerror}.") from error
-    for number, line in enumerate(lines, start=1):
-        if not line:
-            continue
-        try:
-            yield number, msgspec.json.decode(line)
-        except msgspec.DecodeError as error:
-            following = lines[number] if number < len(lines) else b""
-            if following and not following.startswith(b'{"options"'):
-                raise UserError(f"{path}:{number} is damaged: {error}.") from error

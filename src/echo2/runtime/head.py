@@ -11,7 +11,7 @@ import asyncio
 import logging
 import secrets
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from echo2.buffer import Ledger
@@ -137,7 +137,7 @@ class Head:
         if run.tensorboard:
             sinks.append(TensorBoardSink(self.rundir.path / "tensorboard"))
         if run.wandb_project:
-            sinks.append(WandbSink(run.wandb_project, self.run_id, self.rundir.path, {}))
+            sinks.append(WandbSink(run.wandb_project, self.run_id, self.rundir.path, asdict(self.config)))
         return sinks
 
     def _meta(self, key: str, make: Callable[[], Any]) -> Any:
@@ -206,7 +206,6 @@ class Head:
         """The first end counts. `kind`: finished, stopped, user_error or bug."""
         if self.outcome is None:
             self.outcome = (kind, reason)
-            self.save_books()
             self.over.set()
 
     def step_row(self, version: int, learner_metrics: dict[str, Any]) -> dict[str, Any]:
@@ -229,6 +228,10 @@ class Head:
         for task in list(self._tasks):
             task.cancel()
         await self.reward.close()
+        try:
+            self.save_books()
+        except UserError:
+            log.exception("the books of the last step could not be saved")
         self.ledger.close()
         self.log.close()
 
@@ -403,7 +406,13 @@ class Head:
         if self._wake is not None:
             self._wake.cancel()
         delay = max(0.0, command.at - self.clock.now())
-        self._wake = asyncio.get_running_loop().call_later(delay, lambda: self.happen(ev.Tick()) and None)
+        self._wake = asyncio.get_running_loop().call_later(delay, self._tick)
+
+    def _tick(self) -> None:
+        try:
+            self.happen(ev.Tick())
+        except Exception as error:  # the event loop would only log it
+            self.fail(error)
 
     def _worker_gone(self, command: do.WorkerGone) -> None:
         self.counters["workers_lost"] += 1

@@ -7,7 +7,7 @@ import json
 import logging
 import signal
 
-from echo2.errors import UserError
+from echo2.errors import InvariantError, UserError
 from echo2.reward.functions import BUILT_IN
 from echo2.runtime import head_report
 from echo2.runtime.head import Head
@@ -22,13 +22,20 @@ log = logging.getLogger(__name__)
 STATUS_SECONDS = 0.5
 #: Seconds that workers and learner have to hear that the run is over.
 FAREWELL_SECONDS = 1.0
+TOLD_TO_STOP = "the head was told to stop"
 TICKET_USES = 10_000
 TICKET_HOURS = 24 * 90.0
 
 
-async def run_head(rundir: RunDir) -> int:
-    """Serve the run in this directory until it ends. Returns the exit status: 0 finished, 2 the user's mistake, 1 a bug."""
+async def run_head(rundir: RunDir) -> None:
+    """Serve the run in this directory until it is finished or told to stop.
+
+    Raises:
+        UserError: the run can't go on (failing rewards, full disk, port in use, ...).
+        InvariantError: a bug of ours stopped it.
+    """
     config = rundir.read_config()
+    rundir.outcome.unlink(missing_ok=True)  # that of an earlier head
     head = Head(rundir, config)
     identity = RunIdentity.create_or_load(rundir.identity)
     port = config.head.port or head.ledger.get_meta("port", 0)
@@ -41,7 +48,7 @@ async def run_head(rundir: RunDir) -> int:
             write_atomically(path, identity.make_ticket(role, address, TICKET_USES, TICKET_HOURS), mode=0o600)
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, head.end, "stopped", "the head was told to stop")
+        loop.add_signal_handler(number, head.end, "stopped", TOLD_TO_STOP)
     if set(config.reward.functions) - set(BUILT_IN):
         await head.reward.start()  # a reward file that does not load is found before anything is sampled
     head.start()
@@ -55,9 +62,10 @@ async def run_head(rundir: RunDir) -> int:
     await head.close()
     await asyncio.sleep(FAREWELL_SECONDS)
     await server.stop()
-    return {"finished": 0, "stopped": 0 if head.outcome[1] == "the head was told to stop" else 2, "user_error": 2}.get(
-        head.outcome[0], 1
-    )
+    kind, reason = head.outcome
+    if kind == "finished" or reason == TOLD_TO_STOP:
+        return
+    raise UserError(reason) if kind in ("stopped", "user_error") else InvariantError(reason)
 
 
 async def _keep_reporting(head: Head) -> None:

@@ -1,4 +1,4 @@
-"""From a configuration file to a run: resolve, check what can be checked before anything is started, start, show, sum up."""
+"""From a configuration file to a run: resolve, check what can be checked beforehand, start, show, sum up."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from rich.console import Console
+from rich.markup import escape
 
 from echo2 import config as configuration
 from echo2.config import Config
@@ -34,11 +35,7 @@ def check(config: Config) -> None:
     Raises:
         UserError: the first mistake found.
     """
-    if not config.model.path:
-        raise UserError("model.path is empty: name a Hugging Face model directory or hub id.")
-    looks_local = Path(config.model.path).exists() or config.model.path.startswith((".", "/", "~", "outputs/"))
-    if looks_local and not (Path(config.model.path) / "config.json").is_file():
-        raise UserError(f"model.path = {config.model.path}: no model there (no config.json). Check the path.")
+    check_model(config.model.path)
     if not config.tasks.source:
         raise UserError(
             "tasks.source is empty: name your tasks (rows.jsonl, reasoning_gym:<name>, file.py:Class, ...)."
@@ -50,6 +47,38 @@ def check(config: Config) -> None:
             TaskStream(load_tasks(section.source, section.params, config.run.seed), config.run.seed, False).task(0)
     for spec in config.reward.functions:
         load_reward(spec)
+
+
+def check_model(path: str) -> None:
+    """Find a model that can't be loaded, as far as that shows without torch.
+
+    Raises:
+        UserError: no path, no model at it, or a hub id that is not in the cache while the hub is switched off.
+    """
+    if not path:
+        raise UserError("model.path is empty: name a Hugging Face model directory or hub id.")
+    where = Path(path)
+    if where.is_dir():
+        if not (where / "config.json").is_file():
+            raise UserError(f"model.path = {path!r}: that directory holds no model (no config.json). Check the path.")
+    elif path.startswith(("/", ".", "~")) or path.count("/") != 1 or where.parent.is_dir():
+        raise UserError(
+            f"model.path = {path!r}: there is no such directory below {Path.cwd()}, and it is no hub id (owner/name)."
+        )
+    elif not _is_reachable(path):
+        raise UserError(
+            f"model.path = {path!r}: no such directory, and the hub's cache does not hold it while HF_HUB_OFFLINE is "
+            "set. Unset that to download the model, or name a model directory."
+        )
+
+
+def _is_reachable(hub_id: str) -> bool:
+    """Whether a hub id is worth a try. Only the learner needs the hub, and only its machine has the hub's package."""
+    try:
+        from huggingface_hub import constants, try_to_load_from_cache
+    except ImportError:
+        return True
+    return not constants.HF_HUB_OFFLINE or isinstance(try_to_load_from_cache(hub_id, "config.json"), str)
 
 
 def open_run(target: Path, out: Path | None, resume: bool, overrides: Mapping[str, str]) -> RunDir:
@@ -76,8 +105,9 @@ def run(path: Path, out: Path | None, resume: bool, dry_run: bool, overrides: Ma
     arguments += ["--price-usd-per-hour", str(workers.price_usd_per_hour)]
     supervisor = Supervisor(rundir, workers.count, arguments)
     console = Console(stderr=True)
+    where_text, ticket = escape(str(where)), escape(str(rundir.ticket))
     console.print(
-        f"run directory [bold]{where}[/bold]   others join with: echo2 worker @{rundir.ticket}", highlight=False
+        f"run directory [bold]{where_text}[/bold]   others join with: echo2 worker @{ticket}", highlight=False
     )
     with display.RunDisplay(rundir, config.run.max_steps, console) as shown:
         outcome = supervisor.run(shown.poll)

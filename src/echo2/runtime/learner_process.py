@@ -1,4 +1,4 @@
-"""`echo2 learner DIR`: builds the trainer from the run's configuration, goes on from the newest checkpoint, and trains."""
+"""`echo2 learner DIR`: builds the trainer from the run's configuration, goes on from the newest checkpoint, trains."""
 
 from __future__ import annotations
 

@@ -26,6 +26,8 @@ class Metrics:
         self._path = path
         self._sinks = sinks or []
         self.rows = read_rows(path)
+        if path.is_file() and path.read_bytes().count(b"\n") != len(self.rows):
+            self._rewrite()  # a kill tore the last line; the next row must not be glued to it
 
     def write(self, row: Row) -> None:
         """Add a step's row; a row of the same step (trained again after a fall-back) is replaced."""
@@ -66,11 +68,11 @@ class Metrics:
 def read_rows(path: Path) -> list[Row]:
     """The rows of a metrics file; a last line torn by a kill is passed over."""
     rows: list[Row] = []
-    if path.exists():
-        for line in path.read_text(encoding="utf-8").splitlines():
+    if path.is_file():
+        for line in path.read_bytes().splitlines():
             try:
                 rows.append(json.loads(line))
-            except json.JSONDecodeError:
+            except ValueError:  # no JSON, or a character cut in two
                 break
     return rows
 

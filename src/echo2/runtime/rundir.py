@@ -143,20 +143,31 @@ def write_atomically(path: Path, text: str, mode: int = 0o644) -> None:
 
 
 def read_json(path: Path) -> Any:
-    """The JSON value in a file, or None while there is no such file."""
+    """The JSON value in a file, or None while there is no such file.
+
+    Raises:
+        UserError: it can't be read, or holds something else.
+    """
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        return json.loads(path.read_bytes())
     except FileNotFoundError:
         return None
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path} is damaged: {error}. A run that is going on writes it anew.") from error
 
 
 def newest_run(outputs: Path = Path("outputs")) -> RunDir:
-    """The run directory below `outputs` that was written to last.
+    """The run directory below `outputs` whose head wrote last.
 
     Raises:
         UserError: there is none.
     """
-    runs = [entry for entry in outputs.glob("*/config.json") if entry.is_file()]
+    runs = [RunDir(entry.parent) for entry in outputs.glob("*/config.json")]
     if not runs:
         raise UserError(f"No run found below {outputs}/. Name the run directory.")
-    return RunDir(max(runs, key=lambda entry: entry.parent.stat().st_mtime).parent)
+    return max(runs, key=_last_written)
+
+
+def _last_written(rundir: RunDir) -> float:
+    """Not the directory's own time: looking at a run (its ledger's lock files) changes that."""
+    return max(path.stat().st_mtime for path in (rundir.config, rundir.status) if path.exists())

@@ -1,4 +1,5 @@
-"""`echo2 run`: starts head, learner and workers on this machine, over the same wire as between continents, and keeps them alive.
+"""`echo2 run`: starts head, learner and workers on this machine, over the wire they use between continents, and looks
+after them.
 
 A process that dies is started again (the head from its ledger, the learner from its checkpoint, a worker afresh), up
 to a limit. A process that ends with the user's mistake ends the run, with its one-line error. When the supervisor
@@ -9,6 +10,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -34,6 +36,8 @@ POLL_SECONDS = 0.1
 #: Exit status of a process that ended because of the user's mistake; its log ends with the error.
 USER_ERROR_STATUS = 2
 ERROR_PREFIX = "error: "
+#: With less than this left, a disk counts as full.
+FULL_DISK_BYTES = 1 << 16
 
 
 class ProcessFailed(Echo2Error):
@@ -49,6 +53,7 @@ class Child:
     arguments: list[str]
     process: subprocess.Popen[bytes] | None = None
     started_at: float = 0.0
+    log_start: int = 0
     restarts: deque[float] = field(default_factory=lambda: deque(maxlen=RESTARTS_MAX))
 
 
@@ -113,9 +118,12 @@ class Supervisor:
     def _start(self, child: Child) -> None:
         reading, _ = self._lifeline
         environment = {**os.environ, LIFELINE_VARIABLE: str(reading), "PYTHONUNBUFFERED": "1"}
-        environment.setdefault("PYTHONHASHSEED", "0")  # task generators that iterate over sets give the same tasks everywhere
+        environment.setdefault(
+            "PYTHONHASHSEED", "0"
+        )  # task generators that iterate over sets give the same tasks everywhere
         environment.setdefault("OMP_NUM_THREADS", "1")  # processes share the cores: see docs/operations.md
-        with open(self.rundir.logs / f"{child.name}.log", "ab") as log:
+        with open(self._log(child), "ab") as log:
+            child.log_start = log.tell()  # what an earlier process wrote is not this one's
             child.process = subprocess.Popen(
                 [sys.executable, "-m", "echo2", *child.arguments],
                 stdin=subprocess.DEVNULL,
@@ -159,25 +167,41 @@ class Supervisor:
         assert child.process is not None
         status = child.process.returncode
         if status == USER_ERROR_STATUS:
-            raise UserError(last_error(self._log(child)) or f"{child.name} refused to run; see {self._log(child)}.")
+            raise UserError(last_error(self._log(child), child.log_start) or self._silent(child))
         now = time.monotonic()
         child.restarts.append(now)
         if len(child.restarts) == RESTARTS_MAX and now - child.restarts[0] < RESTART_WINDOW_SECONDS:
             raise ProcessFailed(
-                f"{child.name} died {RESTARTS_MAX} times within {RESTART_WINDOW_SECONDS:.0f} s (last exit status {status}). "
-                f"Nothing is lost: see {self._log(child)}, then continue with --resume."
+                f"{child.name} died {RESTARTS_MAX} times within {RESTART_WINDOW_SECONDS:.0f} s (last exit status "
+                f"{status}). Nothing is lost: see {self._log(child)}, then continue with --resume."
             )
         self._start(child)
+
+    def _silent(self, child: Child) -> str:
+        """What to say of a child that refused to run and left no word: a full disk takes no log line either."""
+        free = shutil.disk_usage(self.rundir.path).free
+        if free < FULL_DISK_BYTES:
+            return f"The disk of {self.rundir.path} is full ({free} bytes left). Free some space, then --resume."
+        return f"{child.name} refused to run; see {self._log(child)}."
 
     def _log(self, child: Child) -> Path:
         return self.rundir.logs / f"{child.name}.log"
 
+    def _head_tells(self) -> bool:
+        """Whether the head tells the others that it is over; without an outcome, it is asked to."""
+        outcome = self._outcome()
+        if outcome is not None:
+            return outcome["kind"] in ("finished", "stopped")
+        if self.head.process is None or self.head.process.poll() is not None:
+            return False
+        self.head.process.terminate()
+        return True
+
     def _end_all(self) -> None:
-        """Let the others go first by themselves (the head has told them), then ask, then insist."""
-        over = self._outcome() is not None
+        """Let the others go first by themselves where the head tells them, then ask, then insist."""
         deadline = time.monotonic() + FAREWELL_SECONDS
-        if not over and self.head.process is not None:
-            self.head.process.terminate()
+        if not self._head_tells():
+            deadline = time.monotonic()
         for child in [*self.others, self.head]:
             if child.process is None:
                 continue
@@ -197,9 +221,8 @@ class Supervisor:
             os.close(descriptor)
 
 
-def last_error(log: Path) -> str | None:
-    """The last line of a log that tells an error to people."""
-    lines = [
-        line for line in log.read_text(encoding="utf-8", errors="replace").splitlines() if line.startswith(ERROR_PREFIX)
-    ]
-    return lines[-1].removeprefix(ERROR_PREFIX) if lines else None
+def last_error(log: Path, start: int = 0) -> str | None:
+    """The last line of a log, from byte `start` on, that tells an error to people."""
+    text = log.read_bytes()[start:].decode("utf-8", errors="replace")
+    errors = [line.removeprefix(ERROR_PREFIX) for line in text.splitlines() if line.startswith(ERROR_PREFIX)]
+    return errors[-1] if errors else None

@@ -167,8 +167,8 @@ class WorkerProcess:
     # ---- attending -----------------------------------------------------------------------------------------------
 
     async def _keep_attending(self) -> None:
-        """Consumes: orders. Waits for: the head. Unblocked by: its stream. Produces: relay events. Reconnects for ever, but
-        gives up after `patience_seconds` without the head."""
+        """Consumes: orders. Waits for: the head. Unblocked by: its stream. Produces: relay events. Reconnects for ever,
+        but gives up after `patience_seconds` without the head."""
         away_since, pause = time.monotonic(), RECONNECT_SECONDS[0]
         while True:
             beating: asyncio.Task[None] | None = None
@@ -359,8 +359,8 @@ class WorkerProcess:
         self._happen(ev.BatchEnded(error))
 
     def _sample(self, batch: Batch, ref: SnapshotRef) -> None:
-        """In the engine thread: sample, score each group as it completes, and hand it to the event loop. A group is charged
-        the time since the one before it, so that the groups of a batch add up to the batch."""
+        """In the engine thread: sample, score each group as it completes, and hand it to the event loop. A group is
+        charged the time since the one before it, so that the groups of a batch add up to the batch."""
         started = time.monotonic()
 
         def finished(group: RolloutGroup, lease: Lease) -> None:

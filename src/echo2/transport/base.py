@@ -1,10 +1,10 @@
 """What a link is: unary calls and server streams, between peers that are known. Nothing above names a backend.
 
-The workers and the learner dial out; the head serves. A method says which roles may call it, and that check is made here for
-all backends. What crosses is protobuf (`wire.proto`), at most `limits.MESSAGE_BYTES_MAX` a message.
+The workers and the learner dial out; the head serves. A method says which roles may call it, and that check is made
+here for all backends. What crosses is protobuf (`wire.proto`), at most `limits.MESSAGE_BYTES_MAX` a message.
 
-Errors a caller sees: `PeerError` with the word the other end refused with; `LinkError` when the other end is away, closed the
-connection or let the deadline pass.
+Errors a caller sees: `PeerError` with the word the other end refused with; `LinkError` when the other end is away,
+closed the connection or let the deadline pass.
 """
 
 from __future__ import annotations

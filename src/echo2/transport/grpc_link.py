@@ -1,7 +1,7 @@
 """The real backend: gRPC over TCP with mutual TLS. Workers and the learner dial out; the head listens on one port.
 
-No generated stubs: `base.METHODS` is the service. A refusal travels as PERMISSION_DENIED with "<reason>: <detail>"; everything else that
-goes wrong on the way is LinkError at the caller.
+No generated stubs: `base.METHODS` is the service. A refusal travels as PERMISSION_DENIED with "<reason>: <detail>";
+everything else that goes wrong on the way is LinkError at the caller.
 """
 
 from __future__ import annotations
@@ -25,8 +25,9 @@ from echo2.transport.identity import SERVER_NAME, Credentials, PeerIdentity, Run
 log = logging.getLogger(__name__)
 
 _SERVICE = "echo2.Head"
-#: A silent connection is probed after this long, and given up after as long again without an answer: a black hole (a host that
-#: is gone without a word) is noticed within ten seconds. Below that, a host that is only overloaded would be cut off.
+#: A silent connection is probed after this long, and given up after as long again without an answer: a black hole (a
+#: host that is gone without a word) is noticed within ten seconds. Below that, a host that is only overloaded would be
+#: cut off.
 KEEPALIVE_SECONDS = 5.0
 #: How long joining keeps trying while the head is away.
 JOIN_SECONDS = 60.0
@@ -104,7 +105,9 @@ class GrpcServer:
 
     async def _enrol(self, peer: Peer, request: wire.EnrolRequest) -> wire.EnrolReply:
         if request.protocol != limits.PROTOCOL_VERSION:
-            detail = f"you speak protocol {request.protocol}, the head {limits.PROTOCOL_VERSION}: upgrade one of the two"
+            detail = (
+                f"you speak protocol {request.protocol}, the head {limits.PROTOCOL_VERSION}: upgrade one of the two"
+            )
             raise PeerError("protocol", detail)
         peer_id, certificate = self._identity.enrol(peer.peer_id, peer.role.removeprefix("join-"), request.csr_der)
         return wire.EnrolReply(peer_id=peer_id, certificate_der=certificate)
@@ -119,7 +122,7 @@ class GrpcServer:
             except Exception as error:
                 await self._abort(method, context, error)
 
-        # Written to, not iterated by, gRPC: when the caller goes, the cancellation arrives here, and the handler is closed at once.
+        # A coroutine that writes, not a generator: when the caller goes, gRPC cancels it, and it closes the handler.
         async def answer_stream(data: bytes, context: Any) -> None:
             try:
                 peer = self._peer(method, context)
@@ -219,8 +222,8 @@ class GrpcLink:
 
 
 async def connect(ticket_text: str, state_directory: Path) -> tuple[GrpcLink, str]:
-    """Join the run that a ticket names: (link, own peer id). Enrols at the first time; key and certificate are kept below
-    `state_directory`, so that a restarted process is the same peer.
+    """Join the run that a ticket names: (link, own peer id). Enrols at the first time; key and certificate are kept
+    below `state_directory`, so that a restarted process is the same peer.
 
     Raises:
         UserError: the ticket is no ticket, is expired or used up, or the state directory can't be written.
@@ -251,5 +254,7 @@ async def _patiently(link: GrpcLink, request: wire.EnrolRequest) -> wire.EnrolRe
             raise UserError(f"The head refuses this ticket: {error.detail}.") from error
         except LinkError as error:
             if asyncio.get_running_loop().time() > give_up_at:
-                raise LinkError(f"{error} (the head did not answer for {JOIN_SECONDS:.0f} s; is it running?)") from error
+                raise LinkError(
+                    f"{error} (the head did not answer for {JOIN_SECONDS:.0f} s; is it running?)"
+                ) from error
         await asyncio.sleep(JOIN_PAUSE_SECONDS)

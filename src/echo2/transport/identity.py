@@ -1,12 +1,13 @@
 """Who is who: a run's own certificate authority, tickets, enrolment, revocation.
 
-    ticket      "echo2-" + base64url(JSON): the head's address, the CA's certificate, and a short-lived *join certificate* with its
-                key. Even enrolment thus runs over mutual TLS, on the one port (docs/decisions/0001).
+    ticket      "echo2-" + base64url(JSON): the head's address, the CA's certificate, and a short-lived *join
+                certificate* with its key. Even enrolment thus runs over mutual TLS, on the one port
+                (docs/decisions/0001).
     enrolment   a peer makes its own key, sends a signing request over a join connection and gets a certificate for
                 "worker:<id>"; the id is derived from the key, so enrolling again gives the same id and burns no use.
-    revocation  a revoked id is refused at every call and at every message of a stream, whatever certificate it shows. It is a
-                file below revoked/, so that `echo2 revoke` and a running head share it without a lock. Who still has a ticket with
-                uses left can enrol again with another key: revoking is for machines, tickets are for people.
+    revocation  a revoked id is refused at every call and at every message of a stream, whatever certificate it shows.
+                It is a file below revoked/, so that `echo2 revoke` and a running head share it without a lock. Who
+                still has a ticket with uses left can enrol again with another key.
 
 Keys are EC P-256 and never leave their machine; files are private (mode 0600) and survive restarts.
 """
@@ -81,7 +82,9 @@ class Ticket:
             return _parse_ticket(text)
         except (ValueError, KeyError, TypeError, RecursionError) as error:
             shown = text[:24] + ("..." if len(text) > 24 else "")
-            raise UserError(f"{shown!r} is not a ticket ({error}). Copy it whole from the run's `ticket` file.") from error
+            raise UserError(
+                f"{shown!r} is not a ticket ({error}). Copy it whole from the run's `ticket` file."
+            ) from error
 
 
 def _read_ticket(path: str) -> str:
@@ -106,13 +109,17 @@ def _parse_ticket(text: str) -> Ticket:
     der = {name: base64.b64decode(plain[name], validate=True) for name in ("ca", "cert", "key")}
     key = ec.derive_private_key(int.from_bytes(der["key"], "big"), ec.SECP256R1())
     ca, certificate = (x509.load_der_x509_certificate(der[name]) for name in ("ca", "cert"))
-    return Ticket(run_id, address, role, Credentials(_certificate_pem(ca), _certificate_pem(certificate), _key_pem(key)))
+    return Ticket(
+        run_id, address, role, Credentials(_certificate_pem(ca), _certificate_pem(certificate), _key_pem(key))
+    )
 
 
 class RunIdentity:
     """The head's side: the run's CA and server certificate, tickets given out, members and revocations."""
 
-    def __init__(self, directory: Path, ca_key: Key, ca: x509.Certificate, credentials: Credentials, book: dict[str, Any]) -> None:
+    def __init__(
+        self, directory: Path, ca_key: Key, ca: x509.Certificate, credentials: Credentials, book: dict[str, Any]
+    ) -> None:
         self._directory, self._ca_key, self._ca, self._book = directory, ca_key, ca, book
         self.credentials = credentials
         self.run_id = str(ca.subject.get_attributes_for_oid(NameOID.COMMON_NAME)[0].value).removeprefix("echo2 ")
@@ -135,7 +142,9 @@ class RunIdentity:
             credentials = Credentials(read["ca.pem"], read["server.pem"], read["server.key"])
             return RunIdentity(directory, ca_key, ca, credentials, _read_book(directory / "members.json"))
         except (OSError, ValueError) as error:
-            raise UserError(f"Cannot use the run's identity in {directory}: {error}. Restore it from a copy.") from error
+            raise UserError(
+                f"Cannot use the run's identity in {directory}: {error}. Restore it from a copy."
+            ) from error
 
     def make_ticket(self, role: str, address: str, uses: int, hours: float) -> str:
         """A ticket that admits `uses` peers as worker or learner within `hours`."""
@@ -156,7 +165,7 @@ class RunIdentity:
         return TICKET_PREFIX + base64.urlsafe_b64encode(json.dumps(plain, separators=(",", ":")).encode()).decode()
 
     def enrol(self, ticket_id: str, role: str, csr_der: bytes) -> tuple[str, bytes]:
-        """Admit the key in a signing request: (peer id, its certificate in DER). The same key gets the same id, free of charge.
+        """Admit the key in a signing request: (peer id, its certificate in DER). The same key gets the same id, free.
 
         Raises:
             PeerError: "malformed" request, or "ticket": expired, used up or unknown; "revoked".
@@ -177,7 +186,12 @@ class RunIdentity:
             if ticket["uses"] < 1:
                 raise PeerError("ticket", "this ticket is used up; ask for a new one")
             ticket["uses"] -= 1
-            self._book["members"][peer_id] = {"role": role, "key": fingerprint, "ticket": ticket_id, "since": time.time()}
+            self._book["members"][peer_id] = {
+                "role": role,
+                "key": fingerprint,
+                "ticket": ticket_id,
+                "since": time.time(),
+            }
             self._save()
         until = _now() + datetime.timedelta(days=CERTIFICATE_DAYS)
         certificate = self._sign(f"{role}:{peer_id}", key, until)
@@ -202,7 +216,7 @@ class RunIdentity:
         return frozenset(os.listdir(self._directory / _REVOKED))
 
     def check_not_revoked(self, peer_id: str) -> None:
-        """Raises PeerError("revoked") for a revoked peer. Asks the file system (microseconds): there is no cache to go stale."""
+        """Raises PeerError("revoked") for a revoked peer. Asks the file system (microseconds): no cache goes stale."""
         if (self._directory / _REVOKED / peer_id).exists():
             raise PeerError("revoked", f"{peer_id} was revoked")
 
@@ -232,7 +246,9 @@ class PeerIdentity:
         except FileNotFoundError:
             return None
         except (OSError, ValueError) as error:
-            raise UserError(f"Cannot use this machine's identity: {error}. Remove {self.directory} to join anew.") from error
+            raise UserError(
+                f"Cannot use this machine's identity: {error}. Remove {self.directory} to join anew."
+            ) from error
         name = str(subject.get_attributes_for_oid(NameOID.COMMON_NAME)[0].value)
         return name.partition(":")[2], credentials
 
@@ -249,7 +265,9 @@ class PeerIdentity:
                 _write_private(path, _key_pem(ec.generate_private_key(ec.SECP256R1())))
             key = _load_key(path.read_bytes())
         except (OSError, ValueError) as error:
-            raise UserError(f"Cannot keep this machine's key in {self.directory}: {error}. Choose another --state.") from error
+            raise UserError(
+                f"Cannot keep this machine's key in {self.directory}: {error}. Choose another --state."
+            ) from error
         request = x509.CertificateSigningRequestBuilder().subject_name(_name("peer")).sign(key, hashes.SHA256())
         return request.public_bytes(serialization.Encoding.DER)
 

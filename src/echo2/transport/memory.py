@@ -1,4 +1,6 @@
-"""Links within one process, for tests and simulation. Messages go through their bytes, as on the wire; a link can be cut."""
+"""Links within one process, for tests and simulation. Messages go through their bytes, as on the wire; a link can be
+cut.
+"""
 
 from __future__ import annotations
 

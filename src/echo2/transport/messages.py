@@ -1,4 +1,6 @@
-"""`echo2.types` on the wire, and back. Decoding trusts nothing: what comes out is within bounds and consistent, or PeerError."""
+"""`echo2.types` on the wire, and back. Decoding trusts nothing: what comes out is within bounds and consistent, or
+PeerError.
+"""
 
 from __future__ import annotations
 
@@ -14,10 +16,20 @@ import numpy as np
 from echo2.errors import PeerError
 from echo2.transport import limits
 from echo2.transport import wire_pb2 as wire
-from echo2.types import Assignment, FinishReason, GroupKind, GroupRef, Lease, Message, Rollout, RolloutGroup
-from echo2.types import SamplingParams, Task
+from echo2.types import (
+    Assignment,
+    FinishReason,
+    GroupKind,
+    GroupRef,
+    Lease,
+    Message,
+    Rollout,
+    RolloutGroup,
+    SamplingParams,
+    Task,
+)
 
-# ---- groups ------------------------------------------------------------------------------------------------------------
+# ---- groups ----------------------------------------------------------------------------------------------------------
 
 
 def encode_group(group: RolloutGroup) -> wire.RolloutGroup:
@@ -141,7 +153,7 @@ def _support(message: wire.Rollout, drawn: array[int]) -> tuple[array[int], arra
     tokens = _token_ids("support_tokens", message.support_tokens, limits.MESSAGE_BYTES_MAX // 4)
     offsets = _token_ids("support_offsets", message.support_offsets, limits.TOKENS_MAX + 1)
     _require(len(offsets) == len(drawn) + 1, f"{len(offsets)} support offsets for {len(drawn)} tokens")
-    widths = np.diff(np.frombuffer(offsets, dtype=np.int32))
+    widths = np.diff(np.frombuffer(offsets, dtype=np.int32)).astype(np.int32)
     _require(offsets[0] == 0 and offsets[-1] == len(tokens), "support offsets do not span the support tokens")
     _require(bool((widths >= 0).all()), "support offsets descend")
     sampled = np.frombuffer(message.loss_mask, dtype=np.uint8) == 1
@@ -158,7 +170,7 @@ def with_rollouts(group: RolloutGroup, rollouts: Sequence[Rollout]) -> RolloutGr
     return replace(group, rollouts=tuple(rollouts))
 
 
-# ---- leases ------------------------------------------------------------------------------------------------------------
+# ---- leases ----------------------------------------------------------------------------------------------------------
 
 
 def encode_assignment(assignment: Assignment) -> wire.Lease:
@@ -219,7 +231,9 @@ def decode_assignment(message: wire.Lease) -> Assignment:
         cursor=whole_number("cursor", message.cursor),
         num_samples=message.num_samples,
         min_version=whole_number("min_version", message.min_version),
-        exact_version=whole_number("exact_version", message.exact_version) if message.HasField("exact_version") else None,
+        exact_version=whole_number("exact_version", message.exact_version)
+        if message.HasField("exact_version")
+        else None,
         deadline=message.deadline,
         seconds=message.seconds,
         seed=message.seed,
@@ -246,10 +260,12 @@ def _decode_task(message: wire.Task) -> Task:
     for item in items:
         _bound_chars("role", item.role, limits.NAME_CHARS_MAX)
         _bound_chars("chat message", item.content, limits.TEXT_CHARS_MAX)
-    return Task(whole_number("cursor", message.cursor), tuple(Message(item.role, item.content) for item in items), columns)
+    return Task(
+        whole_number("cursor", message.cursor), tuple(Message(item.role, item.content) for item in items), columns
+    )
 
 
-# ---- checks ------------------------------------------------------------------------------------------------------------
+# ---- checks ----------------------------------------------------------------------------------------------------------
 
 
 def _require(holds: bool, complaint: str) -> None:

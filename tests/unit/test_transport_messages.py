@@ -1,0 +1,387 @@
+"""Groups and leases over the wire: what goes in comes out, and nothing that a stranger sends gets past the bounds."""
+
+from __future__ import annotations
+
+import math
+from array import array
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from echo2.errors import PeerError
+from echo2.transport import limits, messages
+from echo2.transport import wire_pb2 as wire
+from echo2.transport.base import METHODS, parse
+from echo2.types import Assignment, GroupRef, Lease, Message, Rollout, RolloutGroup, SamplingParams, Task
+
+NUMBERS = st.integers(0, limits.NUMBER_MAX)
+TOKEN_IDS = st.integers(0, 2**31 - 1)
+NAMES = st.text(max_size=20)
+FINITE = st.floats(-limits.REWARD_MAX, limits.REWARD_MAX)
+KINDS = st.sampled_from(["train", "eval"])
+GROUP_REFS = st.builds(GroupRef, KINDS, NUMBERS)  # type: ignore[arg-type]
+
+
+@st.composite
+def rollouts(draw: st.DrawFn) -> Rollout:
+    """One or several turns; narrowed or not; scored or not."""
+    tokens = draw(st.lists(TOKEN_IDS, min_size=1, max_size=12))
+    mask = bytes(draw(st.lists(st.integers(0, 1), min_size=len(tokens), max_size=len(tokens))))
+    logprob = st.floats(-100, 0, width=32)
+    later = draw(st.sets(st.integers(1, len(tokens) - 1), max_size=3)) if len(tokens) > 1 else set()
+    supports = [draw(st.lists(TOKEN_IDS, max_size=3)) + ([token] if m else []) for token, m in zip(tokens, mask)]
+    offsets = [0]
+    for support in supports:
+        offsets.append(offsets[-1] + len(support))
+    is_narrowed = draw(st.booleans())
+    return Rollout(
+        tokens=array("i", tokens),
+        logprobs=array("f", [draw(logprob) if m else 0.0 for m in mask]),
+        loss_mask=mask,
+        version_spans=tuple((start, draw(NUMBERS)) for start in [0, *sorted(later)]),
+        finish=draw(st.sampled_from(["stop", "length"])),
+        text=draw(st.text(max_size=20)),
+        reward=draw(st.none() | FINITE),
+        reward_parts=draw(st.dictionaries(NAMES, FINITE, max_size=3)),
+        support_tokens=array("i", [token for support in supports for token in support]) if is_narrowed else None,
+        support_offsets=array("i", offsets) if is_narrowed else None,
+    )
+
+
+GROUPS = st.builds(
+    RolloutGroup,
+    group=GROUP_REFS,
+    step=NUMBERS,
+    lineage=NUMBERS,
+    cursor=NUMBERS,
+    prompt_tokens=st.lists(TOKEN_IDS, max_size=5).map(lambda ids: array("i", ids)),
+    rollouts=st.lists(rollouts(), min_size=1, max_size=3).map(tuple),
+    worker_id=NAMES,
+    generate_seconds=st.floats(0, limits.DURATION_SECONDS_MAX),
+)
+CHATS = st.lists(st.builds(Message, NAMES, st.text(max_size=20)), max_size=3).map(tuple)
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=10),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(NAMES, inner, max_size=3),
+    max_leaves=6,
+)
+SECONDS = st.floats(0, limits.DURATION_SECONDS_MAX)
+LEASES = st.builds(
+    Lease,
+    lease_id=NUMBERS,
+    group=GROUP_REFS,
+    step=NUMBERS,
+    cursor=NUMBERS,
+    num_samples=st.integers(1, limits.SAMPLES_MAX),
+    min_version=NUMBERS,
+    exact_version=st.none() | NUMBERS,
+    deadline=st.floats(allow_nan=False, allow_infinity=False),
+    seconds=SECONDS,
+    seed=st.integers(0, 2**64 - 1),
+)
+PARAMS = st.builds(
+    SamplingParams,
+    temperature=st.floats(0, 100),
+    top_p=st.floats(0, 1, exclude_min=True),
+    top_k=st.integers(0, 2**32 - 1),
+    max_tokens=st.integers(1, limits.TOKENS_MAX),
+)
+REWARDS = st.lists(st.tuples(NAMES, st.floats(-10, 10)), max_size=3)
+
+
+@st.composite
+def assignments(draw: st.DrawFn) -> Assignment:
+    rewards = draw(REWARDS)
+    task = Task(draw(NUMBERS), draw(st.text(max_size=20) | CHATS), draw(st.dictionaries(NAMES, JSON, max_size=3)))
+    return Assignment(draw(LEASES), task, draw(PARAMS), tuple(r[0] for r in rewards), tuple(r[1] for r in rewards))
+
+
+# ---- what goes in comes out --------------------------------------------------------------------------------------------
+
+
+@given(GROUPS)
+def test_group_round_trip(group: RolloutGroup) -> None:
+    data = messages.encode_group(group).SerializeToString()
+    assert messages.decode_group(parse(wire.RolloutGroup, data)) == group
+
+
+@given(assignments())
+def test_assignment_round_trip(assignment: Assignment) -> None:
+    data = messages.encode_assignment(assignment).SerializeToString()
+    assert messages.decode_assignment(parse(wire.Lease, data)) == assignment
+
+
+def test_tokens_are_little_endian_int32_and_logprobs_float32() -> None:
+    """The format, by hand: it must not follow the machine that wrote it."""
+    first = messages.encode_group(two_turns()).rollouts[0]
+    assert first.tokens == bytes.fromhex("05000000 2c010000 07000000")
+    assert first.logprobs == bytes.fromhex("000000bf 00000000 000080be")
+    assert first.loss_mask == b"\x01\x00\x01"
+    assert first.support_offsets == bytes.fromhex("00000000 02000000 02000000 03000000")
+
+
+def test_with_rollouts_replaces_nothing_else() -> None:
+    group = two_turns()
+    other = messages.with_rollouts(group, group.rollouts[:1] * 2)
+    assert len(other.rollouts) == 2
+    assert messages.with_rollouts(other, group.rollouts) == group
+
+
+# ---- what is refused, and with which word ------------------------------------------------------------------------------
+
+
+def two_turns() -> RolloutGroup:
+    """Token 300 was written by the environment between two turns; the policy changed after the first."""
+    rollout = Rollout(
+        tokens=array("i", [5, 300, 7]),
+        logprobs=array("f", [-0.5, 0.0, -0.25]),
+        loss_mask=b"\x01\x00\x01",
+        version_spans=((0, 3), (2, 4)),
+        finish="stop",
+        text="5 ... 7",
+        reward=1.0,
+        reward_parts={"exact": 1.0},
+        support_tokens=array("i", [5, 6, 7]),
+        support_offsets=array("i", [0, 2, 2, 3]),
+    )
+    return RolloutGroup(GroupRef("train", 9), 4, 1, 9, array("i", [1, 2]), (rollout,), "w-1", 0.5)
+
+
+def ints(*values: int) -> bytes:
+    return array("i", values).tobytes()
+
+
+def floats(*values: float) -> bytes:
+    return array("f", values).tobytes()
+
+
+def set_spans(rollout: wire.Rollout, *starts: int) -> None:
+    del rollout.version_spans[:]
+    rollout.version_spans.extend(wire.VersionSpan(start=start, version=1) for start in starts)
+
+
+Spoil = Callable[[Any], Any]
+BEYOND = limits.NUMBER_MAX + 1
+
+BAD_GROUPS: dict[str, Spoil] = {
+    "kind": lambda g: setattr(g, "kind", "test"),
+    "number": lambda g: setattr(g, "number", BEYOND),
+    "step": lambda g: setattr(g, "step", 2**64 - 1),
+    "lineage": lambda g: setattr(g, "lineage", BEYOND),
+    "cursor": lambda g: setattr(g, "cursor", BEYOND),
+    "no rollouts": lambda g: g.ClearField("rollouts"),
+    "negative duration": lambda g: setattr(g, "generate_seconds", -1.0),
+    "NaN duration": lambda g: setattr(g, "generate_seconds", math.nan),
+    "endless duration": lambda g: setattr(g, "generate_seconds", 1e300),
+    "half a prompt token": lambda g: setattr(g, "prompt_tokens", b"\0" * 6),
+    "negative prompt token": lambda g: setattr(g, "prompt_tokens", ints(-1)),
+}
+BAD_ROLLOUTS: dict[str, Spoil] = {
+    "empty": lambda r: r.CopyFrom(wire.Rollout(finish="stop")),
+    "half a token": lambda r: setattr(r, "tokens", r.tokens[:-1]),
+    "negative token": lambda r: setattr(r, "tokens", ints(5, -300, 7)),
+    "a token more": lambda r: setattr(r, "tokens", r.tokens + ints(1)),
+    "mask too short": lambda r: setattr(r, "loss_mask", b"\1\0"),
+    "mask of 2": lambda r: setattr(r, "loss_mask", b"\1\2\1"),
+    "logprobs too few": lambda r: setattr(r, "logprobs", floats(-0.5)),
+    "logprob NaN": lambda r: setattr(r, "logprobs", floats(math.nan, 0, -1)),
+    "logprob -inf": lambda r: setattr(r, "logprobs", floats(-math.inf, 0, -1)),
+    "logprob positive": lambda r: setattr(r, "logprobs", floats(0.01, 0, -1)),
+    "logprob of the environment": lambda r: setattr(r, "logprobs", floats(-1, -1, -1)),
+    "no spans": lambda r: set_spans(r),
+    "spans begin late": lambda r: set_spans(r, 1),
+    "spans descend": lambda r: set_spans(r, 0, 2, 1),
+    "spans repeat": lambda r: set_spans(r, 0, 0),
+    "spans beyond the end": lambda r: set_spans(r, 0, 3),
+    "version": lambda r: setattr(r.version_spans[0], "version", BEYOND),
+    "finish": lambda r: setattr(r, "finish", "tired"),
+    "reward NaN": lambda r: setattr(r, "reward", math.nan),
+    "reward beyond measure": lambda r: setattr(r, "reward", 1e300),
+    "part NaN": lambda r: r.reward_parts.update({"exact": math.nan}),
+    "part infinite": lambda r: r.reward_parts.update({"exact": -math.inf}),
+    "support without offsets": lambda r: r.ClearField("support_offsets"),
+    "offsets without support": lambda r: r.ClearField("support_tokens"),
+    "offsets too few": lambda r: setattr(r, "support_offsets", ints(0, 3)),
+    "offsets begin late": lambda r: setattr(r, "support_offsets", ints(1, 2, 2, 3)),
+    "offsets end early": lambda r: setattr(r, "support_offsets", ints(0, 1, 1, 2)),
+    "offsets descend": lambda r: setattr(r, "support_offsets", ints(0, 3, 2, 3)),
+    "offsets negative": lambda r: setattr(r, "support_offsets", ints(0, -1, 2, 3)),
+    "empty support": lambda r: setattr(r, "support_offsets", ints(0, 3, 3, 3)),
+    "token not in its support": lambda r: setattr(r, "support_tokens", ints(4, 6, 7)),
+    "token in the other's support": lambda r: setattr(r, "support_tokens", ints(7, 6, 5)),
+    "negative support": lambda r: setattr(r, "support_tokens", ints(5, -6, 7)),
+}
+
+
+def group_word(message: wire.RolloutGroup) -> str:
+    with pytest.raises(PeerError) as caught:
+        messages.decode_group(message)
+    return caught.value.reason
+
+
+@pytest.mark.parametrize("spoil", BAD_GROUPS.values(), ids=BAD_GROUPS)
+def test_malformed_group(spoil: Spoil) -> None:
+    message = messages.encode_group(two_turns())
+    spoil(message)
+    assert group_word(message) == "malformed"
+
+
+@pytest.mark.parametrize("spoil", BAD_ROLLOUTS.values(), ids=BAD_ROLLOUTS)
+def test_malformed_rollout(spoil: Spoil) -> None:
+    message = messages.encode_group(two_turns())
+    spoil(message.rollouts[0])
+    assert group_word(message) == "malformed"
+
+
+LARGE_GROUPS: dict[str, Spoil] = {
+    "rollouts": lambda g: g.rollouts.extend([g.rollouts[0]] * limits.SAMPLES_MAX),
+    "worker id": lambda g: setattr(g, "worker_id", "w" * (limits.NAME_CHARS_MAX + 1)),
+    "prompt": lambda g: setattr(g, "prompt_tokens", bytes(4 * (limits.TOKENS_MAX + 1))),
+    "tokens": lambda g: setattr(g.rollouts[0], "tokens", bytes(4 * (limits.TOKENS_MAX + 1))),
+    "text": lambda g: setattr(g.rollouts[0], "text", "a" * (limits.TEXT_CHARS_MAX + 1)),
+    "spans": lambda g: set_spans(g.rollouts[0], *range(limits.VERSION_SPANS_MAX + 1)),
+    "parts": lambda g: g.rollouts[0].reward_parts.update({str(i): 0.0 for i in range(limits.REWARD_PARTS_MAX)}),
+    "part name": lambda g: g.rollouts[0].reward_parts.update({"a" * (limits.NAME_CHARS_MAX + 1): 0.0}),
+    "offsets": lambda g: setattr(g.rollouts[0], "support_offsets", bytes(4 * (limits.TOKENS_MAX + 2))),
+    "support": lambda g: setattr(g.rollouts[0], "support_tokens", bytes(limits.MESSAGE_BYTES_MAX + 4)),
+}
+
+
+@pytest.mark.parametrize("spoil", LARGE_GROUPS.values(), ids=LARGE_GROUPS)
+def test_oversized_group(spoil: Spoil) -> None:
+    message = messages.encode_group(two_turns())
+    spoil(message)
+    assert group_word(message) == "oversized"
+
+
+def test_a_logprob_may_exceed_0_by_rounding() -> None:
+    message = messages.encode_group(two_turns())
+    message.rollouts[0].logprobs = floats(limits.LOGPROB_SLACK / 2, 0, -1)
+    assert messages.decode_group(message).rollouts[0].logprobs[0] > 0
+
+
+def leased() -> Assignment:
+    lease = Lease(3, GroupRef("train", 9), 4, 9, 2, 3, None, 100.0, 60.0, 77)
+    chat = (Message("system", "be brief"), Message("user", "2 + 2"))
+    return Assignment(lease, Task(9, chat, {"answer": 4}), SamplingParams(), ("exact",), (1.0,))
+
+
+BAD_LEASES: dict[str, Spoil] = {
+    "kind": lambda m: setattr(m, "kind", ""),
+    "lease id": lambda m: setattr(m, "lease_id", BEYOND),
+    "no samples": lambda m: setattr(m, "num_samples", 0),
+    "many samples": lambda m: setattr(m, "num_samples", limits.SAMPLES_MAX + 1),
+    "no tokens": lambda m: setattr(m, "max_tokens", 0),
+    "many tokens": lambda m: setattr(m, "max_tokens", limits.TOKENS_MAX + 1),
+    "exact version": lambda m: setattr(m, "exact_version", BEYOND),
+    "negative temperature": lambda m: setattr(m, "temperature", -0.1),
+    "temperature NaN": lambda m: setattr(m, "temperature", math.nan),
+    "top_p 0": lambda m: setattr(m, "top_p", 0.0),
+    "top_p above 1": lambda m: setattr(m, "top_p", 1.01),
+    "top_p NaN": lambda m: setattr(m, "top_p", math.nan),
+    "deadline": lambda m: setattr(m, "deadline", math.inf),
+    "negative seconds": lambda m: setattr(m, "seconds", -1.0),
+    "endless seconds": lambda m: setattr(m, "seconds", math.inf),
+    "weights": lambda m: m.ClearField("reward_weights"),
+    "weight NaN": lambda m: m.reward_weights.__setitem__(0, math.nan),
+    "no task": lambda m: m.ClearField("task"),
+    "cursor": lambda m: setattr(m.task, "cursor", BEYOND),
+    "no JSON": lambda m: setattr(m.task, "columns_json", "{"),
+    "JSON that is no object": lambda m: setattr(m.task, "columns_json", "[1]"),
+    "deep JSON": lambda m: setattr(m.task, "columns_json", "[" * 100_000),
+    "long number": lambda m: setattr(m.task, "columns_json", '{"a": ' + "1" * 10_000 + "}"),
+}
+LARGE_LEASES: dict[str, Spoil] = {
+    "rewards": lambda m: (m.rewards.extend(["a"] * 64), m.reward_weights.extend([1.0] * 64)),
+    "reward name": lambda m: m.rewards.__setitem__(0, "a" * (limits.NAME_CHARS_MAX + 1)),
+    "columns": lambda m: setattr(m.task, "columns_json", " " * (limits.TEXT_CHARS_MAX + 1)),
+    "prompt": lambda m: setattr(m.task, "text", "a" * (limits.TEXT_CHARS_MAX + 1)),
+    "chat": lambda m: m.task.messages.items.extend([wire.Message(role="user")] * limits.CHAT_MESSAGES_MAX),
+    "chat message": lambda m: setattr(m.task.messages.items[0], "content", "a" * (limits.TEXT_CHARS_MAX + 1)),
+    "role": lambda m: setattr(m.task.messages.items[0], "role", "a" * (limits.NAME_CHARS_MAX + 1)),
+}
+
+
+@pytest.mark.parametrize(
+    ("word", "spoil"),
+    [*(("malformed", spoil) for spoil in BAD_LEASES.values()), *(("oversized", spoil) for spoil in LARGE_LEASES.values())],
+    ids=[*BAD_LEASES, *(f"large {name}" for name in LARGE_LEASES)],
+)
+def test_bad_lease(word: str, spoil: Spoil) -> None:
+    message = messages.encode_assignment(leased())
+    assert messages.decode_assignment(message) == leased()
+    spoil(message)
+    with pytest.raises(PeerError) as caught:
+        messages.decode_assignment(message)
+    assert caught.value.reason == word
+
+
+@pytest.mark.parametrize("value", [limits.NUMBER_MAX + 1, 2**64 - 1, -1])
+def test_whole_number_out_of_range(value: int) -> None:
+    with pytest.raises(PeerError, match="lease_id"):
+        messages.whole_number("lease_id", value)
+
+
+# ---- anything at all ---------------------------------------------------------------------------------------------------
+
+
+@given(st.sampled_from(sorted(METHODS)), st.binary(max_size=200))
+@example("Deliver", b"\x12\xff\xff\xff\xff\x0f")  # a length beyond the end
+@example("Attend", b"\x22\x02\xff\xfe")  # a string that is no UTF-8
+def test_any_bytes_parse_or_are_malformed(method: str, data: bytes) -> None:
+    try:
+        parse(METHODS[method].request, data)
+    except PeerError as error:
+        assert error.reason == "malformed"
+
+
+@settings(max_examples=300)
+@given(GROUPS, st.lists(st.tuples(st.integers(0, 10**6), st.integers(0, 7)), min_size=1, max_size=4))
+def test_flipped_bits_of_a_group_are_refused_or_harmless(group: RolloutGroup, flips: list[tuple[int, int]]) -> None:
+    data = flipped(messages.encode_group(group).SerializeToString(), flips)
+    try:
+        decoded = messages.decode_group(parse(wire.RolloutGroup, data))
+    except PeerError as error:
+        assert error.reason in ("malformed", "oversized")
+        return
+    assert messages.decode_group(messages.encode_group(decoded)) == decoded
+    assert_usable(decoded)
+
+
+@settings(max_examples=300)
+@given(assignments(), st.lists(st.tuples(st.integers(0, 10**6), st.integers(0, 7)), min_size=1, max_size=4))
+def test_flipped_bits_of_a_lease_are_refused_or_harmless(leased: Assignment, flips: list[tuple[int, int]]) -> None:
+    data = flipped(messages.encode_assignment(leased).SerializeToString(), flips)
+    try:
+        decoded = messages.decode_assignment(parse(wire.Lease, data))
+    except PeerError as error:
+        assert error.reason in ("malformed", "oversized")
+        return
+    messages.encode_assignment(decoded)
+    assert 0 < decoded.lease.num_samples <= limits.SAMPLES_MAX
+    assert len(decoded.rewards) == len(decoded.weights)
+
+
+def flipped(data: bytes, flips: list[tuple[int, int]]) -> bytes:
+    spoilt = bytearray(data)
+    for place, bit in flips:
+        spoilt[place % len(spoilt)] ^= 1 << bit
+    return bytes(spoilt)
+
+
+def assert_usable(group: RolloutGroup) -> None:
+    """What a trainer relies on without looking."""
+    assert group.oldest_version <= group.newest_version <= limits.NUMBER_MAX
+    for rollout in group.rollouts:
+        assert len(rollout.tokens) == len(rollout.logprobs) == len(rollout.loss_mask) > 0
+        assert min(rollout.tokens) >= 0
+        assert all(math.isfinite(logprob) and logprob <= limits.LOGPROB_SLACK for logprob in rollout.logprobs)
+        assert rollout.reward is None or math.isfinite(rollout.reward)
+        assert (rollout.support_tokens is None) == (rollout.support_offsets is None)
+        if rollout.support_tokens is not None and rollout.support_offsets is not None:
+            bounds = zip(rollout.support_offsets, rollout.support_offsets[1:], strict=False)
+            for token, mask, (first, end) in zip(rollout.tokens, rollout.loss_mask, bounds, strict=True):
+                assert not mask or token in rollout.support_tokens[first:end]
