@@ -94,15 +94,15 @@ class ScriptedHead:
         if request.step != self.version:
             raise PeerError("refused", f"the run stands at {self.version}")
         if self.stop_at == request.step:
-            yield wire.FedGroup(done=wire.StepDone(stop=True, reason="stopped by hand"))
+            yield wire.FedGroups(done=wire.StepDone(stop=True, reason="stopped by hand"))
             return
         self.fed[request.step] = set()
         for group in self.groups(request.step):
-            self._meet("before:FedGroup")
+            self._meet("before:FedGroups")
             await asyncio.sleep(0)
             self.fed[request.step].add(group.group.number)
-            yield wire.FedGroup(group=messages.encode_group(group))
-        yield wire.FedGroup(done=wire.StepDone(cursor=(request.step + 1) * 3, num_groups=3))
+            yield wire.FedGroups(groups=[messages.encode_group(group)])
+        yield wire.FedGroups(done=wire.StepDone(cursor=(request.step + 1) * 3, num_groups=3))
 
     async def close(self) -> None:
         self.log.append("close")
@@ -219,8 +219,8 @@ def test_metrics_of_a_step(tmp_path: Path) -> None:
     ("moment", "restarts"),
     [
         ("connect", False),
-        ("before:FedGroup", True),
-        ("before:FedGroup", False),
+        ("before:FedGroups", True),
+        ("before:FedGroups", False),
         ("before:ReportStep", True),
         ("before:ReportStep", False),
         ("after:ReportStep", True),

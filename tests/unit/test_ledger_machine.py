@@ -39,7 +39,9 @@ class Model:
 
     def uncovered(self) -> list[tuple[int, str]]:
         needed = self.payloads_needed()
-        ahead = {n for n, state in enumerate(self.states) if state == "retired" and self.steps[n] >= self.version}
+        kept = [self.steps[n] for n in self.payloads if self.states[n] == "trained"]
+        first = min([self.version, *kept])
+        ahead = {n for n, state in enumerate(self.states) if state == "retired" and self.steps[n] >= first}
         return [(n, state) for n, state in enumerate(self.states) if state == "open" or n in needed or n in ahead]
 
     def payloads_needed(self) -> set[int]:

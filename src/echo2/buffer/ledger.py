@@ -268,7 +268,9 @@ class Ledger:
             groups = self._execute(
                 "SELECT number, step, cursor, state, oldest_version, newest_version, num_tokens, worker_id FROM groups "
                 "WHERE state IN ('open', 'delivered', 'ready') "
-                "OR (state = 'trained' AND number IN (SELECT number FROM payloads)) OR (state = 'retired' AND step >= ?) "
+                "OR (state = 'trained' AND number IN (SELECT number FROM payloads)) "
+                "OR (state = 'retired' AND step >= min(?, (SELECT coalesce(min(step), 1 << 62) FROM groups "
+                "WHERE state = 'trained' AND number IN (SELECT number FROM payloads)))) "
                 "ORDER BY number",
                 (self._version(self._lineage()),),
             ).fetchall()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from echo2.control import events as ev
 from echo2.control import staleness
 from echo2.control.state import PlannerState
+from echo2.types import GroupRef
 
 
 def judge(state: PlannerState, event: ev.GroupDelivered) -> tuple[str, str] | None:
@@ -13,7 +14,7 @@ def judge(state: PlannerState, event: ev.GroupDelivered) -> tuple[str, str] | No
     late: the lease is over.  duplicate: the group has a result already.  malformed: the result is not what was leased.
     stale: a token is older than the lease allowed.
     """
-    done = _has_result(state, event)
+    done = has_result(state, event.group)
     held = state.leases.get(event.lease_id)
     if held is None:
         if done:
@@ -39,9 +40,10 @@ def judge(state: PlannerState, event: ev.GroupDelivered) -> tuple[str, str] | No
     return None
 
 
-def _has_result(state: PlannerState, event: ev.GroupDelivered) -> bool:
-    if event.group.kind == "eval":
-        place = state.evaluation.locate(event.group)
+def has_result(state: PlannerState, group: GroupRef) -> bool:
+    """Whether nothing more is expected for this group: it has a valid result, or it was given up."""
+    if group.kind == "eval":
+        place = state.evaluation.locate(group)
         return place is None or place[1] in place[0].done
-    record = state.groups.get(event.group.number)
+    record = state.groups.get(group.number)
     return record is None or record.state not in ("pending", "leased")

@@ -6,7 +6,7 @@ gate).
 from __future__ import annotations
 
 from echo2.control import commands as do
-from echo2.control import staleness
+from echo2.control import results, staleness
 from echo2.control.fleet import Worker
 from echo2.control.groups import GroupRecord
 from echo2.control.seeds import group_seed
@@ -137,11 +137,19 @@ def issue_unit(state: PlannerState, step: int) -> None:
             break
 
 
-def complete_unit(state: PlannerState) -> None:
-    """Issue the rest of a unit that a kill of the head left issued in part, or its batch would have another shape."""
+def mend_units(state: PlannerState) -> None:
+    """A kill of the head may come between the commands of one event. A unit that was issued in part is issued to its end,
+    and one of whose leases a part had ended loses the others: its groups are sampled in one batch of fixed shape.
+    """
+    if not state.options.deterministic:
+        return
     last = state.groups.get(state.groups.next_number - 1)
     if last is not None and last.step >= state.version and state.groups.next_number % state.groups.groups_per_unit != 0:
         issue_unit(state, last.step)
+    for record in list(state.groups):
+        if record.state == "pending":
+            for other in state.groups.unit_records(state.groups.unit_of(record)):
+                results.release(state, GroupRef("train", other.number), "its batch was broken up by a kill of the head")
 
 
 def room(state: PlannerState, step: int) -> int:

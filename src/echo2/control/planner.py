@@ -119,7 +119,7 @@ class Planner(PlannerState):
                 )
         for lease in event.leases:
             self._restore_lease(lease, now)
-        granting.complete_unit(self)
+        granting.mend_units(self)
         for ref in self.retained.values():
             if self.evaluation.is_due(ref.version):
                 self._start_eval(ref)
@@ -164,8 +164,12 @@ class Planner(PlannerState):
                     self.emit(do.DropSnapshot, "its step is trained again", ref=self.retained.pop(later))
             self.evaluation.forget_after(version)
             self.checkpoint_version = min(self.checkpoint_version, version)
+        is_fallback = version < self.version
         self.version, self.learner_joined, self.wanted_step = version, True, None
         self.emit(do.RecordLearner, reason, version=version, lineage=self.lineage)
+        if is_fallback:
+            attending = tuple(worker.worker_id for worker in self.fleet.attending())
+            workers.announce_newest(self, "later ones count no more", attending)
 
     def _groups_wanted(self, step: int, now: float) -> None:
         if step != self.version or not self.learner_joined:
@@ -203,9 +207,9 @@ class Planner(PlannerState):
         self.published[ref.version] = self.retained[ref.version] = ref
         if self.evaluation.is_due(ref.version):
             self._start_eval(ref)
-        worker_ids = tuple(worker.worker_id for worker in self.fleet.attending())
-        if worker_ids and ref.version == max(self.published):
-            self.emit(do.AnnounceSnapshot, f"version {ref.version} is published", ref=ref, worker_ids=worker_ids)
+        if ref.version == max(self.retained):
+            reason = f"version {ref.version} is published"
+            workers.announce_newest(self, reason, tuple(worker.worker_id for worker in self.fleet.attending()))
         self._drop_snapshots()
 
     def _drop_snapshots(self) -> None:

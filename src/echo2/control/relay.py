@@ -181,7 +181,8 @@ class Relay:
 
     def _announced(self, event: ev.SnapshotAnnounced) -> None:
         self._asked_manifest = False
-        if self.newest is None or event.ref > self.newest:
+        if not event.asked_for:
+            # The head's word counts, not the order of names: after a fall-back the newest that counts may be an older one.
             self.newest = event.ref
         if event.ref in (self.installed, self.installing) or (self.incoming and self.incoming.ref == event.ref):
             return

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from echo2.control import commands as do
 from echo2.control import events as ev
-from echo2.control.delivery import judge
+from echo2.control.delivery import has_result, judge
 from echo2.control.leases import FAILURES, MAX_ATTEMPTS
 from echo2.control.state import PlannerState
 from echo2.types import GroupRef
@@ -87,7 +87,7 @@ def lease_failed(state: PlannerState, event: ev.LeaseFailed) -> None:
     group = held[1].group
     reason = event.reason if event.reason in FAILURES else "engine_failed"
     end_lease(state, event.lease_id, "failed", f"{reason}: {event.detail}")
-    if not FAILURES[reason]:
+    if not FAILURES[reason] and not has_result(state, group):
         give_up(state, group, reason, event.detail)
 
 

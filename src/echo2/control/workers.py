@@ -23,9 +23,14 @@ def worker_joined(state: PlannerState, event: ev.WorkerJoined, now: float) -> No
         if held is None or held[0] != event.worker_id:
             reason = "the lease ended while the worker was away"
             state.emit(do.RevokeLease, reason, worker_id=event.worker_id, lease_id=lease_id)
-    if state.retained:
+    announce_newest(state, "newest when the worker joined", (event.worker_id,))
+
+
+def announce_newest(state: PlannerState, reason: str, worker_ids: tuple[str, ...]) -> None:
+    """Tell these workers which snapshot is the newest that is to be had."""
+    if state.retained and worker_ids:
         ref = state.retained[max(state.retained)]
-        state.emit(do.AnnounceSnapshot, "newest when the worker joined", ref=ref, worker_ids=(event.worker_id,))
+        state.emit(do.AnnounceSnapshot, reason, ref=ref, worker_ids=worker_ids)
 
 
 def worker_reported(state: PlannerState, event: ev.WorkerReported, now: float) -> None:

@@ -79,14 +79,14 @@ class HeadClient:
             try:
                 async for fed in self._link.stream("TakeGroups", wire.TakeGroups(step=step)):
                     patience = _Patience("TakeGroups", self._patience_seconds)
+                    for group in map(decode_group, fed.groups):
+                        if group.group.number not in seen:
+                            seen.add(group.group.number)
+                            yield group
                     if fed.HasField("done"):
                         self._fed_at_join = joins
                         yield StepEnd(fed.done.cursor, fed.done.num_groups, fed.done.stop, fed.done.reason)
                         return
-                    group = decode_group(fed.group)
-                    if group.group.number not in seen:
-                        seen.add(group.group.number)
-                        yield group
                 raise LinkError("the head closed the stream before the step was whole")
             except LinkError as error:
                 await patience.pause(error)
@@ -174,9 +174,9 @@ class HeadClient:
         await self._hello(request.step)
         fed_again: set[int] = set()
         async for fed in self._link.stream("TakeGroups", wire.TakeGroups(step=request.step)):
+            fed_again.update(group.number for group in fed.groups)
             if fed.HasField("done"):
                 break
-            fed_again.add(fed.group.number)
         else:
             raise LinkError("the head closed the stream before the step was whole")
         if fed.done.stop:

@@ -64,7 +64,7 @@ class LearnerPresence:
     pid: int
     device: str
     doing: str = ""
-    feed: asyncio.Queue[wire.FedGroup | None] | None = None
+    feed: asyncio.Queue[wire.RolloutGroup | wire.StepDone] | None = None
 
 
 def planner_options(config: Config, eval_size: int) -> PlannerOptions:
@@ -223,8 +223,7 @@ class Head:
             for presence in self.workers.values():
                 self._put(presence, wire.Order(stop=wire.Stop(reason=reason)))
         if self.learner is not None and self.learner.feed is not None:
-            self.learner.feed.put_nowait(wire.FedGroup(done=wire.StepDone(stop=True, reason=reason)))
-            self.learner.feed.put_nowait(None)
+            self.learner.feed.put_nowait(wire.StepDone(stop=True, reason=reason))
         for task in list(self._tasks):
             task.cancel()
         await self.reward.close()
@@ -362,14 +361,12 @@ class Head:
     def _feed(self, command: do.FeedGroup) -> None:
         payload = wire.RolloutGroup.FromString(self.ledger.payload(command.number))
         if self.learner is not None and self.learner.feed is not None:
-            self.learner.feed.put_nowait(wire.FedGroup(group=payload))
+            self.learner.feed.put_nowait(payload)
         self.rollout_log.write(command.step, payload, lambda: self.tasks.task(payload.cursor))
 
     def _end_step(self, command: do.EndStep) -> None:
         if self.learner is not None and self.learner.feed is not None:
-            done = wire.StepDone(cursor=command.cursor, num_groups=command.num_groups)
-            self.learner.feed.put_nowait(wire.FedGroup(done=done))
-            self.learner.feed.put_nowait(None)
+            self.learner.feed.put_nowait(wire.StepDone(cursor=command.cursor, num_groups=command.num_groups))
 
     def _record_learner(self, command: do.RecordLearner) -> None:
         self.ledger.learner_joined(command.version, command.lineage, self.clock.now())

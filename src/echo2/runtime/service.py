@@ -26,6 +26,10 @@ from echo2.weights import Manifest
 
 #: Chunks one call may ask for.
 CHUNKS_PER_CALL_MAX = 256
+#: Results in one call.
+DELIVERIES_PER_CALL_MAX = 4096
+#: Bytes of groups that the learner is sent in one message, unless a single group is larger.
+FEED_BYTES = 8 << 20
 #: Groups a worker may claim to sample together.
 CAPACITY_GROUPS_MAX = 4096
 #: Leases a returning worker may claim to hold, and reward functions it may name.
@@ -127,7 +131,12 @@ class Service:
         self._head.happen(ev.LeaseFailed(peer.peer_id, failed.lease_id, failed.reason[:50], failed.detail[:2000]))
         return wire.Empty()
 
-    async def deliver(self, peer: Peer, delivery: wire.Delivery) -> wire.DeliveryReply:
+    async def deliver(self, peer: Peer, deliveries: wire.Deliveries) -> wire.DeliveryReplies:
+        if len(deliveries.items) > DELIVERIES_PER_CALL_MAX:
+            raise PeerError("oversized", f"{len(deliveries.items)} results at once; {DELIVERIES_PER_CALL_MAX} allowed")
+        return wire.DeliveryReplies(items=[self._deliver(peer, delivery) for delivery in deliveries.items])
+
+    def _deliver(self, peer: Peer, delivery: wire.Delivery) -> wire.DeliveryReply:
         head, lease_id = self._head, delivery.lease_id
         try:
             group = messages.decode_group(delivery.group)
@@ -188,23 +197,21 @@ class Service:
             raise PeerError("unknown_learner", "say LearnerHello first: the head was restarted")
         return self._head.learner
 
-    async def take_groups(self, peer: Peer, request: wire.TakeGroups) -> AsyncIterator[wire.FedGroup]:
+    async def take_groups(self, peer: Peer, request: wire.TakeGroups) -> AsyncIterator[wire.FedGroups]:
         head, learner = self._head, self._learner()
-        feed: asyncio.Queue[wire.FedGroup | None] = asyncio.Queue()
+        feed: asyncio.Queue[wire.RolloutGroup | wire.StepDone] = asyncio.Queue()
         learner.feed = feed
         is_whole = False
         try:
             _raise_refused(head.happen(ev.GroupsWanted(request.step)))
             if head.outcome is not None:
-                yield wire.FedGroup(done=wire.StepDone(stop=True, reason=head.outcome[1]))
-                return
-            while (item := await feed.get()) is not None:
-                is_whole = is_whole or item.HasField("done")
-                yield item
+                feed.put_nowait(wire.StepDone(stop=True, reason=head.outcome[1]))
+            while not is_whole:
+                fed = await _together(feed)
+                is_whole = fed.HasField("done")
+                yield fed
         finally:
-            if (
-                head.learner is learner and learner.feed is feed
-            ):  # else another stream, or another learner, took its place
+            if head.learner is learner and learner.feed is feed:  # else another stream, or another learner, took its place
                 learner.feed = None
                 if not is_whole:
                     head.happen(ev.LearnerLost("its stream closed before the step had all its groups"))
@@ -250,6 +257,21 @@ class Service:
     async def learner_report(self, peer: Peer, report: wire.LearnerReport) -> wire.Empty:
         self._learner().doing = report.doing[:200]
         return wire.Empty()
+
+
+async def _together(feed: asyncio.Queue[wire.RolloutGroup | wire.StepDone]) -> wire.FedGroups:
+    """The next item, and those that wait behind it: a message costs far more than a group."""
+    fed, size = wire.FedGroups(), 0
+    item = await feed.get()
+    while True:
+        if isinstance(item, wire.StepDone):
+            fed.done.CopyFrom(item)
+            return fed
+        fed.groups.append(item)
+        size += item.ByteSize()
+        if size > FEED_BYTES or feed.empty():
+            return fed
+        item = feed.get_nowait()
 
 
 def _check_hello(hello: wire.WorkerHello) -> None:

@@ -12,6 +12,7 @@ import logging
 import os
 import socket
 import time
+from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
@@ -39,6 +40,8 @@ log = logging.getLogger(__name__)
 CALL_SECONDS = 60.0
 #: Pause before the first try to reconnect, doubled up to the last.
 RECONNECT_SECONDS = (0.2, 5.0)
+#: Bytes of results sent in one call, unless a single one is larger; far below the limit of a message.
+DELIVER_BYTES = 8 << 20
 #: Assignments a worker keeps; far above what a head grants.
 ASSIGNMENTS_MAX = 100_000
 
@@ -92,6 +95,8 @@ class WorkerProcess:
         self._assignments: dict[int, Assignment] = {}
         self._results: dict[int, RolloutGroup] = {}
         self._scorers: dict[tuple[tuple[str, ...], tuple[float, ...]], Scorer] = {}
+        self._outgoing: deque[int] = deque()
+        self._delivering = False
         self._batch: Batch | None = None
         self._counters = Counters()
         self._engine_thread = ThreadPoolExecutor(1, thread_name_prefix="engine")
@@ -106,7 +111,7 @@ class WorkerProcess:
             do.InstallSnapshot: lambda c: self._spawn(self._install(c.ref)),
             do.StartBatch: lambda c: self._spawn(self._generate(c.lease_ids, c.ref)),
             do.CancelBatch: lambda c: self._cancel_batch(),
-            do.Deliver: lambda c: self._spawn(self._deliver(c.lease_id)),
+            do.Deliver: lambda c: self._deliver(c.lease_id),
             do.FailLease: lambda c: self._spawn(self._fail_lease(c.lease_id, c.failure, c.reason)),
             do.Report: lambda c: self._spawn(self._report()),
             do.WakeAt: self._wake_at,
@@ -271,15 +276,15 @@ class WorkerProcess:
 
     # ---- snapshots -----------------------------------------------------------------------------------------------
 
-    def _announced(self, notice: wire.SnapshotNotice) -> None:
+    def _announced(self, notice: wire.SnapshotNotice, asked_for: bool = False) -> None:
         manifest = Manifest.from_bytes(notice.manifest)
         self._manifests[manifest.ref] = manifest
-        self._happen(ev.SnapshotAnnounced(manifest.ref, self._store.missing(manifest)))
+        self._happen(ev.SnapshotAnnounced(manifest.ref, self._store.missing(manifest), asked_for))
 
     async def _ask_manifest(self, ref: SnapshotRef) -> None:
         request = wire.ManifestRequest(lineage=ref.lineage, version=ref.version)
         try:
-            self._announced(await self._link.call("FetchManifest", request, CALL_SECONDS))
+            self._announced(await self._link.call("FetchManifest", request, CALL_SECONDS), asked_for=True)
         except PeerError as error:
             log.info("no manifest of %s: %s", ref, error)
             self._happen(ev.SnapshotUnknown(ref.version))
@@ -410,20 +415,40 @@ class WorkerProcess:
 
     # ---- delivering ----------------------------------------------------------------------------------------------
 
-    async def _deliver(self, lease_id: int) -> None:
-        group = self._results.get(lease_id)
-        if group is None:
-            return
-        delivery = wire.Delivery(lease_id=lease_id, group=messages.encode_group(group))
+    def _deliver(self, lease_id: int) -> None:
+        self._outgoing.append(lease_id)
+        if not self._delivering:
+            self._delivering = True
+            self._spawn(self._deliver_all())
+
+    async def _deliver_all(self) -> None:
+        """Send what waits, together; what becomes ready meanwhile goes with the next call."""
         try:
-            reply = await self._link.call("Deliver", delivery, CALL_SECONDS)
+            while self._outgoing:
+                batch, size = wire.Deliveries(), 0
+                while self._outgoing and (size < DELIVER_BYTES or not batch.items):
+                    group = self._results.get(lease_id := self._outgoing.popleft())
+                    if group is not None:  # else revoked meanwhile
+                        batch.items.append(wire.Delivery(lease_id=lease_id, group=messages.encode_group(group)))
+                        size += batch.items[-1].ByteSize()
+                if batch.items:
+                    await self._send(batch)
+        finally:
+            self._delivering = False
+
+    async def _send(self, batch: wire.Deliveries) -> None:
+        lease_ids = [item.lease_id for item in batch.items]
+        try:
+            replies = await self._link.call("Deliver", batch, CALL_SECONDS)
         except (LinkError, PeerError) as error:
-            self._happen(ev.DeliveryFailed(lease_id, str(error)))
+            for lease_id in lease_ids:
+                self._happen(ev.DeliveryFailed(lease_id, str(error)))
             return
-        if not reply.accepted:
-            log.info("lease %d refused: %s", lease_id, reply.reason)
-        self._happen(ev.DeliveryAnswered(lease_id, reply.accepted, reply.reason))
-        self._forget(lease_id)
+        for lease_id, reply in zip(lease_ids, replies.items, strict=True):
+            if not reply.accepted:
+                log.info("lease %d refused: %s", lease_id, reply.reason)
+            self._happen(ev.DeliveryAnswered(lease_id, reply.accepted, reply.reason))
+            self._forget(lease_id)
 
     async def _fail_lease(self, lease_id: int, failure: str, detail: str) -> None:
         self._forget(lease_id)

@@ -197,7 +197,7 @@ class SimWorker(Actor):
                 self.tell(rel.DeliveryAnswered(body.lease_id, False, str(value)))
             case AskManifest():
                 if isinstance(value, SnapshotRef):
-                    self.tell(rel.SnapshotAnnounced(value, self._missing(value)))
+                    self.tell(rel.SnapshotAnnounced(value, self._missing(value), asked_for=True))
                 else:
                     self.tell(rel.SnapshotUnknown(body.ref.version))
             case AskChunks():

@@ -283,6 +283,18 @@ class DeliveryReply(_message.Message):
     reason: str
     def __init__(self, accepted: _Optional[bool] = ..., reason: _Optional[str] = ...) -> None: ...
 
+class Deliveries(_message.Message):
+    __slots__ = ("items",)
+    ITEMS_FIELD_NUMBER: _ClassVar[int]
+    items: _containers.RepeatedCompositeFieldContainer[Delivery]
+    def __init__(self, items: _Optional[_Iterable[_Union[Delivery, _Mapping]]] = ...) -> None: ...
+
+class DeliveryReplies(_message.Message):
+    __slots__ = ("items",)
+    ITEMS_FIELD_NUMBER: _ClassVar[int]
+    items: _containers.RepeatedCompositeFieldContainer[DeliveryReply]
+    def __init__(self, items: _Optional[_Iterable[_Union[DeliveryReply, _Mapping]]] = ...) -> None: ...
+
 class ManifestRequest(_message.Message):
     __slots__ = ("lineage", "version")
     LINEAGE_FIELD_NUMBER: _ClassVar[int]
@@ -337,13 +349,13 @@ class TakeGroups(_message.Message):
     step: int
     def __init__(self, step: _Optional[int] = ...) -> None: ...
 
-class FedGroup(_message.Message):
-    __slots__ = ("group", "done")
-    GROUP_FIELD_NUMBER: _ClassVar[int]
+class FedGroups(_message.Message):
+    __slots__ = ("groups", "done")
+    GROUPS_FIELD_NUMBER: _ClassVar[int]
     DONE_FIELD_NUMBER: _ClassVar[int]
-    group: RolloutGroup
+    groups: _containers.RepeatedCompositeFieldContainer[RolloutGroup]
     done: StepDone
-    def __init__(self, group: _Optional[_Union[RolloutGroup, _Mapping]] = ..., done: _Optional[_Union[StepDone, _Mapping]] = ...) -> None: ...
+    def __init__(self, groups: _Optional[_Iterable[_Union[RolloutGroup, _Mapping]]] = ..., done: _Optional[_Union[StepDone, _Mapping]] = ...) -> None: ...
 
 class StepDone(_message.Message):
     __slots__ = ("cursor", "num_groups", "stop", "reason")
