@@ -27,6 +27,12 @@ def run(scenario: Coroutine[Any, Any, None]) -> None:
     asyncio.run(asyncio.wait_for(scenario, 2 * SECONDS))
 
 
+async def attend(link: Link) -> None:
+    """Read orders until the stream ends."""
+    async for _ in link.stream("Attend", wire.WorkerHello()):
+        pass
+
+
 @dataclass
 class Desk:
     """A head of little brain: it echoes, refuses and waits as told, and notes what becomes of its handlers."""
@@ -100,7 +106,7 @@ class LinkCases(ABC):
     def mend(self, link: Link) -> None:
         """The way is free again."""
 
-    # ---- answers -------------------------------------------------------------------------------------------------------
+    # ---- answers -----------------------------------------------------------------------------------------------------
 
     def test_call(self) -> None:
         async def scenario() -> None:
@@ -126,7 +132,7 @@ class LinkCases(ABC):
 
     def test_stream_gives_all_in_order_and_ends(self) -> None:
         async def scenario() -> None:
-            hashes = [bytes([number]) for number in range(100)]
+            hashes = [bytes([number, 0]) for number in range(100)]
             desk = Desk()
             async with self.linked(desk) as link:
                 stream = link.stream("FetchChunks", wire.ChunkRequest(hashes=hashes))
@@ -136,7 +142,7 @@ class LinkCases(ABC):
 
         run(scenario())
 
-    # ---- refusals ------------------------------------------------------------------------------------------------------
+    # ---- refusals ----------------------------------------------------------------------------------------------------
 
     @pytest.mark.parametrize(
         ("reason", "detail"),
@@ -155,12 +161,11 @@ class LinkCases(ABC):
 
     def test_refusal_within_a_stream_comes_after_what_was_sent(self) -> None:
         async def scenario() -> None:
-            got = []
             async with self.linked(Desk()) as link:
+                chunks = aiter(link.stream("FetchChunks", wire.ChunkRequest(hashes=[b"1", b"2", b"missing"])))
+                assert [(await anext(chunks)).hash, (await anext(chunks)).hash] == [b"1", b"2"]
                 with pytest.raises(PeerError) as caught:
-                    async for chunk in link.stream("FetchChunks", wire.ChunkRequest(hashes=[b"1", b"2", b"missing"])):
-                        got.append(chunk.hash)
-            assert got == [b"1", b"2"]
+                    await anext(chunks)
             assert caught.value.reason == "missing"
 
         run(scenario())
@@ -229,7 +234,7 @@ class LinkCases(ABC):
 
         run(scenario())
 
-    # ---- ends ----------------------------------------------------------------------------------------------------------
+    # ---- ends --------------------------------------------------------------------------------------------------------
 
     def test_deadline(self) -> None:
         """The caller gets LinkError, and the handler does not go on for nobody."""
@@ -251,7 +256,7 @@ class LinkCases(ABC):
             async with self.linked(desk) as link:
                 async with aclosing(link.stream("Attend", wire.WorkerHello())) as orders:  # type: ignore[type-var]
                     assert (await anext(orders)).stop.reason.startswith("hello ")
-                    await desk.attended.wait()
+                    assert not desk.left.is_set()
                 await asyncio.wait_for(desk.left.wait(), SECONDS)
 
         run(scenario())
@@ -270,7 +275,7 @@ class LinkCases(ABC):
         async def scenario() -> None:
             desk = Desk()
             async with self.linked(desk) as link:
-                reading = asyncio.ensure_future(self._read(link))
+                reading = asyncio.ensure_future(attend(link))
                 await desk.attended.wait()
                 reading.cancel()
                 await asyncio.wait_for(desk.left.wait(), SECONDS)
@@ -311,14 +316,14 @@ class LinkCases(ABC):
         async def scenario() -> None:
             desk = Desk()
             async with self.linked(desk) as link:
-                reading = asyncio.ensure_future(self._read(link))
+                reading = asyncio.ensure_future(attend(link))
                 await desk.attended.wait()
                 await self._break(link, how)
                 with pytest.raises(LinkError):
                     await reading
                 await asyncio.wait_for(desk.left.wait(), SECONDS)
                 with pytest.raises(LinkError):
-                    await self._read(link)
+                    await attend(link)
 
         run(scenario())
 
@@ -350,11 +355,6 @@ class LinkCases(ABC):
                 await self._patiently(link)
 
         run(scenario())
-
-    @staticmethod
-    async def _read(link: Link) -> None:
-        async for _ in link.stream("Attend", wire.WorkerHello()):
-            pass
 
     async def _break(self, link: Link, how: str) -> None:
         if how == "cut":

@@ -6,6 +6,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+
 from real_runs import Run, is_running, pause
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+
 from real_runs import REPOSITORY, Run
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(200)]
@@ -52,7 +53,9 @@ def test_a_worker_that_joins_late_is_used(tmp_path: Path, sort_model: Path) -> N
     assert all(wait["reason"] for wait in waits)
     machines = {name: machine for name, machine in summary["machines"].items() if name != "learner"}
     assert [machine["useful_groups"] for machine in machines.values()] == [24 * 16]
-    assert summary["cost_usd"] == pytest.approx(sum(machine["seconds"] for machine in machines.values()) * 0.5 / 3600, rel=0.2)
+    assert summary["cost_usd"] == pytest.approx(
+        sum(machine["seconds"] for machine in machines.values()) * 0.5 / 3600, rel=0.2
+    )
 
 
 def test_weights_can_be_swapped_between_two_tokens(tmp_path: Path, sort_model: Path) -> None:

@@ -163,7 +163,9 @@ def judge_commands(report: Report, scenario: Scenario) -> list[str]:
                     fed.clear()
                 if isinstance(command, do.EndStep):
                     if fed.get(command.step, 0) < command.num_groups:
-                        wrong.append(f"at {now:.1f} step {command.step} ended with {fed.get(command.step, 0)} groups fed")
+                        wrong.append(
+                            f"at {now:.1f} step {command.step} ended with {fed.get(command.step, 0)} groups fed"
+                        )
                     fed.pop(command.step, None)
     return wrong
 

@@ -15,7 +15,8 @@ import torch
 
 from echo2.errors import InvariantError, PeerError, UserError
 from echo2.rollout.compact import build_compact
-from echo2.rollout.engine import Outcome, RequestFailure, SampleRequest, make_engine
+from echo2.rollout.engine import Outcome, RequestFailure, SampleRequest
+from echo2.rollout.engines import make_engine
 from echo2.rollout.torch_engine import TorchEngine
 from echo2.types import SamplingParams, Snapshot, TensorBytes
 from rollout_cases import END, FAMILIES, VOCAB, hf_logits, request, run, snapshot_of, tiny_module

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from echo2.errors import PeerError, UserError
-from echo2.rollout.engine import RequestFailure, make_engine
+from echo2.rollout.engine import RequestFailure
+from echo2.rollout.engines import make_engine
 from echo2.rollout.generate import encode_prompt, load_tokenizer, sample_groups
 from echo2.types import Assignment, GroupRef, Lease, Message, RolloutGroup, SamplingParams, Task
 from rollout_cases import END, request, run, snapshot_of, tiny_module, tokenizer_files

@@ -50,7 +50,7 @@ def refusal(call: Callable[[], Any]) -> tuple[str, str]:
     return caught.value.reason, caught.value.detail
 
 
-# ---- tickets -----------------------------------------------------------------------------------------------------------
+# ---- tickets ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("role", ["worker", "learner"])
@@ -136,13 +136,15 @@ def test_altered_ticket_is_a_ticket_or_the_users_mistake(ticket_text: str, data:
         pass
 
 
-# ---- enrolment ---------------------------------------------------------------------------------------------------------
+# ---- enrolment -------------------------------------------------------------------------------------------------------
 
 
 def test_enrolment_names_the_key(run: RunIdentity, tmp_path: Path) -> None:
     peer = PeerIdentity(tmp_path / "peer")
     assert peer.load() is None
-    peer_id, certificate_der = run.enrol(ticket_id(run.make_ticket("worker", ADDRESS, 1, HOUR)), "worker", peer.request())
+    peer_id, certificate_der = run.enrol(
+        ticket_id(run.make_ticket("worker", ADDRESS, 1, HOUR)), "worker", peer.request()
+    )
     certificate = x509.load_der_x509_certificate(certificate_der)
     assert common_name(certificate) == f"worker:{peer_id}"
     certificate.verify_directly_issued_by(x509.load_pem_x509_certificate(run.credentials.ca_pem))
@@ -159,7 +161,9 @@ def test_enrolling_again_is_free_and_gives_the_same_id(run: RunIdentity, tmp_pat
     ids = [run.enrol(ticket, "worker", request)[0] for request in [first, first, second, first]]
     assert len(set(ids)) == 2
     assert refusal(lambda: run.enrol(ticket, "worker", third))[0] == "ticket"
-    assert run.enrol(ticket, "worker", PeerIdentity(tmp_path / "a").request())[0] == ids[0]  # a new request, the old key
+    assert (
+        run.enrol(ticket, "worker", PeerIdentity(tmp_path / "a").request())[0] == ids[0]
+    )  # a new request, the old key
 
 
 def test_uses_are_counted_over_restarts(run: RunIdentity, tmp_path: Path) -> None:
@@ -212,7 +216,10 @@ def test_key_that_collides_with_a_members_id_is_refused(tmp_path: Path) -> None:
     book = json.loads(book_path.read_bytes())
     book["members"][peer_id]["key"] = "0" * 64  # as if another key had been there first
     book_path.write_text(json.dumps(book))
-    assert refusal(lambda: RunIdentity.create_or_load(tmp_path / "identity").enrol(ticket, "worker", request))[0] == "ticket"
+    assert (
+        refusal(lambda: RunIdentity.create_or_load(tmp_path / "identity").enrol(ticket, "worker", request))[0]
+        == "ticket"
+    )
 
 
 def signing_request(key: Any) -> bytes:
@@ -239,7 +246,9 @@ def test_requested_name_is_ignored(run: RunIdentity) -> None:
     ],
     ids=["empty", "garbage", "another curve", "RSA", "wrong signature", "oversized"],
 )
-def test_bad_signing_request_burns_nothing(run: RunIdentity, tmp_path: Path, make: Callable[[], bytes], word: str) -> None:
+def test_bad_signing_request_burns_nothing(
+    run: RunIdentity, tmp_path: Path, make: Callable[[], bytes], word: str
+) -> None:
     ticket = ticket_id(run.make_ticket("worker", ADDRESS, 1, HOUR))
     assert refusal(lambda: run.enrol(ticket, "worker", make()))[0] == word
     run.enrol(ticket, "worker", PeerIdentity(tmp_path / "peer").request())
@@ -251,7 +260,7 @@ def test_any_bytes_as_signing_request(tmp_path_factory: pytest.TempPathFactory, 
     assert refusal(lambda: run.enrol("0" * 16, "worker", data))[0] == "malformed"
 
 
-# ---- revocation --------------------------------------------------------------------------------------------------------
+# ---- revocation ------------------------------------------------------------------------------------------------------
 
 
 def test_revoked_peer_stays_out(run: RunIdentity, tmp_path: Path) -> None:
@@ -290,7 +299,7 @@ def test_nobody_to_revoke(run: RunIdentity, peer_id: str) -> None:
         run.revoke(peer_id)
 
 
-# ---- files -------------------------------------------------------------------------------------------------------------
+# ---- files -----------------------------------------------------------------------------------------------------------
 
 
 def test_reload_keeps_run_and_tickets(run: RunIdentity, tmp_path: Path) -> None:
@@ -322,7 +331,7 @@ def test_files_are_private(run: RunIdentity, tmp_path: Path) -> None:
         assert set(modes.values()) == {0o600}, modes
 
 
-@pytest.mark.parametrize("name", ["ca.key", "ca.pem", "members.json"])
+@pytest.mark.parametrize("name", ["ca.key", "ca.pem", "server.key", "server.pem", "members.json"])
 @pytest.mark.parametrize("data", [b"", b"garbage"])
 def test_damaged_identity_is_the_users_to_restore(run: RunIdentity, tmp_path: Path, name: str, data: bytes) -> None:
     (tmp_path / "identity" / name).write_bytes(data)

@@ -342,7 +342,7 @@ class Ledger:
 
     @contextmanager
     def _transaction(self) -> Iterator[None]:
-        if self._connection.in_transaction:  # inside `together`
+        if self._in_transaction():  # inside `together`
             with self._mapped_errors():
                 yield
             return
@@ -353,9 +353,12 @@ class Ledger:
                 self._execute("COMMIT")
             except BaseException:
                 # After a full disk SQLite may have rolled back by itself.
-                if self._connection.in_transaction:
+                if self._in_transaction():
                     self._execute("ROLLBACK")
                 raise
+
+    def _in_transaction(self) -> bool:
+        return self._connection.in_transaction
 
     @contextmanager
     def _mapped_errors(self) -> Iterator[None]:

@@ -14,7 +14,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
-from echo2.errors import UserError
 from echo2.types import FinishReason, SamplingParams, Snapshot, SnapshotRef
 
 SwapMode = Literal["between", "during"]
@@ -106,27 +105,3 @@ def refuse_request(request: SampleRequest, vocab_size: int, max_positions: int) 
         detail = f"A prompt token is outside 0..{vocab_size - 1}: this tokenizer does not belong to this model."
         return RequestFailure("engine_failed", detail)
     return None
-
-
-def make_engine(name: str, device: str = "auto", swap: SwapMode = "between") -> Engine:
-    """The engine called `name` (compact | transformers | fake) on `device` (cpu | cuda | cuda:0 ... | auto).
-
-    Raises:
-        UserError: there is no such engine or device.
-    """
-    if name == "fake":
-        from echo2.rollout.fake_engine import FakeEngine
-
-        return FakeEngine()
-    # torch takes a second to import, transformers' models three more: only where they are used.
-    if name == "compact":
-        from echo2.rollout.compact import build_compact
-        from echo2.rollout.torch_engine import TorchEngine
-
-        return TorchEngine(build_compact, device, swap)
-    if name == "transformers":
-        from echo2.rollout.hf_engine import build_transformers
-        from echo2.rollout.torch_engine import TorchEngine
-
-        return TorchEngine(build_transformers, device, swap)
-    raise UserError(f"workers.engine = {name!r} is not known. Use compact, transformers or fake.")

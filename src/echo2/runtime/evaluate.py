@@ -17,7 +17,8 @@ from echo2.errors import UserError
 from echo2.learner import checkpoint
 from echo2.reward.score import Scorer
 from echo2.rollout import generate
-from echo2.rollout.engine import RequestFailure, make_engine
+from echo2.rollout.engine import RequestFailure
+from echo2.rollout.engines import make_engine
 from echo2.runtime.rundir import RunDir
 from echo2.tasks.base import TaskStream
 from echo2.tasks.load import load_tasks

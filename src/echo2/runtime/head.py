@@ -22,7 +22,6 @@ from echo2.control.planner import Planner
 from echo2.control.state import PlannerOptions
 from echo2.errors import InvariantError, UserError
 from echo2.reward.process import RewardProcess
-from echo2.runtime import head_report
 from echo2.runtime.broadcast_meter import BroadcastMeter
 from echo2.runtime.clock import Clock
 from echo2.runtime.costs import CostBook
@@ -163,8 +162,17 @@ class Head:
         return commands
 
     def start(self) -> None:
-        """Tell the planner what the ledger and the snapshot store hold."""
+        """Tell the planner what the ledger and the snapshot store hold.
+
+        Raises:
+            UserError: the run has done more steps than it now is to do.
+        """
         state = self.ledger.recover()
+        if state.version > self.options.max_steps:
+            raise UserError(
+                f"run.max_steps = {self.options.max_steps}, but {state.version} steps are trained already. "
+                f"Set it to {state.version} or more."
+            )
         groups = tuple(
             ev.RecoveredGroup(g.number, g.step, g.state, g.oldest_version, g.num_tokens, g.worker_id)
             for g in state.groups
@@ -177,7 +185,7 @@ class Head:
                 checkpoint_version=self.ledger.get_meta("checkpoint_version", -1),
                 oldest_kept=self.ledger.get_meta("oldest_kept", 0),
                 next_number=state.next_number,
-                next_lease_id=state.next_lease_id,
+                next_lease_id=max(state.next_lease_id, self.ledger.get_meta("next_lease_id", 1)),
                 groups=groups,
                 leases=leases,
                 published=tuple(manifest.ref for manifest in self.store.manifests()),
@@ -208,10 +216,6 @@ class Head:
             self.outcome = (kind, reason)
             self.over.set()
 
-    def step_row(self, version: int, learner_metrics: dict[str, Any]) -> dict[str, Any]:
-        """The row of metrics of the step that made `version`."""
-        return head_report.step_row(self, version, learner_metrics)
-
     def save_books(self) -> None:
         self.ledger.set_meta("costs", self.costs.to_plain(self.clock.now()))
         self.ledger.set_meta("counters", self.counters)
@@ -232,6 +236,7 @@ class Head:
         except UserError:
             log.exception("the books of the last step could not be saved")
         self.ledger.close()
+        self.metrics.close()
         self.log.close()
 
     # ---- commands ------------------------------------------------------------------------------------------------
@@ -299,6 +304,8 @@ class Head:
             params = config.sampling_params if is_train else config.eval_params
             task = self.task_of(lease.group, lease.cursor)
             batch.leases.append(messages.encode_assignment(Assignment(lease, task, params, rewards, weights)))
+        if command.leases[0].group.kind == "eval":  # the ledger does not see these leases, and their ids count too
+            self.ledger.set_meta("next_lease_id", command.leases[-1].lease_id + 1)
         self.order(command.worker_id, wire.Order(leases=batch))
 
     def _close_lease(self, command: do.CloseLease) -> None:

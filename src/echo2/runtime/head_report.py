@@ -7,16 +7,14 @@ import os
 import socket
 import time
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from echo2.runtime.head import Head
 from echo2.runtime.rundir import write_atomically
 
-if TYPE_CHECKING:
-    from echo2.runtime.head import Head
 
-
-def step_row(head: Head, version: int, learner_metrics: dict[str, Any]) -> dict[str, Any]:
-    """The metrics of the step that made `version`: the learner's, and what the head adds."""
+def step_row(head: Head, version: int, learner_metrics: dict[str, Any], num_groups: int) -> dict[str, Any]:
+    """The metrics of the step that makes `version` of `num_groups` groups: the learner's, and what the head adds."""
     now = head.clock.now()
     attending = head.planner.fleet.attending()
     idle = sum(1 for worker in attending if worker.idle_since is not None)
@@ -31,7 +29,7 @@ def step_row(head: Head, version: int, learner_metrics: dict[str, Any]) -> dict[
         "off_policy/dropped": counts["retired"].get("stale", 0),
         "off_policy/bound": head.options.max_staleness,
         "groups/issued": counts["issued"],
-        "groups/trained": counts["trained"],
+        "groups/trained": counts["trained"] + num_groups,
         "groups/retired": sum(counts["retired"].values()),
         "groups/refused": sum(counts["refused"].values()),
         "workers/active": len(attending),

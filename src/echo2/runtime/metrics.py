@@ -18,6 +18,9 @@ from echo2.runtime.rundir import write_atomically
 
 Row = dict[str, Any]
 
+#: How far TensorBoard's files may lag behind.
+TENSORBOARD_SECONDS = 5
+
 
 class Metrics:
     """Reads what an earlier head wrote, then appends, amends and (after a fall-back) truncates."""
@@ -26,7 +29,7 @@ class Metrics:
         self._path = path
         self._sinks = sinks or []
         self.rows = read_rows(path)
-        if path.is_file() and path.read_bytes().count(b"\n") != len(self.rows):
+        if path.is_file() and path.read_bytes().split(b"\n")[len(self.rows) :] != [b""]:
             self._rewrite()  # a kill tore the last line; the next row must not be glued to it
 
     def write(self, row: Row) -> None:
@@ -61,6 +64,11 @@ class Metrics:
             self.rows = [row for row in self.rows if row["step"] <= version]
             self._rewrite()
 
+    def close(self) -> None:
+        """Let the copies write what they still hold."""
+        for sink in self._sinks:
+            sink.close()
+
     def _rewrite(self) -> None:
         write_atomically(self._path, "".join(json.dumps(row) + "\n" for row in self.rows))
 
@@ -83,29 +91,40 @@ class Sink:
     def write(self, step: int, values: Mapping[str, Any]) -> None:
         raise NotImplementedError
 
+    def close(self) -> None:
+        raise NotImplementedError
+
 
 class TensorBoardSink(Sink):
     """TensorBoard event files (package tensorboardX: no torch in the head)."""
 
     def __init__(self, directory: Path) -> None:
-        self._writer = _import("tensorboardX", "run.tensorboard").SummaryWriter(str(directory))
+        self._writer = _import("tensorboardX", "run.tensorboard").SummaryWriter(
+            str(directory), flush_secs=TENSORBOARD_SECONDS
+        )
 
     def write(self, step: int, values: Mapping[str, Any]) -> None:
         for name, value in values.items():
             if isinstance(value, (int, float)) and name != "step":
                 self._writer.add_scalar(name, value, step)
-        self._writer.flush()
+
+    def close(self) -> None:
+        self._writer.close()
 
 
 class WandbSink(Sink):
-    """Weights & Biases, resumed under the run's id."""
+    """Weights & Biases, resumed under the run's id. The step is a metric of its own: W&B's takes no late evaluation."""
 
     def __init__(self, project: str, run_id: str, directory: Path, config: Mapping[str, Any]) -> None:
         wandb = _import("wandb", "run.wandb_project")
         self._run = wandb.init(project=project, id=run_id, resume="allow", dir=str(directory), config=dict(config))
+        self._run.define_metric("*", step_metric="step")
 
     def write(self, step: int, values: Mapping[str, Any]) -> None:
-        self._run.log(dict(values), step=step)
+        self._run.log({**values, "step": step})
+
+    def close(self) -> None:
+        self._run.finish()
 
 
 def _import(package: str, setting: str) -> Any:

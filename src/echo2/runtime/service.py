@@ -17,6 +17,7 @@ from echo2.control import commands as do
 from echo2.control import events as ev
 from echo2.errors import PeerError
 from echo2.runtime.head import Head, LearnerPresence, Presence
+from echo2.runtime.head_report import step_row
 from echo2.transport import messages
 from echo2.transport import wire_pb2 as wire
 from echo2.transport.base import Peer
@@ -211,7 +212,9 @@ class Service:
                 is_whole = fed.HasField("done")
                 yield fed
         finally:
-            if head.learner is learner and learner.feed is feed:  # else another stream, or another learner, took its place
+            if (
+                head.learner is learner and learner.feed is feed
+            ):  # else another stream, or another learner, took its place
                 learner.feed = None
                 if not is_whole:
                     head.happen(ev.LearnerLost("its stream closed before the step had all its groups"))
@@ -219,11 +222,15 @@ class Service:
     async def report_step(self, peer: Peer, report: wire.StepReport) -> wire.Empty:
         self._learner()
         head = self._head
-        head.happen(ev.StepTrained(report.step, tuple(report.groups)))
-        row = json.loads(report.metrics_json)
-        if not isinstance(row, dict):
+        try:
+            metrics = json.loads(report.metrics_json)
+        except ValueError as error:
+            raise PeerError("malformed", f"metrics_json is not JSON: {error}") from error
+        if not isinstance(metrics, dict):
             raise PeerError("malformed", "metrics_json is not an object")
-        head.metrics.write(head.step_row(report.step + 1, row))
+        # The row first: a kill in between leaves a row that is written again with its step, not a step without a row.
+        head.metrics.write(step_row(head, report.step + 1, metrics, len(report.groups)))
+        head.happen(ev.StepTrained(report.step, tuple(report.groups)))
         head.save_books()
         return wire.Empty()
 

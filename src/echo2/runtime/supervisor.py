@@ -30,6 +30,8 @@ RESTARTS_MAX = 5
 RESTART_WINDOW_SECONDS = 60.0
 #: Seconds a process has to end by itself once the run is over.
 FAREWELL_SECONDS = 10.0
+#: Seconds the others have left once the head is gone.
+STRAGGLER_SECONDS = 3.0
 #: Seconds the head has to start listening.
 HEAD_START_SECONDS = 60.0
 POLL_SECONDS = 0.1
@@ -202,13 +204,15 @@ class Supervisor:
         deadline = time.monotonic() + FAREWELL_SECONDS
         if not self._head_tells():
             deadline = time.monotonic()
-        for child in [*self.others, self.head]:
+        for child in self.children:
             if child.process is None:
                 continue
             try:
                 child.process.wait(max(0.1, deadline - time.monotonic()))
             except subprocess.TimeoutExpired:
                 child.process.terminate()
+            if child is self.head:  # who has not heard it from the head by now never will
+                deadline = min(deadline, time.monotonic() + STRAGGLER_SECONDS)
         for child in self.children:
             if child.process is None:
                 continue

@@ -26,7 +26,8 @@ from echo2.control.relay import Relay
 from echo2.errors import Echo2Error, LinkError, PeerError, UserError
 from echo2.reward.score import Scorer
 from echo2.rollout import generate
-from echo2.rollout.engine import RequestFailure, SwapMode, make_engine
+from echo2.rollout.engine import RequestFailure, SwapMode
+from echo2.rollout.engines import make_engine
 from echo2.runtime.clock import Clock
 from echo2.transport import messages
 from echo2.transport import wire_pb2 as wire

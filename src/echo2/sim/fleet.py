@@ -322,4 +322,3 @@ class SimWorker(Actor):
             len(numbers),
         )
         self.tell(rel.GroupProduced(event.lease_id))
-

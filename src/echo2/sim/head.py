@@ -190,7 +190,7 @@ class SimHead(Actor):
                 checkpoint_version=self.ledger.get_meta("checkpoint_version", -1),
                 oldest_kept=self.ledger.get_meta("oldest_kept", 0),
                 next_number=state.next_number,
-                next_lease_id=state.next_lease_id,
+                next_lease_id=max(state.next_lease_id, self.ledger.get_meta("next_lease_id", 1)),
                 groups=tuple(
                     ev.RecoveredGroup(g.number, g.step, g.state, g.oldest_version, g.num_tokens, g.worker_id)
                     for g in state.groups
@@ -254,7 +254,9 @@ class SimHead(Actor):
                 return _verdict(self.tell(body))
             case AskManifest():
                 found = sorted(
-                    ref for ref in self.store if ref.version == body.ref.version and body.ref.lineage in (0, ref.lineage)
+                    ref
+                    for ref in self.store
+                    if ref.version == body.ref.version and body.ref.lineage in (0, ref.lineage)
                 )
                 return found[-1] if found else Refused("unknown_snapshot")
             case AskChunks():
@@ -310,6 +312,8 @@ class SimHead(Actor):
                 for lease in command.leases:
                     if lease.group.kind == "train":
                         ledger.grant(lease.lease_id, lease.group.number, command.worker_id, now, lease.deadline)
+                # Eval leases are not in the ledger, but their ids must not be given again either.
+                ledger.set_meta("next_lease_id", command.leases[-1].lease_id + 1)
             case do.CloseLease():
                 self.history.closed[command.outcome] += 1
                 if command.group.kind == "train":
@@ -343,7 +347,9 @@ class SimHead(Actor):
         delivery = self._deliveries[command.lease_id]
         event = delivery.event
         self.history.shapes.setdefault(command.group.number, set()).add(delivery.num_groups)
-        self.history.sampled.setdefault(command.group.number, set()).update((event.oldest_version, event.newest_version))
+        self.history.sampled.setdefault(command.group.number, set()).update(
+            (event.oldest_version, event.newest_version)
+        )
         self.ledger.deliver(
             number=command.group.number,
             payload=delivery.payload,

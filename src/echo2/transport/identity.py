@@ -137,8 +137,8 @@ class RunIdentity:
                 _create(directory)
             read = {name: (directory / name).read_bytes() for name in ("ca.key", "ca.pem", "server.key", "server.pem")}
             (directory / _REVOKED).mkdir(mode=0o700, exist_ok=True)
-            ca_key = _load_key(read["ca.key"])
-            ca = x509.load_pem_x509_certificate(read["ca.pem"])
+            ca_key, _ = (_load_key(read[name]) for name in ("ca.key", "server.key"))
+            ca, _ = (x509.load_pem_x509_certificate(read[name]) for name in ("ca.pem", "server.pem"))
             credentials = Credentials(read["ca.pem"], read["server.pem"], read["server.key"])
             return RunIdentity(directory, ca_key, ca, credentials, _read_book(directory / "members.json"))
         except (OSError, ValueError) as error:

@@ -1,0 +1,199 @@
+"""Configuration: what is refused and in which words, flags over file, and the round trip through config.json."""
+
+from __future__ import annotations
+
+import json
+import string
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from echo2 import config as configuration
+from echo2.config import Config, all_fields, build, load, to_json
+from echo2.errors import UserError
+
+MAX_FIELDS = 60
+NAMES = {f"{section}.{name}" for section, name, *_ in all_fields()}
+
+
+def refusal(raw: dict[str, object]) -> str:
+    with pytest.raises(UserError) as caught:
+        build(raw, "my.toml")
+    return str(caught.value)
+
+
+def write(path: Path, text: str) -> Path:
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def test_every_setting_is_described_and_there_are_not_too_many() -> None:
+    rows = list(all_fields())
+    assert len(rows) <= MAX_FIELDS
+    assert all(description.endswith(".") for *_, description in rows)
+    assert len(NAMES) == len(rows)
+
+
+def test_nothing_given_is_the_defaults() -> None:
+    assert build({}, "my.toml") == Config()
+
+
+@pytest.mark.parametrize(
+    ("raw", "near"),
+    [
+        ({"learner": {"lrr": 1}}, "learner.lr"),
+        ({"schedule": {"max_stalness": 1}}, "schedule.max_staleness"),
+        ({"lerner": {}}, "learner"),
+        ({"lr": 1e-5}, "learner.lr"),  # a key without its section
+        ({"run": {"group_size": 8}}, "sampling.group_size"),  # a key in the wrong section
+    ],
+)
+def test_an_unknown_key_is_named_with_the_nearest_known_one(raw: dict[str, object], near: str) -> None:
+    message = refusal(raw)
+    assert message.startswith("my.toml: unknown ")
+    assert message.endswith(f"Did you mean {near}?")
+
+
+def test_an_unknown_key_like_nothing_known_says_where_to_look() -> None:
+    assert refusal({"zzz": 1}).endswith("`echo2 run --help` lists them all.")
+
+
+@given(
+    section=st.text(string.ascii_lowercase + "_", min_size=1, max_size=12),
+    name=st.text(string.ascii_lowercase + "_", min_size=1, max_size=12),
+)
+def test_no_unknown_key_passes(section: str, name: str) -> None:
+    if f"{section}.{name}" not in NAMES:
+        assert "unknown" in refusal({section: {name: 1}})
+
+
+@pytest.mark.parametrize(
+    ("raw", "message"),
+    [
+        ({"run": {"max_steps": 0}}, "my.toml: run.max_steps = 0: expected `int` >= 1."),
+        ({"run": {"max_steps": "10"}}, "my.toml: run.max_steps = '10': expected `int`, got `str`."),
+        ({"run": {"deterministic": 1}}, "my.toml: run.deterministic = 1: expected `bool`, got `int`."),
+        ({"sampling": {"top_p": 1.5}}, "my.toml: sampling.top_p = 1.5: expected `float` <= 1.0."),
+        ({"sampling": {"group_size": 1}}, "my.toml: sampling.group_size = 1: expected `int` >= 2."),
+        ({"learner": {"loss": "grpo"}}, "my.toml: learner.loss = 'grpo': expected one of dppo, ppo."),
+        ({"reward": {"functions": [1]}}, "my.toml: reward.functions[0] = [1]: expected `str`, got `int`."),
+        ({"head": {"port": 65536}}, "my.toml: head.port = 65536: expected `int` <= 65535."),
+        ({"learner": {"lr": float("nan")}}, "my.toml: learner.lr = nan: expected `float` >= 0.0."),
+        ({"learner": {"lr": float("inf")}}, "my.toml: learner.lr = inf is not a finite number."),
+        ({"run": 3}, "my.toml: 'run' is a section, but holds 3. Write [run] and its keys below."),
+    ],
+)
+def test_a_wrong_value_is_named_with_its_path_and_what_is_allowed(raw: dict[str, object], message: str) -> None:
+    assert refusal(raw) == message
+
+
+@pytest.mark.parametrize(
+    ("raw", "words"),
+    [
+        ({"schedule": {"max_staleness": 1, "publish_every": 3}}, ["max_staleness = 1", "publish_every = 3", ">= 2"]),
+        ({"reward": {"functions": ["exact_match"], "weights": [1.0, 2.0]}}, ["2 entries for 1"]),
+        ({"run": {"deterministic": True}, "sampling": {"swap": "during"}}, ["run.deterministic", '"between"']),
+        ({"schedule": {"heartbeat_seconds": 5.0, "lost_after_seconds": 5.0}}, ["lost_after_seconds = 5.0"]),
+    ],
+)
+def test_settings_that_are_impossible_together_are_refused(raw: dict[str, object], words: list[str]) -> None:
+    message = refusal(raw)
+    assert all(word in message for word in words), message
+
+
+@pytest.mark.parametrize("staleness", range(4))
+def test_the_widest_possible_publishing_interval_is_staleness_plus_one(staleness: int) -> None:
+    build({"schedule": {"max_staleness": staleness, "publish_every": staleness + 1}}, "my.toml")
+    refusal({"schedule": {"max_staleness": staleness, "publish_every": staleness + 2}})
+
+
+def test_flags_win_over_the_file_and_the_file_over_defaults(tmp_path: Path) -> None:
+    path = write(tmp_path / "my.toml", "[learner]\nlr = 1e-3\nwarmup_steps = 7\n")
+    flags = {
+        "learner.lr": "1e-5",
+        "run.seed": "3",
+        "run.deterministic": "true",
+        "learner.loss": "ppo",
+        "learner.betas": "[0.8, 0.9]",
+        "tasks.params": '{split = "train"}',
+        "reward.functions": '["exact_match"]',
+        "tasks.source": "rows.jsonl",
+    }
+    config = load(path, flags)
+    assert (config.learner.lr, config.learner.warmup_steps, config.learner.betas) == (1e-5, 7, (0.8, 0.9))
+    assert (config.run.seed, config.run.deterministic, config.learner.loss) == (3, True, "ppo")
+    assert (config.tasks.params, config.tasks.source) == ({"split": "train"}, "rows.jsonl")
+    assert config.reward.functions == ["exact_match"]
+
+
+@pytest.mark.parametrize(
+    ("flag", "value", "wanted"),
+    [
+        ("run.max_steps", "1.5", "a whole number"),
+        ("learner.lr", "fast", "a number"),
+        ("run.deterministic", "maybe", "true or false"),
+        ("reward.functions", "exact_match", "written as in TOML"),
+    ],
+)
+def test_a_flag_that_is_no_such_value_is_refused(tmp_path: Path, flag: str, value: str, wanted: str) -> None:
+    with pytest.raises(UserError, match=f"--{flag} {value}: expected .*{wanted}"):
+        load(write(tmp_path / "my.toml", ""), {flag: value})
+
+
+@pytest.mark.parametrize(
+    ("name", "data", "message"),
+    [
+        ("a.toml", b"[run\n", "is not valid TOML"),
+        ("a.toml", b"[run]\nout = '\xff'\n", "is not valid TOML"),
+        ("a.json", b"{", "is not valid JSON"),
+        ("a.json", b"[1]", "must hold an object"),
+        ("a.toml", b"run = 3\n", "'run' is a section"),  # with a flag for that section: see the call
+    ],
+)
+def test_a_file_that_is_no_configuration_is_refused(tmp_path: Path, name: str, data: bytes, message: str) -> None:
+    path = tmp_path / name
+    path.write_bytes(data)
+    with pytest.raises(UserError, match=message):
+        load(path, {"run.seed": "1"})
+
+
+def test_a_missing_file_is_the_users_mistake(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"Cannot read the config file .*nowhere\.toml: No such file"):
+        load(tmp_path / "nowhere.toml")
+
+
+@given(
+    lr=st.floats(0, 1),
+    betas=st.tuples(st.floats(0, 1), st.floats(0, 1)),
+    functions=st.lists(st.text(max_size=8), max_size=3),
+    params=st.dictionaries(st.text(max_size=4), st.integers(-(2**53), 2**53) | st.text(max_size=4), max_size=3),
+    staleness=st.integers(0, 9),
+)
+def test_the_resolved_configuration_survives_config_json(
+    lr: float, betas: tuple[float, float], functions: list[str], params: dict[str, int | str], staleness: int
+) -> None:
+    config = build(
+        {
+            "learner": {"lr": lr, "betas": list(betas)},
+            "reward": {"functions": functions},
+            "tasks": {"params": params},
+            "schedule": {"max_staleness": staleness},
+        },
+        "my.toml",
+    )
+    assert build(json.loads(to_json(config)), "config.json") == config
+
+
+def test_config_json_is_read_like_the_file_it_came_from(tmp_path: Path) -> None:
+    config = load(write(tmp_path / "my.toml", '[model]\npath = "m"\n'))
+    assert load(write(tmp_path / "config.json", to_json(config))) == config
+    assert configuration.parse_flag("run.seed", "5") == 5
+
+
+def test_what_samplers_get_follows_from_the_settings() -> None:
+    config = build({"sampling": {"temperature": 0.5, "top_k": 3, "max_tokens": 9}, "eval": {"temperature": 0.0}}, "x")
+    train, held_out = config.sampling_params, config.eval_params
+    assert (train.temperature, train.top_k, train.max_tokens) == (0.5, 3, 9)
+    assert (held_out.temperature, held_out.top_k, held_out.top_p, held_out.max_tokens) == (0.0, 0, 1.0, 9)

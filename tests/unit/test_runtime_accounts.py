@@ -1,0 +1,159 @@
+"""What the head adds up: dollars by machine, evaluations, times of broadcasts."""
+
+from __future__ import annotations
+
+import json
+from array import array
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from echo2.runtime.broadcast_meter import VERSIONS_MAX, BroadcastMeter
+from echo2.runtime.costs import CostBook
+from echo2.runtime.evals import Evals
+from echo2.types import GroupRef, Rollout, RolloutGroup, SnapshotRef
+
+
+def eval_group(number: int, version: int, reward: float | None, length: int = 2) -> RolloutGroup:
+    tokens, logprobs = array("i", range(length)), array("f", [0.0] * length)
+    rollout = Rollout(tokens, logprobs, bytes([1] * length), ((0, version),), "stop", "text", reward)
+    return RolloutGroup(GroupRef("eval", number), version, 1, number, array("i", [1]), (rollout,))
+
+
+# ---- costs -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_machine_costs_its_price_while_it_attends() -> None:
+    costs = CostBook()
+    costs.joined("w1", 0.36, now=100.0)
+    costs.joined("w2", 3.60, now=100.0)
+    assert costs.cum_usd(100.0) == 0.0
+    costs.left("w1", now=110.0)  # 10 s at 0.36 $/h
+    assert costs.machines["w1"].usd(500.0) == pytest.approx(0.001)
+    costs.joined("w1", 0.36, now=200.0)  # back for another 5 s
+    assert costs.machines["w1"].usd(205.0) == pytest.approx(0.0015)
+    assert costs.cum_usd(205.0) == pytest.approx(0.0015 + 105 * 0.001)
+
+
+def test_attending_twice_costs_once_and_leaving_twice_changes_nothing() -> None:
+    costs = CostBook()
+    costs.joined("w1", 3.6, now=0.0)
+    costs.joined("w1", 3.6, now=4.0)
+    costs.left("w1", now=10.0)
+    costs.left("w1", now=20.0)
+    costs.left("a stranger", now=20.0)
+    assert costs.cum_usd(99.0) == pytest.approx(0.01)
+
+
+def test_waste_is_charged_by_cause() -> None:
+    costs = CostBook()
+    costs.joined("w1", 3.6, now=0.0)
+    costs.useful("w1", 2.0)
+    costs.useful("w1", 4.0)
+    costs.wasted("w1", "duplicate", 1.5)
+    costs.wasted_lease("w1", "expired", lasted_seconds=20.0)  # the mean of its groups: 3 s
+    costs.wasted_lease("w1", "expired", lasted_seconds=0.5)  # no longer than it lasted
+    machine = costs.machines["w1"]
+    assert machine.wasted_seconds == {"duplicate": 1.5, "expired": 3.5}
+    assert costs.wasted_usd() == pytest.approx(0.005)
+
+
+def test_a_lost_lease_of_a_worker_without_results_costs_what_it_lasted() -> None:
+    costs = CostBook()
+    costs.joined("w1", 3.6, now=0.0)
+    costs.wasted_lease("w1", "lost", lasted_seconds=7.0)
+    assert costs.wasted_usd() == pytest.approx(0.007)
+
+
+@given(
+    steps=st.lists(
+        st.tuples(st.sampled_from(["joined", "left"]), st.sampled_from(["a", "b"]), st.floats(0.0, 50.0)), max_size=20
+    )
+)
+def test_a_restart_of_the_head_forgets_no_dollar(steps: list[tuple[str, str, float]]) -> None:
+    costs, now = CostBook(), 0.0
+    for action, name, pause in steps:
+        now += pause
+        if action == "joined":
+            costs.joined(name, 1.0, now)
+        else:
+            costs.left(name, now)
+    again = CostBook(json.loads(json.dumps(costs.to_plain(now))))
+    assert again.cum_usd(now) == pytest.approx(costs.cum_usd(now))
+    assert again.cum_usd(now + 1e6) == again.cum_usd(now), "nobody attends a head that was just started"
+
+
+# ---- evaluations -----------------------------------------------------------------------------------------------------
+
+
+def test_an_evaluation_is_the_mean_over_scored_tasks() -> None:
+    evals = Evals()
+    evals.start(3)
+    evals.deliver(eval_group(0, 3, None, length=2))
+    assert evals.get(GroupRef("eval", 0)) is not None
+    evals.deliver(eval_group(0, 3, 1.0, length=2))  # the same, scored
+    evals.deliver(eval_group(1, 3, 0.0, length=4))
+    evals.deliver(eval_group(2, 3, None, length=6))  # never scored
+    values = evals.finish(3, num_failed=1)
+    assert values == {
+        "eval/version": 3,
+        "eval/accuracy": 0.5,
+        "eval/num_tasks": 2,
+        "eval/num_failed": 1,
+        "eval/mean_length": 4.0,
+    }
+
+
+def test_a_result_for_no_evaluation_under_way_is_dropped() -> None:
+    evals = Evals()
+    evals.deliver(eval_group(0, 3, 1.0))
+    assert evals.get(GroupRef("eval", 0)) is None
+    assert evals.finish(3, num_failed=5) == {
+        "eval/version": 3,
+        "eval/accuracy": 0.0,
+        "eval/num_tasks": 0,
+        "eval/num_failed": 5,
+        "eval/mean_length": 0.0,
+    }
+
+
+def test_two_evaluations_at_once_do_not_mix() -> None:
+    evals = Evals()
+    evals.start(1)
+    evals.start(2)
+    evals.deliver(eval_group(0, 1, 0.0))
+    evals.deliver(eval_group(10, 2, 1.0))
+    assert evals.finish(2, 0)["eval/accuracy"] == 1.0
+    assert evals.finish(1, 0)["eval/accuracy"] == 0.0
+
+
+# ---- broadcasts ------------------------------------------------------------------------------------------------------
+
+
+def test_broadcast_times_are_those_of_the_newest_installed_version() -> None:
+    meter = BroadcastMeter()
+    assert meter.metrics() == {}
+    meter.published(SnapshotRef(1, 1), now=10.0)
+    meter.published(SnapshotRef(1, 2), now=20.0)
+    meter.installed("w1", SnapshotRef(1, 1), now=19.0)
+    assert meter.metrics() == {"broadcast/latency_p50": 9.0, "broadcast/latency_p95": 9.0}
+    meter.installed("w1", SnapshotRef(1, 2), now=21.0)
+    meter.installed("w1", SnapshotRef(1, 2), now=30.0)  # it says so with every heartbeat: the first counts
+    meter.installed("w2", SnapshotRef(1, 2), now=22.0)
+    meter.installed("w3", SnapshotRef(1, 2), now=26.0)
+    assert meter.metrics() == {"broadcast/latency_p50": 2.0, "broadcast/latency_p95": 6.0}
+
+
+def test_a_version_that_was_never_published_here_is_not_counted() -> None:
+    meter = BroadcastMeter()
+    meter.installed("w1", SnapshotRef(1, 5), now=1.0)
+    assert meter.metrics() == {}
+
+
+def test_the_meter_forgets_old_versions() -> None:
+    meter = BroadcastMeter()
+    for version in range(VERSIONS_MAX + 1):
+        meter.published(SnapshotRef(1, version), now=float(version))
+    meter.installed("w1", SnapshotRef(1, 0), now=100.0)
+    assert meter.metrics() == {}

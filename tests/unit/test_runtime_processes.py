@@ -1,0 +1,85 @@
+"""Processes that look after each other: children end with their supervisor, and tell it why they refused."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from echo2.config import Config
+from echo2.errors import UserError
+from echo2.runtime.lifeline import LIFELINE_VARIABLE
+from echo2.runtime.rundir import RunDir, create
+from echo2.runtime.supervisor import ProcessFailed, Supervisor, last_error
+
+#: A grandchild that holds on, says its pid, and would stay for ever; its parent holds the pipe's writing end.
+SUPERVISOR = f"""
+import os, subprocess, sys
+reading, writing = os.pipe()
+child = "import signal; from echo2.runtime import lifeline; lifeline.hold_on(); print('held', flush=True); signal.pause()"
+environment = {{**os.environ, {LIFELINE_VARIABLE!r}: str(reading)}}
+process = subprocess.Popen([sys.executable, "-c", child], env=environment, pass_fds=(reading,))
+print(process.pid, flush=True)
+process.wait()
+"""
+
+
+def test_a_child_ends_when_its_supervisor_is_killed() -> None:
+    source = Path(__file__).parents[2] / "src"
+    environment = {**os.environ, "PYTHONPATH": str(source)}
+    with subprocess.Popen(
+        [sys.executable, "-c", SUPERVISOR], stdout=subprocess.PIPE, text=True, env=environment
+    ) as supervisor:
+        assert supervisor.stdout is not None
+        words = {supervisor.stdout.readline().strip(), supervisor.stdout.readline().strip()}
+        assert "held" in words
+        supervisor.send_signal(signal.SIGKILL)
+        # The grandchild holds the other end of this pipe: it is read to its end only when that process is gone too.
+        assert supervisor.stdout.read() == ""
+
+
+def test_without_a_supervisor_a_process_stays() -> None:
+    source = Path(__file__).parents[2] / "src"
+    environment = {name: value for name, value in os.environ.items() if name != LIFELINE_VARIABLE}
+    code = "from echo2.runtime import lifeline; lifeline.hold_on(); import threading; print(threading.active_count())"
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**environment, "PYTHONPATH": str(source)},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout == "1\n"
+
+
+def test_the_last_error_of_a_log_is_found_and_older_ones_are_not(tmp_path: Path) -> None:
+    log = tmp_path / "head.log"
+    log.write_bytes(b"error: an old one\n")
+    start = log.stat().st_size
+    assert last_error(log) == "an old one"
+    assert last_error(log, start) is None
+    log.write_bytes(log.read_bytes() + b"INFO error: in the middle\nerror: first\nerror: \xff last\nTraceback\n")
+    assert last_error(log, start) == "\N{REPLACEMENT CHARACTER} last"
+
+
+@pytest.fixture
+def rundir(tmp_path: Path) -> RunDir:
+    return create(tmp_path / "run", Config(), resume=False)
+
+
+def test_a_process_that_refuses_to_run_ends_the_run_with_its_words(rundir: RunDir) -> None:
+    rundir.config.write_text('{"run": {"seeed": 1}}')
+    with pytest.raises(UserError, match=r"unknown key run\.seeed\. Did you mean run\.seed\?"):
+        Supervisor(rundir, 0, []).run(lambda: None)
+
+
+def test_a_process_that_keeps_dying_is_not_started_for_ever(rundir: RunDir) -> None:
+    supervisor = Supervisor(rundir, 0, [])
+    supervisor.head.arguments = ["--version"]  # ends at once, with status 0 and without an outcome
+    with pytest.raises(ProcessFailed, match=r"head died 5 times within 60 s \(last exit status 0\).*head\.log"):
+        supervisor.run(lambda: None)
+    assert rundir.logs.joinpath("head.log").read_text().count("echo2 ") == 5
