@@ -109,6 +109,7 @@ def build_parser() -> argparse.ArgumentParser:
     _add_run(commands)
     _add_processes(commands)
     _add_views(commands)
+    _add_revoke(commands)
     _add_model_commands(commands)
     return parser
 
@@ -189,6 +190,12 @@ def _add_views(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     )
     parser.add_argument("directory", type=Path, metavar="DIR")
     parser.add_argument("--json", action="store_true")
+
+
+def _add_revoke(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = _add(commands, "revoke", "Shut a worker out of a run, now and for good; its leases go to others.", _revoke)
+    parser.add_argument("directory", type=Path, metavar="DIR", help="run directory, on the head's machine")
+    parser.add_argument("worker_id", metavar="WORKER_ID", help="w-..., as `echo2 status` shows it")
 
 
 def _add_model_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -308,6 +315,18 @@ def _replay(options: argparse.Namespace) -> int:
         )
         print(f"{found.num_events} events of {found.num_heads} heads, {found.num_commands} commands: {verdict}")
     return 0 if not found.num_different else 1
+
+
+def _revoke(options: argparse.Namespace) -> int:
+    from echo2.runtime.rundir import RunDir
+    from echo2.transport.identity import RunIdentity
+
+    identity = RunDir(options.directory).identity
+    if not (identity / "members.json").is_file():
+        raise UserError(f"{options.directory} is no run that has had a head: there is no {identity}/members.json.")
+    RunIdentity.create_or_load(identity).revoke(options.worker_id)
+    print(f"{options.worker_id} is revoked")
+    return 0
 
 
 def _eval(options: argparse.Namespace) -> int:

@@ -20,7 +20,7 @@ from echo2.runtime.supervisor import ProcessFailed, Supervisor, last_error
 SUPERVISOR = f"""
 import os, subprocess, sys
 reading, writing = os.pipe()
-child = "import signal; from echo2.runtime import lifeline; lifeline.hold_on(); print('held', flush=True); signal.pause()"
+child = "import signal; from echo2.runtime import lifeline as l; l.hold_on(); print('held', flush=True); signal.pause()"
 environment = {{**os.environ, {LIFELINE_VARIABLE!r}: str(reading)}}
 process = subprocess.Popen([sys.executable, "-c", child], env=environment, pass_fds=(reading,))
 print(process.pid, flush=True)

@@ -318,6 +318,20 @@ def test_server_refuses_what_a_bare_client_may_send(
     run(scenario())
 
 
+def test_long_refusal_is_cut_and_keeps_its_word(identity: RunIdentity, tmp_path: Path) -> None:
+    async def scenario() -> None:
+        _, credentials = enrolled(identity, "worker", tmp_path / "peer")
+        async with serving(identity, Desk().handlers()) as port:
+            link = GrpcLink(f"{LOOPBACK}:{port}", credentials)
+            with pytest.raises(PeerError) as caught:
+                await link.call("FailLease", wire.LeaseFailed(reason="odd", detail="\N{SNOWMAN}" * 5000), SECONDS)
+            assert caught.value.reason == "odd"
+            assert set(caught.value.detail) == {"\N{SNOWMAN}"}
+            await link.close()
+
+    run(scenario())
+
+
 def test_bytes_that_are_no_tls(identity: RunIdentity, tmp_path: Path) -> None:
     async def scenario() -> None:
         _, credentials = enrolled(identity, "worker", tmp_path / "peer")

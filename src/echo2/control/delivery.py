@@ -11,7 +11,7 @@ from echo2.types import GroupRef
 def judge(state: PlannerState, event: ev.GroupDelivered) -> tuple[str, str] | None:
     """None if the result is the first valid one of an open lease, else (refusal, reason).
 
-    late: the lease is over.  duplicate: the group has a result already.  malformed: the result is not what was leased.
+    late: the lease is over, or the weights it was sampled with count no more.  duplicate: the group has a result already.  malformed: the result is not what was leased.
     stale: a token is older than the lease allowed.
     """
     done = has_result(state, event.group)
@@ -30,6 +30,9 @@ def judge(state: PlannerState, event: ev.GroupDelivered) -> tuple[str, str] | No
         )
     if done:
         return "duplicate", f"{event.group} has a result already"
+    if event.newest_version > state.highest_version and state.lineage > 1:
+        # The head was restarted since the learner fell back, and does not know how far the run had come before.
+        return "late", f"sampled with version {event.newest_version} of before the fall-back; now {state.version} is newest"
     if event.newest_version > state.highest_version:
         return "malformed", f"tokens of version {event.newest_version}; there is none after {state.highest_version}"
     if event.oldest_version < lease.min_version:

@@ -151,25 +151,29 @@ class Planner(PlannerState):
             )
             self.emit(do.RefuseLearner, reason)
             return
-        reason = f"the learner stands at version {version}"
+        self.learner_joined, self.wanted_step = True, None
         if version < self.version:
-            self.lineage += 1
-            reason = f"the learner fell back from version {self.version} to its checkpoint {version}"
-            for record in list(self.groups):
-                if record.step >= version and record.state == "trained":
-                    self.groups.move(record, "ready")
-            for later in [v for v in self.published if v > version]:
-                del self.published[later]
-                if later in self.retained:
-                    self.emit(do.DropSnapshot, "its step is trained again", ref=self.retained.pop(later))
-            self.evaluation.forget_after(version)
-            self.checkpoint_version = min(self.checkpoint_version, version)
-        is_fallback = version < self.version
-        self.version, self.learner_joined, self.wanted_step = version, True, None
+            self._fall_back(version)
+        else:
+            reason = f"the learner stands at version {version}"
+            self.emit(do.RecordLearner, reason, version=version, lineage=self.lineage)
+
+    def _fall_back(self, version: int) -> None:
+        """The steps from `version` on are trained again, with the same groups; what came of them counts no more."""
+        reason = f"the learner fell back from version {self.version} to its checkpoint {version}"
+        self.version, self.lineage = version, self.lineage + 1
+        for record in list(self.groups):
+            if record.step >= version and record.state == "trained":
+                self.groups.move(record, "ready")
+        for later in [v for v in self.published if v > version]:
+            del self.published[later]
+            if later in self.retained:
+                self.emit(do.DropSnapshot, "its step is trained again", ref=self.retained.pop(later))
+        self.evaluation.forget_after(version)
+        self.checkpoint_version = min(self.checkpoint_version, version)
         self.emit(do.RecordLearner, reason, version=version, lineage=self.lineage)
-        if is_fallback:
-            attending = tuple(worker.worker_id for worker in self.fleet.attending())
-            workers.announce_newest(self, "later ones count no more", attending)
+        attending = tuple(worker.worker_id for worker in self.fleet.attending())
+        workers.announce_newest(self, "later ones count no more", attending)
 
     def _groups_wanted(self, step: int, now: float) -> None:
         if step != self.version or not self.learner_joined:

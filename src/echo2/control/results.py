@@ -20,7 +20,7 @@ def end_lease(state: PlannerState, lease_id: int, outcome: str, reason: str) -> 
     record = state.groups.get(lease.group.number)
     if record is None or record.state != "leased":
         return
-    record.attempts += 1
+    record.attempts += outcome != "revoked"  # which says nothing about the group
     if record.attempts >= MAX_ATTEMPTS:
         give_up(state, lease.group, "gave_up", f"{record.attempts} leases brought no result; the last: {reason}")
     elif not state.leases.of_group(lease.group):

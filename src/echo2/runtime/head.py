@@ -66,6 +66,14 @@ class LearnerPresence:
     feed: asyncio.Queue[wire.RolloutGroup | wire.StepDone] | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class Pending:
+    """A delivery that the planner is judging: decoded and checked, and as it is stored."""
+
+    group: RolloutGroup
+    payload: bytes
+
+
 def planner_options(config: Config, eval_size: int) -> PlannerOptions:
     """The part of the configuration that decisions rest on."""
     schedule, sampling = config.schedule, config.sampling
@@ -115,7 +123,7 @@ class Head:
         )
         self.workers: dict[str, Presence] = {}
         self.learner: LearnerPresence | None = None
-        self.pending: dict[int, RolloutGroup] = {}
+        self.pending: dict[int, Pending] = {}
         self.lease_started: dict[int, tuple[str, float]] = {}
         self.started_at = self.clock.now()
         self.outcome: tuple[str, str] | None = None
@@ -317,14 +325,15 @@ class Head:
             self.costs.wasted_lease(started[0], command.outcome, now - started[1])
 
     def _accept(self, command: do.AcceptDelivery) -> None:
-        group = self.pending[command.lease_id]
+        pending = self.pending[command.lease_id]
+        group = pending.group
         self.costs.useful(command.worker_id, group.generate_seconds)
         if group.group.kind == "eval":
             self.evals.deliver(group)
             return
         self.ledger.deliver(
             number=group.group.number,
-            payload=messages.encode_group(group).SerializeToString(),
+            payload=pending.payload,
             worker_id=command.worker_id,
             oldest_version=group.oldest_version,
             newest_version=group.newest_version,
@@ -335,7 +344,8 @@ class Head:
         )
 
     def _refuse(self, command: do.RefuseDelivery) -> None:
-        group = self.pending.get(command.lease_id)
+        pending = self.pending.get(command.lease_id)
+        group = pending.group if pending is not None else None
         seconds, tokens = (group.generate_seconds, group.num_tokens) if group is not None else (0.0, 0)
         self.costs.wasted(command.worker_id, command.refusal, seconds)
         if command.group is None or command.group.kind == "train":

@@ -39,7 +39,8 @@ async def run_head(rundir: RunDir) -> None:
     head = Head(rundir, config)
     identity = RunIdentity.create_or_load(rundir.identity)
     port = config.head.port or head.ledger.get_meta("port", 0)
-    server = GrpcServer(config.head.host, port, identity, Service(head).handlers(), head.fail)
+    service = Service(head)
+    server = GrpcServer(config.head.host, port, identity, service.handlers(), head.fail)
     bound = await server.start()
     head.ledger.set_meta("port", bound)
     address = f"{config.head.advertise or config.head.host}:{bound}"
@@ -53,7 +54,7 @@ async def run_head(rundir: RunDir) -> None:
         await head.reward.start()  # a reward file that does not load is found before anything is sampled
     head.start()
     log.info("listening on %s", address)
-    reporter = asyncio.create_task(_keep_reporting(head))
+    reporter = asyncio.create_task(_keep_reporting(head, service, identity))
     await head.over.wait()
     reporter.cancel()
     assert head.outcome is not None
@@ -68,10 +69,13 @@ async def run_head(rundir: RunDir) -> None:
     raise UserError(reason) if kind in ("stopped", "user_error") else InvariantError(reason)
 
 
-async def _keep_reporting(head: Head) -> None:
-    """Consumes: the planner's tables. Produces: status.json. Waits for: the clock."""
+async def _keep_reporting(head: Head, service: Service, identity: RunIdentity) -> None:
+    """Consumes: the planner's tables; what `echo2 revoke` wrote. Produces: status.json; expulsions. Waits for: the
+    clock.
+    """
     while True:
         try:
+            service.expel(identity.revoked())
             head_report.write_status(head)
         except UserError as error:
             head.fail(error)

@@ -18,8 +18,11 @@ from echo2.reward.load import load_reward
 from echo2.runtime import display
 from echo2.runtime.rundir import RunDir, create, read_json
 from echo2.runtime.supervisor import Supervisor
-from echo2.tasks.base import TaskStream
+from echo2.tasks.base import TaskSource, TaskStream
 from echo2.tasks.load import load_tasks
+
+#: Rows of a file that are checked before a run starts; the others when their turn comes.
+ROWS_CHECKED_MAX = 10_000
 
 
 def resolve(path: Path, overrides: Mapping[str, str], out: Path | None) -> tuple[Config, Path]:
@@ -44,9 +47,20 @@ def check(config: Config) -> None:
         raise UserError('reward.functions is empty: name at least one, for example ["exact_match"].')
     for section in (config.tasks, config.eval):
         if section.source:
-            TaskStream(load_tasks(section.source, section.params, config.run.seed), config.run.seed, False).task(0)
+            check_tasks(load_tasks(section.source, section.params, config.run.seed))
     for spec in config.reward.functions:
         load_reward(spec)
+
+
+def check_tasks(tasks: TaskSource) -> None:
+    """Find bad rows. Rows that lie in a file are all looked at, up to a limit; of those that are made, the first.
+
+    Raises:
+        UserError: naming the first bad row.
+    """
+    stream = TaskStream(tasks, 0, False)
+    for cursor in range(min(len(tasks), ROWS_CHECKED_MAX) if hasattr(tasks, "where") else 1):
+        stream.task(cursor)
 
 
 def check_model(path: str) -> None:

@@ -7,7 +7,6 @@ out of the returned commands. It decides nothing.
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import json
 import math
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -16,13 +15,13 @@ from typing import Any
 from echo2.control import commands as do
 from echo2.control import events as ev
 from echo2.errors import PeerError
-from echo2.runtime.head import Head, LearnerPresence, Presence
+from echo2.runtime.head import Head, LearnerPresence, Pending, Presence
 from echo2.runtime.head_report import step_row
 from echo2.transport import messages
 from echo2.transport import wire_pb2 as wire
 from echo2.transport.base import Peer
-from echo2.transport.limits import PROTOCOL_VERSION
-from echo2.types import RolloutGroup, SnapshotRef
+from echo2.transport.limits import NAME_CHARS_MAX, PRICE_MAX_USD_PER_HOUR, PROTOCOL_VERSION
+from echo2.types import SnapshotRef
 from echo2.weights import Manifest
 
 #: Chunks one call may ask for.
@@ -68,8 +67,7 @@ class Service:
 
     async def attend(self, peer: Peer, hello: wire.WorkerHello) -> AsyncIterator[wire.Order]:
         """A worker attends as long as it keeps this stream open."""
-        head = self._head
-        _check_hello(hello)
+        head, joined = self._head, _joined(peer, hello)
         outbox: asyncio.Queue[wire.Order | None] = asyncio.Queue()
         presence = Presence(
             outbox, hello.host[:200], hello.pid, hello.engine[:50], hello.device[:50], wire.WorkerReport()
@@ -78,22 +76,10 @@ class Service:
         if before is not None:
             before.outbox.put_nowait(None)
         head.workers[peer.peer_id] = presence
-        now = head.clock.now()
-        price = hello.price_usd_per_hour if math.isfinite(hello.price_usd_per_hour) else 0.0
-        head.costs.joined(peer.peer_id, max(0.0, price), now)
-        yield wire.Order(settings=self._settings())
-        installed = _installed(hello.HasField("installed_version"), hello.installed_lineage, hello.installed_version)
-        head.happen(
-            ev.WorkerJoined(
-                peer.peer_id,
-                min(hello.capacity_groups, CAPACITY_GROUPS_MAX),
-                max(0.0, price),
-                tuple(hello.rewards),
-                installed,
-                tuple(hello.held_leases),
-            )
-        )
+        head.costs.joined(peer.peer_id, joined.price_usd_per_hour, head.clock.now())
         try:
+            yield wire.Order(settings=self._settings())
+            head.happen(joined)
             while (order := await outbox.get()) is not None:
                 yield order
         finally:
@@ -120,16 +106,19 @@ class Service:
         return presence
 
     async def report(self, peer: Peer, report: wire.WorkerReport) -> wire.Empty:
-        presence = self._presence(peer)
+        presence, installed = self._presence(peer), _installed(report)
+        if not math.isfinite(report.pause_seconds):
+            raise PeerError("malformed", "pause_seconds is not finite")
+        report.doing = report.doing[:NAME_CHARS_MAX]
         presence.report = report
-        installed = _installed(report.HasField("installed_version"), report.installed_lineage, report.installed_version)
         if installed is not None:
             self._head.broadcast.installed(peer.peer_id, installed, self._head.clock.now())
         self._head.happen(ev.WorkerReported(peer.peer_id, installed))
         return wire.Empty()
 
     async def fail_lease(self, peer: Peer, failed: wire.LeaseFailed) -> wire.Empty:
-        self._head.happen(ev.LeaseFailed(peer.peer_id, failed.lease_id, failed.reason[:50], failed.detail[:2000]))
+        lease_id = messages.whole_number("lease_id", failed.lease_id)
+        self._head.happen(ev.LeaseFailed(peer.peer_id, lease_id, failed.reason[:50], failed.detail[:2000]))
         return wire.Empty()
 
     async def deliver(self, peer: Peer, deliveries: wire.Deliveries) -> wire.DeliveryReplies:
@@ -138,15 +127,16 @@ class Service:
         return wire.DeliveryReplies(items=[self._deliver(peer, delivery) for delivery in deliveries.items])
 
     def _deliver(self, peer: Peer, delivery: wire.Delivery) -> wire.DeliveryReply:
-        head, lease_id = self._head, delivery.lease_id
-        try:
-            group = messages.decode_group(delivery.group)
-        except PeerError as error:
-            return _answer(head.happen(ev.DeliveryMalformed(peer.peer_id, lease_id, error.reason, error.detail)))
-        group = dataclasses.replace(group, worker_id=peer.peer_id)
+        head, lease_id, message = self._head, messages.whole_number("lease_id", delivery.lease_id), delivery.group
+        message.worker_id = peer.peer_id
+        message.DiscardUnknownFields()
         worker = head.planner.fleet.get(peer.peer_id)
         if worker is None or not worker.scores:
-            group = _unscored(group)
+            _strip_rewards(message)
+        try:
+            group = messages.decode_group(message)
+        except PeerError as error:
+            return _answer(head.happen(ev.DeliveryMalformed(peer.peer_id, lease_id, error.reason, error.detail)))
         event = ev.GroupDelivered(
             worker_id=peer.peer_id,
             lease_id=lease_id,
@@ -157,7 +147,7 @@ class Service:
             num_tokens=group.num_tokens,
             is_scored=group.is_scored,
         )
-        head.pending[lease_id] = group
+        head.pending[lease_id] = Pending(group, message.SerializeToString())
         try:
             return _answer(head.happen(event))
         finally:
@@ -178,6 +168,12 @@ class Service:
             data = self._head.store.get(chunk)
             self._head.counters["origin_bytes"] += len(data)
             yield wire.Chunk(hash=chunk, data=data)
+
+    def expel(self, revoked: frozenset[str]) -> None:
+        """Let go of revoked workers at once: their leases end, and so do their streams."""
+        for worker in self._head.planner.fleet.all():
+            if worker.worker_id in revoked:
+                self._head.happen(ev.WorkerLeft(worker.worker_id, "it was revoked"))
 
     # ---- the learner ---------------------------------------------------------------------------------------------
 
@@ -281,7 +277,8 @@ async def _together(feed: asyncio.Queue[wire.RolloutGroup | wire.StepDone]) -> w
         item = feed.get_nowait()
 
 
-def _check_hello(hello: wire.WorkerHello) -> None:
+def _joined(peer: Peer, hello: wire.WorkerHello) -> ev.WorkerJoined:
+    """What a worker says of itself, within bounds."""
     if hello.protocol != PROTOCOL_VERSION:
         raise PeerError(
             "protocol", f"the worker speaks protocol {hello.protocol}, the head {PROTOCOL_VERSION}: upgrade one"
@@ -290,16 +287,32 @@ def _check_hello(hello: wire.WorkerHello) -> None:
         raise PeerError("malformed", "capacity_groups must be at least 1")
     if len(hello.held_leases) > CLAIMS_MAX or len(hello.rewards) > CLAIMS_MAX:
         raise PeerError("oversized", f"more than {CLAIMS_MAX} leases or rewards claimed")
+    if any(len(name) > NAME_CHARS_MAX for name in hello.rewards):
+        raise PeerError("oversized", f"the name of a reward has more than {NAME_CHARS_MAX} characters")
+    if not 0 <= hello.price_usd_per_hour <= PRICE_MAX_USD_PER_HOUR:
+        raise PeerError("malformed", f"a price of {hello.price_usd_per_hour} dollars an hour")
+    return ev.WorkerJoined(
+        worker_id=peer.peer_id,
+        capacity_groups=min(hello.capacity_groups, CAPACITY_GROUPS_MAX),
+        price_usd_per_hour=hello.price_usd_per_hour,
+        rewards=tuple(hello.rewards),
+        installed=_installed(hello),
+        held_leases=tuple(messages.whole_number("lease_id", lease_id) for lease_id in hello.held_leases),
+    )
 
 
-def _installed(known: bool, lineage: int, version: int) -> SnapshotRef | None:
-    return SnapshotRef(lineage, version) if known else None
+def _installed(said: wire.WorkerHello | wire.WorkerReport) -> SnapshotRef | None:
+    if not said.HasField("installed_version"):
+        return None
+    lineage = messages.whole_number("lineage", said.installed_lineage)
+    return SnapshotRef(lineage, messages.whole_number("version", said.installed_version))
 
 
-def _unscored(group: RolloutGroup) -> RolloutGroup:
-    """Without rewards: this worker was not asked to score."""
-    rollouts = tuple(dataclasses.replace(rollout, reward=None, reward_parts={}) for rollout in group.rollouts)
-    return dataclasses.replace(group, rollouts=rollouts)
+def _strip_rewards(message: wire.RolloutGroup) -> None:
+    """This worker was not asked to score."""
+    for rollout in message.rollouts:
+        rollout.ClearField("reward")
+        rollout.ClearField("reward_parts")
 
 
 def _answer(commands: list[do.Command]) -> wire.DeliveryReply:

@@ -140,8 +140,11 @@ class SimLearner(Actor):
 
     def _welcomed(self, welcome: Welcome) -> None:
         self.lineage = welcome.lineage
-        if self.version not in welcome.published:
-            self._unpublished[self.version] = self.digest
+        have = {*welcome.published, *self._unpublished}
+        newest_due = self.version - self.version % self.scenario.publish_every
+        # After a fall-back between two publications the newest due one may be gone; then the present weights take its place.
+        if not any(newest_due <= version <= self.version for version in have) or self._is_due(self.version):
+            self._unpublished.setdefault(self.version, self.digest)
         for version in self._unpublished:
             self._publish(version)
         if self.checkpoints:
@@ -184,7 +187,7 @@ class SimLearner(Actor):
         assert self.ahead is not None
         self.version, self.digest, self.ahead = self.version + 1, self.ahead[1], None
         is_last = self.version == self.scenario.max_steps
-        if is_last or self.version % self.scenario.publish_every == 0:
+        if self._is_due(self.version):
             self._unpublished[self.version] = self.digest
             self._publish(self.version)
         if is_last or self.version % self.scenario.learner.checkpoint_every == 0:
@@ -193,6 +196,9 @@ class SimLearner(Actor):
         if is_last:
             self.history.weights = self.digest.hex()
         self._take()
+
+    def _is_due(self, version: int) -> bool:
+        return version == self.scenario.max_steps or version % self.scenario.publish_every == 0
 
     def _publish(self, version: int) -> None:
         self.post(self.world.around(self.scenario.learner.publish_seconds, 0.3), _Encoded(version))

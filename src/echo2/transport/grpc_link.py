@@ -50,7 +50,6 @@ _SERVER: list[tuple[str, Any]] = [
     ("grpc.http2.min_recv_ping_interval_without_data_ms", 1000),
     ("grpc.http2.max_ping_strikes", 0),
     ("grpc.max_concurrent_streams", limits.CALLS_MAX),
-    ("grpc.compression_enabled_algorithms_bitset", 1),  # none: what is small on the wire must not be large here
 ]
 _CLIENT: list[tuple[str, Any]] = [
     *_COMMON,

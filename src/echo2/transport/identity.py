@@ -212,8 +212,15 @@ class RunIdentity:
             raise UserError(f"Cannot revoke {peer_id} in {self._directory}: {error.strerror}.") from error
 
     def revoked(self) -> frozenset[str]:
-        """Ids of all revoked peers."""
-        return frozenset(os.listdir(self._directory / _REVOKED))
+        """Ids of all revoked peers.
+
+        Raises:
+            UserError: the directory can't be read.
+        """
+        try:
+            return frozenset(os.listdir(self._directory / _REVOKED))
+        except OSError as error:
+            raise UserError(f"Cannot read {self._directory / _REVOKED}: {error.strerror}.") from error
 
     def check_not_revoked(self, peer_id: str) -> None:
         """Raises PeerError("revoked") for a revoked peer. Asks the file system (microseconds): no cache goes stale."""

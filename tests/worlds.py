@@ -12,7 +12,8 @@ from dataclasses import replace
 from echo2.control import commands as do
 from echo2.control import staleness
 from echo2.control.planner import Planner
-from echo2.sim import Report, Scenario
+from echo2.errors import InvariantError
+from echo2.sim import Report, Scenario, run_scenario
 from echo2.sim.scenario import HeadSpec, LearnerSpec, WorkersSpec
 
 #: Virtual seconds that a run may take after the last fault, before it counts as deadlocked.
@@ -126,6 +127,17 @@ def judge(report: Report, scenario: Scenario) -> list[str]:
     return wrong + judge_deterministic(report, scenario)
 
 
+def judge_seed(seed: int) -> list[str]:
+    """Everything that is wrong with the world of this seed."""
+    scenario = random_scenario(seed)
+    try:
+        report = run_scenario(scenario, seed)
+    except InvariantError as error:
+        return [str(error)]
+    wrong = judge(report, scenario) + judge_commands(report)
+    return wrong if replays(report, scenario) else [*wrong, "replaying its events gives other commands"]
+
+
 def judge_deterministic(report: Report, scenario: Scenario) -> list[str]:
     if not scenario.deterministic:
         return []
@@ -150,7 +162,7 @@ def unit_size(number: int, scenario: Scenario) -> int:
     return sum(other // scenario.groups_per_step == step for other in of_batch)
 
 
-def judge_commands(report: Report, scenario: Scenario) -> list[str]:
+def judge_commands(report: Report) -> list[str]:
     """Rules on the order of commands, read from the head's own record of each of its lives."""
     wrong = []
     for life in report.history.lives:

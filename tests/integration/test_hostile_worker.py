@@ -1,0 +1,107 @@
+"""A worker with a valid ticket that sends what no worker would: it is refused, word by word, and the run goes on."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from echo2.errors import LinkError, PeerError
+from echo2.transport import limits
+from echo2.transport import wire_pb2 as wire
+from echo2.transport.base import Link
+from echo2.transport.grpc_link import connect
+from real_runs import Run
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(200)]
+
+SECONDS = 30.0
+HUGE = 2**64 - 1
+HELLO = wire.WorkerHello(protocol=limits.PROTOCOL_VERSION, capacity_groups=1)
+
+BAD_HELLOS = [
+    wire.WorkerHello(),
+    wire.WorkerHello(protocol=HUGE >> 32, capacity_groups=1),
+    wire.WorkerHello(protocol=limits.PROTOCOL_VERSION),
+    *(
+        wire.WorkerHello(protocol=limits.PROTOCOL_VERSION, capacity_groups=1, **claim)  # type: ignore[arg-type]
+        for claim in (
+            {"price_usd_per_hour": math.nan},
+            {"price_usd_per_hour": math.inf},
+            {"price_usd_per_hour": -1.0},
+            {"price_usd_per_hour": 1e300},
+            {"held_leases": [HUGE]},
+            {"held_leases": [1] * 10_001},
+            {"installed_version": HUGE},
+            {"installed_version": 1, "installed_lineage": HUGE},
+            {"rewards": ["a" * 1000]},
+        )
+    ),
+]
+ODD_GROUP = wire.RolloutGroup(kind="train", number=2**53, rollouts=[wire.Rollout(tokens=bytes(4))])
+BAD_CALLS: list[tuple[str, Any]] = [
+    ("Report", wire.WorkerReport(installed_version=HUGE)),
+    ("Report", wire.WorkerReport(pause_seconds=math.nan)),
+    ("FailLease", wire.LeaseFailed(lease_id=HUGE, reason="busy")),
+    ("Deliver", wire.Deliveries(items=[wire.Delivery(lease_id=HUGE, group=ODD_GROUP)])),
+    ("Deliver", wire.Deliveries(items=[wire.Delivery()] * 5000)),
+    ("FetchManifest", wire.ManifestRequest(lineage=HUGE, version=HUGE)),
+    ("Publish", wire.PublishRequest()),
+    ("ReportStep", wire.StepReport(step=1, metrics_json="{")),
+]
+ODD_CALLS: list[tuple[str, Any]] = [
+    ("Report", wire.WorkerReport(doing="a" * 1_000_000, tokens_generated=HUGE, bytes_received=HUGE)),
+    ("FailLease", wire.LeaseFailed(lease_id=1, reason="no such reason", detail="a" * 1_000_000)),
+    ("FailLease", wire.LeaseFailed(lease_id=2**53, reason="busy")),
+    ("Deliver", wire.Deliveries(items=[wire.Delivery(lease_id=2**53, group=ODD_GROUP)])),
+    ("Deliver", wire.Deliveries(items=[wire.Delivery(lease_id=1)])),
+]
+
+
+async def misbehave(ticket: str, state: Path) -> None:
+    link, _ = await connect(ticket, state)
+    for hello in BAD_HELLOS:
+        with pytest.raises(PeerError):
+            await anext(aiter(link.stream("Attend", hello)))
+    orders = aiter(link.stream("Attend", HELLO))
+    assert (await anext(orders)).HasField("settings")
+    for method, request in BAD_CALLS:
+        with pytest.raises(PeerError):
+            await link.call(method, request, SECONDS)
+    for method, request in ODD_CALLS:
+        await link.call(method, request, SECONDS)
+    with pytest.raises(PeerError):
+        await anext(aiter(link.stream("FetchChunks", wire.ChunkRequest(hashes=[b"../../config.json"]))))
+    with pytest.raises(PeerError):
+        await anext(aiter(link.stream("FetchChunks", wire.ChunkRequest(hashes=[bytes(32)] * 300))))
+    await come_and_go(link)
+    await link.close()
+
+
+async def come_and_go(link: Link) -> None:
+    """Attend many times over without reading; each displaces the one before."""
+    for _ in range(20):
+        await anext(aiter(link.stream("Attend", HELLO)))
+    attending = [asyncio.ensure_future(anext(aiter(link.stream("Attend", HELLO)))) for _ in range(20)]
+    await asyncio.wait(attending)
+    for each in attending:
+        try:
+            each.result()
+        except (LinkError, StopAsyncIteration):
+            pass  # displaced before its first order
+
+
+def test_the_run_outlives_a_hostile_worker(tmp_path: Path, sort_model: Path) -> None:
+    run = Run(tmp_path / "run", sort_model, "--schedule.lease_seconds", "5").start()
+    run.wait(lambda: run.status().get("version", -1) >= 1, "first step")
+    asyncio.run(misbehave(f"@{run.out / 'ticket'}", tmp_path / "state"))
+    summary = run.finish()
+    assert summary["groups"]["trained"] == 24 * 16
+    audit = run.command("audit")
+    assert (audit["lost"], audit["doubled"], audit["open"]) == (0, 0, 0)
+    assert run.command("replay")["num_different"] == 0
+    assert os.path.getsize(run.out / "status.json") < 100_000

@@ -1,0 +1,110 @@
+"""Mistakes of the user that show only while a run goes on: one clear error, exit status 2, and `--resume` goes on."""
+
+from __future__ import annotations
+
+import resource
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from real_runs import REPOSITORY, Run
+
+pytestmark = pytest.mark.slow
+
+SMALL = ("--run.max_steps=6", "--learner.checkpoint_every=2")
+
+
+def refused(run: Run) -> str:
+    """The one error line of a run that ends with status 2."""
+    assert run.process is not None
+    _, errors = run.process.communicate(timeout=60)
+    assert run.process.returncode == 2, f"{errors}\n{run.logs()}"
+    lines = [line for line in errors.splitlines() if "error: " in line]
+    assert len(lines) == 1, errors
+    assert errors.splitlines()[-1] == lines[0]
+    assert lines[0].startswith("error: ")
+    assert "Traceback" not in errors
+    return lines[0]
+
+
+def assert_whole(run: Run, num_groups: int) -> None:
+    """Every group of the finished run is accounted for once, and its decisions can be replayed."""
+    audit = run.command("audit")
+    assert (audit["lost"], audit["doubled"], audit["open"]) == (0, 0, 0)
+    assert audit["issued"] == audit["trained"] + sum(audit["retired"].values())
+    assert audit["trained"] == num_groups
+    assert run.command("replay")["num_different"] == 0
+
+
+def test_a_reward_that_raises_stops_the_run_and_a_repaired_one_goes_on(sort_model: Path, tmp_path: Path) -> None:
+    reward = tmp_path / "my_reward.py"
+    reward.write_text("def score(completions, **columns):\n    raise ValueError('two\\nlines')\n")
+    run = Run(tmp_path / "run", sort_model, *SMALL, f'--reward.functions=["{reward}:score"]').start()
+    error = refused(run)
+    assert f"{reward}:2 in score: ValueError: two lines" in error
+    assert "8 groups failed in a row" in error
+    reward.write_text("def score(completions, **columns):\n    return [float(len(c)) for c in completions]\n")
+    summary = run.start("--resume").finish()
+    assert summary["steps"] == 6
+    assert_whole(run, summary["groups"]["trained"])
+
+
+def test_a_full_disk_stops_the_run_and_loses_nothing(sort_model: Path, tmp_path: Path) -> None:
+    """No file of the run may grow beyond what a few steps need, as on a disk that fills up."""
+    run = Run(tmp_path / "run", sort_model, *SMALL)
+    old_limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, old_limits[1]))  # for the children; nothing here writes as much
+    try:
+        run.start()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, old_limits)
+    assert any(word in refused(run) for word in ("Cannot write", "was not saved", "too large", "full"))
+    summary = run.start("--resume").finish()
+    assert summary["steps"] == 6
+    assert_whole(run, 6 * 16)
+
+
+def test_a_disk_that_fills_up_after_some_steps_loses_no_group(sort_model: Path, tmp_path: Path) -> None:
+    """The metrics of the first step can't be written: `metrics.jsonl` is a device without room."""
+    run = Run(tmp_path / "run", sort_model, *SMALL)
+    run.out.mkdir()
+    (run.out / "metrics.jsonl").symlink_to("/dev/full")
+    error = refused(run.start())
+    assert "metrics.jsonl: No space left on device. Free some space, then --resume." in error
+    (run.out / "metrics.jsonl").unlink()
+    summary = run.start("--resume").finish()
+    assert summary["steps"] == 6
+    assert_whole(run, 6 * 16)
+
+
+def test_a_port_in_use_is_named_and_another_one_goes_on(sort_model: Path, tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        run = Run(tmp_path / "run", sort_model, *SMALL, f"--head.port={port}").start()
+        error = refused(run)
+    assert f"Cannot listen on 127.0.0.1:{port}: the port is in use" in error
+    assert "Set head.port to another port" in error
+    assert run.start("--resume").finish()["steps"] == 6, "the port is free again"
+
+
+def test_a_head_alone_tells_its_users_the_same(sort_model: Path, tmp_path: Path) -> None:
+    run = Run(tmp_path / "run", sort_model, *SMALL)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        arguments = ["head", str(run.config), "--out", str(run.out), f"--head.port={port}"]
+        done = subprocess.run(
+            [sys.executable, "-m", "echo2", *arguments], cwd=REPOSITORY, capture_output=True, text=True, check=False
+        )
+    assert done.returncode == 2
+    assert [line for line in done.stderr.splitlines() if line.startswith("error: ")] == done.stderr.splitlines()[-1:]
+
+
+def test_fewer_steps_than_were_trained_are_refused(sort_model: Path, tmp_path: Path) -> None:
+    run = Run(tmp_path / "run", sort_model, *SMALL)
+    assert run.start().finish()["steps"] == 6
+    assert "run.max_steps = 3, but 6 steps are trained already" in refused(run.start("--resume", "--run.max_steps=3"))
+    assert run.start("--resume").finish()["steps"] == 6, "a finished run has nothing left to do, and says so"
+    assert_whole(run, 6 * 16)

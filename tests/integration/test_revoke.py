@@ -1,0 +1,50 @@
+"""`echo2 revoke` beside a running head: the worker is out, its groups go to others, and nothing is lost."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from real_runs import REPOSITORY, Run
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(200)]
+
+
+def echo2(*arguments: str) -> list[str]:
+    return [sys.executable, "-m", "echo2", *arguments]
+
+
+def test_revoked_worker_is_out_and_its_groups_are_not_lost(tmp_path: Path, sort_model: Path) -> None:
+    run = Run(tmp_path / "run", sort_model, "--workers.count", "1").start()
+    run.wait(lambda: (run.out / "ticket").exists(), "ticket")
+    join = echo2("worker", f"@{run.out / 'ticket'}", "--state", str(tmp_path / "state"))
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    with subprocess.Popen(join, cwd=REPOSITORY, env=environment, stderr=subprocess.PIPE, text=True) as worker:
+
+        def seen() -> list[str]:
+            return [each["id"] for each in run.status().get("workers", []) if each["pid"] == worker.pid]
+
+        run.wait(lambda: bool(seen()), "second worker")
+        [worker_id] = seen()
+        nobody = subprocess.run(
+            echo2("revoke", str(run.out), "w-0123456789"), cwd=REPOSITORY, capture_output=True, text=True
+        )
+        assert nobody.returncode == 2
+        assert worker_id in nobody.stderr
+        subprocess.run(echo2("revoke", str(run.out), worker_id), cwd=REPOSITORY, check=True, capture_output=True)
+        _, errors = worker.communicate(timeout=30)
+        assert worker.returncode == 1
+        assert f"error: revoked: {worker_id} was revoked" in errors
+    run.wait(lambda: worker_id not in [each["id"] for each in run.status()["workers"]], "expulsion")
+    again = subprocess.run(join, cwd=REPOSITORY, env=environment, capture_output=True, text=True, timeout=30)
+    assert again.returncode == 1
+    assert "was revoked" in again.stderr
+    summary = run.finish()
+    assert summary["groups"]["trained"] == 24 * 16
+    audit = run.command("audit")
+    assert (audit["lost"], audit["doubled"], audit["open"]) == (0, 0, 0)
+    assert run.command("replay")["num_different"] == 0

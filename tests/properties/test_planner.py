@@ -1,0 +1,91 @@
+"""The planner and the relays in random worlds: whatever dies, is lost or comes late, at whatever instant, every rule holds.
+
+Each seed draws a run and its machines (`worlds.random_scenario`) and is simulated with the production planner, relays and ledger. Their
+`check_invariants()` run after every event; `worlds.judge` reads the end. A failure prints the seed: to see it again,
+
+    PYTHONPATH=src:tests python -c "from worlds import *; print(judge_seed(SEED))"
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from worlds import calm, judge_seed, random_scenario
+
+from echo2.buffer.audit import audit
+from echo2.sim import run_scenario
+
+SEEDS_A_BLOCK = 25
+
+
+def judge_block(first: int) -> None:
+    wrong = {seed: found for seed in range(first, first + SEEDS_A_BLOCK) if (found := judge_seed(seed))}
+    assert not wrong, "\n".join(f"seed {seed}: {found}" for seed, found in wrong.items())
+
+
+@pytest.mark.parametrize("first", range(0, 300, SEEDS_A_BLOCK))
+def test_every_rule_holds_in_random_worlds(first: int) -> None:
+    judge_block(first)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("first", range(100_000, 101_000, SEEDS_A_BLOCK))
+def test_every_rule_holds_in_more_random_worlds(first: int) -> None:
+    judge_block(first)
+
+
+def test_no_group_is_lost_or_doubled_in_the_ledger_of_a_random_world(tmp_path: Path) -> None:
+    for seed in range(12):
+        path = tmp_path / f"{seed}.sqlite"
+        scenario = random_scenario(seed)
+        report = run_scenario(scenario, seed, path)
+        found = audit(path)
+        trained = {number for done in report.history.surviving().values() for number in done.numbers}
+        assert (seed, found.lost, found.doubled, found.open) == (seed, 0, 0, 0) or report.retired, found
+        assert found.is_balanced
+        assert (seed, found.lost, found.doubled, found.trained) == (seed, 0, 0, len(trained)), found
+        assert found.max_staleness == report.max_staleness <= scenario.max_staleness
+
+
+def test_faults_do_not_change_the_weights_of_a_deterministic_run() -> None:
+    num_compared = 0
+    for seed in range(120):
+        scenario = random_scenario(seed)
+        if not scenario.deterministic or scenario == calm(scenario):
+            continue
+        faulty = run_scenario(scenario, seed)
+        if faulty.finished and not faulty.retired:
+            num_compared += 1
+            assert faulty.history.weights == run_scenario(calm(scenario), seed).history.weights, f"seed {seed}"
+    assert num_compared > 15
+
+
+def test_workers_that_do_not_lie_are_never_called_malformed() -> None:
+    """Not even when the head, or the learner with its versions, falls back while they work."""
+    num_killed = 0
+    for seed in range(150):
+        scenario = random_scenario(seed)
+        if all(spec.malformed_results == 0 for spec in scenario.workers):
+            report = run_scenario(scenario, seed)
+            num_killed += sum(report.killed.values())
+            assert "malformed" not in report.refused, f"seed {seed}: {report.refused}"
+    assert num_killed > 100
+
+
+def test_the_same_seed_is_the_same_world() -> None:
+    for seed in (3, 10, 57):
+        assert run_scenario(random_scenario(seed), seed) == run_scenario(random_scenario(seed), seed)
+
+
+def test_the_random_worlds_reach_what_they_are_meant_to_attack() -> None:
+    """Guards the generator: if nothing ever died or fell back, the tests above would prove nothing."""
+    reports = [run_scenario(random_scenario(seed), seed) for seed in range(80)]
+    killed = {name for report in reports for name in report.killed}
+    refused = {word for report in reports for word in report.refused}
+    outcomes = {name for report in reports for name in report.leases}
+    assert killed == {"head", "learner", "worker"}
+    assert {"late", "duplicate", "malformed"} <= refused
+    assert {"accepted", "expired", "lost", "failed", "revoked"} <= outcomes
+    assert sum(report.fallbacks for report in reports) > 20
+    assert max(report.max_staleness for report in reports) == 6  # the bound is reached, so it is not vacuous

@@ -1,0 +1,248 @@
+"""What people see of a run: status, the progress display and the closing summary, on consoles of any kind."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.console import Console
+
+from echo2.config import Config
+from echo2.errors import UserError
+from echo2.runtime.display import RunDisplay, show_status, show_summary, sparkline
+from echo2.runtime.rundir import RunDir, create
+from echo2.runtime.status import read_status
+
+HERE = socket.gethostname()
+WIDTHS = (20, 40, 80, 200)
+
+
+def console(width: int = 200, is_terminal: bool = False) -> Console:
+    return Console(file=io.StringIO(), width=width, force_terminal=is_terminal, color_system=None)
+
+
+def shown(on: Console) -> str:
+    assert isinstance(on.file, io.StringIO)
+    return on.file.getvalue()
+
+
+def dead_pid() -> int:
+    """The pid of a process that has ended and was reaped."""
+    process = subprocess.Popen([sys.executable, "-c", ""])
+    process.wait()
+    return process.pid
+
+
+def status(head_pid: int) -> dict[str, Any]:
+    worker = {"host": HERE, "doing": "sampling 8 groups with version 3"}
+    return {
+        "time": 1000.0,
+        "head": {"pid": head_pid, "host": HERE},
+        "learner": {"pid": os.getpid(), "host": HERE, "device": "cpu", "doing": "training step 3"},
+        "workers": [
+            {"id": "w-here", "pid": os.getpid(), **worker},
+            {"id": "w-far", "pid": os.getpid(), **worker, "host": "elsewhere"},
+            {"id": "w-away", "pid": None, "host": None, "doing": ""},
+        ],
+        "version": 3,
+        "lineage": 1,
+        "max_steps": 40,
+        "published": 3,
+        "checkpoint": None,
+        "waits": [
+            {
+                "waiter": "learner",
+                "waits_for": "w-here",
+                "since": 998.5,
+                "until": 1030.0,
+                "reason": "step 3: [w-here] holds 4 of 4 missing groups",
+            },
+            {"waiter": "head", "waits_for": "learner", "since": 0.0, "until": None, "reason": "none is connected"},
+        ],
+        "cost_usd": 0.125,
+        "outcome": None,
+    }
+
+
+@pytest.fixture
+def rundir(tmp_path: Path) -> RunDir:
+    return create(tmp_path / "run", Config(), resume=False)
+
+
+def test_a_run_that_never_started_has_no_status(rundir: RunDir) -> None:
+    with pytest.raises(UserError, match="has no status yet: no head was started there"):
+        read_status(rundir)
+
+
+def test_status_tells_which_processes_really_live(rundir: RunDir) -> None:
+    dead = dead_pid()
+    rundir.status.write_text(json.dumps(status(head_pid=os.getpid())))
+    listing = [{"role": "supervisor", "name": "run", "pid": dead}, {"role": "head", "name": "head", "pid": os.getpid()}]
+    rundir.processes.write_text(json.dumps(listing))
+    found = read_status(rundir)
+    assert found["state"] == "running"
+    assert len(found["waits"]) == 2
+    alive = {(process["role"], process["id"]): process["alive"] for process in found["processes"]}
+    assert alive == {
+        ("head", "head"): True,
+        ("learner", "learner"): True,
+        ("worker", "w-here"): True,
+        ("worker", "w-far"): None,
+        ("worker", "w-away"): None,
+        ("supervisor", "run"): False,
+    }
+    assert all(set(process) >= {"role", "id", "pid"} for process in found["processes"])
+
+
+def test_a_dead_head_waits_for_nobody(rundir: RunDir) -> None:
+    rundir.status.write_text(json.dumps(status(head_pid=dead_pid())))
+    found = read_status(rundir)
+    assert found["state"] == "the head is not running; continue with `echo2 run ... --resume`"
+    assert found["waits"] == []
+
+
+def test_a_run_that_is_over_says_how(rundir: RunDir) -> None:
+    rundir.status.write_text(json.dumps(status(head_pid=dead_pid())))
+    rundir.outcome.write_text('{"kind": "stopped", "reason": "8 groups failed in a row"}')
+    assert read_status(rundir)["state"] == "stopped: 8 groups failed in a row"
+
+
+def test_status_shows_who_waits_for_whom_and_why(rundir: RunDir) -> None:
+    rundir.status.write_text(json.dumps(status(head_pid=os.getpid())))
+    on = console()
+    show_status(read_status(rundir), on)
+    text = shown(on)
+    (wait,) = [line for line in text.splitlines() if "missing groups" in line]
+    assert [cell.strip() for cell in wait.strip("│").split("│")] == [
+        "learner",
+        "w-here",
+        "1.5 s",
+        "in 30.0 s",
+        "step 3: [w-here] holds 4 of 4 missing groups",  # brackets are text, not markup
+    ]
+    assert "step 3 of 40" in text
+    assert "$0.1250" in text
+    for process, state in (("w-here", "alive"), ("w-far", "remote"), ("w-away", "away")):
+        assert any(process in line and state in line for line in text.splitlines()), text
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_status_fits_any_console(rundir: RunDir, width: int) -> None:
+    rundir.status.write_text(json.dumps(status(head_pid=os.getpid())))
+    on = console(width)
+    show_status(read_status(rundir), on)
+    assert all(len(line) <= width for line in shown(on).splitlines())
+
+
+def summary() -> dict[str, Any]:
+    machine = {"usd": 0.5, "wasted_usd": 0.0, "seconds": 60.0, "useful_seconds": 0.0, "useful_groups": 0}
+    return {
+        "outcome": ["finished", "all steps are trained"],
+        "steps": 40,
+        "eval_before": 0.3,
+        "eval_after": 0.75,
+        "learner_idle_ratio": 0.25,
+        "staleness_mean": 0.5,
+        "staleness_max": 2,
+        "staleness_bound": 3,
+        "groups": {"trained": 2560, "retired": {"stale": 3, "failed": 1}, "refused": {"duplicate": 7}},
+        "origin_bytes": 12_345_678,
+        "seconds": 61.0,
+        "machines": {
+            "learner": {**machine, "wasted_seconds": {}},
+            "w1": {
+                **machine,
+                "useful_groups": 9,
+                "useful_seconds": 55.0,
+                "wasted_usd": 0.25,
+                "wasted_seconds": {"expired": 3.5},
+            },
+        },
+        "cost_usd": 1.0,
+        "wasted_usd": 0.25,
+    }
+
+
+def test_the_summary_is_worth_reading() -> None:
+    on = console()
+    show_summary(summary(), on)
+    text = shown(on)
+    for words in (
+        "0.300 before, 0.750 after 40 steps",
+        "25.0%",
+        "mean 0.50, max 2, bound 3",
+        "2560 trained, retired: 3 stale, 1 failed; deliveries refused: 7 duplicate",
+        "12.3 MB",
+        "$1.0000, of it wasted $0.2500",
+        "$0.2500 (expired 3.5 s)",
+    ):
+        assert words in text
+    assert [line for line in text.splitlines() if "learner " in line and "-" in line], "a learner makes no groups"
+
+
+def test_a_run_without_evaluation_has_no_accuracy_to_show() -> None:
+    on = console()
+    show_summary({**summary(), "eval_before": None, "eval_after": None}, on)
+    assert "accuracy" not in shown(on)
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_the_summary_fits_any_console(width: int) -> None:
+    on = console(width)
+    show_summary(summary(), on)
+    assert all(len(line) <= width for line in shown(on).splitlines())
+
+
+@given(st.lists(st.floats(), max_size=60), st.integers(1, 50))
+def test_a_sparkline_has_a_bar_for_each_finite_value_up_to_its_width(values: list[float], width: int) -> None:
+    finite = [value for value in values if value - value == 0.0]
+    assert len(sparkline(values, width)) == min(len(finite), width)
+
+
+def test_a_sparkline_rises_with_its_values() -> None:
+    assert sparkline([0.0, 0.5, 1.0]) == "▁▄█"
+    assert sparkline([2.0, 2.0]) == "▁▁"
+
+
+def write_progress(rundir: RunDir) -> None:
+    rundir.status.write_text(json.dumps(status(head_pid=os.getpid())))
+    rows = [{"step": 0, "eval/accuracy": 0.25}] + [{"step": n, "reward/mean": n / 4} for n in (1, 2, 3)]
+    rundir.metrics.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def test_without_a_terminal_progress_is_one_line_now_and_then(rundir: RunDir) -> None:
+    write_progress(rundir)
+    on = console(width=40)
+    with RunDisplay(rundir, 40, on) as display:
+        display.poll()
+        display.poll()
+    (line,) = shown(on).splitlines()
+    assert line.startswith("step 3/40  reward 0.750 ▁▄█")
+    assert "held-out 0: 0.250" in line
+    assert line.endswith("head waits for learner: none is connected")
+
+
+def test_before_the_first_status_there_is_little_to_say(rundir: RunDir) -> None:
+    on = console()
+    with RunDisplay(rundir, 40, on) as display:
+        display.poll()
+    assert shown(on) == "step 0/?\n"
+
+
+def test_a_terminal_gets_a_live_display(rundir: RunDir) -> None:
+    write_progress(rundir)
+    on = console(is_terminal=True)
+    with RunDisplay(rundir, 40, on) as display:
+        display.poll()
+    text = shown(on)
+    assert "3/40" in text
+    assert "reward 0.750" in text
