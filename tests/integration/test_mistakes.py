@@ -108,3 +108,18 @@ def test_fewer_steps_than_were_trained_are_refused(sort_model: Path, tmp_path: P
     assert "run.max_steps = 3, but 6 steps are trained already" in refused(run.start("--resume", "--run.max_steps=3"))
     assert run.start("--resume").finish()["steps"] == 6, "a finished run has nothing left to do, and says so"
     assert_whole(run, 6 * 16)
+    assert run.command("status")["state"] == "finished: all steps are trained"
+
+
+def test_an_export_is_a_model_and_is_never_written_over(sort_model: Path, tmp_path: Path) -> None:
+    run = Run(tmp_path / "run", sort_model, "--run.max_steps=1")
+    run.start().finish()
+    target = tmp_path / "model"
+    export = [sys.executable, "-m", "echo2", "export", str(run.out), "--to", str(target)]
+    done = subprocess.run(export, cwd=REPOSITORY, capture_output=True, text=True, check=True)
+    assert done.stdout == f"exported step_1 to {target}\n"
+    assert {"config.json", "model.safetensors", "tokenizer.json"} <= {path.name for path in target.iterdir()}
+    assert not (target / "optimizer.safetensors").exists()
+    again = subprocess.run(export, cwd=REPOSITORY, capture_output=True, text=True, check=False)
+    assert (again.returncode, again.stdout) == (2, "")
+    assert again.stderr.startswith(f"error: {target} exists already.")

@@ -11,10 +11,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from worlds import calm, judge_seed, random_scenario
 
 from echo2.buffer.audit import audit
 from echo2.sim import run_scenario
+from worlds import calm, judge_seed, random_scenario
 
 SEEDS_A_BLOCK = 25
 

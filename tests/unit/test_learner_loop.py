@@ -19,6 +19,7 @@ import torch
 
 from echo2.errors import InvariantError, LinkError, PeerError, UserError
 from echo2.learner import checkpoint
+from echo2.learner.head_client import LearnerInfo
 from echo2.learner.loop import LoopOptions, resume, run_learner
 from echo2.learner.losses import LossStats
 from echo2.learner.model import load_policy
@@ -158,9 +159,8 @@ def run(head: ScriptedHead, trainer: Trainer, root: Path, **options: Any) -> str
         return head
 
     resumed = resume(trainer, root)
-    session = HeadSession(
-        connect, trainer.version, "cpu", resumed, patience_seconds=options.pop("patience_seconds", 20.0)
-    )
+    info = LearnerInfo("cpu", trainer.policy.vocab_size, resumed)
+    session = HeadSession(connect, trainer.version, info, patience_seconds=options.pop("patience_seconds", 20.0))
     try:
         return run_learner(trainer, session, LoopOptions(root, groups_per_microbatch=MICROBATCH, **options))
     finally:

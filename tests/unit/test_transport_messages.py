@@ -259,6 +259,15 @@ def test_oversized_group(spoil: Spoil) -> None:
     assert group_word(message) == "oversized"
 
 
+def test_tokens_must_be_of_the_learners_vocabulary() -> None:
+    group = two_turns()
+    largest = max(max(group.prompt_tokens), *(max(rollout.tokens) for rollout in group.rollouts))
+    messages.check_vocabulary(group, 10**6)
+    with pytest.raises(PeerError) as caught:
+        messages.check_vocabulary(group, largest)
+    assert caught.value.reason == "malformed"
+
+
 def test_a_logprob_may_exceed_0_by_rounding() -> None:
     message = messages.encode_group(two_turns())
     message.rollouts[0].logprobs = floats(limits.LOGPROB_SLACK / 2, 0, -1)

@@ -32,7 +32,10 @@ def judge(state: PlannerState, event: ev.GroupDelivered) -> tuple[str, str] | No
         return "duplicate", f"{event.group} has a result already"
     if event.newest_version > state.highest_version and state.lineage > 1:
         # The head was restarted since the learner fell back, and does not know how far the run had come before.
-        return "late", f"sampled with version {event.newest_version} of before the fall-back; now {state.version} is newest"
+        return (
+            "late",
+            f"sampled with version {event.newest_version} of before the fall-back; now {state.version} is newest",
+        )
     if event.newest_version > state.highest_version:
         return "malformed", f"tokens of version {event.newest_version}; there is none after {state.highest_version}"
     if event.oldest_version < lease.min_version:

@@ -99,7 +99,10 @@ class Planner(PlannerState):
         self.checkpoint_version = event.checkpoint_version
         self.groups.next_number, self.leases.next_lease_id = event.next_number, event.next_lease_id
         self.evaluation.evaluated = set(event.evaluated)
-        self.published = {ref.version: ref for ref in event.published}
+        self.published = {ref.version: ref for ref in sorted(event.published) if ref.version <= event.version}
+        for ref in event.published:
+            if self.published.get(ref.version) != ref:
+                self.emit(do.DropSnapshot, "of a history that was abandoned", ref=ref)
         self.retained = dict(self.published)
         held = {lease.number for lease in event.leases}
         restored = {"delivered": "delivered", "ready": "ready", "trained": "trained", "retired": "retired"}

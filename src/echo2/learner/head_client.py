@@ -49,14 +49,22 @@ class StepEnd:
     reason: str
 
 
+@dataclass(frozen=True, slots=True)
+class LearnerInfo:
+    """What a learner tells of itself. `vocab_size`: rows of its embedding; a rollout with a token beyond is refused."""
+
+    device: str
+    vocab_size: int
+    resumed: bool
+
+
 class HeadClient:
     """One learner's dealings with the head over `link`, after its first hello (`join_head`)."""
 
-    def __init__(self, link: Link, version: int, device: str, resumed: bool, patience_seconds: float) -> None:
+    def __init__(self, link: Link, version: int, info: LearnerInfo, patience_seconds: float) -> None:
         self._link = link
         self._version = version  # the last one that the head acknowledged
-        self._device = device
-        self._resumed = resumed
+        self._info = info
         self._patience_seconds = patience_seconds
         self._joins = 0
         self._fed_at_join = 0  # the value of _joins when the last step's groups were complete
@@ -146,8 +154,9 @@ class HeadClient:
             version=version,
             pid=os.getpid(),
             host=socket.gethostname(),
-            device=self._device,
-            resumed=self._resumed,
+            device=self._info.device,
+            resumed=self._info.resumed,
+            vocab_size=self._info.vocab_size,
         )
         welcome = await self._link.call("LearnerHello", hello, CALL_SECONDS)
         self.lineage, self.max_steps, self.published = welcome.lineage, welcome.max_steps, set(welcome.published)
@@ -226,7 +235,7 @@ class HeadClient:
 
 
 async def join_head(
-    connect: Callable[[], Awaitable[Link]], version: int, device: str, resumed: bool, patience_seconds: float = 120.0
+    connect: Callable[[], Awaitable[Link]], version: int, info: LearnerInfo, patience_seconds: float = 120.0
 ) -> HeadClient:
     """Connect and say hello; the client that can be used from then on.
 
@@ -235,7 +244,7 @@ async def join_head(
         UserError: the run does not stand where this learner does.
     """
     link = await _connect_patiently(connect, patience_seconds)
-    client = HeadClient(link, version, device, resumed, patience_seconds)
+    client = HeadClient(link, version, info, patience_seconds)
     try:
         await client._patiently("LearnerHello", lambda: client._join_again(0))
     except PeerError as error:

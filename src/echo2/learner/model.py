@@ -75,6 +75,12 @@ class Policy:
         dtype: torch.dtype = next(self.module.parameters()).dtype
         return dtype
 
+    @property
+    def vocab_size(self) -> int:
+        """Token ids are below this."""
+        module: Any = self.module
+        return int(module.get_input_embeddings().num_embeddings)
+
     def logits(self, batch: Batch) -> Tensor:
         """Logits [u, V] at `batch.predict_u`; `batch` is on this device."""
         inputs: dict[str, Any] = {"input_ids": batch.tokens_BT, "use_cache": False}

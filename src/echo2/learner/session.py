@@ -15,7 +15,7 @@ from concurrent.futures import Future
 from typing import Any, TypeVar
 
 from echo2.errors import LinkError, PeerError
-from echo2.learner.head_client import HeadClient, StepEnd, join_head
+from echo2.learner.head_client import HeadClient, LearnerInfo, StepEnd, join_head
 from echo2.transport.base import Link
 from echo2.types import RolloutGroup, TensorBytes
 
@@ -33,8 +33,7 @@ class HeadSession:
         self,
         connect: Callable[[], Awaitable[Link]],
         version: int,
-        device: str,
-        resumed: bool,
+        info: LearnerInfo,
         patience_seconds: float = 120.0,
     ) -> None:
         """Connect and say hello.
@@ -45,7 +44,7 @@ class HeadSession:
         """
 
         async def join() -> HeadClient:
-            return await join_head(connect, version, device, resumed, patience_seconds)
+            return await join_head(connect, version, info, patience_seconds)
 
         self.doing = "starting"
         self._loop = asyncio.new_event_loop()

@@ -115,6 +115,7 @@ class Head:
         self.metrics = Metrics(rundir.metrics, self._sinks())
         self.costs = CostBook(self.ledger.get_meta("costs"))
         self.counters: dict[str, int] = self.ledger.get_meta("counters", {"origin_bytes": 0, "workers_lost": 0})
+        self.vocab_size: int | None = self.ledger.get_meta("vocab_size")
         self.evals = Evals()
         self.broadcast = BroadcastMeter()
         self.rollout_log = RolloutLog(rundir.rollouts, config.run.log_rollouts)

@@ -8,6 +8,7 @@ from pathlib import Path
 from echo2.config import Config
 from echo2.errors import UserError
 from echo2.learner import loop
+from echo2.learner.head_client import LearnerInfo
 from echo2.learner.model import load_policy
 from echo2.learner.session import HeadSession
 from echo2.learner.trainer import Trainer, TrainerOptions
@@ -74,7 +75,7 @@ def run_learner(rundir: RunDir, ticket: str) -> int:
         log.info("joined as %s", learner_id)
         return link
 
-    session = HeadSession(connect_head, trainer.version, str(policy.device), resumed)
+    session = HeadSession(connect_head, trainer.version, LearnerInfo(str(policy.device), policy.vocab_size, resumed))
     try:
         reason = loop.run_learner(trainer, session, loop_options(config, rundir.checkpoints))
         log.info("the run is over: %s", reason)

@@ -135,6 +135,8 @@ class Service:
             _strip_rewards(message)
         try:
             group = messages.decode_group(message)
+            if head.vocab_size is not None:
+                messages.check_vocabulary(group, head.vocab_size)
         except PeerError as error:
             return _answer(head.happen(ev.DeliveryMalformed(peer.peer_id, lease_id, error.reason, error.detail)))
         event = ev.GroupDelivered(
@@ -182,6 +184,9 @@ class Service:
         if hello.protocol != PROTOCOL_VERSION:
             raise PeerError("protocol", f"the learner speaks protocol {hello.protocol}, the head {PROTOCOL_VERSION}")
         _raise_refused(head.happen(ev.LearnerJoined(hello.version)))
+        if head.vocab_size != hello.vocab_size:
+            head.vocab_size = hello.vocab_size
+            head.ledger.set_meta("vocab_size", hello.vocab_size)
         head.learner = LearnerPresence(hello.host[:200], hello.pid, hello.device[:50])
         head.costs.joined("learner", head.config.learner.price_usd_per_hour, head.clock.now())
         planner = head.planner
@@ -219,7 +224,7 @@ class Service:
         self._learner()
         head = self._head
         try:
-            metrics = json.loads(report.metrics_json)
+            metrics = json.loads(report.metrics_json, parse_constant=lambda _: None)  # NaN is no JSON
         except ValueError as error:
             raise PeerError("malformed", f"metrics_json is not JSON: {error}") from error
         if not isinstance(metrics, dict):

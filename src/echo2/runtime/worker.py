@@ -147,8 +147,11 @@ class WorkerProcess:
     def _happen(self, event: ev.Event) -> None:
         if self._relay is None or self._stopped.done():
             return
-        for command in self._relay.handle(event, self._clock.now()):
-            self._carry[type(command)](command)
+        try:
+            for command in self._relay.handle(event, self._clock.now()):
+                self._carry[type(command)](command)
+        except Exception as error:  # called by timers and threads too, from where it would only be logged
+            self._give_up(error)
 
     def _spawn(self, coroutine: Any) -> None:
         task: asyncio.Task[None] = asyncio.ensure_future(coroutine)
@@ -157,7 +160,11 @@ class WorkerProcess:
 
     def _ended(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
-        if not task.cancelled() and (error := task.exception()) is not None and not self._stopped.done():
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self._give_up(error)
+
+    def _give_up(self, error: BaseException) -> None:
+        if not self._stopped.done():
             self._stopped.set_exception(error)
 
     def _stop(self, reason: str) -> None:

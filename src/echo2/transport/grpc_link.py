@@ -128,7 +128,8 @@ class GrpcServer:
                 async with aclosing(handler(peer, parse(method.request, data))) as replies:
                     async for reply in replies:
                         self._identity.check_not_revoked(peer.peer_id)
-                        await context.write(reply)
+                        if not await _written(context, method.reply.SerializeToString(reply)):
+                            return
             except Exception as error:
                 await self._abort(method, context, error)
 
@@ -136,7 +137,7 @@ class GrpcServer:
         return make(
             answer_stream if method.streaming else answer,
             request_deserializer=None,  # `parse` answers for malformed bytes
-            response_serializer=method.reply.SerializeToString,
+            response_serializer=None if method.streaming else method.reply.SerializeToString,
         )
 
     def _peer(self, method: Method, context: Any) -> Peer:
@@ -156,6 +157,16 @@ class GrpcServer:
         if self._on_error is not None:
             self._on_error(error)
         await context.abort(grpc.StatusCode.INTERNAL, f"the head failed: {error}"[:DETAIL_CHARS_MAX])
+
+
+async def _written(context: Any, data: bytes) -> bool:
+    """Send one message of a stream. False: the caller is gone, which gRPC may report here before it cancels the stream.
+    That is a worker that died, not a failure of the head."""
+    try:
+        await context.write(data)
+    except (grpc.aio.InternalError, grpc.aio.UsageError):
+        return False
+    return True
 
 
 class GrpcLink:

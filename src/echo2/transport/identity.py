@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from cryptography import x509
-from cryptography.exceptions import InvalidSignature
+from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
@@ -340,7 +340,7 @@ def _requested_key(csr_der: bytes) -> ec.EllipticCurvePublicKey:
         request = x509.load_der_x509_csr(csr_der)
         key = request.public_key()
         is_signed = request.is_signature_valid
-    except (ValueError, InvalidSignature) as error:
+    except (ValueError, InvalidSignature, UnsupportedAlgorithm, x509.InvalidVersion) as error:
         raise PeerError("malformed", f"not a signing request: {error}") from error
     if not is_signed or not isinstance(key, ec.EllipticCurvePublicKey) or not isinstance(key.curve, ec.SECP256R1):
         raise PeerError("malformed", "the signing request is not signed by a P-256 key")

@@ -88,6 +88,14 @@ def decode_group(message: wire.RolloutGroup) -> RolloutGroup:
     )
 
 
+def check_vocabulary(group: RolloutGroup, vocab_size: int) -> None:
+    """Raises PeerError("malformed") where a token is none of the learner's: it would break the training step."""
+    for rollout in group.rollouts:
+        for tokens in (rollout.tokens, rollout.support_tokens, group.prompt_tokens):
+            if tokens and max(tokens) >= vocab_size:
+                raise PeerError("malformed", f"token {max(tokens)} is outside the vocabulary of {vocab_size}")
+
+
 def _decode_rollout(message: wire.Rollout) -> Rollout:
     tokens = _token_ids("tokens", message.tokens)
     _require(len(tokens) > 0, "a rollout without tokens")

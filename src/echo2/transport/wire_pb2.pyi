@@ -318,20 +318,22 @@ class Chunk(_message.Message):
     def __init__(self, hash: _Optional[bytes] = ..., data: _Optional[bytes] = ...) -> None: ...
 
 class LearnerHello(_message.Message):
-    __slots__ = ("protocol", "version", "pid", "host", "device", "resumed")
+    __slots__ = ("protocol", "version", "pid", "host", "device", "resumed", "vocab_size")
     PROTOCOL_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     PID_FIELD_NUMBER: _ClassVar[int]
     HOST_FIELD_NUMBER: _ClassVar[int]
     DEVICE_FIELD_NUMBER: _ClassVar[int]
     RESUMED_FIELD_NUMBER: _ClassVar[int]
+    VOCAB_SIZE_FIELD_NUMBER: _ClassVar[int]
     protocol: int
     version: int
     pid: int
     host: str
     device: str
     resumed: bool
-    def __init__(self, protocol: _Optional[int] = ..., version: _Optional[int] = ..., pid: _Optional[int] = ..., host: _Optional[str] = ..., device: _Optional[str] = ..., resumed: _Optional[bool] = ...) -> None: ...
+    vocab_size: int
+    def __init__(self, protocol: _Optional[int] = ..., version: _Optional[int] = ..., pid: _Optional[int] = ..., host: _Optional[str] = ..., device: _Optional[str] = ..., resumed: _Optional[bool] = ..., vocab_size: _Optional[int] = ...) -> None: ...
 
 class LearnerWelcome(_message.Message):
     __slots__ = ("lineage", "max_steps", "published")

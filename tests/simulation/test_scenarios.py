@@ -1,0 +1,83 @@
+"""The scenarios in simulations/: each finishes, keeps its bound, and shows what it is there to show."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from echo2.errors import UserError
+from echo2.sim import Report, load_scenario, run_scenario
+from echo2.sim.scenario import Scenario, WorkersSpec
+
+SCENARIOS = Path(__file__).resolve().parents[2] / "simulations"
+
+
+def simulate(name: str, **changes: object) -> Report:
+    scenario = replace(load_scenario(SCENARIOS / f"{name}.toml"), **changes)  # type: ignore[arg-type]
+    report = run_scenario(scenario, seed=1)
+    assert report.finished, report.to_text()
+    assert report.max_staleness <= scenario.max_staleness
+    assert sum(report.staleness.values()) == scenario.max_steps * scenario.groups_per_step
+    return report
+
+
+def test_in_the_steady_scenario_nothing_is_wasted() -> None:
+    report = simulate("steady")
+    assert (report.refused, report.retired, report.killed, report.fallbacks) == ({}, {}, {}, 0)
+    assert set(report.leases) == {"accepted"}
+    assert report.idle_ratio < 0.25
+
+
+def test_a_wider_staleness_bound_keeps_the_learner_busier() -> None:
+    idle = [simulate("steady", max_staleness=bound, max_steps=25).idle_ratio for bound in (0, 1, 2)]
+    assert idle[0] > 0.4  # on-policy: sampling and training take turns
+    assert idle[0] > 2 * idle[1] > 2 * idle[2]
+
+
+def test_churn_kills_everything_and_loses_nothing() -> None:
+    report = simulate("churn")
+    assert {"head", "learner", "worker"} <= set(report.killed)
+    assert report.fallbacks > 0
+    assert report.leases["lost"] > 0
+    assert report.history.evaluated[-1] == 40
+
+
+def test_stragglers_expire_and_do_not_age_anybody() -> None:
+    report = simulate("stragglers")
+    assert report.leases["expired"] > 0
+    assert report.max_staleness == 3
+
+
+def test_the_report_is_text_for_people() -> None:
+    text = simulate("steady", max_steps=3).to_text()
+    for word in ("steady, seed 1: finished", "idle ratio", "staleness", "refused     none", "cost        $"):
+        assert word in text
+
+
+def test_a_run_without_workers_is_reported_as_not_finished() -> None:
+    scenario = Scenario(workers=(WorkersSpec(joins_at_seconds=1e9),), time_limit_seconds=100.0)
+    assert not run_scenario(scenario, 0).finished
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("max_stalness = 2", r"unknown key 'max_stalness'. Did you mean max_staleness\?"),
+        ("[learner]\ntrain_second = 2.0", r"\[learner\]: unknown key 'train_second'. Did you mean train_seconds\?"),
+        ("[[workers]]\ncounts = 2", r"\[\[workers\]\]: unknown key 'counts'. Did you mean count\?"),
+        ("max_steps = 'many'", "max_steps"),
+        ("max_steps =", "not valid TOML"),
+    ],
+)
+def test_a_wrong_scenario_file_says_what_is_wrong(tmp_path: Path, text: str, message: str) -> None:
+    path = tmp_path / "wrong.toml"
+    path.write_text(text, encoding="utf-8")
+    with pytest.raises(UserError, match=message):
+        load_scenario(path)
+
+
+def test_a_missing_scenario_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"Cannot read the scenario .*none\.toml"):
+        load_scenario(tmp_path / "none.toml")

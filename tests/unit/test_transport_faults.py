@@ -1,0 +1,100 @@
+"""What a caller may do at any instant, and what a stranger may send, is never reported as a failure of the head: such a
+report ends the run.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from echo2.errors import PeerError
+from echo2.transport import limits
+from echo2.transport import wire_pb2 as wire
+from echo2.transport.grpc_link import GrpcLink, GrpcServer, connect
+from echo2.transport.identity import PeerIdentity, RunIdentity, Ticket
+
+ROUNDS = 40  # of a race: without the handling, about every fifth round went wrong
+CHUNK = wire.Chunk(hash=bytes(32), data=bytes(1 << 20))
+EC_PUBLIC_KEY = bytes.fromhex("06072a8648ce3d0201")  # DER of the object identifier of an EC key
+
+
+def test_callers_that_leave_while_they_are_sent_to_are_no_failure(tmp_path: Path) -> None:
+    under_way = 0
+
+    async def chunks(peer: Any, request: Any) -> AsyncIterator[wire.Chunk]:
+        nonlocal under_way
+        under_way += 1
+        try:
+            for _ in range(64):
+                yield CHUNK
+        finally:
+            under_way -= 1
+
+    async def main() -> None:
+        identity, failures = RunIdentity.create_or_load(tmp_path / "run"), list[BaseException]()
+        server = GrpcServer("127.0.0.1", 0, identity, {"FetchChunks": chunks}, failures.append)
+        ticket = identity.make_ticket("worker", f"127.0.0.1:{await server.start()}", 1, 1.0)
+        for round_number in range(ROUNDS):
+            link, _ = await connect(ticket, tmp_path / "peer")
+            replies = link.stream("FetchChunks", wire.ChunkRequest())
+            for _ in range(1 + round_number % 8):
+                await anext(replies)
+            await link.close()
+        await server.stop()  # waits for, or ends, what is still under way
+        assert failures == []
+        assert under_way == 0
+
+    asyncio.run(main())
+
+
+def test_signing_request_with_a_key_of_an_unknown_kind_is_refused_and_no_failure(tmp_path: Path) -> None:
+    async def main() -> None:
+        identity, failures = RunIdentity.create_or_load(tmp_path / "run"), list[BaseException]()
+        server = GrpcServer("127.0.0.1", 0, identity, {}, failures.append)
+        ticket = Ticket.parse(identity.make_ticket("worker", f"127.0.0.1:{await server.start()}", 1, 1.0))
+        link = GrpcLink(ticket.address, ticket.credentials)
+        odd = PeerIdentity(tmp_path / "peer").request().replace(EC_PUBLIC_KEY, EC_PUBLIC_KEY[:-1] + b"\x7f")
+        with pytest.raises(PeerError, match="malformed"):
+            await link.call("Enrol", wire.EnrolRequest(protocol=limits.PROTOCOL_VERSION, csr_der=odd), 10.0)
+        await link.close()
+        await server.stop()
+        assert failures == []
+
+    asyncio.run(main())
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[RunIdentity, str]:
+    identity = RunIdentity.create_or_load(tmp_path_factory.mktemp("run"))
+    identity.make_ticket("worker", "nowhere:1", 10**6, 1.0)
+    [ticket_id] = identity._book["tickets"]
+    return identity, ticket_id
+
+
+def signing_request() -> bytes:
+    key = ec.derive_private_key(7, ec.SECP256R1())
+    request = x509.CertificateSigningRequestBuilder().subject_name(x509.Name([])).sign(key, hashes.SHA256())
+    return request.public_bytes(serialization.Encoding.DER)
+
+
+REQUEST = signing_request()
+
+
+@settings(max_examples=1000, deadline=None)
+@given(st.integers(0, len(REQUEST) - 1), st.integers(1, 255))
+def test_any_altered_byte_of_a_signing_request_is_malformed(
+    run: tuple[RunIdentity, str], place: int, mask: int
+) -> None:
+    identity, ticket_id = run
+    altered = REQUEST[:place] + bytes([REQUEST[place] ^ mask]) + REQUEST[place + 1 :]
+    with pytest.raises(PeerError, match="malformed"):
+        identity.enrol(ticket_id, "worker", altered)
