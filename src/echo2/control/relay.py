@@ -1,8 +1,8 @@
 """A worker's machine: what to fetch, when to swap weights, what to sample next, what to deliver again.
 
-It holds leases in order of arrival, one batch of them at the engine, results until the head has answered for them, and at most
-one snapshot on its way in. The engine is asked for one thing at a time: a batch, or a swap between batches (with
-swap = "during", also within a batch, between two tokens). Like the planner it is pure: events in, commands out.
+It holds leases in order of arrival, one batch of them at the engine, results until the head has answered for them, and
+at most one snapshot on its way in. The engine is asked for one thing at a time: a batch, or a swap between batches
+(with swap = "during", also within a batch, between two tokens). Like the planner it is pure: events in, commands out.
 
     announced -> fetching (chunk by chunk, while the engine generates) -> whole -> installing -> installed
     lease:  waiting -> generating -> produced -> answered
@@ -21,8 +21,8 @@ from echo2.types import Lease, SnapshotRef
 CHUNKS_PER_FETCH = 16
 #: Times a snapshot is fetched in a row although it proved corrupt.
 MAX_FETCHES = 3
-#: Seconds before a snapshot that proved corrupt so often is asked for again, unless a newer one comes first. (Never to ask again
-#: would be a deadlock where the learner waits for this worker and so publishes nothing newer.)
+#: Seconds before a snapshot that proved corrupt so often is asked for again, unless a newer one comes first. (Never to
+#: ask again would be a deadlock where the learner waits for this worker and so publishes nothing newer.)
 REFUSED_SECONDS = 30.0
 #: Seconds between tries to deliver a result that the head did not answer for.
 REDELIVER_SECONDS = 2.0
@@ -182,7 +182,7 @@ class Relay:
     def _announced(self, event: ev.SnapshotAnnounced) -> None:
         self._asked_manifest = False
         if not event.asked_for:
-            # The head's word counts, not the order of names: after a fall-back the newest that counts may be an older one.
+            # The head's word counts, not the order of names: after a fall-back an older one may be the newest.
             self.newest = event.ref
         if event.ref in (self.installed, self.installing) or (self.incoming and self.incoming.ref == event.ref):
             return
@@ -245,7 +245,7 @@ class Relay:
             self.incoming = None  # dropped at the origin; what comes next is announced, or asked for anew
 
     def _refused(self, event: ev.SnapshotRefused, now: float) -> None:
-        """It was whole and did not verify (or the engine would not take it): never installed, fetched anew a few times."""
+        """It was whole and did not verify, or the engine would not take it: never installed, fetched again."""
         self.installing = None
         incoming = self.incoming
         if incoming is None or incoming.ref != event.ref:
@@ -276,8 +276,9 @@ class Relay:
     # ---- generating --------------------------------------------------------------------------------------------------
 
     def _start_batch(self) -> None:
-        """Give the engine what waits, in order, as far as the installed version may sample it. Leases that demand a version
-        exactly are sampled grant by grant: the batch's shape is part of what they demand."""
+        """Give the engine what waits, in order, as far as the installed version may sample it. Leases that demand a
+        version exactly are sampled grant by grant: the batch's shape is part of what they demand.
+        """
         if self.engine_busy or self.installing is not None or self.installed is None or not self.waiting:
             return
         first = next(iter(self.waiting.values()))

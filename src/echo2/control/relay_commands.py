@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from echo2.control.commands import Command
+from echo2.control.commands import Command as Command  # part of this module's vocabulary, too
 from echo2.types import SnapshotRef
 
 

@@ -36,8 +36,8 @@ class LeaseRevoked:
 
 @dataclass(frozen=True, slots=True)
 class SnapshotAnnounced:
-    """A manifest came: of the snapshot that is the newest from now on, or one that was asked for. `missing`: hashes of its
-    chunks that are not stored here.
+    """A manifest came: of the snapshot that is the newest from now on, or one that was asked for. `missing`: hashes of
+    its chunks that are not stored here.
     """
 
     ref: SnapshotRef

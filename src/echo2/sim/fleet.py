@@ -1,7 +1,7 @@
 """Simulated workers: the real relay, a pretended engine, and everything that happens to rented machines.
 
-A group's payload is a digest of what a deterministic engine would make it of: the weights, the lease's seed, and the groups
-that were sampled beside it. Two runs that hand the learner the same payloads have the same weights.
+A group's payload is a digest of what a deterministic engine would make it of: the weights, the lease's seed, and the
+groups that were sampled beside it. Two runs that hand the learner the same payloads have the same weights.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ class SimWorker(Actor):
         self._batch = _Batch()
         self._wakes = 0
 
-    # ---- events --------------------------------------------------------------------------------------------------------
+    # ---- events ------------------------------------------------------------------------------------------------------
 
     def happen(self, event: object) -> None:
         match event:
@@ -183,7 +183,7 @@ class SimWorker(Actor):
             case _:
                 raise InvariantError(f"a worker does not know {body}")
 
-    # ---- calls ---------------------------------------------------------------------------------------------------------
+    # ---- calls -------------------------------------------------------------------------------------------------------
 
     def _call(self, body: object, num_bytes: int = SMALL_BYTES) -> None:
         self._calls[self.network.call(self.name, body, num_bytes)] = body
@@ -227,7 +227,7 @@ class SimWorker(Actor):
             case ev.LeaseFailed():
                 self._call(body)  # the head would wait for the lease's deadline otherwise
 
-    # ---- commands ------------------------------------------------------------------------------------------------------
+    # ---- commands ----------------------------------------------------------------------------------------------------
 
     def _carry_out(self, command: do.Command) -> None:
         match command:
@@ -259,7 +259,7 @@ class SimWorker(Actor):
             return
         self._call(self.results[lease_id], self.scenario.tokens_per_group * self.scenario.bytes_per_token)
 
-    # ---- snapshots -----------------------------------------------------------------------------------------------------
+    # ---- snapshots ---------------------------------------------------------------------------------------------------
 
     def _chunks(self, ref: SnapshotRef) -> tuple[bytes, ...]:
         return tuple(f"{ref}/{index}".encode() for index in range(self.scenario.snapshot_chunks))
@@ -278,7 +278,7 @@ class SimWorker(Actor):
         self._batch.newest = ref
         self.tell(rel.SnapshotInstalled(ref))
 
-    # ---- the engine ----------------------------------------------------------------------------------------------------
+    # ---- the engine --------------------------------------------------------------------------------------------------
 
     def _start_batch(self, command: do.StartBatch) -> None:
         batch = self._batch
@@ -305,7 +305,8 @@ class SimWorker(Actor):
         if self.world.chance(self.spec.reward_failures):
             self.tell(rel.LeaseAbandoned(event.lease_id, "reward_failed", "the reward raised"))
             return
-        assert batch.started is not None and batch.newest is not None
+        assert batch.started is not None
+        assert batch.newest is not None
         numbers = sorted(other.group.number for other in batch.leases.values())
         self.results[event.lease_id] = Deliver(
             ev.GroupDelivered(

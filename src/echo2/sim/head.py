@@ -1,7 +1,8 @@
-"""The head's simulated driver: the real planner and the real ledger, a virtual clock, and kill -9 between any two commands.
+"""The head's simulated driver: the real planner and ledger, a virtual clock, and kill -9 between any two commands.
 
-What outlives a kill: the ledger, the published snapshots, and which versions were evaluated. Each command is carried out by itself,
-so that a kill finds the ledger after any prefix of an event's commands (production is milder: one transaction an event).
+What outlives a kill: the ledger, the published snapshots, and which versions were evaluated. Each command is carried
+out by itself, so that a kill finds the ledger after any prefix of an event's commands (production is milder: one
+transaction an event).
 """
 
 from __future__ import annotations
@@ -141,7 +142,7 @@ class SimHead(Actor):
         self._deliveries: dict[int, Deliver] = {}
         self._wakes = 0
 
-    # ---- events --------------------------------------------------------------------------------------------------------
+    # ---- events ------------------------------------------------------------------------------------------------------
 
     def happen(self, event: object) -> None:
         try:
@@ -222,7 +223,7 @@ class SimHead(Actor):
             self.ledger.score(group.number, self.ledger.payload(group.number), self.world.now)
         self.tell(ev.GroupScored(group))
 
-    # ---- calls ---------------------------------------------------------------------------------------------------------
+    # ---- calls -------------------------------------------------------------------------------------------------------
 
     def _asked(self, asked: Asked) -> None:
         if self.world.actors[asked.sender].life != asked.sender_life and asked.sender == "learner":
@@ -296,7 +297,7 @@ class SimHead(Actor):
         del self._deliveries[event.lease_id]
         return verdict
 
-    # ---- commands ------------------------------------------------------------------------------------------------------
+    # ---- commands ----------------------------------------------------------------------------------------------------
 
     def _carry_out(self, command: do.Command) -> None:
         self._record(command)

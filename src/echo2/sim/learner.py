@@ -2,10 +2,11 @@
 
     join -> publish -> take the step's groups -> train -> report until acknowledged -> publish, checkpoint -> take ...
 
-Its weights are a digest: of the digest before and of the payloads it was fed, in the order it was fed them in deterministic mode.
-A step that was trained and not acknowledged when the head went away is taken again, and reported without being trained again, if
-it has the same groups. What outlives a kill: its checkpoints. A checkpoint is written only when every earlier snapshot is published:
-a learner that came back to it could not make them again, and in deterministic mode a step may need just those.
+Its weights are a digest: of the digest before and of the payloads it was fed, in the order it was fed them in
+deterministic mode. A step that was trained and not acknowledged when the head went away is taken again, and reported
+without being trained again, if it has the same groups. What outlives a kill: its checkpoints. A checkpoint is written
+only when every earlier snapshot is published: a learner that came back to it could not make them again, and in
+deterministic mode a step may need just those.
 """
 
 from __future__ import annotations
@@ -101,7 +102,7 @@ class SimLearner(Actor):
         self.dies()
         self.post(self.world.around(self.scenario.learner.restart_seconds, 0.3), Start())
 
-    # ---- calls ---------------------------------------------------------------------------------------------------------
+    # ---- calls -------------------------------------------------------------------------------------------------------
 
     def _call(self, body: object) -> None:
         self._calls[self.network.call(LEARNER, body)] = body
@@ -142,7 +143,8 @@ class SimLearner(Actor):
         self.lineage = welcome.lineage
         have = {*welcome.published, *self._unpublished}
         newest_due = self.version - self.version % self.scenario.publish_every
-        # After a fall-back between two publications the newest due one may be gone; then the present weights take its place.
+        # After a fall-back between two publications the newest due one may be gone; then the present weights take its
+        # place.
         if not any(newest_due <= version <= self.version for version in have) or self._is_due(self.version):
             self._unpublished.setdefault(self.version, self.digest)
         for version in self._unpublished:
@@ -151,7 +153,7 @@ class SimLearner(Actor):
             self._report_checkpoint()
         self._take()
 
-    # ---- a step --------------------------------------------------------------------------------------------------------
+    # ---- a step ------------------------------------------------------------------------------------------------------
 
     def _take(self) -> None:
         if self._waits_since is None:

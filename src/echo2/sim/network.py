@@ -1,7 +1,8 @@
 """Links between the head and everybody else: latency, bandwidth, loss, and cuts.
 
-Two shapes, as in `transport/`. A *call* is asked and answered, and either half may be lost: the caller is told `TimedOut` and
-cannot know which. A *stream* of orders comes in order until it breaks; then both ends notice after a while, at different times.
+Two shapes, as in `transport/`. A *call* is asked and answered, and either half may be lost: the caller is told
+`TimedOut` and cannot know which. A *stream* of orders comes in order until it breaks; then both ends notice after a
+while, at different times.
 """
 
 from __future__ import annotations

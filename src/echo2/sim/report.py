@@ -11,8 +11,8 @@ from echo2.sim.scenario import Scenario
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """`staleness`: surviving trained groups by age of their oldest token; `idle_ratio`: of the learner, waiting / (waiting +
-    training). `history` holds everything that the numbers were counted from.
+    """`staleness`: surviving trained groups by age of their oldest token; `idle_ratio`: of the learner, waiting /
+    (waiting + training). `history` holds everything that the numbers were counted from.
     """
 
     name: str
@@ -38,12 +38,12 @@ class Report:
 
     def to_text(self) -> str:
         """A dozen lines."""
-        groups = max(1, sum(self.staleness.values()))
+        steps, groups = max(1, self.steps), max(1, sum(self.staleness.values()))
         mean = sum(age * count for age, count in self.staleness.items()) / groups
         state = "finished" if self.finished else "NOT FINISHED"
         lines = [
             f"{self.name}, seed {self.seed}: {state} after {self.seconds:.0f} s ({self.num_events} events)",
-            f"  steps       {self.steps} trained, {self.seconds / max(1, self.steps):.2f} s each, {self.fallbacks} fall-backs",
+            f"  steps       {self.steps} trained, {self.seconds / steps:.2f} s each, {self.fallbacks} fall-backs",
             f"  learner     idle ratio {self.idle_ratio:.3f}",
             f"  staleness   mean {mean:.2f}, max {self.max_staleness}   {_bars(self.staleness, groups)}",
             f"  leases      {_counts(self.leases)}",
@@ -51,7 +51,7 @@ class Report:
             f"  retired     {_counts(self.retired)}",
             f"  killed      {_counts(self.killed)}",
             f"  shipped     {self.origin_bytes / 1e9:.2f} GB of snapshots",
-            f"  cost        ${self.usd:.2f} for workers, ${self.usd / max(1, self.steps):.4f} a step",
+            f"  cost        ${self.usd:.2f} for workers, ${self.usd / steps:.4f} a step",
         ]
         return "\n".join(lines)
 

@@ -1,8 +1,8 @@
 """What is simulated, as data: the run's settings, the machines, and how often each of them fails.
 
-A scenario is a TOML file: the fields of `Scenario` at the top, `[learner]`, `[head]`, and one `[[workers]]` for each kind of
-worker. Names as in `config.py`. Durations are medians in seconds of log-normal distributions; `*_every_seconds` and
-`life_seconds` are means of exponential ones, 0 = never.
+A scenario is a TOML file: the fields of `Scenario` at the top, `[learner]`, `[head]`, and one `[[workers]]` for each
+kind of worker. Names as in `config.py`. Durations are medians in seconds of log-normal distributions; `*_every_seconds`
+and `life_seconds` are means of exponential ones, 0 = never.
 """
 
 from __future__ import annotations
