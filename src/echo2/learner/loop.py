@@ -80,6 +80,9 @@ def run_learner(trainer: Trainer, head: HeadSession, options: LoopOptions) -> st
             head.want_groups(trainer.version)
         _publish_if_due(trainer, head, options, meter)
         if is_last or trainer.version % options.checkpoint_every == 0:
+            # A learner that comes back to this checkpoint can't make an earlier snapshot again, and steps may need it.
+            with meter.time("publish"):
+                head.finish_publishing()
             with meter.time("checkpoint"):
                 _save(trainer, head.lineage, cursor, options)
                 _report_checkpoints(trainer, head, options)

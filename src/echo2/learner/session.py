@@ -52,6 +52,7 @@ class HeadSession:
         self._thread.start()
         self._feed: queue.SimpleQueue[RolloutGroup | StepEnd | Exception] = queue.SimpleQueue()
         self._publication: Future[None] | None = None
+        self._under_way: set[int] = set()
         try:
             self._client = self._wait(join())
         except BaseException:
@@ -69,8 +70,8 @@ class HeadSession:
 
     @property
     def published(self) -> frozenset[int]:
-        """Versions that workers can get."""
-        return frozenset(self._client.published)
+        """Versions that workers can get, or soon can: the one under way counts."""
+        return frozenset(self._client.published | self._under_way)
 
     def want_groups(self, step: int) -> None:
         """Start receiving the groups of `step`; the previous step's must have ended."""
@@ -93,13 +94,17 @@ class HeadSession:
     def publish(self, version: int, tensors: Mapping[str, TensorBytes], files: Mapping[str, bytes]) -> None:
         """Send a snapshot in the background, after the previous one is through. `tensors` must not change any more."""
         self.finish_publishing()
+        self._under_way = {version}
         self._publication = self._start(self._client.publish(version, tensors, files))
 
     def finish_publishing(self) -> None:
         """Wait for the snapshot under way, if any."""
         if self._publication is not None:
             publication, self._publication = self._publication, None
-            publication.result()
+            try:
+                publication.result()
+            finally:
+                self._under_way = set()
 
     def report_checkpoint(self, version: int, oldest_kept: int) -> None:
         """Wait until the head knows that this checkpoint is durable."""
