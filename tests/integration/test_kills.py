@@ -1,5 +1,6 @@
-"""``kill -9`` of everything, in real runs: nothing is lost, nothing is doubled, and in deterministic mode the weights come
-out as if nobody had been killed."""
+"""``kill -9`` of everything, in real runs: nothing is lost, nothing is doubled, and in deterministic mode the weights
+come out as if nobody had been killed.
+"""
 
 from __future__ import annotations
 

@@ -10,7 +10,8 @@ class GroupRecord:
     """One group that is not finally covered: a learner may still need it, or need it again.
 
     `state` is open | delivered | ready | trained (trained groups are here as long as no checkpoint covers them, that is
-    while their payload is kept) | retired (of steps that may still be trained, or trained again). Versions are None until it was delivered.
+    while their payload is kept) | retired (of steps that may still be trained, or trained again). Versions are None
+    until it was delivered.
     """
 
     number: int

@@ -121,7 +121,9 @@ def run(path: Path, out: Path | None, resume: bool, dry_run: bool, overrides: Ma
     console = Console(stderr=True)
     where_text, ticket = escape(str(where)), escape(str(rundir.ticket))
     console.print(
-        f"run directory [bold]{where_text}[/bold]   others join with: echo2 worker @{ticket}", highlight=False
+        f"run directory [bold]{where_text}[/bold]   others join with: echo2 worker @{ticket}",
+        highlight=False,
+        soft_wrap=True,
     )
     with display.RunDisplay(rundir, config.run.max_steps, console) as shown:
         outcome = supervisor.run(shown.poll)
