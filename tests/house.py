@@ -21,13 +21,14 @@ MAX_FILE_LINES = 500
 FORBIDDEN_NAMES = frozenset({"utils", "util", "helpers", "helper", "manager", "misc", "common"})
 
 FLOOR_OF_ROOM = {
-    **dict.fromkeys(("types", "errors", "plugins", ""), 1),  # "" is the package itself: its version and nothing else
+    **dict.fromkeys(("types", "errors", "plugins", "devices"), 1),
+    "": 1,  # the package itself: its version and nothing else
     **dict.fromkeys(("control", "tasks", "rollout", "reward", "buffer", "weights", "transport", "config"), 2),
     **dict.fromkeys(("sim", "learner", "broadcast"), 3),
     "runtime": 4,
     **dict.fromkeys(("cli", "service", "__main__"), 5),
 }
-TORCH_ROOMS = frozenset({"learner", "rollout"})
+TORCH_ROOMS = frozenset({"learner", "rollout", "devices"})
 TORCH_PACKAGES = frozenset({"torch", "transformers", "accelerate", "peft", "vllm"})
 # What control/ may import of the standard library: data types and arithmetic, nothing that waits, draws or writes.
 CONTROL_STDLIB = frozenset(
@@ -149,7 +150,7 @@ def set_iteration_complaints(source: Source) -> list[str]:
 
 
 def package_complaints(source: Source) -> list[str]:
-    """torch and its kin only in the learner and the engines; pickle nowhere."""
+    """torch and its kin only in the learner, the engines, and what picks their device; pickle nowhere."""
     found = []
     for line, name in imports(source):
         top = name.split(".")[0]

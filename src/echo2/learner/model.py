@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from echo2.devices import pick_device
 from echo2.errors import UserError
 from echo2.learner.batch import Batch
 from echo2.types import TensorBytes
@@ -130,22 +131,6 @@ def _pair_cost(module: Any) -> float:
     return float(ATTENTION_SLOWDOWN * pair_flops / token_flops)
 
 
-def pick_device(name: str) -> torch.device:
-    """A torch device from `cpu`, `cuda`, `cuda:0` ... or `auto` (the GPU if there is one).
-
-    Raises:
-        UserError: the name is unknown, or there is no such device.
-    """
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    try:
-        device = torch.device(name)
-        torch.empty(0, device=device)
-    except (RuntimeError, AssertionError) as error:
-        raise UserError(f"learner.device = {name!r} cannot be used: {error}. Use cpu, cuda, cuda:0 or auto.") from error
-    return device
-
-
 def load_policy(path: str, dtype: str, device: str) -> Policy:
     """Load a model directory, or a hub id (from the local cache where it is complete, else downloaded).
 
@@ -156,7 +141,7 @@ def load_policy(path: str, dtype: str, device: str) -> Policy:
     from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()  # the learner's stderr is a log file
-    place = pick_device(device)
+    place = pick_device(device, "learner.device")
     directory = _model_directory(path)
     try:
         module = AutoModelForCausalLM.from_pretrained(

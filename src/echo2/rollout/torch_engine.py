@@ -22,6 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from echo2.devices import pick_device
 from echo2.errors import InvariantError, PeerError, UserError
 from echo2.rollout.engine import Completion, OnFinished, SampleRequest, SwapMode, refuse_request
 from echo2.rollout.random_streams import stream_keys
@@ -74,7 +75,7 @@ class TorchEngine:
 
     def __init__(self, build_model: BuildModel, device: str = "auto", swap: SwapMode = "between") -> None:
         self._build_model = build_model
-        self._device = pick_device(device)
+        self._device = pick_device(device, "workers.device")
         self._swap = swap
         self._current: tuple[SnapshotRef, Model] | None = None
         self._generating = threading.Lock()
@@ -239,19 +240,3 @@ class _Batch:
             if supports
             else None,
         )
-
-
-def pick_device(name: str) -> torch.device:
-    """A torch device from cpu, cuda, cuda:0 ... or auto (the GPU if there is one).
-
-    Raises:
-        UserError: the name is unknown, or there is no such device.
-    """
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    try:
-        device = torch.device(name)
-        torch.empty(0, device=device)
-    except (RuntimeError, AssertionError) as error:
-        raise UserError(f"workers.device = {name!r} cannot be used: {error}. Use cpu, cuda, cuda:0 or auto.") from error
-    return device

@@ -87,7 +87,7 @@ def planner_options(config: Config, eval_size: int) -> PlannerOptions:
         groups_per_batch=sampling.groups_per_batch,
         lease_seconds=schedule.lease_seconds,
         lost_after_seconds=schedule.lost_after_seconds,
-        grace_seconds=min(schedule.heartbeat_seconds, schedule.lost_after_seconds),
+        grace_seconds=min(3 * schedule.heartbeat_seconds, schedule.lost_after_seconds),
         max_failures=schedule.max_failures,
         seed=config.run.seed,
         reward_functions=tuple(config.reward.functions),
@@ -126,7 +126,7 @@ class Head:
         self.learner: LearnerPresence | None = None
         self.pending: dict[int, Pending] = {}
         self.lease_started: dict[int, tuple[str, float]] = {}
-        self.started_at = self.clock.now()
+        self.started_at = self.clock.now() - self.ledger.get_meta("seconds", 0.0)  # of all heads of this run together
         self.outcome: tuple[str, str] | None = None
         self.over = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
@@ -228,6 +228,7 @@ class Head:
     def save_books(self) -> None:
         self.ledger.set_meta("costs", self.costs.to_plain(self.clock.now()))
         self.ledger.set_meta("counters", self.counters)
+        self.ledger.set_meta("seconds", self.clock.now() - self.started_at)
 
     async def close(self) -> None:
         """Tell everybody that it is over and let go of all files."""
