@@ -316,3 +316,14 @@ def test_events_are_read_back_as_they_were(seed: int) -> None:
     events = some_events()
     random.Random(seed).shuffle(events)
     assert [from_plain(json.loads(json.dumps(to_plain(event)))) for event in events] == events
+
+
+def test_a_run_directory_has_one_run_and_one_head(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rundir, "CLAIM_SECONDS", 0.0)
+    with rundir.claimed(tmp_path / "run", "run"), rundir.claimed(tmp_path / "run", "head"):
+        with pytest.raises(UserError, match="Another `echo2 head` works on"), rundir.claimed(tmp_path / "run", "head"):
+            pass
+        with rundir.claimed(tmp_path / "other", "head"):
+            pass
+    with rundir.claimed(tmp_path / "run", "head"):
+        pass

@@ -11,7 +11,7 @@ from echo2.errors import InvariantError, UserError
 from echo2.reward.functions import BUILT_IN
 from echo2.runtime import head_report
 from echo2.runtime.head import Head
-from echo2.runtime.rundir import RunDir, write_atomically
+from echo2.runtime.rundir import RunDir, claimed, write_atomically
 from echo2.runtime.service import Service
 from echo2.transport.grpc_link import GrpcServer
 from echo2.transport.identity import RunIdentity, Ticket
@@ -31,9 +31,14 @@ async def run_head(rundir: RunDir) -> None:
     """Serve the run in this directory until it is finished or told to stop.
 
     Raises:
-        UserError: the run can't go on (failing rewards, full disk, port in use, ...).
+        UserError: the run can't go on (failing rewards, full disk, port in use, another head here, ...).
         InvariantError: a bug of ours stopped it.
     """
+    with claimed(rundir.path, "head"):
+        await _serve(rundir)
+
+
+async def _serve(rundir: RunDir) -> None:
     config = rundir.read_config()
     rundir.outcome.unlink(missing_ok=True)  # that of an earlier head
     head = Head(rundir, config)

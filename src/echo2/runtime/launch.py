@@ -16,7 +16,7 @@ from echo2.config import Config
 from echo2.errors import UserError
 from echo2.reward.load import load_reward
 from echo2.runtime import display
-from echo2.runtime.rundir import RunDir, create, read_json
+from echo2.runtime.rundir import RunDir, claimed, create, read_json
 from echo2.runtime.supervisor import Supervisor
 from echo2.tasks.base import TaskSource, TaskStream
 from echo2.tasks.load import load_tasks
@@ -113,20 +113,9 @@ def run(path: Path, out: Path | None, resume: bool, dry_run: bool, overrides: Ma
     if dry_run:
         print(configuration.to_json(config))
         return 0
-    rundir = create(where, config, resume)
-    workers = config.workers
-    arguments = ["--engine", workers.engine, "--device", workers.device]
-    arguments += ["--price-usd-per-hour", str(workers.price_usd_per_hour)]
-    supervisor = Supervisor(rundir, workers.count, arguments)
-    console = Console(stderr=True)
-    where_text, ticket = escape(str(where)), escape(str(rundir.ticket))
-    console.print(
-        f"run directory [bold]{where_text}[/bold]   others join with: echo2 worker @{ticket}",
-        highlight=False,
-        soft_wrap=True,
-    )
-    with display.RunDisplay(rundir, config.run.max_steps, console) as shown:
-        outcome = supervisor.run(shown.poll)
+    with claimed(where, "run"):
+        rundir = create(where, config, resume)
+        outcome = _supervise(rundir, config)
     summary = read_json(rundir.summary)
     if as_json:
         print(json.dumps(summary))
@@ -136,3 +125,17 @@ def run(path: Path, out: Path | None, resume: bool, dry_run: bool, overrides: Ma
         print(f"error: {outcome['reason']}", file=sys.stderr)
         return 2 if outcome["kind"] in ("stopped", "user_error") else 1
     return 0
+
+
+def _supervise(rundir: RunDir, config: Config) -> dict[str, str]:
+    """Start the run's processes, show how it goes, and wait for its end."""
+    workers = config.workers
+    arguments = ["--engine", workers.engine, "--device", workers.device]
+    arguments += ["--price-usd-per-hour", str(workers.price_usd_per_hour)]
+    supervisor = Supervisor(rundir, workers.count, arguments)
+    console = Console(stderr=True)
+    where, ticket = escape(str(rundir.path)), escape(str(rundir.ticket))
+    told = f"run directory [bold]{where}[/bold]   others join with: echo2 worker @{ticket}"
+    console.print(told, highlight=False, soft_wrap=True)
+    with display.RunDisplay(rundir, config.run.max_steps, console) as shown:
+        return supervisor.run(shown.poll)

@@ -13,14 +13,21 @@ Small files are replaced whole (`write_atomically`), so that a reader never sees
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from echo2 import config as configuration
 from echo2.errors import UserError
+
+#: How long a claim waits for a predecessor that is about to die (children outlive a killed supervisor by a moment).
+CLAIM_SECONDS = 3.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +105,32 @@ class RunDir:
         if not self.config.is_file():
             raise UserError(f"{self.path} is not a run directory: it has no config.json.")
         return configuration.load(self.config)
+
+
+@contextmanager
+def claimed(path: Path, role: str) -> Iterator[None]:
+    """Be the only `role` (run or head) of a run directory; the system lets go of the claim when the process dies.
+
+    Raises:
+        UserError: another process is.
+    """
+    lock, give_up_at = path / f".{role}.lock", time.monotonic() + CLAIM_SECONDS
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        file = open(lock, "a+", encoding="utf-8")  # noqa: SIM115 (closed below)
+    except OSError as error:
+        raise UserError(f"Cannot write the run directory {path}: {error.strerror}.") from error
+    with file:
+        while True:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > give_up_at:
+                    detail = f"Another `echo2 {role}` works on {path}: see `echo2 status {path}`."
+                    raise UserError(f"{detail} Stop it first, or choose another --out.") from None
+            time.sleep(0.1)
+        yield
 
 
 def create(path: Path, config: configuration.Config, resume: bool) -> RunDir:
