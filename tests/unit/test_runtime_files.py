@@ -21,6 +21,7 @@ from echo2.control import events as ev
 from echo2.control.planner import Planner
 from echo2.control.state import PlannerOptions
 from echo2.errors import UserError
+from echo2.runtime import rundir
 from echo2.runtime.eventlog import EventLog, from_plain, replay, to_plain
 from echo2.runtime.metrics import Metrics, Row, TensorBoardSink, WandbSink, read_rows
 from echo2.runtime.rundir import RunDir, create, newest_run, read_json, write_atomically
