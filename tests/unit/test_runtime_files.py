@@ -21,10 +21,9 @@ from echo2.control import events as ev
 from echo2.control.planner import Planner
 from echo2.control.state import PlannerOptions
 from echo2.errors import UserError
-from echo2.runtime import rundir
 from echo2.runtime.eventlog import EventLog, from_plain, replay, to_plain
 from echo2.runtime.metrics import Metrics, Row, TensorBoardSink, WandbSink, read_rows
-from echo2.runtime.rundir import RunDir, create, newest_run, read_json, write_atomically
+from echo2.runtime.rundir import RunDir, claimed, create, newest_run, read_json, write_atomically
 from echo2.types import GroupRef
 
 OPTIONS = PlannerOptions(groups_per_step=2, group_size=2, max_steps=3)
@@ -320,11 +319,11 @@ def test_events_are_read_back_as_they_were(seed: int) -> None:
 
 
 def test_a_run_directory_has_one_run_and_one_head(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rundir, "CLAIM_SECONDS", 0.0)
-    with rundir.claimed(tmp_path / "run", "run"), rundir.claimed(tmp_path / "run", "head"):
-        with pytest.raises(UserError, match="Another `echo2 head` works on"), rundir.claimed(tmp_path / "run", "head"):
+    monkeypatch.setattr("echo2.runtime.rundir.CLAIM_SECONDS", 0.0)
+    with claimed(tmp_path / "run", "run"), claimed(tmp_path / "run", "head"):
+        with pytest.raises(UserError, match="Another `echo2 head` works on"), claimed(tmp_path / "run", "head"):
             pass
-        with rundir.claimed(tmp_path / "other", "head"):
+        with claimed(tmp_path / "other", "head"):
             pass
-    with rundir.claimed(tmp_path / "run", "head"):
+    with claimed(tmp_path / "run", "head"):
         pass
