@@ -188,7 +188,21 @@ def test_an_expired_lease_is_revoked_and_its_group_goes_to_another() -> None:
     for desk.now in range(0, 121, 5):
         commands = desk.tell(ev.WorkerReported("a", SnapshotRef(1, 0)), ev.WorkerReported("b", SnapshotRef(1, 0)))
     assert {command.lease_id for command in of(do.RevokeLease, commands)} == {1, 2, 3, 4}
-    assert {lease.group.number for grant in of(do.GrantLeases, commands) for lease in grant.leases} == {0, 1, 2, 3}
+    granted = of(do.GrantLeases, commands)
+    assert {grant.worker_id for grant in granted} == {"b"}  # the one that let them expire rests
+    assert {lease.group.number for grant in granted for lease in grant.leases} <= {0, 1, 2, 3}
+
+
+def test_a_worker_that_fails_rests_while_another_attends_and_its_word_alone_retires_nothing() -> None:
+    desk = running()
+    desk.join("b")
+    commands = desk.tell(ev.LeaseFailed("a", 1, "reward_failed", "raised"))
+    assert of(do.RetireGroup, commands) == []
+    assert "a" not in {grant.worker_id for grant in of(do.GrantLeases, commands)}
+    for lease_id in (2, 3, 4):
+        commands = desk.tell(ev.LeaseFailed("a", lease_id, "engine_failed", "out of memory"))
+        assert "a" not in {grant.worker_id for grant in of(do.GrantLeases, commands)}
+    assert desk.planner.over is None
 
 
 def test_a_result_that_the_head_scores_is_fed_once_it_is_scored() -> None:

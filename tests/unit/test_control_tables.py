@@ -147,8 +147,8 @@ def test_leases_are_found_by_id_group_and_worker_until_closed_once() -> None:
 def test_an_evaluation_takes_the_oldest_round_that_the_worker_has_reached() -> None:
     evaluation = Evaluation(size=3, every=2, max_steps=5)
     assert [version for version in range(6) if evaluation.is_due(version)] == [0, 2, 4, 5]
-    evaluation.start(SnapshotRef(1, 2))
-    evaluation.start(SnapshotRef(1, 0))
+    evaluation.start(SnapshotRef(1, 2), 0.0)
+    evaluation.start(SnapshotRef(1, 0), 0.0)
     taken = evaluation.take(installed_version=1, num_groups=2)
     assert taken is not None
     assert (taken[0].ref.version, taken[1]) == (0, [0, 1])

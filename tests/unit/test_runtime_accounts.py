@@ -98,7 +98,7 @@ def test_an_evaluation_is_the_mean_over_scored_tasks() -> None:
     values = evals.finish(3, num_failed=1)
     assert values == {
         "eval/version": 3,
-        "eval/accuracy": 0.5,
+        "eval/accuracy": 1 / 3,
         "eval/num_tasks": 2,
         "eval/num_failed": 1,
         "eval/mean_length": 4.0,

@@ -23,6 +23,9 @@ class EvalRound:
     waiting: deque[int] = field(default_factory=deque)
     done: set[int] = field(default_factory=set)
     num_failed: int = 0
+    started_at: float = 0.0
+    attempts: dict[int, int] = field(default_factory=dict)
+    failed_by: dict[int, dict[str, None]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.waiting.extend(range(self.size))
@@ -47,8 +50,8 @@ class Evaluation:
             return False
         return version in (0, self.max_steps) or bool(self.every and version % self.every == 0)
 
-    def start(self, ref: SnapshotRef) -> None:
-        self.rounds[ref.version] = EvalRound(ref, self.size)
+    def start(self, ref: SnapshotRef, now: float) -> None:
+        self.rounds[ref.version] = EvalRound(ref, self.size, started_at=now)
 
     def forget_after(self, version: int) -> None:
         """A learner fell back to `version`: later evaluations are of weights that no longer count."""
@@ -72,11 +75,16 @@ class Evaluation:
                 return round_, [round_.waiting.popleft() for _ in range(min(num_groups, len(round_.waiting)))]
         return None
 
-    def put_back(self, group: GroupRef) -> None:
-        """The lease on this group ended without a result."""
+    def put_back(self, group: GroupRef) -> int:
+        """The lease on this group ended without a result; how often that has been so."""
         place = self.locate(group)
-        if place is not None and place[1] not in place[0].done and place[1] not in place[0].waiting:
-            place[0].waiting.append(place[1])
+        if place is None or place[1] in place[0].done:
+            return 0
+        round_, position = place
+        if position not in round_.waiting:
+            round_.waiting.append(position)
+        round_.attempts[position] = round_.attempts.get(position, 0) + 1
+        return round_.attempts[position]
 
     def needed_versions(self) -> Iterable[int]:
         return self.rounds.keys()

@@ -21,7 +21,14 @@ class Worker:
     installed: SnapshotRef | None
     joined_at: float
     detached: bool = False
+    detached_at: float = 0.0
+    failures_in_a_row: int = 0
     idle_since: float | None = None
+
+
+#: A worker that fails its leases rests before it gets more: this long, doubled at each failure in a row, up to the
+#: last.
+REST_SECONDS = (1.0, 60.0)
 
 
 @dataclass(slots=True)
@@ -31,6 +38,7 @@ class Fleet:
     lost_after_seconds: float
     _workers: dict[str, Worker] = field(default_factory=dict)
     _silence: Deadlines[str] = field(default_factory=Deadlines)
+    _resting: Deadlines[str] = field(default_factory=Deadlines)
 
     def join(self, worker: Worker, now: float) -> None:
         self._workers[worker.worker_id] = worker
@@ -44,8 +52,22 @@ class Fleet:
 
     def detach(self, worker: Worker, now: float, grace_seconds: float) -> None:
         """Its connection closed: it counts as lost after the grace period unless it comes back."""
-        worker.detached = True
+        worker.detached, worker.detached_at = True, now
         self._silence.set(worker.worker_id, now + grace_seconds)
+
+    def rest(self, worker: Worker, now: float) -> None:
+        """It failed a lease: others, where there are any, get the next ones. The failures of one batch count once."""
+        others = any(other is not worker and not self.is_resting(other) for other in self.attending())
+        if others and not self.is_resting(worker):
+            seconds = min(REST_SECONDS[1], REST_SECONDS[0] * 2.0**worker.failures_in_a_row)
+            worker.failures_in_a_row += 1
+            self._resting.set(worker.worker_id, now + seconds)
+
+    def is_resting(self, worker: Worker) -> bool:
+        return self._resting.get(worker.worker_id) is not None
+
+    def end_rests(self, now: float) -> None:
+        self._resting.pop_due(now)
 
     def remove(self, worker_id: str) -> None:
         self._workers.pop(worker_id, None)
@@ -55,7 +77,8 @@ class Fleet:
         return self._silence.pop_due(now)
 
     def earliest_deadline(self) -> float | None:
-        return self._silence.earliest()
+        dues = [at for at in (self._silence.earliest(), self._resting.earliest()) if at is not None]
+        return min(dues, default=None)
 
     def silence_deadline(self, worker_id: str) -> float | None:
         return self._silence.get(worker_id)

@@ -36,7 +36,7 @@ def grant(state: PlannerState, now: float) -> None:
 
 def by_load(state: PlannerState) -> list[Worker]:
     return sorted(
-        state.fleet.attending(),
+        (worker for worker in state.fleet.attending() if not state.fleet.is_resting(worker)),
         key=lambda worker: (state.leases.samples_of(worker.worker_id), worker.joined_at, worker.worker_id),
     )
 

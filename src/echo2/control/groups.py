@@ -36,6 +36,7 @@ class GroupRecord:
     step: int
     state: str = "pending"
     attempts: int = 0
+    failed_by: dict[str, None] = field(default_factory=dict)
     oldest_version: int | None = None
     num_tokens: int = 0
     worker_id: str = ""

@@ -54,7 +54,7 @@ class Planner(PlannerState):
             case ev.StepTrained():
                 self._step_trained(event)
             case ev.SnapshotPublished():
-                self._snapshot_published(event.ref)
+                self._snapshot_published(event.ref, now)
             case ev.CheckpointSaved():
                 self._checkpoint_saved(event)
             case ev.WorkerJoined():
@@ -69,7 +69,7 @@ class Planner(PlannerState):
             case ev.DeliveryMalformed():
                 results.delivery_malformed(self, event)
             case ev.LeaseFailed():
-                results.lease_failed(self, event)
+                results.lease_failed(self, event, now)
             case ev.GroupScored():
                 results.scored(self, event.group)
             case ev.ScoringFailed():
@@ -96,7 +96,7 @@ class Planner(PlannerState):
     def _start(self, event: ev.HeadStarted, now: float) -> None:
         self.version, self.lineage, self.oldest_kept = event.version, event.lineage, event.oldest_kept
         self.highest_version = max([event.version, *(ref.version for ref in event.published)])
-        self.checkpoint_version = event.checkpoint_version
+        self.checkpoint_version, self.wanted_since = event.checkpoint_version, now
         self.groups.next_number, self.leases.next_lease_id = event.next_number, event.next_lease_id
         self.evaluation.evaluated = set(event.evaluated)
         self.published = {ref.version: ref for ref in sorted(event.published) if ref.version <= event.version}
@@ -125,7 +125,7 @@ class Planner(PlannerState):
         granting.mend_units(self)
         for ref in self.retained.values():
             if self.evaluation.is_due(ref.version):
-                self._start_eval(ref)
+                self._start_eval(ref, now)
 
     def _restore_lease(self, old: ev.RecoveredLease, now: float) -> None:
         """The worker may still be at it: the lease lives on, and so does its worker, detached, until it comes back or
@@ -207,13 +207,13 @@ class Planner(PlannerState):
         self.version, self.wanted_step = event.step + 1, None
         self.highest_version = max(self.highest_version, self.version)
 
-    def _snapshot_published(self, ref: SnapshotRef) -> None:
+    def _snapshot_published(self, ref: SnapshotRef, now: float) -> None:
         if ref.lineage != self.lineage or ref.version > self.version:
             self.emit(do.DropSnapshot, f"published for lineage {ref.lineage}; the run is at {self.lineage}", ref=ref)
             return
         self.published[ref.version] = self.retained[ref.version] = ref
         if self.evaluation.is_due(ref.version):
-            self._start_eval(ref)
+            self._start_eval(ref, now)
         if ref.version == max(self.retained):
             reason = f"version {ref.version} is published"
             workers.announce_newest(self, reason, tuple(worker.worker_id for worker in self.fleet.attending()))
@@ -292,8 +292,8 @@ class Planner(PlannerState):
 
     # ---- evaluation, end -------------------------------------------------------------------------------------------
 
-    def _start_eval(self, ref: SnapshotRef) -> None:
-        self.evaluation.start(ref)
+    def _start_eval(self, ref: SnapshotRef, now: float) -> None:
+        self.evaluation.start(ref, now)
         self.emit(do.StartEval, f"version {ref.version} is due for evaluation", ref=ref)
 
     def _finish_evals(self) -> None:

@@ -15,7 +15,8 @@ def end_lease(state: PlannerState, lease_id: int, outcome: str, reason: str) -> 
     worker_id, lease = state.leases.close(lease_id)
     state.emit(do.CloseLease, reason, lease_id=lease_id, group=lease.group, worker_id=worker_id, outcome=outcome)
     if lease.group.kind == "eval":
-        state.evaluation.put_back(lease.group)
+        if state.evaluation.put_back(lease.group) >= MAX_ATTEMPTS and outcome != "retired":
+            give_up(state, lease.group, "gave_up", f"{MAX_ATTEMPTS} leases brought no result; the last: {reason}")
         return
     record = state.groups.get(lease.group.number)
     if record is None or record.state != "leased":
@@ -48,6 +49,8 @@ def delivered(state: PlannerState, event: ev.GroupDelivered, now: float) -> None
             end_lease(state, event.lease_id, word, reason)
         return
     state.leases.close(event.lease_id)
+    if (worker := state.fleet.get(event.worker_id)) is not None:
+        worker.failures_in_a_row = 0
     reason = "the first valid result for this group"
     state.emit(do.AcceptDelivery, reason, worker_id=event.worker_id, lease_id=event.lease_id, group=event.group)
     state.emit(
@@ -80,15 +83,34 @@ def delivery_malformed(state: PlannerState, event: ev.DeliveryMalformed) -> None
         end_lease(state, event.lease_id, event.reason, event.detail)
 
 
-def lease_failed(state: PlannerState, event: ev.LeaseFailed) -> None:
+def lease_failed(state: PlannerState, event: ev.LeaseFailed, now: float) -> None:
+    """The worker says it can't. One machine's word does not retire a group while another could try: the machine may be
+    what is broken. It rests, so that the others do try.
+    """
     held = state.leases.get(event.lease_id)
     if held is None or held[0] != event.worker_id:
         return
     group = held[1].group
     reason = event.reason if event.reason in FAILURES else "engine_failed"
     end_lease(state, event.lease_id, "failed", f"{reason}: {event.detail}")
-    if not FAILURES[reason] and not has_result(state, group):
+    worker = state.fleet.get(event.worker_id)
+    if worker is not None:
+        state.fleet.rest(worker, now)
+    if FAILURES[reason] or has_result(state, group):
+        return
+    failed_by = _failed_by(state, group)
+    failed_by[event.worker_id] = None
+    if len(failed_by) >= min(2, len(state.fleet.attending())):
         give_up(state, group, reason, event.detail)
+
+
+def _failed_by(state: PlannerState, group: GroupRef) -> dict[str, None]:
+    """The workers that reported that this group can't be produced."""
+    if group.kind == "eval":
+        place = state.evaluation.locate(group)
+        return place[0].failed_by.setdefault(place[1], {}) if place is not None else {}
+    record = state.groups.get(group.number)
+    return record.failed_by if record is not None else {}
 
 
 def scored(state: PlannerState, group: GroupRef) -> None:

@@ -13,15 +13,14 @@ def list_waits(state: PlannerState, now: float) -> list[Wait]:
         until = state.fleet.silence_deadline(worker.worker_id)
         if worker.detached:
             reason = "its connection is closed; its leases go to others if it does not come back"
-            waits.append(Wait("head", worker.worker_id, now, until, reason))
+            waits.append(Wait("head", worker.worker_id, worker.detached_at, until, reason))
         elif worker.idle_since is not None:
             name, reason = _why_idle(state, worker.installed)
             waits.append(Wait(worker.worker_id, name, worker.idle_since, None, reason))
     for version, round_ in state.evaluation.rounds.items():
-        left = round_.size - len(round_.done)
-        waits.append(
-            Wait("head", "workers", now, None, f"evaluation of version {version}: {left} of {round_.size} tasks left")
-        )
+        reason = f"evaluation of version {version}: {round_.size - len(round_.done)} of {round_.size} tasks left"
+        ends = [lease.deadline for _, lease in state.leases.open_leases() if lease.group.kind == "eval"]
+        waits.append(Wait("head", "workers", round_.started_at, min(ends, default=None), reason))
     return waits
 
 

@@ -50,6 +50,7 @@ def lose_worker(state: PlannerState, worker_id: str, reason: str) -> None:
 
 
 def expire(state: PlannerState, now: float) -> None:
+    state.fleet.end_rests(now)
     for worker_id in state.fleet.pop_silent(now):
         worker = state.fleet.get(worker_id)
         away = worker is not None and worker.detached
@@ -58,5 +59,7 @@ def expire(state: PlannerState, now: float) -> None:
         )
     for lease_id in state.leases.pop_expired(now):
         worker_id, _ = state.leases.get(lease_id) or ("", None)
+        if (late := state.fleet.get(worker_id)) is not None:
+            state.fleet.rest(late, now)  # the others come first: a hung engine may have a lively heartbeat
         end_lease(state, lease_id, "expired", "the lease's deadline passed")
         state.emit(do.RevokeLease, "the lease's deadline passed", worker_id=worker_id, lease_id=lease_id)

@@ -189,7 +189,7 @@ class HeadClient:
         else:
             raise LinkError("the head closed the stream before the step was whole")
         if fed.done.stop:
-            return
+            raise PeerError(REFUSED, f"the run is over; step {request.step} was not recorded")
         if fed_again != set(request.groups):
             raise InvariantError(
                 f"step {request.step} was trained on groups {sorted(request.groups)}; the restarted head feeds "

@@ -90,9 +90,19 @@ REQUIRES: Mapping[str, tuple[str, str]] = {
 }
 
 
+#: A hostile or odd completion can keep these busy for ever, and only a process of its own can be stopped: they run
+#: beside the head.
+UNBOUNDED = frozenset({"math"})
+
+
+def is_installed(name: str) -> bool:
+    """Whether what a built-in reward needs is here."""
+    return name not in REQUIRES or importlib.util.find_spec(REQUIRES[name][0]) is not None
+
+
 def available() -> tuple[str, ...]:
-    """The built-in rewards that this installation can compute."""
-    return tuple(name for name in BUILT_IN if name not in REQUIRES or importlib.util.find_spec(REQUIRES[name][0]))
+    """The built-in rewards that a worker with this installation can compute."""
+    return tuple(name for name in BUILT_IN if is_installed(name) and name not in UNBOUNDED)
 
 
 def text_of(completion: Completion) -> str:

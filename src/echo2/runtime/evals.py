@@ -32,7 +32,7 @@ class Evals:
         lengths = [len(r.tokens) for group in groups.values() for r in group.rollouts]
         return {
             "eval/version": version,
-            "eval/accuracy": statistics.fmean(rewards) if rewards else 0.0,
+            "eval/accuracy": sum(rewards) / max(1, len(rewards) + num_failed),
             "eval/num_tasks": len(rewards),
             "eval/num_failed": num_failed,
             "eval/mean_length": statistics.fmean(lengths) if lengths else 0.0,

@@ -381,7 +381,7 @@ class Head:
         payload = wire.RolloutGroup.FromString(self.ledger.payload(command.number))
         if self.learner is not None and self.learner.feed is not None:
             self.learner.feed.put_nowait(payload)
-        self.rollout_log.write(command.step, payload, lambda: self.tasks.task(payload.cursor))
+        self.rollout_log.write(command.step + 1, payload, lambda: self.tasks.task(payload.cursor))
 
     def _end_step(self, command: do.EndStep) -> None:
         if self.learner is not None and self.learner.feed is not None:

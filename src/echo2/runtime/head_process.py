@@ -46,6 +46,9 @@ async def _serve(rundir: RunDir) -> None:
     port = config.head.port or head.ledger.get_meta("port", 0)
     service = Service(head)
     server = GrpcServer(config.head.host, port, identity, service.handlers(), head.fail)
+    if set(config.reward.functions) - set(BUILT_IN):
+        await head.reward.start()  # a reward file that does not load is found before anything is sampled
+    head.start()  # before anybody can call: what the ledger holds comes first
     bound = await server.start()
     head.ledger.set_meta("port", bound)
     address = f"{config.head.advertise or config.head.host}:{bound}"
@@ -55,13 +58,9 @@ async def _serve(rundir: RunDir) -> None:
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, head.end, "stopped", TOLD_TO_STOP)
-    if set(config.reward.functions) - set(BUILT_IN):
-        await head.reward.start()  # a reward file that does not load is found before anything is sampled
-    head.start()
     log.info("listening on %s", address)
-    reporter = asyncio.create_task(_keep_reporting(head, service, identity))
+    head.spawn(_keep_reporting(head, service, identity))
     await head.over.wait()
-    reporter.cancel()
     assert head.outcome is not None
     log.info("the run is over: %s", head.outcome)
     _write_end(head)

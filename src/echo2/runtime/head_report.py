@@ -6,6 +6,7 @@ import json
 import os
 import socket
 import time
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -13,14 +14,16 @@ from echo2.runtime.head import Head
 from echo2.runtime.rundir import write_atomically
 
 
-def step_row(head: Head, version: int, learner_metrics: dict[str, Any], num_groups: int) -> dict[str, Any]:
-    """The metrics of the step that makes `version` of `num_groups` groups: the learner's, and what the head adds."""
+def step_row(head: Head, version: int, learner_metrics: dict[str, Any], numbers: Sequence[int]) -> dict[str, Any]:
+    """The metrics of the step that makes `version` of these groups: the learner's, and what the head adds."""
     now = head.clock.now()
+    records = [record for record in map(head.planner.groups.get, numbers) if record is not None]
+    num_tokens = sum(record.num_tokens for record in records)
     attending = head.planner.fleet.attending()
     idle = sum(1 for worker in attending if worker.idle_since is not None)
     cum_usd, counts = head.costs.cum_usd(now), head.ledger.counts()
     before = head.metrics.rows[-1].get("cost/cum_usd", 0.0) if head.metrics.rows else 0.0
-    tokens = counts["trained_tokens"]
+    tokens = counts["trained_tokens"] + num_tokens
     return {
         "step": version,
         "time/unix": time.time(),
@@ -29,7 +32,7 @@ def step_row(head: Head, version: int, learner_metrics: dict[str, Any], num_grou
         "off_policy/dropped": counts["retired"].get("stale", 0),
         "off_policy/bound": head.options.max_staleness,
         "groups/issued": counts["issued"],
-        "groups/trained": counts["trained"] + num_groups,
+        "groups/trained": counts["trained"] + len(numbers),
         "groups/retired": sum(counts["retired"].values()),
         "groups/refused": sum(counts["refused"].values()),
         "workers/active": len(attending),
@@ -101,7 +104,7 @@ def summary(head: Head) -> dict[str, Any]:
     rows = [row for row in head.metrics.rows if "eval/accuracy" in row]
     steps = [row for row in head.metrics.rows if "learner/idle_ratio" in row]
     wait = sum(row.get("time/wait_for_batch", 0.0) for row in steps)
-    busy = sum(row.get("time/train", 0.0) + row.get("time/publish", 0.0) for row in steps)
+    whole = sum(row.get("time/step", 0.0) for row in steps)
     means = [row["off_policy/mean"] for row in steps if "off_policy/mean" in row]
     counts = head.ledger.counts()
     return {
@@ -109,7 +112,7 @@ def summary(head: Head) -> dict[str, Any]:
         "steps": head.planner.version,
         "eval_before": rows[0]["eval/accuracy"] if rows else None,
         "eval_after": rows[-1]["eval/accuracy"] if rows else None,
-        "learner_idle_ratio": wait / (wait + busy) if wait + busy else 0.0,
+        "learner_idle_ratio": wait / whole if whole else 0.0,
         "staleness_mean": sum(means) / len(means) if means else 0.0,
         "staleness_max": max((row.get("off_policy/max", 0) for row in steps), default=0),
         "staleness_bound": head.options.max_staleness,

@@ -12,7 +12,7 @@ from echo2.learner.head_client import LearnerInfo
 from echo2.learner.model import load_policy
 from echo2.learner.session import HeadSession
 from echo2.learner.trainer import Trainer, TrainerOptions
-from echo2.runtime.rundir import RunDir
+from echo2.runtime.rundir import RunDir, claimed
 from echo2.transport.base import Link
 from echo2.transport.grpc_link import connect
 
@@ -62,6 +62,11 @@ def run_learner(rundir: RunDir, ticket: str) -> int:
         UserError: the model can't be loaded, the disk is full, the head does not take this learner.
         LinkError: the head stayed away.
     """
+    with claimed(rundir.path, "learner"):
+        return _train(rundir, ticket)
+
+
+def _train(rundir: RunDir, ticket: str) -> int:
     config = rundir.read_config()
     if not ticket and not rundir.learner_ticket.is_file():
         raise UserError(f"{rundir.learner_ticket} is missing: start the head first, or give its ticket with --ticket.")

@@ -1,4 +1,4 @@
-"""rollouts/step_N.jsonl: a few groups of each step as text, for people who want to read what the policy writes."""
+"""rollouts/step_N.jsonl: a few groups of the step that makes version N, as text for people."""
 
 from __future__ import annotations
 

@@ -77,8 +77,8 @@ class Service:
             before.outbox.put_nowait(None)
         head.workers[peer.peer_id] = presence
         head.costs.joined(peer.peer_id, joined.price_usd_per_hour, head.clock.now())
+        outbox.put_nowait(wire.Order(settings=self._settings()))
         try:
-            yield wire.Order(settings=self._settings())
             head.happen(joined)
             while (order := await outbox.get()) is not None:
                 yield order
@@ -130,11 +130,15 @@ class Service:
         head, lease_id, message = self._head, messages.whole_number("lease_id", delivery.lease_id), delivery.group
         message.worker_id = peer.peer_id
         message.DiscardUnknownFields()
+        held = head.planner.leases.get(lease_id)
+        if held is not None:  # what the lease says of the group is ours to say
+            message.step, message.cursor = held[1].step, held[1].cursor
         worker = head.planner.fleet.get(peer.peer_id)
         if worker is None or not worker.scores:
             _strip_rewards(message)
         try:
             group = messages.decode_group(message)
+            messages.check_lengths(group, head.config.sampling.max_tokens)
             if head.vocab_size is not None:
                 messages.check_vocabulary(group, head.vocab_size)
         except PeerError as error:
@@ -230,8 +234,10 @@ class Service:
         if not isinstance(metrics, dict):
             raise PeerError("malformed", "metrics_json is not an object")
         # The row first: a kill in between leaves a row that is written again with its step, not a step without a row.
-        head.metrics.write(step_row(head, report.step + 1, metrics, len(report.groups)))
+        head.metrics.write(step_row(head, report.step + 1, metrics, report.groups))
         head.happen(ev.StepTrained(report.step, tuple(report.groups)))
+        if head.planner.version <= report.step:
+            raise PeerError("refused", f"the run is over; step {report.step} is not recorded")
         head.save_books()
         return wire.Empty()
 

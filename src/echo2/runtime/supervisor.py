@@ -33,7 +33,7 @@ FAREWELL_SECONDS = 10.0
 #: Seconds the others have left once the head is gone.
 STRAGGLER_SECONDS = 3.0
 #: Seconds the head has to start listening.
-HEAD_START_SECONDS = 60.0
+HEAD_START_SECONDS = 180.0
 POLL_SECONDS = 0.1
 #: Exit status of a process that ended because of the user's mistake; its log ends with the error.
 USER_ERROR_STATUS = 2
@@ -161,7 +161,9 @@ class Supervisor:
 
     def _look_after(self) -> None:
         for child in self.children:
-            if child.process is not None and child.process.poll() is not None and self._outcome() is None:
+            status = child.process.poll() if child.process is not None else None
+            is_done = status == 0 and child is not self.head  # the learner has trained all steps; evaluation goes on
+            if status is not None and not is_done and self._outcome() is None:
                 self._died(child)
 
     def _died(self, child: Child) -> None:

@@ -417,6 +417,8 @@ class WorkerProcess:
         return replace(group, rollouts=self._scorers[key].score(assignment.task, group.rollouts))
 
     def _produced(self, lease_id: int, group: RolloutGroup) -> None:
+        if lease_id not in self._assignments:
+            return  # revoked while it was sampled
         self._results[lease_id] = group
         self._counters.tokens_generated += group.num_tokens
         self._happen(ev.GroupProduced(lease_id))
@@ -473,7 +475,7 @@ async def join(ticket: str, directory: Path | None, options: WorkerOptions) -> s
     from echo2.transport.grpc_link import connect
 
     state = directory or Path(os.environ.get("XDG_STATE_HOME", Path.home() / ".local" / "state")) / "echo2"
-    link, worker_id = await connect(ticket, state)
+    link, worker_id = await connect(ticket, state, options.patience_seconds)
     log.info("joined as %s", worker_id)
     rewards = (*available(), *options.allow_rewards)
     process = WorkerProcess(link, worker_id, state / worker_id, options, rewards)

@@ -231,13 +231,15 @@ class GrpcLink:
         return LinkError(f"{method} at {self._address}: {code.name.lower()}: {details[:500]}")
 
 
-async def connect(ticket_text: str, state_directory: Path) -> tuple[GrpcLink, str]:
+async def connect(
+    ticket_text: str, state_directory: Path, patience_seconds: float = JOIN_SECONDS
+) -> tuple[GrpcLink, str]:
     """Join the run that a ticket names: (link, own peer id). Enrols at the first time; key and certificate are kept
     below `state_directory`, so that a restarted process is the same peer.
 
     Raises:
         UserError: the ticket is no ticket, is expired or used up, or the state directory can't be written.
-        LinkError: the head did not answer for a minute.
+        LinkError: the head did not answer for `patience_seconds`.
     """
     ticket = Ticket.parse(ticket_text)
     identity = PeerIdentity(state_directory / f"{ticket.run_id}-{ticket.role}")
@@ -246,7 +248,7 @@ async def connect(ticket_text: str, state_directory: Path) -> tuple[GrpcLink, st
         joining = GrpcLink(ticket.address, ticket.credentials)
         try:
             request = wire.EnrolRequest(protocol=limits.PROTOCOL_VERSION, csr_der=identity.request())
-            reply = await _patiently(joining, request)
+            reply = await _patiently(joining, request, patience_seconds)
         finally:
             await joining.close()
         known = identity.keep(ticket.credentials.ca_pem, reply.certificate_der)
@@ -254,8 +256,8 @@ async def connect(ticket_text: str, state_directory: Path) -> tuple[GrpcLink, st
     return GrpcLink(ticket.address, credentials), peer_id
 
 
-async def _patiently(link: GrpcLink, request: wire.EnrolRequest) -> wire.EnrolReply:
-    give_up_at = asyncio.get_running_loop().time() + JOIN_SECONDS
+async def _patiently(link: GrpcLink, request: wire.EnrolRequest, patience_seconds: float) -> wire.EnrolReply:
+    give_up_at = asyncio.get_running_loop().time() + patience_seconds
     while True:
         try:
             reply: wire.EnrolReply = await link.call("Enrol", request, CALL_SECONDS)
@@ -265,6 +267,6 @@ async def _patiently(link: GrpcLink, request: wire.EnrolRequest) -> wire.EnrolRe
         except LinkError as error:
             if asyncio.get_running_loop().time() > give_up_at:
                 raise LinkError(
-                    f"{error} (the head did not answer for {JOIN_SECONDS:.0f} s; is it running?)"
+                    f"{error} (the head did not answer for {patience_seconds:.0f} s; is it running?)"
                 ) from error
         await asyncio.sleep(JOIN_PAUSE_SECONDS)

@@ -88,6 +88,14 @@ def decode_group(message: wire.RolloutGroup) -> RolloutGroup:
     )
 
 
+def check_lengths(group: RolloutGroup, max_tokens: int) -> None:
+    """Raises PeerError where a group has no prompt, or a rollout is longer than was leased."""
+    _require(len(group.prompt_tokens) > 0, "a group without a prompt")
+    longest = max(len(rollout.tokens) for rollout in group.rollouts)
+    if longest > max_tokens:
+        raise PeerError("oversized", f"a rollout of {longest} tokens; {max_tokens} were leased")
+
+
 def check_vocabulary(group: RolloutGroup, vocab_size: int) -> None:
     """Raises PeerError("malformed") where a token is none of the learner's: it would break the training step."""
     for rollout in group.rollouts:
