@@ -95,8 +95,6 @@ class Service:
             heartbeat_seconds=config.schedule.heartbeat_seconds,
             swap=config.sampling.swap,
             groups_per_batch=config.sampling.groups_per_batch,
-            deterministic=config.run.deterministic,
-            reward_timeout_seconds=config.reward.timeout_seconds,
         )
 
     def _presence(self, peer: Peer) -> Presence:

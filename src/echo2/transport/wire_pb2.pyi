@@ -190,20 +190,16 @@ class Order(_message.Message):
     def __init__(self, settings: _Optional[_Union[RunSettings, _Mapping]] = ..., leases: _Optional[_Union[LeaseBatch, _Mapping]] = ..., snapshot: _Optional[_Union[SnapshotNotice, _Mapping]] = ..., revoked: _Optional[_Union[LeaseRevoked, _Mapping]] = ..., stop: _Optional[_Union[Stop, _Mapping]] = ...) -> None: ...
 
 class RunSettings(_message.Message):
-    __slots__ = ("run_id", "heartbeat_seconds", "swap", "groups_per_batch", "deterministic", "reward_timeout_seconds")
+    __slots__ = ("run_id", "heartbeat_seconds", "swap", "groups_per_batch")
     RUN_ID_FIELD_NUMBER: _ClassVar[int]
     HEARTBEAT_SECONDS_FIELD_NUMBER: _ClassVar[int]
     SWAP_FIELD_NUMBER: _ClassVar[int]
     GROUPS_PER_BATCH_FIELD_NUMBER: _ClassVar[int]
-    DETERMINISTIC_FIELD_NUMBER: _ClassVar[int]
-    REWARD_TIMEOUT_SECONDS_FIELD_NUMBER: _ClassVar[int]
     run_id: str
     heartbeat_seconds: float
     swap: str
     groups_per_batch: int
-    deterministic: bool
-    reward_timeout_seconds: float
-    def __init__(self, run_id: _Optional[str] = ..., heartbeat_seconds: _Optional[float] = ..., swap: _Optional[str] = ..., groups_per_batch: _Optional[int] = ..., deterministic: _Optional[bool] = ..., reward_timeout_seconds: _Optional[float] = ...) -> None: ...
+    def __init__(self, run_id: _Optional[str] = ..., heartbeat_seconds: _Optional[float] = ..., swap: _Optional[str] = ..., groups_per_batch: _Optional[int] = ...) -> None: ...
 
 class LeaseBatch(_message.Message):
     __slots__ = ("leases",)
