@@ -41,6 +41,17 @@ class SnapshotRef:
 
 
 @dataclass(frozen=True, slots=True)
+class PayloadId:
+    """What a worker is sent: the content of `ref`, whole where `base` is None, else as a delta over `base`."""
+
+    ref: SnapshotRef
+    base: SnapshotRef | None = None
+
+    def __str__(self) -> str:
+        return str(self.ref) if self.base is None else f"{self.ref} over {self.base}"
+
+
+@dataclass(frozen=True, slots=True)
 class Message:
     """One chat message of a prompt."""
 

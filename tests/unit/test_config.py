@@ -14,7 +14,7 @@ from echo2 import config as configuration
 from echo2.config import Config, all_fields, build, load, to_json
 from echo2.errors import UserError
 
-MAX_FIELDS = 60
+MAX_FIELDS = 80
 NAMES = {f"{section}.{name}" for section, name, *_ in all_fields()}
 
 

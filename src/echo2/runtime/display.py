@@ -82,7 +82,8 @@ def sparkline(values: Sequence[float], width: int = 40) -> str:
     """The newest finite values as small bars, the last one at the right."""
     values = [value for value in values if math.isfinite(value)][-width:]
     low, high = min(values, default=0.0), max(values, default=0.0)
-    return "".join(_BLOCKS[int((value - low) / ((high - low) or 1.0) * (len(_BLOCKS) - 1))] for value in values)
+    span = (high / 2 - low / 2) or 1.0  # halves: the difference of two finite numbers need not be finite
+    return "".join(_BLOCKS[int((value / 2 - low / 2) / span * (len(_BLOCKS) - 1))] for value in values)
 
 
 def _news(rows: list[dict[str, Any]], status: dict[str, Any]) -> Text:

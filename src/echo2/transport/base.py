@@ -52,7 +52,13 @@ def _methods() -> dict[str, Method]:
         ("FailLease", wire.LeaseFailed, wire.Empty, False, worker),
         ("Deliver", wire.Deliveries, wire.DeliveryReplies, False, worker),
         ("FetchManifest", wire.ManifestRequest, wire.SnapshotNotice, False, worker),
-        ("FetchChunks", wire.ChunkRequest, wire.Chunk, True, worker),
+        ("FetchChunks", wire.ChunkRequest, wire.Chunk, True, worker),  # of the head, and of any worker that listens
+        ("ReportFetch", wire.FetchReport, wire.Empty, False, worker),
+        ("Probe", wire.ProbeRequest, wire.Chunk, True, worker),
+        ("PutProbe", wire.Chunk, wire.Empty, False, worker),
+        # Worker to worker, dialled by one that can't be dialled itself: it is told what is wanted of it, and gives.
+        ("AskWanted", wire.Empty, wire.ChunkRequest, True, worker),
+        ("GiveChunk", wire.Chunk, wire.Empty, False, worker),
         ("LearnerHello", wire.LearnerHello, wire.LearnerWelcome, False, learner),
         ("TakeGroups", wire.TakeGroups, wire.FedGroups, True, learner),
         ("ReportStep", wire.StepReport, wire.Empty, False, learner),

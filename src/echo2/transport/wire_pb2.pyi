@@ -150,7 +150,7 @@ class Lease(_message.Message):
     def __init__(self, lease_id: _Optional[int] = ..., kind: _Optional[str] = ..., number: _Optional[int] = ..., step: _Optional[int] = ..., cursor: _Optional[int] = ..., num_samples: _Optional[int] = ..., min_version: _Optional[int] = ..., exact_version: _Optional[int] = ..., deadline: _Optional[float] = ..., seconds: _Optional[float] = ..., seed: _Optional[int] = ..., task: _Optional[_Union[Task, _Mapping]] = ..., temperature: _Optional[float] = ..., top_p: _Optional[float] = ..., top_k: _Optional[int] = ..., max_tokens: _Optional[int] = ..., rewards: _Optional[_Iterable[str]] = ..., reward_weights: _Optional[_Iterable[float]] = ...) -> None: ...
 
 class WorkerHello(_message.Message):
-    __slots__ = ("protocol", "capacity_groups", "price_usd_per_hour", "rewards", "installed_version", "installed_lineage", "held_leases", "engine", "device", "pid", "host")
+    __slots__ = ("protocol", "capacity_groups", "price_usd_per_hour", "rewards", "installed_version", "installed_lineage", "held_leases", "engine", "device", "pid", "host", "listen_port", "advertise")
     PROTOCOL_FIELD_NUMBER: _ClassVar[int]
     CAPACITY_GROUPS_FIELD_NUMBER: _ClassVar[int]
     PRICE_USD_PER_HOUR_FIELD_NUMBER: _ClassVar[int]
@@ -162,6 +162,8 @@ class WorkerHello(_message.Message):
     DEVICE_FIELD_NUMBER: _ClassVar[int]
     PID_FIELD_NUMBER: _ClassVar[int]
     HOST_FIELD_NUMBER: _ClassVar[int]
+    LISTEN_PORT_FIELD_NUMBER: _ClassVar[int]
+    ADVERTISE_FIELD_NUMBER: _ClassVar[int]
     protocol: int
     capacity_groups: int
     price_usd_per_hour: float
@@ -173,21 +175,77 @@ class WorkerHello(_message.Message):
     device: str
     pid: int
     host: str
-    def __init__(self, protocol: _Optional[int] = ..., capacity_groups: _Optional[int] = ..., price_usd_per_hour: _Optional[float] = ..., rewards: _Optional[_Iterable[str]] = ..., installed_version: _Optional[int] = ..., installed_lineage: _Optional[int] = ..., held_leases: _Optional[_Iterable[int]] = ..., engine: _Optional[str] = ..., device: _Optional[str] = ..., pid: _Optional[int] = ..., host: _Optional[str] = ...) -> None: ...
+    listen_port: int
+    advertise: str
+    def __init__(self, protocol: _Optional[int] = ..., capacity_groups: _Optional[int] = ..., price_usd_per_hour: _Optional[float] = ..., rewards: _Optional[_Iterable[str]] = ..., installed_version: _Optional[int] = ..., installed_lineage: _Optional[int] = ..., held_leases: _Optional[_Iterable[int]] = ..., engine: _Optional[str] = ..., device: _Optional[str] = ..., pid: _Optional[int] = ..., host: _Optional[str] = ..., listen_port: _Optional[int] = ..., advertise: _Optional[str] = ...) -> None: ...
 
 class Order(_message.Message):
-    __slots__ = ("settings", "leases", "snapshot", "revoked", "stop")
+    __slots__ = ("settings", "leases", "snapshot", "revoked", "stop", "routes", "dial", "revoked_peers")
     SETTINGS_FIELD_NUMBER: _ClassVar[int]
     LEASES_FIELD_NUMBER: _ClassVar[int]
     SNAPSHOT_FIELD_NUMBER: _ClassVar[int]
     REVOKED_FIELD_NUMBER: _ClassVar[int]
     STOP_FIELD_NUMBER: _ClassVar[int]
+    ROUTES_FIELD_NUMBER: _ClassVar[int]
+    DIAL_FIELD_NUMBER: _ClassVar[int]
+    REVOKED_PEERS_FIELD_NUMBER: _ClassVar[int]
     settings: RunSettings
     leases: LeaseBatch
     snapshot: SnapshotNotice
     revoked: LeaseRevoked
     stop: Stop
-    def __init__(self, settings: _Optional[_Union[RunSettings, _Mapping]] = ..., leases: _Optional[_Union[LeaseBatch, _Mapping]] = ..., snapshot: _Optional[_Union[SnapshotNotice, _Mapping]] = ..., revoked: _Optional[_Union[LeaseRevoked, _Mapping]] = ..., stop: _Optional[_Union[Stop, _Mapping]] = ...) -> None: ...
+    routes: Routes
+    dial: DialPeer
+    revoked_peers: RevokedPeers
+    def __init__(self, settings: _Optional[_Union[RunSettings, _Mapping]] = ..., leases: _Optional[_Union[LeaseBatch, _Mapping]] = ..., snapshot: _Optional[_Union[SnapshotNotice, _Mapping]] = ..., revoked: _Optional[_Union[LeaseRevoked, _Mapping]] = ..., stop: _Optional[_Union[Stop, _Mapping]] = ..., routes: _Optional[_Union[Routes, _Mapping]] = ..., dial: _Optional[_Union[DialPeer, _Mapping]] = ..., revoked_peers: _Optional[_Union[RevokedPeers, _Mapping]] = ...) -> None: ...
+
+class SnapshotId(_message.Message):
+    __slots__ = ("lineage", "version")
+    LINEAGE_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    lineage: int
+    version: int
+    def __init__(self, lineage: _Optional[int] = ..., version: _Optional[int] = ...) -> None: ...
+
+class PayloadId(_message.Message):
+    __slots__ = ("ref", "base")
+    REF_FIELD_NUMBER: _ClassVar[int]
+    BASE_FIELD_NUMBER: _ClassVar[int]
+    ref: SnapshotId
+    base: SnapshotId
+    def __init__(self, ref: _Optional[_Union[SnapshotId, _Mapping]] = ..., base: _Optional[_Union[SnapshotId, _Mapping]] = ...) -> None: ...
+
+class Source(_message.Message):
+    __slots__ = ("peer_id", "address")
+    PEER_ID_FIELD_NUMBER: _ClassVar[int]
+    ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    peer_id: str
+    address: str
+    def __init__(self, peer_id: _Optional[str] = ..., address: _Optional[str] = ...) -> None: ...
+
+class Routes(_message.Message):
+    __slots__ = ("payload", "sources", "stripes")
+    PAYLOAD_FIELD_NUMBER: _ClassVar[int]
+    SOURCES_FIELD_NUMBER: _ClassVar[int]
+    STRIPES_FIELD_NUMBER: _ClassVar[int]
+    payload: PayloadId
+    sources: _containers.RepeatedCompositeFieldContainer[Source]
+    stripes: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, payload: _Optional[_Union[PayloadId, _Mapping]] = ..., sources: _Optional[_Iterable[_Union[Source, _Mapping]]] = ..., stripes: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class DialPeer(_message.Message):
+    __slots__ = ("peer_id", "address")
+    PEER_ID_FIELD_NUMBER: _ClassVar[int]
+    ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    peer_id: str
+    address: str
+    def __init__(self, peer_id: _Optional[str] = ..., address: _Optional[str] = ...) -> None: ...
+
+class RevokedPeers(_message.Message):
+    __slots__ = ("peer_ids",)
+    PEER_IDS_FIELD_NUMBER: _ClassVar[int]
+    peer_ids: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, peer_ids: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class RunSettings(_message.Message):
     __slots__ = ("run_id", "heartbeat_seconds", "swap", "groups_per_batch")
@@ -208,14 +266,16 @@ class LeaseBatch(_message.Message):
     def __init__(self, leases: _Optional[_Iterable[_Union[Lease, _Mapping]]] = ...) -> None: ...
 
 class SnapshotNotice(_message.Message):
-    __slots__ = ("lineage", "version", "manifest")
+    __slots__ = ("lineage", "version", "manifest", "signature")
     LINEAGE_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     MANIFEST_FIELD_NUMBER: _ClassVar[int]
+    SIGNATURE_FIELD_NUMBER: _ClassVar[int]
     lineage: int
     version: int
     manifest: bytes
-    def __init__(self, lineage: _Optional[int] = ..., version: _Optional[int] = ..., manifest: _Optional[bytes] = ...) -> None: ...
+    signature: bytes
+    def __init__(self, lineage: _Optional[int] = ..., version: _Optional[int] = ..., manifest: _Optional[bytes] = ..., signature: _Optional[bytes] = ...) -> None: ...
 
 class LeaseRevoked(_message.Message):
     __slots__ = ("lease_id", "reason")
@@ -292,18 +352,22 @@ class DeliveryReplies(_message.Message):
     def __init__(self, items: _Optional[_Iterable[_Union[DeliveryReply, _Mapping]]] = ...) -> None: ...
 
 class ManifestRequest(_message.Message):
-    __slots__ = ("lineage", "version")
+    __slots__ = ("lineage", "version", "base")
     LINEAGE_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
+    BASE_FIELD_NUMBER: _ClassVar[int]
     lineage: int
     version: int
-    def __init__(self, lineage: _Optional[int] = ..., version: _Optional[int] = ...) -> None: ...
+    base: SnapshotId
+    def __init__(self, lineage: _Optional[int] = ..., version: _Optional[int] = ..., base: _Optional[_Union[SnapshotId, _Mapping]] = ...) -> None: ...
 
 class ChunkRequest(_message.Message):
-    __slots__ = ("hashes",)
+    __slots__ = ("hashes", "payload")
     HASHES_FIELD_NUMBER: _ClassVar[int]
+    PAYLOAD_FIELD_NUMBER: _ClassVar[int]
     hashes: _containers.RepeatedScalarFieldContainer[bytes]
-    def __init__(self, hashes: _Optional[_Iterable[bytes]] = ...) -> None: ...
+    payload: PayloadId
+    def __init__(self, hashes: _Optional[_Iterable[bytes]] = ..., payload: _Optional[_Union[PayloadId, _Mapping]] = ...) -> None: ...
 
 class Chunk(_message.Message):
     __slots__ = ("hash", "data")
@@ -312,6 +376,40 @@ class Chunk(_message.Message):
     hash: bytes
     data: bytes
     def __init__(self, hash: _Optional[bytes] = ..., data: _Optional[bytes] = ...) -> None: ...
+
+class Tally(_message.Message):
+    __slots__ = ("source", "num_bytes", "seconds")
+    SOURCE_FIELD_NUMBER: _ClassVar[int]
+    NUM_BYTES_FIELD_NUMBER: _ClassVar[int]
+    SECONDS_FIELD_NUMBER: _ClassVar[int]
+    source: str
+    num_bytes: int
+    seconds: float
+    def __init__(self, source: _Optional[str] = ..., num_bytes: _Optional[int] = ..., seconds: _Optional[float] = ...) -> None: ...
+
+class FetchReport(_message.Message):
+    __slots__ = ("payload", "bytes_stored", "bytes_total", "whole", "tallies", "failed_source", "failure")
+    PAYLOAD_FIELD_NUMBER: _ClassVar[int]
+    BYTES_STORED_FIELD_NUMBER: _ClassVar[int]
+    BYTES_TOTAL_FIELD_NUMBER: _ClassVar[int]
+    WHOLE_FIELD_NUMBER: _ClassVar[int]
+    TALLIES_FIELD_NUMBER: _ClassVar[int]
+    FAILED_SOURCE_FIELD_NUMBER: _ClassVar[int]
+    FAILURE_FIELD_NUMBER: _ClassVar[int]
+    payload: PayloadId
+    bytes_stored: int
+    bytes_total: int
+    whole: bool
+    tallies: _containers.RepeatedCompositeFieldContainer[Tally]
+    failed_source: str
+    failure: str
+    def __init__(self, payload: _Optional[_Union[PayloadId, _Mapping]] = ..., bytes_stored: _Optional[int] = ..., bytes_total: _Optional[int] = ..., whole: _Optional[bool] = ..., tallies: _Optional[_Iterable[_Union[Tally, _Mapping]]] = ..., failed_source: _Optional[str] = ..., failure: _Optional[str] = ...) -> None: ...
+
+class ProbeRequest(_message.Message):
+    __slots__ = ("num_bytes",)
+    NUM_BYTES_FIELD_NUMBER: _ClassVar[int]
+    num_bytes: int
+    def __init__(self, num_bytes: _Optional[int] = ...) -> None: ...
 
 class LearnerHello(_message.Message):
     __slots__ = ("protocol", "version", "pid", "host", "device", "resumed", "vocab_size")
@@ -378,14 +476,18 @@ class StepReport(_message.Message):
     def __init__(self, step: _Optional[int] = ..., groups: _Optional[_Iterable[int]] = ..., metrics_json: _Optional[str] = ...) -> None: ...
 
 class PublishRequest(_message.Message):
-    __slots__ = ("lineage", "version", "manifest")
+    __slots__ = ("lineage", "version", "manifest", "delta", "encode_seconds")
     LINEAGE_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     MANIFEST_FIELD_NUMBER: _ClassVar[int]
+    DELTA_FIELD_NUMBER: _ClassVar[int]
+    ENCODE_SECONDS_FIELD_NUMBER: _ClassVar[int]
     lineage: int
     version: int
     manifest: bytes
-    def __init__(self, lineage: _Optional[int] = ..., version: _Optional[int] = ..., manifest: _Optional[bytes] = ...) -> None: ...
+    delta: bytes
+    encode_seconds: float
+    def __init__(self, lineage: _Optional[int] = ..., version: _Optional[int] = ..., manifest: _Optional[bytes] = ..., delta: _Optional[bytes] = ..., encode_seconds: _Optional[float] = ...) -> None: ...
 
 class MissingChunks(_message.Message):
     __slots__ = ("hashes",)
