@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from echo2.errors import PeerError
-from echo2.types import SnapshotRef, TensorBytes
+from echo2.types import PayloadId, SnapshotRef, TensorBytes
 from echo2.weights import Manifest, encode
 from echo2.weights.snapshot import MAX_CHUNK_BYTES, MAX_MANIFEST_BYTES
 
@@ -87,9 +87,11 @@ def changed(path: str, value: object) -> bytes:
 @pytest.mark.parametrize(
     ("path", "value", "words"),
     [
-        ("format", 2, "format 2"),
+        ("format", 1, "format 1"),
         ("encoding", "delta", "encoding 'delta'"),
-        ("base_version", 2, "over base 2"),
+        ("encoding", "zip", "encoding 'zip'"),
+        ("base", {"lineage": 1, "version": 2}, "over base 1.2"),
+        ("files.0.from_base", True, "there is none"),
         ("version", -1, "version -1"),
         ("lineage", 1 << 63, "lineage"),
         ("digest", "AAAA", "digest of 3 bytes"),
@@ -125,6 +127,32 @@ def test_files_must_end_at_a_chunk_border() -> None:
     tree["chunks"][0]["num_bytes"] += 1
     tree["chunks"][1]["num_bytes"] -= 1
     assert "no chunk ends with the files" in malformed(canonical(tree))
+
+
+def delta_tree() -> dict[str, Any]:
+    """A delta as it could be: ten bytes in place of the tensors, and the base's file."""
+    tree = json.loads(MANIFEST.to_bytes())
+    tree["base"], tree["encoding"] = {"lineage": 1, "version": 2}, "delta"
+    tree["files"][0]["from_base"] = True
+    tree["chunks"] = tree["chunks"][1:2]
+    return tree
+
+
+def test_a_delta_names_its_base() -> None:
+    manifest = Manifest.from_bytes(canonical(delta_tree()))
+    assert manifest.payload == PayloadId(SnapshotRef(1, 3), SnapshotRef(1, 2))
+    assert (manifest.total_bytes, manifest.num_file_chunks) == (10, 0)
+    assert (manifest.file_bytes, manifest.sent_file_bytes, manifest.tensor_bytes) == (2, 0, 22)
+
+
+def test_deltas_that_cannot_be_are_refused() -> None:
+    tree = delta_tree()
+    assert "over itself" in malformed(canonical({**tree, "base": {"lineage": 1, "version": 3}}))
+    assert "version -1" in malformed(canonical({**tree, "base": {"lineage": 1, "version": -1}}))
+    assert "encoding 'full'" in malformed(canonical({**tree, "encoding": "full"}))
+    assert "over base None" in malformed(canonical({**tree, "base": None}))
+    three = [dict(tree["chunks"][0], num_bytes=8) for _ in range(3)]
+    assert "chunks of 24 bytes" in malformed(canonical({**tree, "chunks": three}))  # as much as the whole
 
 
 def test_a_name_twice_is_refused() -> None:

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -16,8 +17,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from echo2.errors import InvariantError, PeerError, UserError
-from echo2.types import SnapshotRef, TensorBytes
-from echo2.weights import ChunkStore, Manifest, decode, encode
+from echo2.types import PayloadId, Snapshot, SnapshotRef, TensorBytes
+from echo2.weights import ChunkStore, Manifest, decode, encode, encode_delta
+from echo2.weights.store import MAX_DELTAS
 
 
 def snapshot(version: int, weights: bytes) -> tuple[Manifest, dict[bytes, memoryview]]:
@@ -145,8 +147,8 @@ def test_retain_deletes_what_no_kept_manifest_names(tmp_path: Path) -> None:
 def test_drop_manifest_keeps_chunks_for_others(tmp_path: Path) -> None:
     store = ChunkStore(tmp_path)
     manifest = fill(store, 1, b"aaaabbbb")
-    store.drop_manifest(manifest.ref)
-    store.drop_manifest(manifest.ref)
+    store.drop_manifest(manifest.payload)
+    store.drop_manifest(manifest.payload)
     assert store.manifests() == ChunkStore(tmp_path).manifests() == []
     assert store.missing(manifest) == ()
 
@@ -203,7 +205,7 @@ def test_a_listed_manifest_can_always_be_decoded(
             store.retain([m for m in store.manifests() if m.version >= version])
             listed = {kept for kept in listed if kept >= version}
         elif action == "drop":
-            store.drop_manifest(SnapshotRef(1, version))
+            store.drop_snapshot(SnapshotRef(1, version))
             listed.discard(version)
         else:
             store = ChunkStore(directory)
@@ -242,3 +244,131 @@ def test_kill_9_leaves_only_whole_snapshots(tmp_path: Path, num_published: int) 
     for manifest in manifests:
         decode(manifest, store.get)
     assert list((tmp_path / "tmp").iterdir()) == []
+
+
+def versions(count: int) -> list[Snapshot]:
+    """A model of 20 000 items of which some change from version to version."""
+    found, items = [], bytearray(range(250)) * 80
+    for version in range(1, count + 1):
+        items[version * 100 : version * 100 + 5] = bytes([version]) * 5
+        found.append(Snapshot(SnapshotRef(1, version), {"w": TensorBytes("U8", (20_000,), bytes(items))}, {"c": b"{}"}))
+    return found
+
+
+def put(store: ChunkStore, encoded: tuple[Manifest, dict[bytes, memoryview]] | None) -> Manifest:
+    assert encoded is not None
+    manifest, chunks = encoded
+    for hash_, data in chunks.items():
+        store.put(hash_, data)
+    store.put_manifest(manifest)
+    return manifest
+
+
+def weights_of(snapshot: Snapshot) -> bytes:
+    return bytes(snapshot.tensors["w"].data)
+
+
+def test_payloads_of_one_snapshot_stand_beside_each_other(tmp_path: Path) -> None:
+    store = ChunkStore(tmp_path)
+    one, two, three = versions(3)
+    full = put(store, encode(three.ref, three.tensors, three.files))
+    over_two, over_one = put(store, encode_delta(two, three)), put(store, encode_delta(one, three))
+    for opened in (store, ChunkStore(tmp_path)):
+        assert opened.manifests() == [full, over_one, over_two]
+        assert opened.manifest(PayloadId(three.ref)) == full
+        assert opened.manifest(PayloadId(three.ref, two.ref)) == over_two
+        assert opened.manifest(PayloadId(two.ref)) is None
+    store.drop_manifest(over_two.payload)
+    assert store.manifests() == [full, over_one]
+    store.drop_snapshot(three.ref)
+    assert store.manifests() == ChunkStore(tmp_path).manifests() == []
+
+
+def test_two_payloads_of_one_snapshot_have_one_content(tmp_path: Path) -> None:
+    store = ChunkStore(tmp_path)
+    one, two, three = versions(3)
+    put(store, encode(two.ref, two.tensors, two.files))
+    with pytest.raises(InvariantError):
+        put(store, encode_delta(one, Snapshot(two.ref, three.tensors, three.files)))
+
+
+def test_a_snapshot_is_loaded_over_its_deltas(tmp_path: Path) -> None:
+    store = ChunkStore(tmp_path)
+    history = versions(5)
+    put(store, encode(history[0].ref, history[0].tensors, history[0].files))
+    for base, target in pairwise(history):
+        put(store, encode_delta(base, target))
+    for snapshot in history:
+        assert weights_of(ChunkStore(tmp_path).load(snapshot.ref)) == weights_of(snapshot)
+
+
+def test_the_shortest_way_is_taken(tmp_path: Path) -> None:
+    """The long way is damaged: whoever took it would fail."""
+    store = ChunkStore(tmp_path)
+    one, two, three = versions(3)
+    put(store, encode(one.ref, one.tensors, one.files))
+    long_way = [put(store, encode_delta(one, two)), put(store, encode_delta(two, three))]
+    put(store, encode_delta(one, three))
+    for manifest in long_way:
+        path = tmp_path / "chunks" / manifest.hashes[-1].hex()
+        path.write_bytes(bytes(path.stat().st_size))
+    assert weights_of(store.load(three.ref)) == weights_of(three)
+
+
+def test_a_delta_is_loaded_over_a_base_in_memory_without_reading_the_base(tmp_path: Path) -> None:
+    store = ChunkStore(tmp_path)
+    one, two = versions(2)
+    put(store, encode_delta(one, two))
+    assert weights_of(store.load(two.ref, one)) == weights_of(two)
+    assert store.load(one.ref, one) is one
+    with pytest.raises(PeerError) as caught:
+        store.load(two.ref)
+    assert caught.value.reason == "missing"
+
+
+def test_a_chain_of_deltas_has_a_bound(tmp_path: Path) -> None:
+    store = ChunkStore(tmp_path)
+    history = versions(MAX_DELTAS + 2)
+    put(store, encode(history[0].ref, history[0].tensors, history[0].files))
+    for base, target in pairwise(history):
+        put(store, encode_delta(base, target))
+    assert weights_of(store.load(history[MAX_DELTAS].ref)) == weights_of(history[MAX_DELTAS])
+    with pytest.raises(PeerError) as caught:
+        store.load(history[MAX_DELTAS + 1].ref)
+    assert caught.value.reason == "missing"
+
+
+def test_deltas_in_a_circle_lead_nowhere(tmp_path: Path) -> None:
+    store = ChunkStore(tmp_path)
+    one, two = versions(2)
+    put(store, encode_delta(one, two))
+    put(store, encode_delta(two, one))
+    with pytest.raises(PeerError) as caught:
+        store.load(two.ref)
+    assert caught.value.reason == "missing"
+    assert weights_of(store.load(two.ref, one)) == weights_of(two)
+
+
+def test_retain_keeps_the_bases_that_kept_deltas_need(tmp_path: Path) -> None:
+    store = ChunkStore(tmp_path)
+    history = versions(4)
+    put(store, encode(history[0].ref, history[0].tensors, history[0].files))
+    deltas = [put(store, encode_delta(base, target)) for base, target in pairwise(history)]
+    assert store.retain([deltas[1]]) > 0
+    assert [m.version for m in ChunkStore(tmp_path).manifests()] == [1, 2, 3]
+    assert weights_of(store.load(history[2].ref)) == weights_of(history[2])
+    store.retain([])
+    assert files_under(tmp_path) == set()
+
+
+def test_a_damaged_delta_is_found_and_dropped(tmp_path: Path) -> None:
+    store = ChunkStore(tmp_path)
+    one, two = versions(2)
+    put(store, encode(one.ref, one.tensors, one.files))
+    delta = put(store, encode_delta(one, two))
+    path = tmp_path / "chunks" / delta.hashes[-1].hex()
+    path.write_bytes(bytes(path.stat().st_size))
+    with pytest.raises(PeerError) as caught:
+        store.load(two.ref)
+    assert caught.value.reason == "corrupt"
+    assert store.manifest(delta.payload) is None

@@ -1,4 +1,4 @@
-"""Full encoding: weights and files to content-addressed chunks, and back. Not here: deltas, which need a base.
+"""Full encoding: weights and files to content-addressed chunks, and back. Not here: deltas (`delta.py`).
 
 Encoding joins the tensors once (one copy at memory speed, which also frees the caller to go on training) and cuts
 views of that copy; nothing is done per element. Decoding checks every chunk against its hash and the whole against
@@ -7,10 +7,12 @@ the manifest's digest before anything is returned.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import msgspec
+import numpy as np
 from blake3 import blake3
+from numpy.typing import NDArray
 
 from echo2.errors import PeerError, UserError
 from echo2.types import Snapshot, SnapshotRef, TensorBytes
@@ -25,15 +27,24 @@ from echo2.weights.snapshot import (
     stream_order,
 )
 
-CHUNK_BYTES = MAX_CHUNK_BYTES
-"""Size of the chunks, except the last of the files and the last of the tensors."""
+MIN_CHUNK_BYTES = 32 << 10
+CHUNKS_AIMED_AT = 1024
+"""Enough to spread over many links, few enough to name: 256 MiB go in chunks of 256 KiB."""
+
+ReadChunk = Callable[[bytes], bytes | memoryview]
+
+
+def chunk_bytes_for(num_bytes: int) -> int:
+    """The size of the chunks (but the last) of a payload of `num_bytes`: a power of two, 32 KiB to 1 MiB."""
+    wanted = max(1, num_bytes // CHUNKS_AIMED_AT)
+    return min(max(MIN_CHUNK_BYTES, 1 << (wanted - 1).bit_length()), MAX_CHUNK_BYTES)
 
 
 def encode(
     ref: SnapshotRef,
     tensors: Mapping[str, TensorBytes],
     files: Mapping[str, bytes],
-    chunk_bytes: int = CHUNK_BYTES,
+    chunk_bytes: int | None = None,
 ) -> tuple[Manifest, dict[bytes, memoryview]]:
     """Describe and cut a snapshot: its manifest, and its distinct chunks by hash.
 
@@ -42,59 +53,65 @@ def encode(
     Raises:
         UserError: a name, dtype, shape or size that a manifest cannot carry.
     """
-    if not 0 < chunk_bytes <= MAX_CHUNK_BYTES:
-        raise UserError(f"chunk_bytes = {chunk_bytes} is outside 1..{MAX_CHUNK_BYTES}.")
-    file_names = sorted(files)
-    tensor_names = sorted(tensors, key=lambda name: stream_order(name, tensors[name].dtype))
-    file_stream = memoryview(b"".join(files[name] for name in file_names))
-    tensor_stream = memoryview(b"".join(tensors[name].data for name in tensor_names))
-
-    entries, offset = [], 0
-    for name in tensor_names:
-        tensor = tensors[name]
-        num_bytes = memoryview(tensor.data).nbytes
-        entries.append(TensorEntry(name, tensor.dtype, tuple(tensor.shape), offset, num_bytes))
-        offset += num_bytes
-    chunks = [*_cut(file_stream, chunk_bytes), *_cut(tensor_stream, chunk_bytes)]
+    entries = tensor_index(tensors)
+    file_stream = join_files(files)
+    tensor_stream = memoryview(b"".join(tensors[entry.name].data for entry in entries))
+    named = list(cut_streams(file_stream, tensor_stream, chunk_bytes))
     manifest = Manifest(
         format=FORMAT,
         lineage=ref.lineage,
         version=ref.version,
-        base_version=None,
+        base=None,
         encoding=ENCODING_FULL,
-        files=tuple(FileEntry(name, len(files[name])) for name in file_names),
-        tensors=tuple(entries),
-        chunks=tuple(ChunkEntry(hash_, chunk.nbytes) for hash_, chunk in chunks),
-        digest=content_digest(_slice_tensors(entries, tensor_stream), files),
+        files=tuple(FileEntry(name, len(files[name])) for name in sorted(files)),
+        tensors=entries,
+        chunks=tuple(ChunkEntry(hash_, chunk.nbytes) for hash_, chunk in named),
+        digest=content_digest(slice_tensors(entries, tensor_stream), files),
     )
-    return manifest, dict(chunks)
+    return manifest, dict(named)
 
 
-def decode(manifest: Manifest, read_chunk: Callable[[bytes], bytes | memoryview]) -> Snapshot:
+def cut(snapshot: Snapshot, chunk_bytes: int | None = None) -> dict[bytes, memoryview]:
+    """The chunks that `encode` makes of this content, by hash: what a holder serves to those who come late.
+
+    Of a snapshot that `decode` or `apply_delta` returned, the chunks are views of it and cost no memory.
+    """
+    entries = tensor_index(snapshot.tensors)
+    tensor_stream = _one_buffer([snapshot.tensors[entry.name].data for entry in entries])
+    return dict(cut_streams(join_files(snapshot.files), tensor_stream, chunk_bytes))
+
+
+def decode(manifest: Manifest, read_chunk: ReadChunk) -> Snapshot:
     """Rebuild a snapshot, whole and verified. `read_chunk` gives the bytes of a chunk by its hash.
 
     The tensors are read-only views of one buffer, each aligned to its item size.
 
     Raises:
-        PeerError: "corrupt", when a chunk does not have its hash or size, or the content not the digest.
+        PeerError: "corrupt", when a chunk does not have its hash or size, or the content not the digest; "base", when
+            the manifest is one of a delta (`apply_delta` takes it).
         UserError: the snapshot does not fit into memory.
         Whatever `read_chunk` raises.
     """
-    num_file_chunks, end = 0, 0
-    while end < manifest.file_bytes:
-        end += manifest.chunks[num_file_chunks].num_bytes
-        num_file_chunks += 1
-    file_stream = _assemble(manifest.chunks[:num_file_chunks], read_chunk)
-    tensor_stream = _assemble(manifest.chunks[num_file_chunks:], read_chunk)
+    if manifest.base is not None:
+        raise PeerError("base", f"payload {manifest.payload} is a delta and cannot be decoded alone")
+    split = manifest.num_file_chunks
+    file_stream = assemble(manifest.chunks[:split], read_chunk).data
+    tensor_stream = assemble(manifest.chunks[split:], read_chunk).data.toreadonly()
+    files = slice_files(manifest.files, file_stream)
+    return checked(manifest, slice_tensors(manifest.tensors, tensor_stream), files)
 
-    files, offset = {}, 0
-    for entry in manifest.files:
-        files[entry.name] = bytes(file_stream[offset : offset + entry.num_bytes])
-        offset += entry.num_bytes
-    tensors = _slice_tensors(manifest.tensors, tensor_stream)
+
+def checked(manifest: Manifest, tensors: Mapping[str, TensorBytes], files: Mapping[str, bytes]) -> Snapshot:
+    """The snapshot of this content, if it is what the manifest says.
+
+    Raises:
+        PeerError: "corrupt", when it has another digest.
+    """
     digest = content_digest(tensors, files)
     if digest != manifest.digest:
-        raise PeerError("corrupt", f"snapshot {manifest.ref} has digest {digest.hex()}, not {manifest.digest.hex()}")
+        raise PeerError(
+            "corrupt", f"snapshot {manifest.payload} has digest {digest.hex()}, not {manifest.digest.hex()}"
+        )
     return Snapshot(manifest.ref, tensors, files)
 
 
@@ -115,31 +132,98 @@ def content_digest(tensors: Mapping[str, TensorBytes], files: Mapping[str, bytes
     return hasher.digest()
 
 
-def _cut(stream: memoryview, chunk_bytes: int) -> Iterator[tuple[bytes, memoryview]]:
-    for start in range(0, stream.nbytes, chunk_bytes):
-        chunk = stream[start : start + chunk_bytes]
-        yield blake3(chunk).digest(), chunk
+def tensor_index(tensors: Mapping[str, TensorBytes]) -> tuple[TensorEntry, ...]:
+    """Where each tensor lies in the tensor stream.
+
+    Raises:
+        UserError: a dtype that snapshots cannot carry.
+    """
+    entries, offset = [], 0
+    for name in sorted(tensors, key=lambda name: stream_order(name, tensors[name].dtype)):
+        tensor = tensors[name]
+        num_bytes = memoryview(tensor.data).nbytes
+        entries.append(TensorEntry(name, tensor.dtype, tuple(tensor.shape), offset, num_bytes))
+        offset += num_bytes
+    return tuple(entries)
 
 
-def _slice_tensors(entries: Sequence[TensorEntry], stream: memoryview) -> dict[str, TensorBytes]:
+def join_files(files: Mapping[str, bytes]) -> memoryview:
+    return memoryview(b"".join(files[name] for name in sorted(files)))
+
+
+def slice_files(entries: Iterable[FileEntry], stream: memoryview) -> dict[str, bytes]:
+    files, offset = {}, 0
+    for entry in entries:
+        files[entry.name] = bytes(stream[offset : offset + entry.num_bytes])
+        offset += entry.num_bytes
+    return files
+
+
+def slice_tensors(entries: Sequence[TensorEntry], stream: memoryview) -> dict[str, TensorBytes]:
     return {
         entry.name: TensorBytes(entry.dtype, entry.shape, stream[entry.offset : entry.offset + entry.num_bytes])
         for entry in entries
     }
 
 
-def _assemble(chunks: tuple[ChunkEntry, ...], read_chunk: Callable[[bytes], bytes | memoryview]) -> memoryview:
-    num_bytes = sum(entry.num_bytes for entry in chunks)
-    try:
-        # Zeroed pages cost no memory until they are written: a manifest's claim alone does not fill it.
-        stream = memoryview(bytearray(num_bytes))
-    except MemoryError as error:
-        raise UserError(f"A snapshot of {num_bytes} bytes does not fit into this machine's memory.") from error
+def cut_streams(files: memoryview, tensors: memoryview, chunk_bytes: int | None) -> Iterator[tuple[bytes, memoryview]]:
+    """(hash, bytes) of every chunk in stream order; no chunk holds bytes of both streams.
+
+    Raises:
+        UserError: a chunk size outside the limits.
+    """
+    size = chunk_bytes_for(files.nbytes + tensors.nbytes) if chunk_bytes is None else chunk_bytes
+    if not 0 < size <= MAX_CHUNK_BYTES:
+        raise UserError(f"chunk_bytes = {size} is outside 1..{MAX_CHUNK_BYTES}.")
+    for stream in (files, tensors):
+        for start in range(0, stream.nbytes, size):
+            chunk = stream[start : start + size]
+            yield blake3(chunk).digest(), chunk
+
+
+def assemble(chunks: tuple[ChunkEntry, ...], read_chunk: ReadChunk) -> NDArray[np.uint8]:
+    """The stream that these chunks are, each checked.
+
+    Raises:
+        PeerError: "corrupt", when a chunk does not have its hash or size.
+        UserError: the stream does not fit into memory.
+    """
+    stream = empty_bytes(sum(entry.num_bytes for entry in chunks))
     offset = 0
     for entry in chunks:
         data = read_chunk(entry.hash)
         if len(data) != entry.num_bytes or blake3(data).digest() != entry.hash:
             raise PeerError("corrupt", f"chunk {entry.hash.hex()} came with {len(data)} other bytes")
-        stream[offset : offset + entry.num_bytes] = data
+        stream[offset : offset + entry.num_bytes] = np.frombuffer(data, np.uint8)
         offset += entry.num_bytes
-    return stream.toreadonly()
+    return stream
+
+
+def empty_bytes(num_bytes: int) -> NDArray[np.uint8]:
+    """A buffer to be filled. Its pages cost no memory until they are written: a manifest's claim alone does not.
+
+    Raises:
+        UserError: it does not fit into memory.
+    """
+    try:
+        return np.empty(num_bytes, np.uint8)
+    except (MemoryError, ValueError) as error:  # ValueError: more than an address can hold
+        raise UserError(f"A snapshot of {num_bytes} bytes does not fit into this machine's memory.") from error
+
+
+def flat_bytes(data: bytes | memoryview) -> NDArray[np.uint8]:
+    """The bytes of a tensor as they lie, of any format and shape, without a copy."""
+    view = memoryview(data)
+    return np.frombuffer(view.cast("B") if view.nbytes else b"", np.uint8)
+
+
+def _one_buffer(parts: Sequence[bytes | memoryview]) -> memoryview:
+    """The parts joined: where they already lie behind each other in one object, a view of it."""
+    views = [memoryview(part) for part in parts if memoryview(part).nbytes]
+    starts = [flat_bytes(view).__array_interface__["data"][0] for view in views]
+    ends = [start + view.nbytes for start, view in zip(starts, views, strict=True)]
+    if not views or starts[1:] != ends[:-1] or any(view.obj is not views[0].obj for view in views):
+        return memoryview(b"".join(parts))
+    whole = memoryview(views[0].obj).cast("B")
+    offset = starts[0] - flat_bytes(whole).__array_interface__["data"][0]
+    return whole[offset : offset + ends[-1] - starts[0]].toreadonly()

@@ -7,11 +7,14 @@ A snapshot is sent as two streams, one behind the other, cut into chunks that ar
 
 No chunk holds bytes of both, so files that do not change keep their chunks from version to version.
 
+The encoding "full" sends exactly that. The encoding "delta" over the snapshot `base` sends only the files that changed
+(the others are marked `from_base`), and in place of the tensors the records of `delta.py` that turn the base's tensors
+into these. The tensor index is that of the snapshot in both.
+
 `Manifest.digest` is over the *decoded* content (`codec.content_digest`), not over chunks: however the bytes were
 encoded, a renamed, missing, swapped or altered tensor changes it. There is one JSON text for one manifest (sorted keys,
-hashes in base64); anything else is refused, so a hash or signature over the text is one over the manifest.
-
-The seam for deltas: `encoding` and `base_version`. Only "full" without a base exists.
+hashes in base64); anything else is refused. `to_bytes()` is what the run signs: a signature over the text is one over
+every chunk and over the content.
 """
 
 from __future__ import annotations
@@ -24,10 +27,11 @@ from types import MappingProxyType
 import msgspec
 
 from echo2.errors import PeerError, UserError
-from echo2.types import SnapshotRef
+from echo2.types import PayloadId, SnapshotRef
 
-FORMAT = 1
+FORMAT = 2
 ENCODING_FULL = "full"
+ENCODING_DELTA = "delta"
 HASH_BYTES = 32
 
 MAX_MANIFEST_BYTES = 32 << 20  # half of the largest message; about 400 GB of weights in chunks of 1 MiB
@@ -63,10 +67,11 @@ class TensorEntry:
 
 @dataclass(frozen=True, slots=True)
 class FileEntry:
-    """One file of the file stream: a plain name, no directories."""
+    """One file of the snapshot: a plain name, no directories. `from_base`: not sent, it is the base's file."""
 
     name: str
     num_bytes: int
+    from_base: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +93,7 @@ class Manifest:
     format: int
     lineage: int
     version: int
-    base_version: int | None
+    base: SnapshotRef | None
     encoding: str
     files: tuple[FileEntry, ...]
     tensors: tuple[TensorEntry, ...]
@@ -97,26 +102,46 @@ class Manifest:
 
     def __post_init__(self) -> None:
         _check_head(self)
-        _check_files(self.files)
+        _check_files(self.files, self.base)
         _check_tensors(self.tensors)
-        _check_chunks(self.chunks, self.file_bytes, self.tensor_bytes)
+        _check_chunks(self)
 
     @property
     def ref(self) -> SnapshotRef:
         return SnapshotRef(self.lineage, self.version)
 
     @property
+    def payload(self) -> PayloadId:
+        return PayloadId(self.ref, self.base)
+
+    @property
     def file_bytes(self) -> int:
+        """Bytes of all files of the snapshot, sent or not."""
         return sum(entry.num_bytes for entry in self.files)
 
     @property
+    def sent_file_bytes(self) -> int:
+        """Bytes of the file stream."""
+        return sum(entry.num_bytes for entry in self.files if not entry.from_base)
+
+    @property
     def tensor_bytes(self) -> int:
+        """Bytes of all tensors of the snapshot, however they are sent."""
         return sum(entry.num_bytes for entry in self.tensors)
 
     @property
     def total_bytes(self) -> int:
-        """Bytes of all chunks (= of all files and tensors)."""
+        """Bytes of all chunks: what has to be sent."""
         return sum(entry.num_bytes for entry in self.chunks)
+
+    @property
+    def num_file_chunks(self) -> int:
+        """How many of the first chunks are those of the file stream."""
+        count, end = 0, 0
+        while end < self.sent_file_bytes:
+            end += self.chunks[count].num_bytes
+            count += 1
+        return count
 
     @property
     def hashes(self) -> tuple[bytes, ...]:
@@ -169,13 +194,14 @@ def _require(is_true: bool, complaint: str) -> None:
 
 def _check_head(manifest: Manifest) -> None:
     _require(manifest.format == FORMAT, f"format {manifest.format}; this echo2 knows {FORMAT}")
+    is_known = manifest.encoding == (ENCODING_FULL if manifest.base is None else ENCODING_DELTA)
     _require(
-        manifest.encoding == ENCODING_FULL and manifest.base_version is None,
-        f"encoding {manifest.encoding[:32]!r} over base {manifest.base_version}; this echo2 knows 'full' over None",
+        is_known, f"encoding {manifest.encoding[:32]!r} over base {manifest.base}; 'full' has none, 'delta' has one"
     )
-    for name in ("lineage", "version"):
-        value = getattr(manifest, name)
-        _require(0 <= value <= MAX_NUMBER, f"{name} {value} is outside 0..{MAX_NUMBER}")
+    _require(manifest.base != manifest.ref, f"a delta of {manifest.ref} over itself")
+    for ref in (manifest.ref, manifest.base or manifest.ref):
+        for name, value in (("lineage", ref.lineage), ("version", ref.version)):
+            _require(0 <= value <= MAX_NUMBER, f"{name} {value} is outside 0..{MAX_NUMBER}")
     _require(len(manifest.digest) == HASH_BYTES, f"digest of {len(manifest.digest)} bytes, not {HASH_BYTES}")
     counts = ((manifest.files, MAX_FILES), (manifest.tensors, MAX_TENSORS), (manifest.chunks, MAX_CHUNKS))
     for entries, limit in counts:
@@ -195,12 +221,13 @@ def _check_ascending(keys: Iterable[tuple[int, str]]) -> None:
         previous = key
 
 
-def _check_files(files: tuple[FileEntry, ...]) -> None:
+def _check_files(files: tuple[FileEntry, ...], base: SnapshotRef | None) -> None:
     for entry in files:
         _check_name(entry.name)
         # Names become paths on the worker: nothing that could leave its directory or hide in it.
         is_plain = not entry.name.startswith(".") and not set(entry.name) & set("/\\:")
         _require(is_plain, f"file name {entry.name!r}; a plain name without directories is needed")
+        _require(not (entry.from_base and base is None), f"file {entry.name!r} is said to be the base's; there is none")
         _require(entry.num_bytes >= 0, f"file {entry.name!r} has {entry.num_bytes} bytes")
     total = sum(entry.num_bytes for entry in files)
     _require(total <= MAX_FILE_BYTES, f"files of {total} bytes together; the limit is {MAX_FILE_BYTES}")
@@ -223,15 +250,17 @@ def _check_tensors(tensors: tuple[TensorEntry, ...]) -> None:
     _check_ascending(stream_order(entry.name, entry.dtype) for entry in tensors)
 
 
-def _check_chunks(chunks: tuple[ChunkEntry, ...], file_bytes: int, tensor_bytes: int) -> None:
+def _check_chunks(manifest: Manifest) -> None:
     end = 0
     ends = {0}
-    for entry in chunks:
+    for entry in manifest.chunks:
         _require(len(entry.hash) == HASH_BYTES, f"a chunk hash of {len(entry.hash)} bytes, not {HASH_BYTES}")
         is_sized = 0 < entry.num_bytes <= MAX_CHUNK_BYTES
         _require(is_sized, f"a chunk of {entry.num_bytes} bytes, outside 1..{MAX_CHUNK_BYTES}")
         end += entry.num_bytes
         ends.add(end)
-    total = file_bytes + tensor_bytes
-    _require(end == total, f"chunks of {end} bytes together for files and tensors of {total}")
+    whole, file_bytes = manifest.file_bytes + manifest.tensor_bytes, manifest.sent_file_bytes
+    # A delta that is not smaller than the whole is never made, and nobody is made to fetch one.
+    fits = end == whole if manifest.base is None else end < whole
+    _require(fits, f"chunks of {end} bytes together for files and tensors of {whole}")
     _require(file_bytes in ends, f"no chunk ends with the files, at byte {file_bytes}")

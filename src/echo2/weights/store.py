@@ -1,6 +1,8 @@
 """Chunks and manifests on disk, by content. One process owns a store; its caller does the fetching.
 
-    <directory>/chunks/<hash in hex>          manifests/<lineage>.<version>.json          tmp/
+    <directory>/chunks/<hash in hex>      manifests/<lineage>.<version>[-over-<lineage>.<version>].json      tmp/
+
+One snapshot may be listed as several payloads: whole, and as deltas over others. Each comes to the same content.
 
 A file is written under tmp/ and renamed into place: at any instant, also under ``kill -9``, every name outside tmp/ is
 whole. Files are not synced one by one, so after a *power* failure some may be empty; sizes are checked at opening and
@@ -18,8 +20,13 @@ from pathlib import Path
 from blake3 import blake3
 
 from echo2.errors import InvariantError, PeerError, UserError
-from echo2.types import SnapshotRef
+from echo2.types import PayloadId, Snapshot, SnapshotRef
+from echo2.weights.codec import decode
+from echo2.weights.delta import apply_delta
 from echo2.weights.snapshot import HASH_BYTES, MAX_CHUNK_BYTES, Manifest
+
+MAX_DELTAS = 64
+"""How many deltas over each other `load` applies; whoever publishes puts a whole snapshot in between in time."""
 
 _CHUNK_NAME = re.compile(rf"[0-9a-f]{{{2 * HASH_BYTES}}}")
 
@@ -27,7 +34,8 @@ _CHUNK_NAME = re.compile(rf"[0-9a-f]{{{2 * HASH_BYTES}}}")
 class ChunkStore:
     """Content-addressed chunks and the manifests that are whole.
 
-    Opening creates the directory where needed and clears what a killed process left half-written.
+    Opening creates the directory where needed and clears what a killed process left half-written. One thread may write
+    while others read: what they get is verified, or missing.
 
     Raises:
         UserError: the directory cannot be used or is full; nothing half-written is visible, nothing stored is lost.
@@ -100,53 +108,103 @@ class ChunkStore:
         """
         absent = self.missing(manifest)
         if absent:
-            raise InvariantError(f"snapshot {manifest.ref} misses {len(absent)} chunks, first {absent[0].hex()}")
-        listed = self._whole.get(manifest.ref)
-        if listed is not None and listed.digest != manifest.digest:
+            raise InvariantError(f"payload {manifest.payload} misses {len(absent)} chunks, first {absent[0].hex()}")
+        if any(m.ref == manifest.ref and m.digest != manifest.digest for m in list(self._whole.values())):
             raise InvariantError(f"snapshot {manifest.ref} is immutable, but came again with another digest")
-        self._write(self._manifest_path(manifest.ref), manifest.to_bytes())
-        self._whole[manifest.ref] = manifest
+        self._write(self._manifest_path(manifest.payload), manifest.to_bytes())
+        self._whole[manifest.payload] = manifest
+
+    def manifest(self, payload: PayloadId) -> Manifest | None:
+        """The manifest of this payload, if it is whole."""
+        manifest = self._whole.get(payload)
+        return None if manifest is None or self.missing(manifest) else manifest
 
     def manifests(self) -> list[Manifest]:
-        """The manifests that are whole, oldest first."""
-        return [self._whole[ref] for ref in sorted(self._whole) if not self.missing(self._whole[ref])]
+        """The manifests that are whole, oldest first; of one snapshot the whole before the deltas."""
+        found = (self.manifest(payload) for payload in sorted(self._whole, key=_age))
+        return [manifest for manifest in found if manifest is not None]
 
-    def drop_manifest(self, ref: SnapshotRef) -> None:
+    def load(self, ref: SnapshotRef, base: Snapshot | None = None) -> Snapshot:
+        """The content of a snapshot, verified: decoded whole, or by deltas from the nearest listed one, or from `base`.
+
+        Raises:
+            PeerError: "missing", when nothing here leads to it; "corrupt", when the disk altered a chunk.
+            UserError: it does not fit into memory.
+        """
+        have = None if base is None else base.ref
+        steps = self._way_to(ref, have)
+        if steps is None:
+            raise PeerError("missing", f"nothing in this store leads to snapshot {ref}")
+        snapshot = base
+        for manifest in steps:
+            if manifest.base is None:
+                snapshot = decode(manifest, self.get)
+            elif snapshot is not None:
+                snapshot = apply_delta(manifest, snapshot, self.get)
+        if snapshot is None or snapshot.ref != ref:
+            raise InvariantError(f"the way to snapshot {ref} led to {snapshot.ref if snapshot else None}")
+        return snapshot
+
+    def drop_manifest(self, payload: PayloadId) -> None:
         """Forget a manifest, if it is listed. Its chunks stay until `retain`."""
-        if self._whole.pop(ref, None) is not None:
-            self._manifest_path(ref).unlink(missing_ok=True)
+        if self._whole.pop(payload, None) is not None:
+            self._manifest_path(payload).unlink(missing_ok=True)
+
+    def drop_snapshot(self, ref: SnapshotRef) -> None:
+        """Forget every payload of a snapshot."""
+        for payload in [payload for payload in list(self._whole) if payload.ref == ref]:
+            self.drop_manifest(payload)
 
     def retain(self, manifests: Iterable[Manifest]) -> int:
-        """Keep what these manifests (listed, or still being fetched) name and delete the rest.
+        """Keep what these manifests (listed, or still being fetched) and their bases name and delete the rest.
 
-        Returns the number of bytes freed. Other manifests go first: one that is listed is whole at any instant.
+        Returns the number of bytes freed. Other manifests go first: one that is listed is whole at any instant. Where a
+        kept delta is over a snapshot that none of these is, what is listed that leads to that one is kept too.
         """
-        kept = list(manifests)
-        kept_refs = {manifest.ref for manifest in kept}
-        for ref in [ref for ref in self._whole if ref not in kept_refs]:
-            self.drop_manifest(ref)
-        used = {hash_ for manifest in kept for hash_ in manifest.hashes}
-        return sum(self._drop_chunk(hash_) for hash_ in [hash_ for hash_ in self._sizes if hash_ not in used])
+        kept = {manifest.payload: manifest for manifest in manifests}
+        for manifest in list(kept.values()):
+            if manifest.base is not None:
+                kept.update({step.payload: step for step in self._way_to(manifest.base) or ()})
+        for payload in [payload for payload in list(self._whole) if payload not in kept]:
+            self.drop_manifest(payload)
+        used = {hash_ for manifest in kept.values() for hash_ in manifest.hashes}
+        return sum(self._drop_chunk(hash_) for hash_ in [hash_ for hash_ in list(self._sizes) if hash_ not in used])
+
+    def _way_to(self, ref: SnapshotRef, have: SnapshotRef | None = None) -> list[Manifest] | None:
+        """The fewest payloads that lead to `ref`, in the order of applying, from nothing or from `have`."""
+        listed = self.manifests()
+        ways: list[list[Manifest]] = [[]]
+        seen = {ref}
+        for way in ways:
+            wanted = way[0].base if way else ref
+            if wanted == have or wanted is None:
+                return way
+            for manifest in listed:
+                if manifest.ref == wanted and manifest.base not in seen and len(way) <= MAX_DELTAS:
+                    seen |= {manifest.base} if manifest.base else set()
+                    ways.append([manifest, *way])
+        return None
 
     def _drop_chunk(self, hash_: bytes) -> int:
-        size = self._sizes.pop(hash_)
+        size = self._sizes.pop(hash_, 0)
         (self._chunks / hash_.hex()).unlink(missing_ok=True)
         return size
 
-    def _manifest_path(self, ref: SnapshotRef) -> Path:
-        return self._manifests / f"{ref.lineage}.{ref.version}.json"
+    def _manifest_path(self, payload: PayloadId) -> Path:
+        over = "" if payload.base is None else f"-over-{payload.base}"
+        return self._manifests / f"{payload.ref}{over}.json"
 
-    def _load_manifests(self) -> dict[SnapshotRef, Manifest]:
+    def _load_manifests(self) -> dict[PayloadId, Manifest]:
         """Manifests that are whole; the files of others (a disk's damage) are deleted."""
-        whole: dict[SnapshotRef, Manifest] = {}
+        whole: dict[PayloadId, Manifest] = {}
         for path in self._manifests.iterdir():
             try:
                 manifest = Manifest.from_bytes(path.read_bytes())
             except PeerError:
                 path.unlink()
                 continue
-            if path == self._manifest_path(manifest.ref) and not self.missing(manifest):
-                whole[manifest.ref] = manifest
+            if path == self._manifest_path(manifest.payload) and not self.missing(manifest):
+                whole[manifest.payload] = manifest
             else:
                 path.unlink()
         return whole
@@ -165,6 +223,10 @@ class ChunkStore:
                 f"Cannot write {len(data)} bytes into the snapshot store {self.directory}: {error.strerror}. "
                 "Nothing that was stored is lost; make room there (or allow writing), then start again."
             ) from error
+
+
+def _age(payload: PayloadId) -> tuple[SnapshotRef, bool, SnapshotRef]:
+    return payload.ref, payload.base is not None, payload.base or payload.ref
 
 
 def _chunk_sizes(folder: Path) -> dict[bytes, int]:

@@ -1,0 +1,269 @@
+"""The change of one array of items as a record: measured, written in the form that is smallest, and applied again.
+
+    same           nothing changed
+    sparse steps   positions of the items that changed, and how far each went as an integer
+    sparse values  positions and new values: may be applied twice, or to a base that already has them
+    dense steps    the step of every item, in symbols of 2, 4 or 8 bits
+    step, xor      the steps, or the exclusive or with the base, as byte planes
+    full, raw      the new items, as byte planes or as they are
+    split          the items whose magnitude is below a bound by themselves, then the others: a weight near zero changes
+                   far more often than a large one, since it is stored more finely
+
+Steps are small where values moved to a neighbour: the bf16 cast of an fp32 master goes one unit up or down, if at all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+from numpy.typing import NDArray
+
+from echo2.weights.planes import (
+    BLOCK_ITEMS,
+    Items,
+    Positions,
+    Reader,
+    Writer,
+    read_item_planes,
+    read_positions,
+    read_steps,
+    require,
+    unzigzag,
+    where,
+    write_item_planes,
+    write_positions,
+    write_steps,
+    zigzag,
+)
+
+SAME, SPARSE_STEPS, SPARSE_VALUES, DENSE_STEPS, STEP_PLANES, XOR_PLANES, FULL_PLANES, RAW, SPLIT = range(9)
+STEP_BITS = (2, 4, 8)
+
+SPARSE_BELOW = 0.05  # share of changed items below which nothing but a sparse form is tried
+SPARSE_UP_TO = 0.45  # share above which a sparse form is not tried: gaps shorter than a symbol of Huffman's
+WORTH_WAITING = 1.02  # a form that is slower must be smaller by this
+SAMPLE_ITEMS = 1 << 15  # items that are looked at before a form is chosen
+TRIAL_ITEMS = 1 << 14  # items on which forms are tried
+TRIAL_STEPS = 1 << 12  # steps on which the number of bits is tried where few items changed
+SAMPLE_RUN = 1 << 10
+
+SPLIT_FROM = 1 << 14  # items below which nothing is split off
+SPLIT_UP_TO = 0.2  # largest share to be split off
+SPLIT_COSTS = 0.125  # bits that must be saved for each item that is split off: it is gathered and scattered by itself
+SPLIT_SAVES = 1 / 4096  # of the bytes of the items: below that sending them takes less time than the split
+MAX_SPLITS = 4
+
+
+def encode_items(base: Items, target: Items, idempotent: bool = False, splits: int = MAX_SPLITS) -> bytes:
+    """The record that turns `base` into `target`. `idempotent`: one that may be applied again to its own result."""
+    sample = _sample(base.size, SAMPLE_ITEMS)
+    base_sample, target_sample = _take(base, sample), _take(target, sample)
+    bound = _bound(base_sample, base_sample != target_sample) if splits and not idempotent else 0
+    out = Writer()
+    is_low = _is_low(base, bound) if bound else None
+    if is_low is not None:
+        low = where(is_low)
+        out.byte(SPLIT)
+        out.byte(bound)
+        out.raw(encode_items(base[low], target[low], splits=splits - 1))
+        target_sample = np.where(_is_low(base_sample, bound), base_sample, target_sample)
+    changed = float(np.mean(base_sample != target_sample)) if base_sample.size else 0.0
+    form, bits = SPARSE_STEPS, 0
+    if changed >= SPARSE_BELOW:
+        trial = _sample(base_sample.size, TRIAL_ITEMS)
+        form, bits = _smallest_form(_take(base_sample, trial), _take(target_sample, trial), changed, idempotent)
+    if form == SPARSE_STEPS:
+        out.raw(_sparse(base, target, idempotent, is_low))
+    else:
+        others = target if is_low is None else np.where(is_low, base, target)
+        out.raw(_dense(form, bits, base, others))
+    record = out.record()
+    return record if len(record) <= target.nbytes else bytes((RAW,)) + target.tobytes()
+
+
+def _magnitudes(items: Items) -> Items:
+    """The items without their sign, as numbers that order floats by size, in the top bits."""
+    return items << 1
+
+
+def _is_low(items: Items, bound: int) -> NDArray[np.bool_]:
+    low = np.empty(items.size, np.bool_)
+    limit = items.dtype.type(bound << (8 * items.itemsize - 8))
+    for part in _blocks(items.size):
+        np.less(_magnitudes(items[part]), limit, out=low[part])
+    return low
+
+
+def _bound(base: Items, is_changed: NDArray[np.bool_]) -> int:
+    """The exponent below which items are best coded by themselves; 0 where that saves too little.
+
+    Computed from the entropy of positions alone. What is split off is taken at the entropy given its exponent, since it
+    may be split again; the others keep their places among all items.
+    """
+    if base.size < SPLIT_FROM:
+        return 0
+    exponents = (_magnitudes(base) >> (8 * base.itemsize - 8)).astype(np.uint8)
+    items = np.bincount(exponents, minlength=256).astype(np.float64)
+    changed = np.bincount(exponents[is_changed], minlength=256).astype(np.float64)
+    items_below = np.concatenate([[0.0], np.cumsum(items)[:-1]])
+    changed_below = np.concatenate([[0.0], np.cumsum(changed)[:-1]])
+    bits_below = np.concatenate([[0.0], np.cumsum(_position_bits(changed, items))[:-1]])
+    bits = bits_below + _position_bits(changed.sum() - changed_below, np.full(256, items.sum()))
+    bits += SPLIT_COSTS * items_below
+    bits[items_below > SPLIT_UP_TO * base.size] = np.inf
+    best = int(np.argmin(bits))
+    return best if bits[0] - bits[best] >= 8 * SPLIT_SAVES * base.nbytes else 0
+
+
+def _position_bits(changed: NDArray[np.float64], items: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Entropy of which of so many items changed, if so many did."""
+    share = np.clip(changed / np.maximum(items, 1), 1e-9, 1 - 1e-9)
+    return -items * (share * np.log2(share) + (1 - share) * np.log2(1 - share))
+
+
+def apply_items(reader: Reader, items: Items, splits: int = MAX_SPLITS) -> None:
+    """Turn `items`, which hold the base, into the target, in place. Part of a record that is corrupt may be applied.
+
+    Raises:
+        PeerError: "corrupt", where the record cannot be one of such items.
+    """
+    form = reader.byte()
+    if form == SAME:
+        return
+    if form == SPLIT:
+        require(splits > 0, f"more than {MAX_SPLITS} splits")
+        low = where(_is_low(items, reader.byte()))
+        items_low = items[low]
+        apply_items(reader, items_low, splits - 1)
+        apply_items(reader, items, 0)
+        items[low] = items_low
+        return
+    if form in (SPARSE_STEPS, SPARSE_VALUES):
+        _apply_sparse(reader, form, items)
+    elif form == DENSE_STEPS:
+
+        def add(start: int, steps: Items) -> None:
+            items[start : start + steps.size] += steps
+
+        read_steps(reader, _bits(reader), items.size, items.itemsize, add)
+    elif form == RAW:
+        items[:] = np.frombuffer(reader.raw(items.nbytes), items.dtype)
+    else:
+        require(form in (STEP_PLANES, XOR_PLANES, FULL_PLANES), f"a record of form {form}")
+        planes = read_item_planes(reader, items.size, items.itemsize)
+        for part in _blocks(items.size):
+            if form == STEP_PLANES:
+                items[part] += unzigzag(planes[part])
+            elif form == XOR_PLANES:
+                items[part] ^= planes[part]
+            else:
+                items[part] = planes[part]
+
+
+def changes(base: Items, target: Items, low: NDArray[np.bool_] | None = None) -> tuple[Positions, Items]:
+    """(positions, steps) of the items that differ and are not `low`."""
+    differs = np.empty(base.size, np.bool_)
+    for part in _blocks(base.size):
+        np.not_equal(base[part], target[part], out=differs[part])
+        if low is not None:
+            np.greater(differs[part], low[part], out=differs[part])
+    positions = where(differs)
+    return positions, target[positions] - base[positions]
+
+
+def _sparse(base: Items, target: Items, idempotent: bool, low: NDArray[np.bool_] | None = None) -> bytes:
+    positions, steps = changes(base, target, low)
+    if not positions.size:
+        return bytes((SAME,))
+    trial = _sample(positions.size, TRIAL_STEPS)
+    sizes = {bits: len(_steps(_take(steps, trial), bits)) for bits in STEP_BITS}
+    bits = min(sizes, key=lambda bits: sizes[bits])
+    is_stepping = not idempotent and sizes[bits] <= len(_planes(target[_take(positions, trial)]))
+    out = Writer()
+    out.byte(SPARSE_STEPS if is_stepping else SPARSE_VALUES)
+    out.number(positions.size)
+    write_positions(out, positions, base.size)
+    if is_stepping:
+        out.byte(bits)
+        write_steps(out, bits, steps.size, lambda start, stop: steps[start:stop])
+    else:
+        write_item_planes(out, target[positions])
+    return out.record()
+
+
+def _apply_sparse(reader: Reader, form: int, items: Items) -> None:
+    count = reader.number(items.size)
+    positions = read_positions(reader, count, items.size)
+    if form == SPARSE_VALUES:
+        items[positions] = read_item_planes(reader, count, items.itemsize)
+        return
+
+    def add(start: int, steps: Items) -> None:
+        where = positions[start : start + steps.size]
+        items[where] += steps
+
+    read_steps(reader, _bits(reader), count, items.itemsize, add)
+
+
+def _dense(form: int, bits: int, base: Items, target: Items) -> bytes:
+    out = Writer()
+    out.byte(form)
+    if form == DENSE_STEPS:
+        out.byte(bits)
+        write_steps(out, bits, base.size, lambda start, stop: target[start:stop] - base[start:stop])
+        return out.record()
+    if form == FULL_PLANES:
+        write_item_planes(out, target)
+        return out.record()
+    change = np.empty_like(target)
+    for part in _blocks(base.size):
+        change[part] = zigzag(target[part] - base[part]) if form == STEP_PLANES else target[part] ^ base[part]
+    write_item_planes(out, change)
+    return out.record()
+
+
+def _smallest_form(base: Items, target: Items, changed: float, idempotent: bool) -> tuple[int, int]:
+    """(form, bits a symbol) that is smallest on this sample; of forms about as small the one that is faster."""
+    forms = [(FULL_PLANES, 0)]
+    if not idempotent:
+        forms = [(STEP_PLANES, 0), *((DENSE_STEPS, bits) for bits in STEP_BITS), (XOR_PLANES, 0), *forms]
+    sizes = {form: len(_dense(*form, base, target)) for form in forms}
+    if changed <= SPARSE_UP_TO:
+        sizes[SPARSE_STEPS, 0] = len(_sparse(base, target, idempotent))
+    limit = WORTH_WAITING * min(sizes.values())
+    return next(form for form, size in sizes.items() if size <= limit)
+
+
+def _steps(steps: Items, bits: int) -> bytes:
+    out = Writer()
+    write_steps(out, bits, steps.size, lambda start, stop: steps[start:stop])
+    return out.record()
+
+
+def _planes(items: Items) -> bytes:
+    out = Writer()
+    write_item_planes(out, items)
+    return out.record()
+
+
+def _bits(reader: Reader) -> int:
+    bits = reader.byte()
+    require(bits in STEP_BITS, f"symbols of {bits} bits")
+    return bits
+
+
+def _sample(num_items: int, wanted: int) -> list[slice]:
+    """Runs spread evenly over the items, about as many items as wanted; all of them where there are few."""
+    if num_items <= wanted:
+        return [slice(0, num_items)]
+    runs = wanted // SAMPLE_RUN
+    return [slice(start, start + SAMPLE_RUN) for start in range(0, num_items - SAMPLE_RUN + 1, num_items // runs)]
+
+
+def _take(items: Items, parts: list[slice]) -> Items:
+    return np.concatenate([items[part] for part in parts])
+
+
+def _blocks(num_items: int) -> Iterator[slice]:
+    return (slice(start, start + BLOCK_ITEMS) for start in range(0, num_items, BLOCK_ITEMS))

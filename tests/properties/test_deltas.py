@@ -1,0 +1,223 @@
+"""Deltas of anything over anything: the right content or none, whatever the items are and whatever is done to them.
+
+Arrays are drawn by numpy from a seed that hypothesis draws and prints; hypothesis shrinks sizes and shares.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from blake3 import blake3
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from echo2.errors import PeerError
+from echo2.types import Snapshot, SnapshotRef, TensorBytes
+from echo2.weights import ChunkEntry, ChunkStore, apply_delta, encode, encode_delta
+from echo2.weights.items import apply_items, encode_items
+from echo2.weights.planes import UNSIGNED, Reader
+from echo2.weights.snapshot import ITEM_BYTES
+
+Array = NDArray[Any]
+# Infinities, NaNs with payloads, zeros of both signs, the smallest and the largest numbers, as bf16 and as fp32.
+SPECIAL = {
+    2: [0x0000, 0x8000, 0x7F80, 0xFF80, 0x7FC1, 0xFFC1, 0x7F81, 0x0001, 0x8001, 0x7F7F],
+    4: [0x00000000, 0x80000000, 0x7F800000, 0xFF800000, 0x7FC00001, 0xFFC12345, 0x7F800001, 1, 0x80000001],
+}
+KINDS = ("cast", "steps", "leaps", "special", "noise")
+widths = st.sampled_from([1, 2, 4, 8])
+shares = st.one_of(st.sampled_from([0.0, 1.0]), st.floats(0, 1), st.floats(0, 0.01))
+sizes = st.one_of(st.integers(0, 20), st.integers(0, 3000), st.integers(60_000, 150_000))
+
+
+def drawn(seed: int, width: int, size: int) -> Array:
+    """Items like weights: floats around zero where there are such, else anything."""
+    draw = np.random.default_rng(seed)
+    if width in (2, 4):
+        items = draw.normal(0, 0.02, size).astype(np.float32).view(np.uint32)
+        return (items >> 16).astype(np.uint16) if width == 2 else items
+    return draw.integers(0, 256, size * width, dtype=np.uint8).view(UNSIGNED[width])
+
+
+def trained(base: Array, draw: np.random.Generator, rate: float) -> Array:
+    """What is stored after the fp32 weights behind the base have moved by about the rate: small ones change most."""
+    masters = base
+    if base.itemsize == 2:
+        masters = (base.astype(np.uint32) << 16) | draw.integers(0, 1 << 16, base.size, dtype=np.uint32)
+    with np.errstate(all="ignore"):  # some are infinite, and some are not numbers
+        moved = masters.view(np.float32) + draw.normal(0, rate, base.size).astype(np.float32)
+    items = moved.astype(np.float32).view(np.uint32)
+    return items if base.itemsize == 4 else (items >> 16).astype(np.uint16)
+
+
+def changed(base: Array, kind: str, share: float, seed: int) -> Array:
+    """The base with this share of its items moved a little or far, made special, or replaced."""
+    draw = np.random.default_rng(seed)
+    if kind == "cast" and base.itemsize in SPECIAL:
+        return trained(base, draw, 1e-4 * 0.01 ** (1 - share))
+    hit = draw.random(base.size) < share
+    if kind in ("steps", "leaps"):
+        reach = 2 if kind == "steps" else 100_000
+        moved = base + draw.integers(-reach, reach + 1, base.size).astype(f"i{base.itemsize}").view(base.dtype)
+    elif kind == "special" and base.itemsize in SPECIAL:
+        moved = draw.choice(np.array(SPECIAL[base.itemsize], base.dtype), base.size)
+    else:
+        moved = draw.integers(0, 256, base.nbytes, dtype=np.uint8).view(base.dtype)
+    return np.where(hit, moved, base)
+
+
+@st.composite
+def changes(draw: st.DrawFn) -> tuple[Array, Array]:
+    seed, base = draw(st.integers(0, 1 << 32)), drawn(draw(st.integers(0, 1 << 32)), draw(widths), draw(sizes))
+    return base, changed(base, draw(st.sampled_from(KINDS)), draw(shares), seed)
+
+
+@settings(max_examples=100, deadline=None)
+@given(changes(), st.booleans())
+def test_a_record_makes_the_target_of_the_base(change: tuple[Array, Array], idempotent: bool) -> None:
+    base, target = change
+    record = encode_items(base, target, idempotent)
+    assert len(record) <= target.nbytes + 1
+    for start in (base, target) if idempotent else (base,):
+        shadow = start.copy()
+        reader = Reader(memoryview(record))
+        apply_items(reader, shadow)
+        reader.end()
+        assert shadow.tobytes() == target.tobytes()
+
+
+@settings(max_examples=150, deadline=None)
+@given(changes(), st.data())
+def test_a_damaged_record_is_refused_or_read_within_bounds(change: tuple[Array, Array], data: st.DataObject) -> None:
+    """No other error, and nothing written outside of the items: what came out wrong is the digest's to find."""
+    base, target = change
+    record = bytearray(encode_items(base, target))
+    for _ in range(data.draw(st.integers(1, 4))):
+        near_start = data.draw(st.booleans())
+        record[data.draw(st.integers(0, min(len(record), 40) - 1 if near_start else len(record) - 1))] = data.draw(
+            st.integers(0, 255)
+        )
+    cut_at = data.draw(st.one_of(st.just(len(record)), st.integers(0, len(record))))
+    room = np.zeros(base.size + 16, base.dtype)
+    shadow = room[8 : 8 + base.size]
+    shadow[:] = base
+    assert outcome(lambda: apply_items(Reader(memoryview(bytes(record[:cut_at]))), shadow)) in (None, "corrupt")
+    assert not room[:8].any()
+    assert not room[8 + base.size :].any()
+
+
+def outcome(work: Callable[[], Any]) -> Any:
+    """What the work gives back, or the reason that a peer is blamed for; any other error is a failure."""
+    try:
+        return work()
+    except PeerError as error:
+        return error.reason
+
+
+tensor_names = st.sampled_from(["embed", "layers.0.q", "layers.0.norm", "layers.1.q", "head", "ü"])
+shapes = st.lists(st.integers(0, 6), max_size=4).map(tuple)
+
+
+@st.composite
+def contents(draw: st.DrawFn) -> dict[str, TensorBytes]:
+    found = {}
+    for name in draw(st.sets(tensor_names)):
+        dtype, shape = draw(st.sampled_from(sorted(ITEM_BYTES))), draw(shapes)
+        items = drawn(draw(st.integers(0, 1 << 32)), ITEM_BYTES[dtype], int(np.prod(shape)))
+        found[name] = TensorBytes(dtype, shape, items.tobytes())
+    return found
+
+
+@st.composite
+def histories(draw: st.DrawFn, length: int) -> list[Snapshot]:
+    """Versions of a model: most tensors change a little, some come, go, or change their dtype or shape; so do files."""
+    tensors, found = draw(contents()), []
+    for version in range(1, length + 1):
+        for name in draw(st.sets(st.sampled_from(sorted(tensors)))) if tensors else ():
+            tensor = tensors[name]
+            items = np.frombuffer(tensor.data, UNSIGNED[ITEM_BYTES[tensor.dtype]])
+            moved = changed(items, draw(st.sampled_from(KINDS)), draw(shares), draw(st.integers(0, 1 << 32)))
+            tensors[name] = replace(tensor, data=moved.tobytes())
+        if draw(st.integers(0, 3)) == 0:
+            tensors = {**tensors, **draw(contents())}
+        if tensors and draw(st.integers(0, 3)) == 0:
+            del tensors[draw(st.sampled_from(sorted(tensors)))]
+        files = {"config.json": b"{}", "tokenizer.json": draw(st.sampled_from([b"t" * 99, b"u" * 99, b""]))}
+        found.append(Snapshot(SnapshotRef(1, version), dict(tensors), files))
+    return found
+
+
+def plain(snapshot: Snapshot) -> tuple[object, ...]:
+    tensors = {name: (t.dtype, tuple(t.shape), bytes(t.data)) for name, t in snapshot.tensors.items()}
+    return snapshot.ref, tensors, dict(snapshot.files)
+
+
+def through(base: Snapshot, target: Snapshot) -> Snapshot:
+    """The target as somebody gets it who has the base: by a delta, or whole where there is none."""
+    encoded = encode_delta(base, target, chunk_bytes=64)
+    if encoded is None:
+        return target
+    manifest, chunks = encoded
+    full = encode(target.ref, target.tensors, target.files)[0]
+    assert manifest.total_bytes < full.total_bytes
+    assert manifest.digest == full.digest
+    return apply_delta(manifest, base, chunks.__getitem__)
+
+
+@settings(max_examples=60, deadline=None)
+@given(histories(4))
+def test_deltas_one_after_the_other_come_to_the_same_as_one_over_all(history: list[Snapshot]) -> None:
+    reached = history[0]
+    for target in history[1:]:
+        reached = through(reached, target)
+        assert plain(reached) == plain(target)
+    assert plain(through(history[0], history[-1])) == plain(reached)
+
+
+@settings(max_examples=60, deadline=None)
+@given(histories(2), st.data())
+def test_a_damaged_stream_never_gives_a_wrong_snapshot(history: list[Snapshot], data: st.DataObject) -> None:
+    """Damage that a liar has given the right chunk hashes: only the digest of the content is left to tell."""
+    base, target = history
+    encoded = encode_delta(base, target)
+    if encoded is None or not encoded[0].total_bytes:
+        return
+    manifest, chunks = encoded
+    stream = bytearray(b"".join(chunks[entry.hash] for entry in manifest.chunks[manifest.num_file_chunks :]))
+    if not stream:
+        return
+    for _ in range(data.draw(st.integers(1, 3))):
+        stream[data.draw(st.integers(0, len(stream) - 1))] = data.draw(st.integers(0, 255))
+    hash_ = blake3(stream).digest()
+    kept = manifest.chunks[: manifest.num_file_chunks]
+    other = replace(manifest, chunks=(*kept, ChunkEntry(hash_, len(stream))))
+    result = outcome(lambda: apply_delta(other, base, {**chunks, hash_: memoryview(bytes(stream))}.__getitem__))
+    assert result == "corrupt" or plain(result) == plain(target)
+
+
+@settings(max_examples=40, deadline=None)
+@given(histories(5), st.data())
+def test_a_store_that_was_told_what_to_keep_can_load_it(
+    tmp_path_factory: pytest.TempPathFactory, history: list[Snapshot], data: st.DataObject
+) -> None:
+    store = ChunkStore(tmp_path_factory.mktemp("store"))
+    for position, target in enumerate(history):
+        bases = [] if position == 0 else data.draw(st.sets(st.integers(0, position - 1)))
+        encoded = [encode_delta(history[number], target, chunk_bytes=64) for number in bases]
+        wanted = [one for one in encoded if one is not None]
+        if not wanted or data.draw(st.booleans()):
+            wanted.append(encode(target.ref, target.tensors, target.files, chunk_bytes=64))
+        for manifest, chunks in wanted:
+            for hash_, chunk in chunks.items():
+                store.put(hash_, chunk)
+            store.put_manifest(manifest)
+    kept = data.draw(st.lists(st.sampled_from(store.manifests()), min_size=1, unique=True))
+    store.retain(kept)
+    store = ChunkStore(store.directory)
+    for manifest in kept:
+        assert plain(store.load(manifest.ref)) == plain(history[manifest.version - 1])
