@@ -1,4 +1,4 @@
-"""A tiny random Qwen3 and random rollout groups for the learner's tests."""
+"""A tiny random Qwen3, random rollout groups and what a trainer made of them, for the learner's tests."""
 
 from __future__ import annotations
 
@@ -12,9 +12,11 @@ from typing import Any
 import torch
 
 from echo2.learner.model import Policy
+from echo2.learner.trainer import Trainer, TrainerOptions
 from echo2.types import GroupRef, Rollout, RolloutGroup
 
 VOCAB = 13
+SMALL_LR = {"lr": 1e-3, "ess_scaling": False}
 
 
 def tiny_module(
@@ -107,3 +109,28 @@ def random_group(rng: random.Random, number: int, samples: int = 4, longest: int
         )
     prompt = [rng.randrange(VOCAB) for _ in range(rng.randint(1, 5))]
     return group(number, prompt, rollouts)
+
+
+def gradients(trainer: Trainer) -> torch.Tensor:
+    grads = [p.grad if p.grad is not None else torch.zeros_like(p) for p in trainer.policy.module.parameters()]
+    return torch.cat([grad.flatten() for grad in grads])
+
+
+def gradient_of(calls: list[list[RolloutGroup]], **options: Any) -> torch.Tensor:
+    trainer = Trainer(tiny_policy(), TrainerOptions(**options))
+    for call in calls:
+        trainer.forward_backward(call)
+    return gradients(trainer)
+
+
+def weights(trainer: Trainer) -> dict[str, bytes]:
+    return {name: bytes(tensor.data) for name, tensor in trainer.policy.tensors().items()}
+
+
+def steps(trainer: Trainer, versions: range) -> None:
+    for version in versions:
+        rng = random.Random(version)
+        groups = [random_group(rng, number) for number in range(4)]
+        trainer.forward_backward(groups[:2])
+        trainer.forward_backward(groups[2:])
+        trainer.optim_step()

@@ -21,16 +21,16 @@ from echo2.errors import InvariantError, LinkError, PeerError, UserError
 from echo2.learner import checkpoint
 from echo2.learner.head_client import LearnerInfo
 from echo2.learner.loop import LoopOptions, resume, run_learner
-from echo2.learner.losses import LossStats
+from echo2.learner.loss_stats import LossStats
 from echo2.learner.model import load_policy
+from echo2.learner.publication import PublishOptions
 from echo2.learner.session import HeadSession
 from echo2.learner.step_meter import StepMeter
 from echo2.learner.trainer import StepStats, Trainer, TrainerOptions
 from echo2.transport import messages
 from echo2.transport import wire_pb2 as wire
-from echo2.types import RolloutGroup
-from echo2.weights.codec import decode
-from echo2.weights.snapshot import Manifest
+from echo2.types import PayloadId, RolloutGroup, Snapshot, SnapshotRef
+from echo2.weights import Manifest, apply_delta, decode
 from learner_cases import model_directory, random_group, tiny_policy
 
 GROUPS_PER_STEP = 3
@@ -62,6 +62,9 @@ class ScriptedHead:
         self.fed: dict[int, set[int]] = {}
         self.chunks: dict[bytes, bytes] = {}
         self.published: dict[int, Manifest] = {}
+        self.payloads: list[str] = []
+        self.snapshots: dict[SnapshotRef, Snapshot] = {}
+        self.refuses_delta: Callable[[PayloadId], str] = lambda payload: ""
         self.log: list[str] = []
         self.counts: dict[str, int] = {}
         self.metrics: dict[int, dict[str, Any]] = {}
@@ -129,8 +132,12 @@ class ScriptedHead:
         return wire.Empty()
 
     def _OfferSnapshot(self, request: wire.PublishRequest) -> wire.MissingChunks:
-        hashes = Manifest.from_bytes(request.manifest).hashes
-        return wire.MissingChunks(hashes=[name for name in hashes if name not in self.chunks])
+        manifest = Manifest.from_bytes(request.delta or request.manifest)
+        if manifest.base is not None:
+            refusal = self.refuses_delta(manifest.payload) or ("" if manifest.base in self.snapshots else "base")
+            if refusal:
+                raise PeerError(refusal, "send the whole")
+        return wire.MissingChunks(hashes=[name for name in manifest.hashes if name not in self.chunks])
 
     def _PutChunk(self, request: wire.Chunk) -> wire.Empty:
         self.chunks[request.hash] = request.data
@@ -139,7 +146,14 @@ class ScriptedHead:
     def _Publish(self, request: wire.PublishRequest) -> wire.Empty:
         assert request.version <= self.version, "published before its step was recorded"
         if request.lineage == self.lineage:
-            self.published[request.version] = Manifest.from_bytes(request.manifest)
+            manifest = Manifest.from_bytes(request.delta or request.manifest)
+            self.published[request.version] = manifest
+            self.payloads.append(str(manifest.payload))
+            if manifest.base is None:
+                self.snapshots[manifest.ref] = decode(manifest, lambda name: self.chunks[name])
+            else:
+                base = self.snapshots[manifest.base]
+                self.snapshots[manifest.ref] = apply_delta(manifest, base, lambda name: self.chunks[name])
             self.log.append(f"published {request.version}")
         return wire.Empty()
 
@@ -160,7 +174,8 @@ def run(head: ScriptedHead, trainer: Trainer, root: Path, **options: Any) -> str
 
     resumed = resume(trainer, root)
     info = LearnerInfo("cpu", trainer.policy.vocab_size, resumed)
-    session = HeadSession(connect, trainer.version, info, patience_seconds=options.pop("patience_seconds", 20.0))
+    patience, publishing = options.pop("patience_seconds", 20.0), options.pop("publishing", None)
+    session = HeadSession(connect, trainer.version, info, patience_seconds=patience, publishing=publishing)
     try:
         return run_learner(trainer, session, LoopOptions(root, groups_per_microbatch=MICROBATCH, **options))
     finally:
@@ -193,10 +208,82 @@ def test_five_steps(tmp_path: Path, undisturbed: dict[str, bytes]) -> None:
     assert checkpoint.read_progress(tmp_path / "step_5") == checkpoint.Progress(5, 1, 15)
     for event in ("checkpoint 2", "published 2"):
         assert head.log.index("trained 1") < head.log.index(event)
-    snapshot = decode(head.published[5], lambda name: head.chunks[name])
+    snapshot = head.snapshots[SnapshotRef(1, 5)]
     assert {name: bytes(tensor.data) for name, tensor in snapshot.tensors.items()} == {
         name: bytes(tensor.data) for name, tensor in trainer.policy.tensors(torch.float32).items()
     }
+
+
+def bf16_trainer() -> Trainer:
+    return Trainer(tiny_policy(), dataclasses.replace(OPTIONS, lr=1e-5, snapshot_dtype="bfloat16"))
+
+
+def test_what_changed_is_published_and_now_and_then_the_whole(tmp_path: Path) -> None:
+    head, trainer = ScriptedHead(), bf16_trainer()
+    run(head, trainer, tmp_path, publishing=PublishOptions(deltas=True, anchor_every=3))
+    deltas = [f"1.{version} over 1.{version - 1}" for version in range(1, 6)]
+    assert head.payloads == ["1.0", *deltas[:3], "1.3", *deltas[3:]]
+    assert content(head.snapshots[SnapshotRef(1, 5)]) == content(trainer)
+
+
+def test_without_deltas_every_publication_is_whole(tmp_path: Path) -> None:
+    head = ScriptedHead()
+    run(head, bf16_trainer(), tmp_path, publishing=PublishOptions(deltas=False))
+    assert head.payloads == [f"1.{version}" for version in range(6)]
+
+
+@pytest.mark.parametrize("word", ["base", "corrupt"])
+def test_a_delta_that_the_head_cannot_use_goes_whole(word: str, tmp_path: Path) -> None:
+    head, trainer = ScriptedHead(), bf16_trainer()
+    head.refuses_delta = lambda payload: word if payload.ref.version == 3 else ""
+    run(head, trainer, tmp_path)
+    assert head.payloads == ["1.0", "1.1 over 1.0", "1.2 over 1.1", "1.3", "1.4 over 1.3", "1.5 over 1.4"]
+    assert content(head.snapshots[SnapshotRef(1, 5)]) == content(trainer)
+
+
+def test_a_learner_that_resumes_publishes_the_whole_first(tmp_path: Path) -> None:
+    model = str(model_directory(tmp_path / "model"))
+    head = ScriptedHead(max_steps=3)
+    run(head, Trainer(load_policy(model, "float32", "cpu"), OPTIONS), tmp_path / "run", checkpoint_every=2)
+    head.max_steps = 5
+    run(head, Trainer(load_policy(model, "float32", "cpu"), OPTIONS), tmp_path / "run", checkpoint_every=2)
+    assert [payload for payload in head.payloads if "over" not in payload] == ["1.0", "1.4"]
+
+
+def test_training_does_not_wait_for_a_publication(tmp_path: Path) -> None:
+    """The head takes its time over version 2: step 2 is trained meanwhile, and only version 3 has to wait."""
+    trained_meanwhile: list[int] = []
+
+    def fault(head: ScriptedHead, moment: str, count: int) -> None:
+        if moment == "after:ReportStep" and head.version == 3:
+            trained_meanwhile.append(len(head.payloads))
+
+    head = SlowHead(fault=fault)
+    run(head, bf16_trainer(), tmp_path, checkpoint_every=1)
+    assert trained_meanwhile == [2], "step 2 was recorded while version 2 was still on its way"
+    assert sorted(head.published) == list(range(6))
+    assert head.metrics[2]["time/publish_wait"] >= 0.0
+
+
+class SlowHead(ScriptedHead):
+    """It holds its answer to the publication of version 2 back until step 2 is recorded."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self._step_2 = asyncio.Event()
+
+    async def call(self, method: str, request: Any, timeout_seconds: float) -> Any:
+        if method == "Publish" and request.version == 2:
+            await self._step_2.wait()
+        answer = await super().call(method, request, timeout_seconds)
+        if self.version == 3:
+            self._step_2.set()
+        return answer
+
+
+def content(of: Trainer | Snapshot) -> dict[str, bytes]:
+    tensors = of.tensors if isinstance(of, Snapshot) else of.save_weights_for_sampler()[0]
+    return {name: bytes(memoryview(tensor.data)) for name, tensor in tensors.items()}
 
 
 def test_metrics_of_a_step(tmp_path: Path) -> None:
@@ -208,7 +295,7 @@ def test_metrics_of_a_step(tmp_path: Path) -> None:
     lengths = [len(r.tokens) for g in step_groups(0) for r in g.rollouts]
     assert row["completions/mean_length"] == pytest.approx(sum(lengths) / len(lengths))
     assert row["off_policy/max"] == 0
-    parts = sum(row[f"time/{part}"] for part in ("wait_for_batch", "train", "publish", "checkpoint"))
+    parts = sum(row[f"time/{part}"] for part in ("wait_for_batch", "train", "publish", "publish_wait", "checkpoint"))
     assert 0 < parts <= row["time/step"] + 1e-9
     assert 0 <= row["learner/idle_ratio"] <= 1
     named = {"reward/std", "reward/frac_zero_std", "mismatch_kl/mean", "mismatch/abs_log_ratio", "ess", "optim/lr"}

@@ -1,10 +1,12 @@
-"""Advantages, losses and logprobs against values worked out by hand in float64, and against finite differences."""
+"""Advantages and losses against values worked out by hand in float64, and against finite differences."""
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable
+import re
+from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,27 +14,53 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from echo2.errors import InvariantError
+from echo2 import config
+from echo2.errors import InvariantError, UserError
 from echo2.learner.advantages import group_advantages
-from echo2.learner.losses import KL_WEIGHT, LossStats, LossTokens, dppo, ppo
+from echo2.learner.loss_stats import LossStats, measure
+from echo2.learner.losses import LOSSES, LossTokens, make_loss, second_moment_cut
+from echo2.learner.reference import token_kl
+
+DOCS = Path(__file__).resolve().parents[2] / "docs" / "losses.md"
 
 
-def tokens_of(behaviour: list[float], advantage: list[float], sequence: list[int]) -> LossTokens:
+def tokens_of(
+    behaviour: Sequence[float],
+    advantage: Sequence[float],
+    sequence: Sequence[int] | None = None,
+    lag: Sequence[int] | None = None,
+    memory: float | None = None,
+) -> LossTokens:
+    sequence = sequence or [0] * len(behaviour)
     return LossTokens(
         torch.tensor(behaviour, dtype=torch.float64),
         torch.tensor(advantage, dtype=torch.float64),
         torch.tensor(sequence),
-        max(sequence) + 1,
+        torch.tensor(lag or [0] * len(behaviour)),
+        torch.zeros(max(sequence) + 1, dtype=torch.int64),
+        memory=memory,
     )
 
 
-def gradient(
-    loss: Callable[[Tensor, LossTokens], tuple[Tensor, LossStats]], logp: Tensor, tokens: LossTokens
-) -> Tensor:
+def ratios(values: Sequence[float], advantage: Sequence[float], **rest: object) -> tuple[Tensor, LossTokens]:
+    """Logprobs with these ratios to behaviour logprobs of -3."""
+    logp = torch.tensor(values, dtype=torch.float64).log() - 3.0
+    return logp, tokens_of([-3.0] * len(values), advantage, **rest)  # type: ignore[arg-type]
+
+
+def evaluate(
+    name: str, logp: Tensor, tokens: LossTokens, **params: float
+) -> tuple[list[float], LossStats, list[float]]:
+    """Token losses, statistics and the gradient of the sum."""
     leaf = logp.clone().requires_grad_()
-    value, _ = loss(leaf, tokens)
-    (grad,) = torch.autograd.grad(value, leaf)
-    return grad
+    found = make_loss(name, params)(leaf, tokens)
+    (grad,) = torch.autograd.grad(found.loss_n.sum(), leaf)
+    stats = measure(found.loss_n.detach().sum(), logp, tokens, found, None)
+    return found.loss_n.tolist(), stats, grad.tolist()
+
+
+def close(values: Sequence[float]) -> object:
+    return pytest.approx(list(values), abs=1e-12)
 
 
 def test_advantages_by_hand() -> None:
@@ -41,6 +69,12 @@ def test_advantages_by_hand() -> None:
     assert group_advantages(rewards, "rloo") == pytest.approx((0.0, -1.25, -1.25, 0.0, 2.5), abs=1e-15)
     std = math.sqrt(1.5)
     assert group_advantages(rewards, "grpo") == pytest.approx([a / (std + 1e-6) for a in (0, -1, -1, 0, 2)], abs=1e-15)
+
+
+def test_rloo_is_the_reward_minus_the_mean_of_the_others() -> None:
+    rewards = [0.5, 2.0, -1.0, 7.0]
+    others = [(sum(rewards) - reward) / 3 for reward in rewards]
+    assert group_advantages(rewards, "rloo") == pytest.approx([r - o for r, o in zip(rewards, others, strict=True)])
 
 
 @pytest.mark.parametrize("kind", ["grpo", "dr_grpo", "rloo"])
@@ -64,16 +98,16 @@ def test_advantages_always_sum_to_zero_and_keep_the_order(rewards: list[float], 
 
 def test_ppo_by_hand() -> None:
     # r = 1.5 (clipped at 1.28, A = 2), 0.5 (clipped at 0.8, A = -1), 1.1 (inside, A = 1), 1.5 with A = -1 (not clipped)
-    logp = torch.tensor([1.5, 0.5, 1.1, 1.5], dtype=torch.float64).log() - 3.0
-    tokens = tokens_of([-3.0] * 4, [2.0, -1.0, 1.0, -1.0], [0, 0, 1, 1])
-    value, stats = ppo(0.2, 0.28)(logp, tokens)
-    assert float(value) == pytest.approx(-2.56 + 0.8 - 1.1 + 1.5, abs=1e-12)
-    assert gradient(ppo(0.2, 0.28), logp, tokens).tolist() == pytest.approx([0.0, 0.0, -1.1, 1.5], abs=1e-12)
+    logp, tokens = ratios([1.5, 0.5, 1.1, 1.5], [2.0, -1.0, 1.0, -1.0], sequence=[0, 0, 1, 1])
+    losses, stats, grad = evaluate("ppo", logp, tokens)
+    assert losses == close([-2.56, 0.8, -1.1, 1.5])
+    assert grad == close([0.0, 0.0, -1.1, 1.5])
     assert (stats.dropped_positive, stats.dropped_negative) == (1, 1)
     assert stats.ratio_max == pytest.approx(1.5)
     assert stats.weight == pytest.approx(1.5 * 0.5 + 1.1 * 1.5)
     assert stats.weight_squared == pytest.approx(0.75**2 + 1.65**2)
     assert stats.k3 == pytest.approx(sum(r - 1 - math.log(r) for r in (1.5, 0.5, 1.1, 1.5)))
+    assert stats.k3_max == pytest.approx(0.5 - 1 - math.log(0.5))
     assert stats.abs_log_ratio == pytest.approx(sum(abs(math.log(r)) for r in (1.5, 0.5, 1.1, 1.5)))
 
 
@@ -82,83 +116,239 @@ def test_dppo_by_hand() -> None:
     pi = [0.75, 0.25, 0.75, 0.6, 0.19, 0.00005]
     advantage = [1.0, -1.0, -1.0, 1.0, 1.0, 1.0]
     #            dropped, dropped, kept, kept, capped at r = 10, vetoed (r = 5.6e-5 < 1e-4)
-    sequence = [0, 0, 0, 0, 1, 2]
-    tokens = tokens_of([math.log(m) for m in mu], advantage, sequence)
+    tokens = tokens_of([math.log(m) for m in mu], advantage, [0, 0, 0, 0, 1, 2])
     logp = torch.tensor(pi, dtype=torch.float64).log()
     log_ratio = [math.log(p / m) for p, m in zip(pi, mu, strict=True)]
     weight = [0.0, 0.0, -1.5, 1.2, 10.0, 0.0]
     alive = [1, 1, 1, 1, 1, 0]
-    expected = sum(
-        a * KL_WEIGHT * lr**2 - w * math.log(p) for a, lr, w, p in zip(alive, log_ratio, weight, pi, strict=True)
+    losses, stats, grad = evaluate("dppo", logp, tokens)
+    assert losses == close(
+        [a * 1e-3 * lr**2 - w * math.log(p) for a, lr, w, p in zip(alive, log_ratio, weight, pi, strict=True)]
     )
-    value, stats = dppo(logp, tokens)
-    assert float(value) == pytest.approx(expected, abs=1e-12)
-    slopes = [a * 2 * KL_WEIGHT * lr - w for a, lr, w in zip(alive, log_ratio, weight, strict=True)]
-    assert gradient(dppo, logp, tokens).tolist() == pytest.approx(slopes, abs=1e-12)
+    assert grad == close([a * 2e-3 * lr - w for a, lr, w in zip(alive, log_ratio, weight, strict=True)])
     assert (stats.dropped_positive, stats.dropped_negative, stats.capped, stats.vetoed_sequences) == (1, 1, 1, 1)
 
 
 def test_veto_takes_the_whole_sequence_and_no_other() -> None:
     tokens = tokens_of([-0.1, -0.1, -1.0], [1.0, 1.0, 1.0], [0, 0, 1])
-    grad = gradient(dppo, torch.tensor([-12.0, -0.2, -1.0], dtype=torch.float64), tokens)
-    assert grad[:2].tolist() == [0.0, 0.0]
-    assert float(grad[2]) == pytest.approx(-1.0)
+    _, _, grad = evaluate("dppo", torch.tensor([-12.0, -0.2, -1.0], dtype=torch.float64), tokens)
+    assert grad[:2] == [0.0, 0.0]
+    assert grad[2] == pytest.approx(-1.0)
+
+
+def test_decoupled_by_hand() -> None:
+    # lag 4: w = r^.75, u = r^.25.  r = 2: u = 1.19 inside.  r = .1, A < 0: u = .56, clipped at .8
+    # lag 1 and 0: w = 1, u = r = 1.5, clipped at 1.28.  lag 5, r = 16: w = 16^.8 = 9.2 > 5, dropped
+    logp, tokens = ratios([2.0, 0.1, 1.5, 1.5, 16.0], [1.0, -1.0, 2.0, 2.0, -1.0], lag=[4, 4, 1, 0, 5])
+    losses, stats, grad = evaluate("decoupled", logp, tokens)
+    assert losses == close([-2.0, 0.1**0.75 * 0.8, -2.56, -2.56, 0.0])
+    assert grad == close([-2.0, 0.0, 0.0, 0.0, 0.0])
+    assert (stats.dropped_positive, stats.dropped_negative) == (2, 2)
+
+
+@given(st.lists(st.tuples(st.floats(-5, -0.01), st.floats(-5, -0.01), st.floats(-2, 2)), min_size=1, max_size=8))
+@settings(max_examples=30, deadline=None)
+def test_decoupled_is_ppo_on_data_of_the_last_version(rows: list[tuple[float, float, float]]) -> None:
+    logp = torch.tensor([row[0] for row in rows], dtype=torch.float64)
+    tokens = tokens_of([row[1] for row in rows], [row[2] for row in rows], lag=[1] * len(rows))
+    expected, _, slope = evaluate("ppo", logp, tokens)
+    losses, _, grad = evaluate("decoupled", logp, tokens)
+    assert losses == close(expected)
+    assert grad == close(slope)
+
+
+def test_tis_by_hand() -> None:
+    logp, tokens = ratios([1.5, 3.0, 0.1], [2.0, 1.0, -1.0])
+    losses, stats, grad = evaluate("tis", logp, tokens)
+    assert losses == close(
+        [-w * a * p for w, a, p in zip([1.5, 2.0, 0.1], [2.0, 1.0, -1.0], logp.tolist(), strict=True)]
+    )
+    assert grad == close([-3.0, -2.0, 0.1])
+    assert (stats.capped, stats.dropped_positive, stats.dropped_negative) == (1, 0, 0)
+
+
+def test_icepop_by_hand() -> None:
+    logp, tokens = ratios([0.4, 0.6, 4.9, 5.1, 5.1], [1.0, 1.0, -1.0, 1.0, -1.0])
+    losses, stats, grad = evaluate("icepop", logp, tokens)
+    assert grad == close([0.0, -0.6, 4.9, 0.0, 0.0])
+    assert losses[1:3] == close([-0.6 * float(logp[1]), 4.9 * float(logp[2])])
+    assert (stats.dropped_positive, stats.dropped_negative) == (2, 1)
+    _, wider, _ = evaluate("icepop", logp, tokens, low=0.125, high=8.0)
+    assert wider.dropped_positive + wider.dropped_negative == 0
+
+
+def test_cispo_by_hand() -> None:
+    logp, tokens = ratios([0.1, 1.2, 6.0], [1.0, -1.0, 2.0])
+    _, stats, grad = evaluate("cispo", logp, tokens)
+    assert grad == close([-0.1, 1.2, -10.0])
+    assert (stats.capped, stats.dropped_positive, stats.dropped_negative) == (1, 0, 0)
+    _, stats, grad = evaluate("cispo", logp, tokens, floor=0.5, cap=3.0)
+    assert grad == close([-0.5, 1.2, -6.0])
+    assert stats.capped == 2
+
+
+def test_gspo_by_hand() -> None:
+    # means of l: 3e-4 with A = 1 (inside), 5e-4 with A = 1 (above 4e-4), -4e-4 with A = -1 (below -3e-4)
+    log_ratio = [0.0002, 0.0004, 0.001, 0.0, -0.0004]
+    logp = torch.tensor(log_ratio, dtype=torch.float64) - 3.0
+    tokens = tokens_of([-3.0] * 5, [1.0, 1.0, 1.0, 1.0, -1.0], [0, 0, 1, 1, 2])
+    losses, stats, grad = evaluate("gspo", logp, tokens)
+    inside = math.exp(3e-4)
+    assert losses == close([-inside, -inside, -1.0004, -1.0004, 0.9997])
+    assert grad == close([-inside, -inside, 0.0, 0.0, 0.0])
+    assert (stats.dropped_positive, stats.dropped_negative) == (2, 1)
+
+
+def test_gspo_over_the_length_has_the_gradient_of_the_sequence_ratio() -> None:
+    """Finite differences of -A exp(mean l), the paper's sequence loss inside the clip."""
+    logp, tokens = ratios([1.1, 0.9, 1.3], [1.5] * 3)
+    _, _, grad = evaluate("gspo", logp, tokens, clip_low=0.5, clip_high=0.5)
+    for index in range(3):
+        nudge = torch.zeros_like(logp)
+        nudge[index] = 1e-6
+        above, below = (-1.5 * (logp + sign * nudge + 3.0).mean().exp() for sign in (1, -1))
+        assert grad[index] / 3 == pytest.approx(float(above - below) / 2e-6, rel=1e-6)
+
+
+def test_m2po_by_hand() -> None:
+    # cut 1/4: bounds exp(-1/2) and exp(1/2)
+    logs, advantage = [0.4, 0.6, -0.6, 0.6, -0.6], [1.0, 1.0, -1.0, -1.0, 1.0]
+    logp, tokens = ratios([math.exp(value) for value in logs], advantage, memory=0.25)
+    losses, stats, grad = evaluate("m2po", logp, tokens)
+    assert losses == close([-math.exp(0.4), -math.exp(0.5), math.exp(-0.5), math.exp(0.6), -math.exp(-0.6)])
+    assert grad == close([-math.exp(0.4), 0.0, 0.0, math.exp(0.6), -math.exp(-0.6)])
+    assert (stats.dropped_positive, stats.dropped_negative) == (1, 1)
+    # nothing is known of a step before: exp(+-0.2) would be narrower than 0.7 and 1.5
+    logp, tokens = ratios([1.4, 1.6, 0.75, 0.65], [1.0, 1.0, -1.0, -1.0])
+    assert evaluate("m2po", logp, tokens)[2] == close([-1.4, 0.0, 0.75, 0.0])
+
+
+def test_second_moment_cut_by_hand() -> None:
+    # l^2 of those moved the way A points: .01 .04 .09 1.  .01 + .04 + 2 * .055 = 4 * .04;  .14 + .66 = 4 * .2
+    log_ratio = torch.tensor([1.0, 0.1, 0.3, -0.2, -5.0, 5.0, 5.0], dtype=torch.float64)
+    advantage = torch.tensor([1.0, 0.5, 2.0, -3.0, 1.0, -1.0, 0.0], dtype=torch.float64)
+    budgets = (0.04, 0.2, 0.5, 0.001)
+    cuts = [second_moment_cut(log_ratio, advantage, {"second_moment": budget}) for budget in budgets]
+    assert cuts == close([0.055, 0.66, 400.0, 0.001])
+    assert second_moment_cut(log_ratio[4:], advantage[4:], {"second_moment": 0.04}) == 400.0
+
+
+@given(st.lists(st.floats(0.01, 5.0), min_size=1, max_size=20), st.floats(0.001, 5.0))
+def test_second_moment_after_the_cut_is_the_budget(values: list[float], budget: float) -> None:
+    log_ratio = torch.tensor(values, dtype=torch.float64)
+    cut = second_moment_cut(log_ratio, torch.ones_like(log_ratio), {"second_moment": budget})
+    mean = float(log_ratio.square().mean())
+    assert float(log_ratio.square().clamp(max=cut).mean()) == pytest.approx(min(mean, budget))
+
+
+def test_none_corrects_nothing() -> None:
+    logp, tokens = ratios([9.0, 0.001, 1.0], [1.0, -2.0, 0.0])
+    losses, stats, grad = evaluate("none", logp, tokens)
+    assert grad == close([-1.0, 2.0, 0.0])
+    assert losses == close([-float(logp[0]), 2.0 * float(logp[1]), 0.0])
+    assert (stats.dropped_positive, stats.dropped_negative, stats.capped) == (0, 0, 0)
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_on_policy_all_losses_are_the_policy_gradient(name: str) -> None:
+    logp = torch.tensor([-0.5, -2.0, -1.0], dtype=torch.float64)
+    _, stats, grad = evaluate(name, logp, tokens_of(logp.tolist(), [1.0, -2.0, 0.5], [0, 0, 1], [0, 3, 9]))
+    assert grad == close([-1.0, 2.0, -0.5])
+    assert stats.dropped_positive + stats.dropped_negative + stats.capped + stats.vetoed_sequences == 0
+    assert stats.ess_ratio == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_absurd_ratios_stay_finite(name: str) -> None:
+    logp = torch.tensor([-0.01, -90.0], dtype=torch.float32)
+    tokens = tokens_of([-90.0, -0.01], [1.0, -1.0], [0, 1], [2, 2])
+    _, stats, grad = evaluate(name, logp, tokens)
+    assert all(math.isfinite(value) for value in (*grad, stats.k3, stats.abs_log_ratio, stats.loss))
 
 
 @given(st.lists(st.tuples(st.floats(-5, -0.01), st.floats(-5, -0.01), st.floats(-2, 2)), min_size=1, max_size=8))
 @settings(max_examples=50, deadline=None)
 def test_ppo_gradient_equals_finite_differences(rows: list[tuple[float, float, float]]) -> None:
     logp = torch.tensor([row[0] for row in rows], dtype=torch.float64)
-    tokens = tokens_of([row[1] for row in rows], [row[2] for row in rows], [0] * len(rows))
+    tokens = tokens_of([row[1] for row in rows], [row[2] for row in rows])
     ratio = (logp - tokens.behaviour_n).exp()
     if bool(((ratio - 0.8).abs() < 1e-4).any() | ((ratio - 1.28).abs() < 1e-4).any()):
         return  # at the kink there is no derivative
-    loss = ppo(0.2, 0.28)
-    grad, step = gradient(loss, logp, tokens), 1e-6
+    _, _, grad = evaluate("ppo", logp, tokens)
     for index in range(len(rows)):
         nudge = torch.zeros_like(logp)
-        nudge[index] = step
-        slope = (loss(logp + nudge, tokens)[0] - loss(logp - nudge, tokens)[0]) / (2 * step)
-        assert float(grad[index]) == pytest.approx(float(slope), rel=1e-5, abs=1e-5)
+        nudge[index] = 1e-6
+        above, below = (sum(evaluate("ppo", logp + sign * nudge, tokens)[0]) for sign in (1, -1))
+        assert grad[index] == pytest.approx((above - below) / 2e-6, rel=1e-5, abs=1e-5)
 
 
 @given(st.lists(st.tuples(st.floats(-5, -0.01), st.floats(-5, -0.01), st.floats(-2, 2)), min_size=1, max_size=8))
 @settings(max_examples=50, deadline=None)
 def test_dppo_gradient_equals_finite_differences_at_frozen_weights(rows: list[tuple[float, float, float]]) -> None:
     logp = torch.tensor([row[0] for row in rows], dtype=torch.float64)
-    tokens = tokens_of([row[1] for row in rows], [row[2] for row in rows], [0] * len(rows))
+    tokens = tokens_of([row[1] for row in rows], [row[2] for row in rows])
     ratio = (logp - tokens.behaviour_n).exp()
     shift = logp.exp() - tokens.behaviour_n.exp()
     dropped = ((tokens.advantage_n > 0) & (shift > 0.2)) | ((tokens.advantage_n < 0) & (shift < -0.2))
     frozen = torch.where(dropped, 0.0, ratio.clamp(max=10.0) * tokens.advantage_n)
 
-    def surrogate(at: Tensor) -> Tensor:
-        return (KL_WEIGHT * (at - tokens.behaviour_n) ** 2 - frozen * at).sum()
+    def surrogate(at: Tensor) -> float:
+        return float((1e-3 * (at - tokens.behaviour_n) ** 2 - frozen * at).sum())
 
-    grad, step = gradient(dppo, logp, tokens), 1e-6
+    _, _, grad = evaluate("dppo", logp, tokens)
     for index in range(len(rows)):
         nudge = torch.zeros_like(logp)
-        nudge[index] = step
-        slope = (surrogate(logp + nudge) - surrogate(logp - nudge)) / (2 * step)
-        assert float(grad[index]) == pytest.approx(float(slope), rel=1e-5, abs=1e-5)
+        nudge[index] = 1e-6
+        slope = (surrogate(logp + nudge) - surrogate(logp - nudge)) / 2e-6
+        assert grad[index] == pytest.approx(slope, rel=1e-5, abs=1e-5)
 
 
-def test_effective_sample_size() -> None:
-    assert LossStats().ess_ratio == 1.0
-    # weights 2 and 1 (log ratios summed over each sequence): (2 + 1)^2 / (2 * (4 + 1))
-    logp = torch.tensor([math.log(4.0), math.log(0.5), 0.0], dtype=torch.float64) - 2.0
-    _, stats = ppo(0.2, 0.28)(logp, tokens_of([-2.0] * 3, [1.0] * 3, [0, 0, 1]))
-    assert stats.ess_ratio == pytest.approx(0.9)
-    _, stats = ppo(0.2, 0.28)(
-        torch.tensor([-0.1, -5.0]), LossTokens(torch.tensor([-50.0, -5.0]), torch.ones(2), torch.tensor([0, 1]), 2)
-    )
-    assert stats.weight == pytest.approx(11.0)  # clamped, not exp(49.9)
+def test_reference_kl_by_hand() -> None:
+    # mu = 1/4, pi = 1/2, rho = 1/8: r = 2, x = log(1/4).  In the vetoed sequence: nothing.
+    leaf = torch.tensor([0.5, 0.5], dtype=torch.float64).log().requires_grad_()
+    tokens = tokens_of([math.log(0.25)] * 2, [1.0, 1.0], [0, 1])
+    rho = torch.tensor([0.125, 0.125], dtype=torch.float64).log()
+    term = token_kl(leaf, rho, tokens, torch.tensor([False, True]))
+    assert term.tolist() == close([2 * (0.25 - 1 + math.log(4)), 0.0])
+    (grad,) = torch.autograd.grad(term.sum(), leaf)
+    assert grad.tolist() == close([2 * math.log(4), 0.0])
 
 
-def test_statistics_stream() -> None:
-    parts = [
-        LossStats(tokens=1, loss=2, ratio_max=3, weight=1, weight_squared=1, sequences=1),
-        LossStats(1, 1, 1, ratio_max=2),
-    ]
-    whole = parts[0] + parts[1]
-    assert (whole.tokens, whole.loss, whole.ratio_max, whole.sequences) == (2, 3, 3, 2)
+def test_reference_kl_has_the_value_and_gradient_of_the_divergence_for_stale_samples_too() -> None:
+    """Its mean over tokens drawn from mu, all four written out, against KL(pi || rho) itself."""
+    logits = torch.tensor([0.3, -0.2, 0.9, -1.0], dtype=torch.float64, requires_grad=True)
+    mu = torch.tensor([0.4, 0.3, 0.2, 0.1], dtype=torch.float64)
+    rho = torch.tensor([0.1, 0.2, 0.3, 0.4], dtype=torch.float64)
+    logp = logits.log_softmax(0)
+    term = token_kl(logp, rho.log(), tokens_of(mu.log().tolist(), [0.0] * 4), torch.tensor([False]))
+    divergence = (logp.exp() * (logp - rho.log())).sum()
+    assert (mu * term).sum().item() == pytest.approx(divergence.item(), abs=1e-12)
+    (found,) = torch.autograd.grad((mu * term).sum(), logits, retain_graph=True)
+    (expected,) = torch.autograd.grad(divergence, logits)
+    assert found.tolist() == close(expected.tolist())
+
+
+def test_what_a_loss_does_not_take_is_refused() -> None:
+    with pytest.raises(UserError, match="expected one of dppo"):
+        make_loss("grpo")
+    with pytest.raises(UserError, match="tis takes cap"):
+        make_loss("tis", {"clip_low": 0.1})
+    with pytest.raises(UserError, match="no parameters"):
+        make_loss("none", {"cap": 2.0})
+    with pytest.raises(UserError, match="low = 6"):
+        make_loss("icepop", {"low": 6.0})
+    with pytest.raises(UserError, match=">= 0"):
+        make_loss("tis", {"cap": math.nan})
+
+
+def test_the_table_the_settings_and_the_docs_name_the_same_losses() -> None:
+    assert {name: set(kind.defaults) for name, kind in LOSSES.items()} == {
+        name: set(params) for name, params in config.LOSS_PARAMS.items()
+    }
+    (choices,) = [plain for _, name, plain, *_ in config.all_fields() if name == "loss"]
+    assert set(choices.__args__) == set(LOSSES)
+    text = DOCS.read_text(encoding="utf-8")
+    for name, kind in LOSSES.items():
+        (section,) = re.findall(rf"^## `{name}`.*?(?=^## )", text, flags=re.MULTILINE | re.DOTALL)
+        for param, value in kind.defaults.items():
+            assert re.search(rf"\b{param} = {value:g}\b", section), f"docs: {name} lacks `{param} = {value:g}`"

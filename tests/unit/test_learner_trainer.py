@@ -21,26 +21,20 @@ from echo2.learner.batch import TrainedGroup, collate
 from echo2.learner.logprobs import token_logprobs
 from echo2.learner.model import Policy, load_policy
 from echo2.learner.trainer import Trainer, TrainerOptions
-from echo2.types import RolloutGroup
-from learner_cases import group, in_float64, model_directory, random_group, rollout, tiny_module, tiny_policy
-
-SMALL_LR = {"lr": 1e-3, "ess_scaling": False}
-
-
-def gradients(trainer: Trainer) -> torch.Tensor:
-    grads = [p.grad if p.grad is not None else torch.zeros_like(p) for p in trainer.policy.module.parameters()]
-    return torch.cat([grad.flatten() for grad in grads])
-
-
-def gradient_of(calls: list[list[RolloutGroup]], **options: Any) -> torch.Tensor:
-    trainer = Trainer(tiny_policy(), TrainerOptions(**options))
-    for call in calls:
-        trainer.forward_backward(call)
-    return gradients(trainer)
-
-
-def weights(trainer: Trainer) -> dict[str, bytes]:
-    return {name: bytes(tensor.data) for name, tensor in trainer.policy.tensors().items()}
+from learner_cases import (
+    SMALL_LR,
+    gradient_of,
+    gradients,
+    group,
+    in_float64,
+    model_directory,
+    random_group,
+    rollout,
+    steps,
+    tiny_module,
+    tiny_policy,
+    weights,
+)
 
 
 @given(st.integers(0, 10**6), st.sampled_from(["dppo", "ppo"]), st.booleans(), st.data())
@@ -260,15 +254,6 @@ def test_snapshot_tensors_hold_tied_weights_once_and_cast() -> None:
     with torch.no_grad():
         policy.module.model.norm.weight.add_(1.0)
     assert bytes(snapshot["model.norm.weight"].data) == kept, "a snapshot must not follow later training"
-
-
-def steps(trainer: Trainer, versions: range) -> None:
-    for version in versions:
-        rng = random.Random(version)
-        groups = [random_group(rng, number) for number in range(4)]
-        trainer.forward_backward(groups[:2])
-        trainer.forward_backward(groups[2:])
-        trainer.optim_step()
 
 
 RESUME = """

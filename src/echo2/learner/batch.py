@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
@@ -38,11 +38,16 @@ MOST_STRIPS_PER_ROW = 8
 
 @dataclass(frozen=True, slots=True)
 class TrainedGroup:
-    """A group cut down to what is trained on: rollouts with at least one loss token, and their advantages."""
+    """A group cut down to what is trained on: rollouts with at least one loss token, and their advantages.
+
+    `version` is the one that is trained: lags count from it. `worker` sampled the group.
+    """
 
     prompt_tokens: Sequence[int]
     rollouts: tuple[Rollout, ...]
     advantages: tuple[float, ...]
+    version: int = 0
+    worker: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +99,9 @@ class Batch:
                 move(loss.behaviour_n.to(dtype)),
                 move(loss.advantage_n.to(dtype)),
                 move(loss.sequence_n),
-                loss.num_sequences,
+                move(loss.lag_n),
+                move(loss.worker_S),
+                loss.workers,
             ),
             None if support is None else Support(move(support.rows_m), move(support.tokens_mW), move(support.valid_mW)),
         )
@@ -114,6 +121,8 @@ class _Strip:
     rollouts: tuple[Rollout, ...]
     losses: tuple[Ints, ...]
     advantages: tuple[float, ...]
+    version: int
+    worker: str
 
 
 def collate(groups: Sequence[TrainedGroup], layout: Layout, pair_cost: float) -> Batch:
@@ -176,6 +185,8 @@ def _prefix_tree(group: TrainedGroup) -> _Strip:
         tuple(group.rollouts[index] for index in order),
         tuple(losses[index] for index in order),
         tuple(group.advantages[index] for index in order),
+        group.version,
+        group.worker,
     )
 
 
@@ -188,7 +199,7 @@ def _common_prefix(left: Ints, right: Ints) -> int:
 def _plain_rows(groups: Sequence[TrainedGroup]) -> list[list[_Strip]]:
     """One row per rollout."""
     return [
-        [_prefix_tree(TrainedGroup(group.prompt_tokens, (rollout,), (advantage,)))]
+        [_prefix_tree(replace(group, rollouts=(rollout,), advantages=(advantage,)))]
         for group in groups
         for rollout, advantage in zip(group.rollouts, group.advantages, strict=True)
     ]
@@ -275,13 +286,26 @@ def _loss_side(strips: Sequence[_Strip]) -> tuple[Tensor, LossTokens, Support | 
     )
     counts = [len(at) for at in losses]
     advantages = [advantage for strip in strips for advantage in strip.advantages]
+    versions = [strip.version for strip in strips for _ in strip.rollouts]
+    lags = [version - _versions(r, at) for version, r, at in zip(versions, rollouts, losses, strict=True)]
+    workers = tuple(sorted({strip.worker for strip in strips}))
+    worker_S = [workers.index(strip.worker) for strip in strips for _ in strip.rollouts]
     loss_tokens = LossTokens(
         torch.from_numpy(behaviour),
         torch.from_numpy(np.repeat(np.asarray(advantages), counts)),
         torch.from_numpy(np.repeat(np.arange(len(rollouts)), counts)),
-        len(rollouts),
+        torch.from_numpy(np.concatenate(lags)),
+        torch.tensor(worker_S),
+        workers,
     )
     return torch.from_numpy(target.astype(np.int64)), loss_tokens, _support(rollouts, losses)
+
+
+def _versions(rollout: Rollout, at: Ints) -> Ints:
+    """The policy version that sampled each of the tokens `at`."""
+    starts, versions = (np.asarray(column, dtype=np.int64) for column in zip(*rollout.version_spans, strict=True))
+    found: Ints = versions[np.searchsorted(starts, at, side="right") - 1]
+    return found
 
 
 def _support(rollouts: Sequence[Rollout], losses: Sequence[Ints]) -> Support | None:

@@ -34,11 +34,14 @@ _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """Where a run stands: completed training steps, lineage, and the position in the task stream."""
+    """Where a run stands: completed training steps, lineage, the position in the task stream, and what the loss keeps
+    of the last step (`LossKind.remember`).
+    """
 
     version: int
     lineage: int = 0
     cursor: int = 0
+    loss_memory: float | None = None
 
 
 def step_directory(root: Path, version: int) -> Path:

@@ -1,17 +1,24 @@
-"""Policy losses that survive stale data, as un-normalised sums over loss tokens.
+"""Policy losses that survive stale data, as un-normalised token losses; one table of all of them, `LOSSES`.
 
-Nothing here divides by a batch size: sums over any split of a step add up to the step's sum, and the trainer divides
-once. Both losses are anchored to the *behaviour* logprobs (the sampler's own); there is no second forward pass.
+Nothing here divides by a batch size or looks beyond the sequences it is given: sums over any split of a step into whole
+sequences add up to the step's sum, and the trainer divides once. All are anchored to the *behaviour* logprobs (the
+sampler's own); there is no second forward pass.
 
 Legend: pi = current policy, mu = behaviour, A = advantage, l = log pi - log mu, r = exp(clamp(l, -20, 20)), sg = no
-gradient.
+gradient. Per token:
 
-    ppo   sum_t -min(r A, clip(r, 1 - clip_low, 1 + clip_high) A)
-    dppo  sum_t -keep * sg(min(r, 10)) * A * log pi  +  1e-3 * l^2
-          keep drops A > 0 with pi - mu > 0.2 and A < 0 with pi - mu < -0.2 (Binary-TV, arXiv 2602.04879)
-          a sequence with any r < 1e-4 is vetoed: it adds nothing, not even the l^2 term
+    dppo       -keep sg(min(r, cap)) A log pi + square l^2,  keep: |pi - mu| bounded on the side that A pushes to
+    ppo        -min(r A, clip(r) A)
+    decoupled  -sg(w [w <= cap]) min(u A, clip(u) A),  u = pi / prox, w = prox / mu, prox between mu and pi by lag
+    tis        -sg(min(r, cap)) A log pi
+    icepop     -sg(r [low <= r <= high]) A log pi
+    cispo      -sg(clip(r, floor, cap)) A log pi
+    gspo       -min(s A, clip(s) A),  s = exp(mean of l over the sequence)
+    m2po       -min(r A, clip(r) A),  bounds: what would have kept the step before at second_moment
+    none       -A log pi: no correction at all, the negative control
 
-Sources and reasons: docs/losses.md.
+Sources and reasons: docs/losses.md. A new loss: one entry in `LOSSES` and its parameters in `config.LOSS_PARAMS`, one
+test by hand, one section in the docs.
 
 Shape suffixes: n = loss tokens of all sequences, flat; S = sequences.
 """
@@ -19,133 +26,253 @@ Shape suffixes: n = loss tokens of all sequences, flat; S = sequences.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from echo2.errors import UserError
+
 LOG_RATIO_LIMIT = 20.0  # exp(20) is still far from overflow in float32
-TV_HIGH = 0.2  # dppo: a favoured token may gain this much probability
-TV_LOW = 0.2  # dppo: a disfavoured token may lose this much
-RATIO_CAP = 10.0  # dppo: largest weight of one token
-VETO_RATIO = 1e-4  # dppo: no honest lag gets here; a sequence with such a token is corrupt
-KL_WEIGHT = 1e-3  # dppo: weight of l^2
+Params = Mapping[str, float]
 
 
 @dataclass(frozen=True, slots=True)
 class LossTokens:
-    """What a loss needs to know about n tokens of S sequences, apart from the policy's logprobs."""
+    """What a loss needs to know about n tokens of S whole sequences, apart from the policy's logprobs.
+
+    behaviour_n  the sampler's logprobs
+    sequence_n   which of the S sequences
+    lag_n        versions between the one that sampled the token and the one that is trained
+    worker_S     which of `workers` sampled the sequence
+    memory       what the loss kept of the step before, for losses that keep something (`LossKind.remember`)
+    """
 
     behaviour_n: Tensor
     advantage_n: Tensor
     sequence_n: Tensor
-    num_sequences: int
+    lag_n: Tensor
+    worker_S: Tensor
+    workers: tuple[str, ...] = ("",)
+    memory: float | None = None
+
+    @property
+    def num_sequences(self) -> int:
+        return len(self.worker_S)
 
 
 @dataclass(frozen=True, slots=True)
-class LossStats:
-    """Sums over loss tokens and sequences (one maximum): `a + b` describes both parts together.
+class TokenLosses:
+    """A loss's answer. `loss_n` carries the gradient; the flags say what became of each token.
 
-    k3 is Schulman's estimate of KL(mu || pi), r - 1 - l. `dropped_*` counts tokens without a policy gradient, by sign
-    of the advantage: masked by dppo, clipped by ppo. `weight*` are sums of the sequences' importance weights and
-    their squares, for the effective sample size.
+    dropped_n  no policy gradient: masked, or on the flat side of a clip
+    capped_n   its weight was cut
+    vetoed_S   the whole sequence adds nothing: it cannot be what an honest lag gives
     """
 
-    tokens: float = 0.0
-    sequences: float = 0.0
-    loss: float = 0.0
-    k3: float = 0.0
-    abs_log_ratio: float = 0.0
-    dropped_positive: float = 0.0
-    dropped_negative: float = 0.0
-    capped: float = 0.0
-    vetoed_sequences: float = 0.0
-    weight: float = 0.0
-    weight_squared: float = 0.0
-    ratio_max: float = 0.0
-
-    def __add__(self, other: LossStats) -> LossStats:
-        merged = {f.name: getattr(self, f.name) + getattr(other, f.name) for f in fields(self)}
-        return LossStats(**merged | {"ratio_max": max(self.ratio_max, other.ratio_max)})
-
-    @property
-    def ess_ratio(self) -> float:
-        """Effective sample size over the number of sequences, (sum w)^2 / (B sum w^2), at most 1; 1 without
-        sequences.
-        """
-        if self.weight_squared == 0.0:
-            return 1.0
-        return min(1.0, self.weight**2 / (self.weight_squared * self.sequences))
+    loss_n: Tensor
+    dropped_n: Tensor
+    capped_n: Tensor
+    vetoed_S: Tensor
 
 
-Loss = Callable[[Tensor, LossTokens], tuple[Tensor, LossStats]]
+LossFunction = Callable[[Tensor, LossTokens, Params], TokenLosses]
 
 
-def dppo(logp_n: Tensor, tokens: LossTokens) -> tuple[Tensor, LossStats]:
-    """Sum of the dppo loss (scalar, with gradient to `logp_n`) and its statistics."""
-    log_ratio_n = logp_n - tokens.behaviour_n
+@dataclass(frozen=True, slots=True)
+class LossKind:
+    """One entry of the table. `defaults` names all parameters.
+
+    `remember` makes of all log ratios and advantages of a step (in no particular order) the number that the next step
+    gets as `LossTokens.memory`: the substitute for statistics of a whole batch, which a streamed step does not have in
+    time.
+    """
+
+    function: LossFunction
+    defaults: Params
+    remember: Callable[[Tensor, Tensor, Params], float] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Loss:
+    """A loss with its parameters set: a pure function of its arguments."""
+
+    kind: LossKind
+    params: Params
+
+    def __call__(self, logp_n: Tensor, tokens: LossTokens) -> TokenLosses:
+        return self.kind.function(logp_n, tokens, self.params)
+
+    def remember(self, log_ratio_n: Tensor, advantage_n: Tensor) -> float | None:
+        """What the next step needs to know of this one."""
+        return None if self.kind.remember is None else self.kind.remember(log_ratio_n, advantage_n, self.params)
+
+
+def make_loss(name: str, params: Params | None = None) -> Loss:
+    """The loss of that name, `params` in place of its defaults.
+
+    Raises:
+        UserError: no such loss or parameter, a value out of bounds, or bounds the wrong way round.
+    """
+    if name not in LOSSES:
+        raise UserError(f"learner.loss = {name!r}: expected one of {', '.join(LOSSES)}.")
+    kind, given = LOSSES[name], dict(params or {})
+    for key, value in given.items():
+        if key not in kind.defaults:
+            raise UserError(f"learner.loss_params.{key}: {name} takes {', '.join(kind.defaults) or 'no parameters'}.")
+        if not math.isfinite(value) or value < 0.0:
+            raise UserError(f"learner.loss_params.{key} = {value}: expected a number >= 0.")
+    values = {**kind.defaults, **given}
+    for low, high in (("low", "high"), ("floor", "cap")):
+        if values.get(low, 0.0) > values.get(high, math.inf):
+            raise UserError(f"learner.loss_params: {low} = {values[low]} is above {high} = {values[high]}.")
+    return Loss(kind, values)
+
+
+def log_ratio(logp_n: Tensor, tokens: LossTokens) -> Tensor:
+    """l, clamped."""
+    return (logp_n - tokens.behaviour_n).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+
+
+def dppo(logp_n: Tensor, tokens: LossTokens, p: Params) -> TokenLosses:
+    """Policy gradient weighted by the capped ratio, without the tokens whose probability has gone too far already."""
+    log_ratio_n, advantage_n = logp_n - tokens.behaviour_n, tokens.advantage_n
     with torch.no_grad():
-        ratio_n = log_ratio_n.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
+        ratio_n = log_ratio(logp_n, tokens).exp()
         shift_n = logp_n.exp() - tokens.behaviour_n.exp()
-        advantage_n = tokens.advantage_n
-        up_n = (advantage_n > 0) & (shift_n > TV_HIGH)
-        down_n = (advantage_n < 0) & (shift_n < -TV_LOW)
-        vetoed_S = _any_per_sequence(ratio_n < VETO_RATIO, tokens)
+        too_high_n = (advantage_n > 0) & (shift_n > p["tv_high"])
+        too_low_n = (advantage_n < 0) & (shift_n < -p["tv_low"])
+        vetoed_S = _sum_S(ratio_n < p["veto"], tokens) > 0
         alive_n = ~vetoed_S[tokens.sequence_n]
-        keep_n = alive_n & ~(up_n | down_n)
-        weight_n = keep_n * ratio_n.clamp(max=RATIO_CAP) * advantage_n
-    loss = (KL_WEIGHT * (alive_n * log_ratio_n.square()) - weight_n * logp_n).sum()
-    return loss, _stats(loss, log_ratio_n, ratio_n, up_n, down_n, vetoed_S, tokens)
+        dropped_n = too_high_n | too_low_n
+        weight_n = (alive_n & ~dropped_n) * ratio_n.clamp(max=p["cap"]) * advantage_n
+    loss_n = p["square"] * (alive_n * log_ratio_n.square()) - weight_n * logp_n
+    return TokenLosses(loss_n, dropped_n, ratio_n > p["cap"], vetoed_S)
 
 
-def ppo(clip_low: float, clip_high: float) -> Loss:
-    """The clipped PPO loss against behaviour logprobs, ratio kept within [1 - clip_low, 1 + clip_high]."""
-
-    def loss_of(logp_n: Tensor, tokens: LossTokens) -> tuple[Tensor, LossStats]:
-        log_ratio_n = logp_n - tokens.behaviour_n
-        ratio_n = log_ratio_n.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
-        advantage_n = tokens.advantage_n
-        clipped_n = ratio_n.clamp(1.0 - clip_low, 1.0 + clip_high)
-        loss = -torch.minimum(ratio_n * advantage_n, clipped_n * advantage_n).sum()
-        up_n = (advantage_n > 0) & (ratio_n > 1.0 + clip_high)
-        down_n = (advantage_n < 0) & (ratio_n < 1.0 - clip_low)
-        vetoed_S = torch.zeros(tokens.num_sequences, dtype=torch.bool, device=logp_n.device)
-        return loss, _stats(loss, log_ratio_n, ratio_n, up_n, down_n, vetoed_S, tokens)
-
-    return loss_of
+def ppo(logp_n: Tensor, tokens: LossTokens, p: Params) -> TokenLosses:
+    """Clipped surrogate, the ratio against the behaviour policy."""
+    loss_n, dropped_n = _clipped(log_ratio(logp_n, tokens).exp(), tokens.advantage_n, p)
+    return TokenLosses(loss_n, dropped_n, _none_n(tokens), _none_S(tokens))
 
 
-def _any_per_sequence(flag_n: Tensor, tokens: LossTokens) -> Tensor:
-    count_S = torch.zeros(tokens.num_sequences, dtype=torch.float32, device=flag_n.device)
-    return count_S.index_add_(0, tokens.sequence_n, flag_n.float()) > 0
+def decoupled(logp_n: Tensor, tokens: LossTokens, p: Params) -> TokenLosses:
+    """Clipped surrogate against a proximal policy, times the proximal policy's own ratio to the behaviour.
+
+    The proximal policy is one version back, interpolated: log prox = log mu + (1 - 1 / lag) l, lag at least 1.
+    """
+    with torch.no_grad():
+        share_n = 1.0 - 1.0 / tokens.lag_n.clamp(min=1).to(logp_n.dtype)
+        log_weight_n = share_n * log_ratio(logp_n, tokens)
+        weight_n = log_weight_n.exp()
+        trusted_n = weight_n <= p["cap"]
+        log_prox_n = tokens.behaviour_n + log_weight_n
+    step_n = (logp_n - log_prox_n).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
+    surrogate_n, clipped_n = _clipped(step_n, tokens.advantage_n, p)
+    loss_n = (trusted_n * weight_n) * surrogate_n
+    return TokenLosses(loss_n, clipped_n | ~trusted_n, _none_n(tokens), _none_S(tokens))
 
 
-@torch.no_grad()
-def _stats(
-    loss: Tensor,
-    log_ratio_n: Tensor,
-    ratio_n: Tensor,
-    up_n: Tensor,
-    down_n: Tensor,
-    vetoed_S: Tensor,
-    tokens: LossTokens,
-) -> LossStats:
-    log_n = log_ratio_n.double()
-    log_weight_S = log_n.new_zeros(tokens.num_sequences).index_add_(0, tokens.sequence_n, log_n)
-    # Clamped to the weight that the update itself can give: a single lucky sequence must not stop the learning.
-    weight_S = log_weight_S.clamp(-math.log(RATIO_CAP), math.log(RATIO_CAP)).exp()
-    sums = [
-        loss.double(),
-        (ratio_n.double() - 1.0 - log_n.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)).sum(),
-        log_n.abs().sum(),
-        up_n.sum().double(),
-        down_n.sum().double(),
-        (ratio_n > RATIO_CAP).sum().double(),
-        vetoed_S.sum().double(),
-        weight_S.sum(),
-        weight_S.square().sum(),
-        ratio_n.max().double(),
-    ]
-    values: list[float] = torch.stack(sums).tolist()  # one transfer from the device for all of them
-    return LossStats(float(log_n.numel()), float(tokens.num_sequences), *values)
+def tis(logp_n: Tensor, tokens: LossTokens, p: Params) -> TokenLosses:
+    """Policy gradient, the importance weight truncated from above."""
+    ratio_n = log_ratio(logp_n, tokens).exp()
+    return _weighted(logp_n, tokens, ratio_n.clamp(max=p["cap"]), _none_n(tokens), ratio_n > p["cap"])
+
+
+def icepop(logp_n: Tensor, tokens: LossTokens, p: Params) -> TokenLosses:
+    """Policy gradient over the tokens whose importance weight is within a band."""
+    ratio_n = log_ratio(logp_n, tokens).exp()
+    outside_n = (ratio_n < p["low"]) | (ratio_n > p["high"])
+    return _weighted(logp_n, tokens, ratio_n * ~outside_n, outside_n, _none_n(tokens))
+
+
+def cispo(logp_n: Tensor, tokens: LossTokens, p: Params) -> TokenLosses:
+    """Policy gradient, the importance weight clipped and never dropped."""
+    ratio_n = log_ratio(logp_n, tokens).exp()
+    capped_n = (ratio_n < p["floor"]) | (ratio_n > p["cap"])
+    return _weighted(logp_n, tokens, ratio_n.clamp(p["floor"], p["cap"]), _none_n(tokens), capped_n)
+
+
+def gspo(logp_n: Tensor, tokens: LossTokens, p: Params) -> TokenLosses:
+    """Clipped surrogate with one ratio a sequence, the geometric mean of its tokens' ratios.
+
+    Each token carries the sequence's ratio and its own gradient, so that the mean over the sequence has the gradient
+    of the sequence's surrogate (GSPO-token with equal advantages).
+    """
+    with torch.no_grad():
+        mean_S = _sum_S(log_ratio(logp_n, tokens), tokens) / _sum_S(torch.ones_like(logp_n), tokens).clamp(min=1.0)
+        ratio_n = mean_S.exp()[tokens.sequence_n]
+    own_n = (logp_n - logp_n.detach()).exp()  # 1, with the gradient of log pi
+    loss_n, dropped_n = _clipped(ratio_n * own_n, tokens.advantage_n, p)
+    return TokenLosses(loss_n, dropped_n, _none_n(tokens), _none_S(tokens))
+
+
+def m2po(logp_n: Tensor, tokens: LossTokens, p: Params) -> TokenLosses:
+    """Clipped surrogate, the clip as wide in l^2 as the second moment allows and never narrower than `clip_*`."""
+    cut = math.sqrt(p["second_moment"] if tokens.memory is None else tokens.memory)
+    radii = {
+        "clip_low": max(p["clip_low"], 1.0 - math.exp(-cut)),
+        "clip_high": max(p["clip_high"], math.exp(cut) - 1.0),
+    }
+    loss_n, dropped_n = _clipped(log_ratio(logp_n, tokens).exp(), tokens.advantage_n, radii)
+    return TokenLosses(loss_n, dropped_n, _none_n(tokens), _none_S(tokens))
+
+
+def second_moment_cut(log_ratio_n: Tensor, advantage_n: Tensor, p: Params) -> float:
+    """The c for which the mean of min(l^2, c) is `second_moment`, over the tokens that the update has moved the way
+    their advantage points: only those are ever clipped. The limit of l^2 where the mean of l^2 itself is no larger.
+    """
+    moved_n = log_ratio_n.double()[log_ratio_n * advantage_n > 0]
+    squares_n = moved_n.square().sort().values
+    count, budget = len(squares_n), p["second_moment"] * len(squares_n)
+    if float(squares_n.sum()) <= budget:
+        return LOG_RATIO_LIMIT**2
+    left_n = torch.arange(count, 0, -1, dtype=torch.float64)
+    below_n = squares_n.cumsum(0) - squares_n
+    # What capping at each of them would leave ascends.
+    first = min(count - 1, int((squares_n * left_n + below_n < budget).sum()))
+    return float((budget - below_n[first]) / left_n[first])
+
+
+def none(logp_n: Tensor, tokens: LossTokens, p: Params) -> TokenLosses:
+    """Policy gradient as if the policy itself had sampled just now."""
+    return _weighted(logp_n, tokens, torch.ones_like(logp_n), _none_n(tokens), _none_n(tokens))
+
+
+def _clipped(ratio_n: Tensor, advantage_n: Tensor, p: Params) -> tuple[Tensor, Tensor]:
+    """PPO's pessimistic minimum, and where it is flat."""
+    low, high = 1.0 - p["clip_low"], 1.0 + p["clip_high"]
+    loss_n = -torch.minimum(ratio_n * advantage_n, ratio_n.clamp(low, high) * advantage_n)
+    return loss_n, ((advantage_n > 0) & (ratio_n > high)) | ((advantage_n < 0) & (ratio_n < low))
+
+
+def _weighted(logp_n: Tensor, tokens: LossTokens, weight_n: Tensor, dropped_n: Tensor, capped_n: Tensor) -> TokenLosses:
+    return TokenLosses(-weight_n.detach() * tokens.advantage_n * logp_n, dropped_n, capped_n, _none_S(tokens))
+
+
+def _sum_S(values_n: Tensor, tokens: LossTokens) -> Tensor:
+    values_n = values_n if values_n.is_floating_point() else values_n.to(torch.float32)
+    return values_n.new_zeros(tokens.num_sequences).index_add_(0, tokens.sequence_n, values_n)
+
+
+def _none_n(tokens: LossTokens) -> Tensor:
+    return torch.zeros_like(tokens.behaviour_n, dtype=torch.bool)
+
+
+def _none_S(tokens: LossTokens) -> Tensor:
+    return torch.zeros_like(tokens.worker_S, dtype=torch.bool)
+
+
+CLIP = {"clip_low": 0.2, "clip_high": 0.28}
+LOSSES: Mapping[str, LossKind] = {
+    "dppo": LossKind(dppo, {"tv_low": 0.2, "tv_high": 0.2, "cap": 10.0, "veto": 1e-4, "square": 1e-3}),
+    "ppo": LossKind(ppo, CLIP),
+    "decoupled": LossKind(decoupled, {**CLIP, "cap": 5.0}),
+    "tis": LossKind(tis, {"cap": 2.0}),
+    "icepop": LossKind(icepop, {"low": 0.5, "high": 5.0}),
+    "cispo": LossKind(cispo, {"floor": 0.0, "cap": 5.0}),
+    "gspo": LossKind(gspo, {"clip_low": 3e-4, "clip_high": 4e-4}),
+    "m2po": LossKind(m2po, {"second_moment": 0.04, "clip_low": 0.3, "clip_high": 0.5}, second_moment_cut),
+    "none": LossKind(none, {}),
+}

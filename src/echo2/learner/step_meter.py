@@ -1,7 +1,8 @@
 """What one training step saw and how long its parts took: the learner's share of a row of `metrics.jsonl`.
 
 The step's window runs from the report of the step before to this step's own, so the parts add up: `time/step` =
-`time/wait_for_batch` + `time/train` + `time/publish` (only the part that blocks) + `time/checkpoint` + a little rest.
+`time/wait_for_batch` + `time/train` + `time/publish` (the copy of the weights) + `time/publish_wait` (for the
+publications before, where two are not through yet) + `time/checkpoint` + a little rest.
 """
 
 from __future__ import annotations
@@ -12,10 +13,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from echo2.errors import InvariantError
+from echo2.learner.loss_stats import breakdown
 from echo2.learner.trainer import StepStats
 from echo2.types import RolloutGroup
 
-PARTS = ("wait_for_batch", "train", "publish", "checkpoint")
+PARTS = ("wait_for_batch", "train", "publish", "publish_wait", "checkpoint")
 
 
 class StepMeter:
@@ -83,14 +85,18 @@ class StepMeter:
             "off_policy/mean": _mean(self._staleness),
             "off_policy/max": max(self._staleness, default=0),
             "mismatch_kl/mean": losses.k3 * per_token,
+            "mismatch_kl/max": losses.k3_max,
             "mismatch/abs_log_ratio": losses.abs_log_ratio * per_token,
             "mismatch/ratio_max": losses.ratio_max,
             "ess": losses.ess_ratio,
-            "loss/mean": losses.loss / max(1, stats.num_tokens),
+            "kl/mean": losses.reference_kl * per_token,
+            "loss/mean": losses.loss / stats.divisor,
             "loss/dropped_positive": losses.dropped_positive * per_token,
             "loss/dropped_negative": losses.dropped_negative * per_token,
+            "clip_ratio/mean": (losses.dropped_positive + losses.dropped_negative) * per_token,
             "loss/capped": losses.capped * per_token,
             "loss/vetoed_sequences": losses.vetoed_sequences,
+            **breakdown(losses),
             "completions/mean_length": _mean(self._lengths),
             "completions/clipped_ratio": self._num_truncated / max(1, len(self._lengths)),
             "optim/lr": stats.lr,

@@ -5,11 +5,16 @@
     save_weights_for_sampler()        weights and files of a snapshot
     save_state / load_state           everything needed to go on, bit for bit
 
-Gradients are *un-normalised sums* over loss tokens. They are divided once, at the step, by N = all loss tokens of the
-step, and clipped after that. So a step that was streamed in micro-batches equals the step on the whole batch (up to
-the order of float sums). N counts the tokens of zero-variance groups too, although those are not run at all: their
-policy gradient is zero. The learning rate, not the gradient, is scaled by sqrt(min(1, ESS / B)) (VCPO, arXiv
-2602.17616): Adam would cancel the other.
+Gradients are *un-normalised sums* over loss tokens. They are divided once, at the step, and clipped after that. So a
+step that was streamed in micro-batches equals the step on the whole batch (up to the order of float sums). The divisor:
+
+    token      N, the loss tokens of the step
+    sequence   B, its rollouts, each token weighted by 1 / (loss tokens of its rollout)
+    constant   B * max_tokens
+
+N and B count zero-variance groups too, although those are not run at all: their policy gradient is zero. (With
+`reference_kl` they are run: the pull towards the reference has a gradient.) The learning rate, not the gradient, is
+scaled by sqrt(min(1, ESS / B)) (VCPO, arXiv 2602.17616): Adam would cancel the other.
 
 Same inputs in the same order and calls give the same bits on the same machine (one thread count, one torch).
 """
@@ -18,7 +23,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
@@ -27,19 +32,24 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from echo2.errors import UserError
-from echo2.learner import checkpoint, losses
+from echo2.learner import checkpoint
 from echo2.learner.advantages import Advantage, group_advantages
 from echo2.learner.batch import Layout, TrainedGroup, collate
 from echo2.learner.checkpoint import Progress
 from echo2.learner.logprobs import token_logprobs
-from echo2.learner.losses import LossStats
+from echo2.learner.loss_stats import LossStats, measure
+from echo2.learner.losses import log_ratio, make_loss
 from echo2.learner.model import DTYPES, Policy, tensor_bytes
+from echo2.learner.normalisation import Normalisation, divisor_of, weigh
+from echo2.learner.reference import frozen_copy, token_kl
 from echo2.types import RolloutGroup, TensorBytes
 
 
 @dataclass(frozen=True, slots=True)
 class TrainerOptions:
-    """How to train. `max_steps` is where a falling learning rate reaches 0; `temperature` is the sampler's."""
+    """How to train. `max_steps` is where a falling learning rate reaches 0; `temperature` and `max_tokens` are the
+    sampler's; `reference_kl` weighs the divergence from the policy that the trainer is made with (0: none is kept).
+    """
 
     lr: float = 1e-6
     lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
@@ -48,21 +58,23 @@ class TrainerOptions:
     betas: tuple[float, float] = (0.9, 0.95)
     weight_decay: float = 0.0
     grad_clip: float = 1.0
-    loss: Literal["dppo", "ppo"] = "dppo"
+    loss: str = "dppo"
+    loss_params: Mapping[str, float] = field(default_factory=dict)
+    normalisation: Normalisation = "token"
+    reference_kl: float = 0.0
     advantage: Advantage = "dr_grpo"
-    clip_low: float = 0.2
-    clip_high: float = 0.28
     ess_scaling: bool = True
     mask_truncated: bool = False
     temperature: float = 1.0
+    max_tokens: int = 256
     layout: Layout = "auto"
     snapshot_dtype: str = "float32"
 
 
 @dataclass(frozen=True, slots=True)
 class StepStats:
-    """One optimizer step. `num_tokens` is N; `grad_norm` is before clipping; `skipped`: nothing to learn from,
-    weights and optimizer untouched (the version grew all the same).
+    """One optimizer step. `num_tokens` is N; `divisor` is what the sums were divided by; `grad_norm` is before
+    clipping; `skipped`: nothing to learn from, weights and optimizer untouched (the version grew all the same).
     """
 
     lr: float
@@ -70,6 +82,7 @@ class StepStats:
     num_tokens: int
     skipped: bool
     losses: LossStats
+    divisor: float = 1.0
 
 
 class Trainer:
@@ -84,7 +97,9 @@ class Trainer:
         self.policy = policy
         self.options = options
         self.version = 0
-        self._loss = losses.dppo if options.loss == "dppo" else losses.ppo(options.clip_low, options.clip_high)
+        self._loss = make_loss(options.loss, options.loss_params)
+        self._loss_memory: float | None = None
+        self._reference = frozen_copy(policy) if options.reference_kl > 0.0 else None
         layout_is_possible = policy.honours_masks or options.layout == "plain"
         self._layout: Layout = options.layout if layout_is_possible else "plain"
         self._parameters: dict[str, torch.nn.Parameter] = dict(policy.module.named_parameters())
@@ -95,8 +110,7 @@ class Trainer:
             weight_decay=options.weight_decay,
             fused=policy.device.type in ("cpu", "cuda"),
         )
-        self._num_tokens = 0
-        self._stats = LossStats()
+        self._forget_step()
 
     def forward_backward(self, groups: Sequence[RolloutGroup]) -> LossStats:
         """Add the gradient sums of whole groups; statistics of these groups alone.
@@ -106,17 +120,29 @@ class Trainer:
         """
         trained: list[TrainedGroup] = []
         for group in groups:
-            num_tokens, part = self._trained_part(group)
-            self._num_tokens += num_tokens
+            lengths, part = self._trained_part(group)
+            self._num_tokens += sum(lengths)
+            self._num_rollouts += len(lengths)
             if part is not None:
                 trained.append(part)
         if not trained:
             return LossStats()
         dtype = self.policy.dtype if self.policy.dtype == torch.float64 else torch.float32
         batch = collate(trained, self._layout, self.policy.pair_cost).to(self.policy.device, dtype)
+        tokens = replace(batch.loss_tokens, memory=self._loss_memory)
         logp_n = token_logprobs(self.policy.logits(batch), batch, self.options.temperature)
-        loss, stats = self._loss(logp_n, batch.loss_tokens)
+        found = self._loss(logp_n, tokens)
+        loss_n, reference_kl = found.loss_n, None
+        if self._reference is not None:
+            with torch.no_grad():
+                reference_n = token_logprobs(self._reference.logits(batch), batch, self.options.temperature)
+            kl_n = token_kl(logp_n, reference_n, tokens, found.vetoed_S)
+            loss_n, reference_kl = loss_n + self.options.reference_kl * kl_n, kl_n.detach().sum()
+        loss = weigh(loss_n, tokens, self.options.normalisation).sum()
         loss.backward()
+        if self._loss.kind.remember is not None:
+            self._remembered.append(torch.stack([log_ratio(logp_n.detach(), tokens), tokens.advantage_n]).cpu())
+        stats = measure(loss, logp_n, tokens, found, reference_kl)
         self._stats += stats
         return stats
 
@@ -130,13 +156,16 @@ class Trainer:
         if self.options.ess_scaling:
             lr *= math.sqrt(self._stats.ess_ratio)
         grads = [parameter.grad for parameter in self._parameters.values() if parameter.grad is not None]
-        grad_norm = self._normalise(grads) if grads else 0.0
+        divisor = divisor_of(self.options.normalisation, self._num_tokens, self._num_rollouts, self.options.max_tokens)
+        grad_norm = self._normalise(grads, divisor) if grads else 0.0
         if grads:
             self._optimizer.param_groups[0]["lr"] = lr
             self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=True)
-        result = StepStats(lr, grad_norm, self._num_tokens, not grads, self._stats)
-        self._num_tokens, self._stats = 0, LossStats()
+        result = StepStats(lr, grad_norm, self._num_tokens, not grads, self._stats, divisor)
+        if self._remembered:
+            self._loss_memory = self._loss.remember(*torch.cat(self._remembered, dim=1))
+        self._forget_step()
         self.version += 1
         return result
 
@@ -151,7 +180,7 @@ class Trainer:
             UserError: no room; what was there before is untouched.
         """
         contents = {"model.safetensors": self.policy.tensors(), "optimizer.safetensors": self._optimizer_tensors()}
-        progress = Progress(self.version, lineage, cursor)
+        progress = Progress(self.version, lineage, cursor, self._loss_memory)
         checkpoint.write_checkpoint(directory, progress, self.policy.files, contents)
 
     def load_state(self, directory: Path) -> Progress:
@@ -171,30 +200,34 @@ class Trainer:
             raise UserError(f"{directory} is a checkpoint of another model: {error}") from error
         self._load_optimizer(load_file(directory / "optimizer.safetensors"))
         self._optimizer.zero_grad(set_to_none=True)
-        self._num_tokens, self._stats = 0, LossStats()
-        self.version = progress.version
+        self._forget_step()
+        self.version, self._loss_memory = progress.version, progress.loss_memory
         return progress
 
-    def _trained_part(self, group: RolloutGroup) -> tuple[int, TrainedGroup | None]:
-        """The group's loss tokens (they count in N), and what of it has a gradient."""
+    def _forget_step(self) -> None:
+        self._num_tokens, self._num_rollouts, self._stats = 0, 0, LossStats()
+        self._remembered: list[Tensor] = []
+
+    def _trained_part(self, group: RolloutGroup) -> tuple[list[int], TrainedGroup | None]:
+        """How many loss tokens each rollout has that counts in N and B, and what of the group has a gradient."""
         advantages = group_advantages([rollout.reward for rollout in group.rollouts], self.options.advantage)
-        num_tokens = 0
-        kept = []
+        lengths, kept = [], []
         for rollout, advantage in zip(group.rollouts, advantages, strict=True):
             if self.options.mask_truncated and rollout.finish == "length":
                 continue
-            loss_tokens = rollout.loss_mask.count(1)
-            num_tokens += loss_tokens
-            if loss_tokens:
+            num_tokens = rollout.loss_mask.count(1)
+            if num_tokens:
+                lengths.append(num_tokens)
                 kept.append((rollout, advantage))
-        if not kept or not any(advantages):
-            return num_tokens, None
+        if not kept or not (any(advantages) or self._reference):
+            return lengths, None
         rollouts, kept_advantages = zip(*kept, strict=True)
-        return num_tokens, TrainedGroup(group.prompt_tokens, rollouts, kept_advantages)
+        part = TrainedGroup(group.prompt_tokens, rollouts, kept_advantages, self.version, group.worker_id)
+        return lengths, part
 
-    def _normalise(self, grads: list[Tensor]) -> float:
-        """Divide by N, then clip; the norm before clipping."""
-        torch._foreach_div_(grads, float(self._num_tokens))
+    def _normalise(self, grads: list[Tensor], divisor: float) -> float:
+        """Divide, then clip; the norm before clipping."""
+        torch._foreach_div_(grads, divisor)
         norm = torch.nn.utils.clip_grad_norm_(self._parameters.values(), self.options.grad_clip)
         if not bool(norm.isfinite()):
             raise UserError(

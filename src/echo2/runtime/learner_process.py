@@ -10,6 +10,7 @@ from echo2.errors import UserError
 from echo2.learner import loop
 from echo2.learner.head_client import LearnerInfo
 from echo2.learner.model import load_policy
+from echo2.learner.publication import PublishOptions
 from echo2.learner.session import HeadSession
 from echo2.learner.trainer import Trainer, TrainerOptions
 from echo2.runtime.rundir import RunDir, claimed
@@ -31,12 +32,14 @@ def trainer_options(config: Config) -> TrainerOptions:
         weight_decay=learner.weight_decay,
         grad_clip=learner.grad_clip,
         loss=learner.loss,
+        loss_params=learner.loss_params,
+        normalisation=learner.normalisation,
+        reference_kl=learner.reference_kl,
         advantage=learner.advantage,
-        clip_low=learner.clip_low,
-        clip_high=learner.clip_high,
         ess_scaling=learner.ess_scaling,
         mask_truncated=learner.mask_truncated,
         temperature=config.sampling.temperature,
+        max_tokens=config.sampling.max_tokens,
         snapshot_dtype=config.model.snapshot_dtype,
     )
 
@@ -80,7 +83,9 @@ def _train(rundir: RunDir, ticket: str) -> int:
         log.info("joined as %s", learner_id)
         return link
 
-    session = HeadSession(connect_head, trainer.version, LearnerInfo(str(policy.device), policy.vocab_size, resumed))
+    info = LearnerInfo(str(policy.device), policy.vocab_size, resumed)
+    publishing = PublishOptions(config.broadcast.deltas, config.broadcast.anchor_every)
+    session = HeadSession(connect_head, trainer.version, info, publishing=publishing)
     try:
         reason = loop.run_learner(trainer, session, loop_options(config, rundir.checkpoints))
         log.info("the run is over: %s", reason)

@@ -1,0 +1,186 @@
+"""Whole updates: streamed equals batch for every loss and normalisation, the reference, what a loss remembers."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from echo2.learner import checkpoint
+from echo2.learner.losses import LOSSES
+from echo2.learner.model import load_policy
+from echo2.learner.trainer import StepStats, Trainer, TrainerOptions
+from echo2.types import Rollout, RolloutGroup
+from learner_cases import (
+    SMALL_LR,
+    gradient_of,
+    gradients,
+    group,
+    model_directory,
+    random_group,
+    rollout,
+    steps,
+    tiny_policy,
+    weights,
+)
+
+
+def stale(rng: random.Random, groups: list[RolloutGroup], version: int) -> list[RolloutGroup]:
+    """The groups with logprobs near the initial policy's range, from versions up to `version`, changing inside."""
+
+    def aged(r: Rollout) -> Rollout:
+        first = rng.randint(0, version)
+        spans = ((0, first), (len(r.tokens) // 2, rng.randint(first, version)))
+        return dataclasses.replace(r, version_spans=spans if len(r.tokens) > 1 else spans[:1])
+
+    workers = [f"w{rng.randrange(3)}" for _ in groups]
+    return [
+        dataclasses.replace(g, rollouts=tuple(aged(r) for r in g.rollouts), worker_id=worker)
+        for g, worker in zip(groups, workers, strict=True)
+    ]
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+@given(st.integers(0, 10**6), st.sampled_from(["token", "sequence", "constant"]), st.booleans(), st.data())
+@settings(max_examples=5, deadline=None)
+def test_streamed_updates_equal_batch_updates(
+    loss: str, seed: int, normalisation: str, reference: bool, data: Any
+) -> None:
+    """Two optimizer steps in float64, in one call each and in calls cut anywhere, in any order and every layout."""
+    rng = random.Random(seed)
+    batches = [stale(rng, [random_group(rng, number) for number in range(6)], version=6 + step) for step in range(2)]
+    cuts = [data.draw(st.permutations(range(6))) for _ in batches], sorted(data.draw(st.sets(st.integers(1, 5))))
+
+    def updated(layout: str, streamed: bool) -> tuple[torch.Tensor, list[StepStats]]:
+        options: Any = {"loss": loss, "normalisation": normalisation, "layout": layout, "temperature": 0.7}
+        options |= {"reference_kl": 0.1 * reference, "max_tokens": 9, "lr": 1e-3}
+        trainer, steps = Trainer(tiny_policy(), TrainerOptions(**options)), []
+        trainer.version = 6
+        for groups, order in zip(batches, cuts[0], strict=True):
+            ends = cuts[1] if streamed else []
+            for start, stop in itertools.pairwise([0, *ends, 6]):
+                trainer.forward_backward([groups[i] for i in order[start:stop]] if streamed else groups)
+            steps.append(trainer.optim_step())
+        return torch.cat([p.detach().flatten() for p in trainer.policy.module.parameters()]), steps
+
+    whole, whole_steps = updated("plain", streamed=False)
+    for layout in ("plain", "shared"):
+        streamed, streamed_steps = updated(layout, streamed=True)
+        torch.testing.assert_close(streamed, whole, rtol=0, atol=1e-9, msg=f"seed {seed}")
+        for found, expected in zip(streamed_steps, whole_steps, strict=True):
+            assert found.grad_norm == pytest.approx(expected.grad_norm, rel=1e-9), seed
+            assert found.lr == pytest.approx(expected.lr, rel=1e-9), seed
+            assert found.divisor == expected.divisor, seed
+            for table in ("by_lag", "by_worker"):
+                left, right = getattr(found.losses, table), getattr(expected.losses, table)
+                assert left.keys() == right.keys(), seed
+                for name in left:
+                    assert dataclasses.astuple(left[name]) == pytest.approx(dataclasses.astuple(right[name])), seed
+
+
+def test_normalisations_by_hand() -> None:
+    """Three rollouts of 1, 3 and 2 loss tokens, gradients taken rollout by rollout with the others silent."""
+    lengths, rewards = [1, 3, 2], [3.0, 1.0, 0.5]
+
+    def only(index: int | None) -> RolloutGroup:
+        masks = [bytes([index in (None, i)]) * length for i, length in enumerate(lengths)]
+        made = [rollout([2] * n, r, loss_mask=m) for n, r, m in zip(lengths, rewards, masks, strict=True)]
+        return group(0, [1], made)
+
+    parts = [gradient_of([[only(index)]], loss="none") for index in range(3)]
+    for normalisation, expected in {
+        "token": sum(parts) / 6,
+        "sequence": sum(part / length for part, length in zip(parts, lengths, strict=True)) / 3,
+        "constant": sum(parts) / (3 * 7),
+    }.items():
+        trainer = Trainer(
+            tiny_policy(), TrainerOptions(loss="none", normalisation=normalisation, max_tokens=7, **SMALL_LR)
+        )
+        trainer.forward_backward([only(None)])
+        found = gradients(trainer)
+        step = trainer.optim_step()
+        torch.testing.assert_close(found / step.divisor, expected, rtol=1e-9, atol=1e-12)
+        assert step.grad_norm == pytest.approx(float(expected.norm()))
+
+
+def test_zero_variance_groups_count_in_every_divisor() -> None:
+    flat = group(9, [1, 2], [rollout([3, 4, 5], reward=1.0), rollout([4], reward=1.0)])
+    for normalisation, divisor in {"token": 4, "sequence": 2, "constant": 2 * 256}.items():
+        trainer = Trainer(tiny_policy(), TrainerOptions(normalisation=normalisation))
+        trainer.forward_backward([flat])
+        assert trainer.optim_step().divisor == divisor
+
+
+def test_lags_count_from_the_version_that_is_trained_and_workers_are_told_apart() -> None:
+    made = [rollout([2, 3, 4], 1.0), rollout([5], 0.0, version=7)]
+    made[0] = dataclasses.replace(made[0], version_spans=((0, 2), (1, 6)), loss_mask=b"\x01\x00\x01")
+    trainer = Trainer(tiny_policy(), TrainerOptions())
+    trainer.version = 7
+    ours = dataclasses.replace(group(0, [1], made), worker_id="w1")
+    stats = trainer.forward_backward([ours, dataclasses.replace(group(1, [1], made), worker_id="w2")])
+    assert {name: part.tokens for name, part in stats.by_lag.items()} == {"5_8": 2, "1": 2, "0": 2}
+    assert {name: part.tokens for name, part in stats.by_worker.items()} == {"w1": 3, "w2": 3}
+
+
+def test_a_pull_towards_the_reference() -> None:
+    rng = random.Random(8)
+    groups = [random_group(rng, number) for number in range(4)]
+    flat = group(9, [1, 2], [rollout([3, 4, 5], reward=1.0), rollout([4], reward=1.0)])
+    trainer = Trainer(tiny_policy(), TrainerOptions(reference_kl=0.5, **SMALL_LR))
+    stats = trainer.forward_backward(groups)
+    assert stats.reference_kl == pytest.approx(0.0, abs=1e-9)
+    torch.testing.assert_close(gradients(trainer), gradient_of([groups]), rtol=1e-9, atol=1e-11)
+    trainer.optim_step()
+    assert trainer.forward_backward([flat]).reference_kl > 1e-6, "a group without variance is pulled too"
+    pulled = gradients(trainer).norm()
+    trainer.optim_step()
+    for _ in range(20):
+        trainer.forward_backward([flat])
+        trainer.optim_step()
+    trainer.forward_backward([flat])
+    assert gradients(trainer).norm() < 0.5 * pulled, "nothing but the pull: back towards where it began"
+
+
+def test_the_reference_is_the_model_and_not_the_checkpoint(tmp_path: Path) -> None:
+    model = str(model_directory(tmp_path / "model"))
+    options = TrainerOptions(lr=1e-2, reference_kl=0.5)
+    straight = Trainer(load_policy(model, "float32", "cpu"), options)
+    steps(straight, range(2))
+    straight.save_state(tmp_path / "step_2")
+    resumed = Trainer(load_policy(model, "float32", "cpu"), options)
+    resumed.load_state(tmp_path / "step_2")
+    for trainer in (straight, resumed):
+        steps(trainer, range(2, 4))
+    assert weights(resumed) == weights(straight)
+
+
+def test_what_a_loss_keeps_of_the_last_step_is_in_the_checkpoint(tmp_path: Path) -> None:
+    options = TrainerOptions(lr=1e-2, loss="m2po", loss_params={"second_moment": 2.0})
+    straight, resumed = Trainer(tiny_policy(), options), Trainer(tiny_policy(), options)
+    steps(straight, range(1))
+    straight.save_state(tmp_path / "step_1")
+    memory = resumed.load_state(tmp_path / "step_1").loss_memory
+    assert memory is not None
+    assert 0.0 < memory < 400.0
+    for trainer in (straight, resumed):
+        steps(trainer, range(1, 3))
+    assert weights(resumed) == weights(straight)
+    assert checkpoint.Progress(version=3, lineage=2, cursor=1).loss_memory is None, "as older ones read"
+
+
+def test_what_a_loss_keeps_of_the_last_step_is_used() -> None:
+    """The first cut lets no l^2 above 4 pass; the second one's mean may be 4, so more passes."""
+    groups = [random_group(random.Random(seed), seed) for seed in range(8)]
+    trainer = Trainer(tiny_policy(), TrainerOptions(lr=0.0, loss="m2po", loss_params={"second_moment": 4.0}))
+    first = trainer.forward_backward(groups)
+    trainer.optim_step()
+    second = trainer.forward_backward(groups)
+    dropped = [stats.dropped_positive + stats.dropped_negative for stats in (first, second)]
+    assert dropped[0] > dropped[1] > 0
