@@ -1,8 +1,9 @@
 """Dollars: what each machine has cost so far, and what of it was wasted, by cause.
 
-A worker costs its price for as long as it attends. Generating time of results that were refused is waste under the
-refusal's word; a lease that ended without a result is charged the worker's mean time for a group (never more than the
-lease lasted), as an estimate. What is left of a worker's attendance is idle time.
+A worker costs its price for as long as it attends. Of that time, what it spent on results is useful, or waste under the
+word they were refused with; groups that are sampled together share their batch's time. A lease that ended without a
+result is charged the worker's mean time for a group (never more than the lease lasted), as an estimate. The rest is
+standby or idle. A worker that comes back at another price opens a second account. `control/cost.py` itemises.
 """
 
 from __future__ import annotations
@@ -13,7 +14,9 @@ from typing import Any
 
 @dataclass(slots=True)
 class MachineCost:
-    """One machine's account, in seconds; `wasted_seconds` by cause."""
+    """One machine's account at one price, in seconds; `wasted_seconds` by cause. `counted_until`: up to here its time
+    is useful or waste already.
+    """
 
     price_usd_per_hour: float = 0.0
     attended_seconds: float = 0.0
@@ -21,9 +24,23 @@ class MachineCost:
     useful_seconds: float = 0.0
     useful_groups: int = 0
     wasted_seconds: dict[str, float] = field(default_factory=dict)
+    standby_seconds: float = 0.0
+    standing_by_since: float | None = None
+    counted_until: float = float("-inf")
 
     def seconds(self, now: float) -> float:
         return self.attended_seconds + (now - self.attending_since if self.attending_since is not None else 0.0)
+
+    def standby(self, now: float) -> float:
+        return self.standby_seconds + (now - self.standing_by_since if self.standing_by_since is not None else 0.0)
+
+    def claim(self, seconds: float, now: float | None) -> float:
+        """Of the `seconds` up to `now`, those that no other result has claimed."""
+        if now is None:
+            return seconds
+        claimed = max(0.0, min(seconds, now - self.counted_until))
+        self.counted_until = max(self.counted_until, now)
+        return claimed
 
     def usd(self, now: float) -> float:
         return self.seconds(now) / 3600 * self.price_usd_per_hour
@@ -41,28 +58,61 @@ class CostBook:
     def to_plain(self, now: float) -> dict[str, Any]:
         plain = {}
         for name, machine in self.machines.items():
-            plain[name] = {**asdict(machine), "attended_seconds": machine.seconds(now), "attending_since": None}
+            values = {**asdict(machine), "attended_seconds": machine.seconds(now), "attending_since": None}
+            values |= {"standby_seconds": machine.standby(now), "standing_by_since": None}
+            del values["counted_until"]  # of a clock that the next head does not have
+            plain[name] = values
         return plain
 
     def joined(self, name: str, price_usd_per_hour: float, now: float) -> None:
-        machine = self.machines.setdefault(name, MachineCost())
-        machine.price_usd_per_hour = price_usd_per_hour
+        machine = self.machines.setdefault(name, MachineCost(price_usd_per_hour))
+        if machine.price_usd_per_hour != price_usd_per_hour:
+            self.left(name, now)
+            self._put_away(name)
+            machine = self.machines.setdefault(name, MachineCost(price_usd_per_hour))
         if machine.attending_since is None:
             machine.attending_since = now
+
+    def _put_away(self, name: str) -> None:
+        """Close the account of a price that is over."""
+        machine = self.machines.pop(name)
+        old = self.machines.setdefault(
+            f"{name} at ${machine.price_usd_per_hour:g}/h", MachineCost(machine.price_usd_per_hour)
+        )
+        old.attended_seconds += machine.attended_seconds
+        old.useful_seconds += machine.useful_seconds
+        old.useful_groups += machine.useful_groups
+        old.standby_seconds += machine.standby_seconds
+        for cause, seconds in machine.wasted_seconds.items():
+            old.wasted_seconds[cause] = old.wasted_seconds.get(cause, 0.0) + seconds
 
     def left(self, name: str, now: float) -> None:
         machine = self.machines.get(name)
         if machine is not None:
+            self.activated(name, now)
             machine.attended_seconds, machine.attending_since = machine.seconds(now), None
 
-    def useful(self, name: str, seconds: float) -> None:
+    def stands_by(self, name: str, now: float) -> None:
+        """It attends and is not to work."""
+        machine = self.machines.get(name)
+        if machine is not None and machine.attending_since is not None and machine.standing_by_since is None:
+            machine.standing_by_since = now
+
+    def activated(self, name: str, now: float) -> None:
+        machine = self.machines.get(name)
+        if machine is not None:
+            machine.standby_seconds, machine.standing_by_since = machine.standby(now), None
+
+    def useful(self, name: str, seconds: float, now: float | None = None) -> None:
+        """A result counts that took `seconds` up to `now`; without `now`, all of them are its own."""
         machine = self.machines.setdefault(name, MachineCost())
-        machine.useful_seconds += seconds
+        machine.useful_seconds += machine.claim(seconds, now)
         machine.useful_groups += 1
 
-    def wasted(self, name: str, cause: str, seconds: float) -> None:
+    def wasted(self, name: str, cause: str, seconds: float, now: float | None = None) -> None:
         machine = self.machines.setdefault(name, MachineCost())
-        machine.wasted_seconds[cause] = machine.wasted_seconds.get(cause, 0.0) + seconds
+        wasted = machine.claim(seconds, now)
+        machine.wasted_seconds[cause] = machine.wasted_seconds.get(cause, 0.0) + wasted
 
     def wasted_lease(self, name: str, cause: str, lasted_seconds: float) -> None:
         """A lease that ended without a result: the mean time of this worker's groups, at most what the lease lasted."""

@@ -1,0 +1,223 @@
+"""Is what the planner prints true? Predictions against the simulator, which runs the real control code.
+
+Two sets of random cases, all drawn from a seed:
+
+  any fleet      far too small to twice too large, of one or two kinds, S from 0 to 6, both ways to broadcast
+  planned        random offers, links and snapshots: what `echo2 plan` chooses, rehearsed
+
+    python benchmarks/predictions.py                  # 150 of each; about ten minutes; writes benchmarks/results/
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import statistics
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from recording import quantile, save
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+
+from echo2.control.capacity import Demand
+from echo2.control.dissemination import Route
+from echo2.control.forecast import Pace, forecast
+from echo2.errors import UserError
+from echo2.offers import Offer
+from echo2.planning.plan import Broadcast, PlanInputs, make_plan
+from echo2.planning.rehearsal import rehearse, rehearsed
+from echo2.sim.run import run_scenario
+from echo2.sim.scenario import BroadcastSpec, LearnerSpec, Scenario, WorkersSpec
+
+STEPS = 40
+TRAIN_SPREAD = 0.05
+#: From the end of a step to the announcement of its snapshot, in these scenarios.
+ANNOUNCE_SECONDS = 0.1
+Row = dict[str, Any]
+
+
+def any_fleet(seed: int) -> Row:
+    """One random fleet: predicted and simulated."""
+    rng = random.Random(f"fleet {seed}")
+    bound = rng.choice([0, 1, 1, 2, 2, 3, 4, 6])
+    kappa = rng.randint(1, max(1, bound))
+    groups, train = rng.choice([16, 32, 64]), rng.uniform(2.0, 30.0)
+    overlaps, travels = rng.random() < 0.6, rng.uniform(0.02, 0.8) * train
+    install = 0.1 * rng.random() * train * 0.3
+    needed = groups * 8 / train
+    paces, specs = [], []
+    for _ in range(rng.choice([1, 1, 2])):
+        batch, count, spread = rng.choice([1, 2, 4]), rng.randint(2, 24), rng.choice([0.0, 0.1, 0.3])
+        paces.append(Pace(needed * rng.uniform(0.5, 2.0) / count, count, batch, spread))
+    share = 1 / len(paces)
+    paces = [replace(pace, rate=pace.rate * share) for pace in paces]
+    specs = [
+        WorkersSpec(
+            count=pace.count,
+            capacity_groups=pace.groups_per_batch,
+            rollouts_per_second=pace.rate,
+            spread=pace.spread,
+            install_seconds=install,
+            latency_seconds=0.01,
+            bytes_per_second=1e12,
+        )
+        for pace in paces
+    ]
+    scenario = Scenario(
+        max_steps=STEPS,
+        groups_per_step=groups,
+        group_size=8,
+        max_staleness=bound,
+        publish_every=kappa,
+        groups_per_batch=max(pace.groups_per_batch for pace in paces),
+        lease_seconds=1e5,
+        heartbeat_seconds=5.0,
+        lost_after_seconds=30.0,
+        generate_during_broadcast=overlaps,
+        broadcast=BroadcastSpec(scheme="fixed", seconds=travels),
+        workers=tuple(specs),
+        learner=LearnerSpec(train_seconds=train, spread=TRAIN_SPREAD, publish_seconds=0.05, checkpoint_every=1000),
+        time_limit_seconds=1e6,
+    )
+    demand = Demand(groups, 8, kappa, bound, train, travels + install + ANNOUNCE_SECONDS, overlaps, install)
+    predicted = forecast(demand, paces, STEPS, TRAIN_SPREAD)
+    found = rehearsed(run_scenario(scenario, seed, keeps_events=False))
+    return {
+        "seed": seed,
+        "S": bound,
+        "kappa": kappa,
+        "overlaps": overlaps,
+        "idle": (predicted.idle_ratio, found.idle_ratio),
+        "mean staleness": (predicted.mean_staleness, found.mean_staleness),
+        "max staleness": (predicted.max_staleness, found.max_staleness),
+        "seconds": (predicted.run_seconds, found.seconds),
+        "shares": distance(predicted.staleness, found.staleness),
+    }
+
+
+def planned(seed: int) -> Row | None:
+    """One random plan: predicted and rehearsed; None where there is no plan."""
+    rng = random.Random(f"plan {seed}")
+    train = 10 ** rng.uniform(1.0, 3.3)
+    groups, batch = rng.choice([32, 64, 128]), rng.choice([2, 4, 8])
+    base = groups * 8 / train / rng.uniform(4, 25)
+    offers = tuple(
+        Offer(
+            name=f"kind{at}",
+            price_usd_per_hour=round(rng.uniform(0.2, 2.0), 2),
+            rollouts_per_second=base * rng.uniform(0.4, 1.6),
+            spread=rng.choice([0.0, 0.1, 0.3]),
+            down_mbps=rng.choice([50.0, 100.0, 500.0]),
+            count=rng.randint(4, 40),
+        )
+        for at in range(rng.randint(1, 3))
+    )
+    size = train * 100e6 / 8 * rng.uniform(0.05, 0.7)
+    inputs = PlanInputs(
+        groups_per_step=groups,
+        group_size=8,
+        steps=STEPS,
+        max_staleness=rng.randint(1, 6),
+        train_seconds=train,
+        offers=offers,
+        broadcast=Broadcast(size, rng.choice([None, size / 30]), Route(), reload_seconds=0.01 * train),
+        learner_usd_per_hour=rng.choice([0.0, 3.06, 12.24]),
+        groups_per_batch=batch,
+        generate_during_broadcast=rng.random() < 0.7,
+    )
+    try:
+        plan = make_plan(inputs)
+    except UserError:
+        return None
+    found = rehearse(plan, inputs, seed)
+    predicted = plan.prediction
+    return {
+        "seed": seed,
+        "S": plan.max_staleness,
+        "kappa": plan.publish_every,
+        "overlaps": inputs.generate_during_broadcast,
+        "workers": sum(plan.machines.values()),
+        "idle": (predicted.idle_ratio, found.idle_ratio),
+        "steady idle": (predicted.steady_idle_ratio, found.steady_idle_ratio),
+        "mean staleness": (predicted.mean_staleness, found.mean_staleness),
+        "max staleness": (predicted.max_staleness, found.max_staleness),
+        "seconds": (predicted.run_seconds, found.seconds),
+        "usd": (plan.usd / STEPS, found.usd_per_step),
+        "shares": distance(predicted.staleness, found.staleness),
+    }
+
+
+def distance(one: dict[int, float], other: dict[int, float]) -> float:
+    """Share of the groups that have another age than predicted (total variation)."""
+    return sum(abs(one.get(age, 0.0) - other.get(age, 0.0)) for age in sorted({*one, *other})) / 2
+
+
+def errors(rows: Sequence[Row]) -> dict[str, dict[str, float]]:
+    """Predicted minus simulated: absolute for ratios and ages, relative for seconds and dollars."""
+    figures = {}
+    for name in ("idle", "steady idle", "mean staleness", "max staleness", "seconds", "usd"):
+        pairs = [row[name] for row in rows if name in row]
+        if not pairs:
+            continue
+        relative = name in ("seconds", "usd")
+        off = [(said - was) / was if relative else said - was for said, was in pairs if not relative or was > 0]
+        sizes = [abs(value) for value in off]
+        figures[name] = {
+            "mean": statistics.fmean(off),
+            "p50": quantile(sizes, 0.5),
+            "p95": quantile(sizes, 0.95),
+            "max": max(sizes),
+        }
+    shares = [row["shares"] for row in rows]
+    figures["distribution"] = {
+        "mean": statistics.fmean(shares),
+        "p50": quantile(shares, 0.5),
+        "p95": quantile(shares, 0.95),
+        "max": max(shares),
+    }
+    return figures
+
+
+def show(console: Console, title: str, rows: Sequence[Row], figures: dict[str, dict[str, float]]) -> None:
+    table = Table(title=f"{title}: {len(rows)} cases, predicted - simulated")
+    for heading in ("", "mean", "median size", "p95 size", "largest"):
+        table.add_column(heading, justify="left" if not heading else "right")
+    for name, found in figures.items():
+        scale = "{:.2%}" if name in ("seconds", "usd", "distribution") else "{:.4f}"
+        table.add_row(name, *(scale.format(found[key]) for key in ("mean", "p50", "p95", "max")))
+    console.print(table)
+    worst = sorted(rows, key=lambda row: -abs(row["idle"][0] - row["idle"][1]))[:3]
+    for row in worst:
+        said, was = row["idle"]
+        console.print(
+            f"  worst idle: seed {row['seed']}, S {row['S']}, kappa {row['kappa']}: {said:.3f}, was {was:.3f}"
+        )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--cases", type=int, default=150, help="cases of each set")
+    parser.add_argument("--out", type=Path, help="result file (default: benchmarks/results/...)")
+    options = parser.parse_args()
+    console = Console()
+    fleets = [any_fleet(seed) for seed in track(range(options.cases), "any fleet", transient=True)]
+    tried = [planned(seed) for seed in track(range(options.cases), "planned", transient=True)]
+    plans = [row for row in tried if row is not None]
+    figures: dict[str, Any] = {"cases": options.cases, "refused": len(tried) - len(plans)}
+    for title, rows in (("any fleet", fleets), ("planned", plans)):
+        found = errors(rows)
+        figures[title] = {"errors": found, "rows": rows}
+        show(console, title, rows, found)
+    idles = [row["steady idle"][1] for row in plans]
+    figures["planned idle"] = {"p50": quantile(idles, 0.5), "p95": quantile(idles, 0.95), "max": max(idles)}
+    kept = sum(idle <= 0.02 for idle in idles) / len(idles)
+    console.print(f"simulated idle of planned fleets, once under way: at most 2 % in {kept:.0%}, max {max(idles):.1%}")
+    print(f"written to {save('predictions', figures, options.out)}")
+
+
+if __name__ == "__main__":
+    main()

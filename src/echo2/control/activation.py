@@ -1,0 +1,335 @@
+"""Which workers to pay for: a covering knapsack (ECHO-2 equation 3), and the loop that keeps its answer up to date.
+
+    min  sum of prices of the chosen   such that   sum of their rates >= target
+
+`choose_greedy` is the paper's rule: cheapest per rollout first. `choose` tries every worker as the last one, drops who
+is not needed, and then searches with bounds, for so many nodes; it says whether what it found is proved cheapest.
+`ActivationLoop` adds what a live fleet needs: patience, and a band in which nothing happens.
+"""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from echo2.errors import UserError
+
+#: Nodes the search may visit before it settles for the best found.
+MAX_NODES = 5000
+#: How often a cheaper set is looked for while it must last to count.
+LOOKS = 4
+_SLACK = 1e-9
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A machine that works or could: `rate` in rewarded rollouts per second."""
+
+    worker_id: str
+    rate: float
+    price_usd_per_hour: float
+    is_active: bool = False
+
+    @property
+    def usd_per_rollout(self) -> float:
+        return self.price_usd_per_hour / self.rate / 3600 if self.rate > 0 else math.inf
+
+
+@dataclass(frozen=True, slots=True)
+class Selection:
+    """Chosen machines, in order of activation. `missing_rate` > 0: the whole pool is too slow, and all of it is here.
+    `proved`: nothing cheaper exists.
+    """
+
+    worker_ids: tuple[str, ...]
+    rate: float
+    usd_per_hour: float
+    missing_rate: float = 0.0
+    proved: bool = False
+
+
+def by_unit_cost(pool: Sequence[Candidate]) -> list[Candidate]:
+    """Cheapest per rollout first; ties by the larger rate, then by name. Machines that do nothing are left out."""
+    able = [one for one in pool if one.rate > 0]
+    return sorted(able, key=lambda one: (one.price_usd_per_hour / one.rate, -one.rate, one.worker_id))
+
+
+def choose_greedy(pool: Sequence[Candidate], target_rate: float) -> Selection:
+    """The paper's rule: the shortest prefix by price / rate that reaches the target."""
+    chosen, rate = [], 0.0
+    for one in by_unit_cost(pool):
+        if reaches(rate, target_rate):
+            break
+        chosen.append(one)
+        rate += one.rate
+    return _selection(chosen, target_rate)
+
+
+def choose(pool: Sequence[Candidate], target_rate: float, max_nodes: int = MAX_NODES) -> Selection:
+    """A set that reaches the target, as cheap as can be found. The same pool gives the same set.
+
+    Raises:
+        UserError: the pool is empty, or a price is negative.
+    """
+    if not pool:
+        raise UserError("The pool is empty: there is no machine to choose from.")
+    for one in pool:
+        if one.price_usd_per_hour < 0 or not math.isfinite(one.price_usd_per_hour):
+            raise UserError(f"{one.worker_id}: price_usd_per_hour = {one.price_usd_per_hour} must not be negative.")
+    items = by_unit_cost(pool)
+    if not reaches(sum(one.rate for one in items), target_rate):
+        return _selection(items, target_rate)
+    return _search(items, _trim(_close_gap(items, target_rate), target_rate), target_rate, max_nodes)
+
+
+def reaches(rate: float, target_rate: float) -> bool:
+    return rate >= target_rate * (1 - _SLACK)
+
+
+def _selection(chosen: Sequence[Candidate], target_rate: float, proved: bool = False) -> Selection:
+    rate = math.fsum(one.rate for one in chosen)
+    missing = 0.0 if reaches(rate, target_rate) else target_rate - rate
+    usd = math.fsum(one.price_usd_per_hour for one in chosen)
+    return Selection(tuple(one.worker_id for one in chosen), rate, usd, missing, proved)
+
+
+def _usd(chosen: Sequence[Candidate]) -> float:
+    return math.fsum(one.price_usd_per_hour for one in chosen)
+
+
+def _close_gap(items: Sequence[Candidate], target_rate: float) -> list[Candidate]:
+    """Cheapest per rollout first, but a machine that would reach the target is only noted as one way to end, and the
+    others go on without it; the cheapest end counts. At most twice the optimum (Gens and Levner 1979); greedy alone can
+    cost any multiple of it.
+    """
+    begun: list[Candidate] = []
+    rate, usd, best_usd, best = 0.0, 0.0, math.inf, (0, -1)
+    for at, one in enumerate(items):
+        if not reaches(rate + one.rate, target_rate):
+            begun.append(one)
+            rate += one.rate
+            usd += one.price_usd_per_hour
+        elif usd + one.price_usd_per_hour < best_usd:
+            best_usd, best = usd + one.price_usd_per_hour, (len(begun), at)
+    return [*begun[: best[0]], items[best[1]]] if items else []
+
+
+def _trim(chosen: Sequence[Candidate], target_rate: float) -> list[Candidate]:
+    """Without those whom the others do not need, dearest first."""
+    rate, dropped = sum(one.rate for one in chosen), set()
+    for one in sorted(chosen, key=lambda one: (-one.price_usd_per_hour, one.rate, one.worker_id)):
+        if reaches(rate - one.rate, target_rate):
+            rate -= one.rate
+            dropped.add(one.worker_id)
+    return [one for one in chosen if one.worker_id not in dropped]
+
+
+def _search(items: list[Candidate], found: list[Candidate], target_rate: float, max_nodes: int) -> Selection:
+    """Depth first over equal machines at once, most of the cheapest first, cut off where even a fraction of a machine
+    at the next best price per rollout costs as much as what is found. For offers, that is a handful of nodes.
+    """
+    kinds = [list(group) for _, group in itertools.groupby(items, key=lambda one: (one.rate, one.price_usd_per_hour))]
+    sums = _Sums(kinds)
+    best_usd, best, nodes = _usd(found), None, 0
+    stack: list[tuple[int, float, float, _Counts]] = [(0, target_rate, 0.0, None)]
+    while stack and nodes < max_nodes:
+        at, gap, usd, counts = stack.pop()
+        nodes += 1
+        if gap <= target_rate * _SLACK:
+            if usd < best_usd - _SLACK:
+                best_usd, best = usd, counts
+            continue
+        if usd + sums.least_usd(at, gap) >= best_usd - _SLACK:
+            continue
+        one = kinds[at][0]
+        most = min(len(kinds[at]), math.ceil(gap / one.rate - _SLACK))
+        stack.extend(
+            (at + 1, gap - count * one.rate, usd + count * one.price_usd_per_hour, (counts, count))
+            for count in range(most + 1)
+        )
+    chosen = found
+    if best is not None:
+        chosen = [one for group, count in zip(kinds, _listed(best), strict=False) for one in group[:count]]
+    return _selection(chosen, target_rate, proved=not stack)
+
+
+#: How many of the last kind, and before it those of the kinds before: nodes share what they have in common.
+_Counts = tuple[Any, int] | None
+
+
+def _listed(counts: _Counts) -> list[int]:
+    found = []
+    while counts is not None:
+        counts, count = counts
+        found.append(count)
+    return found[::-1]
+
+
+class _Sums:
+    """Rates and prices of the first so many kinds, cheapest per rollout first."""
+
+    def __init__(self, kinds: list[list[Candidate]]) -> None:
+        self.rates, self.prices = [0.0], [0.0]
+        for group in kinds:
+            self.rates.append(self.rates[-1] + len(group) * group[0].rate)
+            self.prices.append(self.prices[-1] + len(group) * group[0].price_usd_per_hour)
+
+    def least_usd(self, at: int, gap: float) -> float:
+        """What closing the gap from kind `at` on costs at least, were machines divisible; infinity: they can't."""
+        reach = self.rates[at] + gap
+        end = bisect.bisect_left(self.rates, reach * (1 - _SLACK), lo=at)
+        if end == len(self.rates):
+            return math.inf
+        if end == at:
+            return 0.0
+        share = (reach - self.rates[end - 1]) / (self.rates[end] - self.rates[end - 1])
+        last = self.prices[end] - self.prices[end - 1]
+        return self.prices[end - 1] - self.prices[at] + min(1.0, share) * last
+
+
+@dataclass(frozen=True, slots=True)
+class Balance:
+    """`short`: how many more workers like the present ones are missing; `over`: how many could be released."""
+
+    rate: float
+    needed_rate: float
+    short: int
+    over: int
+
+    @property
+    def text(self) -> str:
+        if self.short:
+            return f"{self.short} worker{'s' if self.short > 1 else ''} short"
+        return f"{self.over} worker{'s' if self.over > 1 else ''} over" if self.over else "enough workers"
+
+
+def balance(active: Sequence[Candidate], needed_rate: float) -> Balance:
+    """Is this fleet too small or too large for the rate?"""
+    able = by_unit_cost(active)
+    rate = math.fsum(one.rate for one in able)
+    if not reaches(rate, needed_rate):
+        each = rate / len(able) if able else 0.0
+        return Balance(rate, needed_rate, math.ceil((needed_rate - rate) / each - 1e-9) if each else 1, 0)
+    over, left = 0, rate
+    for one in reversed(able):
+        if reaches(left - one.rate, needed_rate):
+            left, over = left - one.rate, over + 1
+    return Balance(rate, needed_rate, 0, over)
+
+
+# ---- the loop --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class LoopOptions:
+    """Between `needed` and `needed * (1 + band)` nothing happens. A deficit counts after `deficit_seconds`, a surplus
+    after `surplus_seconds`; a cheaper set must save `least_saving` of the bill. An active worker that is gone is
+    replaced at once: that is no noise.
+    """
+
+    deficit_seconds: float = 30.0
+    surplus_seconds: float = 120.0
+    band: float = 0.15
+    least_saving: float = 0.1
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """What to do now. `short_rate`: what is missing although every worker is active: rent, if there are offers."""
+
+    activate: tuple[str, ...] = ()
+    release: tuple[str, ...] = ()
+    reason: str = ""
+    short_rate: float = 0.0
+
+
+@dataclass(slots=True)
+class ActivationLoop:
+    """Closed loop over `choose`. Pure: time comes in. `update` is to be called every few seconds, and when a worker
+    was lost.
+    """
+
+    options: LoopOptions = field(default_factory=LoopOptions)
+    _deficit_since: float | None = None
+    _surplus_since: float | None = None
+    _dear_since: float | None = None
+    _look_at: float = -math.inf
+    _active: frozenset[str] = frozenset()
+    _leaving: frozenset[str] = frozenset()
+
+    def update(self, now: float, needed_rate: float, workers: Sequence[Candidate]) -> Change:
+        """`needed_rate` in rollouts per second, the safety factor included; `workers`: all that attend, active or
+        standing by, with their measured rates.
+        """
+        active = [one for one in workers if one.is_active]
+        rate = math.fsum(one.rate for one in active)
+        lost = bool(self._active - {one.worker_id for one in active})
+        deficit = not reaches(rate, needed_rate)
+        spare = [] if deficit else self._spare(active, rate, needed_rate)
+        self._deficit_since = _since(self._deficit_since, deficit, now)
+        self._surplus_since = _since(self._surplus_since, bool(spare), now)
+        change = Change()
+        if deficit and (lost or not active or _lasts(self._deficit_since, now, self.options.deficit_seconds)):
+            change = self._add(rate, needed_rate, workers)
+        elif spare and _lasts(self._surplus_since, now, self.options.surplus_seconds):
+            self._surplus_since = now
+            change = Change(release=(spare[0].worker_id,), reason=_reason(rate, needed_rate))
+        elif not deficit and not spare:
+            change = self._cheaper(now, active, needed_rate, workers)
+        ids = {one.worker_id for one in active} | set(change.activate)
+        self._active = frozenset(ids - set(change.release))
+        self._leaving &= self._active
+        return change
+
+    def _aim(self, needed_rate: float) -> float:
+        return needed_rate * (1 + self.options.band / 2)
+
+    def _spare(self, active: Sequence[Candidate], rate: float, needed_rate: float) -> list[Candidate]:
+        """Active workers that could go: those that a cheaper set took the place of, then the dearest per rollout."""
+        top, aim = needed_rate * (1 + self.options.band), self._aim(needed_rate)
+        spare = [one for one in active if reaches(rate - one.rate, aim if one.worker_id in self._leaving else top)]
+        spare.sort(key=lambda one: (one.worker_id not in self._leaving, -one.usd_per_rollout, one.rate, one.worker_id))
+        return spare
+
+    def _add(self, rate: float, needed_rate: float, workers: Sequence[Candidate]) -> Change:
+        self._deficit_since, self._leaving = None, frozenset()
+        standby = [one for one in workers if not one.is_active and one.rate > 0]
+        gap = self._aim(needed_rate) - rate
+        if not standby:
+            return Change(reason=_reason(rate, needed_rate), short_rate=gap)
+        found = choose(standby, gap)
+        return Change(activate=found.worker_ids, reason=_reason(rate, needed_rate), short_rate=found.missing_rate)
+
+    def _cheaper(
+        self, now: float, active: Sequence[Candidate], needed_rate: float, workers: Sequence[Candidate]
+    ) -> Change:
+        """Activate what a clearly cheaper set has more; those it has not are released one by one afterwards."""
+        if now < self._look_at:
+            return Change()
+        self._look_at = now + self.options.surplus_seconds / LOOKS
+        found, bill = choose(workers, self._aim(needed_rate)), _usd(active)
+        pays = not found.missing_rate and found.usd_per_hour < bill * (1 - self.options.least_saving)
+        self._dear_since = _since(self._dear_since, pays, now)
+        if not _lasts(self._dear_since, now, self.options.surplus_seconds):
+            return Change()
+        self._dear_since = None
+        there = {one.worker_id for one in active}
+        self._leaving = frozenset(there.difference(found.worker_ids))
+        more = tuple(worker_id for worker_id in found.worker_ids if worker_id not in there)
+        return Change(activate=more, reason=f"${found.usd_per_hour:.4g} an hour do what ${bill:.4g} do now")
+
+
+def _since(since: float | None, holds: bool, now: float) -> float | None:
+    return (now if since is None else since) if holds else None
+
+
+def _lasts(since: float | None, now: float, seconds: float) -> bool:
+    return since is not None and now - since >= seconds
+
+
+def _reason(rate: float, needed_rate: float) -> str:
+    return f"{rate:.4g} rollouts/s active, {needed_rate:.4g} needed"

@@ -1,0 +1,411 @@
+"""The plan: staleness bound, publication period and machines that keep the learner busy for the least money.
+
+For each (S, kappa) that the bound on staleness allows: the rate that is needed (`control/capacity.py`), the cheapest
+machines that reach gamma times it (`control/activation.py`), how long snapshots take to reach those (`control/
+dissemination.py`, which may need a larger rate: repeated until it holds), and a walk through the run with them
+(`control/forecast.py`). Where the walk shows waiting that the fluid formulas do not see, the rate is raised. The
+cheapest wins; among those that cost about the same, the freshest data.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+from echo2.control import activation, capacity, dissemination
+from echo2.control.capacity import Demand
+from echo2.control.forecast import Pace, Prediction, forecast
+from echo2.errors import UserError
+from echo2.offers import Offer
+
+#: Costs this close count as equal: then fresher data decide.
+SAME_COST = 0.005
+#: Factor between one rate that is tried and the next.
+RATE_STEP = 1.06
+#: Of the needed rate: the smallest fleet that a budget or on-policy training may choose.
+FRUGAL_FACTOR = 0.1
+#: Walks through a run with the same machines.
+WALKS = 3
+_MAX_TRIES = 50
+_MAX_STALENESS_SHOWN = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Broadcast:
+    """What a publication sends, and how. `seconds`: measured, transfer and reload in one, instead of the formulas;
+    `at_least_seconds`: measured elsewhere, a lower bound here. `delta_bytes`: of the change of one step.
+    """
+
+    full_bytes: float = 0.0
+    delta_bytes: float | None = None
+    route: dissemination.Route = field(default_factory=dissemination.Route)
+    encode_seconds: float = 0.0
+    reload_seconds: float = 0.0
+    seconds: float | None = None
+    at_least_seconds: float = 0.0
+
+    def num_bytes(self, publish_every: int) -> float:
+        """kappa steps change at most kappa times what one does, and never more than everything."""
+        full = self.full_bytes
+        return full if self.delta_bytes is None else min(full, self.delta_bytes * publish_every)
+
+    def seconds_to(self, links: Sequence[dissemination.Links], publish_every: int) -> float:
+        """T_bcast for workers behind these links."""
+        if self.seconds is not None:
+            return self.seconds
+        travels = dissemination.transfer_seconds(self.num_bytes(publish_every), links, self.route)
+        return max(self.at_least_seconds, self.encode_seconds + travels + self.reload_seconds)
+
+
+@dataclass(frozen=True, slots=True)
+class PlanInputs:
+    """Everything that a plan follows from. `publish_every` None: to be chosen. `max_idle`: share of its time that the
+    learner may wait.
+    """
+
+    groups_per_step: int
+    group_size: int
+    steps: int
+    max_staleness: int
+    train_seconds: float
+    offers: tuple[Offer, ...]
+    broadcast: Broadcast = field(default_factory=Broadcast)
+    learner_usd_per_hour: float = 0.0
+    groups_per_batch: int = 8
+    publish_every: int | None = None
+    generate_during_broadcast: bool = True
+    gamma: float = capacity.GAMMA
+    max_idle: float = 0.02
+    budget_usd: float | None = None
+
+    def demand(self, max_staleness: int, publish_every: int, broadcast_seconds: float) -> Demand:
+        return Demand(
+            groups_per_step=self.groups_per_step,
+            group_size=self.group_size,
+            publish_every=publish_every,
+            max_staleness=max_staleness,
+            train_seconds=self.train_seconds,
+            broadcast_seconds=broadcast_seconds,
+            generate_during_broadcast=self.generate_during_broadcast,
+            reload_seconds=self.broadcast.reload_seconds,
+        )
+
+    def candidates(self) -> list[activation.Candidate]:
+        """Every machine on offer."""
+        return [
+            activation.Candidate(f"{offer.name}#{number}", offer.effective_rate, offer.effective_usd_per_hour)
+            for offer in self.offers
+            for number in range(offer.count)
+        ]
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """`machines`: number by offer. `needed_rate`: below it the learner waits whatever the safety factor. `binds`: what
+    sets the pace of the run; `fleet_set_by`: what the number of machines follows from. `floor_usd_per_step`: the
+    learner alone.
+    """
+
+    machines: dict[str, int]
+    max_staleness: int
+    publish_every: int
+    broadcast_seconds: float
+    broadcast_bytes: float
+    needed_rate: float
+    rate: float
+    prediction: Prediction
+    usd_per_hour: float
+    usd_per_step: float
+    usd: float
+    floor_usd_per_step: float
+    binds: str
+    fleet_set_by: str
+    proved_cheapest_set: bool
+
+    def to_dict(self) -> dict[str, Any]:
+        plain = asdict(self)
+        plain["prediction"]["mean_staleness"] = self.prediction.mean_staleness
+        plain["prediction"]["max_staleness"] = self.prediction.max_staleness
+        return plain
+
+
+def make_plan(inputs: PlanInputs) -> Plan:
+    """The cheapest plan that keeps the learner busy.
+
+    Raises:
+        UserError: there is none; the message has the number that is missing and what would supply it.
+    """
+    _check(inputs)
+    pool = inputs.candidates()
+    best = _frugal(inputs, pool, None) if inputs.max_staleness == 0 else _search(inputs, pool)
+    if inputs.budget_usd is None or best.usd <= inputs.budget_usd:
+        return best
+    frugal = _frugal(inputs, pool, best)
+    if frugal.usd > inputs.budget_usd:
+        start_usd = frugal.usd - inputs.steps * frugal.usd_per_step
+        affordable = max(0, math.floor((inputs.budget_usd - start_usd) / frugal.usd_per_step - 1e-9))
+        raise UserError(
+            f"A budget of ${inputs.budget_usd:.2f} is too small: the cheapest plan costs ${frugal.usd:.2f} for "
+            f"{inputs.steps} steps, ${frugal.usd - inputs.budget_usd:.2f} more. It pays for {affordable} steps "
+            f"(--run.max_steps {affordable}); keeping the learner busy costs ${best.usd:.2f}."
+        )
+    return replace(frugal, binds="budget")
+
+
+def by_staleness(inputs: PlanInputs) -> list[Plan]:
+    """The best plan for each S up to the bound, where there is one and until a larger S pays no more: what fresher
+    data would cost.
+    """
+    plans: list[Plan] = []
+    for max_staleness in range(1, inputs.max_staleness + 1):
+        if plans and plans[-1].max_staleness < max_staleness - 2:
+            break
+        try:
+            plan = make_plan(replace(inputs, max_staleness=max_staleness, budget_usd=None))
+        except UserError:
+            continue
+        if not plans or plan.max_staleness > plans[-1].max_staleness:
+            plans.append(plan)
+    return plans
+
+
+def _check(inputs: PlanInputs) -> None:
+    if not inputs.offers:
+        raise UserError("The pool is empty: there is no machine on offer.")
+    if inputs.budget_usd is not None and not inputs.budget_usd > 0:
+        raise UserError(f"--budget {inputs.budget_usd} must be above 0.")
+    if inputs.learner_usd_per_hour < 0:
+        raise UserError(f"learner.price_usd_per_hour = {inputs.learner_usd_per_hour} must not be negative.")
+    if not 0 < inputs.max_idle < 1:
+        raise UserError(f"--max-idle {inputs.max_idle} must lie between 0 and 1.")
+    if inputs.publish_every is not None and not 1 <= inputs.publish_every <= inputs.max_staleness + 1:
+        raise UserError(
+            f"--publish-every {inputs.publish_every} with max_staleness = {inputs.max_staleness} would wait for ever: "
+            f"use 1 to {inputs.max_staleness + 1}, or a larger max_staleness."
+        )
+
+
+def _pairs(inputs: PlanInputs) -> Iterator[tuple[int, int]]:
+    """(S, kappa) that may be planned, freshest first."""
+    for max_staleness in range(min(1, inputs.max_staleness), inputs.max_staleness + 1):
+        for publish_every in range(1, max(1, max_staleness) + 1):
+            if inputs.publish_every in (None, publish_every):
+                yield max_staleness, publish_every
+
+
+def _search(inputs: PlanInputs, pool: Sequence[activation.Candidate]) -> Plan:
+    """Pairs by the cost that the formulas give them, walked until no other can be cheaper."""
+    drafts, refusals = [], []
+    for pair in _pairs(inputs):
+        try:
+            draft = _draft(inputs, *pair, pool, inputs.gamma)
+        except UserError as error:
+            refusals.append((pair, error))
+            continue
+        drafts.append((_usd_per_step(inputs, draft.selection.usd_per_hour, inputs.train_seconds), pair))
+    if not drafts:
+        raise _explained(inputs, pool, refusals)
+    least = min(usd for usd, _ in drafts)
+    drafts.sort(key=lambda item: (math.floor((item[0] / least - 1) / SAME_COST) if least else 0, item[1]))
+    best: Plan | None = None
+    idlest = 0.0
+    for usd, pair in drafts:
+        if best is not None and usd >= best.usd_per_step * (1 - SAME_COST):
+            break
+        for draft in _ladder(inputs, *pair, pool, inputs.gamma):
+            plan = _walked(inputs, draft)
+            idlest = plan.prediction.steady_idle_ratio
+            if idlest <= inputs.max_idle:
+                if best is None or plan.usd_per_step < best.usd_per_step * (1 - SAME_COST):
+                    best = plan
+                break
+    if best is None:
+        raise UserError(
+            f"All the offers together reach the rate, and the learner would still wait {idlest:.1%} of the time, more "
+            f"than {inputs.max_idle:.1%}: batches of {inputs.groups_per_batch} groups take too long beside "
+            f"{inputs.train_seconds:.4g} s of training. Use a smaller sampling.groups_per_batch, a larger "
+            "max_staleness, or --max-idle."
+        )
+    return best
+
+
+@dataclass(frozen=True, slots=True)
+class _Draft:
+    """Machines for one (S, kappa) before the walk."""
+
+    selection: activation.Selection
+    machines: dict[str, int]
+    demand: Demand
+    needed_rate: float
+
+
+def _draft(
+    inputs: PlanInputs, max_staleness: int, publish_every: int, pool: Sequence[activation.Candidate], factor: float
+) -> _Draft:
+    """The cheapest machines for `factor` times the needed rate. More of them may need a longer broadcast, and that a
+    larger rate: until it is steady.
+
+    Raises:
+        UserError: the pair is impossible, or the pool too slow.
+    """
+    by_name = {offer.name: offer for offer in inputs.offers}
+    seconds = min(inputs.broadcast.seconds_to([_links(offer, 1)], publish_every) for offer in inputs.offers)
+    while True:
+        demand = inputs.demand(max_staleness, publish_every, seconds)
+        needed = (
+            capacity.mu_needed(demand)
+            if max_staleness
+            else inputs.groups_per_step * inputs.group_size / (inputs.train_seconds)
+        )
+        selection = activation.choose(pool, factor * needed)
+        machines = Counter(worker_id.rpartition("#")[0] for worker_id in selection.worker_ids)
+        if selection.missing_rate:
+            raise _too_slow(inputs, pool, factor * needed, max_staleness, publish_every)
+        longer = inputs.broadcast.seconds_to([_links(by_name[name], n) for name, n in machines.items()], publish_every)
+        if longer <= seconds * (1 + 1e-6):
+            return _Draft(selection, dict(machines), demand, needed)
+        seconds = longer
+
+
+def _ladder(
+    inputs: PlanInputs, max_staleness: int, publish_every: int, pool: Sequence[activation.Candidate], factor: float
+) -> Iterator[_Draft]:
+    """Machines for one (S, kappa), more and more of them, from `factor` times the needed rate upwards."""
+    seen: dict[str, int] = {}
+    for _ in range(_MAX_TRIES):
+        try:
+            draft = _draft(inputs, max_staleness, publish_every, pool, factor)
+        except UserError:
+            return
+        factor *= RATE_STEP
+        if draft.machines != seen:
+            seen = draft.machines
+            yield draft
+
+
+def _frugal(inputs: PlanInputs, pool: Sequence[activation.Candidate], best: Plan | None) -> Plan:
+    """The least dollars a step, whatever the learner waits. The formulas' pace is a bound: what it makes too dear is
+    not walked.
+    """
+    drafts = [draft for pair in _pairs(inputs) for draft in _ladder(inputs, *pair, pool, FRUGAL_FACTOR)]
+    costs = []
+    for at, draft in enumerate(drafts):
+        pace = capacity.step_seconds(draft.demand, draft.selection.rate)
+        costs.append((_usd_per_step(inputs, draft.selection.usd_per_hour, pace), at))
+    for usd, at in sorted(costs):
+        if best is not None and usd >= best.usd_per_step:
+            break
+        plan = _walked(inputs, drafts[at])
+        if best is None or plan.usd_per_step < best.usd_per_step:
+            best = plan
+    if best is None:
+        raise UserError("These machines are too slow for any plan: not even a tenth of the rate is there.")
+    return best
+
+
+def _walked(inputs: PlanInputs, draft: _Draft) -> Plan:
+    demand, by_name = draft.demand, {offer.name: offer for offer in inputs.offers}
+    paces = [
+        Pace(
+            rate=by_name[name].effective_rate,
+            count=count,
+            groups_per_batch=by_name[name].groups_per_batch or inputs.groups_per_batch,
+            spread=by_name[name].spread,
+        )
+        for name, count in sorted(draft.machines.items())
+    ]
+    # Which worker happens to get the last batch of a step is chance: the unluckiest of a few walks counts.
+    walks = [forecast(demand, paces, inputs.steps, seed=seed) for seed in range(WALKS)]
+    prediction = max(walks, key=lambda walk: walk.steady_idle_ratio)
+    hourly = inputs.learner_usd_per_hour + draft.selection.usd_per_hour
+    return Plan(
+        machines=dict(sorted(draft.machines.items())),
+        max_staleness=demand.max_staleness,
+        publish_every=demand.publish_every,
+        broadcast_seconds=demand.broadcast_seconds,
+        broadcast_bytes=inputs.broadcast.num_bytes(demand.publish_every),
+        needed_rate=draft.needed_rate,
+        rate=draft.selection.rate,
+        prediction=prediction,
+        usd_per_hour=hourly,
+        usd_per_step=hourly * prediction.step_seconds / 3600,
+        usd=hourly * prediction.run_seconds / 3600,
+        floor_usd_per_step=inputs.learner_usd_per_hour * inputs.train_seconds / 3600,
+        binds=_binds(demand, draft.selection.rate, prediction, inputs.max_idle),
+        fleet_set_by=_fleet_set_by(demand),
+        proved_cheapest_set=draft.selection.proved,
+    )
+
+
+def _binds(demand: Demand, rate: float, prediction: Prediction, max_idle: float) -> str:
+    if demand.max_staleness == 0:
+        return "staleness"
+    if prediction.steady_idle_ratio <= max_idle:
+        return "learner"
+    found = capacity.binding(demand, rate)
+    return found if found != "learner" else "rollouts"
+
+
+def _fleet_set_by(demand: Demand) -> str:
+    if demand.max_staleness == 0:
+        return "cost"
+    plain = demand.rollouts_per_step / demand.train_seconds
+    pausing = capacity.mu_min(demand)
+    if capacity.mu_window(demand) > pausing * 1.02:
+        return "staleness"
+    return "broadcast" if pausing > plain * 1.02 else "rollouts"
+
+
+def _usd_per_step(inputs: PlanInputs, workers_usd_per_hour: float, step_seconds: float) -> float:
+    return (inputs.learner_usd_per_hour + workers_usd_per_hour) * step_seconds / 3600
+
+
+def _links(offer: Offer, count: int) -> dissemination.Links:
+    return dissemination.Links(offer.up_mbps * 1e6, offer.down_mbps * 1e6, count)
+
+
+# ---- refusals --------------------------------------------------------------------------------------------------------
+
+
+class _TooSlowError(UserError):
+    """All offers together do not reach the rate; `missing`: by how much."""
+
+    missing = 0.0
+
+
+def _too_slow(
+    inputs: PlanInputs, pool: Sequence[activation.Candidate], target: float, max_staleness: int, publish_every: int
+) -> _TooSlowError:
+    have = math.fsum(one.rate for one in pool)
+    cheapest = min(inputs.offers, key=lambda offer: offer.price_usd_per_hour / offer.effective_rate)
+    more = math.ceil((target - have) / cheapest.effective_rate)
+    error = _TooSlowError(
+        f"The offers cannot carry the rate: all {len(pool)} machines together make {have:.4g} rollouts/s, "
+        f"{target:.4g} are needed (max_staleness = {max_staleness}, publish_every = {publish_every}, safety factor "
+        f"included); {target - have:.4g} are missing. {more} more {cheapest.name!r} would do."
+    )
+    error.missing = target - have
+    return error
+
+
+def _explained(
+    inputs: PlanInputs,
+    pool: Sequence[activation.Candidate],
+    refusals: Sequence[tuple[tuple[int, int], UserError]],
+) -> UserError:
+    """Of all refusals the one that is nearest to a plan, and the staleness at which these machines would do."""
+    slow = [error for _, error in refusals if isinstance(error, _TooSlowError)]
+    chosen: UserError = min(slow, key=lambda error: error.missing) if slow else refusals[-1][1]
+    for max_staleness in range(inputs.max_staleness + 1, _MAX_STALENESS_SHOWN):
+        for publish_every in (inputs.publish_every,) if inputs.publish_every else range(1, max_staleness + 1):
+            try:
+                _draft(inputs, max_staleness, publish_every, pool, inputs.gamma)
+            except UserError:
+                continue
+            return UserError(
+                f"{chosen} Or, with these machines: max_staleness >= {max_staleness} (publish_every = {publish_every})."
+            )
+    return UserError(str(chosen))

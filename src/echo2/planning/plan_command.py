@@ -1,0 +1,208 @@
+"""`echo2 plan`: flags and files in, a plan out, as a table for people or as JSON."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from echo2 import config as configuration
+from echo2.control.dissemination import Route
+from echo2.errors import UserError
+from echo2.offers import load_offers
+from echo2.planning.past_run import PastRun, read_past_run
+from echo2.planning.plan import Broadcast, Plan, PlanInputs, by_staleness, make_plan
+from echo2.planning.rehearsal import rehearse
+from echo2.planning.snapshot_size import snapshot_bytes
+
+DEFAULT_UPLINK_MBPS = 1000.0
+NUMBERS = ("train_seconds", "broadcast_seconds", "snapshot_bytes", "delta_bytes", "uplink_mbps", "reload_seconds")
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """What an input rests on, for the reader of the plan."""
+
+    name: str
+    value: str
+    origin: str
+
+
+def run(options: argparse.Namespace) -> int:
+    """Plan and print.
+
+    Raises:
+        UserError: there is no plan, or not enough is known for one.
+    """
+    config = configuration.load(options.config, options.overrides)
+    past = read_past_run(options.source) if options.source is not None else None
+    inputs, sources = gather(config, options, past)
+    plan = make_plan(inputs)
+    rehearsal = rehearse(plan, inputs) if options.rehearse else None
+    if options.json:
+        rests = {one.name: [one.value, one.origin] for one in sources}
+        print(json.dumps({**plan.to_dict(), "inputs": rests, "rehearsal": rehearsal and asdict(rehearsal)}))
+        return 0
+    console = Console()
+    show(plan, by_staleness(inputs), inputs, sources, console)
+    if rehearsal is not None:
+        console.print(
+            f"Rehearsed: {rehearsal.steps} simulated steps, idle {rehearsal.steady_idle_ratio:.1%} once under way, "
+            f"{rehearsal.idle_ratio:.1%} with the cold start; staleness mean {rehearsal.mean_staleness:.2f}, max "
+            f"{rehearsal.max_staleness}; ${rehearsal.usd_per_step:.4g} a step.",
+            highlight=False,
+        )
+    return 0
+
+
+def gather(
+    config: configuration.Config, options: argparse.Namespace, past: PastRun | None
+) -> tuple[PlanInputs, list[Source]]:
+    """Everything the plan needs, each with where it comes from.
+
+    Raises:
+        UserError: something needed is neither given nor measured; a given number is out of bounds.
+    """
+    for flag in (
+        "train_seconds",
+        "broadcast_seconds",
+        "snapshot_bytes",
+        "delta_bytes",
+        "uplink_mbps",
+        "reload_seconds",
+    ):
+        value = getattr(options, flag)
+        if value is not None and not (math.isfinite(value) and (value > 0 or ("seconds" in flag and value == 0))):
+            raise UserError(f"--{flag.replace('_', '-')} {value} must be a positive number.")
+    sources: list[Source] = []
+    train_seconds = _train_seconds(options, past, sources)
+    broadcast = _broadcast(config, options, past, sources)
+    offers = tuple(load_offers(options.offers))
+    sources.append(Source("machines", f"{sum(offer.count for offer in offers)} on offer", str(options.offers)))
+    schedule, sampling = config.schedule, config.sampling
+    inputs = PlanInputs(
+        groups_per_step=schedule.groups_per_step,
+        group_size=sampling.group_size,
+        steps=config.run.max_steps,
+        max_staleness=schedule.max_staleness,
+        train_seconds=train_seconds,
+        offers=offers,
+        broadcast=broadcast,
+        learner_usd_per_hour=config.learner.price_usd_per_hour,
+        groups_per_batch=sampling.groups_per_batch,
+        publish_every=options.publish_every,
+        generate_during_broadcast=not options.pause_during_broadcast,
+        max_idle=options.max_idle,
+        budget_usd=options.budget,
+    )
+    return inputs, sources
+
+
+def _train_seconds(options: argparse.Namespace, past: PastRun | None, sources: list[Source]) -> float:
+    if options.train_seconds is not None:
+        sources.append(Source("T_train", _seconds(options.train_seconds), "--train-seconds"))
+        return float(options.train_seconds)
+    if past is None:
+        raise UserError(
+            "The learner's seconds for a step are not known. Measure them: `echo2 run CONFIG --run.max_steps 5 --out "
+            "DIR`, then `echo2 plan CONFIG --from DIR`; or give --train-seconds."
+        )
+    sources.append(
+        Source("T_train", _seconds(past.train_seconds), f"median of {past.num_steps} steps of {options.source}")
+    )
+    return past.train_seconds
+
+
+def _broadcast(
+    config: configuration.Config, options: argparse.Namespace, past: PastRun | None, sources: list[Source]
+) -> Broadcast:
+    reload_seconds = options.reload_seconds or 0.0
+    if options.broadcast_seconds is not None:
+        sources.append(Source("T_bcast", _seconds(options.broadcast_seconds), "--broadcast-seconds"))
+        return Broadcast(seconds=options.broadcast_seconds, reload_seconds=reload_seconds)
+    full = options.snapshot_bytes or snapshot_bytes(Path(config.model.path), config.model.snapshot_dtype)
+    origin = "--snapshot-bytes" if options.snapshot_bytes else f"{config.model.path}, {config.model.snapshot_dtype}"
+    sources.append(Source("snapshot", _bytes(full), origin))
+    delta = options.delta_bytes
+    if delta is not None:
+        sources.append(Source("delta", _bytes(delta), "--delta-bytes"))
+    elif past is not None and past.delta_ratio is not None and past.delta_ratio < 1:
+        delta = full * past.delta_ratio
+        sources.append(Source("delta", _bytes(delta), f"{past.delta_ratio:.2%} of a snapshot in {options.source}"))
+    least = 0.0
+    if past is not None and past.broadcast_seconds is not None:
+        least = past.broadcast_seconds
+        sources.append(Source("T_bcast, at least", _seconds(least), f"measured in {options.source}"))
+    uplink = options.uplink_mbps or DEFAULT_UPLINK_MBPS
+    given = "--uplink-mbps" if options.uplink_mbps else "assumed; --uplink-mbps"
+    sources.append(Source("head's uplink", f"{uplink:.4g} Mbit/s", given))
+    scheme = config.broadcast
+    route = Route(scheme=scheme.scheme, head_up_bps=uplink * 1e6, fan_out=scheme.fan_out)
+    return Broadcast(full, delta, route, reload_seconds=reload_seconds, at_least_seconds=least)
+
+
+# ---- for people ------------------------------------------------------------------------------------------------------
+
+
+def show(plan: Plan, choices: list[Plan], inputs: PlanInputs, sources: list[Source], console: Console) -> None:
+    """The plan in two short tables, and what it rests on."""
+    table = Table(title="Plan", show_header=False, title_justify="left", box=None, padding=(0, 2, 0, 0))
+    table.add_row("machines", ", ".join(f"[bold]{n} x {name}[/bold]" for name, n in plan.machines.items()))
+    table.add_row(
+        "settings", f"[bold]schedule.max_staleness {plan.max_staleness}, publish_every {plan.publish_every}[/bold]"
+    )
+    mean = plan.prediction.mean_staleness
+    table.add_row("staleness", f"mean {mean:.2f}, bound {plan.max_staleness}   {_histogram(plan)}")
+    idle = plan.prediction.steady_idle_ratio
+    table.add_row("learner idle", f"{idle:.1%} once under way, {plan.prediction.idle_ratio:.1%} with the cold start")
+    table.add_row(
+        "rate", f"{plan.rate:.4g} rollouts/s, {plan.needed_rate:.4g} needed, {plan.rate / plan.needed_rate:.2f} x"
+    )
+    travels = f"T_bcast {_seconds(plan.broadcast_seconds)}"
+    table.add_row("broadcast", travels + (f" for {_bytes(plan.broadcast_bytes)}" if plan.broadcast_bytes else ""))
+    table.add_row("step", f"{_seconds(plan.prediction.step_seconds)}, run {_seconds(plan.prediction.run_seconds)}")
+    share = f"; the learner alone ${plan.floor_usd_per_step:.4g}" if plan.floor_usd_per_step else ""
+    table.add_row(
+        "cost", f"[bold]${plan.usd_per_step:.4g} a step, ${plan.usd:.2f} for {inputs.steps} steps[/bold]{share}"
+    )
+    table.add_row("binds", f"{plan.binds}; the fleet follows from {plan.fleet_set_by}")
+    console.print(table, highlight=False)
+    if len(choices) > 1:
+        console.print(_choices(choices), highlight=False)
+    rests = "; ".join(f"{one.name} {one.value} ({one.origin})" for one in sources)
+    console.print(f"[dim]Rests on: {rests}.[/dim]", highlight=False)
+
+
+def _choices(plans: list[Plan]) -> Table:
+    table = Table(title="What fresher data cost", title_justify="left", box=None, padding=(0, 2, 0, 0))
+    for heading in ("S", "kappa", "machines", "$/step", "mean staleness", "idle"):
+        table.add_column(heading, justify="left" if heading == "machines" else "right")
+    for plan in plans:
+        machines = ", ".join(f"{n} x {name}" for name, n in plan.machines.items())
+        mean, idle = plan.prediction.mean_staleness, plan.prediction.steady_idle_ratio
+        figures = (f"{plan.usd_per_step:.4g}", f"{mean:.2f}", f"{idle:.1%}")
+        table.add_row(str(plan.max_staleness), str(plan.publish_every), machines, *figures)
+    return table
+
+
+def _histogram(plan: Plan) -> str:
+    shares = plan.prediction.staleness
+    return "  ".join(f"{age}: {share:.0%}" for age, share in shares.items() if share >= 0.005)
+
+
+def _seconds(value: float) -> str:
+    if value >= 2 * 3600:
+        return f"{value / 3600:.1f} h"
+    return f"{value / 60:.1f} min" if value >= 120 else f"{value:.3g} s"
+
+
+def _bytes(value: float) -> str:
+    for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if value >= size:
+            return f"{value / size:.3g} {unit}"
+    return f"{value:.0f} B"

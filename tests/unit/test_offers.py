@@ -1,0 +1,68 @@
+"""The offers file: what is refused, in whose words."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from echo2.errors import UserError
+from echo2.offers import Offer, load_offers, parse_offers
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+GOOD = 'name = "a"\nprice_usd_per_hour = 0.5\n'
+
+
+def test_the_example_is_read() -> None:
+    offers = {offer.name: offer for offer in load_offers(EXAMPLES / "offers.toml")}
+    assert offers["rtx5090"].price_usd_per_hour == 0.35
+    assert offers["a100"].price_usd_per_hour == 3.06
+    spot = offers["rtx5090-spot"]
+    assert spot.preemptible
+    assert spot.effective_rate == pytest.approx(0.31 * 0.98 * 4 * 3600 / (4 * 3600 + 600))
+    assert spot.effective_usd_per_hour < spot.price_usd_per_hour
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "the pool is empty"),
+        ("offers = []", "the pool is empty"),
+        ("offers = 3", r"under \[\[offers\]\]"),
+        ("[[offer]]\n" + GOOD, r"unknown field 'offer'. Did you mean offers\?"),
+        ("[[offers]]\n" + GOOD + "rolouts_per_second = 1.0", r"offer 1 \('a'\): unknown field 'rolouts_per_second'"),
+        ("[[offers]]\n" + GOOD + "rolouts_per_second = 1.0", r"Did you mean rollouts_per_second\?"),
+        ("[[offers]]\nprice_usd_per_hour = 0.5", "offer 1 lacks name"),
+        ('[[offers]]\nname = "a"', r"offer 1 \('a'\) lacks price_usd_per_hour"),
+        ('[[offers]]\nname = "a"\nprice_usd_per_hour = -0.1', "price_usd_per_hour = -0.1 must not be negative"),
+        ('[[offers]]\nname = "a"\nprice_usd_per_hour = nan', "not a finite number"),
+        ('[[offers]]\nname = "a"\nprice_usd_per_hour = "cheap"', "Expected `float`"),
+        (
+            "[[offers]]\n" + GOOD + "rollouts_per_second = 0.0",
+            "rollouts_per_second = 0.0 must be above 0. Leave",
+        ),
+        ("[[offers]]\n" + GOOD + "count = 0", "count = 0 must be above 0"),
+        ("[[offers]]\n" + GOOD + "reliability = 1.5", "at most 1"),
+        ("[[offers]]\n" + GOOD + "down_mbps = 0.0", "down_mbps = 0.0 must be above 0"),
+        ("[[offers]]\n" + GOOD + "preemptible = true", "needs mean_life_hours"),
+        ("[[offers]]\n" + GOOD + "[[offers]]\n" + GOOD, "two offers are called 'a'"),
+        ("[[offers]]\nname = ", "not valid TOML"),
+    ],
+)
+def test_a_wrong_file_is_refused_by_name(tmp_path: Path, text: str, message: str) -> None:
+    path = tmp_path / "offers.toml"
+    path.write_text(text, encoding="utf-8")
+    with pytest.raises(UserError, match=message):
+        load_offers(path)
+
+
+def test_a_missing_file_points_to_the_example(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"examples/offers\.toml"):
+        load_offers(tmp_path / "none.toml")
+
+
+def test_an_unknown_rate_says_how_to_measure_it() -> None:
+    (offer,) = parse_offers({"offers": [{"name": "new", "price_usd_per_hour": 1}]}, "here")
+    with pytest.raises(UserError, match=r"echo2 probe CONFIG --name new"):
+        _ = offer.effective_rate
+    assert Offer("a", 1.0, 2.0).effective_rate == 2.0

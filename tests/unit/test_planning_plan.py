@@ -1,0 +1,256 @@
+"""`echo2 plan`: the choice, its figures, and every refusal."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from echo2.cli import main
+from echo2.control.activation import choose_greedy
+from echo2.errors import UserError
+from echo2.offers import Offer
+from echo2.planning.past_run import read_past_run
+from echo2.planning.plan import Broadcast, PlanInputs, by_staleness, make_plan
+from echo2.planning.rehearsal import rehearse
+from echo2.planning.snapshot_size import snapshot_bytes
+
+#: The paper's: 128 x 16 rollouts, 4 A100, RTX 5090 at $0.35; the rate of one is fitted (docs/capacity.md).
+CARD = Offer("rtx5090", 0.35, 0.3125, count=30)
+PAPER = PlanInputs(
+    groups_per_step=128,
+    group_size=16,
+    steps=100,
+    max_staleness=3,
+    train_seconds=1631.2,
+    offers=(CARD,),
+    broadcast=Broadcast(seconds=1437.0),
+    learner_usd_per_hour=12.24,
+    groups_per_batch=1,
+    generate_during_broadcast=False,
+)
+VERL_SYNC, VERL_ASYNC = 24.48 * 1508.2 / 3600, 24.48 * 1582.3 / 3600
+
+
+def test_vector_8_the_paper_s_bills_and_the_plan_for_its_setting() -> None:
+    assert (pytest.approx(10.26, abs=0.005), pytest.approx(10.76, abs=0.005)) == (VERL_SYNC, VERL_ASYNC)
+    plan = make_plan(PAPER)
+    assert (plan.machines, plan.max_staleness, plan.publish_every) == ({"rtx5090": 8}, 3, 2)
+    assert plan.usd_per_step == pytest.approx(6.82, abs=0.02)
+    assert 1 - plan.usd_per_step / VERL_SYNC == pytest.approx(0.336, abs=0.003)
+    assert 1 - plan.usd_per_step / VERL_ASYNC == pytest.approx(0.367, abs=0.003)
+    assert plan.prediction.steady_idle_ratio < 0.02
+    assert (plan.binds, plan.fleet_set_by) == ("learner", "broadcast")
+
+
+def test_deltas_make_kappa_1_affordable_and_the_plan_cheaper_than_the_paper_s() -> None:
+    deltas = Broadcast(full_bytes=16.4e9, delta_bytes=16.4e9 / 32, reload_seconds=10.0)
+    plan = make_plan(replace(PAPER, broadcast=deltas, generate_during_broadcast=True))
+    assert plan.publish_every == 1
+    assert plan.max_staleness <= 3
+    assert plan.floor_usd_per_step == pytest.approx(5.546, abs=0.001)
+    assert 1 - plan.usd_per_step / VERL_SYNC >= 0.38
+    assert 1 - plan.usd_per_step / VERL_ASYNC >= 0.41
+
+
+def test_a_plan_is_what_its_rehearsal_shows() -> None:
+    inputs = replace(PAPER, steps=16, groups_per_step=32, train_seconds=100.0, broadcast=Broadcast(seconds=40.0))
+    inputs = replace(inputs, offers=(CARD, replace(CARD, name="fast", rollouts_per_second=1.0, price_usd_per_hour=1.0)))
+    plan = make_plan(replace(inputs, generate_during_broadcast=True))
+    found = rehearse(plan, replace(inputs, generate_during_broadcast=True))
+    assert found.max_staleness <= plan.max_staleness
+    assert found.idle_ratio == pytest.approx(plan.prediction.idle_ratio, abs=0.04)
+    assert found.usd_per_step == pytest.approx(plan.usd / 16, rel=0.05)
+    assert found.steady_idle_ratio <= 0.04
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    bound=st.integers(1, 4),
+    broadcast=st.floats(0.0, 2.0),
+    prices=st.lists(st.floats(0.05, 3.0), min_size=1, max_size=4),
+    rates=st.lists(st.floats(0.2, 3.0), min_size=4, max_size=4),
+    overlaps=st.booleans(),
+)
+def test_every_plan_keeps_its_promises(
+    bound: int, broadcast: float, prices: list[float], rates: list[float], overlaps: bool
+) -> None:
+    offers = tuple(Offer(f"k{at}", price, rates[at], count=9) for at, price in enumerate(prices))
+    inputs = PlanInputs(
+        groups_per_step=16,
+        group_size=4,
+        steps=30,
+        max_staleness=bound,
+        train_seconds=10.0,
+        offers=offers,
+        broadcast=Broadcast(seconds=10 * broadcast),
+        learner_usd_per_hour=2.0,
+        groups_per_batch=1,
+        generate_during_broadcast=overlaps,
+    )
+    try:
+        plan = make_plan(inputs)
+    except UserError:
+        return
+    assert plan.max_staleness <= bound
+    assert plan.prediction.max_staleness <= plan.max_staleness
+    assert plan.prediction.steady_idle_ratio <= inputs.max_idle
+    assert plan.rate >= 1.1 * plan.needed_rate * (1 - 1e-6)
+    assert all(1 <= plan.machines[name] <= 9 for name in plan.machines)
+    greedy = choose_greedy(inputs.candidates(), plan.rate)
+    assert plan.usd_per_hour <= 2.0 + greedy.usd_per_hour + 1e-6
+    for other in by_staleness(inputs):
+        assert plan.usd_per_step <= other.usd_per_step * 1.006
+
+
+def test_on_policy_takes_the_cheapest_step_and_says_that_the_learner_waits() -> None:
+    plan = make_plan(replace(PAPER, max_staleness=0, broadcast=Broadcast(seconds=30.0)))
+    assert (plan.max_staleness, plan.publish_every, plan.binds) == (0, 1, "staleness")
+    assert plan.prediction.staleness == {0: 1.0}
+    assert plan.prediction.steady_idle_ratio > 0.1
+
+
+# ---- refusals --------------------------------------------------------------------------------------------------------
+
+
+def test_a_broadcast_that_cannot_be_hidden_is_refused_with_what_would_do() -> None:
+    with pytest.raises(UserError, match=r"68\.8 s are missing.* Or, .* max_staleness >= 3") as refused:
+        make_plan(replace(PAPER, max_staleness=1, broadcast=Broadcast(seconds=1700.0)))
+    assert "deltas" in str(refused.value)
+    assert make_plan(replace(PAPER, max_staleness=3, broadcast=Broadcast(seconds=1700.0))).publish_every == 2
+
+
+def test_offers_that_are_too_slow_are_refused_with_the_missing_rate() -> None:
+    few = replace(PAPER, offers=(replace(CARD, count=5),))
+    with pytest.raises(
+        UserError, match=r"all 5 machines together make 1\.562.* 3 more 'rtx5090' would do\."
+    ) as refused:
+        make_plan(few)
+    wider = int(str(refused.value).partition("max_staleness >= ")[2].split()[0])
+    assert make_plan(replace(few, max_staleness=wider)).machines == {"rtx5090": 5}
+    assert make_plan(replace(PAPER, offers=(replace(CARD, count=8),))).machines == {"rtx5090": 8}
+
+
+def test_a_budget_decides_or_is_refused_with_the_price() -> None:
+    plan = make_plan(PAPER)
+    assert make_plan(replace(PAPER, budget_usd=plan.usd + 0.01)) == plan
+    with pytest.raises(UserError, match=r"A budget of \$100\.00 is too small: the cheapest plan costs") as refused:
+        make_plan(replace(PAPER, budget_usd=100.0))
+    steps = int(str(refused.value).partition("--run.max_steps ")[2].rstrip(").;").split(")")[0])
+    assert make_plan(replace(PAPER, budget_usd=100.0, steps=steps)).usd <= 100.0
+    dear = replace(PAPER, learner_usd_per_hour=0.1, broadcast=Broadcast(seconds=10.0), generate_during_broadcast=True)
+    busy = make_plan(dear)
+    frugal = make_plan(replace(dear, budget_usd=busy.usd * 0.999))
+    assert frugal.binds == "budget"
+    assert frugal.usd <= busy.usd * 0.999
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"offers": ()}, "pool is empty"),
+        ({"budget_usd": 0.0}, "--budget 0.0 must be above 0"),
+        ({"learner_usd_per_hour": -1.0}, "must not be negative"),
+        ({"max_idle": 0.0}, "--max-idle"),
+        ({"publish_every": 5}, "would wait for ever"),
+        ({"train_seconds": 0.0}, "train_seconds = 0.0 must be a positive number"),
+        ({"offers": (Offer("new", 1.0),)}, "echo2 probe"),
+    ],
+)
+def test_impossible_inputs_are_refused(change: dict[str, object], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        make_plan(replace(PAPER, **change))  # type: ignore[arg-type]
+
+
+# ---- the command -----------------------------------------------------------------------------------------------------
+
+
+def write_model(directory: Path, num_values: int) -> Path:
+    directory.mkdir(exist_ok=True)
+    header = json.dumps(
+        {"__metadata__": {"format": "pt"}, "w": {"dtype": "F32", "shape": [num_values // 4, 4]}}
+    ).encode()
+    (directory / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
+    return directory
+
+
+def test_the_size_of_a_snapshot_is_read_from_the_headers_alone(tmp_path: Path) -> None:
+    model = write_model(tmp_path / "model", 4000)
+    assert snapshot_bytes(model, "bfloat16") == 8000
+    assert snapshot_bytes(model, "float32") == 16000
+    (model / "model.safetensors").write_bytes(b"\xff" * 64)
+    with pytest.raises(UserError, match="no readable safetensors"):
+        snapshot_bytes(model, "float32")
+    with pytest.raises(UserError, match="--snapshot-bytes"):
+        snapshot_bytes(tmp_path, "float32")
+
+
+def write_files(tmp_path: Path) -> tuple[str, str]:
+    model = write_model(tmp_path / "model", 4_000_000)
+    config = tmp_path / "run.toml"
+    config.write_text(
+        f'[model]\npath = "{model}"\n[tasks]\nsource = "digit_sorting"\n[reward]\nfunctions = ["exact_match"]\n'
+        "[schedule]\ngroups_per_step = 32\nmax_staleness = 2\n[run]\nmax_steps = 50\n"
+        "[learner]\nprice_usd_per_hour = 3.0\n",
+        encoding="utf-8",
+    )
+    offers = tmp_path / "offers.toml"
+    offers.write_text('[[offers]]\nname = "card"\nprice_usd_per_hour = 0.4\nrollouts_per_second = 6\ncount = 20\n')
+    return str(config), str(offers)
+
+
+def test_the_command_prints_a_plan_for_people_and_for_programs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config, offers = write_files(tmp_path)
+    words = ["plan", config, "--offers", offers, "--train-seconds", "20"]
+    assert main(words) == 0
+    text = capsys.readouterr().out
+    for part in ("x card", "publish_every", "staleness", "learner idle", "a step", "binds", "Rests on"):
+        assert part in text
+    assert main([*words, "--json", "--rehearse"]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    assert plan["machines"]["card"] >= 2
+    assert plan["rehearsal"]["max_staleness"] <= plan["max_staleness"] <= 2
+    assert plan["inputs"]["snapshot"][0] == "16 MB"
+
+
+def test_the_command_takes_what_a_past_run_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config, offers = write_files(tmp_path)
+    run = tmp_path / "run"
+    run.mkdir()
+    rows = [
+        {
+            "step": at,
+            "time/train": seconds,
+            "broadcast/t_bcast": None if at == 2 else 1.5,
+            "broadcast/delta_ratio": 0.05,
+        }
+        for at, seconds in ((1, 90.0), (2, 20.0), (3, 22.0), (4, 21.0))
+    ]
+    text = "".join(json.dumps(row) + "\n" for row in rows)
+    (run / "metrics.jsonl").write_text(text + '{"step": 5, "time/tr', encoding="utf-8")
+    past = read_past_run(run)
+    assert (past.num_steps, past.train_seconds, past.broadcast_seconds, past.delta_ratio) == (4, 21.0, 1.5, 0.05)
+    assert main(["plan", config, "--offers", offers, "--from", str(run), "--json"]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    assert plan["broadcast_seconds"] >= 1.5
+    assert plan["prediction"]["step_seconds"] >= 21.0
+
+
+def test_the_command_s_mistakes_cost_a_line_and_status_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config, offers = write_files(tmp_path)
+    for words, message in (
+        (["plan", config, "--offers", offers], "--train-seconds"),
+        (["plan", config, "--offers", str(tmp_path / "none.toml"), "--train-seconds", "20"], "Cannot read the offers"),
+        (["plan", config, "--offers", offers, "--train-seconds", "-1"], "--train-seconds -1.0 must be a positive"),
+        (["plan", config, "--offers", offers, "--train-seconds", "20", "--budget", "0.01"], "too small"),
+        (["plan", config, "--offers", offers, "--from", str(tmp_path)], "Cannot read"),
+        (["cost", str(tmp_path)], "no run directory"),
+    ):
+        assert main(words) == 2
+        assert message in capsys.readouterr().err

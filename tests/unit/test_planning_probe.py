@@ -1,0 +1,84 @@
+"""`echo2 probe`: what it measures, with an engine whose speed is known."""
+
+from __future__ import annotations
+
+import argparse
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from echo2 import config as configuration
+from echo2.errors import UserError
+from echo2.offers import parse_offers
+from echo2.planning import probe
+from echo2.planning.probe import Measured, as_offer
+from echo2.rollout import generate
+from echo2.rollout.fake_engine import FakeEngine
+from echo2.types import Snapshot, SnapshotRef
+from rollout_cases import tokenizer_files
+
+
+class Clock:
+    """Goes on when the engine says that it worked."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+    def advance(self, seconds: float) -> None:
+        self.now += seconds
+
+
+def config() -> configuration.Config:
+    return configuration.build(
+        {
+            "tasks": {"source": "digit_sorting"},
+            "reward": {"functions": ["exact_match"]},
+            "sampling": {"group_size": 4, "groups_per_batch": 3, "max_tokens": 10},
+        },
+        "test",
+    )
+
+
+def test_the_rate_is_the_engine_s() -> None:
+    clock = Clock()
+    engine = FakeEngine(tokens_per_second=50.0, advance=clock.advance)
+    files = {**tokenizer_files(), "config.json": b'{"vocab_size": 64, "max_position_embeddings": 512}'}
+    engine.load_snapshot(Snapshot(SnapshotRef(1, 0), {}, files))
+    tokenizer = generate.load_tokenizer({name: bytes(data) for name, data in files.items()})
+    measured = probe.measure_engine(config(), engine, tokenizer, 40.0, clock)
+    assert measured.tokens_per_second == pytest.approx(50.0, rel=0.02)
+    assert measured.seconds >= 40.0
+    assert measured.num_rollouts == measured.num_batches * 12
+    assert measured.rollouts_per_second == pytest.approx(measured.num_rollouts / measured.seconds)
+    mean_tokens = measured.tokens_per_second / measured.rollouts_per_second
+    assert 4.0 < mean_tokens < 7.0  # lengths are spread evenly over 1..10
+    assert 0.0 < measured.standard_error < 0.2 * measured.rollouts_per_second
+    assert measured.groups_per_batch == 3
+
+
+def test_what_it_prints_is_an_offer() -> None:
+    text = as_offer("my card", 0.0, Measured(2.5, 0.1, 0.21, 900.0, 8, 5, 320, 128.0))
+    assert "one standard error" in text
+    (offer,) = parse_offers(tomllib.loads(text), "printed")
+    assert (offer.name, offer.rollouts_per_second, offer.spread, offer.groups_per_batch) == ("my card", 2.5, 0.21, 8)
+
+
+def test_a_time_that_is_none_and_a_missing_file_are_refused(tmp_path: Path) -> None:
+    options = argparse.Namespace(
+        target=tmp_path / "none.toml",
+        seconds=0.0,
+        engine="",
+        overrides={},
+        name="a",
+        price_usd_per_hour=0.0,
+        json=False,
+    )
+    with pytest.raises(UserError, match=r"--seconds 0\.0 must be above 0"):
+        probe.run(options)
+    options.seconds = 1.0
+    with pytest.raises(UserError, match="Cannot read the config file"):
+        probe.run(options)
