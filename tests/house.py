@@ -23,9 +23,9 @@ FORBIDDEN_NAMES = frozenset({"utils", "util", "helpers", "helper", "manager", "m
 FLOOR_OF_ROOM = {
     **dict.fromkeys(("types", "errors", "plugins", "devices"), 1),
     "": 1,  # the package itself: its version and nothing else
-    **dict.fromkeys(("control", "tasks", "rollout", "reward", "buffer", "weights", "transport", "config"), 2),
+    **dict.fromkeys(("control", "tasks", "rollout", "reward", "buffer", "weights", "transport", "config", "offers"), 2),
     **dict.fromkeys(("sim", "learner", "broadcast"), 3),
-    "runtime": 4,
+    **dict.fromkeys(("runtime", "planning"), 4),
     **dict.fromkeys(("cli", "service", "__main__"), 5),
 }
 TORCH_ROOMS = frozenset({"learner", "rollout", "devices"})

@@ -44,6 +44,9 @@ def random_scenario(seed: int) -> Scenario:
         eval_every=rng.randint(0, 3),
         snapshot_chunks=rng.choice([1, 3, 20]),
         chunk_bytes=100_000,
+        delta_chance=rng.choice([0.0, 0.5, 1.0]),
+        peers=rng.choice(["star", "chain", "trees", "trees"]),
+        fan_out=rng.randint(1, 4),
         faults_until_seconds=faults_until,
         time_limit_seconds=faults_until + CALM_SECONDS,
         workers=workers,
@@ -81,6 +84,9 @@ def random_workers(rng: random.Random, faulty: bool) -> WorkersSpec:
         malformed_results=rate(0.05),
         reward_failures=rate(0.03),
         scores=rng.random() < 0.7,
+        is_dialable=rng.random() < 0.7,
+        lies=rate(0.2),
+        mute=faulty and rng.random() < 0.1,
     )
 
 
@@ -93,6 +99,8 @@ def calm(scenario: Scenario) -> Scenario:
         "corrupt_snapshots": 0.0,
         "malformed_results": 0.0,
         "reward_failures": 0.0,
+        "lies": 0.0,
+        "mute": False,
     }
     return replace(
         scenario, faults_until_seconds=0.0, workers=tuple(replace(spec, **quiet) for spec in scenario.workers)

@@ -126,9 +126,10 @@ def test_deterministic_mode_fixes_the_version_of_a_step_and_its_units() -> None:
     desk = running(options)
     units = [[lease.group.number for lease in grant.leases] for grant in of(do.GrantLeases, desk.join("b"))]
     units += [[lease.group.number for lease in grant.leases] for grant in of(do.GrantLeases, desk.join("c"))]
+    units += [[lease.group.number for lease in grant.leases] for grant in of(do.GrantLeases, desk.join("d"))]
     assert units == [[3], [4, 5], [6, 7], [8]]  # a holds [0, 1] and [2]: no unit crosses a step
     assert [(lease.step, lease.exact_version) for _, lease in desk.leases.values()] == [(n // 3, 0) for n in range(9)]
-    assert of(do.GrantLeases, desk.join("d")) == []  # step 3 is sampled with version 3, by anybody
+    assert of(do.GrantLeases, desk.join("e")) == []  # step 3 is sampled with version 3, by anybody
 
 
 def test_a_worker_scores_only_if_it_has_every_reward() -> None:

@@ -182,6 +182,35 @@ class WorkerGone(Command):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ActivateWorker(Command):
+    """Sent to the worker: it stood by, and works from now on."""
+
+    worker_id: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReleaseWorker(Command):
+    """Sent to the worker: it finishes what it has, then stands by, and need not fetch snapshots."""
+
+    worker_id: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RentMachine(Command):
+    """To the offer's hook: rent one more machine of this kind, and start a worker there."""
+
+    offer: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReturnMachine(Command):
+    """To the offer's hook: this worker's machine is not needed any more."""
+
+    offer: str
+    worker_id: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StopRun(Command):
     """The run can't go on; nothing is lost, and `--resume` continues it once the reason is gone."""
 

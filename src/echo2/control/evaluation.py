@@ -7,7 +7,7 @@ them: after a restart of the head an unfinished evaluation starts again.
 
 from __future__ import annotations
 
-from collections import deque
+from collections import OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
@@ -20,7 +20,7 @@ class EvalRound:
 
     ref: SnapshotRef
     size: int
-    waiting: deque[int] = field(default_factory=deque)
+    waiting: OrderedDict[int, None] = field(default_factory=OrderedDict)
     done: set[int] = field(default_factory=set)
     num_failed: int = 0
     started_at: float = 0.0
@@ -28,7 +28,7 @@ class EvalRound:
     failed_by: dict[int, dict[str, None]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.waiting.extend(range(self.size))
+        self.waiting.update(dict.fromkeys(range(self.size)))
 
     @property
     def is_finished(self) -> bool:
@@ -72,7 +72,9 @@ class Evaluation:
         for version in sorted(self.rounds):
             round_ = self.rounds[version]
             if round_.waiting and version <= installed_version:
-                return round_, [round_.waiting.popleft() for _ in range(min(num_groups, len(round_.waiting)))]
+                return round_, [
+                    round_.waiting.popitem(last=False)[0] for _ in range(min(num_groups, len(round_.waiting)))
+                ]
         return None
 
     def put_back(self, group: GroupRef) -> int:
@@ -81,8 +83,7 @@ class Evaluation:
         if place is None or place[1] in place[0].done:
             return 0
         round_, position = place
-        if position not in round_.waiting:
-            round_.waiting.append(position)
+        round_.waiting.setdefault(position)
         round_.attempts[position] = round_.attempts.get(position, 0) + 1
         return round_.attempts[position]
 

@@ -97,7 +97,7 @@ class CheckpointSaved:
 @dataclass(frozen=True, slots=True)
 class WorkerJoined:
     """A worker attends (again). `held_leases` are leases it still works on; `rewards` the reward functions installed
-    there.
+    there; `offer` what its machine was rented as, if the planner asked for it.
     """
 
     worker_id: str
@@ -106,6 +106,7 @@ class WorkerJoined:
     rewards: tuple[str, ...]
     installed: SnapshotRef | None
     held_leases: tuple[int, ...] = ()
+    offer: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,55 +5,67 @@ gate).
 
 from __future__ import annotations
 
+from collections.abc import Container, Iterable
+
 from echo2.control import commands as do
 from echo2.control import results, staleness
 from echo2.control.fleet import Worker
 from echo2.control.groups import GroupRecord
 from echo2.control.seeds import group_seed
 from echo2.control.state import PlannerState
-from echo2.types import GroupRef, Lease
+from echo2.types import GroupRef, Lease, SnapshotRef
 
 #: Batches a worker may hold: one that runs and one that waits, so that a round trip to the head costs it nothing.
 BATCHES_PER_WORKER = 2
 
 
 def grant(state: PlannerState, now: float) -> None:
-    """Keep every worker busy: first everybody gets a batch to run, then one to wait, earliest step first."""
+    """Keep every worker busy: first everybody gets a batch to run, then one to wait, earliest step first.
+
+    Workers with the same snapshot may sample the same steps, and what there is to sample only gets less while leases
+    are granted: once there is nothing for one of them, there is nothing for any.
+    """
+    state.settle(now)
     if not state.published:
         return
     for depth in range(BATCHES_PER_WORKER):
-        for worker in by_load(state):
-            capacity = worker.capacity_groups * state.options.group_size
-            while state.leases.samples_of(worker.worker_id) <= depth * capacity and (
-                depth == 0 or is_plenty(state, worker)
-            ):
-                if not grant_batch(state, worker, now):
-                    break
-    for worker in state.fleet.attending():
-        busy = state.leases.count_of(worker.worker_id) > 0
-        worker.idle_since = None if busy else (worker.idle_since if worker.idle_since is not None else now)
+        served: set[SnapshotRef | None] = set()
+        while (worker := next_worker(state, depth, served)) is not None:
+            if not fill(state, worker, depth, now):
+                served.add(worker.installed)
+            state.settle(now)
 
 
-def by_load(state: PlannerState) -> list[Worker]:
-    return sorted(
-        (worker for worker in state.fleet.attending() if not state.fleet.is_resting(worker)),
-        key=lambda worker: (state.leases.samples_of(worker.worker_id), worker.joined_at, worker.worker_id),
-    )
+def next_worker(state: PlannerState, depth: int, served: Container[SnapshotRef | None]) -> Worker | None:
+    """The least loaded of those with room for a batch at this depth, who came first among equals; not of those whose
+    snapshot is in `served`.
+    """
+    rankings = state.fleet.rankings(depth)
+    installed: Iterable[SnapshotRef | None] = rankings if state.options.deterministic else state.published.values()
+    firsts = (rankings[ref].first() for ref in installed if ref in rankings and ref not in served)
+    best = min((rank for rank in firsts if rank is not None), default=None)
+    return None if best is None else state.fleet.get(best[2])
+
+
+def fill(state: PlannerState, worker: Worker, depth: int, now: float) -> bool:
+    """Give it batches until it has more than `depth` of them; False if there were too few."""
+    most = depth * worker.capacity_groups * state.options.group_size
+    while state.leases.samples_of(worker.worker_id) <= most:
+        if (depth > 0 and not is_plenty(state, worker)) or not grant_batch(state, worker, now):
+            return False
+    return True
 
 
 def is_plenty(state: PlannerState, worker: Worker) -> bool:
-    """A second batch may wait at this worker only if idle others would not starve for it."""
-    idle = [
-        other
-        for other in state.fleet.attending()
-        if other is not worker and state.leases.samples_of(other.worker_id) == 0
-    ]
-    if not idle:
+    """A second batch may wait at this worker only while there is a batch for everybody. Otherwise who is done first
+    shall have it: a group that waits behind another batch is the last of its step, and the learner waits with it.
+    """
+    if state.fleet.num_active == 1:
         return True
     last = min(last_step(state, worker), state.options.max_steps - 1)
     num_unleased = sum(room(state, step) for step in range(state.version, last + 1))
     num_unleased += state.groups.first_pending() is not None
-    return num_unleased > sum(other.capacity_groups for other in idle)
+    return num_unleased >= state.fleet.active_groups
 
 
 def grant_batch(state: PlannerState, worker: Worker, now: float) -> bool:
@@ -61,7 +73,7 @@ def grant_batch(state: PlannerState, worker: Worker, now: float) -> bool:
     if not leases:
         return False
     for lease in leases:
-        state.leases.add(worker.worker_id, lease)
+        state.open_lease(worker.worker_id, lease)
     steps = sorted({lease.step for lease in leases})
     reason = f"room at the worker for {leases[0].group.kind} groups of step{'s' if len(steps) > 1 else ''} "
     reason += ", ".join(map(str, steps))

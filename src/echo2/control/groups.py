@@ -12,6 +12,7 @@ their step, because a learner that falls back trains the same groups at the same
 from __future__ import annotations
 
 import heapq
+from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
@@ -40,7 +41,18 @@ class GroupRecord:
     oldest_version: int | None = None
     num_tokens: int = 0
     worker_id: str = ""
-    ready_order: int = 0
+
+
+@dataclass(slots=True)
+class StepGroups:
+    """The groups of one step in issue order, and what would take a look at each of them: how many are not retired and
+    how many are fed, and those that are ready, in the order in which they became so.
+    """
+
+    records: list[GroupRecord] = field(default_factory=list)
+    num_live: int = 0
+    num_fed: int = 0
+    ready: OrderedDict[int, GroupRecord] = field(default_factory=OrderedDict)
 
 
 @dataclass(slots=True)
@@ -53,11 +65,9 @@ class GroupBook:
     groups_per_unit: int = 1
     next_number: int = 0
     _records: dict[int, GroupRecord] = field(default_factory=dict)
-    _by_step: dict[int, dict[int, GroupRecord]] = field(default_factory=dict)
-    _live: dict[int, int] = field(default_factory=dict)
+    _by_step: dict[int, StepGroups] = field(default_factory=dict)
     _pending: list[tuple[int, int]] = field(default_factory=list)
     _is_pending: set[tuple[int, int]] = field(default_factory=set)
-    _ready_count: int = 0
 
     def issue(self, step: int) -> GroupRecord:
         """A new group for `step`, pending."""
@@ -76,8 +86,14 @@ class GroupBook:
         if record.number in self._records:
             raise InvariantError(f"group {record.number} issued twice")
         self._records[record.number] = record
-        self._by_step.setdefault(record.step, {})[record.number] = record
-        self._live[record.step] = self._live.get(record.step, 0) + (record.state != "retired")
+        of_step = self._by_step.get(record.step)
+        if of_step is None:
+            of_step = self._by_step[record.step] = StepGroups()
+        of_step.records.append(record)
+        of_step.num_live += record.state != "retired"
+        of_step.num_fed += record.state == "fed"
+        if record.state == "ready":
+            of_step.ready[record.number] = record
         self.next_number = max(self.next_number, record.number + 1)
 
     def get(self, number: int) -> GroupRecord | None:
@@ -85,14 +101,36 @@ class GroupBook:
 
     def of_step(self, step: int) -> list[GroupRecord]:
         """Groups bound to this step in issue order, retired ones too."""
-        return list(self._by_step.get(step, {}).values())
+        of_step = self._by_step.get(step)
+        return [] if of_step is None else list(of_step.records)
 
     def num_issued(self, step: int) -> int:
-        return len(self._by_step.get(step, ()))
+        of_step = self._by_step.get(step)
+        return 0 if of_step is None else len(of_step.records)
 
     def num_live(self, step: int) -> int:
         """Issued and not retired."""
-        return self._live.get(step, 0)
+        of_step = self._by_step.get(step)
+        return 0 if of_step is None else of_step.num_live
+
+    def num_fed(self, step: int) -> int:
+        of_step = self._by_step.get(step)
+        return 0 if of_step is None else of_step.num_fed
+
+    def first_ready(self, step: int) -> GroupRecord | None:
+        """Of the groups that are ready, the one that became so first."""
+        of_step = self._by_step.get(step)
+        return next(iter(of_step.ready.values()), None) if of_step is not None else None
+
+    def nth(self, step: int, index: int) -> GroupRecord | None:
+        """The group that was issued for this step after `index` others."""
+        of_step = self._by_step.get(step)
+        return of_step.records[index] if of_step is not None and index < len(of_step.records) else None
+
+    def highest_number(self, last_step: int) -> int | None:
+        """Of all groups of steps up to `last_step` that are remembered."""
+        highest = [max(r.number for r in of.records) for step, of in self._by_step.items() if step <= last_step]
+        return max(highest, default=None)
 
     def move(self, record: GroupRecord, state: str) -> None:
         """Change a record's state.
@@ -104,14 +142,20 @@ class GroupBook:
             raise InvariantError(
                 f"group {record.number} of step {record.step}: {record.state} -> {state} is no legal move"
             )
+        of_step = self._by_step[record.step]
+        if record.state == "ready":
+            del of_step.ready[record.number]
+        elif record.state == "fed":
+            of_step.num_fed -= 1
         record.state = state
         if state == "pending":
             self.push_pending(record)
         elif state == "ready":
-            self._ready_count += 1
-            record.ready_order = self._ready_count
+            of_step.ready[record.number] = record
+        elif state == "fed":
+            of_step.num_fed += 1
         elif state == "retired":
-            self._live[record.step] -= 1
+            of_step.num_live -= 1
 
     def unit_of(self, record: GroupRecord) -> tuple[int, int]:
         return record.step, record.number - record.number % self.groups_per_unit
@@ -152,9 +196,8 @@ class GroupBook:
     def forget_below(self, step: int) -> None:
         """Drop the groups of steps below `step`: a checkpoint covers them."""
         for old in [key for key in self._by_step if key < step]:
-            for number in self._by_step.pop(old):
-                del self._records[number]
-            self._live.pop(old, None)
+            for record in self._by_step.pop(old).records:
+                del self._records[record.number]
 
     def __iter__(self) -> Iterator[GroupRecord]:
         return iter(self._records.values())
@@ -163,10 +206,11 @@ class GroupBook:
         return len(self._records)
 
     def check_invariants(self) -> None:
-        for step, records in self._by_step.items():
-            live = sum(record.state != "retired" for record in records.values())
-            if live != self._live[step]:
-                raise InvariantError(f"step {step}: {live} live groups, counted {self._live[step]}")
+        for step, of_step in self._by_step.items():
+            states = [record.state for record in of_step.records]
+            counts = (len(states) - states.count("retired"), states.count("fed"), states.count("ready"))
+            if counts != (of_step.num_live, of_step.num_fed, len(of_step.ready)):
+                raise InvariantError(f"step {step}: {counts} groups are live, fed and ready, and counted otherwise")
         for record in self._records.values():
             if record.state == "pending" and self.unit_of(record) not in self._is_pending:
                 raise InvariantError(f"group {record.number} is pending but not queued")

@@ -15,6 +15,8 @@ def check_planner(state: PlannerState) -> None:
     """Raise InvariantError on the first rule that does not hold."""
     state.groups.check_invariants()
     state.leases.check_invariants()
+    if not state.has_unsettled:
+        state.fleet.check_invariants()
     live: dict[int, int] = {}
     for record in state.groups:
         live[record.step] = live.get(record.step, 0) + (record.state != "retired")

@@ -86,6 +86,9 @@ class LeaseTable:
     def open_leases(self) -> list[tuple[str, Lease]]:
         return list(self._open.values())
 
+    def __len__(self) -> int:
+        return len(self._open)
+
     def check_invariants(self) -> None:
         by_group = sum(len(ids) for ids in self._by_group.values())
         by_worker = sum(len(ids) for ids in self._by_worker.values())

@@ -16,7 +16,7 @@ from dataclasses import replace
 
 from echo2.control import commands as do
 from echo2.control import events as ev
-from echo2.control import granting, results, staleness, workers
+from echo2.control import granting, results, staleness, standby, workers
 from echo2.control.fleet import Worker
 from echo2.control.groups import GroupRecord
 from echo2.control.invariants import check_planner
@@ -32,6 +32,7 @@ class Planner(PlannerState):
     def __init__(self, options: PlannerOptions) -> None:
         super().__init__(options)
         self._wake_at: float | None = None
+        self._num_passed = 0
 
     # ---- the door --------------------------------------------------------------------------------------------------
 
@@ -39,9 +40,18 @@ class Planner(PlannerState):
         """Take one event at time `now` (seconds, never decreasing) and say what is to be done, in order."""
         self.num_events += 1
         self.out = []
-        if isinstance(event, ev.WorkerReported):
-            workers.worker_reported(self, event, now)
-        workers.expire(self, now)  # first: what comes at its deadline is late, whether or not the timer fired yet
+        any_change = self.has_unsettled or not isinstance(event, ev.WorkerReported)
+        if isinstance(event, ev.WorkerReported) and workers.worker_reported(self, event, now):
+            any_change = True
+        # First: what comes at its deadline is late, whether or not the timer fired yet.
+        if workers.expire(self, now) or any_change:
+            self._take(event, now)
+            self._advance(now)
+        standby.look(self, now)
+        self._ask_for_wake()
+        return self.out
+
+    def _take(self, event: ev.Event, now: float) -> None:
         match event:
             case ev.HeadStarted():
                 self._start(event, now)
@@ -52,7 +62,7 @@ class Planner(PlannerState):
             case ev.GroupsWanted():
                 self._groups_wanted(event.step, now)
             case ev.StepTrained():
-                self._step_trained(event)
+                self._step_trained(event, now)
             case ev.SnapshotPublished():
                 self._snapshot_published(event.ref, now)
             case ev.CheckpointSaved():
@@ -76,16 +86,17 @@ class Planner(PlannerState):
                 results.give_up(self, event.group, event.reason, event.detail)
             case ev.Tick():
                 self._wake_at = None
-        self._advance(now)
-        return self.out
 
     def _advance(self, now: float) -> None:
         """What any event may have made possible."""
         self._finish_evals()
+        self.settle(now)
         if self.over is None:
             granting.grant(self, now)
             self._feed(now)
             self._finish()
+
+    def _ask_for_wake(self) -> None:
         dues = [at for at in (self.leases.earliest_deadline(), self.fleet.earliest_deadline()) if at is not None]
         if dues and (self._wake_at is None or min(dues) < self._wake_at):
             self._wake_at = min(dues)
@@ -135,7 +146,7 @@ class Planner(PlannerState):
         if record is None:
             raise InvariantError(f"lease {old.lease_id} is of group {old.number}, which the ledger does not hold open")
         lease = granting.new_lease(self, GroupRef("train", old.number), record.step, record.number, now)
-        self.leases.add(old.worker_id, replace(lease, lease_id=old.lease_id, deadline=old.deadline))
+        self.open_lease(old.worker_id, replace(lease, lease_id=old.lease_id, deadline=old.deadline))
         if self.fleet.get(old.worker_id) is None:
             self.fleet.join(Worker(old.worker_id, 1, 0.0, False, None, now, detached=True), now)
 
@@ -175,7 +186,7 @@ class Planner(PlannerState):
         self.evaluation.forget_after(version)
         self.checkpoint_version = min(self.checkpoint_version, version)
         self.emit(do.RecordLearner, reason, version=version, lineage=self.lineage)
-        attending = tuple(worker.worker_id for worker in self.fleet.attending())
+        attending = tuple(worker.worker_id for worker in self.fleet.active())
         workers.announce_newest(self, "later ones count no more", attending)
 
     def _groups_wanted(self, step: int, now: float) -> None:
@@ -185,11 +196,12 @@ class Planner(PlannerState):
             )
             return
         self.wanted_step, self.wanted_since, self.step_ended = step, now, False
+        self._num_passed = 0
         for record in self.groups.of_step(step):
             if record.state == "fed":
                 self.groups.move(record, "ready")
 
-    def _step_trained(self, event: ev.StepTrained) -> None:
+    def _step_trained(self, event: ev.StepTrained, now: float) -> None:
         if event.step < self.version:
             return  # reported again, because our answer to the first report was lost
         fed = tuple(sorted(record.number for record in self.groups.of_step(event.step) if record.state == "fed"))
@@ -200,6 +212,7 @@ class Planner(PlannerState):
         self.emit(
             do.RecordStep, "the learner finished the step", step=event.step, lineage=self.lineage, numbers=event.numbers
         )
+        self.gauge.step_trained(now)
         for number in fed:
             record = self.groups.get(number)
             assert record is not None
@@ -212,11 +225,12 @@ class Planner(PlannerState):
             self.emit(do.DropSnapshot, f"published for lineage {ref.lineage}; the run is at {self.lineage}", ref=ref)
             return
         self.published[ref.version] = self.retained[ref.version] = ref
+        self.gauge.published(ref, now)
         if self.evaluation.is_due(ref.version):
             self._start_eval(ref, now)
         if ref.version == max(self.retained):
             reason = f"version {ref.version} is published"
-            workers.announce_newest(self, reason, tuple(worker.worker_id for worker in self.fleet.attending()))
+            workers.announce_newest(self, reason, tuple(worker.worker_id for worker in self.fleet.active()))
         self._drop_snapshots()
 
     def _drop_snapshots(self) -> None:
@@ -258,14 +272,7 @@ class Planner(PlannerState):
         step = self.wanted_step
         if step is None or self.step_ended or step >= self.options.max_steps:
             return
-        records = [record for record in self.groups.of_step(step) if record.state != "retired"]
-        if not self.options.deterministic:
-            records = sorted((r for r in records if r.state == "ready"), key=lambda r: r.ready_order)
-        for record in records:
-            if record.state == "fed":
-                continue
-            if record.state != "ready":
-                break
+        while (record := self._next_to_feed(step)) is not None:
             if not staleness.may_train(step, record.oldest_version or 0, self.options.max_staleness):
                 self.groups.move(record, "retired")
                 detail = f"its oldest token is of version {record.oldest_version}, {self.options.max_staleness} allowed"
@@ -274,20 +281,29 @@ class Planner(PlannerState):
                 continue
             self.groups.move(record, "fed")
             self.emit(do.FeedGroup, f"the learner trains step {step}", step=step, number=record.number)
-        self._end_step(step)
+        self._end_step(step, now)
 
-    def _end_step(self, step: int) -> None:
-        live = [record for record in self.groups.of_step(step) if record.state != "retired"]
-        if granting.room(self, step) > 0 or any(record.state != "fed" for record in live):
+    def _next_to_feed(self, step: int) -> GroupRecord | None:
+        """The next group that is ready: the first that became so, in deterministic mode the next in issue order."""
+        if not self.options.deterministic:
+            return self.groups.first_ready(step)
+        while (record := self.groups.nth(step, self._num_passed)) is not None and record.state in ("fed", "retired"):
+            self._num_passed += 1
+        return record if record is not None and record.state == "ready" else None
+
+    def _end_step(self, step: int, now: float) -> None:
+        if granting.room(self, step) > 0 or self.groups.num_fed(step) < self.groups.num_live(step):
             return
+        live = [record for record in self.groups.of_step(step) if record.state != "retired"]
         if not live:
             results.stop(self, f"no group of step {step} gave a result: there is nothing to train on")
             return
         for record in live:
             results.release(self, GroupRef("train", record.number), "its step has all its groups")
         self.step_ended, self.wanted_since = True, None
-        used = [record.number for record in self.groups if record.step <= step]
-        cursor = max(used, default=self.groups.next_number - 1) + 1
+        self.gauge.step_fed(now)
+        last = self.groups.highest_number(step)
+        cursor = self.groups.next_number if last is None else last + 1
         self.emit(do.EndStep, "every group of the step is fed", step=step, num_groups=len(live), cursor=cursor)
 
     # ---- evaluation, end -------------------------------------------------------------------------------------------

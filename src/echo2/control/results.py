@@ -12,7 +12,7 @@ from echo2.types import GroupRef
 
 def end_lease(state: PlannerState, lease_id: int, outcome: str, reason: str) -> None:
     """Close a lease that gave no result, and put its group back in the queue (or give it up after too many tries)."""
-    worker_id, lease = state.leases.close(lease_id)
+    worker_id, lease = state.close_lease(lease_id)
     state.emit(do.CloseLease, reason, lease_id=lease_id, group=lease.group, worker_id=worker_id, outcome=outcome)
     if lease.group.kind == "eval":
         if state.evaluation.put_back(lease.group) >= MAX_ATTEMPTS and outcome != "retired":
@@ -48,9 +48,11 @@ def delivered(state: PlannerState, event: ev.GroupDelivered, now: float) -> None
         if held is not None and held[0] == event.worker_id:
             end_lease(state, event.lease_id, word, reason)
         return
-    state.leases.close(event.lease_id)
+    state.close_lease(event.lease_id)
     if (worker := state.fleet.get(event.worker_id)) is not None:
         worker.failures_in_a_row = 0
+        per_batch = worker.capacity_groups * (state.options.group_size if event.group.kind == "train" else 1)
+        state.gauge.delivered(worker, event.num_samples, per_batch, now)
     reason = "the first valid result for this group"
     state.emit(do.AcceptDelivery, reason, worker_id=event.worker_id, lease_id=event.lease_id, group=event.group)
     state.emit(
@@ -100,7 +102,7 @@ def lease_failed(state: PlannerState, event: ev.LeaseFailed, now: float) -> None
         return
     failed_by = _failed_by(state, group)
     failed_by[event.worker_id] = None
-    if len(failed_by) >= min(2, len(state.fleet.attending())):
+    if len(failed_by) >= min(2, state.fleet.num_active):
         give_up(state, group, reason, event.detail)
 
 
@@ -132,8 +134,7 @@ def give_up(state: PlannerState, group: GroupRef, why: str, detail: str) -> None
         if place is not None and place[1] not in place[0].done:
             place[0].done.add(place[1])
             place[0].num_failed += 1
-            if place[1] in place[0].waiting:
-                place[0].waiting.remove(place[1])
+            place[0].waiting.pop(place[1], None)
     else:
         record = state.groups.get(group.number)
         if record is None or record.state not in ("pending", "leased", "delivered"):

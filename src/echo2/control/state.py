@@ -4,19 +4,31 @@ it.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from echo2.control import commands as do
+from echo2.control.activation import ActivationLoop, LoopOptions
 from echo2.control.evaluation import Evaluation
 from echo2.control.fleet import Fleet
+from echo2.control.gauge import Gauge, is_busy
 from echo2.control.groups import GroupBook
 from echo2.control.leases import LeaseTable
-from echo2.types import SnapshotRef
+from echo2.types import Lease, SnapshotRef
+
+
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """Machines that can be rented while the run goes on: up to `count`, with this rate in rollouts a second each."""
+
+    name: str
+    rate: float
+    price_usd_per_hour: float
+    count: int
 
 
 @dataclass(frozen=True, slots=True)
 class PlannerOptions:
-    """What the planner needs to know of the configuration; names as there."""
+    """What the planner needs to know of the configuration; names as there. `activation`: None, and everybody works."""
 
     groups_per_step: int
     group_size: int
@@ -34,6 +46,21 @@ class PlannerOptions:
     eval_size: int = 0
     eval_every: int = 0
     keep_snapshots: int = 2
+    activation: LoopOptions | None = None
+    offers: tuple[Offer, ...] = ()
+
+
+@dataclass(slots=True)
+class Activation:
+    """What `standby` remembers. `needed_rate`: rollouts a second, None while it is not known, infinite where no rate is
+    enough. `rents`: when each machine that has not joined yet was rented, by offer.
+    """
+
+    loop: ActivationLoop
+    next_at: float = 0.0
+    needed_rate: float | None = None
+    active_rate: float = 0.0
+    rents: dict[str, list[float]] = field(default_factory=dict)
 
 
 class PlannerState:
@@ -55,8 +82,12 @@ class PlannerState:
         self.oldest_kept = 0
         self.groups = GroupBook(options.groups_per_batch if options.deterministic else 1)
         self.leases = LeaseTable()
-        self.fleet = Fleet(options.lost_after_seconds)
+        self.fleet = Fleet(options.lost_after_seconds, options.group_size)
         self.evaluation = Evaluation(options.eval_size, options.eval_every, options.max_steps)
+        self.gauge = Gauge()
+        self.activation: Activation | None = None
+        if options.activation is not None:
+            self.activation = Activation(ActivationLoop(options.activation))
         self.published: dict[int, SnapshotRef] = {}
         self.retained: dict[int, SnapshotRef] = {}
         self.wanted_step: int | None = None
@@ -67,6 +98,36 @@ class PlannerState:
         self.failures_in_a_row = 0
         self.num_events = 0
         self.out: list[do.Command] = []
+        self._touched: dict[str, None] = {}
+
+    def open_lease(self, worker_id: str, lease: Lease) -> None:
+        """The worker holds this lease from now on."""
+        self.leases.add(worker_id, lease)
+        self._touched[worker_id] = None
+
+    def close_lease(self, lease_id: int) -> tuple[str, Lease]:
+        """Nobody holds this lease any more: (worker, lease)."""
+        closed = self.leases.close(lease_id)
+        self._touched[closed[0]] = None
+        return closed
+
+    def settle(self, now: float) -> None:
+        """File the workers whose leases have changed, and note since when they have none."""
+        for worker_id in self._touched:
+            worker = self.fleet.get(worker_id)
+            if worker is not None:
+                worker.samples = self.leases.samples_of(worker_id)
+                self.fleet.file(worker)
+                is_busy(worker, worker.samples > 0, now)
+                if not worker.detached:
+                    idle_since = now if worker.idle_since is None else worker.idle_since
+                    worker.idle_since = None if worker.samples else idle_since
+        self._touched.clear()
+
+    @property
+    def has_unsettled(self) -> bool:
+        """Whether leases have ended that `settle` has not seen."""
+        return bool(self._touched)
 
     def emit(self, kind: type[do.Command], reason: str, **fields: object) -> None:
         """Add a command, caused by the event in hand."""

@@ -17,13 +17,34 @@ def worker_joined(state: PlannerState, event: ev.WorkerJoined, now: float) -> No
     worker = Worker(
         event.worker_id, event.capacity_groups, event.price_usd_per_hour, scores, event.installed, now, idle_since=now
     )
+    worker.samples, worker.offer = state.leases.samples_of(event.worker_id), event.offer
+    before = state.fleet.get(event.worker_id)
+    worker.rate = 0.0 if before is None else before.rate
+    worker.standby = _joins_standing_by(state, event, before)
+    worker.standby_since = now if worker.standby else None
     state.fleet.join(worker, now)
     for lease_id in event.held_leases:
         held = state.leases.get(lease_id)
         if held is None or held[0] != event.worker_id:
             reason = "the lease ended while the worker was away"
             state.emit(do.RevokeLease, reason, worker_id=event.worker_id, lease_id=lease_id)
-    announce_newest(state, "newest when the worker joined", (event.worker_id,))
+    if not worker.standby:
+        announce_newest(state, "newest when the worker joined", (event.worker_id,))
+
+
+def _joins_standing_by(state: PlannerState, event: ev.WorkerJoined, before: Worker | None) -> bool:
+    """As before it was away. A new one works at once while nothing is known, or if it was rented because it is needed;
+    else it waits to be chosen.
+    """
+    activation = state.activation
+    if activation is None:
+        return False
+    if before is not None:
+        return before.standby
+    if rents := activation.rents.get(event.offer):
+        rents.pop(0)
+        return False
+    return activation.needed_rate is not None
 
 
 def announce_newest(state: PlannerState, reason: str, worker_ids: tuple[str, ...]) -> None:
@@ -33,11 +54,19 @@ def announce_newest(state: PlannerState, reason: str, worker_ids: tuple[str, ...
         state.emit(do.AnnounceSnapshot, reason, ref=ref, worker_ids=worker_ids)
 
 
-def worker_reported(state: PlannerState, event: ev.WorkerReported, now: float) -> None:
+def worker_reported(state: PlannerState, event: ev.WorkerReported, now: float) -> bool:
+    """Whether it says anything but that it lives."""
     worker = state.fleet.get(event.worker_id)
-    if worker is not None and not worker.detached:
-        worker.installed = event.installed
-        state.fleet.heard(event.worker_id, now)
+    if worker is None or worker.detached:
+        return False
+    state.fleet.heard(event.worker_id, now)
+    if worker.installed == event.installed:
+        return False
+    worker.installed = event.installed
+    state.fleet.file(worker)
+    if event.installed is not None and not worker.standby:
+        state.gauge.installed(event.installed, state.fleet.num_active, now)
+    return True
 
 
 def lose_worker(state: PlannerState, worker_id: str, reason: str) -> None:
@@ -49,17 +78,21 @@ def lose_worker(state: PlannerState, worker_id: str, reason: str) -> None:
     state.emit(do.WorkerGone, reason, worker_id=worker_id)
 
 
-def expire(state: PlannerState, now: float) -> None:
-    state.fleet.end_rests(now)
+def expire(state: PlannerState, now: float) -> bool:
+    """End what is over by now; whether anything was."""
+    any_over = state.fleet.end_rests(now)
     for worker_id in state.fleet.pop_silent(now):
+        any_over = True
         worker = state.fleet.get(worker_id)
         away = worker is not None and worker.detached
         lose_worker(
             state, worker_id, "its connection closed and it did not come back" if away else "silent for too long"
         )
     for lease_id in state.leases.pop_expired(now):
+        any_over = True
         worker_id, _ = state.leases.get(lease_id) or ("", None)
         if (late := state.fleet.get(worker_id)) is not None:
             state.fleet.rest(late, now)  # the others come first: a hung engine may have a lively heartbeat
         end_lease(state, lease_id, "expired", "the lease's deadline passed")
         state.emit(do.RevokeLease, "the lease's deadline passed", worker_id=worker_id, lease_id=lease_id)
+    return any_over

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from echo2.control import commands as do
 from echo2.control import events as ev
+from echo2.types import SnapshotRef
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,6 +18,16 @@ class TrainedStep:
     lineage: int
     numbers: tuple[int, ...]
     versions: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class StepTimes:
+    """When the learner began to train a step, after it had waited for so long; each try counts."""
+
+    step: int
+    at_seconds: float
+    wait_seconds: float
+    train_seconds: float
 
 
 @dataclass(slots=True)
@@ -30,7 +41,14 @@ class History:
     sampled      train group -> versions of the tokens of its accepted result
     wait_seconds, train_seconds
                  what the learner spent waiting for groups, and training
-    usd          paid for workers while they were up
+    usd          paid for workers while they were up; learner_usd likewise for the learner, waiting or not
+    active_usd   what the workers cost while they were active: with activation, this is what is paid
+    fleet        (time, workers that attend, of them active) at each change
+    broadcasts   seconds from each publication until 1 / 1.1 of the active workers had the snapshot
+    given_up     sources of chunks that workers gave up, by reason
+    digests      the weights of each snapshot, as the learner published them
+    idle_worker_seconds, worker_seconds
+                 of the active workers' time, how much was without a lease
     """
 
     lives: list[list[tuple[ev.Event, float, list[do.Command]]]] = field(default_factory=list)
@@ -46,7 +64,17 @@ class History:
     wait_seconds: float = 0.0
     train_seconds: float = 0.0
     usd: float = 0.0
+    learner_usd: float = 0.0
+    active_usd: float = 0.0
+    steps: list[StepTimes] = field(default_factory=list)
+    fleet: list[tuple[float, int, int]] = field(default_factory=list)
+    broadcasts: list[float] = field(default_factory=list)
+    idle_worker_seconds: float = 0.0
+    worker_seconds: float = 0.0
     origin_bytes: int = 0
+    peer_bytes: int = 0
+    given_up: Counter[str] = field(default_factory=Counter)
+    digests: dict[SnapshotRef, bytes] = field(default_factory=dict)
     weights: str = ""
     ended: str = ""
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from echo2.control import events as ev
 from echo2.errors import InvariantError
 from echo2.sim.head import Fed, Publish, Refused, StepDone, Take, Welcome
-from echo2.sim.history import History
+from echo2.sim.history import History, StepTimes
 from echo2.sim.network import Answered, Network, Ordered, StreamBroke, TimedOut
 from echo2.sim.scenario import Scenario
 from echo2.sim.world import Actor, Kill, Start, World
@@ -26,7 +26,7 @@ from echo2.types import SnapshotRef
 #: Seconds before a learner that lost the head tries again.
 REJOIN_SECONDS = 1.0
 LEARNER = "learner"
-FIRST_DIGEST = b"initial weights"
+FIRST_DIGEST = hashlib.sha256(b"initial weights").digest()
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,7 +173,7 @@ class SimLearner(Actor):
                 self._train()
 
     def _train(self) -> None:
-        self._stop_waiting()
+        waited = self._stop_waiting()
         numbers = tuple(item.number for item in self.fed)
         if self.ahead is not None and self.ahead[0] == tuple(sorted(numbers)):
             self._call(ev.StepTrained(self.version, numbers))
@@ -183,6 +183,7 @@ class SimLearner(Actor):
         self.ahead = tuple(sorted(numbers)), digest
         seconds = self.world.around(self.scenario.learner.train_seconds, self.scenario.learner.spread)
         self.history.train_seconds += seconds
+        self.history.steps.append(StepTimes(self.version, self.world.now, waited, seconds))
         self.post(seconds, _Trained(self.version))
 
     def _acknowledged(self) -> None:
@@ -215,7 +216,9 @@ class SimLearner(Actor):
     def _report_checkpoint(self) -> None:
         self._call(ev.CheckpointSaved(self.checkpoints[-1][0], self.checkpoints[0][0]))
 
-    def _stop_waiting(self) -> None:
-        if self._waits_since is not None:
-            self.history.wait_seconds += self.world.now - self._waits_since
-            self._waits_since = None
+    def _stop_waiting(self) -> float:
+        """For how long it has waited."""
+        waited = self.world.now - self._waits_since if self._waits_since is not None else 0.0
+        self.history.wait_seconds += waited
+        self._waits_since = None
+        return waited

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 from echo2.buffer import Ledger
@@ -18,10 +19,24 @@ from echo2.sim.world import Kill, Start, World
 #: The learner stands beside the head.
 LEARNER_LATENCY_SECONDS = 0.001
 LEARNER_BYTES_PER_SECOND = 1e9
+#: A fleet starts a machine each 0.1 s, a large one all its machines within this time.
+JOINS_WITHIN_SECONDS = 60.0
 
 
-def run_scenario(scenario: Scenario, seed: int, ledger_path: Path = Path(":memory:")) -> Report:
+#: Events between two calls of `progress`.
+PROGRESS_EVENTS = 20_000
+
+
+def run_scenario(
+    scenario: Scenario,
+    seed: int,
+    ledger_path: Path = Path(":memory:"),
+    keeps_events: bool = True,
+    progress: Callable[[int], None] | None = None,
+) -> Report:
     """Simulate one run to its end or its time limit. The same scenario and seed give the same report.
+
+    `keeps_events`: the report's history can be replayed. `progress` is told now and then how many steps are trained.
 
     Raises:
         InvariantError: a rule that always holds did not; the message names the seed and the time.
@@ -29,12 +44,16 @@ def run_scenario(scenario: Scenario, seed: int, ledger_path: Path = Path(":memor
     world, history = World(seed), History()
     ledger = Ledger(ledger_path)
     try:
-        workers = build_world(world, scenario, seed, ledger, history)
+        workers = build_world(world, scenario, seed, ledger, history, keeps_events)
         while not history.ended and world.next_at <= scenario.time_limit_seconds and world.step():
-            pass
+            if progress is not None and world.num_events % PROGRESS_EVENTS == 0:
+                progress(len(history.trained))
         for worker in workers:
             if worker.up:
                 worker.pay()
+        if scenario.activation:
+            history.usd = history.active_usd
+        history.learner_usd = world.now / 3600 * scenario.learner.price_usd_per_hour
     except InvariantError as error:
         raise InvariantError(f"scenario {scenario.name!r}, seed {seed}, at {world.now:.3f} s: {error}") from error
     finally:
@@ -42,10 +61,12 @@ def run_scenario(scenario: Scenario, seed: int, ledger_path: Path = Path(":memor
     return make_report(scenario, seed, history, world.now, world.num_events)
 
 
-def build_world(world: World, scenario: Scenario, seed: int, ledger: Ledger, history: History) -> list[SimWorker]:
+def build_world(
+    world: World, scenario: Scenario, seed: int, ledger: Ledger, history: History, keeps_events: bool = True
+) -> list[SimWorker]:
     """All actors, all links, and every fault that will strike before `faults_until_seconds`."""
     network = Network(world)
-    SimHead(world, network, scenario, seed, ledger, history)
+    head = SimHead(world, network, scenario, seed, ledger, history, keeps_events)
     SimLearner(world, network, scenario, history)
     network.links[LEARNER] = Link(LEARNER_LATENCY_SECONDS, LEARNER_BYTES_PER_SECOND)
     world.post(0.0, HEAD, Start())
@@ -56,13 +77,28 @@ def build_world(world: World, scenario: Scenario, seed: int, ledger: Ledger, his
         for index in range(spec.count):
             name = f"w{kind}-{index}"
             workers.append(SimWorker(world, network, name, spec, scenario, history))
+            head.dialable[name] = spec.is_dialable
             network.links[name] = Link(spec.latency_seconds, spec.bytes_per_second, spec.loss)
-            world.post(spec.joins_at_seconds + 0.1 * index, name, Start())
+            if spec.offer:
+                continue
+            world.post(
+                spec.joins_at_seconds + min(0.1 * index, JOINS_WITHIN_SECONDS * index / spec.count), name, Start()
+            )
             plan_faults(world, name, Kill(), spec.life_seconds, until)
             plan_faults(world, name, Cut(), spec.cut_every_seconds, until)
+    plan_outages(world, scenario)
     plan_faults(world, LEARNER, Kill(), scenario.learner.life_seconds, until)
     plan_faults(world, HEAD, Kill(), scenario.head.life_seconds, until)
     return workers
+
+
+def plan_outages(world: World, scenario: Scenario) -> None:
+    """What strikes a whole zone."""
+    for outage in scenario.outages:
+        for kind, spec in enumerate(scenario.workers):
+            for index in range(spec.count if spec.zone == outage.zone else 0):
+                fault = Kill() if outage.kind == "death" else Cut(outage.seconds)
+                world.post_always(outage.at_seconds, f"w{kind}-{index}", fault)
 
 
 def plan_faults(world: World, actor: str, fault: object, mean_seconds: float, until_seconds: float) -> None:

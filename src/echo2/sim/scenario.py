@@ -1,104 +1,176 @@
 """What is simulated, as data: the run's settings, the machines, and how often each of them fails.
 
-A scenario is a TOML file: the fields of `Scenario` at the top, `[learner]`, `[head]`, and one `[[workers]]` for each
-kind of worker. Names as in `config.py`. Durations are medians in seconds of log-normal distributions; `*_every_seconds`
-and `life_seconds` are means of exponential ones, 0 = never.
+A scenario is a TOML file: the fields of `Scenario` at the top, `[learner]`, `[head]`, `[broadcast]`, one `[[workers]]`
+for each kind of worker, one `[[outages]]` for each disaster. Names as in `config.py`. Durations are medians in seconds
+of log-normal distributions; `*_every_seconds` and `life_seconds` are means of exponential ones, 0 = never. A file may
+hold many runs: see `study.py`.
 """
 
 from __future__ import annotations
 
-import difflib
-import tomllib
-from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
-from pathlib import Path
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Annotated, Literal
 
-import msgspec
+from msgspec import Meta
 
-from echo2.control.state import PlannerOptions
-from echo2.errors import UserError
+from echo2.control.activation import LoopOptions
+from echo2.control.forecast import longest_of
+from echo2.control.state import Offer, PlannerOptions
+
+#: Bounds of what a file may say. Infinity is none of them: a simulation of it would not end.
+Count = Annotated[int, Meta(ge=0, le=100_000)]
+Positive = Annotated[int, Meta(ge=1, le=100_000_000)]
+Seconds = Annotated[float, Meta(ge=0, le=1e9)]
+Duration = Annotated[float, Meta(gt=0, le=1e9)]
+Rate = Annotated[float, Meta(gt=0, le=1e15)]
+Share = Annotated[float, Meta(ge=0, le=1)]
+Spread = Annotated[float, Meta(ge=0, le=5)]
+Usd = Annotated[float, Meta(ge=0, le=1e6)]
 
 
 @dataclass(frozen=True, slots=True)
 class WorkersSpec:
-    """`count` workers of one kind. Rates of trouble are probabilities: per message, group, batch or snapshot."""
+    """`count` workers of one kind. Rates of trouble are probabilities: per message, group, batch or snapshot.
 
-    count: int = 1
-    capacity_groups: int = 4
-    rollout_seconds: float = 1.0
-    spread: float = 0.3
-    straggler_chance: float = 0.0
-    straggler_factor: float = 20.0
-    install_seconds: float = 0.2
-    latency_seconds: float = 0.05
-    bytes_per_second: float = 12.5e6
-    loss: float = 0.0
-    joins_at_seconds: float = 0.0
-    life_seconds: float = 0.0
-    restart_seconds: float = 5.0
-    cut_every_seconds: float = 0.0
-    cut_seconds: float = 3.0
-    engine_failures: float = 0.0
-    corrupt_snapshots: float = 0.0
-    malformed_results: float = 0.0
-    reward_failures: float = 0.0
+    `lies`: chunks given to other workers that are wrong; `mute`: it takes their requests and never answers.
+    `rollouts_per_second` of one worker, batches back to back, takes the place of `rollout_seconds` where it is not 0.
+    `zone`: what `[[outages]]` strike together. `offer`: these are there only when the planner rents them, one after
+    `restart_seconds`; it takes their rate from `rollouts_per_second`.
+    """
+
+    count: Count = 1
+    capacity_groups: Positive = 4
+    rollout_seconds: Duration = 1.0
+    rollouts_per_second: Annotated[float, Meta(ge=0, le=1e9)] = 0.0
+    spread: Spread = 0.3
+    straggler_chance: Share = 0.0
+    straggler_factor: Annotated[float, Meta(ge=1, le=1e6)] = 20.0
+    install_seconds: Seconds = 0.2
+    latency_seconds: Seconds = 0.05
+    bytes_per_second: Rate = 12.5e6
+    loss: Share = 0.0
+    joins_at_seconds: Seconds = 0.0
+    life_seconds: Seconds = 0.0
+    restart_seconds: Seconds = 5.0
+    cut_every_seconds: Seconds = 0.0
+    cut_seconds: Seconds = 3.0
+    engine_failures: Share = 0.0
+    corrupt_snapshots: Share = 0.0
+    malformed_results: Share = 0.0
+    reward_failures: Share = 0.0
     scores: bool = True
-    price_usd_per_hour: float = 0.3
+    is_dialable: bool = True
+    lies: Share = 0.0
+    mute: bool = False
+    price_usd_per_hour: Usd = 0.3
+    zone: str = ""
+    offer: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class LearnerSpec:
     """The learner."""
 
-    train_seconds: float = 2.0
-    spread: float = 0.1
-    publish_seconds: float = 0.3
-    checkpoint_every: int = 5
-    keep_checkpoints: int = 2
-    life_seconds: float = 0.0
-    restart_seconds: float = 5.0
+    train_seconds: Duration = 2.0
+    spread: Spread = 0.1
+    publish_seconds: Seconds = 0.3
+    checkpoint_every: Positive = 5
+    keep_checkpoints: Positive = 2
+    life_seconds: Seconds = 0.0
+    restart_seconds: Seconds = 5.0
+    price_usd_per_hour: Usd = 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class HeadSpec:
     """The head."""
 
-    score_seconds: float = 0.2
-    life_seconds: float = 0.0
-    restart_seconds: float = 3.0
+    score_seconds: Seconds = 0.2
+    life_seconds: Seconds = 0.0
+    restart_seconds: Seconds = 3.0
+
+
+@dataclass(frozen=True, slots=True)
+class BroadcastSpec:
+    """How a snapshot reaches the workers.
+
+    chunks  each worker fetches its chunks (`snapshot_chunks`, `chunk_bytes`) from the head and, as `peers` says, from
+            other workers, as in a real run; `delta_chance`: how often a snapshot also comes as a small delta
+    fixed   every worker has it `seconds` after it was announced
+    star    the head sends it whole to each of n workers: max(G / B_w, n G / B_0)
+    chain   chains of workers that relay, as many as the head's link feeds: G / B_w + (depth - 1) c / B_w
+
+    G = snapshot_bytes, c = relay_bytes, B_0 = uplink_bytes_per_second of the head, B_w = worker_bytes_per_second.
+    """
+
+    scheme: Literal["chunks", "fixed", "star", "chain"] = "chunks"
+    seconds: Seconds = 0.0
+    snapshot_bytes: Rate = 1e9
+    relay_bytes: Rate = 4e6
+    uplink_bytes_per_second: Rate = 125e6
+    worker_bytes_per_second: Rate = 12.5e6
+
+    def arrival_seconds(self, index: int, num_workers: int) -> float:
+        """When the `index`-th of so many workers has the snapshot, in seconds from its announcement."""
+        own_link = self.snapshot_bytes / self.worker_bytes_per_second
+        match self.scheme:
+            case "star":
+                return max(own_link, num_workers * self.snapshot_bytes / self.uplink_bytes_per_second)
+            case "chain":
+                num_chains = max(1, int(self.uplink_bytes_per_second // self.worker_bytes_per_second))
+                return own_link + index // num_chains * self.relay_bytes / self.worker_bytes_per_second
+        return self.seconds
+
+
+@dataclass(frozen=True, slots=True)
+class OutageSpec:
+    """Every worker of a zone at once: its machine is lost (`death`), or its link is (`partition`), for so long."""
+
+    zone: str
+    at_seconds: Seconds
+    seconds: Seconds = 60.0
+    kind: Literal["death", "partition"] = "death"
 
 
 @dataclass(frozen=True, slots=True)
 class Scenario:
     """A run and its world. Nothing fails after `faults_until_seconds`; a run that has not ended at `time_limit_seconds`
-    is reported as not finished.
+    is reported as not finished. `generate_during_broadcast = false` is ECHO-2's model: a worker stands still from the
+    publication until it has the snapshot. `activation`: workers stand by until they are needed, and are paid for only
+    while they are active.
     """
 
     name: str = ""
-    max_steps: int = 20
-    groups_per_step: int = 16
-    group_size: int = 8
-    max_staleness: int = 1
-    publish_every: int = 1
+    max_steps: Positive = 20
+    groups_per_step: Positive = 16
+    group_size: Positive = 8
+    max_staleness: Count = 1
+    publish_every: Positive = 1
     deterministic: bool = False
-    groups_per_batch: int = 4
-    swap: str = "between"
-    lease_seconds: float = 60.0
-    heartbeat_seconds: float = 2.0
-    lost_after_seconds: float = 10.0
-    max_failures: int = 8
-    eval_size: int = 0
-    eval_every: int = 0
-    snapshot_chunks: int = 8
-    chunk_bytes: int = 1 << 20
-    tokens_per_group: int = 2000
-    bytes_per_token: int = 9
-    faults_until_seconds: float = 600.0
-    time_limit_seconds: float = 36_000.0
+    groups_per_batch: Positive = 4
+    swap: Literal["between", "during"] = "between"
+    lease_seconds: Duration = 60.0
+    heartbeat_seconds: Duration = 2.0
+    lost_after_seconds: Duration = 10.0
+    max_failures: Positive = 8
+    eval_size: Count = 0
+    eval_every: Count = 0
+    snapshot_chunks: Positive = 8
+    chunk_bytes: Positive = 1 << 20
+    delta_chance: Share = 0.0
+    peers: Literal["star", "chain", "trees"] = "star"
+    fan_out: Positive = 8
+    tokens_per_group: Positive = 2000
+    bytes_per_token: Positive = 9
+    generate_during_broadcast: bool = True
+    activation: bool = False
+    faults_until_seconds: Seconds = 600.0
+    time_limit_seconds: Duration = 36_000.0
     workers: tuple[WorkersSpec, ...] = (WorkersSpec(),)
     learner: LearnerSpec = field(default_factory=LearnerSpec)
     head: HeadSpec = field(default_factory=HeadSpec)
+    broadcast: BroadcastSpec = field(default_factory=BroadcastSpec)
+    outages: tuple[OutageSpec, ...] = ()
 
     def planner_options(self, seed: int) -> PlannerOptions:
         return PlannerOptions(
@@ -117,35 +189,22 @@ class Scenario:
             reward_functions=("reward",),
             eval_size=self.eval_size,
             eval_every=self.eval_every,
+            activation=LoopOptions() if self.activation else None,
+            offers=tuple(
+                Offer(spec.offer, self.worker_rate(spec), spec.price_usd_per_hour, spec.count)
+                for spec in self.workers
+                if spec.offer
+            ),
         )
 
+    def group_seconds(self, spec: WorkersSpec) -> float:
+        """Median duration of one group in a batch at this kind of worker."""
+        if not spec.rollouts_per_second:
+            return spec.rollout_seconds
+        num_groups = min(spec.capacity_groups, self.groups_per_batch)
+        return num_groups * self.group_size / spec.rollouts_per_second / longest_of(num_groups, spec.spread)
 
-def load_scenario(path: Path) -> Scenario:
-    """Read a scenario file.
-
-    Raises:
-        UserError: the file is missing, is not TOML, or holds a key or value that is not allowed.
-    """
-    try:
-        raw = tomllib.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise UserError(f"Cannot read the scenario {path}: {error.strerror}.") from error
-    except ValueError as error:
-        raise UserError(f"{path} is not valid TOML: {error}.") from error
-    _check_keys(raw, Scenario, str(path))
-    for section, kind in (("learner", LearnerSpec), ("head", HeadSpec)):
-        _check_keys(raw.get(section, {}), kind, f"{path}: [{section}]")
-    for spec in raw.get("workers", ()):
-        _check_keys(spec, WorkersSpec, f"{path}: [[workers]]")
-    try:
-        return msgspec.convert({"name": path.stem, **raw}, type=Scenario)
-    except msgspec.ValidationError as error:
-        raise UserError(f"{path}: {error}") from error
-
-
-def _check_keys(raw: Mapping[str, Any], kind: type[Any], where: str) -> None:
-    known = [entry.name for entry in fields(kind)]
-    for key in raw:
-        if key not in known:
-            near = difflib.get_close_matches(key, known, n=1, cutoff=0.0)[0]
-            raise UserError(f"{where}: unknown key {key!r}. Did you mean {near}?")
+    def worker_rate(self, spec: WorkersSpec) -> float:
+        """Rollouts a second of one worker of this kind, batches back to back and without stragglers."""
+        num_groups = min(spec.capacity_groups, self.groups_per_batch)
+        return num_groups * self.group_size / self.group_seconds(spec) / longest_of(num_groups, spec.spread)

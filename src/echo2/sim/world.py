@@ -12,7 +12,7 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
 #: Events after which a simulation counts as running in circles.
-MAX_EVENTS = 2_000_000
+MAX_EVENTS = 500_000_000
 
 
 @dataclass(frozen=True, slots=True)

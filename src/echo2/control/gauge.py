@@ -1,0 +1,104 @@
+"""What the running fleet and learner really do, measured from the planner's own events: the symbols of `capacity.py`.
+
+A worker's rate is of the time in which it holds leases, so that one that has nothing to do does not look slow.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections import deque
+from dataclasses import dataclass, field
+
+from echo2.control.capacity import INSTALLED_QUANTILE
+from echo2.control.fleet import Worker
+from echo2.types import SnapshotRef
+
+#: Batches of a worker after which its rate is taken anew; the first time, one will do.
+BATCHES_PER_RATE = 4
+#: Weight of the new rate against what was known before.
+NEW_RATE = 0.5
+#: Steps and broadcasts that are remembered.
+NUM_REMEMBERED = 15
+
+
+@dataclass(slots=True)
+class Gauge:
+    """`train_seconds`: of the last steps. `broadcasts`: seconds from a publication until enough workers had it."""
+
+    train_seconds: deque[float] = field(default_factory=lambda: deque(maxlen=NUM_REMEMBERED))
+    broadcasts: deque[float] = field(default_factory=lambda: deque(maxlen=NUM_REMEMBERED))
+    num_broadcasts: int = 0
+    batch_seconds: float = 0.0
+    _training_since: float | None = None
+    _spreading: tuple[SnapshotRef, float] | None = None
+    _num_installed: int = 0
+
+    def step_fed(self, now: float) -> None:
+        self._training_since = now
+
+    def step_trained(self, now: float) -> None:
+        if self._training_since is not None:
+            self.train_seconds.append(now - self._training_since)
+        self._training_since = None
+
+    def published(self, ref: SnapshotRef, now: float) -> None:
+        """A newer snapshot ends the measurement of an unfinished broadcast: it lasted this long at least."""
+        if self._spreading is not None:
+            self._broadcast_over(now)
+        self._spreading, self._num_installed = (ref, now), 0
+
+    def installed(self, ref: SnapshotRef, num_active: int, now: float) -> None:
+        """One more worker has it."""
+        if self._spreading is not None and ref == self._spreading[0]:
+            self._num_installed += 1
+            if self._num_installed >= INSTALLED_QUANTILE * num_active:
+                self._broadcast_over(now)
+
+    def _broadcast_over(self, now: float) -> None:
+        assert self._spreading is not None
+        self.broadcasts.append(now - self._spreading[1])
+        self.num_broadcasts += 1
+        self._spreading = None
+
+    def typical_train_seconds(self) -> float | None:
+        return statistics.median(self.train_seconds) if self.train_seconds else None
+
+    def typical_broadcast_seconds(self) -> float:
+        """The quantile 1 / 1.1 of the last ones, as section 4.2 takes it over workers; 0 while none is known."""
+        known = sorted(self.broadcasts)
+        return known[math.ceil(INSTALLED_QUANTILE * len(known)) - 1] if known else 0.0
+
+    def delivered(self, worker: Worker, num_samples: int, samples_per_batch: int, now: float) -> None:
+        """A worker's result came in."""
+        worker.done_samples += num_samples
+        if worker.done_samples < (BATCHES_PER_RATE if worker.rate else 1) * samples_per_batch:
+            return
+        seconds = busy_seconds(worker, now)
+        if seconds > 0:
+            rate = worker.done_samples / seconds
+            worker.rate += (rate - worker.rate) * (NEW_RATE if worker.rate else 1.0)
+            batch = seconds * samples_per_batch / worker.done_samples
+            self.batch_seconds += (batch - self.batch_seconds) * (0.1 if self.batch_seconds else 1.0)
+        worker.done_samples, worker.busy_seconds = 0, 0.0
+        worker.busy_since = None if worker.busy_since is None else now
+
+
+def busy_seconds(worker: Worker, now: float) -> float:
+    """How long it has held leases since its rate was last taken."""
+    return worker.busy_seconds + (now - worker.busy_since if worker.busy_since is not None else 0.0)
+
+
+def is_busy(worker: Worker, busy: bool, now: float) -> None:
+    """Note that it holds leases, or none."""
+    if busy and worker.busy_since is None:
+        worker.busy_since = now
+    elif not busy and worker.busy_since is not None:
+        worker.busy_seconds += now - worker.busy_since
+        worker.busy_since = None
+
+
+def rate_now(worker: Worker, assumed_rate: float, samples_per_batch: int, now: float) -> float:
+    """Rollouts a second: as measured, or assumed; less where what it has now takes longer than that allows."""
+    rate, seconds = worker.rate or assumed_rate, busy_seconds(worker, now)
+    return min(rate, (worker.done_samples + 2 * samples_per_batch) / seconds) if seconds > 0 else rate

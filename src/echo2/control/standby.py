@@ -1,0 +1,148 @@
+"""Who works and who stands by: the capacity model and the activation loop, fed with what is measured.
+
+A worker that stands by attends, is sent no leases and need not fetch snapshots. Until a first step is trained nothing
+is known, and everybody works. Machines on offer are rented when all that attend are too few, and those that nobody has
+needed for a while are returned.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+
+from echo2.control import commands as do
+from echo2.control.activation import Candidate, choose
+from echo2.control.capacity import Demand, mu_target
+from echo2.control.gauge import rate_now
+from echo2.control.state import Activation, PlannerState
+from echo2.control.workers import announce_newest
+from echo2.errors import UserError
+
+#: Seconds between two looks at the fleet: each costs as much as the fleet is large.
+LOOK_SECONDS = 5.0
+#: Seconds after which a machine that was rented and has not joined is no longer waited for.
+RENT_SECONDS = 900.0
+#: Seconds that a rented machine stands by before it is returned.
+RETURN_SECONDS = 300.0
+
+
+def look(state: PlannerState, now: float) -> None:
+    """Activate and release, rent and return, if it is time to look."""
+    activation = state.activation
+    if activation is None or now < activation.next_at or not len(state.fleet):
+        return
+    activation.next_at = now + LOOK_SECONDS
+    needed, candidates = needed_rate(state), list_candidates(state, now)
+    if needed is None or not any(one.rate > 0 for one in candidates):
+        return
+    is_first, activation.needed_rate = activation.needed_rate is None, needed
+    if is_first:
+        _release_unneeded(state, candidates, needed, now)
+        candidates = list_candidates(state, now)
+    activation.active_rate = math.fsum(one.rate for one in candidates if one.is_active)
+    change = activation.loop.update(now, needed, candidates)
+    for worker_id in change.activate:
+        activate(state, worker_id, change.reason)
+    for worker_id in change.release:
+        release(state, worker_id, change.reason, now)
+    if change.activate:
+        announce_newest(state, "newest when the workers were activated", change.activate)
+    if state.options.offers:
+        _return_unneeded(state, now)
+        if 0 < change.short_rate < math.inf:
+            _rent(state, activation, change.short_rate, now)
+
+
+def _release_unneeded(state: PlannerState, candidates: list[Candidate], rate: float, now: float) -> None:
+    """Everybody has worked until now; from the first measurement on, the cheapest sufficient set does."""
+    assert state.options.activation is not None
+    found = choose(candidates, rate * (1 + state.options.activation.band / 2))
+    chosen = set(found.worker_ids)
+    for one in candidates:
+        if one.is_active and one.worker_id not in chosen:
+            release(state, one.worker_id, f"{rate:.4g} rollouts/s are needed; cheaper ones have {found.rate:.4g}", now)
+
+
+def needed_rate(state: PlannerState) -> float | None:
+    """1.1 times what the learner needs in order never to wait, in rollouts a second."""
+    options, gauge = state.options, state.gauge
+    train_seconds = gauge.typical_train_seconds()
+    if not train_seconds:
+        return None
+    demand = Demand(
+        groups_per_step=options.groups_per_step,
+        group_size=options.group_size,
+        publish_every=options.publish_every,
+        max_staleness=options.max_staleness,
+        train_seconds=train_seconds,
+        broadcast_seconds=gauge.typical_broadcast_seconds(),
+        rollout_seconds=gauge.batch_seconds,
+    )
+    try:
+        return mu_target(demand)
+    except UserError:
+        return math.inf  # on-policy, or the broadcast cannot be hidden: everybody helps
+
+
+def list_candidates(state: PlannerState, now: float) -> list[Candidate]:
+    """All that attend, and the active ones that may come back. A rate that is not measured yet is taken from the
+    others', by groups that are sampled together.
+    """
+    size = state.options.group_size
+    known = [worker.rate / worker.capacity_groups for worker in state.fleet if worker.rate]
+    each = statistics.median(known) if known else 0.0
+    return [
+        Candidate(
+            worker.worker_id,
+            rate_now(worker, each * worker.capacity_groups, worker.capacity_groups * size, now),
+            worker.price_usd_per_hour,
+            not worker.standby,
+        )
+        for worker in state.fleet
+        if not (worker.detached and worker.standby)
+    ]
+
+
+def activate(state: PlannerState, worker_id: str, reason: str) -> None:
+    worker = state.fleet.get(worker_id)
+    if worker is not None and worker.standby:
+        worker.standby, worker.standby_since = False, None
+        state.fleet.file(worker)
+        state.emit(do.ActivateWorker, reason, worker_id=worker_id)
+
+
+def release(state: PlannerState, worker_id: str, reason: str, now: float) -> None:
+    """It finishes what it has and gets nothing more."""
+    worker = state.fleet.get(worker_id)
+    if worker is not None and not worker.standby:
+        worker.standby, worker.standby_since = True, now
+        state.fleet.file(worker)
+        state.emit(do.ReleaseWorker, reason, worker_id=worker_id)
+
+
+def _rent(state: PlannerState, activation: Activation, short_rate: float, now: float) -> None:
+    """The cheapest machines on offer that close the gap, less those that are on their way."""
+    present = [worker.offer for worker in state.fleet]
+    pool, coming = [], 0.0
+    for offer in state.options.offers:
+        rents = [at for at in activation.rents.get(offer.name, ()) if now - at < RENT_SECONDS]
+        activation.rents[offer.name] = rents
+        coming += offer.rate * len(rents)
+        num_left = offer.count - len(rents) - present.count(offer.name)
+        pool += [Candidate(f"{offer.name}/{n}", offer.rate, offer.price_usd_per_hour) for n in range(num_left)]
+    if short_rate <= coming or not pool:
+        return
+    for machine in choose(pool, short_rate - coming).worker_ids:
+        name = machine.rpartition("/")[0]
+        activation.rents[name].append(now)
+        reason = f"all that attend are {short_rate:.4g} rollouts/s short"
+        state.emit(do.RentMachine, reason, offer=name)
+
+
+def _return_unneeded(state: PlannerState, now: float) -> None:
+    for worker in state.fleet:
+        since = worker.standby_since
+        if worker.offer and worker.standby and since is not None and now - since >= RETURN_SECONDS:
+            worker.standby_since = None  # asked for once
+            reason = f"it has stood by for {RETURN_SECONDS:.0f} s"
+            state.emit(do.ReturnMachine, reason, offer=worker.offer, worker_id=worker.worker_id)

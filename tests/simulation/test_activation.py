@@ -1,0 +1,93 @@
+"""Live activation in simulated worlds: enough and no more are active, what is lost is replaced, and nothing flaps."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from echo2.control import commands as do
+from echo2.sim import Report, Scenario, load_study, run_scenario
+from echo2.sim.scenario import OutageSpec, WorkersSpec
+
+CHURN = Path(__file__).resolve().parents[2] / "simulations" / "churn_spot.toml"
+
+
+def changes(report: Report) -> tuple[list[tuple[float, str]], list[tuple[float, str]]]:
+    """(time, worker) of each activation and each release."""
+    found: dict[type[do.Command], list[tuple[float, str]]] = {do.ActivateWorker: [], do.ReleaseWorker: []}
+    for life in report.history.lives:
+        for _, now, commands in life:
+            for command in commands:
+                if isinstance(command, do.ActivateWorker | do.ReleaseWorker):
+                    found[type(command)].append((now, command.worker_id))
+    return found[do.ActivateWorker], found[do.ReleaseWorker]
+
+
+def peace() -> Scenario:
+    return replace(load_study(CHURN).cases[0].scenario, max_steps=50)
+
+
+def test_in_peace_the_cheapest_that_suffice_are_chosen_once() -> None:
+    report = run_scenario(peace(), 1)
+    activated, released = changes(report)
+    assert report.finished
+    assert report.steady_idle_ratio <= 0.02
+    assert {worker_id[:2] for _, worker_id in released[:24]} >= {"w1"}  # the dear ones go first of all
+    assert 15 <= report.history.fleet[-1][2] <= 26  # 17.1 rollouts/s are needed, each has 1
+    late = [at for at, _ in activated + released if at > 600.0]
+    assert len(late) <= 4, late
+
+
+def test_a_zone_that_dies_is_replaced_and_its_cheaper_machines_come_back() -> None:
+    outage = OutageSpec("cheap", 600.0, 400.0)
+    report = run_scenario(replace(peace(), outages=(outage,)), 1)
+    activated, _ = changes(report)
+    assert report.finished
+    assert [worker_id for at, worker_id in activated if 600.0 < at < 700.0]
+    assert report.idle_ratio < run_scenario(peace(), 1).idle_ratio + 0.05
+
+
+def test_machines_are_rented_when_those_that_attend_are_too_few() -> None:
+    scenario = peace()
+    kinds = (replace(scenario.workers[0], count=6), replace(scenario.workers[1], offer="spot", restart_seconds=30.0))
+    report = run_scenario(replace(scenario, workers=kinds), 1)
+    rents = [c for life in report.history.lives for _, _, cs in life for c in cs if isinstance(c, do.RentMachine)]
+    assert report.finished
+    assert 10 <= len(rents) <= 20
+    assert report.history.fleet[-1][2] >= 17
+    assert report.steady_idle_ratio < 0.05
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_nothing_flaps_in_random_fleets_with_random_losses(seed: int) -> None:
+    """Who is activated replaces somebody who was lost, or fills a deficit; after that it stays. So there are not many
+    more activations than losses and cuts, and nobody is released soon after it was activated.
+    """
+    rng = random.Random(seed)
+    kinds = tuple(
+        WorkersSpec(
+            count=rng.randint(5, 20),
+            rollouts_per_second=rng.uniform(0.5, 2.0),
+            price_usd_per_hour=rng.uniform(0.1, 1.0),
+            life_seconds=rng.choice([0.0, 600.0, 1500.0]),
+            restart_seconds=rng.uniform(20.0, 200.0),
+            cut_every_seconds=rng.choice([0.0, 200.0]),
+        )
+        for _ in range(rng.randint(1, 3))
+    )
+    scenario = replace(peace(), workers=kinds, faults_until_seconds=1500.0)
+    report = run_scenario(scenario, seed)
+    activated, released = changes(report)
+    losses = sum(report.killed.values())
+    assert report.finished, f"seed {seed}"
+    again = [
+        (at, worker_id)
+        for at, worker_id in activated
+        for gone_at, other in released
+        if other == worker_id and 0.0 < gone_at - at < 60.0
+    ]
+    assert not again, f"seed {seed}: released soon after activation: {again}"
+    assert len(activated) <= 3 * losses + 25, f"seed {seed}: {len(activated)} activations, {losses} losses"

@@ -1,0 +1,252 @@
+"""The planner's view of a large fleet: the order of who is next, what one event costs, and who works or stands by."""
+
+from __future__ import annotations
+
+import sys
+from types import FrameType
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from echo2.control import commands as do
+from echo2.control import events as ev
+from echo2.control.activation import LoopOptions
+from echo2.control.planner import Planner
+from echo2.control.ranking import Ranking
+from echo2.control.state import Offer, PlannerOptions
+from echo2.types import Lease, SnapshotRef
+
+FIRST = SnapshotRef(1, 0)
+
+
+@given(
+    st.lists(
+        st.one_of(
+            st.tuples(st.just("put"), st.integers(0, 5), st.integers(0, 3)),
+            st.tuples(st.just("drop"), st.integers(0, 5), st.just(0)),
+        )
+    )
+)
+def test_a_ranking_knows_its_smallest_member(actions: list[tuple[str, int, int]]) -> None:
+    ranking, model = Ranking(), dict[str, tuple[int, float, str]]()
+    for action, key, load in actions:
+        name = f"w{key}"
+        if action == "put":
+            model[name] = (load, 0.5, name)
+            ranking.put(model[name])
+        else:
+            ranking.drop(name)
+            model.pop(name, None)
+        assert ranking.first() == min(model.values(), default=None)
+        assert len(ranking) == len(model)
+        assert all((f"w{k}" in ranking) == (f"w{k}" in model) for k in range(6))
+
+
+def test_a_worker_that_is_ranked_anew_a_thousand_times_does_not_fill_the_heap() -> None:
+    ranking = Ranking()
+    for load in range(1000):
+        ranking.put((load, 0.0, "a"))
+        ranking.put((load % 2, 0.0, "b"))
+    assert ranking.first() == (1, 0.0, "b")
+    assert len(ranking._heap) < 200
+
+
+class Hall:
+    """A planner with many workers of capacity 2 that all hold version 0, and a learner that waits."""
+
+    def __init__(self, num_workers: int, **options: Any) -> None:
+        values: dict[str, Any] = {"groups_per_step": 2 * num_workers, "group_size": 2, "max_steps": 1000}
+        values |= {"lost_after_seconds": 1e6, "lease_seconds": 1e6, **options}
+        self.planner, self.now, self.num_workers = Planner(PlannerOptions(**values)), 0.0, num_workers
+        self.leases: dict[int, tuple[str, Lease]] = {}
+        self.tell(ev.HeadStarted())
+        self.tell(ev.LearnerJoined(0))
+        self.tell(ev.GroupsWanted(0))
+        for number in range(num_workers):
+            self.join(f"w{number}")
+        self.tell(ev.SnapshotPublished(FIRST, 1))
+
+    def tell(self, event: ev.Event) -> list[do.Command]:
+        commands = self.planner.handle(event, self.now)
+        if self.num_workers < 100:
+            self.planner.check_invariants()
+        for command in commands:
+            if isinstance(command, do.GrantLeases):
+                self.leases.update((lease.lease_id, (command.worker_id, lease)) for lease in command.leases)
+            elif isinstance(command, do.CloseLease):
+                del self.leases[command.lease_id]
+        return commands
+
+    def join(self, name: str, offer: str = "", price: float = 1.0) -> list[do.Command]:
+        return self.tell(ev.WorkerJoined(name, 2, price, (), FIRST, offer=offer))
+
+    def deliver(self, lease_id: int) -> ev.GroupDelivered:
+        worker_id, lease = self.leases[lease_id]
+        return ev.GroupDelivered(worker_id, lease_id, lease.group, 2, 0, 0, 9, is_scored=True)
+
+    def sample(self) -> None:
+        """Ten seconds, in which every worker samples the two groups that it was leased first."""
+        self.now += 10.0
+        for worker in self.planner.fleet.all():
+            for lease_id in self.planner.leases.of_worker(worker.worker_id)[:2]:
+                self.tell(self.deliver(lease_id))
+
+    def train_a_step(self) -> None:
+        """The workers sample until the step has its groups, and for the 30 s that its training takes."""
+        step = self.planner.version
+        while not self.planner.step_ended:
+            self.sample()
+        for _ in range(3):
+            self.sample()
+        self.tell(ev.StepTrained(step, tuple(record.number for record in self.planner.groups.of_step(step))))
+        self.tell(ev.GroupsWanted(step + 1))
+
+
+def count_lines(planner: Planner, event: ev.Event, now: float) -> int:
+    """Lines of Python that handling the event runs: a cost without a clock."""
+    num_lines = 0
+
+    def trace(frame: FrameType, what: str, _: object) -> Any:
+        nonlocal num_lines
+        num_lines += what == "line"
+        return trace
+
+    sys.settrace(trace)
+    try:
+        planner.handle(event, now)
+    finally:
+        sys.settrace(None)
+    return num_lines
+
+
+@pytest.mark.parametrize("kind", ["report", "delivery", "failure", "detached", "tick"])
+def test_an_event_costs_no_more_in_a_large_fleet(kind: str) -> None:
+    costs = []
+    for num_workers in (20, 600):
+        hall = Hall(num_workers, max_staleness=3)
+        lease_id = min(hall.leases)
+        events = {
+            "report": ev.WorkerReported("w3", FIRST),
+            "delivery": hall.deliver(lease_id),
+            "failure": ev.LeaseFailed(hall.leases[lease_id][0], lease_id, "engine_failed", "it broke"),
+            "detached": ev.WorkerDetached("w3", "cut"),
+            "tick": ev.Tick(),
+        }
+        costs.append(count_lines(hall.planner, events[kind], hall.now + 0.1))
+    assert costs[1] <= 1.3 * costs[0] + 20, costs  # a look at each worker would cost 600 lines
+
+
+def test_the_last_groups_are_left_to_who_is_free_first() -> None:
+    hall = Hall(4, max_staleness=1, groups_per_step=5)  # the window has 10 groups
+    assert [hall.planner.leases.count_of(f"w{number}") for number in range(4)] == [2, 2, 2, 2]
+    for lease_id in [lease_id for lease_id, (worker_id, _) in hall.leases.items() if worker_id == "w2"]:
+        hall.tell(hall.deliver(lease_id))
+    assert [hall.planner.leases.count_of(f"w{number}") for number in range(4)] == [2, 2, 2, 2]
+    assert hall.planner.groups.num_live(1) == 5  # the last two went to w2
+
+
+def test_the_only_worker_has_a_second_batch_waiting() -> None:
+    hall = Hall(1, max_staleness=1)
+    assert hall.planner.leases.count_of("w0") == 4
+
+
+# ---- standing by -----------------------------------------------------------------------------------------------------
+
+
+def of(kind: type[do.Command], commands: list[do.Command]) -> list[Any]:
+    return [command for command in commands if isinstance(command, kind)]
+
+
+def lively(**options: Any) -> Hall:
+    """Eight workers, of which a learner that trains 30 s a step needs few."""
+    hall = Hall(8, groups_per_step=16, max_staleness=50, publish_every=1, activation=LoopOptions(), **options)
+    for _ in range(2):
+        hall.train_a_step()
+    return hall
+
+
+def test_everybody_works_until_something_is_measured_and_then_the_cheapest_that_suffice() -> None:
+    hall = Hall(8, groups_per_step=16, max_staleness=50, activation=LoopOptions())
+    assert hall.planner.fleet.num_active == 8
+    hall.train_a_step()
+    hall.sample()
+    fleet, activation = hall.planner.fleet, hall.planner.activation
+    assert activation is not None
+    assert activation.needed_rate == pytest.approx(1.1 * 32 / 30.0, rel=0.05)
+    assert 0 < fleet.num_active < 8
+    rate = sum(worker.rate for worker in fleet.active())
+    assert rate >= activation.needed_rate
+
+
+def test_without_activation_everybody_works() -> None:
+    hall = Hall(8, groups_per_step=16, max_staleness=50)
+    for _ in range(3):
+        hall.train_a_step()
+    assert hall.planner.fleet.num_active == 8
+
+
+def test_who_stands_by_gets_no_leases_and_no_snapshots_and_says_why() -> None:
+    hall = lively()
+    fleet = hall.planner.fleet
+    standing = {worker.worker_id for worker in fleet if worker.standby}
+    before = {name: hall.planner.leases.count_of(name) for name in standing}
+    told = of(do.AnnounceSnapshot, hall.tell(ev.SnapshotPublished(SnapshotRef(1, 1), 1)))
+    assert not standing & {worker_id for command in told for worker_id in command.worker_ids}
+    commands = hall.tell(ev.WorkerReported("w0", SnapshotRef(1, 1)))
+    assert not standing & {command.worker_id for command in of(do.GrantLeases, commands)}
+    assert all(hall.planner.leases.count_of(name) <= before[name] for name in standing)
+    waits = {wait.waiter: wait.reason for wait in hall.planner.waits(hall.now)}
+    assert all("stands by" in waits[name] for name in standing)
+
+
+def test_a_lost_worker_is_replaced_at_the_next_look() -> None:
+    hall = lively()
+    active = [worker.worker_id for worker in hall.planner.fleet.active()]
+    for name in active[:2]:
+        hall.tell(ev.WorkerLeft(name, "its machine was taken away"))
+    hall.now += 6.0
+    activated = of(do.ActivateWorker, hall.tell(ev.Tick()))
+    assert activated
+    assert not {command.worker_id for command in activated} & set(active)
+    assert hall.planner.activation is not None
+    assert sum(worker.rate for worker in hall.planner.fleet.active()) >= (hall.planner.activation.needed_rate or 1e9)
+
+
+def test_a_worker_that_joins_later_stands_by_and_keeps_its_place_when_it_comes_back() -> None:
+    hall = lively()
+    assert of(do.AnnounceSnapshot, hall.join("late")) == []
+    late = hall.planner.fleet.get("late")
+    assert late is not None
+    assert late.standby
+    active = hall.planner.fleet.active()[0].worker_id
+    hall.tell(ev.WorkerDetached(active, "cut"))
+    hall.join(active)
+    back = hall.planner.fleet.get(active)
+    assert back is not None
+    assert not back.standby
+    assert back.rate > 0
+
+
+def test_machines_are_rented_when_all_are_too_few_and_returned_when_nobody_needs_them() -> None:
+    hall = lively(offers=(Offer("spot", 0.3, 0.1, 3),))
+    rented: list[str] = []
+    for worker in hall.planner.fleet.all():
+        hall.tell(ev.WorkerLeft(worker.worker_id, "gone") if worker.worker_id != "w0" else ev.Tick())
+    for _ in range(4):
+        hall.now += 6.0
+        rented += [command.offer for command in of(do.RentMachine, hall.tell(ev.WorkerReported("w0", FIRST)))]
+    assert rented == ["spot"] * 3  # as many as there are, each once
+    for number in range(3):
+        hall.join(f"r{number}", offer="spot")
+    assert all(not worker.standby for worker in hall.planner.fleet)
+    returned: list[str] = []
+    for number in range(1, 8):
+        hall.join(f"w{number}", price=0.001)
+    for _ in range(900):
+        hall.now += 5.0
+        for worker in hall.planner.fleet.all():
+            commands = hall.tell(ev.WorkerReported(worker.worker_id, FIRST))
+            returned += [command.worker_id for command in of(do.ReturnMachine, commands)]
+    assert sorted(set(returned)) == sorted(returned)  # each is asked for once
