@@ -4,21 +4,19 @@ It holds leases in order of arrival, one batch of them at the engine, results un
 at most one snapshot on its way in. The engine is asked for one thing at a time: a batch, or a swap between batches
 (with swap = "during", also within a batch, between two tokens). Like the planner it is pure: events in, commands out.
 
-    announced -> fetching (chunk by chunk, while the engine generates) -> whole -> installing -> installed
+    announced -> fetching (from the origin and peers, while the engine generates) -> whole -> installing -> installed
     lease:  waiting -> generating -> produced -> answered
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from echo2.control import relay_commands as do
 from echo2.control import relay_events as ev
 from echo2.errors import InvariantError
-from echo2.types import Lease, SnapshotRef
+from echo2.types import Lease, PayloadId, SnapshotRef
 
-#: Chunks asked for at once; small enough that a torn connection loses little, large enough to fill a long link.
-CHUNKS_PER_FETCH = 16
 #: Times a snapshot is fetched in a row although it proved corrupt.
 MAX_FETCHES = 3
 #: Seconds before a snapshot that proved corrupt so often is asked for again, unless a newer one comes first. (Never to
@@ -26,19 +24,23 @@ MAX_FETCHES = 3
 REFUSED_SECONDS = 30.0
 #: Seconds between tries to deliver a result that the head did not answer for.
 REDELIVER_SECONDS = 2.0
-#: Seconds before a fetch that failed is tried again.
+#: Seconds before a manifest that did not come is asked for again.
 RETRY_SECONDS = 1.0
+#: An unfinished snapshot of which this share is here is finished first, though a newer one is announced.
+NEARLY_WHOLE = 0.5
 
 
 @dataclass(slots=True)
 class Incoming:
     """The snapshot on its way in."""
 
-    ref: SnapshotRef
-    missing: dict[bytes, None]
-    in_flight: set[bytes] = field(default_factory=set)
-    fetches: int = 1
+    payload: PayloadId
+    is_nearly_whole: bool = False
     is_whole: bool = False
+
+    @property
+    def ref(self) -> SnapshotRef:
+        return self.payload.ref
 
 
 class Relay:
@@ -60,6 +62,8 @@ class Relay:
         self.num_events = 0
         self._grant_of: dict[int, int] = {}
         self._asked_manifest = False
+        self._has_superseded = False
+        self._refusals: tuple[SnapshotRef | None, int] = (None, 0)
         self._retry_at = 0.0
         self._wake_at: float | None = None
         self._out: list[do.Command] = []
@@ -73,8 +77,6 @@ class Relay:
                 self._connected(now)
             case ev.Disconnected():
                 self.connected = False
-                if self.incoming is not None:
-                    self.incoming.in_flight.clear()
             case ev.LeasesGranted():
                 self._granted(event.leases)
             case ev.LeaseRevoked():
@@ -82,13 +84,14 @@ class Relay:
             case ev.SnapshotAnnounced():
                 self._announced(event)
             case ev.SnapshotUnknown():
-                self._unknown(event.version)
+                self._unknown(event.ref)
             case ev.ManifestFailed():
                 self._asked_manifest, self._retry_at = False, now + RETRY_SECONDS
-            case ev.ChunkStored():
-                self._chunk_stored(event.chunk)
-            case ev.ChunksFailed():
-                self._chunks_failed(event, now)
+            case ev.SnapshotWhole():
+                if self.incoming is not None and self.incoming.payload == event.payload:
+                    self.incoming.is_whole = True
+            case ev.SnapshotGone():
+                self._gone(event.payload, now)
             case ev.SnapshotRefused():
                 self._refused(event, now)
             case ev.SnapshotInstalled():
@@ -118,8 +121,9 @@ class Relay:
 
     def _advance(self, now: float) -> None:
         self._redeliver(now)
-        self._fetch(now)
         self._install()
+        self._ask(now)
+        self._stop_unwanted()
         self._start_batch()
         dues = [at for at in (self._retry_at, *self.produced.values()) if at > now]
         if (
@@ -181,15 +185,54 @@ class Relay:
 
     def _announced(self, event: ev.SnapshotAnnounced) -> None:
         self._asked_manifest = False
+        ref, before = event.payload.ref, self.newest
         if not event.asked_for:
             # The head's word counts, not the order of names: after a fall-back an older one may be the newest.
-            self.newest = event.ref
-        if event.ref in (self.installed, self.installing) or (self.incoming and self.incoming.ref == event.ref):
+            self.newest = ref
+            if before is not None and ref != before:
+                self._retry_at = 0.0
+                self._fell_back(ref, before)
+        if ref in (self.installed, self.installing) or (self.incoming is not None and self.incoming.ref == ref):
             return
-        if self._is_wanted(event.ref):
-            # A newer snapshot takes the place of an unfinished one; chunks they share are stored already.
-            self._retry_at = 0.0
-            self.incoming = Incoming(event.ref, dict.fromkeys(event.missing))
+        if self.incoming is not None:
+            self.incoming.is_nearly_whole |= event.progress > NEARLY_WHOLE
+        if self._is_wanted(ref) and not self._finishes_first() and self._fits_base(event.payload):
+            self._begin(event.payload, f"{event.payload} is announced")  # else `_ask` asks for it when it is its turn
+
+    def _begin(self, payload: PayloadId, reason: str) -> None:
+        """A newer snapshot takes the place of an unfinished one; chunks they share are stored already."""
+        self._has_superseded |= self.incoming is not None and not self.incoming.is_whole
+        self._retry_at = 0.0
+        self.incoming = Incoming(payload)
+        self._do(do.FetchSnapshot, reason, payload=payload)
+
+    def _finishes_first(self) -> bool:
+        """Is the unfinished snapshot to be installed before the newest is begun? If much of it is here; and always if
+        it has itself taken the place of another, or a publisher that is faster than the link would starve the engine.
+        """
+        incoming = self.incoming
+        if incoming is None or self._demanded() is not None:
+            return False
+        if self.newest is not None and incoming.ref.lineage != self.newest.lineage:
+            return False  # nothing made with it could be trained on
+        return incoming.is_whole or incoming.is_nearly_whole or self._has_superseded
+
+    def _fits_base(self, payload: PayloadId) -> bool:
+        if payload.base is None:
+            return True
+        return payload.base == (self.installing or self.installed) and self._refusals[0] != payload.ref
+
+    def _fell_back(self, ref: SnapshotRef, before: SnapshotRef) -> None:
+        """If the learner came back to an older version, what was granted before may wait for one that never comes."""
+        if ref.lineage == before.lineage and ref.version > before.version:
+            return
+        for lease_id in [key for key, lease in self.waiting.items() if lease.min_version > ref.version]:
+            least = self.waiting[lease_id].min_version
+            self._fail_waiting(lease_id, f"the learner fell back to {ref}; version {least} is not to be had")
+
+    def _fail_waiting(self, lease_id: int, detail: str) -> None:
+        del self.waiting[lease_id], self._grant_of[lease_id]
+        self._do(do.FailLease, detail, lease_id=lease_id, failure="snapshot_gone")
 
     def _demanded(self) -> int | None:
         """The version that the first waiting lease demands exactly, if it does."""
@@ -201,74 +244,94 @@ class Relay:
         demanded = self._demanded()
         return ref.version == demanded if demanded is not None else ref == self.newest
 
-    def _unknown(self, version: int) -> None:
+    def _unknown(self, ref: SnapshotRef) -> None:
         """The origin has no such snapshot (any more)."""
         self._asked_manifest = False
-        for lease_id in [key for key, lease in self.waiting.items() if lease.exact_version == version]:
-            del self.waiting[lease_id], self._grant_of[lease_id]
-            detail = f"no snapshot of version {version} is to be had"
-            self._do(do.FailLease, detail, lease_id=lease_id, failure="snapshot_gone")
-        if self.newest is not None and self.newest.version == version:
+        if self.newest == ref:
             self.newest = self.installed
+        newest = -1 if self.newest is None else self.newest.version
+        for lease_id, lease in list(self.waiting.items()):
+            gone = lease.exact_version == ref.version
+            if gone or (lease.min_version == ref.version and newest < lease.min_version):
+                self._fail_waiting(lease_id, f"no snapshot of version {ref.version} is to be had")
 
-    def _fetch(self, now: float) -> None:
-        if not self.connected or now < self._retry_at or self.newest is None:
+    def _ask(self, now: float) -> None:
+        """Ask for the manifest of what is wanted and is neither here nor on its way."""
+        if not self.connected or now < self._retry_at or self.newest is None or self._asked_manifest:
             return
         if any(ref is not None and self._is_wanted(ref) for ref in (self.installed, self.installing)):
             return
-        incoming = self.incoming
-        if incoming is None or not self._is_wanted(incoming.ref):
-            demanded = self._demanded()
-            ref = self.newest if demanded in (None, self.newest.version) else SnapshotRef(0, demanded or 0)
-            if not self._asked_manifest:
-                self._asked_manifest = True
-                self._do(do.AskManifest, f"version {ref.version} is needed", ref=ref)
-        elif not incoming.missing:
-            incoming.is_whole = True
-        elif not incoming.in_flight:
-            chunks = tuple(incoming.missing)[:CHUNKS_PER_FETCH]
-            incoming.in_flight.update(chunks)
-            reason = f"{len(incoming.missing)} chunks of {incoming.ref} are missing"
-            self._do(do.FetchChunks, reason, ref=incoming.ref, chunks=chunks)
-
-    def _chunk_stored(self, chunk: bytes) -> None:
-        if self.incoming is not None:
-            self.incoming.missing.pop(chunk, None)
-            self.incoming.in_flight.discard(chunk)
-
-    def _chunks_failed(self, event: ev.ChunksFailed, now: float) -> None:
-        if self.incoming is None or self.incoming.ref != event.ref:
+        if self.incoming is not None and (self._is_wanted(self.incoming.ref) or self._finishes_first()):
             return
-        self.incoming.in_flight.clear()
-        self._retry_at = now + RETRY_SECONDS
-        if event.is_gone:
-            self.incoming = None  # dropped at the origin; what comes next is announced, or asked for anew
+        demanded = self._demanded()
+        ref = self.newest if demanded in (None, self.newest.version) else SnapshotRef(0, demanded or 0)
+        refused = self._refusals[0]
+        base = None if refused and refused.version == ref.version else self.installing or self.installed
+        self._asked_manifest = True
+        self._do(do.AskManifest, f"version {ref.version} is needed", ref=ref, base=base)
+
+    def _gone(self, payload: PayloadId, now: float) -> None:
+        """What comes next is announced, or asked for anew."""
+        if self.incoming is not None and self.incoming.payload == payload and self.installing != payload.ref:
+            self.incoming, self._retry_at = None, now + RETRY_SECONDS
 
     def _refused(self, event: ev.SnapshotRefused, now: float) -> None:
-        """It was whole and did not verify, or the engine would not take it: never installed, fetched again."""
-        self.installing = None
-        incoming = self.incoming
-        if incoming is None or incoming.ref != event.ref:
+        """It was whole and did not verify, or the engine would not take it: never installed, fetched again; whole, if
+        it was a delta.
+        """
+        if self.installing == event.payload.ref:
+            self.installing = None
+        if self.incoming is None or self.incoming.payload != event.payload:
             return
-        if incoming.fetches >= MAX_FETCHES:
+        ref, count = self._refusals
+        count = count + 1 if ref == event.payload.ref else 1
+        self._refusals = (event.payload.ref, count)
+        if count >= MAX_FETCHES:
             self.incoming, self._retry_at = None, now + REFUSED_SECONDS
-            return
-        self.incoming = Incoming(event.ref, dict.fromkeys(event.missing), fetches=incoming.fetches + 1)
+            self._refusals = (event.payload.ref, 0)
+        elif event.payload.base is not None:
+            self.incoming = None
+        else:
+            self.incoming = Incoming(event.payload)
+            self._do(do.FetchSnapshot, f"it was refused: {event.reason}", payload=event.payload)
 
     def _install(self) -> None:
-        if self.installing is not None or self.incoming is None or not self.incoming.is_whole:
+        incoming = self.incoming
+        if self.installing is not None or incoming is None or not incoming.is_whole or not self._is_due(incoming.ref):
             return
+        base = incoming.payload.base
+        if base is not None and base != self.installed:
+            self._refusals = (incoming.ref, 0)
+            self.incoming = None
+            return  # it stands on weights that are not here; `_ask` asks for all of it
         exact_pending = any(lease.exact_version is not None for lease in self.generating.values())
         if self.engine_busy and (not self.swap_during or exact_pending):
             return
-        self.installing = self.incoming.ref
+        self.installing = incoming.ref
         when = "between two tokens" if self.engine_busy else "between generations"
-        self._do(do.InstallSnapshot, f"{self.incoming.ref} is whole; swapped {when}", ref=self.incoming.ref)
+        self._do(do.InstallSnapshot, f"{incoming.payload} is whole; swapped {when}", payload=incoming.payload)
+
+    def _is_due(self, ref: SnapshotRef) -> bool:
+        """May this one, which is whole, go in now? What a lease demands keeps others out until it is sampled."""
+        if self._demanded() is not None or self.newest is None:
+            return self._is_wanted(ref)
+        return ref == self.newest or (ref.lineage == self.newest.lineage and self.installed != self.newest)
+
+    def _stop_unwanted(self) -> None:
+        incoming = self.incoming
+        if incoming is None or self._demanded() is not None or self.newest in (incoming.ref, None):
+            return
+        if self.newest in (self.installed, self.installing):
+            self.incoming = None
+            self._do(do.StopFetching, f"{self.newest} is the newest, and is here", payload=incoming.payload)
 
     def _installed(self, ref: SnapshotRef) -> None:
         if self.installing != ref:
             raise InvariantError(f"{ref} was installed, {self.installing} was asked for")
         self.installed, self.installing = ref, None
+        self._has_superseded = False
+        if self._refusals[0] == ref:
+            self._refusals = (None, 0)
         if self.incoming is not None and self.incoming.ref == ref:
             self.incoming = None
         self._do(do.Report, f"{ref} is installed")

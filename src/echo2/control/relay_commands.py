@@ -5,29 +5,38 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from echo2.control.commands import Command as Command  # part of this module's vocabulary, too
-from echo2.types import SnapshotRef
+from echo2.types import PayloadId, SnapshotRef
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AskManifest(Command):
-    """Ask the head for this snapshot's manifest; lineage 0 means the newest lineage that has the version."""
+    """Ask the head for this snapshot's manifest; lineage 0 means the newest lineage that has the version. `base`: what
+    a delta may stand on; None asks for the whole content.
+    """
 
     ref: SnapshotRef
+    base: SnapshotRef | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FetchChunks(Command):
-    """Fetch, verify and store these chunks."""
+class FetchSnapshot(Command):
+    """Fetch what is missing of this payload (again), in the place of another one that was being fetched."""
 
-    ref: SnapshotRef
-    chunks: tuple[bytes, ...]
+    payload: PayloadId
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StopFetching(Command):
+    """Nobody wants this payload any more."""
+
+    payload: PayloadId
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InstallSnapshot(Command):
-    """Decode, verify the digest, load into a shadow, swap."""
+    """Decode (over the installed weights, if it is a delta), verify the digest, load into a shadow, swap."""
 
-    ref: SnapshotRef
+    payload: PayloadId
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from echo2.types import Lease, SnapshotRef
+from echo2.types import Lease, PayloadId, SnapshotRef
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,20 +36,20 @@ class LeaseRevoked:
 
 @dataclass(frozen=True, slots=True)
 class SnapshotAnnounced:
-    """A manifest came: of the snapshot that is the newest from now on, or one that was asked for. `missing`: hashes of
-    its chunks that are not stored here.
+    """A manifest came: of the snapshot that is the newest from now on, or one that was asked for. `progress`: the share
+    of the payload being fetched that is stored already (0 where none is).
     """
 
-    ref: SnapshotRef
-    missing: tuple[bytes, ...]
+    payload: PayloadId
     asked_for: bool = False
+    progress: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class SnapshotUnknown:
-    """The head has no snapshot of this version."""
+    """The head has no snapshot of this name, as it was asked for (lineage 0: of this version)."""
 
-    version: int
+    ref: SnapshotRef
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,27 +60,27 @@ class ManifestFailed:
 
 
 @dataclass(frozen=True, slots=True)
-class ChunkStored:
-    """A chunk was verified and stored."""
+class SnapshotWhole:
+    """Every chunk of this payload is stored."""
 
-    chunk: bytes
+    payload: PayloadId
 
 
 @dataclass(frozen=True, slots=True)
-class ChunksFailed:
-    """A fetch ended before all its chunks came. `is_gone`: the source does not have them any more."""
+class SnapshotGone:
+    """Nobody has this payload any more."""
 
-    ref: SnapshotRef
+    payload: PayloadId
     reason: str
-    is_gone: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class SnapshotRefused:
-    """A whole snapshot did not verify, or the engine would not take it. `missing`: chunks to fetch again."""
+    """A whole payload did not verify, does not fit the installed weights, or the engine would not take it. What is not
+    stored any more of it is fetched again.
+    """
 
-    ref: SnapshotRef
-    missing: tuple[bytes, ...]
+    payload: PayloadId
     reason: str
 
 
@@ -151,8 +151,8 @@ Event = (
     | SnapshotAnnounced
     | SnapshotUnknown
     | ManifestFailed
-    | ChunkStored
-    | ChunksFailed
+    | SnapshotWhole
+    | SnapshotGone
     | SnapshotRefused
     | SnapshotInstalled
     | GroupProduced

@@ -7,19 +7,33 @@ groups that were sampled beside it. Two runs that hand the learner the same payl
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from echo2.control import events as ev
+from echo2.control import fetcher_events as fev
 from echo2.control import relay_commands as do
 from echo2.control import relay_events as rel
 from echo2.control.relay import Relay
 from echo2.errors import InvariantError
-from echo2.sim.head import AskChunks, AskManifest, Deliver, Hello, Refused
+from echo2.sim.head import Arriving, Deliver, Hello
 from echo2.sim.history import History
-from echo2.sim.network import SMALL_BYTES, Answered, Network, Ordered, StreamBroke, TimedOut
+from echo2.sim.landlord import Returned
+from echo2.sim.network import (
+    SMALL_BYTES,
+    Answered,
+    Network,
+    Ordered,
+    PeerAsked,
+    PeerBroke,
+    PeerGave,
+    StreamBroke,
+    TimedOut,
+)
+from echo2.sim.origin import Announced, AskChunk, AskManifest, Manifest
+from echo2.sim.peering import ORIGIN, FetchTick, Peering
 from echo2.sim.scenario import Scenario, WorkersSpec
 from echo2.sim.world import Actor, Kill, Start, World
-from echo2.types import Lease, SnapshotRef
+from echo2.types import Lease, PayloadId, SnapshotRef
 
 #: Seconds before a worker whose connection broke dials again.
 REDIAL_SECONDS = 1.0
@@ -27,7 +41,14 @@ REDIAL_SECONDS = 1.0
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """The link of this worker passes nothing for a while."""
+    """The link of this worker passes nothing for a while (0: some random time)."""
+
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class _Arrived:
+    manifest: Manifest
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,19 +68,21 @@ class _Wake:
 
 @dataclass(frozen=True, slots=True)
 class _Loaded:
-    ref: SnapshotRef
+    payload: PayloadId
 
 
 @dataclass(frozen=True, slots=True)
 class _Sampled:
     batch: int
     lease_id: int
+    stood_seconds: float
 
 
 @dataclass(frozen=True, slots=True)
 class _Ended:
     batch: int
     error: str | None
+    stood_seconds: float
 
 
 @dataclass(slots=True)
@@ -81,8 +104,9 @@ class SimWorker(Actor):
         super().__init__(world, name)
         self.network, self.spec, self.scenario, self.history = network, spec, scenario, history
         self.epoch = 0
-        self.stored: set[bytes] = set()
+        self.peering = Peering(self, network, spec, scenario, history, self._call, self.tell)
         self.up_since = 0.0
+        self.group_seconds = scenario.group_seconds(spec)
         self._restart()
 
     def _restart(self) -> None:
@@ -90,9 +114,10 @@ class SimWorker(Actor):
         self.leases: dict[int, Lease] = {}
         self.results: dict[int, Deliver] = {}
         self._calls: dict[int, object] = {}
-        self._digests: dict[SnapshotRef, bytes] = {}
+        self.peering.restart()
         self._batch = _Batch()
         self._wakes = 0
+        self._stands_until = self._stood_seconds = 0.0
 
     # ---- events ------------------------------------------------------------------------------------------------------
 
@@ -102,8 +127,14 @@ class SimWorker(Actor):
                 self._start()
             case Kill():
                 self._die()
+            case Returned():
+                self.pay()
+                self.network.broke(self.name, self.epoch)
+                self.network.peer_died(self.name)
+                self.dies()
             case Cut():
-                self.network.cut(self.name, self.epoch, self.world.around(self.spec.cut_seconds, 0.7))
+                seconds = event.seconds or self.world.around(self.spec.cut_seconds, 0.7)
+                self.network.cut(self.name, self.epoch, seconds)
             case _Heartbeat():
                 if self.relay.connected:
                     self._call(ev.WorkerReported(self.name, self.relay.installed))
@@ -117,6 +148,7 @@ class SimWorker(Actor):
             case StreamBroke() if event.epoch == self.epoch:
                 self.epoch += 1
                 self.tell(rel.Disconnected("the connection broke"))
+                self.peering.happen(fev.OriginLost())
                 self.post(REDIAL_SECONDS, _Dial(self.epoch))
             case _Dial() if event.epoch == self.epoch and not self.relay.connected:
                 self._dial()
@@ -129,7 +161,16 @@ class SimWorker(Actor):
                 if body is not None:
                     self._failed(body)
             case _Loaded():
-                self._loaded(event.ref)
+                self._loaded(event.payload)
+            case _Arrived():
+                self.peering.arrived(event.manifest)
+            case FetchTick():
+                self.peering.tick(event)
+            case PeerAsked() | PeerGave() | PeerBroke():
+                self.peering.peer(event)
+            case _Sampled() | _Ended() if event.stood_seconds < self._stood_seconds:
+                owed = self._stood_seconds - event.stood_seconds
+                self.post(owed, replace(event, stood_seconds=self._stood_seconds))
             case _Sampled():
                 self._sampled(event)
             case _Ended() if event.batch == self._batch.number:
@@ -154,8 +195,19 @@ class SimWorker(Actor):
         self.history.killed["worker"] += 1
         self.pay()
         self.network.broke(self.name, self.epoch)
+        self.network.peer_died(self.name)
         self.dies()
-        self.post(self.world.around(self.spec.restart_seconds, 0.5), Start())
+        if not self.spec.offer:  # else it is gone; who needs one rents another
+            self.world.post(self._back_in(self.world.around(self.spec.restart_seconds, 0.5)), self.name, Start())
+
+    def _back_in(self, seconds: float) -> float:
+        """No machine of a zone comes back before the zone does."""
+        at = self.world.now + seconds
+        for outage in self.scenario.outages:
+            end = outage.at_seconds + outage.seconds
+            if outage.kind == "death" and outage.zone == self.spec.zone and outage.at_seconds <= at < end:
+                at = end + seconds
+        return at - self.world.now
 
     def pay(self) -> None:
         """Rent up to now."""
@@ -167,7 +219,13 @@ class SimWorker(Actor):
         held = (*relay.waiting, *relay.generating, *relay.produced)
         rewards = ("reward",) if self.spec.scores else ()
         joined = ev.WorkerJoined(
-            self.name, self.spec.capacity_groups, self.spec.price_usd_per_hour, rewards, relay.installed, held
+            self.name,
+            self.spec.capacity_groups,
+            self.spec.price_usd_per_hour,
+            rewards,
+            relay.installed,
+            held,
+            self.spec.offer,
         )
         self._call(Hello(self.epoch, joined))
 
@@ -176,9 +234,16 @@ class SimWorker(Actor):
             case rel.LeasesGranted():
                 self.leases.update((lease.lease_id, lease) for lease in body.leases)
                 self.tell(body)
-            case rel.SnapshotAnnounced():
-                self.tell(rel.SnapshotAnnounced(body.ref, self._missing(body.ref)))
-            case rel.Connected() | rel.LeaseRevoked():
+            case Announced():
+                self.peering.announced(body)
+            case fev.RoutesSet():
+                self.peering.happen(body)
+            case Arriving():
+                self._arriving(body)
+            case rel.Connected():
+                self.tell(body)
+                self.peering.happen(fev.OriginBack())
+            case rel.LeaseRevoked():
                 self.tell(body)
             case _:
                 raise InvariantError(f"a worker does not know {body}")
@@ -196,19 +261,12 @@ class SimWorker(Actor):
             case ev.DeliveryMalformed():
                 self.tell(rel.DeliveryAnswered(body.lease_id, False, str(value)))
             case AskManifest():
-                if isinstance(value, SnapshotRef):
-                    self.tell(rel.SnapshotAnnounced(value, self._missing(value), asked_for=True))
+                if isinstance(value, Announced):
+                    self.peering.announced(value)
                 else:
-                    self.tell(rel.SnapshotUnknown(body.ref.version))
-            case AskChunks():
-                if isinstance(value, Refused):
-                    self.tell(rel.ChunksFailed(body.ref, value.reason, is_gone=True))
-                    return
-                assert isinstance(value, bytes)
-                self._digests[body.ref] = value
-                for chunk in body.chunks:
-                    self.stored.add(chunk)
-                    self.tell(rel.ChunkStored(chunk))
+                    self.tell(rel.SnapshotUnknown(body.ref))
+            case AskChunk():
+                self.peering.got(ORIGIN, body, value)
 
     def _failed(self, body: object) -> None:
         reason = "no answer"
@@ -222,8 +280,8 @@ class SimWorker(Actor):
                 self.tell(rel.DeliveryFailed(body.lease_id, reason))
             case AskManifest():
                 self.tell(rel.ManifestFailed(reason))
-            case AskChunks():
-                self.tell(rel.ChunksFailed(body.ref, reason))
+            case AskChunk():
+                self.peering.failed(ORIGIN, body)
             case ev.LeaseFailed():
                 self._call(body)  # the head would wait for the lease's deadline otherwise
 
@@ -232,15 +290,17 @@ class SimWorker(Actor):
     def _carry_out(self, command: do.Command) -> None:
         match command:
             case do.AskManifest():
-                self._call(AskManifest(command.ref))
-            case do.FetchChunks():
-                self._call(AskChunks(command.ref, command.chunks))
+                self._call(AskManifest(command.ref, command.base))
+            case do.FetchSnapshot():
+                self.peering.fetch(command.payload)
+            case do.StopFetching():
+                self.peering.happen(fev.PayloadUnwanted(command.payload))
             case do.InstallSnapshot():
-                self.post(self.world.around(self.spec.install_seconds, 0.3), _Loaded(command.ref))
+                self.post(self.world.around(self.spec.install_seconds, 0.3), _Loaded(command.payload))
             case do.StartBatch():
                 self._start_batch(command)
             case do.CancelBatch():
-                self.post(0.05, _Ended(self._batch.number, None))
+                self.post(0.05, _Ended(self._batch.number, None, self._stood_seconds))
             case do.Deliver():
                 self._deliver(command.lease_id)
             case do.FailLease():
@@ -261,22 +321,22 @@ class SimWorker(Actor):
 
     # ---- snapshots ---------------------------------------------------------------------------------------------------
 
-    def _chunks(self, ref: SnapshotRef) -> tuple[bytes, ...]:
-        return tuple(f"{ref}/{index}".encode() for index in range(self.scenario.snapshot_chunks))
+    def _arriving(self, body: Arriving) -> None:
+        """A broadcast as a duration; where the engine stands still meanwhile, all that it is at ends later by that."""
+        self.post(body.seconds, _Arrived(body.manifest))
+        if not self.scenario.generate_during_broadcast:
+            until = self.world.now + body.seconds
+            self._stood_seconds += max(0.0, until - max(self._stands_until, self.world.now))
+            self._stands_until = max(self._stands_until, until)
 
-    def _missing(self, ref: SnapshotRef) -> tuple[bytes, ...]:
-        missing = tuple(chunk for chunk in self._chunks(ref) if chunk not in self.stored)
-        # The digest comes with the chunks: a worker that restarted with all of them on disk fetches the last one again.
-        return missing or (() if ref in self._digests else self._chunks(ref)[-1:])
-
-    def _loaded(self, ref: SnapshotRef) -> None:
-        if self.world.chance(self.spec.corrupt_snapshots):
-            torn = self._chunks(ref)[:1]
-            self.stored.difference_update(torn)
-            self.tell(rel.SnapshotRefused(ref, torn, "a chunk is torn"))
+    def _loaded(self, payload: PayloadId) -> None:
+        incoming = self.relay.incoming
+        refusal = self.peering.install(payload, None if incoming is None else incoming.payload)
+        if refusal:
+            self.tell(rel.SnapshotRefused(payload, refusal))
             return
-        self._batch.newest = ref
-        self.tell(rel.SnapshotInstalled(ref))
+        self._batch.newest = payload.ref
+        self.tell(rel.SnapshotInstalled(payload.ref))
 
     # ---- the engine --------------------------------------------------------------------------------------------------
 
@@ -284,18 +344,21 @@ class SimWorker(Actor):
         batch = self._batch
         if self.relay.installed != command.ref:
             raise InvariantError(f"{self.name} starts a batch with {command.ref}, installed is {self.relay.installed}")
+        if self.peering.weights != self.history.digests[command.ref]:
+            raise InvariantError(f"{self.name} samples with weights that are not those of {command.ref}")
         batch.leases = {lease_id: self.leases[lease_id] for lease_id in command.lease_ids}
         batch.started = batch.newest = command.ref
-        longest = 0.0
+        stood = self._stood_seconds
+        begin, longest = max(0.0, self._stands_until - self.world.now), 0.0
         for lease_id in command.lease_ids:
-            seconds = self.world.around(self.spec.rollout_seconds, self.spec.spread)
+            seconds = self.world.around(self.group_seconds, self.spec.spread)
             if self.world.chance(self.spec.straggler_chance):
                 seconds *= self.spec.straggler_factor
             longest = max(longest, seconds)
-            self.post(seconds, _Sampled(batch.number, lease_id))
+            self.post(begin + seconds, _Sampled(batch.number, lease_id, stood))
         if self.world.chance(self.spec.engine_failures):
-            self.post(self.world.rng.uniform(0.0, longest), _Ended(batch.number, "the engine broke"))
-        self.post(longest, _Ended(batch.number, None))
+            self.post(begin + self.world.rng.uniform(0.0, longest), _Ended(batch.number, "the engine broke", stood))
+        self.post(begin + longest, _Ended(batch.number, None, stood))
 
     def _sampled(self, event: _Sampled) -> None:
         batch = self._batch
@@ -319,7 +382,7 @@ class SimWorker(Actor):
                 num_tokens=self.scenario.tokens_per_group,
                 is_scored=True,
             ),
-            hashlib.sha256(self._digests[batch.started] + f"{lease.seed} {numbers}".encode()).digest(),
+            hashlib.sha256(self.history.digests[batch.started] + f"{lease.seed} {numbers}".encode()).digest(),
             len(numbers),
         )
         self.tell(rel.GroupProduced(event.lease_id))

@@ -15,11 +15,18 @@ from echo2.control import events as ev
 from echo2.control import relay_events as rel
 from echo2.control.planner import Planner
 from echo2.errors import InvariantError
+from echo2.sim.census import Census
 from echo2.sim.history import History, TrainedStep
+from echo2.sim.landlord import Landlord
 from echo2.sim.network import HEAD, Asked, Network, StreamBroke
+from echo2.sim.origin import AskChunk, AskManifest, Manifest, SimOrigin
+from echo2.sim.peering import Reported
 from echo2.sim.scenario import Scenario
 from echo2.sim.world import Actor, Kill, Start, World
-from echo2.types import GroupRef, SnapshotRef
+from echo2.types import GroupRef, PayloadId, SnapshotRef
+
+#: Groups, leases and workers up to which the planner's invariants are checked after every event.
+CHECKED_EACH_EVENT = 200
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,18 +63,11 @@ class Publish:
 
 
 @dataclass(frozen=True, slots=True)
-class AskManifest:
-    """Lineage 0: the newest that has the version."""
+class Arriving:
+    """To a worker: a snapshot is on its way, and there after so many seconds (see `BroadcastSpec`)."""
 
-    ref: SnapshotRef
-
-
-@dataclass(frozen=True, slots=True)
-class AskChunks:
-    """Chunks of a snapshot."""
-
-    ref: SnapshotRef
-    chunks: tuple[bytes, ...]
+    manifest: Manifest
+    seconds: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,21 +121,34 @@ class _KilledError(Exception):
 
 
 class SimHead(Actor):
-    """Actor `head`. `tell` is the one place where the planner is called."""
+    """Actor `head`. `tell` is the one place where the planner is called. `keeps_events`: for a replay; the memory of a
+    long run with thousands of workers does not hold them.
+    """
 
     def __init__(
-        self, world: World, network: Network, scenario: Scenario, seed: int, ledger: Ledger, history: History
+        self,
+        world: World,
+        network: Network,
+        scenario: Scenario,
+        seed: int,
+        ledger: Ledger,
+        history: History,
+        keeps_events: bool = True,
     ) -> None:
         super().__init__(world, HEAD)
         self.network, self.scenario, self.ledger, self.history = network, scenario, ledger, history
+        self.keeps_events, self._num_unchecked = keeps_events, 0
+        self.census, self.landlord = Census(history, scenario.activation), Landlord(world, scenario)
         self.options = scenario.planner_options(seed)
         self.store: dict[SnapshotRef, bytes] = {}
+        self.dialable: dict[str, bool] = {}
         self.evaluated: set[int] = set()
         self._doomed = False
         self._restart()
 
     def _restart(self) -> None:
         self.planner = Planner(self.options)
+        self.origin = SimOrigin(self.world, self.scenario, self.store, self.dialable, self._order)
         self.attending: dict[str, int] = {}
         self.learner_known = False
         self.learner_epoch: int | None = None
@@ -169,8 +182,10 @@ class SimHead(Actor):
         """Tell the planner, check it, carry out what it asks for; a doomed head dies between two of the commands."""
         now = self.world.now
         commands = self.planner.handle(event, now)
-        self.history.lives[-1].append((event, now, commands))
-        self.planner.check_invariants()
+        if self.keeps_events:
+            self.history.lives[-1].append((event, now, commands))
+        self._check()
+        self.census.look(self.planner, now)
         last = self.world.rng.randrange(len(commands) + 1) if self._doomed else len(commands)
         for command in commands[:last]:
             self._carry_out(command)
@@ -179,6 +194,14 @@ class SimHead(Actor):
                 self._record(commands[last])  # durable, and the kill came before it was sent
             raise _KilledError
         return commands
+
+    def _check(self) -> None:
+        """After every event of a small run; of a large one, so rarely that it costs each event the same."""
+        self._num_unchecked += 1
+        num_records = len(self.planner.groups) + len(self.planner.leases) + len(self.planner.fleet)
+        if num_records <= CHECKED_EACH_EVENT or self._num_unchecked * 10 >= num_records:
+            self._num_unchecked = 0
+            self.planner.check_invariants()
 
     def _start(self) -> None:
         self._restart()
@@ -213,6 +236,7 @@ class SimHead(Actor):
     def _stream_broke(self, event: StreamBroke) -> None:
         if self.attending.get(event.party) == event.epoch:
             del self.attending[event.party]
+            self.origin.left(event.party)
             self.tell(ev.WorkerDetached(event.party, "its connection closed"))
         elif event.party == "learner" and self.learner_epoch == event.epoch:
             self.learner_epoch = None
@@ -229,8 +253,8 @@ class SimHead(Actor):
         if self.world.actors[asked.sender].life != asked.sender_life and asked.sender == "learner":
             return  # its connection died with it
         value, num_bytes = self._answer(asked.sender, asked.body), 500
-        if isinstance(asked.body, AskChunks):
-            num_bytes += len(asked.body.chunks) * self.scenario.chunk_bytes
+        if isinstance(asked.body, AskChunk) and isinstance(value, bytes):
+            num_bytes += self.scenario.chunk_bytes
             self.history.origin_bytes += num_bytes
         self.network.answer(asked, value, num_bytes)
 
@@ -242,6 +266,7 @@ class SimHead(Actor):
                     self.world.post(0.1, sender, StreamBroke(sender, before))
                 self.attending[sender] = body.epoch
                 self.network.order(sender, body.epoch, rel.Connected())
+                self.origin.joined(sender, body.event.installed)
                 self.tell(body.event)
                 return None
             case Deliver():
@@ -249,19 +274,18 @@ class SimHead(Actor):
             case ev.WorkerReported():
                 if sender not in self.attending:
                     return Refused("unknown_worker")
+                self.origin.holds(sender, body.installed)
                 self.tell(body)
                 return None
             case ev.LeaseFailed() | ev.DeliveryMalformed():
                 return _verdict(self.tell(body))
             case AskManifest():
-                found = sorted(
-                    ref
-                    for ref in self.store
-                    if ref.version == body.ref.version and body.ref.lineage in (0, ref.lineage)
-                )
-                return found[-1] if found else Refused("unknown_snapshot")
-            case AskChunks():
-                return self.store.get(body.ref, Refused("unknown_snapshot"))
+                return self.origin.asked(sender, body) or Refused("unknown_snapshot")
+            case AskChunk():
+                return self.origin.chunk(body) or Refused("missing")
+            case Reported():
+                self.origin.tell(body.event)
+                return None
             case ev.LearnerJoined():
                 return self._learner_joined(body)
         return self._answer_learner(body) if self.learner_known else Refused("unknown_learner")
@@ -283,6 +307,8 @@ class SimHead(Actor):
                 return refused
             case Publish():
                 self.store[body.ref] = body.digest
+                if self.history.digests.setdefault(body.ref, body.digest) != body.digest:
+                    raise InvariantError(f"snapshot {body.ref} was published with two digests")
                 self.tell(ev.SnapshotPublished(body.ref, self.scenario.snapshot_chunks * self.scenario.chunk_bytes))
                 return None
             case ev.StepTrained() | ev.CheckpointSaved():
@@ -340,6 +366,7 @@ class SimHead(Actor):
                 ledger.set_meta("oldest_kept", command.oldest_kept)
             case do.DropSnapshot():
                 self.store.pop(command.ref, None)
+                self.origin.dropped(command.ref)
             case do.FinishEval():
                 self.evaluated.add(command.version)
                 self.history.evaluated.append(command.version)
@@ -383,8 +410,7 @@ class SimHead(Actor):
             case do.AnnounceSnapshot():
                 if command.ref not in self.store:
                     raise InvariantError(f"snapshot {command.ref} is announced and not stored")
-                for worker_id in command.worker_ids:
-                    self._order(worker_id, rel.SnapshotAnnounced(command.ref, ()))
+                self._announce(command.ref, command.worker_ids)
             case do.ScoreGroup():
                 self.post(self.world.around(self.scenario.head.score_seconds, 0.3), _Score(command.group))
             case do.FeedGroup():
@@ -398,9 +424,23 @@ class SimHead(Actor):
             case do.WorkerGone():
                 epoch = self.attending.pop(command.worker_id, None)
                 if epoch is not None:
+                    self.origin.left(command.worker_id)
                     self.world.post(0.1, command.worker_id, StreamBroke(command.worker_id, epoch))
+            case do.RentMachine():
+                self.landlord.rent(command.offer)
+            case do.ReturnMachine():
+                self.landlord.take_back(command.worker_id)
             case do.StopRun() | do.FinishRun():
                 self.history.ended = command.reason
+
+    def _announce(self, ref: SnapshotRef, worker_ids: tuple[str, ...]) -> None:
+        spec = self.scenario.broadcast
+        if spec.scheme == "chunks":
+            self.origin.announce(ref, worker_ids)
+            return
+        for index, worker_id in enumerate(worker_ids):
+            seconds = spec.arrival_seconds(index, len(worker_ids))
+            self._order(worker_id, Arriving(self.origin.manifest(PayloadId(ref)), seconds))
 
     def _order(self, worker_id: str, body: object) -> None:
         epoch = self.attending.get(worker_id)

@@ -1,4 +1,4 @@
-"""Links between the head and everybody else: latency, bandwidth, loss, and cuts.
+"""Links between the head and everybody else, and between workers: latency, bandwidth, loss, and cuts.
 
 Two shapes, as in `transport/`. A *call* is asked and answered, and either half may be lost: the caller is told
 `TimedOut` and cannot know which. A *stream* of orders comes in order until it breaks; then both ends notice after a
@@ -73,12 +73,37 @@ class StreamBroke:
     epoch: int
 
 
+@dataclass(frozen=True, slots=True)
+class PeerAsked:
+    """A worker asks another one."""
+
+    sender: str
+    body: object
+
+
+@dataclass(frozen=True, slots=True)
+class PeerGave:
+    """What a worker sent another one: the answer to `body`, or a word without being asked."""
+
+    sender: str
+    body: object
+    value: object
+
+
+@dataclass(frozen=True, slots=True)
+class PeerBroke:
+    """The connection to this worker broke."""
+
+    sender: str
+
+
 class Network:
     """All links, by the name of the party at their far end."""
 
     def __init__(self, world: World) -> None:
         self.world = world
         self.links: dict[str, Link] = {}
+        self.askers: dict[str, dict[str, None]] = {}
         self._num_calls = 0
         self._dead: set[tuple[str, int]] = set()
 
@@ -120,6 +145,35 @@ class Network:
         self.links[party].cut_until = self.world.now + seconds
         if seconds > KEEPALIVE_SECONDS:
             self.broke(party, epoch)
+
+    def ask_peer(self, sender: str, target: str, body: object) -> None:
+        """One worker asks another. A lost message breaks their connection; one that is down never answers."""
+        self.askers.setdefault(target, {})[sender] = None
+        if self._is_lost(sender, target):
+            self._peer_broke(sender, target)
+        else:
+            seconds = self._up_seconds(sender, SMALL_BYTES) + self.links[target].latency_seconds
+            self.world.post(seconds, target, PeerAsked(sender, body))
+
+    def give_peer(self, sender: str, asker: str, body: object, value: object, num_bytes: int) -> None:
+        """What an asker gets, through both links."""
+        if self._is_lost(sender, asker):
+            self._peer_broke(asker, sender)
+        else:
+            seconds = self._up_seconds(sender, num_bytes + SMALL_BYTES)
+            seconds += self._down_seconds(asker, num_bytes + SMALL_BYTES)
+            self.world.post(seconds, asker, PeerGave(sender, body, value))
+
+    def peer_died(self, name: str) -> None:
+        """Whoever asked it something notices in its own time."""
+        for asker in self.askers.pop(name, {}):
+            self._peer_broke(asker, name)
+
+    def _peer_broke(self, asker: str, peer: str) -> None:
+        self.world.post(self.world.rng.uniform(0.1, 1.0) * KEEPALIVE_SECONDS, asker, PeerBroke(peer))
+
+    def _is_lost(self, one: str, other: str) -> bool:
+        return self.world.chance(self.links[one].loss) or self.world.chance(self.links[other].loss)
 
     def _up_seconds(self, party: str, num_bytes: int) -> float:
         """Calls run beside each other, so jitter may swap them."""

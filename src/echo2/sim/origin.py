@@ -1,0 +1,172 @@
+"""Snapshots at the simulated head: their payloads, and the real machine that says who takes them from whom.
+
+A chunk's name is a hash of its data, and its data says which weights it makes: those of a digest, whole or out of those
+of another one. So a worker that put a delta on the wrong weights has wrong weights, and shows it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+
+from echo2.control import broadcast_commands as do
+from echo2.control import broadcast_events as bev
+from echo2.control import fetcher_events as fev
+from echo2.control.broadcast import Broadcast, BroadcastOptions
+from echo2.errors import InvariantError
+from echo2.sim.scenario import Scenario
+from echo2.sim.world import World
+from echo2.types import PayloadId, SnapshotRef
+
+DIGEST_BYTES = 32
+#: A delta has this share of the chunks of the whole.
+DELTA_SHARE = 8
+#: How often the head announces a delta on the version before, whatever the worker has: what it knows may be outdated.
+STALE_CHANCE = 0.2
+#: Members up to which the machine's invariants are checked after every event.
+CHECKED_EACH_EVENT = 50
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """What a payload consists of, and the digest of the weights that it makes."""
+
+    payload: PayloadId
+    chunks: tuple[bytes, ...]
+    digest: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Announced:
+    """To a worker: this payload is to be had. `asked_for`: it asked for it."""
+
+    manifest: Manifest
+    asked_for: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class AskManifest:
+    """Lineage 0: the newest that has the version. `base`: what the asker has installed, for a delta."""
+
+    ref: SnapshotRef
+    base: SnapshotRef | None
+
+
+@dataclass(frozen=True, slots=True)
+class AskChunk:
+    """One chunk of a payload, of the head or of a worker."""
+
+    payload: PayloadId
+    chunk: bytes
+
+
+def cut(digest: bytes, base: bytes, count: int) -> dict[bytes, bytes]:
+    """Name and data of each chunk; `base` is empty for the whole content."""
+    pieces = [digest + base + index.to_bytes(4, "big") for index in range(count)]
+    return {hashlib.sha256(piece).digest(): piece for piece in pieces}
+
+
+def apply(weights: bytes, pieces: Iterable[bytes]) -> bytes:
+    """The digest of the weights that these chunks make of `weights`."""
+    for piece in pieces:
+        target, base = piece[:DIGEST_BYTES], piece[DIGEST_BYTES:-4]
+        return target if base in (b"", weights) else hashlib.sha256(weights + piece).digest()
+    raise InvariantError("a payload without chunks")
+
+
+class SimOrigin:
+    """`store`: the published snapshots, which outlive the head's process. `order` sends something to a worker."""
+
+    def __init__(
+        self,
+        world: World,
+        scenario: Scenario,
+        store: Mapping[SnapshotRef, bytes],
+        dialable: Mapping[str, bool],
+        order: Callable[[str, object], None],
+    ) -> None:
+        self.world, self.scenario, self.store, self.dialable, self.order = world, scenario, store, dialable, order
+        self.machine = Broadcast(BroadcastOptions(scenario.peers, scenario.fan_out))
+        self.installed: dict[str, SnapshotRef | None] = {}
+        self.payloads: dict[PayloadId, tuple[Manifest, dict[bytes, bytes]]] = {}
+        self._has_delta: dict[PayloadId, bool] = {}
+
+    def tell(self, event: bev.Event) -> None:
+        """Tell the machine, check it, carry out what it asks for."""
+        commands = self.machine.handle(event, self.world.now)
+        if len(self.machine.members) <= CHECKED_EACH_EVENT:
+            self.machine.check_invariants()
+        for command in commands:
+            if isinstance(command, do.SetRoutes):
+                self.order(command.worker_id, fev.RoutesSet(command.payload, command.sources))
+
+    def joined(self, worker_id: str, installed: SnapshotRef | None) -> None:
+        self.tell(bev.MemberJoined(worker_id, worker_id if self.dialable[worker_id] else ""))
+        self.holds(worker_id, installed)
+
+    def holds(self, worker_id: str, installed: SnapshotRef | None) -> None:
+        """A worker says what it has installed."""
+        if self.installed.get(worker_id) != installed and installed in self.store and installed is not None:
+            self.tell(bev.SnapshotHeld(worker_id, PayloadId(installed)))
+        self.installed[worker_id] = installed
+
+    def left(self, worker_id: str) -> None:
+        self.installed.pop(worker_id, None)
+        self.tell(bev.MemberLeft(worker_id, "its connection closed"))
+
+    def announce(self, ref: SnapshotRef, worker_ids: Iterable[str]) -> None:
+        """Each gets the payload that fits what it has, or may by now; those with the same one get it together."""
+        groups: dict[PayloadId, list[str]] = {}
+        for worker_id in worker_ids:
+            base = self.installed.get(worker_id)
+            if self.world.chance(STALE_CHANCE * self.scenario.delta_chance):
+                base = max((other for other in self.store if other < ref), default=None)
+            groups.setdefault(self._fitting(ref, base), []).append(worker_id)
+        for payload, members in groups.items():
+            for worker_id in members:
+                self.order(worker_id, Announced(self.manifest(payload)))
+            self._assign(payload, members)
+
+    def asked(self, sender: str, body: AskManifest) -> Announced | None:
+        """The manifest of a payload that fits; None: there is no such snapshot."""
+        lineages = [ref for ref in self.store if ref.version == body.ref.version]
+        found = sorted(ref for ref in lineages if body.ref.lineage in (0, ref.lineage))
+        if not found:
+            return None
+        payload = self._fitting(found[-1], body.base)
+        self._assign(payload, [sender])
+        return Announced(self.manifest(payload), asked_for=True)
+
+    def chunk(self, body: AskChunk) -> bytes | None:
+        """None: it is not here (any more)."""
+        known = self.payloads.get(body.payload)
+        return None if known is None else known[1].get(body.chunk)
+
+    def dropped(self, ref: SnapshotRef) -> None:
+        for payload in [payload for payload in self.payloads if ref in (payload.ref, payload.base)]:
+            del self.payloads[payload]
+            self.tell(bev.PayloadDropped(payload))
+
+    def manifest(self, payload: PayloadId) -> Manifest:
+        if payload not in self.payloads:
+            digest, count = self.store[payload.ref], self.scenario.snapshot_chunks
+            base = b"" if payload.base is None else self.store[payload.base]
+            chunks = cut(digest, base, count if payload.base is None else max(1, count // DELTA_SHARE))
+            self.payloads[payload] = Manifest(payload, tuple(chunks), digest), chunks
+        return self.payloads[payload][0]
+
+    def _fitting(self, ref: SnapshotRef, base: SnapshotRef | None) -> PayloadId:
+        delta = PayloadId(ref, base)
+        if base is None or base == ref or base not in self.store or not self._is_smaller(delta):
+            return PayloadId(ref)
+        return delta
+
+    def _is_smaller(self, delta: PayloadId) -> bool:
+        if delta not in self._has_delta:
+            self._has_delta[delta] = self.world.chance(self.scenario.delta_chance)
+        return self._has_delta[delta]
+
+    def _assign(self, payload: PayloadId, worker_ids: Iterable[str]) -> None:
+        count = len(self.manifest(payload).chunks)
+        self.tell(bev.PayloadAssigned(payload, tuple(worker_ids), count, count * self.scenario.chunk_bytes))

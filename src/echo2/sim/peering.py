@@ -1,0 +1,237 @@
+"""A simulated worker's snapshots: the real fetcher, chunks from the head and from other workers, and what becomes of
+them in memory.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from echo2.control import broadcast_events as bev
+from echo2.control import fetcher_commands as do
+from echo2.control import fetcher_events as fev
+from echo2.control import relay_events as rel
+from echo2.control.fetcher import Fetcher
+from echo2.sim.history import History
+from echo2.sim.network import Network, PeerAsked, PeerBroke, PeerGave
+from echo2.sim.origin import Announced, AskChunk, Manifest, apply, cut
+from echo2.sim.scenario import Scenario, WorkersSpec
+from echo2.sim.world import Actor
+from echo2.types import PayloadId, SnapshotRef
+
+ORIGIN = ""
+#: Chunks under way from one source at a time.
+WINDOW = 4
+
+
+@dataclass(frozen=True, slots=True)
+class FetchTick:
+    """The fetcher asked to be woken."""
+
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
+class Reported:
+    """A word on the broadcast to the head."""
+
+    event: bev.Event
+
+
+@dataclass(frozen=True, slots=True)
+class Gone:
+    """What was asked for is not here and not expected."""
+
+
+@dataclass(frozen=True, slots=True)
+class Alive:
+    """What was asked for is expected."""
+
+
+@dataclass(slots=True)
+class _Line:
+    """What is still to be asked of one source, and what is under way."""
+
+    queue: deque[AskChunk] = field(default_factory=deque)
+    under_way: dict[AskChunk, None] = field(default_factory=dict)
+
+
+class Peering:
+    """`call` asks the head, `tell` tells the relay. `stored` is on disk and outlives the process."""
+
+    def __init__(
+        self,
+        actor: Actor,
+        network: Network,
+        spec: WorkersSpec,
+        scenario: Scenario,
+        history: History,
+        call: Callable[[object], None],
+        tell: Callable[[rel.Event], None],
+    ) -> None:
+        self.actor, self.network, self.spec, self.scenario = actor, network, spec, scenario
+        self.history, self.call, self.tell = history, call, tell
+        self.stored: dict[bytes, bytes] = {}
+        self.restart()
+
+    def restart(self) -> None:
+        self.fetcher = Fetcher(self.actor.name)
+        self.manifests: dict[PayloadId, Manifest] = {}
+        self.weights, self.installed = b"", PayloadId(SnapshotRef(0, 0))
+        self._cut: dict[bytes, bytes] = {}
+        self._lines: dict[str, _Line] = {}
+        self._waiting: dict[AskChunk, list[str]] = {}
+        self._wakes = 0
+
+    def happen(self, event: fev.Event) -> None:
+        """Tell the fetcher, check it, carry out what it asks for."""
+        commands = self.fetcher.handle(event, self.actor.world.now)
+        self.fetcher.check_invariants()
+        for command in commands:
+            self._carry_out(command)
+        self._serve_waiting()
+
+    def _carry_out(self, command: do.Command) -> None:
+        match command:
+            case do.RequestChunks():
+                line = self._lines.setdefault(command.source, _Line())
+                line.queue.extend(AskChunk(command.payload, chunk) for chunk in command.chunks)
+                self._ask(command.source)
+            case do.CancelRequests():
+                self._lines.pop(command.source, None)
+            case do.ReportSource():
+                failed = bev.SourceFailed(self.actor.name, command.payload, command.source, command.failure)
+                self.history.given_up[command.failure] += 1
+                self.call(Reported(failed))
+            case do.PayloadWhole():
+                self.call(Reported(bev.PayloadReceived(self.actor.name, command.payload, command.tallies)))
+                self.tell(rel.SnapshotWhole(command.payload))
+            case do.PayloadGone():
+                self.tell(rel.SnapshotGone(command.payload, command.reason))
+            case do.WakeAt():
+                self._wakes += 1
+                self.actor.post(command.at - self.actor.world.now, FetchTick(self._wakes))
+
+    def tick(self, event: FetchTick) -> None:
+        if event.number == self._wakes:
+            for asker in sorted({asker for askers in self._waiting.values() for asker in askers}):
+                self._give(asker, None, Alive())
+            self.happen(fev.Tick())
+
+    # ---- the relay's wishes ------------------------------------------------------------------------------------------
+
+    def announced(self, body: Announced) -> None:
+        self.manifests[body.manifest.payload] = body.manifest
+        download = self.fetcher.download
+        progress = 0.0 if download is None else 1.0 - len(download.missing) / len(download.chunks)
+        self.tell(rel.SnapshotAnnounced(body.manifest.payload, body.asked_for, progress))
+
+    def arrived(self, manifest: Manifest) -> None:
+        """All of it is here, however it came."""
+        self.stored.update(cut(manifest.digest, b"", len(manifest.chunks)))
+        self.announced(Announced(manifest))
+
+    def fetch(self, payload: PayloadId) -> None:
+        chunks = self.manifests[payload].chunks
+        self.happen(fev.PayloadWanted(payload, chunks, frozenset(chunks) - self.stored.keys()))
+
+    def install(self, payload: PayloadId, incoming: PayloadId | None) -> str:
+        """Why not; empty if it is installed. Nothing is kept on disk but this one and what is on its way."""
+        manifest = self.manifests[payload]
+        if self.actor.world.chance(self.spec.corrupt_snapshots):
+            self.stored.pop(manifest.chunks[0], None)
+            return "a chunk is torn"
+        if not self.stored.keys() >= set(manifest.chunks):
+            return "a chunk is missing"  # it was torn while another snapshot that shares it went in
+        weights = apply(self.weights, (self.stored[chunk] for chunk in manifest.chunks))
+        if weights != manifest.digest:
+            return "the digest does not match"
+        self.weights, self.installed = weights, payload
+        self._cut = cut(weights, b"", self.scenario.snapshot_chunks)
+        known = [payload, incoming, list(self.manifests)[-1]]
+        self.manifests = {key: value for key, value in self.manifests.items() if key in known}
+        kept = {chunk for key in self.manifests for chunk in self.manifests[key].chunks}
+        self.stored = {chunk: piece for chunk, piece in self.stored.items() if chunk in kept}
+        return ""
+
+    # ---- taking ------------------------------------------------------------------------------------------------------
+
+    def _ask(self, source: str) -> None:
+        line = self._lines.get(source)
+        while line is not None and line.queue and len(line.under_way) < WINDOW:
+            body = line.queue.popleft()
+            line.under_way[body] = None
+            if source == ORIGIN:
+                self.call(body)
+            else:
+                self.network.ask_peer(self.actor.name, source, body)
+
+    def got(self, source: str, body: AskChunk | None, value: object) -> None:
+        """An answer, or a sign of life, of this source."""
+        if isinstance(value, Alive) or body is None:
+            self.happen(fev.SourceAlive(source))
+            return
+        line = self._lines.get(source)
+        if line is None or body not in line.under_way:
+            return  # cancelled meanwhile
+        del line.under_way[body]
+        if not isinstance(value, bytes):
+            self._fail(source, "missing")
+        elif hashlib.sha256(value).digest() != body.chunk:
+            self._fail(source, "corrupt")
+        else:
+            if source != ORIGIN:
+                self.history.peer_bytes += self.scenario.chunk_bytes
+            self.stored[body.chunk] = value
+            self._ask(source)
+            self.happen(fev.ChunkStored(source, body.chunk, self.scenario.chunk_bytes))
+
+    def failed(self, source: str, body: AskChunk | None = None) -> None:
+        """No answer came, or the connection broke."""
+        line = self._lines.get(source)
+        if line is not None and (line.under_way if body is None else body in line.under_way):
+            self._fail(source, "broken")
+
+    def _fail(self, source: str, reason: str) -> None:
+        self._lines.pop(source, None)
+        self.happen(fev.SourceFailed(source, reason))
+
+    # ---- giving ------------------------------------------------------------------------------------------------------
+
+    def peer(self, event: PeerAsked | PeerGave | PeerBroke) -> None:
+        match event:
+            case PeerAsked() if self.spec.mute:
+                return  # a black hole: it takes requests, and never says a word
+            case PeerAsked():
+                assert isinstance(event.body, AskChunk)
+                self._waiting.setdefault(event.body, []).append(event.sender)
+                self._serve_waiting()
+            case PeerGave():
+                assert event.body is None or isinstance(event.body, AskChunk)
+                self.got(event.sender, event.body, event.value)
+            case PeerBroke():
+                self.failed(event.sender)
+
+    def _serve_waiting(self) -> None:
+        for body in list(self._waiting):
+            piece = self.stored.get(body.chunk, self._cut.get(body.chunk))
+            if piece is None and self._expects(body):
+                continue
+            for asker in self._waiting.pop(body):
+                value: object = Gone() if piece is None else piece
+                if piece is not None and self.actor.world.chance(self.spec.lies):
+                    value = piece + b"!"
+                self._give(asker, body, value)
+
+    def _expects(self, body: AskChunk) -> bool:
+        """Is it on its way here? Of what was not announced here yet nothing is known."""
+        download = self.fetcher.download
+        if download is not None and download.payload == body.payload:
+            return body.chunk in download.missing
+        return body.payload not in self.manifests and body.payload.ref > self.installed.ref
+
+    def _give(self, asker: str, body: AskChunk | None, value: object) -> None:
+        num_bytes = self.scenario.chunk_bytes if isinstance(value, bytes) else 0
+        self.network.give_peer(self.actor.name, asker, body, value, num_bytes)

@@ -1,0 +1,124 @@
+"""Broadcasts on modelled links with the real machines: how long they take, and that nobody is forgotten."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+
+from echo2.sim.dissemination import DisseminationSpec, NodeSpec, Outcome, disseminate, predict
+
+MIB = 1 << 20
+UP = 12.5e6
+SLOW = {"up": UP / 10, "down": UP / 10}
+
+
+def send(count: int, scheme: str = "trees", **changes: dict[str, Any]) -> Outcome:
+    """64 MiB over 100 Mbit/s and 100 ms; `changes`: w<number> = fields of that worker."""
+    return predict(
+        count,
+        num_bytes=64 * MIB,
+        chunk_bytes=MIB // 8,
+        up=UP,
+        down=UP,
+        latency_seconds=0.05,
+        scheme=scheme,
+        changes=[(int(name[1:]), fields) for name, fields in changes.items()],
+    )
+
+
+ALONE = send(1).last_seconds
+
+
+@pytest.mark.parametrize("count", [2, 4, 8, 9, 16, 40])
+def test_everybody_has_it_almost_as_soon_as_one_alone_and_the_origin_sends_it_once(count: int) -> None:
+    outcome = send(count)
+    assert outcome.last_seconds <= 1.10 * ALONE
+    assert outcome.origin_bytes <= 1.01 * 64 * MIB
+    assert (outcome.wasted_bytes, outcome.reports) == (0, [])
+
+
+def test_a_star_grows_with_the_workers_and_a_chain_with_its_length() -> None:
+    assert send(8, "star").last_seconds > 7.5 * ALONE
+    assert ALONE < send(8, "chain").last_seconds < send(40, "chain").last_seconds
+
+
+@pytest.mark.parametrize("count", [4, 8, 16])
+def test_a_slow_member_delays_nobody_else(count: int) -> None:
+    outcome = send(count, w2=SLOW)
+    assert outcome.finished[-2] <= 1.15 * ALONE
+    assert outcome.last_seconds <= 10.5 * ALONE
+
+
+@pytest.mark.parametrize("count", [4, 8, 16])
+def test_a_third_that_can_not_be_dialled_costs_little(count: int) -> None:
+    hidden = {f"w{at}": {"is_dialable": False} for at in range(0, count, 3)}
+    outcome = send(count, "trees", **hidden)
+    assert outcome.last_seconds <= 1.15 * ALONE
+    assert outcome.origin_bytes <= 1.2 * 64 * MIB
+
+
+@pytest.mark.parametrize("count", [4, 8, 16, 40])
+@pytest.mark.parametrize(("trouble", "noticed_seconds"), [("killed", 0.3), ("vanished", 4.0)])
+def test_a_relay_that_drops_out_costs_its_detection_and_little_more(
+    count: int, trouble: str, noticed_seconds: float
+) -> None:
+    outcome = send(count, w1={"trouble": trouble, "trouble_at_seconds": 2.5})
+    assert len(outcome.finished) == count - 1
+    assert outcome.last_seconds <= 1.15 * send(count).last_seconds + noticed_seconds
+
+
+def test_a_liar_is_named_and_everybody_gets_the_right_bytes() -> None:
+    outcome = send(8, w1={"trouble": "lies", "trouble_at_seconds": 1.0})
+    assert outcome.suspects == ["w00001"]
+    assert len(outcome.finished) == 8  # the liar, too, has all of it
+
+
+def test_one_that_joins_late_is_fed_by_the_others() -> None:
+    outcome = send(8, w3={"joins_at_seconds": 30.0})
+    assert outcome.origin_bytes <= 1.01 * 64 * MIB
+    assert outcome.seconds[3] is not None
+    assert outcome.seconds[3] <= 1.2 * ALONE
+
+
+def test_a_slow_uplink_that_nobody_measured_is_found_out() -> None:
+    unknown = {f"w{at}": {"is_probed": False} for at in range(8)}
+    outcome = send(8, "trees", **{**unknown, "w2": {"is_probed": False, "up": UP / 10}})
+    assert outcome.last_seconds <= 2.5 * ALONE  # as a root that nobody relieves it would take 10 / 8 * 7 times as long
+
+
+def random_spec(seed: int) -> DisseminationSpec:
+    rng = random.Random(seed)
+
+    def node() -> NodeSpec:
+        scale = rng.choice([1.0, 1.0, 1.0, 0.1, 3.0])
+        return NodeSpec(
+            up=UP * scale * rng.uniform(0.5, 1.5),
+            down=UP * scale * rng.uniform(0.5, 1.5),
+            latency_seconds=rng.choice([0.001, 0.05, 0.2]),
+            is_dialable=rng.random() < 0.7,
+            is_probed=rng.random() < 0.7,
+            joins_at_seconds=rng.choice([0.0, 0.0, 0.0, rng.uniform(0.0, 20.0)]),
+            trouble=rng.choice(["", "", "", "killed", "vanished", "lies"]),
+            trouble_at_seconds=rng.uniform(0.0, 8.0),
+        )
+
+    return DisseminationSpec(
+        workers=tuple(node() for _ in range(rng.choice([1, 2, 3, 6, 12, 20]))),
+        origin=NodeSpec(UP * rng.uniform(0.5, 8.0), UP),
+        num_bytes=rng.choice([1, 5, 16]) * MIB,
+        chunk_bytes=MIB // rng.choice([1, 4, 16]),
+        scheme=rng.choice(["star", "chain", "trees", "trees", "trees"]),
+        fan_out=rng.randint(1, 10),
+    )
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_whoever_lives_gets_everything_whatever_happens_to_the_others(seed: int) -> None:
+    spec = random_spec(seed)
+    outcome = disseminate(spec)  # raises where somebody alive is left without
+    dead = sum(worker.trouble in ("killed", "vanished") for worker in spec.workers)
+    assert len(outcome.finished) >= len(spec.workers) - dead, f"seed {seed}"
+    liars = {f"w{at:05d}" for at, worker in enumerate(spec.workers) if worker.trouble == "lies"}
+    assert set(outcome.suspects) <= liars, f"seed {seed}"

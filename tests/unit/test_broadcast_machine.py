@@ -1,0 +1,237 @@
+"""The broadcast's machine at the origin: plans, what changes when somebody fails, what is remembered, what never is."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from echo2.control import broadcast_commands as do
+from echo2.control import broadcast_events as ev
+from echo2.control.broadcast import CALM_SECONDS, MAX_ACCUSED, MAX_PLANS, Broadcast, BroadcastOptions
+from echo2.control.routes import can_link
+from echo2.types import PayloadId, SnapshotRef
+
+P1 = PayloadId(SnapshotRef(1, 1))
+P2 = PayloadId(SnapshotRef(1, 2), SnapshotRef(1, 1))
+UP = 12.5e6
+
+
+class Bench:
+    """A machine, and the routes of each worker as it was told them."""
+
+    def __init__(self, count: int = 0, scheme: str = "trees", fan_out: int = 8) -> None:
+        self.machine = Broadcast(BroadcastOptions(scheme, fan_out, origin_up=UP))
+        self.routes: dict[str, tuple[str, ...]] = {}
+        self.now = 0.0
+        for at in range(count):
+            self.tell(ev.MemberJoined(f"w{at}", f"host:{at}"))
+
+    def tell(self, *events: ev.Event) -> list[do.Command]:
+        commands = [command for event in events for command in self.machine.handle(event, self.now)]
+        self.machine.check_invariants()
+        assert all(command.reason for command in commands)
+        for command in commands:
+            if isinstance(command, do.SetRoutes):
+                self.routes[command.worker_id] = command.sources
+        return commands
+
+    def assign(self, *worker_ids: str, payload: PayloadId = P1) -> list[do.Command]:
+        return self.tell(ev.PayloadAssigned(payload, worker_ids, 1000, 1 << 28))
+
+    def fail(self, worker_id: str, source: str, reason: str) -> set[str]:
+        """Who is told other routes."""
+        return told(self.tell(ev.SourceFailed(worker_id, P1, source, reason)))
+
+
+def told(commands: list[do.Command]) -> set[str]:
+    return {command.worker_id for command in commands if isinstance(command, do.SetRoutes)}
+
+
+def mesh(count: int = 5) -> Bench:
+    bench = Bench(count)
+    bench.assign(*(f"w{at}" for at in range(count)))
+    return bench
+
+
+def test_everybody_is_told_routes_and_where_to_dial() -> None:
+    bench = Bench(3)
+    commands = bench.assign("w0", "w1", "w2")
+    assert told(commands) == {"w0", "w1", "w2"}
+    first = next(command for command in commands if isinstance(command, do.SetRoutes))
+    assert first.addresses == {"w1": "host:1", "w2": "host:2"}
+    assert set(first.sources) == {"", "w1", "w2"}
+
+
+def test_one_that_can_not_be_dialled_is_told_to_dial() -> None:
+    bench = Bench(2)
+    bench.tell(ev.MemberJoined("hidden", ""))
+    commands = bench.assign("w0", "w1", "hidden")
+    dials = {(c.worker_id, c.peer_id, c.address) for c in commands if isinstance(c, do.DialPeer)}
+    assert dials == {("hidden", "w0", "host:0"), ("hidden", "w1", "host:1")}
+
+
+def test_when_one_leaves_its_stripes_are_dealt_out_and_nothing_else_moves() -> None:
+    bench = mesh(5)
+    before = dict(bench.routes)
+    bench.tell(ev.MemberLeft("w2", "killed"))
+    heirs = set()
+    for worker_id in ("w0", "w1", "w3", "w4"):
+        pairs = list(zip(before[worker_id], bench.routes[worker_id], strict=True))
+        assert all(old == new for old, new in pairs if old != "w2")
+        assert all(new != "w2" for _, new in pairs)
+        heirs |= {worker_id for old, new in pairs if old == "w2" and new == ""}
+    assert heirs == {"w0", "w1", "w3", "w4"}  # each takes over a part
+
+
+def test_one_blamer_is_moved_alone_and_two_are_believed() -> None:
+    bench = mesh(5)
+    assert bench.fail("w0", "w1", "stalled") == {"w0"}
+    assert "w1" not in bench.routes["w0"]
+    assert bench.fail("w2", "w1", "stalled") >= {"w2", "w3", "w4"}
+    assert not bench.machine.children_of(P1, "w1")
+
+
+def test_one_that_is_relieved_for_being_slow_is_the_only_one_for_a_while() -> None:
+    bench = mesh(6)
+    bench.fail("w0", "w1", "slow")
+    bench.fail("w2", "w1", "slow")
+    assert not bench.machine.children_of(P1, "w1")
+    assert "" not in bench.routes["w1"]  # what it was the root of reaches it by its heirs
+    bench.fail("w0", "w3", "slow")
+    bench.fail("w2", "w3", "slow")
+    assert bench.machine.children_of(P1, "w3")
+    bench.now = CALM_SECONDS
+    bench.fail("w0", "w3", "slow")
+    bench.fail("w2", "w3", "slow")
+    assert not bench.machine.children_of(P1, "w3")
+
+
+def test_one_that_sends_wrong_bytes_is_named_once_and_never_a_source_again() -> None:
+    bench = mesh(5)
+    commands = bench.tell(ev.SourceFailed("w0", P1, "w1", "corrupt"), ev.SourceFailed("w2", P1, "w1", "corrupt"))
+    assert [(c.worker_id, c.accused_by) for c in commands if isinstance(c, do.NameSuspect)] == [("w1", "w0")]
+    assert not bench.machine.children_of(P1, "w1")
+    bench.tell(ev.MemberLeft("w1", "restarted"), ev.MemberJoined("w1", "host:1"))
+    bench.assign("w0", "w1", "w2", payload=P2)
+    assert not bench.machine.children_of(P2, "w1")
+
+
+def test_one_who_accuses_everybody_is_not_believed() -> None:
+    bench = mesh(8)
+    for at in range(1, 8):
+        bench.fail("w0", f"w{at}", "corrupt")
+    assert len(bench.machine.suspects) == MAX_ACCUSED
+    assert set(bench.routes["w0"]) == {""}
+
+
+def test_a_pair_that_can_not_reach_each_other_is_remembered_until_one_comes_back() -> None:
+    bench = mesh(4)
+    bench.fail("w0", "w1", "unreachable")
+    bench.assign("w0", "w1", "w2", "w3", payload=P2)
+    assert "w1" not in bench.routes["w0"]
+    assert "w0" not in bench.routes["w1"]
+    bench.tell(ev.MemberLeft("w1", "gone"), ev.MemberJoined("w1", "host:1"))
+    third = PayloadId(SnapshotRef(1, 3))
+    bench.assign("w0", "w1", "w2", "w3", payload=third)
+    assert "w1" in bench.routes["w0"]
+
+
+def test_one_that_joins_late_takes_it_from_those_that_have_it() -> None:
+    bench = mesh(4)
+    for at in range(4):
+        bench.tell(ev.PayloadReceived(f"w{at}", P1))
+    bench.tell(ev.MemberJoined("late", "host:9"))
+    assert told(bench.assign("late")) == {"late"}
+    assert "" not in bench.routes["late"]
+    assert len(set(bench.routes["late"])) == 4
+
+
+def test_one_that_joins_in_the_middle_is_a_leaf() -> None:
+    bench = mesh(4)
+    bench.tell(ev.MemberJoined("late", "host:9"))
+    assert told(bench.assign("late")) == {"late"}
+    assert "" not in bench.routes["late"]
+    assert not bench.machine.children_of(P1, "late")
+
+
+def test_those_who_hold_the_content_serve_it_though_it_was_sent_otherwise() -> None:
+    bench = Bench(3)
+    whole = PayloadId(SnapshotRef(1, 5))
+    bench.tell(ev.SnapshotHeld("w0", whole), ev.SnapshotHeld("w1", whole))
+    bench.assign("w2", payload=whole)
+    assert set(bench.routes["w2"]) == {"w0", "w1"}
+    assert told(bench.tell(ev.SourceFailed("w2", whole, "w0", "missing"))) == {"w2"}
+    assert set(bench.routes["w2"]) == {"w1"}
+
+
+def test_a_lagging_relay_is_given_less_next_time() -> None:
+    bench = mesh(10)
+    slow = tuple(ev.Tally(f"w{at}", 1 << 24, 40.0 if at == 3 else 20.0) for at in range(10))
+    for at in range(10):
+        bench.tell(ev.PayloadReceived(f"w{at}", P1, tuple(tally for tally in slow if tally.source != f"w{at}")))
+    bench.assign(*(f"w{at}" for at in range(10)), payload=P2)
+    loads = {at: sum(sources.count(f"w{at}") for sources in bench.routes.values()) for at in range(10)}
+    assert loads[3] < 0.6 * sum(loads.values()) / len(loads)
+
+
+def test_routes_are_told_again_to_one_that_was_away() -> None:
+    bench = mesh(3)
+    assert told(bench.tell(ev.MemberJoined("w1", "host:1"))) == {"w1"}
+    bench.tell(ev.PayloadReceived("w1", P1))
+    assert told(bench.tell(ev.MemberJoined("w1", "host:1"))) == set()
+
+
+def test_one_that_turns_out_to_be_undialable_is_parted_from_others_like_it() -> None:
+    bench = mesh(4)
+    bench.tell(ev.MemberJoined("w0", ""))
+    bench.tell(ev.MemberJoined("w1", ""))
+    assert "w1" not in bench.routes["w0"]
+    assert "w0" not in bench.routes["w1"]
+    assert {"w2", "w3"} <= set(bench.routes["w0"])
+
+
+def random_event(rng: random.Random, machine: Broadcast) -> ev.Event:
+    """Anything that the driver could say, in any order."""
+    ids = [f"w{at}" for at in range(12)]
+    worker_id, source = rng.choice(ids), rng.choice([*ids, ""])
+    payload = PayloadId(SnapshotRef(1, rng.randint(0, 3)), rng.choice([None, SnapshotRef(1, 0)]))
+    plan = machine.plans.get(payload)
+    if plan is not None and worker_id in plan.routes and rng.random() < 0.8:
+        source = rng.choice(plan.routes[worker_id])
+    some = tuple(rng.sample(ids, rng.randint(1, 12)))
+    return rng.choice(
+        [
+            ev.MemberJoined(worker_id, rng.choice(["", worker_id, worker_id]), rng.choice(["", "", "", "lan"])),
+            ev.MemberJoined(worker_id, worker_id),
+            ev.MemberLeft(worker_id, "killed"),
+            ev.LinkMeasured(rng.choice([worker_id, ""]), rng.choice([None, UP * rng.random() + 1.0]), UP),
+            ev.PayloadAssigned(payload, some, rng.randint(1, 200), 1 << 20),
+            ev.PayloadAssigned(payload, some, rng.randint(1, 200), 1 << 20),
+            ev.PayloadDropped(payload),
+            ev.PayloadReceived(worker_id, payload, (ev.Tally(source, 5, rng.uniform(0.0, 9.0)),)),
+            ev.SnapshotHeld(worker_id, PayloadId(payload.ref)),
+            ev.SourceFailed(worker_id, payload, source, rng.choice(ev.SOURCE_FAILURES)),
+            ev.Tick(),
+        ]
+    )
+
+
+@pytest.mark.parametrize("seed", range(80))
+def test_no_order_of_events_breaks_its_invariants_and_it_is_deterministic(seed: int) -> None:
+    rng = random.Random(seed)
+    options = BroadcastOptions(rng.choice(["star", "chain", "trees", "trees"]), rng.randint(1, 9))
+    one, twin, now = Broadcast(options), Broadcast(options), 0.0
+    for _ in range(250):
+        now += rng.random()
+        event = random_event(rng, one)
+        commands = one.handle(event, now)
+        assert commands == twin.handle(event, now), f"seed {seed}: {event}"
+        one.check_invariants()
+        for command in commands:
+            if isinstance(command, do.SetRoutes):
+                member = one.members[command.worker_id]
+                for source in set(command.sources) - {""}:
+                    assert can_link(one.members[source], member), f"seed {seed}: {event}"
+                    assert source not in one.suspects, f"seed {seed}: {event}"
+    assert len(one.plans) <= MAX_PLANS
