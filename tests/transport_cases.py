@@ -40,6 +40,7 @@ class Desk:
     peers: list[Peer] = field(default_factory=list)
     attended: asyncio.Event = field(default_factory=asyncio.Event)
     left: asyncio.Event = field(default_factory=asyncio.Event)
+    given: list[Any] = field(default_factory=list)
 
     def handlers(self) -> Handlers:
         return {
@@ -50,6 +51,8 @@ class Desk:
             "Attend": self.attend,
             "FetchChunks": self.chunks,
             "TakeGroups": self.chunks,
+            "Probe": self.filler,
+            "GiveChunk": self.accept,
             "LearnerHello": self.report,
         }
 
@@ -89,6 +92,16 @@ class Desk:
                 yield wire.Chunk(hash=hash_, data=bytes(1 << 16))
         finally:
             self.left.set()
+
+    async def filler(self, peer: Peer, request: wire.ProbeRequest) -> AsyncIterator[bytes]:
+        """Bytes that are a message already."""
+        yield wire.Chunk(hash=b"1", data=bytes(request.num_bytes)).SerializeToString()
+        yield b""
+
+    async def accept(self, peer: Peer, message: Any) -> wire.Empty:
+        self.peers.append(peer)
+        self.given.append(message)
+        return wire.Empty()
 
 
 class LinkCases(ABC):
@@ -139,6 +152,30 @@ class LinkCases(ABC):
                 assert [chunk.hash async for chunk in stream] == hashes
                 assert desk.left.is_set()
                 assert [c async for c in link.stream("FetchChunks", wire.ChunkRequest())] == []
+
+        run(scenario())
+
+    def test_bytes_pass_for_messages_both_ways(self) -> None:
+        async def scenario() -> None:
+            desk = Desk()
+            async with self.linked(desk) as link:
+                chunk = wire.Chunk(hash=b"1", data=bytes(1000))
+                asked = wire.ProbeRequest(num_bytes=1000)
+                assert [frame async for frame in link.frames("Probe", asked)] == [chunk.SerializeToString(), b""]
+                assert [reply async for reply in link.stream("Probe", asked)] == [chunk, wire.Chunk()]
+                await link.call("GiveChunk", chunk.SerializeToString(), SECONDS)
+                await link.call("GiveChunk", chunk, SECONDS)
+            assert desk.given == [chunk.SerializeToString()] * 2
+
+        run(scenario())
+
+    def test_server_knows_where_the_caller_is(self) -> None:
+        async def scenario() -> None:
+            desk = Desk()
+            async with self.linked(desk) as link:
+                link.open()
+                await link.call("GiveChunk", b"", SECONDS)
+            assert [peer.host for peer in desk.peers] == ["127.0.0.1"]
 
         run(scenario())
 

@@ -21,7 +21,8 @@ from echo2.errors import PeerError
 from echo2.transport import limits
 from echo2.transport import wire_pb2 as wire
 from echo2.transport.base import Handlers
-from echo2.transport.grpc_link import GrpcLink, GrpcServer, connect
+from echo2.transport.grpc_link import GrpcLink, connect
+from echo2.transport.grpc_server import GrpcServer
 from echo2.transport.identity import PeerIdentity, RunIdentity, Ticket
 
 ROUNDS = 40  # of a race: without the handling, about every fifth round went wrong

@@ -19,7 +19,8 @@ from echo2.errors import LinkError, PeerError, UserError
 from echo2.transport import limits
 from echo2.transport import wire_pb2 as wire
 from echo2.transport.base import Handlers, Link
-from echo2.transport.grpc_link import GrpcLink, GrpcServer, connect
+from echo2.transport.grpc_link import GrpcLink, connect
+from echo2.transport.grpc_server import GrpcServer
 from echo2.transport.identity import SERVER_NAME, Credentials, PeerIdentity, RunIdentity, Ticket
 from transport_cases import SECONDS, SHORT_SECONDS, Desk, LinkCases, attend, run
 
@@ -48,10 +49,11 @@ async def serving(identity: RunIdentity, handlers: Handlers, on_error: Any = Non
 
 
 class Cable:
-    """Forwards TCP to `target`, and can be cut. Use with `async with`, which gives the port to dial."""
+    """Forwards TCP to `target`, `delay_seconds` later, and can be cut. Use with `async with`, which gives the port to
+    dial."""
 
-    def __init__(self, target: int) -> None:
-        self._target, self._is_cut = target, False
+    def __init__(self, target: int, delay_seconds: float = 0.0) -> None:
+        self._target, self._delay_seconds, self._is_cut = target, delay_seconds, False
         self._ends: set[asyncio.StreamWriter] = set()
         self._pumps: set[asyncio.Task[None]] = set()
 
@@ -85,6 +87,8 @@ class Cable:
     async def _pump(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
             while data := await reader.read(1 << 16):
+                if self._delay_seconds:
+                    await asyncio.sleep(self._delay_seconds)
                 writer.write(data)
                 await writer.drain()
         except ConnectionError:
@@ -380,6 +384,20 @@ def test_a_thousand_quick_calls(identity: RunIdentity, tmp_path: Path) -> None:
                 requests = [wire.ManifestRequest(version=number) for number in asked]
                 replies = await asyncio.gather(*(link.call("FetchManifest", each, SECONDS) for each in requests))
                 assert [reply.version for reply in replies] == list(asked)
+            await link.close()
+
+    run(scenario())
+
+
+def test_long_path_is_no_reason_to_give_up(identity: RunIdentity, tmp_path: Path) -> None:
+    """Until both ends have proven who they are takes four round trips, and gRPC's own limit is the pause between its
+    attempts: with 0.2 s nobody farther away than 50 ms could join."""
+
+    async def scenario() -> None:
+        _, credentials = enrolled(identity, "worker", tmp_path / "peer")
+        async with serving(identity, Desk().handlers()) as port, Cable(port, delay_seconds=0.15) as dialled:
+            link = GrpcLink(f"{LOOPBACK}:{dialled}", credentials)
+            await report(link)
             await link.close()
 
     run(scenario())

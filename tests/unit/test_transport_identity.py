@@ -17,7 +17,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from echo2.errors import PeerError, UserError
-from echo2.transport.identity import CSR_BYTES_MAX, TICKET_CHARS_MAX, PeerIdentity, RunIdentity, Ticket
+from echo2.transport.identity import (
+    CSR_BYTES_MAX,
+    TICKET_CHARS_MAX,
+    PeerIdentity,
+    RunIdentity,
+    Ticket,
+    has_peer_name,
+    peer_name,
+    verify_manifest,
+)
 
 ADDRESS = "203.0.113.5:4700"
 HOUR = 1.0
@@ -258,6 +267,43 @@ def test_bad_signing_request_burns_nothing(
 def test_any_bytes_as_signing_request(tmp_path_factory: pytest.TempPathFactory, data: bytes) -> None:
     run = RunIdentity.create_or_load(tmp_path_factory.getbasetemp() / "any-bytes")
     assert refusal(lambda: run.enrol("0" * 16, "worker", data))[0] == "malformed"
+
+
+def test_certificate_names_whom_others_dial(run: RunIdentity, tmp_path: Path) -> None:
+    peer = PeerIdentity(tmp_path / "peer")
+    peer_id, der = run.enrol(ticket_id(run.make_ticket("worker", ADDRESS, 1, HOUR)), "worker", peer.request())
+    names = x509.load_der_x509_certificate(der).extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+    assert names.get_values_for_type(x509.DNSName) == [peer_name(peer_id)]
+    assert has_peer_name(peer.keep(run.credentials.ca_pem, der)[1].certificate_pem)
+    ticket = Ticket.parse(run.make_ticket("worker", ADDRESS, 1, HOUR))
+    assert not has_peer_name(ticket.credentials.certificate_pem)  # as certificates of members once were
+
+
+# ---- signatures ------------------------------------------------------------------------------------------------------
+
+
+@given(st.binary(max_size=200), st.binary(max_size=100), st.integers(0, 10_000))
+def test_signature_is_over_every_bit(
+    tmp_path_factory: pytest.TempPathFactory, manifest: bytes, noise: bytes, place: int
+) -> None:
+    run = RunIdentity.create_or_load(tmp_path_factory.getbasetemp() / "signatures")
+    ca, signature = run.credentials.ca_pem, run.sign_manifest(manifest)
+    verify_manifest(ca, manifest, signature)
+    bit = place % (8 * len(signature))
+    spoiled = bytearray(signature)
+    spoiled[bit // 8] ^= 1 << bit % 8
+    for wrong in (bytes(spoiled), noise, b""):
+        assert refusal(lambda wrong=wrong: verify_manifest(ca, manifest, wrong))[0] == "signature"
+    assert refusal(lambda: verify_manifest(ca, manifest + b"x", signature))[0] == "signature"
+
+
+def test_signature_of_another_run_or_of_another_thing(run: RunIdentity, tmp_path: Path) -> None:
+    other = RunIdentity.create_or_load(tmp_path / "other")
+    ca = run.credentials.ca_pem
+    assert refusal(lambda: verify_manifest(ca, b"manifest", other.sign_manifest(b"manifest")))[0] == "signature"
+    certificate = x509.load_pem_x509_certificate(run.credentials.certificate_pem)
+    signed = certificate.tbs_certificate_bytes  # by the same key
+    assert refusal(lambda: verify_manifest(ca, signed, certificate.signature))[0] == "signature"
 
 
 # ---- revocation ------------------------------------------------------------------------------------------------------

@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 
 from echo2.transport.base import Link, Peer
-from echo2.transport.memory import MemoryLink
+from echo2.transport.memory import LOOPBACK, MemoryLink
 from transport_cases import Desk, LinkCases
 
 
@@ -14,7 +14,7 @@ class TestMemoryLink(LinkCases):
     def linked(self, desk: Desk, role: str = "worker") -> AbstractAsyncContextManager[Link]:
         @asynccontextmanager
         async def opened() -> AsyncIterator[Link]:
-            link = MemoryLink(desk.handlers(), Peer("w-1", role))
+            link = MemoryLink(desk.handlers(), Peer("w-1", role, LOOPBACK))
             yield link
             await link.close()
 

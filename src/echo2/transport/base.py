@@ -1,7 +1,8 @@
 """What a link is: unary calls and server streams, between peers that are known. Nothing above names a backend.
 
-The workers and the learner dial out; the head serves. A method says which roles may call it, and that check is made
-here for all backends. What crosses is protobuf (`wire.proto`), at most `limits.MESSAGE_BYTES_MAX` a message.
+The workers and the learner dial out; the head serves, and so does every worker that listens. A method says which roles
+may call it, and that check is made here for all backends. What crosses is protobuf (`wire.proto`), at most
+`limits.MESSAGE_BYTES_MAX` a message; chunks may be handled as the bytes of their message (`chunks`), without a copy.
 
 Errors a caller sees: `PeerError` with the word the other end refused with; `LinkError` when the other end is away,
 closed the connection or let the deadline pass.
@@ -10,7 +11,7 @@ closed the connection or let the deadline pass.
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from google.protobuf.message import DecodeError, Message
@@ -21,25 +22,31 @@ from echo2.transport import wire_pb2 as wire
 
 @dataclass(frozen=True, slots=True)
 class Peer:
-    """Who calls: proven by its certificate. `role` is worker, learner, join-worker or join-learner."""
+    """Who calls: proven by its certificate. `role` is worker, learner, join-worker or join-learner. `host`: the address
+    it calls from, as seen here."""
 
     peer_id: str
     role: str
+    host: str = field(default="", compare=False)
 
 
 @dataclass(frozen=True, slots=True)
 class Method:
-    """One thing the head may be asked."""
+    """One thing the head, or a worker that listens, may be asked. `raw`: the handler gets the request as it came."""
 
     name: str
     request: type[Any]
     reply: type[Any]
     streaming: bool
     roles: frozenset[str]
+    raw: bool = False
 
 
 Handler = Callable[[Peer, Any], Any]
 Handlers = Mapping[str, Handler]
+
+
+_RAW = frozenset({"GiveChunk", "PutProbe"})
 
 
 def _methods() -> dict[str, Method]:
@@ -68,33 +75,67 @@ def _methods() -> dict[str, Method]:
         ("ReportCheckpoint", wire.CheckpointReport, wire.Empty, False, learner),
         ("LearnerReport", wire.LearnerReport, wire.Empty, False, learner),
     ]
-    return {row[0]: Method(*row) for row in rows}
+    return {row[0]: Method(*row, raw=row[0] in _RAW) for row in rows}
 
 
 METHODS: Mapping[str, Method] = _methods()
 
 
 class Link(Protocol):
-    """The calling end of a connection to the head."""
+    """The calling end of a connection."""
 
     async def call(self, method: str, request: Any, timeout_seconds: float) -> Any:
-        """One request, one reply.
+        """One request (a message, or the bytes of one), one reply.
 
         Raises:
-            LinkError: the head is away, or did not answer in time.
+            LinkError: the other end is away, or did not answer in time.
             PeerError: it refused.
         """
 
     def stream(self, method: str, request: Any) -> AsyncIterator[Any]:
-        """One request, replies until the head ends the stream. Leaving the iteration ends the stream.
+        """One request, replies until the other end ends the stream. Leaving the iteration ends the stream.
 
         Raises:
             LinkError: the connection broke.
-            PeerError: the head refused.
+            PeerError: the other end refused.
         """
+
+    def frames(self, method: str, request: Any) -> AsyncIterator[bytes]:
+        """As `stream`, but each reply as the bytes that came."""
+
+    def open(self) -> None:
+        """Begin to connect, so that the first call need not wait for it."""
 
     async def close(self) -> None:
         """End the connection and everything under way on it."""
+
+
+class Network(Protocol):
+    """What one worker can do: open connections, each a new one, and serve on a port of its own."""
+
+    def to_head(self) -> Link:
+        """A connection to the head, beside the one it attends on."""
+
+    def to_peer(self, peer_id: str, address: str) -> Link:
+        """A connection to another worker, which must prove that it is this one."""
+
+    async def listen(self, host: str, port: int, handlers: Handlers, check_not_revoked: Callable[[str], None]) -> int:
+        """Serve other workers; returns the port. `check_not_revoked` raises PeerError for those that are.
+
+        Raises:
+            UserError: the address or port can't be had.
+        """
+
+    async def close(self) -> None:
+        """Stop serving. Links are closed by who opened them."""
+
+
+def packed(message: Any) -> bytes:
+    """The bytes of a message, or the bytes that it is already."""
+    if isinstance(message, bytes):
+        return message
+    data: bytes = message.SerializeToString()
+    return data
 
 
 def parse(kind: type[Any], data: bytes) -> Any:

@@ -4,7 +4,8 @@
                 certificate* with its key. Even enrolment thus runs over mutual TLS, on the one port
                 (docs/decisions/0001).
     enrolment   a peer makes its own key, sends a signing request over a join connection and gets a certificate for
-                "worker:<id>"; the id is derived from the key, so enrolling again gives the same id and burns no use.
+                "worker:<id>", which also names it "<id>.echo2" to those who dial it; the id is derived from the key,
+                so enrolling again gives the same id and burns no use.
     revocation  a revoked id is refused at every call and at every message of a stream, whatever certificate it shows.
                 It is a file below revoked/, so that `echo2 revoke` and a running head share it without a lock. Who
                 still has a ticket with uses left can enrol again with another key.
@@ -50,6 +51,8 @@ CLOCK_SLACK = datetime.timedelta(hours=24)
 
 Key = ec.EllipticCurvePrivateKey
 _REVOKED = "revoked"
+#: Put before what is signed, so that no signature over one kind of thing passes for one over another.
+_MANIFEST_DOMAIN = b"echo2 manifest\0"
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,7 +197,7 @@ class RunIdentity:
             }
             self._save()
         until = _now() + datetime.timedelta(days=CERTIFICATE_DAYS)
-        certificate = self._sign(f"{role}:{peer_id}", key, until)
+        certificate = self._sign(f"{role}:{peer_id}", key, until, peer_name(peer_id))
         return peer_id, certificate.public_bytes(serialization.Encoding.DER)
 
     def revoke(self, peer_id: str) -> None:
@@ -227,8 +230,14 @@ class RunIdentity:
         if (self._directory / _REVOKED / peer_id).exists():
             raise PeerError("revoked", f"{peer_id} was revoked")
 
-    def _sign(self, name: str, key: ec.EllipticCurvePublicKey, until: datetime.datetime) -> x509.Certificate:
-        return _certificate(name, key, self._ca.subject, self._ca_key, until)
+    def sign_manifest(self, manifest: bytes) -> bytes:
+        """The CA's signature over a manifest: whoever trusts the ticket can tell that the head vouches for it."""
+        return self._ca_key.sign(_MANIFEST_DOMAIN + manifest, ec.ECDSA(hashes.SHA256()))
+
+    def _sign(
+        self, name: str, key: ec.EllipticCurvePublicKey, until: datetime.datetime, dns: str = ""
+    ) -> x509.Certificate:
+        return _certificate(name, key, self._ca.subject, self._ca_key, until, dns)
 
     def _save(self) -> None:
         _write_private(self._directory / "members.json", json.dumps(self._book).encode())
@@ -293,6 +302,32 @@ class PeerIdentity:
         loaded = self.load()
         assert loaded is not None
         return loaded
+
+
+def peer_name(peer_id: str) -> str:
+    """The name in the certificate of a member, which those who dial it check."""
+    return f"{peer_id}.echo2"
+
+
+def has_peer_name(certificate_pem: bytes) -> bool:
+    """Whether others can dial the holder: certificates of earlier versions name nobody that could be dialled."""
+    try:
+        certificate = x509.load_pem_x509_certificate(certificate_pem)
+        certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName)
+    except x509.ExtensionNotFound:
+        return False
+    return True
+
+
+def verify_manifest(ca_pem: bytes, manifest: bytes, signature: bytes) -> None:
+    """Raises PeerError("signature") unless the head of the run with this CA signed the manifest."""
+    key = x509.load_pem_x509_certificate(ca_pem).public_key()
+    if not isinstance(key, ec.EllipticCurvePublicKey):
+        raise PeerError("signature", "the run's CA has no EC key")
+    try:
+        key.verify(signature, _MANIFEST_DOMAIN + manifest, ec.ECDSA(hashes.SHA256()))
+    except InvalidSignature as error:
+        raise PeerError("signature", f"a manifest of {len(manifest)} bytes that the head did not sign") from error
 
 
 def _create(directory: Path) -> None:

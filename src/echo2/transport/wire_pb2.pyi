@@ -292,7 +292,7 @@ class Stop(_message.Message):
     def __init__(self, reason: _Optional[str] = ...) -> None: ...
 
 class WorkerReport(_message.Message):
-    __slots__ = ("installed_version", "installed_lineage", "doing", "tokens_generated", "bytes_received", "pause_seconds", "busy_seconds")
+    __slots__ = ("installed_version", "installed_lineage", "doing", "tokens_generated", "bytes_received", "pause_seconds", "busy_seconds", "bytes_sent")
     INSTALLED_VERSION_FIELD_NUMBER: _ClassVar[int]
     INSTALLED_LINEAGE_FIELD_NUMBER: _ClassVar[int]
     DOING_FIELD_NUMBER: _ClassVar[int]
@@ -300,6 +300,7 @@ class WorkerReport(_message.Message):
     BYTES_RECEIVED_FIELD_NUMBER: _ClassVar[int]
     PAUSE_SECONDS_FIELD_NUMBER: _ClassVar[int]
     BUSY_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    BYTES_SENT_FIELD_NUMBER: _ClassVar[int]
     installed_version: int
     installed_lineage: int
     doing: str
@@ -307,7 +308,8 @@ class WorkerReport(_message.Message):
     bytes_received: int
     pause_seconds: float
     busy_seconds: float
-    def __init__(self, installed_version: _Optional[int] = ..., installed_lineage: _Optional[int] = ..., doing: _Optional[str] = ..., tokens_generated: _Optional[int] = ..., bytes_received: _Optional[int] = ..., pause_seconds: _Optional[float] = ..., busy_seconds: _Optional[float] = ...) -> None: ...
+    bytes_sent: int
+    def __init__(self, installed_version: _Optional[int] = ..., installed_lineage: _Optional[int] = ..., doing: _Optional[str] = ..., tokens_generated: _Optional[int] = ..., bytes_received: _Optional[int] = ..., pause_seconds: _Optional[float] = ..., busy_seconds: _Optional[float] = ..., bytes_sent: _Optional[int] = ...) -> None: ...
 
 class LeaseFailed(_message.Message):
     __slots__ = ("lease_id", "reason", "detail")
@@ -388,7 +390,7 @@ class Tally(_message.Message):
     def __init__(self, source: _Optional[str] = ..., num_bytes: _Optional[int] = ..., seconds: _Optional[float] = ...) -> None: ...
 
 class FetchReport(_message.Message):
-    __slots__ = ("payload", "bytes_stored", "bytes_total", "whole", "tallies", "failed_source", "failure")
+    __slots__ = ("payload", "bytes_stored", "bytes_total", "whole", "tallies", "failed_source", "failure", "up", "down")
     PAYLOAD_FIELD_NUMBER: _ClassVar[int]
     BYTES_STORED_FIELD_NUMBER: _ClassVar[int]
     BYTES_TOTAL_FIELD_NUMBER: _ClassVar[int]
@@ -396,6 +398,8 @@ class FetchReport(_message.Message):
     TALLIES_FIELD_NUMBER: _ClassVar[int]
     FAILED_SOURCE_FIELD_NUMBER: _ClassVar[int]
     FAILURE_FIELD_NUMBER: _ClassVar[int]
+    UP_FIELD_NUMBER: _ClassVar[int]
+    DOWN_FIELD_NUMBER: _ClassVar[int]
     payload: PayloadId
     bytes_stored: int
     bytes_total: int
@@ -403,7 +407,9 @@ class FetchReport(_message.Message):
     tallies: _containers.RepeatedCompositeFieldContainer[Tally]
     failed_source: str
     failure: str
-    def __init__(self, payload: _Optional[_Union[PayloadId, _Mapping]] = ..., bytes_stored: _Optional[int] = ..., bytes_total: _Optional[int] = ..., whole: _Optional[bool] = ..., tallies: _Optional[_Iterable[_Union[Tally, _Mapping]]] = ..., failed_source: _Optional[str] = ..., failure: _Optional[str] = ...) -> None: ...
+    up: float
+    down: float
+    def __init__(self, payload: _Optional[_Union[PayloadId, _Mapping]] = ..., bytes_stored: _Optional[int] = ..., bytes_total: _Optional[int] = ..., whole: _Optional[bool] = ..., tallies: _Optional[_Iterable[_Union[Tally, _Mapping]]] = ..., failed_source: _Optional[str] = ..., failure: _Optional[str] = ..., up: _Optional[float] = ..., down: _Optional[float] = ...) -> None: ...
 
 class ProbeRequest(_message.Message):
     __slots__ = ("num_bytes",)

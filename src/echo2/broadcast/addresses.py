@@ -1,0 +1,47 @@
+"""Where a worker can be dialled, and from where."""
+
+from __future__ import annotations
+
+import ipaddress
+import re
+
+from echo2.transport import wire_pb2 as wire
+
+PORT_MAX = 65535
+HOST_CHARS_MAX = 253
+LOOPBACK = "loopback"
+_ADDRESS = re.compile(r"(?:\[(?P<v6>[^]]+)\]|(?P<host>[^:\[\]]+))(?::(?P<port>[0-9]{1,5}))?")
+
+
+def of_worker(hello: wire.WorkerHello, host: str) -> str:
+    """What to dial a worker at that calls from `host`: "host:port", or "" where it does not listen or says nonsense."""
+    if not 0 < hello.listen_port <= PORT_MAX:
+        return ""
+    if not hello.advertise:
+        return _joined(host, hello.listen_port)
+    said, port = split(hello.advertise)
+    return _joined(said, port or hello.listen_port)
+
+
+def split(address: str) -> tuple[str, int]:
+    """(host, port) of "host", "host:port", "[v6]" or "[v6]:port"; port 0 where there is none."""
+    match = _ADDRESS.fullmatch(address)
+    if match is None:
+        return address.strip("[]"), 0
+    port = int(match["port"] or 0)
+    return match["v6"] or match["host"], port if port <= PORT_MAX else 0
+
+
+def reach(address: str) -> str:
+    """`MemberJoined.reach` of an address: workers on the loopback interface are of one machine."""
+    host = split(address)[0]
+    try:
+        return LOOPBACK if ipaddress.ip_address(host).is_loopback else ""
+    except ValueError:
+        return LOOPBACK if host == "localhost" else ""
+
+
+def _joined(host: str, port: int) -> str:
+    if not host or len(host) > HOST_CHARS_MAX or not host.isascii() or not host.isprintable() or " " in host:
+        return ""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

@@ -1,0 +1,86 @@
+"""The other side of an `AwaitedSource`: dial a peer that can't dial us, hear what it wants, and give it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable, Coroutine
+from contextlib import aclosing
+from typing import Any
+
+from echo2.errors import LinkError, PeerError
+from echo2.transport import chunks
+from echo2.transport import wire_pb2 as wire
+from echo2.transport.base import Link
+
+#: A peer that does not answer is tried again for so long, so often.
+DIAL_SECONDS = 5.0
+REDIAL_SECONDS = 0.5
+#: Calls under way that give chunks; and how long one may take.
+GIVE_CALLS = 16
+GIVE_SECONDS = 60.0
+
+Serve = Callable[[wire.ChunkRequest], AsyncGenerator[bytes, None]]
+
+
+class Dial:
+    """Runs from the start until the peer refuses, or can't be reached for `DIAL_SECONDS`."""
+
+    def __init__(self, address: str, link: Link, serve: Serve) -> None:
+        self.address = address
+        self._link, self._serve = link, serve
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._running = asyncio.ensure_future(self._run())
+
+    @property
+    def is_over(self) -> bool:
+        return self._running.done()
+
+    async def _run(self) -> None:
+        loop = asyncio.get_running_loop()
+        give_up_at = loop.time() + DIAL_SECONDS
+        while loop.time() < give_up_at:
+            try:
+                async for request in self._link.stream("AskWanted", wire.Empty()):
+                    self._spawn(self._give(request))
+                self._end_tasks()  # what was asked for is not wanted any more
+                give_up_at = loop.time() + DIAL_SECONDS
+            except PeerError:
+                return
+            except LinkError:
+                self._end_tasks()
+                await asyncio.sleep(REDIAL_SECONDS)
+
+    def _spawn(self, coroutine: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.ensure_future(coroutine)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _give(self, request: wire.ChunkRequest) -> None:
+        window, owed = asyncio.Semaphore(GIVE_CALLS), dict.fromkeys(request.hashes)
+        try:
+            async with aclosing(self._serve(request)) as messages:
+                async for message in messages:
+                    await window.acquire()
+                    owed.pop(chunks.hash_of(message), None)
+                    self._spawn(self._send(message, window))
+        except PeerError:
+            await window.acquire()
+            await self._send(chunks.pack_missing(next(iter(owed))), window)
+
+    async def _send(self, message: bytes, window: asyncio.Semaphore) -> None:
+        try:
+            await self._link.call("GiveChunk", message, GIVE_SECONDS)
+        except (LinkError, PeerError):
+            pass  # the one that asked knows best what it lacks, and from whom
+        finally:
+            window.release()
+
+    def _end_tasks(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+
+    async def close(self) -> None:
+        self._running.cancel()
+        self._end_tasks()
+        await asyncio.gather(self._running, *self._tasks, return_exceptions=True)
+        await self._link.close()

@@ -1,0 +1,165 @@
+"""A worker's connections to others: those it takes chunks from, and those it gives chunks to by dialling them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator, Iterable
+from typing import Any, Protocol
+
+from echo2.broadcast.dial import Dial
+from echo2.broadcast.payloads import decode_payload
+from echo2.broadcast.serving import Server
+from echo2.broadcast.sources import AwaitedSource, DialledSource, Intake, Source
+from echo2.errors import PeerError
+from echo2.transport import wire_pb2 as wire
+from echo2.transport.base import Handlers, Network, Peer
+from echo2.types import PayloadId
+
+ORIGIN = ""
+#: Connections kept of each kind, for the next time; the one that was opened first goes first.
+EDGES_MAX = 256
+
+
+class _Closable(Protocol):
+    async def close(self) -> None: ...
+
+
+class Edges:
+    """`stripes`: connections per source, from now on. Sources stay open between payloads: an open connection knows its
+    path, a new one needs seconds to fill it."""
+
+    def __init__(self, network: Network, intake: Intake, server: Server) -> None:
+        self._network, self._intake, self._server = network, intake, server
+        self._dialled: dict[str, DialledSource] = {}
+        self._awaited: dict[str, AwaitedSource] = {}
+        self._dials: dict[str, Dial] = {}
+        self._addresses: dict[str, str] = {}
+        self._revoked: frozenset[str] = frozenset()
+        self._closing: set[asyncio.Task[None]] = set()
+        self.stripes = 1
+
+    def handlers(self) -> Handlers:
+        """What other workers may ask."""
+        return {"FetchChunks": self._fetch_chunks, "AskWanted": self._ask_wanted, "GiveChunk": self._give_chunk}
+
+    def check_not_revoked(self, peer_id: str) -> None:
+        """Raises PeerError("revoked") for those whom the head has revoked."""
+        if peer_id in self._revoked:
+            raise PeerError("revoked", f"{peer_id} was revoked")
+
+    # ---- taking --------------------------------------------------------------------------------------------------
+
+    def source(self, name: str) -> Source:
+        """The source of this name, connected as the newest routes say."""
+        address = self._addresses.get(name, "")
+        if name != ORIGIN and not address:
+            return self._awaited_source(name)
+        known = self._dialled.get(name)
+        if known is not None and known.address == address and (known.is_busy or known.stripes == self.stripes):
+            return known
+        if known is not None:
+            self._close(known)
+        open_link = self._network.to_head if name == ORIGIN else lambda: self._network.to_peer(name, address)
+        links = [open_link() for _ in range(self.stripes)]
+        self._dialled[name] = DialledSource(name, address, self._intake, links)
+        self._bound(self._dialled)
+        return self._dialled[name]
+
+    def _awaited_source(self, name: str) -> AwaitedSource:
+        if name not in self._awaited:
+            self._awaited[name] = AwaitedSource(name, self._intake)
+            self._bound(self._awaited)
+        return self._awaited[name]
+
+    def set_routes(self, routes: wire.Routes) -> tuple[PayloadId, tuple[str, ...]]:
+        """(payload, the source of each stripe) of an order; sources are dialled by these addresses from now on.
+
+        Raises:
+            PeerError: "malformed".
+        """
+        if any(number >= len(routes.sources) for number in routes.stripes) or not routes.stripes:
+            raise PeerError("malformed", "a stripe of no source")
+        for source in routes.sources:
+            self._set_address(source)
+        return decode_payload(routes.payload), tuple(routes.sources[number].peer_id for number in routes.stripes)
+
+    def _set_address(self, source: wire.Source) -> None:
+        """What is under way from where it was before has failed, and that is told."""
+        self._addresses[source.peer_id] = source.address
+        known = self._dialled.get(source.peer_id)
+        if known is not None and known.address != source.address:
+            del self._dialled[source.peer_id]
+            if known.is_busy:
+                known.fail("broken")
+            self._close(known)
+
+    def acquaint(self, sources: Iterable[wire.Source]) -> None:
+        """These may become sources: connect, so that the first payload need not wait for it."""
+        for source in sources:
+            self._set_address(source)
+            known = self.source(source.peer_id)
+            if isinstance(known, DialledSource):
+                known.open()
+
+    def prepare(self, stripes: int) -> None:
+        """From now on, take chunks of each source over so many connections; connect to the origin."""
+        self.stripes = stripes
+        origin = self.source(ORIGIN)
+        if isinstance(origin, DialledSource):
+            origin.open()
+
+    # ---- giving --------------------------------------------------------------------------------------------------
+
+    def dial(self, peer_id: str, address: str) -> None:
+        """This peer wants chunks of ours and can't dial us: dial it, and give."""
+        known = self._dials.get(peer_id)
+        if known is not None and known.address == address and not known.is_over:
+            return
+        if known is not None:
+            self._close(known)
+        link = self._network.to_peer(peer_id, address)
+        self._dials[peer_id] = Dial(address, link, lambda request: self._server.serve(peer_id, request))
+        self._bound(self._dials)
+
+    def revoke(self, peer_ids: frozenset[str]) -> None:
+        """Have no more to do with these, and with these only."""
+        self._revoked = peer_ids
+        for name in peer_ids:
+            for source in (self._dialled.pop(name, None), self._awaited.pop(name, None)):
+                if source is not None:
+                    source.fail("broken")
+                    self._close(source)
+            dial = self._dials.pop(name, None)
+            if dial is not None:
+                self._close(dial)
+
+    def _fetch_chunks(self, peer: Peer, request: wire.ChunkRequest) -> AsyncGenerator[bytes, None]:
+        return self._server.serve(peer.peer_id, request)
+
+    def _ask_wanted(self, peer: Peer, request: wire.Empty) -> AsyncIterator[wire.ChunkRequest]:
+        return self._awaited_source(peer.peer_id).attach()
+
+    async def _give_chunk(self, peer: Peer, message: bytes) -> wire.Empty:
+        source = self._awaited.get(peer.peer_id)
+        if source is None:
+            raise PeerError("unasked", "nothing is wanted of you")
+        await source.give(message)
+        return wire.Empty()
+
+    # ---- ends ----------------------------------------------------------------------------------------------------
+
+    def _bound(self, kept: dict[str, Any]) -> None:
+        while len(kept) > EDGES_MAX:
+            self._close(kept.pop(next(iter(kept))))
+
+    def _close(self, end: _Closable) -> None:
+        task = asyncio.ensure_future(end.close())
+        self._closing.add(task)
+        task.add_done_callback(self._closing.discard)
+
+    async def close(self) -> None:
+        kept: dict[str, Any]
+        for kept in (self._dialled, self._awaited, self._dials):
+            for end in kept.values():
+                self._close(end)
+        await asyncio.gather(*self._closing)

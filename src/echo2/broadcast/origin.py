@@ -1,0 +1,331 @@
+"""The head's part in the broadcast: it gives chunks, and carries out what `control.broadcast.Broadcast` decides.
+
+It also finds out what the plan is made from: who can be dialled (by dialling back), and what each worker's link can do
+(by answering probes, one worker at a time).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from echo2.broadcast import addresses
+from echo2.broadcast.payloads import decode_payload, encode_payload
+from echo2.broadcast.probe import FILLER, PIECE_BYTES, PROBE_BYTES
+from echo2.broadcast.serving import Server
+from echo2.broadcast.shelf import Shelf
+from echo2.control import broadcast_commands as do
+from echo2.control import broadcast_events as ev
+from echo2.control.broadcast import Broadcast, BroadcastOptions
+from echo2.errors import LinkError, PeerError
+from echo2.transport import chunks
+from echo2.transport import wire_pb2 as wire
+from echo2.transport.base import Handler, Link, Peer
+from echo2.transport.limits import NAME_CHARS_MAX, NUMBER_MAX
+from echo2.types import PayloadId, SnapshotRef
+from echo2.weights.snapshot import Manifest
+from echo2.weights.store import ChunkStore
+
+log = logging.getLogger(__name__)
+
+DISK_THREADS = 4
+#: Dialling a worker back may take this long.
+DIAL_BACK_SECONDS = 3.0
+DIAL_BACK_TRIES = 4
+#: A worker that probes has the link to itself until it has been silent for so long.
+TURN_SECONDS = 0.3
+#: So many workers at most are all connected with each other as they join.
+ACQUAINTED_MAX = 17
+#: Addresses kept, of workers that are away, too.
+ADDRESSES_MAX = 10_000
+#: Sources that one report may tell of.
+TALLIES_MAX = 10_000
+#: Payloads whose finish times are kept.
+FINISHED_MAX = 64
+
+
+class Clock(Protocol):
+    """Seconds that never run backwards."""
+
+    def now(self) -> float: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """How far a worker is with a payload, by its own word."""
+
+    payload: PayloadId
+    bytes_stored: int
+    bytes_total: int
+
+
+class OriginNode:
+    """Between the head and the workers that fetch.
+
+    order(worker_id, order)     send an order to a worker that attends
+    dial(worker_id, address)    a link to a worker as a server; None: nobody is dialled back, all are undialable
+    on_suspect(worker_id, by)   a worker gave wrong bytes, says another
+    on_error(error)             a bug of ours
+    """
+
+    def __init__(
+        self,
+        store: ChunkStore,
+        options: BroadcastOptions,
+        order: Callable[[str, wire.Order], None],
+        clock: Clock,
+        *,
+        dial: Callable[[str, str], Link] | None = None,
+        on_suspect: Callable[[str, str], None] | None = None,
+        on_error: Callable[[BaseException], None] | None = None,
+    ) -> None:
+        self._order, self._clock, self._dial = order, clock, dial
+        self._on_suspect, self._on_error = on_suspect, on_error
+        self._machine = Broadcast(options)
+        self._disk = ThreadPoolExecutor(DISK_THREADS, "origin")
+        self._server = Server(Shelf(store, self._disk), lambda payload: False)
+        self._members: dict[str, object] = {}
+        self._addresses: dict[str, str] = {}
+        self._progress: dict[str, Progress] = {}
+        self._turn, self._turn_until = "", 0.0
+        self._wake: asyncio.TimerHandle | None = None
+        self._chores: set[asyncio.Task[None]] = set()
+        self._is_closed = False
+        self.finished: dict[PayloadId, dict[str, float]] = {}
+        self.suspects: dict[str, str] = {}
+        self.peer_bytes = 0
+        self._carry: dict[type[Any], Callable[[Any], None]] = {
+            do.SetRoutes: self._set_routes,
+            do.DialPeer: self._dial_peer,
+            do.NameSuspect: self._name_suspect,
+            do.WakeAt: self._wake_at,
+        }
+
+    # ---- what the head says --------------------------------------------------------------------------------------
+
+    def handlers(self) -> dict[str, Handler]:
+        """What workers may ask."""
+        return {
+            "FetchChunks": self._fetch_chunks,
+            "ReportFetch": self._report_fetch,
+            "Probe": self._probe,
+            "PutProbe": self._put_probe,
+        }
+
+    def joined(self, worker_id: str, hello: wire.WorkerHello, host: str) -> None:
+        """A worker attends, from this address. Whether it can be dialled turns out meanwhile."""
+        self._members[worker_id] = hello
+        address = addresses.of_worker(hello, host)
+        if self._addresses.get(worker_id) != address:  # else it only lost its connection for a moment
+            self._addresses.pop(worker_id, None)
+        known = self._addresses.get(worker_id, "")
+        self._happen(ev.MemberJoined(worker_id, known, addresses.reach(known or host)))
+        if address and self._dial is not None:
+            self._spawn(self._dial_back(worker_id, hello, address))
+
+    def left(self, worker_id: str, reason: str) -> None:
+        if self._members.pop(worker_id, None) is not None:
+            self._progress.pop(worker_id, None)
+            self._happen(ev.MemberLeft(worker_id, reason))
+
+    def assign(self, payload: PayloadId, worker_ids: Iterable[str], manifest: Manifest) -> None:
+        """These workers are to have this payload, which is stored here."""
+        sizes = {entry.hash: entry.num_bytes for entry in manifest.chunks}
+        num_bytes, ids = sum(sizes.values()), tuple(worker_ids)
+        self.finished.setdefault(payload, {})
+        while len(self.finished) > FINISHED_MAX:
+            del self.finished[next(iter(self.finished))]
+        for worker_id in ids:
+            self._progress[worker_id] = Progress(payload, 0, num_bytes)
+        self._happen(ev.PayloadAssigned(payload, ids, len(sizes), num_bytes))
+
+    def held(self, worker_id: str, ref: SnapshotRef) -> None:
+        """This worker has this content installed."""
+        if worker_id in self._members:
+            self._happen(ev.SnapshotHeld(worker_id, PayloadId(ref)))
+
+    def dropped(self, payload: PayloadId) -> None:
+        """It is not stored here any more."""
+        self._happen(ev.PayloadDropped(payload))
+
+    def revoked(self, peer_ids: Iterable[str]) -> None:
+        """Tell everybody with whom to have nothing to do any more. All of them, each time."""
+        order = wire.Order(revoked_peers=wire.RevokedPeers(peer_ids=sorted(peer_ids)))
+        for worker_id in self._members:
+            self._order(worker_id, order)
+
+    def progress(self) -> Mapping[str, Progress]:
+        """What each worker fetches, or fetched last."""
+        return self._progress
+
+    def address_of(self, worker_id: str) -> str:
+        """Where it can be dialled; "" where it can't be, or nobody knows yet."""
+        return self._addresses.get(worker_id, "") if worker_id in self._members else ""
+
+    @property
+    def origin_bytes(self) -> int:
+        """Sent by the head. What peers sent each other is `peer_bytes`, by the word of those who received it."""
+        return self._server.bytes_sent
+
+    async def close(self) -> None:
+        self._is_closed = True
+        self._server.close()
+        if self._wake is not None:
+            self._wake.cancel()
+        for task in self._chores:
+            task.cancel()
+        await asyncio.gather(*self._chores, return_exceptions=True)
+        self._disk.shutdown(wait=True, cancel_futures=True)
+
+    # ---- the one place where things happen -----------------------------------------------------------------------
+
+    def _happen(self, event: ev.Event) -> None:
+        if self._is_closed:
+            return
+        try:
+            for command in self._machine.handle(event, self._clock.now()):
+                self._carry[type(command)](command)
+        except Exception as error:  # called by timers too, from where it would only be logged
+            log.exception("the broadcast failed")
+            if self._on_error is None:
+                raise
+            self._on_error(error)
+
+    def _set_routes(self, command: do.SetRoutes) -> None:
+        sources = list(dict.fromkeys(command.sources))
+        number = {source: index for index, source in enumerate(sources)}
+        routes = wire.Routes(
+            payload=encode_payload(command.payload),
+            sources=[wire.Source(peer_id=source, address=command.addresses.get(source, "")) for source in sources],
+            stripes=[number[source] for source in command.sources],
+        )
+        self._order(command.worker_id, wire.Order(routes=routes))
+
+    def _dial_peer(self, command: do.DialPeer) -> None:
+        dial = wire.DialPeer(peer_id=command.peer_id, address=command.address)
+        self._order(command.worker_id, wire.Order(dial=dial))
+
+    def _name_suspect(self, command: do.NameSuspect) -> None:
+        self.suspects[command.worker_id] = command.reason
+        log.warning("%s is suspected: %s", command.worker_id, command.reason)
+        if self._on_suspect is not None:
+            self._on_suspect(command.worker_id, command.accused_by)
+
+    def _wake_at(self, command: do.WakeAt) -> None:
+        if self._wake is not None:
+            self._wake.cancel()
+        delay = max(0.0, command.at - self._clock.now())
+        self._wake = asyncio.get_running_loop().call_later(delay, self._happen, ev.Tick())
+
+    def _spawn(self, coroutine: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.ensure_future(coroutine)
+        self._chores.add(task)
+        task.add_done_callback(self._chores.discard)
+
+    async def _dial_back(self, worker_id: str, hello: wire.WorkerHello, address: str) -> None:
+        assert self._dial is not None
+        link = self._dial(worker_id, address)
+        try:
+            await _answer(link)
+        except LinkError as error:
+            log.info("%s can't be dialled: %s", worker_id, error)
+            if self._members.get(worker_id) is hello and self._addresses.pop(worker_id, ""):
+                self._happen(ev.MemberJoined(worker_id, "", addresses.reach(address)))
+            return
+        finally:
+            await link.close()
+        if self._members.get(worker_id) is hello:
+            while len(self._addresses) >= ADDRESSES_MAX:
+                del self._addresses[next(iter(self._addresses))]
+            self._addresses[worker_id] = address
+            self._happen(ev.MemberJoined(worker_id, address, addresses.reach(address)))
+            self._acquaint(worker_id)
+
+    def _acquaint(self, worker_id: str) -> None:
+        """Few are each other's neighbours for sure: they connect before there is anything to send."""
+        if len(self._members) > ACQUAINTED_MAX:
+            return
+        known = {key: wire.Source(peer_id=key, address=self.address_of(key)) for key in self._members}
+        known = {key: source for key, source in known.items() if source.address}
+        own = known.pop(worker_id)
+        self._order(worker_id, wire.Order(routes=wire.Routes(sources=known.values())))
+        for other in self._members:
+            if other != worker_id:
+                self._order(other, wire.Order(routes=wire.Routes(sources=[own])))
+
+    # ---- what workers ask ----------------------------------------------------------------------------------------
+
+    def _fetch_chunks(self, peer: Peer, request: wire.ChunkRequest) -> AsyncGenerator[bytes, None]:
+        return self._server.serve(peer.peer_id, request)
+
+    async def _report_fetch(self, peer: Peer, report: wire.FetchReport) -> wire.Empty:
+        worker_id = peer.peer_id
+        if worker_id not in self._members:
+            raise PeerError("unknown_worker", f"{worker_id} does not attend; attend first")
+        if not report.HasField("payload"):
+            self._happen(ev.LinkMeasured(worker_id, _rate(report.up), _rate(report.down)))
+            return wire.Empty()
+        payload = decode_payload(report.payload)
+        if report.failure:
+            if report.failure not in ev.SOURCE_FAILURES or len(report.failed_source) > NAME_CHARS_MAX:
+                raise PeerError("malformed", "a failure of a kind that is not known")
+            self._happen(ev.SourceFailed(worker_id, payload, report.failed_source, report.failure))
+            return wire.Empty()
+        if report.bytes_stored > report.bytes_total or report.bytes_total > NUMBER_MAX:
+            raise PeerError("malformed", f"{report.bytes_stored} of {report.bytes_total} bytes")
+        self._progress[worker_id] = Progress(payload, report.bytes_stored, report.bytes_total)
+        if report.whole:
+            tallies = _tallies(report)
+            self.peer_bytes += sum(tally.num_bytes for tally in tallies if tally.source != do.ORIGIN)
+            self.finished.get(payload, {}).setdefault(worker_id, self._clock.now())
+            self._happen(ev.PayloadReceived(worker_id, payload, tallies))
+        return wire.Empty()
+
+    async def _probe(self, peer: Peer, request: wire.ProbeRequest) -> AsyncGenerator[bytes, None]:
+        for _ in range(math.ceil(min(request.num_bytes, PROBE_BYTES) / PIECE_BYTES)):
+            self._take_turn(peer.peer_id)
+            yield FILLER
+
+    async def _put_probe(self, peer: Peer, message: bytes) -> wire.Empty:
+        self._take_turn(peer.peer_id)
+        return wire.Empty()
+
+    def _take_turn(self, worker_id: str) -> None:
+        now = self._clock.now()
+        if worker_id != self._turn and now < self._turn_until:
+            raise PeerError("busy", "another worker measures its link")
+        self._turn, self._turn_until = worker_id, now + TURN_SECONDS
+
+
+async def _answer(link: Link) -> None:
+    """Raises LinkError if the worker at the other end does not answer, also when it has had time to come up."""
+    for tries_left in reversed(range(DIAL_BACK_TRIES)):
+        try:
+            await link.call("GiveChunk", chunks.ALIVE, DIAL_BACK_SECONDS)
+            return
+        except PeerError:
+            return  # it answered, which is all that is asked
+        except LinkError:
+            if not tries_left:
+                raise
+
+
+def _rate(value: float) -> float | None:
+    """Bytes per second as a stranger says it."""
+    return value if 1.0 <= value <= 1e12 else None
+
+
+def _tallies(report: wire.FetchReport) -> tuple[ev.Tally, ...]:
+    if len(report.tallies) > TALLIES_MAX:
+        raise PeerError("oversized", f"{len(report.tallies)} sources; {TALLIES_MAX} allowed")
+    tallies = tuple(ev.Tally(each.source[:NAME_CHARS_MAX], each.num_bytes, each.seconds) for each in report.tallies)
+    if any(not 0 <= tally.seconds < math.inf for tally in tallies):
+        raise PeerError("malformed", "seconds that are none")
+    if sum(tally.num_bytes for tally in tallies) > report.bytes_total:
+        raise PeerError("malformed", "more bytes than the payload has")
+    return tallies

@@ -1,0 +1,308 @@
+"""A worker's part in the broadcast: it takes chunks from where it is told, keeps them, and gives them on.
+
+It drives `control.fetcher.Fetcher`: feeds it what happens, and does what it says. Chunks are verified and stored on
+threads; the rest runs on the event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Awaitable, Callable, Coroutine
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import Any, Protocol
+
+from echo2.broadcast.edges import ORIGIN, Edges
+from echo2.broadcast.probe import Rates, measure
+from echo2.broadcast.reports import Reports
+from echo2.broadcast.serving import Server
+from echo2.broadcast.shelf import Cut, Shelf
+from echo2.control import fetcher_commands as do
+from echo2.control import fetcher_events as ev
+from echo2.control.fetcher import Fetcher
+from echo2.errors import LinkError, PeerError, UserError
+from echo2.transport import wire_pb2 as wire
+from echo2.transport.base import Link, Network
+from echo2.types import PayloadId, SnapshotRef
+from echo2.weights.snapshot import Manifest
+from echo2.weights.store import ChunkStore
+
+DISK_THREADS = 2
+PROGRESS_SECONDS = 1.0
+#: A head that measures the link of another worker is asked again after this long.
+BUSY_SECONDS = 0.2
+#: Who asks for a payload that we have not heard of waits this long for us to hear of it.
+EARLY_SECONDS = 5.0
+#: Payloads remembered as asked for too early, or too late.
+ASKED_MAX = 64
+
+
+#: What a worker that gives nothing says of its uplink, in bytes per second: it is nobody's source then.
+LEAF_UP = 1.0
+
+
+class Clock(Protocol):
+    """Seconds that never run backwards."""
+
+    def now(self) -> float: ...
+
+
+class _Fetching:
+    """The payload on its way in."""
+
+    def __init__(self, manifest: Manifest, missing: tuple[bytes, ...]) -> None:
+        sizes = {entry.hash: entry.num_bytes for entry in manifest.chunks}
+        self.payload = manifest.payload
+        self.bytes_total = sum(sizes.values())
+        self.bytes_stored = self.bytes_total - sum(sizes[hash_] for hash_ in missing)
+        self._missing = set(missing)
+
+    def stored(self, hash_: bytes, num_bytes: int) -> None:
+        if hash_ in self._missing:
+            self._missing.discard(hash_)
+            self.bytes_stored += num_bytes
+
+
+class PeerNode:
+    """Between a worker's relay and the network.
+
+    on_whole(payload)   every chunk of what was to be fetched is stored
+    on_gone(payload)    nobody has it any more
+    on_error(error)     a bug, or a disk that is full
+    relays              whether it gives chunks to others at all
+    """
+
+    def __init__(
+        self,
+        peer_id: str,
+        store: ChunkStore,
+        network: Network,
+        link: Link,
+        *,
+        on_whole: Callable[[PayloadId], None],
+        on_gone: Callable[[PayloadId], None],
+        on_error: Callable[[BaseException], None],
+        clock: Clock,
+        listen: tuple[str, int] | None = ("0.0.0.0", 0),
+        relays: bool = True,
+    ) -> None:
+        self._peer_id, self._store, self._network = peer_id, store, network
+        self._on_whole, self._on_gone, self._on_error = on_whole, on_gone, on_error
+        self._clock, self._listen, self._relays = clock, listen, relays
+        self._disk = ThreadPoolExecutor(DISK_THREADS, "chunks")
+        self._fetcher = Fetcher(peer_id)
+        self._shelf = Shelf(store, self._disk)
+        self._server = Server(self._shelf, self._expects)
+        self._edges = Edges(network, self, self._server)
+        self._reports = Reports(link)
+        self._fetching: _Fetching | None = None
+        self._asked: dict[PayloadId, float] = {}
+        self._wake: asyncio.TimerHandle | None = None
+        self._chores: set[asyncio.Task[Any]] = set()
+        self._measuring: asyncio.Task[None] | None = None
+        self._is_closed = False
+        self.rates: Rates | None = None
+        self.bytes_received = 0
+        self.bytes_from_peers = 0
+        self._carry: dict[type[Any], Callable[[Any], None]] = {
+            do.RequestChunks: lambda c: self._edges.source(c.source).ask(c.payload, c.chunks),
+            do.CancelRequests: lambda c: self._edges.source(c.source).cancel(),
+            do.ReportSource: lambda c: self._reports.failed(c.payload, c.source, c.failure),
+            do.PayloadWhole: self._whole,
+            do.PayloadGone: self._gone,
+            do.WakeAt: self._wake_at,
+        }
+
+    # ---- what the worker says ------------------------------------------------------------------------------------
+
+    async def start(self) -> int:
+        """Listen for other workers; returns the port, 0 where this one does not listen.
+
+        Raises:
+            UserError: the address or port can't be had.
+        """
+        if self._listen is None:
+            return 0
+        return await self._network.listen(*self._listen, self._edges.handlers(), self._edges.check_not_revoked)
+
+    def connected(self) -> None:
+        """The head has taken us in, perhaps again."""
+        self._reports.connected()
+        self._happen(ev.OriginBack())
+        self._tell_rates()  # a restarted head does not know them
+        if self.rates is None and self._measuring is None:
+            self._measuring = self._spawn(self._measure())
+
+    def disconnected(self) -> None:
+        """The head is away. Peers may go on."""
+        self._reports.disconnected()
+        self._happen(ev.OriginLost())
+
+    def fetch(self, manifest: Manifest) -> None:
+        """Fetch this payload, instead of another one under way. What both share is kept."""
+        missing = self._store.missing(manifest)
+        if self._fetching is not None:
+            self._asked[self._fetching.payload] = -math.inf
+        self._fetching = _Fetching(manifest, missing)
+        self._spawn(self._tell_progress(self._fetching))
+        self._happen(ev.PayloadWanted(manifest.payload, manifest.hashes, frozenset(missing)))
+        self._server.reconsider()
+
+    def stop_fetching(self, payload: PayloadId) -> None:
+        """It is not wanted any more."""
+        if self._fetching is not None and self._fetching.payload == payload:
+            self._fetching = None
+        self._asked[payload] = -math.inf
+        self._happen(ev.PayloadUnwanted(payload))
+        self._server.reconsider()
+
+    def holds(self, ref: SnapshotRef, cut: Cut) -> None:
+        """This content is installed, and can be served whole to those who join late; `cut` gives its chunks."""
+        self._shelf.holds(ref, cut)
+
+    def obey(self, order: wire.Order) -> bool:
+        """Follow an order of the head, if it is about the broadcast."""
+        kind = order.WhichOneof("order")
+        if kind == "routes" and not order.routes.HasField("payload"):
+            self._edges.acquaint(order.routes.sources)
+        elif kind == "routes":
+            self._happen(ev.RoutesSet(*self._edges.set_routes(order.routes)))
+        elif kind == "dial" and self._relays:
+            self._edges.dial(order.dial.peer_id, order.dial.address)
+        elif kind == "revoked_peers":
+            self._edges.revoke(frozenset(order.revoked_peers.peer_ids))
+        return kind in ("routes", "dial", "revoked_peers")
+
+    @property
+    def progress(self) -> tuple[PayloadId, int, int] | None:
+        """(payload, bytes stored, bytes in all) of what is being fetched."""
+        now = self._fetching
+        return None if now is None else (now.payload, now.bytes_stored, now.bytes_total)
+
+    @property
+    def bytes_sent(self) -> int:
+        return self._server.bytes_sent
+
+    async def close(self) -> None:
+        """End everything, and wait until it has."""
+        self._is_closed = True
+        self._server.close()
+        if self._wake is not None:
+            self._wake.cancel()
+        for task in self._chores:
+            task.cancel()
+        await asyncio.gather(*self._chores, return_exceptions=True)
+        await self._reports.close()
+        await self._edges.close()
+        await self._network.close()
+        self._disk.shutdown(wait=True, cancel_futures=True)
+
+    # ---- the one place where things happen -----------------------------------------------------------------------
+
+    def _happen(self, event: ev.Event) -> None:
+        if self._is_closed:
+            return
+        try:
+            for command in self._fetcher.handle(event, self._clock.now()):
+                self._carry[type(command)](command)
+        except Exception as error:  # called by timers and threads too, from where it would only be logged
+            self._on_error(error)
+
+    def _wake_at(self, command: do.WakeAt) -> None:
+        if self._wake is not None:
+            self._wake.cancel()
+        delay = max(0.0, command.at - self._clock.now())
+        self._wake = asyncio.get_running_loop().call_later(delay, self._happen, ev.Tick())
+
+    def _whole(self, command: do.PayloadWhole) -> None:
+        if self._fetching is not None and self._fetching.payload == command.payload:
+            self._reports.whole(command.payload, self._fetching.bytes_total, command.tallies)
+            self._fetching = None
+            self._asked[command.payload] = -math.inf  # what is not here now is not expected any more
+        self._on_whole(command.payload)
+
+    def _gone(self, command: do.PayloadGone) -> None:
+        self.stop_fetching(command.payload)
+        self._on_gone(command.payload)
+
+    def _spawn(self, coroutine: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = asyncio.ensure_future(coroutine)
+        self._chores.add(task)
+        task.add_done_callback(self._chores.discard)
+        return task
+
+    # ---- taking and giving ---------------------------------------------------------------------------------------
+
+    def keep(self, source: str, hash_: bytes, message: bytes, data: memoryview) -> Awaitable[None]:
+        """Verify and store a chunk that a source sent; then it is passed on. What was begun is finished, also when the
+        request that brought it is cancelled meanwhile."""
+        putting = asyncio.get_running_loop().run_in_executor(self._disk, self._store.put, hash_, data)
+        putting.add_done_callback(partial(self._kept, source, hash_, message, len(data)))
+        return _verdict(putting)
+
+    def _kept(self, source: str, hash_: bytes, message: bytes, num_bytes: int, putting: asyncio.Future[None]) -> None:
+        error = None if putting.cancelled() else putting.exception()
+        if putting.cancelled() or self._is_closed or isinstance(error, PeerError):
+            return  # of a lie, the one who awaits the verdict makes something
+        if error is not None:
+            self._on_error(error)
+            return
+        self._shelf.arrived(hash_, message)
+        self.bytes_received += num_bytes
+        self.bytes_from_peers += num_bytes if source != ORIGIN else 0
+        if self._fetching is not None:
+            self._fetching.stored(hash_, num_bytes)
+        self._happen(ev.ChunkStored(source, hash_, num_bytes))
+
+    def alive(self, source: str) -> None:
+        self._happen(ev.SourceAlive(source))
+
+    def failed(self, source: str, reason: str) -> None:
+        self._happen(ev.SourceFailed(source, reason))
+
+    def _expects(self, payload: PayloadId) -> bool:
+        """Whether chunks of it that are not here may still come."""
+        if self._fetching is not None and self._fetching.payload == payload:
+            return True
+        now = self._clock.now()
+        since = self._asked.setdefault(payload, now)
+        while len(self._asked) > ASKED_MAX:
+            del self._asked[next(iter(self._asked))]
+        return now - since < EARLY_SECONDS
+
+    async def _tell_progress(self, fetching: _Fetching) -> None:
+        told = -1
+        while self._fetching is fetching:
+            if fetching.bytes_stored != told:
+                told = fetching.bytes_stored
+                self._reports.progress(fetching.payload, told, fetching.bytes_total)
+            await asyncio.sleep(PROGRESS_SECONDS)
+
+    def _tell_rates(self) -> None:
+        down = self.rates.down if self.rates is not None else 0.0
+        if not self._relays:
+            self._reports.measured(LEAF_UP, down)
+        elif self.rates is not None:
+            self._reports.measured(self.rates.up, down)
+
+    async def _measure(self) -> None:
+        while self.rates is None:
+            try:
+                self.rates = await measure(self._network.to_head)
+                self._edges.prepare(self.rates.stripes)
+                self._tell_rates()
+            except LinkError:
+                break  # once more when the head is back; until then rates are learned from what is fetched
+            except PeerError as error:
+                if error.reason != "busy":
+                    break
+                await asyncio.sleep(BUSY_SECONDS)  # another worker's turn
+        self._measuring = None
+
+
+async def _verdict(putting: asyncio.Future[None]) -> None:
+    try:
+        await asyncio.shield(putting)
+    except UserError:
+        pass  # the disk is full: `on_error` has it

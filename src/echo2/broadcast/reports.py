@@ -1,0 +1,85 @@
+"""A worker's word to the origin on what it fetches. News waits while the head is away; mere progress does not."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Sequence
+
+from echo2.broadcast.payloads import encode_payload
+from echo2.control.broadcast_events import Tally
+from echo2.errors import LinkError, PeerError
+from echo2.transport import wire_pb2 as wire
+from echo2.transport.base import Link
+from echo2.types import PayloadId
+
+CALL_SECONDS = 10.0
+RETRY_SECONDS = 1.0
+#: News kept while the head is away; the oldest goes first.
+NEWS_MAX = 1000
+
+
+class Reports:
+    """Sent one after the other, so that the origin hears of things in the order in which they happened."""
+
+    def __init__(self, link: Link) -> None:
+        self._link = link
+        self._news: deque[wire.FetchReport] = deque(maxlen=NEWS_MAX)
+        self._is_connected = False
+        self._sending: asyncio.Task[None] | None = None
+
+    def failed(self, payload: PayloadId, source: str, failure: str) -> None:
+        """A source was given up."""
+        self._put(wire.FetchReport(payload=encode_payload(payload), failed_source=source, failure=failure))
+
+    def whole(self, payload: PayloadId, num_bytes: int, tallies: Sequence[Tally]) -> None:
+        """Every chunk is stored, and who gave what."""
+        given = [wire.Tally(source=t.source, num_bytes=t.num_bytes, seconds=t.seconds) for t in tallies]
+        report = wire.FetchReport(
+            payload=encode_payload(payload), bytes_stored=num_bytes, bytes_total=num_bytes, whole=True, tallies=given
+        )
+        self._put(report)
+
+    def measured(self, up: float, down: float) -> None:
+        """What the own link can do."""
+        self._put(wire.FetchReport(up=up, down=down))
+
+    def progress(self, payload: PayloadId, bytes_stored: int, bytes_total: int) -> None:
+        """How far it is. Dropped when there is news to be told first."""
+        if self._is_connected and not self._news:
+            encoded = encode_payload(payload)
+            self._put(wire.FetchReport(payload=encoded, bytes_stored=bytes_stored, bytes_total=bytes_total))
+
+    def connected(self) -> None:
+        self._is_connected = True
+        self._start()
+
+    def disconnected(self) -> None:
+        self._is_connected = False
+
+    def _put(self, report: wire.FetchReport) -> None:
+        self._news.append(report)
+        self._start()
+
+    def _start(self) -> None:
+        if self._is_connected and (self._sending is None or self._sending.done()):
+            self._sending = asyncio.ensure_future(self._send())
+
+    async def _send(self) -> None:
+        while self._news and self._is_connected:
+            report = self._news[0]
+            try:
+                await self._link.call("ReportFetch", report, CALL_SECONDS)
+            except PeerError:
+                pass  # it does not want to hear of this, now or later
+            except LinkError:
+                await asyncio.sleep(RETRY_SECONDS)
+                continue
+            if self._news and self._news[0] is report:
+                self._news.popleft()
+
+    async def close(self) -> None:
+        self._is_connected = False
+        if self._sending is not None:
+            self._sending.cancel()
+            await asyncio.gather(self._sending, return_exceptions=True)

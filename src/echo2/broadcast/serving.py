@@ -1,0 +1,126 @@
+"""Giving chunks to one who asks: what is here at once, what is still on its way as soon as it comes."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter, deque
+from collections.abc import AsyncGenerator, Callable
+
+from echo2.broadcast.payloads import decode_payload, requested
+from echo2.broadcast.shelf import Shelf, missing
+from echo2.errors import PeerError
+from echo2.transport import chunks
+from echo2.transport import wire_pb2 as wire
+from echo2.types import PayloadId
+
+#: A node that has nothing to send yet says so this often.
+ALIVE_SECONDS = 0.5
+#: Requests of one peer under way.
+REQUESTS_PER_PEER_MAX = 64
+
+
+class Server:
+    """`expects` says whether chunks of a payload that are not here may still come (None: it is not known yet)."""
+
+    def __init__(self, shelf: Shelf, expects: Callable[[PayloadId], bool]) -> None:
+        self._shelf, self._expects = shelf, expects
+        self._under_way: Counter[str] = Counter()
+        self._orders: set[_Order] = set()
+        self._is_closed = False
+        self.bytes_sent = 0
+
+    async def serve(self, peer_id: str, request: wire.ChunkRequest) -> AsyncGenerator[bytes, None]:
+        """Messages with the chunks that a peer asks for, not always in that order, and signs of life in between.
+
+        Raises:
+            PeerError: "missing", when some are not here and not expected; "malformed"; "oversized"; "busy".
+        """
+        wanted, payload = requested(request), decode_payload(request.payload)
+        if self._under_way[peer_id] >= REQUESTS_PER_PEER_MAX:
+            raise PeerError("busy", f"{peer_id} has {REQUESTS_PER_PEER_MAX} requests under way")
+        self._under_way[peer_id] += 1
+        order = _Order(self._shelf, wanted)
+        self._orders.add(order)
+        try:
+            yield chunks.ALIVE  # the caller knows that it got through
+            await self._shelf.open(payload)
+            order.begin()
+            while order.wanted:
+                self._check_open()
+                if not order.ready and not self._expects(payload):
+                    raise missing(payload, len(order.wanted))
+                if not order.ready and not await order.something():
+                    yield chunks.ALIVE
+                while order.ready:
+                    message = await self._read(order, payload)
+                    if message is not None:
+                        self.bytes_sent += len(message)
+                        yield message
+        finally:
+            order.end()
+            self._orders.discard(order)
+            self._under_way[peer_id] -= 1
+            if not self._under_way[peer_id]:
+                del self._under_way[peer_id]
+
+    async def _read(self, order: _Order, payload: PayloadId) -> bytes | None:
+        """The next message; None when the chunk went away before it was read, and is waited for again."""
+        self._check_open()
+        hash_ = order.ready.popleft()
+        try:
+            message = await self._shelf.message(hash_)
+        except PeerError:
+            if not self._expects(payload):
+                raise
+            self._shelf.wait_for(hash_, order.tell)
+            return None
+        del order.wanted[hash_]
+        return message
+
+    def close(self) -> None:
+        """Serve no more, and end what is under way."""
+        self._is_closed = True
+        self.reconsider()
+
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise PeerError("closing", "this node ends")
+
+    def reconsider(self) -> None:
+        """What is expected has changed: those who wait in vain are told."""
+        for order in self._orders:
+            order.woken.set()
+
+
+class _Order:
+    """One request: what is still to be sent (`wanted`), and what of it can be sent now (`ready`)."""
+
+    def __init__(self, shelf: Shelf, wanted: dict[bytes, None]) -> None:
+        self._shelf, self.wanted = shelf, wanted
+        self.ready: deque[bytes] = deque()
+        self.woken = asyncio.Event()
+
+    def begin(self) -> None:
+        for hash_ in self.wanted:
+            if self._shelf.has(hash_):
+                self.ready.append(hash_)
+            else:
+                self._shelf.wait_for(hash_, self.tell)
+
+    def end(self) -> None:
+        for hash_ in self.wanted:
+            self._shelf.forget(hash_, self.tell)
+
+    def tell(self, hash_: bytes) -> None:
+        self.ready.append(hash_)
+        self.woken.set()
+
+    async def something(self) -> bool:
+        """Wait for something to send, or news. False: there was none for `ALIVE_SECONDS`."""
+        self.woken.clear()
+        try:
+            async with asyncio.timeout(ALIVE_SECONDS):
+                await self.woken.wait()
+        except TimeoutError:
+            return False
+        return True

@@ -1,0 +1,65 @@
+"""The message that carries a chunk (`wire.Chunk`), read and written without a copy of its data.
+
+A relay hashes, stores and passes on the bytes of one and the same message. There is one form: what protobuf writes for
+`hash` and `data` in this order. No hash and no data: the sender is alive. A hash without data: it has no such chunk.
+"""
+
+from __future__ import annotations
+
+from echo2.errors import PeerError
+
+HASH_BYTES = 32
+#: Alive, with nothing to send yet.
+ALIVE = b""
+
+_HASH = bytes((0x0A, HASH_BYTES))  # field 1, bytes, of this length
+_DATA = 0x12  # field 2, bytes
+_LENGTH_BYTES_MAX = 5
+
+
+def pack(hash_: bytes, data: bytes | memoryview) -> bytes:
+    """The message of one chunk."""
+    size, length = len(data), bytearray()
+    while size > 0x7F:
+        length.append(size & 0x7F | 0x80)
+        size >>= 7
+    length.append(size)
+    return b"".join((_HASH, hash_, bytes((_DATA,)), length, data))
+
+
+def pack_missing(hash_: bytes) -> bytes:
+    """The message that says: no such chunk here."""
+    return _HASH + hash_
+
+
+def hash_of(message: bytes) -> bytes:
+    """The hash in a message that `pack` made; of others, some bytes."""
+    return message[len(_HASH) : len(_HASH) + HASH_BYTES]
+
+
+def unpack(message: bytes) -> tuple[bytes, memoryview]:
+    """(hash, data) of a message; the data is a view of it. Both empty: alive. Data empty: no such chunk.
+
+    Raises:
+        PeerError: "malformed".
+    """
+    if not message:
+        return b"", memoryview(b"")
+    end = len(_HASH) + HASH_BYTES
+    if message[: len(_HASH)] != _HASH or len(message) < end:
+        raise PeerError("malformed", f"a message of {len(message)} bytes that is no chunk")
+    hash_, start = message[len(_HASH) : end], end
+    if len(message) == end:
+        return hash_, memoryview(b"")
+    size = 0
+    if message[start] == _DATA:
+        for place in range(_LENGTH_BYTES_MAX):
+            start += 1
+            byte = message[start] if start < len(message) else 0
+            size |= (byte & 0x7F) << (7 * place)
+            if not byte & 0x80:
+                break
+    data = memoryview(message)[start + 1 :]
+    if size == 0 or size != len(data):
+        raise PeerError("malformed", f"a chunk of {len(data)} bytes that says it has {size}")
+    return hash_, data

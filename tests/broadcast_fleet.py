@@ -1,0 +1,220 @@
+"""An origin and workers of the broadcast in one process, over links in memory or over gRPC on loopback."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+from echo2.broadcast.origin import OriginNode
+from echo2.broadcast.peer import PeerNode
+from echo2.control.broadcast import BroadcastOptions
+from echo2.transport import wire_pb2 as wire
+from echo2.transport.base import Link, Network
+from echo2.transport.grpc_link import GrpcNetwork
+from echo2.transport.grpc_server import GrpcServer
+from echo2.transport.identity import Credentials, PeerIdentity, RunIdentity, Ticket
+from echo2.transport.memory import LOOPBACK, MemoryNetwork
+from echo2.types import PayloadId, SnapshotRef, TensorBytes
+from echo2.weights.codec import encode
+from echo2.weights.snapshot import Manifest
+from echo2.weights.store import ChunkStore
+
+SECONDS = 20.0
+CHUNK_BYTES = 1 << 15
+
+Content = tuple[Manifest, dict[bytes, memoryview]]
+
+
+class Clock:
+    def now(self) -> float:
+        return time.monotonic()
+
+
+def content(version: int, num_chunks: int = 40, seed: int = 0) -> Content:
+    """A snapshot of random bytes, cut into so many chunks."""
+    data = random.Random(seed * 1000 + version).randbytes(num_chunks * CHUNK_BYTES)
+    tensors = {"weight": TensorBytes("U8", (len(data),), data)}
+    return encode(SnapshotRef(1, version), tensors, {}, chunk_bytes=CHUNK_BYTES)
+
+
+def stored(directory: Path, contents: list[Content]) -> ChunkStore:
+    store = ChunkStore(directory)
+    for manifest, chunks in contents:
+        for hash_, data in chunks.items():
+            store.put(hash_, data)
+        store.put_manifest(manifest)
+    return store
+
+
+class Worker:
+    """A node, and what it said."""
+
+    def __init__(self, fleet: Fleet, peer_id: str, network: Network, link: Link, listens: bool) -> None:
+        self.fleet, self.peer_id, self.link = fleet, peer_id, link
+        self.store = ChunkStore(fleet.directory / "workers" / peer_id)
+        self.whole: set[PayloadId] = set()
+        self.gone: list[PayloadId] = []
+        self.news = asyncio.Event()
+        self.node = PeerNode(
+            peer_id,
+            self.store,
+            network,
+            link,
+            on_whole=self._on_whole,
+            on_gone=self._on_gone,
+            on_error=fleet.errors.append,
+            clock=Clock(),
+            listen=(LOOPBACK, 0) if listens else None,
+        )
+
+    def _on_whole(self, payload: PayloadId) -> None:
+        self.whole.add(payload)
+        self.news.set()
+
+    def _on_gone(self, payload: PayloadId) -> None:
+        self.gone.append(payload)
+        self.news.set()
+
+    async def has(self, manifest: Manifest) -> None:
+        """Wait until it is whole; then every byte is what it should be."""
+        await until(lambda: manifest.payload in self.whole, f"{self.peer_id} has {manifest.payload}")
+        assert self.store.missing(manifest) == ()
+        for entry in manifest.chunks:
+            assert len(self.store.get(entry.hash)) == entry.num_bytes
+
+
+class Fleet:
+    """`async with fleet(...)`, then `join`, `publish`."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.errors: list[BaseException] = []
+        self.workers: dict[str, Worker] = {}
+        self.suspects: list[str] = []
+        self.origin_store = ChunkStore(directory / "origin")
+        self.origin: OriginNode
+        self.memory: MemoryNetwork | None = None
+        self.identity: RunIdentity | None = None
+        self._server: GrpcServer | None = None
+        self._address = ""
+
+    async def start(self, backend: str, **options: Any) -> None:
+        """The origin, from what is stored; a second time: restarted."""
+        dial: Callable[[str, str], Link]
+        if backend == "grpc":
+            self.identity = self.identity or RunIdentity.create_or_load(self.directory / "run")
+            dial = GrpcNetwork(self.identity.credentials).to_peer
+        else:
+            self.memory = self.memory or MemoryNetwork()
+            dial = self.memory.member("head").to_peer
+        self.origin = OriginNode(
+            self.origin_store,
+            BroadcastOptions(**options),
+            self._order,
+            Clock(),
+            dial=dial,
+            on_suspect=lambda worker_id, by: self.suspects.append(worker_id),
+            on_error=self.errors.append,
+        )
+        if self.identity is not None:
+            port = int(self._address.rpartition(":")[2] or 0)
+            self._server = GrpcServer(LOOPBACK, port, self.identity, self.origin.handlers(), self.errors.append)
+            self._address = f"{LOOPBACK}:{await self._server.start()}"
+        if self.memory is not None:
+            self.memory.head_handlers.update(self.origin.handlers())
+
+    async def stop(self) -> None:
+        """The origin dies."""
+        if self._server is not None:
+            await self._server.stop()
+        if self.memory is not None:
+            self.memory.isolate("")
+        await self.origin.close()
+
+    async def close(self) -> None:
+        for worker in list(self.workers.values()):
+            await self.leave(worker.peer_id, "the test is over")
+        await self.stop()
+        assert self.errors == []
+
+    def credentials(self, name: str) -> tuple[str, Credentials]:
+        """Those of a machine of this name."""
+        assert self.identity is not None
+        ticket = self.identity.make_ticket("worker", "nowhere:1", 1, 1.0)
+        [ticket_id] = list(self.identity._book["tickets"])[-1:]
+        peer = PeerIdentity(self.directory / "peers" / name)
+        _, certificate = self.identity.enrol(ticket_id, "worker", peer.request())
+        return peer.keep(Ticket.parse(ticket).credentials.ca_pem, certificate)
+
+    async def join(self, name: str, listens: bool = True, is_dialable: bool = True) -> Worker:
+        """A worker joins; when this returns, the origin knows whether it can be dialled."""
+        network: Network
+        if self.memory is not None:
+            network = self.memory.member(name)
+            link: Link = network.to_head()
+        else:
+            name, credentials = self.credentials(name)
+            network = GrpcNetwork(credentials, self._address)
+            link = network.to_head()
+        worker = self.workers[name] = Worker(self, name, network, link, listens)
+        port = await worker.node.start()
+        hello = wire.WorkerHello(listen_port=port if is_dialable else 0)
+        self.origin.joined(name, hello, LOOPBACK)
+        worker.node.connected()
+        if port and is_dialable:
+            await until(lambda: bool(self.origin.address_of(name)), f"{name} was dialled back")
+        return worker
+
+    async def leave(self, name: str, reason: str = "it left") -> None:
+        worker = self.workers.pop(name)
+        self.origin.left(name, reason)
+        await worker.node.close()
+        await worker.link.close()
+
+    def put(self, made: Content) -> Manifest:
+        """Into the origin's store."""
+        manifest, chunks = made
+        for hash_, data in chunks.items():
+            self.origin_store.put(hash_, data)
+        self.origin_store.put_manifest(manifest)
+        return manifest
+
+    def publish(self, made: Content, *workers: Worker) -> Manifest:
+        """To these workers; to all of them where none is named."""
+        manifest = self.put(made)
+        self.assign(manifest, *workers)
+        return manifest
+
+    def assign(self, manifest: Manifest, *workers: Worker) -> None:
+        receivers = workers or tuple(self.workers.values())
+        for worker in receivers:
+            worker.node.fetch(manifest)
+        self.origin.assign(manifest.payload, [worker.peer_id for worker in receivers], manifest)
+
+    def _order(self, worker_id: str, order: wire.Order) -> None:
+        if worker_id in self.workers:
+            self.workers[worker_id].node.obey(wire.Order.FromString(order.SerializeToString()))
+
+
+@asynccontextmanager
+async def opened(directory: Path, backend: str, **options: Any) -> AsyncIterator[Fleet]:
+    """A running fleet without workers."""
+    fleet = Fleet(directory)
+    await fleet.start(backend, **options)
+    try:
+        yield fleet
+    finally:
+        await fleet.close()
+
+
+async def until(is_so: Callable[[], bool], what: str) -> None:
+    """Wait for something that is to happen, however slow the machine is."""
+    give_up_at = time.monotonic() + SECONDS
+    while not is_so():
+        assert time.monotonic() < give_up_at, f"never happened: {what}"
+        await asyncio.sleep(0.005)

@@ -1,0 +1,324 @@
+"""The nodes of the broadcast carry chunks from the origin through peers to everybody, over either kind of link."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from broadcast_fleet import SECONDS, Content, Fleet, Worker, content, opened, until
+from echo2.broadcast.payloads import encode_payload
+from echo2.errors import UserError
+from echo2.transport import chunks
+from echo2.transport import wire_pb2 as wire
+from echo2.types import PayloadId
+from echo2.weights.snapshot import Manifest
+from echo2.weights.store import ChunkStore
+
+BOTH = pytest.mark.parametrize("backend", ["memory", "grpc"])
+
+
+def run(scenario: Coroutine[Any, Any, None]) -> None:
+    """Run to the end, or fail instead of hanging."""
+    asyncio.run(asyncio.wait_for(scenario, 3 * SECONDS))
+
+
+def routes(payload: PayloadId, sources: Mapping[str, str]) -> wire.Order:
+    """Take one stripe of each of these; address "" where it dials."""
+    named = [wire.Source(peer_id=name, address=address) for name, address in sources.items()]
+    return wire.Order(routes=wire.Routes(payload=encode_payload(payload), sources=named, stripes=range(len(named))))
+
+
+def give(store: ChunkStore, made: Content) -> Manifest:
+    """Let this store have all of it."""
+    for hash_, data in made[1].items():
+        store.put(hash_, data)
+    return made[0]
+
+
+def address(fleet: Fleet, worker: Worker) -> str:
+    return fleet.origin.address_of(worker.peer_id)
+
+
+@BOTH
+@pytest.mark.parametrize("scheme", ["star", "chain", "trees"])
+def test_everybody_gets_everything(tmp_path: Path, backend: str, scheme: str) -> None:
+    async def scenario() -> None:
+        async with opened(tmp_path, backend, scheme=scheme) as fleet:
+            workers = [await fleet.join(f"w-{number}") for number in range(4)]
+            manifest = fleet.publish(content(1))
+            for worker in workers:
+                await worker.has(manifest)
+            await until(lambda: len(fleet.origin.finished[manifest.payload]) == 4, "all were reported")
+            total = manifest.total_bytes
+            sent = fleet.origin.origin_bytes / total
+            assert sent >= 4 if scheme == "star" else sent < 1.1
+            assert fleet.origin.peer_bytes / total == pytest.approx(0 if scheme == "star" else 3, abs=0.1)
+            assert {each.bytes_stored for each in fleet.origin.progress().values()} == {total}
+            assert sum(worker.node.bytes_from_peers for worker in workers) == fleet.origin.peer_bytes
+
+    run(scenario())
+
+
+@BOTH
+def test_relay_passes_on_what_it_has_while_it_waits_for_the_rest(tmp_path: Path, backend: str) -> None:
+    async def scenario() -> None:
+        async with opened(tmp_path, backend) as fleet:
+            relay, child = await fleet.join("w-1"), await fleet.join("w-2")
+            manifest, data = content(1)
+            hashes = list(manifest.hashes)
+            for hash_ in hashes[:10]:
+                relay.store.put(hash_, data[hash_])
+            relay.node.fetch(manifest)
+            child.node.obey(routes(manifest.payload, {relay.peer_id: address(fleet, relay)}))
+            child.node.fetch(manifest)
+            for count, hash_ in enumerate(hashes[10:], 10):
+                await until(lambda count=count: child.node.bytes_received >= count * len(data[hashes[0]]), "passed on")
+                assert manifest.payload not in child.whole
+                await relay.node.keep("", hash_, chunks.pack(hash_, data[hash_]), data[hash_])
+            await child.has(manifest)
+
+    run(scenario())
+
+
+@BOTH
+def test_who_can_only_dial_gives_by_dialling(tmp_path: Path, backend: str) -> None:
+    async def scenario() -> None:
+        async with opened(tmp_path, backend) as fleet:
+            giver, taker = await fleet.join("w-1", listens=False), await fleet.join("w-2")
+            for version in (1, 2):  # the second time, over the same edge
+                manifest = give(giver.store, content(version))
+                taker.node.obey(routes(manifest.payload, {giver.peer_id: ""}))
+                giver.node.obey(wire.Order(dial=wire.DialPeer(peer_id=taker.peer_id, address=address(fleet, taker))))
+                taker.node.fetch(manifest)
+                await taker.has(manifest)
+            assert taker.node.bytes_from_peers == taker.node.bytes_received == 2 * manifest.total_bytes
+            assert fleet.origin.origin_bytes == 0
+
+    run(scenario())
+
+
+@BOTH
+def test_two_that_cannot_be_dialled_still_get_everything(tmp_path: Path, backend: str) -> None:
+    async def scenario() -> None:
+        async with opened(tmp_path, backend) as fleet:
+            workers = [await fleet.join(f"w-{number}", is_dialable=number > 1) for number in range(4)]
+            manifest = fleet.publish(content(1))
+            for worker in workers:
+                await worker.has(manifest)
+
+    run(scenario())
+
+
+@BOTH
+def test_what_a_giver_that_dials_lacks_comes_from_elsewhere(tmp_path: Path, backend: str) -> None:
+    async def scenario() -> None:
+        async with opened(tmp_path, backend) as fleet:
+            giver, taker = await fleet.join("w-1", listens=False), await fleet.join("w-2")
+            manifest, data = content(1)
+            for hash_ in manifest.hashes[:7]:
+                giver.store.put(hash_, data[hash_])
+            fleet.put((manifest, data))
+            giver.node.stop_fetching(manifest.payload)  # it does not expect the rest
+            taker.node.obey(routes(manifest.payload, {giver.peer_id: ""}))
+            giver.node.obey(wire.Order(dial=wire.DialPeer(peer_id=taker.peer_id, address=address(fleet, taker))))
+            taker.node.fetch(manifest)
+            await taker.has(manifest)
+            assert taker.node.bytes_from_peers > 0
+
+    run(scenario())
+
+
+@BOTH
+def test_relay_that_dies_costs_nobody_the_payload(tmp_path: Path, backend: str) -> None:
+    async def scenario() -> None:
+        async with opened(tmp_path, backend) as fleet:
+            workers = [await fleet.join(f"w-{number}") for number in range(4)]
+            victim, others = workers[0], workers[1:]
+            manifest = fleet.publish(content(1, num_chunks=400))
+            await until(lambda: others[0].node.bytes_from_peers > 0, "peers give")
+            assert manifest.payload not in victim.whole
+            await victim.node.close()
+            fleet.workers.pop(victim.peer_id)
+            for worker in others:
+                await worker.has(manifest)
+            await victim.link.close()
+
+    run(scenario())
+
+
+@BOTH
+def test_origin_that_restarts_goes_on(tmp_path: Path, backend: str) -> None:
+    async def scenario() -> None:
+        async with opened(tmp_path, backend) as fleet:
+            workers = [await fleet.join(f"w-{number}") for number in range(3)]
+            manifest = fleet.publish(content(1, num_chunks=400))
+            await until(lambda: workers[0].node.bytes_received > 0, "it began")
+            await fleet.stop()
+            for worker in workers:
+                worker.node.disconnected()
+            before = [worker.node.bytes_received for worker in workers]
+            await fleet.start(backend)
+            if fleet.memory is not None:
+                fleet.memory.rejoin("")
+            for worker in workers:
+                fleet.origin.joined(worker.peer_id, wire.WorkerHello(), "")
+                worker.node.connected()
+            fleet.origin.assign(manifest.payload, list(fleet.workers), manifest)
+            for worker, had in zip(workers, before, strict=True):
+                await worker.has(manifest)
+                assert worker.node.bytes_received - had <= manifest.total_bytes - had + (4 << 20)  # not from the start
+
+    run(scenario())
+
+
+@BOTH
+def test_newer_payload_takes_the_place_and_what_is_shared_stays(tmp_path: Path, backend: str) -> None:
+    async def scenario() -> None:
+        async with opened(tmp_path, backend) as fleet:
+            workers = [await fleet.join(f"w-{number}") for number in range(3)]
+            old = fleet.publish(content(1, num_chunks=200))
+            await until(lambda: workers[0].node.bytes_received > 0, "it began")
+            new = fleet.publish(content(2, num_chunks=40))
+            for worker in workers:
+                await worker.has(new)
+                assert worker.node.progress is None
+            had = len(old.hashes) - len(workers[0].store.missing(old))
+            received = workers[0].node.bytes_received
+            fleet.assign(old, workers[0])
+            await workers[0].has(old)
+            num_chunks = (workers[0].node.bytes_received - received) * 200 // old.total_bytes
+            assert abs(num_chunks - (200 - had)) <= 4  # what was being taken when the newer one came may be taken again
+
+    run(scenario())
+
+
+@BOTH
+def test_late_joiner_is_fed_from_installed_content_in_memory(tmp_path: Path, backend: str) -> None:
+    async def scenario() -> None:
+        async with opened(tmp_path, backend) as fleet:
+            holder = await fleet.join("w-1")
+            manifest, data = content(1)
+            fleet.put((manifest, data))
+            holder.node.holds(manifest.ref, lambda: data)
+            fleet.origin.held(holder.peer_id, manifest.ref)
+            late = await fleet.join("w-2")
+            fleet.assign(manifest, late)
+            await late.has(manifest)
+            assert late.node.bytes_from_peers > 0
+            assert holder.store.missing(manifest) == manifest.hashes
+
+    run(scenario())
+
+
+@BOTH
+def test_unknown_payload_is_waited_for_a_moment_and_a_forgotten_one_is_not(tmp_path: Path, backend: str) -> None:
+    """A child may hear of a payload before its relay does."""
+
+    async def scenario() -> None:
+        async with opened(tmp_path, backend) as fleet:
+            relay, child = await fleet.join("w-1"), await fleet.join("w-2")
+            made = content(1)
+            child.node.obey(routes(made[0].payload, {relay.peer_id: address(fleet, relay)}))
+            child.node.fetch(made[0])
+            await until(lambda: bool(relay.node._server._orders), "it was asked")
+            relay.node.obey(routes(made[0].payload, {"": ""}))
+            fleet.put(made)
+            relay.node.fetch(made[0])
+            await child.has(made[0])
+            assert child.node.bytes_from_peers == made[0].total_bytes
+
+    run(scenario())
+
+
+def test_gone_everywhere_is_told(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with opened(tmp_path, "memory") as fleet:
+            worker = await fleet.join("w-1")
+            manifest, _ = content(1)
+            fleet.assign(manifest)  # and the origin's store does not have it
+            await until(lambda: worker.gone == [manifest.payload], "told that it is gone")
+            assert worker.node.progress is None
+
+    run(scenario())
+
+
+class FullStore(ChunkStore):
+    """Of a disk with room for a few chunks."""
+
+    room = 5
+
+    def put(self, hash_: bytes, data: bytes | memoryview) -> None:
+        self.room -= 1
+        if self.room < 0:
+            raise UserError("no space left")
+        super().put(hash_, data)
+
+
+def test_full_disk_is_told_once_it_is_met(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with opened(tmp_path, "memory") as fleet:
+            worker = await fleet.join("w-1")
+            worker.node._store = FullStore(tmp_path / "small")
+            manifest = fleet.publish(content(1))
+            await until(lambda: bool(fleet.errors), "told")
+            assert {str(error) for error in fleet.errors} == {"no space left"}
+            assert manifest.payload not in worker.whole
+            worker.node.stop_fetching(manifest.payload)
+            fleet.errors.clear()
+
+    run(scenario())
+
+
+def test_closing_leaves_nothing_behind(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        before = asyncio.all_tasks()
+        async with opened(tmp_path, "memory") as fleet:
+            for number in range(3):
+                await fleet.join(f"w-{number}", is_dialable=number > 0)
+            fleet.publish(content(1, num_chunks=400))
+            await until(lambda: fleet.origin.origin_bytes > 0, "it began")
+        await asyncio.sleep(0)
+        assert asyncio.all_tasks() == before
+
+    run(scenario())
+
+
+def test_source_that_is_elsewhere_now_is_asked_there(tmp_path: Path) -> None:
+    """A worker that was restarted listens on another port."""
+
+    async def scenario() -> None:
+        async with opened(tmp_path, "memory") as fleet:
+            before, after, taker = await fleet.join("w-1"), await fleet.join("w-2"), await fleet.join("w-3")
+            manifest = give(after.store, content(1))
+            before.node.fetch(manifest)  # it has nothing, and expects it
+            taker.node.obey(routes(manifest.payload, {"w-1": address(fleet, before)}))
+            taker.node.fetch(manifest)
+            await until(lambda: bool(before.node._server._orders), "it was asked")
+            at, handlers, check = fleet.memory.listeners[address(fleet, after)]  # type: ignore[union-attr]
+            fleet.memory.listeners[address(fleet, after)] = ("w-1", handlers, check)  # type: ignore[union-attr]
+            taker.node.obey(routes(manifest.payload, {"w-1": address(fleet, after)}))
+            await taker.has(manifest)
+            assert at == "w-2"
+            assert not before.node._server._orders
+
+    run(scenario())
+
+
+@BOTH
+def test_links_are_measured_one_after_the_other(tmp_path: Path, backend: str) -> None:
+    async def scenario() -> None:
+        async with opened(tmp_path, backend) as fleet:
+            workers = [await fleet.join(f"w-{number}") for number in range(3)]
+            await until(lambda: all(worker.node.rates is not None for worker in workers), "all are measured")
+            for worker in workers:
+                rates = worker.node.rates
+                assert rates is not None
+                assert rates.up > 1 << 20  # this machine's own memory or loopback interface
+                assert rates.down > 1 << 20
+            await until(lambda: all(not worker.node._reports._news for worker in workers), "and the origin knows")
+
+    run(scenario())
