@@ -11,6 +11,7 @@ from pathlib import Path
 
 from echo2 import __version__, config
 from echo2.errors import Echo2Error, UserError
+from echo2.planning import commands as planning
 
 Command = Callable[[argparse.Namespace], int]
 
@@ -111,6 +112,7 @@ def build_parser() -> argparse.ArgumentParser:
     _add_views(commands)
     _add_revoke(commands)
     _add_model_commands(commands)
+    planning.add_commands(lambda name, text, command: _add(commands, name, text, command))
     return parser
 
 
@@ -166,6 +168,13 @@ def _add_processes(commands: argparse._SubParsersAction[argparse.ArgumentParser]
         metavar="SPEC",
         help="a reward installed here that the run may use",
     )
+    parser.add_argument(
+        "--listen", default="", metavar="HOST:PORT", help="where other workers reach this one (default: any free port)"
+    )
+    parser.add_argument(
+        "--advertise", default="", metavar="HOST[:PORT]", help="where they dial it (default: where the head sees it)"
+    )
+    parser.add_argument("--no-relay", action="store_true", help="never send weights to other workers")
     parser.add_argument(
         "--state", type=Path, help="where key and snapshots are kept (default: the user's state directory)"
     )
@@ -260,6 +269,9 @@ def _worker(options: argparse.Namespace) -> int:
         max_groups=options.max_groups,
         allow_rewards=tuple(options.allow_reward),
         patience_seconds=options.patience_seconds,
+        listen=options.listen,
+        advertise=options.advertise,
+        relays=not options.no_relay,
     )
     reason = run_worker(options.ticket, options.state, worker_options)
     print(f"the run is over: {reason}")

@@ -135,12 +135,23 @@ class LearnerConfig:
     betas: Annotated[tuple[float, float], _doc("AdamW betas.")] = (0.9, 0.95)
     weight_decay: Annotated[float, _doc("AdamW weight decay.", ge=0.0)] = 0.0
     grad_clip: Annotated[float, _doc("Largest gradient norm.", gt=0.0)] = 1.0
-    loss: Annotated[Literal["dppo", "ppo"], _doc("Policy loss; see docs/losses.md.")] = "dppo"
+    loss: Annotated[
+        Literal["dppo", "ppo", "decoupled", "tis", "icepop", "cispo", "gspo", "m2po", "none"],
+        _doc("Policy loss; see docs/losses.md."),
+    ] = "dppo"
+    loss_params: Annotated[
+        dict[str, float], _doc("Parameters of the loss other than its defaults, e.g. {clip_high = 0.2}.")
+    ] = field(default_factory=dict)
+    normalisation: Annotated[
+        Literal["token", "sequence", "constant"],
+        _doc("Mean over tokens, over attempts of their means, or sum over attempts times max_tokens."),
+    ] = "token"
+    reference_kl: Annotated[
+        float, _doc("Weight of the divergence from the initial policy (0: no copy of it is kept).", ge=0.0)
+    ] = 0.0
     advantage: Annotated[
         Literal["grpo", "dr_grpo", "rloo"], _doc("Group baseline: mean and std, mean only, leave-one-out mean.")
     ] = "dr_grpo"
-    clip_low: Annotated[float, _doc("ppo: ratio may fall to 1 - clip_low.", gt=0.0)] = 0.2
-    clip_high: Annotated[float, _doc("ppo: ratio may rise to 1 + clip_high.", gt=0.0)] = 0.28
     ess_scaling: Annotated[bool, _doc("Scale the rate by sqrt(effective sample size / samples).")] = True
     mask_truncated: Annotated[bool, _doc("Leave rollouts cut off at max_tokens out of the loss.")] = False
     groups_per_microbatch: Annotated[int, _doc("Groups in one forward and backward pass.", ge=1)] = 16
@@ -158,6 +169,21 @@ class WorkersConfig:
     engine: Annotated[Literal["compact", "transformers", "fake"], _doc("What samples tokens.")] = "compact"
     device: Annotated[str, _doc("cpu | cuda | cuda:0 ... | auto.")] = "auto"
     price_usd_per_hour: Annotated[float, _doc("What one local worker costs.", ge=0.0)] = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class BroadcastConfig:
+    """How new weights reach the workers; see docs/broadcast.md."""
+
+    scheme: Annotated[
+        Literal["trees", "chain", "star"],
+        _doc("Who sends to whom: striped trees of workers, a striped chain of them, or the head to everybody."),
+    ] = "trees"
+    fan_out: Annotated[int, _doc("Workers that one worker sends to, at most.", ge=1, le=64)] = 8
+    deltas: Annotated[bool, _doc("Send what changed since the last published version, where that is smaller.")] = True
+    anchor_every: Annotated[
+        int, _doc("Publications between those whose whole content the learner sends as well.", ge=1, le=10_000)
+    ] = 25
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,6 +208,7 @@ class Config:
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     learner: LearnerConfig = field(default_factory=LearnerConfig)
     workers: WorkersConfig = field(default_factory=WorkersConfig)
+    broadcast: BroadcastConfig = field(default_factory=BroadcastConfig)
     head: HeadConfig = field(default_factory=HeadConfig)
 
     def __post_init__(self) -> None:
@@ -197,6 +224,32 @@ class Config:
         return SamplingParams(self.eval.temperature, 1.0, 0, self.sampling.max_tokens)
 
 
+#: What each loss takes in learner.loss_params; the losses themselves are in learner/losses.py.
+LOSS_PARAMS: Mapping[str, tuple[str, ...]] = {
+    "dppo": ("tv_low", "tv_high", "cap", "veto", "square"),
+    "ppo": ("clip_low", "clip_high"),
+    "decoupled": ("clip_low", "clip_high", "cap"),
+    "tis": ("cap",),
+    "icepop": ("low", "high"),
+    "cispo": ("floor", "cap"),
+    "gspo": ("clip_low", "clip_high"),
+    "m2po": ("second_moment", "clip_low", "clip_high"),
+    "none": (),
+}
+
+
+def _check_loss(learner: LearnerConfig) -> None:
+    known = LOSS_PARAMS[learner.loss]
+    for name, value in learner.loss_params.items():
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
+            takes = f"takes {', '.join(known)}" if known else "takes no parameters"
+            hint = f" Did you mean {near[0]}?" if near else ""
+            raise UserError(f"learner.loss_params.{name}: the loss {learner.loss!r} {takes}.{hint}")
+        if not math.isfinite(value) or value < 0.0:
+            raise UserError(f"learner.loss_params.{name} = {value}: expected a number >= 0.")
+
+
 def check_together(config: Config) -> None:
     """Refuse settings that are each fine and impossible together.
 
@@ -204,6 +257,7 @@ def check_together(config: Config) -> None:
         UserError: with both keys, both values and what to do.
     """
     schedule, sampling = config.schedule, config.sampling
+    _check_loss(config.learner)
     for section, name, *_ in all_fields():
         value = getattr(getattr(config, section), name)
         if isinstance(value, float) and not math.isfinite(value):

@@ -42,6 +42,7 @@ BAD_HELLOS = [
         )
     ),
 ]
+PAYLOAD = wire.PayloadId(ref=wire.SnapshotId(lineage=7, version=99))
 ODD_GROUP = wire.RolloutGroup(kind="train", number=2**53, rollouts=[wire.Rollout(tokens=bytes(4))])
 BAD_CALLS: list[tuple[str, Any]] = [
     ("Report", wire.WorkerReport(installed_version=HUGE)),
@@ -50,11 +51,21 @@ BAD_CALLS: list[tuple[str, Any]] = [
     ("Deliver", wire.Deliveries(items=[wire.Delivery(lease_id=HUGE, group=ODD_GROUP)])),
     ("Deliver", wire.Deliveries(items=[wire.Delivery()] * 5000)),
     ("FetchManifest", wire.ManifestRequest(lineage=HUGE, version=HUGE)),
+    ("FetchManifest", wire.ManifestRequest(version=1, base=wire.SnapshotId(lineage=HUGE, version=HUGE))),
+    ("ReportFetch", wire.FetchReport(payload=wire.PayloadId(ref=wire.SnapshotId(lineage=HUGE)))),
+    ("ReportFetch", wire.FetchReport(payload=PAYLOAD, bytes_stored=2, bytes_total=1)),
+    ("ReportFetch", wire.FetchReport(payload=PAYLOAD, failure="no such word", failed_source="w-1")),
+    ("ReportFetch", wire.FetchReport(payload=PAYLOAD, failure="slow", failed_source="a" * 1000)),
+    ("ReportFetch", wire.FetchReport(payload=PAYLOAD, whole=True, tallies=[wire.Tally(num_bytes=HUGE)])),
+    ("OfferSnapshot", wire.PublishRequest()),
+    ("PutChunk", wire.Chunk(hash=bytes(32))),
     ("Publish", wire.PublishRequest()),
     ("ReportStep", wire.StepReport(step=1, metrics_json="{")),
 ]
 ODD_CALLS: list[tuple[str, Any]] = [
     ("Report", wire.WorkerReport(doing="a" * 1_000_000, tokens_generated=HUGE, bytes_received=HUGE)),
+    ("ReportFetch", wire.FetchReport(up=math.nan, down=-1.0)),
+    ("ReportFetch", wire.FetchReport(payload=PAYLOAD, failure="corrupt", failed_source="w-0123456789")),
     ("FailLease", wire.LeaseFailed(lease_id=1, reason="no such reason", detail="a" * 1_000_000)),
     ("FailLease", wire.LeaseFailed(lease_id=2**53, reason="busy")),
     ("Deliver", wire.Deliveries(items=[wire.Delivery(lease_id=2**53, group=ODD_GROUP)])),
@@ -74,10 +85,9 @@ async def misbehave(ticket: str, state: Path) -> None:
             await link.call(method, request, SECONDS)
     for method, request in ODD_CALLS:
         await link.call(method, request, SECONDS)
-    with pytest.raises(PeerError):
-        await anext(aiter(link.stream("FetchChunks", wire.ChunkRequest(hashes=[b"../../config.json"]))))
-    with pytest.raises(PeerError):
-        await anext(aiter(link.stream("FetchChunks", wire.ChunkRequest(hashes=[bytes(32)] * 300))))
+    for hashes in ([b"../../config.json"], [bytes(32)], [bytes(32)] * 5000):
+        with pytest.raises(PeerError):
+            _ = [chunk async for chunk in link.stream("FetchChunks", wire.ChunkRequest(hashes=hashes))]
     await come_and_go(link)
     await link.close()
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from echo2 import __version__
-from echo2.cli import main, settings_from_flags, split_settings
+from echo2.cli import build_parser, main, settings_from_flags, split_settings
 from echo2.config import all_fields, build
 from echo2.errors import UserError
 from echo2.runtime.rundir import RunDir, create
@@ -196,3 +196,11 @@ def test_an_interrupted_command_says_how_to_go_on(
     interrupting.write_text("class Tasks:\n    def __init__(self):\n        raise KeyboardInterrupt\n")
     assert main(["run", str(config_file), "--dry-run", "--tasks.source", f"{interrupting}:Tasks"]) == 130
     assert "--resume" in capsys.readouterr().err
+
+
+def test_a_worker_says_where_it_listens_and_whether_it_gives_weights_on() -> None:
+    parse = build_parser().parse_args
+    options = parse(["worker", "TICKET", "--listen", "0.0.0.0:7342", "--advertise", "198.51.100.7", "--no-relay"])
+    assert (options.listen, options.advertise, options.no_relay) == ("0.0.0.0:7342", "198.51.100.7", True)
+    options = parse(["worker", "TICKET"])
+    assert (options.listen, options.advertise, options.no_relay) == ("", "", False)

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from echo2 import config as configuration
-from echo2.config import Config, all_fields, build, load, to_json
+from echo2.config import LOSS_PARAMS, Config, all_fields, build, load, to_json
 from echo2.errors import UserError
 
 MAX_FIELDS = 80
@@ -77,7 +77,22 @@ def test_no_unknown_key_passes(section: str, name: str) -> None:
         ({"run": {"deterministic": 1}}, "my.toml: run.deterministic = 1: expected `bool`, got `int`."),
         ({"sampling": {"top_p": 1.5}}, "my.toml: sampling.top_p = 1.5: expected `float` <= 1.0."),
         ({"sampling": {"group_size": 1}}, "my.toml: sampling.group_size = 1: expected `int` >= 2."),
-        ({"learner": {"loss": "grpo"}}, "my.toml: learner.loss = 'grpo': expected one of dppo, ppo."),
+        (
+            {"learner": {"loss": "grpo"}},
+            "my.toml: learner.loss = 'grpo': expected one of " + ", ".join(LOSS_PARAMS) + ".",
+        ),
+        (
+            {"learner": {"loss": "ppo", "loss_params": {"clip_hi": 0.2}}},
+            "my.toml: learner.loss_params.clip_hi: the loss 'ppo' takes clip_low, clip_high. Did you mean clip_high?",
+        ),
+        (
+            {"learner": {"loss": "none", "loss_params": {"cap": 2}}},
+            "my.toml: learner.loss_params.cap: the loss 'none' takes no parameters.",
+        ),
+        (
+            {"learner": {"loss": "tis", "loss_params": {"cap": -1.0}}},
+            "my.toml: learner.loss_params.cap = -1.0: expected a number >= 0.",
+        ),
         ({"reward": {"functions": [1]}}, "my.toml: reward.functions[0] = [1]: expected `str`, got `int`."),
         ({"head": {"port": 65536}}, "my.toml: head.port = 65536: expected `int` <= 65535."),
         ({"learner": {"lr": float("nan")}}, "my.toml: learner.lr = nan: expected `float` >= 0.0."),
@@ -117,6 +132,7 @@ def test_flags_win_over_the_file_and_the_file_over_defaults(tmp_path: Path) -> N
         "run.deterministic": "true",
         "learner.loss": "ppo",
         "learner.betas": "[0.8, 0.9]",
+        "learner.loss_params": "{clip_high = 1}",
         "tasks.params": '{split = "train"}',
         "reward.functions": '["exact_match"]',
         "tasks.source": "rows.jsonl",
@@ -126,6 +142,7 @@ def test_flags_win_over_the_file_and_the_file_over_defaults(tmp_path: Path) -> N
     assert (config.run.seed, config.run.deterministic, config.learner.loss) == (3, True, "ppo")
     assert (config.tasks.params, config.tasks.source) == ({"split": "train"}, "rows.jsonl")
     assert config.reward.functions == ["exact_match"]
+    assert config.learner.loss_params == {"clip_high": 1.0}
 
 
 @pytest.mark.parametrize(

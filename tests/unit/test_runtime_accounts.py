@@ -133,27 +133,67 @@ def test_two_evaluations_at_once_do_not_mix() -> None:
 
 def test_broadcast_times_are_those_of_the_newest_installed_version() -> None:
     meter = BroadcastMeter()
-    assert meter.metrics() == {}
-    meter.published(SnapshotRef(1, 1), now=10.0)
-    meter.published(SnapshotRef(1, 2), now=20.0)
+    meter.published(SnapshotRef(1, 1), 10.0, ["w1", "w2"])
+    meter.published(SnapshotRef(1, 2), 20.0, ["w1", "w2", "w3"])
     meter.installed("w1", SnapshotRef(1, 1), now=19.0)
-    assert meter.metrics() == {"broadcast/latency_p50": 9.0, "broadcast/latency_p95": 9.0}
+    row = meter.metrics()
+    assert (row["broadcast/latency_p50"], row["broadcast/latency_p95"]) == (9.0, 9.0)
     meter.installed("w1", SnapshotRef(1, 2), now=21.0)
     meter.installed("w1", SnapshotRef(1, 2), now=30.0)  # it says so with every heartbeat: the first counts
     meter.installed("w2", SnapshotRef(1, 2), now=22.0)
     meter.installed("w3", SnapshotRef(1, 2), now=26.0)
-    assert meter.metrics() == {"broadcast/latency_p50": 2.0, "broadcast/latency_p95": 6.0}
+    row = meter.metrics()
+    assert (row["broadcast/latency_p50"], row["broadcast/latency_p95"]) == (2.0, 6.0)
+
+
+def test_t_bcast_waits_for_a_share_of_those_who_attended() -> None:
+    """Eleven attend: ten of them are a share of 1/1.1."""
+    meter, ref = BroadcastMeter(), SnapshotRef(1, 5)
+    workers = [f"w{number}" for number in range(11)]
+    meter.published(ref, 100.0, workers)
+    meter.installed("late", ref, now=100.5)
+    for number, worker in enumerate(workers[:9]):
+        meter.installed(worker, ref, now=101.0 + number)
+    assert meter.metrics()["broadcast/t_bcast"] is None
+    meter.installed("w9", ref, now=120.0)
+    assert meter.metrics()["broadcast/t_bcast"] == 20.0
+    meter.installed("w10", ref, now=500.0)
+    assert meter.metrics()["broadcast/t_bcast"] == 20.0
+
+
+def test_who_leaves_is_waited_for_no_longer_and_who_skips_a_version_has_it() -> None:
+    meter = BroadcastMeter()
+    meter.published(SnapshotRef(1, 1), 0.0, ["w1", "w2"])
+    meter.installed("w1", SnapshotRef(1, 1), now=2.0)
+    assert meter.metrics()["broadcast/t_bcast"] is None
+    meter.gone("w2")
+    assert meter.metrics()["broadcast/t_bcast"] == 2.0
+    meter.published(SnapshotRef(1, 2), 10.0, ["w1"])
+    meter.published(SnapshotRef(1, 3), 11.0, ["w1"])
+    meter.installed("w1", SnapshotRef(1, 3), now=15.0)
+    assert meter.metrics()["broadcast/t_bcast"] == 4.0
+    meter.installed("w1", SnapshotRef(2, 9), now=16.0)  # of another lineage: says nothing about this one
+    assert meter.metrics()["broadcast/t_bcast"] == 4.0
+
+
+def test_without_workers_t_bcast_is_unknown() -> None:
+    meter = BroadcastMeter()
+    meter.published(SnapshotRef(1, 1), 0.0, [])
+    meter.installed("w1", SnapshotRef(1, 1), now=2.0)
+    row = meter.metrics()
+    assert row["broadcast/t_bcast"] is None
+    assert row["broadcast/latency_p50"] == 2.0
 
 
 def test_a_version_that_was_never_published_here_is_not_counted() -> None:
     meter = BroadcastMeter()
     meter.installed("w1", SnapshotRef(1, 5), now=1.0)
-    assert meter.metrics() == {}
+    assert "broadcast/latency_p50" not in meter.metrics()
 
 
 def test_the_meter_forgets_old_versions() -> None:
     meter = BroadcastMeter()
     for version in range(VERSIONS_MAX + 1):
-        meter.published(SnapshotRef(1, version), now=float(version))
+        meter.published(SnapshotRef(1, version), float(version), ["w1"])
     meter.installed("w1", SnapshotRef(1, 0), now=100.0)
-    assert meter.metrics() == {}
+    assert "broadcast/latency_p50" not in meter.metrics()

@@ -43,14 +43,22 @@ def dead_pid() -> int:
 
 
 def status(head_pid: int) -> dict[str, Any]:
-    worker = {"host": HERE, "doing": "sampling 8 groups with version 3"}
+    worker = {"host": HERE, "doing": "sampling 8 groups with version 3", "installed": "1.2", "suspected": None}
+    fetching = {"version": 3, "base": 2, "bytes_stored": 63, "bytes_total": 100}
     return {
         "time": 1000.0,
         "head": {"pid": head_pid, "host": HERE},
         "learner": {"pid": os.getpid(), "host": HERE, "device": "cpu", "doing": "training step 3"},
         "workers": [
             {"id": "w-here", "pid": os.getpid(), **worker},
-            {"id": "w-far", "pid": os.getpid(), **worker, "host": "elsewhere"},
+            {
+                "id": "w-far",
+                "pid": os.getpid(),
+                **worker,
+                "host": "elsewhere",
+                "fetching": fetching,
+                "bytes_sent": 3_100_000,
+            },
             {"id": "w-away", "pid": None, "host": None, "doing": ""},
         ],
         "version": 3,
@@ -68,6 +76,7 @@ def status(head_pid: int) -> dict[str, Any]:
             },
             {"waiter": "head", "waits_for": "learner", "since": 0.0, "until": None, "reason": "none is connected"},
         ],
+        "broadcast": {"broadcast/t_bcast": 1.25, "origin_bytes": 10, "peer_bytes": 20, "suspects": {"w-far": "lies"}},
         "cost_usd": 0.125,
         "outcome": None,
     }
@@ -131,6 +140,7 @@ def test_status_shows_who_waits_for_whom_and_why(rundir: RunDir) -> None:
     ]
     assert "step 3 of 40" in text
     assert "$0.1250" in text
+    assert any("w-far" in line and "v2, v3 63%, up 3.1 MB" in line for line in text.splitlines()), text
     for process, state in (("w-here", "alive"), ("w-far", "remote"), ("w-away", "away")):
         assert any(process in line and state in line for line in text.splitlines()), text
 
@@ -156,6 +166,7 @@ def summary() -> dict[str, Any]:
         "staleness_bound": 3,
         "groups": {"trained": 2560, "retired": {"stale": 3, "failed": 1}, "refused": {"duplicate": 7}},
         "origin_bytes": 12_345_678,
+        "peer_bytes": 98_765_432,
         "seconds": 61.0,
         "machines": {
             "learner": {**machine, "wasted_seconds": {}},
@@ -181,7 +192,7 @@ def test_the_summary_is_worth_reading() -> None:
         "25.0%",
         "mean 0.50, max 2, bound 3",
         "2560 trained, retired: 3 stale, 1 failed; deliveries refused: 7 duplicate",
-        "12.3 MB",
+        "12.3 MB from the head, 98.8 MB between workers",
         "$1.0000, of it wasted $0.2500",
         "$0.2500 (expired 3.5 s)",
     ):
@@ -229,6 +240,7 @@ def test_without_a_terminal_progress_is_one_line_now_and_then(rundir: RunDir) ->
     assert line.startswith("step 3/40  reward 0.750 ▁▄█")
     assert "held-out 0: 0.250" in line
     assert line.endswith("head waits for learner: none is connected")
+    assert "weights v3 at 0 of 3 workers  1 fetching, the slowest 63%  T_bcast 1.2 s  suspected: w-far" in line
 
 
 def test_before_the_first_status_there_is_little_to_say(rundir: RunDir) -> None:

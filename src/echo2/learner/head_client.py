@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import os
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
@@ -22,19 +23,23 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from echo2.errors import InvariantError, LinkError, PeerError, UserError
+from echo2.learner.publication import Offer, Publisher, PublishOptions
 from echo2.transport import wire_pb2 as wire
 from echo2.transport.base import Link
 from echo2.transport.limits import PROTOCOL_VERSION
 from echo2.transport.messages import decode_group
-from echo2.types import RolloutGroup, SnapshotRef, TensorBytes
-from echo2.weights.codec import encode
+from echo2.types import RolloutGroup, Snapshot, SnapshotRef, TensorBytes
+
+log = logging.getLogger(__name__)
 
 CALL_SECONDS = 30.0  # one attempt of a small call
 FIRST_PAUSE_SECONDS = 0.1
 LONGEST_PAUSE_SECONDS = 3.0
-PARALLEL_CHUNKS = 4  # enough to hide the round trip of a chunk, few enough to be bounded in memory
+PUBLISH_SECONDS = 600.0  # the head answers when it has rebuilt the whole content of a delta
+PARALLEL_CHUNKS = 8  # enough to hide the round trip of a chunk, few enough to be bounded in memory
 UNKNOWN_LEARNER = "unknown_learner"  # the head's word for: I was restarted, say hello
 REFUSED = "refused"  # the head's word for: the run does not stand where you say
+UNUSABLE_DELTA = ("base", "corrupt")  # the head's words for: send the whole content instead
 
 T = TypeVar("T")
 
@@ -61,14 +66,18 @@ class LearnerInfo:
 class HeadClient:
     """One learner's dealings with the head over `link`, after its first hello (`join_head`)."""
 
-    def __init__(self, link: Link, version: int, info: LearnerInfo, patience_seconds: float) -> None:
+    def __init__(
+        self, link: Link, version: int, info: LearnerInfo, options: PublishOptions, patience_seconds: float
+    ) -> None:
         self._link = link
+        self._publisher = Publisher(options)
         self._version = version  # the last one that the head acknowledged
         self._info = info
         self._patience_seconds = patience_seconds
         self._joins = 0
         self._fed_at_join = 0  # the value of _joins when the last step's groups were complete
         self._join_lock = asyncio.Lock()
+        self._publish_lock = asyncio.Lock()  # in order: each is encoded over the one before
         self.lineage = 0
         self.max_steps = 0
         self.published: set[int] = set()
@@ -124,17 +133,42 @@ class HeadClient:
         self._version = step + 1
 
     async def publish(self, version: int, tensors: Mapping[str, TensorBytes], files: Mapping[str, bytes]) -> None:
-        """Encode a snapshot, send the chunks that the head lacks, and have it announced."""
-        while version not in self.published:
-            lineage = self.lineage
-            # Hashing takes as long as copying: beside the loop, so that arriving groups do not wait for it.
-            manifest, chunks = await asyncio.to_thread(encode, SnapshotRef(lineage, version), tensors, files)
-            request = wire.PublishRequest(lineage=lineage, version=version, manifest=manifest.to_bytes())
-            await self._patiently("Publish", lambda: self._upload(request, chunks))  # noqa: B023 - awaited right here
-            if (
-                lineage == self.lineage
-            ):  # else the head fell back meanwhile, and has dropped what was published under the old one
-                self.published.add(version)
+        """Encode a snapshot, send the chunks that the head lacks, and have it announced; one after the other.
+
+        On return the head has the whole content, too. `tensors` stay in memory as the base of the next delta.
+        """
+        started = asyncio.get_running_loop().time()
+        async with self._publish_lock:
+            while version not in self.published:
+                await self._publish(Snapshot(SnapshotRef(self.lineage, version), tensors, files), started)
+
+    async def _publish(self, target: Snapshot, started: float) -> None:
+        # Encoding takes as long as a few copies: beside the loop, so that arriving groups do not wait for it.
+        delta = await asyncio.to_thread(self._publisher.delta, target)
+        as_delta = delta is not None and await self._publish_delta(delta, started)
+        if not as_delta:
+            await self._publish_whole(target, started)
+        if target.ref.lineage != self.lineage:
+            return  # the head fell back meanwhile, and has dropped what was published under the old one
+        if self._publisher.published(target, as_delta):
+            await self._publish_whole(target, started)
+            self._publisher.sent_whole()
+        self.published.add(target.ref.version)
+
+    async def _publish_delta(self, delta: Offer, started: float) -> bool:
+        """False: the head can't use it."""
+        try:
+            await self._patiently("Publish", lambda: self._upload(delta, started))
+        except PeerError as error:
+            if error.reason not in UNUSABLE_DELTA:
+                raise
+            log.warning("version %d goes whole: %s", delta.manifest.version, error)
+            return False
+        return True
+
+    async def _publish_whole(self, target: Snapshot, started: float) -> None:
+        whole = await asyncio.to_thread(self._publisher.whole, target)
+        await self._patiently("Publish", lambda: self._upload(whole, started))
 
     async def report_checkpoint(self, version: int, oldest_kept: int) -> None:
         """A checkpoint of `version` is durable; none older than `oldest_kept` exists any more."""
@@ -197,13 +231,20 @@ class HeadClient:
             )
         await self._link.call("ReportStep", request, CALL_SECONDS)
 
-    async def _upload(self, request: wire.PublishRequest, chunks: Mapping[bytes, bytes | memoryview]) -> None:
+    async def _upload(self, offer: Offer, started: float) -> None:
+        """`started`: when the copy of the weights was there."""
+        ref, raw = offer.manifest.ref, offer.manifest.to_bytes()
+        request = wire.PublishRequest(lineage=ref.lineage, version=ref.version)
+        if offer.is_delta:
+            request.delta = raw
+        else:
+            request.manifest = raw
         missing = (await self._link.call("OfferSnapshot", request, CALL_SECONDS)).hashes
         at_once = asyncio.Semaphore(PARALLEL_CHUNKS)
 
         async def put(name: bytes) -> None:
             async with at_once:
-                await self._link.call("PutChunk", wire.Chunk(hash=name, data=bytes(chunks[name])), CALL_SECONDS)
+                await self._link.call("PutChunk", wire.Chunk(hash=name, data=bytes(offer.chunks[name])), CALL_SECONDS)
 
         try:
             async with asyncio.TaskGroup() as tasks:
@@ -211,7 +252,8 @@ class HeadClient:
                     tasks.create_task(put(name))
         except ExceptionGroup as errors:
             raise errors.exceptions[0] from errors
-        await self._link.call("Publish", request, CALL_SECONDS)
+        request.encode_seconds = asyncio.get_running_loop().time() - started
+        await self._link.call("Publish", request, PUBLISH_SECONDS)
 
     async def _patiently(self, what: str, attempt: Callable[[], Awaitable[T]]) -> T:
         """Repeat `attempt` while the head is away, joining again where it was restarted.
@@ -235,7 +277,11 @@ class HeadClient:
 
 
 async def join_head(
-    connect: Callable[[], Awaitable[Link]], version: int, info: LearnerInfo, patience_seconds: float = 120.0
+    connect: Callable[[], Awaitable[Link]],
+    version: int,
+    info: LearnerInfo,
+    options: PublishOptions,
+    patience_seconds: float = 120.0,
 ) -> HeadClient:
     """Connect and say hello; the client that can be used from then on.
 
@@ -244,7 +290,7 @@ async def join_head(
         UserError: the run does not stand where this learner does.
     """
     link = await _connect_patiently(connect, patience_seconds)
-    client = HeadClient(link, version, info, patience_seconds)
+    client = HeadClient(link, version, info, options, patience_seconds)
     try:
         await client._patiently("LearnerHello", lambda: client._join_again(0))
     except PeerError as error:

@@ -80,9 +80,10 @@ def run_learner(trainer: Trainer, head: HeadSession, options: LoopOptions) -> st
             head.want_groups(trainer.version)
         _publish_if_due(trainer, head, options, meter)
         if is_last or trainer.version % options.checkpoint_every == 0:
-            # A learner that comes back to this checkpoint can't make an earlier snapshot again, and steps may need it.
-            with meter.time("publish"):
-                head.finish_publishing()
+            # A learner that comes back to this checkpoint can make this version's snapshot again, but no earlier one,
+            # and steps may need it.
+            with meter.time("publish_wait"):
+                head.finish_publishing(but=trainer.version)
             with meter.time("checkpoint"):
                 _save(trainer, head.lineage, cursor, options)
                 _report_checkpoints(trainer, head, options)
@@ -129,8 +130,9 @@ def _publish_if_due(trainer: Trainer, head: HeadSession, options: LoopOptions, m
     if version in published or (not is_due and any(newest_due <= have < version for have in published)):
         return
     head.doing = f"publishing version {version}"
+    with meter.time("publish_wait"):
+        head.make_room()
     with meter.time("publish"):
-        head.finish_publishing()
         if version not in head.published:
             tensors, files = trainer.save_weights_for_sampler()
             head.publish(version, tensors, files)

@@ -1,7 +1,7 @@
 """The head, for a thread that is busy training: networking runs in an asyncio loop in a thread of its own.
 
-Groups of the wanted step are received while the trainer works and wait in a queue (at most one step's groups). A
-snapshot is encoded and sent in the background, one at a time.
+Groups of the wanted step are received while the trainer works and wait in a queue (at most one step's groups).
+Snapshots are encoded and sent in the background, one at a time and in order.
 """
 
 from __future__ import annotations
@@ -16,9 +16,11 @@ from typing import Any, TypeVar
 
 from echo2.errors import LinkError, PeerError
 from echo2.learner.head_client import HeadClient, LearnerInfo, StepEnd, join_head
+from echo2.learner.publication import PublishOptions
 from echo2.transport.base import Link
 from echo2.types import RolloutGroup, TensorBytes
 
+PUBLICATIONS_MAX = 2  # one on its way and one that waits for it: each is a copy of the weights
 DOING_SECONDS = 1.0  # how often the head hears what the learner does
 T = TypeVar("T")
 
@@ -35,6 +37,7 @@ class HeadSession:
         version: int,
         info: LearnerInfo,
         patience_seconds: float = 120.0,
+        publishing: PublishOptions | None = None,
     ) -> None:
         """Connect and say hello.
 
@@ -44,15 +47,14 @@ class HeadSession:
         """
 
         async def join() -> HeadClient:
-            return await join_head(connect, version, info, patience_seconds)
+            return await join_head(connect, version, info, publishing or PublishOptions(), patience_seconds)
 
         self.doing = "starting"
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="head-session", daemon=True)
         self._thread.start()
         self._feed: queue.SimpleQueue[RolloutGroup | StepEnd | Exception] = queue.SimpleQueue()
-        self._publication: Future[None] | None = None
-        self._under_way: set[int] = set()
+        self._publications: dict[int, Future[None]] = {}
         try:
             self._client = self._wait(join())
         except BaseException:
@@ -70,8 +72,8 @@ class HeadSession:
 
     @property
     def published(self) -> frozenset[int]:
-        """Versions that workers can get, or soon can: the one under way counts."""
-        return frozenset(self._client.published | self._under_way)
+        """Versions that workers can get, or soon can: those under way count."""
+        return frozenset(self._client.published | set(self._publications))
 
     def want_groups(self, step: int) -> None:
         """Start receiving the groups of `step`; the previous step's must have ended."""
@@ -91,20 +93,24 @@ class HeadSession:
         """Wait until the head has recorded the step."""
         self._wait(self._client.report_step(step, numbers, metrics))
 
-    def publish(self, version: int, tensors: Mapping[str, TensorBytes], files: Mapping[str, bytes]) -> None:
-        """Send a snapshot in the background, after the previous one is through. `tensors` must not change any more."""
-        self.finish_publishing()
-        self._under_way = {version}
-        self._publication = self._start(self._client.publish(version, tensors, files))
-
-    def finish_publishing(self) -> None:
-        """Wait for the snapshot under way, if any."""
-        if self._publication is not None:
-            publication, self._publication = self._publication, None
-            try:
+    def make_room(self) -> None:
+        """Wait until another snapshot may be published: as a rule not at all."""
+        for version, publication in list(self._publications.items()):
+            if publication.done() or len(self._publications) >= PUBLICATIONS_MAX:
+                del self._publications[version]
                 publication.result()
-            finally:
-                self._under_way = set()
+
+    def publish(self, version: int, tensors: Mapping[str, TensorBytes], files: Mapping[str, bytes]) -> None:
+        """Send a snapshot in the background, after those before. `tensors` must not change any more."""
+        self.make_room()
+        self._publications[version] = self._start(self._client.publish(version, tensors, files))
+
+    def finish_publishing(self, but: int = -1) -> None:
+        """Wait for the snapshots under way, except that of version `but`."""
+        for version, publication in list(self._publications.items()):
+            if version != but or publication.done():
+                del self._publications[version]
+                publication.result()
 
     def report_checkpoint(self, version: int, oldest_kept: int) -> None:
         """Wait until the head knows that this checkpoint is durable."""

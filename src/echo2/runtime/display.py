@@ -99,9 +99,30 @@ def _news(rows: list[dict[str, Any]], status: dict[str, Any]) -> Text:
     evals = [row for row in rows if "eval/accuracy" in row]
     if evals:
         text.append("held-out " + "  ".join(f"{row['step']}: {row['eval/accuracy']:.3f}" for row in evals[-6:]) + "\n")
+    if broadcast := _broadcast_line(status):
+        text.append(f"weights {broadcast}\n")
     for wait in status.get("waits", [])[:2]:
         text.append(f"{wait['waiter']} waits for {wait['waits_for']}: {wait['reason']}\n", style="dim")
     return text
+
+
+def _broadcast_line(status: dict[str, Any]) -> str:
+    """Who has the newest weights, how far the others are, and how long the last broadcast took."""
+    workers, newest = status.get("workers", []), status.get("published")
+    if newest is None or not workers:
+        return ""
+    done = sum(1 for worker in workers if str(worker.get("installed")).rpartition(".")[2] == str(newest))
+    words = [f"v{newest} at {done} of {len(workers)} workers"]
+    under_way = [worker["fetching"] for worker in workers if worker.get("fetching")]
+    shares = [each["bytes_stored"] / max(1, each["bytes_total"]) for each in under_way]
+    if shares:
+        words.append(f"{len(shares)} fetching, the slowest {min(shares):.0%}")
+    broadcast = status.get("broadcast", {})
+    if broadcast.get("broadcast/t_bcast") is not None:
+        words.append(f"T_bcast {broadcast['broadcast/t_bcast']:.1f} s")
+    if broadcast.get("suspects"):
+        words.append("suspected: " + ", ".join(sorted(broadcast["suspects"])))
+    return "  ".join(words)
 
 
 def show_summary(summary: dict[str, Any], console: Console) -> None:
@@ -123,7 +144,10 @@ def show_summary(summary: dict[str, Any], console: Console) -> None:
     )
     table.add_row("staleness (versions)", staleness)
     table.add_row("groups", f"{groups['trained']} trained, retired: {retired}; deliveries refused: {refused}")
-    table.add_row("snapshots shipped", f"{summary['origin_bytes'] / 1e6:.1f} MB")
+    shipped = (
+        f"{summary['origin_bytes'] / 1e6:.1f} MB from the head, {summary['peer_bytes'] / 1e6:.1f} MB between workers"
+    )
+    table.add_row("weights sent", shipped)
     table.add_row("time", f"{summary['seconds']:.0f} s")
     table.add_row("cost", f"${summary['cost_usd']:.4f}, of it wasted ${summary['wasted_usd']:.4f}")
     console.print(table)
@@ -156,8 +180,9 @@ def show_status(status: dict[str, Any], console: Console) -> None:
         until = f"in {wait['until'] - now:.1f} s" if wait["until"] is not None else "-"
         waits.add_row(wait["waiter"], wait["waits_for"], since, until, escape(wait["reason"]))
     console.print(waits if status["waits"] else "nobody waits")
-    table = Table("role", "id", "pid", "state", "doing", title="Processes", title_justify="left")
+    table = Table("role", "id", "pid", "state", "weights", "doing", title="Processes", title_justify="left")
     for process in status["processes"]:
         state = PROCESS_STATES[process["alive"]] if process["host"] else "away"
-        table.add_row(process["role"], process["id"], str(process["pid"] or "-"), state, escape(process["doing"]))
+        pid, weights = str(process["pid"] or "-"), escape(process.get("weights", ""))
+        table.add_row(process["role"], process["id"], pid, state, weights, escape(process["doing"]))
     console.print(table)

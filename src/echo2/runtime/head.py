@@ -14,17 +14,22 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from echo2.broadcast.origin import OriginNode
 from echo2.buffer import Ledger
 from echo2.config import Config
 from echo2.control import commands as do
 from echo2.control import events as ev
+from echo2.control.broadcast import BroadcastOptions
+from echo2.control.fleet import Worker
 from echo2.control.planner import Planner
 from echo2.control.state import PlannerOptions
 from echo2.errors import InvariantError, UserError
 from echo2.reward.process import RewardProcess
+from echo2.runtime.archive import Archive
 from echo2.runtime.broadcast_meter import BroadcastMeter
 from echo2.runtime.clock import Clock
 from echo2.runtime.costs import CostBook
+from echo2.runtime.distribution import Distribution
 from echo2.runtime.evals import Evals
 from echo2.runtime.eventlog import EventLog
 from echo2.runtime.metrics import Metrics, Sink, TensorBoardSink, WandbSink
@@ -34,8 +39,10 @@ from echo2.tasks.base import TaskStream
 from echo2.tasks.load import load_tasks
 from echo2.transport import messages
 from echo2.transport import wire_pb2 as wire
+from echo2.transport.grpc_link import GrpcNetwork
+from echo2.transport.identity import RunIdentity
 from echo2.types import Assignment, GroupRef, RolloutGroup, SnapshotRef, Task
-from echo2.weights import ChunkStore, Manifest
+from echo2.weights import ChunkStore
 
 log = logging.getLogger(__name__)
 
@@ -53,6 +60,7 @@ class Presence:
     engine: str
     device: str
     report: wire.WorkerReport
+    installed: SnapshotRef | None = None
 
 
 @dataclass(slots=True)
@@ -99,7 +107,7 @@ def planner_options(config: Config, eval_size: int) -> PlannerOptions:
 class Head:
     """One run's control plane. `happen(event)` is the one place where the planner is called."""
 
-    def __init__(self, rundir: RunDir, config: Config) -> None:
+    def __init__(self, rundir: RunDir, config: Config, identity: RunIdentity) -> None:
         self.rundir, self.config = rundir, config
         self.clock = Clock()
         self.tasks = TaskStream(
@@ -108,13 +116,13 @@ class Head:
         self.eval_tasks, eval_size = self._load_eval()
         self.ledger = Ledger(rundir.ledger)
         self.run_id = self._meta("run_id", lambda: secrets.token_hex(6))
-        self.store = ChunkStore(rundir.snapshots)
         self.options = planner_options(config, eval_size)
         self.planner = Planner(self.options)
         self.log = EventLog(rundir.events, self.options)
         self.metrics = Metrics(rundir.metrics, self._sinks())
         self.costs = CostBook(self.ledger.get_meta("costs"))
-        self.counters: dict[str, int] = self.ledger.get_meta("counters", {"origin_bytes": 0, "workers_lost": 0})
+        self.counters: dict[str, int] = {"workers_lost": 0, **self.ledger.get_meta("counters", {})}
+        self._traffic_before = {name: self.counters.pop(name, 0) for name in ("origin_bytes", "peer_bytes")}
         self.vocab_size: int | None = self.ledger.get_meta("vocab_size")
         self.evals = Evals()
         self.broadcast = BroadcastMeter()
@@ -128,6 +136,7 @@ class Head:
         self.lease_started: dict[int, tuple[str, float]] = {}
         self.started_at = self.clock.now() - self.ledger.get_meta("seconds", 0.0)  # of all heads of this run together
         self.outcome: tuple[str, str] | None = None
+        self.distribution = self._distribution(identity)
         self.over = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
         self._wake: asyncio.TimerHandle | None = None
@@ -139,6 +148,14 @@ class Head:
             return None, 0
         source = load_tasks(config.eval.source, config.eval.params, config.run.seed)
         return TaskStream(source, config.run.seed, False), min(config.eval.limit, len(source))
+
+    def _distribution(self, identity: RunIdentity) -> Distribution:
+        store, broadcast = ChunkStore(self.rundir.snapshots), self.config.broadcast
+        options = BroadcastOptions(scheme=broadcast.scheme, fan_out=broadcast.fan_out)
+        archive = Archive(store, deltas=broadcast.deltas)
+        dial = GrpcNetwork(identity.credentials).to_peer
+        origin = OriginNode(store, options, self.order, self.clock, dial=dial, on_error=self.fail)
+        return Distribution(archive, origin, identity, self.order, self.attending, self.spawn)
 
     def _sinks(self) -> list[Sink]:
         run, sinks = self.config.run, list[Sink]()
@@ -170,7 +187,7 @@ class Head:
                 self._carry[type(command)](command)
         return commands
 
-    def start(self) -> None:
+    async def start(self) -> None:
         """Tell the planner what the ledger and the snapshot store hold.
 
         Raises:
@@ -197,7 +214,7 @@ class Head:
                 next_lease_id=max(state.next_lease_id, self.ledger.get_meta("next_lease_id", 1)),
                 groups=groups,
                 leases=leases,
-                published=tuple(manifest.ref for manifest in self.store.manifests()),
+                published=tuple(await self.distribution.archive.mend()),
                 evaluated=tuple(row["step"] for row in self.metrics.rows if "eval/accuracy" in row),
             )
         )
@@ -227,8 +244,17 @@ class Head:
 
     def save_books(self) -> None:
         self.ledger.set_meta("costs", self.costs.to_plain(self.clock.now()))
-        self.ledger.set_meta("counters", self.counters)
+        self.ledger.set_meta("counters", {**self.counters, **self.traffic()})
         self.ledger.set_meta("seconds", self.clock.now() - self.started_at)
+
+    def traffic(self) -> dict[str, int]:
+        """Bytes of chunks since the run began: sent by the origin, and by workers to each other."""
+        origin = self.distribution.origin
+        before = self._traffic_before
+        return {
+            "origin_bytes": before["origin_bytes"] + origin.origin_bytes,
+            "peer_bytes": before["peer_bytes"] + origin.peer_bytes,
+        }
 
     async def close(self) -> None:
         """Tell everybody that it is over and let go of all files."""
@@ -329,7 +355,7 @@ class Head:
     def _accept(self, command: do.AcceptDelivery) -> None:
         pending = self.pending[command.lease_id]
         group = pending.group
-        self.costs.useful(command.worker_id, group.generate_seconds)
+        self.costs.useful(command.worker_id, group.generate_seconds, self.clock.now())
         if group.group.kind == "eval":
             self.evals.deliver(group)
             return
@@ -349,7 +375,7 @@ class Head:
         pending = self.pending.get(command.lease_id)
         group = pending.group if pending is not None else None
         seconds, tokens = (group.generate_seconds, group.num_tokens) if group is not None else (0.0, 0)
-        self.costs.wasted(command.worker_id, command.refusal, seconds)
+        self.costs.wasted(command.worker_id, command.refusal, seconds, self.clock.now())
         if command.group is None or command.group.kind == "train":
             number = command.group.number if command.group is not None else 0
             args = (command.lease_id, number, command.worker_id, command.refusal, tokens, seconds, self.clock.now())
@@ -391,23 +417,16 @@ class Head:
         self.ledger.learner_joined(command.version, command.lineage, self.clock.now())
         self.metrics.truncate(command.version)
 
-    def manifest(self, ref: SnapshotRef) -> Manifest | None:
-        """The manifest of a snapshot; lineage 0 stands for the newest lineage that has the version."""
-        found = [m for m in self.store.manifests() if m.version == ref.version and ref.lineage in (0, m.lineage)]
-        return found[-1] if found else None
-
     def _announce(self, command: do.AnnounceSnapshot) -> None:
-        manifest = self.manifest(command.ref)
-        if manifest is None:
-            raise InvariantError(f"snapshot {command.ref} is announced and not stored")
-        ref, raw = command.ref, manifest.to_bytes()
-        notice = wire.SnapshotNotice(lineage=ref.lineage, version=ref.version, manifest=raw)
-        for worker_id in command.worker_ids:
-            self.order(worker_id, wire.Order(snapshot=notice))
+        self.distribution.announce(command.ref, command.worker_ids)
 
     def _drop_snapshot(self, command: do.DropSnapshot) -> None:
-        self.store.drop_manifest(command.ref)
-        self.store.retain(self.store.manifests())
+        self.spawn(self.distribution.archive.drop(command.ref))
+
+    def attending(self, worker_id: str) -> Worker | None:
+        """The worker, if it can be told something now."""
+        worker = self.planner.fleet.get(worker_id)
+        return worker if worker is not None and worker_id in self.workers else None
 
     def _record_checkpoint(self, command: do.RecordCheckpoint) -> None:
         self.ledger.checkpoint(command.version, command.oldest_kept)
@@ -433,6 +452,8 @@ class Head:
     def _worker_gone(self, command: do.WorkerGone) -> None:
         self.counters["workers_lost"] += 1
         self.costs.left(command.worker_id, self.clock.now())
+        self.broadcast.gone(command.worker_id)
+        self.distribution.origin.left(command.worker_id, command.reason)
         presence = self.workers.pop(command.worker_id, None)
         if presence is not None:
             presence.outbox.put_nowait(None)

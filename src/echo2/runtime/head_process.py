@@ -13,7 +13,7 @@ from echo2.runtime import head_report
 from echo2.runtime.head import Head
 from echo2.runtime.rundir import RunDir, claimed, write_atomically
 from echo2.runtime.service import Service
-from echo2.transport.grpc_link import GrpcServer
+from echo2.transport.grpc_server import GrpcServer
 from echo2.transport.identity import RunIdentity, Ticket
 
 log = logging.getLogger(__name__)
@@ -41,14 +41,14 @@ async def run_head(rundir: RunDir) -> None:
 async def _serve(rundir: RunDir) -> None:
     config = rundir.read_config()
     rundir.outcome.unlink(missing_ok=True)  # that of an earlier head
-    head = Head(rundir, config)
     identity = RunIdentity.create_or_load(rundir.identity)
+    head = Head(rundir, config, identity)
     port = config.head.port or head.ledger.get_meta("port", 0)
     service = Service(head)
     server = GrpcServer(config.head.host, port, identity, service.handlers(), head.fail)
     if set(config.reward.functions) - set(BUILT_IN):
         await head.reward.start()  # a reward file that does not load is found before anything is sampled
-    head.start()  # before anybody can call: what the ledger holds comes first
+    await head.start()  # before anybody can call: what the ledger holds comes first
     bound = await server.start()
     head.ledger.set_meta("port", bound)
     address = f"{config.head.advertise or config.head.host}:{bound}"
@@ -67,6 +67,7 @@ async def _serve(rundir: RunDir) -> None:
     await head.close()
     await asyncio.sleep(FAREWELL_SECONDS)
     await server.stop()
+    await head.distribution.close()
     kind, reason = head.outcome
     if kind == "finished" or reason == TOLD_TO_STOP:
         return

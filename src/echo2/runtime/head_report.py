@@ -10,8 +10,10 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
+from echo2.broadcast.origin import Progress
 from echo2.runtime.head import Head
 from echo2.runtime.rundir import write_atomically
+from echo2.types import SnapshotRef
 
 
 def step_row(head: Head, version: int, learner_metrics: dict[str, Any], numbers: Sequence[int]) -> dict[str, Any]:
@@ -39,7 +41,8 @@ def step_row(head: Head, version: int, learner_metrics: dict[str, Any], numbers:
         "workers/idle": idle,
         "workers/lost": head.counters["workers_lost"],
         **head.broadcast.metrics(),
-        "broadcast/origin_bytes": head.counters["origin_bytes"],
+        **{f"broadcast/{name}": num_bytes for name, num_bytes in head.traffic().items()},
+        "broadcast/pause_seconds": _pause_seconds(head),
         "cost/step_usd": max(0.0, cum_usd - before),
         "cost/cum_usd": cum_usd,
         "cost/usd_per_mtok": cum_usd / tokens * 1e6 if tokens else 0.0,
@@ -51,7 +54,8 @@ def status(head: Head) -> dict[str, Any]:
     """Everything `echo2 status` shows, as plain values."""
     now = head.clock.now()
     planner, learner = head.planner, head.learner
-    workers = []
+    workers, progress = [], head.distribution.origin.progress()
+    suspects = head.distribution.origin.suspects
     for worker in planner.fleet.all():
         presence = head.workers.get(worker.worker_id)
         report = presence.report if presence is not None else None
@@ -68,6 +72,10 @@ def status(head: Head) -> dict[str, Any]:
                 "attends": not worker.detached,
                 "price_usd_per_hour": worker.price_usd_per_hour,
                 "pause_seconds": report.pause_seconds if report else 0.0,
+                "fetching": _fetching(progress.get(worker.worker_id), worker.installed),
+                "bytes_received": report.bytes_received if report else 0,
+                "bytes_sent": report.bytes_sent if report else 0,
+                "suspected": suspects.get(worker.worker_id),
             }
         )
     return {
@@ -84,10 +92,30 @@ def status(head: Head) -> dict[str, Any]:
         "published": max(planner.published, default=None),
         "checkpoint": planner.checkpoint_version,
         "groups": _group_counts(head),
+        "broadcast": {**head.broadcast.metrics(), **head.traffic(), "suspects": dict(suspects)},
         "waits": [asdict(wait) for wait in planner.waits(now)],
         "cost_usd": head.costs.cum_usd(now),
         "outcome": head.outcome,
     }
+
+
+def _fetching(progress: Progress | None, installed: SnapshotRef | None) -> dict[str, Any] | None:
+    """What a worker fetches and how far it is; None where it has that installed."""
+    if progress is None or (installed is not None and progress.payload.ref <= installed):
+        return None
+    base = progress.payload.base
+    return {
+        "version": progress.payload.ref.version,
+        "base": base.version if base is not None else None,
+        "bytes_stored": progress.bytes_stored,
+        "bytes_total": progress.bytes_total,
+    }
+
+
+def _pause_seconds(head: Head) -> float:
+    """Of generation, for swaps, since the start: the mean over the workers that attend."""
+    pauses = [presence.report.pause_seconds for presence in head.workers.values()]
+    return sum(pauses) / max(1, len(pauses))
 
 
 def _group_counts(head: Head) -> dict[str, int]:
@@ -117,7 +145,7 @@ def summary(head: Head) -> dict[str, Any]:
         "staleness_max": max((row.get("off_policy/max", 0) for row in steps), default=0),
         "staleness_bound": head.options.max_staleness,
         "groups": counts,
-        "origin_bytes": head.counters["origin_bytes"],
+        **head.traffic(),
         "seconds": now - head.started_at,
         "machines": {
             name: {

@@ -24,8 +24,6 @@ from echo2.transport.limits import NAME_CHARS_MAX, PRICE_MAX_USD_PER_HOUR, PROTO
 from echo2.types import SnapshotRef
 from echo2.weights import Manifest
 
-#: Chunks one call may ask for.
-CHUNKS_PER_CALL_MAX = 256
 #: Results in one call.
 DELIVERIES_PER_CALL_MAX = 4096
 #: Bytes of groups that the learner is sent in one message, unless a single group is larger.
@@ -43,7 +41,7 @@ class Service:
 
     def __init__(self, head: Head) -> None:
         self._head = head
-        self._offered: Manifest | None = None
+        self._revoked: frozenset[str] = frozenset()
 
     def handlers(self) -> dict[str, Handler]:
         return {
@@ -52,7 +50,6 @@ class Service:
             "FailLease": self.fail_lease,
             "Deliver": self.deliver,
             "FetchManifest": self.fetch_manifest,
-            "FetchChunks": self.fetch_chunks,
             "LearnerHello": self.learner_hello,
             "TakeGroups": self.take_groups,
             "ReportStep": self.report_step,
@@ -61,6 +58,7 @@ class Service:
             "Publish": self.publish,
             "ReportCheckpoint": self.report_checkpoint,
             "LearnerReport": self.learner_report,
+            **self._head.distribution.origin.handlers(),
         }
 
     # ---- workers -------------------------------------------------------------------------------------------------
@@ -76,8 +74,13 @@ class Service:
         if before is not None:
             before.outbox.put_nowait(None)
         head.workers[peer.peer_id] = presence
+        head.distribution.origin.joined(peer.peer_id, hello, peer.host)
+        if joined.installed is not None:
+            head.distribution.origin.held(peer.peer_id, joined.installed)
         head.costs.joined(peer.peer_id, joined.price_usd_per_hour, head.clock.now())
         outbox.put_nowait(wire.Order(settings=self._settings()))
+        if self._revoked:
+            outbox.put_nowait(wire.Order(revoked_peers=wire.RevokedPeers(peer_ids=sorted(self._revoked))))
         try:
             head.happen(joined)
             while (order := await outbox.get()) is not None:
@@ -86,6 +89,7 @@ class Service:
             if head.workers.get(peer.peer_id) is presence:
                 del head.workers[peer.peer_id]
                 head.costs.left(peer.peer_id, head.clock.now())
+                head.distribution.origin.left(peer.peer_id, "its connection closed")
                 head.happen(ev.WorkerDetached(peer.peer_id, "its connection closed"))
 
     def _settings(self) -> wire.RunSettings:
@@ -110,6 +114,9 @@ class Service:
         report.doing = report.doing[:NAME_CHARS_MAX]
         presence.report = report
         if installed is not None:
+            if installed != presence.installed:
+                presence.installed = installed
+                self._head.distribution.origin.held(peer.peer_id, installed)
             self._head.broadcast.installed(peer.peer_id, installed, self._head.clock.now())
         self._head.happen(ev.WorkerReported(peer.peer_id, installed))
         return wire.Empty()
@@ -158,23 +165,17 @@ class Service:
             head.pending.pop(lease_id, None)
 
     async def fetch_manifest(self, peer: Peer, request: wire.ManifestRequest) -> wire.SnapshotNotice:
-        manifest = self._head.manifest(SnapshotRef(request.lineage, request.version))
-        if manifest is None:
-            raise PeerError("unknown_snapshot", f"no snapshot of version {request.version} is stored")
-        return wire.SnapshotNotice(lineage=manifest.lineage, version=manifest.version, manifest=manifest.to_bytes())
-
-    async def fetch_chunks(self, peer: Peer, request: wire.ChunkRequest) -> AsyncIterator[wire.Chunk]:
-        if len(request.hashes) > CHUNKS_PER_CALL_MAX:
-            raise PeerError(
-                "oversized", f"{len(request.hashes)} chunks asked for at once, {CHUNKS_PER_CALL_MAX} allowed"
-            )
-        for chunk in request.hashes:
-            data = self._head.store.get(chunk)
-            self._head.counters["origin_bytes"] += len(data)
-            yield wire.Chunk(hash=chunk, data=data)
+        self._presence(peer)
+        for ref in (request, request.base):
+            messages.whole_number("lineage", ref.lineage)
+            messages.whole_number("version", ref.version)
+        return await self._head.distribution.fetch_manifest(peer.peer_id, request)
 
     def expel(self, revoked: frozenset[str]) -> None:
-        """Let go of revoked workers at once: their leases end, and so do their streams."""
+        """Let go of revoked workers at once: their leases end, and so do their streams; others shun them."""
+        if revoked != self._revoked:
+            self._revoked = revoked
+            self._head.distribution.origin.revoked(revoked)
         for worker in self._head.planner.fleet.all():
             if worker.worker_id in revoked:
                 self._head.happen(ev.WorkerLeft(worker.worker_id, "it was revoked"))
@@ -241,24 +242,29 @@ class Service:
 
     async def offer_snapshot(self, peer: Peer, request: wire.PublishRequest) -> wire.MissingChunks:
         self._learner()
-        manifest = Manifest.from_bytes(request.manifest)
-        self._offered = manifest
-        return wire.MissingChunks(hashes=self._head.store.missing(manifest))
+        return wire.MissingChunks(hashes=self._head.distribution.archive.offer(_offered(request)))
 
     async def put_chunk(self, peer: Peer, chunk: wire.Chunk) -> wire.Empty:
-        if self._offered is None or chunk.hash not in self._offered.hashes:
-            raise PeerError("malformed", "a chunk that no offered snapshot names")
-        self._head.store.put(chunk.hash, chunk.data)
+        await self._head.distribution.archive.put(chunk.hash, chunk.data)
         return wire.Empty()
 
     async def publish(self, peer: Peer, request: wire.PublishRequest) -> wire.Empty:
+        """Announced at once; answered when the whole content is stored, so that any worker can be given it."""
         self._learner()
-        manifest = Manifest.from_bytes(request.manifest)
-        head = self._head
-        head.store.put_manifest(manifest)
-        head.broadcast.published(manifest.ref, head.clock.now())
+        head, manifest = self._head, _offered(request)
+        if not 0 <= request.encode_seconds < math.inf:
+            raise PeerError("malformed", f"encode_seconds is {request.encode_seconds}")
+        is_known = head.planner.published.get(manifest.version) == manifest.ref
+        is_anchor = is_known and manifest.base is None and head.distribution.archive.is_whole(manifest.ref)
+        await head.distribution.archive.take(manifest)
+        if is_anchor:
+            return wire.Empty()
+        attending = [worker.worker_id for worker in head.planner.fleet.attending()]
+        head.broadcast.published(manifest.ref, head.clock.now() - request.encode_seconds, attending)
+        head.broadcast.sized(manifest.total_bytes, manifest.tensor_bytes + manifest.file_bytes)
         head.happen(ev.SnapshotPublished(manifest.ref, manifest.total_bytes))
-        self._offered = None
+        if head.planner.published.get(manifest.version) == manifest.ref:  # else it is of a history that was abandoned
+            await head.distribution.archive.rebuild(manifest.ref)
         return wire.Empty()
 
     async def report_checkpoint(self, peer: Peer, report: wire.CheckpointReport) -> wire.Empty:
@@ -308,6 +314,13 @@ def _joined(peer: Peer, hello: wire.WorkerHello) -> ev.WorkerJoined:
         installed=_installed(hello),
         held_leases=tuple(messages.whole_number("lease_id", lease_id) for lease_id in hello.held_leases),
     )
+
+
+def _offered(request: wire.PublishRequest) -> Manifest:
+    manifest = Manifest.from_bytes(request.delta or request.manifest)
+    if manifest.ref != SnapshotRef(request.lineage, request.version):
+        raise PeerError("malformed", f"the manifest is of {manifest.ref}, not of {request.lineage}.{request.version}")
+    return manifest
 
 
 def _installed(said: wire.WorkerHello | wire.WorkerReport) -> SnapshotRef | None:

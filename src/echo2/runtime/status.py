@@ -51,9 +51,24 @@ def _processes(rundir: RunDir, status: dict[str, Any]) -> list[dict[str, Any]]:
             "host": entry["host"],
             "alive": _is_alive(entry["pid"]) if entry["host"] == here and entry["pid"] else None,
             "doing": entry.get("doing") or "",
+            "weights": _weights(entry),
         }
         for entry in known
     ]
+
+
+def _weights(entry: dict[str, Any]) -> str:
+    """A worker's weights in a few words: `v11, v12 63 %, up 3.1 MB, down 9.8 MB`."""
+    words = [f"v{entry['installed'].rpartition('.')[2]}"] if entry.get("installed") else []
+    if (fetching := entry.get("fetching")) is not None:
+        share = fetching["bytes_stored"] / max(1, fetching["bytes_total"])
+        words.append(f"v{fetching['version']} {share:.0%}")
+    for word, key in (("up", "bytes_sent"), ("down", "bytes_received")):
+        if entry.get(key):
+            words.append(f"{word} {entry[key] / 1e6:.1f} MB")
+    if entry.get("suspected"):
+        words.append(f"suspected: {entry['suspected']}")
+    return ", ".join(words)
 
 
 def _is_alive(pid: int) -> bool:

@@ -1,7 +1,8 @@
-"""`echo2 worker TICKET`: one rollout worker. The relay decides, this drives it: link, engine, chunks, rewards.
+"""`echo2 worker TICKET`: one rollout worker. The relay decides, this drives it: link, engine, rewards; `worker_weights`
+fetches, installs and gives on.
 
 Three things run at once, so that none delays another: the event loop (link, heartbeats, chunks), one engine thread
-(sampling), and one loading thread (decode, verify, load a snapshot beside the old one). Results wait in memory until
+(sampling), and one loading thread (apply, verify, load a snapshot beside the old one). Results wait in memory until
 the head has answered for them.
 """
 
@@ -29,12 +30,12 @@ from echo2.rollout import generate
 from echo2.rollout.engine import RequestFailure, SwapMode
 from echo2.rollout.engines import make_engine
 from echo2.runtime.clock import Clock
+from echo2.runtime.worker_weights import WorkerWeights, listen_address
 from echo2.transport import messages
 from echo2.transport import wire_pb2 as wire
-from echo2.transport.base import Link
+from echo2.transport.grpc_link import Membership
 from echo2.transport.limits import PROTOCOL_VERSION
-from echo2.types import Assignment, Lease, RolloutGroup, Snapshot, SnapshotRef
-from echo2.weights import ChunkStore, Manifest, decode
+from echo2.types import Assignment, Lease, PayloadId, RolloutGroup, Snapshot, SnapshotRef
 
 log = logging.getLogger(__name__)
 
@@ -49,7 +50,9 @@ ASSIGNMENTS_MAX = 100_000
 
 @dataclass(frozen=True, slots=True)
 class WorkerOptions:
-    """What the owner of the machine decides."""
+    """What the owner of the machine decides. `listen`: HOST:PORT for other workers (empty: any port); `advertise`:
+    where they dial it (empty: where the head sees it); `relays`: whether it gives them chunks at all.
+    """
 
     engine: str = "compact"
     device: str = "auto"
@@ -57,6 +60,9 @@ class WorkerOptions:
     max_groups: int = 0
     allow_rewards: tuple[str, ...] = ()
     patience_seconds: float = 600.0
+    listen: str = ""
+    advertise: str = ""
+    relays: bool = True
 
 
 @dataclass(slots=True)
@@ -64,7 +70,6 @@ class Counters:
     """What heartbeats report."""
 
     tokens_generated: int = 0
-    bytes_received: int = 0
     pause_seconds: float = 0.0
     busy_seconds: float = 0.0
     doing: str = "joining"
@@ -81,18 +86,18 @@ class Batch:
 class WorkerProcess:
     """Drives one relay. `run` returns when the head says stop."""
 
-    def __init__(
-        self, link: Link, worker_id: str, directory: Path, options: WorkerOptions, rewards: tuple[str, ...]
-    ) -> None:
-        self._link, self._worker_id, self._options, self._rewards = link, worker_id, options, rewards
-        self._store = ChunkStore(directory / "snapshots")
-        self._clock = Clock()
+    def __init__(self, member: Membership, directory: Path, options: WorkerOptions, rewards: tuple[str, ...]) -> None:
+        self._worker_id, self._options, self._rewards = member.peer_id, options, rewards
+        self._link, self._clock = member.link(), Clock()
+        listen = listen_address(options.listen, options.relays, member.address)
+        self._weights = WorkerWeights(
+            member, self._link, directory, listen, options.advertise, options.relays, self._happen, self._give_up
+        )
         self._relay: Relay | None = None
         self._settings: wire.RunSettings | None = None
         self._engine: Any = None
         self._tokenizer: Any = None
         self._tokenizer_files: dict[str, bytes] = {}
-        self._manifests: dict[SnapshotRef, Manifest] = {}
         self._assignments: dict[int, Assignment] = {}
         self._results: dict[int, RolloutGroup] = {}
         self._scorers: dict[tuple[tuple[str, ...], tuple[float, ...]], Scorer] = {}
@@ -101,15 +106,15 @@ class WorkerProcess:
         self._batch: Batch | None = None
         self._counters = Counters()
         self._engine_thread = ThreadPoolExecutor(1, thread_name_prefix="engine")
-        self._loading_thread = ThreadPoolExecutor(1, thread_name_prefix="loading")
         self._loop = asyncio.get_running_loop()
         self._tasks: set[asyncio.Task[None]] = set()
         self._stopped: asyncio.Future[str] = self._loop.create_future()
         self._wake: asyncio.TimerHandle | None = None
         self._carry: dict[type[Any], Callable[[Any], None]] = {
-            do.AskManifest: lambda c: self._spawn(self._ask_manifest(c.ref)),
-            do.FetchChunks: lambda c: self._spawn(self._fetch_chunks(c.ref, c.chunks)),
-            do.InstallSnapshot: lambda c: self._spawn(self._install(c.ref)),
+            do.AskManifest: lambda c: self._spawn(self._weights.ask(c.ref, c.base)),
+            do.FetchSnapshot: lambda c: self._weights.fetch(c.payload),
+            do.StopFetching: lambda c: self._weights.stop_fetching(c.payload),
+            do.InstallSnapshot: lambda c: self._spawn(self._install(c.payload)),
             do.StartBatch: lambda c: self._spawn(self._generate(c.lease_ids, c.ref)),
             do.CancelBatch: lambda c: self._cancel_batch(),
             do.Deliver: lambda c: self._deliver(c.lease_id),
@@ -124,8 +129,9 @@ class WorkerProcess:
 
         Raises:
             LinkError: the head was away for longer than `patience_seconds`.
-            UserError: the engine can't run this model, or the disk is full.
+            UserError: the engine can't run this model, the disk is full, or the address to listen on can't be had.
         """
+        await self._weights.start()
         attending: asyncio.Future[Any] = asyncio.ensure_future(self._keep_attending())
         stopped: asyncio.Future[Any] = self._stopped
         try:
@@ -139,7 +145,7 @@ class WorkerProcess:
                 task.cancel()
             self._cancel_batch()
             self._engine_thread.shutdown(wait=False, cancel_futures=True)
-            self._loading_thread.shutdown(wait=False, cancel_futures=True)
+            await self._weights.close()
             await self._link.close()
 
     # ---- the one place where things happen -----------------------------------------------------------------------
@@ -189,8 +195,8 @@ class WorkerProcess:
                 async for order in self._link.stream("Attend", self._hello()):
                     away_since, pause = 0.0, RECONNECT_SECONDS[0]
                     if order.HasField("settings"):
-                        self._start(order.settings)
-                        beating = beating or asyncio.ensure_future(self._beat())
+                        beating = beating or asyncio.ensure_future(self._beat(order.settings.heartbeat_seconds))
+                        await self._start(order.settings)
                     else:
                         self._obey(order)
                 reason = "the head ended the stream"
@@ -204,6 +210,7 @@ class WorkerProcess:
                 raise LinkError(f"no head for {self._options.patience_seconds:.0f} s: {reason}")
             log.info("not connected (%s); trying again", reason)
             self._counters.doing = f"reconnecting: {reason}"
+            self._weights.disconnected()
             self._happen(ev.Disconnected(reason))
             await asyncio.sleep(pause)
             pause = min(2 * pause, RECONNECT_SECONDS[1])
@@ -222,21 +229,33 @@ class WorkerProcess:
         )
         if relay is not None:
             hello.held_leases.extend([*relay.waiting, *relay.generating, *relay.produced])
-            if relay.installed is not None:
-                hello.installed_version, hello.installed_lineage = relay.installed.version, relay.installed.lineage
+        if (installed := self._installed()) is not None:
+            hello.installed_version, hello.installed_lineage = installed.version, installed.lineage
+        self._weights.introduce(hello)
         return hello
+
+    def _installed(self) -> SnapshotRef | None:
+        """What is installed; before the engine is there, what an earlier process had and will be, in a moment."""
+        if self._relay is not None:
+            return self._relay.installed
+        return self._weights.content.ref if self._weights.content is not None else None
 
     def _capacity(self) -> int:
         """Groups sampled together: what the run asks for, at most what the owner allows."""
         asked = self._settings.groups_per_batch if self._settings is not None else self._options.max_groups or 8
         return min(asked, self._options.max_groups) if self._options.max_groups else asked
 
-    def _start(self, settings: wire.RunSettings) -> None:
+    async def _start(self, settings: wire.RunSettings) -> None:
         if self._relay is None:
             self._settings = settings
             swap: SwapMode = "during" if settings.swap == "during" else "between"
-            self._engine = make_engine(self._options.engine, self._options.device, swap)
+            make = partial(make_engine, self._options.engine, self._options.device, swap)
+            self._engine = await self._loop.run_in_executor(self._engine_thread, make)  # importing torch takes seconds
+            installed = await self._weights.reload(self._load)
             self._relay = Relay(self._capacity(), settings.swap == "during")
+            self._relay.installed = installed
+            await self._report()
+        self._weights.connected()
         self._happen(ev.Connected())
 
     def _obey(self, order: wire.Order) -> None:
@@ -248,31 +267,32 @@ class WorkerProcess:
                 self._assignments[assignment.lease.lease_id] = assignment
             self._happen(ev.LeasesGranted(tuple(assignment.lease for assignment in granted)))
         elif order.HasField("snapshot"):
-            self._announced(order.snapshot)
+            self._weights.announced(order.snapshot)
         elif order.HasField("revoked"):
             lease_id = order.revoked.lease_id
             self._happen(ev.LeaseRevoked(lease_id, order.revoked.reason))
             self._forget(lease_id)
         elif order.HasField("stop"):
             self._happen(ev.StopOrdered(order.stop.reason))
+        else:
+            self._weights.obey(order)
 
-    async def _beat(self) -> None:
-        assert self._settings is not None
+    async def _beat(self, heartbeat_seconds: float) -> None:
         while True:
-            await asyncio.sleep(self._settings.heartbeat_seconds)
+            await asyncio.sleep(heartbeat_seconds)
             await self._report()
 
     async def _report(self) -> None:
-        relay, counters = self._relay, self._counters
+        counters = self._counters
         report = wire.WorkerReport(
             doing=counters.doing,
             tokens_generated=counters.tokens_generated,
-            bytes_received=counters.bytes_received,
             pause_seconds=counters.pause_seconds,
             busy_seconds=counters.busy_seconds,
         )
-        if relay is not None and relay.installed is not None:
-            report.installed_version, report.installed_lineage = relay.installed.version, relay.installed.lineage
+        self._weights.count(report)
+        if (installed := self._installed()) is not None:
+            report.installed_version, report.installed_lineage = installed.version, installed.lineage
         try:
             await self._link.call("Report", report, CALL_SECONDS)
         except (LinkError, PeerError) as error:
@@ -284,61 +304,15 @@ class WorkerProcess:
 
     # ---- snapshots -----------------------------------------------------------------------------------------------
 
-    def _announced(self, notice: wire.SnapshotNotice, asked_for: bool = False) -> None:
-        manifest = Manifest.from_bytes(notice.manifest)
-        self._manifests[manifest.ref] = manifest
-        self._happen(ev.SnapshotAnnounced(manifest.ref, self._store.missing(manifest), asked_for))
+    async def _install(self, payload: PayloadId) -> None:
+        pause = await self._weights.install(payload, self._load)
+        if pause is not None:
+            self._counters.pause_seconds += pause
+            self._happen(ev.SnapshotInstalled(payload.ref))
+            await self._weights.keep(payload)
 
-    async def _ask_manifest(self, ref: SnapshotRef) -> None:
-        request = wire.ManifestRequest(lineage=ref.lineage, version=ref.version)
-        try:
-            self._announced(await self._link.call("FetchManifest", request, CALL_SECONDS), asked_for=True)
-        except PeerError as error:
-            log.info("no manifest of %s: %s", ref, error)
-            self._happen(ev.SnapshotUnknown(ref.version))
-        except LinkError as error:
-            self._happen(ev.ManifestFailed(str(error)))
-
-    async def _fetch_chunks(self, ref: SnapshotRef, chunks: tuple[bytes, ...]) -> None:
-        try:
-            async for chunk in self._link.stream("FetchChunks", wire.ChunkRequest(hashes=chunks)):
-                if chunk.hash not in chunks:
-                    raise PeerError("malformed", "a chunk that was not asked for")
-                self._store.put(chunk.hash, chunk.data)
-                self._counters.bytes_received += len(chunk.data)
-                self._happen(ev.ChunkStored(chunk.hash))
-        except PeerError as error:
-            self._happen(ev.ChunksFailed(ref, str(error), is_gone=error.reason == "missing"))
-            return
-        except LinkError as error:
-            self._happen(ev.ChunksFailed(ref, str(error)))
-            return
-        relay = self._relay
-        if relay is not None and relay.incoming is not None and set(chunks) & relay.incoming.in_flight:
-            self._happen(ev.ChunksFailed(ref, "the stream ended early"))
-
-    async def _install(self, ref: SnapshotRef) -> None:
-        manifest = self._manifests[ref]
-        try:
-            pause = await self._loop.run_in_executor(self._loading_thread, self._load, manifest)
-        except PeerError as error:
-            log.warning("snapshot %s refused: %s", ref, error)
-            self._happen(ev.SnapshotRefused(ref, self._store.missing(manifest), str(error)))
-            return
-        self._counters.pause_seconds += pause
-        self._happen(ev.SnapshotInstalled(ref))
-        relay = self._relay
-        keep = {
-            ref,
-            *([relay.newest] if relay and relay.newest else []),
-            *([relay.incoming.ref] if relay and relay.incoming else []),
-        }
-        self._manifests = {key: value for key, value in self._manifests.items() if key in keep}
-        self._store.retain(self._manifests.values())
-
-    def _load(self, manifest: Manifest) -> float:
-        """In the loading thread: decode, verify, load beside the old weights, swap."""
-        snapshot = decode(manifest, self._store.get)
+    def _load(self, snapshot: Snapshot) -> float:
+        """In the loading thread: load a verified snapshot beside the old weights, and swap."""
         self._load_tokenizer(snapshot)
         return float(self._engine.load_snapshot(snapshot))
 
@@ -472,13 +446,13 @@ class WorkerProcess:
 async def join(ticket: str, directory: Path | None, options: WorkerOptions) -> str:
     """Enrol with the ticket, attend until the run is over, and say why it ended."""
     from echo2.reward.functions import available
-    from echo2.transport.grpc_link import connect
+    from echo2.transport import grpc_link
 
     state = directory or Path(os.environ.get("XDG_STATE_HOME", Path.home() / ".local" / "state")) / "echo2"
-    link, worker_id = await connect(ticket, state, options.patience_seconds)
-    log.info("joined as %s", worker_id)
+    member = await grpc_link.join(ticket, state, options.patience_seconds)
+    log.info("joined as %s", member.peer_id)
     rewards = (*available(), *options.allow_rewards)
-    process = WorkerProcess(link, worker_id, state / worker_id, options, rewards)
+    process = WorkerProcess(member, state / member.peer_id, options, rewards)
     return await process.run()
 
 

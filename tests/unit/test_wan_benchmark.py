@@ -1,0 +1,182 @@
+"""The arithmetic of the broadcast's benchmark: what is divided by what, who counts, and what is run."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import sys
+from dataclasses import replace
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+import house
+
+
+def _load(name: str) -> ModuleType:
+    folder = str(house.REPOSITORY / "benchmarks")
+    sys.path.insert(0, folder)
+    try:
+        return importlib.import_module(name)
+    finally:
+        sys.path.remove(folder)
+
+
+trial = _load("broadcast_trial")
+figures = _load("broadcast_figures")
+scenarios = _load("broadcast_scenarios")
+prediction = _load("broadcast_prediction")
+node = _load("broadcast_node")
+peers = _load("broadcast_peers")
+net = _load("wan.net")
+lines = _load("wan.lines")
+
+MIB = 1 << 20
+
+
+def known(name: str) -> Any:
+    return {scenario.name: scenario for scenario in scenarios.scenarios()}[name]
+
+
+def result(name: str = "even-4", setup: str = "trees", **changes: Any) -> Any:
+    scenario = known(name)
+    plain = trial.Result(
+        scenario=name,
+        setup=setup,
+        num_workers=len(scenario.workers),
+        num_bytes=MIB,
+        seconds=dict.fromkeys(scenario.workers, 10.0),
+        slow=tuple(scenario.slow),
+        victim=None,
+        fault_seconds=None,
+        noticed_seconds=None,
+        floor_seconds=8.0,
+        bound_seconds=8.0,
+        origin_sent_ratio=1.0,
+        peers_sent_ratio=1.0,
+        cpu_seconds={},
+        machine_busy_share=0.5,
+        late_share=0.0,
+        queue_drops=0,
+        bundle_packets=1.0,
+        notes=[],
+    )
+    return replace(plain, **changes)
+
+
+def test_a_link_is_told_to_the_emulator_in_its_order() -> None:
+    link = net.AccessLink(100.0, 40.0, 25.0, 0.5, 200.0, is_dead=False, is_closed=True)
+    assert link.words() == "100 40 25 0.5 200 0 1"
+
+
+def test_the_floor_is_the_fastest_workers_link() -> None:
+    assert known("even-8").floor_seconds(256 * MIB) == pytest.approx(256 * MIB * 8 / 100e6)
+    assert known("slow-8").floor_seconds(256 * MIB) == known("even-8").floor_seconds(256 * MIB)
+
+
+def test_no_scheme_beats_the_uplinks_taken_together() -> None:
+    size = 256 * MIB
+    assert known("even-8").bound_seconds(size) == known("even-8").floor_seconds(size)
+    uneven = known("uneven-8")
+    assert uneven.bound_seconds(size) == pytest.approx(size * 8e-6 / ((100 + 360) / 8))
+
+
+def test_slow_workers_do_not_count() -> None:
+    scenario = known("slow-8")
+    (slow,) = scenario.slow
+    late = result("slow-8", seconds={worker: 200.0 if worker == slow else 20.0 for worker in scenario.workers})
+    assert late.last == 20.0
+
+
+@pytest.mark.parametrize(("count", "left_out"), [(1, 0), (8, 0), (10, 0), (11, 1), (16, 1), (22, 2)])
+def test_the_quantile_leaves_out_one_in_eleven(count: int, left_out: int) -> None:
+    shown = result(seconds={f"w{at:02}": float(at) for at in range(1, count + 1)})
+    assert shown.quantile == count - left_out
+
+
+def test_a_busy_machine_is_not_called_a_network() -> None:
+    assert result().is_network_bound
+    assert not result(machine_busy_share=0.95).is_network_bound
+    assert not result(late_share=0.05).is_network_bound
+
+
+def test_ratios_are_taken_within_a_round() -> None:
+    rounds = figures.Rounds()
+    for number, (alone, shared) in enumerate([(10.0, 11.0), (20.0, 30.0), (40.0, 48.0)]):
+        rounds.add(number, result("alone", seconds={"w01": alone}))
+        rounds.add(number, result("even-4", "chain", seconds={f"w{at:02}": shared for at in range(1, 5)}))
+    rows = {(row["scenario"], row["setup"]): row for row in rounds.summary(scenarios.chosen(["even-4"]))}
+    over = rows["even-4", "chain"]["over_alone"]
+    assert over == pytest.approx({"median": 1.2, "min": 1.1, "max": 1.5})
+    assert rows["even-4", "chain"]["over_floor"]["median"] == 30.0 / 8.0
+
+
+def test_what_a_fault_cost_is_counted_without_its_detection() -> None:
+    rounds = figures.Rounds()
+    rounds.add(0, result("even-8", "chain", seconds={"w01": 20.0}))
+    rounds.add(0, result("kill-8", "chain", seconds={"w01": 25.0}, noticed_seconds=3.0, victim="w02"))
+    (row,) = (row for row in rounds.summary(scenarios.chosen(["kill-8"])) if row["scenario"] == "kill-8")
+    assert row["over_undisturbed_less_detection"]["median"] == pytest.approx(22.0 / 20.0)
+
+
+def test_what_failed_is_no_figure_and_is_told() -> None:
+    rounds = figures.Rounds()
+    rounds.fail(0, "even-4", "star", "w01 has other bytes")
+    assert rounds.summary(scenarios.scenarios()) == []
+    assert rounds.failures == [{"round": 0, "scenario": "even-4", "setup": "star", "why": "w01 has other bytes"}]
+
+
+def test_results_can_be_stored_and_shown() -> None:
+    rounds = figures.Rounds()
+    rounds.add(0, result("alone", seconds={"w01": 10.0}, machine_busy_share=0.99))
+    rows = rounds.summary(scenarios.chosen(["alone"]))
+    assert json.loads(json.dumps({"summary": rows, "trials": rounds.all()}))["trials"][0]["last"] == 10.0
+    assert "too busy" in figures.table(rows)
+
+
+def test_a_choice_brings_what_it_is_held_against_before_it() -> None:
+    names = [scenario.name for scenario in scenarios.chosen(["kill-8"])]
+    assert names == ["alone", "even-8", "kill-8"]
+    assert not set(scenarios.EXTRA) & {scenario.name for scenario in scenarios.chosen([])}
+    with pytest.raises(ValueError, match="no scenario nonsense"):
+        scenarios.chosen(["nonsense"])
+
+
+def test_every_scenario_stands_after_what_it_is_held_against() -> None:
+    seen: set[str] = {""}
+    for scenario in scenarios.scenarios():
+        assert scenario.name not in seen
+        seen.add(scenario.name)
+        assert scenario.alone in seen
+        assert scenario.undisturbed in seen
+
+
+def test_the_busiest_relay_is_the_one_with_most_below_it() -> None:
+    chain = {"a": ("", ""), "b": ("a", "a"), "c": ("b", "b")}
+    assert node.busiest(chain) == "a"
+    assert node.busiest({"a": ("", "b"), "b": ("", ""), "c": ("b", "b")}) == "b"
+    assert node.busiest({"a": ("",), "b": ("",)}) == "a"  # a star has none: anyone
+    assert node.busiest({"a": ("b",), "b": ("a",)}) in ("a", "b")  # routes on their way to being changed
+
+
+def test_the_simulator_is_only_asked_what_it_models() -> None:
+    asked = prediction.predicted_seconds
+    assert asked(known("even-4"), "trees", 8, 16 * MIB) >= known("even-4").floor_seconds(16 * MIB)
+    assert [asked(known(name), "trees", 8, 16 * MIB) for name in ("loss-8", "kill-8", "cubic-8")] == [None] * 3
+
+
+def test_others_count_with_their_best_setting() -> None:
+    def row(setup: str, seconds: float) -> dict[str, Any]:
+        return {"scenario": "even-5", "setup": setup, "last_seconds": {"median": seconds}}
+
+    rows = [row("echo2", 10.0), row("libtorrent-2", 13.0), row("libtorrent-8", 15.0)]
+    (line,) = peers.best(rows, ["libtorrent", "lattica"])
+    assert "libtorrent-2 " in line
+    assert "1.30 times ours" in line
+
+
+def test_the_content_depends_on_the_seed_only() -> None:
+    assert lines.content(1000, 1) == lines.content(1000, 1) != lines.content(1000, 2)
+    assert len(lines.content(lines.PIECE_BYTES + 1, 1)) == lines.PIECE_BYTES + 1
+    assert lines.digest([b"ab", b"c"]) == lines.digest([memoryview(b"abc")])
