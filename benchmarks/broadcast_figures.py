@@ -1,0 +1,176 @@
+"""What trials of broadcasts come to: ratios within one round, their median and spread, as a table and as JSON."""
+
+from __future__ import annotations
+
+import os
+import platform
+import statistics
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from broadcast_trial import Result, Scenario
+
+
+def spread(values: Iterable[float | None]) -> dict[str, float] | None:
+    """Median, least and greatest of those that are known."""
+    known = [value for value in values if value is not None]
+    if not known:
+        return None
+    return {"median": statistics.median(known), "min": min(known), "max": max(known)}
+
+
+class Rounds:
+    """The results of all rounds: in each, every scenario ran once with every setup, one after the other."""
+
+    def __init__(self) -> None:
+        self._results: dict[tuple[int, str, str], Result] = {}
+        self.failures: list[dict[str, Any]] = []
+
+    def add(self, number: int, result: Result) -> None:
+        self._results[number, result.scenario, result.setup] = result
+
+    def fail(self, number: int, scenario: str, setup: str, why: str) -> None:
+        self.failures.append({"round": number, "scenario": scenario, "setup": setup, "why": why})
+
+    def summary(self, scenarios: Sequence[Scenario]) -> list[dict[str, Any]]:
+        """One row for each scenario and setup."""
+        setups = list(dict.fromkeys(setup for _, _, setup in self._results))
+        rows = [self._row(scenario, setup) for scenario in scenarios for setup in setups]
+        return [row for row in rows if row is not None]
+
+    def all(self) -> list[dict[str, Any]]:
+        """Every single result."""
+        return [
+            {"round": number, **asdict(result), "last": result.last, "is_network_bound": result.is_network_bound}
+            for (number, _, _), result in self._results.items()
+        ]
+
+    def _row(self, scenario: Scenario, setup: str) -> dict[str, Any] | None:
+        mine = {number: r for (number, name, who), r in self._results.items() if (name, who) == (scenario.name, setup)}
+        if not mine:
+            return None
+
+        def each(value: Callable[[int, Result], float | None]) -> dict[str, float] | None:
+            return spread(value(number, result) for number, result in mine.items())
+
+        return {
+            "scenario": scenario.name,
+            "setup": setup,
+            "num_workers": len(scenario.workers),
+            "rounds": len(mine),
+            "last_seconds": each(lambda _, r: r.last),
+            "quantile_seconds": each(lambda _, r: r.quantile),
+            "over_alone": each(lambda number, r: self._over_alone(number, scenario, r)),
+            "over_floor": each(lambda _, r: r.last / r.floor_seconds),
+            "over_bound": each(lambda _, r: r.last / r.bound_seconds),
+            "over_undisturbed_less_detection": each(lambda number, r: self._over_undisturbed(number, scenario, r)),
+            "noticed_seconds": each(lambda _, r: r.noticed_seconds),
+            "origin_sent_ratio": each(lambda _, r: r.origin_sent_ratio),
+            "machine_busy_share": each(lambda _, r: r.machine_busy_share),
+            "predicted_seconds": next(iter(mine.values())).predicted_seconds,
+            "network_bound_rounds": sum(r.is_network_bound for r in mine.values()),
+        }
+
+    def _over_alone(self, number: int, scenario: Scenario, result: Result) -> float | None:
+        alone = [r.last for (at, name, _), r in self._results.items() if (at, name) == (number, scenario.alone)]
+        return result.last / alone[0] if alone else None
+
+    def _over_undisturbed(self, number: int, scenario: Scenario, result: Result) -> float | None:
+        calm = self._results.get((number, scenario.undisturbed, result.setup))
+        if calm is None or result.noticed_seconds is None:
+            return None
+        return (result.last - result.noticed_seconds) / calm.last
+
+
+def table(rows: Sequence[dict[str, Any]]) -> str:
+    """For people: medians, with least and greatest."""
+    heads = (
+        "scenario",
+        "setup",
+        "last worker, s",
+        "over alone",
+        "over G/B_w",
+        "over bound",
+        "origin sent",
+        "busy",
+        "predicted, s",
+    )
+    keys = ("last_seconds", "over_alone", "over_floor", "over_bound", "origin_sent_ratio", "machine_busy_share")
+    lines = [[row["scenario"], row["setup"], *(_cell(row[key]) for key in keys), _predicted(row)] for row in rows]
+    widths = [max(len(line[at]) for line in [list(heads), *lines]) for at in range(len(heads))]
+    text = ["  ".join(word.ljust(width) for word, width in zip(line, widths, strict=True)) for line in [heads, *lines]]
+    faults = [row for row in rows if row["over_undisturbed_less_detection"] is not None]
+    text += [
+        f"{row['scenario']} {row['setup']}: noticed after {_cell(row['noticed_seconds'])} s; less that, "
+        f"{_cell(row['over_undisturbed_less_detection'])} times undisturbed"
+        for row in faults
+    ]
+    bound = [row for row in rows if row["network_bound_rounds"] < row["rounds"]]
+    if bound:
+        names = ", ".join(f"{row['scenario']} {row['setup']}" for row in bound)
+        text.append(f"The machine was too busy in some rounds, whose times are its own, not the network's: {names}.")
+    return "\n".join(text)
+
+
+def machine(programs: Iterable[str] = ()) -> dict[str, Any]:
+    """Where this ran, and with what."""
+    installed = {}
+    for program in ("grpcio", "blake3", *programs):
+        try:
+            installed[program] = version(program)
+        except PackageNotFoundError:
+            continue
+    return {
+        "cores": os.cpu_count(),
+        "cpu": _cpu_model(),
+        "kernel": platform.release(),
+        "python": platform.python_version(),
+        "programs": installed,
+        "congestion_available": _kernel("tcp_available_congestion_control"),
+        "congestion_default": _kernel("tcp_congestion_control"),
+    }
+
+
+def progress(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def one_line(result: Result) -> str:
+    """A finished trial."""
+    last = max(result.seconds.values())
+    others = "" if last == result.last else f" (slow ones {last:.1f} s)"
+    cpu = "  ".join(f"{who} {seconds:.1f}" for who, seconds in result.cpu_seconds.items())
+    fault = "" if result.victim is None else f"  {result.victim} hit at {result.fault_seconds:.1f} s"
+    verdict = "" if result.is_network_bound else "  MACHINE TOO BUSY"
+    return (
+        f"{result.scenario:12} {result.setup:14} {result.last:7.2f} s{others}{fault}"
+        f"  {result.last / result.floor_seconds:.2f} G/B_w  origin sent {result.origin_sent_ratio:.2f} G"
+        f"  cpu s: {cpu}  busy {result.machine_busy_share:.0%}{verdict}"
+    )
+
+
+def _cell(value: dict[str, float] | None) -> str:
+    if value is None:
+        return "-"
+    if value["min"] == value["max"]:
+        return f"{value['median']:.2f}"
+    return f"{value['median']:.2f} [{value['min']:.2f}, {value['max']:.2f}]"
+
+
+def _predicted(row: dict[str, Any]) -> str:
+    return "-" if row["predicted_seconds"] is None else f"{row['predicted_seconds']:.2f}"
+
+
+def _cpu_model() -> str:
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("model name"):
+            return line.partition(":")[2].strip()
+    return platform.machine()
+
+
+def _kernel(name: str) -> str:
+    return Path(f"/proc/sys/net/ipv4/{name}").read_text().strip()
