@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 from echo2.broadcast import addresses
 from echo2.broadcast.payloads import decode_payload, encode_payload
-from echo2.broadcast.probe import FILLER, PIECE_BYTES, PROBE_BYTES
+from echo2.broadcast.probe import DONE, FILLER, PIECE_BYTES, PROBE_BYTES
 from echo2.broadcast.serving import Server
 from echo2.broadcast.shelf import Shelf
 from echo2.control import broadcast_commands as do
@@ -37,8 +37,8 @@ DISK_THREADS = 4
 #: Dialling a worker back may take this long.
 DIAL_BACK_SECONDS = 3.0
 DIAL_BACK_TRIES = 4
-#: A worker that probes has the link to itself until it has been silent for so long.
-TURN_SECONDS = 0.3
+#: A worker that probes has the link to itself until it says that it is done, or has been silent for so long.
+TURN_SECONDS = 1.5
 #: So many workers at most are all connected with each other as they join.
 ACQUAINTED_MAX = 17
 #: Addresses kept, of workers that are away, too.
@@ -293,6 +293,8 @@ class OriginNode:
 
     async def _put_probe(self, peer: Peer, message: bytes) -> wire.Empty:
         self._take_turn(peer.peer_id)
+        if message == DONE:
+            self._turn_until = self._clock.now()
         return wire.Empty()
 
     def _take_turn(self, worker_id: str) -> None:
