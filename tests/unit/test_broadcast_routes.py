@@ -167,3 +167,18 @@ def test_any_routes_reach_everybody_by_links_that_can_be_had(seed: int) -> None:
         for child in mine:
             assert can_link(by_id[source], by_id[child]), f"seed {seed}: {source} -> {child}"
             assert not {(source, child), (child, source)} & blocked, f"seed {seed}: {source} -> {child}"
+
+
+@pytest.mark.parametrize("ups", [(50.0, 50.0, 20.0, 20.0, 15.0), (90.0, 30.0), (10.0, 40.0, 40.0)])
+def test_few_members_with_unequal_uplinks_get_shares_that_no_scheme_can_beat(ups: tuple[float, ...]) -> None:
+    names = [f"w{number}" for number in range(len(ups))]
+    members = [Member(name, f"{name}:1", up=up, down=100.0) for name, up in zip(names, ups, strict=True)]
+    routes = plan_routes(members, scheme="trees", fan_out=8, num_stripes=64, origin_up=100.0)
+    best = 1.0 / min(100.0, (100.0 + sum(ups)) / len(ups))  # seconds a byte
+    for name, up in zip(names, ups, strict=True):
+        sent = sum(list(mine).count(name) for mine in routes.values()) / 64
+        assert sent / up <= 1.2 * best, f"{name} sends {sent} contents at {up}"
+    assert sum(list(mine).count("") for mine in routes.values()) / 64 / 100.0 <= 1.2 * best
+    for name, mine in routes.items():
+        for stripe, source in enumerate(mine):
+            assert source == "" or (source != name and routes[source][stripe] == ""), "two hops"

@@ -174,6 +174,8 @@ class Broadcast:
         elif event.worker_id in self.members:
             member = self.members[event.worker_id]
             self.members[event.worker_id] = replace(member, up=event.up or member.up, down=event.down or member.down)
+            if self.options.origin_up is None and event.down:  # what one worker was sent is the least the origin can do
+                self.origin_up = max(self.origin_up or 0.0, event.down)
 
     # ---- payloads ----------------------------------------------------------------------------------------------------
 

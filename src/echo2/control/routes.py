@@ -23,6 +23,7 @@ from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 
 from echo2.control.broadcast_commands import ORIGIN
+from echo2.control.shares import are_uneven, deal_shares
 from echo2.errors import InvariantError
 
 SCHEMES = ("star", "chain", "trees")
@@ -101,6 +102,15 @@ def plan_routes(
     for _, group in sorted(classes.items()):
         share = None if origin_up is None else origin_up * len(group) / len(members)
         pace = find_pace(group, share, weak)
+        if (
+            scheme == "trees"
+            and len(classes) == 1
+            and origin_up is not None
+            and _is_plain(group, pace, fan_out, blocked)
+        ):
+            ups = {member.worker_id: pace.up[member.worker_id] for member in group}
+            if are_uneven(ups):
+                return _shared_out(deal_shares(ups, origin_up, num_stripes), routes)
         if scheme == "chain":
             _chain(group, pace, share, routes, weak, blocked)
         elif pace.relays and len(group) > 1:
@@ -112,6 +122,23 @@ def plan_routes(
         for forest in forests:
             forest.fill(routes, stripes)
     return routes
+
+
+def _is_plain(members: Sequence[Member], pace: Pace, fan_out: int, blocked: AbstractSet[tuple[str, str]]) -> bool:
+    """Few members, all of them fast receivers that can reach each other."""
+    ids = {member.worker_id for member in members}
+    return (
+        1 < len(members) <= fan_out + 1
+        and not pace.slow
+        and pace.able == ids
+        and sum(not member.address for member in members) <= 1
+        and not any(one in ids and other in ids for one, other in blocked)
+    )
+
+
+def _shared_out(owners: Sequence[str], routes: Routes) -> Routes:
+    """Each stripe from its owner, who has it from the origin."""
+    return {worker_id: [ORIGIN if owner == worker_id else owner for owner in owners] for worker_id in routes}
 
 
 def can_link(one: Member, other: Member) -> bool:
