@@ -159,6 +159,9 @@ def _add_processes(commands: argparse._SubParsersAction[argparse.ArgumentParser]
     parser.add_argument("--device", default="auto", help="cpu | cuda | cuda:0 ... | auto")
     parser.add_argument("--price-usd-per-hour", type=float, default=0.0, help="what this machine costs")
     parser.add_argument(
+        "--offer", default="", metavar="NAME", help="name of this machine, as the rent command of an offer got it"
+    )
+    parser.add_argument(
         "--max-groups", type=int, default=0, help="groups to sample together at most (0: as the run asks)"
     )
     parser.add_argument(
@@ -272,6 +275,7 @@ def _worker(options: argparse.Namespace) -> int:
         listen=options.listen,
         advertise=options.advertise,
         relays=not options.no_relay,
+        offer=options.offer,
     )
     reason = run_worker(options.ticket, options.state, worker_options)
     print(f"the run is over: {reason}")

@@ -172,6 +172,19 @@ class WorkersConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class FleetConfig:
+    """Which workers are paid for; see docs/capacity.md."""
+
+    activation: Annotated[
+        bool, _doc("Let the cheapest workers that keep the learner busy work, and the others stand by.")
+    ] = False
+    offers: Annotated[
+        str, _doc("Offers file: machines with a `rent` command are rented when workers are short. Empty: none.")
+    ] = ""
+    budget_usd: Annotated[float, _doc("End the run when it has cost so much (0: no limit).", ge=0.0)] = 0.0
+
+
+@dataclass(frozen=True, slots=True)
 class BroadcastConfig:
     """How new weights reach the workers; see docs/broadcast.md."""
 
@@ -208,6 +221,7 @@ class Config:
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     learner: LearnerConfig = field(default_factory=LearnerConfig)
     workers: WorkersConfig = field(default_factory=WorkersConfig)
+    fleet: FleetConfig = field(default_factory=FleetConfig)
     broadcast: BroadcastConfig = field(default_factory=BroadcastConfig)
     head: HeadConfig = field(default_factory=HeadConfig)
 
@@ -267,6 +281,10 @@ def check_together(config: Config) -> None:
             f"schedule.max_staleness = {schedule.max_staleness} with schedule.publish_every = {schedule.publish_every} "
             f"would wait for ever: step {schedule.publish_every - 1} has no snapshot young enough. Set max_staleness "
             f">= {schedule.publish_every - 1} or publish_every <= {schedule.max_staleness + 1}."
+        )
+    if config.fleet.offers and not config.fleet.activation:
+        raise UserError(
+            f"fleet.offers = {config.fleet.offers!r} does nothing with fleet.activation = false: set that to true."
         )
     if config.reward.weights and len(config.reward.weights) != len(config.reward.functions):
         raise UserError(

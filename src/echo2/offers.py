@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import difflib
 import math
+import shlex
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
@@ -28,8 +29,8 @@ from echo2.errors import UserError
 class Offer:
     """`count` equal machines. `spread`: standard deviation of the logarithm of one group's duration. `groups_per_batch`
     0: as the run has it. `reliability`: share of its rollouts that count. `mean_life_hours` 0: it stays until released;
-    a lost one is back, or replaced, after `replace_seconds`. `rent` and `release`: shell commands that get one machine
-    and give it back, with {name} and {ticket} filled in.
+    a lost one is back, or replaced, after `replace_seconds`. `rent` and `release`: commands, without a shell, that get
+    one machine, start `echo2 worker {ticket} --offer {name}` there, and give it back.
     """
 
     name: str
@@ -140,6 +141,11 @@ def _check(offer: Offer, where: str) -> None:
             raise UserError(f"{where}: {name} = {getattr(offer, name)} must not be negative.")
     if offer.reliability > 1:
         raise UserError(f"{where}: reliability = {offer.reliability} is a share, at most 1.")
+    for name in ("rent", "release"):
+        try:
+            shlex.split(getattr(offer, name))
+        except ValueError as error:
+            raise UserError(f"{where}: {name} is no command line: {error}.") from error
     if offer.preemptible and offer.mean_life_hours == 0:
         raise UserError(f"{where}: preemptible = true needs mean_life_hours: how long such a machine lasts on average.")
 

@@ -12,10 +12,12 @@ from echo2.control.broadcast_events import SOURCE_FAILURES
 from echo2.control.fetcher import (
     FIRST_ROUTES_SECONDS,
     MAX_FAILURES,
+    MAX_STARVED_SECONDS,
     PATIENCE_SECONDS,
     QUIET_SECONDS,
     REROUTE_JITTER_SECONDS,
     REROUTE_SECONDS,
+    SLOW_AGAIN_SECONDS,
     Fetcher,
 )
 from echo2.types import PayloadId, SnapshotRef
@@ -172,7 +174,20 @@ def test_when_all_are_silent_nobody_is_blamed_for_a_while() -> None:
 def test_one_that_says_it_waits_itself_is_not_blamed() -> None:
     bench = two()
     bench.give("a", 3)
-    assert reports(bench.wait(60.0, "a", "b")) == []
+    assert reports(bench.wait(MAX_STARVED_SECONDS - 1.0, "a", "b")) == []
+
+
+@pytest.mark.parametrize("sources", [("a",), ("a", "b")])
+def test_one_that_only_ever_says_that_it_waits_is_reported_in_the_end_and_again(sources: tuple[str, ...]) -> None:
+    bench = Bench()
+    bench.tell(ev.RoutesSet(P1, sources), wanted())
+    if "b" in sources:
+        bench.give("b")
+    assert reports(bench.wait(MAX_STARVED_SECONDS + 1.0, "a")) == [("a", "slow")]
+    assert reports(bench.wait(SLOW_AGAIN_SECONDS + 1.0, "a")) == [("a", "slow")]
+    bench.tell(ev.RoutesSet(P1, ("",)))
+    assert "a" not in bench.asked
+    assert reports(bench.wait(5.0, "")) == []
 
 
 def test_one_much_slower_than_the_others_is_reported_and_goes_on_until_routes_come() -> None:

@@ -125,6 +125,43 @@ def test_one_who_accuses_everybody_is_not_believed() -> None:
     assert set(bench.routes["w0"]) == {""}
 
 
+def test_an_accuser_that_comes_back_may_not_accuse_anew() -> None:
+    bench = mesh(8)
+    for at in range(1, 8):
+        bench.fail("w0", f"w{at}", "corrupt")
+        bench.tell(ev.MemberLeft("w0", "gone"), ev.MemberJoined("w0", "host:0"))
+        bench.assign("w0")
+    assert len(bench.machine.suspects) == MAX_ACCUSED
+
+
+def test_one_who_misses_everything_everywhere_is_not_believed() -> None:
+    bench = mesh(8)
+    for at in range(1, 8):
+        bench.fail("w0", f"w{at}", "missing")
+    left = [at for at in range(1, 8) if bench.machine.children_of(P1, f"w{at}")]
+    assert len(left) == 7 - MAX_ACCUSED
+
+
+@pytest.mark.parametrize("reason", set(ev.SOURCE_FAILURES) - {"corrupt"})
+def test_what_one_says_of_a_source_that_is_not_its_own_does_not_count(reason: str) -> None:
+    bench = Bench(3)
+    bench.assign("w0", "w1")
+    bench.tell(ev.SnapshotHeld("w2", P1))
+    assert bench.fail("w0", "w2", reason) == {"w0"}  # it is told its routes once more
+    assert not bench.machine.suspects
+    bench.assign("w2", "w1")
+    assert bench.machine.children_of(P1, "w1")
+
+
+def test_who_says_it_again_and_again_is_heard_once() -> None:
+    bench = mesh(4)
+    tallies = tuple(ev.Tally(f"w{at}", 1 << 20, 1.0 if at < 3 else 9.0) for at in range(1, 4))
+    bench.tell(ev.PayloadReceived("w0", P1, tallies))
+    once = dict(bench.machine.bias)
+    bench.tell(*(ev.PayloadReceived("w0", P1, tallies) for _ in range(20)))
+    assert bench.machine.bias == once
+
+
 def test_a_pair_that_can_not_reach_each_other_is_remembered_until_one_comes_back() -> None:
     bench = mesh(4)
     bench.fail("w0", "w1", "unreachable")

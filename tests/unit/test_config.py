@@ -111,6 +111,7 @@ def test_a_wrong_value_is_named_with_its_path_and_what_is_allowed(raw: dict[str,
         ({"reward": {"functions": ["exact_match"], "weights": [1.0, 2.0]}}, ["2 entries for 1"]),
         ({"run": {"deterministic": True}, "sampling": {"swap": "during"}}, ["run.deterministic", '"between"']),
         ({"schedule": {"heartbeat_seconds": 5.0, "lost_after_seconds": 5.0}}, ["lost_after_seconds = 5.0"]),
+        ({"fleet": {"offers": "my-offers.toml"}}, ["my-offers.toml", "fleet.activation = false"]),
     ],
 )
 def test_settings_that_are_impossible_together_are_refused(raw: dict[str, object], words: list[str]) -> None:

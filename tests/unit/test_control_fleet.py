@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 import sys
 from types import FrameType
 from typing import Any
@@ -13,6 +15,9 @@ from hypothesis import strategies as st
 from echo2.control import commands as do
 from echo2.control import events as ev
 from echo2.control.activation import LoopOptions
+from echo2.control.fleet import Worker
+from echo2.control.gauge import Gauge
+from echo2.control.outlook import outlook, predicted_idle_ratio
 from echo2.control.planner import Planner
 from echo2.control.ranking import Ranking
 from echo2.control.state import Offer, PlannerOptions
@@ -250,3 +255,129 @@ def test_machines_are_rented_when_all_are_too_few_and_returned_when_nobody_needs
             commands = hall.tell(ev.WorkerReported(worker.worker_id, FIRST))
             returned += [command.worker_id for command in of(do.ReturnMachine, commands)]
     assert sorted(set(returned)) == sorted(returned)  # each is asked for once
+
+
+def rents(hall: Hall, seconds: float) -> list[tuple[float, str]]:
+    """(time, offer) of what is rented while the planner's timer alone goes on."""
+    found = []
+    for _ in range(int(seconds)):
+        hall.now += 1.0
+        found += [(hall.now, command.offer) for command in of(do.RentMachine, hall.tell(ev.Tick()))]
+    return found
+
+
+def short_of(*offers: Offer) -> Hall:
+    """One worker is left where four are needed; it reports, and nobody else does anything."""
+    hall = lively(offers=offers)
+    for number in range(1, 8):
+        hall.tell(ev.WorkerLeft(f"w{number}", "gone"))
+    return hall
+
+
+def test_an_offer_whose_command_fails_rests_longer_each_time_and_others_are_asked() -> None:
+    hall = short_of(Offer("cheap", 2.0, 0.1, 1), Offer("dear", 2.0, 1.0, 1))
+    tries: list[tuple[float, str]] = []
+    for _ in range(900):
+        hall.now += 1.0
+        for command in of(do.RentMachine, hall.tell(ev.WorkerReported("w0", FIRST))):
+            tries.append((hall.now, command.offer))
+            hall.tell(ev.RentFailed(command.offer, "quota"))
+    cheap = [at for at, name in tries if name == "cheap"]
+    gaps = [later - earlier for earlier, later in itertools.pairwise(cheap)]
+    assert gaps == sorted(gaps)  # 15 s and 30 s, but a deficit is looked at every 35 s; then 60, 120, 240
+    assert gaps[-1] >= 240.0
+    assert "dear" in [name for _, name in tries]  # while the cheap one rests
+
+
+def test_a_rented_machine_that_never_joins_and_one_that_lost_its_worker_are_given_back_once() -> None:
+    hall = short_of(Offer("spot", 2.0, 0.1, 1))
+    asked: list[tuple[float, str, str]] = []
+    for second in range(1600):
+        hall.now += 1.0
+        for command in hall.tell(ev.WorkerReported("w0", FIRST)):
+            if isinstance(command, do.RentMachine):
+                asked.append((second, "rent", ""))
+            elif isinstance(command, do.ReturnMachine):
+                asked.append((second, "return", command.worker_id))
+        if second == 1000:
+            hall.join("r0", offer="spot")
+            hall.tell(ev.WorkerLeft("r0", "lost"))
+    verbs = [verb for _, verb, _ in asked]
+    assert verbs[:3] == ["rent", "return", "rent"]  # RENT_SECONDS without a word
+    assert asked[1][0] - asked[0][0] == pytest.approx(900, abs=6)
+    assert [(verb, worker) for _, verb, worker in asked].count(("return", "r0")) == 1
+
+
+def test_with_nobody_there_the_learners_wait_rents_the_cheapest_machine() -> None:
+    hall = Hall(
+        0, groups_per_step=4, activation=LoopOptions(), offers=(Offer("cheap", 0.5, 0.1, 3), Offer("dear", 9.0, 1.0, 3))
+    )
+    found = rents(hall, 200)
+    assert [name for _, name in found] == ["cheap"]
+    assert found[0][0] >= 60.0
+    quiet = Hall(0, groups_per_step=4, activation=LoopOptions(), offers=(Offer("cheap", 0.5, 0.1, 3),))
+    quiet.join("w0")
+    assert rents(quiet, 200) == []
+
+
+# ---- outlook ---------------------------------------------------------------------------------------------------------
+
+
+def test_before_a_step_is_trained_the_outlook_knows_nothing_but_heads() -> None:
+    found = outlook(Hall(3).planner, 0.0)
+    assert (found.active, found.standby, found.needed_rate, found.short) == (3, 0, None, None)
+    assert found.text == "not known before a step is trained"
+
+
+def test_the_outlook_counts_who_is_over_and_who_is_short_and_the_forecast_agrees() -> None:
+    hall = Hall(8, groups_per_step=16, max_staleness=50)  # nobody is released: the surplus stays
+    for _ in range(3):
+        hall.train_a_step()
+    planner = hall.planner
+    found, idle = outlook(planner, hall.now), predicted_idle_ratio(planner, hall.now)
+    assert found.needed_rate == pytest.approx(1.1 * 32 / 30.0, rel=0.05)
+    assert found.short is not None
+    assert found.short < 0
+    assert found.text == f"{-found.short} workers over"
+    assert found.rate == pytest.approx(sum(worker.rate for worker in planner.fleet))
+    assert idle == pytest.approx(0.0, abs=0.01)
+    for number in range(1, 8):
+        hall.tell(ev.WorkerLeft(f"w{number}", "gone"))
+    alone, waits = outlook(planner, hall.now), predicted_idle_ratio(planner, hall.now)
+    assert alone.active == 1
+    assert alone.text == f"{alone.short} workers short"
+    assert waits == pytest.approx(1 - alone.rate * 30.0 / 32, abs=0.05)  # it sets the pace
+
+
+def test_on_policy_no_rate_is_enough_and_nobody_is_over() -> None:
+    hall = Hall(4, groups_per_step=8, max_staleness=0)
+    hall.train_a_step()
+    found = outlook(hall.planner, hall.now)
+    assert (found.short, found.needed_rate) == (None, math.inf)
+    assert found.text == "every worker helps: no rate is enough"
+
+
+def test_a_rate_that_changes_has_a_variance_and_a_steady_one_has_none() -> None:
+    steady, changing = [Worker(name, 2, 0.0, False, None, 0.0, busy_since=0.0) for name in "ab"]
+    gauge, now = Gauge(), 0.0
+    for turn in range(40):
+        now += 10.0
+        gauge.delivered(steady, 16, 4, now)
+        gauge.delivered(changing, 16 if turn % 2 else 8, 2, now)
+    assert steady.rate == pytest.approx(1.6)
+    assert steady.rate_variance == pytest.approx(0.0, abs=1e-12)
+    assert 0.2 < math.sqrt(changing.rate_variance) < 0.8
+
+
+def test_a_broadcast_is_measured_once_workers_are_under_way_and_ends_without_those_who_are_released() -> None:
+    gauge = Gauge()
+    gauge.published(SnapshotRef(1, 0), 0.0)
+    gauge.installed(SnapshotRef(1, 0), 1, 500.0)  # it had to start first
+    assert gauge.typical_broadcast_seconds() == 0.0
+    gauge.step_trained(2.5, 510.0)
+    assert gauge.typical_train_seconds() == 2.5  # as the learner says
+    gauge.published(SnapshotRef(1, 1), 510.0)
+    gauge.installed(SnapshotRef(1, 1), 3, 512.0)
+    assert gauge.typical_broadcast_seconds() == 0.0
+    gauge.fewer_active(1, 513.0)
+    assert gauge.typical_broadcast_seconds() == 3.0

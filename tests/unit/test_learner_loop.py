@@ -241,6 +241,23 @@ def test_a_delta_that_the_head_cannot_use_goes_whole(word: str, tmp_path: Path) 
     assert content(head.snapshots[SnapshotRef(1, 5)]) == content(trainer)
 
 
+class ForgetfulHead(ScriptedHead):
+    """Throws away, while a version is being offered for the first time, what it had of it."""
+
+    def _Publish(self, request: wire.PublishRequest) -> wire.Empty:
+        if f"forgot {request.version}" not in self.log:
+            self.log.append(f"forgot {request.version}")
+            self.chunks.clear()
+            raise PeerError("missing", "chunks are not here")
+        return super()._Publish(request)
+
+
+def test_what_the_head_threw_away_meanwhile_is_sent_again(tmp_path: Path) -> None:
+    head, trainer = ForgetfulHead(), Trainer(tiny_policy(), OPTIONS)
+    assert run(head, trainer, tmp_path, publish_every=2, max_staleness=3) == "all steps are trained"
+    assert sorted(head.published) == [0, 2, 4, 5]
+
+
 def test_a_learner_that_resumes_publishes_the_whole_first(tmp_path: Path) -> None:
     model = str(model_directory(tmp_path / "model"))
     head = ScriptedHead(max_steps=3)

@@ -41,6 +41,7 @@ def test_the_example_is_read() -> None:
             "[[offers]]\n" + GOOD + "rollouts_per_second = 0.0",
             "rollouts_per_second = 0.0 must be above 0. Leave",
         ),
+        ("[[offers]]\n" + GOOD + "rent = 'get \"it'", "rent is no command line"),
         ("[[offers]]\n" + GOOD + "count = 0", "count = 0 must be above 0"),
         ("[[offers]]\n" + GOOD + "reliability = 1.5", "at most 1"),
         ("[[offers]]\n" + GOOD + "down_mbps = 0.0", "down_mbps = 0.0 must be above 0"),

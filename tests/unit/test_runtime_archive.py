@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import random
-from collections.abc import Mapping
+import threading
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import pytest
@@ -197,6 +198,47 @@ def test_what_is_being_offered_is_not_thrown_away(tmp_path: Path) -> None:
         await archive.tidy()
         await archive.take(manifest)
         assert archive.ready(ref(4), ref(3)) == manifest
+
+    asyncio.run(story())
+
+
+class SlowBroom(ChunkStore):
+    """Throws away only when it is let."""
+
+    def __init__(self, directory: Path) -> None:
+        super().__init__(directory)
+        self.reached, self.go_on = threading.Event(), threading.Event()
+        self.go_on.set()
+
+    def retain(self, manifests: Iterable[Manifest]) -> int:
+        self.reached.set()
+        assert self.go_on.wait(30.0)
+        return super().retain(manifests)
+
+
+def test_what_is_thrown_away_while_it_is_offered_is_missed_and_may_be_offered_again(tmp_path: Path) -> None:
+    """A learner that fell back publishes the bytes of a version that is being dropped at that moment."""
+
+    async def story() -> None:
+        store = SlowBroom(tmp_path)
+        archive = Archive(store)
+        await publish(archive, *whole(1))
+        store.reached.clear()
+        store.go_on.clear()
+        dropping = asyncio.ensure_future(archive.drop(ref(1)))
+        await asyncio.to_thread(store.reached.wait, 30.0)
+        again = SnapshotRef(2, 1)
+        manifest, chunks = encode(again, content(1).tensors, content(1).files)
+        assert archive.offer(manifest) == ()
+        taking = asyncio.ensure_future(archive.take(manifest))
+        await asyncio.sleep(0)
+        store.go_on.set()
+        with pytest.raises(PeerError, match="missing"):
+            await taking
+        await dropping
+        assert archive.find(2, 1) is None
+        await publish(archive, manifest, chunks)
+        assert archive.ready(again, None) == manifest
 
     asyncio.run(story())
 

@@ -18,7 +18,7 @@ from rich.console import Console
 
 from echo2.config import Config
 from echo2.errors import UserError
-from echo2.runtime.display import RunDisplay, show_status, show_summary, sparkline
+from echo2.runtime.display import RunDisplay, fleet_line, show_status, show_summary, sparkline
 from echo2.runtime.rundir import RunDir, create
 from echo2.runtime.status import read_status
 
@@ -258,3 +258,24 @@ def test_a_terminal_gets_a_live_display(rundir: RunDir) -> None:
     text = shown(on)
     assert "3/40" in text
     assert "reward 0.750" in text
+
+
+def test_the_fleet_in_one_line() -> None:
+    fleet: dict[str, Any] = {"active": 3, "standby": 0, "rented": [], "text": "2 workers short", "needed_rate": 5.0}
+    fleet |= {"rate": 3.0, "idle_ratio": None, "idle_predicted": None}
+    assert fleet_line(fleet) == "3 active  2 workers short: 3 of 5 rollouts/s that are needed"
+    fleet |= {"standby": 1, "rented": ["spot-1"], "idle_ratio": 0.4, "idle_predicted": 0.385}
+    assert fleet_line(fleet).startswith("3 active, 1 standing by, 1 rented  2 workers short")
+    assert fleet_line(fleet).endswith("learner idle 40.0%, predicted 38.5%")
+    fleet |= {"needed_rate": None, "text": "not known before a step is trained", "idle_ratio": None}
+    assert fleet_line(fleet) == "3 active, 1 standing by, 1 rented  not known before a step is trained"
+    assert fleet_line(None) == ""  # of an older run
+
+
+def test_who_stands_by_is_said_to(rundir: RunDir) -> None:
+    told = status(os.getpid())
+    told["workers"][0]["standby"] = True
+    rundir.status.write_text(json.dumps(told))
+    doing = {process["id"]: process["doing"] for process in read_status(rundir)["processes"]}
+    assert doing["w-here"] == "stands by"
+    assert doing["w-far"] == "sampling 8 groups with version 3"

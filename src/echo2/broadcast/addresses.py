@@ -42,6 +42,6 @@ def reach(address: str) -> str:
 
 
 def _joined(host: str, port: int) -> str:
-    if not host or len(host) > HOST_CHARS_MAX or not host.isascii() or not host.isprintable() or " " in host:
+    if not host or len(host) > HOST_CHARS_MAX or not host.isascii() or not host.isprintable() or set(host) & set(" []"):
         return ""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

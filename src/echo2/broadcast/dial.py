@@ -7,6 +7,7 @@ from collections.abc import AsyncGenerator, Callable, Coroutine
 from contextlib import aclosing
 from typing import Any
 
+from echo2.broadcast.serving import REQUESTS_PER_PEER_MAX
 from echo2.errors import LinkError, PeerError
 from echo2.transport import chunks
 from echo2.transport import wire_pb2 as wire
@@ -18,6 +19,8 @@ REDIAL_SECONDS = 0.5
 #: Calls under way that give chunks; and how long one may take.
 GIVE_CALLS = 16
 GIVE_SECONDS = 60.0
+#: Requests of the peer that are answered at a time; it is not asked for more meanwhile.
+GIVES_MAX = REQUESTS_PER_PEER_MAX
 
 Serve = Callable[[wire.ChunkRequest], AsyncGenerator[bytes, None]]
 
@@ -29,6 +32,7 @@ class Dial:
         self.address = address
         self._link, self._serve = link, serve
         self._tasks: set[asyncio.Task[None]] = set()
+        self._gives = asyncio.Semaphore(GIVES_MAX)
         self._running = asyncio.ensure_future(self._run())
 
     @property
@@ -39,21 +43,25 @@ class Dial:
         loop = asyncio.get_running_loop()
         give_up_at = loop.time() + DIAL_SECONDS
         while loop.time() < give_up_at:
+            begun_at = loop.time()
             try:
                 async for request in self._link.stream("AskWanted", wire.Empty()):
-                    self._spawn(self._give(request))
+                    await self._gives.acquire()
+                    giving = self._spawn(self._give(request))
+                    giving.add_done_callback(lambda _: self._gives.release())
                 self._end_tasks()  # what was asked for is not wanted any more
                 give_up_at = loop.time() + DIAL_SECONDS
             except PeerError:
                 return
             except LinkError:
                 self._end_tasks()
-                await asyncio.sleep(REDIAL_SECONDS)
+            await asyncio.sleep(max(0.0, begun_at + REDIAL_SECONDS - loop.time()))
 
-    def _spawn(self, coroutine: Coroutine[Any, Any, None]) -> None:
+    def _spawn(self, coroutine: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.ensure_future(coroutine)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+        return task
 
     async def _give(self, request: wire.ChunkRequest) -> None:
         window, owed = asyncio.Semaphore(GIVE_CALLS), dict.fromkeys(request.hashes)
@@ -64,8 +72,9 @@ class Dial:
                     owed.pop(chunks.hash_of(message), None)
                     self._spawn(self._send(message, window))
         except PeerError:
-            await window.acquire()
-            await self._send(chunks.pack_missing(next(iter(owed))), window)
+            if owed:
+                await window.acquire()
+                await self._send(chunks.pack_missing(next(iter(owed))), window)
 
     async def _send(self, message: bytes, window: asyncio.Semaphore) -> None:
         try:

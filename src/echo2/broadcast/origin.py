@@ -39,6 +39,8 @@ DIAL_BACK_SECONDS = 3.0
 DIAL_BACK_TRIES = 4
 #: A worker that probes has the link to itself until it says that it is done, or has been silent for so long.
 TURN_SECONDS = 1.5
+#: And so long at most, whatever it says: several times what an honest measurement takes.
+TURN_MAX_SECONDS = 30.0
 #: So many workers at most are all connected with each other as they join.
 ACQUAINTED_MAX = 17
 #: Addresses kept, of workers that are away, too.
@@ -92,7 +94,8 @@ class OriginNode:
         self._members: dict[str, object] = {}
         self._addresses: dict[str, str] = {}
         self._progress: dict[str, Progress] = {}
-        self._turn, self._turn_until = "", 0.0
+        self._turn, self._turn_began, self._turn_until = "", 0.0, 0.0
+        self._dialling: dict[str, asyncio.Task[None]] = {}
         self._wake: asyncio.TimerHandle | None = None
         self._chores: set[asyncio.Task[None]] = set()
         self._is_closed = False
@@ -125,10 +128,15 @@ class OriginNode:
             self._addresses.pop(worker_id, None)
         known = self._addresses.get(worker_id, "")
         self._happen(ev.MemberJoined(worker_id, known, addresses.reach(known or host)))
+        if worker_id in self._dialling:
+            self._dialling.pop(worker_id).cancel()  # who joins again and again is dialled once at a time
         if address and self._dial is not None:
-            self._spawn(self._dial_back(worker_id, hello, address))
+            self._dialling[worker_id] = self._spawn(self._dial_back(worker_id, hello, address))
 
     def left(self, worker_id: str, reason: str) -> None:
+        dialling = self._dialling.pop(worker_id, None)
+        if dialling is not None:
+            dialling.cancel()
         if self._members.pop(worker_id, None) is not None:
             self._progress.pop(worker_id, None)
             self._happen(ev.MemberLeft(worker_id, reason))
@@ -222,10 +230,11 @@ class OriginNode:
         delay = max(0.0, command.at - self._clock.now())
         self._wake = asyncio.get_running_loop().call_later(delay, self._happen, ev.Tick())
 
-    def _spawn(self, coroutine: Coroutine[Any, Any, None]) -> None:
+    def _spawn(self, coroutine: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.ensure_future(coroutine)
         self._chores.add(task)
         task.add_done_callback(self._chores.discard)
+        return task
 
     async def _dial_back(self, worker_id: str, hello: wire.WorkerHello, address: str) -> None:
         assert self._dial is not None
@@ -281,8 +290,10 @@ class OriginNode:
         self._progress[worker_id] = Progress(payload, report.bytes_stored, report.bytes_total)
         if report.whole:
             tallies = _tallies(report)
-            self.peer_bytes += sum(tally.num_bytes for tally in tallies if tally.source != do.ORIGIN)
-            self.finished.get(payload, {}).setdefault(worker_id, self._clock.now())
+            finished = self.finished.get(payload, {worker_id: 0.0})
+            if worker_id not in finished:  # counted once, of what was published
+                self.peer_bytes += sum(tally.num_bytes for tally in tallies if tally.source != do.ORIGIN)
+                finished[worker_id] = self._clock.now()
             self._happen(ev.PayloadReceived(worker_id, payload, tallies))
         return wire.Empty()
 
@@ -299,9 +310,13 @@ class OriginNode:
 
     def _take_turn(self, worker_id: str) -> None:
         now = self._clock.now()
-        if worker_id != self._turn and now < self._turn_until:
+        if now >= self._turn_until:
+            self._turn, self._turn_began = worker_id, now
+        elif worker_id != self._turn:
             raise PeerError("busy", "another worker measures its link")
-        self._turn, self._turn_until = worker_id, now + TURN_SECONDS
+        elif now - self._turn_began >= TURN_MAX_SECONDS:
+            raise PeerError("overlong", f"{worker_id} has measured for {TURN_MAX_SECONDS:.0f} s")
+        self._turn_until = now + TURN_SECONDS
 
 
 async def _answer(link: Link) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import random
 from collections.abc import Awaitable, Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -30,8 +31,10 @@ from echo2.weights.store import ChunkStore
 
 DISK_THREADS = 2
 PROGRESS_SECONDS = 1.0
-#: A head that measures the link of another worker is asked again after this long.
-BUSY_SECONDS = 0.2
+#: A head that measures the link of another worker is asked again after this long: the more often, the longer, up to the
+#: last, since each time costs both ends a new connection and a thousand workers may wait for their turn.
+BUSY_SECONDS = (0.2, 10.0)
+BUSY_GROWTH = 1.25
 #: Who asks for a payload that we have not heard of waits this long for us to hear of it.
 EARLY_SECONDS = 5.0
 #: Payloads remembered as asked for too early, or too late.
@@ -287,6 +290,7 @@ class PeerNode:
             self._reports.measured(self.rates.up, down)
 
     async def _measure(self) -> None:
+        pause = BUSY_SECONDS[0]
         while self.rates is None:
             try:
                 self.rates = await measure(self._network.to_head)
@@ -297,7 +301,8 @@ class PeerNode:
             except PeerError as error:
                 if error.reason != "busy":
                     break
-                await asyncio.sleep(BUSY_SECONDS)  # another worker's turn
+                await asyncio.sleep(pause * random.uniform(0.5, 1.0))  # another worker's turn
+                pause = min(BUSY_GROWTH * pause, BUSY_SECONDS[1])
         self._measuring = None
 
 

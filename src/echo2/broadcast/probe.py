@@ -16,8 +16,8 @@ from echo2.transport import chunks
 from echo2.transport import wire_pb2 as wire
 from echo2.transport.base import Link
 
-#: One measurement: at most so long, and so much in all. At 100 ms a new connection needs half of it to get going, so the
-#: rate is the best of any stretch of `WINDOW_SECONDS`.
+#: One measurement: at most so long, and so much in all. At 100 ms a new connection needs half of it to get going, so
+#: the rate is the best of any stretch of `WINDOW_SECONDS`.
 PROBE_SECONDS = 1.6
 PROBE_BYTES = 16 << 20
 WINDOW_SECONDS = 0.4

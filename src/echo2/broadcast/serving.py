@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter, deque
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextlib import aclosing
 
 from echo2.broadcast.payloads import decode_payload, requested
 from echo2.broadcast.shelf import Shelf, missing
@@ -43,7 +44,9 @@ class Server:
         self._orders.add(order)
         try:
             yield chunks.ALIVE  # the caller knows that it got through
-            await self._shelf.open(payload)
+            async with aclosing(_alive_until(self._shelf.open(payload))) as waiting:
+                async for sign in waiting:
+                    yield sign
             order.begin()
             while order.wanted:
                 self._check_open()
@@ -90,6 +93,17 @@ class Server:
         """What is expected has changed: those who wait in vain are told."""
         for order in self._orders:
             order.woken.set()
+
+
+async def _alive_until(opening: Awaitable[None]) -> AsyncGenerator[bytes, None]:
+    """Signs of life until the chunks are at hand: cutting a large content takes longer than a source may be silent."""
+    task = asyncio.ensure_future(opening)
+    try:
+        while not (await asyncio.wait({task}, timeout=ALIVE_SECONDS))[0]:
+            yield chunks.ALIVE
+        task.result()
+    finally:
+        task.cancel()
 
 
 class _Order:

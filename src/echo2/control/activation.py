@@ -13,7 +13,7 @@ import bisect
 import itertools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from echo2.errors import UserError
@@ -143,7 +143,7 @@ def _search(items: list[Candidate], found: list[Candidate], target_rate: float, 
             if usd < best_usd - _SLACK:
                 best_usd, best = usd, counts
             continue
-        if usd + sums.least_usd(at, gap) >= best_usd - _SLACK:
+        if at == len(kinds) or usd + sums.least_usd(at, gap) >= best_usd - _SLACK:
             continue
         one = kinds[at][0]
         most = min(len(kinds[at]), math.ceil(gap / one.rate - _SLACK))
@@ -227,12 +227,14 @@ def balance(active: Sequence[Candidate], needed_rate: float) -> Balance:
 @dataclass(frozen=True, slots=True)
 class LoopOptions:
     """Between `needed` and `needed * (1 + band)` nothing happens. A deficit counts after `deficit_seconds`, a surplus
-    after `surplus_seconds`; a cheaper set must save `least_saving` of the bill. An active worker that is gone is
-    replaced at once: that is no noise.
+    after `surplus_seconds`. A machine takes the place of another only if it is cheaper by `least_saving`, and a set
+    only if the whole bill is; then not again for `exchange_seconds`. An active worker that is gone is replaced at once:
+    that is no noise.
     """
 
     deficit_seconds: float = 30.0
     surplus_seconds: float = 120.0
+    exchange_seconds: float = 1200.0
     band: float = 0.15
     least_saving: float = 0.1
 
@@ -250,7 +252,8 @@ class Change:
 @dataclass(slots=True)
 class ActivationLoop:
     """Closed loop over `choose`. Pure: time comes in. `update` is to be called every few seconds, and when a worker
-    was lost.
+    was lost. What can wait, releases and exchanges, goes by each worker's mean rate over `surplus_seconds`; a deficit
+    by the rates of the moment.
     """
 
     options: LoopOptions = field(default_factory=LoopOptions)
@@ -260,40 +263,70 @@ class ActivationLoop:
     _look_at: float = -math.inf
     _active: frozenset[str] = frozenset()
     _leaving: frozenset[str] = frozenset()
+    _means: dict[str, tuple[float, float]] = field(default_factory=dict)
+    _updated_at: float | None = None
 
     def update(self, now: float, needed_rate: float, workers: Sequence[Candidate]) -> Change:
-        """`needed_rate` in rollouts per second, the safety factor included; `workers`: all that attend, active or
-        standing by, with their measured rates.
-        """
+        """What to change, given the rate that is needed and everybody who attends, with the rates of the moment."""
         active = [one for one in workers if one.is_active]
-        rate = math.fsum(one.rate for one in active)
-        lost = bool(self._active - {one.worker_id for one in active})
+        smooth = self._smooth(now, workers)
+        calm = [one for one in smooth if one.is_active]
+        lost = not self._active <= {one.worker_id for one in active}
+        rate, mean_rate = _rate(active), _rate(calm)
         deficit = not reaches(rate, needed_rate)
-        spare = [] if deficit else self._spare(active, rate, needed_rate)
+        spare = [] if deficit else self._spare(calm, mean_rate, needed_rate)
         self._deficit_since = _since(self._deficit_since, deficit, now)
         self._surplus_since = _since(self._surplus_since, bool(spare), now)
         change = Change()
         if deficit and (lost or not active or _lasts(self._deficit_since, now, self.options.deficit_seconds)):
-            change = self._add(rate, needed_rate, workers)
+            change = self._add(rate, needed_rate, smooth)
         elif spare and _lasts(self._surplus_since, now, self.options.surplus_seconds):
             self._surplus_since = now
-            change = Change(release=(spare[0].worker_id,), reason=_reason(rate, needed_rate))
+            released = self._some_of(spare, mean_rate, needed_rate)
+            change = Change(release=released, reason=_reason(mean_rate, needed_rate))
         elif not deficit and not spare:
-            change = self._cheaper(now, active, needed_rate, workers)
+            change = self._cheaper(now, calm, needed_rate, smooth)
         ids = {one.worker_id for one in active} | set(change.activate)
         self._active = frozenset(ids - set(change.release))
         self._leaving &= self._active
         return change
 
+    def _smooth(self, now: float, workers: Sequence[Candidate]) -> list[Candidate]:
+        """The same workers with their mean rates: of all that was seen of each, older values fading."""
+        seconds = 0.0 if self._updated_at is None else now - self._updated_at
+        self._updated_at = now
+        kept = math.exp(-seconds / self.options.surplus_seconds)
+        means: dict[str, tuple[float, float]] = {}
+        for one in workers:
+            weight, mean = self._means.get(one.worker_id, (0.0, 0.0))
+            weight = weight * kept + 1.0
+            means[one.worker_id] = (weight, mean + (one.rate - mean) / weight)
+        self._means = means
+        return [replace(one, rate=means[one.worker_id][1] if one.rate > 0 else 0.0) for one in workers]
+
     def _aim(self, needed_rate: float) -> float:
         return needed_rate * (1 + self.options.band / 2)
 
+    def _floor(self, one: Candidate, needed_rate: float) -> float:
+        """What the others must do for this one to go."""
+        top = needed_rate * (1 + self.options.band)
+        return self._aim(needed_rate) if one.worker_id in self._leaving else top
+
     def _spare(self, active: Sequence[Candidate], rate: float, needed_rate: float) -> list[Candidate]:
         """Active workers that could go: those that a cheaper set took the place of, then the dearest per rollout."""
-        top, aim = needed_rate * (1 + self.options.band), self._aim(needed_rate)
-        spare = [one for one in active if reaches(rate - one.rate, aim if one.worker_id in self._leaving else top)]
+        spare = [one for one in active if reaches(rate - one.rate, self._floor(one, needed_rate))]
         spare.sort(key=lambda one: (one.worker_id not in self._leaving, -one.usd_per_rollout, one.rate, one.worker_id))
         return spare
+
+    def _some_of(self, spare: Sequence[Candidate], rate: float, needed_rate: float) -> tuple[str, ...]:
+        """The first, and more of them up to half of the surplus: what is left shrinks fast and is never overshot."""
+        released, left = [spare[0].worker_id], rate - spare[0].rate
+        half = rate - (rate - self._aim(needed_rate)) / 2
+        for one in spare[1:]:
+            if left - one.rate >= half and reaches(left - one.rate, self._floor(one, needed_rate)):
+                released.append(one.worker_id)
+                left -= one.rate
+        return tuple(released)
 
     def _add(self, rate: float, needed_rate: float, workers: Sequence[Candidate]) -> Change:
         self._deficit_since, self._leaving = None, frozenset()
@@ -307,20 +340,31 @@ class ActivationLoop:
     def _cheaper(
         self, now: float, active: Sequence[Candidate], needed_rate: float, workers: Sequence[Candidate]
     ) -> Change:
-        """Activate what a clearly cheaper set has more; those it has not are released one by one afterwards."""
+        """Activate what a clearly cheaper set has more; those it has not are released afterwards."""
         if now < self._look_at:
             return Change()
         self._look_at = now + self.options.surplus_seconds / LOOKS
-        found, bill = choose(workers, self._aim(needed_rate)), _usd(active)
-        pays = not found.missing_rate and found.usd_per_hour < bill * (1 - self.options.least_saving)
+        handicap, bill = 1 / (1 - self.options.least_saving), _usd(active)
+        pool = [
+            one if one.is_active else replace(one, price_usd_per_hour=one.price_usd_per_hour * handicap)
+            for one in workers
+        ]
+        found = choose(pool, self._aim(needed_rate))
+        chosen = set(found.worker_ids)
+        usd = _usd([one for one in workers if one.worker_id in chosen])
+        pays = not found.missing_rate and usd < bill * (1 - self.options.least_saving)
         self._dear_since = _since(self._dear_since, pays, now)
         if not _lasts(self._dear_since, now, self.options.surplus_seconds):
             return Change()
-        self._dear_since = None
+        self._dear_since, self._look_at = None, now + self.options.exchange_seconds
         there = {one.worker_id for one in active}
-        self._leaving = frozenset(there.difference(found.worker_ids))
+        self._leaving = frozenset(there - chosen)
         more = tuple(worker_id for worker_id in found.worker_ids if worker_id not in there)
-        return Change(activate=more, reason=f"${found.usd_per_hour:.4g} an hour do what ${bill:.4g} do now")
+        return Change(activate=more, reason=f"${usd:.4g} an hour do what ${bill:.4g} do now")
+
+
+def _rate(workers: Sequence[Candidate]) -> float:
+    return math.fsum(one.rate for one in workers)
 
 
 def _since(since: float | None, holds: bool, now: float) -> float | None:

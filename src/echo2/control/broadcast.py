@@ -24,7 +24,8 @@ MAX_STRIPES = 64
 MAX_PLANS = 16
 #: So many who gave a source up are believed: nobody is sent to it any more for this payload.
 BLAMERS = 2
-#: One who accuses more peers than this of wrong bytes is the likelier liar: from then on only it is kept from them.
+#: One who accuses more peers than this of wrong bytes, or of lacking what they should have, is the likelier liar: from
+#: then on only it is kept from them. (Accusations count for good: who comes back may not accuse anew.)
 MAX_ACCUSED = 2
 #: Seconds after such a move in which nobody else is moved for being slow.
 CALM_SECONDS = 4.0
@@ -65,6 +66,7 @@ class Broadcast:
         self.failed_pairs: dict[str, dict[str, None]] = {}
         self.accused: dict[str, set[str]] = {}
         self.num_events = 0
+        self._middle_up: float | None = None
         self._reason = ""
         self._out: list[do.Command] = []
 
@@ -101,15 +103,19 @@ class Broadcast:
 
     @property
     def fleet(self) -> Fleet:
-        rates = sorted(member.up for member in self.members.values() if member.up)
-        middle = rates[len(rates) // 2] if rates else self.options.worker_up or 1.0
+        return Fleet(self.members, self._up, self._can_serve, self.options.fan_out)
 
-        def up(worker_id: str) -> float:
-            member = self.members.get(worker_id)
-            measured = member.up if member is not None and member.up else middle
-            return max(1e-9, measured * self.bias.get(worker_id, 1.0))
+    def _up(self, worker_id: str) -> float:
+        member = self.members.get(worker_id)
+        measured = member.up if member is not None and member.up else self._usual_up()
+        return max(1e-9, measured * self.bias.get(worker_id, 1.0))
 
-        return Fleet(self.members, up, self._can_serve, self.options.fan_out)
+    def _usual_up(self) -> float:
+        """The median uplink, worked out once for each change of the members: it is asked for far more often."""
+        if self._middle_up is None:
+            rates = sorted(member.up for member in self.members.values() if member.up)
+            self._middle_up = rates[len(rates) // 2] if rates else self.options.worker_up or 1.0
+        return self._middle_up
 
     def _can_serve(self, source: str, worker_id: str) -> bool:
         return (
@@ -126,6 +132,7 @@ class Broadcast:
         if known is not None:
             member = replace(member, up=known.up, down=known.down)
         self.members[event.worker_id] = member
+        self._middle_up = None
         self._forget_pairs(event.worker_id)
         self._reason = f"{event.worker_id} is here" if known is None else f"{event.worker_id} is back, or moved"
         moved = known is not None and (known.address, known.reach) != (member.address, member.reach)
@@ -154,9 +161,9 @@ class Broadcast:
     def _left(self, event: ev.MemberLeft) -> None:
         self._move_away(event.worker_id, f"{event.worker_id} is gone: {event.reason}", is_gone=True)
         self.members.pop(event.worker_id, None)
+        self._middle_up = None
         self.held.pop(event.worker_id, None)
         self.bias.pop(event.worker_id, None)
-        self.accused.pop(event.worker_id, None)
         self._forget_pairs(event.worker_id)
 
     def _move_away(self, source: str, reason: str, is_gone: bool) -> None:
@@ -173,9 +180,11 @@ class Broadcast:
             self.origin_up = event.up or self.origin_up
         elif event.worker_id in self.members:
             member = self.members[event.worker_id]
+            self._middle_up = None
             self.members[event.worker_id] = replace(member, up=event.up or member.up, down=event.down or member.down)
-            if self.options.origin_up is None and event.down:  # what one worker was sent is the least the origin can do
-                self.origin_up = max(self.origin_up or 0.0, event.down)
+            downs = sorted(member.down for member in self.members.values() if member.down)
+            if self.options.origin_up is None and downs:  # what most were sent is the least that the origin can do
+                self.origin_up = downs[len(downs) // 2]
 
     # ---- payloads ----------------------------------------------------------------------------------------------------
 
@@ -247,8 +256,8 @@ class Broadcast:
 
     def _received(self, event: ev.PayloadReceived) -> None:
         plan = self.plans.get(event.payload)
-        if plan is None or event.worker_id not in plan.routes:
-            return
+        if plan is None or event.worker_id not in plan.routes or event.worker_id in plan.whole:
+            return  # who says it again and again is heard once
         plan.received(event.worker_id)
         plan.unusable.discard(event.worker_id)
         peers = [tally for tally in event.tallies if tally.source in self.members and tally.num_bytes > 0]
@@ -278,17 +287,19 @@ class Broadcast:
         plan, source = self.plans.get(event.payload), event.source
         if plan is None or event.worker_id not in plan.routes or event.reason not in ev.SOURCE_FAILURES:
             return
-        if source == ORIGIN or source not in self.members:
-            plan.changed[event.worker_id] = None
+        is_taking = event.worker_id in plan.children.get(source, ())
+        if source == ORIGIN or source not in self.members or not (is_taking or event.reason == "corrupt"):
+            plan.changed[event.worker_id] = None  # of a source that it does not have (any more) it is not asked
             return
         self._reason = f"{event.worker_id} found {source} {event.reason}"
         if event.reason == "corrupt":
             self._accused(event.worker_id, source)
-        elif event.reason == "missing":
-            self._give_up(plan, source)
         else:
             blamers = plan.blamed.setdefault(source, set())
             blamers.add(event.worker_id)
+            blamed = sum(event.worker_id in others for others in plan.blamed.values())
+            if event.reason == "missing" and blamed <= MAX_ACCUSED:
+                self._give_up(plan, source)
             if event.reason == "slow":
                 self._correct(source, 0.7)
                 if now < plan.calm_until:

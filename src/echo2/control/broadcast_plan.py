@@ -132,6 +132,8 @@ class Plan:
             for stripe, source in enumerate(self.routes.get(child, ())):
                 if source == lost:
                     orphans.setdefault(stripe, []).append(child)
+        if not orphans:
+            return
         places = self._places(fleet)
         for stripe, waiting in orphans.items():
             # Who has most to spare goes first: where all others came through `lost`, it takes its place.

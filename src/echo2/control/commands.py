@@ -183,14 +183,14 @@ class WorkerGone(Command):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ActivateWorker(Command):
-    """Sent to the worker: it stood by, and works from now on."""
+    """It stood by, and works from now on."""
 
     worker_id: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReleaseWorker(Command):
-    """Sent to the worker: it finishes what it has, then stands by, and need not fetch snapshots."""
+    """It finishes what it has, then stands by: it gets no leases and is not told of snapshots."""
 
     worker_id: str
 
@@ -204,7 +204,9 @@ class RentMachine(Command):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReturnMachine(Command):
-    """To the offer's hook: this worker's machine is not needed any more."""
+    """To the offer's hook: this worker's machine is not needed any more. `worker_id` empty: one whose worker has not
+    joined.
+    """
 
     offer: str
     worker_id: str

@@ -72,10 +72,13 @@ class GroupsWanted:
 
 @dataclass(frozen=True, slots=True)
 class StepTrained:
-    """The learner finished a step with exactly these groups; its version is now step + 1."""
+    """The learner finished a step with exactly these groups; its version is now step + 1. `busy_seconds`: what it took
+    without waiting, as the learner says; 0: it does not say.
+    """
 
     step: int
     numbers: tuple[int, ...]
+    busy_seconds: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,6 +187,14 @@ class ScoringFailed:
 
 
 @dataclass(frozen=True, slots=True)
+class RentFailed:
+    """The offer's hook got no machine."""
+
+    offer: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class Tick:
     """The time asked for by `WakeAt` has come."""
 
@@ -205,5 +216,6 @@ Event = (
     | LeaseFailed
     | GroupScored
     | ScoringFailed
+    | RentFailed
     | Tick
 )

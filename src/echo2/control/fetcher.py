@@ -34,8 +34,12 @@ FIRST_ROUTES_SECONDS = 5.0
 SLOW_SECONDS = 5.0
 SLOW_TIMES = 3.0
 SLOW_PAUSE_SECONDS = 5.0
-#: One that has just said that it has nothing to send is not slow: its own source is.
+#: One that has just said that it has nothing to send is not slow: its own source is. So much is forgiven for that, and
+#: no more: who only ever says so would be waited for without end.
 STARVED_SECONDS = 1.5
+MAX_STARVED_SECONDS = 60.0
+#: One that is still asked, because its report changed nothing, is reported again after this long.
+SLOW_AGAIN_SECONDS = 30.0
 #: Failures of one source for one payload, after which routes that name it are not followed.
 MAX_FAILURES = 3
 #: Seconds before the origin is asked again after a failure, doubled up to the last.
@@ -51,6 +55,7 @@ class Source:
     """One of whom chunks are asked. Times in seconds of the worker's clock.
 
     asked        chunks asked for and not here yet
+    asked_at     when it was first asked after a pause
     heard_at     when it last sent anything, or was first asked after a pause
     alive_at     when it last said that it waits itself
     gap_seconds  the longest usual time between two of its chunks
@@ -58,6 +63,7 @@ class Source:
 
     asked: dict[bytes, None] = field(default_factory=dict)
     begun_at: float = 0.0
+    asked_at: float = 0.0
     heard_at: float = 0.0
     chunk_at: float = 0.0
     alive_at: float = float("-inf")
@@ -66,7 +72,7 @@ class Source:
     num_bytes: int = 0
     failures: int = 0
     is_barred: bool = False
-    is_reported_slow: bool = False
+    slow_again_at: float = float("-inf")
 
     def got(self, num_bytes: int, now: float) -> None:
         gap = now - self.heard_at if self.num_chunks else 0.0
@@ -264,7 +270,7 @@ class Fetcher:
                 continue
             source = self.sources.setdefault(name, Source(begun_at=now))
             if not source.asked:
-                source.heard_at = now
+                source.asked_at = source.heard_at = now
             source.asked.update(dict.fromkeys(chunks))
             reason = f"{len(chunks)} chunks of {download.payload} are missing"
             self._do(do.RequestChunks, reason, source=name, payload=download.payload, chunks=tuple(chunks))
@@ -333,19 +339,23 @@ class Fetcher:
         self._look_for_slow(now)
 
     def _look_for_slow(self, now: float) -> None:
-        if now < self._slow_after or len(self.sources) < 2:
-            return
-        lefts = {name: source.seconds_left(now) for name, source in self.sources.items()}
-        name = max(lefts, key=lambda name: (name != ORIGIN, lefts[name]))
-        source = self.sources[name]
-        is_sending = source.alive_at < now - STARVED_SECONDS and source.num_chunks > 2
-        if not is_sending or source.is_reported_slow or now - source.begun_at < SLOW_SECONDS:
+        peers = {name: source for name, source in self.sources.items() if name != ORIGIN}
+        lefts = {
+            name: each.seconds_left(now) for name, each in peers.items() if each.asked and now >= each.slow_again_at
+        }
+        if now < self._slow_after or not lefts:
             return
         assert self.download is not None
+        name = max(lefts, key=lambda name: lefts[name])
+        source = self.sources[name]
+        is_sending = source.alive_at < now - STARVED_SECONDS and source.num_chunks > 2 and len(self.sources) > 1
+        patience = SLOW_SECONDS if is_sending else MAX_STARVED_SECONDS
         num_chunks = sum(other.num_chunks for other in self.sources.values())
-        even = len(self.download.missing) * (now - self.download.begun_at) / num_chunks
-        if lefts[name] > SLOW_SECONDS + SLOW_TIMES * even:
-            source.is_reported_slow = True
+        even = len(self.download.missing) * (now - self.download.begun_at) / num_chunks if num_chunks else 0.0
+        # Connections that begin together share a link unevenly for seconds (BBR): a long download is watched longer.
+        watched = now - max(source.begun_at, source.asked_at)
+        if watched >= max(patience, even / 2) and lefts[name] > patience + SLOW_TIMES * even:
+            source.slow_again_at = now + SLOW_AGAIN_SECONDS
             self._slow_after = now + SLOW_PAUSE_SECONDS
             self._report(name, "slow")
 

@@ -19,9 +19,9 @@ from echo2.types import SnapshotRef
 @dataclass(slots=True)
 class Worker:
     """One attending worker. `capacity_groups`: groups it samples together. `detached`: its connection is closed, it
-    may return. `standby`: it waits to be chosen and gets no leases. `offer`: what it was rented as. `samples`: asked of
-    it and not delivered yet. `rate`: rollouts a second while it has work, 0 until it is known; the last three are what
-    `gauge` takes it from.
+    may return. `standby`: it waits to be chosen and gets no leases. `offer`: what it was rented as; `returned`: its
+    machine is being given back. `samples`: asked of it and not delivered yet. `rate`: rollouts a second while it has
+    work, 0 until it is known, and its variance; the last three are what `gauge` takes them from.
     """
 
     worker_id: str
@@ -37,8 +37,10 @@ class Worker:
     standby: bool = False
     standby_since: float | None = None
     offer: str = ""
+    returned: bool = False
     samples: int = 0
     rate: float = 0.0
+    rate_variance: float = 0.0
     done_samples: int = 0
     busy_seconds: float = 0.0
     busy_since: float | None = None

@@ -37,16 +37,23 @@ class Gauge:
     def step_fed(self, now: float) -> None:
         self._training_since = now
 
-    def step_trained(self, now: float) -> None:
-        if self._training_since is not None:
+    def step_trained(self, busy_seconds: float, now: float) -> None:
+        """Where the learner does not say how long it was busy, it trained since it had all groups; a learner that
+        begins with the first ones was busy for longer.
+        """
+        if busy_seconds > 0:
+            self.train_seconds.append(busy_seconds)
+        elif self._training_since is not None:
             self.train_seconds.append(now - self._training_since)
         self._training_since = None
 
     def published(self, ref: SnapshotRef, now: float) -> None:
-        """A newer snapshot ends the measurement of an unfinished broadcast: it lasted this long at least."""
+        """A newer snapshot ends the measurement of an unfinished broadcast: it lasted this long at least. What comes
+        before the first step finds workers that are still starting, and is not measured.
+        """
         if self._spreading is not None:
             self._broadcast_over(now)
-        self._spreading, self._num_installed = (ref, now), 0
+        self._spreading, self._num_installed = (ref, now) if self.train_seconds else None, 0
 
     def installed(self, ref: SnapshotRef, num_active: int, now: float) -> None:
         """One more worker has it."""
@@ -54,6 +61,11 @@ class Gauge:
             self._num_installed += 1
             if self._num_installed >= INSTALLED_QUANTILE * num_active:
                 self._broadcast_over(now)
+
+    def fewer_active(self, num_active: int, now: float) -> None:
+        """Some are waited for no longer."""
+        if self._spreading is not None and 0 < self._num_installed >= INSTALLED_QUANTILE * num_active:
+            self._broadcast_over(now)
 
     def _broadcast_over(self, now: float) -> None:
         assert self._spreading is not None
@@ -77,7 +89,10 @@ class Gauge:
         seconds = busy_seconds(worker, now)
         if seconds > 0:
             rate = worker.done_samples / seconds
-            worker.rate += (rate - worker.rate) * (NEW_RATE if worker.rate else 1.0)
+            known, difference = worker.rate > 0, rate - worker.rate
+            worker.rate += difference * (NEW_RATE if known else 1.0)
+            if known:
+                worker.rate_variance = (1 - NEW_RATE) * (worker.rate_variance + NEW_RATE * difference**2)
             batch = seconds * samples_per_batch / worker.done_samples
             self.batch_seconds += (batch - self.batch_seconds) * (0.1 if self.batch_seconds else 1.0)
         worker.done_samples, worker.busy_seconds = 0, 0.0

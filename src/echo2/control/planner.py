@@ -73,7 +73,7 @@ class Planner(PlannerState):
                 if (worker := self.fleet.get(event.worker_id)) is not None:
                     self.fleet.detach(worker, now, self.options.grace_seconds)
             case ev.WorkerLeft():
-                workers.lose_worker(self, event.worker_id, event.reason)
+                workers.lose_worker(self, event.worker_id, event.reason, now)
             case ev.GroupDelivered():
                 results.delivered(self, event, now)
             case ev.DeliveryMalformed():
@@ -84,6 +84,8 @@ class Planner(PlannerState):
                 results.scored(self, event.group)
             case ev.ScoringFailed():
                 results.give_up(self, event.group, event.reason, event.detail)
+            case ev.RentFailed():
+                standby.rent_failed(self, event.offer, now)
             case ev.Tick():
                 self._wake_at = None
 
@@ -98,6 +100,8 @@ class Planner(PlannerState):
 
     def _ask_for_wake(self) -> None:
         dues = [at for at in (self.leases.earliest_deadline(), self.fleet.earliest_deadline()) if at is not None]
+        if self.options.offers and self.learner_joined and self.activation is not None and self.over is None:
+            dues.append(self.activation.next_at)  # nobody else may be there to report
         if dues and (self._wake_at is None or min(dues) < self._wake_at):
             self._wake_at = min(dues)
             self.emit(do.WakeAt, "next deadline of a lease or of a silent worker", at=self._wake_at)
@@ -212,7 +216,7 @@ class Planner(PlannerState):
         self.emit(
             do.RecordStep, "the learner finished the step", step=event.step, lineage=self.lineage, numbers=event.numbers
         )
-        self.gauge.step_trained(now)
+        self.gauge.step_trained(event.busy_seconds, now)
         for number in fed:
             record = self.groups.get(number)
             assert record is not None

@@ -22,14 +22,28 @@ from echo2.errors import UserError
 LOOK_SECONDS = 5.0
 #: Seconds after which a machine that was rented and has not joined is no longer waited for.
 RENT_SECONDS = 900.0
-#: Seconds that a rented machine stands by before it is returned.
+#: Seconds that a rented machine stands by, or has lost its worker, before it is returned.
 RETURN_SECONDS = 300.0
+#: Seconds that the learner waits with nobody there before the first machine is rented for it.
+ALONE_SECONDS = 60.0
+#: Seconds between two tries of an offer whose hook fails, doubled at each failure up to the last.
+RETRY_SECONDS = (15.0, 900.0)
+#: Rollouts a second that are asked for when nobody attends and nothing is known: the cheapest machine.
+LEAST_RATE = 1e-9
 
 
 def look(state: PlannerState, now: float) -> None:
     """Activate and release, rent and return, if it is time to look."""
     activation = state.activation
-    if activation is None or now < activation.next_at or not len(state.fleet):
+    if activation is None or now < activation.next_at:
+        return
+    if not len(state.fleet) and state.options.offers:
+        activation.next_at = now + LOOK_SECONDS
+        _return_unneeded(state, activation, now)
+        since = state.wanted_since
+        if state.wanted_step is not None and since is not None and now - since >= ALONE_SECONDS:
+            _rent(state, activation, activation.needed_rate or LEAST_RATE, now)
+    if not len(state.fleet):
         return
     activation.next_at = now + LOOK_SECONDS
     needed, candidates = needed_rate(state), list_candidates(state, now)
@@ -48,8 +62,8 @@ def look(state: PlannerState, now: float) -> None:
     if change.activate:
         announce_newest(state, "newest when the workers were activated", change.activate)
     if state.options.offers:
-        _return_unneeded(state, now)
-        if 0 < change.short_rate < math.inf:
+        _return_unneeded(state, activation, now)
+        if change.short_rate > 0:
             _rent(state, activation, change.short_rate, now)
 
 
@@ -63,13 +77,13 @@ def _release_unneeded(state: PlannerState, candidates: list[Candidate], rate: fl
             release(state, one.worker_id, f"{rate:.4g} rollouts/s are needed; cheaper ones have {found.rate:.4g}", now)
 
 
-def needed_rate(state: PlannerState) -> float | None:
-    """1.1 times what the learner needs in order never to wait, in rollouts a second."""
+def live_demand(state: PlannerState) -> Demand | None:
+    """What the learner asks for, by what is measured; None until a step is trained."""
     options, gauge = state.options, state.gauge
     train_seconds = gauge.typical_train_seconds()
     if not train_seconds:
         return None
-    demand = Demand(
+    return Demand(
         groups_per_step=options.groups_per_step,
         group_size=options.group_size,
         publish_every=options.publish_every,
@@ -78,6 +92,13 @@ def needed_rate(state: PlannerState) -> float | None:
         broadcast_seconds=gauge.typical_broadcast_seconds(),
         rollout_seconds=gauge.batch_seconds,
     )
+
+
+def needed_rate(state: PlannerState) -> float | None:
+    """1.1 times what the learner needs in order never to wait, in rollouts a second."""
+    demand = live_demand(state)
+    if demand is None:
+        return None
     try:
         return mu_target(demand)
     except UserError:
@@ -99,7 +120,7 @@ def list_candidates(state: PlannerState, now: float) -> list[Candidate]:
             not worker.standby,
         )
         for worker in state.fleet
-        if not (worker.detached and worker.standby)
+        if not (worker.returned or (worker.detached and worker.standby))
     ]
 
 
@@ -117,32 +138,64 @@ def release(state: PlannerState, worker_id: str, reason: str, now: float) -> Non
     if worker is not None and not worker.standby:
         worker.standby, worker.standby_since = True, now
         state.fleet.file(worker)
+        state.gauge.fewer_active(state.fleet.num_active, now)
         state.emit(do.ReleaseWorker, reason, worker_id=worker_id)
 
 
+def rent_failed(state: PlannerState, offer: str, now: float) -> None:
+    """The offer is left alone for a while, longer at each failure in a row; others may be asked instead."""
+    activation = state.activation
+    if activation is None:
+        return
+    if rents := activation.rents.get(offer):
+        rents.pop()
+    num_failures = activation.failures.get(offer, (0, 0.0))[0] + 1
+    seconds = min(RETRY_SECONDS[1], RETRY_SECONDS[0] * 2.0 ** (num_failures - 1))
+    activation.failures[offer] = (num_failures, now + seconds)
+
+
 def _rent(state: PlannerState, activation: Activation, short_rate: float, now: float) -> None:
-    """The cheapest machines on offer that close the gap, less those that are on their way."""
+    """The cheapest machines on offer that close the gap, less those that are on their way. Where no rate is enough, it
+    is not tried with everything that can be bought.
+    """
+    if short_rate == math.inf and len(state.fleet):
+        return
     present = [worker.offer for worker in state.fleet]
     pool, coming = [], 0.0
     for offer in state.options.offers:
-        rents = [at for at in activation.rents.get(offer.name, ()) if now - at < RENT_SECONDS]
-        activation.rents[offer.name] = rents
+        rents = activation.rents.setdefault(offer.name, [])
         coming += offer.rate * len(rents)
+        if now < activation.failures.get(offer.name, (0, 0.0))[1]:
+            continue
         num_left = offer.count - len(rents) - present.count(offer.name)
         pool += [Candidate(f"{offer.name}/{n}", offer.rate, offer.price_usd_per_hour) for n in range(num_left)]
-    if short_rate <= coming or not pool:
+    missing = LEAST_RATE if short_rate == math.inf else short_rate
+    if missing <= coming or not pool:
         return
-    for machine in choose(pool, short_rate - coming).worker_ids:
+    for machine in choose(pool, missing - coming).worker_ids:
         name = machine.rpartition("/")[0]
         activation.rents[name].append(now)
-        reason = f"all that attend are {short_rate:.4g} rollouts/s short"
+        reason = f"all that attend are {missing:.4g} rollouts/s short" if present else "nobody attends"
         state.emit(do.RentMachine, reason, offer=name)
 
 
-def _return_unneeded(state: PlannerState, now: float) -> None:
+def _return_unneeded(state: PlannerState, activation: Activation, now: float) -> None:
+    for name, rents in activation.rents.items():
+        while rents and now - rents[0] >= RENT_SECONDS:
+            del rents[0]
+            state.emit(do.ReturnMachine, f"no worker joined within {RENT_SECONDS:.0f} s", offer=name, worker_id="")
     for worker in state.fleet:
         since = worker.standby_since
-        if worker.offer and worker.standby and since is not None and now - since >= RETURN_SECONDS:
-            worker.standby_since = None  # asked for once
+        if worker.offer and worker.standby and not worker.returned and _is_long_ago(since, now):
+            worker.returned = True  # asked for once
             reason = f"it has stood by for {RETURN_SECONDS:.0f} s"
             state.emit(do.ReturnMachine, reason, offer=worker.offer, worker_id=worker.worker_id)
+    for worker_id, (offer, since) in list(activation.gone.items()):
+        if _is_long_ago(since, now):
+            del activation.gone[worker_id]
+            reason = f"its worker has been lost for {RETURN_SECONDS:.0f} s"
+            state.emit(do.ReturnMachine, reason, offer=offer, worker_id=worker_id)
+
+
+def _is_long_ago(since: float | None, now: float) -> bool:
+    return since is not None and now - since >= RETURN_SECONDS

@@ -53,7 +53,9 @@ class PlannerOptions:
 @dataclass(slots=True)
 class Activation:
     """What `standby` remembers. `needed_rate`: rollouts a second, None while it is not known, infinite where no rate is
-    enough. `rents`: when each machine that has not joined yet was rented, by offer.
+    enough. `rents`: when each machine that has not joined yet was rented, by offer. `failures`: of each offer's hook in
+    a row, and until when it is left alone. `gone`: rented machines whose worker is lost, by worker, with the offer and
+    since when.
     """
 
     loop: ActivationLoop
@@ -61,6 +63,8 @@ class Activation:
     needed_rate: float | None = None
     active_rate: float = 0.0
     rents: dict[str, list[float]] = field(default_factory=dict)
+    failures: dict[str, tuple[int, float]] = field(default_factory=dict)
+    gone: dict[str, tuple[str, float]] = field(default_factory=dict)
 
 
 class PlannerState:

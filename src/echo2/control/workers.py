@@ -19,7 +19,8 @@ def worker_joined(state: PlannerState, event: ev.WorkerJoined, now: float) -> No
     )
     worker.samples, worker.offer = state.leases.samples_of(event.worker_id), event.offer
     before = state.fleet.get(event.worker_id)
-    worker.rate = 0.0 if before is None else before.rate
+    if before is not None:
+        worker.rate, worker.rate_variance, worker.returned = before.rate, before.rate_variance, before.returned
     worker.standby = _joins_standing_by(state, event, before)
     worker.standby_since = now if worker.standby else None
     state.fleet.join(worker, now)
@@ -41,8 +42,10 @@ def _joins_standing_by(state: PlannerState, event: ev.WorkerJoined, before: Work
         return False
     if before is not None:
         return before.standby
+    activation.gone.pop(event.worker_id, None)
     if rents := activation.rents.get(event.offer):
         rents.pop(0)
+        activation.failures.pop(event.offer, None)
         return False
     return activation.needed_rate is not None
 
@@ -69,12 +72,16 @@ def worker_reported(state: PlannerState, event: ev.WorkerReported, now: float) -
     return True
 
 
-def lose_worker(state: PlannerState, worker_id: str, reason: str) -> None:
-    if state.fleet.get(worker_id) is None:
+def lose_worker(state: PlannerState, worker_id: str, reason: str, now: float) -> None:
+    worker = state.fleet.get(worker_id)
+    if worker is None:
         return
+    if state.activation is not None and worker.offer and not worker.returned:
+        state.activation.gone[worker_id] = (worker.offer, now)
     for lease_id in state.leases.of_worker(worker_id):
         end_lease(state, lease_id, "lost", reason)
     state.fleet.remove(worker_id)
+    state.gauge.fewer_active(state.fleet.num_active, now)
     state.emit(do.WorkerGone, reason, worker_id=worker_id)
 
 
@@ -86,7 +93,7 @@ def expire(state: PlannerState, now: float) -> bool:
         worker = state.fleet.get(worker_id)
         away = worker is not None and worker.detached
         lose_worker(
-            state, worker_id, "its connection closed and it did not come back" if away else "silent for too long"
+            state, worker_id, "its connection closed and it did not come back" if away else "silent for too long", now
         )
     for lease_id in state.leases.pop_expired(now):
         any_over = True

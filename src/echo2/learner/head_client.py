@@ -37,6 +37,8 @@ FIRST_PAUSE_SECONDS = 0.1
 LONGEST_PAUSE_SECONDS = 3.0
 PUBLISH_SECONDS = 600.0  # the head answers when it has rebuilt the whole content of a delta
 PARALLEL_CHUNKS = 8  # enough to hide the round trip of a chunk, few enough to be bounded in memory
+OFFERS_MAX = 3  # of one payload, where the head lost chunks that it had when it was offered
+MISSING = "missing"  # the head's word for: chunks that I said I had are gone
 UNKNOWN_LEARNER = "unknown_learner"  # the head's word for: I was restarted, say hello
 REFUSED = "refused"  # the head's word for: the run does not stand where you say
 UNUSABLE_DELTA = ("base", "corrupt")  # the head's words for: send the whole content instead
@@ -232,7 +234,16 @@ class HeadClient:
         await self._link.call("ReportStep", request, CALL_SECONDS)
 
     async def _upload(self, offer: Offer, started: float) -> None:
-        """`started`: when the copy of the weights was there."""
+        """`started`: when the copy of the weights was there. What the head threw away meanwhile is sent again."""
+        for offers_left in reversed(range(OFFERS_MAX)):
+            try:
+                await self._upload_once(offer, started)
+                return
+            except PeerError as error:
+                if error.reason != MISSING or not offers_left:
+                    raise
+
+    async def _upload_once(self, offer: Offer, started: float) -> None:
         ref, raw = offer.manifest.ref, offer.manifest.to_bytes()
         request = wire.PublishRequest(lineage=ref.lineage, version=ref.version)
         if offer.is_delta:

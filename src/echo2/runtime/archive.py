@@ -88,15 +88,25 @@ class Archive:
         """All of the offered payload is here.
 
         Raises:
-            PeerError: it is not.
+            PeerError: "missing", it is not: some chunks never came, or were thrown away while it was being offered.
         """
-        absent = self.store.missing(manifest)
-        if absent:
-            raise PeerError("malformed", f"{len(absent)} chunks of {manifest.payload} never came")
-        self._retained.add(manifest.ref)
-        await self._beside(self.store.put_manifest, manifest)
+        was_retained = manifest.ref in self._retained
+        self._retained.add(manifest.ref)  # first: what is thrown away from now on is not this
+        try:
+            await self._beside(self._list, manifest)
+        except PeerError:
+            if not was_retained:
+                self._retained.discard(manifest.ref)
+            raise
         self._loadable.add(manifest.ref)
         self._offered, self._offered_hashes = None, frozenset()
+
+    def _list(self, manifest: Manifest) -> None:
+        """In the thread, so that nothing is being thrown away between the look and the listing."""
+        absent = self.store.missing(manifest)
+        if absent:
+            raise PeerError("missing", f"{len(absent)} chunks of {manifest.payload} are not here")
+        self.store.put_manifest(manifest)
 
     # ---- what is here --------------------------------------------------------------------------------------------
 
@@ -191,7 +201,7 @@ class Archive:
     def _rebuild(self, ref: SnapshotRef) -> None:
         """In the thread."""
         snapshot = self.store.load(ref)
-        manifest, chunks = encode(ref, snapshot.tensors, snapshot.files)
+        manifest, chunks = encode(ref, snapshot.tensors, snapshot.files, is_frozen=True)
         self._store(manifest, chunks)
 
     def _rediff(self, payload: PayloadId) -> tuple[Manifest, dict[bytes, memoryview]] | None:

@@ -106,6 +106,23 @@ def _news(rows: list[dict[str, Any]], status: dict[str, Any]) -> Text:
     return text
 
 
+def fleet_line(fleet: dict[str, Any] | None) -> str:
+    """Whether the workers suffice, and how long the learner should wait and does."""
+    if not fleet:
+        return ""
+    words = f"{fleet['active']} active"
+    if fleet["standby"]:
+        words += f", {fleet['standby']} standing by"
+    if fleet["rented"]:
+        words += f", {len(fleet['rented'])} rented"
+    words += f"  {fleet['text']}"
+    if fleet["needed_rate"] is not None:
+        words += f": {fleet['rate']:.3g} of {fleet['needed_rate']:.3g} rollouts/s that are needed"
+    if fleet["idle_predicted"] is not None and fleet["idle_ratio"] is not None:
+        words += f"  learner idle {fleet['idle_ratio']:.1%}, predicted {fleet['idle_predicted']:.1%}"
+    return words
+
+
 def _broadcast_line(status: dict[str, Any]) -> str:
     """Who has the newest weights, how far the others are, and how long the last broadcast took."""
     workers, newest = status.get("workers", []), status.get("published")
@@ -173,6 +190,8 @@ def show_status(status: dict[str, Any], console: Console) -> None:
     published = f"snapshot {status['published']}, checkpoint {status['checkpoint']}"
     where, state = escape(status["directory"]), escape(status["state"])
     console.print(f"[bold]{where}[/bold]  {state}  {done}  {published}  ${status['cost_usd']:.4f}", highlight=False)
+    if fleet := fleet_line(status.get("fleet")):
+        console.print(f"fleet: {fleet}", highlight=False)
     waits = Table("who", "waits for", "since", "until", "why", title="Waits", title_justify="left")
     now = status["time"]
     for wait in status["waits"]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -22,8 +22,8 @@ from echo2.control import events as ev
 from echo2.control.broadcast import BroadcastOptions
 from echo2.control.fleet import Worker
 from echo2.control.planner import Planner
-from echo2.control.state import PlannerOptions
 from echo2.errors import InvariantError, UserError
+from echo2.offers import Offer
 from echo2.reward.process import RewardProcess
 from echo2.runtime.archive import Archive
 from echo2.runtime.broadcast_meter import BroadcastMeter
@@ -32,7 +32,9 @@ from echo2.runtime.costs import CostBook
 from echo2.runtime.distribution import Distribution
 from echo2.runtime.evals import Evals
 from echo2.runtime.eventlog import EventLog
+from echo2.runtime.machines import Machines
 from echo2.runtime.metrics import Metrics, Sink, TensorBoardSink, WandbSink
+from echo2.runtime.planner_options import planner_options, read_offers
 from echo2.runtime.rollout_log import RolloutLog
 from echo2.runtime.rundir import RunDir
 from echo2.tasks.base import TaskStream
@@ -82,28 +84,6 @@ class Pending:
     payload: bytes
 
 
-def planner_options(config: Config, eval_size: int) -> PlannerOptions:
-    """The part of the configuration that decisions rest on."""
-    schedule, sampling = config.schedule, config.sampling
-    return PlannerOptions(
-        groups_per_step=schedule.groups_per_step,
-        group_size=sampling.group_size,
-        max_steps=config.run.max_steps,
-        max_staleness=schedule.max_staleness,
-        publish_every=schedule.publish_every,
-        deterministic=config.run.deterministic,
-        groups_per_batch=sampling.groups_per_batch,
-        lease_seconds=schedule.lease_seconds,
-        lost_after_seconds=schedule.lost_after_seconds,
-        grace_seconds=min(3 * schedule.heartbeat_seconds, schedule.lost_after_seconds),
-        max_failures=schedule.max_failures,
-        seed=config.run.seed,
-        reward_functions=tuple(config.reward.functions),
-        eval_size=eval_size,
-        eval_every=config.eval.every,
-    )
-
-
 class Head:
     """One run's control plane. `happen(event)` is the one place where the planner is called."""
 
@@ -116,7 +96,8 @@ class Head:
         self.eval_tasks, eval_size = self._load_eval()
         self.ledger = Ledger(rundir.ledger)
         self.run_id = self._meta("run_id", lambda: secrets.token_hex(6))
-        self.options = planner_options(config, eval_size)
+        offers = read_offers(config)
+        self.options = planner_options(config, eval_size, offers)
         self.planner = Planner(self.options)
         self.log = EventLog(rundir.events, self.options)
         self.metrics = Metrics(rundir.metrics, self._sinks())
@@ -140,6 +121,7 @@ class Head:
         self.over = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
         self._wake: asyncio.TimerHandle | None = None
+        self.machines = self._machines(offers)
         self._carry = self._carriers()
 
     def _load_eval(self) -> tuple[TaskStream | None, int]:
@@ -156,6 +138,18 @@ class Head:
         dial = GrpcNetwork(identity.credentials).to_peer
         origin = OriginNode(store, options, self.order, self.clock, dial=dial, on_error=self.fail)
         return Distribution(archive, origin, identity, self.order, self.attending, self.spawn)
+
+    def _machines(self, offers: Mapping[str, Offer]) -> Machines:
+        return Machines(
+            offers,
+            self.run_id,
+            self.rundir.ticket,
+            self.rundir.logs / "machines.log",
+            self.ledger.get_meta("machines", {}),
+            lambda plain: self.ledger.set_meta("machines", plain),
+            self._rent_failed,
+            self.spawn,
+        )
 
     def _sinks(self) -> list[Sink]:
         run, sinks = self.config.run, list[Sink]()
@@ -242,6 +236,12 @@ class Head:
             self.outcome = (kind, reason)
             self.over.set()
 
+    def check_budget(self) -> None:
+        """End the run once its budget is spent."""
+        budget = self.config.fleet.budget_usd
+        if budget and self.costs.cum_usd(self.clock.now()) >= budget:
+            self.end("stopped", f"the budget of ${budget:g} is spent; raise fleet.budget_usd to go on with --resume")
+
     def save_books(self) -> None:
         self.ledger.set_meta("costs", self.costs.to_plain(self.clock.now()))
         self.ledger.set_meta("counters", {**self.counters, **self.traffic()})
@@ -301,6 +301,10 @@ class Head:
             do.FinishEval: self._finish_eval,
             do.WakeAt: self._wake_at,
             do.WorkerGone: self._worker_gone,
+            do.ActivateWorker: lambda c: self.costs.activated(c.worker_id, self.clock.now()),
+            do.ReleaseWorker: self._release,
+            do.RentMachine: lambda c: self.machines.rent(c.offer),
+            do.ReturnMachine: self._return_machine,
             do.StopRun: lambda c: self.end("stopped", c.reason),
             do.FinishRun: lambda c: self.end("finished", c.reason),
         }
@@ -448,6 +452,17 @@ class Head:
             self.happen(ev.Tick())
         except Exception as error:  # the event loop would only log it
             self.fail(error)
+
+    def _rent_failed(self, offer: str, reason: str) -> None:
+        self.happen(ev.RentFailed(offer, reason))
+
+    def _release(self, command: do.ReleaseWorker) -> None:
+        self.costs.stands_by(command.worker_id, self.clock.now())
+        self.broadcast.gone(command.worker_id)  # it need not fetch what is on its way
+
+    def _return_machine(self, command: do.ReturnMachine) -> None:
+        self.order(command.worker_id, wire.Order(stop=wire.Stop(reason="its machine is given back")))
+        self.machines.give_back(command.offer, command.worker_id)
 
     def _worker_gone(self, command: do.WorkerGone) -> None:
         self.counters["workers_lost"] += 1

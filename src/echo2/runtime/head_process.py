@@ -59,10 +59,12 @@ async def _serve(rundir: RunDir) -> None:
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, head.end, "stopped", TOLD_TO_STOP)
     log.info("listening on %s", address)
+    head.machines.start()
     head.spawn(_keep_reporting(head, service, identity))
     await head.over.wait()
     assert head.outcome is not None
     log.info("the run is over: %s", head.outcome)
+    await head.machines.close()
     _write_end(head)
     await head.close()
     await asyncio.sleep(FAREWELL_SECONDS)
@@ -81,6 +83,7 @@ async def _keep_reporting(head: Head, service: Service, identity: RunIdentity) -
     while True:
         try:
             service.expel(identity.revoked())
+            head.check_budget()
             head_report.write_status(head)
         except UserError as error:
             head.fail(error)

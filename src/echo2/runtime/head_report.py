@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import socket
 import time
@@ -11,6 +12,7 @@ from dataclasses import asdict
 from typing import Any
 
 from echo2.broadcast.origin import Progress
+from echo2.control.outlook import outlook, predicted_idle_ratio
 from echo2.runtime.head import Head
 from echo2.runtime.rundir import write_atomically
 from echo2.types import SnapshotRef
@@ -21,8 +23,8 @@ def step_row(head: Head, version: int, learner_metrics: dict[str, Any], numbers:
     now = head.clock.now()
     records = [record for record in map(head.planner.groups.get, numbers) if record is not None]
     num_tokens = sum(record.num_tokens for record in records)
-    attending = head.planner.fleet.attending()
-    idle = sum(1 for worker in attending if worker.idle_since is not None)
+    active = head.planner.fleet.active()
+    idle = sum(1 for worker in active if worker.idle_since is not None)
     cum_usd, counts = head.costs.cum_usd(now), head.ledger.counts()
     before = head.metrics.rows[-1].get("cost/cum_usd", 0.0) if head.metrics.rows else 0.0
     tokens = counts["trained_tokens"] + num_tokens
@@ -37,9 +39,10 @@ def step_row(head: Head, version: int, learner_metrics: dict[str, Any], numbers:
         "groups/trained": counts["trained"] + len(numbers),
         "groups/retired": sum(counts["retired"].values()),
         "groups/refused": sum(counts["refused"].values()),
-        "workers/active": len(attending),
+        "workers/active": len(active),
         "workers/idle": idle,
         "workers/lost": head.counters["workers_lost"],
+        **fleet_metrics(head),
         **head.broadcast.metrics(),
         **{f"broadcast/{name}": num_bytes for name, num_bytes in head.traffic().items()},
         "broadcast/pause_seconds": _pause_seconds(head),
@@ -47,6 +50,42 @@ def step_row(head: Head, version: int, learner_metrics: dict[str, Any], numbers:
         "cost/cum_usd": cum_usd,
         "cost/usd_per_mtok": cum_usd / tokens * 1e6 if tokens else 0.0,
         "cost/wasted_usd": head.costs.wasted_usd(),
+    }
+
+
+def fleet_metrics(head: Head) -> dict[str, Any]:
+    """How the fleet measures up, and how long the learner should wait. What is not known is left out."""
+    now = head.clock.now()
+    found = outlook(head.planner, now)
+    values = {
+        "fleet/active": found.active,
+        "fleet/standby": found.standby,
+        "fleet/rate": found.rate,
+        "fleet/rate_sd": found.rate_sd,
+        "fleet/needed_rate": found.needed_rate,
+        "fleet/short": found.short,
+        "fleet/rented": len(head.machines.names()),
+        "learner/idle_predicted": predicted_idle_ratio(head.planner, now),
+    }
+    return {name: value for name, value in values.items() if value is not None and value < math.inf}
+
+
+def fleet_status(head: Head) -> dict[str, Any]:
+    """The same for `echo2 status`, with the prediction and the measurement of the newest step."""
+    found = outlook(head.planner, head.clock.now())
+    last = head.metrics.rows[-1] if head.metrics.rows else {}
+    is_finite = found.needed_rate is not None and found.needed_rate < math.inf
+    return {
+        "activation": head.options.activation is not None,
+        "active": found.active,
+        "standby": found.standby,
+        "rate": found.rate,
+        "needed_rate": found.needed_rate if is_finite else None,
+        "short": found.short,
+        "text": found.text,
+        "idle_predicted": last.get("learner/idle_predicted"),
+        "idle_ratio": last.get("learner/idle_ratio"),
+        "rented": head.machines.names(),
     }
 
 
@@ -70,6 +109,9 @@ def status(head: Head) -> dict[str, Any]:
                 "installed": str(worker.installed) if worker.installed else None,
                 "leases": planner.leases.count_of(worker.worker_id),
                 "attends": not worker.detached,
+                "standby": worker.standby,
+                "offer": worker.offer,
+                "rate": worker.rate,
                 "price_usd_per_hour": worker.price_usd_per_hour,
                 "pause_seconds": report.pause_seconds if report else 0.0,
                 "fetching": _fetching(progress.get(worker.worker_id), worker.installed),
@@ -94,6 +136,7 @@ def status(head: Head) -> dict[str, Any]:
         "groups": _group_counts(head),
         "broadcast": {**head.broadcast.metrics(), **head.traffic(), "suspects": dict(suspects)},
         "waits": [asdict(wait) for wait in planner.waits(now)],
+        "fleet": fleet_status(head),
         "cost_usd": head.costs.cum_usd(now),
         "outcome": head.outcome,
     }

@@ -16,6 +16,7 @@ from echo2.config import Config
 from echo2.errors import UserError
 from echo2.reward.load import load_reward
 from echo2.runtime import display
+from echo2.runtime.planner_options import planner_options, read_offers
 from echo2.runtime.rundir import RunDir, claimed, create, read_json
 from echo2.runtime.supervisor import Supervisor
 from echo2.tasks.base import TaskSource, TaskStream
@@ -50,6 +51,7 @@ def check(config: Config) -> None:
             check_tasks(load_tasks(section.source, section.params, config.run.seed))
     for spec in config.reward.functions:
         load_reward(spec)
+    planner_options(config, 0, read_offers(config))
 
 
 def check_tasks(tasks: TaskSource) -> None:

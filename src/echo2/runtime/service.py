@@ -10,6 +10,7 @@ import asyncio
 import json
 import math
 from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import replace
 from typing import Any
 
 from echo2.control import commands as do
@@ -65,7 +66,7 @@ class Service:
 
     async def attend(self, peer: Peer, hello: wire.WorkerHello) -> AsyncIterator[wire.Order]:
         """A worker attends as long as it keeps this stream open."""
-        head, joined = self._head, _joined(peer, hello)
+        head, joined = self._head, self._at_offer(_joined(peer, hello), hello.offer)
         outbox: asyncio.Queue[wire.Order | None] = asyncio.Queue()
         presence = Presence(
             outbox, hello.host[:200], hello.pid, hello.engine[:50], hello.device[:50], wire.WorkerReport()
@@ -83,6 +84,9 @@ class Service:
             outbox.put_nowait(wire.Order(revoked_peers=wire.RevokedPeers(peer_ids=sorted(self._revoked))))
         try:
             head.happen(joined)
+            worker = head.planner.fleet.get(peer.peer_id)
+            if worker is not None and worker.standby:
+                head.costs.stands_by(peer.peer_id, head.clock.now())
             while (order := await outbox.get()) is not None:
                 yield order
         finally:
@@ -91,6 +95,13 @@ class Service:
                 head.costs.left(peer.peer_id, head.clock.now())
                 head.distribution.origin.left(peer.peer_id, "its connection closed")
                 head.happen(ev.WorkerDetached(peer.peer_id, "its connection closed"))
+
+    def _at_offer(self, joined: ev.WorkerJoined, machine: str) -> ev.WorkerJoined:
+        """What the machine was rented as, and at its price, if this is one that the run rented."""
+        offer = self._head.machines.bind(machine, joined.worker_id)
+        if offer is None:
+            return joined
+        return replace(joined, offer=offer.name, price_usd_per_hour=offer.price_usd_per_hour)
 
     def _settings(self) -> wire.RunSettings:
         config = self._head.config
@@ -234,10 +245,11 @@ class Service:
             raise PeerError("malformed", "metrics_json is not an object")
         # The row first: a kill in between leaves a row that is written again with its step, not a step without a row.
         head.metrics.write(step_row(head, report.step + 1, metrics, report.groups))
-        head.happen(ev.StepTrained(report.step, tuple(report.groups)))
+        head.happen(ev.StepTrained(report.step, tuple(report.groups), _busy_seconds(metrics)))
         if head.planner.version <= report.step:
             raise PeerError("refused", f"the run is over; step {report.step} is not recorded")
         head.save_books()
+        head.check_budget()
         return wire.Empty()
 
     async def offer_snapshot(self, peer: Peer, request: wire.PublishRequest) -> wire.MissingChunks:
@@ -259,8 +271,8 @@ class Service:
         await head.distribution.archive.take(manifest)
         if is_anchor:
             return wire.Empty()
-        attending = [worker.worker_id for worker in head.planner.fleet.attending()]
-        head.broadcast.published(manifest.ref, head.clock.now() - request.encode_seconds, attending)
+        active = [worker.worker_id for worker in head.planner.fleet.active()]
+        head.broadcast.published(manifest.ref, head.clock.now() - request.encode_seconds, active)
         head.broadcast.sized(manifest.total_bytes, manifest.tensor_bytes + manifest.file_bytes)
         head.happen(ev.SnapshotPublished(manifest.ref, manifest.total_bytes))
         if head.planner.published.get(manifest.version) == manifest.ref:  # else it is of a history that was abandoned
@@ -304,6 +316,8 @@ def _joined(peer: Peer, hello: wire.WorkerHello) -> ev.WorkerJoined:
         raise PeerError("oversized", f"more than {CLAIMS_MAX} leases or rewards claimed")
     if any(len(name) > NAME_CHARS_MAX for name in hello.rewards):
         raise PeerError("oversized", f"the name of a reward has more than {NAME_CHARS_MAX} characters")
+    if len(hello.offer) > NAME_CHARS_MAX:
+        raise PeerError("oversized", f"the name of a machine has more than {NAME_CHARS_MAX} characters")
     if not 0 <= hello.price_usd_per_hour <= PRICE_MAX_USD_PER_HOUR:
         raise PeerError("malformed", f"a price of {hello.price_usd_per_hour} dollars an hour")
     return ev.WorkerJoined(
@@ -314,6 +328,14 @@ def _joined(peer: Peer, hello: wire.WorkerHello) -> ev.WorkerJoined:
         installed=_installed(hello),
         held_leases=tuple(messages.whole_number("lease_id", lease_id) for lease_id in hello.held_leases),
     )
+
+
+def _busy_seconds(metrics: dict[str, Any]) -> float:
+    """Of a step, the seconds in which the learner did not wait; 0 where its metrics do not say."""
+    seconds = [metrics.get(key, 0.0) for key in ("time/step", "time/wait_for_batch", "time/publish_wait")]
+    if not all(isinstance(value, int | float) and math.isfinite(value) for value in seconds):
+        return 0.0
+    return max(0.0, float(seconds[0] - seconds[1] - seconds[2]))
 
 
 def _offered(request: wire.PublishRequest) -> Manifest:

@@ -50,7 +50,7 @@ def _processes(rundir: RunDir, status: dict[str, Any]) -> list[dict[str, Any]]:
             "pid": entry["pid"],
             "host": entry["host"],
             "alive": _is_alive(entry["pid"]) if entry["host"] == here and entry["pid"] else None,
-            "doing": entry.get("doing") or "",
+            "doing": "stands by" if entry.get("standby") else entry.get("doing") or "",
             "weights": _weights(entry),
         }
         for entry in known

@@ -51,7 +51,8 @@ ASSIGNMENTS_MAX = 100_000
 @dataclass(frozen=True, slots=True)
 class WorkerOptions:
     """What the owner of the machine decides. `listen`: HOST:PORT for other workers (empty: any port); `advertise`:
-    where they dial it (empty: where the head sees it); `relays`: whether it gives them chunks at all.
+    where they dial it (empty: where the head sees it); `relays`: whether it gives them chunks at all. `offer`: name of
+    its machine, if the run rented it.
     """
 
     engine: str = "compact"
@@ -63,6 +64,7 @@ class WorkerOptions:
     listen: str = ""
     advertise: str = ""
     relays: bool = True
+    offer: str = ""
 
 
 @dataclass(slots=True)
@@ -226,6 +228,7 @@ class WorkerProcess:
             device=self._options.device,
             pid=os.getpid(),
             host=socket.gethostname(),
+            offer=self._options.offer,
         )
         if relay is not None:
             hello.held_leases.extend([*relay.waiting, *relay.generating, *relay.produced])

@@ -225,7 +225,7 @@ class WorkerWeights:
         deltas = [each for each in listed if each.base is not None and each.ref > since]
         if len(deltas) < DELTAS_MAX and sum(each.total_bytes for each in deltas) <= manifest.tensor_bytes:
             return manifest
-        whole, chunks = encode(content.ref, content.tensors, content.files)
+        whole, chunks = encode(content.ref, content.tensors, content.files, is_frozen=True)
         for hash_, chunk in chunks.items():
             self._store.put(hash_, chunk)
         self._store.put_manifest(whole)

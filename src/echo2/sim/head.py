@@ -429,7 +429,8 @@ class SimHead(Actor):
             case do.RentMachine():
                 self.landlord.rent(command.offer)
             case do.ReturnMachine():
-                self.landlord.take_back(command.worker_id)
+                if command.worker_id:
+                    self.landlord.take_back(command.worker_id)
             case do.StopRun() | do.FinishRun():
                 self.history.ended = command.reason
 

@@ -15,7 +15,8 @@ KEEPALIVE_SECONDS = 5.0
 CONNECT_SECONDS = 5.0
 #: What a receiver lets a sender have under way in one stream, to begin with; gRPC widens it where the path proves
 #: longer. A worker takes chunks from many at once: with 8 MiB for each, their BBR start-ups together overran its queue
-#: (100 Mbit/s, four sources: 4700 packets of 48 MiB dropped, 750 with small windows).
+#: (100 Mbit/s, four sources: 4700 packets of 48 MiB dropped, 2900 with this, 750 with gRPC's own window; one run each,
+#: on a busy machine).
 WINDOW_BYTES = 256 << 10
 #: Of HTTP/2. The default of 16 KiB makes sixty-four of a chunk of 1 MiB.
 FRAME_BYTES = 1 << 20

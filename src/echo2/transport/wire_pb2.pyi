@@ -150,7 +150,7 @@ class Lease(_message.Message):
     def __init__(self, lease_id: _Optional[int] = ..., kind: _Optional[str] = ..., number: _Optional[int] = ..., step: _Optional[int] = ..., cursor: _Optional[int] = ..., num_samples: _Optional[int] = ..., min_version: _Optional[int] = ..., exact_version: _Optional[int] = ..., deadline: _Optional[float] = ..., seconds: _Optional[float] = ..., seed: _Optional[int] = ..., task: _Optional[_Union[Task, _Mapping]] = ..., temperature: _Optional[float] = ..., top_p: _Optional[float] = ..., top_k: _Optional[int] = ..., max_tokens: _Optional[int] = ..., rewards: _Optional[_Iterable[str]] = ..., reward_weights: _Optional[_Iterable[float]] = ...) -> None: ...
 
 class WorkerHello(_message.Message):
-    __slots__ = ("protocol", "capacity_groups", "price_usd_per_hour", "rewards", "installed_version", "installed_lineage", "held_leases", "engine", "device", "pid", "host", "listen_port", "advertise")
+    __slots__ = ("protocol", "capacity_groups", "price_usd_per_hour", "rewards", "installed_version", "installed_lineage", "held_leases", "engine", "device", "pid", "host", "listen_port", "advertise", "offer")
     PROTOCOL_FIELD_NUMBER: _ClassVar[int]
     CAPACITY_GROUPS_FIELD_NUMBER: _ClassVar[int]
     PRICE_USD_PER_HOUR_FIELD_NUMBER: _ClassVar[int]
@@ -164,6 +164,7 @@ class WorkerHello(_message.Message):
     HOST_FIELD_NUMBER: _ClassVar[int]
     LISTEN_PORT_FIELD_NUMBER: _ClassVar[int]
     ADVERTISE_FIELD_NUMBER: _ClassVar[int]
+    OFFER_FIELD_NUMBER: _ClassVar[int]
     protocol: int
     capacity_groups: int
     price_usd_per_hour: float
@@ -177,7 +178,8 @@ class WorkerHello(_message.Message):
     host: str
     listen_port: int
     advertise: str
-    def __init__(self, protocol: _Optional[int] = ..., capacity_groups: _Optional[int] = ..., price_usd_per_hour: _Optional[float] = ..., rewards: _Optional[_Iterable[str]] = ..., installed_version: _Optional[int] = ..., installed_lineage: _Optional[int] = ..., held_leases: _Optional[_Iterable[int]] = ..., engine: _Optional[str] = ..., device: _Optional[str] = ..., pid: _Optional[int] = ..., host: _Optional[str] = ..., listen_port: _Optional[int] = ..., advertise: _Optional[str] = ...) -> None: ...
+    offer: str
+    def __init__(self, protocol: _Optional[int] = ..., capacity_groups: _Optional[int] = ..., price_usd_per_hour: _Optional[float] = ..., rewards: _Optional[_Iterable[str]] = ..., installed_version: _Optional[int] = ..., installed_lineage: _Optional[int] = ..., held_leases: _Optional[_Iterable[int]] = ..., engine: _Optional[str] = ..., device: _Optional[str] = ..., pid: _Optional[int] = ..., host: _Optional[str] = ..., listen_port: _Optional[int] = ..., advertise: _Optional[str] = ..., offer: _Optional[str] = ...) -> None: ...
 
 class Order(_message.Message):
     __slots__ = ("settings", "leases", "snapshot", "revoked", "stop", "routes", "dial", "revoked_peers")

@@ -45,17 +45,21 @@ def encode(
     tensors: Mapping[str, TensorBytes],
     files: Mapping[str, bytes],
     chunk_bytes: int | None = None,
+    *,
+    is_frozen: bool = False,
 ) -> tuple[Manifest, dict[bytes, memoryview]]:
     """Describe and cut a snapshot: its manifest, and its distinct chunks by hash.
 
-    The chunks are views of a private copy: the tensors may change afterwards.
+    The chunks are views of a private copy: the tensors may change afterwards. `is_frozen`: they never will; then the
+    chunks of a content that `decode` or `apply_delta` returned are views of it and cost no memory.
 
     Raises:
         UserError: a name, dtype, shape or size that a manifest cannot carry.
     """
     entries = tensor_index(tensors)
     file_stream = join_files(files)
-    tensor_stream = memoryview(b"".join(tensors[entry.name].data for entry in entries))
+    parts = [tensors[entry.name].data for entry in entries]
+    tensor_stream = _one_buffer(parts) if is_frozen else memoryview(b"".join(parts))
     named = list(cut_streams(file_stream, tensor_stream, chunk_bytes))
     manifest = Manifest(
         format=FORMAT,

@@ -1,0 +1,77 @@
+"""How the fleet measures up: what is needed, what is there, and how long the learner should wait, by what is measured.
+
+The numbers of `echo2 status` and of the metrics, from the same model that plans a run (`capacity`, `forecast`) and that
+chooses workers (`standby`).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from echo2.control.activation import Balance, balance
+from echo2.control.fleet import Worker
+from echo2.control.forecast import Pace, forecast
+from echo2.control.standby import list_candidates, live_demand, needed_rate
+from echo2.control.state import PlannerState
+
+#: Steps that a forecast walks: enough to forget the start, few enough to cost the head some milliseconds.
+STEPS = 40
+
+
+@dataclass(frozen=True, slots=True)
+class Outlook:
+    """Rates in rollouts a second. `needed_rate`: None until a step is trained, infinite where no rate is enough.
+    `rate_sd`: standard deviation of the active rate, from how much each worker's changes between its batches.
+    """
+
+    active: int
+    standby: int
+    rate: float
+    rate_sd: float
+    needed_rate: float | None
+    balance: Balance | None
+
+    @property
+    def short(self) -> int | None:
+        """Workers missing; negative: that could be released. None where it is not known."""
+        return self.balance.short - self.balance.over if self.balance is not None else None
+
+    @property
+    def text(self) -> str:
+        if self.needed_rate is None:
+            return "not known before a step is trained"
+        return self.balance.text if self.balance is not None else "every worker helps: no rate is enough"
+
+
+def outlook(state: PlannerState, now: float) -> Outlook:
+    """Count and compare. Costs a look at every worker."""
+    active = [one for one in list_candidates(state, now) if one.is_active]
+    needed = needed_rate(state)
+    workers = state.fleet.active()
+    rated = needed is not None and needed < math.inf and any(one.rate > 0 for one in active)
+    return Outlook(
+        active=len(workers),
+        standby=state.fleet.num_attending - len(workers),
+        rate=math.fsum(one.rate for one in active),
+        rate_sd=math.sqrt(math.fsum(worker.rate_variance for worker in workers)),
+        needed_rate=needed,
+        balance=balance(active, needed) if rated and needed is not None else None,
+    )
+
+
+def predicted_idle_ratio(state: PlannerState, now: float) -> float | None:
+    """Share of the time that the learner should wait with these workers, once under way; None while it is not known."""
+    demand = live_demand(state)
+    rates = {one.worker_id: one.rate for one in list_candidates(state, now) if one.is_active and one.rate > 0}
+    workers = [worker for worker in state.fleet.active() if worker.worker_id in rates]
+    if demand is None or not workers:
+        return None
+    most = state.options.groups_per_batch
+    paces = [Pace(rates[worker.worker_id], 1, min(worker.capacity_groups, most), _spread(worker)) for worker in workers]
+    return forecast(demand, paces, max(STEPS, 4 * demand.publish_every)).steady_idle_ratio
+
+
+def _spread(worker: Worker) -> float:
+    """Standard deviation of the logarithm of its durations, as far as its rate shows it."""
+    return min(1.0, math.sqrt(worker.rate_variance) / worker.rate) if worker.rate > 0 else 0.0

@@ -1,0 +1,171 @@
+"""What one member can cost another: time, connections and tasks stay bounded, whatever it asks for."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from broadcast_fleet import SECONDS, content, opened, until
+from echo2.broadcast.dial import GIVES_MAX, REDIAL_SECONDS
+from echo2.broadcast.origin import TURN_MAX_SECONDS, TURN_SECONDS, OriginNode
+from echo2.broadcast.payloads import encode_payload
+from echo2.broadcast.probe import DONE
+from echo2.control.broadcast import BroadcastOptions
+from echo2.errors import PeerError
+from echo2.transport import chunks
+from echo2.transport import wire_pb2 as wire
+from echo2.transport.base import Peer
+from echo2.transport.memory import LOOPBACK, MemoryNetwork
+from echo2.types import PayloadId, SnapshotRef
+from echo2.weights.store import ChunkStore
+
+PAYLOAD = encode_payload(PayloadId(SnapshotRef(1, 1)))
+
+
+def run(scenario: Coroutine[Any, Any, None]) -> None:
+    """Run to the end, or fail instead of hanging."""
+    asyncio.run(asyncio.wait_for(scenario, 3 * SECONDS))
+
+
+class ManualClock:
+    def __init__(self) -> None:
+        self.seconds = 0.0
+
+    def now(self) -> float:
+        return self.seconds
+
+
+Want = Callable[[Peer, wire.Empty], AsyncIterator[wire.ChunkRequest]]
+
+
+async def dialled_by(network: MemoryNetwork, dial: Callable[[wire.Order], bool], want: Want) -> None:
+    """A peer that has itself dialled, and wants this."""
+    port = await network.member("w-bad").listen(LOOPBACK, 0, {"AskWanted": want}, lambda peer_id: None)
+    dial(wire.Order(dial=wire.DialPeer(peer_id="w-bad", address=f"{LOOPBACK}:{port}")))
+
+
+def test_peer_that_hangs_up_at_once_is_not_dialled_without_pause(tmp_path: Path) -> None:
+    times: list[float] = []
+
+    async def want(peer: Peer, request: wire.Empty) -> AsyncIterator[wire.ChunkRequest]:
+        times.append(time.monotonic())
+        for nothing in ():
+            yield nothing
+
+    async def scenario() -> None:
+        async with opened(tmp_path, "memory") as fleet:
+            giver = await fleet.join("w-1")
+            assert fleet.memory is not None
+            await dialled_by(fleet.memory, giver.node.obey, want)
+            await until(lambda: len(times) >= 4, "it was dialled four times")
+            assert times[3] - times[0] >= 2.9 * REDIAL_SECONDS
+
+    run(scenario())
+
+
+def test_peer_that_wants_without_end_is_heard_only_so_far(tmp_path: Path) -> None:
+    heard = 0
+
+    async def want(peer: Peer, request: wire.Empty) -> AsyncIterator[wire.ChunkRequest]:
+        nonlocal heard
+        while True:
+            heard += 1
+            yield wire.ChunkRequest(hashes=[bytes(32)], payload=PAYLOAD)
+
+    async def scenario() -> None:
+        async with opened(tmp_path, "memory") as fleet:
+            giver = await fleet.join("w-1")
+            giver.node.fetch(content(1)[0])  # so that it expects what it is asked for
+            assert fleet.memory is not None
+            await dialled_by(fleet.memory, giver.node.obey, want)
+            await until(lambda: heard >= GIVES_MAX, "it is heard")
+            for _ in range(1000):
+                await asyncio.sleep(0)
+            assert heard <= GIVES_MAX + 2
+            giver.node.stop_fetching(PayloadId(SnapshotRef(1, 1)))
+
+    run(scenario())
+
+
+def test_holder_says_that_it_lives_while_it_cuts_what_is_asked_for(tmp_path: Path) -> None:
+    go_on = threading.Event()
+
+    async def scenario() -> None:
+        async with opened(tmp_path, "memory") as fleet:
+            holder = await fleet.join("w-1")
+            manifest, data = content(1)
+
+            def cut() -> Mapping[bytes, memoryview]:
+                assert go_on.wait(SECONDS)
+                return data
+
+            holder.node.holds(manifest.ref, cut)
+            assert fleet.memory is not None
+            link = fleet.memory.member("w-2").to_peer("w-1", fleet.origin.address_of("w-1"))
+            request = wire.ChunkRequest(hashes=manifest.hashes[:1], payload=encode_payload(manifest.payload))
+            stream = aiter(link.frames("FetchChunks", request))
+            assert [await anext(stream) for _ in range(3)] == [chunks.ALIVE] * 3
+            go_on.set()
+            while (message := await anext(stream)) == chunks.ALIVE:
+                pass
+            assert chunks.hash_of(message) == manifest.hashes[0]
+
+    run(scenario())
+
+
+def test_nobody_keeps_the_turn_to_measure_for_good(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        clock = ManualClock()
+        origin = OriginNode(ChunkStore(tmp_path), BroadcastOptions(), lambda worker_id, order: None, clock)
+        put = origin.handlers()["PutProbe"]
+        greedy, other = Peer("w-1", "worker"), Peer("w-2", "worker")
+        while clock.seconds < TURN_MAX_SECONDS:
+            await put(greedy, chunks.ALIVE)
+            with pytest.raises(PeerError, match="busy"):
+                await put(other, chunks.ALIVE)
+            clock.seconds += 0.9 * TURN_SECONDS
+        with pytest.raises(PeerError, match="overlong"):
+            await put(greedy, chunks.ALIVE)
+        clock.seconds += TURN_SECONDS
+        await put(other, chunks.ALIVE)
+        with pytest.raises(PeerError, match="busy"):
+            await put(greedy, chunks.ALIVE)
+        await put(other, DONE)
+        await put(greedy, chunks.ALIVE)
+        await origin.close()
+
+    run(scenario())
+
+
+def test_who_joins_again_and_again_is_dialled_back_once_at_a_time(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        waiting = 0
+
+        async def never(peer: Peer, message: bytes) -> wire.Empty:
+            nonlocal waiting
+            waiting += 1
+            try:
+                await asyncio.Event().wait()
+            finally:
+                waiting -= 1
+            return wire.Empty()
+
+        network = MemoryNetwork()
+        port = await network.member("w-1").listen(LOOPBACK, 0, {"GiveChunk": never}, lambda peer_id: None)
+        dial = network.member("head").to_peer
+        store = ChunkStore(tmp_path)
+        origin = OriginNode(store, BroadcastOptions(), lambda worker_id, order: None, ManualClock(), dial=dial)
+        for _ in range(20):
+            origin.joined("w-1", wire.WorkerHello(listen_port=port), LOOPBACK)
+            await until(lambda: waiting == 1, "one is under way")
+        origin.left("w-1", "gone")
+        await until(lambda: waiting == 0, "none is under way")
+        await origin.close()
+
+    run(scenario())
