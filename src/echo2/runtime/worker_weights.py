@@ -144,7 +144,8 @@ class WorkerWeights:
             self.announced(await self._link.call("FetchManifest", request, CALL_SECONDS), asked_for=True)
         except PeerError as error:
             log.info("no manifest of %s: %s", ref, error)
-            self._happen(ev.SnapshotUnknown(ref))
+            is_unknown = error.reason == "unknown_snapshot"  # else it does not know us, or its answer was no manifest
+            self._happen(ev.SnapshotUnknown(ref) if is_unknown else ev.ManifestFailed(str(error)))
         except LinkError as error:
             self._happen(ev.ManifestFailed(str(error)))
 

@@ -41,11 +41,14 @@ class PeerServer:
         check_not_revoked: Callable[[str], None],
         on_error: OnError | None = None,
         advice: str = "Choose another address or port for --listen (port 0 takes any free one).",
+        message_bytes_max: int = limits.PEER_MESSAGE_BYTES_MAX,
     ) -> None:
         self._host, self._port, self._credentials, self._advice = host, port, credentials, advice
         self._check_not_revoked, self._on_error = check_not_revoked, on_error
         self._handlers: dict[str, Handler] = dict(handlers)
-        self._server = grpc.aio.server(options=grpc_options.SERVER)
+        bound = ("grpc.max_receive_message_length", message_bytes_max)
+        options = [option for option in grpc_options.SERVER if option[0] != bound[0]]
+        self._server = grpc.aio.server(options=[*options, bound])
         rpcs = {name: self._rpc(method) for name, method in METHODS.items() if name in self._handlers}
         self._server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, rpcs),))
 
@@ -136,6 +139,7 @@ class GrpcServer(PeerServer):
             identity.check_not_revoked,
             on_error,
             "Set head.port to another port (0 takes any free one) or head.host to an address of this machine.",
+            limits.MESSAGE_BYTES_MAX,
         )
 
     async def _enrol(self, peer: Peer, request: wire.EnrolRequest) -> wire.EnrolReply:

@@ -6,6 +6,8 @@ from __future__ import annotations
 PROTOCOL_VERSION = 2
 #: One message: a group of 64 rollouts of 64k tokens (12 bytes a token with logprob, mask and text) fits.
 MESSAGE_BYTES_MAX = 64 << 20
+#: One message to a worker: a chunk, or a request for 4,096 of them, with room to spare.
+PEER_MESSAGE_BYTES_MAX = 2 << 20
 #: Calls and streams under way on one connection; more wait at the caller.
 CALLS_MAX = 1000
 #: Rollouts in one group; as `sampling.group_size`.
