@@ -80,7 +80,7 @@ class Origin:
 
     def _publish(self) -> None:
         say("published")
-        data = self._manifest.to_bytes()
+        data = self._manifest.to_wire()
         signature = self._identity.sign_manifest(data)
         notice = wire.SnapshotNotice(lineage=REF.lineage, version=REF.version, manifest=data, signature=signature)
         for outbox in self._outboxes.values():
@@ -178,7 +178,7 @@ class Worker:
                 elif order.HasField("snapshot"):
                     notice = order.snapshot
                     verify_manifest(member.credentials.ca_pem, notice.manifest, notice.signature)
-                    self._manifest = Manifest.from_bytes(notice.manifest)
+                    self._manifest = Manifest.from_wire(notice.manifest)
                     self._node.fetch(self._manifest)
                 else:
                     self._node.obey(order)

@@ -151,8 +151,8 @@ class Fleet:
         _, certificate = self.identity.enrol(ticket_id, "worker", peer.request())
         return peer.keep(Ticket.parse(ticket).credentials.ca_pem, certificate)
 
-    async def join(self, name: str, listens: bool = True, is_dialable: bool = True) -> Worker:
-        """A worker joins; when this returns, the origin knows whether it can be dialled."""
+    async def join(self, name: str, listens: bool = True, is_dialable: bool = True, host: str = LOOPBACK) -> Worker:
+        """A worker joins, from this address; when this returns, the origin knows whether it can be dialled."""
         network: Network
         if self.memory is not None:
             network = self.memory.member(name)
@@ -164,7 +164,7 @@ class Fleet:
         worker = self.workers[name] = Worker(self, name, network, link, listens)
         port = await worker.node.start()
         hello = wire.WorkerHello(listen_port=port if is_dialable else 0)
-        self.origin.joined(name, hello, LOOPBACK)
+        self.origin.joined(name, hello, host)
         worker.node.connected()
         if port and is_dialable:
             await until(lambda: bool(self.origin.address_of(name)), f"{name} was dialled back")

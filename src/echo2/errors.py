@@ -11,6 +11,9 @@ Expected outcomes (a stale group, a duplicate result, an expired lease) are valu
 
 from __future__ import annotations
 
+import difflib
+from collections.abc import Iterable
+
 
 class Echo2Error(Exception):
     """Base of everything raised on purpose by this package."""
@@ -18,6 +21,12 @@ class Echo2Error(Exception):
 
 class UserError(Echo2Error, ValueError):
     """The user's mistake; the message says what was wrong, the value, and what to do."""
+
+
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """ " Did you mean ...?", for the end of a `UserError` about a word that is not among these; or nothing."""
+    near = difflib.get_close_matches(word, sorted(known), n=1, cutoff=0.5)
+    return f" Did you mean {near[0]}?" if near else ""
 
 
 class PeerError(Echo2Error):

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from echo2.sim.dissemination import DisseminationSpec, NodeSpec, Outcome, disseminate, predict
+from echo2.sim.dissemination import EFFICIENCY, DisseminationSpec, NodeSpec, Outcome, disseminate, predict
 
 MIB = 1 << 20
 UP = 12.5e6
@@ -73,6 +73,18 @@ def test_a_liar_is_named_and_everybody_gets_the_right_bytes() -> None:
     outcome = send(8, w1={"trouble": "lies", "trouble_at_seconds": 1.0})
     assert outcome.suspects == ["w00001"]
     assert len(outcome.finished) == 8  # the liar, too, has all of it
+
+
+UNEVEN = [(1.0, 1.0, 0.5, 0.5, 0.2, 0.2, 0.1, 0.1), (1.0, 0.2, 0.2, 0.2), (0.5, 0.5, 0.2, 0.2, 0.15)]
+
+
+@pytest.mark.parametrize("ups", UNEVEN)
+def test_unequal_uplinks_are_used_from_the_beginning(ups: tuple[float, ...]) -> None:
+    """Near the bound, although the origin's connections share its uplink evenly."""
+    workers = tuple(NodeSpec(up * UP, UP) for up in ups)
+    outcome = disseminate(DisseminationSpec(workers, NodeSpec(UP, UP), 128 * MIB, MIB // 4))
+    bound = 128 * MIB / EFFICIENCY / min(UP, (UP + sum(ups) * UP) / len(ups))
+    assert outcome.last_seconds < 1.13 * bound
 
 
 def test_one_that_joins_late_is_fed_by_the_others() -> None:

@@ -83,6 +83,12 @@ def test_each_source_is_asked_for_all_that_its_stripes_lack_in_order() -> None:
     assert bench.asked == {"a": [*CHUNKS[3::3]], "b": [*CHUNKS[4::3]], "": [*CHUNKS[5::3]]}
 
 
+def test_a_source_is_asked_for_one_stripe_after_the_other() -> None:
+    bench = Bench()
+    bench.tell(ev.RoutesSet(P1, ("", "a", "")), wanted())
+    assert bench.asked[""] == [*CHUNKS[0::3], *CHUNKS[2::3]]
+
+
 def test_routes_may_come_first_and_are_waited_for_only_so_long() -> None:
     bench = two()
     assert bench.asked == {"a": [*CHUNKS[0::2]], "b": [*CHUNKS[1::2]]}

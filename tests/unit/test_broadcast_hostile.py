@@ -104,6 +104,44 @@ def test_useless_peer_is_replaced(tmp_path: Path, how: str) -> None:
     run(scenario())
 
 
+def test_relay_whose_disk_altered_a_chunk_is_called_no_liar(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with opened(tmp_path, "memory", scheme="star") as fleet:
+            relay, child = await fleet.join("w-1"), await fleet.join("w-2")
+            manifest, data = content(1)
+            fleet.put((manifest, data))
+            for hash_, chunk in data.items():
+                relay.store.put(hash_, chunk)
+            relay.node.stop_fetching(manifest.payload)  # nothing of it is on its way any more
+            path = relay.store.directory / "chunks" / manifest.hashes[7].hex()
+            path.write_bytes(bytes(path.stat().st_size))
+            fleet.origin.assign(manifest.payload, ["w-2"], manifest)
+            source = wire.Source(peer_id="w-1", address=fleet.origin.address_of("w-1"))
+            child.node.obey(wire.Order(routes=wire.Routes(payload=PAYLOAD, sources=[source], stripes=[0])))
+            failures = []
+            failed, child.node.failed = child.node.failed, lambda *what: (failures.append(what), failed(*what))
+            child.node.fetch(manifest)
+            await child.has(manifest)
+            assert failures == [("w-1", "missing")]
+            assert fleet.suspects == []
+
+    run(scenario())
+
+
+@pytest.mark.parametrize("word", ["corrupt", "oversized", "malformed", "busy"])
+def test_refusal_is_no_lie_whatever_it_says(tmp_path: Path, word: str) -> None:
+    async def serve(request: wire.ChunkRequest) -> AsyncIterator[bytes]:
+        yield chunks.ALIVE
+        raise PeerError(word, "not today")
+
+    async def scenario() -> None:
+        async with opened(tmp_path, "memory", scheme="star") as fleet:
+            await sent_to(fleet, serve)
+            assert fleet.suspects == []
+
+    run(scenario())
+
+
 def test_giver_that_dials_and_lies_is_named(tmp_path: Path) -> None:
     """And what was not asked for is refused, without harm to what is under way."""
 

@@ -209,7 +209,7 @@ def test_a_lagging_relay_is_given_less_next_time() -> None:
         bench.tell(ev.PayloadReceived(f"w{at}", P1, tuple(tally for tally in slow if tally.source != f"w{at}")))
     bench.assign(*(f"w{at}" for at in range(10)), payload=P2)
     loads = {at: sum(sources.count(f"w{at}") for sources in bench.routes.values()) for at in range(10)}
-    assert loads[3] < 0.6 * sum(loads.values()) / len(loads)
+    assert loads[3] < 0.75 * sum(loads.values()) / len(loads)
 
 
 def test_routes_are_told_again_to_one_that_was_away() -> None:
@@ -249,7 +249,6 @@ def random_event(rng: random.Random, machine: Broadcast) -> ev.Event:
             ev.PayloadReceived(worker_id, payload, (ev.Tally(source, 5, rng.uniform(0.0, 9.0)),)),
             ev.SnapshotHeld(worker_id, PayloadId(payload.ref)),
             ev.SourceFailed(worker_id, payload, source, rng.choice(ev.SOURCE_FAILURES)),
-            ev.Tick(),
         ]
     )
 
@@ -272,3 +271,14 @@ def test_no_order_of_events_breaks_its_invariants_and_it_is_deterministic(seed: 
                     assert can_link(one.members[source], member), f"seed {seed}: {event}"
                     assert source not in one.suspects, f"seed {seed}: {event}"
     assert len(one.plans) <= MAX_PLANS
+
+
+def test_what_the_origin_can_do_is_told_by_those_on_other_machines() -> None:
+    machine = Broadcast(BroadcastOptions())
+    for at in range(3):
+        machine.handle(ev.MemberJoined(f"here-{at}", f"127.0.0.1:{at}", ev.ONE_MACHINE), 0.0)
+        machine.handle(ev.LinkMeasured(f"here-{at}", 20 * UP, 20 * UP), 0.0)
+    assert machine.origin_up == 20 * UP
+    machine.handle(ev.MemberJoined("far", "host:1"), 0.0)
+    machine.handle(ev.LinkMeasured("far", UP, UP), 0.0)
+    assert machine.origin_up == UP

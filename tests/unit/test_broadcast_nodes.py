@@ -11,6 +11,7 @@ import pytest
 
 from broadcast_fleet import SECONDS, Content, Fleet, Worker, content, opened, until
 from echo2.broadcast.payloads import encode_payload
+from echo2.broadcast.probe import MAX_RATE, NO_LINK
 from echo2.errors import UserError
 from echo2.transport import chunks
 from echo2.transport import wire_pb2 as wire
@@ -55,8 +56,7 @@ def test_everybody_gets_everything(tmp_path: Path, backend: str, scheme: str) ->
             await until(lambda: len(fleet.origin.finished[manifest.payload]) == 4, "all were reported")
             total = manifest.total_bytes
             sent = fleet.origin.origin_bytes / total
-            # Trees: what is probed over memory looks uneven at times, and the origin then sends some itself.
-            most = {"star": 4.1, "chain": 1.1, "trees": 2.5}[scheme]
+            most = {"star": 4.1, "chain": 1.1, "trees": 1.1}[scheme]
             assert (4.0 if scheme == "star" else 1.0) <= sent < most
             assert fleet.origin.peer_bytes / total == pytest.approx(4 - sent, abs=0.1)
             assert {each.bytes_stored for each in fleet.origin.progress().values()} == {total}
@@ -314,13 +314,26 @@ def test_source_that_is_elsewhere_now_is_asked_there(tmp_path: Path) -> None:
 def test_links_are_measured_one_after_the_other(tmp_path: Path, backend: str) -> None:
     async def scenario() -> None:
         async with opened(tmp_path, backend) as fleet:
-            workers = [await fleet.join(f"w-{number}") for number in range(3)]
+            far = {"is_dialable": False, "host": "203.0.113.9"}
+            workers = [await fleet.join(f"w-{number}", **far) for number in range(3)]
             await until(lambda: all(worker.node.rates is not None for worker in workers), "all are measured")
             for worker in workers:
                 rates = worker.node.rates
                 assert rates is not None
-                assert rates.up > 1 << 20  # this machine's own memory or loopback interface
-                assert rates.down > 1 << 20
+                assert 0 < rates.up <= MAX_RATE  # how fast a busy machine is, is not for a test
+                assert 0 < rates.down <= MAX_RATE
             await until(lambda: all(not worker.node._reports._news for worker in workers), "and the origin knows")
+
+    run(scenario())
+
+
+@BOTH
+def test_within_one_machine_no_link_is_measured(tmp_path: Path, backend: str) -> None:
+    async def scenario() -> None:
+        async with opened(tmp_path, backend) as fleet:
+            workers = [await fleet.join(f"w-{number}") for number in range(3)]
+            await until(lambda: all(worker.node.rates == NO_LINK for worker in workers), "all count as equal")
+            known = fleet.origin._machine.members
+            await until(lambda: all(member.up == MAX_RATE for member in known.values()), "and the origin knows")
 
     run(scenario())

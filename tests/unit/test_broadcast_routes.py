@@ -169,6 +169,31 @@ def test_any_routes_reach_everybody_by_links_that_can_be_had(seed: int) -> None:
             assert not {(source, child), (child, source)} & blocked, f"seed {seed}: {source} -> {child}"
 
 
+@pytest.mark.parametrize("origin", [1.0, 4.0])
+@pytest.mark.parametrize(
+    "ups",
+    [(0.47, 0.83, 1.07, 0.77, 0.63), (0.63, 0.46, 0.48, 1.41), (0.65, 0.67, 0.39), (1.2, 0.3, 0.4, 0.6, 0.7, 0.7)],
+)
+def test_few_members_with_unequal_uplinks_do_as_well_beside_a_slow_one(ups: tuple[float, ...], origin: float) -> None:
+    names = [f"w{at}" for at in range(len(ups))]
+    fast = [Member(name, f"{name}:1", "", up * UP, 4 * UP) for name, up in zip(names, ups, strict=True)]
+    slow = Member("slow", "slow:1", "", UP / 10, UP / 10)
+    routes = plan_routes([*fast, slow], scheme="trees", fan_out=8, num_stripes=64, origin_up=origin * UP)
+    best = 1.0 / min(origin, (origin + sum(ups)) / len(ups))
+    del routes["slow"]
+    sent = loads(routes)
+    for name, up in zip(["", *names], [origin, *ups], strict=True):
+        assert sent[name] / up <= 1.15 * best, f"{name!r} sends {sent[name]} contents at {up}"
+
+
+def test_what_the_origin_sends_to_everybody_comes_last() -> None:
+    fleet = [Member(f"w{at}", f"host:{at}", "", up * UP, UP) for at, up in enumerate((0.5, 0.5, 0.2, 0.2))]
+    routes = plan_routes(fleet, scheme="trees", fan_out=8, num_stripes=64, origin_up=UP)
+    by_all = [all(sources[stripe] == "" for sources in routes.values()) for stripe in range(64)]
+    assert 0 < sum(by_all) < 64
+    assert by_all == sorted(by_all)
+
+
 @pytest.mark.parametrize("ups", [(50.0, 50.0, 20.0, 20.0, 15.0), (90.0, 30.0), (10.0, 40.0, 40.0)])
 def test_few_members_with_unequal_uplinks_get_shares_that_no_scheme_can_beat(ups: tuple[float, ...]) -> None:
     names = [f"w{number}" for number in range(len(ups))]

@@ -13,16 +13,19 @@ import pytest
 
 from broadcast_fleet import SECONDS, content, opened, until
 from echo2.broadcast.dial import GIVES_MAX, REDIAL_SECONDS
+from echo2.broadcast.edges import EDGES_MAX
 from echo2.broadcast.origin import TURN_MAX_SECONDS, TURN_SECONDS, OriginNode
 from echo2.broadcast.payloads import encode_payload
 from echo2.broadcast.probe import DONE
+from echo2.broadcast.sources import AwaitedSource
 from echo2.control.broadcast import BroadcastOptions
-from echo2.errors import PeerError
+from echo2.errors import PeerError, UserError
 from echo2.transport import chunks
 from echo2.transport import wire_pb2 as wire
 from echo2.transport.base import Peer
 from echo2.transport.memory import LOOPBACK, MemoryNetwork
 from echo2.types import PayloadId, SnapshotRef
+from echo2.weights.snapshot import Manifest
 from echo2.weights.store import ChunkStore
 
 PAYLOAD = encode_payload(PayloadId(SnapshotRef(1, 1)))
@@ -167,5 +170,111 @@ def test_who_joins_again_and_again_is_dialled_back_once_at_a_time(tmp_path: Path
         origin.left("w-1", "gone")
         await until(lambda: waiting == 0, "none is under way")
         await origin.close()
+
+    run(scenario())
+
+
+def test_content_that_could_not_be_cut_harms_nothing_else_and_is_tried_again(tmp_path: Path) -> None:
+    tries = 0
+
+    async def scenario() -> None:
+        async with opened(tmp_path, "memory") as fleet:
+            holder = await fleet.join("w-1")
+            (held, data), (stored, other) = content(1), content(2)
+            for hash_, chunk in other.items():
+                holder.store.put(hash_, chunk)
+
+            def cut() -> Mapping[bytes, memoryview]:
+                nonlocal tries
+                tries += 1
+                if tries == 1:
+                    raise UserError("it does not fit into memory")
+                return data
+
+            async def first(manifest: Manifest) -> bytes:
+                request = wire.ChunkRequest(hashes=manifest.hashes[:1], payload=encode_payload(manifest.payload))
+                async for message in link.frames("FetchChunks", request):
+                    if message != chunks.ALIVE:
+                        return chunks.hash_of(message)
+                return b""
+
+            holder.node.holds(held.ref, cut)
+            assert fleet.memory is not None
+            link = fleet.memory.member("w-2").to_peer("w-1", fleet.origin.address_of("w-1"))
+            with pytest.raises(PeerError, match="missing"):
+                await first(held)
+            assert await first(stored) == stored.hashes[0]
+            assert await first(held) == held.hashes[0]
+            assert tries == 2
+
+    run(scenario())
+
+
+def test_connection_in_use_is_not_closed_for_a_new_one(tmp_path: Path) -> None:
+    """The origin's is made first, and long before those of peers that have come and gone."""
+
+    async def scenario() -> None:
+        async with opened(tmp_path, "memory") as fleet:
+            worker = await fleet.join("w-1")
+            manifest, _ = content(1)
+            fleet.assign(manifest, worker)  # the origin waits for it to be stored
+            edges = worker.node._edges
+            begun = edges.source("")
+            begun.ask(manifest.payload, manifest.hashes[:1])
+            names = [f"w-{number}" for number in range(2, 2 * EDGES_MAX)]
+            edges.acquaint(
+                wire.Source(peer_id=name, address=f"{LOOPBACK}:{number + 1}") for number, name in enumerate(names)
+            )
+            assert edges.source("") is begun
+            assert len(edges._dialled) <= EDGES_MAX
+            assert edges.source(names[-1]) in edges._dialled.values()
+            begun.cancel()
+
+    run(scenario())
+
+
+class Fetcher:
+    """Asks again what failed, at once."""
+
+    def __init__(self, hashes: list[bytes]) -> None:
+        self.source, self.hashes, self.failures = AwaitedSource("w-2", self), hashes, list[str]()
+
+    def ask(self) -> None:
+        self.source.ask(PayloadId(SnapshotRef(1, 1)), self.hashes)
+
+    async def keep(self, source: str, hash_: bytes, message: bytes, data: memoryview) -> None:
+        raise AssertionError("nothing comes")
+
+    def alive(self, source: str) -> None:
+        raise AssertionError("nothing comes")
+
+    def failed(self, source: str, reason: str) -> None:
+        self.failures.append(reason)
+        self.ask()
+
+
+@pytest.mark.parametrize("was_told", [False, True])
+def test_peer_that_dials_anew_is_told_again_what_is_wanted(was_told: bool) -> None:
+    """Its older call is half open: nobody reads from it, and nothing has ended it yet."""
+
+    async def scenario() -> None:
+        fetcher = Fetcher([bytes(32)])
+        older, newer = fetcher.source.attach(), fetcher.source.attach()
+        if was_told:
+            fetcher.ask()
+            assert (await anext(older)).hashes == fetcher.hashes
+        else:
+            waiting = asyncio.ensure_future(anext(older))
+            await asyncio.sleep(0)
+        following = asyncio.ensure_future(anext(newer))
+        await asyncio.sleep(0)
+        if not was_told:
+            fetcher.ask()
+        assert (await following).hashes == fetcher.hashes
+        assert fetcher.failures == (["broken"] if was_told else [])
+        with pytest.raises(StopAsyncIteration):
+            await (anext(older) if was_told else waiting)
+        assert fetcher.source.awaited, "the end of the older call is not that of the newer"
+        fetcher.source.cancel()
 
     run(scenario())

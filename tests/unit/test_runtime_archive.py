@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from echo2.errors import PeerError
-from echo2.runtime.archive import HISTORY_VERSIONS, REDIFFS_MAX, Archive, worth_keeping
+from echo2.runtime.archive import CONTENTS_MAX, HISTORY_VERSIONS, MEMORY_SHARE, REDIFFS_MAX, Archive, worth_keeping
 from echo2.types import PayloadId, Snapshot, SnapshotRef, TensorBytes
 from echo2.weights import ChunkStore, Manifest, apply_delta, encode, encode_delta
 
@@ -291,5 +291,81 @@ def test_a_content_that_the_disk_altered_is_no_base(tmp_path: Path) -> None:
         for name in lost:
             (tmp_path / "chunks" / name.hex()).write_bytes(b"damage")
         assert (await archive.payload(ref(2), ref(0))).payload == PayloadId(ref(2))
+
+    asyncio.run(story())
+
+
+def rediffs(archive: Archive) -> list[Manifest]:
+    return [m for m in archive.store.manifests() if m.base is not None and m.base.version < m.version - 1]
+
+
+def test_re_diffs_take_no_more_room_than_one_whole_content(tmp_path: Path) -> None:
+    """Each is over another content altogether, but for the last fifth."""
+
+    def mixed(version: int) -> Snapshot:
+        data = random.Random(version).randbytes(8 * ITEMS // 5) + random.Random(0).randbytes(2 * ITEMS // 5)
+        return Snapshot(ref(version), {"w": TensorBytes("I16", (ITEMS,), data)}, {"config.json": b"{}"})
+
+    async def story() -> None:
+        archive = Archive(ChunkStore(tmp_path))
+        for version in range(6):
+            now = mixed(version)
+            encoded = encode_delta(mixed(version - 1), now) if version else encode(now.ref, now.tensors, now.files)
+            assert encoded is not None
+            await publish(archive, *encoded)
+        for base in range(4):
+            manifest = await archive.payload(ref(5), ref(base))
+            assert manifest.base == ref(base)
+            assert 0.7 * 2 * ITEMS < manifest.total_bytes < 2 * ITEMS
+            assert [m.payload for m in rediffs(archive)] == [manifest.payload]
+
+    asyncio.run(story())
+
+
+@pytest.mark.parametrize("room", [0.9, 1.1])
+def test_contents_that_do_not_fit_into_memory_are_not_re_diffed(tmp_path: Path, room: float) -> None:
+    async def story() -> None:
+        memory_bytes = int(room * CONTENTS_MAX / MEMORY_SHARE * 2 * ITEMS)
+        archive = Archive(ChunkStore(tmp_path), memory_bytes=memory_bytes)
+        await publish_many(archive, 4)
+        assert (await archive.payload(ref(4), ref(1))).base == (ref(1) if room > 1 else None)
+        assert (await archive.payload(ref(4), ref(3))).base == ref(3), "the learner's own delta is there"
+
+    asyncio.run(story())
+
+
+class SlowRebuild(ChunkStore):
+    """Rebuilds only when a re-diff has begun meanwhile, or none does for a moment."""
+
+    def __init__(self, directory: Path) -> None:
+        super().__init__(directory)
+        self.has_rediff_begun = threading.Event()
+        self.order: list[str] = []
+
+    def load(self, ref: SnapshotRef, base: Snapshot | None = None) -> Snapshot:
+        name = threading.current_thread().name.partition("_")[0]
+        if name == "re-diff":
+            self.has_rediff_begun.set()
+        else:
+            self.has_rediff_begun.wait(0.2)
+        self.order.append(f"{name} {ref.version}")
+        return super().load(ref, base)
+
+
+def test_a_re_diff_to_what_is_being_rebuilt_waits_for_it(tmp_path: Path) -> None:
+    """Else two would build the same content at the same time."""
+
+    async def story() -> None:
+        store = SlowRebuild(tmp_path)
+        archive = Archive(store)
+        await publish_many(archive, 1)
+        manifest, chunks = delta(2, 1)
+        for name in archive.offer(manifest):
+            await archive.put(name, bytes(chunks[name]))
+        await archive.take(manifest)
+        store.order.clear()
+        made, _ = await asyncio.gather(archive.payload(ref(2), ref(0)), archive.rebuild(ref(2)))
+        assert made.base == ref(0)
+        assert store.order == ["archive 2", "re-diff 0", "re-diff 2"]
 
     asyncio.run(story())

@@ -60,7 +60,7 @@ class Fleet:
         if order.HasField("snapshot"):
             notice = order.snapshot
             verify_manifest(self.identity.credentials.ca_pem, notice.manifest, notice.signature)
-            self.notices[worker_id].append(Manifest.from_bytes(notice.manifest).payload)
+            self.notices[worker_id].append(Manifest.from_wire(notice.manifest).payload)
         elif order.HasField("routes"):
             self.routes[worker_id].append(order.routes.payload.ref.version)
 
@@ -141,11 +141,26 @@ def test_a_worker_may_ask_by_itself(tmp_path: Path) -> None:
         for lineage in (0, 1):
             request = wire.ManifestRequest(lineage=lineage, version=3, base=base)
             notice = await fleet.distribution.fetch_manifest("worker", request)
-            assert Manifest.from_bytes(notice.manifest).payload == PayloadId(ref(3), ref(1))
+            assert Manifest.from_wire(notice.manifest).payload == PayloadId(ref(3), ref(1))
         notice = await fleet.distribution.fetch_manifest("worker", wire.ManifestRequest(lineage=1, version=3))
-        assert Manifest.from_bytes(notice.manifest).payload == PayloadId(ref(3))
+        assert Manifest.from_wire(notice.manifest).payload == PayloadId(ref(3))
         with pytest.raises(PeerError, match="unknown_snapshot"):
             await fleet.distribution.fetch_manifest("worker", wire.ManifestRequest(lineage=2, version=3))
+        await fleet.distribution.close()
+
+    asyncio.run(story())
+
+
+def test_many_workers_with_one_base_are_told_together(tmp_path: Path) -> None:
+    async def story() -> None:
+        fleet = Fleet(tmp_path, **{f"w{number}": ref(number % 2) for number in range(20)})
+        for version in (0, 1):
+            await fleet.publish(version, as_delta=version > 0)
+        waited = len(fleet.tasks)
+        await fleet.publish(2)
+        assert len(fleet.tasks) == waited + 1, "one waits for all that have version 0"
+        told = {name: payloads[-1] for name, payloads in fleet.notices.items()}
+        assert told == {f"w{number}": PayloadId(ref(2), ref(number % 2)) for number in range(20)}
         await fleet.distribution.close()
 
     asyncio.run(story())

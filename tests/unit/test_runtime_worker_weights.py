@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import random
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
+import threading
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -274,10 +275,34 @@ def test_a_delta_over_other_weights_and_one_with_another_digest_are_refused(tmp_
 def test_a_manifest_that_the_head_did_not_sign_is_refused(tmp_path: Path) -> None:
     async def story() -> None:
         async with joined(tmp_path) as (head, member), attending(head, member, tmp_path) as machine:
-            raw = whole(0)[0].to_bytes()
+            raw = whole(0)[0].to_wire()
             for signature in (b"", b"no signature", head.identity.sign_manifest(raw + b" ")):
                 with pytest.raises(PeerError, match="signature"):
                     machine.weights.announced(wire.SnapshotNotice(manifest=raw, signature=signature))
             machine.weights.announced(wire.SnapshotNotice(manifest=raw, signature=head.identity.sign_manifest(raw)))
+
+    asyncio.run(story())
+
+
+def test_old_files_are_deleted_beside_the_event_loop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sweep, threads = ChunkStore.sweep, []
+
+    def watched(store: ChunkStore, hashes: Iterable[bytes]) -> None:
+        threads.append(threading.current_thread())
+        sweep(store, hashes)
+
+    monkeypatch.setattr(ChunkStore, "sweep", watched)
+
+    async def story() -> None:
+        async with joined(tmp_path) as (head, member), attending(head, member, tmp_path) as machine:
+            await publish_and_install(head, machine, 0)
+            threads.clear()
+            head.worker.installed = None  # type: ignore[union-attr]
+            await head.publish(*whole(5))  # nothing of version 0 is needed any more
+            await asyncio.wait_for(machine.outcomes.get(), SECONDS)
+            assert len(threads) == 1
+            assert threading.main_thread() not in threads
+            folder = tmp_path / "worker" / "snapshots" / "chunks"
+            assert {path.name for path in folder.iterdir()} == {hash_.hex() for hash_ in whole(5)[0].hashes}
 
     asyncio.run(story())

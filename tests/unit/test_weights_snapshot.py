@@ -6,12 +6,13 @@ import json
 from typing import Any
 
 import pytest
+import zstandard
 from hypothesis import given
 from hypothesis import strategies as st
 
-from echo2.errors import PeerError
+from echo2.errors import PeerError, UserError
 from echo2.types import PayloadId, SnapshotRef, TensorBytes
-from echo2.weights import Manifest, encode
+from echo2.weights import Manifest, encode, snapshot
 from echo2.weights.snapshot import MAX_CHUNK_BYTES, MAX_MANIFEST_BYTES
 
 MANIFEST = encode(
@@ -38,6 +39,14 @@ def written_again(text: bytes) -> bytes | str:
         return Manifest.from_bytes(text).to_bytes()
     except PeerError as error:
         return error.reason
+
+
+def read_again(sent: bytes) -> str:
+    try:
+        Manifest.from_wire(sent)
+    except PeerError as error:
+        return error.reason
+    return "read"
 
 
 def test_the_text_is_canonical_json() -> None:
@@ -178,3 +187,41 @@ def test_too_large_a_text_is_not_parsed() -> None:
 
 def test_deep_nesting_is_refused() -> None:
     malformed(b'{"files":' + b"[" * 100_000)
+
+
+def test_what_is_sent_is_small_where_names_repeat_and_comes_back_as_it_was() -> None:
+    """Half a layer of a mixture of 128 experts."""
+    names = [
+        f"model.layers.0.mlp.experts.{expert}.{part}_proj.weight" for expert in range(128) for part in ("up", "down")
+    ]
+    manifest = encode(SnapshotRef(1, 3), {name: TensorBytes("F32", (4,), bytes(16)) for name in names}, {})[0]
+    sent = manifest.to_wire()
+    assert Manifest.from_wire(sent) == manifest
+    assert len(sent) < len(manifest.to_bytes()) / 8
+
+
+@given(st.data())
+def test_what_was_sent_and_altered_is_refused_or_another_manifest(data: st.DataObject) -> None:
+    sent = bytearray(MANIFEST.to_wire())
+    for _ in range(data.draw(st.integers(1, 3))):
+        sent[data.draw(st.integers(0, len(sent) - 1))] = data.draw(st.integers(0, 255))
+    assert read_again(bytes(sent)) in ("read", "malformed")
+
+
+@pytest.mark.parametrize("num_bytes", [0, MAX_MANIFEST_BYTES + 1])
+def test_a_frame_that_holds_nothing_or_too_much_is_not_opened(num_bytes: int) -> None:
+    with pytest.raises(PeerError, match=f"malformed: manifest of {num_bytes} bytes"):
+        Manifest.from_wire(zstandard.ZstdCompressor().compress(bytes(num_bytes)))
+    unsaid = zstandard.ZstdCompressor(write_content_size=False).compress(bytes(10))
+    for frame in (unsaid, b"", b"noise", MANIFEST.to_bytes(), MANIFEST.to_wire()[:-1], MANIFEST.to_wire() + b"x"):
+        with pytest.raises(PeerError, match="malformed"):
+            Manifest.from_wire(frame)
+
+
+def test_a_manifest_longer_than_the_other_end_takes_is_not_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    num_bytes = len(MANIFEST.to_bytes())
+    monkeypatch.setattr(snapshot, "MAX_MANIFEST_BYTES", num_bytes)
+    MANIFEST.to_bytes()
+    monkeypatch.setattr(snapshot, "MAX_MANIFEST_BYTES", num_bytes - 1)
+    with pytest.raises(UserError, match=f"manifest of {num_bytes} bytes; the limit is {num_bytes - 1}"):
+        MANIFEST.to_bytes()

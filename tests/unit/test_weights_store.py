@@ -372,3 +372,44 @@ def test_a_damaged_delta_is_found_and_dropped(tmp_path: Path) -> None:
         store.load(two.ref)
     assert caught.value.reason == "corrupt"
     assert store.manifest(delta.payload) is None
+
+
+def test_a_chunk_that_came_again_is_not_swept_away(tmp_path: Path) -> None:
+    store = ChunkStore(tmp_path)
+    old, new = fill(store, 1, b"aaaabbbb"), fill(store, 2, b"aaaacccc")
+    let_go = store.let_go([new])
+    gone = set(old.hashes) - set(new.hashes)
+    assert set(let_go) == gone
+    assert len(gone) == 1
+    assert set(store.missing(old)) == gone, "it counts as missing at once"
+    [hash_] = gone
+    assert (tmp_path / "chunks" / hash_.hex()).exists()
+    store.put(hash_, b"bbbb")
+    store.sweep(let_go)
+    assert store.get(hash_) == b"bbbb"
+    store.sweep(store.let_go([new]))
+    assert not (tmp_path / "chunks" / hash_.hex()).exists()
+    assert store.missing(new) == ()
+
+
+def test_what_was_let_go_and_not_swept_goes_after_the_next_opening(tmp_path: Path) -> None:
+    store = ChunkStore(tmp_path)
+    fill(store, 1, b"aaaabbbb")
+    new = fill(store, 2, b"aaaacccc")
+    store.let_go([new])
+    assert len(list((tmp_path / "chunks").iterdir())) == 4
+    reopened = ChunkStore(tmp_path)
+    assert [manifest.version for manifest in reopened.manifests()] == [2]
+    assert reopened.retain(reopened.manifests()) == 4
+    assert len(list((tmp_path / "chunks").iterdir())) == 3
+
+
+def test_a_chunk_that_cannot_be_read_counts_as_missing(tmp_path: Path) -> None:
+    store = ChunkStore(tmp_path)
+    manifest = fill(store, 1, b"aaaabbbb")
+    path = tmp_path / "chunks" / manifest.hashes[0].hex()
+    path.unlink()
+    path.mkdir()  # reading it is an error of the system, not an end of file
+    with pytest.raises(PeerError, match=r"corrupt.*can't be read"):
+        store.get(manifest.hashes[0])
+    assert store.missing(manifest) == manifest.hashes[:1]

@@ -5,11 +5,11 @@ from __future__ import annotations
 import ipaddress
 import re
 
+from echo2.control.broadcast_events import ONE_MACHINE
 from echo2.transport import wire_pb2 as wire
 
 PORT_MAX = 65535
 HOST_CHARS_MAX = 253
-LOOPBACK = "loopback"
 _ADDRESS = re.compile(r"(?:\[(?P<v6>[^]]+)\]|(?P<host>[^:\[\]]+))(?::(?P<port>[0-9]{1,5}))?")
 
 
@@ -36,9 +36,9 @@ def reach(address: str) -> str:
     """`MemberJoined.reach` of an address: workers on the loopback interface are of one machine."""
     host = split(address)[0]
     try:
-        return LOOPBACK if ipaddress.ip_address(host).is_loopback else ""
+        return ONE_MACHINE if ipaddress.ip_address(host).is_loopback else ""
     except ValueError:
-        return LOOPBACK if host == "localhost" else ""
+        return ONE_MACHINE if host == "localhost" else ""
 
 
 def _joined(host: str, port: int) -> str:

@@ -39,6 +39,10 @@ class Dial:
     def is_over(self) -> bool:
         return self._running.done()
 
+    @property
+    def is_busy(self) -> bool:
+        return bool(self._tasks)
+
     async def _run(self) -> None:
         loop = asyncio.get_running_loop()
         give_up_at = loop.time() + DIAL_SECONDS

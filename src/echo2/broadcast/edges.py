@@ -16,11 +16,14 @@ from echo2.transport.base import Handlers, Network, Peer
 from echo2.types import PayloadId
 
 ORIGIN = ""
-#: Connections kept of each kind, for the next time; the one that was opened first goes first.
+#: Connections kept of each kind, for the next time; of those that are idle, the one used longest ago goes first.
 EDGES_MAX = 256
 
 
-class _Closable(Protocol):
+class _End(Protocol):
+    @property
+    def is_busy(self) -> bool: ...
+
     async def close(self) -> None: ...
 
 
@@ -56,6 +59,7 @@ class Edges:
             return self._awaited_source(name)
         known = self._dialled.get(name)
         if known is not None and known.address == address and (known.is_busy or known.stripes == self.stripes):
+            self._dialled[name] = self._dialled.pop(name)
             return known
         if known is not None:
             self._close(known)
@@ -66,10 +70,10 @@ class Edges:
         return self._dialled[name]
 
     def _awaited_source(self, name: str) -> AwaitedSource:
-        if name not in self._awaited:
-            self._awaited[name] = AwaitedSource(name, self._intake)
-            self._bound(self._awaited)
-        return self._awaited[name]
+        source = self._awaited.pop(name, None) or AwaitedSource(name, self._intake)
+        self._awaited[name] = source
+        self._bound(self._awaited)
+        return source
 
     def set_routes(self, routes: wire.Routes) -> tuple[PayloadId, tuple[str, ...]]:
         """(payload, the source of each stripe) of an order; sources are dialled by these addresses from now on.
@@ -149,10 +153,13 @@ class Edges:
     # ---- ends ----------------------------------------------------------------------------------------------------
 
     def _bound(self, kept: dict[str, Any]) -> None:
-        while len(kept) > EDGES_MAX:
-            self._close(kept.pop(next(iter(kept))))
+        """The newest stays, and what is busy: of that there is as much as routes name."""
+        idle = [name for name, end in kept.items() if not end.is_busy]
+        for name in idle[: max(0, len(kept) - EDGES_MAX)]:
+            if name != next(reversed(kept)):
+                self._close(kept.pop(name))
 
-    def _close(self, end: _Closable) -> None:
+    def _close(self, end: _End) -> None:
         task = asyncio.ensure_future(end.close())
         self._closing.add(task)
         task.add_done_callback(self._closing.discard)

@@ -93,10 +93,10 @@ class OriginNode:
         self._server = Server(Shelf(store, self._disk), lambda payload: False)
         self._members: dict[str, object] = {}
         self._addresses: dict[str, str] = {}
+        self._hosts: dict[str, str] = {}
         self._progress: dict[str, Progress] = {}
         self._turn, self._turn_began, self._turn_until = "", 0.0, 0.0
         self._dialling: dict[str, asyncio.Task[None]] = {}
-        self._wake: asyncio.TimerHandle | None = None
         self._chores: set[asyncio.Task[None]] = set()
         self._is_closed = False
         self.finished: dict[PayloadId, dict[str, float]] = {}
@@ -106,7 +106,6 @@ class OriginNode:
             do.SetRoutes: self._set_routes,
             do.DialPeer: self._dial_peer,
             do.NameSuspect: self._name_suspect,
-            do.WakeAt: self._wake_at,
         }
 
     # ---- what the head says --------------------------------------------------------------------------------------
@@ -123,6 +122,7 @@ class OriginNode:
     def joined(self, worker_id: str, hello: wire.WorkerHello, host: str) -> None:
         """A worker attends, from this address. Whether it can be dialled turns out meanwhile."""
         self._members[worker_id] = hello
+        self._hosts[worker_id] = host
         address = addresses.of_worker(hello, host)
         if self._addresses.get(worker_id) != address:  # else it only lost its connection for a moment
             self._addresses.pop(worker_id, None)
@@ -139,6 +139,7 @@ class OriginNode:
             dialling.cancel()
         if self._members.pop(worker_id, None) is not None:
             self._progress.pop(worker_id, None)
+            self._hosts.pop(worker_id, None)
             self._happen(ev.MemberLeft(worker_id, reason))
 
     def assign(self, payload: PayloadId, worker_ids: Iterable[str], manifest: Manifest) -> None:
@@ -183,8 +184,6 @@ class OriginNode:
     async def close(self) -> None:
         self._is_closed = True
         self._server.close()
-        if self._wake is not None:
-            self._wake.cancel()
         for task in self._chores:
             task.cancel()
         await asyncio.gather(*self._chores, return_exceptions=True)
@@ -223,12 +222,6 @@ class OriginNode:
         log.warning("%s is suspected: %s", command.worker_id, command.reason)
         if self._on_suspect is not None:
             self._on_suspect(command.worker_id, command.accused_by)
-
-    def _wake_at(self, command: do.WakeAt) -> None:
-        if self._wake is not None:
-            self._wake.cancel()
-        delay = max(0.0, command.at - self._clock.now())
-        self._wake = asyncio.get_running_loop().call_later(delay, self._happen, ev.Tick())
 
     def _spawn(self, coroutine: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.ensure_future(coroutine)
@@ -309,6 +302,8 @@ class OriginNode:
         return wire.Empty()
 
     def _take_turn(self, worker_id: str) -> None:
+        if addresses.reach(self._hosts.get(worker_id, "")) == ev.ONE_MACHINE:
+            raise PeerError("no_link", f"{worker_id} is on this machine")
         now = self._clock.now()
         if now >= self._turn_until:
             self._turn, self._turn_began = worker_id, now

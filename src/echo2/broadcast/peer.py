@@ -15,7 +15,7 @@ from functools import partial
 from typing import Any, Protocol
 
 from echo2.broadcast.edges import ORIGIN, Edges
-from echo2.broadcast.probe import Rates, measure
+from echo2.broadcast.probe import NO_LINK, Rates, measure
 from echo2.broadcast.reports import Reports
 from echo2.broadcast.serving import Server
 from echo2.broadcast.shelf import Cut, Shelf
@@ -289,16 +289,21 @@ class PeerNode:
         elif self.rates is not None:
             self._reports.measured(self.rates.up, down)
 
+    def _know(self, rates: Rates) -> None:
+        self.rates = rates
+        self._edges.prepare(rates.stripes)
+        self._tell_rates()
+
     async def _measure(self) -> None:
         pause = BUSY_SECONDS[0]
         while self.rates is None:
             try:
-                self.rates = await measure(self._network.to_head)
-                self._edges.prepare(self.rates.stripes)
-                self._tell_rates()
+                self._know(await measure(self._network.to_head))
             except LinkError:
                 break  # once more when the head is back; until then rates are learned from what is fetched
             except PeerError as error:
+                if error.reason == "no_link":
+                    self._know(NO_LINK)
                 if error.reason != "busy":
                     break
                 await asyncio.sleep(pause * random.uniform(0.5, 1.0))  # another worker's turn

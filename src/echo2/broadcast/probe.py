@@ -25,6 +25,8 @@ PIECE_BYTES = 32 << 10
 #: Several connections are tried only where one needs longer than this for all the bytes (1.3 Gbit/s), and used
 #: only where they do so much better.
 FAST_SECONDS = 0.1
+#: Above this rate all links count as equal: so short a burst says more of the processors at its ends.
+MAX_RATE = PROBE_BYTES / FAST_SECONDS
 STRIPES = 8
 STRIPES_GAIN = 1.5
 #: Puts under way, on all connections together, to begin with and at most (130 Mbit/s at 100 ms): with many at once on a
@@ -44,6 +46,10 @@ class Rates:
     up: float
     down: float
     stripes: int
+
+
+#: Within one machine, where a burst would say how busy its processors are, and nothing else.
+NO_LINK = Rates(MAX_RATE, MAX_RATE, 1)
 
 
 class _Tape:
@@ -70,7 +76,7 @@ class _Tape:
                 first += 1
             if seconds - self.marks[first][0] >= WINDOW_SECONDS:
                 best = max(best, (num_bytes - self.marks[first][1]) / (seconds - self.marks[first][0]))
-        return best or self.num_bytes / max(self.seconds, 1e-6)
+        return min(MAX_RATE, best or self.num_bytes / max(self.seconds, 1e-6))
 
 
 async def measure(open_link: Callable[[], Link]) -> Rates:
@@ -79,7 +85,7 @@ async def measure(open_link: Callable[[], Link]) -> Rates:
     (17 % of 48 MiB were sent twice).
 
     Raises:
-        LinkError, PeerError: the head is away, or busy.
+        LinkError, PeerError: the head is away, or "busy", or on this machine: "no_link".
     """
     links = [open_link()]
     try:

@@ -7,14 +7,17 @@ hashed, read and packed once.
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Mapping
 from concurrent.futures import Executor
 
-from echo2.errors import PeerError
+from echo2.errors import PeerError, UserError
 from echo2.transport import chunks
 from echo2.types import PayloadId, SnapshotRef
 from echo2.weights.store import ChunkStore
+
+log = logging.getLogger(__name__)
 
 #: Messages kept in memory: what the children of a relay lag behind it by.
 RECENT_BYTES = 64 << 20
@@ -45,19 +48,26 @@ class Shelf:
         if self._content is None:
             cut = self._held[1]
             self._content = asyncio.ensure_future(asyncio.to_thread(cut))
-        await asyncio.shield(self._content)
+        content = self._content
+        try:
+            await asyncio.shield(content)
+        except (UserError, MemoryError) as error:
+            if self._content is content:  # who asks next has it tried again
+                self._content = None
+            raise PeerError("missing", f"{payload} can't be cut here: {error}") from error
 
     def has(self, hash_: bytes) -> bool:
         return hash_ in self._recent or self._store.has(hash_) or hash_ in self._cut()
 
     def _cut(self) -> Mapping[bytes, memoryview]:
-        return self._content.result() if self._content is not None and self._content.done() else {}
+        content = self._content
+        return content.result() if content is not None and content.done() and content.exception() is None else {}
 
     async def message(self, hash_: bytes) -> bytes:
         """The message with this chunk.
 
         Raises:
-            PeerError: "missing"; "corrupt", when the disk altered it.
+            PeerError: "missing", also when the disk altered it: who asks is to go elsewhere, and to call nobody a liar.
         """
         message = self._recent.get(hash_)
         if message is not None:
@@ -65,7 +75,11 @@ class Shelf:
         cut = self._cut().get(hash_)
         if cut is not None:
             return chunks.pack(hash_, cut)
-        data = await asyncio.get_running_loop().run_in_executor(self._disk, self._store.get, hash_)
+        try:
+            data = await asyncio.get_running_loop().run_in_executor(self._disk, self._store.get, hash_)
+        except PeerError as error:
+            log.warning("a chunk is not given: %s", error)
+            raise PeerError("missing", str(error)) from error
         message = chunks.pack(hash_, data)
         self._remember(hash_, message)
         return message

@@ -22,7 +22,7 @@ from echo2.types import PayloadId
 DIALLED_WITHIN_SECONDS = 8.0
 #: A connection to a source has this long to be made.
 DIAL_SECONDS = 5.0
-#: What a refusal means to those who plan. Any other word is a source that can't be used: "broken".
+#: What is wrong with a message that a source sent, to those who plan. Whatever else happens, it is "broken".
 _FAILURE_OF = {"corrupt": "corrupt", "oversized": "corrupt", "malformed": "corrupt", "missing": "missing"}
 
 
@@ -121,17 +121,26 @@ class DialledSource(Source):
         try:
             async with aclosing(link.frames("FetchChunks", request)) as messages:  # type: ignore[type-var]
                 async for message in messages:
-                    if self._was_reached or message != chunks.ALIVE:
-                        await self.take(message, awaited)
+                    if (self._was_reached or message != chunks.ALIVE) and not await self._is_good(message, awaited):
+                        return
                     self._was_reached = True  # a server says so at once
                     if not awaited:
                         return
             self.fail("broken")
         except PeerError as error:
             self._was_reached = True
-            self.fail(_FAILURE_OF.get(error.reason, "broken"))
+            self.fail("missing" if error.reason == "missing" else "broken")  # a refusal, whatever the word, is no lie
         except LinkError:
             self.fail("broken" if self._was_reached else "unreachable")
+
+    async def _is_good(self, message: bytes, awaited: dict[bytes, None]) -> bool:
+        try:
+            await self.take(message, awaited)
+        except PeerError as error:
+            self._was_reached = True
+            self.fail(_FAILURE_OF.get(error.reason, "broken"))
+            return False
+        return True
 
     def cancel(self) -> None:
         own = _current_task()
@@ -158,6 +167,10 @@ class AwaitedSource(Source):
         self._is_attached = False
         self._patience: asyncio.TimerHandle | None = None
 
+    @property
+    def is_busy(self) -> bool:
+        return bool(self.awaited)
+
     def ask(self, payload: PayloadId, hashes: Sequence[bytes]) -> None:
         for start in range(0, len(hashes), REQUEST_CHUNKS_MAX):
             part = hashes[start : start + REQUEST_CHUNKS_MAX]
@@ -173,9 +186,13 @@ class AwaitedSource(Source):
             self.fail("unreachable")
 
     async def attach(self) -> AsyncIterator[wire.ChunkRequest]:
-        """The peer has dialled: what is wanted of it, as it comes. Ends when that is cancelled, or by another call."""
-        if self._is_attached:
-            self._requests.put_nowait(None)
+        """The peer has dialled: what is wanted of it, as it comes. Ends when that is cancelled, or by another call:
+        what was said over the older one, which may be half open, may never have come.
+        """
+        if self._is_attached and self.awaited:
+            self.fail("broken")
+        elif self._is_attached:
+            self.cancel()
         requests, self._is_attached = self._requests, True
         if self._patience is not None:
             self._patience.cancel()

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from echo2.control import broadcast_commands as do
 from echo2.control import broadcast_events as ev
 from echo2.control.broadcast_commands import ORIGIN
+from echo2.control.broadcast_events import ONE_MACHINE
 from echo2.control.broadcast_plan import Fleet, Plan
 from echo2.control.routes import Member, can_link, plan_routes
 from echo2.errors import InvariantError
@@ -92,8 +93,6 @@ class Broadcast:
                 self._holds(event)
             case ev.SourceFailed():
                 self._failed(event, now)
-            case ev.Tick():
-                pass
         for plan in self.plans.values():
             self._send_routes(plan)
         return self._out
@@ -182,9 +181,19 @@ class Broadcast:
             member = self.members[event.worker_id]
             self._middle_up = None
             self.members[event.worker_id] = replace(member, up=event.up or member.up, down=event.down or member.down)
-            downs = sorted(member.down for member in self.members.values() if member.down)
-            if self.options.origin_up is None and downs:  # what most were sent is the least that the origin can do
-                self.origin_up = downs[len(downs) // 2]
+            if self.options.origin_up is None:
+                self.origin_up = self._origin_up()
+
+    def _origin_up(self) -> float | None:
+        """What most were sent is the least that the origin can do; those on its own machine, of whom no link is asked,
+        are looked at only where there are no others.
+        """
+        far = [member for member in self.members.values() if member.reach != ONE_MACHINE]
+        for members in (far, self.members.values()):
+            downs = sorted(member.down for member in members if member.down)
+            if downs:
+                return downs[len(downs) // 2]
+        return self.origin_up
 
     # ---- payloads ----------------------------------------------------------------------------------------------------
 
@@ -374,6 +383,3 @@ class Broadcast:
                     raise InvariantError(f"{source} still serves {plan.payload}")
         if len(self.plans) > MAX_PLANS or not set(self.held) <= set(self.members):
             raise InvariantError("plans or holders that should have been forgotten")
-
-
-__all__ = ["Broadcast", "BroadcastOptions", "can_link"]

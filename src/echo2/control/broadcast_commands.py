@@ -42,10 +42,3 @@ class NameSuspect(Command):
 
     worker_id: str
     accused_by: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WakeAt(Command):
-    """Send a `Tick` at this time."""
-
-    at: float

@@ -13,10 +13,13 @@ from echo2.types import PayloadId
 SOURCE_FAILURES = ("broken", "stalled", "slow", "corrupt", "missing", "unreachable")
 
 
+ONE_MACHINE = "loopback"
+
+
 @dataclass(frozen=True, slots=True)
 class MemberJoined:
     """A worker can be sent payloads (again). `address`: where others can dial it, "" where nobody can. `reach`: members
-    with different words here can't reach each other by address ("" is the internet, "loopback" one machine).
+    with different words here can't reach each other by address ("" is the internet, ONE_MACHINE that of the origin).
     """
 
     worker_id: str
@@ -94,11 +97,6 @@ class SourceFailed:
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
-class Tick:
-    """The time asked for by `WakeAt` has come."""
-
-
 Event = (
     MemberJoined
     | MemberLeft
@@ -108,5 +106,4 @@ Event = (
     | PayloadReceived
     | SnapshotHeld
     | SourceFailed
-    | Tick
 )

@@ -268,6 +268,7 @@ class Fetcher:
         for name, chunks in wanted.items():
             if name == ORIGIN and (not self.has_origin or now < self._retry_at):
                 continue
+            chunks.sort(key=download.stripe_of.__getitem__)  # what is passed on comes before what is not
             source = self.sources.setdefault(name, Source(begun_at=now))
             if not source.asked:
                 source.asked_at = source.heard_at = now

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from echo2.control.broadcast_events import Tally
 from echo2.control.commands import Command as Command  # part of this module's vocabulary, too
+from echo2.control.commands import WakeAt as WakeAt
 from echo2.types import PayloadId
 
 
@@ -48,10 +49,3 @@ class PayloadGone(Command):
     """Not even the origin has it any more."""
 
     payload: PayloadId
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WakeAt(Command):
-    """Send a `Tick` at this time."""
-
-    at: float

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from echo2.control.events import Tick as Tick  # part of this module's vocabulary, too
 from echo2.types import PayloadId
 
 
@@ -66,11 +67,6 @@ class OriginLost:
 @dataclass(frozen=True, slots=True)
 class OriginBack:
     """The head has taken us in again."""
-
-
-@dataclass(frozen=True, slots=True)
-class Tick:
-    """The time asked for by `WakeAt` has come."""
 
 
 Event = (

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from echo2.control.commands import Command as Command  # part of this module's vocabulary, too
+from echo2.control.commands import WakeAt as WakeAt
 from echo2.types import PayloadId, SnapshotRef
 
 
@@ -70,13 +71,6 @@ class FailLease(Command):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report(Command):
     """Tell the head now what is installed, not at the next heartbeat."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WakeAt(Command):
-    """Send a `Tick` at this time."""
-
-    at: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

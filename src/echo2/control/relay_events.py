@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from echo2.control.events import Tick as Tick  # part of this module's vocabulary, too
 from echo2.types import Lease, PayloadId, SnapshotRef
 
 
@@ -136,11 +137,6 @@ class StopOrdered:
     """The run is over for us."""
 
     reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class Tick:
-    """The time asked for by `WakeAt` has come."""
 
 
 Event = (

@@ -6,12 +6,12 @@ star    everybody takes everything from the origin.
 chain   the paper's striped chain: N = B_0 / B_w chains; each member has one child, and one parent for everything.
 trees   ours: the relays are dealt to *colours*; each colour has one tree, whose inner nodes are the relays of that
         colour, and an equal share of the stripes (the origin's streams share its uplink evenly, so they end together);
-        a relay has children in proportion to its uplink. With n <= fan_out + 1 members each relay is a colour of its
-        own: origin -> root -> everybody else. A member that receives far slower than most is a leaf everywhere, and
-        does not count when the pace is set.
+        a relay has children in proportion to its uplink. With n <= fan_out + 1 members (a *mesh*) each relay is a
+        colour of its own, with a share that its uplink carries: origin -> root -> everybody else. A member that
+        receives far slower than most is a leaf everywhere, and does not count when the pace is set.
 
 The rate to aim at is min(B_0, (B_0 + sum of uplinks) / n, the receivers' own downlinks). What relays can't carry, the
-origin sends itself.
+origin sends itself: the last stripes, since chunks are asked for stripe by stripe and relays' work is to begin first.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 
 from echo2.control.broadcast_commands import ORIGIN
-from echo2.control.shares import are_uneven, deal_shares
+from echo2.control.shares import deal, mesh_shares, water_level
 from echo2.errors import InvariantError
 
 SCHEMES = ("star", "chain", "trees")
@@ -102,43 +102,18 @@ def plan_routes(
     for _, group in sorted(classes.items()):
         share = None if origin_up is None else origin_up * len(group) / len(members)
         pace = find_pace(group, share, weak)
-        if (
-            scheme == "trees"
-            and len(classes) == 1
-            and origin_up is not None
-            and _is_plain(group, pace, fan_out, blocked)
-        ):
-            ups = {member.worker_id: pace.up[member.worker_id] for member in group}
-            if are_uneven(ups):
-                return _shared_out(deal_shares(ups, origin_up, num_stripes), routes)
         if scheme == "chain":
             _chain(group, pace, share, routes, weak, blocked)
         elif pace.relays and len(group) > 1:
             forests.append(_Trees(group, pace, share, fan_out, num_stripes, blocked))
     if forests:
-        count = len(max(forests, key=lambda forest: len(forest.members)).trees)
-        stripes = num_stripes if num_stripes < count else num_stripes - num_stripes % count
+        trees = max(forests, key=lambda forest: len(forest.members)).trees
+        is_even = num_stripes >= len(trees) and len({tree.share for tree in trees}) == 1
+        stripes = num_stripes - (num_stripes % len(trees) if is_even else 0)
         routes = {worker_id: [ORIGIN] * stripes for worker_id in routes}
         for forest in forests:
             forest.fill(routes, stripes)
     return routes
-
-
-def _is_plain(members: Sequence[Member], pace: Pace, fan_out: int, blocked: AbstractSet[tuple[str, str]]) -> bool:
-    """Few members, all of them fast receivers that can reach each other."""
-    ids = {member.worker_id for member in members}
-    return (
-        1 < len(members) <= fan_out + 1
-        and not pace.slow
-        and pace.able == ids
-        and sum(not member.address for member in members) <= 1
-        and not any(one in ids and other in ids for one, other in blocked)
-    )
-
-
-def _shared_out(owners: Sequence[str], routes: Routes) -> Routes:
-    """Each stripe from its owner, who has it from the origin."""
-    return {worker_id: [ORIGIN if owner == worker_id else owner for owner in owners] for worker_id in routes}
 
 
 def can_link(one: Member, other: Member) -> bool:
@@ -166,7 +141,7 @@ def find_pace(members: Sequence[Member], origin_up: float | None, weak: Abstract
     for count in sorted({math.ceil(len(able) * share / PACES_TRIED) for share in range(1, PACES_TRIED + 1)} | {0}):
         supply = sum(up for _, up, _ in able[:count]) + (origin_up or middle)
         limit = min(origin_up or math.inf, RELAY_DOWN * able[count - 1][0] if count else math.inf)
-        common = min(limit, _water_level(ranked, everything))
+        common = min(limit, water_level(ranked, everything))
         fast = sum(down * RELAY_DOWN >= common for down in ranked)
         common = min(common, supply / max(1, fast))
         cost = fast / common + _cost_of_slow(pairs[fast:], gives, supply - fast * common)
@@ -193,16 +168,6 @@ def _cost_of_slow(pairs: Sequence[tuple[float, Member]], gives: Mapping[str, flo
         cost += 1.0 / rate
         spare += gives.get(member.worker_id, 0.0) - rate
     return cost
-
-
-def _water_level(ranked: Sequence[float], supply: float) -> float:
-    """The rate that everybody can have at most (its own downlink, where that is less) so that all take `supply`."""
-    for at, down in enumerate(ranked):
-        level = supply / (len(ranked) - at)
-        if level <= down:
-            return level
-        supply -= down
-    return ranked[-1]
 
 
 def _filled(rates: Iterable[float | None]) -> list[float]:
@@ -252,9 +217,10 @@ def _is_blocked(one: Member, other: Member, blocked: AbstractSet[tuple[str, str]
 
 
 class _Tree:
-    """One colour: `parent` of each member ("" the origin)."""
+    """One colour: `parent` of each member ("" the origin), and its share of the stripes."""
 
-    def __init__(self, root: Member) -> None:
+    def __init__(self, root: Member, share: float) -> None:
+        self.share = share
         self.parent: dict[str, str] = {root.worker_id: ORIGIN}
         self.placed: list[Member] = [root]
 
@@ -293,24 +259,20 @@ class _Trees:
         self.others = [member for member in members if member.worker_id not in slow]
         is_mesh = len(self.others) <= fan_out + 1
         self.most_children = fan_out if is_mesh else max(1, fan_out - int(SPARE_PLACES * fan_out))
-        colours = self._roots() if is_mesh else self._colours()
-        self.share = 1.0 / len(colours)
-        self.trees = [self._grow_mesh(inner[0]) if is_mesh else self._grow(inner) for inner in colours]
+        self.trees = self._mesh() if is_mesh else self._colours()
         if is_mesh:
             self._even_out()
 
     def fill(self, routes: Routes, num_stripes: int) -> None:
-        """Deal the trees the stripes in turn."""
-        kept = round(num_stripes * self._share_of_peers())
-        for stripe in range(num_stripes):
-            if (stripe + 1) * kept // num_stripes == stripe * kept // num_stripes:
-                continue  # the origin sends this one to everybody
-            for worker_id, parent in self.trees[stripe % len(self.trees)].parent.items():
+        """Deal the trees their stripes; the others, which are asked for last, the origin sends to everybody."""
+        kept = self._share_of_peers()
+        for stripe, owner in enumerate(deal([tree.share * kept for tree in self.trees], num_stripes)):
+            for worker_id, parent in self.trees[owner].parent.items():
                 routes[worker_id][stripe] = parent
 
     def _share_of_peers(self) -> float:
-        """The share of the stripes that relays can carry at the common pace; the origin sends the others to everybody,
-        as far as its uplink has room for that.
+        """How much of their trees' shares relays can carry at the common pace; what is left the origin sends to
+        everybody, as far as its uplink has room for that.
         """
         if self.origin_up is None:
             return 1.0
@@ -319,12 +281,28 @@ class _Trees:
         if busiest <= PACE_SLACK or others == 0:
             return 1.0
         most = max(0.0, self.origin_up / self.pace.rate - 1.0) / others
-        return 1.0 - min(most, 1.0 - 1.0 / busiest)
+        whole = sum(tree.share for tree in self.trees)
+        return min(1.0, max((1.0 - most) / whole, 1.0 / busiest))
 
     def _budget(self, member: Member) -> float:
         return self.pace.up[member.worker_id] / self.pace.rate
 
-    def _colours(self) -> list[list[Member]]:
+    def _mesh(self) -> list[_Tree]:
+        """One tree a relay. Each will send its own share at least once, which is kept free for it meanwhile."""
+        relays, ups = self.pace.relays, [self.pace.up[relay.worker_id] for relay in self.pace.relays]
+        shares = mesh_shares(ups, self.pace.rate, len(self.others), self.origin_up)
+        self.load.update({root.worker_id: share for root, share in zip(relays, shares, strict=True)})
+        trees = [self._grow_mesh(root, share) for root, share in zip(relays, shares, strict=True)]
+        for tree in trees:
+            self._place_slow(tree)
+        return trees
+
+    def _colours(self) -> list[_Tree]:
+        """One tree a colour, all with the same share."""
+        colours = self._inner_nodes()
+        return [self._grow(inner, 1.0 / len(colours)) for inner in colours]
+
+    def _inner_nodes(self) -> list[list[Member]]:
         """Inner nodes of each tree: relays dealt so that all trees can send the same; first those that can be dialled.
         Unequal uplinks make fewer trees, so that the faster ones have places left for more children than the others.
         """
@@ -345,26 +323,19 @@ class _Trees:
         count = min(range(1, most + 1), key=lambda count: (busiest(count), -count))
         return [[*_dealt(dialable, at, count), *_dealt(hidden, at, count)] for at in range(count)]
 
-    def _roots(self) -> list[list[Member]]:
-        """Relays that can pass on their share at least once at the common pace."""
-        roots = list(self.pace.relays)
-        while len(roots) > 1 and self._budget(roots[-1]) * len(roots) < 1.0:
-            roots.pop()
-        return [[root] for root in roots]
-
-    def _grow_mesh(self, root: Member) -> _Tree:
+    def _grow_mesh(self, root: Member, share: float) -> _Tree:
         """The root sends to everybody it can reach as far as its uplink goes; others that have it already help."""
-        tree = _Tree(root)
+        tree = _Tree(root, share)
+        self.load[root.worker_id] -= share
         fast = {member.worker_id for member in self.pace.relays}
         others = [member for member in self.others if member != root]
-        others.sort(key=lambda member: (member.worker_id not in fast, not member.address, self._use(member)))
+        others.sort(key=lambda member: (member.worker_id not in fast, not member.address, self._use(member, share)))
         for member in others:
-            cost = self.share * self.pace.demand[member.worker_id]
+            cost = share * self.pace.demand[member.worker_id]
             can = [other for other in tree.placed if other.worker_id in fast and self._may_take(other, member)]
             easy = [other for other in can if self._use(other, cost) <= 1.0 + 1e-9]
             parent = root if root in easy else min(easy or can, key=lambda other: self._use(other, cost), default=None)
             self._place(tree, member, parent)
-        self._place_slow(tree)
         return tree
 
     def _place_slow(self, tree: _Tree) -> None:
@@ -398,7 +369,7 @@ class _Trees:
             best: tuple[float, int, str, Member] | None = None
             for number, tree in enumerate(self.trees):
                 for child in [key for key, parent in tree.parent.items() if parent == busiest.worker_id]:
-                    cost = self.share * self.pace.demand[child]
+                    cost = tree.share * self.pace.demand[child]
                     for other in self.pace.relays:
                         use = self._use(other, cost)
                         is_better = use < min(limit - 1e-9, best[0] if best else limit)
@@ -406,10 +377,12 @@ class _Trees:
                             best = (use, number, child, other)
             if limit <= FULL_USE or best is None:
                 return
-            self.load[busiest.worker_id] -= self.share * self.pace.demand[best[2]]
-            self.trees[best[1]].parent[best[2]] = best[3].worker_id
-            self.children[best[3].worker_id].add(best[2])
-            self.load[best[3].worker_id] += self.share * self.pace.demand[best[2]]
+            tree, child, other = self.trees[best[1]], best[2], best[3]
+            cost = tree.share * self.pace.demand[child]
+            self.load[busiest.worker_id] -= cost
+            tree.parent[child] = other.worker_id
+            self.children[other.worker_id].add(child)
+            self.load[other.worker_id] += cost
 
     def _use(self, member: Member, more: float = 0.0) -> float:
         """How much of its budget a relay's load takes."""
@@ -419,10 +392,10 @@ class _Trees:
         tree.put(member, parent)
         if parent is not None:
             self.children[parent.worker_id].add(member.worker_id)
-            self.load[parent.worker_id] += self.share * self.pace.demand[member.worker_id]
+            self.load[parent.worker_id] += tree.share * self.pace.demand[member.worker_id]
 
-    def _grow(self, inner: Sequence[Member]) -> _Tree:
-        tree = _Tree(inner[0])
+    def _grow(self, inner: Sequence[Member], share: float) -> _Tree:
+        tree = _Tree(inner[0], share)
         inner_ids = {member.worker_id for member in inner}
         fast = {member.worker_id for member in self.pace.relays}
         others = [member for member in self.others if member.worker_id not in inner_ids]

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
@@ -29,31 +30,38 @@ log = logging.getLogger(__name__)
 HISTORY_VERSIONS = 32
 #: The history's deltas together, as a multiple of one whole content; beyond that, older ones go.
 HISTORY_CONTENTS = 2.0
-#: Re-diffs kept. Workers that come back at the same time share one where they hold the same version.
+#: Re-diffs kept, together no larger than one whole content. Workers that come back at the same time share one where
+#: they hold the same version.
 REDIFFS_MAX = 8
+#: Contents in memory, at most: two where one is rebuilt, and two and a delta where one is re-diffed, at the same time.
+CONTENTS_MAX = 5
+#: Share of the machine's memory that they may take. Where it would be more, there are no re-diffs.
+MEMORY_SHARE = 0.5
 
 T = TypeVar("T")
 
 
 class Archive:
     """All methods are for the event loop; `on_dropped` is told of payloads that are stored no more. `deltas`: whether
-    any are made here."""
+    any are made here; `memory_bytes`: of the machine, by default all it has."""
 
     def __init__(
         self,
         store: ChunkStore,
         on_dropped: Callable[[PayloadId], None] = lambda payload: None,
         deltas: bool = True,
+        memory_bytes: int | None = None,
     ) -> None:
         self.store = store
         self._deltas = deltas
+        self._memory_bytes = memory_bytes or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
         self.on_dropped = on_dropped
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="archive")
         self._rediff_thread = ThreadPoolExecutor(1, thread_name_prefix="re-diff")
         self._retained: set[SnapshotRef] = set(whole_refs(store))
         self._offered: Manifest | None = None
         self._offered_hashes: frozenset[bytes] = frozenset()
-        self._rediffs: dict[PayloadId, None] = {}
+        self._rediffs: dict[PayloadId, int] = {}
         self._useless: set[PayloadId] = set()
         self._under_way: dict[PayloadId, asyncio.Task[None]] = {}
         self._loadable = loadable(store.manifests())
@@ -153,12 +161,11 @@ class Archive:
         Raises:
             PeerError: "corrupt", its delta does not lead to the digest it names, or its base is damaged; it is dropped.
         """
-        if not self.is_whole(ref):
-            try:
-                await self._made(PayloadId(ref))
-            except PeerError as error:
-                self._forget(ref)
-                raise PeerError("corrupt", f"snapshot {ref} can't be rebuilt: {error}") from error
+        try:
+            await self._made_whole(ref)
+        except PeerError as error:
+            self._forget(ref)
+            raise PeerError("corrupt", f"snapshot {ref} can't be rebuilt: {error}") from error
 
     async def mend(self) -> list[SnapshotRef]:
         """After a start: what can be had. The newest may be there as a delta only; then it is rebuilt first."""
@@ -170,6 +177,10 @@ class Archive:
             except PeerError as error:
                 log.warning("snapshot %s is given up: %s", newest, error)
         return sorted(self._retained)
+
+    async def _made_whole(self, ref: SnapshotRef) -> None:
+        if not self.is_whole(ref):
+            await self._made(PayloadId(ref))
 
     async def _made(self, payload: PayloadId) -> None:
         """Make a payload, once for all who wait for it."""
@@ -185,6 +196,7 @@ class Archive:
             await self._beside(self._rebuild, payload.ref)
             return
         try:
+            await self._made_whole(payload.ref)  # else both threads would build it
             encoded = await asyncio.get_running_loop().run_in_executor(self._rediff_thread, self._rediff, payload)
         except PeerError as error:  # damaged on disk, or dropped meanwhile
             log.warning("no delta %s: %s", payload, error)
@@ -192,11 +204,13 @@ class Archive:
         if encoded is None:
             self._useless.add(payload)
             return
-        self._rediffs[payload] = None
-        await self._beside(self._store, *encoded)
-        if len(self._rediffs) > REDIFFS_MAX:
-            del self._rediffs[next(iter(self._rediffs))]
-            await self.tidy()
+        manifest, chunks = encoded
+        self._rediffs[payload] = manifest.total_bytes
+        await self._beside(self._store, manifest, chunks)
+        old = [each for each in self._rediffs if each != payload]
+        while old and (len(self._rediffs) > REDIFFS_MAX or sum(self._rediffs.values()) > manifest.tensor_bytes):
+            del self._rediffs[old.pop(0)]
+        await self.tidy()
 
     def _rebuild(self, ref: SnapshotRef) -> None:
         """In the thread."""
@@ -205,8 +219,12 @@ class Archive:
         self._store(manifest, chunks)
 
     def _rediff(self, payload: PayloadId) -> tuple[Manifest, dict[bytes, memoryview]] | None:
-        """In the re-diffs' thread. None: it would not be smaller than the whole."""
+        """In the re-diffs' thread. None: it would not be smaller than the whole, or take too much memory."""
         assert payload.base is not None
+        whole = self.store.manifest(PayloadId(payload.ref))
+        if whole is not None and CONTENTS_MAX * whole.tensor_bytes > MEMORY_SHARE * self._memory_bytes:
+            log.info("no delta %s: contents of %d bytes are too large for it here", payload, whole.tensor_bytes)
+            return None
         return encode_delta(self.store.load(payload.base), self.store.load(payload.ref))
 
     def _store(self, manifest: Manifest, chunks: Mapping[bytes, memoryview]) -> None:

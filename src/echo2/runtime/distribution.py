@@ -61,21 +61,22 @@ class Distribution:
             if manifest is not None:
                 self._tell(manifest, told)
                 continue
-            for worker_id in told:
-                self._spawn(self._announce_when_made(ref, worker_id))
+            self._spawn(self._announce_when_made(ref, base, told))
 
-    async def _announce_when_made(self, ref: SnapshotRef, worker_id: str) -> None:
-        while ref == self._newest and (worker := self._attending(worker_id)) is not None:
-            base = worker.installed
-            try:
-                manifest = await self.archive.payload(ref, base)
-            except PeerError as error:
-                log.info("%s is not told of %s: %s", worker_id, ref, error)
-                return
-            now = self._attending(worker_id)
-            if ref == self._newest and now is not None and now.installed == base:
-                self._tell(manifest, [worker_id])
-                return
+    async def _announce_when_made(self, ref: SnapshotRef, base: SnapshotRef | None, worker_ids: list[str]) -> None:
+        """Those who have another base by the time it is made are looked at anew."""
+        try:
+            manifest = await self.archive.payload(ref, base)
+        except PeerError as error:
+            log.info("%d workers with %s are not told of %s: %s", len(worker_ids), base, ref, error)
+            return
+        if ref != self._newest:
+            return
+        here = {worker_id: worker for worker_id in worker_ids if (worker := self._attending(worker_id)) is not None}
+        told = [worker_id for worker_id, worker in here.items() if worker.installed == base]
+        if told:
+            self._tell(manifest, told)
+        self.announce(ref, [worker_id for worker_id in here if worker_id not in told])
 
     def _tell(self, manifest: Manifest, worker_ids: list[str]) -> None:
         notice = self._notice(manifest)
@@ -106,7 +107,7 @@ class Distribution:
     def _notice(self, manifest: Manifest) -> wire.SnapshotNotice:
         notice = self._notices.get(manifest.payload)
         if notice is None:
-            ref, raw = manifest.ref, manifest.to_bytes()
+            ref, raw = manifest.ref, manifest.to_wire()
             signature = self._signer.sign_manifest(raw)
             notice = wire.SnapshotNotice(lineage=ref.lineage, version=ref.version, manifest=raw, signature=signature)
             self._notices[manifest.payload] = notice

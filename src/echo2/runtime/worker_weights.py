@@ -128,7 +128,7 @@ class WorkerWeights:
     def announced(self, notice: wire.SnapshotNotice, asked_for: bool = False) -> None:
         """Raises PeerError where the notice is not the head's, or no notice."""
         verify_manifest(self._ca_pem, notice.manifest, notice.signature)
-        manifest = Manifest.from_bytes(notice.manifest)
+        manifest = Manifest.from_wire(notice.manifest)
         self._manifests.pop(manifest.payload, None)
         self._manifests[manifest.payload] = manifest
         if len(self._manifests) > MANIFESTS_MAX:
@@ -213,7 +213,8 @@ class WorkerWeights:
         kept = await asyncio.get_running_loop().run_in_executor(self._loading, self._list, manifest, self.content)
         if kept is not None:
             incoming = self._manifests.get(self._incoming or payload, kept)
-            self._store.retain([kept, incoming])
+            let_go = self._store.let_go([kept, incoming])  # between two events: no fetch counts on what goes
+            await asyncio.to_thread(self._store.sweep, let_go)  # thousands of files
 
     def _list(self, manifest: Manifest, content: Snapshot) -> Manifest | None:
         """In the loading thread: list the payload; write the whole content where the deltas since the last whole one

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 #: Spoken by both ends; a different number is refused at hello.
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 #: One message: a group of 64 rollouts of 64k tokens (12 bytes a token with logprob, mask and text) fits.
 MESSAGE_BYTES_MAX = 64 << 20
 #: One message to a worker: a chunk, or a request for 4,096 of them, with room to spare.
@@ -21,6 +21,8 @@ REWARD_PARTS_MAX = 64
 NAME_CHARS_MAX = 200
 #: Version changes within one rollout.
 VERSION_SPANS_MAX = 10_000
+#: Turns of an attempt in an environment; as `sampling.max_turns`.
+TURNS_MAX = 10_000
 #: Messages of a chat prompt.
 CHAT_MESSAGES_MAX = 10_000
 #: Whole numbers that fit SQLite, JSON readers and signed 64 bits alike.

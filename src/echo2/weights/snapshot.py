@@ -13,8 +13,8 @@ into these. The tensor index is that of the snapshot in both.
 
 `Manifest.digest` is over the *decoded* content (`codec.content_digest`), not over chunks: however the bytes were
 encoded, a renamed, missing, swapped or altered tensor changes it. There is one JSON text for one manifest (sorted keys,
-hashes in base64); anything else is refused. `to_bytes()` is what the run signs: a signature over the text is one over
-every chunk and over the content.
+hashes in base64); anything else is refused. `to_wire()`, that text compressed, is what is sent and what the run signs:
+a signature over it is one over every chunk and over the content.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 import msgspec
+import zstandard
 
 from echo2.errors import PeerError, UserError
 from echo2.types import PayloadId, SnapshotRef
@@ -35,6 +36,7 @@ ENCODING_DELTA = "delta"
 HASH_BYTES = 32
 
 MAX_MANIFEST_BYTES = 32 << 20  # half of the largest message; about 400 GB of weights in chunks of 1 MiB
+WIRE_LEVEL = 3
 MAX_CHUNK_BYTES = 1 << 20  # as transport: small enough to be re-requested, large enough to fill a link
 MAX_CHUNKS = 1 << 20  # 1 TiB in all
 MAX_TENSORS = 1 << 18  # the largest mixtures of experts have about 100 000
@@ -149,8 +151,18 @@ class Manifest:
         return tuple(dict.fromkeys(entry.hash for entry in self.chunks))
 
     def to_bytes(self) -> bytes:
-        """The canonical JSON text."""
-        return msgspec.json.encode(self, order="sorted")
+        """The canonical JSON text.
+
+        Raises:
+            UserError: it is longer than a manifest may be.
+        """
+        text = msgspec.json.encode(self, order="sorted")
+        _require(len(text) <= MAX_MANIFEST_BYTES, f"a manifest of {len(text)} bytes; the limit is {MAX_MANIFEST_BYTES}")
+        return text
+
+    def to_wire(self) -> bytes:
+        """The text, compressed: it goes to every worker, and names are most of it."""
+        return zstandard.ZstdCompressor(level=WIRE_LEVEL).compress(self.to_bytes())
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Manifest:
@@ -169,6 +181,21 @@ class Manifest:
         if not is_canonical:
             raise PeerError("malformed", "manifest is not in canonical form")
         return manifest
+
+    @classmethod
+    def from_wire(cls, data: bytes) -> Manifest:
+        """Read what `to_wire` wrote.
+
+        Raises:
+            PeerError: "malformed".
+        """
+        try:
+            claimed = zstandard.get_frame_parameters(data).content_size
+            if not 0 < claimed <= MAX_MANIFEST_BYTES:
+                raise PeerError("malformed", f"manifest of {claimed} bytes; the limit is {MAX_MANIFEST_BYTES}")
+            return cls.from_bytes(zstandard.ZstdDecompressor().decompress(data, allow_extra_data=False))
+        except zstandard.ZstdError as error:
+            raise PeerError("malformed", f"manifest: {error}") from error
 
 
 def item_bytes(dtype: str) -> int:
@@ -203,9 +230,10 @@ def _check_head(manifest: Manifest) -> None:
         for name, value in (("lineage", ref.lineage), ("version", ref.version)):
             _require(0 <= value <= MAX_NUMBER, f"{name} {value} is outside 0..{MAX_NUMBER}")
     _require(len(manifest.digest) == HASH_BYTES, f"digest of {len(manifest.digest)} bytes, not {HASH_BYTES}")
-    counts = ((manifest.files, MAX_FILES), (manifest.tensors, MAX_TENSORS), (manifest.chunks, MAX_CHUNKS))
-    for entries, limit in counts:
-        _require(len(entries) <= limit, f"{len(entries)} entries; the limit is {limit}")
+    limits = {"files": MAX_FILES, "tensors": MAX_TENSORS, "chunks": MAX_CHUNKS}
+    for name, limit in limits.items():
+        count = len(getattr(manifest, name))
+        _require(count <= limit, f"{count} {name}; the limit is {limit}")
 
 
 def _check_name(name: str) -> None:

@@ -14,7 +14,9 @@ from __future__ import annotations
 import itertools
 import os
 import re
+import threading
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 
 from blake3 import blake3
@@ -47,6 +49,7 @@ class ChunkStore:
         self._manifests = directory / "manifests"
         self._tmp = directory / "tmp"
         self._serial = itertools.count()
+        self._placing = threading.Lock()  # what is listed and what lies there change together
         try:
             for folder in (self._chunks, self._manifests, self._tmp):
                 folder.mkdir(parents=True, exist_ok=True)
@@ -72,26 +75,26 @@ class ChunkStore:
         if blake3(data).digest() != hash_:
             raise PeerError("corrupt", f"{len(data)} bytes were sent as chunk {hash_.hex()[:128]} and are not it")
         if self._sizes.get(hash_) != len(data):
-            self._write(self._chunks / hash_.hex(), data)
-            self._sizes[hash_] = len(data)
+            self._write(self._chunks / hash_.hex(), data, hash_)
 
     def get(self, hash_: bytes) -> bytes:
         """The bytes of one chunk, verified.
 
         Raises:
-            PeerError: "missing", when it is not here; "corrupt", when the disk altered it: it is then dropped, so that
-                it is fetched again.
+            PeerError: "missing", when it is not here; "corrupt", when the disk altered it or can't read it: it is then
+                dropped, so that it is fetched again.
         """
         if hash_ not in self._sizes:
             raise PeerError("missing", f"chunk {hash_.hex()[:128]} is not in this store")
         path = self._chunks / hash_.hex()
         try:
             data = path.read_bytes()
-        except FileNotFoundError:
-            data = b""
+            fault = "was altered on disk"
+        except OSError as error:
+            data, fault = b"", f"can't be read ({error.strerror})"
         if blake3(data).digest() != hash_:
             self._drop_chunk(hash_)
-            raise PeerError("corrupt", f"{path} was altered on disk and is dropped")
+            raise PeerError("corrupt", f"{path} {fault} and is dropped")
         return data
 
     def missing(self, manifest: Manifest) -> tuple[bytes, ...]:
@@ -161,6 +164,14 @@ class ChunkStore:
         Returns the number of bytes freed. Other manifests go first: one that is listed is whole at any instant. Where a
         kept delta is over a snapshot that none of these is, what is listed that leads to that one is kept too.
         """
+        let_go = self.let_go(manifests)
+        self.sweep(let_go)
+        return sum(let_go.values())
+
+    def let_go(self, manifests: Iterable[Manifest]) -> dict[bytes, int]:
+        """The quick half of `retain`: from now on the rest is not here, but its chunks' files are, until `sweep`.
+        Returns these chunks and their sizes.
+        """
         kept = {manifest.payload: manifest for manifest in manifests}
         for manifest in list(kept.values()):
             if manifest.base is not None:
@@ -168,7 +179,19 @@ class ChunkStore:
         for payload in [payload for payload in list(self._whole) if payload not in kept]:
             self.drop_manifest(payload)
         used = {hash_ for manifest in kept.values() for hash_ in manifest.hashes}
-        return sum(self._drop_chunk(hash_) for hash_ in [hash_ for hash_ in list(self._sizes) if hash_ not in used])
+        return {hash_: self._sizes.pop(hash_, 0) for hash_ in list(self._sizes) if hash_ not in used}
+
+    def sweep(self, hashes: Iterable[bytes]) -> None:
+        """The slow half of `retain`, on any thread: delete the files of chunks that were let go and did not come again.
+        Where that is broken off, `retain` finds them after the next opening.
+        """
+        try:
+            for hash_ in hashes:
+                with self._placing:
+                    if hash_ not in self._sizes:
+                        (self._chunks / hash_.hex()).unlink(missing_ok=True)
+        except OSError as error:
+            raise UserError(f"Cannot delete in the snapshot store {self.directory}: {error.strerror}.") from error
 
     def _way_to(self, ref: SnapshotRef, have: SnapshotRef | None = None) -> list[Manifest] | None:
         """The fewest payloads that lead to `ref`, in the order of applying, from nothing or from `have`."""
@@ -185,10 +208,10 @@ class ChunkStore:
                     ways.append([manifest, *way])
         return None
 
-    def _drop_chunk(self, hash_: bytes) -> int:
-        size = self._sizes.pop(hash_, 0)
-        (self._chunks / hash_.hex()).unlink(missing_ok=True)
-        return size
+    def _drop_chunk(self, hash_: bytes) -> None:
+        with self._placing, suppress(OSError):  # it counts as missing also where such a disk does not let it go
+            self._sizes.pop(hash_, None)
+            (self._chunks / hash_.hex()).unlink(missing_ok=True)
 
     def _manifest_path(self, payload: PayloadId) -> Path:
         over = "" if payload.base is None else f"-over-{payload.base}"
@@ -209,12 +232,14 @@ class ChunkStore:
                 path.unlink()
         return whole
 
-    def _write(self, path: Path, data: bytes | memoryview) -> None:
+    def _write(self, path: Path, data: bytes | memoryview, chunk: bytes | None = None) -> None:
         tmp = self._tmp / f"{next(self._serial)}-{path.name}"
         try:
             try:
                 tmp.write_bytes(data)
-                os.replace(tmp, path)
+                with self._placing:
+                    os.replace(tmp, path)
+                    self._sizes.update({} if chunk is None else {chunk: len(data)})
             except BaseException:
                 tmp.unlink(missing_ok=True)
                 raise
