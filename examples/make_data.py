@@ -1,12 +1,17 @@
-"""Write the data files and the chat model that some examples read. Deterministic; takes a second.
+"""Write the data files and models that some examples read. Deterministic; takes half a minute at most.
 
-    python examples/make_data.py            # into outputs/data and outputs/models/digit_sorting_chat
+    python examples/make_data.py            # into outputs/data and outputs/models
 
-Rows are those of the demo's task, in each of the formats. The chat model is the demo's plus a chat template.
+Rows are those of the demo's task, in each of the formats, and a log of poker hands. Models are made from the demo's:
+digit_sorting_chat has a chat template, ascii reads every printable character and longer prompts, poker plays poker.
 """
 
 import argparse
+import json
 import shutil
+import string
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +39,7 @@ def make_data(out: Path) -> None:
     splits = {"train": datasets.Dataset.from_list(train), "heldout": datasets.Dataset.from_list(heldout)}
     shutil.rmtree(out / "dataset", ignore_errors=True)
     datasets.DatasetDict(splits).save_to_disk(out / "dataset")
+    run_script("poker/make_logs.py", "--out", str(out / "hands.jsonl"))
 
 
 def verl_row(index: int, row: dict[str, str]) -> dict[str, Any]:
@@ -52,6 +58,31 @@ def make_chat_model(model: Path, out: Path) -> None:
     (out / "chat_template.jinja").write_text(CHAT_TEMPLATE)
 
 
+def make_ascii_model(model: Path, out: Path) -> None:
+    """A copy of a model directory with a token for every printable character, and a context of 1024. What is new is
+    untrained."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    torch.manual_seed(0)
+    shutil.copytree(model, out, dirs_exist_ok=True)
+    tokenizer = json.loads((model / "tokenizer.json").read_text())
+    vocab = tokenizer["model"]["vocab"]
+    for character in string.printable:
+        vocab.setdefault(character, len(vocab))
+    (out / "tokenizer.json").write_text(json.dumps(tokenizer))
+    wide = AutoModelForCausalLM.from_pretrained(model)
+    wide.resize_token_embeddings(len(vocab), mean_resizing=False)
+    wide.config.max_position_embeddings = 1024
+    wide.save_pretrained(out)
+
+
+def run_script(name: str, *arguments: str) -> None:
+    """One of the examples' own, `poker/build_model.py` for instance."""
+    script = Path(__file__).parent / name
+    subprocess.run([sys.executable, str(script), *arguments], check=True)
+
+
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("outputs/data"))
@@ -59,7 +90,11 @@ if __name__ == "__main__":
     options = parser.parse_args()
     datasets.disable_progress_bars()
     make_data(options.out)
+    run_script("sokoban/build_model.py", "--out", str(options.model.with_name("sokoban")))
     if options.model.is_dir():
         make_chat_model(options.model, options.model.with_name(options.model.name + "_chat"))
+        make_ascii_model(options.model, options.model.with_name("ascii"))
+        poker = options.model.with_name("poker")
+        run_script("poker/build_model.py", "--source", str(options.model), "--out", str(poker))
     else:
-        print(f"No model in {options.model} (`make demo` builds it): left the chat model away.")
+        print(f"No model in {options.model} (`make demo` builds it): left the models away.")

@@ -5,7 +5,6 @@ Shared by tasks (classes) and rewards (functions), which do not know each other.
 
 from __future__ import annotations
 
-import difflib
 import hashlib
 import importlib
 import importlib.util
@@ -15,7 +14,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from echo2.errors import UserError
+from echo2.errors import UserError, did_you_mean
 
 MAX_LINE_CHARS = 500
 
@@ -34,8 +33,8 @@ def load_named(spec: str) -> Any:
         raise UserError(f"{spec!r} names no code: write file.py:Name or package.module:Name.")
     module = _from_file(Path(where)) if where.endswith(".py") else _from_package(where)
     if not hasattr(module, name):
-        near = difflib.get_close_matches(name, [other for other in vars(module) if not other.startswith("_")], n=1)
-        raise UserError(f"{where} has no {name!r}." + (f" Did you mean {near[0]!r}?" if near else ""))
+        hint = did_you_mean(name, [other for other in vars(module) if not other.startswith("_")])
+        raise UserError(f"{where} has no {name!r}.{hint}")
     return getattr(module, name)
 
 

@@ -17,6 +17,10 @@ from typing import Any, Literal
 GroupKind = Literal["train", "eval"]
 FinishReason = Literal["stop", "length"]
 
+#: Column of a task whose attempts were made long ago and are not sampled (`tasks/logs.py`).
+LOGGED_ATTEMPTS = "logged_attempts"
+DEFAULT_LOGGED_ATTEMPTS = 8
+
 
 @dataclass(frozen=True, slots=True, order=True)
 class GroupRef:
@@ -93,6 +97,16 @@ class Lease:
 
 
 @dataclass(frozen=True, slots=True)
+class Reply:
+    """What an environment answers to one action: the text that follows it, the reward of this action, and whether the
+    attempt is over. The rewards of an attempt's actions add up."""
+
+    text: str
+    reward: float
+    done: bool
+
+
+@dataclass(frozen=True, slots=True)
 class Rollout:
     """One attempt at one task, exactly as sampled (never tokenised again).
 
@@ -103,9 +117,10 @@ class Rollout:
                   top-p); 0.0 where `loss_mask` is 0
     loss_mask     [T] one byte a token: 1 = sampled by the policy (trained on), 0 = written by the environment
     version_spans ((first token index, policy version), ...): the version of each token, run-length coded, ascending
-    finish        "stop" (end token or stop rule) or "length" (cut off at max_tokens)
+    finish        "stop" (end token, or the environment ended it) or "length" (cut off at max_tokens or max_turns)
     text          the decoded tokens, for rewards and people
     reward        weighted sum of `reward_parts`; None until scored
+    reward_parts  by name of the function; before scoring, `environment` alone: what the environment gave
     support_tokens, support_offsets
                   where top-k or top-p narrowed the distribution: the token ids that token t was drawn from are
                   support_tokens[support_offsets[t]:support_offsets[t + 1]]  (offsets have T + 1 entries); else None
@@ -133,7 +148,10 @@ class Rollout:
 
 @dataclass(frozen=True, slots=True)
 class RolloutGroup:
-    """The K attempts at one task that are compared with each other. `prompt_tokens` is shared by all of them."""
+    """The K attempts at one task that are compared with each other. `prompt_tokens` is shared by all of them.
+
+    `logged`: they come from a log and not from a policy of this run. Their versions are bookkeeping, not an age.
+    """
 
     group: GroupRef
     step: int
@@ -143,6 +161,7 @@ class RolloutGroup:
     rollouts: tuple[Rollout, ...]
     worker_id: str = ""
     generate_seconds: float = 0.0
+    logged: bool = False
 
     @property
     def oldest_version(self) -> int:
@@ -154,12 +173,17 @@ class RolloutGroup:
 
     @property
     def num_tokens(self) -> int:
-        """Completion tokens of all rollouts (prompt not counted)."""
-        return sum(len(rollout.tokens) for rollout in self.rollouts)
+        """Tokens that the policy wrote, in all rollouts: no prompt, nothing of an environment's."""
+        return sum(rollout.loss_mask.count(1) for rollout in self.rollouts)
 
     @property
     def is_scored(self) -> bool:
         return all(rollout.reward is not None for rollout in self.rollouts)
+
+    @property
+    def is_flat(self) -> bool:
+        """Scored, and every reward is the same: there is nothing to tell the attempts apart by."""
+        return self.is_scored and len({rollout.reward for rollout in self.rollouts}) == 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,6 +212,7 @@ class Assignment:
     """A lease with all that a worker needs to work on it: it asks no hub and no head again.
 
     `rewards` are the reward functions the worker computes (`weights` one each); empty means that the head scores.
+    `environment` answers the policy's turns, `max_turns` of them at most; empty: one turn, and nobody answers.
     """
 
     lease: Lease
@@ -195,6 +220,8 @@ class Assignment:
     params: SamplingParams
     rewards: tuple[str, ...] = ()
     weights: tuple[float, ...] = ()
+    environment: str = ""
+    max_turns: int = 1
 
 
 @dataclass(frozen=True, slots=True)

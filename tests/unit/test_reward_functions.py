@@ -1,6 +1,7 @@
 """The built-in rewards against hand-made answers."""
 
 from array import array
+from dataclasses import replace
 from decimal import Decimal
 from typing import Any
 
@@ -104,3 +105,16 @@ def test_available_are_built_in() -> None:
     assert {"exact_match", "numeric_match"} <= set(available()) <= set(BUILT_IN)
     with pytest.raises(UserError, match=r"no reward 'exact_mach'. Did you mean exact_match\?"):
         Scorer(["exact_mach"])
+
+
+def test_an_environments_reward_is_what_it_gave() -> None:
+    parts = [replace(rollout("ab"), reward_parts={"environment": part}) for part in (0.5, 2.0)]
+    task = Task(0, "level", {"answer": "ab"})
+    scored = Scorer(["environment", "exact_match"], [2.0, 1.0]).score(task, parts)
+    assert [(r.reward, dict(r.reward_parts)) for r in scored] == [
+        (2.0, {"environment": 0.5, "exact_match": 1.0}),
+        (5.0, {"environment": 2.0, "exact_match": 1.0}),
+    ]
+    assert [r.reward for r in Scorer(["exact_match"]).score(task, parts)] == [1.0, 1.0]
+    with pytest.raises(UserError, match=r"tasks\.environment"):
+        Scorer(["environment"]).score(task, [parts[0], rollout("ab")])

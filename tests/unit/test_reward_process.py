@@ -1,6 +1,7 @@
 """The reward process, for real: what the user's code does to itself must cost its own group and nothing else."""
 
 import asyncio
+import dataclasses
 import fcntl
 import io
 import os
@@ -15,9 +16,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from echo2 import pipes
 from echo2.errors import PeerError, UserError
 from echo2.reward import frames
-from echo2.reward.process import PACKAGE_ROOT, RewardProcess
+from echo2.reward.process import RewardProcess
 from echo2.reward.score import RewardFailure
 from echo2.types import Message, Rollout, Task
 
@@ -65,6 +67,19 @@ def with_process(own: Path, body: Callable[[RewardProcess], Awaitable[None]], ti
         finally:
             await process.close()
         assert process.pid is None
+
+    asyncio.run(run())
+
+
+def test_what_an_environment_gave_reaches_the_process(tmp_path: Path) -> None:
+    async def run() -> None:
+        process = RewardProcess(["environment", "exact_match"], [1.0, 0.5], 60.0, tmp_path / "reward.log")
+        try:
+            played = [dataclasses.replace(one, reward_parts={"environment": 0.1}) for one in rollouts("a", "b")]
+            scored = await process.score(Task(0, "?", {"answer": "b"}), played)
+            assert [one.reward for one in scored] == [0.1, 0.6]
+        finally:
+            await process.close()
 
     asyncio.run(run())
 
@@ -157,15 +172,15 @@ def test_a_function_that_cannot_be_loaded_is_a_user_error(tmp_path: Path) -> Non
 
 def test_the_child_ends_with_its_parent_even_while_hanging(own: Path) -> None:
     """Its stdin reaching the end is how it learns that the head was killed."""
-    environment = {**os.environ, "PYTHONPATH": PACKAGE_ROOT}
+    environment = {**os.environ, "PYTHONPATH": pipes.PACKAGE_ROOT}
     command = [sys.executable, "-m", "echo2.reward.child"]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment) as child:
         assert child.stdin is not None
         assert child.stdout is not None
-        child.stdin.write(frames.encode({"specs": [f"{own}/own.py:reward"], "weights": []}))
+        child.stdin.write(pipes.encode({"specs": [f"{own}/own.py:reward"], "weights": []}))
         child.stdin.flush()
-        assert frames.read(child.stdout) == {"ready": True}
-        child.stdin.write(frames.encode(frames.group_message(task("hang"), rollouts("a"))))
+        assert pipes.read(child.stdout) == {"ready": True}
+        child.stdin.write(pipes.encode(frames.group_message(task("hang"), rollouts("a"))))
         child.stdin.close()
         try:
             assert child.wait(timeout=30) == 0
@@ -180,7 +195,7 @@ def test_the_child_ends_with_its_parent_even_while_hanging(own: Path) -> None:
 )
 def test_a_group_survives_the_pipe(prompt: object, texts: list[str], columns: dict[str, object]) -> None:
     original = Task(7, prompt, columns)  # type: ignore[arg-type]
-    message = frames.read(io.BytesIO(frames.encode(frames.group_message(original, rollouts(*texts)))))
+    message = pipes.read(io.BytesIO(pipes.encode(frames.group_message(original, rollouts(*texts)))))
     assert message is not None
     back, attempts = frames.group_of(message)
     assert back == original
@@ -188,10 +203,10 @@ def test_a_group_survives_the_pipe(prompt: object, texts: list[str], columns: di
 
 
 def test_frames_are_bounded_and_cut_ones_are_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert frames.read(io.BytesIO(frames.encode({"a": 1})[:-1])) is None
-    assert frames.read(io.BytesIO(b"\x01")) is None
+    assert pipes.read(io.BytesIO(pipes.encode({"a": 1})[:-1])) is None
+    assert pipes.read(io.BytesIO(b"\x01")) is None
     with pytest.raises(PeerError, match="oversized"):
-        frames.read(io.BytesIO(b"\xff\xff\xff\xff{}"))
-    monkeypatch.setattr(frames, "MAX_FRAME_BYTES", 4)
+        pipes.read(io.BytesIO(b"\xff\xff\xff\xff{}"))
+    monkeypatch.setattr(pipes, "MAX_FRAME_BYTES", 4)
     with pytest.raises(PeerError, match="oversized"):
-        frames.encode({"a": 1})
+        pipes.encode({"a": 1})

@@ -167,7 +167,7 @@ def test_an_overflowing_sum_is_refused(own: str) -> None:
         (":later", "asynchronous"),
         (":strange", "fits neither style"),
         (":not_callable", "is no function but int"),
-        (":jugde", "Did you mean 'judge'"),
+        (":jugde", "Did you mean judge"),
     ],
 )
 def test_functions_that_cannot_be_rewards(own: str, spec: str, said: str) -> None:

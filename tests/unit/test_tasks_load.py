@@ -147,7 +147,7 @@ def test_own_class_from_a_package(own: str, monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.mark.parametrize(
     ("tail", "params", "said"),
     [
-        (":Square", {}, "has no 'Square'. Did you mean 'Squares'"),
+        (":Square", {}, "has no 'Square'. Did you mean Squares"),
         (":Squares", {}, "missing a required argument: 'size'"),
         (":Squares", {"size": 3, "colour": 1}, "'colour'"),
         (":Squares", {"size": 1000}, "RuntimeError: too many squares"),
@@ -191,7 +191,7 @@ def test_wrong_sources(source: str, params: dict[str, Any], said: str) -> None:
 
 def test_params_for_read_rows_are_refused(tmp_path: Path) -> None:
     source = write_jsonl(tmp_path / "rows.jsonl", {"prompt": "a"})
-    with pytest.raises(UserError, match="take no params"):
+    with pytest.raises(UserError, match="take the params"):
         load_tasks(source, {"size": 3}, 0)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from array import array
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -259,6 +260,16 @@ def test_oversized_group(spoil: Spoil) -> None:
     assert group_word(message) == "oversized"
 
 
+def test_turns_are_counted() -> None:
+    group = two_turns()
+    assert group.rollouts[0].loss_mask == b"\x01\x00\x01"
+    messages.check_turns(group, 2)
+    for mask, max_turns in ((b"\1\0\1", 1), (b"\0\1\1", 9), (b"\1\1\0", 9), (b"\0\0\0", 9)):
+        rollout = replace(group.rollouts[0], loss_mask=mask)
+        with pytest.raises(PeerError, match="malformed"):
+            messages.check_turns(replace(group, rollouts=(rollout,)), max_turns)
+
+
 def test_tokens_must_be_of_the_learners_vocabulary() -> None:
     group = two_turns()
     largest = max(max(group.prompt_tokens), *(max(rollout.tokens) for rollout in group.rollouts))
@@ -277,7 +288,7 @@ def test_a_logprob_may_exceed_0_by_rounding() -> None:
 def leased() -> Assignment:
     lease = Lease(3, GroupRef("train", 9), 4, 9, 2, 3, None, 100.0, 60.0, 77)
     chat = (Message("system", "be brief"), Message("user", "2 + 2"))
-    return Assignment(lease, Task(9, chat, {"answer": 4}), SamplingParams(), ("exact",), (1.0,))
+    return Assignment(lease, Task(9, chat, {"answer": 4}), SamplingParams(), ("exact",), (1.0,), "sokoban", 7)
 
 
 BAD_LEASES: dict[str, Spoil] = {
@@ -296,6 +307,8 @@ BAD_LEASES: dict[str, Spoil] = {
     "deadline": lambda m: setattr(m, "deadline", math.inf),
     "negative seconds": lambda m: setattr(m, "seconds", -1.0),
     "endless seconds": lambda m: setattr(m, "seconds", math.inf),
+    "no turns": lambda m: setattr(m, "max_turns", 0),
+    "many turns": lambda m: setattr(m, "max_turns", limits.TURNS_MAX + 1),
     "weights": lambda m: m.ClearField("reward_weights"),
     "weight NaN": lambda m: m.reward_weights.__setitem__(0, math.nan),
     "no task": lambda m: m.ClearField("task"),

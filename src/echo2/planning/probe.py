@@ -23,11 +23,12 @@ from echo2.rollout import generate
 from echo2.rollout.engine import Engine, RequestFailure
 from echo2.rollout.engines import make_engine
 from echo2.tasks.base import TaskStream
+from echo2.tasks.environment_process import open_world
 from echo2.tasks.load import load_tasks
 from echo2.types import Assignment, GroupRef, Lease, RolloutGroup, Snapshot, SnapshotRef
 
 if TYPE_CHECKING:
-    from echo2.rollout.generate import Tokenizer
+    from echo2.rollout.tokenizer import Tokenizer
 
 #: Batches that count, at least, however long they take.
 MIN_BATCHES = 2
@@ -156,6 +157,8 @@ class _Probe:
         self._config, self._engine, self._tokenizer, self._clock = config, engine, tokenizer, clock
         self._stream = TaskStream(tasks, config.run.seed, config.tasks.shuffle)
         self._scorer = Scorer(list(config.reward.functions), list(config.reward.weights))
+        environment = config.tasks.environment
+        self._worlds = {environment: open_world(environment)} if environment else {}
         self._next = 0
         self.forget()
 
@@ -177,13 +180,23 @@ class _Probe:
             nonlocal count
             scored = self._scorer.score(by_lease[lease.lease_id].task, group.rollouts)
             count += len(scored)
-            self.num_tokens += sum(len(rollout.tokens) for rollout in scored)
+            self.num_tokens += group.num_tokens
             self.group_seconds.append(max(1e-9, self._clock() - started))
 
         def failed(_lease: Lease, failure: RequestFailure) -> None:
             failures.append(failure.detail)
 
-        generate.sample_groups(self._engine, self._tokenizer, assignments, 1, "probe", score, failed, clock=self._clock)
+        generate.sample_groups(
+            self._engine,
+            self._tokenizer,
+            assignments,
+            1,
+            "probe",
+            score,
+            failed,
+            clock=self._clock,
+            worlds=self._worlds,
+        )
         if count == 0:
             raise UserError(f"Nothing could be sampled: {failures[-1] if failures else 'no group came back'}.")
         self.batches.append((count, max(1e-9, self._clock() - started)))
@@ -192,4 +205,5 @@ class _Probe:
         group = GroupRef("train", number)
         seed = group_seed(self._config.run.seed, group)
         lease = Lease(number, group, 0, number, self._config.sampling.group_size, 0, 0, 0.0, 0.0, seed)
-        return Assignment(lease, self._stream.task(number), self._config.sampling_params)
+        turns = (self._config.tasks.environment, self._config.sampling.max_turns)
+        return Assignment(lease, self._stream.task(number), self._config.sampling_params, (), (), *turns)

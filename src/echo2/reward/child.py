@@ -7,12 +7,12 @@ other descriptors first, and the frames are read by a thread of their own, which
 from __future__ import annotations
 
 import faulthandler
-import os
 import queue
 import sys
 import threading
 from typing import Any, BinaryIO
 
+from echo2 import pipes
 from echo2.errors import UserError
 from echo2.reward import frames
 from echo2.reward.score import RewardFailure, Scorer
@@ -21,10 +21,10 @@ MAX_WAITING_GROUPS = 2  # the head sends one at a time
 
 
 def main() -> None:
-    inbox, outbox = _take_pipes()
+    inbox, outbox = pipes.take()
     faulthandler.enable()  # a crash in the user's native code leaves its Python line in the log
     groups: queue.Queue[dict[str, Any]] = queue.Queue(MAX_WAITING_GROUPS)
-    threading.Thread(target=_receive, args=(inbox, groups), daemon=True, name="frames").start()
+    threading.Thread(target=pipes.receive, args=(inbox, groups), daemon=True, name="frames").start()
     setup = groups.get()
     try:
         scorer = Scorer(setup["specs"], setup["weights"])
@@ -34,22 +34,6 @@ def main() -> None:
     _send(outbox, {"ready": True})
     while True:
         _send(outbox, _score(scorer, groups.get()))
-
-
-def _take_pipes() -> tuple[BinaryIO, BinaryIO]:
-    """The pipes from and to the head; stdin is empty from now on, and what is printed goes to stderr, the log file."""
-    inbox, outbox = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
-    nothing = os.open(os.devnull, os.O_RDONLY)
-    os.dup2(nothing, 0)
-    os.close(nothing)
-    os.dup2(2, 1)
-    return inbox, outbox
-
-
-def _receive(inbox: BinaryIO, groups: queue.Queue[dict[str, Any]]) -> None:
-    while (message := frames.read(inbox)) is not None:
-        groups.put(message)
-    os._exit(0)  # the main thread may be inside the user's code
 
 
 def _score(scorer: Scorer, message: dict[str, Any]) -> dict[str, Any]:
@@ -63,7 +47,7 @@ def _score(scorer: Scorer, message: dict[str, Any]) -> dict[str, Any]:
 
 def _send(outbox: BinaryIO, message: dict[str, Any]) -> None:
     sys.stdout.flush()  # what the user's code printed reaches the log before the head acts on the answer
-    outbox.write(frames.encode(message))
+    outbox.write(pipes.encode(message))
     outbox.flush()
 
 

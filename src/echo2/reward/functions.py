@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib.util
 import re
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from decimal import Decimal
 from typing import Any
@@ -29,7 +30,9 @@ _NUMBER = re.compile(
     """,
     re.VERBOSE | re.ASCII,
 )
-MATH_SECONDS = 5
+MATH_SECONDS = 5  # for each reading and each comparison, and
+MATH_GROUP_SECONDS = 30.0  # when a group has cost so much, one second for each of what is left
+MATH_CHARS = 10_000  # at the end of a completion, where its answer is; reading takes longer than in proportion
 
 
 def exact_match(completions: Sequence[Completion], answer: Sequence[Any], **_: Any) -> list[float | None]:
@@ -52,20 +55,33 @@ def numeric_match(completions: Sequence[Completion], answer: Sequence[Any], **_:
 
 
 def math_match(completions: Sequence[Completion], answer: Sequence[Any], **_: Any) -> list[float | None]:
-    """Whether the completion equals the column `answer` as mathematics (LaTeX or plain), by math-verify."""
+    """Whether the completion equals the column `answer` as mathematics (LaTeX or plain), by math-verify.
+
+    Behind the last `####` of either, where there is one, stands the answer (GSM8K's form) and nothing else counts; but
+    for completions with a \\boxed answer, which says it more clearly.
+    """
     from math_verify import parse, verify
 
     # Its time limit is an alarm signal, which only a main thread can take; elsewhere only the caller's limit holds.
-    seconds = MATH_SECONDS if threading.current_thread() is threading.main_thread() else None
+    is_limited = threading.current_thread() is threading.main_thread()
+    started = time.monotonic()
     scores: list[float | None] = []
     for completion, wanted in zip(completions, answer, strict=True):
-        gold_text = str(_given(wanted))
+        is_patient = time.monotonic() - started < MATH_GROUP_SECONDS
+        seconds = (MATH_SECONDS if is_patient else 1) if is_limited else None
+        gold_text = _final_answer(str(_given(wanted)))
         gold = parse(gold_text, parsing_timeout=seconds) or parse(f"${gold_text}$", parsing_timeout=seconds)
         if not gold:
             raise UserError(f"finds no mathematics that math-verify can read in the column 'answer': {wanted!r}")
-        found = parse(text_of(completion), parsing_timeout=seconds)
+        found = parse(_final_answer(text_of(completion)[-MATH_CHARS:]), parsing_timeout=seconds)
         scores.append(float(verify(gold, found, timeout_seconds=seconds)))
     return scores
+
+
+def _final_answer(text: str) -> str:
+    """The line behind the last `####`; everything where there is none, or a box."""
+    _, mark, tail = text.rpartition("####")
+    return tail.strip().partition("\n")[0] if mark and "\\boxed" not in text else text
 
 
 def reasoning_gym_score(
@@ -77,11 +93,31 @@ def reasoning_gym_score(
     ]
 
 
+def logged_reward(
+    completions: Sequence[Completion], logged_attempts: Sequence[Mapping[str, Any]] | None = None, **_: Any
+) -> list[float | None]:
+    """What the log says that each attempt was worth; nothing for tasks that are not from a log."""
+    if logged_attempts is None:
+        return [None] * len(completions)
+    return [float(column["attempts"][place]["reward"]) for place, column in enumerate(logged_attempts)]
+
+
+def environment_sum(
+    completions: Sequence[Completion], environment_reward: Sequence[float] | None = None, **_: Any
+) -> list[float | None]:
+    """What the environment gave for the attempt's actions, added up."""
+    if environment_reward is None:
+        raise UserError("finds no reward of an environment: name one as tasks.environment")
+    return list(environment_reward)
+
+
 BUILT_IN: Mapping[str, Callable[..., list[float | None]]] = {
+    "environment": environment_sum,
     "exact_match": exact_match,
     "numeric_match": numeric_match,
     "math": math_match,
     "reasoning_gym": reasoning_gym_score,
+    "logged": logged_reward,
 }
 # What a built-in imports when it is called, beyond echo2's own requirements: (module, how to get it).
 REQUIRES: Mapping[str, tuple[str, str]] = {

@@ -7,13 +7,12 @@
 from __future__ import annotations
 
 import copy
-import difflib
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from echo2.errors import UserError
+from echo2.errors import UserError, did_you_mean
 from echo2.plugins import load_named
 from echo2.reward.functions import BUILT_IN, REQUIRES, is_installed
 from echo2.types import Rollout, Task
@@ -43,8 +42,7 @@ def load_reward(spec: str) -> RewardFunction:
         function: Callable[..., Any] = BUILT_IN[spec]
         return RewardFunction(spec, _trl_style(function, inspect.signature(function), spec))
     if ":" not in spec:
-        near = difflib.get_close_matches(spec, BUILT_IN, n=1)
-        hint = f" Did you mean {near[0]}?" if near else ""
+        hint = did_you_mean(spec, BUILT_IN)
         kinds = f"{', '.join(BUILT_IN)}, file.py:function or package.module:function"
         raise UserError(f"There is no reward {spec!r}.{hint} Write {kinds}.")
     function = load_named(spec)
@@ -90,11 +88,13 @@ def _trl_style(
 def _trl_arguments(task: Task, rollouts: Sequence[Rollout]) -> dict[str, list[Any]]:
     """TRL's keyword arguments. Each attempt gets a copy of what the group shares, for a function may write into it."""
     chat = not isinstance(task.prompt, str)
+    played = [rollout.reward_parts["environment"] for rollout in rollouts if "environment" in rollout.reward_parts]
     return {
         **{name: [copy.deepcopy(value) for _ in rollouts] for name, value in task.columns.items()},
         "prompts": [_prompt(task) for _ in rollouts],
         "completions": [[{"role": "assistant", "content": r.text}] if chat else r.text for r in rollouts],
         "completion_ids": [r.tokens.tolist() for r in rollouts],
+        **({"environment_reward": played} if len(played) == len(rollouts) else {}),
     }
 
 

@@ -8,21 +8,18 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
-import signal
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import echo2
+from echo2 import pipes
 from echo2.errors import InvariantError, PeerError, UserError
 from echo2.reward import frames
 from echo2.reward.score import RewardFailure
 from echo2.types import Rollout, Task
 
-PACKAGE_ROOT = str(Path(echo2.__file__).resolve().parent.parent)  # the child imports the same echo2
 STARTUP_SECONDS = 120.0  # imports of the user's module: some load a judge or a word list
 EXIT_SECONDS = 1.0  # from closing its pipe to being gone, for a child that ends by itself
 REAP_SECONDS = 5.0
@@ -92,8 +89,6 @@ class RewardProcess:
         return process
 
     async def _spawn(self) -> asyncio.subprocess.Process:
-        paths = [PACKAGE_ROOT, os.environ.get("PYTHONPATH", "")]
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in paths if path)}
         try:
             with self._open_log() as log:
                 return await asyncio.create_subprocess_exec(
@@ -101,7 +96,7 @@ class RewardProcess:
                     stdin=asyncio.subprocess.PIPE,
                     stdout=asyncio.subprocess.PIPE,
                     stderr=log,
-                    env=environment,
+                    env=pipes.child_environment(),
                     start_new_session=True,  # a group to kill as a whole; and Ctrl-C is the head's to handle
                 )
         except OSError as error:
@@ -119,7 +114,7 @@ class RewardProcess:
         taken for the next group's."""
         try:
             async with asyncio.timeout(seconds):
-                return await _exchange(process, frames.encode(request))
+                return await _exchange(process, pipes.encode(request))
         except TimeoutError as error:
             await self._kill()
             raise RewardFailure(
@@ -128,7 +123,9 @@ class RewardProcess:
             ) from error
         except (EOFError, ConnectionError) as error:  # asyncio's IncompleteReadError is an EOFError
             status = await self._kill(EXIT_SECONDS)
-            raise RewardFailure(f"The reward process {_ending(status)} while {doing}. {self._last_words()}") from error
+            raise RewardFailure(
+                f"The reward process {pipes.ending(status)} while {doing}. {self._last_words()}"
+            ) from error
         except PeerError as error:
             await self._kill()
             raise RewardFailure(f"The reward process cannot go on while {doing}: {error}.") from error
@@ -146,7 +143,7 @@ class RewardProcess:
         except TimeoutError:
             pass
         finally:
-            _kill_group(process.pid)
+            pipes.kill_group(process.pid)
         try:
             return await asyncio.wait_for(process.wait(), REAP_SECONDS)
         except TimeoutError:
@@ -168,20 +165,7 @@ async def _exchange(process: asyncio.subprocess.Process, frame: bytes) -> dict[s
         raise InvariantError("the reward process was started without pipes")
     process.stdin.write(frame)
     await process.stdin.drain()
-    header = await process.stdout.readexactly(frames.HEADER.size)
-    length = frames.checked_length(frames.HEADER.unpack(header)[0])
+    header = await process.stdout.readexactly(pipes.HEADER.size)
+    length = pipes.checked_length(pipes.HEADER.unpack(header)[0])
     answer: dict[str, Any] = json.loads(await process.stdout.readexactly(length))
     return answer
-
-
-def _kill_group(group: int) -> None:
-    try:
-        os.killpg(group, signal.SIGKILL)
-    except ProcessLookupError:
-        pass  # the child is gone, and so is everything it started
-
-
-def _ending(status: int | None) -> str:
-    if status is None:
-        return "went away"
-    return f"was killed by {signal.Signals(-status).name}" if status < 0 else f"exited with status {status}"

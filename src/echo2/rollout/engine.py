@@ -23,20 +23,22 @@ SwapMode = Literal["between", "during"]
 class SampleRequest:
     """One prompt to be continued `num_samples` times.
 
-    Sample i draws its tokens from the random stream (seed, i): what else is in the batch does not change them.
+    Sample i draws its tokens from the random stream (seed, i): what else is in the batch does not change them. It ends
+    with the model's end token or one of `stop_tokens`.
     """
 
     prompt_tokens: array[int]
     num_samples: int
     seed: int
     params: SamplingParams
+    stop_tokens: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
 class Completion:
     """One sampled continuation of T tokens; the fields are those of `types.Rollout`.
 
-    An end token that was sampled is the last of `tokens`.
+    An end or stop token that was sampled is the last of `tokens`.
     """
 
     tokens: array[int]

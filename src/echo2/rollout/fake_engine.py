@@ -22,7 +22,8 @@ DEFAULT_MAX_POSITIONS = 1 << 20
 
 
 class FakeEngine:
-    """An `Engine`. Each sample ends after a hashed number of tokens, spread evenly over 1..max_tokens.
+    """An `Engine`. Each sample ends after a hashed number of tokens, spread evenly over 1..max_tokens, or at a stop
+    token that was hashed before.
 
     `tokens_per_second`: speed of one batch, all rows together. `advance(seconds)` is called once per token position
     with the time that this speed would take; a simulator moves its clock there.
@@ -62,7 +63,7 @@ class FakeEngine:
                 on_finished(index, failure)
             else:
                 room = min(request.params.max_tokens, positions - len(request.prompt_tokens))
-                running[index] = [_Row(request.seed, sample, room, end) for sample in range(request.num_samples)]
+                running[index] = [_Row(request, sample, room, end) for sample in range(request.num_samples)]
         while running and not should_stop():
             ref, vocab, _, _ = self._installed
             num_tokens = sum(not row.is_ended for rows in running.values() for row in rows)
@@ -79,11 +80,12 @@ class FakeEngine:
 class _Row:
     """One sample on its way. Its last token is the end token, unless it fills all the room there is."""
 
-    def __init__(self, seed: int, sample: int, room: int, end: int) -> None:
-        self._name = (seed, sample)
+    def __init__(self, request: SampleRequest, sample: int, room: int, end: int) -> None:
+        self._name = (request.seed, sample)
+        self._stop_tokens = request.stop_tokens
         self._end = end
-        self._room = room
-        self._length = 1 + _hash(seed, sample, 0, 0) % room
+        self._length = 1 + _hash(*self._name, 0, 0) % room
+        self._finish: FinishReason = "stop" if self._length < room else "length"
         self._tokens, self._logprobs = array("i"), array("f")
         self._spans: list[tuple[int, int]] = []
 
@@ -96,17 +98,18 @@ class _Row:
             return
         position = len(self._tokens)
         drawn = _hash(*self._name, position + 1, version)
-        is_last_by_choice = position + 1 == self._length < self._room
+        is_last_by_choice = position + 1 == self._length and self._finish == "stop"
         # Any token but the end token, which has a meaning.
         other = (self._end + 1 + drawn % (vocab - 1)) % vocab if vocab > 1 else 0
+        if other in self._stop_tokens and not is_last_by_choice:
+            self._length, self._finish = position + 1, "stop"
         self._tokens.append(self._end if is_last_by_choice else other)
         self._logprobs.append(-5.0 * ((drawn >> 32) % 1000 + 1) / 1000)
         if not self._spans or self._spans[-1][1] != version:
             self._spans.append((position, version))
 
     def completion(self) -> Completion:
-        finish: FinishReason = "stop" if self._length < self._room else "length"
-        return Completion(self._tokens, self._logprobs, tuple(self._spans), finish)
+        return Completion(self._tokens, self._logprobs, tuple(self._spans), self._finish)
 
 
 def _hash(seed: int, sample: int, position: int, version: int) -> int:

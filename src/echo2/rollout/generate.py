@@ -11,28 +11,17 @@ from array import array
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, Protocol
+from types import MappingProxyType
+from typing import Any
 
 from echo2.errors import PeerError, UserError
 from echo2.rollout.engine import Completion, Engine, Outcome, RequestFailure, SampleRequest
-from echo2.types import Assignment, Lease, Rollout, RolloutGroup, Task
+from echo2.rollout.replay import replay
+from echo2.rollout.tokenizer import Tokenizer
+from echo2.rollout.turns import Play, World
+from echo2.types import LOGGED_ATTEMPTS, Assignment, Lease, Rollout, RolloutGroup, Task
 
 TOKENIZER_SUFFIXES = frozenset({".json", ".jinja", ".txt", ".model"})
-
-
-class Tokenizer(Protocol):
-    """The part of a Hugging Face tokenizer that is used."""
-
-    bos_token: str | None
-    chat_template: Any
-
-    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]: ...
-
-    def decode(self, token_ids: list[int], *, skip_special_tokens: bool) -> str: ...
-
-    def apply_chat_template(
-        self, conversation: list[dict[str, str]], *, tokenize: bool, add_generation_prompt: bool
-    ) -> str: ...
 
 
 def load_tokenizer(files: Mapping[str, bytes]) -> Tokenizer:
@@ -93,9 +82,11 @@ def sample_groups(
     on_failed: Callable[[Lease, RequestFailure], None],
     should_stop: Callable[[], bool] = lambda: False,
     clock: Callable[[], float] = time.perf_counter,
+    worlds: Mapping[str, World] = MappingProxyType({}),
 ) -> None:
     """Sample these leases as one batch, seeded by the leases. Each ends in exactly one call of `on_group` (unscored) or
-    `on_failed`, as soon as it ends; none at all if `should_stop` ended the batch first.
+    `on_failed`, as soon as it ends; none at all if `should_stop` ended the batch first. Assignments with an environment
+    are played turn by turn in the world of that name; there is one for each. Attempts that a task carries are replayed.
 
     `lineage` is that of the installed snapshot. A group that was still sampled when a snapshot of another lineage came
     is given up: one version number would mean two policies. `generate_seconds` counts from the start of the batch.
@@ -105,20 +96,8 @@ def sample_groups(
         PeerError: the policy gives logits that are not finite.
     """
     started = clock()
-    sampled: list[Assignment] = []
-    requests: list[SampleRequest] = []
-    for assignment in assignments:
-        lease = assignment.lease
-        try:
-            prompt = encode_prompt(assignment.task, tokenizer)
-        except UserError as error:
-            on_failed(lease, RequestFailure("engine_failed", str(error)))
-            continue
-        sampled.append(assignment)
-        requests.append(SampleRequest(prompt, lease.num_samples, lease.seed, assignment.params))
 
-    def finish(index: int, outcome: Outcome) -> None:
-        lease = sampled[index].lease
+    def finish(lease: Lease, prompt: array[int], outcome: list[Rollout] | RequestFailure, is_logged: bool) -> None:
         installed = engine.installed
         if isinstance(outcome, RequestFailure):
             on_failed(lease, outcome)
@@ -131,16 +110,69 @@ def sample_groups(
                     step=lease.step,
                     lineage=lineage,
                     cursor=lease.cursor,
-                    prompt_tokens=requests[index].prompt_tokens,
-                    rollouts=tuple(_rollout(completion, tokenizer) for completion in outcome),
+                    prompt_tokens=prompt,
+                    rollouts=tuple(outcome),
                     worker_id=worker_id,
                     generate_seconds=clock() - started,
+                    logged=is_logged,
                 ),
                 lease,
             )
 
-    if requests:
-        engine.generate(requests, finish, should_stop)
+    for (is_logged, environment), pairs in _by_kind(assignments, tokenizer, on_failed).items():
+
+        def ended(
+            index: int, outcome: list[Rollout] | RequestFailure, pairs: Any = pairs, is_logged: bool = is_logged
+        ) -> None:
+            finish(pairs[index][0].lease, pairs[index][1], outcome, is_logged)
+
+        of_pairs, prompts = [assignment for assignment, _ in pairs], [prompt for _, prompt in pairs]
+        if is_logged:
+            replay(engine, tokenizer, of_pairs, prompts, ended, should_stop)
+        elif environment:
+            Play(engine, tokenizer, worlds[environment], of_pairs, prompts, ended).run(should_stop)
+        else:
+            _sample(engine, tokenizer, of_pairs, prompts, ended, should_stop)
+
+
+def _by_kind(
+    assignments: Sequence[Assignment], tokenizer: Tokenizer, on_failed: Callable[[Lease, RequestFailure], None]
+) -> dict[tuple[bool, str], list[tuple[Assignment, array[int]]]]:
+    """The assignments with their prompts, by what is done with them: (whether they are replayed, environment)."""
+    kinds: dict[tuple[bool, str], list[tuple[Assignment, array[int]]]] = {}
+    for assignment in assignments:
+        try:
+            prompt = encode_prompt(assignment.task, tokenizer)
+        except UserError as error:
+            on_failed(assignment.lease, RequestFailure("engine_failed", str(error)))
+            continue
+        is_logged = LOGGED_ATTEMPTS in assignment.task.columns
+        kinds.setdefault((is_logged, assignment.environment), []).append((assignment, prompt))
+    return kinds
+
+
+def _sample(
+    engine: Engine,
+    tokenizer: Tokenizer,
+    assignments: Sequence[Assignment],
+    prompts: Sequence[array[int]],
+    ended: Callable[[int, list[Rollout] | RequestFailure], None],
+    should_stop: Callable[[], bool],
+) -> None:
+    """Groups of one turn."""
+
+    def finished(index: int, outcome: Outcome) -> None:
+        if isinstance(outcome, RequestFailure):
+            ended(index, outcome)
+        else:
+            ended(index, [_rollout(completion, tokenizer) for completion in outcome])
+
+    leases = [assignment.lease for assignment in assignments]
+    requests = [
+        SampleRequest(prompt, lease.num_samples, lease.seed, assignment.params)
+        for prompt, lease, assignment in zip(prompts, leases, assignments, strict=True)
+    ]
+    engine.generate(requests, finished, should_stop)
 
 
 def _rollout(completion: Completion, tokenizer: Tokenizer) -> Rollout:

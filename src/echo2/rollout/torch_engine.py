@@ -6,7 +6,8 @@ PipelineRL, arXiv 2509.19128); the logprob of each token is the one it was reall
 
 Rows that have ended are dropped from the batch as soon as enough of them have, so that short completions stop costing.
 
-Shape suffixes: R = requests, B = rows (one per sample), V = vocabulary, T = tokens of the longest completion.
+Shape suffixes: R = requests, B = rows (one per sample), V = vocabulary, T = tokens of the longest completion, Q = ways
+to end.
 """
 
 from __future__ import annotations
@@ -175,8 +176,11 @@ class _Batch:
         )
         self._room_B = np.array(room, dtype=np.int64)
         self.max_tokens = max(room)
-        self._is_end_V = np.zeros(limits.vocab_size, dtype=bool)
-        self._is_end_V[[token for token in limits.end_tokens if 0 <= token < limits.vocab_size]] = True
+        rules = list(dict.fromkeys(request.stop_tokens for request in self._requests))
+        self._is_end_QV = np.zeros((len(rules), limits.vocab_size), dtype=bool)
+        for is_end_V, stop_tokens in zip(self._is_end_QV, rules, strict=True):
+            is_end_V[[token for token in (*limits.end_tokens, *stop_tokens) if 0 <= token < limits.vocab_size]] = True
+        self._rule_B = np.array([rules.index(owner.stop_tokens) for owner in owners])
         # Untouched pages of np.empty take no memory, so the longest allowed completion may be much longer than the
         # usual.
         self._tokens_BT = np.empty((len(owners), self.max_tokens), dtype=np.int32)
@@ -216,7 +220,7 @@ class _Batch:
                 if place in draw.supports:
                     self._supports[row].append(draw.supports[place])
         self._time += 1
-        ended = running[self._is_end_V[tokens] | (self._time >= self._room_B[running])]
+        ended = running[self._is_end_QV[self._rule_B[running], tokens] | (self._time >= self._room_B[running])]
         self._length_B[ended] = self._time
         self._is_running_B[ended] = False
         for row in ended.tolist():
@@ -234,7 +238,7 @@ class _Batch:
             tokens=tokens,
             logprobs=array("f", self._logprobs_BT[row, :length].tobytes()),
             version_spans=tuple(span for span in self._spans if span[0] < length),
-            finish="stop" if self._is_end_V[tokens[-1]] else "length",
+            finish="stop" if self._is_end_QV[self._rule_B[row], tokens[-1]] else "length",
             support_tokens=array("i", np.concatenate(supports).tobytes()) if supports else None,
             support_offsets=array("i", np.cumsum([0, *map(len, supports)], dtype=np.int32).tobytes())
             if supports

@@ -7,13 +7,12 @@ entry travels as a Python literal, which `ast.literal_eval` gives back exactly. 
 
 from __future__ import annotations
 
-import difflib
 import hashlib
 import os
 from collections.abc import Mapping
 from typing import Any
 
-from echo2.errors import UserError
+from echo2.errors import UserError, did_you_mean
 
 DEFAULT_SIZE = 100_000
 # Their questions follow the order of a set of strings, which differs from process to process: after a restart of the
@@ -37,8 +36,7 @@ class ReasoningGymRows:
         except ImportError as error:
             raise UserError(f"reasoning_gym:{name} needs: pip install 'echo2[tasks]'.") from error
         if name not in factory.DATASETS:
-            near = difflib.get_close_matches(name, factory.DATASETS, n=1, cutoff=0.4)
-            raise UserError(f"reasoning-gym has no generator {name!r}." + (f" Did you mean {near[0]}?" if near else ""))
+            raise UserError(f"reasoning-gym has no generator {name!r}.{did_you_mean(name, factory.DATASETS)}")
         if name in HASH_ORDERED and os.environ.get("PYTHONHASHSEED", "random") == "random":
             raise UserError(
                 f"reasoning_gym:{name} makes other rows in every process. Set PYTHONHASHSEED=0 and start again."

@@ -12,7 +12,7 @@ DEFAULT_SPLIT = "train"
 
 
 class HfRows:
-    """One split of a Hugging Face dataset.
+    """One split of a Hugging Face dataset. From the hub: owner/name, or owner/name/configuration.
 
     Raises:
         UserError: `datasets` is not installed, there is no such dataset or split, or its files cannot be read.
@@ -26,7 +26,7 @@ class HfRows:
         self._name = f"{name}#{split or DEFAULT_SPLIT}"
         saved = not from_hub and any((Path(name) / file).is_file() for file in ("dataset_dict.json", "state.json"))
         try:
-            loaded = datasets.load_from_disk(name) if saved else datasets.load_dataset(name)
+            loaded = datasets.load_from_disk(name) if saved else datasets.load_dataset(*_hub_name(name, from_hub))
         except Exception as error:  # the library raises its own, pyarrow's, the hub client's and plain ones
             raise UserError(f"Cannot load the dataset {name}: {type(error).__name__}: {error}") from error
         self._rows = _pick_split(loaded, name, split) if isinstance(loaded, Mapping) else loaded
@@ -42,6 +42,13 @@ class HfRows:
 
     def where(self, index: int) -> str:
         return f"{self._name} row {index}"
+
+
+def _hub_name(name: str, from_hub: bool) -> tuple[str, ...]:
+    """The dataset's id, and its configuration where there is one."""
+    owner, _, rest = name.partition("/")
+    dataset, _, configuration = rest.partition("/")
+    return (f"{owner}/{dataset}", configuration) if from_hub and configuration else (name,)
 
 
 def _pick_split(splits: Mapping[str, Any], name: str, split: str) -> Any:

@@ -2,24 +2,27 @@
 
 from __future__ import annotations
 
-import difflib
 import inspect
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from echo2.errors import UserError
+from echo2.errors import UserError, did_you_mean
 from echo2.plugins import innermost_line, load_named
 from echo2.tasks.base import TaskSource
 from echo2.tasks.digit_sorting import DigitSorting
 from echo2.tasks.files import JsonlRows, ParquetRows
 from echo2.tasks.gym import ReasoningGymRows
 from echo2.tasks.hf_dataset import HfRows
+from echo2.tasks.logs import LoggedAttempts
+from echo2.tasks.sokoban import Sokoban
+from echo2.tasks.templates import TemplateRows
 
-BUILT_IN = {"digit_sorting": DigitSorting}
+BUILT_IN = {"digit_sorting": DigitSorting, "sokoban": Sokoban}
 KINDS = (
-    "rows.jsonl, rows.parquet, a Hugging Face dataset directory, hub:owner/name, reasoning_gym:<name>, file.py:Class, "
-    f"package.module:Class or {', '.join(BUILT_IN)}"
+    "rows.jsonl, rows.parquet, a Hugging Face dataset directory, hub:owner/name[/configuration], reasoning_gym:<name>, "
+    f"logs:hands.jsonl, file.py:Class, package.module:Class or {', '.join(BUILT_IN)}"
 )
 
 
@@ -28,16 +31,17 @@ def load_tasks(source: str, params: Mapping[str, Any], seed: int) -> TaskSource:
 
     `params` and `seed` go to sources that are made (generators and classes): a class gets `params` as keyword
     arguments, and `split` where there is one, and `seed` where its signature takes one and `params` has none.
-    reasoning_gym makes other rows for every split name. Rows that are read have no parameters.
+    reasoning_gym makes other rows for every split name. Of rows that are read, `params` can say how a prompt is made of
+    their columns: {prompt = "{question}\nThe answer is"}.
 
     Raises:
         UserError: the source does not exist, cannot be read, is empty, or does not take the parameters.
     """
     name, split = (source, "") if Path(source).exists() else source.partition("#")[::2]
     made = _made_rows(name, split, params, seed)
-    if made is None and params:
-        raise UserError(f"tasks from {source!r} take no params, got {dict(params)}. Only generators and classes do.")
     rows = _read_rows(name, split, source) if made is None else made
+    if made is None and params:
+        rows = TemplateRows(rows, params)
     if len(rows) < 1:
         raise UserError(f"The task source {source!r} is empty: it needs at least one row.")
     return rows
@@ -48,6 +52,8 @@ def _made_rows(name: str, split: str, params: Mapping[str, Any], seed: int) -> T
         return _construct(BUILT_IN[name], name, split, params, seed)
     if name.startswith("reasoning_gym:"):
         return ReasoningGymRows(name.removeprefix("reasoning_gym:"), params, seed, split)
+    if name.startswith("logs:"):
+        return _construct(partial(LoggedAttempts, Path(name.removeprefix("logs:"))), name, split, params, seed)
     if ":" in name and not name.startswith("hub:") and not Path(name).exists():
         return _construct(load_named(name), name, split, params, seed)
     return None
@@ -61,8 +67,7 @@ def _read_rows(name: str, split: str, source: str) -> TaskSource:
         return HfRows(name, split, from_hub=False)
     readers: dict[str, Callable[[Path], TaskSource]] = {".jsonl": JsonlRows, ".parquet": ParquetRows}
     if path.suffix not in readers:
-        near = difflib.get_close_matches(name, BUILT_IN, n=1)
-        hint = f" Did you mean {near[0]}?" if near else f" A source is one of: {KINDS}."
+        hint = did_you_mean(name, BUILT_IN) or f" A source is one of: {KINDS}."
         raise UserError(f"{source!r} is no task source (looked in {Path.cwd()}).{hint}")
     if split:
         raise UserError(f"{source!r}: a single file has no splits; leave #{split} away, or name a dataset directory.")

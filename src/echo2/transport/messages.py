@@ -44,6 +44,7 @@ def encode_group(group: RolloutGroup) -> wire.RolloutGroup:
         rollouts=[_encode_rollout(rollout) for rollout in group.rollouts],
         worker_id=group.worker_id,
         generate_seconds=group.generate_seconds,
+        logged=group.logged,
     )
 
 
@@ -85,6 +86,7 @@ def decode_group(message: wire.RolloutGroup) -> RolloutGroup:
         rollouts=tuple(_decode_rollout(rollout) for rollout in message.rollouts),
         worker_id=message.worker_id,
         generate_seconds=message.generate_seconds,
+        logged=message.logged,
     )
 
 
@@ -94,6 +96,16 @@ def check_lengths(group: RolloutGroup, max_tokens: int) -> None:
     longest = max(len(rollout.tokens) for rollout in group.rollouts)
     if longest > max_tokens:
         raise PeerError("oversized", f"a rollout of {longest} tokens; {max_tokens} were leased")
+
+
+def check_turns(group: RolloutGroup, max_turns: int) -> None:
+    """Raises PeerError("malformed") where an attempt does not begin and end with the policy's tokens, or has more turns
+    than were leased. One turn: no token is an environment's."""
+    for rollout in group.rollouts:
+        mask = rollout.loss_mask
+        _require(mask[0] == mask[-1] == 1, "an attempt does not begin and end with a sampled token")
+        turns = 1 + mask.count(b"\x00\x01")
+        _require(turns <= max_turns, f"an attempt of {turns} turns; {max_turns} were leased")
 
 
 def check_vocabulary(group: RolloutGroup, vocab_size: int) -> None:
@@ -216,6 +228,8 @@ def encode_assignment(assignment: Assignment) -> wire.Lease:
         max_tokens=params.max_tokens,
         rewards=assignment.rewards,
         reward_weights=assignment.weights,
+        environment=assignment.environment,
+        max_turns=assignment.max_turns,
     )
     if lease.exact_version is not None:
         message.exact_version = lease.exact_version
@@ -234,6 +248,8 @@ def decode_assignment(message: wire.Lease) -> Assignment:
     _require(0 < message.top_p <= 1, f"top_p = {message.top_p}")
     _require(math.isfinite(message.deadline), "the deadline is no time")
     _require(0 <= message.seconds <= limits.DURATION_SECONDS_MAX, "the lease's length is no duration")
+    _require(0 < message.max_turns <= limits.TURNS_MAX, f"max_turns = {message.max_turns}")
+    _bound_chars("environment", message.environment, limits.NAME_CHARS_MAX)
     _require(len(message.rewards) == len(message.reward_weights), "as many reward weights as rewards are needed")
     if len(message.rewards) > limits.REWARD_PARTS_MAX:
         raise PeerError("oversized", f"{len(message.rewards)} rewards; the limit is {limits.REWARD_PARTS_MAX}")
@@ -255,7 +271,15 @@ def decode_assignment(message: wire.Lease) -> Assignment:
         seed=message.seed,
     )
     params = SamplingParams(message.temperature, message.top_p, message.top_k, message.max_tokens)
-    return Assignment(lease, _decode_task(message.task), params, tuple(message.rewards), tuple(message.reward_weights))
+    return Assignment(
+        lease,
+        _decode_task(message.task),
+        params,
+        tuple(message.rewards),
+        tuple(message.reward_weights),
+        message.environment,
+        message.max_turns,
+    )
 
 
 def _decode_task(message: wire.Task) -> Task:

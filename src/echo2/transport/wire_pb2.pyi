@@ -62,7 +62,7 @@ class Rollout(_message.Message):
     def __init__(self, tokens: _Optional[bytes] = ..., logprobs: _Optional[bytes] = ..., loss_mask: _Optional[bytes] = ..., version_spans: _Optional[_Iterable[_Union[VersionSpan, _Mapping]]] = ..., finish: _Optional[str] = ..., text: _Optional[str] = ..., reward_parts: _Optional[_Mapping[str, float]] = ..., reward: _Optional[float] = ..., support_tokens: _Optional[bytes] = ..., support_offsets: _Optional[bytes] = ...) -> None: ...
 
 class RolloutGroup(_message.Message):
-    __slots__ = ("kind", "number", "step", "lineage", "cursor", "prompt_tokens", "rollouts", "worker_id", "generate_seconds")
+    __slots__ = ("kind", "number", "step", "lineage", "cursor", "prompt_tokens", "rollouts", "worker_id", "generate_seconds", "logged")
     KIND_FIELD_NUMBER: _ClassVar[int]
     NUMBER_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
@@ -72,6 +72,7 @@ class RolloutGroup(_message.Message):
     ROLLOUTS_FIELD_NUMBER: _ClassVar[int]
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     GENERATE_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    LOGGED_FIELD_NUMBER: _ClassVar[int]
     kind: str
     number: int
     step: int
@@ -81,7 +82,8 @@ class RolloutGroup(_message.Message):
     rollouts: _containers.RepeatedCompositeFieldContainer[Rollout]
     worker_id: str
     generate_seconds: float
-    def __init__(self, kind: _Optional[str] = ..., number: _Optional[int] = ..., step: _Optional[int] = ..., lineage: _Optional[int] = ..., cursor: _Optional[int] = ..., prompt_tokens: _Optional[bytes] = ..., rollouts: _Optional[_Iterable[_Union[Rollout, _Mapping]]] = ..., worker_id: _Optional[str] = ..., generate_seconds: _Optional[float] = ...) -> None: ...
+    logged: bool
+    def __init__(self, kind: _Optional[str] = ..., number: _Optional[int] = ..., step: _Optional[int] = ..., lineage: _Optional[int] = ..., cursor: _Optional[int] = ..., prompt_tokens: _Optional[bytes] = ..., rollouts: _Optional[_Iterable[_Union[Rollout, _Mapping]]] = ..., worker_id: _Optional[str] = ..., generate_seconds: _Optional[float] = ..., logged: _Optional[bool] = ...) -> None: ...
 
 class Message(_message.Message):
     __slots__ = ("role", "content")
@@ -110,7 +112,7 @@ class Messages(_message.Message):
     def __init__(self, items: _Optional[_Iterable[_Union[Message, _Mapping]]] = ...) -> None: ...
 
 class Lease(_message.Message):
-    __slots__ = ("lease_id", "kind", "number", "step", "cursor", "num_samples", "min_version", "exact_version", "deadline", "seconds", "seed", "task", "temperature", "top_p", "top_k", "max_tokens", "rewards", "reward_weights")
+    __slots__ = ("lease_id", "kind", "number", "step", "cursor", "num_samples", "min_version", "exact_version", "deadline", "seconds", "seed", "task", "temperature", "top_p", "top_k", "max_tokens", "rewards", "reward_weights", "environment", "max_turns")
     LEASE_ID_FIELD_NUMBER: _ClassVar[int]
     KIND_FIELD_NUMBER: _ClassVar[int]
     NUMBER_FIELD_NUMBER: _ClassVar[int]
@@ -129,6 +131,8 @@ class Lease(_message.Message):
     MAX_TOKENS_FIELD_NUMBER: _ClassVar[int]
     REWARDS_FIELD_NUMBER: _ClassVar[int]
     REWARD_WEIGHTS_FIELD_NUMBER: _ClassVar[int]
+    ENVIRONMENT_FIELD_NUMBER: _ClassVar[int]
+    MAX_TURNS_FIELD_NUMBER: _ClassVar[int]
     lease_id: int
     kind: str
     number: int
@@ -147,10 +151,12 @@ class Lease(_message.Message):
     max_tokens: int
     rewards: _containers.RepeatedScalarFieldContainer[str]
     reward_weights: _containers.RepeatedScalarFieldContainer[float]
-    def __init__(self, lease_id: _Optional[int] = ..., kind: _Optional[str] = ..., number: _Optional[int] = ..., step: _Optional[int] = ..., cursor: _Optional[int] = ..., num_samples: _Optional[int] = ..., min_version: _Optional[int] = ..., exact_version: _Optional[int] = ..., deadline: _Optional[float] = ..., seconds: _Optional[float] = ..., seed: _Optional[int] = ..., task: _Optional[_Union[Task, _Mapping]] = ..., temperature: _Optional[float] = ..., top_p: _Optional[float] = ..., top_k: _Optional[int] = ..., max_tokens: _Optional[int] = ..., rewards: _Optional[_Iterable[str]] = ..., reward_weights: _Optional[_Iterable[float]] = ...) -> None: ...
+    environment: str
+    max_turns: int
+    def __init__(self, lease_id: _Optional[int] = ..., kind: _Optional[str] = ..., number: _Optional[int] = ..., step: _Optional[int] = ..., cursor: _Optional[int] = ..., num_samples: _Optional[int] = ..., min_version: _Optional[int] = ..., exact_version: _Optional[int] = ..., deadline: _Optional[float] = ..., seconds: _Optional[float] = ..., seed: _Optional[int] = ..., task: _Optional[_Union[Task, _Mapping]] = ..., temperature: _Optional[float] = ..., top_p: _Optional[float] = ..., top_k: _Optional[int] = ..., max_tokens: _Optional[int] = ..., rewards: _Optional[_Iterable[str]] = ..., reward_weights: _Optional[_Iterable[float]] = ..., environment: _Optional[str] = ..., max_turns: _Optional[int] = ...) -> None: ...
 
 class WorkerHello(_message.Message):
-    __slots__ = ("protocol", "capacity_groups", "price_usd_per_hour", "rewards", "installed_version", "installed_lineage", "held_leases", "engine", "device", "pid", "host", "listen_port", "advertise", "offer")
+    __slots__ = ("protocol", "capacity_groups", "price_usd_per_hour", "rewards", "installed_version", "installed_lineage", "held_leases", "engine", "device", "pid", "host", "listen_port", "advertise", "offer", "environments")
     PROTOCOL_FIELD_NUMBER: _ClassVar[int]
     CAPACITY_GROUPS_FIELD_NUMBER: _ClassVar[int]
     PRICE_USD_PER_HOUR_FIELD_NUMBER: _ClassVar[int]
@@ -165,6 +171,7 @@ class WorkerHello(_message.Message):
     LISTEN_PORT_FIELD_NUMBER: _ClassVar[int]
     ADVERTISE_FIELD_NUMBER: _ClassVar[int]
     OFFER_FIELD_NUMBER: _ClassVar[int]
+    ENVIRONMENTS_FIELD_NUMBER: _ClassVar[int]
     protocol: int
     capacity_groups: int
     price_usd_per_hour: float
@@ -179,7 +186,8 @@ class WorkerHello(_message.Message):
     listen_port: int
     advertise: str
     offer: str
-    def __init__(self, protocol: _Optional[int] = ..., capacity_groups: _Optional[int] = ..., price_usd_per_hour: _Optional[float] = ..., rewards: _Optional[_Iterable[str]] = ..., installed_version: _Optional[int] = ..., installed_lineage: _Optional[int] = ..., held_leases: _Optional[_Iterable[int]] = ..., engine: _Optional[str] = ..., device: _Optional[str] = ..., pid: _Optional[int] = ..., host: _Optional[str] = ..., listen_port: _Optional[int] = ..., advertise: _Optional[str] = ..., offer: _Optional[str] = ...) -> None: ...
+    environments: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, protocol: _Optional[int] = ..., capacity_groups: _Optional[int] = ..., price_usd_per_hour: _Optional[float] = ..., rewards: _Optional[_Iterable[str]] = ..., installed_version: _Optional[int] = ..., installed_lineage: _Optional[int] = ..., held_leases: _Optional[_Iterable[int]] = ..., engine: _Optional[str] = ..., device: _Optional[str] = ..., pid: _Optional[int] = ..., host: _Optional[str] = ..., listen_port: _Optional[int] = ..., advertise: _Optional[str] = ..., offer: _Optional[str] = ..., environments: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class Order(_message.Message):
     __slots__ = ("settings", "leases", "snapshot", "revoked", "stop", "routes", "dial", "revoked_peers")

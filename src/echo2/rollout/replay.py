@@ -1,0 +1,158 @@
+"""Attempts that were logged, as rollouts: a task with the column `logged_attempts` is not sampled.
+
+Text is tokenised here, once, with the end token behind it. A logged token has no policy version. It counts as one of
+the version that this worker holds, which is what the bookkeeping of leases needs; the group is marked `logged`, and no
+metric takes that version for an age. What corrects for the difference between who made the log and who is trained is
+the loss, by the behaviour logprobs:
+
+    logged for each token        taken as they are
+    not logged                   log of how often the log goes on with this token where it has come this far
+    logged for the whole answer  the same, scaled so that they add up to what was logged
+"""
+
+from __future__ import annotations
+
+import math
+from array import array
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
+
+from echo2.errors import UserError
+from echo2.rollout.engine import Engine, Outcome, RequestFailure, SampleRequest
+from echo2.rollout.tokenizer import Tokenizer
+from echo2.types import LOGGED_ATTEMPTS, Assignment, FinishReason, Rollout
+
+#: The least probability that a logged token may have: smaller ones would be no choice but a misprint.
+LEAST_LOGPROB = -100.0
+
+
+def replay(
+    engine: Engine,
+    tokenizer: Tokenizer,
+    assignments: Sequence[Assignment],
+    prompts: Sequence[array[int]],
+    ended: Callable[[int, list[Rollout] | RequestFailure], None],
+    should_stop: Callable[[], bool],
+) -> None:
+    """The groups of tasks that carry their attempts. One call of `ended` each, unless `should_stop`.
+
+    Raises:
+        UserError: the engine has no weights.
+    """
+    for index, (assignment, prompt) in enumerate(zip(assignments, prompts, strict=True)):
+        if should_stop():
+            return
+        try:
+            rollouts = logged_rollouts(assignment, tokenizer, engine)
+        except UserError as error:
+            ended(index, RequestFailure("log_unfit", str(error)))
+            continue
+        ended(index, _refusal(engine, assignment, prompt, rollouts) or rollouts)
+
+
+def logged_rollouts(assignment: Assignment, tokenizer: Tokenizer, engine: Engine) -> list[Rollout]:
+    """The attempts of a task, in the log's order: rewards go by place.
+
+    Raises:
+        UserError: they are not what the lease asks for, or not what `tasks/logs.py` writes.
+    """
+    if engine.installed is None:
+        raise UserError("The engine has no weights yet: load a snapshot before generating.")
+    column, lease = assignment.task.columns[LOGGED_ATTEMPTS], assignment.lease
+    if not isinstance(column, Mapping) or not isinstance(column.get("attempts"), list):
+        raise UserError(f"The column {LOGGED_ATTEMPTS!r} is kept for logs: {{'attempts': [...], 'answers': {{...}}}}.")
+    attempts = column["attempts"]
+    if len(attempts) != lease.num_samples:
+        raise UserError(
+            f"The row has {len(attempts)} logged attempts, and {lease.num_samples} are asked for. Set "
+            "tasks.params.attempts to sampling.group_size. (A log cannot be evaluated on.)"
+        )
+    tree = _Tree(column.get("answers") or {}, tokenizer)
+    version = engine.installed.version
+    rollouts = [_rollout(attempt, tree, tokenizer, version) for attempt in attempts]
+    longest = max(len(rollout.tokens) for rollout in rollouts)
+    if longest > assignment.params.max_tokens:
+        raise UserError(
+            f"A logged attempt has {longest} tokens; sampling.max_tokens is {assignment.params.max_tokens}. Raise it, "
+            "or leave the attempt out of the log."
+        )
+    return rollouts
+
+
+def _refusal(
+    engine: Engine, assignment: Assignment, prompt: array[int], rollouts: Sequence[Rollout]
+) -> RequestFailure | None:
+    """Why the model cannot read these attempts: too long for its context, or no tokens of its own."""
+    failures: list[RequestFailure] = []
+
+    def finished(_: int, outcome: Outcome) -> None:
+        if isinstance(outcome, RequestFailure):
+            failures.append(outcome)
+
+    # No sample is asked for: the engine checks the request and draws nothing.
+    read = [SampleRequest(prompt + rollout.tokens[:-1], 0, 0, assignment.params) for rollout in rollouts]
+    engine.generate(read, finished, lambda: False)
+    return replace(failures[0], detail=f"a logged attempt: {failures[0].detail}") if failures else None
+
+
+class _Tree:
+    """How often the log goes on with each token, wherever it has come: counts of the prefixes of all its answers."""
+
+    def __init__(self, answers: Mapping[str, int], tokenizer: Tokenizer) -> None:
+        self._seen: Counter[tuple[int, ...]] = Counter()
+        for text, count in answers.items():
+            tokens = tuple(answer_tokens(text, tokenizer))
+            for length in range(len(tokens) + 1):
+                self._seen[tokens[:length]] += count
+
+    def logprobs(self, tokens: Sequence[int]) -> list[float]:
+        """Of each token given those before it; zeros where the log was not counted."""
+        path = [tuple(tokens[:length]) for length in range(len(tokens) + 1)]
+        if not self._seen[path[-1]]:
+            return [0.0] * len(tokens)
+        counts = [self._seen[prefix] for prefix in path]
+        return [math.log(after / before) for before, after in pairwise(counts)]
+
+
+def answer_tokens(text: str, tokenizer: Tokenizer) -> list[int]:
+    """The tokens of a whole answer, the end token behind them where the tokenizer has one.
+
+    Raises:
+        UserError: there are none.
+    """
+    end = tokenizer.eos_token_id
+    tokens = [*tokenizer.encode(text, add_special_tokens=False), *([] if end is None else [end])]
+    if not tokens:
+        raise UserError("A logged answer is empty, and the tokenizer has no end token.")
+    return tokens
+
+
+def _rollout(attempt: Mapping[str, Any], tree: _Tree, tokenizer: Tokenizer, version: int) -> Rollout:
+    finish: FinishReason = "stop"
+    if "tokens" in attempt:
+        tokens, logprobs = list(attempt["tokens"]), [float(value) for value in attempt["logprobs"]]
+        finish = "stop" if tokens[-1] == tokenizer.eos_token_id else "length"
+        if max(tokens) >= len(tokenizer):
+            raise UserError(f"The log has token {max(tokens)}; this model's tokenizer has {len(tokenizer)}.")
+    else:
+        tokens = answer_tokens(attempt["completion"], tokenizer)
+        logprobs = tree.logprobs(tokens)
+        if "logprob" in attempt:
+            logprobs = _scaled(logprobs, float(attempt["logprob"]))
+    return Rollout(
+        tokens=array("i", tokens),
+        logprobs=array("f", [max(LEAST_LOGPROB, value) for value in logprobs]),
+        loss_mask=b"\x01" * len(tokens),
+        version_spans=((0, version),),
+        finish=finish,
+        text=attempt.get("completion") or tokenizer.decode(tokens, skip_special_tokens=True),
+    )
+
+
+def _scaled(logprobs: list[float], total: float) -> list[float]:
+    """The same shares, adding up to `total`; equal ones where there was no choice to be seen."""
+    found = math.fsum(logprobs)
+    return [value * (total / found) for value in logprobs] if found else [total / len(logprobs)] * len(logprobs)

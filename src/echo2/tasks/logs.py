@@ -1,0 +1,167 @@
+"""Rows from a log of attempts that somebody made before: `logs:hands.jsonl`. What is trained on is the log.
+
+One JSON object a line, one attempt:
+
+    prompt      text, or chat messages, as in any row
+    completion  what was answered, as text
+    reward      what it was worth
+    logprob     log of the probability with which it was answered so (of the whole answer); may be missing
+    tokens, logprobs
+                the answer's token ids and their logprobs, where the log is an engine's own (in place of `logprob`)
+
+A row is `attempts` of the attempts at one prompt, drawn without replacement in an order that the seed gives: in one
+epoch each is trained on at most once. What is left over at the end of a prompt, less than a row, is left out.
+
+Where the log has no probabilities, how often each answer was given to a prompt is the estimate of them (Hanna, Niekum
+and Stone 2019, arXiv 1806.01347, where such an estimate often did better than the true one). That needs answers that
+repeat; where they don't, the log is refused.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+from array import array
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from echo2.errors import UserError
+from echo2.tasks.base import permute
+from echo2.tasks.files import JsonlRows
+from echo2.types import DEFAULT_LOGGED_ATTEMPTS, LOGGED_ATTEMPTS
+
+log = logging.getLogger(__name__)
+
+#: Attempts at a prompt for each different answer to it, on average, from which frequencies count as probabilities.
+LEAST_REPEATS = 4
+#: Characters of all the different answers to one prompt, up to which their frequencies travel with each of its rows.
+MAX_ANSWERS_CHARS = 1 << 16
+
+
+class LoggedAttempts:
+    """The rows of a log. `attempts` must be `sampling.group_size`.
+
+    Raises:
+        UserError: the log cannot be read, has a bad line (named), no prompt with enough attempts, or neither
+            probabilities nor answers that repeat.
+    """
+
+    def __init__(self, path: Path, seed: int, attempts: Any = DEFAULT_LOGGED_ATTEMPTS) -> None:
+        if not isinstance(attempts, int) or attempts < 2:
+            raise UserError(f"tasks.params.attempts = {attempts!r}: a group needs at least 2 attempts.")
+        self._lines = JsonlRows(path)
+        self._path, self._seed, self._attempts = path, seed, attempts
+        self._of_prompt: list[array[int]] = []  # the lines that have each prompt
+        self._answers: list[Counter[str] | None] = []  # of prompts whose probabilities are estimated
+        self._rows: list[tuple[int, int]] = []  # (prompt, number of the row among those of the prompt)
+        self._gather()
+        log.info("%s: %d rows; %d attempts are in none", path, len(self), self.num_left_out)
+        if not self._rows:
+            most = max((len(lines) for lines in self._of_prompt), default=0)
+            raise UserError(
+                f"{path}: no prompt has {attempts} attempts (at most {most}), so there is nothing to compare. Log more "
+                "attempts at the same prompt, or lower sampling.group_size and tasks.params.attempts."
+            )
+
+    @property
+    def num_left_out(self) -> int:
+        """Attempts of the log that no row has."""
+        return len(self._lines) - len(self._rows) * self._attempts
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, index: int) -> Mapping[str, Any]:
+        prompt, number = self._rows[index]
+        lines, answers = self._of_prompt[prompt], self._answers[prompt]
+        places = range(number * self._attempts, (number + 1) * self._attempts)
+        chosen = [self._lines[lines[permute(place, len(lines), f"{self._seed}/{prompt}")]] for place in places]
+        column: dict[str, Any] = {"attempts": [_attempt(line) for line in chosen]}
+        if answers is not None:
+            column["answers"] = dict(answers)
+        return {"prompt": chosen[0]["prompt"], LOGGED_ATTEMPTS: column}
+
+    def where(self, index: int) -> str:
+        prompt, number = self._rows[index]
+        return f"row {number} of the prompt at {self._lines.where(self._of_prompt[prompt][0])}"
+
+    def _gather(self) -> None:
+        prompts: dict[str, int] = {}
+        kinds: list[str] = []
+        answers: list[Counter[str]] = []
+        for index in range(len(self._lines)):
+            line, where = self._lines[index], self._lines.where(index)
+            kind = _check(line, where)
+            prompt = prompts.setdefault(json.dumps(line["prompt"], sort_keys=True), len(prompts))
+            if prompt == len(self._of_prompt):
+                self._of_prompt.append(array("Q"))
+                kinds.append(kind)
+                answers.append(Counter())
+            if (kind == "none") != (kinds[prompt] == "none"):
+                raise UserError(
+                    f"{where}: some attempts at this prompt have probabilities and some have none, which cannot be "
+                    "compared. Give all of them, or none."
+                )
+            self._of_prompt[prompt].append(index)
+            if kind != "tokens":
+                answers[prompt][line["completion"]] += 1
+        for prompt, lines in enumerate(self._of_prompt):
+            has_row = len(lines) >= self._attempts
+            if has_row and kinds[prompt] == "none":
+                self._check_repeats(lines, answers[prompt])
+            # Of logged probabilities of whole answers too: they say which of an answer's tokens was the choice.
+            travels = has_row and kinds[prompt] != "tokens" and _is_short(answers[prompt])
+            self._answers.append(answers[prompt] if travels else None)
+            self._rows += [(prompt, number) for number in range(len(lines) // self._attempts)]
+
+    def _check_repeats(self, lines: array[int], answers: Counter[str]) -> None:
+        if len(lines) < LEAST_REPEATS * len(answers) or not _is_short(answers):
+            raise UserError(
+                f"{self._lines.where(lines[0])}: this log has no probabilities, and they cannot be estimated: "
+                f"{len(lines)} attempts at this prompt gave {len(answers)} different answers, of "
+                f"{sum(map(len, answers))} characters; {LEAST_REPEATS} attempts each are needed, and no more than "
+                f"{MAX_ANSWERS_CHARS} characters. Log `logprob`, or `tokens` with `logprobs`."
+            )
+
+
+def _is_short(answers: Mapping[str, int]) -> bool:
+    return sum(map(len, answers)) <= MAX_ANSWERS_CHARS
+
+
+def _check(line: Mapping[str, Any], where: str) -> str:
+    """Whether a line is an attempt; its probabilities are of "tokens", of the "whole" answer, or "none"."""
+    for name in ("prompt", "reward"):
+        if name not in line:
+            raise UserError(f"{where}: no {name!r} (columns: {', '.join(line) or 'none'}).")
+    if not _is_number(line["reward"]):
+        raise UserError(f"{where}: reward = {line['reward']!r}: expected a finite number.")
+    if ("tokens" in line) != ("logprobs" in line):
+        raise UserError(f"{where}: `tokens` and `logprobs` go together.")
+    if "tokens" in line:
+        tokens, logprobs = line["tokens"], line["logprobs"]
+        if not (isinstance(tokens, list) and isinstance(logprobs, list) and len(tokens) == len(logprobs) > 0):
+            raise UserError(f"{where}: `tokens` and `logprobs` must be lists of one length, and not empty.")
+        if not all(type(token) is int and 0 <= token < 1 << 31 for token in tokens):
+            raise UserError(f"{where}: `tokens` must be token ids.")
+        if not all(_is_number(value) and value <= 0 for value in logprobs):
+            raise UserError(f"{where}: `logprobs` must be finite numbers <= 0.")
+        return "tokens"
+    if not isinstance(line.get("completion"), str):
+        raise UserError(f"{where}: `completion` must be text, got {line.get('completion')!r}.")
+    if line.get("logprob") is None:
+        return "none"
+    if not _is_number(line["logprob"]) or line["logprob"] > 0:
+        raise UserError(f"{where}: logprob = {line['logprob']!r}: expected a finite number <= 0.")
+    return "whole"
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _attempt(line: Mapping[str, Any]) -> dict[str, Any]:
+    names = ("tokens", "logprobs", "completion", "logprob", "reward")
+    return {name: line[name] for name in names if line.get(name) is not None}
