@@ -11,18 +11,20 @@ Every field, its meaning and its default: `Offer`. What may be unknown is the ra
 
 from __future__ import annotations
 
-import difflib
 import math
 import shlex
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from echo2.errors import UserError
+from echo2.errors import UserError, did_you_mean
+
+#: Machines of one offer: a plan looks at each.
+COUNT_MAX = 10_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +115,7 @@ def parse_offers(raw: Mapping[str, Any], where: str) -> list[Offer]:
     try:
         offers = msgspec.convert(dict(raw), type=_File).offers
     except msgspec.ValidationError as error:
-        raise UserError(f"{where}: {error}.") from error
+        raise UserError(f"{where}: {_explain(error, tables)}.") from error
     for number, offer in enumerate(offers, 1):
         _check(offer, f"{where}: {_label({'name': offer.name}, number)}")
     names = [offer.name for offer in offers]
@@ -139,6 +141,8 @@ def _check(offer: Offer, where: str) -> None:
     for name in ("price_usd_per_hour", "spread", "groups_per_batch", "mean_life_hours", "replace_seconds"):
         if getattr(offer, name) < 0:
             raise UserError(f"{where}: {name} = {getattr(offer, name)} must not be negative.")
+    if offer.count > COUNT_MAX:
+        raise UserError(f"{where}: count = {offer.count} is more than {COUNT_MAX}. How many could you really get?")
     if offer.reliability > 1:
         raise UserError(f"{where}: reliability = {offer.reliability} is a share, at most 1.")
     for name in ("rent", "release"):
@@ -146,6 +150,10 @@ def _check(offer: Offer, where: str) -> None:
             shlex.split(getattr(offer, name))
         except ValueError as error:
             raise UserError(f"{where}: {name} is no command line: {error}.") from error
+    if offer.rent and not offer.release:
+        raise UserError(
+            f"{where}: rent without release: nobody would give the machine back. Write `release = ...`, too."
+        )
     if offer.preemptible and offer.mean_life_hours == 0:
         raise UserError(f"{where}: preemptible = true needs mean_life_hours: how long such a machine lasts on average.")
 
@@ -154,9 +162,18 @@ def _refuse_unknown(raw: Mapping[str, Any], kind: type[Any], where: str) -> None
     known = [entry.name for entry in fields(kind)]
     for key in raw:
         if key not in known:
-            near = difflib.get_close_matches(key, known, n=1, cutoff=0.4)
-            hint = f"Did you mean {near[0]}?" if near else f"Known: {', '.join(known)}."
-            raise UserError(f"{where}: unknown field {key!r}. {hint}")
+            hint = did_you_mean(key, known) or f" Known: {', '.join(known)}."
+            raise UserError(f"{where}: unknown field {key!r}.{hint}")
+
+
+def _explain(error: msgspec.ValidationError, tables: Sequence[Mapping[str, Any]]) -> str:
+    """msgspec's ``Expected `float`, got `str` - at `$.offers[0].spread` `` with the offer's name and the value."""
+    expected, _, path = str(error).partition(" - at `$.offers[")
+    number, _, name = path.rstrip("`").partition("].")
+    if not number.isdigit() or name not in tables[int(number)]:
+        return str(error)
+    table = tables[int(number)]
+    return f"{_label(table, int(number) + 1)}: {name} = {table[name]!r}: {expected[0].lower()}{expected[1:]}"
 
 
 def _label(table: Mapping[str, Any], number: int) -> str:

@@ -16,7 +16,7 @@ from echo2.control import commands as do
 from echo2.control import events as ev
 from echo2.control.activation import LoopOptions
 from echo2.control.fleet import Worker
-from echo2.control.gauge import Gauge
+from echo2.control.gauge import Gauge, rate_now
 from echo2.control.outlook import outlook, predicted_idle_ratio
 from echo2.control.planner import Planner
 from echo2.control.ranking import Ranking
@@ -320,6 +320,71 @@ def test_with_nobody_there_the_learners_wait_rents_the_cheapest_machine() -> Non
     assert rents(quiet, 200) == []
 
 
+def restarted(machines: tuple[ev.RecoveredMachine, ...], *, leases: bool = False) -> Hall:
+    """A second head: w0 is there, the learner waits, and these machines are out."""
+    hall = Hall(0, groups_per_step=4, activation=LoopOptions(), offers=(Offer("spot", 2.0, 0.1, 2),))
+    held = (ev.RecoveredLease(1, 0, "r0", 1e6),) if leases else ()
+    groups = (ev.RecoveredGroup(0, 0, "open"),) if leases else ()
+    hall.planner = Planner(hall.planner.options)
+    hall.tell(ev.HeadStarted(published=(FIRST,), groups=groups, leases=held, next_number=1, machines=machines))
+    hall.tell(ev.LearnerJoined(0))
+    hall.tell(ev.GroupsWanted(0))
+    return hall
+
+
+def ticks(hall: Hall, seconds: int) -> list[tuple[int, do.Command]]:
+    """What is rented and returned in so many seconds."""
+    found: list[tuple[int, do.Command]] = []
+    for second in range(seconds):
+        hall.now += 1.0
+        commands = hall.tell(ev.Tick())
+        found += [(second, one) for one in commands if isinstance(one, do.RentMachine | do.ReturnMachine)]
+    return found
+
+
+def test_a_machine_that_was_on_its_way_when_the_head_was_killed_is_waited_for_and_then_returned() -> None:
+    hall = restarted((ev.RecoveredMachine("spot"),))
+    assert ticks(hall, 800) == []  # it is coming: no other is rented, though nobody is there
+    [(second, back), *later] = ticks(hall, 120)
+    assert 90 <= second <= 110
+    assert isinstance(back, do.ReturnMachine)
+    assert (back.offer, back.worker_id) == ("spot", "")
+    assert [type(command) for _, command in later] in ([], [do.RentMachine])
+    joins = restarted((ev.RecoveredMachine("spot"),))
+    ticks(joins, 100)
+    joins.join("r7", offer="spot")
+    joins.tell(ev.WorkerReported("r7", FIRST))
+    assert not [c for _, c in ticks(joins, 1200) if isinstance(c, do.ReturnMachine)]
+
+
+@pytest.mark.parametrize("leases", [False, True])
+def test_a_rented_worker_is_returned_after_the_restart_only_if_it_stays_away(leases: bool) -> None:
+    out = (ev.RecoveredMachine("spot", "r0"),)
+    back = restarted(out, leases=leases)
+    back.tell(ev.WorkerJoined("r0", 2, 0.1, (), FIRST, held_leases=(1,) if leases else (), offer="spot"))
+    assert not [c for _, c in ticks(back, 1200) if isinstance(c, do.ReturnMachine)]
+    away = restarted(out, leases=leases)
+    asked = [(second, c) for second, c in ticks(away, 900) if isinstance(c, do.ReturnMachine)]
+    assert [(c.offer, c.worker_id) for _, c in asked] == [("spot", "r0")]
+    assert asked[0][0] == pytest.approx(300, abs=6)
+
+
+def test_no_more_machines_are_out_than_the_offer_has_those_included_whose_worker_is_lost() -> None:
+    hall = restarted((ev.RecoveredMachine("spot", "r0"), ev.RecoveredMachine("spot", "r1")))
+    found = [c for _, c in ticks(hall, 280) if isinstance(c, do.RentMachine)]
+    assert found == []  # nobody is there, but both machines are still out
+    assert [c for _, c in ticks(hall, 60) if isinstance(c, do.RentMachine)]
+
+
+def test_a_lost_worker_that_comes_back_is_not_taken_for_a_machine_that_is_on_its_way() -> None:
+    hall = restarted((ev.RecoveredMachine("spot", "r0"), ev.RecoveredMachine("spot")))
+    hall.join("r0", offer="spot")
+    assert hall.planner.activation is not None
+    assert len(hall.planner.activation.rents["spot"]) == 1
+    hall.join("r1", offer="spot")
+    assert hall.planner.activation.rents["spot"] == []
+
+
 # ---- outlook ---------------------------------------------------------------------------------------------------------
 
 
@@ -367,6 +432,15 @@ def test_a_rate_that_changes_has_a_variance_and_a_steady_one_has_none() -> None:
     assert steady.rate == pytest.approx(1.6)
     assert steady.rate_variance == pytest.approx(0.0, abs=1e-12)
     assert 0.2 < math.sqrt(changing.rate_variance) < 0.8
+
+
+def test_a_worker_is_at_most_as_fast_as_what_it_has_not_finished_allows() -> None:
+    """A machine that never finishes within its leases gives no result, and must not pass for one like the others."""
+    worker = Worker("w", 4, 0.2, False, None, 0.0, busy_since=0.0)
+    assert rate_now(worker, 1.0, 32, 20.0) == 1.0
+    assert rate_now(worker, 1.0, 32, 128.0) == pytest.approx(0.25)
+    worker.rate = 1.0  # then a second batch may be waiting
+    assert rate_now(worker, 1.0, 32, 128.0) == pytest.approx(0.5)
 
 
 def test_a_broadcast_is_measured_once_workers_are_under_way_and_ends_without_those_who_are_released() -> None:

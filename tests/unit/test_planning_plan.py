@@ -14,8 +14,8 @@ from echo2.cli import main
 from echo2.control.activation import choose_greedy
 from echo2.errors import UserError
 from echo2.offers import Offer
-from echo2.planning.past_run import read_past_run
-from echo2.planning.plan import Broadcast, PlanInputs, by_staleness, make_plan
+from echo2.past_run import read_past_run
+from echo2.planning.plan import Broadcast, PlanInputs, by_staleness, least_idle, make_plan
 from echo2.planning.rehearsal import rehearse
 from echo2.planning.snapshot_size import snapshot_bytes
 
@@ -156,7 +156,12 @@ def test_a_budget_decides_or_is_refused_with_the_price() -> None:
         ({"budget_usd": 0.0}, "--budget 0.0 must be above 0"),
         ({"learner_usd_per_hour": -1.0}, "must not be negative"),
         ({"max_idle": 0.0}, "--max-idle"),
-        ({"publish_every": 5}, "would wait for ever"),
+        ({"publish_every": 5}, "use 1 to 3"),
+        ({"publish_every": 4}, "use 1 to 3"),
+        (
+            {"budget_usd": 9.0, "learner_usd_per_hour": 0.0, "offers": (replace(CARD, price_usd_per_hour=0.0),)},
+            "says nothing",
+        ),
         ({"train_seconds": 0.0}, "train_seconds = 0.0 must be a positive number"),
         ({"offers": (Offer("new", 1.0),)}, "echo2 probe"),
     ],
@@ -254,3 +259,28 @@ def test_the_command_s_mistakes_cost_a_line_and_status_2(tmp_path: Path, capsys:
     ):
         assert main(words) == 2
         assert message in capsys.readouterr().err
+
+
+def test_batches_that_are_too_slow_for_any_number_of_machines_are_refused_before_any_walk() -> None:
+    """A batch lasts 1280 s beside steps of 20 s: two thousand machines of that kind would be walked for minutes."""
+    slow = Offer("slow", 0.4, 0.05, count=2000)
+    inputs = replace(PAPER, groups_per_step=32, group_size=8, train_seconds=20.0, offers=(slow,), groups_per_batch=8)
+    with pytest.raises(UserError, match=r"would still wait \d\d\.\d% of the time.*smaller sampling\.groups_per_batch"):
+        make_plan(replace(inputs, broadcast=Broadcast(seconds=5.0), generate_during_broadcast=True))
+
+
+@settings(max_examples=15, deadline=None)
+@given(bound=st.integers(1, 4), batch=st.integers(1, 8), rate=st.floats(0.5, 8.0), spread=st.floats(0.0, 0.3))
+def test_what_is_said_to_be_the_least_waiting_is_never_more_than_a_plan_has(
+    bound: int, batch: int, rate: float, spread: float
+) -> None:
+    offers = (Offer("a", 1.0, rate, spread=spread, count=60),)
+    inputs = replace(PAPER, groups_per_step=16, group_size=4, steps=20, max_staleness=bound, train_seconds=10.0)
+    inputs = replace(inputs, offers=offers, broadcast=Broadcast(seconds=3.0), groups_per_batch=batch, max_idle=0.9)
+    inputs = replace(inputs, generate_during_broadcast=True)
+    try:
+        plan = make_plan(inputs)
+    except UserError:
+        return
+    least = least_idle(inputs, plan.max_staleness, plan.publish_every)
+    assert least <= plan.prediction.steady_idle_ratio + 1e-9

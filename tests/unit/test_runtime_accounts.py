@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from echo2.runtime.accounts import CostBook
 from echo2.runtime.broadcast_meter import VERSIONS_MAX, BroadcastMeter
-from echo2.runtime.costs import CostBook
 from echo2.runtime.evals import Evals
 from echo2.types import GroupRef, Rollout, RolloutGroup, SnapshotRef
 
@@ -44,6 +44,19 @@ def test_attending_twice_costs_once_and_leaving_twice_changes_nothing() -> None:
     costs.left("w1", now=20.0)
     costs.left("a stranger", now=20.0)
     assert costs.cum_usd(99.0) == pytest.approx(0.01)
+
+
+def test_a_result_that_is_not_trained_on_after_all_moves_to_its_cause() -> None:
+    costs = CostBook()
+    costs.joined("w1", 3.6, now=0.0)
+    costs.useful("w1", 2.0)
+    costs.useful("w1", 4.0)
+    costs.regretted("w1", "uninformative")  # the mean of its groups: 3 s
+    machine = costs.machines["w1"]
+    assert (machine.useful_seconds, machine.useful_groups) == (3.0, 1)
+    assert machine.wasted_seconds == {"uninformative": 3.0}
+    costs.regretted("a stranger", "stale")
+    assert costs.wasted_usd() == pytest.approx(0.003)
 
 
 def test_waste_is_charged_by_cause() -> None:

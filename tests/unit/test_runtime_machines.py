@@ -184,3 +184,25 @@ def test_who_never_joined_is_given_back_by_offer_and_everybody_at_the_end(tmp_pa
         assert len(yard.calls("release")) == 3
 
     asyncio.run(scenario())
+
+
+def test_the_next_head_knows_who_was_on_its_way_who_had_joined_and_who_was_leaving(tmp_path: Path) -> None:
+    async def first() -> dict[str, Any]:
+        yard = Yard(tmp_path)
+        for _ in range(3):
+            yard.machines.rent("spot")
+        await yard.settle()
+        joined, leaving, _ = yard.machines.names()
+        yard.machines.bind(joined, "w-1")
+        yard.machines.bind(leaving, "w-2")
+        yard.fails.touch()
+        yard.machines.give_back("spot", "w-2")
+        for task in yard.tasks:
+            task.cancel()
+        return yard.saved
+
+    async def second(saved: dict[str, Any]) -> None:
+        kept = Yard(tmp_path, saved).machines.kept()
+        assert [(machine.offer, machine.worker_id) for machine in kept] == [("spot", "w-1"), ("spot", "")]
+
+    asyncio.run(second(asyncio.run(first())))

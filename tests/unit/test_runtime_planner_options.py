@@ -20,6 +20,7 @@ rollouts_per_second = 0.5
 reliability = 0.8
 count = 3
 rent = "get {name}"
+release = "drop {name}"
 
 [[offers]]
 name = "desk"

@@ -21,7 +21,7 @@ class Worker:
     """One attending worker. `capacity_groups`: groups it samples together. `detached`: its connection is closed, it
     may return. `standby`: it waits to be chosen and gets no leases. `offer`: what it was rented as; `returned`: its
     machine is being given back. `samples`: asked of it and not delivered yet. `rate`: rollouts a second while it has
-    work, 0 until it is known, and its variance; the last three are what `gauge` takes them from.
+    work, 0 until it is known, and its variance; the last four are what `gauge` takes them from.
     """
 
     worker_id: str
@@ -44,6 +44,7 @@ class Worker:
     done_samples: int = 0
     busy_seconds: float = 0.0
     busy_since: float | None = None
+    unmeasured_samples: int = 0
 
 
 #: A worker that fails its leases rests before it gets more: this long, doubled at each failure in a row, up to the
@@ -65,6 +66,7 @@ class Fleet:
     num_resting: int = 0
     num_free: int = 0
     active_groups: int = 0
+    most_groups: int | None = None
     _workers: dict[str, Worker] = field(default_factory=dict)
     _silence: Deadlines[str] = field(default_factory=Deadlines)
     _resting: Deadlines[str] = field(default_factory=Deadlines)
@@ -134,7 +136,7 @@ class Fleet:
         free = here and not worker.samples
         resting = here and self._resting.get(worker.worker_id) is not None
         self._count(worker.worker_id, (not worker.detached, here, resting, free, worker.capacity_groups if here else 0))
-        if not here or resting or worker.samples > worker.capacity_groups * self.group_size:
+        if not here or resting or worker.samples > self.at_once(worker) * self.group_size:
             self._place(worker.worker_id, None)
             return
         place = (1 if worker.samples else 0, worker.installed)
@@ -143,6 +145,17 @@ class Fleet:
         if ranking is None:
             ranking = self._rankings[place[0]][worker.installed] = Ranking()
         ranking.put((worker.samples, worker.joined_at, worker.worker_id))
+
+    def at_once(self, worker: Worker) -> int:
+        """Groups that are one batch of this worker now."""
+        return worker.capacity_groups if self.most_groups is None else min(worker.capacity_groups, self.most_groups)
+
+    def limit(self, most_groups: int) -> None:
+        """A batch has so many groups at most, from now on."""
+        if most_groups != self.most_groups:
+            self.most_groups = most_groups
+            for worker in self._workers.values():
+                self.file(worker)
 
     def _place(self, worker_id: str, place: Place | None) -> None:
         old = self._places.get(worker_id)
@@ -194,7 +207,7 @@ class Fleet:
         filed = {
             worker.worker_id: (1 if worker.samples else 0, worker.installed)
             for worker in here
-            if worker.samples <= worker.capacity_groups * self.group_size and not self.is_resting(worker)
+            if worker.samples <= self.at_once(worker) * self.group_size and not self.is_resting(worker)
         }
         if filed != self._places:
             raise InvariantError(f"workers are filed as {self._places}; they should be as {filed}")

@@ -24,12 +24,17 @@ NUM_REMEMBERED = 15
 
 @dataclass(slots=True)
 class Gauge:
-    """`train_seconds`: of the last steps. `broadcasts`: seconds from a publication until enough workers had it."""
+    """`train_seconds`: of the last steps; `replaced`: their groups that dynamic sampling retired. `broadcasts`: seconds
+    from a publication until enough workers had it.
+    """
 
     train_seconds: deque[float] = field(default_factory=lambda: deque(maxlen=NUM_REMEMBERED))
     broadcasts: deque[float] = field(default_factory=lambda: deque(maxlen=NUM_REMEMBERED))
+    replaced: deque[int] = field(default_factory=lambda: deque(maxlen=NUM_REMEMBERED))
     num_broadcasts: int = 0
     batch_seconds: float = 0.0
+    lease_seconds: float = 0.0
+    num_leases: int = 0
     _training_since: float | None = None
     _spreading: tuple[SnapshotRef, float] | None = None
     _num_installed: int = 0
@@ -37,10 +42,11 @@ class Gauge:
     def step_fed(self, now: float) -> None:
         self._training_since = now
 
-    def step_trained(self, busy_seconds: float, now: float) -> None:
+    def step_trained(self, busy_seconds: float, now: float, num_replaced: int = 0) -> None:
         """Where the learner does not say how long it was busy, it trained since it had all groups; a learner that
         begins with the first ones was busy for longer.
         """
+        self.replaced.append(num_replaced)
         if busy_seconds > 0:
             self.train_seconds.append(busy_seconds)
         elif self._training_since is not None:
@@ -73,6 +79,10 @@ class Gauge:
         self.num_broadcasts += 1
         self._spreading = None
 
+    def typical_replaced(self) -> int:
+        """Groups that a step takes beyond its size, because dynamic sampling replaces some."""
+        return math.ceil(statistics.mean(self.replaced)) if self.replaced else 0
+
     def typical_train_seconds(self) -> float | None:
         return statistics.median(self.train_seconds) if self.train_seconds else None
 
@@ -81,8 +91,18 @@ class Gauge:
         known = sorted(self.broadcasts)
         return known[math.ceil(INSTALLED_QUANTILE * len(known)) - 1] if known else 0.0
 
+    def lease_done(self, seconds: float) -> None:
+        """A lease gave a result after so long."""
+        self.num_leases += 1
+        self.lease_seconds += (seconds - self.lease_seconds) * max(0.05, 1.0 / self.num_leases)
+
     def delivered(self, worker: Worker, num_samples: int, samples_per_batch: int, now: float) -> None:
-        """A worker's result came in."""
+        """A worker's result came in. What it had when it joined was begun before that, and shows no rate."""
+        if worker.unmeasured_samples > 0:
+            worker.unmeasured_samples -= num_samples
+            worker.done_samples, worker.busy_seconds = 0, 0.0
+            worker.busy_since = None if worker.busy_since is None else now
+            return
         worker.done_samples += num_samples
         if worker.done_samples < (BATCHES_PER_RATE if worker.rate else 1) * samples_per_batch:
             return
@@ -114,6 +134,9 @@ def is_busy(worker: Worker, busy: bool, now: float) -> None:
 
 
 def rate_now(worker: Worker, assumed_rate: float, samples_per_batch: int, now: float) -> float:
-    """Rollouts a second: as measured, or assumed; less where what it has now takes longer than that allows."""
+    """Rollouts a second: as measured, or assumed; less where what it has now takes longer than that allows. A measured
+    worker may have a batch and a part of another under way; one that has never given a result is at its first.
+    """
     rate, seconds = worker.rate or assumed_rate, busy_seconds(worker, now)
-    return min(rate, (worker.done_samples + 2 * samples_per_batch) / seconds) if seconds > 0 else rate
+    under_way = (2 if worker.rate else 1) * samples_per_batch
+    return min(rate, (worker.done_samples + under_way) / seconds) if seconds > 0 else rate

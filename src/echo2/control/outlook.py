@@ -10,10 +10,12 @@ import math
 from dataclasses import dataclass
 
 from echo2.control.activation import Balance, balance
+from echo2.control.capacity import choose_publish_every
 from echo2.control.fleet import Worker
 from echo2.control.forecast import Pace, forecast
 from echo2.control.standby import list_candidates, live_demand, needed_rate
 from echo2.control.state import PlannerState
+from echo2.errors import UserError
 
 #: Steps that a forecast walks: enough to forget the start, few enough to cost the head some milliseconds.
 STEPS = 40
@@ -58,6 +60,17 @@ def outlook(state: PlannerState, now: float) -> Outlook:
         needed_rate=needed,
         balance=balance(active, needed) if rated and needed is not None else None,
     )
+
+
+def auto_publish_every(state: PlannerState) -> int | None:
+    """What `publish_every = "auto"` would be by what is measured; None while it is not known, or where none will do."""
+    demand = live_demand(state)
+    if demand is None or not state.gauge.broadcasts:
+        return None
+    try:
+        return choose_publish_every(demand.max_staleness, demand.train_seconds, demand.broadcast_seconds)
+    except UserError:
+        return None
 
 
 def predicted_idle_ratio(state: PlannerState, now: float) -> float | None:

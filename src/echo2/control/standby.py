@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import math
 import statistics
+from collections.abc import Iterable
 
 from echo2.control import commands as do
+from echo2.control import events as ev
 from echo2.control.activation import Candidate, choose
 from echo2.control.capacity import Demand, mu_target
 from echo2.control.gauge import rate_now
@@ -28,8 +30,24 @@ RETURN_SECONDS = 300.0
 ALONE_SECONDS = 60.0
 #: Seconds between two tries of an offer whose hook fails, doubled at each failure up to the last.
 RETRY_SECONDS = (15.0, 900.0)
+#: Of R / T: a window so narrow that it takes more is one that no rate is enough for. Money does not widen it.
+MOST_FACTOR = 10.0
 #: Rollouts a second that are asked for when nobody attends and nothing is known: the cheapest machine.
 LEAST_RATE = 1e-9
+
+
+def recover(state: PlannerState, machines: Iterable[ev.RecoveredMachine], now: float) -> None:
+    """Machines that an earlier head rented: one without a worker is still waited for; a worker is away until it is back
+    and its machine is returned where it stays away.
+    """
+    activation = state.activation
+    if activation is None:
+        return
+    for machine in machines:
+        if machine.worker_id:
+            activation.gone[machine.worker_id] = (machine.offer, now)
+        else:
+            activation.rents.setdefault(machine.offer, []).append(now)
 
 
 def look(state: PlannerState, now: float) -> None:
@@ -37,9 +55,10 @@ def look(state: PlannerState, now: float) -> None:
     activation = state.activation
     if activation is None or now < activation.next_at:
         return
-    if not len(state.fleet) and state.options.offers:
+    if state.options.offers:
         activation.next_at = now + LOOK_SECONDS
         _return_unneeded(state, activation, now)
+    if not len(state.fleet) and state.options.offers:
         since = state.wanted_since
         if state.wanted_step is not None and since is not None and now - since >= ALONE_SECONDS:
             _rent(state, activation, activation.needed_rate or LEAST_RATE, now)
@@ -61,10 +80,8 @@ def look(state: PlannerState, now: float) -> None:
         release(state, worker_id, change.reason, now)
     if change.activate:
         announce_newest(state, "newest when the workers were activated", change.activate)
-    if state.options.offers:
-        _return_unneeded(state, activation, now)
-        if change.short_rate > 0:
-            _rent(state, activation, change.short_rate, now)
+    if state.options.offers and change.short_rate > 0:
+        _rent(state, activation, change.short_rate, now)
 
 
 def _release_unneeded(state: PlannerState, candidates: list[Candidate], rate: float, now: float) -> None:
@@ -84,10 +101,10 @@ def live_demand(state: PlannerState) -> Demand | None:
     if not train_seconds:
         return None
     return Demand(
-        groups_per_step=options.groups_per_step,
+        groups_per_step=options.groups_per_step + gauge.typical_replaced(),
         group_size=options.group_size,
         publish_every=options.publish_every,
-        max_staleness=options.max_staleness,
+        max_staleness=state.admission.bound,
         train_seconds=train_seconds,
         broadcast_seconds=gauge.typical_broadcast_seconds(),
         rollout_seconds=gauge.batch_seconds,
@@ -100,9 +117,11 @@ def needed_rate(state: PlannerState) -> float | None:
     if demand is None:
         return None
     try:
-        return mu_target(demand)
+        target = mu_target(demand)
     except UserError:
         return math.inf  # on-policy, or the broadcast cannot be hidden: everybody helps
+    plain = demand.rollouts_per_step / demand.train_seconds
+    return target if target <= MOST_FACTOR * plain else math.inf
 
 
 def list_candidates(state: PlannerState, now: float) -> list[Candidate]:
@@ -167,7 +186,8 @@ def _rent(state: PlannerState, activation: Activation, short_rate: float, now: f
         coming += offer.rate * len(rents)
         if now < activation.failures.get(offer.name, (0, 0.0))[1]:
             continue
-        num_left = offer.count - len(rents) - present.count(offer.name)
+        num_away = sum(1 for name, _ in activation.gone.values() if name == offer.name)
+        num_left = offer.count - len(rents) - present.count(offer.name) - num_away
         pool += [Candidate(f"{offer.name}/{n}", offer.rate, offer.price_usd_per_hour) for n in range(num_left)]
     missing = LEAST_RATE if short_rate == math.inf else short_rate
     if missing <= coming or not pool:

@@ -23,7 +23,10 @@ def worker_joined(state: PlannerState, event: ev.WorkerJoined, now: float) -> No
         worker.rate, worker.rate_variance, worker.returned = before.rate, before.rate_variance, before.returned
     worker.standby = _joins_standing_by(state, event, before)
     worker.standby_since = now if worker.standby else None
+    worker.unmeasured_samples = worker.samples
     state.fleet.join(worker, now)
+    if event.installed is not None and not worker.standby and (before is None or before.installed != event.installed):
+        state.gauge.installed(event.installed, state.fleet.num_active, now)
     for lease_id in event.held_leases:
         held = state.leases.get(lease_id)
         if held is None or held[0] != event.worker_id:
@@ -40,10 +43,10 @@ def _joins_standing_by(state: PlannerState, event: ev.WorkerJoined, before: Work
     activation = state.activation
     if activation is None:
         return False
+    was_lost = activation.gone.pop(event.worker_id, None) is not None
     if before is not None:
         return before.standby
-    activation.gone.pop(event.worker_id, None)
-    if rents := activation.rents.get(event.offer):
+    if not was_lost and (rents := activation.rents.get(event.offer)):
         rents.pop(0)
         activation.failures.pop(event.offer, None)
         return False

@@ -12,10 +12,26 @@ from rich.console import Console
 from rich.table import Table
 
 from echo2.buffer.schema import open_for_reading, unusable
-from echo2.control.cost import Bill, itemise, total
+from echo2.control.bill import Bill, itemise, total
 from echo2.errors import UserError
-from echo2.planning.past_run import read_rows
+from echo2.past_run import read_rows
 
+#: What the causes mean, for those who read the table.
+MEANINGS = {
+    "training": "the learner at work",
+    "useful": "rollouts that were trained on, or wait for it",
+    "stale": "too old when they came",
+    "failed": "could not be sampled or scored",
+    "duplicate": "somebody else's came first",
+    "late": "came after their lease had ended",
+    "malformed": "broke the wire's rules",
+    "expired": "not done when their lease ended",
+    "lost": "of workers that vanished",
+    "standby": "attending, and not needed",
+    "idle": "paid, and nothing to do",
+}
+#: Columns of the table where it is written to a file.
+WIDTH = 160
 #: Machines shown one by one; the rest in one line.
 MACHINES_SHOWN = 20
 
@@ -30,7 +46,8 @@ def run(directory: Path, as_json: bool) -> int:
     if as_json:
         print(json.dumps(report))
     else:
-        _show(report, Console())
+        wide = Console()
+        _show(report, wide if wide.is_terminal else Console(width=WIDTH))
     return 0
 
 
@@ -77,11 +94,11 @@ def _read_ledger(path: Path) -> tuple[dict[str, Any], int]:
 
 def _show(report: dict[str, Any], console: Console) -> None:
     everything = Bill(**report["total"])
-    table = Table(box=None, padding=(0, 2, 0, 0))
+    table = Table(box=None, padding=(0, 1, 0, 0))
     causes = list(everything.by_cause)
     table.add_column("machine")
-    for heading in ("$", "hours", "groups", *causes):
-        table.add_column(heading, justify="right")
+    for heading in ("$", "time", "groups", *causes):
+        table.add_column(heading, justify="right", no_wrap=True)
     bills = [Bill(**plain) for plain in report["machines"]]
     shown = bills[:MACHINES_SHOWN]
     if len(bills) > len(shown):
@@ -94,6 +111,7 @@ def _show(report: dict[str, Any], console: Console) -> None:
         shares = [f"{everything.by_cause[cause] / everything.usd:.1%}" for cause in causes]
         table.add_row("", "", "", "", *shares, style="dim")
     console.print(table, highlight=False)
+    console.print("; ".join(f"{cause}: {MEANINGS[cause]}" for cause in causes if cause in MEANINGS), style="dim")
     if report["usd_per_step"] is not None:
         tokens = "" if report["usd_per_mtok"] is None else f", ${report['usd_per_mtok']:.4g} a million trained tokens"
         console.print(f"${report['usd_per_step']:.4g} a step over {report['steps']} steps{tokens}", highlight=False)
@@ -107,7 +125,13 @@ def _show(report: dict[str, Any], console: Console) -> None:
 
 def _cells(bill: Bill, causes: list[str]) -> list[str]:
     split = [f"{bill.by_cause[cause]:.4f}" if cause in bill.by_cause else "" for cause in causes]
-    return [bill.name, f"{bill.usd:.4f}", f"{bill.seconds / 3600:.2f}", str(bill.groups), *split]
+    return [bill.name, f"{bill.usd:.4f}", _time(bill.seconds), str(bill.groups), *split]
+
+
+def _time(seconds: float) -> str:
+    if seconds >= 3600:
+        return f"{seconds / 3600:.2f} h"
+    return f"{seconds / 60:.1f} min" if seconds >= 60 else f"{seconds:.0f} s"
 
 
 def _renamed(bill: Bill, name: str) -> Bill:

@@ -2,7 +2,7 @@
 
 For each (S, kappa) that the bound on staleness allows: the rate that is needed (`control/capacity.py`), the cheapest
 machines that reach gamma times it (`control/activation.py`), how long snapshots take to reach those (`control/
-dissemination.py`, which may need a larger rate: repeated until it holds), and a walk through the run with them
+transfer_time.py`, which may need a larger rate: repeated until it holds), and a walk through the run with them
 (`control/forecast.py`). Where the walk shows waiting that the fluid formulas do not see, the rate is raised. The
 cheapest wins; among those that cost about the same, the freshest data.
 """
@@ -15,9 +15,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from echo2.control import activation, capacity, dissemination
+from echo2.control import activation, capacity, transfer_time
 from echo2.control.capacity import Demand
-from echo2.control.forecast import Pace, Prediction, forecast
+from echo2.control.forecast import Pace, Prediction, forecast, longest_of
 from echo2.errors import UserError
 from echo2.offers import Offer
 
@@ -27,6 +27,8 @@ SAME_COST = 0.005
 RATE_STEP = 1.06
 #: Of the needed rate: the smallest fleet that a budget or on-policy training may choose.
 FRUGAL_FACTOR = 0.1
+#: Where the waiting was at most so many times as long with half the rate, it is not the rate that is missing.
+HARDLY_LESS = 1.1
 #: Walks through a run with the same machines.
 WALKS = 3
 _MAX_TRIES = 50
@@ -41,7 +43,7 @@ class Broadcast:
 
     full_bytes: float = 0.0
     delta_bytes: float | None = None
-    route: dissemination.Route = field(default_factory=dissemination.Route)
+    route: transfer_time.Route = field(default_factory=transfer_time.Route)
     encode_seconds: float = 0.0
     reload_seconds: float = 0.0
     seconds: float | None = None
@@ -52,11 +54,11 @@ class Broadcast:
         full = self.full_bytes
         return full if self.delta_bytes is None else min(full, self.delta_bytes * publish_every)
 
-    def seconds_to(self, links: Sequence[dissemination.Links], publish_every: int) -> float:
+    def seconds_to(self, links: Sequence[transfer_time.Links], publish_every: int) -> float:
         """T_bcast for workers behind these links."""
         if self.seconds is not None:
             return self.seconds
-        travels = dissemination.transfer_seconds(self.num_bytes(publish_every), links, self.route)
+        travels = transfer_time.transfer_seconds(self.num_bytes(publish_every), links, self.route)
         return max(self.at_least_seconds, self.encode_seconds + travels + self.reload_seconds)
 
 
@@ -106,12 +108,13 @@ class PlanInputs:
 class Plan:
     """`machines`: number by offer. `needed_rate`: below it the learner waits whatever the safety factor. `binds`: what
     sets the pace of the run; `fleet_set_by`: what the number of machines follows from. `floor_usd_per_step`: the
-    learner alone.
+    learner alone. `auto_publish_every`: what "auto" is with this S and these broadcasts, None where no number will do.
     """
 
     machines: dict[str, int]
     max_staleness: int
     publish_every: int
+    auto_publish_every: int | None
     broadcast_seconds: float
     broadcast_bytes: float
     needed_rate: float
@@ -147,12 +150,19 @@ def make_plan(inputs: PlanInputs) -> Plan:
     if frugal.usd > inputs.budget_usd:
         start_usd = frugal.usd - inputs.steps * frugal.usd_per_step
         affordable = max(0, math.floor((inputs.budget_usd - start_usd) / frugal.usd_per_step - 1e-9))
+        pays = (
+            f"pays for {affordable} steps (--run.max_steps {affordable})" if affordable else "does not pay for one step"
+        )
         raise UserError(
-            f"A budget of ${inputs.budget_usd:.2f} is too small: the cheapest plan costs ${frugal.usd:.2f} for "
-            f"{inputs.steps} steps, ${frugal.usd - inputs.budget_usd:.2f} more. It pays for {affordable} steps "
-            f"(--run.max_steps {affordable}); keeping the learner busy costs ${best.usd:.2f}."
+            f"A budget of ${_usd(inputs.budget_usd)} is too small: the cheapest plan costs ${_usd(frugal.usd)} for "
+            f"{inputs.steps} steps, ${_usd(frugal.usd - inputs.budget_usd)} more. It {pays}; keeping the learner busy "
+            f"costs ${_usd(best.usd)}."
         )
     return replace(frugal, binds="budget")
+
+
+def _usd(value: float) -> str:
+    return f"{value:.2f}" if value >= 1 else f"{value:.2g}"
 
 
 def by_staleness(inputs: PlanInputs) -> list[Plan]:
@@ -181,11 +191,21 @@ def _check(inputs: PlanInputs) -> None:
         raise UserError(f"learner.price_usd_per_hour = {inputs.learner_usd_per_hour} must not be negative.")
     if not 0 < inputs.max_idle < 1:
         raise UserError(f"--max-idle {inputs.max_idle} must lie between 0 and 1.")
-    if inputs.publish_every is not None and not 1 <= inputs.publish_every <= inputs.max_staleness + 1:
+    if inputs.budget_usd is not None and not any((inputs.learner_usd_per_hour, *_prices(inputs))):
         raise UserError(
-            f"--publish-every {inputs.publish_every} with max_staleness = {inputs.max_staleness} would wait for ever: "
-            f"use 1 to {inputs.max_staleness + 1}, or a larger max_staleness."
+            f"--budget {inputs.budget_usd:g} says nothing: neither the learner (learner.price_usd_per_hour) nor any "
+            "offer has a price."
         )
+    most = max(1, inputs.max_staleness)
+    if inputs.publish_every is not None and not 1 <= inputs.publish_every <= most:
+        raise UserError(
+            f"--publish-every {inputs.publish_every} with max_staleness = {inputs.max_staleness} cannot be planned: "
+            f"use 1 to {most}, or a larger max_staleness."
+        )
+
+
+def _prices(inputs: PlanInputs) -> Iterator[float]:
+    return (offer.price_usd_per_hour for offer in inputs.offers)
 
 
 def _pairs(inputs: PlanInputs) -> Iterator[tuple[int, int]]:
@@ -215,13 +235,20 @@ def _search(inputs: PlanInputs, pool: Sequence[activation.Candidate]) -> Plan:
     for usd, pair in drafts:
         if best is not None and usd >= best.usd_per_step * (1 - SAME_COST):
             break
+        if (least := least_idle(inputs, *pair)) > inputs.max_idle:
+            idlest = least
+            continue
+        tried: list[tuple[float, float]] = []
         for draft in _ladder(inputs, *pair, pool, inputs.gamma):
-            plan = _walked(inputs, draft)
+            plan = _walked(inputs, draft, inputs.max_idle)
             idlest = plan.prediction.steady_idle_ratio
             if idlest <= inputs.max_idle:
                 if best is None or plan.usd_per_step < best.usd_per_step * (1 - SAME_COST):
                     best = plan
                 break
+            if any(2 * rate <= plan.rate and idle <= HARDLY_LESS * idlest for rate, idle in tried):
+                break
+            tried.append((plan.rate, idlest))
     if best is None:
         raise UserError(
             f"All the offers together reach the rate, and the learner would still wait {idlest:.1%} of the time, more "
@@ -230,6 +257,18 @@ def _search(inputs: PlanInputs, pool: Sequence[activation.Candidate]) -> Plan:
             "max_staleness, or --max-idle."
         )
     return best
+
+
+def least_idle(inputs: PlanInputs, max_staleness: int, publish_every: int) -> float:
+    """How long the learner waits however many machines there are: a version's first batch takes its time."""
+    seconds = min(inputs.broadcast.seconds_to([_links(offer, 1)], publish_every) for offer in inputs.offers)
+    batches = []
+    for offer in inputs.offers:
+        size = offer.groups_per_batch or inputs.groups_per_batch
+        median = size * inputs.group_size / offer.effective_rate / longest_of(size, offer.spread)
+        batches.append(median * math.exp(-3 * offer.spread))  # the shortest of hundreds
+    demand = replace(inputs.demand(max_staleness, publish_every, seconds), rollout_seconds=min(batches))
+    return capacity.idle_ratio(demand, math.inf)
 
 
 @dataclass(frozen=True, slots=True)
@@ -306,7 +345,8 @@ def _frugal(inputs: PlanInputs, pool: Sequence[activation.Candidate], best: Plan
     return best
 
 
-def _walked(inputs: PlanInputs, draft: _Draft) -> Plan:
+def _walked(inputs: PlanInputs, draft: _Draft, most_idle: float = 1.0) -> Plan:
+    """The draft as a plan. Walks end with the first that waits for more than `most_idle`."""
     demand, by_name = draft.demand, {offer.name: offer for offer in inputs.offers}
     paces = [
         Pace(
@@ -318,13 +358,17 @@ def _walked(inputs: PlanInputs, draft: _Draft) -> Plan:
         for name, count in sorted(draft.machines.items())
     ]
     # Which worker happens to get the last batch of a step is chance: the unluckiest of a few walks counts.
-    walks = [forecast(demand, paces, inputs.steps, seed=seed) for seed in range(WALKS)]
-    prediction = max(walks, key=lambda walk: walk.steady_idle_ratio)
+    prediction = forecast(demand, paces, inputs.steps)
+    for seed in range(1, WALKS):
+        if prediction.steady_idle_ratio <= most_idle:
+            walk = forecast(demand, paces, inputs.steps, seed=seed)
+            prediction = max(prediction, walk, key=lambda one: one.steady_idle_ratio)
     hourly = inputs.learner_usd_per_hour + draft.selection.usd_per_hour
     return Plan(
         machines=dict(sorted(draft.machines.items())),
         max_staleness=demand.max_staleness,
         publish_every=demand.publish_every,
+        auto_publish_every=_auto_publish_every(inputs, draft),
         broadcast_seconds=demand.broadcast_seconds,
         broadcast_bytes=inputs.broadcast.num_bytes(demand.publish_every),
         needed_rate=draft.needed_rate,
@@ -338,6 +382,17 @@ def _walked(inputs: PlanInputs, draft: _Draft) -> Plan:
         fleet_set_by=_fleet_set_by(demand),
         proved_cheapest_set=draft.selection.proved,
     )
+
+
+def _auto_publish_every(inputs: PlanInputs, draft: _Draft) -> int | None:
+    """The largest kappa >= 1 whose bound (12) is at most S, with the broadcast that it takes; 1 where S = 0."""
+    bound, by_name = draft.demand.max_staleness, {offer.name: offer for offer in inputs.offers}
+    links = [_links(by_name[name], count) for name, count in draft.machines.items()]
+    for publish_every in range(bound, 0, -1):
+        seconds = inputs.broadcast.seconds_to(links, publish_every)
+        if capacity.allows(publish_every, bound, inputs.train_seconds, seconds):
+            return publish_every
+    return 1 if bound == 0 else None
 
 
 def _binds(demand: Demand, rate: float, prediction: Prediction, max_idle: float) -> str:
@@ -363,8 +418,8 @@ def _usd_per_step(inputs: PlanInputs, workers_usd_per_hour: float, step_seconds:
     return (inputs.learner_usd_per_hour + workers_usd_per_hour) * step_seconds / 3600
 
 
-def _links(offer: Offer, count: int) -> dissemination.Links:
-    return dissemination.Links(offer.up_mbps * 1e6, offer.down_mbps * 1e6, count)
+def _links(offer: Offer, count: int) -> transfer_time.Links:
+    return transfer_time.Links(offer.up_mbps * 1e6, offer.down_mbps * 1e6, count)
 
 
 # ---- refusals --------------------------------------------------------------------------------------------------------
@@ -383,12 +438,16 @@ def _too_slow(
     cheapest = min(inputs.offers, key=lambda offer: offer.price_usd_per_hour / offer.effective_rate)
     more = math.ceil((target - have) / cheapest.effective_rate)
     error = _TooSlowError(
-        f"The offers cannot carry the rate: all {len(pool)} machines together make {have:.4g} rollouts/s, "
+        f"The offers cannot carry the rate: {_all_of(len(pool))} {have:.4g} rollouts/s, "
         f"{target:.4g} are needed (max_staleness = {max_staleness}, publish_every = {publish_every}, safety factor "
         f"included); {target - have:.4g} are missing. {more} more {cheapest.name!r} would do."
     )
     error.missing = target - have
     return error
+
+
+def _all_of(num_machines: int) -> str:
+    return f"all {num_machines} machines together make" if num_machines > 1 else "the one machine makes"
 
 
 def _explained(

@@ -12,10 +12,10 @@ from rich.console import Console
 from rich.table import Table
 
 from echo2 import config as configuration
-from echo2.control.dissemination import Route
+from echo2.control.transfer_time import Route
 from echo2.errors import UserError
 from echo2.offers import load_offers
-from echo2.planning.past_run import PastRun, read_past_run
+from echo2.past_run import PastRun, read_past_run
 from echo2.planning.plan import Broadcast, Plan, PlanInputs, by_staleness, make_plan
 from echo2.planning.rehearsal import rehearse
 from echo2.planning.snapshot_size import snapshot_bytes
@@ -54,7 +54,8 @@ def run(options: argparse.Namespace) -> int:
         console.print(
             f"Rehearsed: {rehearsal.steps} simulated steps, idle {rehearsal.steady_idle_ratio:.1%} once under way, "
             f"{rehearsal.idle_ratio:.1%} with the cold start; staleness mean {rehearsal.mean_staleness:.2f}, max "
-            f"{rehearsal.max_staleness}; ${rehearsal.usd_per_step:.4g} a step.",
+            f"{rehearsal.max_staleness}; ${rehearsal.steady_usd_per_step:.4g} a step once under way, "
+            f"${rehearsal.usd_per_step:.4g} with the cold start.",
             highlight=False,
         )
     return 0
@@ -156,6 +157,8 @@ def show(plan: Plan, choices: list[Plan], inputs: PlanInputs, sources: list[Sour
     table.add_row(
         "settings", f"[bold]schedule.max_staleness {plan.max_staleness}, publish_every {plan.publish_every}[/bold]"
     )
+    auto = "none: no number keeps the bound" if plan.auto_publish_every is None else str(plan.auto_publish_every)
+    table.add_row("", f'publish_every = "auto" is {auto} here, with max_staleness {plan.max_staleness}')
     mean = plan.prediction.mean_staleness
     table.add_row("staleness", f"mean {mean:.2f}, bound {plan.max_staleness}   {_histogram(plan)}")
     idle = plan.prediction.steady_idle_ratio

@@ -19,8 +19,8 @@ TIME_LIMIT_FACTOR = 5.0
 
 @dataclass(frozen=True, slots=True)
 class Rehearsal:
-    """What the simulator made of a plan. `idle_ratio` includes the cold start, `steady_idle_ratio` the second half of
-    the steps alone.
+    """What the simulator made of a plan. `idle_ratio` and `usd_per_step` include the cold start; what is steady, and
+    `step_seconds`, is of the second half of the steps alone.
     """
 
     steps: int
@@ -29,7 +29,9 @@ class Rehearsal:
     mean_staleness: float
     max_staleness: int
     staleness: dict[int, float]
+    step_seconds: float
     usd_per_step: float
+    steady_usd_per_step: float
     seconds: float
 
 
@@ -48,6 +50,8 @@ def rehearsed(report: Report) -> Rehearsal:
     history, groups = report.history, max(1, sum(report.staleness.values()))
     steps = history.steps[len(history.steps) // 2 :]
     waited, trained = sum(one.wait_seconds for one in steps), sum(one.train_seconds for one in steps)
+    step_seconds = (waited + trained) / max(1, len(steps))
+    usd = history.usd + history.learner_usd
     shares = {age: count / groups for age, count in report.staleness.items()}
     return Rehearsal(
         steps=report.steps,
@@ -56,7 +60,9 @@ def rehearsed(report: Report) -> Rehearsal:
         mean_staleness=sum(age * share for age, share in shares.items()),
         max_staleness=report.max_staleness,
         staleness=shares,
-        usd_per_step=(history.usd + history.learner_usd) / max(1, report.steps),
+        step_seconds=step_seconds,
+        usd_per_step=usd / max(1, report.steps),
+        steady_usd_per_step=usd / report.seconds * step_seconds if report.seconds else 0.0,
         seconds=report.seconds,
     )
 

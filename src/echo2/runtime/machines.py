@@ -96,6 +96,10 @@ class Machines:
         """Machines that are out."""
         return list(self._out)
 
+    def kept(self) -> list[Machine]:
+        """Machines that are out and not being given back."""
+        return [machine for machine in self._out.values() if not machine.leaving]
+
     async def close(self) -> None:
         """The run is over: give back all of them, at once."""
         await asyncio.gather(*(self._return(machine, LAST_TRIES) for machine in list(self._out.values())))

@@ -1,8 +1,8 @@
 """The head's simulated driver: the real planner and ledger, a virtual clock, and kill -9 between any two commands.
 
-What outlives a kill: the ledger, the published snapshots, and which versions were evaluated. Each command is carried
-out by itself, so that a kill finds the ledger after any prefix of an event's commands (production is milder: one
-transaction an event).
+What outlives a kill: the ledger, the published snapshots, and what metrics.jsonl would say: the evaluations, the ESS.
+Each command is carried out by itself, so that a kill finds the ledger after any prefix of an event's commands
+(production is milder: one transaction an event).
 """
 
 from __future__ import annotations
@@ -143,6 +143,7 @@ class SimHead(Actor):
         self.store: dict[SnapshotRef, bytes] = {}
         self.dialable: dict[str, bool] = {}
         self.evaluated: set[int] = set()
+        self.ess: dict[int, float] = {}
         self._doomed = False
         self._restart()
 
@@ -216,14 +217,28 @@ class SimHead(Actor):
                 next_number=state.next_number,
                 next_lease_id=max(state.next_lease_id, self.ledger.get_meta("next_lease_id", 1)),
                 groups=tuple(
-                    ev.RecoveredGroup(g.number, g.step, g.state, g.oldest_version, g.num_tokens, g.worker_id)
+                    ev.RecoveredGroup(
+                        g.number,
+                        g.step,
+                        g.state,
+                        g.oldest_version,
+                        g.num_tokens,
+                        g.worker_id,
+                        g.reason,
+                        g.state == "ready" and self._is_flat(g.number),
+                    )
                     for g in state.groups
                 ),
                 leases=tuple(ev.RecoveredLease(o.lease_id, o.number, o.worker_id, o.deadline) for o in state.leases),
                 published=tuple(sorted(self.store)),
                 evaluated=tuple(sorted(self.evaluated)),
+                ess=tuple((step, ess) for step, ess in self.ess.items() if step < state.version),
+                machines=self.landlord.out(),
             )
         )
+
+    def _is_flat(self, number: int) -> bool:
+        return self.scenario.is_flat(self.ledger.payload(number))
 
     def _die(self) -> None:
         self.history.killed[HEAD] += 1
@@ -245,7 +260,7 @@ class SimHead(Actor):
     def _score(self, group: GroupRef) -> None:
         if group.kind == "train":
             self.ledger.score(group.number, self.ledger.payload(group.number), self.world.now)
-        self.tell(ev.GroupScored(group))
+        self.tell(ev.GroupScored(group, group.kind == "train" and self._is_flat(group.number)))
 
     # ---- calls -------------------------------------------------------------------------------------------------------
 
@@ -311,13 +326,19 @@ class SimHead(Actor):
                     raise InvariantError(f"snapshot {body.ref} was published with two digests")
                 self.tell(ev.SnapshotPublished(body.ref, self.scenario.snapshot_chunks * self.scenario.chunk_bytes))
                 return None
-            case ev.StepTrained() | ev.CheckpointSaved():
+            case ev.StepTrained():
+                if body.step == self.planner.version and body.ess is not None:
+                    self.ess[body.step] = body.ess  # as in production, the row before the event
+                return _refused(self.tell(body))
+            case ev.CheckpointSaved():
                 return _refused(self.tell(body))
         raise InvariantError(f"the head does not know {body}")
 
     def _deliver(self, sender: str, body: Deliver) -> object:
         worker = self.planner.fleet.get(sender)
-        event = replace(body.event, is_scored=worker is not None and worker.scores)
+        is_scored = worker is not None and worker.scores
+        is_flat = is_scored and self.scenario.is_flat(body.payload)
+        event = replace(body.event, is_scored=is_scored, is_flat=is_flat)
         self._deliveries[event.lease_id] = replace(body, event=event)
         verdict = _verdict(self.tell(event))
         del self._deliveries[event.lease_id]
@@ -352,7 +373,7 @@ class SimHead(Actor):
                 number = command.group.number if command.group is not None else 0
                 ledger.refuse(command.lease_id, number, command.worker_id, command.refusal, 0, 0.0, now)
             case do.RetireGroup():
-                self.history.retired[command.why] += 1
+                self.history.retire(self.planner.groups.get(command.number), command.why)
                 ledger.retire(command.number, command.why, now)
             case do.RecordStep():
                 self._record_step(command)
@@ -378,6 +399,8 @@ class SimHead(Actor):
         self.history.sampled.setdefault(command.group.number, set()).update(
             (event.oldest_version, event.newest_version)
         )
+        if self.scenario.is_flat(delivery.payload):
+            self.history.flat.add(command.group.number)
         self.ledger.deliver(
             number=command.group.number,
             payload=delivery.payload,

@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 
 from echo2.control import commands as do
 from echo2.control import events as ev
+from echo2.control.groups import UNINFORMATIVE, GroupRecord
+from echo2.errors import InvariantError
 from echo2.types import SnapshotRef
 
 
@@ -39,6 +41,8 @@ class History:
                  deliveries refused by word, leases by outcome, groups by reason, processes killed by name
     shapes       train group -> size of the batch it was sampled in; a set, that must have one member
     sampled      train group -> versions of the tokens of its accepted result
+    flat         train groups whose rewards are all equal
+    replaced     step -> its groups that dynamic sampling retired
     wait_seconds, train_seconds
                  what the learner spent waiting for groups, and training
     usd          paid for workers while they were up; learner_usd likewise for the learner, waiting or not
@@ -59,6 +63,8 @@ class History:
     killed: Counter[str] = field(default_factory=Counter)
     shapes: dict[int, set[int]] = field(default_factory=dict)
     sampled: dict[int, set[int]] = field(default_factory=dict)
+    flat: set[int] = field(default_factory=set)
+    replaced: Counter[int] = field(default_factory=Counter)
     evaluated: list[int] = field(default_factory=list)
     fallbacks: int = 0
     wait_seconds: float = 0.0
@@ -77,6 +83,14 @@ class History:
     digests: dict[SnapshotRef, bytes] = field(default_factory=dict)
     weights: str = ""
     ended: str = ""
+
+    def retire(self, record: GroupRecord | None, why: str) -> None:
+        """A group is retired; dynamic sampling may do so where its rewards are all equal."""
+        self.retired[why] += 1
+        if why == UNINFORMATIVE:
+            if record is None or record.number not in self.flat:
+                raise InvariantError(f"{record} is retired as {why}, and has no equal rewards")
+            self.replaced[record.step] += 1
 
     def surviving(self) -> dict[int, TrainedStep]:
         """Each step as it counts in the end: as trained in the highest lineage that reached it."""

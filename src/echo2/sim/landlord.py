@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from echo2.control.events import RecoveredMachine
 from echo2.sim.scenario import Scenario
 from echo2.sim.world import Start, World
 
@@ -35,6 +36,17 @@ class Landlord:
                 self._coming[name] = world.now + self._delay[offer]
                 world.post(self._delay[offer], name, Start())
                 return
+
+    def out(self) -> tuple[RecoveredMachine, ...]:
+        """Machines that are up, or on their way."""
+        found = []
+        for offer, names in self._machines.items():
+            for name in names:
+                if self._world.actors[name].up:
+                    found.append(RecoveredMachine(offer, name))
+                elif self._coming.get(name, -1.0) >= self._world.now:
+                    found.append(RecoveredMachine(offer))
+        return tuple(found)
 
     def take_back(self, worker_id: str) -> None:
         self._world.post(0.0, worker_id, Returned())

@@ -59,6 +59,7 @@ class SimLearner(Actor):
         self.version, self.digest = self.checkpoints[-1] if self.checkpoints else (0, FIRST_DIGEST)
         self.lineage = 0
         self.ahead: tuple[tuple[int, ...], bytes] | None = None
+        self._busy_seconds = 0.0
         self.fed: list[Fed] = []
         self.taking = False
         self._calls: dict[int, object] = {}
@@ -80,7 +81,7 @@ class SimLearner(Actor):
             case Ordered() if event.epoch == self.epoch and self.taking:
                 self._ordered(event.body)
             case _Trained():
-                self._call(ev.StepTrained(event.step, tuple(item.number for item in self.fed)))
+                self._report_step(event.step)
             case _Encoded():
                 if event.version in self._unpublished:
                     self._call(Publish(SnapshotRef(self.lineage, event.version), self._unpublished[event.version]))
@@ -176,7 +177,7 @@ class SimLearner(Actor):
         waited = self._stop_waiting()
         numbers = tuple(item.number for item in self.fed)
         if self.ahead is not None and self.ahead[0] == tuple(sorted(numbers)):
-            self._call(ev.StepTrained(self.version, numbers))
+            self._report_step(self.version)
             return
         items = self.fed if self.scenario.deterministic else sorted(self.fed, key=lambda item: item.number)
         digest = hashlib.sha256(self.digest + b"".join(item.payload for item in items)).digest()
@@ -184,7 +185,15 @@ class SimLearner(Actor):
         seconds = self.world.around(self.scenario.learner.train_seconds, self.scenario.learner.spread)
         self.history.train_seconds += seconds
         self.history.steps.append(StepTimes(self.version, self.world.now, waited, seconds))
+        self._busy_seconds = seconds
         self.post(seconds, _Trained(self.version))
+
+    def _report_step(self, step: int) -> None:
+        spec, ess = self.scenario.learner, self.scenario.learner.ess
+        if spec.ess_spread:
+            ess = min(1.0, max(0.0, self.world.rng.uniform(ess - spec.ess_spread, ess + spec.ess_spread)))
+        numbers = tuple(item.number for item in self.fed)
+        self._call(ev.StepTrained(step, numbers, busy_seconds=self._busy_seconds, ess=ess))
 
     def _acknowledged(self) -> None:
         assert self.ahead is not None

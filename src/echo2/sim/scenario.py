@@ -1,7 +1,7 @@
 """What is simulated, as data: the run's settings, the machines, and how often each of them fails.
 
 A scenario is a TOML file: the fields of `Scenario` at the top, `[learner]`, `[head]`, `[broadcast]`, one `[[workers]]`
-for each kind of worker, one `[[outages]]` for each disaster. Names as in `config.py`. Durations are medians in seconds
+for each kind of worker, one `[[outages]]` for each disaster. Names as in `config/`. Durations are medians in seconds
 of log-normal distributions; `*_every_seconds` and `life_seconds` are means of exponential ones, 0 = never. A file may
 hold many runs: see `study.py`.
 """
@@ -69,7 +69,7 @@ class WorkersSpec:
 
 @dataclass(frozen=True, slots=True)
 class LearnerSpec:
-    """The learner."""
+    """The learner. `ess`: ESS / B of each step, drawn evenly from `ess_spread` around it, and never above 1."""
 
     train_seconds: Duration = 2.0
     spread: Spread = 0.1
@@ -79,6 +79,8 @@ class LearnerSpec:
     life_seconds: Seconds = 0.0
     restart_seconds: Seconds = 5.0
     price_usd_per_hour: Usd = 0.0
+    ess: Share = 1.0
+    ess_spread: Share = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +139,7 @@ class Scenario:
     """A run and its world. Nothing fails after `faults_until_seconds`; a run that has not ended at `time_limit_seconds`
     is reported as not finished. `generate_during_broadcast = false` is ECHO-2's model: a worker stands still from the
     publication until it has the snapshot. `activation`: workers stand by until they are needed, and are paid for only
-    while they are active.
+    while they are active. `flat_share`: of the groups, those whose rewards are all equal.
     """
 
     name: str = ""
@@ -146,9 +148,16 @@ class Scenario:
     group_size: Positive = 8
     max_staleness: Count = 1
     publish_every: Positive = 1
+    ess_floor: Share = 0.0
+    dynamic_sampling: bool = False
+    max_resampled: Annotated[float, Meta(gt=0, le=1000)] = 2.0
+    flat_share: Share = 0.0
     deterministic: bool = False
     groups_per_batch: Positive = 4
     swap: Literal["between", "during"] = "between"
+    order: Literal["any", "frontier"] = "any"
+    hand_over: Literal["group", "step"] = "group"
+    second_lease_after: float = 0.0
     lease_seconds: Duration = 60.0
     heartbeat_seconds: Duration = 2.0
     lost_after_seconds: Duration = 10.0
@@ -179,8 +188,14 @@ class Scenario:
             max_steps=self.max_steps,
             max_staleness=self.max_staleness,
             publish_every=self.publish_every,
+            ess_floor=self.ess_floor,
+            dynamic_sampling=self.dynamic_sampling,
+            max_resampled=self.max_resampled,
             deterministic=self.deterministic,
             groups_per_batch=self.groups_per_batch,
+            order=self.order,
+            hand_over=self.hand_over,
+            second_lease_after=self.second_lease_after,
             lease_seconds=self.lease_seconds,
             lost_after_seconds=self.lost_after_seconds,
             grace_seconds=min(self.heartbeat_seconds, self.lost_after_seconds),
@@ -196,6 +211,10 @@ class Scenario:
                 if spec.offer
             ),
         )
+
+    def is_flat(self, payload: bytes) -> bool:
+        """Whether all rewards of the group with this payload are equal: as good as chance, and always the same."""
+        return int.from_bytes(payload[:4], "big") < self.flat_share * (1 << 32)
 
     def group_seconds(self, spec: WorkersSpec) -> float:
         """Median duration of one group in a batch at this kind of worker."""

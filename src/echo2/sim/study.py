@@ -8,23 +8,23 @@
     "broadcast.scheme" = "star"
 
 A key is a path in the file: `max_staleness`, `learner.train_seconds`, `workers.count` (the first kind of worker) or
-`workers.1.count` (the second).
+`workers.1.count` (the second). `publish_every = "auto"`: the largest that `max_staleness` allows, by the file's times.
 """
 
 from __future__ import annotations
 
 import copy
-import difflib
 import itertools
 import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from echo2.errors import UserError
+from echo2.control.capacity import choose_publish_every
+from echo2.errors import UserError, did_you_mean
 from echo2.sim.scenario import BroadcastSpec, HeadSpec, LearnerSpec, OutageSpec, Scenario, WorkersSpec
 
 #: Runs that one file may ask for.
@@ -105,12 +105,34 @@ def _scenario(raw: dict[str, Any], changes: Mapping[str, Any], path: Path) -> Sc
     for key, value in changes.items():
         _change(changed, key, value, path)
     _check_tables(changed, str(path))
+    is_auto = changed.get("publish_every") == "auto"
+    if is_auto:
+        changed["publish_every"] = 1
     try:
         scenario = msgspec.convert({"name": path.stem, **changed}, type=Scenario)
     except msgspec.ValidationError as error:
         raise UserError(f"{path}: {error}") from error
+    if is_auto:
+        scenario = replace(scenario, publish_every=_auto_publish_every(scenario, path))
     _check_sense(scenario, path)
     return scenario
+
+
+def _auto_publish_every(scenario: Scenario, path: Path) -> int:
+    """The largest that keeps the bound, by the times of the scenario."""
+    counts = [spec.count for spec in scenario.workers]
+    if scenario.broadcast.scheme == "chunks" and scenario.max_staleness:
+        raise UserError(
+            f'{path}: publish_every = "auto" needs broadcast.scheme = fixed, star or chain: with chunks, how long a '
+            "broadcast takes is only known afterwards."
+        )
+    arrives = scenario.broadcast.arrival_seconds(max(0, sum(counts) - 1), sum(counts))
+    loads = max((spec.install_seconds for spec in scenario.workers if spec.count), default=0.0)
+    seconds = scenario.learner.publish_seconds + arrives + loads
+    try:
+        return choose_publish_every(scenario.max_staleness, scenario.learner.train_seconds, seconds)
+    except UserError as error:
+        raise UserError(f"{path}: {error}") from error
 
 
 def _check_sense(scenario: Scenario, path: Path) -> None:
@@ -119,6 +141,8 @@ def _check_sense(scenario: Scenario, path: Path) -> None:
             f"{path}: max_staleness = {scenario.max_staleness} with publish_every = {scenario.publish_every} waits for "
             f"ever; max_staleness must be {scenario.publish_every - 1} or more."
         )
+    if scenario.deterministic and (scenario.dynamic_sampling or scenario.ess_floor):
+        raise UserError(f"{path}: deterministic = true excludes dynamic_sampling and ess_floor.")
     if not any(spec.count for spec in scenario.workers):
         raise UserError(f"{path}: there is no worker: set workers.count.")
     if scenario.lost_after_seconds <= scenario.heartbeat_seconds:
@@ -131,8 +155,7 @@ def _check_sense(scenario: Scenario, path: Path) -> None:
     zones = {spec.zone for spec in scenario.workers}
     for outage in scenario.outages:
         if outage.zone not in zones:
-            near = difflib.get_close_matches(outage.zone, zones, n=1, cutoff=0.0)[0]
-            raise UserError(f"{path}: no worker is in zone {outage.zone!r}. Did you mean {near!r}?")
+            raise UserError(f"{path}: no worker is in zone {outage.zone!r}.{did_you_mean(outage.zone, zones)}")
 
 
 def _flatten(table: Mapping[str, Any]) -> dict[str, Any]:
@@ -176,5 +199,5 @@ def _check_keys(raw: Any, kind: type[Any], where: str) -> None:
     known = [entry.name for entry in fields(kind)]
     for key in raw if isinstance(raw, dict) else ():
         if key not in known:
-            near = difflib.get_close_matches(key, known, n=1, cutoff=0.0)[0]
-            raise UserError(f"{where}: unknown key {key!r}. Did you mean {near}?")
+            hint = did_you_mean(key, known) or f" Known: {', '.join(known)}."
+            raise UserError(f"{where}: unknown key {key!r}.{hint}")

@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 
 from echo2.buffer import Ledger
 from echo2.cli import main
-from echo2.control.cost import itemise, total
+from echo2.control.bill import itemise, total
 from echo2.errors import UserError
 from echo2.planning.cost_report import read_report
-from echo2.runtime.costs import CostBook
+from echo2.runtime.accounts import CostBook
 
 ACTIONS = st.lists(
     st.tuples(
@@ -119,7 +119,8 @@ def test_the_command_reads_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert report["total"]["by_cause"]["idle"] == pytest.approx(3.0 + 0.26)
     assert main(["cost", str(tmp_path)]) == 0
     text = capsys.readouterr().out
-    for part in ("learner", "w-1", "stale", "idle", "12.36", "a step"):
+    assert [report["total"]["by_cause"][cause] for cause in ("failed", "duplicate")] == [0.0, 0.0]  # named all the same
+    for part in ("learner", "w-1", "stale", "failed", "duplicate", "idle", "12.36", "a step"):
         assert part in text
     assert main(["cost", str(tmp_path), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["steps"] == 3

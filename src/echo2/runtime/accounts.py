@@ -3,7 +3,7 @@
 A worker costs its price for as long as it attends. Of that time, what it spent on results is useful, or waste under the
 word they were refused with; groups that are sampled together share their batch's time. A lease that ended without a
 result is charged the worker's mean time for a group (never more than the lease lasted), as an estimate. The rest is
-standby or idle. A worker that comes back at another price opens a second account. `control/cost.py` itemises.
+standby or idle. A worker that comes back at another price opens a second account. `control/bill.py` itemises.
 """
 
 from __future__ import annotations
@@ -119,6 +119,15 @@ class CostBook:
         machine = self.machines.setdefault(name, MachineCost())
         mean = machine.useful_seconds / machine.useful_groups if machine.useful_groups else lasted_seconds
         self.wasted(name, cause, min(mean, lasted_seconds))
+
+    def regretted(self, name: str, cause: str) -> None:
+        """A result that counted as useful is not trained on after all: the mean time of this worker's groups."""
+        machine = self.machines.setdefault(name, MachineCost())
+        if machine.useful_groups:
+            seconds = machine.useful_seconds / machine.useful_groups
+            machine.useful_seconds -= seconds
+            machine.useful_groups -= 1
+            machine.wasted_seconds[cause] = machine.wasted_seconds.get(cause, 0.0) + seconds
 
     def cum_usd(self, now: float) -> float:
         return sum(machine.usd(now) for machine in self.machines.values())

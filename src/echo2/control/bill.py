@@ -1,4 +1,4 @@
-"""The bill of a run: dollars by machine and by cause, from the accounts that the head keeps (`runtime/costs.py`).
+"""The bill of a run: dollars by machine and by cause, from the accounts that the head keeps (`runtime/accounts.py`).
 
 Causes: useful (results that were trained on or wait for it), every word of refusal or loss (stale, duplicate, late,
 malformed, expired, lost, failed ...), standby, idle; of the learner: training, idle. For each machine and in all, the
@@ -15,6 +15,8 @@ from typing import Any
 LEARNER = "learner"
 #: Causes that are no waste of work, in the order in which they are shown; others come between.
 FIRST, LAST = ("training", "useful"), ("standby", "idle")
+#: Causes that a total always names, if only to say that there were none.
+ALWAYS = ("useful", "stale", "failed", "duplicate", "idle")
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,8 +56,8 @@ def worker_seconds(account: Mapping[str, Any]) -> dict[str, float]:
 
 
 def total(bills: list[Bill]) -> Bill:
-    """All bills as one."""
-    causes = sorted({cause for bill in bills for cause in bill.by_cause}, key=_place)
+    """All bills as one, with the causes that are always named."""
+    causes = sorted({*ALWAYS, *(cause for bill in bills for cause in bill.by_cause)}, key=_place)
     return Bill(
         name="total",
         usd=math.fsum(bill.usd for bill in bills),
