@@ -6,6 +6,7 @@ as a list of sentences. The planner's and the relays' invariants are checked by 
 
 from __future__ import annotations
 
+import math
 import random
 from dataclasses import replace
 
@@ -28,7 +29,7 @@ def random_scenario(seed: int) -> Scenario:
     faults_until = rng.choice([0.0, 60.0, 200.0])
     workers = tuple(random_workers(rng, faults_until > 0) for _ in range(rng.randint(1, 3)))
     slowest = max(spec.rollout_seconds for spec in workers)
-    return Scenario(
+    scenario = Scenario(
         name=f"random {seed}",
         max_steps=rng.randint(1, 12),
         groups_per_step=rng.randint(1, 9),
@@ -37,6 +38,9 @@ def random_scenario(seed: int) -> Scenario:
         publish_every=rng.randint(1, max_staleness + 1),
         deterministic=deterministic,
         groups_per_batch=rng.randint(1, 5),
+        order="any" if deterministic else rng.choice(["any", "frontier"]),
+        hand_over=rng.choice(["group", "group", "step"]),
+        second_lease_after=0.0 if deterministic else rng.choice([0.0, 1.5]),
         swap="between" if deterministic else rng.choice(["between", "during"]),
         lease_seconds=rng.uniform(6.0, 20.0) * slowest + 10.0,
         max_failures=1_000_000,
@@ -60,6 +64,21 @@ def random_scenario(seed: int) -> Scenario:
         ),
         head=HeadSpec(score_seconds=rng.uniform(0.0, 2.0), life_seconds=rng.choice([0.0, 10.0, 60.0])),
     )
+    return with_dials(scenario, seed)
+
+
+def with_dials(scenario: Scenario, seed: int) -> Scenario:
+    """Some worlds replace uninformative groups, some tighten the bound by their ESS; deterministic ones neither."""
+    rng = random.Random(f"dials of {seed}")
+    if scenario.deterministic:
+        return scenario
+    if rng.random() < 0.5:
+        shares, most = rng.choice([0.2, 0.6, 1.0]), rng.choice([0.3, 1.0, 3.0])
+        scenario = replace(scenario, dynamic_sampling=True, flat_share=shares, max_resampled=most)
+    if rng.random() < 0.5 and scenario.max_staleness >= scenario.publish_every:
+        learner = replace(scenario.learner, ess=rng.uniform(0.2, 0.9), ess_spread=rng.choice([0.05, 0.5]))
+        scenario = replace(scenario, ess_floor=rng.uniform(0.2, 0.8), learner=learner)
+    return scenario
 
 
 def random_workers(rng: random.Random, faulty: bool) -> WorkersSpec:
@@ -131,7 +150,25 @@ def judge(report: Report, scenario: Scenario) -> list[str]:
                 wrong.append(f"group {number} of version {version} was trained at step {done.step}")
     if report.retired.get("stale"):
         wrong.append(f"{report.retired['stale']} groups were dropped as stale")
-    return wrong + judge_deterministic(report, scenario)
+    return wrong + judge_deterministic(report, scenario) + judge_resampling(report, scenario)
+
+
+def judge_resampling(report: Report, scenario: Scenario) -> list[str]:
+    """A step never replaces more than it may, and is trained on flat groups only where it has replaced so many. (That
+    what is replaced was flat, the simulator itself checks.)
+    """
+    wrong, history = [], report.history
+    most = math.ceil(scenario.max_resampled * scenario.groups_per_step) if scenario.dynamic_sampling else 0
+    for step, count in history.replaced.items():
+        if count > most:
+            wrong.append(f"step {step} replaced {count} groups, {most} allowed")
+    for done in history.trained if scenario.dynamic_sampling else []:
+        flat = history.flat.intersection(done.numbers)
+        if flat and history.replaced[done.step] < most:
+            wrong.append(f"step {done.step} trained on {sorted(flat)}, which are flat, and could have replaced them")
+    if report.retired.get("uninformative", 0) != sum(history.replaced.values()):
+        wrong.append(f"{report.retired} retired, but replaced: {history.replaced}")
+    return wrong
 
 
 def judge_seed(seed: int) -> list[str]:
@@ -141,8 +178,7 @@ def judge_seed(seed: int) -> list[str]:
         report = run_scenario(scenario, seed)
     except InvariantError as error:
         return [str(error)]
-    wrong = judge(report, scenario) + judge_commands(report)
-    return wrong if replays(report, scenario) else [*wrong, "replaying its events gives other commands"]
+    return judge(report, scenario) + judge_commands(report) + judge_replay(report, scenario)
 
 
 def judge_deterministic(report: Report, scenario: Scenario) -> list[str]:
@@ -189,11 +225,19 @@ def judge_commands(report: Report) -> list[str]:
     return wrong
 
 
-def replays(report: Report, scenario: Scenario) -> bool:
-    """The same events give the same commands, in every life of the head."""
+def judge_replay(report: Report, scenario: Scenario) -> list[str]:
+    """The same events give the same commands, in every life of the head; no grant was beyond the bound of its time."""
+    wrong = []
     for life in report.history.lives:
         planner = Planner(scenario.planner_options(report.seed))
         for event, now, commands in life:
             if planner.handle(event, now) != commands:
-                return False
-    return True
+                return ["replaying its events gives other commands"]
+            for command in commands:
+                if isinstance(command, do.GrantLeases) and command.leases[0].exact_version is None:
+                    worker = planner.fleet.get(command.worker_id)
+                    installed = worker.installed.version if worker is not None and worker.installed is not None else -1
+                    ahead = max(lease.step for lease in command.leases) - installed
+                    if ahead > planner.admission.bound:
+                        wrong.append(f"at {now:.1f} {ahead} versions ahead, {planner.admission.bound} allowed")
+    return wrong

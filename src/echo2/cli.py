@@ -139,6 +139,12 @@ def _add_run(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
         "--dry-run", action="store_true", help="check everything, print the resolved configuration, start nothing"
     )
     parser.add_argument("--json", action="store_true", help="print the summary as JSON")
+    _add_from(parser)
+
+
+def _add_from(parser: argparse.ArgumentParser) -> None:
+    text = 'a run whose measured times `publish_every = "auto"` is to follow (default with --resume: this run)'
+    parser.add_argument("--from", dest="like", type=Path, metavar="DIR", help=text)
 
 
 def _add_processes(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -148,6 +154,7 @@ def _add_processes(commands: argparse._SubParsersAction[argparse.ArgumentParser]
     parser.add_argument("target", type=Path, metavar="DIR|CONFIG")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--resume", action="store_true")
+    _add_from(parser)
     parser = _add(
         commands, "learner", "Start the learner of a run alone; it goes on from the newest checkpoint.", _learner
     )
@@ -170,6 +177,13 @@ def _add_processes(commands: argparse._SubParsersAction[argparse.ArgumentParser]
         default=[],
         metavar="SPEC",
         help="a reward installed here that the run may use",
+    )
+    parser.add_argument(
+        "--allow-environment",
+        action="append",
+        default=[],
+        metavar="SPEC",
+        help="an environment installed here that the run may play",
     )
     parser.add_argument(
         "--listen", default="", metavar="HOST:PORT", help="where other workers reach this one (default: any free port)"
@@ -229,7 +243,9 @@ def _add_model_commands(commands: argparse._SubParsersAction[argparse.ArgumentPa
 def _run(options: argparse.Namespace) -> int:
     from echo2.runtime import launch
 
-    return launch.run(options.config, options.out, options.resume, options.dry_run, options.overrides, options.json)
+    return launch.run(
+        options.config, options.out, options.resume, options.dry_run, options.overrides, options.json, options.like
+    )
 
 
 def _log_to_stderr() -> None:
@@ -244,7 +260,7 @@ def _head(options: argparse.Namespace) -> int:
 
     lifeline.hold_on()
     _log_to_stderr()
-    rundir = launch.open_run(options.target, options.out, options.resume, options.overrides)
+    rundir = launch.open_run(options.target, options.out, options.resume, options.overrides, options.like)
     asyncio.run(run_head(rundir))
     return 0
 
@@ -271,6 +287,7 @@ def _worker(options: argparse.Namespace) -> int:
         price_usd_per_hour=options.price_usd_per_hour,
         max_groups=options.max_groups,
         allow_rewards=tuple(options.allow_reward),
+        allow_environments=tuple(options.allow_environment),
         patience_seconds=options.patience_seconds,
         listen=options.listen,
         advertise=options.advertise,

@@ -11,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from echo2 import config as configuration
-from echo2.config import LOSS_PARAMS, Config, all_fields, build, load, to_json
+from echo2.config import Config, all_fields, build, load, to_json
+from echo2.config.rules import LOSS_PARAMS
 from echo2.errors import UserError
 
 MAX_FIELDS = 80
@@ -108,6 +109,15 @@ def test_a_wrong_value_is_named_with_its_path_and_what_is_allowed(raw: dict[str,
     ("raw", "words"),
     [
         ({"schedule": {"max_staleness": 1, "publish_every": 3}}, ["max_staleness = 1", "publish_every = 3", ">= 2"]),
+        ({"run": {"deterministic": True}, "schedule": {"dynamic_sampling": True}}, ["run.deterministic", "dynamic"]),
+        ({"run": {"deterministic": True}, "schedule": {"ess_floor": 0.5}}, ["run.deterministic", "ess_floor = 0.5"]),
+        ({"schedule": {"ess_floor": 0.5, "max_staleness": 0}}, ["nothing to tighten", "max_staleness = 0"]),
+        ({"schedule": {"ess_floor": 0.5, "max_staleness": 2, "publish_every": 3}}, ["nothing to tighten"]),
+        ({"schedule": {"groups_per_step": 6}, "learner": {"minibatches_per_round": 4}}, ["does not divide", "= 6"]),
+        ({"schedule": {"order": "frontier", "hand_over": "step"}}, ['order = "frontier"', 'hand_over = "step"']),
+        ({"run": {"deterministic": True}, "schedule": {"order": "frontier"}}, ["run.deterministic", '"frontier"']),
+        ({"run": {"deterministic": True}, "schedule": {"second_lease_after": 2.0}}, ["second_lease_after = 2.0"]),
+        ({"schedule": {"second_lease_after": 0.5}}, ["second_lease_after = 0.5", "twice"]),
         ({"reward": {"functions": ["exact_match"], "weights": [1.0, 2.0]}}, ["2 entries for 1"]),
         ({"run": {"deterministic": True}, "sampling": {"swap": "during"}}, ["run.deterministic", '"between"']),
         ({"schedule": {"heartbeat_seconds": 5.0, "lost_after_seconds": 5.0}}, ["lost_after_seconds = 5.0"]),

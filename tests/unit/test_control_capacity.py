@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from echo2.control import capacity, dissemination
+from echo2.control import capacity, transfer_time
 from echo2.control.capacity import Demand
-from echo2.control.dissemination import Links, Route
+from echo2.control.transfer_time import Links, Route
 from echo2.errors import UserError
 
 #: Table 2 of the paper: R = 128 x 16 (inferred), S = 3, kappa = 2, workers pause during the broadcast.
@@ -86,16 +86,16 @@ def test_vector_6_broadcast_times() -> None:
     size, worker = 16.4e9, 100e6
     route = Route(head_up_bps=700e6, latency_seconds=0.0)
     alone = 8 * size / worker
-    star = [dissemination.star_seconds(size, n, 700e6, worker) for n in (1, 7, 14, 28)]
+    star = [transfer_time.star_seconds(size, n, 700e6, worker) for n in (1, 7, 14, 28)]
     assert star == pytest.approx([alone, alone, 2 * alone, 4 * alone])
     for n in (1, 7, 14, 64):
-        chain = dissemination.chain_seconds(size, n, worker, route)
-        trees = dissemination.trees_seconds(size, [Links(worker, worker, n)], route)
-        few_chunks = 10 * 8 * dissemination.CHUNK_BYTES / worker
+        chain = transfer_time.chain_seconds(size, n, worker, route)
+        trees = transfer_time.trees_seconds(size, [Links(worker, worker, n)], route)
+        few_chunks = 10 * 8 * transfer_time.CHUNK_BYTES / worker
         assert alone <= chain <= alone + few_chunks
         assert alone <= trees <= alone + few_chunks
     # 10 machines without relaying, as in Table 2: 1830-1872 s mean an effective uplink of 690-750 Mbit/s.
-    assert dissemination.star_seconds(size, 10, 700e6, worker) == pytest.approx(1872, rel=0.01)
+    assert transfer_time.star_seconds(size, 10, 700e6, worker) == pytest.approx(1872, rel=0.01)
 
 
 # ---- the choice of kappa ---------------------------------------------------------------------------------------------
@@ -263,9 +263,9 @@ def test_binding_names_what_sets_the_pace() -> None:
 @pytest.mark.parametrize("scheme", ["star", "chain", "trees"])
 def test_no_scheme_beats_a_worker_s_own_link(scheme: str) -> None:
     for n, up in itertools.product((1, 3, 30), (10e6, 100e6)):
-        seconds = dissemination.transfer_seconds(1e9, [Links(up, 50e6, n)], Route(scheme, 200e6))
+        seconds = transfer_time.transfer_seconds(1e9, [Links(up, 50e6, n)], Route(scheme, 200e6))
         assert seconds >= 8e9 / 50e6
     with pytest.raises(UserError, match="scheme"):
-        dissemination.transfer_seconds(1e9, [Links(1e6, 1e6)], Route("pigeon"))
+        transfer_time.transfer_seconds(1e9, [Links(1e6, 1e6)], Route("pigeon"))
     with pytest.raises(UserError, match="needs workers"):
-        dissemination.transfer_seconds(1e9, [], Route(scheme))
+        transfer_time.transfer_seconds(1e9, [], Route(scheme))

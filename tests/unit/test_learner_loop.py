@@ -401,6 +401,72 @@ def test_stop_saves_and_ends(tmp_path: Path) -> None:
     assert checkpoint.read_progress(tmp_path / "step_3").cursor == 9
 
 
+# ---- several updates a round -----------------------------------------------------------------------------------------
+
+
+def test_parts_of_a_round_are_updates_and_the_round_one_version(tmp_path: Path, undisturbed: dict[str, bytes]) -> None:
+    by_hand = Trainer(tiny_policy(), OPTIONS)
+    for step in range(5):
+        for group in step_groups(step):
+            by_hand.forward_backward([group])
+            by_hand.update()
+        assert by_hand.optim_step().num_updates == GROUPS_PER_STEP
+    head, trainer = ScriptedHead(), Trainer(tiny_policy(), OPTIONS)
+    assert run(head, trainer, tmp_path, groups_per_update=1) == "all steps are trained"
+    assert weights(trainer) == weights(by_hand) != undisturbed
+    assert (trainer.version, sorted(head.published)) == (5, list(range(6)))
+    assert {row["optim/updates"] for row in head.metrics.values()} == {GROUPS_PER_STEP}
+    uneven = Trainer(tiny_policy(), OPTIONS)
+    run(ScriptedHead(max_steps=1), uneven, tmp_path / "uneven", groups_per_update=2)  # 2 groups, and the 1 left over
+    assert weights(uneven) != weights(trainer)
+
+
+def test_the_whole_round_in_one_part_is_the_plain_step(tmp_path: Path, undisturbed: dict[str, bytes]) -> None:
+    trainer = Trainer(tiny_policy(), OPTIONS)
+    run(ScriptedHead(), trainer, tmp_path, groups_per_update=GROUPS_PER_STEP)
+    assert weights(trainer) == undisturbed
+
+
+@pytest.mark.parametrize("moment", ["learner dies", "head restarts"])
+def test_a_kill_within_a_round_changes_nothing(moment: str, tmp_path: Path) -> None:
+    """The learner dies, or the head, when a step has had one update of three."""
+    model, options = str(model_directory(tmp_path / "model")), {"checkpoint_every": 2, "groups_per_update": 1}
+    straight, second = (Trainer(load_policy(model, "float32", "cpu"), OPTIONS) for _ in range(2))
+    run(ScriptedHead(), straight, tmp_path / "straight", **options)
+
+    def fault(head: ScriptedHead, now: str, count: int) -> None:
+        if now == "before:FedGroups" and count == 11:
+            if moment == "head restarts":
+                head.restart()
+                raise LinkError("gone")
+            raise RuntimeError("dead")
+
+    head = ScriptedHead(fault=fault)
+    if moment == "learner dies":
+        with pytest.raises(RuntimeError):
+            run(head, Trainer(load_policy(model, "float32", "cpu"), OPTIONS), tmp_path / "run", **options)
+    run(head, second, tmp_path / "run", **options)
+    assert weights(second) == weights(straight)
+
+
+def test_a_stop_within_a_round_saves_nothing_that_is_no_version(tmp_path: Path) -> None:
+    class StoppingHead(ScriptedHead):
+        async def stream(self, method: str, request: Any) -> AsyncIterator[Any]:
+            async for fed in super().stream(method, request):
+                if request.step == 3 and fed.HasField("done"):
+                    fed.done.stop = True
+                yield fed
+
+    head, trainer = StoppingHead(), Trainer(tiny_policy(), OPTIONS)
+    run(head, trainer, tmp_path, checkpoint_every=2, groups_per_update=1)
+    assert trainer.is_within_step
+    assert checkpoint.latest(tmp_path) == tmp_path / "step_2"
+    with pytest.raises(InvariantError, match="within step 3"):
+        trainer.save_state(tmp_path / "step_3")
+    trainer.load_state(tmp_path / "step_2")
+    assert not trainer.is_within_step
+
+
 def test_a_head_of_another_run_is_a_user_error(tmp_path: Path) -> None:
     trainer = Trainer(tiny_policy(), OPTIONS)
     trainer.version = 4

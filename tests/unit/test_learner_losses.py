@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from echo2 import config
+from echo2.config.rules import LOSS_PARAMS
 from echo2.errors import InvariantError, UserError
 from echo2.learner.advantages import group_advantages
 from echo2.learner.loss_stats import LossStats, measure
@@ -343,7 +344,7 @@ def test_what_a_loss_does_not_take_is_refused() -> None:
 
 def test_the_table_the_settings_and_the_docs_name_the_same_losses() -> None:
     assert {name: set(kind.defaults) for name, kind in LOSSES.items()} == {
-        name: set(params) for name, params in config.LOSS_PARAMS.items()
+        name: set(params) for name, params in LOSS_PARAMS.items()
     }
     (choices,) = [plain for _, name, plain, *_ in config.all_fields() if name == "loss"]
     assert set(choices.__args__) == set(LOSSES)

@@ -224,6 +224,13 @@ def test_a_checkpoint_drops_only_what_it_covers(ledger: Ledger) -> None:
             ledger.payload(number)
 
 
+def test_why_groups_of_coming_steps_were_retired_is_remembered(ledger: Ledger) -> None:
+    bring_to(ledger, "ready", 0, step=3)
+    ledger.retire(0, "uninformative", now=4.0)
+    (found,) = ledger.recover().groups
+    assert (found.state, found.step, found.reason) == ("retired", 3, "uninformative")
+
+
 def test_meta_keeps_json_values(ledger: Ledger) -> None:
     for value in (None, 3, "x", [1, 2.5], {"a": None}):
         ledger.set_meta("key", value)

@@ -16,6 +16,8 @@ NAMES = ("sequential-pull", "async-push-pull", "rolloutpipe", "echo2")
 PROTOCOL = {
     "schedule.max_staleness",
     "schedule.publish_every",
+    "schedule.hand_over",
+    "schedule.order",
     "sampling.swap",
     "learner.groups_per_microbatch",
 }
@@ -40,7 +42,9 @@ def simulate(name: str, seed: int) -> Report:
         groups_per_step=schedule.groups_per_step,
         group_size=sampling.group_size,
         max_staleness=schedule.max_staleness,
-        publish_every=schedule.publish_every,
+        publish_every=schedule.kappa,
+        hand_over=schedule.hand_over,
+        order=schedule.order,
         groups_per_batch=4,
         swap=sampling.swap,
         workers=(WorkersSpec(count=3, rollout_seconds=1.5), WorkersSpec(rollout_seconds=6.0)),
@@ -64,12 +68,12 @@ def test_they_differ_in_the_protocol_alone() -> None:
 
 
 def test_what_each_is_named_for() -> None:
-    bounds = {name: (load(name).schedule.max_staleness, load(name).schedule.publish_every) for name in NAMES}
+    bounds = {name: (load(name).schedule.max_staleness, load(name).schedule.kappa) for name in NAMES}
     assert bounds["sequential-pull"] == bounds["rolloutpipe"] == (0, 1)
     assert bounds["echo2"] == (3, 2)
     assert bounds["async-push-pull"][0] > 3
-    whole = load("sequential-pull")
-    assert whole.learner.groups_per_microbatch == whole.schedule.groups_per_step, "no gradient before the last group"
+    assert {name for name in NAMES if load(name).schedule.hand_over == "step"} == {"sequential-pull"}
+    assert {name for name in NAMES if load(name).schedule.order == "frontier"} == {"rolloutpipe"}
     assert load("rolloutpipe").learner.groups_per_microbatch == 2
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import math
 import os
 import random
 import resource
@@ -22,7 +23,7 @@ from echo2.control.planner import Planner
 from echo2.control.state import PlannerOptions
 from echo2.errors import UserError
 from echo2.runtime.eventlog import EventLog, from_plain, replay, to_plain
-from echo2.runtime.metrics import Metrics, Row, TensorBoardSink, WandbSink, read_rows
+from echo2.runtime.metrics import Metrics, Row, TensorBoardSink, WandbSink, ess_of, known_ess, read_rows
 from echo2.runtime.rundir import RunDir, claimed, create, newest_run, read_json, write_atomically
 from echo2.types import GroupRef
 
@@ -147,6 +148,14 @@ def test_an_evaluation_is_added_to_its_steps_row_or_makes_one(tmp_path: Path) ->
         {"step": 1, "loss": 0.5, "eval/accuracy": 0.75},
         row(2, loss=0.25),
     ]
+
+
+def test_the_ess_of_a_step_is_read_from_its_row_where_it_is_one(tmp_path: Path) -> None:
+    rows: list[Row] = [row(0, loss=1.0), row(1, ess=0.5), {"step": 2, "ess": "much"}, row(3, ess=1.0), row(4, ess=0.25)]
+    assert known_ess(rows, version=3) == ((0, 0.5), (2, 1.0))  # row 4 was written, and its step not recorded
+    values = [None, "0.5", True, -0.1, 1.5, math.nan, math.inf, 0, 0.3]
+    assert [ess_of({"ess": value}) for value in values] == [None] * 7 + [0.0, 0.3]
+    assert ess_of({}) is None
 
 
 def test_steps_trained_again_replace_what_they_were(tmp_path: Path) -> None:

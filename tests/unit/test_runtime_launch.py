@@ -44,6 +44,13 @@ def test_good_settings_pass(raw: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("section", "values", "words"),
     [
+        ("reward", {"functions": ["environment"]}, ['has "environment"', "tasks.environment is empty"]),
+        (
+            "tasks",
+            {"source": "TMP/rows.jsonl", "environment": "sokobam"},
+            ["no environment 'sokobam'", "Did you mean sokoban"],
+        ),
+        ("tasks", {"source": "TMP/rows.jsonl", "environment": "nowhere.py:Game"}, ["There is no file nowhere.py"]),
         ("model", {"path": ""}, ["model.path is empty", "name a Hugging Face model"]),
         ("model", {"path": "TMP"}, ["model.path = 'TMP'", "no config.json"]),
         ("model", {"path": "TMP/nowhere"}, ["model.path = 'TMP/nowhere'", "no such directory"]),
@@ -117,3 +124,53 @@ def test_a_head_alone_takes_a_run_directory_or_a_configuration(raw: dict[str, An
     assert again.read_config().run.seed == 7
     with pytest.raises(UserError, match="is not a run directory"):
         open_run(tmp_path, None, False, {})
+
+
+@pytest.mark.parametrize(
+    ("sections", "words"),
+    [
+        ({"fleet": {"budget_usd": 5.0}}, ["fleet.budget_usd = 5 would never be spent", "learner.price_usd_per_hour"]),
+        (
+            {"fleet": {"activation": True, "offers": "TMP/offers.toml"}},
+            ["none of its offers has a `rent` command", "leave fleet.offers out"],
+        ),
+    ],
+)
+def test_money_that_could_not_be_spent_and_machines_that_could_not_be_had_are_refused(
+    raw: dict[str, Any], tmp_path: Path, sections: dict[str, Any], words: list[str]
+) -> None:
+    offer = '[[offers]]\nname = "a"\nprice_usd_per_hour = 1.0\nrollouts_per_second = 1.0\n'
+    (tmp_path / "offers.toml").write_text(offer)
+    for values in sections.values():
+        values |= {key: v.replace("TMP", str(tmp_path)) for key, v in values.items() if isinstance(v, str)}
+    message = refusal({**raw, **sections})
+    assert all(word in message for word in words), message
+
+
+@pytest.mark.parametrize(
+    "priced",
+    [
+        {"learner": {"price_usd_per_hour": 3.0}},
+        {"workers": {"price_usd_per_hour": 0.3}},
+        {"workers": {"count": 0}},  # those who join bring their prices
+    ],
+)
+def test_a_budget_is_fine_where_something_may_cost(raw: dict[str, Any], priced: dict[str, Any]) -> None:
+    check(build({**raw, "fleet": {"budget_usd": 5.0}, **priced}, "my.toml"))
+
+
+def test_auto_is_a_number_before_anything_is_checked_or_written(
+    raw: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "my.json"
+    path.write_text(json.dumps({**raw, "schedule": {"publish_every": "auto", "max_staleness": 4}}))
+    rundir = open_run(path, tmp_path / "run", False, {})
+    assert rundir.read_config().schedule.publish_every == 1
+    assert 'schedule.publish_every = "auto" is 1: nothing is measured yet' in capsys.readouterr().err
+    row = {"step": 1, "time/train": 10.0, "broadcast/t_bcast": 4.0}
+    (tmp_path / "past").mkdir()
+    (tmp_path / "past" / "metrics.jsonl").write_text(json.dumps(row) + "\n")
+    config, _ = resolve(path, {}, tmp_path / "other", like=tmp_path / "past")
+    assert config.schedule.publish_every == 3
+    config, _ = resolve(path, {"schedule.publish_every": "2"}, tmp_path / "other", like=tmp_path / "past")
+    assert config.schedule.publish_every == 2

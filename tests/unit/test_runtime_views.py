@@ -145,6 +145,15 @@ def test_status_shows_who_waits_for_whom_and_why(rundir: RunDir) -> None:
         assert any(process in line and state in line for line in text.splitlines()), text
 
 
+@pytest.mark.parametrize(("effective", "is_said"), [(4, False), (1, True)])
+def test_a_bound_that_the_ess_floor_has_tightened_is_said(rundir: RunDir, effective: int, is_said: bool) -> None:
+    told = {**status(head_pid=os.getpid()), "max_staleness": 4, "effective_staleness": effective}
+    rundir.status.write_text(json.dumps(told))
+    on = console()
+    show_status(read_status(rundir), on)
+    assert ("sampling: 1 versions ahead of the learner at most" in shown(on)) == is_said
+
+
 @pytest.mark.parametrize("width", WIDTHS)
 def test_status_fits_any_console(rundir: RunDir, width: int) -> None:
     rundir.status.write_text(json.dumps(status(head_pid=os.getpid())))
@@ -267,6 +276,11 @@ def test_the_fleet_in_one_line() -> None:
     fleet |= {"standby": 1, "rented": ["spot-1"], "idle_ratio": 0.4, "idle_predicted": 0.385}
     assert fleet_line(fleet).startswith("3 active, 1 standing by, 1 rented  2 workers short")
     assert fleet_line(fleet).endswith("learner idle 40.0%, predicted 38.5%")
+    fleet |= {"idle_steps": 15, "publish_every": 1, "auto_publish_every": 3}
+    line = fleet_line(fleet)
+    assert "learner idle 40.0% over the last 15 steps, predicted 38.5%" in line
+    assert line.endswith("publish_every 1, auto would be 3")
+    fleet["auto_publish_every"] = 1
     fleet |= {"needed_rate": None, "text": "not known before a step is trained", "idle_ratio": None}
     assert fleet_line(fleet) == "3 active, 1 standing by, 1 rented  not known before a step is trained"
     assert fleet_line(None) == ""  # of an older run

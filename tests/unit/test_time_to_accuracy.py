@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
 import json
 import sys
 from pathlib import Path
@@ -15,14 +15,12 @@ from echo2.errors import UserError
 
 
 def _load() -> ModuleType:
-    path = house.REPOSITORY / "benchmarks" / "time_to_accuracy.py"
-    spec = importlib.util.spec_from_file_location("time_to_accuracy", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses look their module up
-    spec.loader.exec_module(module)
-    return module
+    folder = str(house.REPOSITORY / "benchmarks")
+    sys.path.insert(0, folder)
+    try:
+        return importlib.import_module("time_to_accuracy")
+    finally:
+        sys.path.remove(folder)
 
 
 bench = _load()

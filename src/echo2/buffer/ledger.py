@@ -25,6 +25,9 @@ from echo2.errors import InvariantError, PeerError, UserError
 MAX_INTEGER = (1 << 63) - 1  # SQLite's
 MAX_PAYLOAD_BYTES = 256 << 20  # above any message the transport takes; SQLite's own limit is 1 GB
 
+#: What a `GroupRecord` holds.
+_COLUMNS = "number, step, cursor, state, oldest_version, newest_version, num_tokens, worker_id, coalesce(reason, '')"
+
 
 class Ledger:
     """Opens the ledger at `path`, or creates it.
@@ -266,7 +269,7 @@ class Ledger:
         """Where the run stands, from what is on disk alone."""
         with self._transaction():
             groups = self._execute(
-                "SELECT number, step, cursor, state, oldest_version, newest_version, num_tokens, worker_id FROM groups "
+                f"SELECT {_COLUMNS} FROM groups "
                 "WHERE state IN ('open', 'delivered', 'ready') "
                 "OR (state = 'trained' AND number IN (SELECT number FROM payloads)) "
                 "OR (state = 'retired' AND step >= min(?, (SELECT coalesce(min(step), 1 << 62) FROM groups "
@@ -302,8 +305,7 @@ class Ledger:
 
     def _group(self, number: int) -> GroupRecord:
         row = self._execute(
-            "SELECT number, step, cursor, state, oldest_version, newest_version, num_tokens, worker_id FROM groups "
-            "WHERE number = ?",
+            f"SELECT {_COLUMNS} FROM groups WHERE number = ?",
             (number,),
         ).fetchone()
         if row is None:

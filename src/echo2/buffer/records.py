@@ -10,8 +10,8 @@ class GroupRecord:
     """One group that is not finally covered: a learner may still need it, or need it again.
 
     `state` is open | delivered | ready | trained (trained groups are here as long as no checkpoint covers them, that is
-    while their payload is kept) | retired (of steps that may still be trained, or trained again). Versions are None
-    until it was delivered.
+    while their payload is kept) | retired (of steps that may still be trained, or trained again), for
+    this `reason`. Versions are None until it was delivered.
     """
 
     number: int
@@ -22,6 +22,7 @@ class GroupRecord:
     newest_version: int | None
     num_tokens: int
     worker_id: str
+    reason: str = ""
 
 
 @dataclass(frozen=True, slots=True)

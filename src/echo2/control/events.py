@@ -11,7 +11,9 @@ from echo2.types import GroupRef, SnapshotRef
 
 @dataclass(frozen=True, slots=True)
 class RecoveredGroup:
-    """A group as the ledger remembers it. `state`: open, delivered (not yet scored), ready, trained or retired."""
+    """A group as the ledger remembers it. `state`: open, delivered (not yet scored), ready, trained or retired; `why`
+    that was. `is_flat`: its rewards are all equal, where that is looked at.
+    """
 
     number: int
     step: int
@@ -19,6 +21,8 @@ class RecoveredGroup:
     oldest_version: int | None = None
     num_tokens: int = 0
     worker_id: str = ""
+    why: str = ""
+    is_flat: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,8 +36,18 @@ class RecoveredLease:
 
 
 @dataclass(frozen=True, slots=True)
+class RecoveredMachine:
+    """A machine that an earlier head rented and has not given back. `worker_id`: empty if none has joined from it."""
+
+    offer: str
+    worker_id: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class HeadStarted:
-    """The head (re)started with what the ledger and the snapshot store hold; on a fresh run everything is empty."""
+    """The head (re)started with what the ledger and the snapshot store hold; on a fresh run everything is empty. `ess`:
+    (step, ESS / B) of the steps before `version` that are known.
+    """
 
     version: int = 0
     lineage: int = 1
@@ -45,6 +59,8 @@ class HeadStarted:
     leases: tuple[RecoveredLease, ...] = ()
     published: tuple[SnapshotRef, ...] = ()
     evaluated: tuple[int, ...] = ()
+    machines: tuple[RecoveredMachine, ...] = ()
+    ess: tuple[tuple[int, float], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,12 +89,14 @@ class GroupsWanted:
 @dataclass(frozen=True, slots=True)
 class StepTrained:
     """The learner finished a step with exactly these groups; its version is now step + 1. `busy_seconds`: what it took
-    without waiting, as the learner says; 0: it does not say.
+    without waiting, as the learner says; 0: it does not say. `ess`: the effective sample size over the number of
+    rollouts; None: it does not say.
     """
 
     step: int
     numbers: tuple[int, ...]
     busy_seconds: float = 0.0
+    ess: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +156,9 @@ class WorkerLeft:
 
 @dataclass(frozen=True, slots=True)
 class GroupDelivered:
-    """A well-formed result came in. Its payload waits at the driver for `AcceptDelivery` or `RefuseDelivery`."""
+    """A well-formed result came in. Its payload waits at the driver for `AcceptDelivery` or `RefuseDelivery`.
+    `is_flat`: it is scored, and its rewards are all equal.
+    """
 
     worker_id: str
     lease_id: int
@@ -148,6 +168,7 @@ class GroupDelivered:
     newest_version: int
     num_tokens: int
     is_scored: bool
+    is_flat: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,9 +193,10 @@ class LeaseFailed:
 
 @dataclass(frozen=True, slots=True)
 class GroupScored:
-    """The head's reward process scored a delivered group."""
+    """The head's reward process scored a delivered group. `is_flat`: its rewards are all equal."""
 
     group: GroupRef
+    is_flat: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -49,7 +49,7 @@ def next_worker(state: PlannerState, depth: int, served: Container[SnapshotRef |
 
 def fill(state: PlannerState, worker: Worker, depth: int, now: float) -> bool:
     """Give it batches until it has more than `depth` of them; False if there were too few."""
-    most = depth * worker.capacity_groups * state.options.group_size
+    most = depth * state.fleet.at_once(worker) * state.options.group_size
     while state.leases.samples_of(worker.worker_id) <= most:
         if (depth > 0 and not is_plenty(state, worker)) or not grant_batch(state, worker, now):
             return False
@@ -65,7 +65,9 @@ def is_plenty(state: PlannerState, worker: Worker) -> bool:
     last = min(last_step(state, worker), state.options.max_steps - 1)
     num_unleased = sum(room(state, step) for step in range(state.version, last + 1))
     num_unleased += state.groups.first_pending() is not None
-    return num_unleased >= state.fleet.active_groups
+    fleet = state.fleet
+    groups = fleet.active_groups if fleet.most_groups is None else fleet.num_active * fleet.most_groups
+    return num_unleased >= min(groups, fleet.active_groups)
 
 
 def grant_batch(state: PlannerState, worker: Worker, now: float) -> bool:
@@ -95,17 +97,30 @@ def train_leases(state: PlannerState, worker: Worker, now: float) -> list[Lease]
     """The earliest groups this worker may sample: queued ones, else new ones. Deterministic mode: exactly one unit."""
     records: list[GroupRecord] = []
     options = state.options
-    while len(records) < (1 if options.deterministic else worker.capacity_groups):
+    most = 1 if options.deterministic else batch_groups(state, worker)
+    while len(records) < most:
         unit = next_unit(state, worker)
         if not unit:
             break
         records.extend(unit)
     leases = []
+    if state.frontier is not None and records:
+        state.frontier.leased(records[0].step, now)
     for record in records:
         leases.append(new_lease(state, GroupRef("train", record.number), record.step, record.number, now))
         if record.state == "pending":
             state.groups.move(record, "leased")
     return leases
+
+
+def batch_groups(state: PlannerState, worker: Worker) -> int:
+    """Groups for this worker's next batch, at most."""
+    if state.frontier is None:
+        return worker.capacity_groups
+    last = min(last_step(state, worker), state.options.max_steps - 1)
+    left = {step: num for step in range(state.version, last + 1) if (num := room(state, step)) > 0}
+    most = state.frontier.batch(min(left, default=last), sum(left.values()), max(1, state.fleet.num_active))
+    return min(state.fleet.at_once(worker), most)
 
 
 def new_lease(state: PlannerState, group: GroupRef, step: int, cursor: int, now: float) -> Lease:
@@ -185,4 +200,4 @@ def last_step(state: PlannerState, worker: Worker) -> int:
         return last
     if worker.installed is None or state.published.get(worker.installed.version) != worker.installed:
         return -1
-    return staleness.last_step(worker.installed.version, options.max_staleness)
+    return staleness.last_step(worker.installed.version, state.admission.bound)

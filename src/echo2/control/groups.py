@@ -29,9 +29,13 @@ MOVES: dict[str, frozenset[str]] = {
 }
 
 
+#: Why a group is retired whose rewards are all equal: it has no gradient, and dynamic sampling replaces it.
+UNINFORMATIVE = "uninformative"
+
+
 @dataclass(slots=True)
 class GroupRecord:
-    """What the planner knows of one group."""
+    """What the planner knows of one group. `why` it was retired; `is_flat`: its rewards are all equal."""
 
     number: int
     step: int
@@ -41,17 +45,20 @@ class GroupRecord:
     oldest_version: int | None = None
     num_tokens: int = 0
     worker_id: str = ""
+    is_flat: bool = False
+    why: str = ""
 
 
 @dataclass(slots=True)
 class StepGroups:
-    """The groups of one step in issue order, and what would take a look at each of them: how many are not retired and
-    how many are fed, and those that are ready, in the order in which they became so.
+    """The groups of one step in issue order, and what would take a look at each of them: how many are not retired, how
+    many are fed and how many were uninformative, and those that are ready, in the order in which they became so.
     """
 
     records: list[GroupRecord] = field(default_factory=list)
     num_live: int = 0
     num_fed: int = 0
+    num_uninformative: int = 0
     ready: OrderedDict[int, GroupRecord] = field(default_factory=OrderedDict)
 
 
@@ -92,6 +99,7 @@ class GroupBook:
         of_step.records.append(record)
         of_step.num_live += record.state != "retired"
         of_step.num_fed += record.state == "fed"
+        of_step.num_uninformative += record.why == UNINFORMATIVE
         if record.state == "ready":
             of_step.ready[record.number] = record
         self.next_number = max(self.next_number, record.number + 1)
@@ -116,6 +124,15 @@ class GroupBook:
     def num_fed(self, step: int) -> int:
         of_step = self._by_step.get(step)
         return 0 if of_step is None else of_step.num_fed
+
+    def num_ready(self, step: int) -> int:
+        of_step = self._by_step.get(step)
+        return 0 if of_step is None else len(of_step.ready)
+
+    def num_uninformative(self, step: int) -> int:
+        """Retired because their rewards were all equal."""
+        of_step = self._by_step.get(step)
+        return 0 if of_step is None else of_step.num_uninformative
 
     def first_ready(self, step: int) -> GroupRecord | None:
         """Of the groups that are ready, the one that became so first."""
@@ -156,6 +173,16 @@ class GroupBook:
             of_step.num_fed += 1
         elif state == "retired":
             of_step.num_live -= 1
+
+    def retire(self, record: GroupRecord, why: str) -> None:
+        """It will never be trained on.
+
+        Raises:
+            InvariantError: it is fed, trained or retired already.
+        """
+        self.move(record, "retired")
+        record.why = why
+        self._by_step[record.step].num_uninformative += why == UNINFORMATIVE
 
     def unit_of(self, record: GroupRecord) -> tuple[int, int]:
         return record.step, record.number - record.number % self.groups_per_unit
@@ -211,6 +238,8 @@ class GroupBook:
             counts = (len(states) - states.count("retired"), states.count("fed"), states.count("ready"))
             if counts != (of_step.num_live, of_step.num_fed, len(of_step.ready)):
                 raise InvariantError(f"step {step}: {counts} groups are live, fed and ready, and counted otherwise")
+            if of_step.num_uninformative != sum(record.why == UNINFORMATIVE for record in of_step.records):
+                raise InvariantError(f"step {step}: {of_step.num_uninformative} uninformative groups are counted")
         for record in self._records.values():
             if record.state == "pending" and self.unit_of(record) not in self._is_pending:
                 raise InvariantError(f"group {record.number} is pending but not queued")

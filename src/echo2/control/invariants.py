@@ -24,6 +24,9 @@ def check_planner(state: PlannerState) -> None:
     for step, count in live.items():
         if count > state.options.groups_per_step:
             raise InvariantError(f"step {step} has {count} live groups of {state.options.groups_per_step}")
+    bound, most = state.admission.bound, state.options.max_staleness
+    if not min(state.options.publish_every - 1, most) <= bound <= most:
+        raise InvariantError(f"sampling may run {bound} versions ahead; max_staleness is {most}")
     for worker_id, lease in state.leases.open_leases():
         if staleness.staleness(lease.step, lease.min_version) > state.options.max_staleness:
             raise InvariantError(f"{worker_id} may sample {lease} with tokens older than max_staleness")

@@ -12,6 +12,8 @@ from echo2.types import GroupRef, Lease
 FAILURES: dict[str, bool] = {
     "prompt_too_long": False,
     "reward_failed": False,
+    "environment_failed": False,
+    "log_unfit": False,
     "engine_failed": True,
     "snapshot_gone": True,
     "revoked": True,

@@ -16,7 +16,7 @@ from dataclasses import replace
 
 from echo2.control import commands as do
 from echo2.control import events as ev
-from echo2.control import granting, results, staleness, standby, workers
+from echo2.control import granting, results, second_leases, staleness, standby, workers
 from echo2.control.fleet import Worker
 from echo2.control.groups import GroupRecord
 from echo2.control.invariants import check_planner
@@ -81,7 +81,7 @@ class Planner(PlannerState):
             case ev.LeaseFailed():
                 results.lease_failed(self, event, now)
             case ev.GroupScored():
-                results.scored(self, event.group)
+                results.scored(self, event.group, event.is_flat)
             case ev.ScoringFailed():
                 results.give_up(self, event.group, event.reason, event.detail)
             case ev.RentFailed():
@@ -95,6 +95,7 @@ class Planner(PlannerState):
         self.settle(now)
         if self.over is None:
             granting.grant(self, now)
+            second_leases.grant_seconds(self, now)
             self._feed(now)
             self._finish()
 
@@ -102,6 +103,8 @@ class Planner(PlannerState):
         dues = [at for at in (self.leases.earliest_deadline(), self.fleet.earliest_deadline()) if at is not None]
         if self.options.offers and self.learner_joined and self.activation is not None and self.over is None:
             dues.append(self.activation.next_at)  # nobody else may be there to report
+        if (late_at := second_leases.next_at(self)) is not None:
+            dues.append(late_at)
         if dues and (self._wake_at is None or min(dues) < self._wake_at):
             self._wake_at = min(dues)
             self.emit(do.WakeAt, "next deadline of a lease or of a silent worker", at=self._wake_at)
@@ -114,11 +117,13 @@ class Planner(PlannerState):
         self.checkpoint_version, self.wanted_since = event.checkpoint_version, now
         self.groups.next_number, self.leases.next_lease_id = event.next_number, event.next_lease_id
         self.evaluation.evaluated = set(event.evaluated)
+        self.admission.recover(event.ess)
         self.published = {ref.version: ref for ref in sorted(event.published) if ref.version <= event.version}
         for ref in event.published:
             if self.published.get(ref.version) != ref:
                 self.emit(do.DropSnapshot, "of a history that was abandoned", ref=ref)
         self.retained = dict(self.published)
+        standby.recover(self, event.machines, now)
         held = {lease.number for lease in event.leases}
         restored = {"delivered": "delivered", "ready": "ready", "trained": "trained", "retired": "retired"}
         for old in event.groups:
@@ -130,6 +135,7 @@ class Planner(PlannerState):
                 old.num_tokens,
                 old.worker_id,
             )
+            record.is_flat, record.why = old.is_flat, old.why
             self.groups.restore(record)
             if record.state == "delivered":
                 self.emit(
@@ -138,6 +144,8 @@ class Planner(PlannerState):
         for lease in event.leases:
             self._restore_lease(lease, now)
         granting.mend_units(self)
+        for record in list(self.groups):
+            results.replace_flat(self, record)  # scored, and the kill came before it was retired
         for ref in self.retained.values():
             if self.evaluation.is_due(ref.version):
                 self._start_eval(ref, now)
@@ -151,8 +159,10 @@ class Planner(PlannerState):
             raise InvariantError(f"lease {old.lease_id} is of group {old.number}, which the ledger does not hold open")
         lease = granting.new_lease(self, GroupRef("train", old.number), record.step, record.number, now)
         self.open_lease(old.worker_id, replace(lease, lease_id=old.lease_id, deadline=old.deadline))
-        if self.fleet.get(old.worker_id) is None:
-            self.fleet.join(Worker(old.worker_id, 1, 0.0, False, None, now, detached=True), now)
+        if (worker := self.fleet.get(old.worker_id)) is None:
+            worker = Worker(old.worker_id, 1, 0.0, False, None, now, detached=True)
+            self.fleet.join(worker, now)
+        worker.unmeasured_samples += lease.num_samples
 
     def _learner_joined(self, version: int) -> None:
         if version > self.version:
@@ -188,6 +198,9 @@ class Planner(PlannerState):
             if later in self.retained:
                 self.emit(do.DropSnapshot, "its step is trained again", ref=self.retained.pop(later))
         self.evaluation.forget_after(version)
+        self.admission.forget_from(version)
+        if self.frontier is not None:
+            self.frontier.interrupted()
         self.checkpoint_version = min(self.checkpoint_version, version)
         self.emit(do.RecordLearner, reason, version=version, lineage=self.lineage)
         attending = tuple(worker.worker_id for worker in self.fleet.active())
@@ -216,7 +229,11 @@ class Planner(PlannerState):
         self.emit(
             do.RecordStep, "the learner finished the step", step=event.step, lineage=self.lineage, numbers=event.numbers
         )
-        self.gauge.step_trained(event.busy_seconds, now)
+        self.gauge.step_trained(event.busy_seconds, now, self.groups.num_uninformative(event.step))
+        if self.frontier is not None:
+            self.frontier.step_trained(event.step, now)
+            self.fleet.limit(self.frontier.width)
+        self.admission.step_trained(event.step, event.ess)
         for number in fed:
             record = self.groups.get(number)
             assert record is not None
@@ -274,11 +291,11 @@ class Planner(PlannerState):
         order.
         """
         step = self.wanted_step
-        if step is None or self.step_ended or step >= self.options.max_steps:
+        if step is None or self.step_ended or step >= self.options.max_steps or not self._may_hand_over(step):
             return
         while (record := self._next_to_feed(step)) is not None:
             if not staleness.may_train(step, record.oldest_version or 0, self.options.max_staleness):
-                self.groups.move(record, "retired")
+                self.groups.retire(record, "stale")
                 detail = f"its oldest token is of version {record.oldest_version}, {self.options.max_staleness} allowed"
                 self.emit(do.RetireGroup, detail, number=record.number, why="stale")
                 granting.grant(self, now)
@@ -286,6 +303,12 @@ class Planner(PlannerState):
             self.groups.move(record, "fed")
             self.emit(do.FeedGroup, f"the learner trains step {step}", step=step, number=record.number)
         self._end_step(step, now)
+
+    def _may_hand_over(self, step: int) -> bool:
+        """A complete group at once; or with hand_over = "step" none before the step's last one is complete."""
+        if self.options.hand_over == "group" or self.groups.num_fed(step):
+            return True
+        return granting.room(self, step) <= 0 and self.groups.num_ready(step) == self.groups.num_live(step)
 
     def _next_to_feed(self, step: int) -> GroupRecord | None:
         """The next group that is ready: the first that became so, in deterministic mode the next in issue order."""
@@ -314,6 +337,8 @@ class Planner(PlannerState):
 
     def _start_eval(self, ref: SnapshotRef, now: float) -> None:
         self.evaluation.start(ref, now)
+        if self.frontier is not None:
+            self.frontier.interrupted()
         self.emit(do.StartEval, f"version {ref.version} is due for evaluation", ref=ref)
 
     def _finish_evals(self) -> None:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import math
+
 from echo2.control import commands as do
 from echo2.control import events as ev
 from echo2.control.delivery import has_result, judge
+from echo2.control.groups import UNINFORMATIVE, GroupRecord
 from echo2.control.leases import FAILURES, MAX_ATTEMPTS
 from echo2.control.state import PlannerState
 from echo2.types import GroupRef
@@ -28,11 +31,11 @@ def end_lease(state: PlannerState, lease_id: int, outcome: str, reason: str) -> 
         state.groups.move(record, "pending")
 
 
-def release(state: PlannerState, group: GroupRef, reason: str) -> None:
+def release(state: PlannerState, group: GroupRef, reason: str, outcome: str = "revoked") -> None:
     """Take back every lease on a group whose result nobody waits for any more."""
     for lease_id in state.leases.of_group(group):
         worker_id, _ = state.leases.get(lease_id) or ("", None)
-        end_lease(state, lease_id, "revoked", reason)
+        end_lease(state, lease_id, outcome, reason)
         state.emit(do.RevokeLease, reason, worker_id=worker_id, lease_id=lease_id)
 
 
@@ -48,7 +51,8 @@ def delivered(state: PlannerState, event: ev.GroupDelivered, now: float) -> None
         if held is not None and held[0] == event.worker_id:
             end_lease(state, event.lease_id, word, reason)
         return
-    state.close_lease(event.lease_id)
+    _, lease = state.close_lease(event.lease_id)
+    state.gauge.lease_done(now - (lease.deadline - lease.seconds))
     if (worker := state.fleet.get(event.worker_id)) is not None:
         worker.failures_in_a_row = 0
         per_batch = worker.capacity_groups * (state.options.group_size if event.group.kind == "train" else 1)
@@ -64,8 +68,10 @@ def delivered(state: PlannerState, event: ev.GroupDelivered, now: float) -> None
         record.oldest_version, record.num_tokens = event.oldest_version, event.num_tokens
         record.worker_id = event.worker_id
         state.groups.move(record, "ready" if event.is_scored else "delivered")
+        if not state.options.deterministic:  # there the others keep their batch's shape
+            release(state, event.group, "another result came first", "superseded")
     if event.is_scored:
-        scored(state, event.group)
+        scored(state, event.group, event.is_flat)
     else:
         state.emit(do.ScoreGroup, "its reward function runs beside the head", group=event.group)
 
@@ -115,7 +121,7 @@ def _failed_by(state: PlannerState, group: GroupRef) -> dict[str, None]:
     return record.failed_by if record is not None else {}
 
 
-def scored(state: PlannerState, group: GroupRef) -> None:
+def scored(state: PlannerState, group: GroupRef, is_flat: bool) -> None:
     state.failures_in_a_row = 0
     if group.kind == "eval":
         place = state.evaluation.locate(group)
@@ -123,8 +129,27 @@ def scored(state: PlannerState, group: GroupRef) -> None:
             place[0].done.add(place[1])
         return
     record = state.groups.get(group.number)
-    if record is not None and record.state == "delivered":
+    if record is None:
+        return
+    if record.state == "delivered":
         state.groups.move(record, "ready")
+    record.is_flat = is_flat
+    replace_flat(state, record)
+
+
+def replace_flat(state: PlannerState, record: GroupRecord) -> None:
+    """Dynamic sampling (DAPO, arXiv 2503.14476): a group whose rewards are all equal has no gradient; it is retired,
+    and its step needs one more. A step may do so `max_resampled` times its size; after that such groups are kept.
+    """
+    most = math.ceil(state.options.max_resampled * state.options.groups_per_step)
+    if not (state.options.dynamic_sampling and record.is_flat and record.state == "ready"):
+        return
+    if state.groups.num_uninformative(record.step) >= most:
+        return
+    reason = "its rewards are all equal: there is nothing to learn from it"
+    state.groups.retire(record, UNINFORMATIVE)
+    release(state, GroupRef("train", record.number), reason)
+    state.emit(do.RetireGroup, reason, number=record.number, why=UNINFORMATIVE)
 
 
 def give_up(state: PlannerState, group: GroupRef, why: str, detail: str) -> None:
@@ -139,7 +164,7 @@ def give_up(state: PlannerState, group: GroupRef, why: str, detail: str) -> None
         record = state.groups.get(group.number)
         if record is None or record.state not in ("pending", "leased", "delivered"):
             return
-        state.groups.move(record, "retired")
+        state.groups.retire(record, why)
         for lease_id in state.leases.of_group(group):
             end_lease(state, lease_id, "retired", detail)
         state.emit(do.RetireGroup, detail, number=group.number, why=why)

@@ -8,8 +8,10 @@ from dataclasses import dataclass, field
 
 from echo2.control import commands as do
 from echo2.control.activation import ActivationLoop, LoopOptions
+from echo2.control.admission import Admission
 from echo2.control.evaluation import Evaluation
 from echo2.control.fleet import Fleet
+from echo2.control.frontier import Frontier
 from echo2.control.gauge import Gauge, is_busy
 from echo2.control.groups import GroupBook
 from echo2.control.leases import LeaseTable
@@ -34,10 +36,16 @@ class PlannerOptions:
     group_size: int
     max_steps: int
     max_staleness: int = 1
+    ess_floor: float = 0.0
     publish_every: int = 1
+    dynamic_sampling: bool = False
+    max_resampled: float = 2.0
     deterministic: bool = False
     groups_per_batch: int = 8
     lease_seconds: float = 120.0
+    order: str = "any"
+    hand_over: str = "group"
+    second_lease_after: float = 0.0
     lost_after_seconds: float = 10.0
     grace_seconds: float = 2.0
     max_failures: int = 8
@@ -89,6 +97,8 @@ class PlannerState:
         self.fleet = Fleet(options.lost_after_seconds, options.group_size)
         self.evaluation = Evaluation(options.eval_size, options.eval_every, options.max_steps)
         self.gauge = Gauge()
+        self.frontier = Frontier(options.groups_per_batch) if options.order == "frontier" else None
+        self.admission = Admission(options.ess_floor, options.publish_every - 1, options.max_staleness)
         self.activation: Activation | None = None
         if options.activation is not None:
             self.activation = Activation(ActivationLoop(options.activation))

@@ -70,12 +70,14 @@ def _why_idle(state: PlannerState, installed: SnapshotRef | None) -> tuple[str, 
     newest = state.published[max(state.published)]
     if installed is None or state.published.get(installed.version) != installed:
         return "head", f"it has no valid snapshot installed; {newest} is on its way"
-    last = installed.version + state.options.max_staleness
+    last = installed.version + state.admission.bound
     if last >= state.options.max_steps:
         return "learner", "every group of the run is sampled or leased"
     if installed.version < newest.version:
         return "head", f"it has version {installed.version}; {newest.version} is on its way"
+    is_tight = state.admission.bound < state.options.max_staleness
+    what = f"{state.admission.bound}, by the ESS floor" if is_tight else "max_staleness"
     return (
         "learner",
-        f"every group up to step {last} (version {installed.version} + max_staleness) is sampled or leased",
+        f"every group up to step {last} (version {installed.version} + {what}) is sampled or leased",
     )

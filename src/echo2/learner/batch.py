@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from echo2.errors import InvariantError
-from echo2.learner.losses import LossTokens
+from echo2.learner.losses import LOGGED_LAG, LossTokens
 from echo2.types import Rollout
 
 Layout = Literal["auto", "shared", "plain"]
@@ -40,7 +40,7 @@ MOST_STRIPS_PER_ROW = 8
 class TrainedGroup:
     """A group cut down to what is trained on: rollouts with at least one loss token, and their advantages.
 
-    `version` is the one that is trained: lags count from it. `worker` sampled the group.
+    `version` is the one that is trained: lags count from it. `worker` sampled the group, or `logged`: nobody here did.
     """
 
     prompt_tokens: Sequence[int]
@@ -48,6 +48,7 @@ class TrainedGroup:
     advantages: tuple[float, ...]
     version: int = 0
     worker: str = ""
+    logged: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,6 +124,7 @@ class _Strip:
     advantages: tuple[float, ...]
     version: int
     worker: str
+    logged: bool
 
 
 def collate(groups: Sequence[TrainedGroup], layout: Layout, pair_cost: float) -> Batch:
@@ -187,6 +189,7 @@ def _prefix_tree(group: TrainedGroup) -> _Strip:
         tuple(group.advantages[index] for index in order),
         group.version,
         group.worker,
+        group.logged,
     )
 
 
@@ -286,8 +289,11 @@ def _loss_side(strips: Sequence[_Strip]) -> tuple[Tensor, LossTokens, Support | 
     )
     counts = [len(at) for at in losses]
     advantages = [advantage for strip in strips for advantage in strip.advantages]
-    versions = [strip.version for strip in strips for _ in strip.rollouts]
-    lags = [version - _versions(r, at) for version, r, at in zip(versions, rollouts, losses, strict=True)]
+    lags = [
+        np.full(len(at), LOGGED_LAG) if strip.logged else strip.version - _versions(rollout, at)
+        for strip in strips
+        for rollout, at in zip(strip.rollouts, strip.losses, strict=True)
+    ]
     workers = tuple(sorted({strip.worker for strip in strips}))
     worker_S = [workers.index(strip.worker) for strip in strips for _ in strip.rollouts]
     loss_tokens = LossTokens(

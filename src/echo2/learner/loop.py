@@ -28,7 +28,7 @@ from echo2.types import RolloutGroup
 
 @dataclass(frozen=True, slots=True)
 class LoopOptions:
-    """`checkpoints` is the directory of the step_N directories."""
+    """`checkpoints` is the directory of the step_N directories. `groups_per_update`: 0, and a step makes one update."""
 
     checkpoints: Path
     checkpoint_every: int = 10
@@ -36,6 +36,7 @@ class LoopOptions:
     publish_every: int = 1
     max_staleness: int = 1
     groups_per_microbatch: int = 16
+    groups_per_update: int = 0
     deterministic: bool = False
 
 
@@ -66,7 +67,8 @@ def run_learner(trainer: Trainer, head: HeadSession, options: LoopOptions) -> st
     while (step := trainer.version) < head.max_steps:
         end = _train_on_groups(trainer, head, options, meter)
         if end.stop:
-            _save(trainer, head.lineage, cursor, options)
+            if not trainer.is_within_step:  # else the checkpoint before is what the run goes on from
+                _save(trainer, head.lineage, cursor, options)
             return end.reason
         with meter.time("train"):
             stats = trainer.optim_step()
@@ -97,7 +99,9 @@ def _train_on_groups(trainer: Trainer, head: HeadSession, options: LoopOptions, 
     """Gradients of one step, a micro-batch as soon as it is full; what ended the step.
 
     Micro-batches are cut by arrival, always `groups_per_microbatch` long but for the last: the same arrivals give the
-    same sums, and in deterministic mode the arrivals are in order of issue.
+    same sums, and in deterministic mode the arrivals are in order of issue. With `groups_per_update` the step is cut
+    into parts in the same way, no micro-batch crosses them, and each is an update of its own; `optim_step` ends the
+    last.
     """
     waiting: list[RolloutGroup] = []
     arrivals = head.groups()
@@ -109,11 +113,15 @@ def _train_on_groups(trainer: Trainer, head: HeadSession, options: LoopOptions, 
             meter.see(item)
             waiting.append(item)
         is_end = isinstance(item, StepEnd)
-        if len(waiting) == options.groups_per_microbatch or (is_end and waiting):
+        is_part = not is_end and options.groups_per_update and len(meter.numbers) % options.groups_per_update == 0
+        if len(waiting) == options.groups_per_microbatch or ((is_end or is_part) and waiting):
             head.doing = f"training step {trainer.version}"
             with meter.time("train"):
                 trainer.forward_backward(waiting)
             waiting = []
+        if is_part:
+            with meter.time("train"):
+                trainer.update()
         if isinstance(item, StepEnd):
             return item
 

@@ -15,10 +15,10 @@ from dataclasses import dataclass, field, fields
 import torch
 from torch import Tensor
 
-from echo2.learner.losses import LossTokens, TokenLosses, log_ratio
+from echo2.learner.losses import LOGGED_LAG, LossTokens, TokenLosses, log_ratio
 
-LAG_BOUNDS = (0, 1, 2, 4, 8, 16, 32)
-LAG_NAMES = ("0", "1", "2", "3_4", "5_8", "9_16", "17_32", "33_up")
+LAG_BOUNDS = (LOGGED_LAG, 0, 1, 2, 4, 8, 16, 32)
+LAG_NAMES = ("logged", "0", "1", "2", "3_4", "5_8", "9_16", "17_32", "33_up")
 LOG_WEIGHT_LIMIT = math.log(10.0)  # of a sequence, in the effective sample size
 MAX_WORKERS_NAMED = 8
 

@@ -17,8 +17,8 @@ gradient. Per token:
     m2po       -min(r A, clip(r) A),  bounds: what would have kept the step before at second_moment
     none       -A log pi: no correction at all, the negative control
 
-Sources and reasons: docs/losses.md. A new loss: one entry in `LOSSES` and its parameters in `config.LOSS_PARAMS`, one
-test by hand, one section in the docs.
+Sources and reasons: docs/losses.md. A new loss: one entry in `LOSSES` and its parameters in `LOSS_PARAMS`
+(`config/rules.py`), one test by hand, one section in the docs.
 
 Shape suffixes: n = loss tokens of all sequences, flat; S = sequences.
 """
@@ -35,6 +35,7 @@ from torch import Tensor
 from echo2.errors import UserError
 
 LOG_RATIO_LIMIT = 20.0  # exp(20) is still far from overflow in float32
+LOGGED_LAG = -1  # of tokens from a log: no version of this run sampled them
 Params = Mapping[str, float]
 
 
@@ -44,7 +45,7 @@ class LossTokens:
 
     behaviour_n  the sampler's logprobs
     sequence_n   which of the S sequences
-    lag_n        versions between the one that sampled the token and the one that is trained
+    lag_n        versions between the one that sampled the token and the one that is trained; LOGGED_LAG: no version did
     worker_S     which of `workers` sampled the sequence
     memory       what the loss kept of the step before, for losses that keep something (`LossKind.remember`)
     """

@@ -34,6 +34,7 @@ class StepMeter:
         self._staleness: list[int] = []
         self._lengths: list[int] = []
         self._num_truncated = 0
+        self._num_logged = 0
         self.numbers: list[int] = []
 
     @contextmanager
@@ -63,7 +64,10 @@ class StepMeter:
         if len(rewards) != len(group.rollouts):
             raise InvariantError(f"{group.group} was fed without all its rewards")
         self.numbers.append(group.group.number)
-        self._staleness += staleness
+        if group.logged:
+            self._num_logged += len(group.rollouts)
+        else:
+            self._staleness += staleness
         self._rewards.append(rewards)
         for rollout in group.rollouts:
             self._lengths.append(len(rollout.tokens))
@@ -82,8 +86,7 @@ class StepMeter:
             "reward/std": statistics.pstdev(rewards) if rewards else 0.0,
             "reward/frac_zero_std": flat / max(1, len(self._rewards)),
             **{f"reward/{name}/mean": _mean(values) for name, values in sorted(self._parts.items())},
-            "off_policy/mean": _mean(self._staleness),
-            "off_policy/max": max(self._staleness, default=0),
+            **self._off_policy(),
             "mismatch_kl/mean": losses.k3 * per_token,
             "mismatch_kl/max": losses.k3_max,
             "mismatch/abs_log_ratio": losses.abs_log_ratio * per_token,
@@ -102,11 +105,19 @@ class StepMeter:
             "optim/lr": stats.lr,
             "optim/grad_norm": stats.grad_norm,
             "optim/skipped": float(stats.skipped),
+            "optim/updates": stats.num_updates,
             "time/step": seconds,
             **{f"time/{part}": value for part, value in self._seconds.items()},
             "perf/tokens_per_s": sum(self._lengths) / max(seconds, 1e-9),
             "learner/idle_ratio": self._seconds["wait_for_batch"] / max(seconds, 1e-9),
         }
+
+    def _off_policy(self) -> dict[str, float]:
+        """Logged attempts have no age; a step of nothing else reports none, for 0 would say that it was on-policy."""
+        share = {"off_policy/logged": self._num_logged / max(1, len(self._lengths))}
+        if not self._staleness:
+            return share if self._num_logged else share | {"off_policy/mean": 0.0, "off_policy/max": 0}
+        return share | {"off_policy/mean": _mean(self._staleness), "off_policy/max": max(self._staleness)}
 
 
 def _mean(values: list[float] | list[int]) -> float:

@@ -2,6 +2,7 @@
 
     forward_backward(groups)          add the groups' gradients; any number of times, any split
     optim_step()                      one AdamW step on what was added; the version grows by one
+    update()                          the same within a training step: the version stays (`minibatches_per_round`)
     save_weights_for_sampler()        weights and files of a snapshot
     save_state / load_state           everything needed to go on, bit for bit
 
@@ -31,7 +32,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from echo2.errors import UserError
+from echo2.errors import InvariantError, UserError
 from echo2.learner import checkpoint
 from echo2.learner.advantages import Advantage, group_advantages
 from echo2.learner.batch import Layout, TrainedGroup, collate
@@ -73,8 +74,10 @@ class TrainerOptions:
 
 @dataclass(frozen=True, slots=True)
 class StepStats:
-    """One optimizer step. `num_tokens` is N; `divisor` is what the sums were divided by; `grad_norm` is before
+    """One training step. `num_tokens` is N; `divisor` is what the sums were divided by; `grad_norm` is before
     clipping; `skipped`: nothing to learn from, weights and optimizer untouched (the version grew all the same).
+
+    Of `num_updates` in one step, `a + b`: the later `lr`, the larger `grad_norm`, sums of the rest.
     """
 
     lr: float
@@ -83,6 +86,18 @@ class StepStats:
     skipped: bool
     losses: LossStats
     divisor: float = 1.0
+    num_updates: int = 1
+
+    def __add__(self, other: StepStats) -> StepStats:
+        return StepStats(
+            lr=other.lr,
+            grad_norm=max(self.grad_norm, other.grad_norm),
+            num_tokens=self.num_tokens + other.num_tokens,
+            skipped=self.skipped and other.skipped,
+            losses=self.losses + other.losses,
+            divisor=self.divisor + other.divisor,
+            num_updates=self.num_updates + other.num_updates,
+        )
 
 
 class Trainer:
@@ -110,7 +125,8 @@ class Trainer:
             weight_decay=options.weight_decay,
             fused=policy.device.type in ("cpu", "cuda"),
         )
-        self._forget_step()
+        self._before: StepStats | None = None  # of the updates that this step has had
+        self._forget_sums()
 
     def forward_backward(self, groups: Sequence[RolloutGroup]) -> LossStats:
         """Add the gradient sums of whole groups; statistics of these groups alone.
@@ -146,11 +162,29 @@ class Trainer:
         self._stats += stats
         return stats
 
+    @property
+    def is_within_step(self) -> bool:
+        """Whether the weights are no version's: a step has been updated with a part of its groups."""
+        return self._before is not None
+
     def optim_step(self) -> StepStats:
-        """One AdamW step on the gradients added so far.
+        """One AdamW step on the gradients added so far, which ends the training step; statistics of all of it.
 
         Raises:
-            UserError: the gradient is not finite (training has diverged); the weights are those of before the step.
+            UserError: the gradient is not finite (training has diverged); the weights are those of before the update.
+        """
+        if self._before is None or self._num_rollouts:
+            self.update()
+        assert self._before is not None
+        result, self._before = self._before, None
+        self.version += 1
+        return result
+
+    def update(self) -> None:
+        """One AdamW step on the gradients added so far, with more groups of the same training step to come.
+
+        Raises:
+            UserError: as `optim_step`.
         """
         lr = self._scheduled_lr()
         if self.options.ess_scaling:
@@ -162,12 +196,11 @@ class Trainer:
             self._optimizer.param_groups[0]["lr"] = lr
             self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=True)
-        result = StepStats(lr, grad_norm, self._num_tokens, not grads, self._stats, divisor)
+        done = StepStats(lr, grad_norm, self._num_tokens, not grads, self._stats, divisor, int(bool(grads)))
         if self._remembered:
             self._loss_memory = self._loss.remember(*torch.cat(self._remembered, dim=1))
-        self._forget_step()
-        self.version += 1
-        return result
+        self._forget_sums()
+        self._before = done if self._before is None else self._before + done
 
     def save_weights_for_sampler(self) -> tuple[Mapping[str, TensorBytes], Mapping[str, bytes]]:
         """A copy of the weights (in `snapshot_dtype`) and the files that make them a model."""
@@ -178,7 +211,10 @@ class Trainer:
 
         Raises:
             UserError: no room; what was there before is untouched.
+            InvariantError: it is called within a step.
         """
+        if self.is_within_step:
+            raise InvariantError(f"a checkpoint within step {self.version} would be trained on its groups again")
         contents = {"model.safetensors": self.policy.tensors(), "optimizer.safetensors": self._optimizer_tensors()}
         progress = Progress(self.version, lineage, cursor, self._loss_memory)
         checkpoint.write_checkpoint(directory, progress, self.policy.files, contents)
@@ -200,11 +236,12 @@ class Trainer:
             raise UserError(f"{directory} is a checkpoint of another model: {error}") from error
         self._load_optimizer(load_file(directory / "optimizer.safetensors"))
         self._optimizer.zero_grad(set_to_none=True)
-        self._forget_step()
+        self._forget_sums()
+        self._before = None
         self.version, self._loss_memory = progress.version, progress.loss_memory
         return progress
 
-    def _forget_step(self) -> None:
+    def _forget_sums(self) -> None:
         self._num_tokens, self._num_rollouts, self._stats = 0, 0, LossStats()
         self._remembered: list[Tensor] = []
 
@@ -222,7 +259,7 @@ class Trainer:
         if not kept or not (any(advantages) or self._reference):
             return lengths, None
         rollouts, kept_advantages = zip(*kept, strict=True)
-        part = TrainedGroup(group.prompt_tokens, rollouts, kept_advantages, self.version, group.worker_id)
+        part = TrainedGroup(group.prompt_tokens, rollouts, kept_advantages, self.version, group.worker_id, group.logged)
         return lengths, part
 
     def _normalise(self, grads: list[Tensor], divisor: float) -> float:

@@ -93,8 +93,12 @@ def _news(rows: list[dict[str, Any]], status: dict[str, Any]) -> Text:
         last = steps[-1]
         text.append(f"reward {last['reward/mean']:.3f} {sparkline([row['reward/mean'] for row in steps])}\n")
         idle = last.get("learner/idle_ratio", 0.0)
-        text.append(f"learner idle {idle:.0%}  staleness {last.get('off_policy/mean', 0.0):.2f}")
-        text.append(f" (max {last.get('off_policy/max', 0)}, bound {last.get('off_policy/bound', '?')})")
+        text.append(f"learner idle {idle:.0%}  ")
+        if last.get("off_policy/logged") == 1.0:
+            text.append("from a log, of no age")
+        else:
+            text.append(f"staleness {last.get('off_policy/mean', 0.0):.2f}")
+            text.append(f" (max {last.get('off_policy/max', 0)}, bound {_bound(last)})")
         text.append(f"  workers {last.get('workers/active', 0)}  ${last.get('cost/cum_usd', 0.0):.4f}\n")
     evals = [row for row in rows if "eval/accuracy" in row]
     if evals:
@@ -104,6 +108,12 @@ def _news(rows: list[dict[str, Any]], status: dict[str, Any]) -> Text:
     for wait in status.get("waits", [])[:2]:
         text.append(f"{wait['waiter']} waits for {wait['waits_for']}: {wait['reason']}\n", style="dim")
     return text
+
+
+def _bound(row: dict[str, Any]) -> str:
+    """The staleness bound, and what the ESS floor has made of it."""
+    bound, effective = row.get("off_policy/bound", "?"), row.get("schedule/effective_staleness")
+    return f"{bound}" if effective in (None, bound) else f"{bound}, at present {effective}"
 
 
 def fleet_line(fleet: dict[str, Any] | None) -> str:
@@ -119,7 +129,12 @@ def fleet_line(fleet: dict[str, Any] | None) -> str:
     if fleet["needed_rate"] is not None:
         words += f": {fleet['rate']:.3g} of {fleet['needed_rate']:.3g} rollouts/s that are needed"
     if fleet["idle_predicted"] is not None and fleet["idle_ratio"] is not None:
-        words += f"  learner idle {fleet['idle_ratio']:.1%}, predicted {fleet['idle_predicted']:.1%}"
+        steps = fleet.get("idle_steps", 1)
+        over = f" over the last {steps} steps" if steps > 1 else ""
+        words += f"  learner idle {fleet['idle_ratio']:.1%}{over}, predicted {fleet['idle_predicted']:.1%}"
+    auto = fleet.get("auto_publish_every")
+    if auto is not None and auto != fleet["publish_every"]:
+        words += f"  publish_every {fleet['publish_every']}, auto would be {auto}"
     return words
 
 
@@ -159,7 +174,7 @@ def show_summary(summary: dict[str, Any], console: Console) -> None:
     staleness = (
         f"mean {summary['staleness_mean']:.2f}, max {summary['staleness_max']}, bound {summary['staleness_bound']}"
     )
-    table.add_row("staleness (versions)", staleness)
+    table.add_row("staleness (versions)", "none: all from a log" if summary.get("all_logged") else staleness)
     table.add_row("groups", f"{groups['trained']} trained, retired: {retired}; deliveries refused: {refused}")
     shipped = (
         f"{summary['origin_bytes'] / 1e6:.1f} MB from the head, {summary['peer_bytes'] / 1e6:.1f} MB between workers"
@@ -192,6 +207,9 @@ def show_status(status: dict[str, Any], console: Console) -> None:
     console.print(f"[bold]{where}[/bold]  {state}  {done}  {published}  ${status['cost_usd']:.4f}", highlight=False)
     if fleet := fleet_line(status.get("fleet")):
         console.print(f"fleet: {fleet}", highlight=False)
+    if (effective := status.get("effective_staleness")) is not None and effective < status["max_staleness"]:
+        tight = f"{effective} versions ahead of the learner at most, by the ESS floor (max_staleness"
+        console.print(f"sampling: {tight} {status['max_staleness']})", highlight=False)
     waits = Table("who", "waits for", "since", "until", "why", title="Waits", title_justify="left")
     now = status["time"]
     for wait in status["waits"]:

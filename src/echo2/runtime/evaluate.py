@@ -21,6 +21,7 @@ from echo2.rollout.engine import RequestFailure
 from echo2.rollout.engines import make_engine
 from echo2.runtime.rundir import RunDir
 from echo2.tasks.base import TaskStream
+from echo2.tasks.environment_process import open_world
 from echo2.tasks.load import load_tasks
 from echo2.types import Assignment, GroupRef, Lease, RolloutGroup, Snapshot, SnapshotRef
 
@@ -65,6 +66,8 @@ def evaluate(target: Path, step: int | None, model: str, overrides: Mapping[str,
     engine = make_engine(config.workers.engine, config.workers.device, "between")
     engine.load_snapshot(snapshot)
     tokenizer = generate.load_tokenizer({name: bytes(data) for name, data in snapshot.files.items()})
+    environment = config.tasks.environment
+    worlds = {environment: open_world(environment)} if environment else {}
     scorer = Scorer(list(config.reward.functions), list(config.reward.weights))
     rewards: list[float] = []
     failures: list[str] = []
@@ -82,7 +85,7 @@ def evaluate(target: Path, step: int | None, model: str, overrides: Mapping[str,
         def failed(lease: Lease, failure: RequestFailure) -> None:
             failures.append(failure.detail)
 
-        generate.sample_groups(engine, tokenizer, assignments, 1, "eval", score, failed)
+        generate.sample_groups(engine, tokenizer, assignments, 1, "eval", score, failed, worlds=worlds)
     if not rewards:
         raise UserError(
             f"No held-out task could be evaluated. The last failure: {failures[-1] if failures else 'none'}"
@@ -99,7 +102,8 @@ def _assignment(config: configuration.Config, stream: TaskStream, cursor: int) -
     group = GroupRef("eval", cursor)
     seed = group_seed(config.run.seed, group)
     lease = Lease(cursor, group, 0, cursor, 1, 0, 0, 0.0, 0.0, seed)
-    return Assignment(lease, stream.task(cursor), config.eval_params)
+    turns = (config.tasks.environment, config.sampling.max_turns)
+    return Assignment(lease, stream.task(cursor), config.eval_params, (), (), *turns)
 
 
 def export(directory: Path, step: int | None, to: Path) -> str:

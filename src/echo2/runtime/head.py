@@ -16,6 +16,7 @@ from typing import Any
 
 from echo2.broadcast.origin import OriginNode
 from echo2.buffer import Ledger
+from echo2.buffer.records import GroupRecord
 from echo2.config import Config
 from echo2.control import commands as do
 from echo2.control import events as ev
@@ -25,15 +26,15 @@ from echo2.control.planner import Planner
 from echo2.errors import InvariantError, UserError
 from echo2.offers import Offer
 from echo2.reward.process import RewardProcess
+from echo2.runtime.accounts import CostBook
 from echo2.runtime.archive import Archive
 from echo2.runtime.broadcast_meter import BroadcastMeter
 from echo2.runtime.clock import Clock
-from echo2.runtime.costs import CostBook
 from echo2.runtime.distribution import Distribution
 from echo2.runtime.evals import Evals
 from echo2.runtime.eventlog import EventLog
 from echo2.runtime.machines import Machines
-from echo2.runtime.metrics import Metrics, Sink, TensorBoardSink, WandbSink
+from echo2.runtime.metrics import Metrics, Sink, TensorBoardSink, WandbSink, known_ess
 from echo2.runtime.planner_options import planner_options, read_offers
 from echo2.runtime.rollout_log import RolloutLog
 from echo2.runtime.rundir import RunDir
@@ -194,7 +195,9 @@ class Head:
                 f"Set it to {state.version} or more."
             )
         groups = tuple(
-            ev.RecoveredGroup(g.number, g.step, g.state, g.oldest_version, g.num_tokens, g.worker_id)
+            ev.RecoveredGroup(
+                g.number, g.step, g.state, g.oldest_version, g.num_tokens, g.worker_id, g.reason, self._is_flat(g)
+            )
             for g in state.groups
         )
         leases = tuple(ev.RecoveredLease(old.lease_id, old.number, old.worker_id, old.deadline) for old in state.leases)
@@ -210,8 +213,17 @@ class Head:
                 leases=leases,
                 published=tuple(await self.distribution.archive.mend()),
                 evaluated=tuple(row["step"] for row in self.metrics.rows if "eval/accuracy" in row),
+                machines=tuple(ev.RecoveredMachine(one.offer, one.worker_id) for one in self.machines.kept()),
+                ess=known_ess(self.metrics.rows, state.version),
             )
         )
+
+    def _is_flat(self, group: GroupRecord) -> bool:
+        """Only dynamic sampling asks, of groups that it may still replace."""
+        if group.state != "ready" or not self.options.dynamic_sampling:
+            return False
+        delivered = self._delivered_group(GroupRef("train", group.number))
+        return delivered is not None and delivered.is_flat
 
     def spawn(self, coroutine: Any) -> None:
         """Run something beside the handlers; its failure stops the run instead of vanishing."""
@@ -288,7 +300,7 @@ class Head:
             do.AcceptDelivery: self._accept,
             do.RefuseDelivery: self._refuse,
             do.ScoreGroup: lambda c: self.spawn(self._score(c.group)),
-            do.RetireGroup: lambda c: self.ledger.retire(c.number, c.why, self.clock.now()),
+            do.RetireGroup: self._retire,
             do.FeedGroup: self._feed,
             do.EndStep: self._end_step,
             do.RecordStep: lambda c: self.ledger.train(c.step, c.lineage, c.numbers, self.clock.now()),
@@ -343,7 +355,8 @@ class Head:
             self.lease_started[lease.lease_id] = (command.worker_id, now)
             params = config.sampling_params if is_train else config.eval_params
             task = self.task_of(lease.group, lease.cursor)
-            batch.leases.append(messages.encode_assignment(Assignment(lease, task, params, rewards, weights)))
+            turns = (config.tasks.environment, config.sampling.max_turns)
+            batch.leases.append(messages.encode_assignment(Assignment(lease, task, params, rewards, weights, *turns)))
         if command.leases[0].group.kind == "eval":  # the ledger does not see these leases, and their ids count too
             self.ledger.set_meta("next_lease_id", command.leases[-1].lease_id + 1)
         self.order(command.worker_id, wire.Order(leases=batch))
@@ -353,8 +366,9 @@ class Head:
         if command.group.kind == "train":
             self.ledger.close_lease(command.lease_id, command.outcome, now)
         started = self.lease_started.pop(command.lease_id, None)
-        if started is not None and command.outcome in ("expired", "lost", "failed"):
-            self.costs.wasted_lease(started[0], command.outcome, now - started[1])
+        if started is not None and command.outcome in ("expired", "lost", "failed", "superseded"):
+            cause = "duplicate" if command.outcome == "superseded" else command.outcome
+            self.costs.wasted_lease(started[0], cause, now - started[1])
 
     def _accept(self, command: do.AcceptDelivery) -> None:
         pending = self.pending[command.lease_id]
@@ -385,6 +399,12 @@ class Head:
             args = (command.lease_id, number, command.worker_id, command.refusal, tokens, seconds, self.clock.now())
             self.ledger.refuse(*args)
 
+    def _retire(self, command: do.RetireGroup) -> None:
+        self.ledger.retire(command.number, command.why, self.clock.now())
+        record = self.planner.groups.get(command.number)
+        if record is not None and record.worker_id:  # its result came, and counted as useful so far
+            self.costs.regretted(record.worker_id, command.why)
+
     async def _score(self, ref: GroupRef) -> None:
         """Let the reward process beside the head score a delivered group."""
         group = self._delivered_group(ref)
@@ -400,7 +420,7 @@ class Head:
             self.evals.deliver(scored)
         else:
             self.ledger.score(ref.number, messages.encode_group(scored).SerializeToString(), self.clock.now())
-        self.happen(ev.GroupScored(ref))
+        self.happen(ev.GroupScored(ref, scored.is_flat))
 
     def _delivered_group(self, ref: GroupRef) -> RolloutGroup | None:
         if ref.kind == "eval":

@@ -12,7 +12,8 @@ from dataclasses import asdict
 from typing import Any
 
 from echo2.broadcast.origin import Progress
-from echo2.control.outlook import outlook, predicted_idle_ratio
+from echo2.control.gauge import NUM_REMEMBERED
+from echo2.control.outlook import auto_publish_every, outlook, predicted_idle_ratio
 from echo2.runtime.head import Head
 from echo2.runtime.rundir import write_atomically
 from echo2.types import SnapshotRef
@@ -35,6 +36,9 @@ def step_row(head: Head, version: int, learner_metrics: dict[str, Any], numbers:
         **learner_metrics,
         "off_policy/dropped": counts["retired"].get("stale", 0),
         "off_policy/bound": head.options.max_staleness,
+        "schedule/effective_staleness": head.planner.admission.bound,
+        **_batch_groups(head),
+        **resampling_metrics(head, version - 1),
         "groups/issued": counts["issued"],
         "groups/trained": counts["trained"] + len(numbers),
         "groups/retired": sum(counts["retired"].values()),
@@ -51,6 +55,21 @@ def step_row(head: Head, version: int, learner_metrics: dict[str, Any], numbers:
         "cost/usd_per_mtok": cum_usd / tokens * 1e6 if tokens else 0.0,
         "cost/wasted_usd": head.costs.wasted_usd(),
     }
+
+
+def resampling_metrics(head: Head, step: int) -> dict[str, Any]:
+    """Of a step: groups that dynamic sampling replaced, and those that it kept because it may replace no more."""
+    if not head.options.dynamic_sampling:
+        return {}
+    groups = head.planner.groups
+    kept = sum(record.is_flat for record in groups.of_step(step) if record.state != "retired")
+    return {"schedule/resampled": groups.num_uninformative(step), "schedule/uninformative_kept": kept}
+
+
+def _batch_groups(head: Head) -> dict[str, int]:
+    """With order = "frontier": groups that a worker may sample together from now on."""
+    frontier = head.planner.frontier
+    return {} if frontier is None else {"schedule/batch_groups": frontier.width}
 
 
 def fleet_metrics(head: Head) -> dict[str, Any]:
@@ -71,9 +90,11 @@ def fleet_metrics(head: Head) -> dict[str, Any]:
 
 
 def fleet_status(head: Head) -> dict[str, Any]:
-    """The same for `echo2 status`, with the prediction and the measurement of the newest step."""
+    """The same for `echo2 status`, with the newest prediction and what was measured over the steps it follows from."""
     found = outlook(head.planner, head.clock.now())
     last = head.metrics.rows[-1] if head.metrics.rows else {}
+    recent = [row for row in head.metrics.rows[-NUM_REMEMBERED:] if "time/wait_for_batch" in row]
+    waited, whole = (sum(row.get(f"time/{name}", 0.0) for row in recent) for name in ("wait_for_batch", "step"))
     is_finite = found.needed_rate is not None and found.needed_rate < math.inf
     return {
         "activation": head.options.activation is not None,
@@ -84,8 +105,11 @@ def fleet_status(head: Head) -> dict[str, Any]:
         "short": found.short,
         "text": found.text,
         "idle_predicted": last.get("learner/idle_predicted"),
-        "idle_ratio": last.get("learner/idle_ratio"),
+        "idle_ratio": waited / whole if whole > 0 else None,
+        "idle_steps": len(recent),
         "rented": head.machines.names(),
+        "publish_every": head.options.publish_every,
+        "auto_publish_every": auto_publish_every(head.planner),
     }
 
 
@@ -131,6 +155,7 @@ def status(head: Head) -> dict[str, Any]:
         "lineage": planner.lineage,
         "max_steps": planner.options.max_steps,
         "max_staleness": planner.options.max_staleness,
+        "effective_staleness": planner.admission.bound,
         "published": max(planner.published, default=None),
         "checkpoint": planner.checkpoint_version,
         "groups": _group_counts(head),
@@ -187,6 +212,7 @@ def summary(head: Head) -> dict[str, Any]:
         "staleness_mean": sum(means) / len(means) if means else 0.0,
         "staleness_max": max((row.get("off_policy/max", 0) for row in steps), default=0),
         "staleness_bound": head.options.max_staleness,
+        "all_logged": bool(steps) and all(row.get("off_policy/logged") == 1.0 for row in steps),
         "groups": counts,
         **head.traffic(),
         "seconds": now - head.started_at,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,23 +14,32 @@ from rich.markup import escape
 from echo2 import config as configuration
 from echo2.config import Config
 from echo2.errors import UserError
+from echo2.offers import Offer
 from echo2.reward.load import load_reward
 from echo2.runtime import display
 from echo2.runtime.planner_options import planner_options, read_offers
+from echo2.runtime.publish_every import settle
 from echo2.runtime.rundir import RunDir, claimed, create, read_json
 from echo2.runtime.supervisor import Supervisor
 from echo2.tasks.base import TaskSource, TaskStream
+from echo2.tasks.environments import BUILT_IN, load_environment
 from echo2.tasks.load import load_tasks
 
 #: Rows of a file that are checked before a run starts; the others when their turn comes.
 ROWS_CHECKED_MAX = 10_000
 
 
-def resolve(path: Path, overrides: Mapping[str, str], out: Path | None) -> tuple[Config, Path]:
-    """The configuration and the run directory it names."""
+def resolve(
+    path: Path, overrides: Mapping[str, str], out: Path | None, resume: bool = False, like: Path | None = None
+) -> tuple[Config, Path]:
+    """The configuration, with a number for "auto", and the run directory it names."""
     config = configuration.load(path, overrides)
     where = out or Path(config.run.out or f"outputs/{path.stem}")
-    return replace(config, run=replace(config.run, out=str(where))), where
+    settled = settle(replace(config, run=replace(config.run, out=str(where))), where, resume, like)
+    if settled.reason:
+        number = settled.config.schedule.publish_every
+        print(f'schedule.publish_every = "auto" is {number}: {settled.reason}', file=sys.stderr)
+    return settled.config, where
 
 
 def check(config: Config) -> None:
@@ -51,7 +60,38 @@ def check(config: Config) -> None:
             check_tasks(load_tasks(section.source, section.params, config.run.seed))
     for spec in config.reward.functions:
         load_reward(spec)
-    planner_options(config, 0, read_offers(config))
+    if config.tasks.environment:
+        load_environment(config.tasks.environment)
+    elif "environment" in config.reward.functions:
+        raise UserError(
+            'reward.functions has "environment", and tasks.environment is empty: name one, or another reward.'
+        )
+    offers = read_offers(config)
+    planner_options(config, 0, offers)
+    if offers and not any(offer.rent for offer in offers.values()):
+        raise UserError(
+            f"fleet.offers = {config.fleet.offers!r}: none of its offers has a `rent` command: no machine could be "
+            "rented. Add one (docs/capacity.md), or leave fleet.offers out."
+        )
+    check_budget(config, offers.values())
+
+
+def check_budget(config: Config, offers: Iterable[Offer]) -> None:
+    """A budget is of no use where nothing costs anything. Workers that only join later bring their own prices.
+
+    Raises:
+        UserError: with the settings that have the prices.
+    """
+    prices = [config.learner.price_usd_per_hour, *(offer.price_usd_per_hour for offer in offers if offer.rent)]
+    if config.workers.count:
+        prices.append(config.workers.price_usd_per_hour)
+    are_known = config.workers.count or len(prices) > 1
+    if config.fleet.budget_usd and are_known and not any(prices):
+        raise UserError(
+            f"fleet.budget_usd = {config.fleet.budget_usd:g} would never be spent: learner, workers and offers cost "
+            "$0. Set learner.price_usd_per_hour, workers.price_usd_per_hour or an offer's price, or leave the budget "
+            "out."
+        )
 
 
 def check_tasks(tasks: TaskSource) -> None:
@@ -97,20 +137,30 @@ def _is_reachable(hub_id: str) -> bool:
     return not constants.HF_HUB_OFFLINE or isinstance(try_to_load_from_cache(hub_id, "config.json"), str)
 
 
-def open_run(target: Path, out: Path | None, resume: bool, overrides: Mapping[str, str]) -> RunDir:
+def open_run(
+    target: Path, out: Path | None, resume: bool, overrides: Mapping[str, str], like: Path | None = None
+) -> RunDir:
     """A run directory that exists, or a new one from a configuration file."""
     if target.is_dir():
         rundir = RunDir(target)
         rundir.read_config()
         return rundir
-    config, where = resolve(target, overrides, out)
+    config, where = resolve(target, overrides, out, resume, like)
     check(config)
     return create(where, config, resume)
 
 
-def run(path: Path, out: Path | None, resume: bool, dry_run: bool, overrides: Mapping[str, str], as_json: bool) -> int:
+def run(
+    path: Path,
+    out: Path | None,
+    resume: bool,
+    dry_run: bool,
+    overrides: Mapping[str, str],
+    as_json: bool,
+    like: Path | None = None,
+) -> int:
     """`echo2 run`. Returns the exit status."""
-    config, where = resolve(path, overrides, out)
+    config, where = resolve(path, overrides, out, resume, like)
     check(config)
     if dry_run:
         print(configuration.to_json(config))
@@ -134,6 +184,8 @@ def _supervise(rundir: RunDir, config: Config) -> dict[str, str]:
     workers = config.workers
     arguments = ["--engine", workers.engine, "--device", workers.device]
     arguments += ["--price-usd-per-hour", str(workers.price_usd_per_hour)]
+    if config.tasks.environment not in ("", *BUILT_IN):
+        arguments += ["--allow-environment", config.tasks.environment]
     supervisor = Supervisor(rundir, workers.count, arguments)
     console = Console(stderr=True)
     where, ticket = escape(str(rundir.path)), escape(str(rundir.ticket))

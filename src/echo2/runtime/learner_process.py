@@ -51,9 +51,10 @@ def loop_options(config: Config, checkpoints: Path) -> loop.LoopOptions:
         checkpoints=checkpoints,
         checkpoint_every=learner.checkpoint_every,
         keep_checkpoints=learner.keep_checkpoints,
-        publish_every=schedule.publish_every,
+        publish_every=schedule.kappa,
         max_staleness=schedule.max_staleness,
         groups_per_microbatch=learner.groups_per_microbatch,
+        groups_per_update=schedule.groups_per_step // parts if (parts := learner.minibatches_per_round) > 1 else 0,
         deterministic=config.run.deterministic,
     )
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import importlib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -71,6 +71,20 @@ class Metrics:
 
     def _rewrite(self) -> None:
         write_atomically(self._path, "".join(json.dumps(row) + "\n" for row in self.rows))
+
+
+def ess_of(row: Mapping[str, Any]) -> float | None:
+    """ESS / B of a step, from its row or from the learner's share of it; None where it does not say."""
+    value = row.get("ess")
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return None
+    return float(value) if 0.0 <= value <= 1.0 else None
+
+
+def known_ess(rows: Sequence[Row], version: int) -> tuple[tuple[int, float], ...]:
+    """(step, ESS / B) of the steps that led to `version`, as far as their rows say."""
+    found = [(row["step"] - 1, ess_of(row)) for row in rows if row["step"] <= version]
+    return tuple((step, ess) for step, ess in found if ess is not None)
 
 
 def read_rows(path: Path) -> list[Row]:

@@ -18,6 +18,7 @@ from echo2.control import events as ev
 from echo2.errors import PeerError
 from echo2.runtime.head import Head, LearnerPresence, Pending, Presence
 from echo2.runtime.head_report import step_row
+from echo2.runtime.metrics import ess_of
 from echo2.transport import messages
 from echo2.transport import wire_pb2 as wire
 from echo2.transport.base import Peer
@@ -67,6 +68,13 @@ class Service:
     async def attend(self, peer: Peer, hello: wire.WorkerHello) -> AsyncIterator[wire.Order]:
         """A worker attends as long as it keeps this stream open."""
         head, joined = self._head, self._at_offer(_joined(peer, hello), hello.offer)
+        environment = head.config.tasks.environment
+        if environment and environment not in hello.environments:
+            raise PeerError(
+                "no_environment",
+                f"this run plays {environment}, which the worker does not run. If you trust that code and have it, "
+                f"start the worker with --allow-environment {environment}",
+            )
         outbox: asyncio.Queue[wire.Order | None] = asyncio.Queue()
         presence = Presence(
             outbox, hello.host[:200], hello.pid, hello.engine[:50], hello.device[:50], wire.WorkerReport()
@@ -151,10 +159,12 @@ class Service:
             message.step, message.cursor = held[1].step, held[1].cursor
         worker = head.planner.fleet.get(peer.peer_id)
         if worker is None or not worker.scores:
-            _strip_rewards(message)
+            _strip_rewards(message, bool(head.config.tasks.environment))
         try:
             group = messages.decode_group(message)
             messages.check_lengths(group, head.config.sampling.max_tokens)
+            is_played = bool(head.config.tasks.environment)
+            messages.check_turns(group, head.config.sampling.max_turns if is_played else 1)
             if head.vocab_size is not None:
                 messages.check_vocabulary(group, head.vocab_size)
         except PeerError as error:
@@ -168,6 +178,7 @@ class Service:
             newest_version=group.newest_version,
             num_tokens=group.num_tokens,
             is_scored=group.is_scored,
+            is_flat=group.is_flat,
         )
         head.pending[lease_id] = Pending(group, message.SerializeToString())
         try:
@@ -245,7 +256,7 @@ class Service:
             raise PeerError("malformed", "metrics_json is not an object")
         # The row first: a kill in between leaves a row that is written again with its step, not a step without a row.
         head.metrics.write(step_row(head, report.step + 1, metrics, report.groups))
-        head.happen(ev.StepTrained(report.step, tuple(report.groups), _busy_seconds(metrics)))
+        head.happen(ev.StepTrained(report.step, tuple(report.groups), _busy_seconds(metrics), ess_of(metrics)))
         if head.planner.version <= report.step:
             raise PeerError("refused", f"the run is over; step {report.step} is not recorded")
         head.save_books()
@@ -312,8 +323,8 @@ def _joined(peer: Peer, hello: wire.WorkerHello) -> ev.WorkerJoined:
         )
     if hello.capacity_groups < 1:
         raise PeerError("malformed", "capacity_groups must be at least 1")
-    if len(hello.held_leases) > CLAIMS_MAX or len(hello.rewards) > CLAIMS_MAX:
-        raise PeerError("oversized", f"more than {CLAIMS_MAX} leases or rewards claimed")
+    if max(len(hello.held_leases), len(hello.rewards), len(hello.environments)) > CLAIMS_MAX:
+        raise PeerError("oversized", f"more than {CLAIMS_MAX} leases, rewards or environments claimed")
     if any(len(name) > NAME_CHARS_MAX for name in hello.rewards):
         raise PeerError("oversized", f"the name of a reward has more than {NAME_CHARS_MAX} characters")
     if len(hello.offer) > NAME_CHARS_MAX:
@@ -352,11 +363,13 @@ def _installed(said: wire.WorkerHello | wire.WorkerReport) -> SnapshotRef | None
     return SnapshotRef(lineage, messages.whole_number("version", said.installed_version))
 
 
-def _strip_rewards(message: wire.RolloutGroup) -> None:
-    """This worker was not asked to score."""
+def _strip_rewards(message: wire.RolloutGroup, is_played: bool) -> None:
+    """This worker was not asked to score; what its environment gave is known to nobody else."""
     for rollout in message.rollouts:
+        given = {name: value for name, value in rollout.reward_parts.items() if is_played and name == "environment"}
         rollout.ClearField("reward")
         rollout.ClearField("reward_parts")
+        rollout.reward_parts.update(given)
 
 
 def _answer(commands: list[do.Command]) -> wire.DeliveryReply:

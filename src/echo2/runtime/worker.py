@@ -14,7 +14,7 @@ import os
 import socket
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -31,6 +31,8 @@ from echo2.rollout.engine import RequestFailure, SwapMode
 from echo2.rollout.engines import make_engine
 from echo2.runtime.clock import Clock
 from echo2.runtime.worker_weights import WorkerWeights, listen_address
+from echo2.tasks.environment_process import open_world
+from echo2.tasks.environments import BUILT_IN, OpenWorld
 from echo2.transport import messages
 from echo2.transport import wire_pb2 as wire
 from echo2.transport.grpc_link import Membership
@@ -60,6 +62,7 @@ class WorkerOptions:
     price_usd_per_hour: float = 0.0
     max_groups: int = 0
     allow_rewards: tuple[str, ...] = ()
+    allow_environments: tuple[str, ...] = ()
     patience_seconds: float = 600.0
     listen: str = ""
     advertise: str = ""
@@ -88,8 +91,15 @@ class Batch:
 class WorkerProcess:
     """Drives one relay. `run` returns when the head says stop."""
 
-    def __init__(self, member: Membership, directory: Path, options: WorkerOptions, rewards: tuple[str, ...]) -> None:
-        self._worker_id, self._options, self._rewards = member.peer_id, options, rewards
+    def __init__(
+        self,
+        member: Membership,
+        directory: Path,
+        options: WorkerOptions,
+        rewards: tuple[str, ...],
+        worlds: Mapping[str, OpenWorld],
+    ) -> None:
+        self._worker_id, self._options, self._rewards, self._worlds = member.peer_id, options, rewards, worlds
         self._link, self._clock = member.link(), Clock()
         listen = listen_address(options.listen, options.relays, member.address)
         self._weights = WorkerWeights(
@@ -147,6 +157,8 @@ class WorkerProcess:
                 task.cancel()
             self._cancel_batch()
             self._engine_thread.shutdown(wait=False, cancel_futures=True)
+            for world in self._worlds.values():
+                world.close()
             await self._weights.close()
             await self._link.close()
 
@@ -229,6 +241,7 @@ class WorkerProcess:
             pid=os.getpid(),
             host=socket.gethostname(),
             offer=self._options.offer,
+            environments=sorted(self._worlds),
         )
         if relay is not None:
             hello.held_leases.extend([*relay.waiting, *relay.generating, *relay.produced])
@@ -368,6 +381,9 @@ class WorkerProcess:
         def failed(lease: Lease, failure: RequestFailure) -> None:
             self._post(ev.LeaseAbandoned(lease.lease_id, failure.reason, failure.detail))
 
+        unknown = {assignment.environment for assignment in batch.assignments.values()} - {"", *self._worlds}
+        if unknown:
+            raise PeerError("malformed", f"asked for environments that this worker does not run: {sorted(unknown)}")
         generate.sample_groups(
             self._engine,
             self._tokenizer,
@@ -377,6 +393,7 @@ class WorkerProcess:
             on_group=finished,
             on_failed=failed,
             should_stop=lambda: batch.cancelled,
+            worlds=self._worlds,
         )
 
     def _post(self, event: ev.Event) -> None:
@@ -455,7 +472,8 @@ async def join(ticket: str, directory: Path | None, options: WorkerOptions) -> s
     member = await grpc_link.join(ticket, state, options.patience_seconds)
     log.info("joined as %s", member.peer_id)
     rewards = (*available(), *options.allow_rewards)
-    process = WorkerProcess(member, state / member.peer_id, options, rewards)
+    worlds = {spec: open_world(spec) for spec in (*BUILT_IN, *options.allow_environments)}
+    process = WorkerProcess(member, state / member.peer_id, options, rewards, worlds)
     return await process.run()
 
 

@@ -1,0 +1,74 @@
+"""Dynamic sampling and the ESS floor in whole simulated runs, with the planner, relays and ledger of production."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+from echo2.buffer.audit import audit
+from echo2.sim import run_scenario
+from echo2.sim.scenario import HeadSpec, LearnerSpec, Scenario, WorkersSpec
+from worlds import judge, judge_replay
+
+RESAMPLING = Scenario(
+    max_steps=6,
+    groups_per_step=6,
+    group_size=2,
+    groups_per_batch=3,
+    max_failures=1_000_000,
+    dynamic_sampling=True,
+    max_resampled=3.0,
+    flat_share=0.6,
+    faults_until_seconds=200.0,
+    learner=LearnerSpec(train_seconds=1.0, checkpoint_every=2),
+)
+
+
+def test_a_head_that_keeps_dying_replaces_each_flat_group_once() -> None:
+    """It dies between a result and its retirement, between that and the replacement, and before the learner reports."""
+    num_killed = 0
+    for seed in range(12):
+        scenario = replace(
+            RESAMPLING,
+            max_staleness=seed % 3,
+            workers=(WorkersSpec(count=2, scores=seed % 2 == 0),),
+            head=HeadSpec(score_seconds=0.5, life_seconds=1.5, restart_seconds=0.5),
+            learner=replace(RESAMPLING.learner, life_seconds=20.0),
+        )
+        report = run_scenario(scenario, seed)
+        assert judge(report, scenario) + judge_replay(report, scenario) == [], f"seed {seed}"
+        num_killed += report.killed["head"]
+    assert num_killed > 300
+
+
+def test_the_audit_counts_what_was_replaced(tmp_path: Path) -> None:
+    report = run_scenario(RESAMPLING, 1, tmp_path / "ledger.sqlite")
+    found = audit(tmp_path / "ledger.sqlite")
+    assert found.is_balanced
+    assert (found.trained, found.lost, found.doubled) == (36, 0, 0)
+    assert found.retired == {"uninformative": sum(report.history.replaced.values())}
+    assert 30 < found.retired["uninformative"] < 80  # at a share of 0.6 half as many again as are trained
+
+
+def test_where_every_group_is_flat_the_run_goes_on() -> None:
+    report = run_scenario(replace(RESAMPLING, flat_share=1.0, max_resampled=0.5), 1)
+    assert report.finished
+    assert set(report.history.replaced.values()) == {3}
+    assert report.retired == {"uninformative": 3 * 6}
+
+
+def ages(scenario: Scenario) -> list[int]:
+    """Staleness of the oldest group of each step."""
+    report = run_scenario(scenario, 1)
+    assert report.finished
+    assert report.retired == {}
+    return [done.step - min(done.versions) for _, done in sorted(report.history.surviving().items())]
+
+
+def test_a_low_ess_makes_the_data_younger_and_nothing_is_dropped() -> None:
+    fast = (WorkersSpec(count=6, rollout_seconds=0.3),)
+    loose = Scenario(max_steps=60, groups_per_step=4, max_staleness=8, publish_every=2, workers=fast)
+    tight = replace(loose, ess_floor=0.5, learner=LearnerSpec(ess=0.2))
+    assert max(ages(loose)[40:]) == 8
+    assert max(ages(tight)[:9]) == 8
+    assert max(ages(tight)[40:]) == 1  # publish_every - 1, the least that cannot wait for ever

@@ -1,0 +1,81 @@
+"""How many groups are sampled together where the first ones are wanted soon: found by trial, staggered at the start."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+from echo2.control.frontier import TRIAL_EVERY, Frontier
+
+
+def play(frontier: Frontier, seconds_of: Callable[[int], float], steps: int) -> list[int]:
+    """The width that each of so many steps had, each taking what its width takes."""
+    now, widths = 0.0, []
+    for step in range(steps):
+        widths.append(frontier.width)
+        frontier.leased(step, now)
+        now += seconds_of(frontier.width)
+        frontier.step_trained(step, now)
+        now += 0.3  # until the next step's weights are there
+    return widths
+
+
+def test_it_begins_with_whole_batches_and_narrows_while_steps_get_shorter() -> None:
+    widths = play(Frontier(8), lambda width: 10.0 + abs(width - 3), 8)
+    assert widths == [8, 8, 5, 3, 2, 3, 3, 3]
+
+
+def test_an_engine_that_takes_as_long_for_one_group_as_for_eight_gets_eight() -> None:
+    widths = play(Frontier(8), lambda width: 8.0 / width, 12)
+    assert widths[:4] == [8, 8, 5, 8]
+    assert set(widths[3:]) == {8}
+
+
+def test_of_steps_with_one_best_width_it_is_found_and_tried_against_its_neighbours() -> None:
+    for seed in range(50):
+        rng = random.Random(seed)
+        frontier = Frontier(rng.randint(1, 40))
+        best = rng.choice(frontier.widths)
+        at = frontier.widths.index(best)
+        costs = {width: 10.0 + abs(frontier.widths.index(width) - at) for width in frontier.widths}
+        widths = play(frontier, costs.__getitem__, 100)
+        late = widths[len(frontier.widths) + 3 :]
+        others = [width for width in late if width != best]
+        assert len(others) <= len(late) / TRIAL_EVERY + 1, f"seed {seed}: {best} of {frontier.widths}: {widths}"
+        assert len(frontier.widths) == 1 or others, f"seed {seed}: no other width was tried again"
+
+
+def test_when_the_fleet_changes_another_width_becomes_the_best() -> None:
+    frontier = Frontier(8)
+    assert play(frontier, lambda width: float(width), 10)[-1] == 1
+    later = play(frontier, lambda width: 10.0 - width, 60)
+    assert later[-1] > 1, later
+
+
+def test_a_step_that_was_interrupted_is_not_measured() -> None:
+    frontier = Frontier(4)
+    play(frontier, lambda width: 5.0, 2)
+    before = frontier.width
+    frontier.leased(2, 100.0)
+    frontier.interrupted()
+    frontier.step_trained(2, 100.001)  # trained again, with groups that were there already
+    assert frontier.width == before
+    frontier.step_trained(3, 100.002)  # of no lease at all
+    assert frontier.width == before
+
+
+def test_the_first_batches_of_a_step_have_different_sizes_the_smallest_first() -> None:
+    frontier = Frontier(8)
+    sizes = []
+    for _ in range(6):
+        sizes.append(frontier.batch(0, 90, 4))
+        frontier.leased(0, 0.0)
+    assert sizes == [2, 4, 6, 8, 8, 8]
+    assert frontier.batch(1, 90, 4) == 2  # the next step begins anew
+
+
+def test_the_last_groups_of_a_step_are_shared_out() -> None:
+    frontier = Frontier(8)
+    for _ in range(4):
+        frontier.leased(0, 0.0)
+    assert [frontier.batch(0, left, 4) for left in (16, 12, 6, 2, 1, 0)] == [8, 6, 3, 1, 1, 1]
