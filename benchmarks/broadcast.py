@@ -22,7 +22,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from broadcast_figures import Rounds, machine, one_line, progress, table
+from broadcast_figures import Rounds, network_stack, one_line, progress, table
 from broadcast_prediction import predicted_seconds
 from broadcast_scenarios import chosen, scenarios
 from broadcast_trial import Scenario, Setup, Trial, TrialError, stop_on_sigterm
@@ -85,7 +85,7 @@ def prediction(scenario: Scenario, which: Setup, num_bytes: int) -> float | None
 def write(rounds: Rounds, wanted: Sequence[Scenario], name: str, options: argparse.Namespace) -> Path:
     """The result file."""
     figures = {
-        "machine": machine(),
+        "network": network_stack(),
         "size_mib": options.size_mib,
         "summary": rounds.summary(wanted),
         "failures": rounds.failures,

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import platform
 import statistics
 import sys
 from collections.abc import Callable, Iterable, Sequence
@@ -116,19 +114,15 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
     return "\n".join(text)
 
 
-def machine(programs: Iterable[str] = ()) -> dict[str, Any]:
-    """Where this ran, and with what."""
+def network_stack() -> dict[str, Any]:
+    """What moved the bytes: programs' versions, congestion control."""
     installed = {}
-    for program in ("grpcio", "blake3", *programs):
+    for program in ("grpcio", "blake3"):
         try:
             installed[program] = version(program)
         except PackageNotFoundError:
             continue
     return {
-        "cores": os.cpu_count(),
-        "cpu": _cpu_model(),
-        "kernel": platform.release(),
-        "python": platform.python_version(),
         "programs": installed,
         "congestion_available": _kernel("tcp_available_congestion_control"),
         "congestion_default": _kernel("tcp_congestion_control"),
@@ -163,13 +157,6 @@ def _cell(value: dict[str, float] | None) -> str:
 
 def _predicted(row: dict[str, Any]) -> str:
     return "-" if row["predicted_seconds"] is None else f"{row['predicted_seconds']:.2f}"
-
-
-def _cpu_model() -> str:
-    for line in Path("/proc/cpuinfo").read_text().splitlines():
-        if line.startswith("model name"):
-            return line.partition(":")[2].strip()
-    return platform.machine()
 
 
 def _kernel(name: str) -> str:

@@ -12,20 +12,18 @@ T is that of the others. Bound: G / min(B_0, (B_0 + sum of uplinks) / n, B_w), w
 from __future__ import annotations
 
 import argparse
-import json
-import platform
 import random
 import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from recording import save
+
 from echo2.sim.dissemination import EFFICIENCY, DisseminationSpec, NodeSpec, Outcome, disseminate
 
-HERE = Path(__file__).resolve().parent
 MIB = 1 << 20
 COUNTS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 #: A star is n times as long as it is wide; its rows say so at once.
@@ -148,11 +146,7 @@ def main(arguments: Sequence[str]) -> None:
         finished = outcome.finished[: len(outcome.finished) - left_out]
         rows.append(row(what, spec, finished, outcome, time.perf_counter() - began))
         print(to_text(rows[-1]), flush=True)
-    when = datetime.now(UTC)
     result = {
-        "benchmark": "broadcast_scale",
-        "when": when.strftime("%Y-%m-%dT%H:%M:%SZ"),
-        "python": platform.python_version(),
         "simulated": True,
         "num_bytes": links.num_bytes,
         "chunk_bytes": links.chunk_bytes,
@@ -162,10 +156,7 @@ def main(arguments: Sequence[str]) -> None:
         "seed": options.seed,
         "rows": rows,
     }
-    out = options.out or HERE / "results" / f"broadcast_scale-{when:%Y%m%d}.json"
-    out.parent.mkdir(exist_ok=True)
-    out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-    print(f"wrote {out}")
+    print(f"written to {save('broadcast_scale', result, options.out)}")
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ from recording import save
 from rich.console import Console
 from rich.table import Table
 
-from echo2.control.dissemination import Route
+from echo2.control.transfer_time import Route
 from echo2.offers import Offer
 from echo2.planning.plan import Broadcast, PlanInputs, make_plan
 from echo2.planning.rehearsal import rehearse, rehearsed

@@ -1,6 +1,7 @@
 """What churn costs: the variants of `simulations/churn_spot.toml` against the first, where nothing fails.
 
-Idle ratio and dollars are of the whole run, its cold start included: the losses do not wait for the second half.
+Dollars are of the whole run, the cold start included. Idle ratios are of all but the first steps: while the cold start
+lasts, every machine works in every variant.
 
     python benchmarks/churn.py [--seeds 3]             # writes benchmarks/results/churn-*.json
 """
@@ -8,25 +9,34 @@ Idle ratio and dollars are of the whole run, its cold start included: the losses
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import sys
 from collections.abc import Sequence
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
+
+from recording import save
 
 from echo2.control import commands as do
 from echo2.sim import Report, load_study, run_scenario
 
 HERE = Path(__file__).resolve().parent
+COLD_STEPS = 5
+
+
+def late_idle_ratio(report: Report) -> float:
+    """The learner's, without the first steps."""
+    late = [one for one in report.history.steps if one.step >= COLD_STEPS]
+    waited = sum(one.wait_seconds for one in late)
+    return waited / (waited + sum(one.train_seconds for one in late))
 
 
 def summary(report: Report) -> dict[str, Any]:
     commands = [command for life in report.history.lives for _, _, answer in life for command in answer]
     return {
         "finished": report.finished,
-        "idle_ratio": report.idle_ratio,
+        "idle_ratio": late_idle_ratio(report),
+        "idle_ratio_of_all": report.idle_ratio,
         "usd": report.usd + report.learner_usd,
         "seconds": report.seconds,
         "killed": sum(report.killed.values()),
@@ -50,18 +60,14 @@ def main(arguments: Sequence[str]) -> None:
         rows.append(row)
         more_idle = 100 * (row["idle_ratio"] - rows[0]["idle_ratio"])
         print(
-            f"{case.label:<20} idle {row['idle_ratio']:>6.2%} ({more_idle:+.2f} points)"
+            f"{case.label:<28} idle {row['idle_ratio']:>6.2%} ({more_idle:+.2f} points)"
             f"  ${row['usd']:.2f} ({row['usd'] / rows[0]['usd'] - 1:+.1%})  {row['killed']:.0f} killed,"
             f" {row['lost_leases']:.0f} leases lost,"
             f" {row['activations']:.0f} activations, {row['releases']:.0f} releases"
             + ("" if row["finished"] else "  NOT FINISHED"),
             flush=True,
         )
-    when = datetime.now(UTC)
-    result = {"benchmark": "churn", "when": when.strftime("%Y-%m-%dT%H:%M:%SZ"), "seeds": options.seeds, "rows": rows}
-    out = options.out or HERE / "results" / f"churn-{when:%Y%m%d}.json"
-    out.parent.mkdir(exist_ok=True)
-    out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    print(f"written to {save('churn', {'seeds': options.seeds, 'rows': rows}, options.out)}")
 
 
 if __name__ == "__main__":

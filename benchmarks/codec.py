@@ -24,7 +24,6 @@ file has the median by the clock as well, which is the same on a machine that do
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import sysconfig
 import time
@@ -36,7 +35,7 @@ import numpy as np
 import torch
 import zstandard
 from numpy.typing import NDArray
-from time_to_accuracy import HERE, REPOSITORY, commit, machine
+from recording import HERE, save
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from echo2.types import Snapshot, SnapshotRef, TensorBytes
@@ -53,7 +52,7 @@ Weights = dict[str, NDArray[Any]]
 
 def text() -> torch.Tensor:
     """Sources as bytes: ours and the standard library's."""
-    folders = (REPOSITORY / "src", REPOSITORY / "tests", Path(sysconfig.get_paths()["stdlib"]))
+    folders = (HERE.parent / "src", HERE.parent / "tests", Path(sysconfig.get_paths()["stdlib"]))
     files = [path for folder in folders for path in sorted(folder.glob("**/*.py")) if "site-packages" not in path.parts]
     data = b"".join(path.read_bytes() for path in files)[: 32 << 20]
     return torch.frombuffer(bytearray(data), dtype=torch.uint8)
@@ -240,7 +239,6 @@ def main() -> None:
     options = parser.parse_args()
     if options.quick:
         options.rates, options.warm_steps, options.repeats = options.rates[:1], 10, 2
-    started = {"commit": commit(), "machine": machine()}
 
     training = Training(options.quick, options.seed)
     num_parameters = sum(value.numel() for value in training.model.parameters())
@@ -254,12 +252,7 @@ def main() -> None:
     for row in rows(options, training):
         print(shown(row), flush=True)
         table.append(row)
-    stamp = time.strftime("%Y%m%d", time.gmtime())
-    out = options.out or HERE / "results" / f"codec-{stamp}.json"
     result = {
-        "benchmark": "codec",
-        "when": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-        **started,
         "model": {
             "parameters": num_parameters,
             "kind": "Llama, random, normal 0.02",
@@ -270,8 +263,7 @@ def main() -> None:
         "rows": table,
     }
     if not options.quick or options.out:
-        out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-        print(f"written to {out}")
+        print(f"written to {save('codec', result, options.out)}")
 
 
 if __name__ == "__main__":

@@ -15,18 +15,17 @@ from __future__ import annotations
 import argparse
 import gc
 import heapq
-import json
-import platform
 import random
 import subprocess
 import sys
 import time
 from collections import Counter
 from collections.abc import Sequence
-from datetime import UTC, datetime
 from pathlib import Path
 from types import FunctionType, ModuleType
 from typing import Any
+
+from recording import save
 
 from echo2.control import commands as do
 from echo2.control import events as ev
@@ -34,7 +33,6 @@ from echo2.control.planner import Planner
 from echo2.control.state import PlannerOptions
 from echo2.types import Lease, SnapshotRef
 
-HERE = Path(__file__).resolve().parent
 GROUPS_PER_BATCH = 4
 GROUP_SIZE = 8
 #: Median time of one group in a batch; with two batches at each worker and heartbeats, this sets the mix of events.
@@ -268,20 +266,8 @@ def main(arguments: Sequence[str]) -> None:
         print(to_text(rows[-1]), flush=True)
     head = head_bytes()
     print(f"a head process without a run: {head / 1e6:.0f} MB, to which the planner's bytes come")
-    when = datetime.now(UTC)
-    result = {
-        "benchmark": "control_scale",
-        "when": when.strftime("%Y-%m-%dT%H:%M:%SZ"),
-        "python": platform.python_version(),
-        "machine": platform.machine(),
-        "seed": options.seed,
-        "head_bytes": head,
-        "rows": rows,
-    }
-    out = options.out or HERE / "results" / f"control_scale-{when:%Y%m%d}.json"
-    out.parent.mkdir(exist_ok=True)
-    out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-    print(f"wrote {out}")
+    result = {"seed": options.seed, "head_bytes": head, "rows": rows}
+    print(f"written to {save('control_scale', result, options.out)}")
 
 
 if __name__ == "__main__":

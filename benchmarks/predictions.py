@@ -1,11 +1,16 @@
 """Is what the planner prints true? Predictions against the simulator, which runs the real control code.
 
-Two sets of random cases, all drawn from a seed:
+Sets of random cases, all drawn from a seed:
 
   any fleet      far too small to twice too large, of one or two kinds, S from 0 to 6, both ways to broadcast
-  planned        random offers, links and snapshots: what `echo2 plan` chooses, rehearsed
+  planned        random offers, links and snapshots, S from 0 to 6: what `echo2 plan` chooses, rehearsed
+  lossy          the same with machines that are lost and replaced, and results that do not count
+  needed         a fleet of many small workers at 0.9 and 1.1 times the needed rate: does the learner wait, and not?
 
-    python benchmarks/predictions.py                  # 150 of each; about ten minutes; writes benchmarks/results/
+Every number that a plan prints is in one of them, but for T_bcast, which simulations of plans take as given: that is
+compared in benchmarks/broadcast.py. "Steady" is the second half of the steps.
+
+    python benchmarks/predictions.py                  # 150 of each; about twenty minutes; writes benchmarks/results/
 """
 
 from __future__ import annotations
@@ -23,9 +28,10 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
+from echo2.control import capacity
 from echo2.control.capacity import Demand
-from echo2.control.dissemination import Route
 from echo2.control.forecast import Pace, forecast
+from echo2.control.transfer_time import Route
 from echo2.errors import UserError
 from echo2.offers import Offer
 from echo2.planning.plan import Broadcast, PlanInputs, make_plan
@@ -37,6 +43,9 @@ STEPS = 40
 TRAIN_SPREAD = 0.05
 #: From the end of a step to the announcement of its snapshot, in these scenarios.
 ANNOUNCE_SECONDS = 0.1
+#: What is compared, and what of it in shares of the simulated value.
+QUANTITIES = ("idle", "steady idle", "mean staleness", "max staleness", "step", "seconds", "usd a step", "usd")
+RELATIVE = ("step", "seconds", "usd a step", "usd")
 Row = dict[str, Any]
 
 
@@ -99,9 +108,10 @@ def any_fleet(seed: int) -> Row:
     }
 
 
-def planned(seed: int) -> Row | None:
+def planned(seed: int, lossy: bool = False) -> Row | None:
     """One random plan: predicted and rehearsed; None where there is no plan."""
     rng = random.Random(f"plan {seed}")
+    trouble = random.Random(f"trouble {seed}")
     train = 10 ** rng.uniform(1.0, 3.3)
     groups, batch = rng.choice([32, 64, 128]), rng.choice([2, 4, 8])
     base = groups * 8 / train / rng.uniform(4, 25)
@@ -113,6 +123,9 @@ def planned(seed: int) -> Row | None:
             spread=rng.choice([0.0, 0.1, 0.3]),
             down_mbps=rng.choice([50.0, 100.0, 500.0]),
             count=rng.randint(4, 40),
+            reliability=trouble.uniform(0.9, 1.0) if lossy else 1.0,
+            mean_life_hours=train * trouble.uniform(20, 100) / 3600 if lossy else 0.0,
+            replace_seconds=train * trouble.uniform(0.2, 2.0),
         )
         for at in range(rng.randint(1, 3))
     )
@@ -121,7 +134,7 @@ def planned(seed: int) -> Row | None:
         groups_per_step=groups,
         group_size=8,
         steps=STEPS,
-        max_staleness=rng.randint(1, 6),
+        max_staleness=rng.randint(0, 6),
         train_seconds=train,
         offers=offers,
         broadcast=Broadcast(size, rng.choice([None, size / 30]), Route(), reload_seconds=0.01 * train),
@@ -145,10 +158,71 @@ def planned(seed: int) -> Row | None:
         "steady idle": (predicted.steady_idle_ratio, found.steady_idle_ratio),
         "mean staleness": (predicted.mean_staleness, found.mean_staleness),
         "max staleness": (predicted.max_staleness, found.max_staleness),
+        "step": (predicted.step_seconds, found.step_seconds),
         "seconds": (predicted.run_seconds, found.seconds),
+        "usd a step": (plan.usd_per_step, found.steady_usd_per_step),
         "usd": (plan.usd / STEPS, found.usd_per_step),
         "shares": distance(predicted.staleness, found.staleness),
     }
+
+
+def needed(seed: int) -> Row:
+    """One random demand, and how long the learner waits, once under way, with 0.9 and 1.1 times the needed rate."""
+    rng = random.Random(f"needed {seed}")
+    bound, count = rng.choice([1, 2, 3, 4, 6]), rng.randint(32, 64)
+    kappa, train, overlaps = rng.randint(1, bound), rng.uniform(10.0, 30.0), rng.random() < 0.6
+    travels = rng.uniform(0.02, 0.8) * train
+    demand = Demand(4 * count, 8, kappa, bound, train, travels + ANNOUNCE_SECONDS, overlaps)
+    row: Row = {"seed": seed, "S": bound, "kappa": kappa, "overlaps": overlaps}
+    for factor in (0.9, 1.1):
+        rate = factor * capacity.mu_needed(demand)
+        scenario = Scenario(
+            max_steps=STEPS,
+            groups_per_step=demand.groups_per_step,
+            group_size=demand.group_size,
+            max_staleness=bound,
+            publish_every=kappa,
+            groups_per_batch=1,
+            swap="during",
+            lease_seconds=1e5,
+            heartbeat_seconds=5.0,
+            lost_after_seconds=30.0,
+            generate_during_broadcast=overlaps,
+            broadcast=BroadcastSpec(scheme="fixed", seconds=travels),
+            workers=(
+                WorkersSpec(
+                    count=count,
+                    capacity_groups=1,
+                    rollouts_per_second=rate / count,
+                    spread=0.1,
+                    install_seconds=0.0,
+                    latency_seconds=0.01,
+                    bytes_per_second=1e12,
+                ),
+            ),
+            learner=LearnerSpec(train_seconds=train, spread=0.0, publish_seconds=0.05, checkpoint_every=1000),
+            time_limit_seconds=1e6,
+        )
+        found = rehearsed(run_scenario(scenario, seed, keeps_events=False))
+        row[f"idle at {factor}"] = (capacity.idle_ratio(demand, rate), found.steady_idle_ratio)
+    return row
+
+
+def show_needed(console: Console, rows: Sequence[Row]) -> dict[str, float]:
+    """How often the needed rate is the threshold that it is said to be."""
+    below = [row["idle at 0.9"][1] for row in rows]
+    above = [row["idle at 1.1"][1] for row in rows]
+    figures = {
+        "waits over 0.5 % at 0.9": sum(idle > 0.005 for idle in below) / len(below),
+        "waits at most 2 % at 1.1": sum(idle <= 0.02 for idle in above) / len(above),
+        "median idle at 0.9": statistics.median(below),
+        "median idle at 1.1": statistics.median(above),
+        "largest idle at 1.1": max(above),
+    }
+    console.print(
+        f"needed rate, {len(rows)} cases: {', '.join(f'{key} {value:.1%}' for key, value in figures.items())}"
+    )
+    return figures
 
 
 def distance(one: dict[int, float], other: dict[int, float]) -> float:
@@ -159,11 +233,11 @@ def distance(one: dict[int, float], other: dict[int, float]) -> float:
 def errors(rows: Sequence[Row]) -> dict[str, dict[str, float]]:
     """Predicted minus simulated: absolute for ratios and ages, relative for seconds and dollars."""
     figures = {}
-    for name in ("idle", "steady idle", "mean staleness", "max staleness", "seconds", "usd"):
+    for name in QUANTITIES:
         pairs = [row[name] for row in rows if name in row]
         if not pairs:
             continue
-        relative = name in ("seconds", "usd")
+        relative = name in RELATIVE
         off = [(said - was) / was if relative else said - was for said, was in pairs if not relative or was > 0]
         sizes = [abs(value) for value in off]
         figures[name] = {
@@ -187,7 +261,7 @@ def show(console: Console, title: str, rows: Sequence[Row], figures: dict[str, d
     for heading in ("", "mean", "median size", "p95 size", "largest"):
         table.add_column(heading, justify="left" if not heading else "right")
     for name, found in figures.items():
-        scale = "{:.2%}" if name in ("seconds", "usd", "distribution") else "{:.4f}"
+        scale = "{:.2%}" if name in (*RELATIVE, "distribution") else "{:.4f}"
         table.add_row(name, *(scale.format(found[key]) for key in ("mean", "p50", "p95", "max")))
     console.print(table)
     worst = sorted(rows, key=lambda row: -abs(row["idle"][0] - row["idle"][1]))[:3]
@@ -207,12 +281,16 @@ def main() -> None:
     fleets = [any_fleet(seed) for seed in track(range(options.cases), "any fleet", transient=True)]
     tried = [planned(seed) for seed in track(range(options.cases), "planned", transient=True)]
     plans = [row for row in tried if row is not None]
+    lossy = [planned(seed, lossy=True) for seed in track(range(options.cases), "lossy", transient=True)]
+    losing = [row for row in lossy if row is not None]
+    thresholds = [needed(seed) for seed in track(range(options.cases), "needed", transient=True)]
     figures: dict[str, Any] = {"cases": options.cases, "refused": len(tried) - len(plans)}
-    for title, rows in (("any fleet", fleets), ("planned", plans)):
+    figures["needed"] = {"figures": show_needed(console, thresholds), "rows": thresholds}
+    for title, rows in (("any fleet", fleets), ("planned", plans), ("lossy", losing)):
         found = errors(rows)
         figures[title] = {"errors": found, "rows": rows}
         show(console, title, rows, found)
-    idles = [row["steady idle"][1] for row in plans]
+    idles = [row["steady idle"][1] for row in plans if row["S"]]
     figures["planned idle"] = {"p50": quantile(idles, 0.5), "p95": quantile(idles, 0.95), "max": max(idles)}
     kept = sum(idle <= 0.02 for idle in idles) / len(idles)
     console.print(f"simulated idle of planned fleets, once under way: at most 2 % in {kept:.0%}, max {max(idles):.1%}")

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import platform
 import subprocess
+import time
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -12,30 +14,48 @@ from typing import Any
 HERE = Path(__file__).resolve().parent
 
 
-def save(name: str, figures: dict[str, Any], out: Path | None) -> Path:
-    """Write figures with their circumstances to `out`, or to results/<name>-<day>.json."""
-    when = datetime.now(UTC)
-    path = out or HERE / "results" / f"{name}-{when:%Y%m%d}.json"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    record = {
-        "benchmark": name,
-        "when": when.isoformat(timespec="seconds"),
-        "commit": commit(),
-        "machine": {"processor": platform.machine(), "python": platform.python_version()},
-        **figures,
+def machine() -> dict[str, Any]:
+    """Where this runs. The load is of the last minute."""
+    cpuinfo = Path("/proc/cpuinfo")
+    names = [line for line in cpuinfo.read_text().splitlines() if "model name" in line] if cpuinfo.exists() else []
+    return {
+        "cpu": names[0].partition(":")[2].strip() if names else platform.processor(),
+        "cores": os.cpu_count(),
+        "system": f"{platform.system()} {platform.release()}",
+        "python": platform.python_version(),
+        "load_at_start": os.getloadavg()[0],
     }
-    path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
-    return path
 
 
 def commit() -> str:
     """The commit, with `+` when the tree differs from it."""
-    try:
-        found = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=HERE, capture_output=True, text=True)
-        dirty = subprocess.run(["git", "status", "--porcelain"], cwd=HERE, capture_output=True, text=True)
-    except OSError:
-        return ""
-    return found.stdout.strip() + ("+" if dirty.stdout.strip() else "")
+
+    def git(*words: str) -> str:
+        done = subprocess.run(["git", "-C", str(HERE), *words], capture_output=True, text=True, check=False)
+        return done.stdout.strip()
+
+    return (git("rev-parse", "--short", "HEAD") or "none") + ("+" if git("status", "--porcelain") else "")
+
+
+#: As a benchmark begins (it imports this): when, with which code, on what.
+STARTED = (datetime.now(UTC), time.perf_counter(), commit(), machine())
+
+
+def save(name: str, figures: dict[str, Any], out: Path | None) -> Path:
+    """Write figures with their circumstances to `out`, or to results/<name>-<day>.json."""
+    when, began, code, here = STARTED
+    path = out or HERE / "results" / f"{name}-{when:%Y%m%d}.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    record = {
+        "benchmark": name,
+        "when": when.strftime("%Y-%m-%dT%H:%M:%SZ"),
+        "took_seconds": round(time.perf_counter() - began, 1),
+        "commit": code,
+        "machine": here,
+        **figures,
+    }
+    path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    return path
 
 
 def quantile(values: list[float], share: float) -> float:

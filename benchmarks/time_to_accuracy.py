@@ -21,7 +21,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import statistics
 import subprocess
 import sys
@@ -32,6 +31,8 @@ from importlib.metadata import version
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
+
+from recording import save
 
 from echo2.config import Config, load
 from echo2.errors import UserError
@@ -259,28 +260,6 @@ def trl_python(given: str | None) -> str:
     return str(python)
 
 
-def machine() -> dict[str, Any]:
-    cpuinfo = Path("/proc/cpuinfo")
-    names = [line for line in cpuinfo.read_text().splitlines() if "model name" in line] if cpuinfo.exists() else []
-    return {
-        "cpu": names[0].partition(":")[2].strip() if names else platform.processor(),
-        "cores": os.cpu_count(),
-        "system": f"{platform.system()} {platform.release()}",
-        "python": platform.python_version(),
-        "load_at_start": os.getloadavg()[0],
-    }
-
-
-def commit() -> str:
-    """The commit, with `+` when the tree differs from it."""
-
-    def git(*words: str) -> str:
-        done = subprocess.run(["git", "-C", str(REPOSITORY), *words], capture_output=True, text=True, check=False)
-        return done.stdout.strip()
-
-    return (git("rev-parse", "--short", "HEAD") or "none") + ("+" if git("status", "--porcelain") else "")
-
-
 def processes(config: Config, flags: Sequence[str]) -> dict[str, str]:
     """What runs on each side, in words."""
     workers = config.workers.count
@@ -298,10 +277,6 @@ def report(options: argparse.Namespace, config: Config, start: float, runs: list
     for run in runs:
         times.setdefault(run.side, {})[run.seed] = time_to(run, start, options.threshold)
     return {
-        "benchmark": "time_to_accuracy",
-        "when": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-        "commit": options.commit,
-        "machine": options.machine,
         "processes": processes(config, options.echo2_flags),
         "threshold": options.threshold,
         "start_accuracy": start,
@@ -355,17 +330,13 @@ def main(arguments: Sequence[str]) -> None:
     work = (options.work or REPOSITORY / "outputs" / f"benchmark-{stamp}").resolve()
     work.mkdir(parents=True)
     options.model = str(Path(options.model or config.model.path).resolve())
-    options.machine, options.commit = machine(), commit()
     options.trl_python = trl_python(options.trl_python)
     start, runs = judge(
         all_runs(options, config, work), options.model, work / "held_out.jsonl", config.sampling.max_tokens
     )
     result = report(options, config, start, runs)
-    out = options.out or HERE / "results" / f"time_to_accuracy-{stamp}.json"
-    out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     show(result, runs)
-    print(f"Written to {out.name}.")
+    print(f"Written to {save('time_to_accuracy', result, options.out).name}.")
 
 
 if __name__ == "__main__":

@@ -1,0 +1,215 @@
+"""A run with a head, a learner and workers as processes of their own, whose speeds are set.
+
+All is as `echo2 run` starts it (gRPC, mutual TLS, leases, ledger, snapshots), but for two parts: workers have the fake
+engine, which sleeps for as long as its tokens would take, and which takes a new snapshot `broadcast_seconds` after that
+is there; the trainer sleeps for what is left of `train_seconds`. So many of them fit on two cores.
+
+    python benchmarks/idle_nodes.py learner|worker SETTINGS    # how `measure` starts them
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+ECHO2 = (sys.executable, "-m", "echo2")
+MAX_TOKENS = 12
+#: Of attempts that are spread evenly over 1..MAX_TOKENS.
+MEAN_TOKENS = (1 + MAX_TOKENS) / 2
+#: Without a step for so long, a run counts as stuck.
+STUCK_SECONDS = 120.0
+POLL_SECONDS = 0.2
+
+CONFIG = """
+[run]
+max_steps = {steps}
+log_rollouts = 0
+[model]
+path = "{model}"
+[tasks]
+source = "digit_sorting"
+params = {{split = "train"}}
+[reward]
+functions = ["exact_match"]
+[sampling]
+group_size = {group_size}
+max_tokens = {max_tokens}
+groups_per_batch = 1
+swap = "during"
+[schedule]
+groups_per_step = {groups_per_step}
+max_staleness = {max_staleness}
+publish_every = {publish_every}
+[learner]
+lr = 0.0
+groups_per_microbatch = {groups_per_step}
+checkpoint_every = {steps}
+[workers]
+count = 0
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Fleet:
+    """One run. `rate`: rollouts a second of one worker."""
+
+    workers: int
+    rate: float
+    max_staleness: int
+    publish_every: int
+    groups_per_step: int
+    group_size: int
+    train_seconds: float
+    broadcast_seconds: float
+    steps: int
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """Over the second half of the steps. `idle_ratio`: the learner's waiting over its time; `live_prediction`: what the
+    head said meanwhile that it should be. `broadcast_seconds`: median time until 1 / 1.1 of the workers had a version.
+    `cpu_share`: of all cores, whoever used them.
+    """
+
+    idle_ratio: float
+    live_prediction: float | None
+    step_seconds: float
+    train_seconds: float
+    broadcast_seconds: float
+    max_staleness: int
+    mean_staleness: float
+    cpu_share: float
+
+
+def measure(fleet: Fleet, model: Path, directory: Path) -> Measured:
+    """Run it in `directory`.
+
+    Raises:
+        RuntimeError: a process died, or nothing went on; with its log.
+    """
+    directory.mkdir(parents=True)
+    config, out = directory / "run.toml", directory / "run"
+    text = CONFIG.format(**asdict(fleet), model=model.resolve(), max_tokens=MAX_TOKENS)
+    config.write_text(text, encoding="utf-8")
+    with ExitStack() as stack:
+
+        def start(name: str, *command: str) -> subprocess.Popen[bytes]:
+            log = stack.enter_context((directory / f"{name}.log").open("wb"))
+            process = subprocess.Popen(command, stdout=log, stderr=log, env={**os.environ, "OMP_NUM_THREADS": "1"})
+            stack.callback(_end, process)
+            return process
+
+        processes = {"head": start("head", *ECHO2, "head", str(config), "--out", str(out))}
+        _wait(directory, processes, lambda: (out / "status.json").is_file())
+        node = (sys.executable, __file__)
+        settings = {**asdict(fleet), "run": str(out)}
+        for number in range(fleet.workers):
+            mine = json.dumps({**settings, "state": str(directory / f"w{number}")})
+            processes[f"w{number}"] = start(f"w{number}", *node, "worker", mine)
+        _wait(directory, processes, lambda: len(_status(out)["workers"]) == fleet.workers)
+        processes["learner"] = start("learner", *node, "learner", json.dumps(settings))
+        busy, began = _cpu_seconds(), time.monotonic()
+        _wait(directory, processes, lambda: (out / "outcome.json").is_file())
+        share = (_cpu_seconds() - busy) / (time.monotonic() - began) / (os.cpu_count() or 1)
+    lines = (out / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    return _summed_up([json.loads(line) for line in lines], share)
+
+
+def _summed_up(rows: Sequence[dict[str, Any]], cpu_share: float) -> Measured:
+    late = [row for row in rows if "time/step" in row][len(rows) // 2 :]
+    seconds = sum(row["time/step"] for row in late)
+    said = [row["learner/idle_predicted"] for row in late if row.get("learner/idle_predicted") is not None]
+    arrived = [row["broadcast/t_bcast"] for row in late if row.get("broadcast/t_bcast") is not None]
+    return Measured(
+        idle_ratio=sum(row["time/wait_for_batch"] for row in late) / seconds,
+        live_prediction=statistics.median(said) if said else None,
+        step_seconds=seconds / len(late),
+        train_seconds=statistics.median(row["time/train"] for row in late),
+        broadcast_seconds=statistics.median(arrived) if arrived else 0.0,
+        max_staleness=max(row["off_policy/max"] for row in late),
+        mean_staleness=statistics.fmean(row["off_policy/mean"] for row in late),
+        cpu_share=cpu_share,
+    )
+
+
+def _status(out: Path) -> dict[str, Any]:
+    status: dict[str, Any] = json.loads((out / "status.json").read_text(encoding="utf-8"))
+    return status
+
+
+def _wait(directory: Path, processes: Mapping[str, subprocess.Popen[bytes]], holds: Callable[[], bool]) -> None:
+    metrics = directory / "run" / "metrics.jsonl"
+    seen, deadline = -1, 0.0
+    while not holds():
+        size = metrics.stat().st_size if metrics.is_file() else 0
+        if size != seen:
+            seen, deadline = size, time.monotonic() + STUCK_SECONDS
+        dead = [name for name, process in processes.items() if process.poll()]
+        if dead or time.monotonic() > deadline:
+            name = dead[0] if dead else "head"
+            raise RuntimeError(f"{name}: " + (directory / f"{name}.log").read_text(errors="replace")[-2000:])
+        time.sleep(POLL_SECONDS)
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    try:
+        process.wait(5.0)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+
+
+def _cpu_seconds() -> float:
+    """Of all cores, since the machine started."""
+    user, nice, system = (int(word) for word in Path("/proc/stat").read_text().split()[1:4])
+    return (user + nice + system) / os.sysconf("SC_CLK_TCK")
+
+
+# ---- the processes ---------------------------------------------------------------------------------------------------
+
+
+def run_worker(settings: Mapping[str, Any]) -> None:
+    """A worker whose engine has a speed."""
+    from echo2.rollout.fake_engine import FakeEngine
+    from echo2.runtime import worker
+    from echo2.types import Snapshot
+
+    class SlowEngine(FakeEngine):
+        def load_snapshot(self, snapshot: Snapshot) -> float:
+            time.sleep(settings["broadcast_seconds"])
+            return super().load_snapshot(snapshot)
+
+    worker.make_engine = lambda name, device, swap: SlowEngine(settings["rate"] * MEAN_TOKENS, time.sleep)
+    worker.run_worker(f"@{settings['run']}/ticket", Path(settings["state"]), worker.WorkerOptions(engine="fake"))
+
+
+def run_learner(settings: Mapping[str, Any]) -> None:
+    """A learner whose steps take a set time."""
+    from echo2.learner.loss_stats import LossStats
+    from echo2.learner.trainer import Trainer
+    from echo2.runtime import learner_process
+    from echo2.runtime.rundir import RunDir
+    from echo2.types import RolloutGroup
+
+    class SteadyTrainer(Trainer):
+        def forward_backward(self, groups: Sequence[RolloutGroup]) -> LossStats:
+            until = time.monotonic() + settings["train_seconds"] * len(groups) / settings["groups_per_step"]
+            stats = super().forward_backward(groups)
+            time.sleep(max(0.0, until - time.monotonic()))
+            return stats
+
+    learner_process.Trainer = SteadyTrainer
+    learner_process.run_learner(RunDir(Path(settings["run"])), "")
+
+
+if __name__ == "__main__":
+    {"worker": run_worker, "learner": run_learner}[sys.argv[1]](json.loads(sys.argv[2]))

@@ -1,0 +1,127 @@
+"""The picture of the staleness grid: held-out accuracy over the lag, and over training steps at three lags.
+
+python benchmarks/staleness_plot.py outputs/staleness_grid docs/staleness_grid.svg
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from staleness_grid import LEAST_STEPS, OTHER_LOSSES, WIDE, Cell, accuracy_at, read_cells
+
+from echo2.errors import UserError
+from echo2.planning.plots import COLOURS, INK, require_matplotlib
+
+CURVE_LAGS = (0, 8, 32)
+AFTER_STEPS = LEAST_STEPS  # those that every cell has
+STYLES = {"dppo": (COLOURS[0], "o-"), "ppo": (COLOURS[2], "s-"), "none": (COLOURS[1], "x-")}
+OTHER_MARKS = ("v", "^", "<", ">", "D", "P")
+
+
+def plot(cells: dict[Cell, dict[str, Any]], path: Path) -> None:
+    """One wide panel and one for each of CURVE_LAGS, to an SVG that reads on light and dark pages.
+
+    Raises:
+        UserError: there is no cell, or no matplotlib.
+    """
+    require_matplotlib()
+    if not cells:
+        raise UserError("There are no finished cells to draw.")
+    import matplotlib as mpl
+    from matplotlib.figure import Figure
+
+    mpl.rcParams["svg.hashsalt"] = "staleness"  # the same cells, the same file
+    figure = Figure(figsize=(11.0, 7.2), layout="constrained")
+    figure.patch.set_alpha(0.0)
+    grid = figure.add_gridspec(2, len(CURVE_LAGS))
+    _by_lag(_clean(figure.add_subplot(grid[0, :])), cells)
+    for column, lag in enumerate(CURVE_LAGS):
+        _by_step(_clean(figure.add_subplot(grid[1, column])), cells, lag)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, metadata={"Date": None})
+
+
+def _by_lag(panel: Any, cells: dict[Cell, dict[str, Any]]) -> None:
+    """Accuracy after AFTER_STEPS over S, the bar from the worst to the best seed."""
+    for loss, (colour, style) in STYLES.items():
+        known = [(float(place), ends) for place, lag in enumerate(WIDE) if (ends := _after(cells, loss, lag))]
+        _bars(panel, known, colour, style, loss, 1.8)
+    for number, loss in enumerate(OTHER_LOSSES):
+        shift = 0.09 * (number + 1)
+        known = [(WIDE.index(lag) + shift, ends) for lag in CURVE_LAGS if (ends := _after(cells, loss, lag))]
+        _bars(panel, known, COLOURS[3 + number % 3], OTHER_MARKS[number], loss, 0.8)
+    panel.set_xticks(range(len(WIDE)), [str(lag) for lag in WIDE])
+    panel.set_ylim(0.0, 1.0)
+    _label(
+        panel, f"After {AFTER_STEPS} steps, by staleness (mean, least and most of the seeds)", "staleness S, versions"
+    )
+    panel.legend(frameon=False, labelcolor=INK, fontsize=8, ncols=3, loc="lower left")
+
+
+def _bars(
+    panel: Any, found: Sequence[tuple[float, list[float]]], colour: str, style: str, label: str, width: float
+) -> None:
+    if not found:
+        return
+    places = [place for place, _ in found]
+    middle = [statistics.fmean(ends) for _, ends in found]
+    below = [centre - min(ends) for centre, (_, ends) in zip(middle, found, strict=True)]
+    above = [max(ends) - centre for centre, (_, ends) in zip(middle, found, strict=True)]
+    errors = [below, above]
+    panel.errorbar(
+        places, middle, errors, fmt=style, color=colour, label=label, linewidth=width, markersize=4, capsize=2
+    )
+
+
+def _by_step(panel: Any, cells: dict[Cell, dict[str, Any]], lag: int) -> None:
+    """Accuracy while training, a line a seed."""
+    for loss, (colour, _) in STYLES.items():
+        for cell, record in cells.items():
+            if (cell.loss, cell.staleness) == (loss, lag):
+                steps = [point["step"] for point in record["points"]]
+                panel.plot(steps, [point["accuracy"] for point in record["points"]], color=colour, linewidth=1.0)
+    panel.set_ylim(0.0, 1.0)
+    _label(panel, f"S = {lag}, a line a seed", "training step")
+
+
+def _after(cells: dict[Cell, dict[str, Any]], loss: str, lag: int) -> list[float]:
+    mine = ((cell, record) for cell, record in cells.items() if (cell.loss, cell.staleness) == (loss, lag))
+    ends = (accuracy_at(record, AFTER_STEPS) for _, record in mine)
+    return [accuracy for accuracy in ends if accuracy is not None]
+
+
+def _clean(panel: Any) -> Any:
+    panel.patch.set_alpha(0.0)
+    panel.tick_params(colors=INK, labelsize=8)
+    panel.grid(color=INK, alpha=0.25, linewidth=0.5)
+    panel.set_axisbelow(True)
+    for side, spine in panel.spines.items():
+        spine.set_visible(side in ("left", "bottom"))
+        spine.set_color(INK)
+    return panel
+
+
+def _label(panel: Any, title: str, x: str) -> None:
+    panel.set_title(title, color=INK, fontsize=10)
+    panel.set_xlabel(x, color=INK, fontsize=9)
+    panel.set_ylabel("held-out accuracy", color=INK, fontsize=9)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("cells", type=Path, help="the grid's --out")
+    parser.add_argument("svg", type=Path)
+    options = parser.parse_args()
+    plot(read_cells(options.cells), options.svg)
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except UserError as error:
+        sys.exit(f"error: {error}")

@@ -1,0 +1,166 @@
+"""What overlap buys, and what swapping weights in mid-generation changes: one job, one fleet, real processes.
+
+    python benchmarks/staleness_time.py                                   # max_staleness 0, 1, 2, 4, 8
+    python benchmarks/staleness_time.py --compare swap -- --workers.count 1
+
+`staleness`: seconds until held-out accuracy reaches the threshold, by staleness bound. `swap`: sampling.swap "between"
+and "during" at one bound, in large batches, so that a generation outlasts a step. Seeds are interleaved with the
+variants, each seed begins with another variant. Clock, saved weights and the judge of them are those of
+`time_to_accuracy.py`: from the first lease, nothing is evaluated inside the clock.
+
+Figures a step are means over the second half of a run. Staleness is of a rollout's oldest token; the mismatch is a mean
+over tokens, so it is what shows the newer tokens of a generation that was swapped into.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from recording import save
+from time_to_accuracy import REPOSITORY, Run, judge, run_echo2, time_to, write_problems
+
+from echo2.config import Config, load
+from echo2.errors import UserError
+
+BOUNDS = (0, 1, 2, 4, 8)
+SWAP_FLAGS = ("--schedule.max_staleness", "4", "--sampling.groups_per_batch", "64")
+METRICS = {
+    "staleness": "off_policy/mean",
+    "abs_log_ratio": "mismatch/abs_log_ratio",
+    "ess": "ess",
+    "idle": "learner/idle_ratio",
+    "tokens_per_s": "perf/tokens_per_s",
+    "dropped": "clip_ratio/mean",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """A way to run the job: flags on top of the config's and the caller's."""
+
+    name: str
+    flags: tuple[str, ...]
+
+
+def variants(compare: str) -> list[Variant]:
+    """What is compared, in the order of the table."""
+    if compare == "staleness":
+        return [Variant(f"S = {bound}", ("--schedule.max_staleness", str(bound))) for bound in BOUNDS]
+    return [Variant(mode, (*SWAP_FLAGS, "--sampling.swap", mode)) for mode in ("between", "during")]
+
+
+def late_means(rows: Sequence[dict[str, Any]]) -> dict[str, float]:
+    """What the second half of a run's steps had on average."""
+    steps = [row for row in rows if METRICS["idle"] in row]
+    late = steps[len(steps) // 2 :]
+    return {name: statistics.fmean(row[key] for row in late) for name, key in METRICS.items()}
+
+
+def all_runs(options: argparse.Namespace, config: Config, work: Path) -> list[tuple[Variant, Run, dict[str, float]]]:
+    """Every variant on every seed."""
+    found = []
+    order = variants(options.compare)
+    given = list(options.echo2_flags)
+    for index, seed in enumerate(options.seeds):
+        turn = index % len(order)
+        for variant in order[turn:] + order[:turn]:
+            out = work / f"{variant.name.replace(' ', '')}-{seed}"
+            options.echo2_flags = [*variant.flags, *given]
+            print(f"{variant.name}, seed {seed}: {options.steps} steps ...", end=" ", flush=True)
+            run = run_echo2(options, config, seed, out)
+            rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+            means = late_means(rows)
+            print(f"{run.points[-1].seconds:.1f} s ({run.seconds_per_step:.3f} s a step, idle {means['idle']:.0%})")
+            found.append((variant, run, means))
+    options.echo2_flags = given
+    return found
+
+
+def table(
+    runs: Sequence[tuple[Variant, Run, dict[str, float]]], start_accuracy: float, threshold: float
+) -> list[dict[str, Any]]:
+    """One row a variant: time and accuracy by seed, everything else as a mean over seeds."""
+    rows = []
+    for name in dict.fromkeys(variant.name for variant, _, _ in runs):
+        mine = [(run, means) for variant, run, means in runs if variant.name == name]
+        rows.append(
+            {
+                "variant": name,
+                "seconds_to_threshold": [time_to(run, start_accuracy, threshold) for run, _ in mine],
+                "seconds_per_step": [run.seconds_per_step for run, _ in mine],
+                "accuracy_end": [run.points[-1].accuracy for run, _ in mine],
+                **{key: statistics.fmean(means[key] for _, means in mine) for key in METRICS},
+            }
+        )
+    return rows
+
+
+def show(rows: Sequence[dict[str, Any]], threshold: float) -> None:
+    """As Markdown."""
+    print(f"\n| | seconds to {threshold:.2f} (each seed) | s a step | staleness | abs log ratio | ESS | idle |")
+    print("| --- | --- | --- | --- | --- | --- | --- |")
+    for row in rows:
+        seconds = ", ".join("never" if value is None else f"{value:.1f}" for value in row["seconds_to_threshold"])
+        step = statistics.fmean(row["seconds_per_step"])
+        print(
+            f"| {row['variant']} | {seconds} | {step:.3f} | {row['staleness']:.2f} "
+            f"| {row['abs_log_ratio']:.4f} | {row['ess']:.2f} | {row['idle']:.0%} |"
+        )
+
+
+def parse(arguments: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--compare", choices=("staleness", "swap"), default="staleness")
+    parser.add_argument("--config", default=str(REPOSITORY / "examples" / "sort.toml"))
+    parser.add_argument("--model", help="model directory (default: the config's)")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--steps", type=int, default=80)
+    parser.add_argument("--save-every", type=int, default=5)
+    parser.add_argument("--threshold", type=float, default=0.70)
+    parser.add_argument("--work", type=Path, help="where the runs are written (default: outputs/staleness-<time>)")
+    parser.add_argument("--out", type=Path, help="result file (default: benchmarks/results/...)")
+    parser.add_argument("echo2_flags", nargs="*", help="after --: flags for `echo2 run`, e.g. --workers.count 1")
+    return parser.parse_args(arguments)
+
+
+def main(arguments: Sequence[str]) -> None:
+    options = parse(arguments)
+    config = load(Path(options.config))
+    work = (options.work or REPOSITORY / "outputs" / f"staleness-{time.strftime('%Y%m%d-%H%M%S')}").resolve()
+    work.mkdir(parents=True)
+    options.model = str(Path(options.model or config.model.path).resolve())
+    held_out = work / "held_out.jsonl"
+    write_problems(config, options.seeds[0], options.steps, work / "train.jsonl", held_out)
+    found = all_runs(options, config, work)
+    start, judged = judge([run for _, run, _ in found], options.model, held_out, config.sampling.max_tokens)
+    runs = [(variant, run, means) for (variant, _, means), run in zip(found, judged, strict=True)]
+    rows = table(runs, start, options.threshold)
+    show(rows, options.threshold)
+    figures = {
+        "flags": options.echo2_flags,
+        "steps": options.steps,
+        "seeds": options.seeds,
+        "start_accuracy": start,
+        "threshold": options.threshold,
+        "rows": rows,
+        "curves": [
+            {"variant": variant.name, "seed": run.seed, "points": [(p.step, p.seconds, p.accuracy) for p in run.points]}
+            for variant, run, _ in runs
+        ],
+    }
+    print(f"Written to {save(f'staleness_time-{options.compare}', figures, options.out).name}.")
+
+
+if __name__ == "__main__":
+    try:
+        main(sys.argv[1:])
+    except UserError as error:
+        sys.exit(f"error: {error}")
