@@ -30,8 +30,6 @@ from echo2.weights import Manifest
 DELIVERIES_PER_CALL_MAX = 4096
 #: Bytes of groups that the learner is sent in one message, unless a single group is larger.
 FEED_BYTES = 8 << 20
-#: Groups a worker may claim to sample together.
-CAPACITY_GROUPS_MAX = 4096
 #: Leases a returning worker may claim to hold, and reward functions it may name.
 CLAIMS_MAX = 10_000
 
@@ -67,7 +65,8 @@ class Service:
 
     async def attend(self, peer: Peer, hello: wire.WorkerHello) -> AsyncIterator[wire.Order]:
         """A worker attends as long as it keeps this stream open."""
-        head, joined = self._head, self._at_offer(_joined(peer, hello), hello.offer)
+        head = self._head
+        joined = self._at_offer(worker_joined(peer, hello, head.config.sampling.groups_per_batch), hello.offer)
         environment = head.config.tasks.environment
         if environment and environment not in hello.environments:
             raise PeerError(
@@ -315,8 +314,8 @@ async def _together(feed: asyncio.Queue[wire.RolloutGroup | wire.StepDone]) -> w
         item = feed.get_nowait()
 
 
-def _joined(peer: Peer, hello: wire.WorkerHello) -> ev.WorkerJoined:
-    """What a worker says of itself, within bounds."""
+def worker_joined(peer: Peer, hello: wire.WorkerHello, groups_per_batch: int) -> ev.WorkerJoined:
+    """What a worker says of itself, within bounds. It samples what the run asks for together, or less."""
     if hello.protocol != PROTOCOL_VERSION:
         raise PeerError(
             "protocol", f"the worker speaks protocol {hello.protocol}, the head {PROTOCOL_VERSION}: upgrade one"
@@ -333,7 +332,7 @@ def _joined(peer: Peer, hello: wire.WorkerHello) -> ev.WorkerJoined:
         raise PeerError("malformed", f"a price of {hello.price_usd_per_hour} dollars an hour")
     return ev.WorkerJoined(
         worker_id=peer.peer_id,
-        capacity_groups=min(hello.capacity_groups, CAPACITY_GROUPS_MAX),
+        capacity_groups=min(hello.capacity_groups, groups_per_batch),
         price_usd_per_hour=hello.price_usd_per_hour,
         rewards=tuple(hello.rewards),
         installed=_installed(hello),

@@ -46,6 +46,8 @@ CALL_SECONDS = 60.0
 RECONNECT_SECONDS = (0.2, 5.0)
 #: Bytes of results sent in one call, unless a single one is larger; far below the limit of a message.
 DELIVER_BYTES = 8 << 20
+#: What a worker whose owner sets no limit says that it samples together: any number.
+AS_THE_RUN_ASKS = 4096
 #: Assignments a worker keeps; far above what a head grants.
 ASSIGNMENTS_MAX = 100_000
 
@@ -106,7 +108,6 @@ class WorkerProcess:
             member, self._link, directory, listen, options.advertise, options.relays, self._happen, self._give_up
         )
         self._relay: Relay | None = None
-        self._settings: wire.RunSettings | None = None
         self._engine: Any = None
         self._tokenizer: Any = None
         self._tokenizer_files: dict[str, bytes] = {}
@@ -233,7 +234,7 @@ class WorkerProcess:
         relay = self._relay
         hello = wire.WorkerHello(
             protocol=PROTOCOL_VERSION,
-            capacity_groups=self._capacity(),
+            capacity_groups=self._options.max_groups or AS_THE_RUN_ASKS,
             price_usd_per_hour=self._options.price_usd_per_hour,
             rewards=self._rewards,
             engine=self._options.engine,
@@ -256,19 +257,15 @@ class WorkerProcess:
             return self._relay.installed
         return self._weights.content.ref if self._weights.content is not None else None
 
-    def _capacity(self) -> int:
-        """Groups sampled together: what the run asks for, at most what the owner allows."""
-        asked = self._settings.groups_per_batch if self._settings is not None else self._options.max_groups or 8
-        return min(asked, self._options.max_groups) if self._options.max_groups else asked
-
     async def _start(self, settings: wire.RunSettings) -> None:
         if self._relay is None:
-            self._settings = settings
             swap: SwapMode = "during" if settings.swap == "during" else "between"
             make = partial(make_engine, self._options.engine, self._options.device, swap)
             self._engine = await self._loop.run_in_executor(self._engine_thread, make)  # importing torch takes seconds
             installed = await self._weights.reload(self._load)
-            self._relay = Relay(self._capacity(), settings.swap == "during")
+            self._relay = Relay(
+                min(settings.groups_per_batch, self._options.max_groups or AS_THE_RUN_ASKS), settings.swap == "during"
+            )
             self._relay.installed = installed
             await self._report()
         self._weights.connected()
