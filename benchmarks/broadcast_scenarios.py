@@ -34,6 +34,7 @@ def scenarios() -> list[Scenario]:
         even("even-4", 4, fast),
         eight,
         even("alone-40", 1, modest, "alone-40"),
+        even("even-8-40", 8, modest, "alone-40"),
         even("even-16", 16, modest, "alone-40"),
         with_links(eight, "slow-8", {"w05": AccessLink(10.0, 10.0)}, ["w05"]),
         even("alone-loss", 1, lossy, "alone-loss"),
