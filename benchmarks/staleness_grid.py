@@ -28,7 +28,8 @@ from recording import save
 from rich.console import Console
 from rich.progress import track
 
-from echo2.config import Config, LearnerConfig, load
+from echo2.config import Config, load
+from echo2.config.sections import LearnerConfig
 from echo2.errors import UserError
 
 REPOSITORY = Path(__file__).resolve().parent.parent
@@ -234,7 +235,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True, help="directory of the finished cells")
     parser.add_argument("--config", type=Path, default=REPOSITORY / "examples" / "sort.toml")
     parser.add_argument("--model", type=Path, default=REPOSITORY / "outputs" / "models" / "digit_sorting")
-    parser.add_argument("--groups", type=int, default=32, help="groups a step")
+    parser.add_argument("--groups", type=int, default=64, help="groups a step")
     parser.add_argument("--least-steps", type=int, default=LEAST_STEPS, help="steps of a cell with a short lag")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--cells", nargs="+", help="only these, as LOSS:LAG:SEED")
@@ -255,7 +256,8 @@ def main() -> None:
     for step in dict.fromkeys((options.least_steps, max((record["steps"] for record in done.values()), default=0))):
         show_matrix(done, step)
     if options.save:
-        figures = {"settings": settings, "summary": summary(done), "cells": list(done.values())}
+        curves = {str(cell): [(p["step"], round(p["accuracy"], 4)) for p in done[cell]["points"]] for cell in done}
+        figures = {"settings": settings, "summary": summary(done), "curves": curves}
         print(f"written to {save('staleness_grid', figures, options.save)}")
 
 
