@@ -2,7 +2,7 @@
 
     pending --lease--> leased --result--> delivered --score--> ready --feed--> fed --step--> trained
        ^------expiry------'                                      ^------------- fall-back -----'
-    any of the first five --> retired (with a reason)
+    any of the first four --> retired (with a reason)
 
 `delivered` waits for the head's reward process; a result that the worker scored goes from leased to ready. A group
 stays bound to the step it was issued for through every move. Trained groups are remembered until a checkpoint covers

@@ -68,7 +68,7 @@ def auto_publish_every(state: PlannerState) -> int | None:
     if demand is None or not state.gauge.broadcasts:
         return None
     try:
-        return choose_publish_every(demand.max_staleness, demand.train_seconds, demand.broadcast_seconds)
+        return choose_publish_every(state.options.max_staleness, demand.train_seconds, demand.broadcast_seconds)
     except UserError:
         return None
 

@@ -180,6 +180,8 @@ class Planner(PlannerState):
             self.emit(do.RefuseLearner, reason)
             return
         self.learner_joined, self.wanted_step = True, None
+        if self.frontier is not None:
+            self.frontier.interrupted()
         if version < self.version:
             self._fall_back(version)
         else:
@@ -199,8 +201,6 @@ class Planner(PlannerState):
                 self.emit(do.DropSnapshot, "its step is trained again", ref=self.retained.pop(later))
         self.evaluation.forget_after(version)
         self.admission.forget_from(version)
-        if self.frontier is not None:
-            self.frontier.interrupted()
         self.checkpoint_version = min(self.checkpoint_version, version)
         self.emit(do.RecordLearner, reason, version=version, lineage=self.lineage)
         attending = tuple(worker.worker_id for worker in self.fleet.active())

@@ -39,7 +39,9 @@ def next_at(state: PlannerState) -> float | None:
 def _lates(state: PlannerState) -> list[tuple[float, int, str]]:
     """When each group that one worker holds is late: (time, number, worker)."""
     factor, usual, step = state.options.second_lease_after, state.gauge.lease_seconds, state.wanted_step
-    if not factor or step is None or state.gauge.num_leases < LEASES_KNOWN or not state.fleet.num_free:
+    if not factor or step is None or state.step_ended or not state.fleet.num_free:
+        return []
+    if state.gauge.num_leases < LEASES_KNOWN or state.options.deterministic:
         return []
     found = []
     for record in state.groups.of_step(step):

@@ -67,7 +67,7 @@ def resampling_metrics(head: Head, step: int) -> dict[str, Any]:
 
 
 def _batch_groups(head: Head) -> dict[str, int]:
-    """With order = "frontier": groups that a worker may sample together from now on."""
+    """With order = "frontier": groups that a worker could sample together in this step."""
     frontier = head.planner.frontier
     return {} if frontier is None else {"schedule/batch_groups": frontier.width}
 

@@ -66,7 +66,7 @@ class Service:
     async def attend(self, peer: Peer, hello: wire.WorkerHello) -> AsyncIterator[wire.Order]:
         """A worker attends as long as it keeps this stream open."""
         head = self._head
-        joined = self._at_offer(worker_joined(peer, hello, head.config.sampling.groups_per_batch), hello.offer)
+        joined = worker_joined(peer, hello, head.config.sampling.groups_per_batch)
         environment = head.config.tasks.environment
         if environment and environment not in hello.environments:
             raise PeerError(
@@ -74,6 +74,8 @@ class Service:
                 f"this run plays {environment}, which the worker does not run. If you trust that code and have it, "
                 f"start the worker with --allow-environment {environment}",
             )
+        # Last: a rented machine whose worker is turned away must not count as having one.
+        joined = self._at_offer(joined, hello.offer)
         outbox: asyncio.Queue[wire.Order | None] = asyncio.Queue()
         presence = Presence(
             outbox, hello.host[:200], hello.pid, hello.engine[:50], hello.device[:50], wire.WorkerReport()
