@@ -1,5 +1,7 @@
 """The `math` reward on answers as models write them, right, wrong and hostile."""
 
+import subprocess
+import sys
 from array import array
 
 import pytest
@@ -41,13 +43,20 @@ def test_several_boxes_are_one_set() -> None:
     assert scores("$\\{3, 4\\}$", "\\boxed{3} and \\boxed{4}") == [1.0]
 
 
-def test_a_completion_costs_no_more_than_its_limits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A tower that no comparison ends, boxes and brackets beyond number, text without end: all wrong, all bounded."""
-    hostile = ("\\boxed{9^{9^{9^{9}}}}", "\\boxed{" * 20_000, "9" * 200_000, "1," * 50_000, "$" + "(" * 5_000 + "$")
-    with monkeypatch.context() as patched:
-        patched.setattr(functions, "MATH_SECONDS", 1)
-        assert scores("42", *hostile) == [0.0] * 5  # a hang would run into the test's own limit
-    assert scores("42", "#### 42") == [1.0]
+HOSTILE = """
+from echo2.reward import functions
+hostile = ["\\\\boxed{9^{9^{9^{9}}}}", "\\\\boxed{" * 20_000, "9" * 200_000, "1," * 50_000, "$" + "(" * 5_000 + "$"]
+functions.MATH_SECONDS = 1
+assert functions.math_match(hostile, ["42"] * len(hostile)) == [0.0] * len(hostile)
+functions.MATH_SECONDS = 60
+assert functions.math_match(["#### 42"], ["42"]) == [1.0]
+"""
+
+
+def test_a_completion_costs_no_more_than_its_limits() -> None:
+    """A tower that no comparison ends, boxes and brackets beyond number, text without end: all wrong, all bounded. In a
+    process of its own: limits are alarms, and this one has an alarm of its own."""
+    subprocess.run([sys.executable, "-c", HOSTILE], check=True, timeout=100)
 
 
 def test_a_group_that_has_cost_enough_gets_a_second_for_each_attempt(monkeypatch: pytest.MonkeyPatch) -> None:

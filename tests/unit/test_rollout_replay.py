@@ -110,6 +110,10 @@ def test_an_engines_own_log_is_taken_as_it_is() -> None:
         (logged("ab" * 40), {"samples": 1, "max_tokens": 99}, "context is 64"),
         ({"attempts": [{"tokens": [99], "logprobs": [0.0], "reward": 0}]}, {"samples": 1}, "token 99"),
         ([1, 2], {}, "is kept for logs"),
+        ({"attempts": [{"reward": 0}]}, {"samples": 1}, "is not what"),
+        ({"attempts": [{"tokens": [1], "logprobs": ["x"], "reward": 0}]}, {"samples": 1}, "is not what"),
+        ({"attempts": [{"tokens": [1 << 40], "logprobs": [0.0], "reward": 0}]}, {"samples": 1}, "token 1099511627776"),
+        ({"attempts": [{"completion": 3, "tokens": [1], "logprobs": [0.0], "reward": 0}]}, {"samples": 1}, "be text"),
     ],
 )
 def test_what_cannot_be_trained_on_fails_its_own_lease(column: Any, options: Any, said: str) -> None:

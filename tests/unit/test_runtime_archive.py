@@ -313,11 +313,18 @@ def test_re_diffs_take_no_more_room_than_one_whole_content(tmp_path: Path) -> No
             encoded = encode_delta(mixed(version - 1), now) if version else encode(now.ref, now.tensors, now.files)
             assert encoded is not None
             await publish(archive, *encoded)
-        for base in range(4):
-            manifest = await archive.payload(ref(5), ref(base))
-            assert manifest.base == ref(base)
-            assert 0.7 * 2 * ITEMS < manifest.total_bytes < 2 * ITEMS
-            assert [m.payload for m in rediffs(archive)] == [manifest.payload]
+        first = await archive.payload(ref(5), ref(0))
+        assert 0.7 * 2 * ITEMS < first.total_bytes < 2 * ITEMS
+        for base in range(1, 4):  # the first is being fetched, and stays
+            assert (await archive.payload(ref(5), ref(base))).base is None
+            assert [m.payload for m in rediffs(archive)] == [first.payload]
+        newer = mixed(6)
+        encoded = encode_delta(mixed(5), newer)
+        assert encoded is not None
+        await publish(archive, *encoded)
+        second = await archive.payload(ref(6), ref(3))
+        assert second.base == ref(3)
+        assert [m.payload for m in rediffs(archive)] == [second.payload]
 
     asyncio.run(story())
 

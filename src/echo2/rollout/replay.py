@@ -50,6 +50,10 @@ def replay(
         except UserError as error:
             ended(index, RequestFailure("log_unfit", str(error)))
             continue
+        except (LookupError, TypeError, ValueError, AttributeError, OverflowError) as error:  # of a class of one's own
+            detail = f"The column {LOGGED_ATTEMPTS!r} is not what `tasks/logs.py` writes: {error!r}."
+            ended(index, RequestFailure("log_unfit", detail))
+            continue
         ended(index, _refusal(engine, assignment, prompt, rollouts) or rollouts)
 
 
@@ -142,6 +146,8 @@ def _rollout(attempt: Mapping[str, Any], tree: _Tree, tokenizer: Tokenizer, vers
         logprobs = tree.logprobs(tokens)
         if "logprob" in attempt:
             logprobs = _scaled(logprobs, float(attempt["logprob"]))
+    if not isinstance(attempt.get("completion", ""), str):
+        raise UserError(f"A logged completion must be text, got {attempt['completion']!r}.")
     return Rollout(
         tokens=array("i", tokens),
         logprobs=array("f", [max(LEAST_LOGPROB, value) for value in logprobs]),

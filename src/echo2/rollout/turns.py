@@ -128,6 +128,8 @@ class Play:
         """
         try:
             for index in range(len(self._assignments)):
+                if should_stop():
+                    return
                 self._begin(index)
             while self._groups and not should_stop():
                 self._turn(should_stop)

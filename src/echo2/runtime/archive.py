@@ -205,12 +205,23 @@ class Archive:
             self._useless.add(payload)
             return
         manifest, chunks = encoded
-        self._rediffs[payload] = manifest.total_bytes
-        await self._beside(self._store, manifest, chunks)
-        old = [each for each in self._rediffs if each != payload]
-        while old and (len(self._rediffs) > REDIFFS_MAX or sum(self._rediffs.values()) > manifest.tensor_bytes):
-            del self._rediffs[old.pop(0)]
+        self._make_room(manifest.total_bytes, manifest.tensor_bytes, payload.ref)
+        if self._rediffs and not self._has_room(manifest.total_bytes, manifest.tensor_bytes):
+            self._useless.add(payload)  # the others lead to the same version, and are being fetched
+        else:
+            self._rediffs[payload] = manifest.total_bytes
+            await self._beside(self._store, manifest, chunks)
         await self.tidy()
+
+    def _has_room(self, num_bytes: int, most_bytes: int) -> bool:
+        return len(self._rediffs) < REDIFFS_MAX and sum(self._rediffs.values()) + num_bytes <= most_bytes
+
+    def _make_room(self, num_bytes: int, most_bytes: int, ref: SnapshotRef) -> None:
+        """For a re-diff to `ref`: those to other versions go, the first made first."""
+        for old in [each for each in self._rediffs if each.ref != ref]:
+            if self._has_room(num_bytes, most_bytes):
+                return
+            del self._rediffs[old]
 
     def _rebuild(self, ref: SnapshotRef) -> None:
         """In the thread."""

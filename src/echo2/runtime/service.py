@@ -23,7 +23,7 @@ from echo2.transport import messages
 from echo2.transport import wire_pb2 as wire
 from echo2.transport.base import Peer
 from echo2.transport.limits import NAME_CHARS_MAX, PRICE_MAX_USD_PER_HOUR, PROTOCOL_VERSION
-from echo2.types import SnapshotRef
+from echo2.types import LOGGED_ATTEMPTS, SnapshotRef, Task
 from echo2.weights import Manifest
 
 #: Results in one call.
@@ -166,6 +166,10 @@ class Service:
             messages.check_lengths(group, head.config.sampling.max_tokens)
             is_played = bool(head.config.tasks.environment)
             messages.check_turns(group, head.config.sampling.max_turns if is_played else 1)
+            if is_played and not group.is_scored:
+                messages.check_played(group)
+            if group.logged and held is not None:
+                _check_logged(head.task_of(held[1].group, held[1].cursor))
             if head.vocab_size is not None:
                 messages.check_vocabulary(group, head.vocab_size)
         except PeerError as error:
@@ -316,6 +320,11 @@ async def _together(feed: asyncio.Queue[wire.RolloutGroup | wire.StepDone]) -> w
         item = feed.get_nowait()
 
 
+def _check_logged(task: Task) -> None:
+    if LOGGED_ATTEMPTS not in task.columns:
+        raise PeerError("malformed", "said to be from a log, but the task carries no attempts")
+
+
 def worker_joined(peer: Peer, hello: wire.WorkerHello, groups_per_batch: int) -> ev.WorkerJoined:
     """What a worker says of itself, within bounds. It samples what the run asks for together, or less."""
     if hello.protocol != PROTOCOL_VERSION:
@@ -326,8 +335,10 @@ def worker_joined(peer: Peer, hello: wire.WorkerHello, groups_per_batch: int) ->
         raise PeerError("malformed", "capacity_groups must be at least 1")
     if max(len(hello.held_leases), len(hello.rewards), len(hello.environments)) > CLAIMS_MAX:
         raise PeerError("oversized", f"more than {CLAIMS_MAX} leases, rewards or environments claimed")
-    if any(len(name) > NAME_CHARS_MAX for name in hello.rewards):
-        raise PeerError("oversized", f"the name of a reward has more than {NAME_CHARS_MAX} characters")
+    if any(len(name) > NAME_CHARS_MAX for name in (*hello.rewards, *hello.environments)):
+        raise PeerError("oversized", f"the name of a reward or environment has over {NAME_CHARS_MAX} characters")
+    if len(hello.advertise) > NAME_CHARS_MAX:
+        raise PeerError("oversized", f"an address has more than {NAME_CHARS_MAX} characters")
     if len(hello.offer) > NAME_CHARS_MAX:
         raise PeerError("oversized", f"the name of a machine has more than {NAME_CHARS_MAX} characters")
     if not 0 <= hello.price_usd_per_hour <= PRICE_MAX_USD_PER_HOUR:

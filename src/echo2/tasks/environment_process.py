@@ -1,4 +1,4 @@
-"""An environment of the user's own, in a process beside the engine, which it can neither stall nor kill.
+"""An environment of the user's own, in a process beside the engine: it can stall that for one call, and not kill it.
 
 This is the worker's side; what runs inside is `environment_child.py`. A call that takes too long is killed with
 everything it started, a process that dies is replaced, and either costs the group that made the call. The other

@@ -148,6 +148,8 @@ def _check(line: Mapping[str, Any], where: str) -> str:
             raise UserError(f"{where}: `tokens` must be token ids.")
         if not all(_is_number(value) and value <= 0 for value in logprobs):
             raise UserError(f"{where}: `logprobs` must be finite numbers <= 0.")
+        if not isinstance(line.get("completion", ""), str):
+            raise UserError(f"{where}: `completion` must be text, got {line['completion']!r}.")
         return "tokens"
     if not isinstance(line.get("completion"), str):
         raise UserError(f"{where}: `completion` must be text, got {line.get('completion')!r}.")

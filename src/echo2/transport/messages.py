@@ -108,6 +108,16 @@ def check_turns(group: RolloutGroup, max_turns: int) -> None:
         _require(turns <= max_turns, f"an attempt of {turns} turns; {max_turns} were leased")
 
 
+def check_played(group: RolloutGroup) -> None:
+    """Each attempt says what its environment gave.
+
+    Raises:
+        PeerError: "malformed".
+    """
+    if any("environment" not in rollout.reward_parts for rollout in group.rollouts):
+        raise PeerError("malformed", "an attempt without its environment's reward")
+
+
 def check_vocabulary(group: RolloutGroup, vocab_size: int) -> None:
     """Raises PeerError("malformed") where a token is none of the learner's: it would break the training step."""
     for rollout in group.rollouts:
