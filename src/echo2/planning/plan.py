@@ -260,7 +260,7 @@ def _search(inputs: PlanInputs, pool: Sequence[activation.Candidate]) -> Plan:
 
 
 def least_idle(inputs: PlanInputs, max_staleness: int, publish_every: int) -> float:
-    """How long the learner waits in the long run however many machines there are: a version's first batch takes its time."""
+    """How long the learner waits in the long run, however many machines: a version's first batch takes its time."""
     seconds = min(inputs.broadcast.seconds_to([_links(offer, 1)], publish_every) for offer in inputs.offers)
     batches = []
     for offer in inputs.offers:
