@@ -10,24 +10,19 @@ is there; the trainer sleeps for what is left of `train_seconds`. So many of the
 from __future__ import annotations
 
 import json
-import os
 import statistics
-import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-ECHO2 = (sys.executable, "-m", "echo2")
+from paced_run import run_paced
+
 MAX_TOKENS = 12
 #: Of attempts that are spread evenly over 1..MAX_TOKENS.
 MEAN_TOKENS = (1 + MAX_TOKENS) / 2
-#: Without a step for so long, a run counts as stuck.
-STUCK_SECONDS = 120.0
-POLL_SECONDS = 0.2
 
 CONFIG = """
 [run]
@@ -96,30 +91,9 @@ def measure(fleet: Fleet, model: Path, directory: Path) -> Measured:
     Raises:
         RuntimeError: a process died, or nothing went on; with its log.
     """
-    directory.mkdir(parents=True)
-    config, out = directory / "run.toml", directory / "run"
     text = CONFIG.format(**asdict(fleet), model=model.resolve(), max_tokens=MAX_TOKENS)
-    config.write_text(text, encoding="utf-8")
-    with ExitStack() as stack:
-
-        def start(name: str, *command: str) -> subprocess.Popen[bytes]:
-            log = stack.enter_context((directory / f"{name}.log").open("wb"))
-            process = subprocess.Popen(command, stdout=log, stderr=log, env={**os.environ, "OMP_NUM_THREADS": "1"})
-            stack.callback(_end, process)
-            return process
-
-        processes = {"head": start("head", *ECHO2, "head", str(config), "--out", str(out))}
-        _wait(directory, processes, lambda: (out / "status.json").is_file())
-        node = (sys.executable, __file__)
-        settings = {**asdict(fleet), "run": str(out)}
-        for number in range(fleet.workers):
-            mine = json.dumps({**settings, "state": str(directory / f"w{number}")})
-            processes[f"w{number}"] = start(f"w{number}", *node, "worker", mine)
-        _wait(directory, processes, lambda: len(_status(out)["workers"]) == fleet.workers)
-        processes["learner"] = start("learner", *node, "learner", json.dumps(settings))
-        busy, began = _cpu_seconds(), time.monotonic()
-        _wait(directory, processes, lambda: (out / "outcome.json").is_file())
-        share = (_cpu_seconds() - busy) / (time.monotonic() - began) / (os.cpu_count() or 1)
+    share = run_paced(directory, text, __file__, fleet.workers, asdict(fleet))
+    out = directory / "run"
     lines = (out / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     return _summed_up([json.loads(line) for line in lines], share)
 
@@ -139,39 +113,6 @@ def _summed_up(rows: Sequence[dict[str, Any]], cpu_share: float) -> Measured:
         mean_staleness=statistics.fmean(row["off_policy/mean"] for row in late),
         cpu_share=cpu_share,
     )
-
-
-def _status(out: Path) -> dict[str, Any]:
-    status: dict[str, Any] = json.loads((out / "status.json").read_text(encoding="utf-8"))
-    return status
-
-
-def _wait(directory: Path, processes: Mapping[str, subprocess.Popen[bytes]], holds: Callable[[], bool]) -> None:
-    metrics = directory / "run" / "metrics.jsonl"
-    seen, deadline = -1, 0.0
-    while not holds():
-        size = metrics.stat().st_size if metrics.is_file() else 0
-        if size != seen:
-            seen, deadline = size, time.monotonic() + STUCK_SECONDS
-        dead = [name for name, process in processes.items() if process.poll()]
-        if dead or time.monotonic() > deadline:
-            name = dead[0] if dead else "head"
-            raise RuntimeError(f"{name}: " + (directory / f"{name}.log").read_text(errors="replace")[-2000:])
-        time.sleep(POLL_SECONDS)
-
-
-def _end(process: subprocess.Popen[bytes]) -> None:
-    try:
-        process.wait(5.0)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait()
-
-
-def _cpu_seconds() -> float:
-    """Of all cores, since the machine started."""
-    user, nice, system = (int(word) for word in Path("/proc/stat").read_text().split()[1:4])
-    return (user + nice + system) / os.sysconf("SC_CLK_TCK")
 
 
 # ---- the processes ---------------------------------------------------------------------------------------------------

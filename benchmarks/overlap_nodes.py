@@ -16,31 +16,26 @@ import hashlib
 import heapq
 import json
 import math
-import os
 import random
 import statistics
-import subprocess
 import sys
 import time
 from array import array
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+from paced_run import run_paced
+
 from echo2.control.frontier import Frontier
 from echo2.control.seeds import group_seed
 from echo2.types import GroupRef
 
-ECHO2 = (sys.executable, "-m", "echo2")
 GROUP_SIZE = 8
 GROUPS_PER_BATCH = 8
 MEDIAN_TOKENS, SPREAD, MAX_TOKENS = 12, 0.6, 64
-#: Without a step for so long, a run counts as stuck.
-STUCK_SECONDS = 120.0
-POLL_SECONDS = 0.2
 
 CONFIG = """
 [run]
@@ -149,9 +144,9 @@ def group_ends(seed: int, groups: int, fleet: Fleet, width: int | None = None) -
     frontier = Frontier(width or 1)
     free, ends = [0.0] * fleet.workers, list[float]()
     while len(ends) < groups:
-        left = groups - len(ends)
-        size = GROUPS_PER_BATCH if width is None else frontier.batch(0, left, fleet.workers)
-        frontier.leased(0, free[0])
+        left, first = groups - len(ends), free[0] == 0.0
+        size = GROUPS_PER_BATCH if width is None else frontier.batch(0, left, fleet.workers, first)
+        frontier.leased(0, free[0], first)
         batch = [lengths_of(seed, len(ends) + at) for at in range(min(size, left))]
         took = batch_ends(batch, fleet)
         ends += [free[0] + seconds for seconds in took]
@@ -187,30 +182,11 @@ def run_case(case: Case, model: Path, directory: Path) -> list[Round]:
     Raises:
         RuntimeError: a process died, or nothing went on; with its log.
     """
-    directory.mkdir(parents=True)
-    config, out = directory / "run.toml", directory / "run"
     sizes = {"group_size": GROUP_SIZE, "max_tokens": MAX_TOKENS, "groups_per_batch": GROUPS_PER_BATCH}
     reward = f"{Path(__file__).resolve()}:spread_out"
     text = CONFIG.format(**asdict(case), **sizes, model=model.resolve(), reward=reward)
-    config.write_text(text, encoding="utf-8")
-    with ExitStack() as stack:
-
-        def start(name: str, *command: str) -> subprocess.Popen[bytes]:
-            log = stack.enter_context((directory / f"{name}.log").open("wb"))
-            process = subprocess.Popen(command, stdout=log, stderr=log, env={**os.environ, "OMP_NUM_THREADS": "1"})
-            stack.callback(_end, process)
-            return process
-
-        processes = {"head": start("head", *ECHO2, "head", str(config), "--out", str(out))}
-        _wait(directory, processes, lambda: (out / "status.json").is_file())
-        node, settings = (sys.executable, __file__), {**asdict(case), "run": str(out), "reward": reward}
-        for number in range(case.fleet.workers):
-            mine = json.dumps({**settings, "state": str(directory / f"w{number}")})
-            processes[f"w{number}"] = start(f"w{number}", *node, "worker", mine)
-        _wait(directory, processes, lambda: len(_json(out / "status.json")["workers"]) == case.fleet.workers)
-        processes["learner"] = start("learner", *node, "learner", json.dumps(settings))
-        _wait(directory, processes, lambda: (out / "outcome.json").is_file())
-    return read_rounds(out, case)[1:]
+    run_paced(directory, text, __file__, case.fleet.workers, {**asdict(case), "reward": reward})
+    return read_rounds(directory / "run", case)[1:]
 
 
 def read_rounds(out: Path, case: Case) -> list[Round]:
@@ -249,33 +225,6 @@ def read_rounds(out: Path, case: Case) -> list[Round]:
         )
         for step in range(case.rounds)
     ]
-
-
-def _json(path: Path) -> dict[str, Any]:
-    values: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    return values
-
-
-def _wait(directory: Path, processes: Mapping[str, subprocess.Popen[bytes]], holds: Callable[[], bool]) -> None:
-    metrics = directory / "run" / "metrics.jsonl"
-    seen, deadline = -1, 0.0
-    while not holds():
-        size = metrics.stat().st_size if metrics.is_file() else 0
-        if size != seen:
-            seen, deadline = size, time.monotonic() + STUCK_SECONDS
-        dead = [name for name, process in processes.items() if process.poll()]
-        if dead or time.monotonic() > deadline:
-            name = dead[0] if dead else "head"
-            raise RuntimeError(f"{name}: " + (directory / f"{name}.log").read_text(errors="replace")[-2000:])
-        time.sleep(POLL_SECONDS)
-
-
-def _end(process: subprocess.Popen[bytes]) -> None:
-    try:
-        process.wait(5.0)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait()
 
 
 # ---- the processes ---------------------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ def play(frontier: Frontier, seconds_of: Callable[[int], float], steps: int) -> 
     now, widths = 0.0, []
     for step in range(steps):
         widths.append(frontier.width)
-        frontier.leased(step, now)
+        frontier.leased(step, now, idle=True)
         now += seconds_of(frontier.width)
         frontier.step_trained(step, now)
         now += 0.3  # until the next step's weights are there
@@ -22,13 +22,22 @@ def play(frontier: Frontier, seconds_of: Callable[[int], float], steps: int) -> 
 
 def test_it_begins_with_whole_batches_and_narrows_while_steps_get_shorter() -> None:
     widths = play(Frontier(8), lambda width: 10.0 + abs(width - 3), 8)
-    assert widths == [8, 8, 5, 3, 2, 3, 3, 3]
+    assert widths == [8, 8, 5, 3, 2, 1, 3, 3]
 
 
 def test_an_engine_that_takes_as_long_for_one_group_as_for_eight_gets_eight() -> None:
     widths = play(Frontier(8), lambda width: 8.0 / width, 12)
-    assert widths[:4] == [8, 8, 5, 8]
-    assert set(widths[3:]) == {8}
+    assert widths[:5] == [8, 8, 5, 3, 8]
+    assert set(widths[4:]) == {8}
+
+
+def test_one_bad_step_does_not_end_the_search() -> None:
+    bad_luck = iter((0.0, 0.0, 5.0))
+
+    def seconds_of(width: int) -> float:
+        return 10.0 + abs(width - 3) + next(bad_luck, 0.0)
+
+    assert play(Frontier(8), seconds_of, 8)[-1] == 3
 
 
 def test_of_steps_with_one_best_width_it_is_found_and_tried_against_its_neighbours() -> None:
@@ -56,7 +65,7 @@ def test_a_step_that_was_interrupted_is_not_measured() -> None:
     frontier = Frontier(4)
     play(frontier, lambda width: 5.0, 2)
     before = frontier.width
-    frontier.leased(2, 100.0)
+    frontier.leased(2, 100.0, idle=True)
     frontier.interrupted()
     frontier.step_trained(2, 100.001)  # trained again, with groups that were there already
     assert frontier.width == before
@@ -68,14 +77,22 @@ def test_the_first_batches_of_a_step_have_different_sizes_the_smallest_first() -
     frontier = Frontier(8)
     sizes = []
     for _ in range(6):
-        sizes.append(frontier.batch(0, 90, 4))
-        frontier.leased(0, 0.0)
+        sizes.append(frontier.batch(0, 90, 4, idle=True))
+        frontier.leased(0, 0.0, idle=True)
     assert sizes == [2, 4, 6, 8, 8, 8]
-    assert frontier.batch(1, 90, 4) == 2  # the next step begins anew
+    assert frontier.batch(1, 90, 4, idle=True) == 2  # the next step begins anew
+
+
+def test_a_batch_that_waits_behind_another_is_none_of_the_first() -> None:
+    frontier = Frontier(8)
+    frontier.leased(0, 0.0, idle=True)
+    assert frontier.batch(0, 90, 4, idle=False) == 8
+    frontier.leased(0, 0.0, idle=False)
+    assert frontier.batch(0, 90, 4, idle=True) == 4
 
 
 def test_the_last_groups_of_a_step_are_shared_out() -> None:
     frontier = Frontier(8)
     for _ in range(4):
-        frontier.leased(0, 0.0)
-    assert [frontier.batch(0, left, 4) for left in (16, 12, 6, 2, 1, 0)] == [8, 6, 3, 1, 1, 1]
+        frontier.leased(0, 0.0, idle=True)
+    assert [frontier.batch(0, left, 4, idle=True) for left in (16, 12, 6, 2, 1, 0)] == [8, 6, 3, 1, 1, 1]

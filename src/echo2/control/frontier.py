@@ -2,10 +2,12 @@
 
 A large batch is quick per group and late with its first one; the learner waits for that. Which size ends a step soonest
 depends on the engines (their time may grow with the batch, or not), on the fleet and on the learner. So it is found by
-trial: from the largest size downwards as long as steps get shorter, and now and then a neighbour of the best again.
+trial: from the largest size downwards until the two below the best were no better, and now and then a neighbour of the
+best again.
 
 Workers that begin a step together would also end their batches together, and the learner would be given groups in
-bursts. So their first batches have different sizes, the smallest first; and a step's last groups are shared out.
+bursts. So the batches they begin with have different sizes, the smallest first; and a step's last groups are shared
+out.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ class Frontier:
         self._at = 0
         self._seconds: dict[int, float] = {}
         self._began: dict[int, float] = {}
-        self._num_batches: dict[int, int] = {}
+        self._num_begun: dict[int, int] = {}
         self._ended: float | None = None
         self._num_choices = 0
 
@@ -34,19 +36,21 @@ class Frontier:
     def width(self) -> int:
         return self.widths[self._at]
 
-    def batch(self, step: int, num_left: int, num_workers: int) -> int:
-        """Groups of the next batch, of which some are of `step`; `num_left`: that could still be leased."""
-        num_begun = self._num_batches.get(step, 0)
-        if num_begun < num_workers:
-            first = -(-self.width * (num_begun + 1) // num_workers)
+    def batch(self, step: int, num_left: int, num_workers: int, idle: bool) -> int:
+        """Groups of the next batch, of which some are of `step`; `num_left`: that could still be leased; `idle`: its
+        worker begins with it at once.
+        """
+        num_begun = self._num_begun.get(step, 0)
+        if idle and num_begun < num_workers:
+            most = -(-self.width * (num_begun + 1) // num_workers)
         else:
-            first = self.width
-        return max(1, min(first, -(-2 * num_left // num_workers)))
+            most = self.width
+        return max(1, min(most, -(-2 * num_left // num_workers)))
 
-    def leased(self, step: int, now: float) -> None:
-        """A batch was leased that begins with a group of this step."""
+    def leased(self, step: int, now: float, idle: bool) -> None:
+        """A batch was leased that begins with a group of this step; `idle`: to a worker that had none."""
         self._began.setdefault(step, now)
-        self._num_batches[step] = self._num_batches.get(step, 0) + 1
+        self._num_begun[step] = self._num_begun.get(step, 0) + idle
 
     def step_trained(self, step: int, now: float) -> None:
         """A step took from its first lease to here, or from the end of the step before where that is later. The first
@@ -54,7 +58,7 @@ class Frontier:
         """
         began, before, self._ended = self._began.pop(step, None), self._ended, now
         self._began = {later: at for later, at in self._began.items() if later > step}
-        self._num_batches = {later: count for later, count in self._num_batches.items() if later > step}
+        self._num_begun = {later: count for later, count in self._num_begun.items() if later > step}
         if began is None or before is None:
             return
         seconds, known = now - max(began, before), self._seconds.get(self._at)
@@ -64,7 +68,7 @@ class Frontier:
     def interrupted(self) -> None:
         """The step under way does not show what its width is worth."""
         self._began.clear()
-        self._num_batches.clear()
+        self._num_begun.clear()
         self._ended = None
 
     def _choose(self) -> None:
@@ -72,8 +76,9 @@ class Frontier:
         neighbours = [at for at in (best + 1, best - 1) if 0 <= at < len(self.widths)]
         self._num_choices += 1
         trial, is_due = divmod(self._num_choices, TRIAL_EVERY)
+        below = [at for at in (best + 1, best + 2) if at < len(self.widths) and at not in self._seconds]
         self._at = best
-        if best + 1 in neighbours and best + 1 not in self._seconds:
-            self._at = best + 1
+        if below:
+            self._at = below[0]
         elif is_due == 0 and neighbours:
             self._at = neighbours[trial % len(neighbours)]

@@ -105,7 +105,7 @@ def train_leases(state: PlannerState, worker: Worker, now: float) -> list[Lease]
         records.extend(unit)
     leases = []
     if state.frontier is not None and records:
-        state.frontier.leased(records[0].step, now)
+        state.frontier.leased(records[0].step, now, is_idle(state, worker))
     for record in records:
         leases.append(new_lease(state, GroupRef("train", record.number), record.step, record.number, now))
         if record.state == "pending":
@@ -119,8 +119,13 @@ def batch_groups(state: PlannerState, worker: Worker) -> int:
         return worker.capacity_groups
     last = min(last_step(state, worker), state.options.max_steps - 1)
     left = {step: num for step in range(state.version, last + 1) if (num := room(state, step)) > 0}
-    most = state.frontier.batch(min(left, default=last), sum(left.values()), max(1, state.fleet.num_active))
+    step, num_left, num_workers = min(left, default=last), sum(left.values()), max(1, state.fleet.num_active)
+    most = state.frontier.batch(step, num_left, num_workers, is_idle(state, worker))
     return min(state.fleet.at_once(worker), most)
+
+
+def is_idle(state: PlannerState, worker: Worker) -> bool:
+    return not state.leases.samples_of(worker.worker_id)
 
 
 def new_lease(state: PlannerState, group: GroupRef, step: int, cursor: int, now: float) -> Lease:
