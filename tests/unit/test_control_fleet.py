@@ -234,6 +234,33 @@ def test_a_worker_that_joins_later_stands_by_and_keeps_its_place_when_it_comes_b
     assert back.rate > 0
 
 
+def test_a_worker_whose_link_is_cut_every_now_and_then_is_measured_all_the_same() -> None:
+    hall = Hall(1, groups_per_step=64)
+    hall.sample()
+    for _ in range(20):
+        hall.now += 10.0  # from here on it is half as quick
+        hall.sample()
+        held = tuple(hall.planner.leases.of_worker("w0"))
+        hall.tell(ev.WorkerDetached("w0", "cut"))
+        hall.tell(ev.WorkerJoined("w0", 2, 1.0, (), FIRST, held))
+    worker = hall.planner.fleet.get("w0")
+    assert worker is not None
+    assert worker.rate == pytest.approx(0.2, abs=0.02)  # two groups of two in twenty seconds
+
+
+def test_a_worker_that_lost_its_leases_is_measured_from_its_return() -> None:
+    hall = Hall(1, groups_per_step=64)
+    hall.sample()
+    hall.now += 1000.0
+    hall.tell(ev.WorkerDetached("w0", "killed"))
+    hall.join("w0")
+    for _ in range(4):
+        hall.sample()
+    worker = hall.planner.fleet.get("w0")
+    assert worker is not None
+    assert worker.rate == pytest.approx(0.4)
+
+
 def test_machines_are_rented_when_all_are_too_few_and_returned_when_nobody_needs_them() -> None:
     hall = lively(offers=(Offer("spot", 0.3, 0.1, 3),))
     rented: list[str] = []

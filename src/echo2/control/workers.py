@@ -10,9 +10,9 @@ from echo2.control.state import PlannerState
 
 
 def worker_joined(state: PlannerState, event: ev.WorkerJoined, now: float) -> None:
-    for lease_id in state.leases.of_worker(event.worker_id):
-        if lease_id not in event.held_leases:
-            end_lease(state, lease_id, "lost", "the worker came back without it")
+    lost = [lease_id for lease_id in state.leases.of_worker(event.worker_id) if lease_id not in event.held_leases]
+    for lease_id in lost:
+        end_lease(state, lease_id, "lost", "the worker came back without it")
     scores = bool(state.options.reward_functions) and set(state.options.reward_functions) <= set(event.rewards)
     worker = Worker(
         event.worker_id, event.capacity_groups, event.price_usd_per_hour, scores, event.installed, now, idle_since=now
@@ -21,9 +21,13 @@ def worker_joined(state: PlannerState, event: ev.WorkerJoined, now: float) -> No
     before = state.fleet.get(event.worker_id)
     if before is not None:
         worker.rate, worker.rate_variance, worker.returned = before.rate, before.rate_variance, before.returned
+    if before is not None and not lost:  # it went on meanwhile, and what it is measured by goes on with it
+        worker.done_samples, worker.unmeasured_samples = before.done_samples, before.unmeasured_samples
+        worker.busy_seconds, worker.busy_since = before.busy_seconds, before.busy_since
+    else:
+        worker.unmeasured_samples = worker.samples
     worker.standby = _joins_standing_by(state, event, before)
     worker.standby_since = now if worker.standby else None
-    worker.unmeasured_samples = worker.samples
     state.fleet.join(worker, now)
     if event.installed is not None and not worker.standby and (before is None or before.installed != event.installed):
         state.gauge.installed(event.installed, state.fleet.num_active, now)
