@@ -219,8 +219,10 @@ class Head:
         )
 
     def _is_flat(self, group: GroupRecord) -> bool:
-        """Only dynamic sampling asks, of groups that it may still replace."""
-        if group.state != "ready" or not self.options.dynamic_sampling:
+        """Only dynamic sampling asks, of groups that it may still replace and of those it kept (a metric of their step,
+        should it be trained again).
+        """
+        if group.state not in ("ready", "trained") or not self.options.dynamic_sampling:
             return False
         delivered = self._delivered_group(GroupRef("train", group.number))
         return delivered is not None and delivered.is_flat

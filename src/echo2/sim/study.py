@@ -141,8 +141,13 @@ def _check_sense(scenario: Scenario, path: Path) -> None:
             f"{path}: max_staleness = {scenario.max_staleness} with publish_every = {scenario.publish_every} waits for "
             f"ever; max_staleness must be {scenario.publish_every - 1} or more."
         )
-    if scenario.deterministic and (scenario.dynamic_sampling or scenario.ess_floor):
-        raise UserError(f"{path}: deterministic = true excludes dynamic_sampling and ess_floor.")
+    excluded = ("dynamic_sampling", "ess_floor", "second_lease_after")
+    set_so = [name for name in excluded if scenario.deterministic and getattr(scenario, name)]
+    set_so += ['order = "frontier"'] if scenario.deterministic and scenario.order == "frontier" else []
+    if set_so:
+        raise UserError(f"{path}: deterministic = true excludes {' and '.join(set_so)}, as in a run.")
+    if scenario.order == "frontier" and scenario.hand_over == "step":
+        raise UserError(f'{path}: order = "frontier" with hand_over = "step" has no use, as in a run.')
     if not any(spec.count for spec in scenario.workers):
         raise UserError(f"{path}: there is no worker: set workers.count.")
     if scenario.lost_after_seconds <= scenario.heartbeat_seconds:

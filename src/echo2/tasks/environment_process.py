@@ -142,6 +142,8 @@ class ProcessWorld:
             raise UserError(f"Cannot start the process of the environment {self._spec}: {error}.") from error
         self._number += 1
         try:
+            if self._closed:  # by another thread, which may have found no process to kill
+                raise UserError(f"The environment {self._spec} is closed: the worker ends.")
             return self._call({"spec": self._spec}, STARTUP_SECONDS)
         except BaseException:
             self._kill()
