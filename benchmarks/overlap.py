@@ -3,6 +3,7 @@
     sequential        the learner gets nothing before the round's last group is complete
     complete groups   it gets each group once it is complete (RolloutPipe's complete-group pipelining)
     + frontier        and the first groups are hurried: workers sample fewer at once (schedule.order = "frontier")
+    + siblings        and each of the first ones is sampled by two workers (schedule.workers_per_group = 2)
 
 Rounds of 32, 64 and 96 groups of 8, micro-batches of 2 groups, 4 workers whose engines 8 attempts saturate. As in
 RolloutPipe (arXiv 2606.26997) rollouts take 0.9 of the training time (in whole batches), and one group alone about a
@@ -15,7 +16,7 @@ the window less the time in which the learner trained; the *waiting ratio* is wa
 first micro-batch is with the learner. The *optimum* is max(rollouts + last micro-batch, first group + training), with
 the first group as long as one takes at a worker that does nothing else (the mean over the round's groups). *Gain* is
 what a way saves of the sequential window, over what the optimum would save. Before the rounds that count, each run has
-had one (frontier: six, in which it finds its batch) for which that is not so.
+had one (frontier: seven, in which it finds its batch) for which that is not so.
 
     python benchmarks/overlap.py --model outputs/models/digit_sorting      # about half an hour; writes results/
     python benchmarks/overlap.py --predict     # at once, no processes: the gain at each batch if messages took no time
@@ -52,21 +53,24 @@ from echo2.control.frontier import Frontier
 #: Rollout over training time.
 PROPORTION = 0.9
 MICROBATCH = 2
-#: Name, schedule.hand_over, schedule.order, rounds that do not count.
+#: Name, schedule.hand_over, schedule.order, schedule.workers_per_group, rounds that do not count.
 VARIANTS = (
-    ("sequential", "step", "any", 1),
-    ("complete groups", "group", "any", 1),
-    ("+ frontier", "group", "frontier", 6),
+    ("sequential", "step", "any", 1, 1),
+    ("complete groups", "group", "any", 1, 1),
+    ("+ frontier", "group", "frontier", 1, 7),
+    ("+ siblings", "group", "frontier", 2, 7),
 )
 
 
-def measure(groups: int, seed: int, variant: tuple[str, str, str, int], options: argparse.Namespace) -> dict[str, Any]:
+def measure(
+    groups: int, seed: int, variant: tuple[str, str, str, int, int], options: argparse.Namespace
+) -> dict[str, Any]:
     """One run; what it took in the mean, and what would be the least."""
-    name, hand_over, order, skipped = variant
+    name, *dials, skipped = variant
     train_seconds = groups * options.group_seconds
     fleet = Fleet(options.workers, options.full_rows)
     fleet = replace(fleet, token_rate=fleet_seconds(seed, groups, fleet) / (PROPORTION * train_seconds))
-    case = Case(groups, skipped + options.rounds, seed, hand_over, order, MICROBATCH, train_seconds, fleet)
+    case = Case(groups, skipped + options.rounds, seed, *dials, MICROBATCH, train_seconds, fleet)
     with tempfile.TemporaryDirectory() as directory:
         rounds: list[Round] = run_case(case, options.model, Path(directory) / "case")[skipped - 1 :]
     means = {key: mean_and_sd([asdict(one)[key] for one in rounds])[0] for key in asdict(rounds[0])}

@@ -58,6 +58,7 @@ groups_per_step = {groups}
 max_staleness = 0
 hand_over = "{hand_over}"
 order = "{order}"
+workers_per_group = {workers_per_group}
 [learner]
 lr = 1e-6
 groups_per_microbatch = {microbatch}
@@ -85,6 +86,7 @@ class Case:
     seed: int
     hand_over: str
     order: str
+    workers_per_group: int
     microbatch: int
     train_seconds: float
     fleet: Fleet
@@ -256,7 +258,10 @@ def run_worker(settings: Mapping[str, Any]) -> None:
             assert self.installed is not None
             version, began = self.installed.version, time.monotonic()
             positions = [position_of[request.seed] for request in requests]
-            batch = [lengths_of(seed, position) for position in positions]
+            batch = [
+                lengths_of(seed, position)[request.first_sample :][: request.num_samples]
+                for position, request in zip(positions, requests, strict=True)
+            ]
             ends = batch_ends(batch, fleet)
             for index in sorted(range(len(batch)), key=ends.__getitem__):
                 rng = random.Random(requests[index].seed)

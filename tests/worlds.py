@@ -68,7 +68,9 @@ def random_scenario(seed: int) -> Scenario:
 
 
 def with_dials(scenario: Scenario, seed: int) -> Scenario:
-    """Some worlds replace uninformative groups, some tighten the bound by their ESS; deterministic ones neither."""
+    """Some worlds replace uninformative groups, some tighten the bound by their ESS, some spread siblings over workers;
+    deterministic ones do none of it.
+    """
     rng = random.Random(f"dials of {seed}")
     if scenario.deterministic:
         return scenario
@@ -78,6 +80,8 @@ def with_dials(scenario: Scenario, seed: int) -> Scenario:
     if rng.random() < 0.5 and scenario.max_staleness >= scenario.publish_every:
         learner = replace(scenario.learner, ess=rng.uniform(0.2, 0.9), ess_spread=rng.choice([0.05, 0.5]))
         scenario = replace(scenario, ess_floor=rng.uniform(0.2, 0.8), learner=learner)
+    if scenario.order == "frontier":
+        scenario = replace(scenario, workers_per_group=rng.choice([1, 2, 2, 3, 4]))
     return scenario
 
 

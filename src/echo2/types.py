@@ -9,9 +9,10 @@ are used again for other weights; the *lineage*, which grows by one at each such
 
 from __future__ import annotations
 
+import functools
 from array import array
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 GroupKind = Literal["train", "eval"]
@@ -81,7 +82,8 @@ class Lease:
 
     The group is bound to training step `step`. Its tokens must come from `exact_version` where that is set, else from
     any version >= `min_version`. `deadline` is in seconds of the head's clock; `seconds` is how long that is from the
-    grant.
+    grant. The attempts asked for are `first_sample`, `first_sample` + 1, ... of the group; all of them, unless its
+    siblings are spread over several workers.
     """
 
     lease_id: int
@@ -94,6 +96,12 @@ class Lease:
     deadline: float
     seconds: float
     seed: int
+    first_sample: int = 0
+
+    @property
+    def samples(self) -> range:
+        """The group's attempts that are asked for."""
+        return range(self.first_sample, self.first_sample + self.num_samples)
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,6 +192,23 @@ class RolloutGroup:
     def is_flat(self) -> bool:
         """Scored, and every reward is the same: there is nothing to tell the attempts apart by."""
         return self.is_scored and len({rollout.reward for rollout in self.rollouts}) == 1
+
+
+def joined_names(first: str, second: str) -> str:
+    """Who made something together: "w-1" and "w-2" are "w-1+w-2"."""
+    return "+".join(dict.fromkeys(name for name in (*first.split("+"), *second.split("+")) if name))
+
+
+def join_portions(portions: Sequence[RolloutGroup]) -> RolloutGroup:
+    """A group from its portions, in the order of its attempts. It took as long as the slowest of them."""
+    names = functools.reduce(joined_names, (portion.worker_id for portion in portions), "")
+    return replace(
+        portions[0],
+        rollouts=tuple(rollout for portion in portions for rollout in portion.rollouts),
+        lineage=max(portion.lineage for portion in portions),
+        worker_id=names,
+        generate_seconds=max(portion.generate_seconds for portion in portions),
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -23,9 +24,12 @@ def test_overlapped_training_gives_the_weights_of_the_sequential_schedule(tmp_pa
 
 
 def test_a_frontier_run_keeps_every_rule_and_can_be_replayed(tmp_path: Path, sort_model: Path) -> None:
-    settings = ("--schedule.order", "frontier", "--schedule.second_lease_after", "2")
-    run = Run(tmp_path / "run", sort_model, *ON_POLICY, *settings).start()
+    settings = ("--schedule.order", "frontier", "--schedule.second_lease_after", "2", "--run.log_rollouts", "64")
+    run = Run(tmp_path / "run", sort_model, *ON_POLICY, *settings, "--schedule.workers_per_group", "2").start()
     run.finish()
+    logs = [json.loads(line) for path in (run.out / "rollouts").glob("*.jsonl") for line in path.open(encoding="utf-8")]
+    assert all(len(group["rollouts"]) == 4 for group in logs)
+    assert any("+" in group["worker"] for group in logs), "no group was sampled by two workers"
     audit = run.command("audit")
     assert (audit["trained"], audit["lost"], audit["doubled"], audit["max_staleness"]) == (6 * 16, 0, 0, 0)
     assert run.command("replay")["num_different"] == 0

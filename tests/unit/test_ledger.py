@@ -57,15 +57,15 @@ def bring_to(ledger: Ledger, state: str, number: int = 0, step: int = 0) -> None
 
 
 def test_a_new_ledger_is_empty(path: Path) -> None:
-    assert Ledger(path).recover() == LedgerState(0, 0, 0, 0, 1, (), ())
+    assert Ledger(path).recover() == LedgerState(0, 0, 0, 0, 1, (), (), ())
 
 
 def test_the_life_of_a_group(ledger: Ledger, path: Path) -> None:
     ledger.issue(0, step=0, cursor=5, now=1.0)
-    ledger.grant(1, 0, "w1", now=1.5, deadline=121.5)
+    ledger.grant(1, 0, "w1", now=1.5, deadline=121.5, num_samples=4)
     opened = GroupRecord(0, 0, 5, "open", None, None, 0, "")
-    lease = LeaseRecord(1, 0, "w1", 1.5, 121.5)
-    assert ledger.recover() == LedgerState(0, 1, 1, 6, 2, (opened,), (lease,))
+    lease = LeaseRecord(1, 0, "w1", 1.5, 121.5, 0, 4)
+    assert ledger.recover() == LedgerState(0, 1, 1, 6, 2, (opened,), (lease,), ())
 
     deliver(ledger, 0, is_scored=False, payload=b"raw")
     ledger.close_lease(1, "accepted", now=2.0)
@@ -73,13 +73,13 @@ def test_the_life_of_a_group(ledger: Ledger, path: Path) -> None:
     ledger.score(0, b"scored", now=2.5)
     assert ledger.payload(0) == b"scored"
     ready = GroupRecord(0, 0, 5, "ready", 0, 0, 10, "w1")
-    assert ledger.recover() == LedgerState(0, 1, 1, 6, 2, (ready,), ())
+    assert ledger.recover() == LedgerState(0, 1, 1, 6, 2, (ready,), (), ())
 
     ledger.train(0, lineage=1, numbers=[0], now=3.0)
     trained = GroupRecord(0, 0, 5, "trained", 0, 0, 10, "w1")
-    assert ledger.recover() == LedgerState(1, 1, 1, 6, 2, (trained,), ())
+    assert ledger.recover() == LedgerState(1, 1, 1, 6, 2, (trained,), (), ())
     ledger.checkpoint(version=1, oldest_kept=1)
-    assert ledger.recover() == LedgerState(1, 1, 1, 6, 2, (), ())
+    assert ledger.recover() == LedgerState(1, 1, 1, 6, 2, (), (), ())
     assert audit(path).leases == {"accepted": 1}
 
 
@@ -116,7 +116,7 @@ def test_every_event_in_every_state_follows_the_table(ledger: Ledger, path: Path
 
 def test_the_story_tells_all(ledger: Ledger) -> None:
     ledger.issue(0, step=0, cursor=0, now=1.0)
-    ledger.grant(1, 0, "w1", now=1.0, deadline=2.0)
+    ledger.grant(1, 0, "w1", now=1.0, deadline=2.0, num_samples=4)
     ledger.refuse(1, 0, "w2", "late", 77, 1.0, now=4.0)
     ledger.retire(0, "stale", now=5.0)
     with pytest.raises(InvariantError) as caught:
@@ -135,9 +135,9 @@ def test_numbers_follow_each_other(ledger: Ledger) -> None:
 
 def test_leases_are_granted_once_on_groups_that_are_not_over_and_closed_once(ledger: Ledger) -> None:
     bring_to(ledger, "open")
-    ledger.grant(4, 0, "w1", now=1.0, deadline=2.0)
+    ledger.grant(4, 0, "w1", now=1.0, deadline=2.0, num_samples=4)
     with pytest.raises(InvariantError, match="UNIQUE"):
-        ledger.grant(4, 0, "w2", now=1.0, deadline=2.0)
+        ledger.grant(4, 0, "w2", now=1.0, deadline=2.0, num_samples=4)
     ledger.close_lease(4, "expired", now=2.0)
     with pytest.raises(InvariantError, match="lease 4 is not held"):
         ledger.close_lease(4, "late", now=3.0)
@@ -145,7 +145,7 @@ def test_leases_are_granted_once_on_groups_that_are_not_over_and_closed_once(led
         ledger.close_lease(5, "late", now=3.0)
     ledger.retire(0, "stale", now=3.0)
     with pytest.raises(InvariantError, match="is over"):
-        ledger.grant(5, 0, "w2", now=4.0, deadline=5.0)
+        ledger.grant(5, 0, "w2", now=4.0, deadline=5.0, num_samples=4)
     assert ledger.recover().next_lease_id == 5
 
 
@@ -312,7 +312,7 @@ ledger = Ledger(pathlib.Path(sys.argv[1]))
 ledger.learner_joined(0, 1, 0.0)
 for n in itertools.count():
     ledger.issue(n, n, n, 0.0)
-    ledger.grant(n, n, "w", 0.0, 1.0)
+    ledger.grant(n, n, "w", 0.0, 1.0, 4)
     ledger.deliver(n, b"x" * 5000, "w", n, n, 1, 1.0, True, 0.0)
     ledger.close_lease(n, "accepted", 0.0)
     ledger.train(n, 1, [n], 0.0)

@@ -19,7 +19,7 @@ def write_history(path: Path) -> None:
     ledger.learner_joined(0, 1, now=0.0)
     for number, step in enumerate([0, 1, 2, 3, 3, 3, 4]):
         ledger.issue(number, step, cursor=number, now=1.0)
-        ledger.grant(number + 1, number, "w1", now=1.0, deadline=9.0)
+        ledger.grant(number + 1, number, "w1", now=1.0, deadline=9.0, num_samples=4)
     for number, oldest in enumerate([0, 0, 0, 1, 2, 3]):
         ledger.deliver(number, b"payload", "w1", oldest, oldest, 10, 2.0, is_scored=number != 5, now=2.0)
         ledger.close_lease(number + 1, "accepted", now=2.0)

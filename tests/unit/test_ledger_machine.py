@@ -81,7 +81,7 @@ class LedgerMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def grant(self, data: st.DataObject) -> None:
         self.model.num_leases += 1
-        self.ledger.grant(self.model.num_leases, self.pick(data, "open"), "w", now=1.0, deadline=2.0)
+        self.ledger.grant(self.model.num_leases, self.pick(data, "open"), "w", now=1.0, deadline=2.0, num_samples=4)
         self.model.held.append(self.model.num_leases)
 
     @precondition(lambda self: self.model.held)

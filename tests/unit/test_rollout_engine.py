@@ -78,6 +78,14 @@ def test_what_else_is_in_the_batch_changes_nothing(name: str) -> None:
     assert few[0].tokens == together[3][0].tokens
 
 
+@pytest.mark.parametrize("name", ENGINES)
+def test_portions_of_a_group_are_the_attempts_of_the_whole(name: str) -> None:
+    engine, whole = loaded(name), request(3, samples=6, length=4)
+    portions = run(engine, [replace(whole, first_sample=first, num_samples=2) for first in (4, 0, 2)])
+    in_order = (*portions[1], *portions[2], *portions[0])
+    assert [c.tokens for c in in_order] == [c.tokens for c in run(engine, [whole])[0]]
+
+
 def test_both_engines_draw_the_same_tokens() -> None:
     requests = [request(seed, length=2 + seed) for seed in range(4)]
     compact, transformers = (run(loaded(name), requests) for name in ENGINES)

@@ -15,10 +15,11 @@ import json
 import sqlite3
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import astuple
 from pathlib import Path
 from typing import Any
 
-from echo2.buffer.records import GroupRecord, LeaseRecord, LedgerState
+from echo2.buffer.records import GroupRecord, LeaseRecord, LedgerState, PortionRecord
 from echo2.buffer.schema import TRANSITIONS, open_for_writing, unusable
 from echo2.errors import InvariantError, PeerError, UserError
 
@@ -64,9 +65,18 @@ class Ledger:
             # Lets the audit miss the newest group, too.
             self._put_meta("num_issued", number + 1)
 
-    def grant(self, lease_id: int, number: int, worker_id: str, now: float, deadline: float) -> None:
-        """A lease on a group without a result; in deterministic mode also on one that has a result and is sampled again
-        for the sake of its batch's shape.
+    def grant(
+        self,
+        lease_id: int,
+        number: int,
+        worker_id: str,
+        now: float,
+        deadline: float,
+        num_samples: int,
+        first_sample: int = 0,
+    ) -> None:
+        """A lease on a group without a result, or on the attempts of it from `first_sample` on; in deterministic mode
+        also on one that has a result and is sampled again for the sake of its batch's shape.
 
         Raises:
             InvariantError: the group is trained or retired, or the id was used before.
@@ -75,8 +85,9 @@ class Ledger:
             if self._group(number).state in ("trained", "retired"):
                 raise InvariantError(f"lease {lease_id} on a group that is over.\n{self._story(number)}")
             self._execute(
-                "INSERT INTO leases (lease_id, number, worker_id, granted_at, deadline) VALUES (?, ?, ?, ?, ?)",
-                (lease_id, number, worker_id, now, deadline),
+                "INSERT INTO leases (lease_id, number, worker_id, granted_at, deadline, first_sample, num_samples) "
+                "VALUES (?, ?, ?, ?, ?, ?, ?)",
+                (lease_id, number, worker_id, now, deadline, first_sample, num_samples),
             )
 
     def close_lease(self, lease_id: int, outcome: str, now: float) -> None:
@@ -109,6 +120,25 @@ class Ledger:
                 (_storable(lease_id), _storable(number), worker_id, reason, num_tokens, seconds, now),
             )
 
+    def keep_portion(self, portion: PortionRecord, payload: bytes) -> None:
+        """A valid result for some attempts of an open group.
+
+        Raises:
+            InvariantError: the group is not open, or has a result for these attempts.
+            PeerError: "oversized".
+        """
+        _check_size(portion.number, payload)
+        with self._transaction():
+            if self._group(portion.number).state != "open":
+                raise InvariantError(f"a portion of a group that is not open.\n{self._story(portion.number)}")
+            self._execute("INSERT INTO portions VALUES (?, ?, ?, ?, ?, ?, ?)", (*astuple(portion), payload))
+
+    def portions(self, number: int) -> list[tuple[PortionRecord, bytes]]:
+        """What is delivered of an open group, in order of attempts."""
+        with self._mapped_errors():
+            rows = self._execute("SELECT * FROM portions WHERE number = ? ORDER BY first_sample", (number,)).fetchall()
+            return [(PortionRecord(*tuple(row)[:-1]), bytes(row["data"])) for row in rows]
+
     def deliver(
         self,
         number: int,
@@ -136,6 +166,7 @@ class Ledger:
                 (worker_id, oldest_version, newest_version, num_tokens, seconds, now, now, number),
             )
             self._execute("INSERT INTO payloads (number, data) VALUES (?, ?)", (number, payload))
+            self._execute("DELETE FROM portions WHERE number = ?", (number,))
 
     def score(self, number: int, payload: bytes, now: float) -> None:
         """The scored form of a delivered group, in place of the unscored one.
@@ -159,6 +190,7 @@ class Ledger:
         with self._transaction():
             self._move(number, "retire")
             self._execute("UPDATE groups SET retired_at = ?, reason = ? WHERE number = ?", (now, reason, number))
+            self._execute("DELETE FROM portions WHERE number = ?", (number,))
 
     def train(self, step: int, lineage: int, numbers: Sequence[int], now: float) -> None:
         """Step `step` of `lineage` was trained on exactly these groups. The same report again changes nothing.
@@ -278,8 +310,12 @@ class Ledger:
                 (self._version(self._lineage()),),
             ).fetchall()
             leases = self._execute(
-                "SELECT lease_id, number, worker_id, granted_at, deadline FROM leases "
+                "SELECT lease_id, number, worker_id, granted_at, deadline, first_sample, num_samples FROM leases "
                 "WHERE outcome IS NULL ORDER BY lease_id"
+            ).fetchall()
+            portions = self._execute(
+                "SELECT number, first_sample, num_samples, worker_id, oldest_version, num_tokens FROM portions "
+                "ORDER BY number, first_sample"
             ).fetchall()
             lineage = self._lineage()
             return LedgerState(
@@ -290,6 +326,7 @@ class Ledger:
                 next_lease_id=self._next("lease_id", "leases", first=1),
                 groups=tuple(GroupRecord(*row) for row in groups),
                 leases=tuple(LeaseRecord(*row) for row in leases),
+                portions=tuple(PortionRecord(*row) for row in portions),
             )
 
     # ---- inside a transaction ----------------------------------------------------------------------------------------

@@ -34,6 +34,20 @@ class LeaseRecord:
     worker_id: str
     granted_at: float
     deadline: float
+    first_sample: int
+    num_samples: int
+
+
+@dataclass(frozen=True, slots=True)
+class PortionRecord:
+    """What one worker delivered of an open group that several sample."""
+
+    number: int
+    first_sample: int
+    num_samples: int
+    worker_id: str
+    oldest_version: int
+    num_tokens: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +59,7 @@ class LedgerState:
     cursor             next position in the task stream: one more than any issued group has
     next_lease_id      one more than any lease granted (from 1)
     groups, leases     in order of their numbers and ids
+    portions           in order of their groups' numbers and of attempts
     """
 
     version: int
@@ -54,3 +69,4 @@ class LedgerState:
     next_lease_id: int
     groups: tuple[GroupRecord, ...]
     leases: tuple[LeaseRecord, ...]
+    portions: tuple[PortionRecord, ...]

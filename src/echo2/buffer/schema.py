@@ -2,6 +2,7 @@
 
     groups     one row a train group: its step, cursor, state and what was delivered
     payloads   the delivered bytes, kept until a checkpoint covers them (apart, so that scans of `groups` stay small)
+    portions   what is delivered of open groups that several workers sample, until the group has all its attempts
     leases     every lease ever granted; outcome NULL = still held
     refusals   every delivery that was refused, by reason
     trainings  one row for each (group, step, lineage) that was trained. Not unique: the audit must be able to fail
@@ -21,7 +22,7 @@ from types import MappingProxyType
 
 from echo2.errors import UserError
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 BUSY_SECONDS = 5.0  # how long a transaction waits for another process before it gives up
 
 TRANSITIONS: Mapping[str, Mapping[str, str]] = MappingProxyType(
@@ -42,8 +43,12 @@ _TABLES = (
        delivered_at REAL, scored_at REAL, retired_at REAL, reason TEXT)""",
     "CREATE INDEX groups_by_state ON groups (state, step)",
     "CREATE TABLE payloads (number INTEGER PRIMARY KEY, data BLOB NOT NULL)",
+    """CREATE TABLE portions (number INTEGER NOT NULL, first_sample INTEGER NOT NULL, num_samples INTEGER NOT NULL,
+       worker_id TEXT NOT NULL, oldest_version INTEGER NOT NULL, num_tokens INTEGER NOT NULL, data BLOB NOT NULL,
+       PRIMARY KEY (number, first_sample))""",
     """CREATE TABLE leases (lease_id INTEGER PRIMARY KEY, number INTEGER NOT NULL, worker_id TEXT NOT NULL,
-       granted_at REAL NOT NULL, deadline REAL NOT NULL, outcome TEXT, closed_at REAL)""",
+       granted_at REAL NOT NULL, deadline REAL NOT NULL, first_sample INTEGER NOT NULL, num_samples INTEGER NOT NULL,
+       outcome TEXT, closed_at REAL)""",
     "CREATE INDEX leases_by_outcome ON leases (outcome)",
     """CREATE TABLE refusals (lease_id INTEGER, number INTEGER, worker_id TEXT NOT NULL, reason TEXT NOT NULL,
        num_tokens INTEGER NOT NULL, seconds REAL NOT NULL, at REAL NOT NULL)""",

@@ -51,6 +51,16 @@ def _check_order(config: Config) -> None:
             'run.deterministic = true needs schedule.order = "any": "frontier" makes batches by measured times, and '
             "their shape is part of what is fixed."
         )
+    if schedule.workers_per_group > 1 and schedule.order != "frontier":
+        raise UserError(
+            f"schedule.workers_per_group = {schedule.workers_per_group} is of the groups that a step begins with: set "
+            'schedule.order = "frontier".'
+        )
+    if schedule.workers_per_group > 1 and config.tasks.source.startswith("logs:"):
+        raise UserError(
+            f"schedule.workers_per_group = {schedule.workers_per_group} would split attempts that are not sampled: "
+            "set it to 1 where tasks come from a log."
+        )
     if config.run.deterministic and schedule.second_lease_after:
         raise UserError(
             f"run.deterministic = true excludes schedule.second_lease_after = {schedule.second_lease_after}: a second "

@@ -139,6 +139,10 @@ class ScheduleConfig:
         float,
         _doc("An idle worker gets a second lease on a group out so many times longer than usual (0: never).", ge=0.0),
     ] = 0.0
+    workers_per_group: Annotated[
+        int,
+        _doc('With order = "frontier": workers that sample the groups which a step begins with together.', ge=1, le=8),
+    ] = 1
     lease_seconds: Annotated[float, _doc("How long a worker may hold a group before another gets it.", gt=0)] = 120.0
     heartbeat_seconds: Annotated[float, _doc("How often workers report.", gt=0)] = 2.0
     lost_after_seconds: Annotated[float, _doc("Silence after which a worker counts as lost.", gt=0)] = 10.0

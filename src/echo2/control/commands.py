@@ -56,11 +56,15 @@ class RevokeLease(Command):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AcceptDelivery(Command):
-    """Durable, then answered: the payload is this group's."""
+    """Durable, then answered: the payload is this group's; or, unless it `completes` the group, the portion's that
+    begins with attempt `first_sample`.
+    """
 
     worker_id: str
     lease_id: int
     group: GroupRef
+    first_sample: int = 0
+    completes: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

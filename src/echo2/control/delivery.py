@@ -5,7 +5,7 @@ from __future__ import annotations
 from echo2.control import events as ev
 from echo2.control import staleness
 from echo2.control.state import PlannerState
-from echo2.types import GroupRef
+from echo2.types import GroupRef, Lease
 
 
 def judge(state: PlannerState, event: ev.GroupDelivered) -> tuple[str, str] | None:
@@ -28,7 +28,7 @@ def judge(state: PlannerState, event: ev.GroupDelivered) -> tuple[str, str] | No
             "malformed",
             f"leased {lease.num_samples} samples of {lease.group}, got {event.num_samples} of {event.group}",
         )
-    if done:
+    if done or _is_in(state, lease):
         return "duplicate", f"{event.group} has a result already"
     if event.newest_version > state.highest_version and state.lineage > 1:
         # The head was restarted since the learner fell back, and does not know how far the run had come before.
@@ -44,6 +44,12 @@ def judge(state: PlannerState, event: ev.GroupDelivered) -> tuple[str, str] | No
     if lease.exact_version is not None and event.newest_version != lease.exact_version:
         return "malformed", f"sampled with version {event.newest_version}, leased for exactly {lease.exact_version}"
     return None
+
+
+def _is_in(state: PlannerState, lease: Lease) -> bool:
+    """Whether these attempts of a group that is cut are in: its head was killed before it closed the lease."""
+    record = state.groups.get(lease.group.number) if lease.group.kind == "train" else None
+    return record is not None and lease.first_sample in record.portions_in
 
 
 def has_result(state: PlannerState, group: GroupRef) -> bool:

@@ -33,6 +33,20 @@ class RecoveredLease:
     number: int
     worker_id: str
     deadline: float
+    first_sample: int
+    num_samples: int
+
+
+@dataclass(frozen=True, slots=True)
+class RecoveredPortion:
+    """What one worker delivered of an open group that is cut (see `portions`)."""
+
+    number: int
+    first_sample: int
+    num_samples: int
+    worker_id: str
+    oldest_version: int
+    num_tokens: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +71,7 @@ class HeadStarted:
     next_lease_id: int = 1
     groups: tuple[RecoveredGroup, ...] = ()
     leases: tuple[RecoveredLease, ...] = ()
+    portions: tuple[RecoveredPortion, ...] = ()
     published: tuple[SnapshotRef, ...] = ()
     evaluated: tuple[int, ...] = ()
     machines: tuple[RecoveredMachine, ...] = ()

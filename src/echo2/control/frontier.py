@@ -40,12 +40,14 @@ class Frontier:
         """Groups of the next batch, of which some are of `step`; `num_left`: that could still be leased; `idle`: its
         worker begins with it at once.
         """
-        num_begun = self._num_begun.get(step, 0)
-        if idle and num_begun < num_workers:
-            most = -(-self.width * (num_begun + 1) // num_workers)
-        else:
-            most = self.width
+        most = self.width
+        if self.is_first(step, num_workers, idle):
+            most = -(-self.width * (self._num_begun.get(step, 0) + 1) // num_workers)
         return max(1, min(most, -(-2 * num_left // num_workers)))
+
+    def is_first(self, step: int, num_workers: int, idle: bool) -> bool:
+        """Whether the next batch is one of those that the workers begin this step with."""
+        return idle and self._num_begun.get(step, 0) < num_workers
 
     def leased(self, step: int, now: float, idle: bool) -> None:
         """A batch was leased that begins with a group of this step; `idle`: to a worker that had none."""

@@ -6,9 +6,10 @@ gate).
 from __future__ import annotations
 
 from collections.abc import Container, Iterable
+from dataclasses import replace
 
 from echo2.control import commands as do
-from echo2.control import results, staleness
+from echo2.control import portions, results, staleness
 from echo2.control.fleet import Worker
 from echo2.control.groups import GroupRecord
 from echo2.control.seeds import group_seed
@@ -74,8 +75,6 @@ def grant_batch(state: PlannerState, worker: Worker, now: float) -> bool:
     leases = eval_leases(state, worker, now) or train_leases(state, worker, now)
     if not leases:
         return False
-    for lease in leases:
-        state.open_lease(worker.worker_id, lease)
     steps = sorted({lease.step for lease in leases})
     reason = f"room at the worker for {leases[0].group.kind} groups of step{'s' if len(steps) > 1 else ''} "
     reason += ", ".join(map(str, steps))
@@ -90,42 +89,60 @@ def eval_leases(state: PlannerState, worker: Worker, now: float) -> list[Lease]:
     if taken is None:
         return []
     version = taken[0].ref.version
-    return [new_lease(state, state.evaluation.group(version, at), version, at, now) for at in taken[1]]
+    leases = [new_lease(state, state.evaluation.group(version, at), version, at, now) for at in taken[1]]
+    for lease in leases:
+        state.open_lease(worker.worker_id, lease)
+    return leases
 
 
 def train_leases(state: PlannerState, worker: Worker, now: float) -> list[Lease]:
     """The earliest groups this worker may sample: queued ones, else new ones. Deterministic mode: exactly one unit."""
-    records: list[GroupRecord] = []
-    options = state.options
-    most = 1 if options.deterministic else batch_groups(state, worker)
-    while len(records) < most:
-        unit = next_unit(state, worker)
-        if not unit:
-            break
-        records.extend(unit)
-    leases = []
-    if state.frontier is not None and records:
-        state.frontier.leased(records[0].step, now, is_idle(state, worker))
-    for record in records:
-        leases.append(new_lease(state, GroupRef("train", record.number), record.step, record.number, now))
-        if record.state == "pending":
-            state.groups.move(record, "leased")
+    leases: list[Lease] = []
+    is_first, most = batch_groups(state, worker)
+    idle = not state.leases.samples_of(worker.worker_id)
+    while len(leases) < most and (unit := next_unit(state, worker)):
+        for record in unit:
+            if is_first:
+                portions.cut(state, record)
+            leases.append(lease_portion(state, worker, record, now))
+    if state.frontier is not None and leases:
+        state.frontier.leased(leases[0].step, now, idle)
     return leases
 
 
-def batch_groups(state: PlannerState, worker: Worker) -> int:
-    """Groups for this worker's next batch, at most."""
+def batch_groups(state: PlannerState, worker: Worker) -> tuple[bool, int]:
+    """Groups, or portions of some, for this worker's next batch, at most; and whether the worker begins the step with
+    it, side by side with others.
+    """
+    if state.options.deterministic:
+        return False, 1
     if state.frontier is None:
-        return worker.capacity_groups
+        return False, worker.capacity_groups
     last = min(last_step(state, worker), state.options.max_steps - 1)
     left = {step: num for step in range(state.version, last + 1) if (num := room(state, step)) > 0}
     step, num_left, num_workers = min(left, default=last), sum(left.values()), max(1, state.fleet.num_active)
-    most = state.frontier.batch(step, num_left, num_workers, is_idle(state, worker))
-    return min(state.fleet.at_once(worker), most)
+    idle = not state.leases.samples_of(worker.worker_id)
+    if state.options.workers_per_group > 1 and state.frontier.is_first(step, num_workers, idle):
+        return True, 1
+    return False, min(state.fleet.at_once(worker), state.frontier.batch(step, num_left, num_workers, idle))
 
 
-def is_idle(state: PlannerState, worker: Worker) -> bool:
-    return not state.leases.samples_of(worker.worker_id)
+def lease_portion(state: PlannerState, worker: Worker, record: GroupRecord, now: float) -> Lease:
+    """A lease for this worker on what is still to be sampled of the group: all of it, or its next portion."""
+    # Nothing may be left of a whole group that is sampled again for its batch's shape.
+    lease = lease_of(state, record, portions.next_unleased(state, record) or 0, now)
+    state.open_lease(worker.worker_id, lease)
+    if record.state == "pending" and portions.next_unleased(state, record) is None:
+        state.groups.move(record, "leased")
+    elif record.state == "pending":
+        state.groups.push_pending(record)
+    return lease
+
+
+def lease_of(state: PlannerState, record: GroupRecord, first_sample: int, now: float) -> Lease:
+    """A lease on the portion of this group that begins there, not yet in the table."""
+    lease = new_lease(state, GroupRef("train", record.number), record.step, record.number, now)
+    return replace(lease, first_sample=first_sample, num_samples=portions.num_samples(state, record))
 
 
 def new_lease(state: PlannerState, group: GroupRef, step: int, cursor: int, now: float) -> Lease:

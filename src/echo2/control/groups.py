@@ -4,6 +4,8 @@
        ^------expiry------'                                      ^------------- fall-back -----'
     any of the first four --> retired (with a reason)
 
+A group that is cut (`portions`) is pending until every portion is leased or in.
+
 `delivered` waits for the head's reward process; a result that the worker scored goes from leased to ready. A group
 stays bound to the step it was issued for through every move. Trained groups are remembered until a checkpoint covers
 their step, because a learner that falls back trains the same groups at the same step again.
@@ -35,7 +37,9 @@ UNINFORMATIVE = "uninformative"
 
 @dataclass(slots=True)
 class GroupRecord:
-    """What the planner knows of one group. `why` it was retired; `is_flat`: its rewards are all equal."""
+    """What the planner knows of one group. `why` it was retired; `is_flat`: its rewards are all equal. `portions_in`:
+    of a group that is cut (see `portions`), the first attempts of those that are in.
+    """
 
     number: int
     step: int
@@ -47,6 +51,8 @@ class GroupRecord:
     worker_id: str = ""
     is_flat: bool = False
     why: str = ""
+    num_portions: int = 1
+    portions_in: dict[int, None] = field(default_factory=dict)
 
 
 @dataclass(slots=True)

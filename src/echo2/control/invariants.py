@@ -4,7 +4,7 @@ story.
 
 from __future__ import annotations
 
-from echo2.control import staleness
+from echo2.control import portions, staleness
 from echo2.control.groups import GroupRecord
 from echo2.control.state import PlannerState
 from echo2.errors import InvariantError
@@ -37,10 +37,14 @@ def check_planner(state: PlannerState) -> None:
 
 def _check_group(state: PlannerState, record: GroupRecord) -> None:
     num_leases = len(state.leases.of_group(GroupRef("train", record.number)))
-    if record.state == "pending" and num_leases:
+    if record.state == "pending" and portions.next_unleased(state, record) is None:
         raise InvariantError(f"group {record.number} is pending and leased")
-    if record.state == "leased" and not num_leases:
+    if record.state == "leased" and portions.next_unleased(state, record) is not None:
         raise InvariantError(f"group {record.number} is leased by nobody")
+    num_in = len(record.portions_in)
+    is_open = record.state in ("pending", "leased")
+    if num_in and record.state != "retired" and (num_in < record.num_portions) != is_open:
+        raise InvariantError(f"group {record.number} is {record.state} with {num_in} of {record.num_portions} portions")
     if record.state == "retired" and num_leases:
         raise InvariantError(f"group {record.number} is retired and leased")
     if record.state == "trained" and record.step >= state.version:

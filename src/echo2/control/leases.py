@@ -19,7 +19,8 @@ FAILURES: dict[str, bool] = {
     "revoked": True,
     "busy": True,
 }
-#: Tries (expired, lost or failed leases) after which a group is given up: it may be what kills its workers.
+#: Tries (expired, lost or failed leases) after which a group is given up, for each of its portions: it may be what
+#: kills its workers.
 MAX_ATTEMPTS = 5
 
 

@@ -16,7 +16,7 @@ from dataclasses import replace
 
 from echo2.control import commands as do
 from echo2.control import events as ev
-from echo2.control import granting, results, second_leases, staleness, standby, workers
+from echo2.control import granting, portions, results, second_leases, staleness, standby, workers
 from echo2.control.fleet import Worker
 from echo2.control.groups import GroupRecord
 from echo2.control.invariants import check_planner
@@ -124,12 +124,9 @@ class Planner(PlannerState):
                 self.emit(do.DropSnapshot, "of a history that was abandoned", ref=ref)
         self.retained = dict(self.published)
         standby.recover(self, event.machines, now)
-        held = {lease.number for lease in event.leases}
         restored = {"delivered": "delivered", "ready": "ready", "trained": "trained", "retired": "retired"}
         for old in event.groups:
-            record = GroupRecord(
-                old.number, old.step, restored.get(old.state, "leased" if old.number in held else "pending")
-            )
+            record = GroupRecord(old.number, old.step, restored.get(old.state, "pending"))
             record.oldest_version, record.num_tokens, record.worker_id = (
                 old.oldest_version,
                 old.num_tokens,
@@ -141,6 +138,8 @@ class Planner(PlannerState):
                 self.emit(
                     do.ScoreGroup, "delivered before the restart, not scored yet", group=GroupRef("train", old.number)
                 )
+        for portion in event.portions:
+            portions.restore(self, portion)
         for lease in event.leases:
             self._restore_lease(lease, now)
         granting.mend_units(self)
@@ -157,8 +156,11 @@ class Planner(PlannerState):
         record = self.groups.get(old.number)
         if record is None:
             raise InvariantError(f"lease {old.lease_id} is of group {old.number}, which the ledger does not hold open")
-        lease = granting.new_lease(self, GroupRef("train", old.number), record.step, record.number, now)
+        record.num_portions = self.options.group_size // old.num_samples
+        lease = granting.lease_of(self, record, old.first_sample, now)
         self.open_lease(old.worker_id, replace(lease, lease_id=old.lease_id, deadline=old.deadline))
+        if record.state == "pending" and portions.next_unleased(self, record) is None:
+            self.groups.move(record, "leased")
         if (worker := self.fleet.get(old.worker_id)) is None:
             worker = Worker(old.worker_id, 1, 0.0, False, None, now, detached=True)
             self.fleet.join(worker, now)

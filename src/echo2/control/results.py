@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 
 from echo2.control import commands as do
 from echo2.control import events as ev
+from echo2.control import portions
 from echo2.control.delivery import has_result, judge
 from echo2.control.groups import UNINFORMATIVE, GroupRecord
 from echo2.control.leases import FAILURES, MAX_ATTEMPTS
@@ -14,7 +16,11 @@ from echo2.types import GroupRef
 
 
 def end_lease(state: PlannerState, lease_id: int, outcome: str, reason: str) -> None:
-    """Close a lease that gave no result, and put its group back in the queue (or give it up after too many tries)."""
+    """Close a lease that gave no result, and put its group back in the queue (or give it up after too many tries).
+    Nothing, if the group was just given up with another of its leases.
+    """
+    if state.leases.get(lease_id) is None:
+        return
     worker_id, lease = state.close_lease(lease_id)
     state.emit(do.CloseLease, reason, lease_id=lease_id, group=lease.group, worker_id=worker_id, outcome=outcome)
     if lease.group.kind == "eval":
@@ -22,18 +28,23 @@ def end_lease(state: PlannerState, lease_id: int, outcome: str, reason: str) -> 
             give_up(state, lease.group, "gave_up", f"{MAX_ATTEMPTS} leases brought no result; the last: {reason}")
         return
     record = state.groups.get(lease.group.number)
-    if record is None or record.state != "leased":
+    if record is None or record.state not in ("pending", "leased"):
         return
-    record.attempts += outcome != "revoked"  # which says nothing about the group
-    if record.attempts >= MAX_ATTEMPTS:
+    record.attempts += outcome not in ("revoked", "superseded")  # which say nothing about the group
+    if record.attempts >= MAX_ATTEMPTS * record.num_portions:
         give_up(state, lease.group, "gave_up", f"{record.attempts} leases brought no result; the last: {reason}")
-    elif not state.leases.of_group(lease.group):
+    elif record.state == "leased" and portions.next_unleased(state, record) is not None:
         state.groups.move(record, "pending")
 
 
-def release(state: PlannerState, group: GroupRef, reason: str, outcome: str = "revoked") -> None:
+def release(state: PlannerState, group: GroupRef, reason: str) -> None:
     """Take back every lease on a group whose result nobody waits for any more."""
-    for lease_id in state.leases.of_group(group):
+    take_back(state, state.leases.of_group(group), reason, "revoked")
+
+
+def take_back(state: PlannerState, lease_ids: Iterable[int], reason: str, outcome: str) -> None:
+    """End these leases and tell their workers."""
+    for lease_id in lease_ids:
         worker_id, _ = state.leases.get(lease_id) or ("", None)
         end_lease(state, lease_id, outcome, reason)
         state.emit(do.RevokeLease, reason, worker_id=worker_id, lease_id=lease_id)
@@ -57,22 +68,31 @@ def delivered(state: PlannerState, event: ev.GroupDelivered, now: float) -> None
         worker.failures_in_a_row = 0
         per_batch = worker.capacity_groups * (state.options.group_size if event.group.kind == "train" else 1)
         state.gauge.delivered(worker, event.num_samples, per_batch, now)
+    record = state.groups.get(event.group.number) if event.group.kind == "train" else None
+    is_whole = record is None or portions.put_in(record, lease.first_sample, event)
     reason = "the first valid result for this group"
-    state.emit(do.AcceptDelivery, reason, worker_id=event.worker_id, lease_id=event.lease_id, group=event.group)
+    state.emit(
+        do.AcceptDelivery,
+        reason,
+        worker_id=event.worker_id,
+        lease_id=event.lease_id,
+        group=event.group,
+        first_sample=lease.first_sample,
+        completes=is_whole,
+    )
     state.emit(
         do.CloseLease, reason, lease_id=event.lease_id, group=event.group, worker_id=event.worker_id, outcome="accepted"
     )
-    if event.group.kind == "train":
-        record = state.groups.get(event.group.number)
-        assert record is not None
-        record.oldest_version, record.num_tokens = event.oldest_version, event.num_tokens
-        record.worker_id = event.worker_id
-        state.groups.move(record, "ready" if event.is_scored else "delivered")
+    is_scored = event.is_scored and (record is None or record.num_portions == 1)  # by one who saw all siblings
+    if record is not None:
+        if is_whole:
+            state.groups.move(record, "ready" if is_scored else "delivered")
         if not state.options.deterministic:  # there the others keep their batch's shape
-            release(state, event.group, "another result came first", "superseded")
-    if event.is_scored:
+            others = portions.leases_of(state, record, lease.first_sample)
+            take_back(state, others, "another result came first", "superseded")
+    if is_scored:
         scored(state, event.group, event.is_flat)
-    else:
+    elif is_whole:
         state.emit(do.ScoreGroup, "its reward function runs beside the head", group=event.group)
 
 

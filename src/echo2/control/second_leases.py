@@ -7,10 +7,10 @@ that the quicker one does not mean the shorter answers.
 from __future__ import annotations
 
 from echo2.control import commands as do
-from echo2.control import granting
+from echo2.control import granting, portions
 from echo2.control.fleet import Worker
 from echo2.control.state import PlannerState
-from echo2.types import GroupRef
+from echo2.types import GroupRef, Lease
 
 #: Accepted results after which it is known how long leases usually take.
 LEASES_KNOWN = 8
@@ -18,14 +18,14 @@ LEASES_KNOWN = 8
 
 def grant_seconds(state: PlannerState, now: float) -> None:
     """Second leases on the late groups of the step that the learner waits for, the latest first."""
-    for late_at, number, holder in _lates(state):
+    for late_at, late, holder in _lates(state):
         worker = _idle_worker(state, holder) if late_at <= now else None
-        record = state.groups.get(number)
+        record = state.groups.get(late.group.number)
         if worker is None or record is None:
             return
-        lease = granting.new_lease(state, GroupRef("train", number), record.step, number, now)
+        lease = granting.lease_of(state, record, late.first_sample, now)
         state.open_lease(worker.worker_id, lease)
-        reason = f"group {number} is late at {holder}: whoever is first"
+        reason = f"group {late.group.number} is late at {holder}: whoever is first"
         state.emit(do.GrantLeases, reason, worker_id=worker.worker_id, leases=(lease,), worker_scores=worker.scores)
         state.settle(now)
 
@@ -36,8 +36,8 @@ def next_at(state: PlannerState) -> float | None:
     return lates[0][0] if lates and _idle_worker(state, lates[0][2]) is not None else None
 
 
-def _lates(state: PlannerState) -> list[tuple[float, int, str]]:
-    """When each group that one worker holds is late: (time, number, worker)."""
+def _lates(state: PlannerState) -> list[tuple[float, Lease, str]]:
+    """When each lease is late that is the only one on what it asks for: (time, lease, worker)."""
     factor, usual, step = state.options.second_lease_after, state.gauge.lease_seconds, state.wanted_step
     if not factor or step is None or state.step_ended or not state.fleet.num_free:
         return []
@@ -45,12 +45,11 @@ def _lates(state: PlannerState) -> list[tuple[float, int, str]]:
         return []
     found = []
     for record in state.groups.of_step(step):
-        held = state.leases.of_group(GroupRef("train", record.number)) if record.state == "leased" else ()
-        opened = state.leases.get(held[0]) if len(held) == 1 else None
-        if opened is not None:
-            worker_id, lease = opened
-            found.append((lease.deadline - lease.seconds + factor * usual, record.number, worker_id))
-    return sorted(found)
+        held = state.leases.of_group(GroupRef("train", record.number)) if record.state in ("pending", "leased") else ()
+        for worker_id, lease in filter(None, map(state.leases.get, held)):
+            if len(portions.leases_of(state, record, lease.first_sample)) == 1:
+                found.append((lease.deadline - lease.seconds + factor * usual, lease, worker_id))
+    return sorted(found, key=lambda late: (late[0], late[1].lease_id))
 
 
 def _idle_worker(state: PlannerState, holder: str) -> Worker | None:

@@ -46,6 +46,7 @@ class PlannerOptions:
     order: str = "any"
     hand_over: str = "group"
     second_lease_after: float = 0.0
+    workers_per_group: int = 1
     lost_after_seconds: float = 10.0
     grace_seconds: float = 2.0
     max_failures: int = 8

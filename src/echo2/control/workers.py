@@ -104,7 +104,10 @@ def expire(state: PlannerState, now: float) -> bool:
         )
     for lease_id in state.leases.pop_expired(now):
         any_over = True
-        worker_id, _ = state.leases.get(lease_id) or ("", None)
+        held = state.leases.get(lease_id)
+        if held is None:
+            continue  # its group was just given up with another of its leases
+        worker_id, _ = held
         if (late := state.fleet.get(worker_id)) is not None:
             state.fleet.rest(late, now)  # the others come first: a hung engine may have a lively heartbeat
         end_lease(state, lease_id, "expired", "the lease's deadline passed")

@@ -21,7 +21,7 @@ SwapMode = Literal["between", "during"]
 
 @dataclass(frozen=True, slots=True)
 class SampleRequest:
-    """One prompt to be continued `num_samples` times.
+    """One prompt to be continued `num_samples` times: samples `first_sample`, `first_sample` + 1, ...
 
     Sample i draws its tokens from the random stream (seed, i): what else is in the batch does not change them. It ends
     with the model's end token or one of `stop_tokens`.
@@ -32,6 +32,11 @@ class SampleRequest:
     seed: int
     params: SamplingParams
     stop_tokens: frozenset[int] = frozenset()
+    first_sample: int = 0
+
+    @property
+    def samples(self) -> range:
+        return range(self.first_sample, self.first_sample + self.num_samples)
 
 
 @dataclass(frozen=True, slots=True)

@@ -63,7 +63,7 @@ class FakeEngine:
                 on_finished(index, failure)
             else:
                 room = min(request.params.max_tokens, positions - len(request.prompt_tokens))
-                running[index] = [_Row(request, sample, room, end) for sample in range(request.num_samples)]
+                running[index] = [_Row(request, sample, room, end) for sample in request.samples]
         while running and not should_stop():
             ref, vocab, _, _ = self._installed
             num_tokens = sum(not row.is_ended for rows in running.values() for row in rows)

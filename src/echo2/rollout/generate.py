@@ -169,7 +169,7 @@ def _sample(
 
     leases = [assignment.lease for assignment in assignments]
     requests = [
-        SampleRequest(prompt, lease.num_samples, lease.seed, assignment.params)
+        SampleRequest(prompt, lease.num_samples, lease.seed, assignment.params, first_sample=lease.first_sample)
         for prompt, lease, assignment in zip(prompts, leases, assignments, strict=True)
     ]
     engine.generate(requests, finished, should_stop)

@@ -169,7 +169,7 @@ class _Batch:
         self.request_of_row: Ints = np.repeat(np.arange(len(counts)), counts)
         self._first_row = np.cumsum([0, *counts])
         owners = [self._requests[i] for i in self.request_of_row]
-        samples = [sample for count in counts for sample in range(count)]
+        samples = [sample for request in self._requests for sample in request.samples]
         room = [min(owner.params.max_tokens, limits.max_positions - len(owner.prompt_tokens)) for owner in owners]
         self._sampler = Sampler(
             stream_keys([owner.seed for owner in owners], samples), [owner.params for owner in owners], device

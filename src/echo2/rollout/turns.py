@@ -143,7 +143,7 @@ class Play:
             self._fail(index, RequestFailure("engine_failed", f"max_turns = {assignment.max_turns}: give at least 1."))
             return
         try:
-            for sample in range(assignment.lease.num_samples):
+            for sample in assignment.lease.samples:
                 seed = derived_seed(assignment.lease.seed, sample, ENVIRONMENT_SAMPLE)
                 attempts.append(_Attempt(index, sample, self._world.begin(assignment.task.columns, seed)))
         except UserError as error:

@@ -26,6 +26,7 @@ from echo2.control.planner import Planner
 from echo2.errors import InvariantError, UserError
 from echo2.offers import Offer
 from echo2.reward.process import RewardProcess
+from echo2.runtime import portions
 from echo2.runtime.accounts import CostBook
 from echo2.runtime.archive import Archive
 from echo2.runtime.broadcast_meter import BroadcastMeter
@@ -36,6 +37,7 @@ from echo2.runtime.eventlog import EventLog
 from echo2.runtime.machines import Machines
 from echo2.runtime.metrics import Metrics, Sink, TensorBoardSink, WandbSink, known_ess
 from echo2.runtime.planner_options import planner_options, read_offers
+from echo2.runtime.recovery import recovered
 from echo2.runtime.rollout_log import RolloutLog
 from echo2.runtime.rundir import RunDir
 from echo2.tasks.base import TaskStream
@@ -194,13 +196,6 @@ class Head:
                 f"run.max_steps = {self.options.max_steps}, but {state.version} steps are trained already. "
                 f"Set it to {state.version} or more."
             )
-        groups = tuple(
-            ev.RecoveredGroup(
-                g.number, g.step, g.state, g.oldest_version, g.num_tokens, g.worker_id, g.reason, self._is_flat(g)
-            )
-            for g in state.groups
-        )
-        leases = tuple(ev.RecoveredLease(old.lease_id, old.number, old.worker_id, old.deadline) for old in state.leases)
         self.happen(
             ev.HeadStarted(
                 version=state.version,
@@ -209,8 +204,7 @@ class Head:
                 oldest_kept=self.ledger.get_meta("oldest_kept", 0),
                 next_number=state.next_number,
                 next_lease_id=max(state.next_lease_id, self.ledger.get_meta("next_lease_id", 1)),
-                groups=groups,
-                leases=leases,
+                **recovered(state, self._is_flat),
                 published=tuple(await self.distribution.archive.mend()),
                 evaluated=tuple(row["step"] for row in self.metrics.rows if "eval/accuracy" in row),
                 machines=tuple(ev.RecoveredMachine(one.offer, one.worker_id) for one in self.machines.kept()),
@@ -353,12 +347,16 @@ class Head:
         for lease in command.leases:
             is_train = lease.group.kind == "train"
             if is_train:
-                self.ledger.grant(lease.lease_id, lease.group.number, command.worker_id, now, lease.deadline)
+                attempts = (lease.num_samples, lease.first_sample)
+                self.ledger.grant(lease.lease_id, lease.group.number, command.worker_id, now, lease.deadline, *attempts)
             self.lease_started[lease.lease_id] = (command.worker_id, now)
             params = config.sampling_params if is_train else config.eval_params
             task = self.task_of(lease.group, lease.cursor)
             turns = (config.tasks.environment, config.sampling.max_turns)
-            batch.leases.append(messages.encode_assignment(Assignment(lease, task, params, rewards, weights, *turns)))
+            scoring = (
+                ((), ()) if portions.is_portion(lease, self.options.group_size) else (rewards, weights)
+            )  # siblings are scored together
+            batch.leases.append(messages.encode_assignment(Assignment(lease, task, params, *scoring, *turns)))
         if command.leases[0].group.kind == "eval":  # the ledger does not see these leases, and their ids count too
             self.ledger.set_meta("next_lease_id", command.leases[-1].lease_id + 1)
         self.order(command.worker_id, wire.Order(leases=batch))
@@ -379,10 +377,14 @@ class Head:
         if group.group.kind == "eval":
             self.evals.deliver(group)
             return
+        whole = portions.take(self.ledger, command, group, pending.payload)
+        if whole is None:
+            return
+        group, payload = whole
         self.ledger.deliver(
             number=group.group.number,
-            payload=pending.payload,
-            worker_id=command.worker_id,
+            payload=payload,
+            worker_id=group.worker_id,
             oldest_version=group.oldest_version,
             newest_version=group.newest_version,
             num_tokens=group.num_tokens,
@@ -404,8 +406,8 @@ class Head:
     def _retire(self, command: do.RetireGroup) -> None:
         self.ledger.retire(command.number, command.why, self.clock.now())
         record = self.planner.groups.get(command.number)
-        if record is not None and record.worker_id:  # its result came, and counted as useful so far
-            self.costs.regretted(record.worker_id, command.why)
+        for name in record.worker_id.split("+") if record is not None and record.worker_id else ():
+            self.costs.regretted(name, command.why)  # its result came, and counted as useful so far
 
     async def _score(self, ref: GroupRef) -> None:
         """Let the reward process beside the head score a delivered group."""

@@ -43,6 +43,7 @@ def planner_options(config: Config, eval_size: int, offers: Mapping[str, Offer] 
         order=schedule.order,
         hand_over=schedule.hand_over,
         second_lease_after=schedule.second_lease_after,
+        workers_per_group=schedule.workers_per_group,
         lease_seconds=schedule.lease_seconds,
         lost_after_seconds=schedule.lost_after_seconds,
         grace_seconds=min(3 * schedule.heartbeat_seconds, schedule.lost_after_seconds),

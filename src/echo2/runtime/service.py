@@ -16,6 +16,7 @@ from typing import Any
 from echo2.control import commands as do
 from echo2.control import events as ev
 from echo2.errors import PeerError
+from echo2.runtime import portions
 from echo2.runtime.head import Head, LearnerPresence, Pending, Presence
 from echo2.runtime.head_report import step_row
 from echo2.runtime.metrics import ess_of
@@ -159,7 +160,8 @@ class Service:
         if held is not None:  # what the lease says of the group is ours to say
             message.step, message.cursor = held[1].step, held[1].cursor
         worker = head.planner.fleet.get(peer.peer_id)
-        if worker is None or not worker.scores:
+        is_portion = held is not None and portions.is_portion(held[1], head.options.group_size)
+        if worker is None or not worker.scores or is_portion:
             _strip_rewards(message, bool(head.config.tasks.environment))
         try:
             group = messages.decode_group(message)
@@ -168,6 +170,8 @@ class Service:
             messages.check_turns(group, head.config.sampling.max_turns if is_played else 1)
             if is_played and not group.is_scored:
                 messages.check_played(group)
+            if is_portion:
+                portions.check_siblings(head.ledger, group)
             if group.logged and held is not None:
                 _check_logged(head.task_of(held[1].group, held[1].cursor))
             if head.vocab_size is not None:

@@ -7,9 +7,10 @@ Each command is carried out by itself, so that a kill finds the ledger after any
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 
 from echo2.buffer import Ledger
+from echo2.buffer.records import PortionRecord
 from echo2.control import commands as do
 from echo2.control import events as ev
 from echo2.control import relay_events as rel
@@ -229,7 +230,11 @@ class SimHead(Actor):
                     )
                     for g in state.groups
                 ),
-                leases=tuple(ev.RecoveredLease(o.lease_id, o.number, o.worker_id, o.deadline) for o in state.leases),
+                leases=tuple(
+                    ev.RecoveredLease(o.lease_id, o.number, o.worker_id, o.deadline, o.first_sample, o.num_samples)
+                    for o in state.leases
+                ),
+                portions=tuple(ev.RecoveredPortion(**asdict(portion)) for portion in state.portions),
                 published=tuple(sorted(self.store)),
                 evaluated=tuple(sorted(self.evaluated)),
                 ess=tuple((step, ess) for step, ess in self.ess.items() if step < state.version),
@@ -336,7 +341,8 @@ class SimHead(Actor):
 
     def _deliver(self, sender: str, body: Deliver) -> object:
         worker = self.planner.fleet.get(sender)
-        is_scored = worker is not None and worker.scores
+        is_cut = body.event.group.kind == "train" and body.event.num_samples < self.scenario.group_size
+        is_scored = worker is not None and worker.scores and not is_cut
         is_flat = is_scored and self.scenario.is_flat(body.payload)
         event = replace(body.event, is_scored=is_scored, is_flat=is_flat)
         self._deliveries[event.lease_id] = replace(body, event=event)
@@ -359,7 +365,8 @@ class SimHead(Actor):
             case do.GrantLeases():
                 for lease in command.leases:
                     if lease.group.kind == "train":
-                        ledger.grant(lease.lease_id, lease.group.number, command.worker_id, now, lease.deadline)
+                        what = (lease.lease_id, lease.group.number, command.worker_id, now, lease.deadline)
+                        ledger.grant(*what, lease.num_samples, lease.first_sample)
                 # Eval leases are not in the ledger, but their ids must not be given again either.
                 ledger.set_meta("next_lease_id", command.leases[-1].lease_id + 1)
             case do.CloseLease():
@@ -393,16 +400,18 @@ class SimHead(Actor):
                 self.history.evaluated.append(command.version)
 
     def _record_delivery(self, command: do.AcceptDelivery) -> None:
-        delivery = self._deliveries[command.lease_id]
+        delivery, number = self._deliveries[command.lease_id], command.group.number
         event = delivery.event
-        self.history.shapes.setdefault(command.group.number, set()).add(delivery.num_groups)
-        self.history.sampled.setdefault(command.group.number, set()).update(
-            (event.oldest_version, event.newest_version)
-        )
+        self.history.shapes.setdefault(number, set()).add(delivery.num_groups)
+        self.history.sampled.setdefault(number, set()).update((event.oldest_version, event.newest_version))
+        if not command.completes:
+            what = (command.first_sample, event.num_samples, event.worker_id, event.oldest_version, event.num_tokens)
+            self.ledger.keep_portion(PortionRecord(number, *what), delivery.payload)
+            return
         if self.scenario.is_flat(delivery.payload):
-            self.history.flat.add(command.group.number)
+            self.history.flat.add(number)
         self.ledger.deliver(
-            number=command.group.number,
+            number=number,
             payload=delivery.payload,
             worker_id=command.worker_id,
             oldest_version=event.oldest_version,

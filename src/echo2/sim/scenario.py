@@ -158,6 +158,7 @@ class Scenario:
     order: Literal["any", "frontier"] = "any"
     hand_over: Literal["group", "step"] = "group"
     second_lease_after: float = 0.0
+    workers_per_group: Positive = 1
     lease_seconds: Duration = 60.0
     heartbeat_seconds: Duration = 2.0
     lost_after_seconds: Duration = 10.0
@@ -196,6 +197,7 @@ class Scenario:
             order=self.order,
             hand_over=self.hand_over,
             second_lease_after=self.second_lease_after,
+            workers_per_group=self.workers_per_group,
             lease_seconds=self.lease_seconds,
             lost_after_seconds=self.lost_after_seconds,
             grace_seconds=min(self.heartbeat_seconds, self.lost_after_seconds),

@@ -146,6 +146,8 @@ def _check_sense(scenario: Scenario, path: Path) -> None:
     set_so += ['order = "frontier"'] if scenario.deterministic and scenario.order == "frontier" else []
     if set_so:
         raise UserError(f"{path}: deterministic = true excludes {' and '.join(set_so)}, as in a run.")
+    if scenario.workers_per_group > 1 and scenario.order != "frontier":
+        raise UserError(f'{path}: workers_per_group needs order = "frontier", as in a run.')
     if scenario.order == "frontier" and scenario.hand_over == "step":
         raise UserError(f'{path}: order = "frontier" with hand_over = "step" has no use, as in a run.')
     if not any(spec.count for spec in scenario.workers):

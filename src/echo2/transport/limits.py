@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 #: Spoken by both ends; a different number is refused at hello.
-PROTOCOL_VERSION = 3
+PROTOCOL_VERSION = 4
 #: One message: a group of 64 rollouts of 64k tokens (12 bytes a token with logprob, mask and text) fits.
 MESSAGE_BYTES_MAX = 64 << 20
 #: One message to a worker: a chunk, or a request for 4,096 of them, with room to spare.

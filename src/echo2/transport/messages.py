@@ -240,6 +240,7 @@ def encode_assignment(assignment: Assignment) -> wire.Lease:
         reward_weights=assignment.weights,
         environment=assignment.environment,
         max_turns=assignment.max_turns,
+        first_sample=lease.first_sample,
     )
     if lease.exact_version is not None:
         message.exact_version = lease.exact_version
@@ -253,6 +254,7 @@ def decode_assignment(message: wire.Lease) -> Assignment:
         PeerError: "oversized" or "malformed".
     """
     _require(0 < message.num_samples <= limits.SAMPLES_MAX, f"{message.num_samples} samples leased")
+    _require(message.first_sample < limits.SAMPLES_MAX, f"samples leased from {message.first_sample} on")
     _require(0 < message.max_tokens <= limits.TOKENS_MAX, f"max_tokens = {message.max_tokens}")
     _require(math.isfinite(message.temperature) and message.temperature >= 0, "temperature is not a number >= 0")
     _require(0 < message.top_p <= 1, f"top_p = {message.top_p}")
@@ -279,6 +281,7 @@ def decode_assignment(message: wire.Lease) -> Assignment:
         deadline=message.deadline,
         seconds=message.seconds,
         seed=message.seed,
+        first_sample=message.first_sample,
     )
     params = SamplingParams(message.temperature, message.top_p, message.top_k, message.max_tokens)
     return Assignment(
