@@ -71,8 +71,11 @@ def _check_books(run: Run, num_groups: int, max_staleness: int) -> None:
 
 
 def test_a_free_running_run_survives_kills_within_its_bound(tmp_path: Path, sort_model: Path) -> None:
-    """With groups that are replaced, and a bound that tightens, both of which the head must know again."""
+    """With groups that are replaced, groups that several workers sample, and a bound that tightens: all of it the head
+    must know again.
+    """
     settings = ("--schedule.max_staleness", "1", "--schedule.ess_floor", "0.999")
+    settings += ("--schedule.order", "frontier", "--schedule.workers_per_group", "2")
     settings += ("--schedule.dynamic_sampling", "true", "--schedule.max_resampled", "0.5")
     run = Run(tmp_path / "run", sort_model, *settings).start()
     run.wait_version(4)

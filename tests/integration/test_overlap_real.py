@@ -27,7 +27,8 @@ def test_a_frontier_run_keeps_every_rule_and_can_be_replayed(tmp_path: Path, sor
     settings = ("--schedule.order", "frontier", "--schedule.second_lease_after", "2", "--run.log_rollouts", "64")
     run = Run(tmp_path / "run", sort_model, *ON_POLICY, *settings, "--schedule.workers_per_group", "2").start()
     run.finish()
-    logs = [json.loads(line) for path in (run.out / "rollouts").glob("*.jsonl") for line in path.open(encoding="utf-8")]
+    texts = [path.read_text(encoding="utf-8") for path in (run.out / "rollouts").glob("*.jsonl")]
+    logs = [json.loads(line) for text in texts for line in text.splitlines()]
     assert all(len(group["rollouts"]) == 4 for group in logs)
     assert any("+" in group["worker"] for group in logs), "no group was sampled by two workers"
     audit = run.command("audit")

@@ -10,6 +10,7 @@ from echo2.control.groups import GroupRecord
 from echo2.control.leases import MAX_ATTEMPTS
 from echo2.control.portions import put_in
 from echo2.control.state import PlannerOptions
+from echo2.types import SnapshotRef
 from planner_cases import Desk, of
 
 SPREAD = PlannerOptions(
@@ -96,6 +97,28 @@ def test_a_portion_that_is_lost_goes_to_another_worker_and_the_others_count() ->
     assert list(asked(desk, 0).values()) == [(2, 2)]
     (accepted,) = of(do.AcceptDelivery, desk.deliver(lease_on(desk, 0, 2)))
     assert accepted.completes
+
+
+def test_who_samples_a_portion_leaves_the_others_to_those_who_come_later() -> None:
+    desk = desk_with("")
+    for worker_id in "abc":  # nobody has the version yet, and all are expected
+        desk.join(worker_id, None)
+    desk.tell(ev.WorkerReported("a", SnapshotRef(1, 0)))
+    assert asked(desk, 0) == {"a": (0, 2)}
+    assert sum(name == "a" for name, _ in desk.planner.leases.open_leases()) > 1, "it has a batch that waits"
+    desk.tell(ev.WorkerReported("b", SnapshotRef(1, 0)))
+    desk.tell(ev.WorkerReported("c", SnapshotRef(1, 0)))
+    assert asked(desk, 0) == {"a": (0, 2), "b": (2, 2), "c": (4, 2)}
+
+
+def test_who_is_alone_with_a_group_samples_all_of_it() -> None:
+    desk = desk_with("ab", replace(SPREAD, groups_per_step=1))
+    desk.tell(ev.WorkerLeft("b", "gone"))
+    for first in (0, 3):
+        desk.deliver(lease_on(desk, 0, first))
+    record = desk.planner.groups.get(0)
+    assert record is not None
+    assert record.state == "delivered"
 
 
 def test_a_second_result_for_a_portion_is_refused() -> None:

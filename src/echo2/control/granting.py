@@ -166,15 +166,25 @@ def new_lease(state: PlannerState, group: GroupRef, step: int, cursor: int, now:
 
 
 def next_unit(state: PlannerState, worker: Worker) -> list[GroupRecord]:
+    """Groups to lease to this worker, taken from the queue or new: the earliest it may sample. Attempts of a group that
+    it samples a portion of already are left to others while there is something else.
+    """
     last = min(last_step(state, worker), state.options.max_steps - 1)
     pending = state.groups.first_pending()
     new_step = next((step for step in range(state.version, last + 1) if room(state, step) > 0), None)
+    left_to_others: list[GroupRecord] = []
     if pending is not None and pending[0] <= last and (new_step is None or pending[0] <= new_step):
-        return state.groups.pop_unit()
+        unit = state.groups.pop_unit()
+        if new_step is None or not any(portions.is_shared_with(state, record, worker) for record in unit):
+            return unit
+        left_to_others = unit
     if new_step is None:
         return []
     issue_unit(state, new_step)
-    return state.groups.pop_unit()  # new groups are queued ahead of every later step
+    unit = state.groups.pop_unit()  # new groups are queued ahead of every later step
+    for record in left_to_others:
+        state.groups.push_pending(record)
+    return unit
 
 
 def issue_unit(state: PlannerState, step: int) -> None:

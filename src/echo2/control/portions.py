@@ -11,6 +11,7 @@ from __future__ import annotations
 from typing import Protocol
 
 from echo2.control import events as ev
+from echo2.control.fleet import Worker
 from echo2.control.groups import GroupRecord
 from echo2.control.state import PlannerState
 from echo2.errors import InvariantError
@@ -58,6 +59,12 @@ def leases_of(state: PlannerState, record: GroupRecord, first_sample: int) -> tu
         (lease_id, state.leases.get(lease_id)) for lease_id in state.leases.of_group(GroupRef("train", record.number))
     )
     return tuple(lease_id for lease_id, opened in held if opened is not None and opened[1].first_sample == first_sample)
+
+
+def is_shared_with(state: PlannerState, record: GroupRecord, worker: Worker) -> bool:
+    """Whether the worker samples a portion of this group."""
+    held = (state.leases.get(lease_id) for lease_id in state.leases.of_group(GroupRef("train", record.number)))
+    return record.num_portions > 1 and any(opened is not None and opened[0] == worker.worker_id for opened in held)
 
 
 def put_in(record: GroupRecord, first_sample: int, result: Result) -> bool:
