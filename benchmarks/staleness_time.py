@@ -1,7 +1,12 @@
 """What overlap buys, and what swapping weights in mid-generation changes: one job, one fleet, real processes.
 
-    python benchmarks/staleness_time.py                                   # max_staleness 0, 1, 2, 4, 8
-    python benchmarks/staleness_time.py --compare swap -- --workers.count 1
+    python benchmarks/staleness_time.py                    # max_staleness 0, 1, 2, 4, 8, on this machine alone
+    python benchmarks/staleness_time.py --paced            # as if workers and learner had machines of their own
+    python benchmarks/staleness_time.py --paced --compare swap
+
+Without `--paced` all processes compute on this machine's cores, and what one does the others wait for. With it, they
+have set speeds (`staleness_nodes.py`): a step's training takes `--train-seconds`, a version is with the workers
+`--broadcast-seconds` after it, and a decoding step takes `--token-seconds`.
 
 `staleness`: seconds until held-out accuracy reaches the threshold, by staleness bound. `swap`: sampling.swap "between"
 and "during" at one bound, in large batches, so that a generation outlasts a step. Seeds are interleaved with the
@@ -20,12 +25,13 @@ import statistics
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from recording import save
-from time_to_accuracy import REPOSITORY, Run, judge, run_echo2, time_to, write_problems
+from staleness_nodes import Pace, run_job
+from time_to_accuracy import REPOSITORY, Run, judge, read_run, run_echo2, run_flags, time_to, write_problems
 
 from echo2.config import Config, load
 from echo2.errors import UserError
@@ -75,13 +81,33 @@ def all_runs(options: argparse.Namespace, config: Config, work: Path) -> list[tu
             out = work / f"{variant.name.replace(' ', '')}-{seed}"
             options.echo2_flags = [*variant.flags, *given]
             print(f"{variant.name}, seed {seed}: {options.steps} steps ...", end=" ", flush=True)
-            run = run_echo2(options, config, seed, out)
+            if options.paced:
+                run, out = run_elsewhere(options, config, seed, out), out / "run"
+            else:
+                run = run_echo2(options, config, seed, out)
             rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
             means = late_means(rows)
             print(f"{run.points[-1].seconds:.1f} s ({run.seconds_per_step:.3f} s a step, idle {means['idle']:.0%})")
             found.append((variant, run, means))
     options.echo2_flags = given
     return found
+
+
+def pace(options: argparse.Namespace) -> Pace:
+    """Speeds that were asked for, or such that the fleet has an eighth more than the learner needs in batches of 8, and
+    that a generation of all groups at once outlasts a few steps.
+    """
+    token_seconds = options.token_seconds or (0.028 if options.compare == "staleness" else 0.224)
+    return Pace(options.num_workers, token_seconds, options.train_seconds, options.broadcast_seconds)
+
+
+def run_elsewhere(options: argparse.Namespace, config: Config, seed: int, directory: Path) -> Run:
+    """One run whose processes have set speeds."""
+    text = Path(options.config).read_text(encoding="utf-8")
+    launched = time.time()
+    share = run_job(text, config.schedule.groups_per_step, pace(options), directory, run_flags(options, seed))
+    print(f"({share:.0%} of all cores busy)", end=" ", flush=True)
+    return read_run(options, seed, directory / "run", launched, float("nan"))
 
 
 def table(
@@ -125,6 +151,11 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=80)
     parser.add_argument("--save-every", type=int, default=5)
     parser.add_argument("--threshold", type=float, default=0.70)
+    parser.add_argument("--paced", action="store_true", help="processes with set speeds, as on machines of their own")
+    parser.add_argument("--num-workers", type=int, default=4, help="with --paced (4)")
+    parser.add_argument("--train-seconds", type=float, default=0.8, help="with --paced: of a step (0.8)")
+    parser.add_argument("--broadcast-seconds", type=float, default=0.4, help="with --paced: of a version (0.4)")
+    parser.add_argument("--token-seconds", type=float, help="with --paced: of a decoding step (0.028; swap: 0.224)")
     parser.add_argument("--work", type=Path, help="where the runs are written (default: outputs/staleness-<time>)")
     parser.add_argument("--out", type=Path, help="result file (default: benchmarks/results/...)")
     parser.add_argument("echo2_flags", nargs="*", help="after --: flags for `echo2 run`, e.g. --workers.count 1")
@@ -146,6 +177,7 @@ def main(arguments: Sequence[str]) -> None:
     show(rows, options.threshold)
     figures = {
         "flags": options.echo2_flags,
+        "pace": asdict(pace(options)) if options.paced else None,
         "steps": options.steps,
         "seeds": options.seeds,
         "start_accuracy": start,
@@ -156,7 +188,8 @@ def main(arguments: Sequence[str]) -> None:
             for variant, run, _ in runs
         ],
     }
-    print(f"Written to {save(f'staleness_time-{options.compare}', figures, options.out).name}.")
+    name = f"staleness_time-{options.compare}" + ("-paced" if options.paced else "")
+    print(f"Written to {save(name, figures, options.out).name}.")
 
 
 if __name__ == "__main__":

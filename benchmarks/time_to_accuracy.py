@@ -138,6 +138,14 @@ def write_problems(config: Config, seed: int, steps: int, train: Path, held_out:
 
 def run_echo2(options: argparse.Namespace, config: Config, seed: int, out: Path) -> Run:
     """One `echo2 run` with its own processes; evaluation off, weights kept every `save_every` steps."""
+    command = [sys.executable, "-m", "echo2", "run", options.config, "--out", str(out), *run_flags(options, seed)]
+    launched = time.time()
+    cpu_seconds = watch(command, out.with_suffix(".log"), threads=1)
+    return read_run(options, seed, out, launched, cpu_seconds)
+
+
+def run_flags(options: argparse.Namespace, seed: int) -> list[str]:
+    """What is set on top of the config: the caller's flags, and what the clock and the judge need."""
     flags = {
         "run.seed": seed,
         "run.max_steps": options.steps,
@@ -147,11 +155,11 @@ def run_echo2(options: argparse.Namespace, config: Config, seed: int, out: Path)
         "learner.checkpoint_every": options.save_every,
         "learner.keep_checkpoints": options.steps,
     }
-    command = [sys.executable, "-m", "echo2", "run", options.config, "--out", out, *options.echo2_flags]
-    for name, value in flags.items():
-        command += [f"--{name}", value]
-    launched = time.time()
-    cpu_seconds = watch([str(part) for part in command], out.with_suffix(".log"), threads=1)
+    return [*options.echo2_flags, *(str(part) for name, value in flags.items() for part in (f"--{name}", value))]
+
+
+def read_run(options: argparse.Namespace, seed: int, out: Path, launched: float, cpu_seconds: float) -> Run:
+    """What a finished run directory says."""
     rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
     unix_of_step = {row["step"]: row["time/unix"] for row in rows if "time/unix" in row}
     started = first_lease(out / "events.jsonl")

@@ -1,0 +1,120 @@
+"""The processes of `staleness_time.py --paced`: real sampling and training at the speed of machines elsewhere.
+
+What two cores compute for learner and workers alike, a remote fleet computes beside the learner. Here each process
+computes the real thing and then sleeps: a worker until a decoding step has taken `token_seconds`, the learner until
+a group's training has taken its share of `train_seconds`, and before a version is sent for `broadcast_seconds`. So
+many of them fit on this machine without being in each other's way; tokens, gradients and staleness are real.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from paced_run import run_paced
+
+if TYPE_CHECKING:
+    from array import array
+
+    import torch
+
+    from echo2.learner.loss_stats import LossStats
+    from echo2.rollout.torch_engine import Cache, Limits, Model
+    from echo2.types import RolloutGroup, Snapshot
+
+
+@dataclass(frozen=True, slots=True)
+class Pace:
+    """`train_seconds` of a whole step; `token_seconds` of one decoding step, however many rows it has."""
+
+    workers: int
+    token_seconds: float
+    train_seconds: float
+    broadcast_seconds: float
+
+
+def run_job(config: str, groups_per_step: int, pace: Pace, directory: Path, flags: Sequence[str]) -> float:
+    """One run in `directory`; what share of all cores was busy.
+
+    Raises:
+        RuntimeError: a process died, or nothing went on; with its log.
+    """
+    settings = {**asdict(pace), "groups_per_step": groups_per_step}
+    return run_paced(directory, config, __file__, pace.workers, settings, flags)
+
+
+class PacedModel:
+    """A policy whose decoding steps take a set time, as long as it computes faster than that."""
+
+    def __init__(self, model: Model, token_seconds: float) -> None:
+        self._model, self._token_seconds = model, token_seconds
+
+    @property
+    def limits(self) -> Limits:
+        return self._model.limits
+
+    @property
+    def architecture(self) -> Hashable:
+        return self._model.architecture
+
+    def prefill(self, prompts: Sequence[array[int]], max_tokens: int) -> tuple[Cache, torch.Tensor]:
+        with self._pace():
+            return self._model.prefill(prompts, max_tokens)
+
+    def step(self, cache: Cache, tokens_B: torch.Tensor) -> torch.Tensor:
+        with self._pace():
+            return self._model.step(cache, tokens_B)
+
+    @contextmanager
+    def _pace(self) -> Iterator[None]:
+        until = time.monotonic() + self._token_seconds
+        yield
+        time.sleep(max(0.0, until - time.monotonic()))
+
+
+def run_worker(settings: Mapping[str, Any]) -> None:
+    from echo2.rollout.compact import build_compact
+    from echo2.rollout.torch_engine import TorchEngine
+    from echo2.runtime import worker
+
+    def build(snapshot: Snapshot, device: torch.device) -> Model:
+        return PacedModel(build_compact(snapshot, device), settings["token_seconds"])
+
+    worker.make_engine = lambda name, device, swap: TorchEngine(build, device, swap)
+    options = worker.WorkerOptions(device="cpu")
+    worker.run_worker(f"@{settings['run']}/ticket", Path(settings["state"]), options)
+
+
+def run_learner(settings: Mapping[str, Any]) -> None:
+    from echo2.learner import head_client
+    from echo2.learner.trainer import Trainer
+    from echo2.runtime import learner_process
+    from echo2.runtime.rundir import RunDir
+
+    group_seconds = settings["train_seconds"] / settings["groups_per_step"]
+
+    class PacedTrainer(Trainer):
+        def forward_backward(self, groups: Sequence[RolloutGroup]) -> LossStats:
+            until = time.monotonic() + group_seconds * len(groups)
+            stats = super().forward_backward(groups)
+            time.sleep(max(0.0, until - time.monotonic()))
+            return stats
+
+    class PacedPublisher(head_client.Publisher):
+        def delta(self, target: Snapshot) -> Any:
+            time.sleep(settings["broadcast_seconds"])  # in the thread that publishes: training goes on
+            return super().delta(target)
+
+    learner_process.Trainer = PacedTrainer
+    head_client.Publisher = PacedPublisher
+    learner_process.run_learner(RunDir(Path(settings["run"])), "")
+
+
+if __name__ == "__main__":
+    {"worker": run_worker, "learner": run_learner}[sys.argv[1]](json.loads(sys.argv[2]))
