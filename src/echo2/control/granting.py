@@ -6,7 +6,6 @@ gate).
 from __future__ import annotations
 
 from collections.abc import Container, Iterable
-from dataclasses import replace
 
 from echo2.control import commands as do
 from echo2.control import portions, results, staleness
@@ -89,7 +88,7 @@ def eval_leases(state: PlannerState, worker: Worker, now: float) -> list[Lease]:
     if taken is None:
         return []
     version = taken[0].ref.version
-    leases = [new_lease(state, state.evaluation.group(version, at), version, at, now) for at in taken[1]]
+    leases = [new_lease(state, state.evaluation.group(version, at), version, at, range(1), now) for at in taken[1]]
     for lease in leases:
         state.open_lease(worker.worker_id, lease)
     return leases
@@ -98,8 +97,8 @@ def eval_leases(state: PlannerState, worker: Worker, now: float) -> list[Lease]:
 def train_leases(state: PlannerState, worker: Worker, now: float) -> list[Lease]:
     """The earliest groups this worker may sample: queued ones, else new ones. Deterministic mode: exactly one unit."""
     leases: list[Lease] = []
-    is_first, most = batch_groups(state, worker)
     idle = not state.leases.samples_of(worker.worker_id)
+    is_first, most = batch_groups(state, worker, idle)
     while len(leases) < most and (unit := next_unit(state, worker)):
         for record in unit:
             if is_first:
@@ -110,9 +109,9 @@ def train_leases(state: PlannerState, worker: Worker, now: float) -> list[Lease]
     return leases
 
 
-def batch_groups(state: PlannerState, worker: Worker) -> tuple[bool, int]:
-    """Groups, or portions of some, for this worker's next batch, at most; and whether the worker begins the step with
-    it, side by side with others.
+def batch_groups(state: PlannerState, worker: Worker, idle: bool) -> tuple[bool, int]:
+    """Groups for this worker's next batch, at most; before that, whether it is to begin a step with a portion of one
+    instead.
     """
     if state.options.deterministic:
         return False, 1
@@ -121,7 +120,6 @@ def batch_groups(state: PlannerState, worker: Worker) -> tuple[bool, int]:
     last = min(last_step(state, worker), state.options.max_steps - 1)
     left = {step: num for step in range(state.version, last + 1) if (num := room(state, step)) > 0}
     step, num_left, num_workers = min(left, default=last), sum(left.values()), max(1, state.fleet.num_active)
-    idle = not state.leases.samples_of(worker.worker_id)
     if state.options.workers_per_group > 1 and state.frontier.is_first(step, num_workers, idle):
         return True, 1
     return False, min(state.fleet.at_once(worker), state.frontier.batch(step, num_left, num_workers, idle))
@@ -141,12 +139,12 @@ def lease_portion(state: PlannerState, worker: Worker, record: GroupRecord, now:
 
 def lease_of(state: PlannerState, record: GroupRecord, first_sample: int, now: float) -> Lease:
     """A lease on the portion of this group that begins there, not yet in the table."""
-    lease = new_lease(state, GroupRef("train", record.number), record.step, record.number, now)
-    return replace(lease, first_sample=first_sample, num_samples=portions.num_samples(state, record))
+    samples = range(first_sample, first_sample + portions.num_samples(state, record))
+    return new_lease(state, GroupRef("train", record.number), record.step, record.number, samples, now)
 
 
-def new_lease(state: PlannerState, group: GroupRef, step: int, cursor: int, now: float) -> Lease:
-    """A lease for this group, not yet in the table. An evaluation is of exactly the version in `step`."""
+def new_lease(state: PlannerState, group: GroupRef, step: int, cursor: int, samples: range, now: float) -> Lease:
+    """A lease for these attempts of a group, not yet in the table. An evaluation is of exactly version `step`."""
     options = state.options
     exact = step if group.kind == "eval" else None
     if group.kind == "train" and options.deterministic:
@@ -156,12 +154,13 @@ def new_lease(state: PlannerState, group: GroupRef, step: int, cursor: int, now:
         group=group,
         step=step,
         cursor=cursor,
-        num_samples=1 if group.kind == "eval" else options.group_size,
+        num_samples=len(samples),
         min_version=staleness.min_version(step, options.max_staleness) if exact is None else exact,
         exact_version=exact,
         deadline=now + options.lease_seconds,
         seconds=options.lease_seconds,
         seed=group_seed(options.seed, group),
+        first_sample=samples.start,
     )
 
 

@@ -46,6 +46,8 @@ def num_samples(state: PlannerState, record: GroupRecord) -> int:
 
 def next_unleased(state: PlannerState, record: GroupRecord) -> int | None:
     """The first attempt of the first portion that nobody has and that is not in; None if there is none."""
+    if record.num_portions == 1:
+        return None if state.leases.of_group(GroupRef("train", record.number)) else 0
     size = num_samples(state, record)
     firsts = (place * size for place in range(record.num_portions))
     return next(
