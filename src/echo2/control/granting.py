@@ -13,6 +13,7 @@ from echo2.control.fleet import Worker
 from echo2.control.groups import GroupRecord
 from echo2.control.seeds import group_seed
 from echo2.control.state import PlannerState
+from echo2.errors import InvariantError
 from echo2.types import GroupRef, Lease, SnapshotRef
 
 #: Batches a worker may hold: one that runs and one that waits, so that a round trip to the head costs it nothing.
@@ -127,13 +128,17 @@ def batch_groups(state: PlannerState, worker: Worker, idle: bool) -> tuple[bool,
 
 def lease_portion(state: PlannerState, worker: Worker, record: GroupRecord, now: float) -> Lease:
     """A lease for this worker on what is still to be sampled of the group: all of it, or its next portion."""
-    # Nothing may be left of a whole group that is sampled again for its batch's shape.
-    lease = lease_of(state, record, portions.next_unleased(state, record) or 0, now)
+    is_whole = record.num_portions == 1
+    first = 0 if is_whole else portions.next_unleased(state, record)
+    if first is None:
+        raise InvariantError(f"group {record.number} was queued, and nothing of it is to be leased")
+    lease = lease_of(state, record, first, now)
     state.open_lease(worker.worker_id, lease)
-    if record.state == "pending" and portions.next_unleased(state, record) is None:
-        state.groups.move(record, "leased")
-    elif record.state == "pending":
-        state.groups.push_pending(record)
+    if record.state == "pending":
+        if is_whole or portions.next_unleased(state, record) is None:
+            state.groups.move(record, "leased")
+        else:
+            state.groups.push_pending(record)
     return lease
 
 
@@ -174,9 +179,9 @@ def next_unit(state: PlannerState, worker: Worker) -> list[GroupRecord]:
     left_to_others: list[GroupRecord] = []
     if pending is not None and pending[0] <= last and (new_step is None or pending[0] <= new_step):
         unit = state.groups.pop_unit()
-        if new_step is None or not any(portions.is_shared_with(state, record, worker) for record in unit):
+        if new_step is None or not portions.is_shared_with(state, unit[0], worker):
             return unit
-        left_to_others = unit
+        left_to_others = unit  # of one group: batches of fixed shape are not cut
     if new_step is None:
         return []
     issue_unit(state, new_step)

@@ -52,7 +52,7 @@ class GroupRecord:
     is_flat: bool = False
     why: str = ""
     num_portions: int = 1
-    portions_in: dict[int, None] = field(default_factory=dict)
+    portions_in: tuple[int, ...] = ()
 
 
 @dataclass(slots=True)

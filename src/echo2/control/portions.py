@@ -57,16 +57,21 @@ def next_unleased(state: PlannerState, record: GroupRecord) -> int | None:
 
 def leases_of(state: PlannerState, record: GroupRecord, first_sample: int) -> tuple[int, ...]:
     """The open leases on the portion that begins with this attempt."""
-    held = (
-        (lease_id, state.leases.get(lease_id)) for lease_id in state.leases.of_group(GroupRef("train", record.number))
+    held = state.leases.of_group(GroupRef("train", record.number))
+    if record.num_portions == 1:
+        return held
+    leases = ((lease_id, state.leases.get(lease_id)) for lease_id in held)
+    return tuple(
+        lease_id for lease_id, opened in leases if opened is not None and opened[1].first_sample == first_sample
     )
-    return tuple(lease_id for lease_id, opened in held if opened is not None and opened[1].first_sample == first_sample)
 
 
 def is_shared_with(state: PlannerState, record: GroupRecord, worker: Worker) -> bool:
     """Whether the worker samples a portion of this group."""
-    held = (state.leases.get(lease_id) for lease_id in state.leases.of_group(GroupRef("train", record.number)))
-    return record.num_portions > 1 and any(opened is not None and opened[0] == worker.worker_id for opened in held)
+    if record.num_portions == 1:
+        return False
+    held = map(state.leases.get, state.leases.of_group(GroupRef("train", record.number)))
+    return any(opened is not None and opened[0] == worker.worker_id for opened in held)
 
 
 def put_in(record: GroupRecord, first_sample: int, result: Result) -> bool:
@@ -75,10 +80,12 @@ def put_in(record: GroupRecord, first_sample: int, result: Result) -> bool:
         record.oldest_version = result.oldest_version
     record.oldest_version = min(record.oldest_version, result.oldest_version)
     record.num_tokens += result.num_tokens
+    if record.num_portions == 1:
+        record.worker_id = result.worker_id
+        return True
     record.worker_id = joined_names(record.worker_id, result.worker_id)
-    if record.num_portions > 1:
-        record.portions_in[first_sample] = None
-    return record.num_portions == 1 or len(record.portions_in) == record.num_portions
+    record.portions_in += (first_sample,)
+    return len(record.portions_in) == record.num_portions
 
 
 def restore(state: PlannerState, old: ev.RecoveredPortion) -> None:
