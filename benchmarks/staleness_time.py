@@ -94,7 +94,7 @@ def all_runs(options: argparse.Namespace, config: Config, work: Path) -> list[tu
 
 
 def pace(options: argparse.Namespace) -> Pace:
-    """Speeds that were asked for, or such that the fleet has an eighth more than the learner needs in batches of 8, and
+    """Speeds that were asked for, or such that the fleet is a tenth faster than the learner in batches of 8, and
     that a generation of all groups at once outlasts a few steps.
     """
     token_seconds = options.token_seconds or (0.028 if options.compare == "staleness" else 0.224)

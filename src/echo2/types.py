@@ -9,7 +9,6 @@ are used again for other weights; the *lineage*, which grows by one at each such
 
 from __future__ import annotations
 
-import functools
 from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -157,6 +156,7 @@ class Rollout:
 @dataclass(frozen=True, slots=True)
 class RolloutGroup:
     """The K attempts at one task that are compared with each other. `prompt_tokens` is shared by all of them.
+    `worker_id`: who sampled them; "a+b" if a sampled the first half of the attempts and b the other.
 
     `logged`: they come from a log and not from a policy of this run. Their versions are bookkeeping, not an age.
     """
@@ -185,6 +185,12 @@ class RolloutGroup:
         return sum(rollout.loss_mask.count(1) for rollout in self.rollouts)
 
     @property
+    def workers(self) -> tuple[str, ...]:
+        """Of each rollout, who sampled it."""
+        names, size = self.worker_id.split("+"), len(self.rollouts)
+        return tuple(names[place * len(names) // size] for place in range(size))
+
+    @property
     def is_scored(self) -> bool:
         return all(rollout.reward is not None for rollout in self.rollouts)
 
@@ -194,19 +200,18 @@ class RolloutGroup:
         return self.is_scored and len({rollout.reward for rollout in self.rollouts}) == 1
 
 
-def joined_names(first: str, second: str) -> str:
+def joined_names(*names: str) -> str:
     """Who made something together: "w-1" and "w-2" are "w-1+w-2"."""
-    return "+".join(dict.fromkeys(name for name in (*first.split("+"), *second.split("+")) if name))
+    return "+".join(name for name in names if name)
 
 
 def join_portions(portions: Sequence[RolloutGroup]) -> RolloutGroup:
     """A group from its portions, in the order of its attempts. It took as long as the slowest of them."""
-    names = functools.reduce(joined_names, (portion.worker_id for portion in portions), "")
     return replace(
         portions[0],
         rollouts=tuple(rollout for portion in portions for rollout in portion.rollouts),
         lineage=max(portion.lineage for portion in portions),
-        worker_id=names,
+        worker_id=joined_names(*(portion.worker_id for portion in portions)),
         generate_seconds=max(portion.generate_seconds for portion in portions),
     )
 

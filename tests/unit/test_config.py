@@ -117,6 +117,15 @@ def test_a_wrong_value_is_named_with_its_path_and_what_is_allowed(raw: dict[str,
         ({"schedule": {"order": "frontier", "hand_over": "step"}}, ['order = "frontier"', 'hand_over = "step"']),
         ({"run": {"deterministic": True}, "schedule": {"order": "frontier"}}, ["run.deterministic", '"frontier"']),
         ({"run": {"deterministic": True}, "schedule": {"second_lease_after": 2.0}}, ["second_lease_after = 2.0"]),
+        (
+            {"schedule": {"workers_per_group": 4, "order": "frontier"}, "sampling": {"group_size": 7}},
+            ["workers_per_group = 4", "group_size = 7"],
+        ),
+        ({"learner": {"loss": "icepop", "loss_params": {"low": 6.0}}}, ["low = 6.0 is above high = 5.0"]),
+        (
+            {"run": {"deterministic": True}, "schedule": {"workers_per_group": 2}},
+            ["run.deterministic = true excludes schedule.workers_per_group = 2"],
+        ),
         ({"schedule": {"workers_per_group": 2}}, ["workers_per_group = 2", 'order = "frontier"']),
         (
             {"schedule": {"workers_per_group": 2, "order": "frontier"}, "tasks": {"source": "logs:a.jsonl"}},

@@ -10,7 +10,7 @@ from echo2.control.groups import GroupRecord
 from echo2.control.leases import MAX_ATTEMPTS
 from echo2.control.portions import put_in
 from echo2.control.state import PlannerOptions
-from echo2.types import SnapshotRef
+from echo2.types import GroupRef, SnapshotRef
 from planner_cases import Desk, of
 
 SPREAD = PlannerOptions(
@@ -57,6 +57,16 @@ def test_the_groups_a_step_begins_with_are_sampled_by_as_many_workers_as_may() -
     assert all((lease.first_sample, lease.num_samples) == (0, 6) for lease in later), "only the first ones are cut"
     of_one_group = {lease.seed for _, lease in desk.planner.leases.open_leases() if lease.group.number == 0}
     assert len(of_one_group) == 1, "siblings draw from one seed, each its own stream"
+
+
+def test_groups_that_cannot_be_cut_are_begun_with_as_without_the_dial() -> None:
+    options = replace(SPREAD, group_size=7, workers_per_group=4, groups_per_batch=8)
+    desk = Desk(options)
+    desk.tell(ev.LearnerJoined(0), ev.GroupsWanted(0))
+    for worker_id in "abcd":
+        desk.tell(ev.WorkerJoined(worker_id, 8, 0.5, (), SnapshotRef(1, 0)))
+    sizes = [len(grant.leases) for grant in of(do.GrantLeases, desk.publish(0))]
+    assert sizes[:4] == [2, 4, 6, 8]
 
 
 def test_portions_divide_the_group_and_need_a_worker_each() -> None:
@@ -109,6 +119,66 @@ def test_who_samples_a_portion_leaves_the_others_to_those_who_come_later() -> No
     desk.tell(ev.WorkerReported("b", SnapshotRef(1, 0)))
     desk.tell(ev.WorkerReported("c", SnapshotRef(1, 0)))
     assert asked(desk, 0) == {"a": (0, 2), "b": (2, 2), "c": (4, 2)}
+
+
+def test_an_earlier_step_goes_before_what_could_be_left_to_others() -> None:
+    desk = desk_with("", replace(SPREAD, max_staleness=1, groups_per_step=1))
+    for worker_id in "ab":
+        desk.tell(ev.WorkerJoined(worker_id, 1, 0.5, (), None))
+    desk.tell(ev.WorkerReported("a", SnapshotRef(1, 0)))
+    held = [(lease.step, lease.first_sample) for _, lease in desk.planner.leases.open_leases()]
+    assert held[:2] == [(0, 0), (0, 3)]
+
+
+def test_after_a_restart_nothing_is_leased_twice_beside_a_cut_group() -> None:
+    whole, cut = (
+        (ev.RecoveredLease(3, 1, "c", 50.0, 0, 6),),
+        tuple(ev.RecoveredLease(3 + at, 1, "c", 50.0, 2 * at, 2) for at in range(3)),
+    )
+    for second in (whole, cut):
+        started = ev.HeadStarted(
+            next_number=2,
+            next_lease_id=9,
+            groups=(ev.RecoveredGroup(0, 0, "open"), ev.RecoveredGroup(1, 0, "open")),
+            leases=(ev.RecoveredLease(1, 0, "a", 50.0, 0, 2), ev.RecoveredLease(2, 0, "b", 50.0, 2, 2), *second),
+            published=(SnapshotRef(1, 0),),
+        )
+        desk = Desk(SPREAD, started)
+        desk.tell(ev.LearnerJoined(0), ev.GroupsWanted(0))
+        desk.join("a", held=(1,))
+        assert set(asked(desk, 1)) == {"c"}
+        assert asked(desk, 0) == {"a": (0, 2), "b": (2, 2)}, "the third portion is left to others"
+        desk.join("d")
+        assert asked(desk, 0)["d"] == (4, 2)
+
+
+def test_a_fall_back_of_the_learner_retires_what_is_cut_and_not_complete() -> None:
+    desk = Desk(replace(SPREAD, groups_per_step=2))
+    desk.tell(ev.LearnerJoined(0))
+    desk.publish(0)
+    desk.join("a")
+    desk.train(0)
+    desk.publish(1)
+    for worker_id in "bc":
+        desk.join(worker_id, 1)
+    desk.tell(ev.WorkerReported("a", SnapshotRef(1, 1)))
+    desk.deliver(lease_on(desk, 2, 0), 1)
+    leases = [lease for _, lease in desk.planner.leases.open_leases()]
+    cut = {lease.group.number for lease in leases if lease.num_samples < 6}
+    assert 2 in cut
+    commands = desk.tell(ev.LearnerJoined(0))
+    assert {command.number for command in of(do.RetireGroup, commands)} == cut
+    assert {command.why for command in of(do.RetireGroup, commands)} == {"fell_back"}
+    assert all(asked(desk, number) == {} for number in cut)
+    assert len(of(do.RevokeLease, commands)) == sum(lease.group.number in cut for lease in leases)
+
+
+def test_attempts_that_do_not_belong_together_cost_their_group() -> None:
+    desk = desk_with("abc")
+    desk.deliver(lease_on(desk, 0, 0))
+    commands = desk.tell(ev.SiblingsDiffer(GroupRef("train", 0), "another prompt"))
+    assert [(command.number, command.why) for command in of(do.RetireGroup, commands)] == [(0, "siblings_differ")]
+    assert {command.worker_id for command in of(do.RevokeLease, commands)} == {"b", "c"}
 
 
 def test_who_is_alone_with_a_group_samples_all_of_it() -> None:

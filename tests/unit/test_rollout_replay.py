@@ -153,7 +153,7 @@ def test_a_logged_token_has_no_lag() -> None:
     for is_logged, lag in ((True, -1), (False, 3)):
         group = scored_group(is_logged)
         for layout in ("plain", "shared"):
-            part = TrainedGroup(group.prompt_tokens, group.rollouts, (-0.5, 0.5), 8, "w", is_logged)
+            part = TrainedGroup(group.prompt_tokens, group.rollouts, (-0.5, 0.5), 8, ("w", "w"), is_logged)
             batch = collate([part], layout, 0.01)  # type: ignore[arg-type]
             assert set(batch.loss_tokens.lag_n.tolist()) == {lag}
 

@@ -10,9 +10,11 @@ import pytest
 from echo2.buffer import Ledger
 from echo2.buffer.records import PortionRecord
 from echo2.control import commands as do
-from echo2.errors import InvariantError, PeerError
+from echo2.errors import InvariantError, PeerError, UserError
 from echo2.runtime import portions
+from echo2.runtime.recovery import recovered
 from echo2.transport import messages
+from echo2.transport.limits import MESSAGE_BYTES_MAX
 from echo2.types import GroupRef, Rollout, RolloutGroup
 
 
@@ -58,6 +60,7 @@ def test_a_group_of_several_workers_has_its_attempts_in_order(ledger: Ledger) ->
     group, payload = whole
     assert [rollout.text for rollout in group.rollouts] == ["3", "4", "5", "6", "7", "8"]
     assert (group.worker_id, group.generate_seconds, group.oldest_version) == ("a+b+c", 15.0, 2)
+    assert group.workers == ("a", "a", "b", "b", "c", "c")
     assert portions._decode(payload) == group
 
 
@@ -67,11 +70,28 @@ def test_a_group_of_one_worker_is_stored_as_it_came(ledger: Ledger) -> None:
     assert portions.take(ledger, accept(0, True), group, payload) == (group, payload)
 
 
-def test_attempts_at_another_prompt_are_refused(ledger: Ledger) -> None:
+def test_attempts_at_another_prompt_do_not_belong_together(ledger: Ledger) -> None:
+    assert portions.have_one_prompt(ledger, made_by("a", (3,), prompt=(1, 3)))  # the first one that is in
     take(ledger, made_by("a", (3,)), 0, completes=False)
-    portions.check_siblings(ledger, made_by("b", (4,)))
-    with pytest.raises(PeerError, match="prompt"):
-        portions.check_siblings(ledger, made_by("b", (4,), prompt=(1, 3)))
+    assert portions.have_one_prompt(ledger, made_by("b", (4,)))
+    assert not portions.have_one_prompt(ledger, made_by("b", (4,), prompt=(1, 3)))
+
+
+def test_portions_that_may_come_can_be_joined() -> None:
+    third = (MESSAGE_BYTES_MAX - portions.NAMES_BYTES) // 3
+    portions.check_size(third, 2, 6)
+    with pytest.raises(PeerError, match="2 of 6 attempts"):
+        portions.check_size(third + 1, 2, 6)
+    assert 3 * third + portions.NAMES_BYTES <= MESSAGE_BYTES_MAX
+
+
+def test_a_run_is_not_resumed_with_groups_of_another_size(ledger: Ledger) -> None:
+    ledger.grant(1, 0, "a", now=1.0, deadline=9.0, num_samples=4, first_sample=0)
+    state = ledger.recover()
+    assert recovered(state, 4, lambda group: False)["leases"][0].num_samples == 4
+    for size in (2, 6):
+        with pytest.raises(UserError, match=f"group_size = {size}"):
+            recovered(state, size, lambda group: False)
 
 
 def test_the_ledger_keeps_portions_until_the_group_is_delivered_or_retired(ledger: Ledger) -> None:

@@ -12,31 +12,43 @@ from echo2.types import DEFAULT_LOGGED_ATTEMPTS
 
 if TYPE_CHECKING:
     from echo2.config import Config
-    from echo2.config.sections import LearnerConfig
 
-#: What each loss takes in learner.loss_params; the losses themselves are in learner/losses.py.
-LOSS_PARAMS: Mapping[str, tuple[str, ...]] = {
-    "dppo": ("tv_low", "tv_high", "cap", "veto", "square"),
-    "ppo": ("clip_low", "clip_high"),
-    "decoupled": ("clip_low", "clip_high", "cap"),
-    "tis": ("cap",),
-    "icepop": ("low", "high"),
-    "cispo": ("floor", "cap"),
-    "gspo": ("clip_low", "clip_high"),
-    "m2po": ("second_moment", "clip_low", "clip_high"),
-    "none": (),
+_CLIP = {"clip_low": 0.2, "clip_high": 0.28}
+#: What each loss takes in learner.loss_params, with its defaults; the losses themselves are in learner/losses.py.
+LOSS_PARAMS: Mapping[str, Mapping[str, float]] = {
+    "dppo": {"tv_low": 0.2, "tv_high": 0.2, "cap": 10.0, "veto": 1e-4, "square": 1e-3},
+    "ppo": _CLIP,
+    "decoupled": {**_CLIP, "cap": 5.0},
+    "tis": {"cap": 2.0},
+    "icepop": {"low": 0.5, "high": 5.0},
+    "cispo": {"floor": 0.0, "cap": 5.0},
+    "gspo": {"clip_low": 3e-4, "clip_high": 4e-4},
+    "m2po": {"second_moment": 0.04, "clip_low": 0.3, "clip_high": 0.5},
+    "none": {},
 }
 
 
-def _check_loss(learner: LearnerConfig) -> None:
-    known = LOSS_PARAMS[learner.loss]
-    for name, value in learner.loss_params.items():
+def loss_params(loss: str, given: Mapping[str, float]) -> dict[str, float]:
+    """The parameters of a loss, `given` in place of its defaults.
+
+    Raises:
+        UserError: no such loss or parameter, a value out of bounds, or bounds the wrong way round.
+    """
+    if loss not in LOSS_PARAMS:
+        raise UserError(f"learner.loss = {loss!r}: expected one of {', '.join(LOSS_PARAMS)}.")
+    known = LOSS_PARAMS[loss]
+    for name, value in given.items():
         if name not in known:
             takes = f"takes {', '.join(known)}" if known else "takes no parameters"
             hint = did_you_mean(name, known)
-            raise UserError(f"learner.loss_params.{name}: the loss {learner.loss!r} {takes}.{hint}")
+            raise UserError(f"learner.loss_params.{name}: the loss {loss!r} {takes}.{hint}")
         if not math.isfinite(value) or value < 0.0:
             raise UserError(f"learner.loss_params.{name} = {value}: expected a number >= 0.")
+    values = {**known, **given}
+    for low, high in (("low", "high"), ("floor", "cap")):
+        if values.get(low, 0.0) > values.get(high, math.inf):
+            raise UserError(f"learner.loss_params: {low} = {values[low]} is above {high} = {values[high]}.")
+    return values
 
 
 def _check_order(config: Config) -> None:
@@ -51,10 +63,21 @@ def _check_order(config: Config) -> None:
             'run.deterministic = true needs schedule.order = "any": "frontier" makes batches by measured times, and '
             "their shape is part of what is fixed."
         )
+    if config.run.deterministic and schedule.workers_per_group > 1:
+        raise UserError(
+            f"run.deterministic = true excludes schedule.workers_per_group = {schedule.workers_per_group}: a batch's "
+            "shape is part of what is fixed. Set it to 1."
+        )
     if schedule.workers_per_group > 1 and schedule.order != "frontier":
         raise UserError(
             f"schedule.workers_per_group = {schedule.workers_per_group} is of the groups that a step begins with: set "
             'schedule.order = "frontier".'
+        )
+    size = config.sampling.group_size
+    if schedule.workers_per_group > 1 and all(size % n for n in range(2, schedule.workers_per_group + 1)):
+        raise UserError(
+            f"schedule.workers_per_group = {schedule.workers_per_group}: groups of sampling.group_size = {size} cannot "
+            "be cut into so many equal portions, nor into fewer. Set it to 1, or change the size."
         )
     if schedule.workers_per_group > 1 and config.tasks.source.startswith("logs:"):
         raise UserError(
@@ -126,7 +149,7 @@ def check_together(config: Config) -> None:
         UserError: with both keys, both values and what to do.
     """
     schedule, sampling = config.schedule, config.sampling
-    _check_loss(config.learner)
+    loss_params(config.learner.loss, config.learner.loss_params)
     _check_dials(config)
     _check_order(config)
     _check_logs(config)

@@ -71,7 +71,7 @@ def _bill(name: str, account: Mapping[str, Any], seconds: Mapping[str, float]) -
     usd_per_second = float(account["price_usd_per_hour"]) / 3600
     paid = float(account["attended_seconds"])
     by_cause = {cause: seconds[cause] * usd_per_second for cause in sorted(seconds, key=_place) if seconds[cause] > 0}
-    return Bill(name, paid * usd_per_second, paid, by_cause, int(account["useful_groups"]))
+    return Bill(name, paid * usd_per_second, paid, by_cause, round(account["useful_groups"]))
 
 
 def _place(cause: str) -> tuple[int, str]:

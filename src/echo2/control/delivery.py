@@ -19,7 +19,7 @@ def judge(state: PlannerState, event: ev.GroupDelivered) -> tuple[str, str] | No
     if held is None:
         if done:
             return "duplicate", f"{event.group} has a result already"
-        return "late", f"lease {event.lease_id} is over; the group was put back in the queue"
+        return "late", f"lease {event.lease_id} is over"
     worker_id, lease = held
     if worker_id != event.worker_id:
         return "malformed", f"lease {event.lease_id} is held by {worker_id}"

@@ -215,6 +215,14 @@ class GroupScored:
 
 
 @dataclass(frozen=True, slots=True)
+class SiblingsDiffer:
+    """Attempts of one group, from several workers, do not belong together; which of them lies cannot be told."""
+
+    group: GroupRef
+    detail: str
+
+
+@dataclass(frozen=True, slots=True)
 class ScoringFailed:
     """The head's reward process could not score a delivered group."""
 
@@ -252,6 +260,7 @@ Event = (
     | DeliveryMalformed
     | LeaseFailed
     | GroupScored
+    | SiblingsDiffer
     | ScoringFailed
     | RentFailed
     | Tick

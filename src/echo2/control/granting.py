@@ -121,7 +121,7 @@ def batch_groups(state: PlannerState, worker: Worker, idle: bool) -> tuple[bool,
     last = min(last_step(state, worker), state.options.max_steps - 1)
     left = {step: num for step in range(state.version, last + 1) if (num := room(state, step)) > 0}
     step, num_left, num_workers = min(left, default=last), sum(left.values()), max(1, state.fleet.num_active)
-    if state.options.workers_per_group > 1 and state.frontier.is_first(step, num_workers, idle):
+    if portions.most_portions(state) > 1 and state.frontier.is_first(step, num_workers, idle):
         return True, 1
     return False, min(state.fleet.at_once(worker), state.frontier.batch(step, num_left, num_workers, idle))
 
@@ -171,7 +171,7 @@ def new_lease(state: PlannerState, group: GroupRef, step: int, cursor: int, samp
 
 def next_unit(state: PlannerState, worker: Worker) -> list[GroupRecord]:
     """Groups to lease to this worker, taken from the queue or new: the earliest it may sample. Attempts of a group that
-    it samples a portion of already are left to others while there is something else.
+    it samples a portion of already are left to others while their step has something else.
     """
     last = min(last_step(state, worker), state.options.max_steps - 1)
     pending = state.groups.first_pending()
@@ -179,12 +179,13 @@ def next_unit(state: PlannerState, worker: Worker) -> list[GroupRecord]:
     left_to_others: list[GroupRecord] = []
     if pending is not None and pending[0] <= last and (new_step is None or pending[0] <= new_step):
         unit = state.groups.pop_unit()
-        if new_step is None or not portions.is_shared_with(state, unit[0], worker):
+        if new_step != pending[0] or not portions.is_shared_with(state, unit[0], worker):
             return unit
         left_to_others = unit  # of one group: batches of fixed shape are not cut
     if new_step is None:
         return []
     issue_unit(state, new_step)
+    state.groups.first_pending()  # drops what is queued and not pending any more
     unit = state.groups.pop_unit()  # new groups are queued ahead of every later step
     for record in left_to_others:
         state.groups.push_pending(record)

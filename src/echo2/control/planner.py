@@ -82,6 +82,8 @@ class Planner(PlannerState):
                 results.lease_failed(self, event, now)
             case ev.GroupScored():
                 results.scored(self, event.group, event.is_flat)
+            case ev.SiblingsDiffer():
+                results.give_up(self, event.group, "siblings_differ", event.detail)
             case ev.ScoringFailed():
                 results.give_up(self, event.group, event.reason, event.detail)
             case ev.RentFailed():
@@ -201,6 +203,8 @@ class Planner(PlannerState):
             del self.published[later]
             if later in self.retained:
                 self.emit(do.DropSnapshot, "its step is trained again", ref=self.retained.pop(later))
+        for record in portions.incomplete(self):  # its attempts would be of two histories
+            results.retire(self, record, "fell_back", reason)
         self.evaluation.forget_after(version)
         self.admission.forget_from(version)
         self.checkpoint_version = min(self.checkpoint_version, version)

@@ -1,8 +1,8 @@
 """One group's attempts at several workers, so that the groups which a step begins with are complete sooner.
 
 A *portion* is the part of a group's attempts that one lease asks for. Most groups have one: all of them. With
-`workers_per_group` above 1 a group that an idle worker begins a step with is cut, once and for good, into equal
-portions; its siblings then are sampled side by side. A group counts as pending as long as a portion is neither leased
+`workers_per_group` above 1 a group that an idle worker begins a step with is cut into equal portions, and stays so;
+its siblings then are sampled side by side. A group counts as pending as long as a portion is neither leased
 nor in, and it is complete when the last one is in.
 """
 
@@ -31,12 +31,22 @@ class Result(Protocol):
     def num_tokens(self) -> int: ...
 
 
-def cut(state: PlannerState, record: GroupRecord) -> None:
-    """Cut a group that nobody has tried yet into as many portions as are allowed, have a worker, and divide it."""
+def most_portions(state: PlannerState) -> int:
+    """Portions into which a group is to be cut now: as many as are allowed, have a worker, and divide it."""
     size = state.options.group_size
     most = min(state.options.workers_per_group, state.fleet.num_active, size)
-    if record.num_portions == 1 and not record.attempts and most > 1:
-        record.num_portions = max(count for count in range(1, most + 1) if size % count == 0)
+    return max((count for count in range(2, most + 1) if size % count == 0), default=1)
+
+
+def cut(state: PlannerState, record: GroupRecord) -> None:
+    """Cut a group, if nobody has tried it yet."""
+    if record.num_portions == 1 and not record.attempts:
+        record.num_portions = most_portions(state)
+
+
+def incomplete(state: PlannerState) -> list[GroupRecord]:
+    """The groups that are cut and lack attempts."""
+    return [record for record in state.groups if record.num_portions > 1 and record.state in ("pending", "leased")]
 
 
 def num_samples(state: PlannerState, record: GroupRecord) -> int:

@@ -166,10 +166,14 @@ def replace_flat(state: PlannerState, record: GroupRecord) -> None:
         return
     if state.groups.num_uninformative(record.step) >= most:
         return
-    reason = "its rewards are all equal: there is nothing to learn from it"
-    state.groups.retire(record, UNINFORMATIVE)
+    retire(state, record, UNINFORMATIVE, "its rewards are all equal: there is nothing to learn from it")
+
+
+def retire(state: PlannerState, record: GroupRecord, why: str, reason: str) -> None:
+    """Nobody is to sample it any more, and it will not be trained on."""
+    state.groups.retire(record, why)
     release(state, GroupRef("train", record.number), reason)
-    state.emit(do.RetireGroup, reason, number=record.number, why=UNINFORMATIVE)
+    state.emit(do.RetireGroup, reason, number=record.number, why=why)
 
 
 def give_up(state: PlannerState, group: GroupRef, why: str, detail: str) -> None:
@@ -185,8 +189,7 @@ def give_up(state: PlannerState, group: GroupRef, why: str, detail: str) -> None
         if record is None or record.state not in ("pending", "leased", "delivered"):
             return
         state.groups.retire(record, why)
-        for lease_id in state.leases.of_group(group):
-            end_lease(state, lease_id, "retired", detail)
+        take_back(state, state.leases.of_group(group), detail, "retired")
         state.emit(do.RetireGroup, detail, number=group.number, why=why)
     state.failures_in_a_row += 1
     if state.failures_in_a_row >= state.options.max_failures:

@@ -36,10 +36,11 @@ def _learner_waits(state: PlannerState) -> list[Wait]:
     if step >= state.options.max_steps:
         return [Wait("learner", "workers", since, None, "all steps are trained; the last evaluation is under way")]
     missing: dict[str, tuple[int, float | None]] = {}
-    num_missing = state.options.groups_per_step - state.groups.num_live(step)
+    num_missing = num_unheld = state.options.groups_per_step - state.groups.num_live(step)
     for record in state.groups.of_step(step):
         if record.state in ("pending", "leased", "delivered"):
             num_missing += 1
+            num_unheld += record.state != "leased"
             for lease_id in state.leases.of_group(GroupRef("train", record.number)):
                 worker_id, lease = state.leases.get(lease_id) or ("", None)
                 count, until = missing.get(worker_id, (0, None))
@@ -55,9 +56,8 @@ def _learner_waits(state: PlannerState) -> list[Wait]:
         )
         for worker_id, (count, until) in missing.items()
     ]
-    held = sum(count for count, _ in missing.values())
-    if num_missing > held:
-        reason = f"step {step}: {num_missing - held} groups are with no worker"
+    if num_unheld:
+        reason = f"step {step}: {num_unheld} groups are with no worker"
         reason += " (no worker attends)" if not state.fleet.attending() else ""
         waits.append(Wait("learner", "workers", since, None, reason))
     return waits

@@ -40,14 +40,14 @@ MOST_STRIPS_PER_ROW = 8
 class TrainedGroup:
     """A group cut down to what is trained on: rollouts with at least one loss token, and their advantages.
 
-    `version` is the one that is trained: lags count from it. `worker` sampled the group, or `logged`: nobody here did.
+    `version` is the one that is trained: lags count from it. `workers`: who sampled each rollout; `logged`: nobody did.
     """
 
     prompt_tokens: Sequence[int]
     rollouts: tuple[Rollout, ...]
     advantages: tuple[float, ...]
     version: int = 0
-    worker: str = ""
+    workers: tuple[str, ...] = ()
     logged: bool = False
 
 
@@ -123,7 +123,7 @@ class _Strip:
     losses: tuple[Ints, ...]
     advantages: tuple[float, ...]
     version: int
-    worker: str
+    workers: tuple[str, ...]
     logged: bool
 
 
@@ -188,7 +188,7 @@ def _prefix_tree(group: TrainedGroup) -> _Strip:
         tuple(losses[index] for index in order),
         tuple(group.advantages[index] for index in order),
         group.version,
-        group.worker,
+        tuple(group.workers[index] for index in order) if group.workers else ("",) * len(order),
         group.logged,
     )
 
@@ -202,9 +202,9 @@ def _common_prefix(left: Ints, right: Ints) -> int:
 def _plain_rows(groups: Sequence[TrainedGroup]) -> list[list[_Strip]]:
     """One row per rollout."""
     return [
-        [_prefix_tree(replace(group, rollouts=(rollout,), advantages=(advantage,)))]
+        [_prefix_tree(replace(group, rollouts=(rollout,), advantages=(advantage,), workers=group.workers[at : at + 1]))]
         for group in groups
-        for rollout, advantage in zip(group.rollouts, group.advantages, strict=True)
+        for at, (rollout, advantage) in enumerate(zip(group.rollouts, group.advantages, strict=True))
     ]
 
 
@@ -294,8 +294,8 @@ def _loss_side(strips: Sequence[_Strip]) -> tuple[Tensor, LossTokens, Support | 
         for strip in strips
         for rollout, at in zip(strip.rollouts, strip.losses, strict=True)
     ]
-    workers = tuple(sorted({strip.worker for strip in strips}))
-    worker_S = [workers.index(strip.worker) for strip in strips for _ in strip.rollouts]
+    workers = tuple(sorted({worker for strip in strips for worker in strip.workers}))
+    worker_S = [workers.index(worker) for strip in strips for worker in strip.workers]
     loss_tokens = LossTokens(
         torch.from_numpy(behaviour),
         torch.from_numpy(np.repeat(np.asarray(advantages), counts)),

@@ -32,7 +32,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from echo2.errors import UserError
+from echo2.config.rules import loss_params
 
 LOG_RATIO_LIMIT = 20.0  # exp(20) is still far from overflow in float32
 LOGGED_LAG = -1  # of tokens from a log: no version of this run sampled them
@@ -83,7 +83,7 @@ LossFunction = Callable[[Tensor, LossTokens, Params], TokenLosses]
 
 @dataclass(frozen=True, slots=True)
 class LossKind:
-    """One entry of the table. `defaults` names all parameters.
+    """One entry of the table; its parameters are in `config.rules.LOSS_PARAMS`.
 
     `remember` makes of all log ratios and advantages of a step (in no particular order) the number that the next step
     gets as `LossTokens.memory`: the substitute for statistics of a whole batch, which a streamed step does not have in
@@ -91,7 +91,6 @@ class LossKind:
     """
 
     function: LossFunction
-    defaults: Params
     remember: Callable[[Tensor, Tensor, Params], float] | None = None
 
 
@@ -116,19 +115,8 @@ def make_loss(name: str, params: Params | None = None) -> Loss:
     Raises:
         UserError: no such loss or parameter, a value out of bounds, or bounds the wrong way round.
     """
-    if name not in LOSSES:
-        raise UserError(f"learner.loss = {name!r}: expected one of {', '.join(LOSSES)}.")
-    kind, given = LOSSES[name], dict(params or {})
-    for key, value in given.items():
-        if key not in kind.defaults:
-            raise UserError(f"learner.loss_params.{key}: {name} takes {', '.join(kind.defaults) or 'no parameters'}.")
-        if not math.isfinite(value) or value < 0.0:
-            raise UserError(f"learner.loss_params.{key} = {value}: expected a number >= 0.")
-    values = {**kind.defaults, **given}
-    for low, high in (("low", "high"), ("floor", "cap")):
-        if values.get(low, 0.0) > values.get(high, math.inf):
-            raise UserError(f"learner.loss_params: {low} = {values[low]} is above {high} = {values[high]}.")
-    return Loss(kind, values)
+    values = loss_params(name, params or {})
+    return Loss(LOSSES[name], values)
 
 
 def log_ratio(logp_n: Tensor, tokens: LossTokens) -> Tensor:
@@ -265,15 +253,14 @@ def _none_S(tokens: LossTokens) -> Tensor:
     return torch.zeros_like(tokens.worker_S, dtype=torch.bool)
 
 
-CLIP = {"clip_low": 0.2, "clip_high": 0.28}
 LOSSES: Mapping[str, LossKind] = {
-    "dppo": LossKind(dppo, {"tv_low": 0.2, "tv_high": 0.2, "cap": 10.0, "veto": 1e-4, "square": 1e-3}),
-    "ppo": LossKind(ppo, CLIP),
-    "decoupled": LossKind(decoupled, {**CLIP, "cap": 5.0}),
-    "tis": LossKind(tis, {"cap": 2.0}),
-    "icepop": LossKind(icepop, {"low": 0.5, "high": 5.0}),
-    "cispo": LossKind(cispo, {"floor": 0.0, "cap": 5.0}),
-    "gspo": LossKind(gspo, {"clip_low": 3e-4, "clip_high": 4e-4}),
-    "m2po": LossKind(m2po, {"second_moment": 0.04, "clip_low": 0.3, "clip_high": 0.5}, second_moment_cut),
-    "none": LossKind(none, {}),
+    "dppo": LossKind(dppo),
+    "ppo": LossKind(ppo),
+    "decoupled": LossKind(decoupled),
+    "tis": LossKind(tis),
+    "icepop": LossKind(icepop),
+    "cispo": LossKind(cispo),
+    "gspo": LossKind(gspo),
+    "m2po": LossKind(m2po, second_moment_cut),
+    "none": LossKind(none),
 }

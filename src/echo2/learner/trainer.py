@@ -249,17 +249,17 @@ class Trainer:
         """How many loss tokens each rollout has that counts in N and B, and what of the group has a gradient."""
         advantages = group_advantages([rollout.reward for rollout in group.rollouts], self.options.advantage)
         lengths, kept = [], []
-        for rollout, advantage in zip(group.rollouts, advantages, strict=True):
+        for rollout, advantage, worker in zip(group.rollouts, advantages, group.workers, strict=True):
             if self.options.mask_truncated and rollout.finish == "length":
                 continue
             num_tokens = rollout.loss_mask.count(1)
             if num_tokens:
                 lengths.append(num_tokens)
-                kept.append((rollout, advantage))
+                kept.append((rollout, advantage, worker))
         if not kept or not (any(advantages) or self._reference):
             return lengths, None
-        rollouts, kept_advantages = zip(*kept, strict=True)
-        part = TrainedGroup(group.prompt_tokens, rollouts, kept_advantages, self.version, group.worker_id, group.logged)
+        rollouts, kept_advantages, workers = zip(*kept, strict=True)
+        part = TrainedGroup(group.prompt_tokens, rollouts, kept_advantages, self.version, workers, group.logged)
         return lengths, part
 
     def _normalise(self, grads: list[Tensor], divisor: float) -> float:

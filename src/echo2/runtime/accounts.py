@@ -22,7 +22,7 @@ class MachineCost:
     attended_seconds: float = 0.0
     attending_since: float | None = None
     useful_seconds: float = 0.0
-    useful_groups: int = 0
+    useful_groups: float = 0
     wasted_seconds: dict[str, float] = field(default_factory=dict)
     standby_seconds: float = 0.0
     standing_by_since: float | None = None
@@ -103,11 +103,13 @@ class CostBook:
         if machine is not None:
             machine.standby_seconds, machine.standing_by_since = machine.standby(now), None
 
-    def useful(self, name: str, seconds: float, now: float | None = None) -> None:
-        """A result counts that took `seconds` up to `now`; without `now`, all of them are its own."""
+    def useful(self, name: str, seconds: float, now: float | None = None, share: float = 1) -> None:
+        """A result counts that took `seconds` up to `now`; without `now`, all of them are its own. `share`: how much of
+        a group it is.
+        """
         machine = self.machines.setdefault(name, MachineCost())
         machine.useful_seconds += machine.claim(seconds, now)
-        machine.useful_groups += 1
+        machine.useful_groups += share
 
     def wasted(self, name: str, cause: str, seconds: float, now: float | None = None) -> None:
         machine = self.machines.setdefault(name, MachineCost())
@@ -120,13 +122,15 @@ class CostBook:
         mean = machine.useful_seconds / machine.useful_groups if machine.useful_groups else lasted_seconds
         self.wasted(name, cause, min(mean, lasted_seconds))
 
-    def regretted(self, name: str, cause: str) -> None:
-        """A result that counted as useful is not trained on after all: the mean time of this worker's groups."""
+    def regretted(self, name: str, cause: str, share: float = 1) -> None:
+        """A result that counted as useful is not trained on after all: the mean time of this worker's groups, or for
+        its `share` of a group.
+        """
         machine = self.machines.setdefault(name, MachineCost())
         if machine.useful_groups:
-            seconds = machine.useful_seconds / machine.useful_groups
+            seconds = machine.useful_seconds / machine.useful_groups * share
             machine.useful_seconds -= seconds
-            machine.useful_groups -= 1
+            machine.useful_groups -= share
             machine.wasted_seconds[cause] = machine.wasted_seconds.get(cause, 0.0) + seconds
 
     def cum_usd(self, now: float) -> float:

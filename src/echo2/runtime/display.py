@@ -190,7 +190,7 @@ def show_summary(summary: dict[str, Any], console: Console) -> None:
         wasted = ", ".join(f"{cause} {seconds:.1f} s" for cause, seconds in machine["wasted_seconds"].items())
         machines.add_row(
             name,
-            str(machine["useful_groups"] or "-"),
+            f"{machine['useful_groups']:,.0f}" if machine["useful_groups"] else "-",
             f"{machine['useful_seconds']:.0f} s" if machine["useful_groups"] else "-",
             f"{machine['seconds']:.0f} s",
             f"${machine['usd']:.4f}",

@@ -204,7 +204,7 @@ class Head:
                 oldest_kept=self.ledger.get_meta("oldest_kept", 0),
                 next_number=state.next_number,
                 next_lease_id=max(state.next_lease_id, self.ledger.get_meta("next_lease_id", 1)),
-                **recovered(state, self._is_flat),
+                **recovered(state, self.options.group_size, self._is_flat),
                 published=tuple(await self.distribution.archive.mend()),
                 evaluated=tuple(row["step"] for row in self.metrics.rows if "eval/accuracy" in row),
                 machines=tuple(ev.RecoveredMachine(one.offer, one.worker_id) for one in self.machines.kept()),
@@ -373,12 +373,12 @@ class Head:
     def _accept(self, command: do.AcceptDelivery) -> None:
         pending = self.pending[command.lease_id]
         group = pending.group
-        self.costs.useful(command.worker_id, group.generate_seconds, self.clock.now())
+        share, now = portions.share(group, self.options.group_size), self.clock.now()
+        self.costs.useful(command.worker_id, group.generate_seconds, now, share)
         if group.group.kind == "eval":
             self.evals.deliver(group)
             return
-        whole = portions.take(self.ledger, command, group, pending.payload)
-        if whole is None:
+        if (whole := portions.take(self.ledger, command, group, pending.payload)) is None:
             return
         group, payload = whole
         self.ledger.deliver(
@@ -390,7 +390,7 @@ class Head:
             num_tokens=group.num_tokens,
             seconds=group.generate_seconds,
             is_scored=group.is_scored,
-            now=self.clock.now(),
+            now=now,
         )
 
     def _refuse(self, command: do.RefuseDelivery) -> None:
@@ -406,8 +406,9 @@ class Head:
     def _retire(self, command: do.RetireGroup) -> None:
         self.ledger.retire(command.number, command.why, self.clock.now())
         record = self.planner.groups.get(command.number)
-        for name in record.worker_id.split("+") if record is not None and record.worker_id else ():
-            self.costs.regretted(name, command.why)  # its result came, and counted as useful so far
+        names = record.worker_id.split("+") if record is not None and record.worker_id else ()
+        for name in names:  # its result came, and counted as useful so far
+            self.costs.regretted(name, command.why, 1 / max(len(names), record.num_portions if record else 1))
 
     async def _score(self, ref: GroupRef) -> None:
         """Let the reward process beside the head score a delivered group."""

@@ -8,12 +8,22 @@ from echo2.control import commands as do
 from echo2.errors import PeerError
 from echo2.transport import messages
 from echo2.transport import wire_pb2 as wire
+from echo2.transport.limits import MESSAGE_BYTES_MAX
 from echo2.types import Lease, RolloutGroup, join_portions
+
+#: What a joined group needs beyond its portions: the names of all who sampled it.
+NAMES_BYTES = 1 << 10
 
 
 def is_portion(lease: Lease, group_size: int) -> bool:
     """Whether the lease asks for some attempts of its group only."""
     return lease.group.kind == "train" and lease.num_samples < group_size
+
+
+def share(group: RolloutGroup, group_size: int) -> float:
+    """How much of a group this result is."""
+    num_samples = len(group.rollouts)
+    return 1 if group.group.kind == "eval" or num_samples >= group_size else num_samples / group_size
 
 
 def take(
@@ -34,15 +44,21 @@ def take(
     return whole, messages.encode_group(whole).SerializeToString()
 
 
-def check_siblings(ledger: Ledger, group: RolloutGroup) -> None:
-    """A portion is to answer the same prompt as those that are in.
+def check_size(num_bytes: int, num_samples: int, group_size: int) -> None:
+    """A portion may take its share of what a whole group may.
 
     Raises:
-        PeerError: "malformed".
+        PeerError: "oversized".
     """
-    for _, data in ledger.portions(group.group.number)[:1]:
-        if _decode(data).prompt_tokens != group.prompt_tokens:
-            raise PeerError("malformed", "its prompt is not that of the other attempts of its group")
+    most = (MESSAGE_BYTES_MAX - NAMES_BYTES) * num_samples // group_size
+    if num_bytes > most:
+        raise PeerError("oversized", f"{num_samples} of {group_size} attempts have {num_bytes} bytes; {most} allowed")
+
+
+def have_one_prompt(ledger: Ledger, group: RolloutGroup) -> bool:
+    """Whether a portion answers the same prompt as those of its group that are in."""
+    kept = ledger.portions(group.group.number)[:1]
+    return all(_decode(data).prompt_tokens == group.prompt_tokens for _, data in kept)
 
 
 def _decode(data: bytes) -> RolloutGroup:

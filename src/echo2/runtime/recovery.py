@@ -6,12 +6,25 @@ from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
 
-from echo2.buffer.records import GroupRecord, LedgerState
+from echo2.buffer.records import GroupRecord, LeaseRecord, LedgerState, PortionRecord
 from echo2.control import events as ev
+from echo2.errors import UserError
 
 
-def recovered(state: LedgerState, is_flat: Callable[[GroupRecord], bool]) -> dict[str, Any]:
-    """Groups, leases and portions, by their names in `HeadStarted`."""
+def recovered(state: LedgerState, group_size: int, is_flat: Callable[[GroupRecord], bool]) -> dict[str, Any]:
+    """Groups, leases and portions, by their names in `HeadStarted`.
+
+    Raises:
+        UserError: attempts are under way that groups of this size do not have.
+    """
+    under_way: list[LeaseRecord | PortionRecord] = [*state.leases, *state.portions]
+    for one in under_way:
+        last = one.first_sample + one.num_samples - 1
+        if group_size % one.num_samples or last >= group_size:
+            raise UserError(
+                f"sampling.group_size = {group_size}, but group {one.number} is under way with attempts "
+                f"{one.first_sample} to {last} at one worker. Resume with the size that the run had."
+            )
     return {
         "groups": tuple(
             ev.RecoveredGroup(

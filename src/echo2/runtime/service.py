@@ -171,13 +171,16 @@ class Service:
             if is_played and not group.is_scored:
                 messages.check_played(group)
             if is_portion:
-                portions.check_siblings(head.ledger, group)
+                portions.check_size(message.ByteSize(), len(group.rollouts), head.options.group_size)
             if group.logged and held is not None:
                 _check_logged(head.task_of(held[1].group, held[1].cursor))
             if head.vocab_size is not None:
                 messages.check_vocabulary(group, head.vocab_size)
         except PeerError as error:
             return _answer(head.happen(ev.DeliveryMalformed(peer.peer_id, lease_id, error.reason, error.detail)))
+        if is_portion and not portions.have_one_prompt(head.ledger, group):
+            detail = f"{peer.peer_id} answered another prompt than those who sampled its siblings"
+            return _answer(head.happen(ev.SiblingsDiffer(group.group, detail)))
         event = ev.GroupDelivered(
             worker_id=peer.peer_id,
             lease_id=lease_id,

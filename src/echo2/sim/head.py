@@ -10,7 +10,6 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, replace
 
 from echo2.buffer import Ledger
-from echo2.buffer.records import PortionRecord
 from echo2.control import commands as do
 from echo2.control import events as ev
 from echo2.control import relay_events as rel
@@ -22,6 +21,7 @@ from echo2.sim.landlord import Landlord
 from echo2.sim.network import HEAD, Asked, Network, StreamBroke
 from echo2.sim.origin import AskChunk, AskManifest, Manifest, SimOrigin
 from echo2.sim.peering import Reported
+from echo2.sim.portions import take
 from echo2.sim.scenario import Scenario
 from echo2.sim.world import Actor, Kill, Start, World
 from echo2.types import GroupRef, PayloadId, SnapshotRef
@@ -404,19 +404,19 @@ class SimHead(Actor):
         event = delivery.event
         self.history.shapes.setdefault(number, set()).add(delivery.num_groups)
         self.history.sampled.setdefault(number, set()).update((event.oldest_version, event.newest_version))
-        if not command.completes:
-            what = (command.first_sample, event.num_samples, event.worker_id, event.oldest_version, event.num_tokens)
-            self.ledger.keep_portion(PortionRecord(number, *what), delivery.payload)
+        whole = take(self.ledger, command, event, delivery.payload, self.scenario.group_size)
+        if whole is None:
             return
-        if self.scenario.is_flat(delivery.payload):
+        portion, payload = whole
+        if self.scenario.is_flat(payload):
             self.history.flat.add(number)
         self.ledger.deliver(
             number=number,
-            payload=delivery.payload,
-            worker_id=command.worker_id,
-            oldest_version=event.oldest_version,
+            payload=payload,
+            worker_id=portion.worker_id,
+            oldest_version=portion.oldest_version,
             newest_version=event.newest_version,
-            num_tokens=event.num_tokens,
+            num_tokens=portion.num_tokens,
             seconds=0.0,
             is_scored=event.is_scored,
             now=self.world.now,
