@@ -43,11 +43,13 @@ $(MODEL)/.built: | $(INSTALLED)
 demo: $(INSTALLED) $(MODEL)/.built
 	@$(VENV)/bin/echo2 run examples/sort.toml --out outputs/demo-$$(date +%Y%m%d-%H%M%S)
 
+# Tests of one process share the cores; those of many processes want them all.
 test: lint types
-	$(PY) -m pytest
+	$(PY) -m pytest -n auto --dist loadfile --ignore tests/integration
+	$(PY) -m pytest tests/integration
 
 quick: $(INSTALLED)
-	$(PY) -m pytest -m "not slow"
+	$(PY) -m pytest -n auto --dist loadfile -m "not slow"
 
 lint: $(INSTALLED)
 	$(PY) -m ruff check

@@ -77,7 +77,9 @@ BROKEN = [
 ]
 
 
-@pytest.mark.parametrize(("rule", "module", "text"), BROKEN, ids=lambda value: str(value)[-30:])
+@pytest.mark.parametrize(
+    ("rule", "module", "text"), BROKEN, ids=lambda value: getattr(value, "__name__", str(value)[-30:])
+)
 def test_rule_can_be_broken(rule: Rule, module: str, text: str) -> None:
     source = house.Source(module, f"src/{module.replace('.', '/')}.py", text)
     assert rule(source)

@@ -142,7 +142,7 @@ def test_one_who_misses_everything_everywhere_is_not_believed() -> None:
     assert len(left) == 7 - MAX_ACCUSED
 
 
-@pytest.mark.parametrize("reason", set(ev.SOURCE_FAILURES) - {"corrupt"})
+@pytest.mark.parametrize("reason", sorted(set(ev.SOURCE_FAILURES) - {"corrupt"}))
 def test_what_one_says_of_a_source_that_is_not_its_own_does_not_count(reason: str) -> None:
     bench = Bench(3)
     bench.assign("w0", "w1")
