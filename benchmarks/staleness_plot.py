@@ -1,11 +1,14 @@
-"""The picture of the staleness grid: held-out accuracy over the lag, and over training steps at three lags.
+"""Pictures of what staleness does. Of the grid: held-out accuracy over the lag, and over training steps at three lags.
+Of the time to accuracy: held-out accuracy over seconds, a line a seed.
 
-python benchmarks/staleness_plot.py outputs/staleness_grid docs/staleness_grid.svg
+    python benchmarks/staleness_plot.py outputs/staleness_grid docs/staleness_grid.svg
+    python benchmarks/staleness_plot.py RESULTS/staleness_time-staleness-...-paced.json docs/staleness_time.svg
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import statistics
 import sys
 from collections.abc import Sequence
@@ -29,19 +32,45 @@ def plot(cells: dict[Cell, dict[str, Any]], path: Path) -> None:
     Raises:
         UserError: there is no cell, or no matplotlib.
     """
-    require_matplotlib()
     if not cells:
         raise UserError("There are no finished cells to draw.")
-    import matplotlib as mpl
-    from matplotlib.figure import Figure
-
-    mpl.rcParams["svg.hashsalt"] = "staleness"  # the same cells, the same file
-    figure = Figure(figsize=(11.0, 7.2), layout="constrained")
-    figure.patch.set_alpha(0.0)
+    figure = _figure(11.0, 7.2)
     grid = figure.add_gridspec(2, len(CURVE_LAGS))
     _by_lag(_clean(figure.add_subplot(grid[0, :])), cells)
     for column, lag in enumerate(CURVE_LAGS):
         _by_step(_clean(figure.add_subplot(grid[1, column])), cells, lag)
+    _save(figure, path)
+
+
+def plot_times(figures: dict[str, Any], path: Path) -> None:
+    """Accuracy over seconds by variant, from the results of `staleness_time.py`; the dashed line is its threshold."""
+    figure = _figure(8.0, 4.2)
+    panel = _clean(figure.add_subplot())
+    names = list(dict.fromkeys(curve["variant"] for curve in figures["curves"]))
+    for curve in figures["curves"]:
+        place = names.index(curve["variant"])
+        seconds = [0.0, *(point[1] for point in curve["points"])]
+        accuracy = [figures["start_accuracy"], *(point[2] for point in curve["points"])]
+        label = curve["variant"] if curve["seed"] == figures["seeds"][0] else None
+        panel.plot(seconds, accuracy, color=COLOURS[place % len(COLOURS)], linewidth=1.2, label=label)
+    panel.axhline(figures["threshold"], color=INK, linewidth=0.8, linestyle="--")
+    _label(panel, f"{figures['steps']} steps of the same job with the same fleet, a line a seed", "seconds")
+    panel.legend(frameon=False, labelcolor=INK, fontsize=8, loc="lower right")
+    _save(figure, path)
+
+
+def _figure(width: float, height: float) -> Any:
+    require_matplotlib()
+    import matplotlib as mpl
+    from matplotlib.figure import Figure
+
+    mpl.rcParams["svg.hashsalt"] = "staleness"  # the same data, the same file
+    figure = Figure(figsize=(width, height), layout="constrained")
+    figure.patch.set_alpha(0.0)
+    return figure
+
+
+def _save(figure: Any, path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, metadata={"Date": None})
 
@@ -114,10 +143,13 @@ def _label(panel: Any, title: str, x: str) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("cells", type=Path, help="the grid's --out")
+    parser.add_argument("source", type=Path, help="the grid's --out, or a file that staleness_time.py wrote")
     parser.add_argument("svg", type=Path)
     options = parser.parse_args()
-    plot(read_cells(options.cells), options.svg)
+    if options.source.is_dir():
+        plot(read_cells(options.source), options.svg)
+    else:
+        plot_times(json.loads(options.source.read_text(encoding="utf-8")), options.svg)
 
 
 if __name__ == "__main__":
