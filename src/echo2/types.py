@@ -187,7 +187,7 @@ class RolloutGroup:
     @property
     def workers(self) -> tuple[str, ...]:
         """Of each rollout, who sampled it."""
-        names, size = self.worker_id.split("+"), len(self.rollouts)
+        names, size = split_names(self.worker_id) or [""], len(self.rollouts)
         return tuple(names[place * len(names) // size] for place in range(size))
 
     @property
@@ -200,9 +200,26 @@ class RolloutGroup:
         return self.is_scored and len({rollout.reward for rollout in self.rollouts}) == 1
 
 
+@dataclass(frozen=True, slots=True)
+class Portion:
+    """What one worker delivered of group `number`, which several sample: attempts from `first_sample` on."""
+
+    number: int
+    first_sample: int
+    num_samples: int
+    worker_id: str
+    oldest_version: int
+    num_tokens: int
+
+
 def joined_names(*names: str) -> str:
     """Who made something together: "w-1" and "w-2" are "w-1+w-2"."""
     return "+".join(name for name in names if name)
+
+
+def split_names(joined: str) -> list[str]:
+    """`joined_names`, undone."""
+    return joined.split("+") if joined else []
 
 
 def join_portions(portions: Sequence[RolloutGroup]) -> RolloutGroup:

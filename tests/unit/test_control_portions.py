@@ -10,7 +10,7 @@ from echo2.control.groups import GroupRecord
 from echo2.control.leases import MAX_ATTEMPTS
 from echo2.control.portions import put_in
 from echo2.control.state import PlannerOptions
-from echo2.types import GroupRef, SnapshotRef
+from echo2.types import GroupRef, Portion, SnapshotRef
 from planner_cases import Desk, of
 
 SPREAD = PlannerOptions(
@@ -94,7 +94,7 @@ def test_a_group_is_complete_with_its_last_portion_and_then_scored_as_a_whole() 
 def test_the_age_of_a_group_is_that_of_its_oldest_portion() -> None:
     record = GroupRecord(0, 0, num_portions=3)
     versions = {0: 5, 4: 3, 2: 4}
-    complete = [put_in(record, first, ev.RecoveredPortion(0, first, 2, "a", v, 9)) for first, v in versions.items()]
+    complete = [put_in(record, first, Portion(0, first, 2, "a", v, 9)) for first, v in versions.items()]
     assert complete == [False, False, True]
     assert (record.oldest_version, record.num_tokens) == (3, 27)
 
@@ -216,7 +216,7 @@ def test_a_restarted_head_asks_for_the_missing_portions_only() -> None:
         next_lease_id=9,
         groups=(ev.RecoveredGroup(0, 0, "open"),),
         leases=(ev.RecoveredLease(2, 0, "b", 50.0, 2, 2), ev.RecoveredLease(3, 0, "a", 50.0, 0, 2)),
-        portions=(ev.RecoveredPortion(0, 0, 2, "a", 0, 9),),
+        portions=(Portion(0, 0, 2, "a", 0, 9),),
     )
     desk = Desk(SPREAD, started)
     desk.tell(ev.LearnerJoined(0), ev.GroupsWanted(0))

@@ -8,14 +8,13 @@ from pathlib import Path
 import pytest
 
 from echo2.buffer import Ledger
-from echo2.buffer.records import PortionRecord
 from echo2.control import commands as do
 from echo2.errors import InvariantError, PeerError, UserError
 from echo2.runtime import portions
 from echo2.runtime.recovery import recovered
 from echo2.transport import messages
 from echo2.transport.limits import MESSAGE_BYTES_MAX
-from echo2.types import GroupRef, Rollout, RolloutGroup
+from echo2.types import GroupRef, Portion, Rollout, RolloutGroup
 
 
 def made_by(
@@ -49,7 +48,7 @@ def ledger(tmp_path: Path) -> Ledger:
 
 
 def take(ledger: Ledger, group: RolloutGroup, first: int, completes: bool) -> tuple[RolloutGroup, bytes] | None:
-    return portions.take(ledger, accept(first, completes), group, messages.encode_group(group).SerializeToString())
+    return portions.take(ledger, accept(first, completes), group, messages.encode_group(group).SerializeToString(), 6)
 
 
 def test_a_group_of_several_workers_has_its_attempts_in_order(ledger: Ledger) -> None:
@@ -67,7 +66,7 @@ def test_a_group_of_several_workers_has_its_attempts_in_order(ledger: Ledger) ->
 def test_a_group_of_one_worker_is_stored_as_it_came(ledger: Ledger) -> None:
     group = made_by("a", (3,))
     payload = messages.encode_group(group).SerializeToString()
-    assert portions.take(ledger, accept(0, True), group, payload) == (group, payload)
+    assert portions.take(ledger, accept(0, True), group, payload, 1) == (group, payload)
 
 
 def test_attempts_at_another_prompt_do_not_belong_together(ledger: Ledger) -> None:
@@ -97,9 +96,9 @@ def test_a_run_is_not_resumed_with_groups_of_another_size(ledger: Ledger) -> Non
 def test_the_ledger_keeps_portions_until_the_group_is_delivered_or_retired(ledger: Ledger) -> None:
     ledger.issue(1, step=0, cursor=1, now=0.0)
     ledger.grant(1, 0, "a", now=1.0, deadline=9.0, num_samples=2, first_sample=2)
-    kept = PortionRecord(0, 2, 2, "a", 3, 11)
+    kept = Portion(0, 2, 2, "a", 3, 11)
     ledger.keep_portion(kept, b"some")
-    ledger.keep_portion(PortionRecord(1, 0, 2, "a", 3, 11), b"others")
+    ledger.keep_portion(Portion(1, 0, 2, "a", 3, 11), b"others")
     with pytest.raises(InvariantError):
         ledger.keep_portion(kept, b"again")
     state = ledger.recover()

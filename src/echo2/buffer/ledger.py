@@ -19,9 +19,10 @@ from dataclasses import astuple
 from pathlib import Path
 from typing import Any
 
-from echo2.buffer.records import GroupRecord, LeaseRecord, LedgerState, PortionRecord
+from echo2.buffer.records import GroupRecord, LeaseRecord, LedgerState
 from echo2.buffer.schema import TRANSITIONS, open_for_writing, unusable
 from echo2.errors import InvariantError, PeerError, UserError
+from echo2.types import Portion
 
 MAX_INTEGER = (1 << 63) - 1  # SQLite's
 MAX_PAYLOAD_BYTES = 256 << 20  # above any message the transport takes; SQLite's own limit is 1 GB
@@ -120,7 +121,7 @@ class Ledger:
                 (_storable(lease_id), _storable(number), worker_id, reason, num_tokens, seconds, now),
             )
 
-    def keep_portion(self, portion: PortionRecord, payload: bytes) -> None:
+    def keep_portion(self, portion: Portion, payload: bytes) -> None:
         """A valid result for some attempts of an open group.
 
         Raises:
@@ -133,11 +134,11 @@ class Ledger:
                 raise InvariantError(f"a portion of a group that is not open.\n{self._story(portion.number)}")
             self._execute("INSERT INTO portions VALUES (?, ?, ?, ?, ?, ?, ?)", (*astuple(portion), payload))
 
-    def portions(self, number: int) -> list[tuple[PortionRecord, bytes]]:
+    def portions(self, number: int) -> list[tuple[Portion, bytes]]:
         """What is delivered of an open group, in order of attempts."""
         with self._mapped_errors():
             rows = self._execute("SELECT * FROM portions WHERE number = ? ORDER BY first_sample", (number,)).fetchall()
-            return [(PortionRecord(*tuple(row)[:-1]), bytes(row["data"])) for row in rows]
+            return [(Portion(*tuple(row)[:-1]), bytes(row["data"])) for row in rows]
 
     def deliver(
         self,
@@ -326,7 +327,7 @@ class Ledger:
                 next_lease_id=self._next("lease_id", "leases", first=1),
                 groups=tuple(GroupRecord(*row) for row in groups),
                 leases=tuple(LeaseRecord(*row) for row in leases),
-                portions=tuple(PortionRecord(*row) for row in portions),
+                portions=tuple(Portion(*row) for row in portions),
             )
 
     # ---- inside a transaction ----------------------------------------------------------------------------------------

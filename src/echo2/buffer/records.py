@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from echo2.types import Portion
+
 
 @dataclass(frozen=True, slots=True)
 class GroupRecord:
@@ -39,18 +41,6 @@ class LeaseRecord:
 
 
 @dataclass(frozen=True, slots=True)
-class PortionRecord:
-    """What one worker delivered of an open group that several sample."""
-
-    number: int
-    first_sample: int
-    num_samples: int
-    worker_id: str
-    oldest_version: int
-    num_tokens: int
-
-
-@dataclass(frozen=True, slots=True)
 class LedgerState:
     """Where the run stands.
 
@@ -69,4 +59,4 @@ class LedgerState:
     next_lease_id: int
     groups: tuple[GroupRecord, ...]
     leases: tuple[LeaseRecord, ...]
-    portions: tuple[PortionRecord, ...]
+    portions: tuple[Portion, ...]

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from echo2.types import GroupRef, SnapshotRef
+from echo2.types import GroupRef, Portion, SnapshotRef
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,18 +38,6 @@ class RecoveredLease:
 
 
 @dataclass(frozen=True, slots=True)
-class RecoveredPortion:
-    """What one worker delivered of an open group that is cut (see `portions`)."""
-
-    number: int
-    first_sample: int
-    num_samples: int
-    worker_id: str
-    oldest_version: int
-    num_tokens: int
-
-
-@dataclass(frozen=True, slots=True)
 class RecoveredMachine:
     """A machine that an earlier head rented and has not given back. `worker_id`: empty if none has joined from it."""
 
@@ -71,7 +59,7 @@ class HeadStarted:
     next_lease_id: int = 1
     groups: tuple[RecoveredGroup, ...] = ()
     leases: tuple[RecoveredLease, ...] = ()
-    portions: tuple[RecoveredPortion, ...] = ()
+    portions: tuple[Portion, ...] = ()
     published: tuple[SnapshotRef, ...] = ()
     evaluated: tuple[int, ...] = ()
     machines: tuple[RecoveredMachine, ...] = ()

@@ -10,12 +10,11 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from echo2.control import events as ev
 from echo2.control.fleet import Worker
 from echo2.control.groups import GroupRecord
 from echo2.control.state import PlannerState
 from echo2.errors import InvariantError
-from echo2.types import GroupRef, joined_names
+from echo2.types import GroupRef, Portion, joined_names
 
 
 class Result(Protocol):
@@ -98,7 +97,7 @@ def put_in(record: GroupRecord, first_sample: int, result: Result) -> bool:
     return len(record.portions_in) == record.num_portions
 
 
-def restore(state: PlannerState, old: ev.RecoveredPortion) -> None:
+def restore(state: PlannerState, old: Portion) -> None:
     """A portion that the ledger has.
 
     Raises:

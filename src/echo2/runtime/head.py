@@ -378,7 +378,7 @@ class Head:
         if group.group.kind == "eval":
             self.evals.deliver(group)
             return
-        if (whole := portions.take(self.ledger, command, group, pending.payload)) is None:
+        if (whole := portions.take(self.ledger, command, group, pending.payload, self.options.group_size)) is None:
             return
         group, payload = whole
         self.ledger.deliver(
@@ -406,9 +406,8 @@ class Head:
     def _retire(self, command: do.RetireGroup) -> None:
         self.ledger.retire(command.number, command.why, self.clock.now())
         record = self.planner.groups.get(command.number)
-        names = record.worker_id.split("+") if record is not None and record.worker_id else ()
-        for name in names:  # its result came, and counted as useful so far
-            self.costs.regretted(name, command.why, 1 / max(len(names), record.num_portions if record else 1))
+        for name, part in portions.shares(record) if record is not None else ():
+            self.costs.regretted(name, command.why, part)  # its result came, and counted as useful so far
 
     async def _score(self, ref: GroupRef) -> None:
         """Let the reward process beside the head score a delivered group."""

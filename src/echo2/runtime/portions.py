@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from echo2.buffer import Ledger
-from echo2.buffer.records import PortionRecord
 from echo2.control import commands as do
+from echo2.control.groups import GroupRecord
 from echo2.errors import PeerError
 from echo2.transport import messages
 from echo2.transport import wire_pb2 as wire
 from echo2.transport.limits import MESSAGE_BYTES_MAX
-from echo2.types import Lease, RolloutGroup, join_portions
+from echo2.types import Lease, Portion, RolloutGroup, join_portions, split_names
 
 #: What a joined group needs beyond its portions: the names of all who sampled it.
 NAMES_BYTES = 1 << 10
@@ -26,20 +26,25 @@ def share(group: RolloutGroup, group_size: int) -> float:
     return 1 if group.group.kind == "eval" or num_samples >= group_size else num_samples / group_size
 
 
+def shares(record: GroupRecord) -> list[tuple[str, float]]:
+    """Who delivered how much of a group so far."""
+    names = split_names(record.worker_id)
+    return [(name, 1 / max(len(names), record.num_portions)) for name in names]
+
+
 def take(
-    ledger: Ledger, command: do.AcceptDelivery, group: RolloutGroup, payload: bytes
+    ledger: Ledger, command: do.AcceptDelivery, group: RolloutGroup, payload: bytes, group_size: int
 ) -> tuple[RolloutGroup, bytes] | None:
     """The group and its stored form, if this delivery completes it; else it is kept."""
+    if not command.first_sample and len(group.rollouts) >= group_size:
+        return group, payload
     number = group.group.number
     sizes = (len(group.rollouts), command.worker_id, group.oldest_version, group.num_tokens)
-    portion = PortionRecord(number, command.first_sample, *sizes)
+    portion = Portion(number, command.first_sample, *sizes)
     if not command.completes:
         ledger.keep_portion(portion, payload)
         return None
-    kept = ledger.portions(number)
-    if not kept:
-        return group, payload
-    kept = sorted([*kept, (portion, payload)], key=lambda pair: pair[0].first_sample)
+    kept = sorted([*ledger.portions(number), (portion, payload)], key=lambda pair: pair[0].first_sample)
     whole = join_portions([_decode(data) for _, data in kept])
     return whole, messages.encode_group(whole).SerializeToString()
 

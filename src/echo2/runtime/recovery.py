@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import asdict
 from typing import Any
 
-from echo2.buffer.records import GroupRecord, LeaseRecord, LedgerState, PortionRecord
+from echo2.buffer.records import GroupRecord, LeaseRecord, LedgerState
 from echo2.control import events as ev
 from echo2.errors import UserError
+from echo2.types import Portion
 
 
 def recovered(state: LedgerState, group_size: int, is_flat: Callable[[GroupRecord], bool]) -> dict[str, Any]:
@@ -17,7 +17,7 @@ def recovered(state: LedgerState, group_size: int, is_flat: Callable[[GroupRecor
     Raises:
         UserError: attempts are under way that groups of this size do not have.
     """
-    under_way: list[LeaseRecord | PortionRecord] = [*state.leases, *state.portions]
+    under_way: list[LeaseRecord | Portion] = [*state.leases, *state.portions]
     for one in under_way:
         last = one.first_sample + one.num_samples - 1
         if group_size % one.num_samples or last >= group_size:
@@ -36,5 +36,5 @@ def recovered(state: LedgerState, group_size: int, is_flat: Callable[[GroupRecor
             ev.RecoveredLease(o.lease_id, o.number, o.worker_id, o.deadline, o.first_sample, o.num_samples)
             for o in state.leases
         ),
-        "portions": tuple(ev.RecoveredPortion(**asdict(portion)) for portion in state.portions),
+        "portions": state.portions,
     }

@@ -7,7 +7,7 @@ Each command is carried out by itself, so that a kill finds the ledger after any
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 
 from echo2.buffer import Ledger
 from echo2.control import commands as do
@@ -234,7 +234,7 @@ class SimHead(Actor):
                     ev.RecoveredLease(o.lease_id, o.number, o.worker_id, o.deadline, o.first_sample, o.num_samples)
                     for o in state.leases
                 ),
-                portions=tuple(ev.RecoveredPortion(**asdict(portion)) for portion in state.portions),
+                portions=state.portions,
                 published=tuple(sorted(self.store)),
                 evaluated=tuple(sorted(self.evaluated)),
                 ess=tuple((step, ess) for step, ess in self.ess.items() if step < state.version),
