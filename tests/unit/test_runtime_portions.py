@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from array import array
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ from echo2.runtime import portions
 from echo2.runtime.recovery import recovered
 from echo2.transport import messages
 from echo2.transport.limits import MESSAGE_BYTES_MAX
-from echo2.types import GroupRef, Portion, Rollout, RolloutGroup
+from echo2.types import GroupRef, Lease, Portion, Rollout, RolloutGroup
 
 
 def made_by(
@@ -70,10 +71,21 @@ def test_a_group_of_one_worker_is_stored_as_it_came(ledger: Ledger) -> None:
 
 
 def test_attempts_at_another_prompt_do_not_belong_together(ledger: Ledger) -> None:
-    assert portions.have_one_prompt(ledger, made_by("a", (3,), prompt=(1, 3)))  # the first one that is in
+    lease = Lease(1, GroupRef("train", 0), 0, 0, 2, 0, None, 9.0, 9.0, 0, first_sample=2)
+    other = made_by("b", (4,), prompt=(1, 3))
+    assert not portions.is_stray(ledger, ("b", lease), "b", other)  # the first one that is in
     take(ledger, made_by("a", (3,)), 0, completes=False)
-    assert portions.have_one_prompt(ledger, made_by("b", (4,)))
-    assert not portions.have_one_prompt(ledger, made_by("b", (4,), prompt=(1, 3)))
+    assert not portions.is_stray(ledger, ("b", lease), "b", made_by("b", (4,)))
+    assert portions.is_stray(ledger, ("b", lease), "b", other)
+
+
+def test_nobody_spoils_a_group_that_is_leased_to_others(ledger: Ledger) -> None:
+    take(ledger, made_by("a", (3,)), 0, completes=False)
+    stray = made_by("mallory", (4,), prompt=(1, 3))
+    lease = Lease(1, GroupRef("train", 0), 0, 0, 2, 0, None, 9.0, 9.0, 0, first_sample=2)
+    assert not portions.is_stray(ledger, ("b", lease), "mallory", stray)
+    assert not portions.is_stray(ledger, ("mallory", replace(lease, group=GroupRef("train", 7))), "mallory", stray)
+    assert not portions.is_stray(ledger, None, "mallory", stray)
 
 
 def test_portions_that_may_come_can_be_joined() -> None:

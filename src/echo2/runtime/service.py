@@ -178,9 +178,11 @@ class Service:
                 messages.check_vocabulary(group, head.vocab_size)
         except PeerError as error:
             return _answer(head.happen(ev.DeliveryMalformed(peer.peer_id, lease_id, error.reason, error.detail)))
-        if is_portion and not portions.have_one_prompt(head.ledger, group):
+        if is_portion and portions.is_stray(head.ledger, held, peer.peer_id, group):
             detail = f"{peer.peer_id} answered another prompt than those who sampled its siblings"
-            return _answer(head.happen(ev.SiblingsDiffer(group.group, detail)))
+            answer = _answer(head.happen(ev.DeliveryMalformed(peer.peer_id, lease_id, "malformed", detail)))
+            head.happen(ev.SiblingsDiffer(group.group, detail))
+            return answer
         event = ev.GroupDelivered(
             worker_id=peer.peer_id,
             lease_id=lease_id,
