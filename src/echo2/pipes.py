@@ -8,15 +8,19 @@ from __future__ import annotations
 import json
 import os
 import queue
+import select
 import signal
 import struct
+import subprocess
+import time
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import echo2
-from echo2.errors import PeerError
+from echo2.errors import InvariantError, PeerError
 
 MAX_FRAME_BYTES = 256 << 20
+READ_BYTES = 1 << 16
 HEADER = struct.Struct("<I")
 PACKAGE_ROOT = str(Path(echo2.__file__).resolve().parent.parent)  # the child imports the same echo2
 
@@ -57,6 +61,44 @@ def child_environment() -> dict[str, str]:
     """Environment variables with which a child imports the same echo2."""
     paths = [PACKAGE_ROOT, os.environ.get("PYTHONPATH", "")]
     return {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in paths if path)}
+
+
+def exchange(process: subprocess.Popen[bytes], frame: bytes, until: float) -> dict[str, Any]:
+    """Send one frame to a child and read its answer, until the monotonic time `until`.
+
+    Raises:
+        TimeoutError: no whole answer by then. EOFError, OSError: the child is gone. ValueError: what came is no frame.
+        PeerError: "oversized".
+    """
+    if process.stdin is None or process.stdout is None:
+        raise InvariantError("the child was started without pipes")
+    to_child, from_child = process.stdin.fileno(), process.stdout.fileno()
+    os.set_blocking(to_child, False)
+    left = memoryview(frame)
+    while left:
+        _await(to_child, select.POLLOUT, until)
+        left = left[os.write(to_child, left) :]
+    length = checked_length(HEADER.unpack(_read_within(from_child, HEADER.size, until))[0])
+    answer: dict[str, Any] = json.loads(_read_within(from_child, length, until))
+    return answer
+
+
+def _read_within(pipe: int, size: int, until: float) -> bytes:
+    data = bytearray()
+    while len(data) < size:
+        _await(pipe, select.POLLIN, until)
+        part = os.read(pipe, min(READ_BYTES, size - len(data)))
+        if not part:
+            raise EOFError
+        data += part
+    return bytes(data)
+
+
+def _await(pipe: int, event: int, until: float) -> None:
+    poll = select.poll()
+    poll.register(pipe, event)
+    if not poll.poll(max(0.0, until - time.monotonic()) * 1000):
+        raise TimeoutError
 
 
 def kill_group(group: int) -> None:

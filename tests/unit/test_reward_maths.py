@@ -1,14 +1,12 @@
 """The `math` reward on answers as models write them, right, wrong and hostile."""
 
-import subprocess
-import sys
 from array import array
 
 import pytest
 
-from echo2.reward import functions
-from echo2.reward.functions import MATH_CHARS, MATH_GROUP_SECONDS
+from echo2.reward import sandbox_child
 from echo2.reward.score import Scorer
+from echo2.reward.text_scorers import MAX_MATH_CHARS
 from echo2.types import Rollout, Task
 
 pytest.importorskip("math_verify")
@@ -43,34 +41,28 @@ def test_several_boxes_are_one_set() -> None:
     assert scores("$\\{3, 4\\}$", "\\boxed{3} and \\boxed{4}") == [1.0]
 
 
-HOSTILE = """
-from echo2.reward import functions
-hostile = ["\\\\boxed{9^{9^{9^{9}}}}", "\\\\boxed{" * 20_000, "9" * 200_000, "1," * 50_000, "$" + "(" * 5_000 + "$"]
-functions.MATH_SECONDS = 1
-assert functions.math_match(hostile, ["42"] * len(hostile)) == [0.0] * len(hostile)
-functions.MATH_SECONDS = 60
-assert functions.math_match(["#### 42"], ["42"]) == [1.0]
-"""
-
-
 def test_a_completion_costs_no_more_than_its_limits() -> None:
-    """A tower that no comparison ends, boxes and brackets beyond number, text without end: all wrong, all bounded. In a
-    process of its own: limits are alarms, and this one has an alarm of its own."""
-    subprocess.run([sys.executable, "-c", HOSTILE], check=True, timeout=100)
+    """A tower that no comparison ends, boxes and brackets beyond number, text without end: all wrong, all bounded."""
+    hostile = ["\\boxed{9^{9^{9^{9}}}}", "\\boxed{" * 20_000, "9" * 200_000, "1," * 50_000, "$" + "(" * 5_000 + "$"]
+    assert scores("42", *hostile, "#### 42") == [0.0] * len(hostile) + [1.0]
 
 
-def test_a_group_that_has_cost_enough_gets_a_second_for_each_attempt(monkeypatch: pytest.MonkeyPatch) -> None:
-    import math_verify
+def test_a_group_that_has_cost_enough_gets_a_second_for_each_rollout(monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[float] = []
+    numbers = iter([sandbox_child._READY, 1.0, None, sandbox_child._READY, 1.0])
+    clock = iter([0.0, 0.0, sandbox_child.GROUP_SECONDS - 1, sandbox_child.GROUP_SECONDS])
 
-    given: list[object] = []
-    clock = iter([0.0, 0.0, MATH_GROUP_SECONDS, 2 * MATH_GROUP_SECONDS])
-    parse = math_verify.parse
-    monkeypatch.setattr(functions.time, "monotonic", lambda: next(clock))
-    monkeypatch.setattr(math_verify, "verify", lambda *_, timeout_seconds: bool(given.append(timeout_seconds)))
-    monkeypatch.setattr(math_verify, "parse", lambda text, parsing_timeout: parse(text, parsing_timeout=30))
-    functions.math_match(["1", "2", "3"], ["1"] * 3)
-    assert given == [functions.MATH_SECONDS, 1, 1]
+    def number(_: int, seconds: float) -> float | None:
+        given.append(seconds)
+        return next(numbers)
+
+    monkeypatch.setattr(sandbox_child, "_number", number)
+    monkeypatch.setattr(sandbox_child, "_score_confined", lambda *_: __import__("os")._exit(0))
+    monkeypatch.setattr(sandbox_child.time, "monotonic", lambda: next(clock))
+    assert sandbox_child._scores(lambda text: 1.0, ["1", "2", "3"], False) == [1.0, 0.0, 1.0]
+    wait = sandbox_child.CONFINE_SECONDS
+    assert given == [wait, 5.0, 5.0, wait, sandbox_child.LATER_SECONDS]
 
 
 def test_only_the_end_of_a_long_completion_is_read() -> None:
-    assert scores("42", "#### 42" + " " * MATH_CHARS, " " * MATH_CHARS + "#### 42") == [0.0, 1.0]
+    assert scores("42", "#### 42" + " " * MAX_MATH_CHARS, " " * MAX_MATH_CHARS + "#### 42") == [0.0, 1.0]

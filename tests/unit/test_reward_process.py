@@ -18,9 +18,10 @@ from hypothesis import strategies as st
 
 from echo2 import pipes
 from echo2.errors import PeerError, UserError
-from echo2.reward import frames
+from echo2.reward import confinement, frames
 from echo2.reward.process import RewardProcess
 from echo2.reward.score import RewardFailure
+from echo2.tasks.gym import ReasoningGymRows
 from echo2.types import Message, Rollout, Task
 
 OWN = """
@@ -82,6 +83,25 @@ def test_what_an_environment_gave_reaches_the_process(tmp_path: Path) -> None:
             await process.close()
 
     asyncio.run(run())
+
+
+@pytest.mark.skipif(bool(confinement.missing()), reason=f"no sandbox here: {confinement.missing()}")
+def test_a_delivered_completion_runs_nothing_beside_the_head(tmp_path: Path) -> None:
+    """The way a worker once ran code as the head's user: its text, through the scorer of the task's generator."""
+    created = tmp_path / "created"
+    row = dict(ReasoningGymRows("spiral_matrix", {"size": 2}, 0)[1])
+    program = f"<answer>[open({str(created)!r}, 'w')]</answer>"
+
+    async def run() -> None:
+        process = RewardProcess(["reasoning_gym"], [], 60.0, tmp_path / "reward.log")
+        try:
+            scored = await process.score(Task(0, row.pop("prompt"), row), rollouts(program, row["answer"]))
+            assert [one.reward for one in scored] == [0.0, 1.0]
+        finally:
+            await process.close()
+
+    asyncio.run(run())
+    assert not created.exists()
 
 
 def test_scores_come_back_exactly_and_printing_harms_nothing(own: Path) -> None:

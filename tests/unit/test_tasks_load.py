@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from echo2.errors import UserError
-from echo2.reward.gym import score_entry
+from echo2.reward.sandbox import shared
 from echo2.tasks import gym
 from echo2.tasks.base import TaskStream, task_from_row
 from echo2.tasks.files import MAX_LINE_BYTES
@@ -235,7 +235,6 @@ def test_every_reasoning_gym_entry_reaches_its_scorer_unharmed(monkeypatch: pyte
         entry = rows._generator[1]
         column = task_from_row(rows[1], 0, name).columns["reasoning_gym"]
         if entry["answer"] is not None:
-            assert score_entry(column, str(entry["answer"])) == float(
-                rows._generator.score_answer(entry["answer"], entry)
-            )
-        assert 0.0 <= score_entry(column, "no idea <answer> zzz </answer>") <= 1.0
+            wanted = float(rows._generator.score_answer(entry["answer"], entry))
+            assert shared().score("reasoning_gym", column, [str(entry["answer"])]) == [wanted], name
+        assert 0.0 <= shared().score("reasoning_gym", column, ["no idea <answer> zzz </answer>"])[0] <= 1.0, name

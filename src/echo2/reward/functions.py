@@ -9,14 +9,12 @@ from __future__ import annotations
 
 import importlib.util
 import re
-import threading
-import time
 from collections.abc import Callable, Mapping, Sequence
 from decimal import Decimal
 from typing import Any
 
-from echo2.errors import UserError
-from echo2.reward.gym import score_entry
+from echo2.errors import InvariantError, UserError
+from echo2.reward import confinement, sandbox, text_scorers
 
 Completion = str | Sequence[Mapping[str, str]]
 
@@ -30,9 +28,6 @@ _NUMBER = re.compile(
     """,
     re.VERBOSE | re.ASCII,
 )
-MATH_SECONDS = 5  # for each reading and each comparison, and
-MATH_GROUP_SECONDS = 30.0  # when a group has cost so much, one second for each of what is left
-MATH_CHARS = 10_000  # at the end of a completion, where its answer is; reading takes longer than in proportion
 
 
 def exact_match(completions: Sequence[Completion], answer: Sequence[Any], **_: Any) -> list[float | None]:
@@ -60,37 +55,26 @@ def math_match(completions: Sequence[Completion], answer: Sequence[Any], **_: An
     Behind the last `####` of either, where there is one, stands the answer (GSM8K's form) and nothing else counts; but
     for completions with a \\boxed answer, which says it more clearly.
     """
-    from math_verify import parse, verify
-
-    # Its time limit is an alarm signal, which only a main thread can take; elsewhere only the caller's limit holds.
-    is_limited = threading.current_thread() is threading.main_thread()
-    started = time.monotonic()
-    scores: list[float | None] = []
-    for completion, wanted in zip(completions, answer, strict=True):
-        is_patient = time.monotonic() - started < MATH_GROUP_SECONDS
-        seconds = (MATH_SECONDS if is_patient else 1) if is_limited else None
-        gold_text = _final_answer(str(_given(wanted)))
-        gold = parse(gold_text, parsing_timeout=seconds) or parse(f"${gold_text}$", parsing_timeout=seconds)
-        if not gold:
-            raise UserError(f"finds no mathematics that math-verify can read in the column 'answer': {wanted!r}")
-        found = parse(_final_answer(text_of(completion)[-MATH_CHARS:]), parsing_timeout=seconds)
-        scores.append(float(verify(gold, found, timeout_seconds=seconds)))
-    return scores
-
-
-def _final_answer(text: str) -> str:
-    """The line behind the last `####`; everything where there is none, or a box."""
-    _, mark, tail = text.rpartition("####")
-    return tail.strip().partition("\n")[0] if mark and "\\boxed" not in text else text
+    return _in_sandbox("math", completions, [str(_given(wanted)) for wanted in answer])
 
 
 def reasoning_gym_score(
     completions: Sequence[Completion], reasoning_gym: Sequence[Mapping[str, Any]], **_: Any
 ) -> list[float | None]:
-    """The generator's own score in [0, 1] of what stands in the last <answer> tags, or else of everything."""
-    return [
-        score_entry(column, text_of(completion)) for completion, column in zip(completions, reasoning_gym, strict=True)
-    ]
+    """The generator's own score in [0, 1] of what stands in the last <answer> tags, or else of everything.
+
+    Its scorers run some answers as Python, so this reward exists only where they can be confined.
+    """
+    return _in_sandbox("reasoning_gym", completions, reasoning_gym)
+
+
+def _in_sandbox(scorer: str, completions: Sequence[Completion], columns: Sequence[Any]) -> list[float | None]:
+    """Scores by a library that runs text, in a process without rights. A group has one task, so one column."""
+    if not completions:
+        return []
+    if any(column != columns[0] for column in columns):
+        raise InvariantError(f"{scorer}: the completions of one group have different columns")
+    return list(sandbox.shared().score(scorer, columns[0], [text_of(completion) for completion in completions]))
 
 
 def logged_reward(
@@ -125,20 +109,22 @@ REQUIRES: Mapping[str, tuple[str, str]] = {
     "reasoning_gym": ("reasoning_gym", "pip install 'echo2[tasks]'"),
 }
 
-
-#: A hostile or odd completion can keep these busy for ever, and only a process of its own can be stopped: they run
-#: beside the head.
-UNBOUNDED = frozenset({"math"})
+#: Rewards whose library runs text. No worker offers them: neither side runs what the other one sent.
+RUN_TEXT = frozenset({"math", "reasoning_gym"})
 
 
-def is_installed(name: str) -> bool:
-    """Whether what a built-in reward needs is here."""
-    return name not in REQUIRES or importlib.util.find_spec(REQUIRES[name][0]) is not None
+def unusable(name: str) -> str:
+    """Why a built-in reward cannot be computed here; nothing if it can."""
+    if name in REQUIRES and importlib.util.find_spec(REQUIRES[name][0]) is None:
+        return "needs {}: {}.".format(*REQUIRES[name])
+    if name in text_scorers.ONLY_CONFINED and (reason := confinement.missing()):
+        return f"{text_scorers.NEEDS_SANDBOX} {reason}."
+    return ""
 
 
 def available() -> tuple[str, ...]:
     """The built-in rewards that a worker with this installation can compute."""
-    return tuple(name for name in BUILT_IN if is_installed(name) and name not in UNBOUNDED)
+    return tuple(name for name in BUILT_IN if name not in RUN_TEXT and not unusable(name))
 
 
 def text_of(completion: Completion) -> str:

@@ -14,7 +14,7 @@ from typing import Any
 
 from echo2.errors import UserError, did_you_mean
 from echo2.plugins import load_named
-from echo2.reward.functions import BUILT_IN, REQUIRES, is_installed
+from echo2.reward.functions import BUILT_IN, unusable
 from echo2.types import Rollout, Task
 
 VERL_PARAMETERS = ("solution_str", "ground_truth")
@@ -37,8 +37,8 @@ def load_reward(spec: str) -> RewardFunction:
         UserError: there is no such function, it is asynchronous, or its signature fits neither style.
     """
     if spec in BUILT_IN:
-        if not is_installed(spec):
-            raise UserError("The reward {!r} needs {}: {}.".format(spec, *REQUIRES[spec]))
+        if reason := unusable(spec):
+            raise UserError(f"The reward {spec!r} {reason}")
         function: Callable[..., Any] = BUILT_IN[spec]
         return RewardFunction(spec, _trl_style(function, inspect.signature(function), spec))
     if ":" not in spec:

@@ -7,10 +7,7 @@ attempts go on: environments are deterministic, so each is begun anew in the nex
 
 from __future__ import annotations
 
-import json
 import logging
-import os
-import select
 import subprocess
 import sys
 import threading
@@ -20,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from echo2 import pipes
-from echo2.errors import InvariantError, PeerError, UserError
+from echo2.errors import PeerError, UserError
 from echo2.tasks.environments import BUILT_IN, LocalWorld, OpenWorld
 from echo2.types import Reply
 
@@ -29,7 +26,6 @@ log = logging.getLogger(__name__)
 STARTUP_SECONDS = 120.0  # imports of the user's module: some load a game or a word list
 CALL_SECONDS = 30.0  # to begin an attempt, or to answer an action
 EXIT_SECONDS = 5.0
-READ_BYTES = 1 << 16
 
 
 @dataclass(slots=True)
@@ -155,7 +151,7 @@ class ProcessWorld:
         if process is None:
             raise UserError(f"The process of the environment {self._spec} was ended.")
         try:
-            answer = _exchange(process, pipes.encode(request), time.monotonic() + limit)
+            answer = pipes.exchange(process, pipes.encode(request), time.monotonic() + limit)
         except TimeoutError as error:
             self._kill()
             raise UserError(f"The environment {self._spec} took longer than {limit:g} s and was stopped.") from error
@@ -195,35 +191,3 @@ def open_world(spec: str) -> OpenWorld:
         UserError: there is no such environment.
     """
     return LocalWorld(spec) if spec in BUILT_IN else ProcessWorld(spec)
-
-
-def _exchange(process: subprocess.Popen[bytes], frame: bytes, until: float) -> dict[str, Any]:
-    if process.stdin is None or process.stdout is None:
-        raise InvariantError("the environment's process was started without pipes")
-    to_child, from_child = process.stdin.fileno(), process.stdout.fileno()
-    os.set_blocking(to_child, False)
-    left = memoryview(frame)
-    while left:
-        _await(to_child, select.POLLOUT, until)
-        left = left[os.write(to_child, left) :]
-    length = pipes.checked_length(pipes.HEADER.unpack(_read(from_child, pipes.HEADER.size, until))[0])
-    answer: dict[str, Any] = json.loads(_read(from_child, length, until))
-    return answer
-
-
-def _read(pipe: int, size: int, until: float) -> bytes:
-    data = bytearray()
-    while len(data) < size:
-        _await(pipe, select.POLLIN, until)
-        part = os.read(pipe, min(READ_BYTES, size - len(data)))
-        if not part:
-            raise EOFError
-        data += part
-    return bytes(data)
-
-
-def _await(pipe: int, event: int, until: float) -> None:
-    poll = select.poll()
-    poll.register(pipe, event)
-    if not poll.poll(max(0.0, until - time.monotonic()) * 1000):
-        raise TimeoutError

@@ -1,0 +1,86 @@
+"""A process gives up, for good, every right that scoring text does not need.
+
+After `confine` it can compute, read Python's own files and write to the descriptors it was left. It cannot open
+anything else, write a file, use the network, start a program, signal or inspect another process, or grow beyond its
+memory. Two mechanisms of the Linux kernel do it, neither needs root: Landlock (what may be opened) and seccomp (which
+system calls exist). Whoever breaks Python in there is held by these, not by Python.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import resource
+import sys
+from pathlib import Path
+
+MEMORY_BYTES = 1 << 30  # beyond what the process holds when it is confined
+CPU_SECONDS = 600  # should nobody be left to end it
+SYSTEM_LIBRARIES = ("/lib", "/lib64", "/usr/lib", "/usr/lib64", "/usr/local/lib", "/nix/store")
+#: What an interpreter needs for computing and for imports; everything else fails with EPERM.
+SYSTEM_CALLS = frozenset(
+    {"read", "pread64", "write", "close", "lseek", "openat", "open", "getdents64"}  # Landlock judges what is opened
+    | {"stat", "fstat", "lstat", "newfstatat", "statx", "readlink", "readlinkat", "access", "faccessat", "faccessat2"}
+    | {"mmap", "munmap", "mprotect", "mremap", "brk", "madvise", "futex", "getrandom", "getpid", "gettid"}
+    | {"rt_sigaction", "rt_sigprocmask", "rt_sigreturn", "sigaltstack", "sched_yield", "restart_syscall"}
+    | {"clock_gettime", "clock_nanosleep", "gettimeofday", "exit", "exit_group"}
+)
+
+
+def missing() -> str:
+    """Why this machine cannot confine a process; nothing where it can."""
+    if sys.platform != "linux" or platform.machine() not in ("x86_64", "aarch64"):
+        return f"it is {platform.system()} on {platform.machine()}, not Linux on x86_64 or aarch64"
+    try:
+        import landlockpy
+        import seccompy
+    except ImportError as error:
+        return f"{error.name} is not installed: pip install 'echo2[tasks]'"
+    if not landlockpy.supported():
+        return "its kernel has no Landlock (Linux 5.13 and newer, switched on at boot)"
+    if not seccompy.supported():
+        return "its kernel has no seccomp filters"
+    return ""
+
+
+def confine(keep: int) -> None:
+    """Give up everything but computing, Python's own files and the descriptor `keep`. For a process of one thread.
+
+    Raises:
+        OSError: the kernel refuses; the process still has its rights and must not go on.
+    """
+    import landlockpy
+    import seccompy
+
+    nothing = os.open(os.devnull, os.O_RDWR)
+    held = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    for limit, value in (
+        (resource.RLIMIT_AS, held + MEMORY_BYTES),
+        (resource.RLIMIT_CPU, CPU_SECONDS),
+        (resource.RLIMIT_FSIZE, 0),
+        (resource.RLIMIT_CORE, 0),
+    ):
+        resource.setrlimit(limit, (value, value))
+    reading = landlockpy.AccessFS.READ_FILE | landlockpy.AccessFS.READ_DIR
+    scopes = landlockpy.Scope.ABSTRACT_UNIX_SOCKET | landlockpy.Scope.SIGNAL
+    with landlockpy.Ruleset(scoped=scopes) as rules:
+        for place in _readable():
+            rules.allow_path(place, reading)
+        rules.restrict()
+    calls = seccompy.Filter(default=seccompy.Action.ERRNO | 1)  # EPERM
+    for name in SYSTEM_CALLS:
+        try:
+            calls.allow(name)
+        except ValueError:  # aarch64 never had open, stat, lstat, access and readlink
+            continue
+    for descriptor in (0, 1, 2):
+        os.dup2(nothing, descriptor)
+    os.closerange(3, keep)
+    os.closerange(keep + 1, os.sysconf("SC_OPEN_MAX"))
+    calls.load()
+
+
+def _readable() -> list[str]:
+    """Where Python and its packages are: `sys.path` holds no working directory in a process started with -P."""
+    places = {sys.prefix, sys.base_prefix, *SYSTEM_LIBRARIES, *sys.path}
+    return sorted(place for place in places if os.path.isabs(place) and place != "/" and os.path.exists(place))

@@ -1,0 +1,88 @@
+"""The side of the sandbox that asks: completions go to a process that is started at the first call, numbers come back.
+
+That process has no secret to lose: it starts with an empty environment, outside the working directory, and what reads a
+completion in it is a fork without rights (`sandbox_child.py`).
+"""
+
+from __future__ import annotations
+
+import atexit
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from functools import cache
+from typing import Any
+
+from echo2 import pipes
+from echo2.errors import PeerError, UserError
+
+STARTUP_SECONDS = 120.0  # imports of the scorer's library
+SECONDS_PER_COMPLETION = 10.0  # beyond what `sandbox_child.py` lets one take
+EXIT_SECONDS = 5.0
+ENVIRONMENT = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "PYTHONHASHSEED": "0", "PYTHONUTF8": "1"}
+
+
+class Sandbox:
+    """Scores text in a process of its own. Safe to call from several threads; one group at a time."""
+
+    def __init__(self) -> None:
+        self._process: subprocess.Popen[bytes] | None = None
+        self._turn = threading.Lock()
+
+    def score(self, scorer: str, column: Any, texts: Sequence[str]) -> list[float]:
+        """One score in [0, 1] for each text, by the scorer `scorer` of `text_scorers.py` for one task's `column`.
+
+        Raises:
+            UserError: the scorer cannot be made for this column, or its process cannot run.
+        """
+        request = {"scorer": scorer, "column": column, "texts": list(texts)}
+        with self._turn:
+            until = time.monotonic() + STARTUP_SECONDS + SECONDS_PER_COMPLETION * len(texts)
+            try:
+                process = self._running()
+                answer = pipes.exchange(process, pipes.encode(request), until)
+            except (EOFError, OSError, ValueError, PeerError) as error:  # ValueError: what came back is no frame
+                self._kill()
+                raise UserError(f"cannot run: its process did not answer ({type(error).__name__})") from error
+            except BaseException:
+                self._kill()  # a late answer must not be taken for the next group's
+                raise
+        if "failed" in answer:
+            raise UserError(answer["failed"])
+        return [float(score) for score in answer["scores"]]
+
+    def close(self) -> None:
+        """End the process; the next call starts another."""
+        with self._turn:
+            self._kill()
+
+    def _running(self) -> subprocess.Popen[bytes]:
+        if self._process is None:
+            self._process = subprocess.Popen(
+                (sys.executable, "-P", "-m", "echo2.reward.sandbox_child"),
+                bufsize=0,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                cwd="/",
+                env={**ENVIRONMENT, "PYTHONPATH": pipes.PACKAGE_ROOT},
+            )
+        return self._process
+
+    def _kill(self) -> None:
+        process, self._process = self._process, None
+        if process is not None:
+            process.kill()
+            process.wait(EXIT_SECONDS)
+            for pipe in (process.stdin, process.stdout):
+                if pipe is not None:
+                    pipe.close()
+
+
+@cache
+def shared() -> Sandbox:
+    """The sandbox of this process, which it outlives by nothing: if this process is killed, the pipe closes."""
+    sandbox = Sandbox()
+    atexit.register(sandbox.close)
+    return sandbox

@@ -1,0 +1,123 @@
+"""The scoring process itself (`python -m echo2.reward.sandbox_child`): the only place where scorers read completions.
+
+Each group is scored in a fork that has given up its rights (`confinement.py`) and answers with one number a completion;
+this process reads numbers and never a completion. What hangs, dies or raises on a completion scores it 0: a scorer
+that cannot read an answer calls it wrong. The next completion then gets a new fork.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import select
+import signal
+import struct
+import time
+import traceback
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+from echo2 import pipes
+from echo2.errors import UserError
+from echo2.reward import confinement, text_scorers
+from echo2.reward.text_scorers import Score
+
+COMPLETION_SECONDS = 5.0  # for each completion, and
+GROUP_SECONDS = 30.0  # when a group has cost so much,
+LATER_SECONDS = 1.0  # for each of what is left
+CONFINE_SECONDS = 30.0
+
+_NUMBER = struct.Struct("<d")
+_READY = -1.0  # what a fork sends first, once it is confined
+
+
+def main() -> None:
+    logging.disable()  # math-verify warns of its missing time limit
+    inbox, outbox = pipes.take()
+    unconfined = confinement.missing()  # asked here for its side effect too: what it loads, a fork could not
+    while (message := pipes.read(inbox)) is not None:
+        outbox.write(pipes.encode(_answer(message, unconfined)))
+        outbox.flush()
+
+
+def _answer(message: dict[str, Any], unconfined: str) -> dict[str, Any]:
+    try:
+        if unconfined and message["scorer"] in text_scorers.ONLY_CONFINED:
+            raise UserError(f"{text_scorers.NEEDS_SANDBOX} {unconfined}")
+        scorer = text_scorers.make_scorer(message["scorer"], message["column"])
+        return {"scores": _scores(scorer, message["texts"], not unconfined)}
+    except UserError as error:
+        return {"failed": str(error)}
+    except (KeyError, TypeError, ValueError, SyntaxError) as error:
+        return {"failed": f"cannot read its column: {type(error).__name__}: {error}"}
+
+
+def _scores(scorer: Score, texts: Sequence[str], confined: bool) -> list[float]:
+    scores: list[float] = []
+    started = time.monotonic()
+    while len(scores) < len(texts):
+        scores += _scores_of_a_fork(scorer, texts[len(scores) :], confined, started + GROUP_SECONDS)
+    return scores
+
+
+def _scores_of_a_fork(scorer: Score, texts: Sequence[str], confined: bool, patient_until: float) -> list[float]:
+    """Scores of the first texts: of all, or up to the one that ended the fork."""
+    from_fork, to_parent = os.pipe()
+    fork = os.fork()
+    if fork == 0:
+        _score_confined(scorer, texts, confined, to_parent)
+    os.close(to_parent)
+    try:
+        if _number(from_fork, CONFINE_SECONDS) != _READY:
+            raise UserError("cannot run: the kernel did not let its process give up its rights; the log says more")
+        scores: list[float] = []
+        while len(scores) < len(texts):
+            is_patient = time.monotonic() < patient_until
+            number = _number(from_fork, COMPLETION_SECONDS if is_patient else LATER_SECONDS)
+            scores.append(number if number is not None and 0.0 <= number <= 1.0 else 0.0)
+            if number is None:
+                break
+        return scores
+    finally:
+        os.kill(fork, signal.SIGKILL)
+        os.waitpid(fork, 0)
+        os.close(from_fork)
+
+
+def _number(pipe: int, seconds: float) -> float | None:
+    """The next number; None if the fork sends none in time, or none at all."""
+    if not select.select([pipe], [], [], seconds)[0]:
+        return None
+    data = os.read(pipe, _NUMBER.size)  # a fork writes 8 bytes at once
+    return float(_NUMBER.unpack(data)[0]) if len(data) == _NUMBER.size else None
+
+
+def _score_confined(scorer: Score, texts: Sequence[str], confined: bool, to_parent: int) -> NoReturn:
+    """In the fork. Nothing may leave this function: behind it is the loop of the process that forked."""
+    try:
+        if confined:
+            _confine(to_parent)
+        os.write(to_parent, _NUMBER.pack(_READY))
+        for text in texts:
+            try:
+                score = scorer(text)
+            except (Exception, RecursionError, MemoryError):
+                # Some generators parse the answer without a guard (prime_factorization raises ValueError on a word).
+                # The entry is what their own code made, so what they cannot read is a wrong answer.
+                score = 0.0
+            os.write(to_parent, _NUMBER.pack(score if math.isfinite(score) else 0.0))
+    finally:
+        os._exit(0)
+
+
+def _confine(keep: int) -> None:
+    try:
+        confinement.confine(keep)
+    except OSError:
+        traceback.print_exc()  # for the log of who asked; no completion was read yet
+        os._exit(1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,264 @@
+"""Completions that are programs: none of them runs, and whatever ran would find no rights.
+
+Three walls, each attacked by itself: what scorers would evaluate is read as data (`expressions.py`), the process that
+reads it can do nothing (`confinement.py`), and what hangs or dies there costs one completion (`sandbox_child.py`).
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import socket
+import subprocess
+import sys
+from array import array
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from echo2.errors import UserError
+from echo2.reward import confinement, functions
+from echo2.reward.expressions import evaluate
+from echo2.reward.functions import RUN_TEXT, available, unusable
+from echo2.reward.sandbox import Sandbox
+from echo2.reward.score import Scorer
+from echo2.tasks.gym import ReasoningGymRows
+from echo2.types import Rollout, Task
+
+pytest.importorskip("reasoning_gym")
+confined = pytest.mark.skipif(bool(confinement.missing()), reason=f"no sandbox here: {confinement.missing()}")
+
+#: The generators of reasoning-gym 0.1.25 whose scorers evaluate the answer or the entry.
+EVALUATING = [
+    *("binary_matrix", "bitwise_arithmetic", "countdown", "intermediate_integration", "n_queens", "number_sorting"),
+    *("polynomial_multiplication", "puzzle24", "simple_integration", "spiral_matrix", "string_insertion"),
+]
+PROGRAMS = (
+    "open({path!r}, 'w').close()",
+    "[open({path!r}, 'w')]",
+    "__import__('os').system('touch {path}')",
+    "().__class__.__base__.__subclasses__()[0] or open({path!r}, 'w')",
+    "[open({path!r}, 'w') for _ in [1]]",
+    "(lambda: open({path!r}, 'w'))()",
+    'f"{{open({path!r}, chr(119))}}"',
+    "exec 'open({path!r}, chr(119))'",
+    "exec(chr(111)+chr(112))",
+    "Symbol('x').__class__.__init__.__globals__['__builtins__']['open']({path!r}, 'w')",
+    "24 if open({path!r}, 'w') else 0",
+    "(x := open({path!r}, 'w'))",
+    "1 # \n+ open({path!r}, 'w')",
+    "print(open({path!r}, mode='w'))",
+)
+
+
+@pytest.fixture(autouse=True)
+def _rows_in_one_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONHASHSEED", "0")  # polynomial_multiplication asks for it
+
+
+def rollouts(*texts: str) -> list[Rollout]:
+    return [Rollout(array("i", [1]), array("f", [0.0]), b"\x01", ((0, 0),), "stop", text) for text in texts]
+
+
+def scores(reward: str, columns: dict[str, Any], *texts: str) -> list[float | None]:
+    return [one.reward for one in Scorer([reward]).score(Task(0, "?", columns), rollouts(*texts))]
+
+
+@confined
+@pytest.mark.parametrize("generator", EVALUATING)
+def test_no_answer_runs_as_a_program(generator: str, tmp_path: Path) -> None:
+    row = dict(ReasoningGymRows(generator, {"size": 3}, 0)[1])
+    created = tmp_path / "created"
+    programs = [program.format(path=str(created)) for program in PROGRAMS]
+    texts = [*programs, *(f"<answer>{program}</answer>" for program in programs)]
+    assert all(score is not None and score < 0.1 for score in scores("reasoning_gym", row, *texts))
+    assert not created.exists()
+
+
+@confined
+def test_no_entry_of_a_hostile_head_runs_as_a_program(tmp_path: Path) -> None:
+    """Some scorers evaluate what the head sends along. Workers never run them; the head's own process would not."""
+    created = tmp_path / "created"
+    row = ReasoningGymRows("bitwise_arithmetic", {"size": 3}, 0)[1]
+    column = json.loads(json.dumps(row["reasoning_gym"]))
+    entry = ast.literal_eval(column["entry"])
+    entry["metadata"]["problem"] = f"open({str(created)!r}, 'w')"
+    assert scores("reasoning_gym", {"reasoning_gym": {**column, "entry": repr(entry)}}, "0x0") == [0.0]
+    assert not created.exists()
+
+
+def test_no_worker_offers_a_reward_that_runs_text() -> None:
+    assert not set(available()) & RUN_TEXT
+
+
+@confined
+@pytest.mark.parametrize("generator", EVALUATING)
+def test_right_answers_stay_right(generator: str) -> None:
+    rows = ReasoningGymRows(generator, {"size": 20}, 0)
+    for index in range(4):
+        row = dict(rows[index])
+        entry = ast.literal_eval(row["reasoning_gym"]["entry"])
+        if entry["answer"] is not None:
+            wanted = rows._generator.score_answer(entry["answer"], entry)
+            assert scores("reasoning_gym", row, entry["answer"]) == [wanted]
+
+
+@confined
+def test_answers_in_another_form_earn_what_the_generator_gives_for_them() -> None:
+    matrix = dict(ReasoningGymRows("spiral_matrix", {"size": 3}, 0)[1])
+    numbers = [int(number) for number in matrix["answer"].split()]
+    assert scores("reasoning_gym", matrix, repr(numbers), matrix["answer"]) == [0.1, 1.0]
+    game = dict(ReasoningGymRows("puzzle24", {"size": 3, "max_value": 9}, 0)[1])
+    assert scores("reasoning_gym", game, "(1 + 2 + 3) * 4", "1 + 2 + 3 + 4") == [1.0, 0.01]
+    integral = dict(ReasoningGymRows("simple_integration", {"size": 3}, 0)[1])
+    answer = integral["answer"].replace(" + C", "")
+    assert scores("reasoning_gym", integral, f"{answer} + sin(2) + C", f"{answer} + X") == [1.0, 0.0]
+
+
+@confined
+def test_what_hangs_or_bursts_costs_its_own_completion(monkeypatch: pytest.MonkeyPatch) -> None:
+    row = dict(ReasoningGymRows("puzzle24", {"size": 3}, 0)[1])
+    right = "(1 + 2 + 3) * 4"
+    hostile = ("10**10**10", "factorial(10**9)", "(" * 5000 + "1" + ")" * 5000)
+    found = scores("reasoning_gym", row, right, hostile[0], right, hostile[1], right, hostile[2], right)
+    assert found[::2] == [1.0] * 4
+    assert all(score is not None and score <= 0.01 for score in found[1::2])
+
+
+#: What a program would try that had got past the reading: each returns only if it succeeded.
+DEEDS = {
+    "read the run's keys": "open(SECRET).read()",
+    "list the run directory": "os.listdir(os.path.dirname(SECRET))",
+    "write": "open(SECRET + '.new', 'w')",
+    "append": "os.open(SECRET, os.O_WRONLY | os.O_APPEND)",
+    "remove": "os.remove(SECRET)",
+    "rename": "os.rename(SECRET, SECRET + '.old')",
+    "make a directory": "os.mkdir(SECRET + '.d')",
+    "change rights": "os.chmod(SECRET, 0o777)",
+    "link": "os.symlink('/', SECRET + '.l')",
+    "read the environment of another": "open('/proc/%d/environ' % os.getppid()).read()",
+    "read a home": "os.listdir(os.path.expanduser('~'))",
+    "connect": "socket.create_connection(('127.0.0.1', PORT), 1)",
+    "send a datagram": "socket.socket(socket.AF_INET, socket.SOCK_DGRAM).sendto(b'x', ('127.0.0.1', PORT))",
+    "talk to a local socket": "socket.socket(socket.AF_UNIX)",
+    "start a program": "subprocess.run([sys.executable, '-c', ''], check=True)",
+    "replace itself": "os.execv(sys.executable, [sys.executable, '-c', ''])",
+    "fork": "os.fork()",
+    "start a thread": "threading.Thread(target=print).start()",
+    "signal its parent": "os.kill(os.getppid(), 0)",
+    "signal all": "os.kill(-1, 0)",
+    "trace": "(lambda r: r == 0 or 1/0)(ctypes.CDLL(None).ptrace(16, os.getppid(), 0, 0))",
+    "raise its limits": "resource.setrlimit(resource.RLIMIT_AS, (-1, -1))",
+    "take memory": "bytearray(3 << 30)",
+    "write to a descriptor of another": "os.write(LEAKED, b'x')",
+    "print": "os.write(1, b'x') and 1/0 if os.fstat(1).st_rdev == os.makedev(1, 3) else 0",
+}
+#: What may be done without harm by a process that has its rights: the test of the test.
+HARMLESS = {"read the run's keys", "list the run directory", "append", "connect", "send a datagram", "start a program"}
+RUNNER = """
+import ctypes, json, os, resource, socket, subprocess, sys, threading
+from echo2.reward import confinement, sandbox_child
+assert not confinement.missing()
+SECRET, PORT, LEAKED, deeds = sys.argv[1], int(sys.argv[2]), os.dup(2), json.loads(sys.argv[3])
+def scorer(text):
+    eval(text)
+    return 1.0
+print(json.dumps(sandbox_child._scores(scorer, ["1", *deeds, "1"], sys.argv[4] == "confined")))
+"""
+
+
+@confined
+def test_a_program_that_ran_would_find_no_rights(tmp_path: Path) -> None:
+    secret = tmp_path / "identity" / "ca.key"
+    secret.parent.mkdir()
+    secret.write_text("secret")
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        held = deeds_done(secret, port, list(DEEDS), "confined")
+        free = deeds_done(secret, port, sorted(HARMLESS), "free")
+    assert held == set()
+    assert free == HARMLESS
+    assert (secret.read_text(), os.listdir(secret.parent)) == ("secret", ["ca.key"])
+
+
+def deeds_done(secret: Path, port: int, deeds: list[str], how: str) -> set[str]:
+    texts = json.dumps([DEEDS[deed] for deed in deeds])
+    output = in_python(RUNNER, str(secret), str(port), texts, how)
+    first, *scores, last = json.loads(output)
+    assert (first, last) == (1.0, 1.0)
+    return {deed for deed, score in zip(deeds, scores, strict=True) if score}
+
+
+def in_python(script: str, *arguments: str) -> str:
+    """What a script prints, in a process that forks and has no threads to lose by it."""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    command = [sys.executable, "-P", "-c", script, *arguments]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=100, check=True, env=environment)
+    return done.stdout
+
+
+@confined
+def test_a_score_is_a_number_between_0_and_1() -> None:
+    script = """
+import json, math, sys
+from echo2.reward import confinement, sandbox_child
+assert not confinement.missing()
+values = [0.5, math.nan, math.inf, -1.0, -0.1, 1e12, 1.0]
+print(json.dumps(sandbox_child._scores(lambda text: values[int(text)], [str(i) for i in range(7)], True)))
+"""
+    assert json.loads(in_python(script)) == [0.5, 0.0, 0.0, 0.0, 0.0, 0.0, 1.0]
+
+
+def test_a_machine_without_a_sandbox_refuses_what_runs_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(functions.confinement, "missing", lambda: "its kernel has no Landlock")
+    assert "its kernel has no Landlock" in unusable("reasoning_gym")
+    with pytest.raises(UserError, match=r"'reasoning_gym' runs answers as Python.* its kernel has no Landlock"):
+        Scorer(["reasoning_gym"])
+    Scorer(["math"])  # reads formulas only
+
+
+@confined
+def test_a_sandbox_that_is_killed_is_replaced() -> None:
+    column = ReasoningGymRows("chain_sum", {"size": 3}, 0)[1]["reasoning_gym"]
+    answer = str(ast.literal_eval(column["entry"])["answer"])
+    sandbox = Sandbox()
+    assert sandbox.score("reasoning_gym", column, [answer, "x"])[0] == 1.0
+    assert sandbox._process is not None
+    sandbox._process.kill()
+    sandbox._process.wait()
+    with pytest.raises(UserError, match="did not answer"):
+        sandbox.score("reasoning_gym", column, [answer])
+    assert sandbox.score("reasoning_gym", column, [answer]) == [1.0]
+    sandbox.close()
+
+
+def test_a_column_of_another_version_is_an_error_of_the_data() -> None:
+    with pytest.raises(UserError, match="cannot make reasoning-gym's no_such_generator"):
+        Scorer(["reasoning_gym"]).score(
+            Task(0, "?", {"reasoning_gym": {"name": "no_such_generator", "params": {}, "entry": "{}"}}), rollouts("1")
+        )
+
+
+LITERALS = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
+    lambda inner: st.lists(inner, max_size=4) | st.tuples(inner, inner) | st.dictionaries(st.text(), inner, max_size=3),
+)
+
+
+@given(LITERALS)
+def test_literals_mean_what_they_mean(value: Any) -> None:
+    assert evaluate(repr(value)) == value
+
+
+@given(st.text(st.sampled_from("abx_ 01()[]{}.,'\"+-*/:=@#\n\\!<>%")))
+def test_nothing_that_is_evaluated_can_name_or_call_anything(text: str) -> None:
+    try:
+        evaluate(text)
+    except (ValueError, SyntaxError, ArithmeticError, TypeError, MemoryError, RecursionError):
+        return
+    tree = ast.parse(text.strip(), mode="eval")
+    assert not any(isinstance(node, ast.Name | ast.Call | ast.Attribute | ast.Subscript) for node in ast.walk(tree))
