@@ -35,6 +35,20 @@ def test_answers_as_they_are_written(answer: str, right: tuple[str, ...], wrong:
     assert scores(GOLD + answer, *right, wrong, "", "####") == [1.0] * len(right) + [0.0] * 3
 
 
+@pytest.mark.parametrize(
+    ("answer", "completion"),
+    [
+        ("$x>3$", "$(3,\\infty)$"),
+        ("$1/2$", "$\\int_0^1 x dx$"),
+        ("$\\sin^2 x+\\cos^2 x$", "$1$"),
+        ("$x^2-1$", "$(x-1)(x+1)$"),
+    ],
+)
+def test_formulas_that_sympy_must_simplify(answer: str, completion: str) -> None:
+    """It compiles programs for polynomials as it goes: the only ones that run where completions are read."""
+    assert scores(answer, completion, "$x+17$") == [1.0, 0.0]
+
+
 def test_several_boxes_are_one_set() -> None:
     """math-verify's reading: guessing in many boxes earns nothing."""
     assert scores("4", "\\boxed{3} or \\boxed{4}", "\\boxed{4}") == [0.0, 1.0]
@@ -59,7 +73,7 @@ def test_a_group_that_has_cost_enough_gets_a_second_for_each_rollout(monkeypatch
     monkeypatch.setattr(sandbox_child, "_number", number)
     monkeypatch.setattr(sandbox_child, "_score_confined", lambda *_: __import__("os")._exit(0))
     monkeypatch.setattr(sandbox_child.time, "monotonic", lambda: next(clock))
-    assert sandbox_child._scores(lambda text: 1.0, ["1", "2", "3"], False) == [1.0, 0.0, 1.0]
+    assert sandbox_child._scores(lambda text: 1.0, ["1", "2", "3"]) == [1.0, 0.0, 1.0]
     wait = sandbox_child.CONFINE_SECONDS
     assert given == [wait, 5.0, 5.0, wait, sandbox_child.LATER_SECONDS]
 

@@ -9,9 +9,11 @@ from __future__ import annotations
 import ast
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
+import time
 from array import array
 from pathlib import Path
 from typing import Any
@@ -25,7 +27,7 @@ from echo2.reward import confinement, functions
 from echo2.reward.expressions import evaluate
 from echo2.reward.functions import RUN_TEXT, available, unusable
 from echo2.reward.sandbox import Sandbox
-from echo2.reward.score import Scorer
+from echo2.reward.score import RewardFailure, Scorer
 from echo2.tasks.gym import ReasoningGymRows
 from echo2.types import Rollout, Task
 
@@ -96,6 +98,67 @@ def test_no_worker_offers_a_reward_that_runs_text() -> None:
 
 
 @confined
+@pytest.mark.parametrize("answer", ["\\sqrt{2}", "1/2", "e^2"])
+def test_no_formula_runs_as_a_program(answer: str) -> None:
+    """sympy prints the names of symbols into a program when it adds up a series, and math-verify takes an accent and
+    all that it covers for a name. This one forges scores: its own and its successor's."""
+    code = "import os,struct\nfor f in range(3,99):\n try:os.write(f,struct.pack('<d',1.0)*2)\n except OSError:pass"
+    numbers = ",".join(str(byte) for byte in code.encode())
+    series = f"\\sum_{{n=0}}^{{\\infty}} \\frac{{\\dot{{(0,[exec(bytes([{numbers}])),1][1])}}^{{n}}}}{{n!}}"
+    texts = ["wrong", f"The answer is ${series}$", "wrong", f"$\\{{{series},2\\}}$", "wrong", f"${answer}$"]
+    scored = scores("math", {"answer": f"${answer}$"}, *texts)
+    assert scored == [0.0] * 5 + [1.0]
+
+
+@confined
+def test_a_dataset_is_read_where_completions_are() -> None:
+    with pytest.raises(RewardFailure, match="math-verify can read in the column 'answer': ''"):
+        scores("math", {"answer": ""}, "1", "2")
+
+
+def test_many_generators_in_turn_do_not_wear_the_reader_out() -> None:
+    script = """
+import sys
+from echo2.reward import expressions
+for _ in range(2000):
+    expressions.disarm()
+from sympy.parsing.sympy_parser import parse_expr
+print(parse_expr("1 + 2"))
+"""
+    assert in_python(script) == "3\n"
+
+
+@confined
+def test_nobody_outlives_the_process_that_asked() -> None:
+    script = """
+import os, signal, sys
+from echo2.reward import sandbox_child
+assert not sandbox_child.confinement.missing()
+def scorer(text):
+    os.write(1, f"{os.getpid()}\\n".encode()) if text == "pid" else signal.pause()
+    return 1.0
+sandbox_child.COMPLETION_SECONDS = 0.0
+sandbox_child.confinement.SYSTEM_CALLS |= {"pause", "ppoll"}
+real = sandbox_child._number
+def number(pipe, seconds):
+    if seconds == sandbox_child.CONFINE_SECONDS:
+        return real(pipe, seconds)
+    print(open(f"/proc/self/task/{os.getpid()}/children").read().split()[-1], flush=True)
+    os.kill(os.getpid(), signal.SIGKILL)
+sandbox_child._number = number
+sandbox_child._scores(scorer, ["hang"])
+"""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    command = [sys.executable, "-P", "-c", script]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=60, check=False, env=environment)
+    assert done.returncode == -signal.SIGKILL
+    fork = Path(f"/proc/{int(done.stdout)}/stat")
+    until = time.monotonic() + 20
+    while fork.exists() and fork.read_text().rpartition(")")[2].split()[0] != "Z":
+        assert time.monotonic() < until, "the fork outlived its parent"
+
+
+@confined
 @pytest.mark.parametrize("generator", EVALUATING)
 def test_right_answers_stay_right(generator: str) -> None:
     rows = ReasoningGymRows(generator, {"size": 20}, 0)
@@ -135,6 +198,7 @@ DEEDS = {
     "list the run directory": "os.listdir(os.path.dirname(SECRET))",
     "write": "open(SECRET + '.new', 'w')",
     "append": "os.open(SECRET, os.O_WRONLY | os.O_APPEND)",
+    "empty a file it may read": "os.open(socket.__file__, os.O_RDONLY | os.O_TRUNC)",
     "remove": "os.remove(SECRET)",
     "rename": "os.rename(SECRET, SECRET + '.old')",
     "make a directory": "os.mkdir(SECRET + '.d')",
@@ -161,13 +225,18 @@ DEEDS = {
 HARMLESS = {"read the run's keys", "list the run directory", "append", "connect", "send a datagram", "start a program"}
 RUNNER = """
 import ctypes, json, os, resource, socket, subprocess, sys, threading
-from echo2.reward import confinement, sandbox_child
-assert not confinement.missing()
+from echo2.reward import sandbox_child
+assert not sandbox_child.confinement.missing()
 SECRET, PORT, LEAKED, deeds = sys.argv[1], int(sys.argv[2]), os.dup(2), json.loads(sys.argv[3])
+for wall in sys.argv[4].split():
+    if wall == "reading":
+        sandbox_child.expressions.forbid_code = lambda: None
+    if wall == "rights":
+        sandbox_child.confinement.confine = lambda keep: None
 def scorer(text):
     eval(text)
     return 1.0
-print(json.dumps(sandbox_child._scores(scorer, ["1", *deeds, "1"], sys.argv[4] == "confined")))
+print(json.dumps(sandbox_child._scores(scorer, ["1", *deeds, "1"])))
 """
 
 
@@ -178,16 +247,17 @@ def test_a_program_that_ran_would_find_no_rights(tmp_path: Path) -> None:
     secret.write_text("secret")
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
-        held = deeds_done(secret, port, list(DEEDS), "confined")
-        free = deeds_done(secret, port, sorted(HARMLESS), "free")
+        held = deeds_done(secret, port, list(DEEDS), without="reading")
+        free = deeds_done(secret, port, sorted(HARMLESS), without="reading rights")
     assert held == set()
     assert free == HARMLESS
     assert (secret.read_text(), os.listdir(secret.parent)) == ("secret", ["ca.key"])
 
 
-def deeds_done(secret: Path, port: int, deeds: list[str], how: str) -> set[str]:
+def deeds_done(secret: Path, port: int, deeds: list[str], without: str) -> set[str]:
+    """The deeds that succeed where some of the walls are taken away."""
     texts = json.dumps([DEEDS[deed] for deed in deeds])
-    output = in_python(RUNNER, str(secret), str(port), texts, how)
+    output = in_python(RUNNER, str(secret), str(port), texts, without)
     first, *scores, last = json.loads(output)
     assert (first, last) == (1.0, 1.0)
     return {deed for deed, score in zip(deeds, scores, strict=True) if score}
@@ -208,7 +278,7 @@ import json, math, sys
 from echo2.reward import confinement, sandbox_child
 assert not confinement.missing()
 values = [0.5, math.nan, math.inf, -1.0, -0.1, 1e12, 1.0]
-print(json.dumps(sandbox_child._scores(lambda text: values[int(text)], [str(i) for i in range(7)], True)))
+print(json.dumps(sandbox_child._scores(lambda text: values[int(text)], [str(i) for i in range(7)])))
 """
     assert json.loads(in_python(script)) == [0.5, 0.0, 0.0, 0.0, 0.0, 0.0, 1.0]
 
@@ -216,9 +286,11 @@ print(json.dumps(sandbox_child._scores(lambda text: values[int(text)], [str(i) f
 def test_a_machine_without_a_sandbox_refuses_what_runs_text(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(functions.confinement, "missing", lambda: "its kernel has no Landlock")
     assert "its kernel has no Landlock" in unusable("reasoning_gym")
-    with pytest.raises(UserError, match=r"'reasoning_gym' runs answers as Python.* its kernel has no Landlock"):
-        Scorer(["reasoning_gym"])
-    Scorer(["math"])  # reads formulas only
+    for reward in sorted(RUN_TEXT):
+        with pytest.raises(
+            UserError, match=rf"'{reward}' may run a completion as a program.* its kernel has no Landlock"
+        ):
+            Scorer([reward])
 
 
 @confined

@@ -8,9 +8,11 @@ system calls exist). Whoever breaks Python in there is held by these, not by Pyt
 
 from __future__ import annotations
 
+import ctypes
 import os
 import platform
 import resource
+import signal
 import sys
 from pathlib import Path
 
@@ -19,12 +21,17 @@ CPU_SECONDS = 600  # should nobody be left to end it
 SYSTEM_LIBRARIES = ("/lib", "/lib64", "/usr/lib", "/usr/lib64", "/usr/local/lib", "/nix/store")
 #: What an interpreter needs for computing and for imports; everything else fails with EPERM.
 SYSTEM_CALLS = frozenset(
-    {"read", "pread64", "write", "close", "lseek", "openat", "open", "getdents64"}  # Landlock judges what is opened
+    {"read", "pread64", "write", "close", "lseek", "getdents64", "uname"}
     | {"stat", "fstat", "lstat", "newfstatat", "statx", "readlink", "readlinkat", "access", "faccessat", "faccessat2"}
     | {"mmap", "munmap", "mprotect", "mremap", "brk", "madvise", "futex", "getrandom", "getpid", "gettid"}
     | {"rt_sigaction", "rt_sigprocmask", "rt_sigreturn", "sigaltstack", "sched_yield", "restart_syscall"}
     | {"clock_gettime", "clock_nanosleep", "gettimeofday", "exit", "exit_group"}
 )
+#: To open for reading: the place of the flags among the arguments. Landlock judges what may be opened, but knows
+#: nothing of truncation before Linux 6.2.
+OPENING = {"openat": 2, "open": 1}
+WRITING = os.O_ACCMODE | os.O_CREAT | os.O_TRUNC | os.O_APPEND | getattr(os, "O_TMPFILE", 0) & ~os.O_DIRECTORY
+PR_SET_PDEATHSIG = 1
 
 
 def missing() -> str:
@@ -52,6 +59,7 @@ def confine(keep: int) -> None:
     import landlockpy
     import seccompy
 
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     nothing = os.open(os.devnull, os.O_RDWR)
     held = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     for limit, value in (
@@ -68,9 +76,10 @@ def confine(keep: int) -> None:
             rules.allow_path(place, reading)
         rules.restrict()
     calls = seccompy.Filter(default=seccompy.Action.ERRNO | 1)  # EPERM
-    for name in SYSTEM_CALLS:
+    for name in SYSTEM_CALLS | OPENING.keys():
+        reads = [seccompy.ArgCmp(OPENING[name], seccompy.CmpOp.MASKED_EQ, 0, WRITING)] if name in OPENING else None
         try:
-            calls.allow(name)
+            calls.allow(name, args=reads)
         except ValueError:  # aarch64 never had open, stat, lstat, access and readlink
             continue
     for descriptor in (0, 1, 2):
@@ -81,6 +90,8 @@ def confine(keep: int) -> None:
 
 
 def _readable() -> list[str]:
-    """Where Python and its packages are: `sys.path` holds no working directory in a process started with -P."""
-    places = {sys.prefix, sys.base_prefix, *SYSTEM_LIBRARIES, *sys.path}
+    """Where Python is, and the packages that are loaded. Not `sys.path`: a project's own folder may stand there."""
+    packages = {name.partition(".")[0] for name in sys.modules}
+    files = (getattr(sys.modules.get(package), "__file__", None) for package in packages)
+    places = {sys.prefix, sys.base_prefix, *SYSTEM_LIBRARIES, *(os.path.dirname(file) for file in files if file)}
     return sorted(place for place in places if os.path.isabs(place) and place != "/" and os.path.exists(place))

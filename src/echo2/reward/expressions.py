@@ -2,7 +2,8 @@
 
 reasoning-gym passes answers to `eval`, and both it and math-verify pass them to sympy's `parse_expr`, which evaluates
 text as well. `disarm` and `disarm_eval` replace the two in this process: lists, numbers and formulas still mean what
-they meant; anything else raises ValueError, which scorers take for a wrong answer.
+they meant; anything else raises ValueError, which scorers take for a wrong answer. There are more ways from text to
+code (sympy's `lambdify` prints the names of symbols into a program), so `forbid_code` then stops every other one.
 """
 
 from __future__ import annotations
@@ -10,6 +11,10 @@ from __future__ import annotations
 import ast
 import re
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+from types import FrameType
 from typing import Any
 
 MAX_EXPRESSION_CHARS = 10_000
@@ -23,16 +28,22 @@ _ARITHMETIC = (
     ast.Constant,
 )
 _LITERALS = (*_ARITHMETIC, ast.List, ast.Tuple, ast.Set, ast.Dict, ast.Load)
-_FORMULAS = (*_ARITHMETIC, ast.Name, ast.Call, ast.Load)
+_FORMULAS = (*_ARITHMETIC, ast.Name, ast.Call, ast.Tuple, ast.Load)
 _FUNCTIONS = frozenset(
     {"sin", "cos", "tan", "sec", "csc", "cot", "asin", "acos", "atan", "asec", "acsc", "acot", "atan2"}
     | {"sinh", "cosh", "tanh", "sech", "csch", "coth", "asinh", "acosh", "atanh", "exp", "log", "ln", "sqrt", "cbrt"}
-    | {"Integral", "root", "erf", "Abs", "abs", "sign", "floor", "ceiling", "factorial", "binomial", "gcd", "lcm"}
+    | {"acoth", "asech", "acsch", "sinc", "erf", "erfc", "Ei", "li", "Si", "Ci", "gamma", "loggamma", "Heaviside"}
+    | {"Integral", "Rational", "Pow", "root", "Abs", "abs", "sign", "floor", "ceiling", "factorial", "binomial"}
+    | {"gcd", "lcm"}
 )
+#: Modules that write programs of numbers alone: of how many variables a polynomial has.
+_WRITERS = frozenset({"sympy.polys.monomials"})
+_is_reading = False  # of the audit hook, which lives as long as the process
 
 
+@cache
 def disarm() -> None:
-    """Replace `parse_expr` in sympy, before anything that imports it by name is imported.
+    """Replace `parse_expr` in sympy, once, before anything that imports it by name is imported.
 
     Raises:
         ImportError: sympy is not installed.
@@ -45,7 +56,8 @@ def disarm() -> None:
 
     def parse_expr(s: str, *arguments: Any, **options: Any) -> Any:
         _check_formula(s)
-        return original(s, *arguments, **options)
+        with _reading():
+            return original(s, *arguments, **options)
 
     for module in (sympy, parsing, sympy_parser):
         vars(module)["parse_expr"] = parse_expr
@@ -58,6 +70,36 @@ def disarm_eval(package: str) -> None:
             vars(module)["eval"] = evaluate
 
 
+def forbid_code() -> None:
+    """From now on this process compiles and runs no text but what was read above, and modules that are imported."""
+    sys.addaudithook(_refuse_code)
+
+
+def _refuse_code(event: str, arguments: tuple[Any, ...]) -> None:
+    if event not in ("compile", "exec") or _is_reading:
+        return
+    if event == "exec" and not arguments[0].co_filename.startswith("<"):
+        return  # a module's
+    frame: FrameType | None = sys._getframe(1)
+    if frame is not None and frame.f_globals.get("__name__") in _WRITERS:
+        return
+    while frame is not None:
+        if frame.f_code.co_filename.startswith("<frozen importlib."):
+            return  # modules make classes of text while they are imported
+        frame = frame.f_back
+    raise PermissionError(f"text was about to run as a program ({event})")
+
+
+@contextmanager
+def _reading() -> Iterator[None]:
+    global _is_reading
+    before, _is_reading = _is_reading, True
+    try:
+        yield
+    finally:
+        _is_reading = before
+
+
 def evaluate(text: str, *_: Any) -> Any:
     """The value of a literal, or of arithmetic on literals.
 
@@ -65,7 +107,8 @@ def evaluate(text: str, *_: Any) -> Any:
         ValueError: it is anything else, or too long. SyntaxError, ArithmeticError, TypeError: as Python does.
     """
     tree = _parsed(text, _LITERALS)
-    return eval(compile(tree, "<answer>", "eval"), {"__builtins__": {}})  # nothing in it can name or call anything
+    with _reading():
+        return eval(compile(tree, "<answer>", "eval"), {"__builtins__": {}})  # nothing in it can name or call anything
 
 
 def _check_formula(text: str) -> None:
@@ -81,7 +124,8 @@ def _check_formula(text: str) -> None:
 def _parsed(text: str, allowed: tuple[type[ast.AST], ...]) -> ast.Expression:
     if len(text) > MAX_EXPRESSION_CHARS:
         raise ValueError(f"no expression of at most {MAX_EXPRESSION_CHARS} characters")
-    tree = ast.parse(text.strip(), mode="eval")
+    with _reading():
+        tree = ast.parse(text.strip(), mode="eval")
     for node in ast.walk(tree):
         if not isinstance(node, allowed):
             raise ValueError(f"no plain expression: it holds {type(node).__name__}")

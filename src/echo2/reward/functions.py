@@ -14,7 +14,7 @@ from decimal import Decimal
 from typing import Any
 
 from echo2.errors import InvariantError, UserError
-from echo2.reward import confinement, sandbox, text_scorers
+from echo2.reward import confinement, sandbox
 
 Completion = str | Sequence[Mapping[str, str]]
 
@@ -61,10 +61,7 @@ def math_match(completions: Sequence[Completion], answer: Sequence[Any], **_: An
 def reasoning_gym_score(
     completions: Sequence[Completion], reasoning_gym: Sequence[Mapping[str, Any]], **_: Any
 ) -> list[float | None]:
-    """The generator's own score in [0, 1] of what stands in the last <answer> tags, or else of everything.
-
-    Its scorers run some answers as Python, so this reward exists only where they can be confined.
-    """
+    """The generator's own score in [0, 1] of what stands in the last <answer> tags, or else of everything."""
     return _in_sandbox("reasoning_gym", completions, reasoning_gym)
 
 
@@ -117,8 +114,11 @@ def unusable(name: str) -> str:
     """Why a built-in reward cannot be computed here; nothing if it can."""
     if name in REQUIRES and importlib.util.find_spec(REQUIRES[name][0]) is None:
         return "needs {}: {}.".format(*REQUIRES[name])
-    if name in text_scorers.ONLY_CONFINED and (reason := confinement.missing()):
-        return f"{text_scorers.NEEDS_SANDBOX} {reason}."
+    if name in RUN_TEXT and (reason := confinement.missing()):
+        return (
+            f"may run a completion as a program, and this machine has no sandbox for it: {reason}. Run the head on one "
+            "that has, or write a reward of your own."
+        )
     return ""
 
 

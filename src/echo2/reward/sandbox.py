@@ -54,9 +54,8 @@ class Sandbox:
         return [float(score) for score in answer["scores"]]
 
     def close(self) -> None:
-        """End the process; the next call starts another."""
-        with self._turn:
-            self._kill()
+        """End the process, also while it scores; the next call starts another."""
+        self._kill()
 
     def _running(self) -> subprocess.Popen[bytes]:
         if self._process is None:

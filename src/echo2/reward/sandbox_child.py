@@ -20,16 +20,18 @@ from typing import Any, NoReturn
 
 from echo2 import pipes
 from echo2.errors import UserError
-from echo2.reward import confinement, text_scorers
+from echo2.reward import confinement, expressions, text_scorers
 from echo2.reward.text_scorers import Score
 
 COMPLETION_SECONDS = 5.0  # for each completion, and
-GROUP_SECONDS = 30.0  # when a group has cost so much,
-LATER_SECONDS = 1.0  # for each of what is left
+GROUP_SECONDS = 20.0  # when a group has cost so much,
+LATER_SECONDS = 0.5  # for each of what is left
 CONFINE_SECONDS = 30.0
+UNREADABLE_COLUMN = "finds no mathematics that math-verify can read in the column 'answer'"
 
 _NUMBER = struct.Struct("<d")
 _READY = -1.0  # what a fork sends first, once it is confined
+_UNREADABLE = -2.0  # instead of a score: the task's own column is at fault
 
 
 def main() -> None:
@@ -43,30 +45,32 @@ def main() -> None:
 
 def _answer(message: dict[str, Any], unconfined: str) -> dict[str, Any]:
     try:
-        if unconfined and message["scorer"] in text_scorers.ONLY_CONFINED:
-            raise UserError(f"{text_scorers.NEEDS_SANDBOX} {unconfined}")
+        if unconfined:
+            raise UserError(f"needs a sandbox, which this machine has not: {unconfined}")
         scorer = text_scorers.make_scorer(message["scorer"], message["column"])
-        return {"scores": _scores(scorer, message["texts"], not unconfined)}
+        return {"scores": _scores(scorer, message["texts"])}
     except UserError as error:
         return {"failed": str(error)}
-    except (KeyError, TypeError, ValueError, SyntaxError) as error:
+    except text_scorers.UnreadableColumn:
+        return {"failed": f"{UNREADABLE_COLUMN}: {message['column']!r}"}
+    except (ImportError, KeyError, TypeError, ValueError, SyntaxError) as error:
         return {"failed": f"cannot read its column: {type(error).__name__}: {error}"}
 
 
-def _scores(scorer: Score, texts: Sequence[str], confined: bool) -> list[float]:
+def _scores(scorer: Score, texts: Sequence[str]) -> list[float]:
     scores: list[float] = []
     started = time.monotonic()
     while len(scores) < len(texts):
-        scores += _scores_of_a_fork(scorer, texts[len(scores) :], confined, started + GROUP_SECONDS)
+        scores += _scores_of_a_fork(scorer, texts[len(scores) :], started + GROUP_SECONDS)
     return scores
 
 
-def _scores_of_a_fork(scorer: Score, texts: Sequence[str], confined: bool, patient_until: float) -> list[float]:
+def _scores_of_a_fork(scorer: Score, texts: Sequence[str], patient_until: float) -> list[float]:
     """Scores of the first texts: of all, or up to the one that ended the fork."""
     from_fork, to_parent = os.pipe()
     fork = os.fork()
     if fork == 0:
-        _score_confined(scorer, texts, confined, to_parent)
+        _score_confined(scorer, texts, to_parent)
     os.close(to_parent)
     try:
         if _number(from_fork, CONFINE_SECONDS) != _READY:
@@ -75,6 +79,8 @@ def _scores_of_a_fork(scorer: Score, texts: Sequence[str], confined: bool, patie
         while len(scores) < len(texts):
             is_patient = time.monotonic() < patient_until
             number = _number(from_fork, COMPLETION_SECONDS if is_patient else LATER_SECONDS)
+            if number == _UNREADABLE:
+                raise text_scorers.UnreadableColumn
             scores.append(number if number is not None and 0.0 <= number <= 1.0 else 0.0)
             if number is None:
                 break
@@ -93,16 +99,17 @@ def _number(pipe: int, seconds: float) -> float | None:
     return float(_NUMBER.unpack(data)[0]) if len(data) == _NUMBER.size else None
 
 
-def _score_confined(scorer: Score, texts: Sequence[str], confined: bool, to_parent: int) -> NoReturn:
+def _score_confined(scorer: Score, texts: Sequence[str], to_parent: int) -> NoReturn:
     """In the fork. Nothing may leave this function: behind it is the loop of the process that forked."""
     try:
-        if confined:
-            _confine(to_parent)
+        _confine(to_parent)
         os.write(to_parent, _NUMBER.pack(_READY))
         for text in texts:
             try:
                 score = scorer(text)
-            except (Exception, RecursionError, MemoryError):
+            except text_scorers.UnreadableColumn:
+                score = _UNREADABLE
+            except Exception:
                 # Some generators parse the answer without a guard (prime_factorization raises ValueError on a word).
                 # The entry is what their own code made, so what they cannot read is a wrong answer.
                 score = 0.0
@@ -114,6 +121,7 @@ def _score_confined(scorer: Score, texts: Sequence[str], confined: bool, to_pare
 def _confine(keep: int) -> None:
     try:
         confinement.confine(keep)
+        expressions.forbid_code()
     except OSError:
         traceback.print_exc()  # for the log of who asked; no completion was read yet
         os._exit(1)

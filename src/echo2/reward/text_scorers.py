@@ -1,7 +1,7 @@
 """Scorers of other people's libraries, which run the text they score: reasoning-gym's and math-verify's.
 
-They are called in a confined process alone (`sandbox_child.py`). Each is made from what the head knows, and then given
-one completion after the other: `make(column) -> (text -> score in [0, 1])`.
+They are called in a confined process alone (`sandbox_child.py`). Each is made from what the head knows, before that
+process gives up its rights, and then given one completion after the other: `make(column) -> (text -> score in [0, 1])`.
 """
 
 from __future__ import annotations
@@ -17,14 +17,13 @@ from echo2.reward import expressions
 
 Score = Callable[[str], float]
 
+
+class UnreadableColumn(Exception):
+    """A scorer, given its first completion, finds that the task's own column is no answer."""
+
+
 MAX_ANSWER_CHARS = 100_000
 MAX_MATH_CHARS = 10_000  # at the end of a completion, where its answer is; reading takes longer than in proportion
-ONLY_CONFINED = frozenset({"reasoning_gym"})  # they run answers as Python; math-verify reads formulas only
-NEEDS_SANDBOX = (
-    "runs answers as Python, and this machine has no sandbox for it. Run the head on one that has, or write a "
-    "reward of your own. What is missing here:"
-)
-NOT_MATHEMATICS = "finds no mathematics that math-verify can read in the column 'answer'"
 
 
 def make_scorer(name: str, column: Any) -> Score:
@@ -74,15 +73,18 @@ def _generator(name: str, params_json: str) -> Any:
 
 def _mathematics(column: Any) -> Score:
     parse, verify = _math_verify()
-    # Its own time limit is an alarm; here a process is ended that takes too long.
-    gold_text = final_answer(str(column))
-    gold = parse(gold_text, parsing_timeout=0) or parse(f"${gold_text}$", parsing_timeout=0)
-    if not gold:
-        raise UserError(f"{NOT_MATHEMATICS}: {column!r}")
+
+    @cache
+    def gold() -> Any:  # read where completions are: rows may come from strangers too
+        text = final_answer(str(column))
+        found = parse(text, parsing_timeout=0) or parse(f"${text}$", parsing_timeout=0)
+        if not found:
+            raise UnreadableColumn
+        return found
 
     def score(text: str) -> float:
         found = parse(final_answer(text[-MAX_MATH_CHARS:]), parsing_timeout=0)
-        return float(verify(gold, found, timeout_seconds=0))
+        return float(verify(gold(), found, timeout_seconds=0))  # 0: what takes too long is ended from outside
 
     return score
 
@@ -91,6 +93,7 @@ def _mathematics(column: Any) -> Score:
 def _math_verify() -> tuple[Callable[..., Any], Callable[..., bool]]:
     """`parse` and `verify`, once used: a fork inherits the grammar's tables, which take 30 ms to build."""
     expressions.disarm()
+    import numpy  # noqa: F401 (sympy's numerics do, but a fork could not)
     from math_verify import parse, verify
 
     verify(parse("\\boxed{\\frac{1}{2}}", parsing_timeout=0), parse("$0.5$", parsing_timeout=0), timeout_seconds=0)

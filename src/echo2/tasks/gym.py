@@ -2,7 +2,7 @@
 
 A scorer reads the whole entry, and some tell tuples from lists and integer keys from text, which JSON does not. So the
 entry travels as a Python literal, which `ast.literal_eval` gives back exactly. The same column on the reading side:
-`echo2/reward/gym.py`.
+`echo2/reward/text_scorers.py`.
 """
 
 from __future__ import annotations
