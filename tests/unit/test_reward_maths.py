@@ -45,7 +45,7 @@ def test_answers_as_they_are_written(answer: str, right: tuple[str, ...], wrong:
     ],
 )
 def test_formulas_that_sympy_must_simplify(answer: str, completion: str) -> None:
-    """It compiles programs for polynomials as it goes: the only ones that run where completions are read."""
+    """It compiles programs for polynomials and integrals: the only ones that run where completions are read."""
     assert scores(answer, completion, "$x+17$") == [1.0, 0.0]
 
 

@@ -232,7 +232,7 @@ for wall in sys.argv[4].split():
     if wall == "reading":
         sandbox_child.expressions.forbid_code = lambda: None
     if wall == "rights":
-        sandbox_child.confinement.confine = lambda keep: None
+        sandbox_child.confinement.confine = lambda keep, parent: None
 def scorer(text):
     eval(text)
     return 1.0

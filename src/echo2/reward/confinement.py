@@ -50,8 +50,10 @@ def missing() -> str:
     return ""
 
 
-def confine(keep: int) -> None:
-    """Give up everything but computing, Python's own files and the descriptor `keep`. For a process of one thread.
+def confine(keep: int, parent: int) -> None:
+    """Give up everything but computing, Python's own files and the descriptor `keep`; end when process `parent` does.
+
+    For a process of one thread.
 
     Raises:
         OSError: the kernel refuses; the process still has its rights and must not go on.
@@ -60,6 +62,8 @@ def confine(keep: int) -> None:
     import seccompy
 
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        raise ProcessLookupError(f"process {parent}, which asked, is gone")
     nothing = os.open(os.devnull, os.O_RDWR)
     held = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     for limit, value in (

@@ -36,8 +36,8 @@ _FUNCTIONS = frozenset(
     | {"Integral", "Rational", "Pow", "root", "Abs", "abs", "sign", "floor", "ceiling", "factorial", "binomial"}
     | {"gcd", "lcm"}
 )
-#: Modules that write programs of numbers alone: of how many variables a polynomial has.
-_WRITERS = frozenset({"sympy.polys.monomials"})
+#: Modules that write programs of numbers alone: how many variables a polynomial has, how many parameters a series.
+_WRITERS = frozenset({"sympy.polys.monomials", "mpmath.libmp.libhyper"})
 _is_reading = False  # of the audit hook, which lives as long as the process
 
 

@@ -68,9 +68,10 @@ def _scores(scorer: Score, texts: Sequence[str]) -> list[float]:
 def _scores_of_a_fork(scorer: Score, texts: Sequence[str], patient_until: float) -> list[float]:
     """Scores of the first texts: of all, or up to the one that ended the fork."""
     from_fork, to_parent = os.pipe()
+    here = os.getpid()
     fork = os.fork()
     if fork == 0:
-        _score_confined(scorer, texts, to_parent)
+        _score_confined(scorer, texts, to_parent, here)
     os.close(to_parent)
     try:
         if _number(from_fork, CONFINE_SECONDS) != _READY:
@@ -99,10 +100,10 @@ def _number(pipe: int, seconds: float) -> float | None:
     return float(_NUMBER.unpack(data)[0]) if len(data) == _NUMBER.size else None
 
 
-def _score_confined(scorer: Score, texts: Sequence[str], to_parent: int) -> NoReturn:
+def _score_confined(scorer: Score, texts: Sequence[str], to_parent: int, parent: int) -> NoReturn:
     """In the fork. Nothing may leave this function: behind it is the loop of the process that forked."""
     try:
-        _confine(to_parent)
+        _confine(to_parent, parent)
         os.write(to_parent, _NUMBER.pack(_READY))
         for text in texts:
             try:
@@ -118,9 +119,9 @@ def _score_confined(scorer: Score, texts: Sequence[str], to_parent: int) -> NoRe
         os._exit(0)
 
 
-def _confine(keep: int) -> None:
+def _confine(keep: int, parent: int) -> None:
     try:
-        confinement.confine(keep)
+        confinement.confine(keep, parent)
         expressions.forbid_code()
     except OSError:
         traceback.print_exc()  # for the log of who asked; no completion was read yet

@@ -83,8 +83,9 @@ def _mathematics(column: Any) -> Score:
         return found
 
     def score(text: str) -> float:
+        wanted = gold()  # before the completion can have taken the memory that it needs
         found = parse(final_answer(text[-MAX_MATH_CHARS:]), parsing_timeout=0)
-        return float(verify(gold(), found, timeout_seconds=0))  # 0: what takes too long is ended from outside
+        return float(verify(wanted, found, timeout_seconds=0))  # 0: what takes too long is ended from outside
 
     return score
 
