@@ -1,5 +1,6 @@
 """The `math` reward on answers as models write them, right, wrong and hostile."""
 
+import os
 from array import array
 
 import pytest
@@ -42,6 +43,7 @@ def test_answers_as_they_are_written(answer: str, right: tuple[str, ...], wrong:
         ("$1/2$", "$\\int_0^1 x dx$"),
         ("$\\sin^2 x+\\cos^2 x$", "$1$"),
         ("$x^2-1$", "$(x-1)(x+1)$"),
+        ("0.310268", "$\\int_0^1 \\sin(x^2) dx$"),
     ],
 )
 def test_formulas_that_sympy_must_simplify(answer: str, completion: str) -> None:
@@ -61,7 +63,7 @@ def test_a_completion_costs_no_more_than_its_limits() -> None:
     assert scores("42", *hostile, "#### 42") == [0.0] * len(hostile) + [1.0]
 
 
-def test_a_group_that_has_cost_enough_gets_a_second_for_each_rollout(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_group_that_has_cost_enough_gets_less_time_for_each_rollout(monkeypatch: pytest.MonkeyPatch) -> None:
     given: list[float] = []
     numbers = iter([sandbox_child._READY, 1.0, None, sandbox_child._READY, 1.0])
     clock = iter([0.0, 0.0, sandbox_child.GROUP_SECONDS - 1, sandbox_child.GROUP_SECONDS])
@@ -71,7 +73,7 @@ def test_a_group_that_has_cost_enough_gets_a_second_for_each_rollout(monkeypatch
         return next(numbers)
 
     monkeypatch.setattr(sandbox_child, "_number", number)
-    monkeypatch.setattr(sandbox_child, "_score_confined", lambda *_: __import__("os")._exit(0))
+    monkeypatch.setattr(sandbox_child, "_score_confined", lambda *_: os._exit(0))
     monkeypatch.setattr(sandbox_child.time, "monotonic", lambda: next(clock))
     assert sandbox_child._scores(lambda text: 1.0, ["1", "2", "3"]) == [1.0, 0.0, 1.0]
     wait = sandbox_child.CONFINE_SECONDS

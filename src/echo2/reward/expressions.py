@@ -19,14 +19,7 @@ from typing import Any
 
 MAX_EXPRESSION_CHARS = 10_000
 _FORMULA = re.compile(r"[A-Za-z0-9_+\-*/%().,\s]*", re.ASCII)  # no quotes, brackets, comments, lambdas or assignments
-_ARITHMETIC = (
-    ast.Expression,
-    ast.BinOp,
-    ast.UnaryOp,
-    ast.operator,
-    ast.unaryop,
-    ast.Constant,
-)
+_ARITHMETIC = (ast.Expression, ast.BinOp, ast.UnaryOp, ast.operator, ast.unaryop, ast.Constant)
 _LITERALS = (*_ARITHMETIC, ast.List, ast.Tuple, ast.Set, ast.Dict, ast.Load)
 _FORMULAS = (*_ARITHMETIC, ast.Name, ast.Call, ast.Tuple, ast.Load)
 _FUNCTIONS = frozenset(

@@ -21,6 +21,7 @@ from echo2.errors import PeerError, UserError
 STARTUP_SECONDS = 120.0  # imports of the scorer's library
 SECONDS_PER_COMPLETION = 10.0  # beyond what `sandbox_child.py` lets one take
 EXIT_SECONDS = 5.0
+#: One thread, because the process forks; the rest makes scores the same on every machine.
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "PYTHONHASHSEED": "0", "PYTHONUTF8": "1"}
 
 
@@ -55,7 +56,11 @@ class Sandbox:
 
     def close(self) -> None:
         """End the process, also while it scores; the next call starts another."""
-        self._kill()
+        process = self._process
+        if process is not None:
+            process.kill()  # a call under way ends by it
+        with self._turn:
+            self._kill()
 
     def _running(self) -> subprocess.Popen[bytes]:
         if self._process is None:

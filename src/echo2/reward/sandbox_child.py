@@ -103,7 +103,8 @@ def _number(pipe: int, seconds: float) -> float | None:
 def _score_confined(scorer: Score, texts: Sequence[str], to_parent: int, parent: int) -> NoReturn:
     """In the fork. Nothing may leave this function: behind it is the loop of the process that forked."""
     try:
-        _confine(to_parent, parent)
+        confinement.confine(to_parent, parent)
+        expressions.forbid_code()
         os.write(to_parent, _NUMBER.pack(_READY))
         for text in texts:
             try:
@@ -115,17 +116,10 @@ def _score_confined(scorer: Score, texts: Sequence[str], to_parent: int, parent:
                 # The entry is what their own code made, so what they cannot read is a wrong answer.
                 score = 0.0
             os.write(to_parent, _NUMBER.pack(score if math.isfinite(score) else 0.0))
+    except Exception:
+        traceback.print_exc()  # for the log of the process that asked; a fork without rights has no log
     finally:
         os._exit(0)
-
-
-def _confine(keep: int, parent: int) -> None:
-    try:
-        confinement.confine(keep, parent)
-        expressions.forbid_code()
-    except OSError:
-        traceback.print_exc()  # for the log of who asked; no completion was read yet
-        os._exit(1)
 
 
 if __name__ == "__main__":

@@ -15,15 +15,14 @@ from typing import Any
 from echo2.errors import UserError
 from echo2.reward import expressions
 
+MAX_ANSWER_CHARS = 100_000
+MAX_MATH_CHARS = 10_000  # at the end of a completion, where its answer is; reading takes longer than in proportion
+
 Score = Callable[[str], float]
 
 
 class UnreadableColumn(Exception):
     """A scorer, given its first completion, finds that the task's own column is no answer."""
-
-
-MAX_ANSWER_CHARS = 100_000
-MAX_MATH_CHARS = 10_000  # at the end of a completion, where its answer is; reading takes longer than in proportion
 
 
 def make_scorer(name: str, column: Any) -> Score:
