@@ -117,6 +117,14 @@ def _parse_ticket(text: str) -> Ticket:
     )
 
 
+@dataclass(frozen=True, slots=True)
+class Member:
+    """By which ticket a peer enrolled, and whether that is for machines of the run's owner."""
+
+    ticket_id: str
+    is_own: bool
+
+
 class RunIdentity:
     """The head's side: the run's CA and server certificate, tickets given out, members and revocations."""
 
@@ -149,12 +157,18 @@ class RunIdentity:
                 f"Cannot use the run's identity in {directory}: {error}. Restore it from a copy."
             ) from error
 
-    def make_ticket(self, role: str, address: str, uses: int, hours: float) -> str:
-        """A ticket that admits `uses` peers as worker or learner within `hours`."""
+    def make_ticket(self, role: str, address: str, uses: int, hours: float, is_own: bool = False) -> str:
+        """A ticket that admits `uses` peers as worker or learner within `hours`. `is_own`: for machines of the run's
+        owner, which are believed more than those of strangers."""
         ticket_id, key = secrets.token_hex(8), ec.generate_private_key(ec.SECP256R1())
         until = _now() + datetime.timedelta(hours=hours)
         certificate = self._sign(f"join-{role}:{ticket_id}", key.public_key(), until)
-        self._book["tickets"][ticket_id] = {"role": role, "uses": uses, "expires": time.time() + hours * 3600}
+        self._book["tickets"][ticket_id] = {
+            "role": role,
+            "uses": uses,
+            "expires": time.time() + hours * 3600,
+            "is_own": is_own,
+        }
         self._save()
         plain = {
             "v": TICKET_VERSION,
@@ -199,6 +213,18 @@ class RunIdentity:
         until = _now() + datetime.timedelta(days=CERTIFICATE_DAYS)
         certificate = self._sign(f"{role}:{peer_id}", key, until, peer_name(peer_id))
         return peer_id, certificate.public_bytes(serialization.Encoding.DER)
+
+    def member(self, peer_id: str) -> Member:
+        """Whose machine an enrolled peer is.
+
+        Raises:
+            PeerError: "unknown", nobody enrolled under this id.
+        """
+        entry = self._book["members"].get(peer_id)
+        if entry is None:
+            raise PeerError("unknown", f"nobody enrolled as {peer_id}")
+        ticket = self._book["tickets"].get(entry["ticket"], {})
+        return Member(entry["ticket"], bool(ticket.get("is_own")))
 
     def revoke(self, peer_id: str) -> None:
         """Refuse this peer from now on, at every call; also heeded by a head that is running.
