@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import os
 import signal
+import sys
 
 from echo2.errors import InvariantError, UserError
 from echo2.reward.functions import BUILT_IN
@@ -38,6 +40,14 @@ async def run_head(rundir: RunDir) -> None:
         await _serve(rundir)
 
 
+def forbid_torch() -> None:
+    """For the whole process: it would take seconds and hundreds of megabytes. `transformers` reads tokenizers without
+    it, and says so on each start unless it is told not to.
+    """
+    sys.modules.setdefault("torch", None)  # type: ignore[arg-type]  # Python's own way to stop an import
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
+
+
 async def _serve(rundir: RunDir) -> None:
     config = rundir.read_config()
     rundir.outcome.unlink(missing_ok=True)  # that of an earlier head
@@ -54,7 +64,9 @@ async def _serve(rundir: RunDir) -> None:
     address = f"{config.head.advertise or config.head.host}:{bound}"
     for path, role in ((rundir.ticket, "worker"), (rundir.learner_ticket, "learner")):
         if not path.exists() or Ticket.parse(f"@{path}").address != address:
-            write_atomically(path, identity.make_ticket(role, address, TICKET_USES, TICKET_HOURS, is_own=True), mode=0o600)
+            write_atomically(
+                path, identity.make_ticket(role, address, TICKET_USES, TICKET_HOURS, is_own=True), mode=0o600
+            )
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, head.end, "stopped", TOLD_TO_STOP)
