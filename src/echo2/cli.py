@@ -172,13 +172,6 @@ def _add_processes(commands: argparse._SubParsersAction[argparse.ArgumentParser]
         "--max-groups", type=int, default=0, help="groups to sample together at most (0: as the run asks)"
     )
     parser.add_argument(
-        "--allow-reward",
-        action="append",
-        default=[],
-        metavar="SPEC",
-        help="a reward installed here that the run may use",
-    )
-    parser.add_argument(
         "--allow-environment",
         action="append",
         default=[],
@@ -256,11 +249,12 @@ def _head(options: argparse.Namespace) -> int:
     import asyncio
 
     from echo2.runtime import launch, lifeline
-    from echo2.runtime.head_process import run_head
+    from echo2.runtime.head_process import forbid_torch, run_head
 
     lifeline.hold_on()
     _log_to_stderr()
     rundir = launch.open_run(options.target, options.out, options.resume, options.overrides, options.like)
+    forbid_torch()
     asyncio.run(run_head(rundir))
     return 0
 
@@ -286,7 +280,6 @@ def _worker(options: argparse.Namespace) -> int:
         device=options.device,
         price_usd_per_hour=options.price_usd_per_hour,
         max_groups=options.max_groups,
-        allow_rewards=tuple(options.allow_reward),
         allow_environments=tuple(options.allow_environment),
         patience_seconds=options.patience_seconds,
         listen=options.listen,

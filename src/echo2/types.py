@@ -125,7 +125,7 @@ class Rollout:
     loss_mask     [T] one byte a token: 1 = sampled by the policy (trained on), 0 = written by the environment
     version_spans ((first token index, policy version), ...): the version of each token, run-length coded, ascending
     finish        "stop" (end token, or the environment ended it) or "length" (cut off at max_tokens or max_turns)
-    text          the decoded tokens, for rewards and people
+    text          the decoded tokens, for rewards and people; empty until the head has decoded them
     reward        weighted sum of `reward_parts`; None until scored
     reward_parts  by name of the function; before scoring, `environment` alone: what the environment gave
     support_tokens, support_offsets
@@ -138,7 +138,7 @@ class Rollout:
     loss_mask: bytes
     version_spans: tuple[tuple[int, int], ...]
     finish: FinishReason
-    text: str
+    text: str = ""
     reward: float | None = None
     reward_parts: Mapping[str, float] = field(default_factory=dict)
     support_tokens: array[int] | None = None
@@ -256,19 +256,21 @@ class Wait:
 
 @dataclass(frozen=True, slots=True)
 class Assignment:
-    """A lease with all that a worker needs to work on it: it asks no hub and no head again.
+    """A lease with all that a worker needs to work on it, and no more: it asks no hub and no head again, and nothing
+    here tells it what would be rewarded.
 
-    `rewards` are the reward functions the worker computes (`weights` one each); empty means that the head scores.
     `environment` answers the policy's turns, `max_turns` of them at most; empty: one turn, and nobody answers.
+    `is_chat`: the prompt was chat messages, so the environment's words are too. `columns`: what the environment begins
+    with, or the attempts to be replayed; else none.
     """
 
     lease: Lease
-    task: Task
+    prompt_tokens: array[int]
     params: SamplingParams
-    rewards: tuple[str, ...] = ()
-    weights: tuple[float, ...] = ()
+    columns: Mapping[str, Any] = field(default_factory=dict)
     environment: str = ""
     max_turns: int = 1
+    is_chat: bool = False
 
 
 @dataclass(frozen=True, slots=True)

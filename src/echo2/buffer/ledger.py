@@ -149,7 +149,6 @@ class Ledger:
         newest_version: int,
         num_tokens: int,
         seconds: float,
-        is_scored: bool,
         now: float,
     ) -> None:
         """A valid result for an open group. `seconds` is what generating it took.
@@ -160,11 +159,11 @@ class Ledger:
         """
         _check_size(number, payload)
         with self._transaction():
-            self._move(number, "deliver_scored" if is_scored else "deliver")
+            self._move(number, "deliver")
             self._execute(
                 "UPDATE groups SET worker_id = ?, oldest_version = ?, newest_version = ?, num_tokens = ?, seconds = ?, "
-                "delivered_at = ?, scored_at = iif(state = 'ready', ?, NULL) WHERE number = ?",
-                (worker_id, oldest_version, newest_version, num_tokens, seconds, now, now, number),
+                "delivered_at = ? WHERE number = ?",
+                (worker_id, oldest_version, newest_version, num_tokens, seconds, now, number),
             )
             self._execute("INSERT INTO payloads (number, data) VALUES (?, ?)", (number, payload))
             self._execute("DELETE FROM portions WHERE number = ?", (number,))

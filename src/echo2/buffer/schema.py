@@ -27,7 +27,7 @@ BUSY_SECONDS = 5.0  # how long a transaction waits for another process before it
 
 TRANSITIONS: Mapping[str, Mapping[str, str]] = MappingProxyType(
     {
-        "open": {"deliver": "delivered", "deliver_scored": "ready", "retire": "retired"},
+        "open": {"deliver": "delivered", "retire": "retired"},
         "delivered": {"score": "ready", "retire": "retired"},
         "ready": {"train": "trained", "retire": "retired"},
         "trained": {"fall_back": "ready"},

@@ -29,11 +29,10 @@ class IssueGroup(Command):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GrantLeases(Command):
-    """Durable, then sent: the worker samples these groups together. `worker_scores`: it computes the rewards too."""
+    """Durable, then sent: the worker samples these groups together."""
 
     worker_id: str
     leases: tuple[Lease, ...]
-    worker_scores: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,7 +78,7 @@ class RefuseDelivery(Command):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScoreGroup(Command):
-    """The head's reward process is to score this delivered group."""
+    """The reward process beside the head is to score this delivered group."""
 
     group: GroupRef
 

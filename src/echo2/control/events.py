@@ -120,14 +120,13 @@ class CheckpointSaved:
 
 @dataclass(frozen=True, slots=True)
 class WorkerJoined:
-    """A worker attends (again). `held_leases` are leases it still works on; `rewards` the reward functions installed
-    there; `offer` what its machine was rented as, if the planner asked for it.
+    """A worker attends (again). `held_leases` are leases it still works on; `offer` what its machine was rented
+    as, if the planner asked for it.
     """
 
     worker_id: str
     capacity_groups: int
     price_usd_per_hour: float
-    rewards: tuple[str, ...]
     installed: SnapshotRef | None
     held_leases: tuple[int, ...] = ()
     offer: str = ""
@@ -159,9 +158,7 @@ class WorkerLeft:
 
 @dataclass(frozen=True, slots=True)
 class GroupDelivered:
-    """A well-formed result came in. Its payload waits at the driver for `AcceptDelivery` or `RefuseDelivery`.
-    `is_flat`: it is scored, and its rewards are all equal.
-    """
+    """A well-formed result came in. Its payload waits at the driver for `AcceptDelivery` or `RefuseDelivery`."""
 
     worker_id: str
     lease_id: int
@@ -170,8 +167,6 @@ class GroupDelivered:
     oldest_version: int
     newest_version: int
     num_tokens: int
-    is_scored: bool
-    is_flat: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,16 +198,8 @@ class GroupScored:
 
 
 @dataclass(frozen=True, slots=True)
-class SiblingsDiffer:
-    """Attempts of one group, from several workers, do not belong together; which of them lies cannot be told."""
-
-    group: GroupRef
-    detail: str
-
-
-@dataclass(frozen=True, slots=True)
-class ScoringFailed:
-    """The head's reward process could not score a delivered group."""
+class GroupUnfit:
+    """The head found by itself that a group is of no use: its prompt can't be made, or its reward function failed."""
 
     group: GroupRef
     reason: str
@@ -248,8 +235,7 @@ Event = (
     | DeliveryMalformed
     | LeaseFailed
     | GroupScored
-    | SiblingsDiffer
-    | ScoringFailed
+    | GroupUnfit
     | RentFailed
     | Tick
 )

@@ -27,7 +27,6 @@ class Worker:
     worker_id: str
     capacity_groups: int
     price_usd_per_hour: float
-    scores: bool
     installed: SnapshotRef | None
     joined_at: float
     detached: bool = False

@@ -78,7 +78,7 @@ def grant_batch(state: PlannerState, worker: Worker, now: float) -> bool:
     steps = sorted({lease.step for lease in leases})
     reason = f"room at the worker for {leases[0].group.kind} groups of step{'s' if len(steps) > 1 else ''} "
     reason += ", ".join(map(str, steps))
-    state.emit(do.GrantLeases, reason, worker_id=worker.worker_id, leases=tuple(leases), worker_scores=worker.scores)
+    state.emit(do.GrantLeases, reason, worker_id=worker.worker_id, leases=tuple(leases))
     return True
 
 

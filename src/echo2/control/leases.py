@@ -11,7 +11,6 @@ from echo2.types import GroupRef, Lease
 #: Why a worker may fail a lease, and whether another try can help (a prompt stays too long, an engine may recover).
 FAILURES: dict[str, bool] = {
     "prompt_too_long": False,
-    "reward_failed": False,
     "environment_failed": False,
     "log_unfit": False,
     "engine_failed": True,

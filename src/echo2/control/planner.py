@@ -82,9 +82,7 @@ class Planner(PlannerState):
                 results.lease_failed(self, event, now)
             case ev.GroupScored():
                 results.scored(self, event.group, event.is_flat)
-            case ev.SiblingsDiffer():
-                results.give_up(self, event.group, "siblings_differ", event.detail)
-            case ev.ScoringFailed():
+            case ev.GroupUnfit():
                 results.give_up(self, event.group, event.reason, event.detail)
             case ev.RentFailed():
                 standby.rent_failed(self, event.offer, now)
@@ -164,7 +162,7 @@ class Planner(PlannerState):
         if record.state == "pending" and portions.next_unleased(self, record) is None:
             self.groups.move(record, "leased")
         if (worker := self.fleet.get(old.worker_id)) is None:
-            worker = Worker(old.worker_id, 1, 0.0, False, None, now, detached=True)
+            worker = Worker(old.worker_id, 1, 0.0, None, now, detached=True)
             self.fleet.join(worker, now)
         worker.unmeasured_samples += lease.num_samples
 

@@ -83,17 +83,14 @@ def delivered(state: PlannerState, event: ev.GroupDelivered, now: float) -> None
     state.emit(
         do.CloseLease, reason, lease_id=event.lease_id, group=event.group, worker_id=event.worker_id, outcome="accepted"
     )
-    is_scored = event.is_scored and (record is None or record.num_portions == 1)  # by one who saw all siblings
     if record is not None:
         if is_whole:
-            state.groups.move(record, "ready" if is_scored else "delivered")
+            state.groups.move(record, "delivered")
         if not state.options.deterministic:  # there the others keep their batch's shape
             others = portions.leases_of(state, record, lease.first_sample)
             take_back(state, others, "another result came first", "superseded")
-    if is_scored:
-        scored(state, event.group, event.is_flat)
-    elif is_whole:
-        state.emit(do.ScoreGroup, "its reward function runs beside the head", group=event.group)
+    if is_whole:
+        state.emit(do.ScoreGroup, "all its attempts are in", group=event.group)
 
 
 def delivery_malformed(state: PlannerState, event: ev.DeliveryMalformed) -> None:
@@ -184,6 +181,7 @@ def give_up(state: PlannerState, group: GroupRef, why: str, detail: str) -> None
             place[0].done.add(place[1])
             place[0].num_failed += 1
             place[0].waiting.pop(place[1], None)
+        take_back(state, state.leases.of_group(group), detail, "retired")
     else:
         record = state.groups.get(group.number)
         if record is None or record.state not in ("pending", "leased", "delivered"):

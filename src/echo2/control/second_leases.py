@@ -26,7 +26,7 @@ def grant_seconds(state: PlannerState, now: float) -> None:
         lease = granting.lease_of(state, record, late.first_sample, now)
         state.open_lease(worker.worker_id, lease)
         reason = f"group {late.group.number} is late at {holder}: whoever is first"
-        state.emit(do.GrantLeases, reason, worker_id=worker.worker_id, leases=(lease,), worker_scores=worker.scores)
+        state.emit(do.GrantLeases, reason, worker_id=worker.worker_id, leases=(lease,))
         state.settle(now)
 
 

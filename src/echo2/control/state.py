@@ -51,7 +51,6 @@ class PlannerOptions:
     grace_seconds: float = 2.0
     max_failures: int = 8
     seed: int = 0
-    reward_functions: tuple[str, ...] = ()
     eval_size: int = 0
     eval_every: int = 0
     keep_snapshots: int = 2

@@ -13,9 +13,8 @@ def worker_joined(state: PlannerState, event: ev.WorkerJoined, now: float) -> No
     lost = [lease_id for lease_id in state.leases.of_worker(event.worker_id) if lease_id not in event.held_leases]
     for lease_id in lost:
         end_lease(state, lease_id, "lost", "the worker came back without it")
-    scores = bool(state.options.reward_functions) and set(state.options.reward_functions) <= set(event.rewards)
     worker = Worker(
-        event.worker_id, event.capacity_groups, event.price_usd_per_hour, scores, event.installed, now, idle_since=now
+        event.worker_id, event.capacity_groups, event.price_usd_per_hour, event.installed, now, idle_since=now
     )
     worker.samples, worker.offer = state.leases.samples_of(event.worker_id), event.offer
     before = state.fleet.get(event.worker_id)

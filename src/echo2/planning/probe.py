@@ -1,7 +1,7 @@
-"""`echo2 probe`: this machine's rewarded rollouts per second, with the run's own model, prompts, engine and rewards.
+"""`echo2 probe`: this machine's rollouts per second, with the run's own model, prompts and engine.
 
-It does what a worker does, without a head: whole batches, scored. A first batch warms up and does not count. What the
-network and other machines cost is not in it.
+It does what a worker does, without a head: whole batches, which the head would score. A first batch warms up and does
+not count. What the network and other machines cost is not in it.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from typing import TYPE_CHECKING
 from echo2 import config as configuration
 from echo2.control.seeds import group_seed
 from echo2.errors import UserError
-from echo2.reward.score import Scorer
 from echo2.rollout import generate
 from echo2.rollout.engine import Engine, RequestFailure
 from echo2.rollout.engines import make_engine
+from echo2.rollout.tokenizer import encode_prompt, load_tokenizer
 from echo2.tasks.base import TaskStream
 from echo2.tasks.environment_process import open_world
 from echo2.tasks.load import load_tasks
@@ -54,7 +54,7 @@ def run(options: argparse.Namespace) -> int:
     """Measure and print an offer.
 
     Raises:
-        UserError: no such model, tasks or rewards; nothing could be sampled.
+        UserError: no such model or tasks; nothing could be sampled.
     """
     if not (options.seconds > 0 and math.isfinite(options.seconds)):
         raise UserError(f"--seconds {options.seconds} must be above 0.")
@@ -105,7 +105,7 @@ def _config(options: argparse.Namespace) -> configuration.Config:
 
 
 def measure(config: configuration.Config, seconds: float, clock: Callable[[], float] = time.perf_counter) -> Measured:
-    """Sample and score batches for so long, in this process.
+    """Sample batches for so long, in this process.
 
     Raises:
         UserError: as `run`.
@@ -144,7 +144,7 @@ def _load(config: configuration.Config) -> tuple[Engine, Tokenizer]:
     snapshot = Snapshot(SnapshotRef(1, 0), policy.tensors(DTYPES[config.model.snapshot_dtype]), policy.files)
     engine = make_engine(config.workers.engine, config.workers.device, "between")
     engine.load_snapshot(snapshot)
-    return engine, generate.load_tokenizer({name: bytes(data) for name, data in snapshot.files.items()})
+    return engine, load_tokenizer({name: bytes(data) for name, data in snapshot.files.items()})
 
 
 class _Probe:
@@ -156,7 +156,6 @@ class _Probe:
         tasks = load_tasks(config.tasks.source, config.tasks.params, config.run.seed)
         self._config, self._engine, self._tokenizer, self._clock = config, engine, tokenizer, clock
         self._stream = TaskStream(tasks, config.run.seed, config.tasks.shuffle)
-        self._scorer = Scorer(list(config.reward.functions), list(config.reward.weights))
         environment = config.tasks.environment
         self._worlds = {environment: open_world(environment)} if environment else {}
         self._next = 0
@@ -172,14 +171,12 @@ class _Probe:
         numbers = range(self._next, self._next + self._config.sampling.groups_per_batch)
         self._next = numbers.stop
         assignments = [self._assignment(number) for number in numbers]
-        by_lease = {assignment.lease.lease_id: assignment for assignment in assignments}
         failures: list[str] = []
         count, started = 0, self._clock()
 
-        def score(group: RolloutGroup, lease: Lease) -> None:
+        def sampled(group: RolloutGroup, _lease: Lease) -> None:
             nonlocal count
-            scored = self._scorer.score(by_lease[lease.lease_id].task, group.rollouts)
-            count += len(scored)
+            count += len(group.rollouts)
             self.num_tokens += group.num_tokens
             self.group_seconds.append(max(1e-9, self._clock() - started))
 
@@ -192,7 +189,7 @@ class _Probe:
             assignments,
             1,
             "probe",
-            score,
+            sampled,
             failed,
             clock=self._clock,
             worlds=self._worlds,
@@ -206,4 +203,6 @@ class _Probe:
         seed = group_seed(self._config.run.seed, group)
         lease = Lease(number, group, 0, number, self._config.sampling.group_size, 0, 0, 0.0, 0.0, seed)
         turns = (self._config.tasks.environment, self._config.sampling.max_turns)
-        return Assignment(lease, self._stream.task(number), self._config.sampling_params, (), (), *turns)
+        task = self._stream.task(number)
+        prompt = encode_prompt(task, self._tokenizer)
+        return generate.assignment_of(lease, task, prompt, self._config.sampling_params, *turns)

@@ -106,7 +106,7 @@ REQUIRES: Mapping[str, tuple[str, str]] = {
     "reasoning_gym": ("reasoning_gym", "pip install 'echo2[tasks]'"),
 }
 
-#: Rewards whose library runs text. No worker offers them: neither side runs what the other one sent.
+#: Rewards whose library runs text: they are computed in a sandbox.
 RUN_TEXT = frozenset({"math", "reasoning_gym"})
 
 
@@ -120,11 +120,6 @@ def unusable(name: str) -> str:
             "that has, or write a reward of your own."
         )
     return ""
-
-
-def available() -> tuple[str, ...]:
-    """The built-in rewards that a worker with this installation can compute."""
-    return tuple(name for name in BUILT_IN if name not in RUN_TEXT and not unusable(name))
 
 
 def text_of(completion: Completion) -> str:

@@ -1,7 +1,7 @@
-"""Leases in, rollout groups out: tokenise the prompts, sample them as one batch, decode, hand over each complete group.
+"""Leases in, rollout groups out: sample the prompts as one batch, hand over each complete group.
 
-Tokens are made here once and never again: what the engine read and wrote is what the learner trains on. Scoring is
-somebody else's work. Imports without torch.
+What the engine read and wrote is what the learner trains on: nothing is tokenised again. Texts and rewards are somebody
+else's work. Imports without torch.
 """
 
 from __future__ import annotations
@@ -9,67 +9,26 @@ from __future__ import annotations
 import time
 from array import array
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
-from tempfile import TemporaryDirectory
 from types import MappingProxyType
 from typing import Any
 
-from echo2.errors import PeerError, UserError
 from echo2.rollout.engine import Completion, Engine, Outcome, RequestFailure, SampleRequest
-from echo2.rollout.replay import replay
+from echo2.rollout.replay import replay, without_rewards
 from echo2.rollout.tokenizer import Tokenizer
 from echo2.rollout.turns import Play, World
-from echo2.types import LOGGED_ATTEMPTS, Assignment, Lease, Rollout, RolloutGroup, Task
-
-TOKENIZER_SUFFIXES = frozenset({".json", ".jinja", ".txt", ".model"})
+from echo2.types import LOGGED_ATTEMPTS, Assignment, Lease, Rollout, RolloutGroup, SamplingParams, Task
 
 
-def load_tokenizer(files: Mapping[str, bytes]) -> Tokenizer:
-    """The tokenizer among a snapshot's files; code that comes with it is never run.
-
-    Raises:
-        PeerError: a file name would leave the directory, or there is no tokenizer that transformers can read.
-    """
-    from transformers import AutoTokenizer
-
-    with TemporaryDirectory() as folder:
-        for name, data in files.items():
-            if Path(name).name != name:
-                raise PeerError("bad_snapshot", f"file name {name!r} is a path")
-            if Path(name).suffix in TOKENIZER_SUFFIXES:
-                (Path(folder) / name).write_bytes(data)
-        try:
-            tokenizer: Any = AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
-        except (OSError, ValueError, KeyError, TypeError, ImportError) as error:
-            first_line = str(error).splitlines()[0] if str(error) else type(error).__name__
-            raise PeerError("bad_snapshot", f"no tokenizer that transformers reads: {first_line}") from error
-    loaded: Tokenizer = tokenizer
-    return loaded
-
-
-def encode_prompt(task: Task, tokenizer: Tokenizer) -> array[int]:
-    """Token ids of a prompt. Text is tokenised as it is, with the start token that the tokenizer itself adds (unless
-    the text has it); chat messages go through the chat template, followed by the opening of the assistant's turn.
-
-    Raises:
-        UserError: chat messages, but there is no chat template or it refuses them.
-    """
-    if isinstance(task.prompt, str):
-        has_start = bool(tokenizer.bos_token) and task.prompt.startswith(tokenizer.bos_token or "")
-        return array("i", tokenizer.encode(task.prompt, add_special_tokens=not has_start))
-    if not tokenizer.chat_template:
-        raise UserError(
-            f"Task {task.cursor} has chat messages, but the model's tokenizer has no chat template. "
-            "Add chat_template.jinja to the model directory, or give prompts as text."
-        )
-    from jinja2 import TemplateError
-
-    messages = [{"role": message.role, "content": message.content} for message in task.prompt]
-    try:
-        text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-    except (TemplateError, ValueError, TypeError) as error:
-        raise UserError(f"Task {task.cursor}: the chat template refuses its messages: {error}.") from error
-    return array("i", tokenizer.encode(text, add_special_tokens=False))  # templates write the special tokens themselves
+def assignment_of(
+    lease: Lease, task: Task, prompt: array[int], params: SamplingParams, environment: str = "", max_turns: int = 1
+) -> Assignment:
+    """What whoever samples must know of the task, and no more: not its answer, unless an environment begins with it."""
+    columns: Mapping[str, Any] = {}
+    if LOGGED_ATTEMPTS in task.columns:
+        columns = {LOGGED_ATTEMPTS: without_rewards(task.columns[LOGGED_ATTEMPTS])}
+    elif environment:
+        columns = task.columns
+    return Assignment(lease, prompt, params, columns, environment, max_turns, not isinstance(task.prompt, str))
 
 
 def sample_groups(
@@ -84,9 +43,10 @@ def sample_groups(
     clock: Callable[[], float] = time.perf_counter,
     worlds: Mapping[str, World] = MappingProxyType({}),
 ) -> None:
-    """Sample these leases as one batch, seeded by the leases. Each ends in exactly one call of `on_group` (unscored) or
-    `on_failed`, as soon as it ends; none at all if `should_stop` ended the batch first. Assignments with an environment
-    are played turn by turn in the world of that name; there is one for each. Attempts that a task carries are replayed.
+    """Sample these leases as one batch, seeded by the leases. Each ends in exactly one call of `on_group` (no texts,
+    no rewards) or `on_failed`, as soon as it ends; none at all if `should_stop` ended the batch first. Assignments with
+    an environment are played turn by turn in the world of that name; there is one for each. Attempts that a task
+    carries are replayed.
 
     `lineage` is that of the installed snapshot. A group that was still sampled when a snapshot of another lineage came
     is given up: one version number would mean two policies. `generate_seconds` counts from the start of the batch.
@@ -97,8 +57,8 @@ def sample_groups(
     """
     started = clock()
 
-    def finish(lease: Lease, prompt: array[int], outcome: list[Rollout] | RequestFailure, is_logged: bool) -> None:
-        installed = engine.installed
+    def finish(assignment: Assignment, outcome: list[Rollout] | RequestFailure, is_logged: bool) -> None:
+        installed, lease = engine.installed, assignment.lease
         if isinstance(outcome, RequestFailure):
             on_failed(lease, outcome)
         elif installed is None or installed.lineage != lineage:
@@ -110,7 +70,7 @@ def sample_groups(
                     step=lease.step,
                     lineage=lineage,
                     cursor=lease.cursor,
-                    prompt_tokens=prompt,
+                    prompt_tokens=assignment.prompt_tokens,
                     rollouts=tuple(outcome),
                     worker_id=worker_id,
                     generate_seconds=clock() - started,
@@ -119,43 +79,27 @@ def sample_groups(
                 lease,
             )
 
-    for (is_logged, environment), pairs in _by_kind(assignments, tokenizer, on_failed).items():
+    kinds: dict[tuple[bool, str], list[Assignment]] = {}  # (whether they are replayed, environment)
+    for assignment in assignments:
+        kinds.setdefault((LOGGED_ATTEMPTS in assignment.columns, assignment.environment), []).append(assignment)
+    for (is_logged, environment), alike in kinds.items():
 
         def ended(
-            index: int, outcome: list[Rollout] | RequestFailure, pairs: Any = pairs, is_logged: bool = is_logged
+            index: int, outcome: list[Rollout] | RequestFailure, alike: Any = alike, is_logged: bool = is_logged
         ) -> None:
-            finish(pairs[index][0].lease, pairs[index][1], outcome, is_logged)
+            finish(alike[index], outcome, is_logged)
 
-        of_pairs, prompts = [assignment for assignment, _ in pairs], [prompt for _, prompt in pairs]
         if is_logged:
-            replay(engine, tokenizer, of_pairs, prompts, ended, should_stop)
+            replay(engine, tokenizer, alike, ended, should_stop)
         elif environment:
-            Play(engine, tokenizer, worlds[environment], of_pairs, prompts, ended).run(should_stop)
+            Play(engine, tokenizer, worlds[environment], alike, ended).run(should_stop)
         else:
-            _sample(engine, tokenizer, of_pairs, prompts, ended, should_stop)
-
-
-def _by_kind(
-    assignments: Sequence[Assignment], tokenizer: Tokenizer, on_failed: Callable[[Lease, RequestFailure], None]
-) -> dict[tuple[bool, str], list[tuple[Assignment, array[int]]]]:
-    """The assignments with their prompts, by what is done with them: (whether they are replayed, environment)."""
-    kinds: dict[tuple[bool, str], list[tuple[Assignment, array[int]]]] = {}
-    for assignment in assignments:
-        try:
-            prompt = encode_prompt(assignment.task, tokenizer)
-        except UserError as error:
-            on_failed(assignment.lease, RequestFailure("engine_failed", str(error)))
-            continue
-        is_logged = LOGGED_ATTEMPTS in assignment.task.columns
-        kinds.setdefault((is_logged, assignment.environment), []).append((assignment, prompt))
-    return kinds
+            _sample(engine, alike, ended, should_stop)
 
 
 def _sample(
     engine: Engine,
-    tokenizer: Tokenizer,
     assignments: Sequence[Assignment],
-    prompts: Sequence[array[int]],
     ended: Callable[[int, list[Rollout] | RequestFailure], None],
     should_stop: Callable[[], bool],
 ) -> None:
@@ -165,17 +109,16 @@ def _sample(
         if isinstance(outcome, RequestFailure):
             ended(index, outcome)
         else:
-            ended(index, [_rollout(completion, tokenizer) for completion in outcome])
+            ended(index, [_rollout(completion) for completion in outcome])
 
-    leases = [assignment.lease for assignment in assignments]
     requests = [
-        SampleRequest(prompt, lease.num_samples, lease.seed, assignment.params, first_sample=lease.first_sample)
-        for prompt, lease, assignment in zip(prompts, leases, assignments, strict=True)
+        SampleRequest(one.prompt_tokens, lease.num_samples, lease.seed, one.params, first_sample=lease.first_sample)
+        for one, lease in ((assignment, assignment.lease) for assignment in assignments)
     ]
     engine.generate(requests, finished, should_stop)
 
 
-def _rollout(completion: Completion, tokenizer: Tokenizer) -> Rollout:
+def _rollout(completion: Completion) -> Rollout:
     """A completion of a single-turn task: every token is the policy's own."""
     return Rollout(
         tokens=completion.tokens,
@@ -183,7 +126,6 @@ def _rollout(completion: Completion, tokenizer: Tokenizer) -> Rollout:
         loss_mask=b"\x01" * len(completion.tokens),
         version_spans=completion.version_spans,
         finish=completion.finish,
-        text=tokenizer.decode(completion.tokens.tolist(), skip_special_tokens=True),
         support_tokens=completion.support_tokens,
         support_offsets=completion.support_offsets,
     )

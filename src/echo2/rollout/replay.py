@@ -33,7 +33,6 @@ def replay(
     engine: Engine,
     tokenizer: Tokenizer,
     assignments: Sequence[Assignment],
-    prompts: Sequence[array[int]],
     ended: Callable[[int, list[Rollout] | RequestFailure], None],
     should_stop: Callable[[], bool],
 ) -> None:
@@ -42,53 +41,65 @@ def replay(
     Raises:
         UserError: the engine has no weights.
     """
-    for index, (assignment, prompt) in enumerate(zip(assignments, prompts, strict=True)):
+    if engine.installed is None:
+        raise UserError("The engine has no weights yet: load a snapshot before generating.")
+    version = engine.installed.version
+    for index, assignment in enumerate(assignments):
         if should_stop():
             return
+        column, lease = assignment.columns[LOGGED_ATTEMPTS], assignment.lease
         try:
-            rollouts = logged_rollouts(assignment, tokenizer, engine)
+            rollouts = logged_rollouts(column, lease.num_samples, assignment.params.max_tokens, tokenizer, version)
         except UserError as error:
             ended(index, RequestFailure("log_unfit", str(error)))
             continue
-        except (LookupError, TypeError, ValueError, AttributeError, OverflowError) as error:  # of a class of one's own
-            detail = f"The column {LOGGED_ATTEMPTS!r} is not what `tasks/logs.py` writes: {error!r}."
-            ended(index, RequestFailure("log_unfit", detail))
-            continue
-        ended(index, _refusal(engine, assignment, prompt, rollouts) or rollouts)
+        ended(index, _refusal(engine, assignment, rollouts) or rollouts)
 
 
-def logged_rollouts(assignment: Assignment, tokenizer: Tokenizer, engine: Engine) -> list[Rollout]:
-    """The attempts of a task, in the log's order: rewards go by place.
+def logged_rollouts(
+    column: Any, num_samples: int, max_tokens: int, tokenizer: Tokenizer, version: int
+) -> list[Rollout]:
+    """The attempts of a task's column, in the log's order: rewards go by place. They count as of this version.
 
     Raises:
-        UserError: they are not what the lease asks for, or not what `tasks/logs.py` writes.
+        UserError: they are not what is asked for, or not what `tasks/logs.py` writes.
     """
-    if engine.installed is None:
-        raise UserError("The engine has no weights yet: load a snapshot before generating.")
-    column, lease = assignment.task.columns[LOGGED_ATTEMPTS], assignment.lease
     if not isinstance(column, Mapping) or not isinstance(column.get("attempts"), list):
         raise UserError(f"The column {LOGGED_ATTEMPTS!r} is kept for logs: {{'attempts': [...], 'answers': {{...}}}}.")
     attempts = column["attempts"]
-    if len(attempts) != lease.num_samples:
+    if len(attempts) != num_samples:
         raise UserError(
-            f"The row has {len(attempts)} logged attempts, and {lease.num_samples} are asked for. Set "
+            f"The row has {len(attempts)} logged attempts, and {num_samples} are asked for. Set "
             "tasks.params.attempts to sampling.group_size. (A log cannot be evaluated on.)"
         )
-    tree = _Tree(column.get("answers") or {}, tokenizer)
-    version = engine.installed.version
-    rollouts = [_rollout(attempt, tree, tokenizer, version) for attempt in attempts]
+    try:
+        tree = _Tree(column.get("answers") or {}, tokenizer)
+        rollouts = [_rollout(attempt, tree, tokenizer, version) for attempt in attempts]
+    except UserError:
+        raise
+    except (LookupError, TypeError, ValueError, AttributeError, OverflowError) as error:  # of a class of one's own
+        raise UserError(f"The column {LOGGED_ATTEMPTS!r} is not what `tasks/logs.py` writes: {error!r}.") from error
     longest = max(len(rollout.tokens) for rollout in rollouts)
-    if longest > assignment.params.max_tokens:
+    if longest > max_tokens:
         raise UserError(
-            f"A logged attempt has {longest} tokens; sampling.max_tokens is {assignment.params.max_tokens}. Raise it, "
+            f"A logged attempt has {longest} tokens; sampling.max_tokens is {max_tokens}. Raise it, "
             "or leave the attempt out of the log."
         )
     return rollouts
 
 
-def _refusal(
-    engine: Engine, assignment: Assignment, prompt: array[int], rollouts: Sequence[Rollout]
-) -> RequestFailure | None:
+def without_rewards(column: Any) -> Any:
+    """The column as far as it takes to replay it."""
+    if not isinstance(column, Mapping) or not isinstance(column.get("attempts"), list):
+        return column  # no log: whoever replays it says so
+    attempts = [
+        {name: value for name, value in one.items() if name != "reward"} if isinstance(one, Mapping) else one
+        for one in column["attempts"]
+    ]
+    return {**column, "attempts": attempts}
+
+
+def _refusal(engine: Engine, assignment: Assignment, rollouts: Sequence[Rollout]) -> RequestFailure | None:
     """Why the model cannot read these attempts: too long for its context, or no tokens of its own."""
     failures: list[RequestFailure] = []
 
@@ -97,7 +108,8 @@ def _refusal(
             failures.append(outcome)
 
     # No sample is asked for: the engine checks the request and draws nothing.
-    read = [SampleRequest(prompt + rollout.tokens[:-1], 0, 0, assignment.params) for rollout in rollouts]
+    prompt, params = assignment.prompt_tokens, assignment.params
+    read = [SampleRequest(prompt + rollout.tokens[:-1], 0, 0, params) for rollout in rollouts]
     engine.generate(read, finished, lambda: False)
     return replace(failures[0], detail=f"a logged attempt: {failures[0].detail}") if failures else None
 

@@ -86,7 +86,7 @@ class _Attempt:
         self.pending = array("i")
         self.turns += 1
 
-    def rollout(self, tokenizer: Tokenizer) -> Rollout:
+    def rollout(self) -> Rollout:
         if self.finish is None or not self.tokens:
             raise InvariantError(f"attempt {self.sample} was handed over before it was over")
         return Rollout(
@@ -95,7 +95,6 @@ class _Attempt:
             loss_mask=bytes(self.loss_mask),
             version_spans=tuple(self.spans),
             finish=self.finish,
-            text=tokenizer.decode(self.tokens.tolist(), skip_special_tokens=True),
             reward_parts={"environment": self.reward},
             support_tokens=self.support_tokens,
             support_offsets=self.support_offsets if self.support_tokens is not None else None,
@@ -103,7 +102,7 @@ class _Attempt:
 
 
 class Play:
-    """One batch of assignments in one world. `prompts`: one each, tokenised. `on_played(index, rollouts or failure)` is
+    """One batch of assignments in one world. `on_played(index, rollouts or failure)` is
     called once for each assignment that ended."""
 
     def __init__(
@@ -112,11 +111,10 @@ class Play:
         tokenizer: Tokenizer,
         world: World,
         assignments: Sequence[Assignment],
-        prompts: Sequence[array[int]],
         on_played: OnPlayed,
     ) -> None:
         self._engine, self._tokenizer, self._world = engine, tokenizer, world
-        self._assignments, self._prompts, self._on_played = assignments, prompts, on_played
+        self._assignments, self._on_played = assignments, on_played
         self._stop_tokens = tokens_with(tokenizer, world.stop) if world.stop else frozenset[int]()
         self._groups: dict[int, list[_Attempt]] = {}
 
@@ -145,7 +143,7 @@ class Play:
         try:
             for sample in assignment.lease.samples:
                 seed = derived_seed(assignment.lease.seed, sample, ENVIRONMENT_SAMPLE)
-                attempts.append(_Attempt(index, sample, self._world.begin(assignment.task.columns, seed)))
+                attempts.append(_Attempt(index, sample, self._world.begin(assignment.columns, seed)))
         except UserError as error:
             self._fail(index, RequestFailure("environment_failed", str(error)))
 
@@ -164,7 +162,7 @@ class Play:
         assignment = self._assignments[attempt.index]
         room = self._room(attempt)
         return SampleRequest(
-            prompt_tokens=self._prompts[attempt.index] + attempt.tokens + attempt.pending,
+            prompt_tokens=assignment.prompt_tokens + attempt.tokens + attempt.pending,
             num_samples=1,
             seed=derived_seed(assignment.lease.seed, attempt.sample, attempt.turns),
             params=replace(assignment.params, max_tokens=min(room, self._world.turn_tokens(attempt.number) or room)),
@@ -202,15 +200,14 @@ class Play:
             attempt.finish = "stop"
             return
         assignment = self._assignments[attempt.index]
-        is_chat = not isinstance(assignment.task.prompt, str)
-        attempt.pending = reply_tokens(self._tokenizer, is_chat, reply.text, completion.tokens[-1])
+        attempt.pending = reply_tokens(self._tokenizer, assignment.is_chat, reply.text, completion.tokens[-1])
         if attempt.turns >= assignment.max_turns or self._room(attempt) < 1:
             attempt.finish = "length"
 
     def _over(self, attempt: _Attempt) -> None:
         attempts = self._groups[attempt.index]
         if all(other.finish is not None for other in attempts):
-            rollouts = [other.rollout(self._tokenizer) for other in attempts]
+            rollouts = [other.rollout() for other in attempts]
             self._forget(attempt.index)
             self._on_played(attempt.index, rollouts)
 

@@ -19,11 +19,12 @@ from echo2.reward.score import Scorer
 from echo2.rollout import generate
 from echo2.rollout.engine import RequestFailure
 from echo2.rollout.engines import make_engine
+from echo2.rollout.tokenizer import Tokenizer, encode_prompt, load_tokenizer, with_texts
 from echo2.runtime.rundir import RunDir
 from echo2.tasks.base import TaskStream
 from echo2.tasks.environment_process import open_world
 from echo2.tasks.load import load_tasks
-from echo2.types import Assignment, GroupRef, Lease, RolloutGroup, Snapshot, SnapshotRef
+from echo2.types import Assignment, GroupRef, Lease, RolloutGroup, Snapshot, SnapshotRef, Task
 
 #: Tasks sampled together.
 BATCH_TASKS = 64
@@ -65,7 +66,7 @@ def evaluate(target: Path, step: int | None, model: str, overrides: Mapping[str,
     snapshot = Snapshot(SnapshotRef(1, 0), policy.tensors(DTYPES[config.model.snapshot_dtype]), policy.files)
     engine = make_engine(config.workers.engine, config.workers.device, "between")
     engine.load_snapshot(snapshot)
-    tokenizer = generate.load_tokenizer({name: bytes(data) for name, data in snapshot.files.items()})
+    tokenizer = load_tokenizer({name: bytes(data) for name, data in snapshot.files.items()})
     environment = config.tasks.environment
     worlds = {environment: open_world(environment)} if environment else {}
     scorer = Scorer(list(config.reward.functions), list(config.reward.weights))
@@ -75,11 +76,15 @@ def evaluate(target: Path, step: int | None, model: str, overrides: Mapping[str,
     size = min(config.eval.limit, len(tasks))
     batches = [range(first, min(first + BATCH_TASKS, size)) for first in range(0, size, BATCH_TASKS)]
     for cursors in track(batches, "evaluating", console=console, transient=True, disable=not console.is_terminal):
-        assignments = [_assignment(config, stream, cursor) for cursor in cursors]
-        by_lease = {assignment.lease.lease_id: assignment for assignment in assignments}
+        assignments = []
+        for cursor in cursors:
+            try:
+                assignments.append(_assignment(config, stream.task(cursor), tokenizer))
+            except UserError as error:  # the prompt of this one
+                failures.append(str(error))
 
-        def score(group: RolloutGroup, lease: Lease, by_lease: dict[int, Assignment] = by_lease) -> None:
-            scored = scorer.score(by_lease[lease.lease_id].task, group.rollouts)
+        def score(group: RolloutGroup, lease: Lease) -> None:
+            scored = scorer.score(stream.task(lease.cursor), with_texts(group.rollouts, tokenizer))
             rewards.extend(rollout.reward for rollout in scored if rollout.reward is not None)
 
         def failed(lease: Lease, failure: RequestFailure) -> None:
@@ -98,12 +103,12 @@ def evaluate(target: Path, step: int | None, model: str, overrides: Mapping[str,
     }
 
 
-def _assignment(config: configuration.Config, stream: TaskStream, cursor: int) -> Assignment:
-    group = GroupRef("eval", cursor)
+def _assignment(config: configuration.Config, task: Task, tokenizer: Tokenizer) -> Assignment:
+    group = GroupRef("eval", task.cursor)
     seed = group_seed(config.run.seed, group)
-    lease = Lease(cursor, group, 0, cursor, 1, 0, 0, 0.0, 0.0, seed)
+    lease = Lease(task.cursor, group, 0, task.cursor, 1, 0, 0, 0.0, 0.0, seed)
     turns = (config.tasks.environment, config.sampling.max_turns)
-    return Assignment(lease, stream.task(cursor), config.eval_params, (), (), *turns)
+    return generate.assignment_of(lease, task, encode_prompt(task, tokenizer), config.eval_params, *turns)
 
 
 def export(directory: Path, step: int | None, to: Path) -> str:

@@ -11,7 +11,7 @@ import asyncio
 import logging
 import secrets
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import Any
 
 from echo2.broadcast.origin import OriginNode
@@ -26,6 +26,7 @@ from echo2.control.planner import Planner
 from echo2.errors import InvariantError, UserError
 from echo2.offers import Offer
 from echo2.reward.process import RewardProcess
+from echo2.rollout.generate import assignment_of
 from echo2.runtime import portions
 from echo2.runtime.accounts import CostBook
 from echo2.runtime.archive import Archive
@@ -37,54 +38,25 @@ from echo2.runtime.eventlog import EventLog
 from echo2.runtime.machines import Machines
 from echo2.runtime.metrics import Metrics, Sink, TensorBoardSink, WandbSink, known_ess
 from echo2.runtime.planner_options import planner_options, read_offers
+from echo2.runtime.presence import LearnerPresence, Pending, Presence
+from echo2.runtime.reading import Reader
 from echo2.runtime.recovery import recovered
 from echo2.runtime.rollout_log import RolloutLog
 from echo2.runtime.rundir import RunDir
+from echo2.runtime.scoring import score
 from echo2.tasks.base import TaskStream
 from echo2.tasks.load import load_tasks
 from echo2.transport import messages
 from echo2.transport import wire_pb2 as wire
 from echo2.transport.grpc_link import GrpcNetwork
 from echo2.transport.identity import RunIdentity
-from echo2.types import Assignment, GroupRef, RolloutGroup, SnapshotRef, Task
+from echo2.types import GroupRef, Lease, RolloutGroup, SnapshotRef, Task
 from echo2.weights import ChunkStore
 
 log = logging.getLogger(__name__)
 
 #: Orders that may wait for one worker; one that reads so slowly is cut off and comes back.
 OUTBOX_ORDERS_MAX = 1024
-
-
-@dataclass(slots=True)
-class Presence:
-    """What the head knows of an attending worker beyond what the planner needs."""
-
-    outbox: asyncio.Queue[wire.Order | None]
-    host: str
-    pid: int
-    engine: str
-    device: str
-    report: wire.WorkerReport
-    installed: SnapshotRef | None = None
-
-
-@dataclass(slots=True)
-class LearnerPresence:
-    """The connected learner and the stream of the step it waits for."""
-
-    host: str
-    pid: int
-    device: str
-    doing: str = ""
-    feed: asyncio.Queue[wire.RolloutGroup | wire.StepDone] | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Pending:
-    """A delivery that the planner is judging: decoded and checked, and as it is stored."""
-
-    group: RolloutGroup
-    payload: bytes
 
 
 class Head:
@@ -110,6 +82,7 @@ class Head:
         self.vocab_size: int | None = self.ledger.get_meta("vocab_size")
         self.evals = Evals()
         self.broadcast = BroadcastMeter()
+        self.reader = Reader()
         self.rollout_log = RolloutLog(rundir.rollouts, config.run.log_rollouts)
         self.reward = RewardProcess(
             config.reward.functions, config.reward.weights, config.reward.timeout_seconds, rundir.logs / "reward.log"
@@ -190,6 +163,9 @@ class Head:
         Raises:
             UserError: the run has done more steps than it now is to do.
         """
+        published = await self.distribution.archive.mend()
+        if published:
+            await self.read_files(max(published))
         state = self.ledger.recover()
         if state.version > self.options.max_steps:
             raise UserError(
@@ -205,12 +181,22 @@ class Head:
                 next_number=state.next_number,
                 next_lease_id=max(state.next_lease_id, self.ledger.get_meta("next_lease_id", 1)),
                 **recovered(state, self.options.group_size, self._is_flat),
-                published=tuple(await self.distribution.archive.mend()),
+                published=tuple(published),
                 evaluated=tuple(row["step"] for row in self.metrics.rows if "eval/accuracy" in row),
                 machines=tuple(ev.RecoveredMachine(one.offer, one.worker_id) for one in self.machines.kept()),
                 ess=known_ess(self.metrics.rows, state.version),
             )
         )
+
+    async def read_files(self, ref: SnapshotRef) -> None:
+        """Load the tokenizer that comes with a snapshot which is stored whole, unless there is one.
+
+        Raises:
+            PeerError: the store is damaged.
+            UserError: transformers can't read the tokenizer.
+        """
+        if not self.reader.is_loaded:
+            await self.reader.load(self.distribution.archive.store.files(ref))
 
     def _is_flat(self, group: GroupRecord) -> bool:
         """Only dynamic sampling asks, of groups that it may still replace and of those it kept (a metric of their step,
@@ -218,7 +204,7 @@ class Head:
         """
         if group.state not in ("ready", "trained") or not self.options.dynamic_sampling:
             return False
-        delivered = self._delivered_group(GroupRef("train", group.number))
+        delivered = self.delivered_group(GroupRef("train", group.number))
         return delivered is not None and delivered.is_flat
 
     def spawn(self, coroutine: Any) -> None:
@@ -295,7 +281,7 @@ class Head:
             ),
             do.AcceptDelivery: self._accept,
             do.RefuseDelivery: self._refuse,
-            do.ScoreGroup: lambda c: self.spawn(self._score(c.group)),
+            do.ScoreGroup: lambda c: self.spawn(score(self, c.group)),
             do.RetireGroup: self._retire,
             do.FeedGroup: self._feed,
             do.EndStep: self._end_step,
@@ -340,26 +326,25 @@ class Head:
         return self.eval_tasks.task(cursor)
 
     def _grant(self, command: do.GrantLeases) -> None:
-        config, now = self.config, self.clock.now()
-        rewards = tuple(config.reward.functions) if command.worker_scores else ()
-        weights = tuple(config.reward.weights or [1.0] * len(rewards)) if rewards else ()
-        batch = wire.LeaseBatch()
+        now, batch = self.clock.now(), wire.LeaseBatch()
         for lease in command.leases:
-            is_train = lease.group.kind == "train"
-            if is_train:
+            if lease.group.kind == "train":
                 attempts = (lease.num_samples, lease.first_sample)
                 self.ledger.grant(lease.lease_id, lease.group.number, command.worker_id, now, lease.deadline, *attempts)
             self.lease_started[lease.lease_id] = (command.worker_id, now)
-            params = config.sampling_params if is_train else config.eval_params
-            task = self.task_of(lease.group, lease.cursor)
-            turns = (config.tasks.environment, config.sampling.max_turns)
-            scoring = (
-                ((), ()) if portions.is_portion(lease, self.options.group_size) else (rewards, weights)
-            )  # siblings are scored together
-            batch.leases.append(messages.encode_assignment(Assignment(lease, task, params, *scoring, *turns)))
+            try:
+                batch.leases.append(self._assignment(lease))
+            except UserError as error:  # nobody can sample it
+                self._tell_next(ev.GroupUnfit(lease.group, "prompt_unfit", str(error)))
         if command.leases[0].group.kind == "eval":  # the ledger does not see these leases, and their ids count too
             self.ledger.set_meta("next_lease_id", command.leases[-1].lease_id + 1)
         self.order(command.worker_id, wire.Order(leases=batch))
+
+    def _assignment(self, lease: Lease) -> wire.Lease:
+        config, kind, task = self.config, lease.group.kind, self.task_of(lease.group, lease.cursor)
+        params = config.sampling_params if kind == "train" else config.eval_params
+        turns = (config.tasks.environment, config.sampling.max_turns)
+        return messages.encode_assignment(assignment_of(lease, task, self.reader.prompt(kind, task), params, *turns))
 
     def _close_lease(self, command: do.CloseLease) -> None:
         now = self.clock.now()
@@ -389,7 +374,6 @@ class Head:
             newest_version=group.newest_version,
             num_tokens=group.num_tokens,
             seconds=group.generate_seconds,
-            is_scored=group.is_scored,
             now=now,
         )
 
@@ -409,27 +393,27 @@ class Head:
         for name, part in portions.shares(record) if record is not None else ():
             self.costs.regretted(name, command.why, part)  # its result came, and counted as useful so far
 
-    async def _score(self, ref: GroupRef) -> None:
-        """Let the reward process beside the head score a delivered group."""
-        group = self._delivered_group(ref)
-        if group is None:
-            return
-        try:
-            rollouts = await self.reward.score(self.task_of(ref, group.cursor), group.rollouts)
-        except UserError as error:
-            self.happen(ev.ScoringFailed(ref, "reward_failed", str(error)))
-            return
-        scored = messages.with_rollouts(group, rollouts)
-        if ref.kind == "eval":
-            self.evals.deliver(scored)
-        else:
-            self.ledger.score(ref.number, messages.encode_group(scored).SerializeToString(), self.clock.now())
-        self.happen(ev.GroupScored(ref, scored.is_flat))
+    def keep_scored(self, group: RolloutGroup) -> None:
+        """The scored form of a delivered group, in place of the other.
 
-    def _delivered_group(self, ref: GroupRef) -> RolloutGroup | None:
+        Raises:
+            PeerError: "oversized".
+        """
+        if group.group.kind == "eval":
+            self.evals.deliver(group)
+        else:
+            self.ledger.score(group.group.number, messages.encode_group(group).SerializeToString(), self.clock.now())
+
+    def delivered_group(self, ref: GroupRef) -> RolloutGroup | None:
+        """As it was delivered, or as it was scored since."""
         if ref.kind == "eval":
             return self.evals.get(ref)
         return messages.decode_group(wire.RolloutGroup.FromString(self.ledger.payload(ref.number)))
+
+    def seconds_of(self, lease_id: int) -> float:
+        """Since an open lease was granted; one that was granted by an earlier head has all its length."""
+        started = self.lease_started.get(lease_id)
+        return self.options.lease_seconds if started is None else self.clock.now() - started[1]
 
     def _feed(self, command: do.FeedGroup) -> None:
         payload = wire.RolloutGroup.FromString(self.ledger.payload(command.number))
@@ -472,8 +456,15 @@ class Head:
         self._wake = asyncio.get_running_loop().call_later(delay, self._tick)
 
     def _tick(self) -> None:
+        self._tell(ev.Tick())
+
+    def _tell_next(self, event: ev.Event) -> None:
+        """Once the event that is being handled is through."""
+        asyncio.get_running_loop().call_soon(self._tell, event)
+
+    def _tell(self, event: ev.Event) -> None:
         try:
-            self.happen(ev.Tick())
+            self.happen(event)
         except Exception as error:  # the event loop would only log it
             self.fail(error)
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import os
 import signal
+import sys
 
 from echo2.errors import InvariantError, UserError
 from echo2.reward.functions import BUILT_IN
@@ -36,6 +38,14 @@ async def run_head(rundir: RunDir) -> None:
     """
     with claimed(rundir.path, "head"):
         await _serve(rundir)
+
+
+def forbid_torch() -> None:
+    """For the whole process: it would take seconds and hundreds of megabytes. `transformers` reads tokenizers without
+    it, and says so on each start unless it is told not to.
+    """
+    sys.modules.setdefault("torch", None)  # type: ignore[arg-type]  # Python's own way to stop an import
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
 
 
 async def _serve(rundir: RunDir) -> None:

@@ -49,7 +49,6 @@ def planner_options(config: Config, eval_size: int, offers: Mapping[str, Offer] 
         grace_seconds=min(3 * schedule.heartbeat_seconds, schedule.lost_after_seconds),
         max_failures=schedule.max_failures,
         seed=config.run.seed,
-        reward_functions=tuple(config.reward.functions),
         eval_size=eval_size,
         eval_every=config.eval.every,
         activation=LoopOptions() if config.fleet.activation else None,

@@ -60,15 +60,5 @@ def check_size(num_bytes: int, num_samples: int, group_size: int) -> None:
         raise PeerError("oversized", f"{num_samples} of {group_size} attempts have {num_bytes} bytes; {most} allowed")
 
 
-def is_stray(ledger: Ledger, held: tuple[str, Lease] | None, worker_id: str, group: RolloutGroup) -> bool:
-    """Whether this worker's portion answers another prompt than those of its group that are in. Nobody can say so of a
-    group that is not leased to him.
-    """
-    if held is None or held[0] != worker_id or held[1].group != group.group:
-        return False
-    kept = ledger.portions(group.group.number)[:1]
-    return any(_decode(data).prompt_tokens != group.prompt_tokens for _, data in kept)
-
-
 def _decode(data: bytes) -> RolloutGroup:
     return messages.decode_group(wire.RolloutGroup.FromString(data))

@@ -16,22 +16,23 @@ from typing import Any
 from echo2.control import commands as do
 from echo2.control import events as ev
 from echo2.errors import PeerError
-from echo2.runtime import portions
-from echo2.runtime.head import Head, LearnerPresence, Pending, Presence
+from echo2.runtime.deliveries import read_delivery
+from echo2.runtime.head import Head
 from echo2.runtime.head_report import step_row
 from echo2.runtime.metrics import ess_of
+from echo2.runtime.presence import LearnerPresence, Presence
 from echo2.transport import messages
 from echo2.transport import wire_pb2 as wire
 from echo2.transport.base import Peer
 from echo2.transport.limits import NAME_CHARS_MAX, PRICE_MAX_USD_PER_HOUR, PROTOCOL_VERSION
-from echo2.types import LOGGED_ATTEMPTS, SnapshotRef, Task
+from echo2.types import SnapshotRef
 from echo2.weights import Manifest
 
 #: Results in one call.
 DELIVERIES_PER_CALL_MAX = 4096
 #: Bytes of groups that the learner is sent in one message, unless a single group is larger.
 FEED_BYTES = 8 << 20
-#: Leases a returning worker may claim to hold, and reward functions it may name.
+#: Leases a returning worker may claim to hold, and environments it may name.
 CLAIMS_MAX = 10_000
 
 Handler = Callable[[Peer, Any], Awaitable[Any]] | Callable[[Peer, Any], AsyncIterator[Any]]
@@ -153,36 +154,16 @@ class Service:
         return wire.DeliveryReplies(items=[self._deliver(peer, delivery) for delivery in deliveries.items])
 
     def _deliver(self, peer: Peer, delivery: wire.Delivery) -> wire.DeliveryReply:
-        head, lease_id, message = self._head, messages.whole_number("lease_id", delivery.lease_id), delivery.group
-        message.worker_id = peer.peer_id
-        message.DiscardUnknownFields()
+        head, lease_id = self._head, messages.whole_number("lease_id", delivery.lease_id)
         held = head.planner.leases.get(lease_id)
-        if held is not None:  # what the lease says of the group is ours to say
-            message.step, message.cursor = held[1].step, held[1].cursor
-        worker = head.planner.fleet.get(peer.peer_id)
-        is_portion = held is not None and portions.is_portion(held[1], head.options.group_size)
-        if worker is None or not worker.scores or is_portion:
-            _strip_rewards(message, bool(head.config.tasks.environment))
         try:
-            group = messages.decode_group(message)
-            messages.check_lengths(group, head.config.sampling.max_tokens)
-            is_played = bool(head.config.tasks.environment)
-            messages.check_turns(group, head.config.sampling.max_turns if is_played else 1)
-            if is_played and not group.is_scored:
-                messages.check_played(group)
-            if is_portion:
-                portions.check_size(message.ByteSize(), len(group.rollouts), head.options.group_size)
-            if group.logged and held is not None:
-                _check_logged(head.task_of(held[1].group, held[1].cursor))
-            if head.vocab_size is not None:
-                messages.check_vocabulary(group, head.vocab_size)
+            if held is None or held[0] != peer.peer_id:  # nothing of it is read: the planner says why it is refused
+                named = messages.delivered_group(delivery)
+                return _answer(head.happen(ev.GroupDelivered(peer.peer_id, lease_id, named, 0, 0, 0, 0)))
+            pending = read_delivery(head, peer.peer_id, held[1], delivery)
         except PeerError as error:
             return _answer(head.happen(ev.DeliveryMalformed(peer.peer_id, lease_id, error.reason, error.detail)))
-        if is_portion and portions.is_stray(head.ledger, held, peer.peer_id, group):
-            detail = f"{peer.peer_id} answered another prompt than those who sampled its siblings"
-            answer = _answer(head.happen(ev.DeliveryMalformed(peer.peer_id, lease_id, "malformed", detail)))
-            head.happen(ev.SiblingsDiffer(group.group, detail))
-            return answer
+        group = pending.group
         event = ev.GroupDelivered(
             worker_id=peer.peer_id,
             lease_id=lease_id,
@@ -191,10 +172,8 @@ class Service:
             oldest_version=group.oldest_version,
             newest_version=group.newest_version,
             num_tokens=group.num_tokens,
-            is_scored=group.is_scored,
-            is_flat=group.is_flat,
         )
-        head.pending[lease_id] = Pending(group, message.SerializeToString())
+        head.pending[lease_id] = pending
         try:
             return _answer(head.happen(event))
         finally:
@@ -294,6 +273,7 @@ class Service:
         is_known = head.planner.published.get(manifest.version) == manifest.ref
         is_anchor = is_known and manifest.base is None and head.distribution.archive.is_whole(manifest.ref)
         await head.distribution.archive.take(manifest)
+        await head.read_files(manifest.base or manifest.ref)
         if is_anchor:
             return wire.Empty()
         active = [worker.worker_id for worker in head.planner.fleet.active()]
@@ -329,11 +309,6 @@ async def _together(feed: asyncio.Queue[wire.RolloutGroup | wire.StepDone]) -> w
         item = feed.get_nowait()
 
 
-def _check_logged(task: Task) -> None:
-    if LOGGED_ATTEMPTS not in task.columns:
-        raise PeerError("malformed", "said to be from a log, but the task carries no attempts")
-
-
 def worker_joined(peer: Peer, hello: wire.WorkerHello, groups_per_batch: int) -> ev.WorkerJoined:
     """What a worker says of itself, within bounds. It samples what the run asks for together, or less."""
     if hello.protocol != PROTOCOL_VERSION:
@@ -342,10 +317,10 @@ def worker_joined(peer: Peer, hello: wire.WorkerHello, groups_per_batch: int) ->
         )
     if hello.capacity_groups < 1:
         raise PeerError("malformed", "capacity_groups must be at least 1")
-    if max(len(hello.held_leases), len(hello.rewards), len(hello.environments)) > CLAIMS_MAX:
-        raise PeerError("oversized", f"more than {CLAIMS_MAX} leases, rewards or environments claimed")
-    if any(len(name) > NAME_CHARS_MAX for name in (*hello.rewards, *hello.environments)):
-        raise PeerError("oversized", f"the name of a reward or environment has over {NAME_CHARS_MAX} characters")
+    if max(len(hello.held_leases), len(hello.environments)) > CLAIMS_MAX:
+        raise PeerError("oversized", f"more than {CLAIMS_MAX} leases or environments claimed")
+    if any(len(name) > NAME_CHARS_MAX for name in hello.environments):
+        raise PeerError("oversized", f"the name of an environment has over {NAME_CHARS_MAX} characters")
     if len(hello.advertise) > NAME_CHARS_MAX:
         raise PeerError("oversized", f"an address has more than {NAME_CHARS_MAX} characters")
     if len(hello.offer) > NAME_CHARS_MAX:
@@ -356,7 +331,6 @@ def worker_joined(peer: Peer, hello: wire.WorkerHello, groups_per_batch: int) ->
         worker_id=peer.peer_id,
         capacity_groups=min(hello.capacity_groups, groups_per_batch),
         price_usd_per_hour=hello.price_usd_per_hour,
-        rewards=tuple(hello.rewards),
         installed=_installed(hello),
         held_leases=tuple(messages.whole_number("lease_id", lease_id) for lease_id in hello.held_leases),
     )
@@ -382,15 +356,6 @@ def _installed(said: wire.WorkerHello | wire.WorkerReport) -> SnapshotRef | None
         return None
     lineage = messages.whole_number("lineage", said.installed_lineage)
     return SnapshotRef(lineage, messages.whole_number("version", said.installed_version))
-
-
-def _strip_rewards(message: wire.RolloutGroup, is_played: bool) -> None:
-    """This worker was not asked to score; what its environment gave is known to nobody else."""
-    for rollout in message.rollouts:
-        given = {name: value for name, value in rollout.reward_parts.items() if is_played and name == "environment"}
-        rollout.ClearField("reward")
-        rollout.ClearField("reward_parts")
-        rollout.reward_parts.update(given)
 
 
 def _answer(commands: list[do.Command]) -> wire.DeliveryReply:

@@ -1,4 +1,4 @@
-"""`echo2 worker TICKET`: one rollout worker. The relay decides, this drives it: link, engine, rewards; `worker_weights`
+"""`echo2 worker TICKET`: one rollout worker. The relay decides, this drives it: link and engine; `worker_weights`
 fetches, installs and gives on.
 
 Three things run at once, so that none delays another: the event loop (link, heartbeats, chunks), one engine thread
@@ -25,10 +25,10 @@ from echo2.control import relay_commands as do
 from echo2.control import relay_events as ev
 from echo2.control.relay import Relay
 from echo2.errors import Echo2Error, LinkError, PeerError, UserError
-from echo2.reward.score import Scorer
 from echo2.rollout import generate
 from echo2.rollout.engine import RequestFailure, SwapMode
 from echo2.rollout.engines import make_engine
+from echo2.rollout.tokenizer import load_tokenizer
 from echo2.runtime.clock import Clock
 from echo2.runtime.worker_weights import WorkerWeights, listen_address
 from echo2.tasks.environment_process import open_world
@@ -63,7 +63,6 @@ class WorkerOptions:
     device: str = "auto"
     price_usd_per_hour: float = 0.0
     max_groups: int = 0
-    allow_rewards: tuple[str, ...] = ()
     allow_environments: tuple[str, ...] = ()
     patience_seconds: float = 600.0
     listen: str = ""
@@ -98,10 +97,9 @@ class WorkerProcess:
         member: Membership,
         directory: Path,
         options: WorkerOptions,
-        rewards: tuple[str, ...],
         worlds: Mapping[str, OpenWorld],
     ) -> None:
-        self._worker_id, self._options, self._rewards, self._worlds = member.peer_id, options, rewards, worlds
+        self._worker_id, self._options, self._worlds = member.peer_id, options, worlds
         self._link, self._clock = member.link(), Clock()
         listen = listen_address(options.listen, options.relays, member.address)
         self._weights = WorkerWeights(
@@ -113,7 +111,6 @@ class WorkerProcess:
         self._tokenizer_files: dict[str, bytes] = {}
         self._assignments: dict[int, Assignment] = {}
         self._results: dict[int, RolloutGroup] = {}
-        self._scorers: dict[tuple[tuple[str, ...], tuple[float, ...]], Scorer] = {}
         self._outgoing: deque[int] = deque()
         self._delivering = False
         self._batch: Batch | None = None
@@ -236,7 +233,6 @@ class WorkerProcess:
             protocol=PROTOCOL_VERSION,
             capacity_groups=self._options.max_groups or AS_THE_RUN_ASKS,
             price_usd_per_hour=self._options.price_usd_per_hour,
-            rewards=self._rewards,
             engine=self._options.engine,
             device=self._options.device,
             pid=os.getpid(),
@@ -332,7 +328,7 @@ class WorkerProcess:
     def _load_tokenizer(self, snapshot: Snapshot) -> None:
         files = {name: bytes(data) for name, data in snapshot.files.items()}
         if files != self._tokenizer_files:
-            self._tokenizer, self._tokenizer_files = generate.load_tokenizer(files), files
+            self._tokenizer, self._tokenizer_files = load_tokenizer(files), files
 
     # ---- generating ----------------------------------------------------------------------------------------------
 
@@ -359,21 +355,14 @@ class WorkerProcess:
         self._happen(ev.BatchEnded(error))
 
     def _sample(self, batch: Batch, ref: SnapshotRef) -> None:
-        """In the engine thread: sample, score each group as it completes, and hand it to the event loop. A group is
+        """In the engine thread: sample, and hand each group to the event loop as it completes. A group is
         charged the time since the one before it, so that the groups of a batch add up to the batch."""
         started = time.monotonic()
 
         def finished(group: RolloutGroup, lease: Lease) -> None:
             nonlocal started
             seconds, started = time.monotonic() - started, time.monotonic()
-            assignment = batch.assignments[lease.lease_id]
-            group = replace(group, generate_seconds=seconds)
-            try:
-                group = self._score(assignment, group)
-            except UserError as error:
-                self._post(ev.LeaseAbandoned(lease.lease_id, "reward_failed", str(error)))
-                return
-            self._loop.call_soon_threadsafe(self._produced, lease.lease_id, group)
+            self._loop.call_soon_threadsafe(self._produced, lease.lease_id, replace(group, generate_seconds=seconds))
 
         def failed(lease: Lease, failure: RequestFailure) -> None:
             self._post(ev.LeaseAbandoned(lease.lease_id, failure.reason, failure.detail))
@@ -395,17 +384,6 @@ class WorkerProcess:
 
     def _post(self, event: ev.Event) -> None:
         self._loop.call_soon_threadsafe(self._happen, event)
-
-    def _score(self, assignment: Assignment, group: RolloutGroup) -> RolloutGroup:
-        if not assignment.rewards:
-            return group
-        key = (assignment.rewards, assignment.weights)
-        if key not in self._scorers:
-            unknown = set(assignment.rewards) - set(self._rewards)
-            if unknown:
-                raise PeerError("malformed", f"asked to run rewards that this worker does not offer: {sorted(unknown)}")
-            self._scorers[key] = Scorer(list(assignment.rewards), list(assignment.weights))
-        return replace(group, rollouts=self._scorers[key].score(assignment.task, group.rollouts))
 
     def _produced(self, lease_id: int, group: RolloutGroup) -> None:
         if lease_id not in self._assignments:
@@ -430,7 +408,7 @@ class WorkerProcess:
                 while self._outgoing and (size < DELIVER_BYTES or not batch.items):
                     group = self._results.get(lease_id := self._outgoing.popleft())
                     if group is not None:  # else revoked meanwhile
-                        batch.items.append(wire.Delivery(lease_id=lease_id, group=messages.encode_group(group)))
+                        batch.items.append(messages.encode_delivery(lease_id, group))
                         size += batch.items[-1].ByteSize()
                 if batch.items:
                     await self._send(batch)
@@ -462,15 +440,13 @@ class WorkerProcess:
 
 async def join(ticket: str, directory: Path | None, options: WorkerOptions) -> str:
     """Enrol with the ticket, attend until the run is over, and say why it ended."""
-    from echo2.reward.functions import available
     from echo2.transport import grpc_link
 
     state = directory or Path(os.environ.get("XDG_STATE_HOME", Path.home() / ".local" / "state")) / "echo2"
     member = await grpc_link.join(ticket, state, options.patience_seconds)
     log.info("joined as %s", member.peer_id)
-    rewards = (*available(), *options.allow_rewards)
     worlds = {spec: open_world(spec) for spec in (*BUILT_IN, *options.allow_environments)}
-    process = WorkerProcess(member, state / member.peer_id, options, rewards, worlds)
+    process = WorkerProcess(member, state / member.peer_id, options, worlds)
     return await process.run()
 
 

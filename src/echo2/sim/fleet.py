@@ -217,12 +217,10 @@ class SimWorker(Actor):
     def _dial(self) -> None:
         relay = self.relay
         held = (*relay.waiting, *relay.generating, *relay.produced)
-        rewards = ("reward",) if self.spec.scores else ()
         joined = ev.WorkerJoined(
             self.name,
             self.spec.capacity_groups,
             self.spec.price_usd_per_hour,
-            rewards,
             relay.installed,
             held,
             self.spec.offer,
@@ -365,8 +363,8 @@ class SimWorker(Actor):
         lease = batch.leases.get(event.lease_id)
         if event.batch != batch.number or lease is None or event.lease_id not in self.relay.generating:
             return
-        if self.world.chance(self.spec.reward_failures):
-            self.tell(rel.LeaseAbandoned(event.lease_id, "reward_failed", "the reward raised"))
+        if self.world.chance(self.spec.task_failures):
+            self.tell(rel.LeaseAbandoned(event.lease_id, "environment_failed", "the environment raised"))
             return
         assert batch.started is not None
         assert batch.newest is not None
@@ -380,7 +378,6 @@ class SimWorker(Actor):
                 oldest_version=batch.started.version,
                 newest_version=batch.newest.version,
                 num_tokens=self.scenario.tokens_per_group,
-                is_scored=True,
             ),
             hashlib.sha256(self.history.digests[batch.started] + f"{lease.seed} {numbers}".encode()).digest(),
             len(numbers),

@@ -7,7 +7,7 @@ Each command is carried out by itself, so that a kill finds the ledger after any
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from echo2.buffer import Ledger
 from echo2.control import commands as do
@@ -290,7 +290,7 @@ class SimHead(Actor):
                 self.tell(body.event)
                 return None
             case Deliver():
-                return self._deliver(sender, body)
+                return self._deliver(body)
             case ev.WorkerReported():
                 if sender not in self.attending:
                     return Refused("unknown_worker")
@@ -339,15 +339,10 @@ class SimHead(Actor):
                 return _refused(self.tell(body))
         raise InvariantError(f"the head does not know {body}")
 
-    def _deliver(self, sender: str, body: Deliver) -> object:
-        worker = self.planner.fleet.get(sender)
-        is_cut = body.event.group.kind == "train" and body.event.num_samples < self.scenario.group_size
-        is_scored = worker is not None and worker.scores and not is_cut
-        is_flat = is_scored and self.scenario.is_flat(body.payload)
-        event = replace(body.event, is_scored=is_scored, is_flat=is_flat)
-        self._deliveries[event.lease_id] = replace(body, event=event)
-        verdict = _verdict(self.tell(event))
-        del self._deliveries[event.lease_id]
+    def _deliver(self, body: Deliver) -> object:
+        self._deliveries[body.event.lease_id] = body
+        verdict = _verdict(self.tell(body.event))
+        del self._deliveries[body.event.lease_id]
         return verdict
 
     # ---- commands ----------------------------------------------------------------------------------------------------
@@ -418,7 +413,6 @@ class SimHead(Actor):
             newest_version=event.newest_version,
             num_tokens=portion.num_tokens,
             seconds=0.0,
-            is_scored=event.is_scored,
             now=self.world.now,
         )
 

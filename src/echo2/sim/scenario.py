@@ -57,8 +57,7 @@ class WorkersSpec:
     engine_failures: Share = 0.0
     corrupt_snapshots: Share = 0.0
     malformed_results: Share = 0.0
-    reward_failures: Share = 0.0
-    scores: bool = True
+    task_failures: Share = 0.0
     is_dialable: bool = True
     lies: Share = 0.0
     mute: bool = False
@@ -87,7 +86,7 @@ class LearnerSpec:
 class HeadSpec:
     """The head."""
 
-    score_seconds: Seconds = 0.2
+    score_seconds: Seconds = 0.002
     life_seconds: Seconds = 0.0
     restart_seconds: Seconds = 3.0
 
@@ -203,7 +202,6 @@ class Scenario:
             grace_seconds=min(self.heartbeat_seconds, self.lost_after_seconds),
             max_failures=self.max_failures,
             seed=seed,
-            reward_functions=("reward",),
             eval_size=self.eval_size,
             eval_every=self.eval_every,
             activation=LoopOptions() if self.activation else None,

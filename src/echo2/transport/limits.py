@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 #: Spoken by both ends; a different number is refused at hello.
-PROTOCOL_VERSION = 4
+PROTOCOL_VERSION = 5
 #: One message: a group of 64 rollouts of 64k tokens (12 bytes a token with logprob, mask and text) fits.
 MESSAGE_BYTES_MAX = 64 << 20
 #: One message to a worker: a chunk, or a request for 4,096 of them, with room to spare.
@@ -14,17 +14,17 @@ CALLS_MAX = 1000
 SAMPLES_MAX = 1024
 #: Tokens of a prompt, or after it; beyond any context length in use.
 TOKENS_MAX = 1 << 20
-#: Characters of a rollout's text, of a prompt, or of a task's columns.
+#: Characters of a rollout's text, or of a task's columns.
 TEXT_CHARS_MAX = 8 << 20
 #: Named rewards of a rollout, and characters of a name.
 REWARD_PARTS_MAX = 64
 NAME_CHARS_MAX = 200
 #: Version changes within one rollout.
 VERSION_SPANS_MAX = 10_000
+#: Tokens that one token may have been drawn from: where top-k and top-p leave more, the sampler cuts there.
+SUPPORT_WIDTH_MAX = 4096
 #: Turns of an attempt in an environment; as `sampling.max_turns`.
 TURNS_MAX = 10_000
-#: Messages of a chat prompt.
-CHAT_MESSAGES_MAX = 10_000
 #: Whole numbers that fit SQLite, JSON readers and signed 64 bits alike.
 NUMBER_MAX = 2**53
 #: Seconds anything may claim to have taken (four months), and the size of a reward: sums of them stay finite.

@@ -9,7 +9,7 @@ import math
 from array import array
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Literal, cast
+from typing import Any, Literal, cast
 
 import numpy as np
 
@@ -22,11 +22,9 @@ from echo2.types import (
     GroupKind,
     GroupRef,
     Lease,
-    Message,
     Rollout,
     RolloutGroup,
     SamplingParams,
-    Task,
 )
 
 # ---- groups ----------------------------------------------------------------------------------------------------------
@@ -67,15 +65,13 @@ def _encode_rollout(rollout: Rollout) -> wire.Rollout:
 
 
 def decode_group(message: wire.RolloutGroup) -> RolloutGroup:
-    """A group from a stranger.
+    """A group as the head stored it.
 
     Raises:
         PeerError: "oversized" or "malformed", saying what is wrong.
     """
-    if len(message.rollouts) > limits.SAMPLES_MAX:
-        raise PeerError("oversized", f"{len(message.rollouts)} rollouts; the limit is {limits.SAMPLES_MAX}")
-    _require(len(message.rollouts) > 0, "a group without rollouts")
-    _require(0 <= message.generate_seconds <= limits.DURATION_SECONDS_MAX, "generate_seconds is no duration")
+    _bound_samples(len(message.rollouts))
+    _bound_seconds(message.generate_seconds)
     _bound_chars("worker_id", message.worker_id, limits.NAME_CHARS_MAX)
     return RolloutGroup(
         group=GroupRef(_kind(message.kind), whole_number("number", message.number)),
@@ -90,9 +86,74 @@ def decode_group(message: wire.RolloutGroup) -> RolloutGroup:
     )
 
 
+def encode_delivery(lease_id: int, group: RolloutGroup) -> wire.Delivery:
+    """What a worker sends of the group that it sampled under this lease: what nobody else can know."""
+    return wire.Delivery(
+        lease_id=lease_id,
+        kind=group.group.kind,
+        number=group.group.number,
+        lineage=group.lineage,
+        samples=[_encode_sample(rollout) for rollout in group.rollouts],
+        generate_seconds=group.generate_seconds,
+    )
+
+
+def _encode_sample(rollout: Rollout) -> wire.Sample:
+    message = wire.Sample(
+        tokens=rollout.tokens.tobytes(),
+        logprobs=rollout.logprobs.tobytes(),
+        loss_mask=rollout.loss_mask,
+        version_spans=[wire.VersionSpan(start=start, version=version) for start, version in rollout.version_spans],
+        finish=rollout.finish,
+        environment_reward=rollout.reward_parts.get("environment", 0.0),
+    )
+    if rollout.support_tokens is not None and rollout.support_offsets is not None:
+        message.support_tokens = rollout.support_tokens.tobytes()
+        message.support_offsets = rollout.support_offsets.tobytes()
+    return message
+
+
+def delivered_group(message: wire.Delivery) -> GroupRef:
+    """The group that a worker says its result is of.
+
+    Raises:
+        PeerError: "malformed".
+    """
+    return GroupRef(_kind(message.kind), whole_number("number", message.number))
+
+
+def decode_delivery(message: wire.Delivery, lease: Lease, prompt_tokens: array[int], worker_id: str) -> RolloutGroup:
+    """A group from a stranger: its samples are the stranger's, all else is the head's. Without texts and rewards.
+
+    Raises:
+        PeerError: "oversized" or "malformed", saying what is wrong.
+    """
+    _bound_samples(len(message.samples))
+    _bound_seconds(message.generate_seconds)
+    return RolloutGroup(
+        group=delivered_group(message),
+        step=lease.step,
+        lineage=whole_number("lineage", message.lineage),
+        cursor=lease.cursor,
+        prompt_tokens=prompt_tokens,
+        rollouts=tuple(_decode_sample(sample) for sample in message.samples),
+        worker_id=worker_id,
+        generate_seconds=message.generate_seconds,
+    )
+
+
+def _bound_samples(num_samples: int) -> None:
+    if num_samples > limits.SAMPLES_MAX:
+        raise PeerError("oversized", f"{num_samples} rollouts; the limit is {limits.SAMPLES_MAX}")
+    _require(num_samples > 0, "a group without rollouts")
+
+
+def _bound_seconds(seconds: float) -> None:
+    _require(0 <= seconds <= limits.DURATION_SECONDS_MAX, "generate_seconds is no duration")
+
+
 def check_lengths(group: RolloutGroup, max_tokens: int) -> None:
-    """Raises PeerError where a group has no prompt, or a rollout is longer than was leased."""
-    _require(len(group.prompt_tokens) > 0, "a group without a prompt")
+    """Raises PeerError where a rollout is longer than was leased."""
     longest = max(len(rollout.tokens) for rollout in group.rollouts)
     if longest > max_tokens:
         raise PeerError("oversized", f"a rollout of {longest} tokens; {max_tokens} were leased")
@@ -108,34 +169,43 @@ def check_turns(group: RolloutGroup, max_turns: int) -> None:
         _require(turns <= max_turns, f"an attempt of {turns} turns; {max_turns} were leased")
 
 
-def check_played(group: RolloutGroup) -> None:
-    """Each attempt says what its environment gave.
-
-    Raises:
-        PeerError: "malformed".
-    """
-    if any("environment" not in rollout.reward_parts for rollout in group.rollouts):
-        raise PeerError("malformed", "an attempt without its environment's reward")
+def check_support(group: RolloutGroup, params: SamplingParams) -> None:
+    """Raises PeerError("malformed") where a token was drawn from more tokens than this sampling leaves: the learner
+    makes room for the widest choice at every token."""
+    is_narrow = params.temperature > 0 and (params.top_k > 0 or params.top_p < 1)
+    widest = min(params.top_k or limits.SUPPORT_WIDTH_MAX, limits.SUPPORT_WIDTH_MAX) if is_narrow else 0
+    for rollout in group.rollouts:
+        if rollout.support_offsets is not None:
+            widths = np.diff(np.frombuffer(rollout.support_offsets, dtype=np.int32))
+            _require(is_narrow, "a support, and sampling is not narrowed by top_k or top_p")
+            _require(int(widths.max()) <= widest, f"a token drawn from {widths.max()}; {widest} are possible")
+            unsampled = np.frombuffer(rollout.loss_mask, dtype=np.uint8) == 0
+            _require(not widths[unsampled].any(), "a token that was not sampled has a support")
 
 
 def check_vocabulary(group: RolloutGroup, vocab_size: int) -> None:
     """Raises PeerError("malformed") where a token is none of the learner's: it would break the training step."""
     for rollout in group.rollouts:
-        for tokens in (rollout.tokens, rollout.support_tokens, group.prompt_tokens):
+        for tokens in (rollout.tokens, rollout.support_tokens):
             if tokens and max(tokens) >= vocab_size:
                 raise PeerError("malformed", f"token {max(tokens)} is outside the vocabulary of {vocab_size}")
 
 
 def _decode_rollout(message: wire.Rollout) -> Rollout:
+    _bound_chars("text", message.text, limits.TEXT_CHARS_MAX)
+    reward = message.reward if message.HasField("reward") else None
+    _require(reward is None or abs(reward) <= limits.REWARD_MAX, "the reward is not finite, or beyond all measure")
+    return replace(_decode_sample(message), text=message.text, reward=reward, reward_parts=_reward_parts(message))
+
+
+def _decode_sample(message: wire.Sample | wire.Rollout) -> Rollout:
+    """What the worker says of an attempt; the fields have the same names in both messages."""
     tokens = _token_ids("tokens", message.tokens)
     _require(len(tokens) > 0, "a rollout without tokens")
     mask = message.loss_mask
     _require(len(mask) == len(tokens), f"{len(mask)} mask bytes for {len(tokens)} tokens")
     _require(not mask.translate(None, b"\x00\x01"), "a loss mask holds bytes other than 0 and 1")
-    _bound_chars("text", message.text, limits.TEXT_CHARS_MAX)
     _require(message.finish in ("stop", "length"), "finish is neither stop nor length")
-    reward = message.reward if message.HasField("reward") else None
-    _require(reward is None or abs(reward) <= limits.REWARD_MAX, "the reward is not finite, or beyond all measure")
     support = _support(message, tokens)
     return Rollout(
         tokens=tokens,
@@ -143,9 +213,6 @@ def _decode_rollout(message: wire.Rollout) -> Rollout:
         loss_mask=mask,
         version_spans=_version_spans(message.version_spans, len(tokens)),
         finish=cast(FinishReason, message.finish),
-        text=message.text,
-        reward=reward,
-        reward_parts=_reward_parts(message),
         support_tokens=support[0] if support else None,
         support_offsets=support[1] if support else None,
     )
@@ -183,7 +250,7 @@ def _reward_parts(message: wire.Rollout) -> dict[str, float]:
     return parts
 
 
-def _support(message: wire.Rollout, drawn: array[int]) -> tuple[array[int], array[int]] | None:
+def _support(message: wire.Sample | wire.Rollout, drawn: array[int]) -> tuple[array[int], array[int]] | None:
     has = message.HasField("support_tokens"), message.HasField("support_offsets")
     _require(has[0] == has[1], "support tokens without offsets, or offsets without tokens")
     if not has[0]:
@@ -212,14 +279,8 @@ def with_rollouts(group: RolloutGroup, rollouts: Sequence[Rollout]) -> RolloutGr
 
 
 def encode_assignment(assignment: Assignment) -> wire.Lease:
-    """The wire form of a lease with its task and sampling."""
-    lease, task, params = assignment.lease, assignment.task, assignment.params
-    form = wire.Task(cursor=task.cursor, columns_json=json.dumps(dict(task.columns)))
-    if isinstance(task.prompt, str):
-        form.text = task.prompt
-    else:
-        items = [wire.Message(role=message.role, content=message.content) for message in task.prompt]
-        form.messages.CopyFrom(wire.Messages(items=items))
+    """The wire form of a lease with its prompt and sampling."""
+    lease, params = assignment.lease, assignment.params
     message = wire.Lease(
         lease_id=lease.lease_id,
         kind=lease.group.kind,
@@ -231,16 +292,16 @@ def encode_assignment(assignment: Assignment) -> wire.Lease:
         deadline=lease.deadline,
         seconds=lease.seconds,
         seed=lease.seed,
-        task=form,
         temperature=params.temperature,
         top_p=params.top_p,
         top_k=params.top_k,
         max_tokens=params.max_tokens,
-        rewards=assignment.rewards,
-        reward_weights=assignment.weights,
         environment=assignment.environment,
         max_turns=assignment.max_turns,
         first_sample=lease.first_sample,
+        prompt_tokens=assignment.prompt_tokens.tobytes(),
+        columns_json=json.dumps(dict(assignment.columns)) if assignment.columns else "",
+        is_chat=assignment.is_chat,
     )
     if lease.exact_version is not None:
         message.exact_version = lease.exact_version
@@ -262,12 +323,6 @@ def decode_assignment(message: wire.Lease) -> Assignment:
     _require(0 <= message.seconds <= limits.DURATION_SECONDS_MAX, "the lease's length is no duration")
     _require(0 < message.max_turns <= limits.TURNS_MAX, f"max_turns = {message.max_turns}")
     _bound_chars("environment", message.environment, limits.NAME_CHARS_MAX)
-    _require(len(message.rewards) == len(message.reward_weights), "as many reward weights as rewards are needed")
-    if len(message.rewards) > limits.REWARD_PARTS_MAX:
-        raise PeerError("oversized", f"{len(message.rewards)} rewards; the limit is {limits.REWARD_PARTS_MAX}")
-    for name, weight in zip(message.rewards, message.reward_weights, strict=True):
-        _bound_chars("reward", name, limits.NAME_CHARS_MAX)
-        _require(math.isfinite(weight), "a reward's weight is not finite")
     lease = Lease(
         lease_id=whole_number("lease_id", message.lease_id),
         group=GroupRef(_kind(message.kind), whole_number("number", message.number)),
@@ -286,36 +341,24 @@ def decode_assignment(message: wire.Lease) -> Assignment:
     params = SamplingParams(message.temperature, message.top_p, message.top_k, message.max_tokens)
     return Assignment(
         lease,
-        _decode_task(message.task),
+        _token_ids("prompt_tokens", message.prompt_tokens),
         params,
-        tuple(message.rewards),
-        tuple(message.reward_weights),
+        _decode_columns(message.columns_json),
         message.environment,
         message.max_turns,
+        message.is_chat,
     )
 
 
-def _decode_task(message: wire.Task) -> Task:
-    _bound_chars("columns", message.columns_json, limits.TEXT_CHARS_MAX)
+def _decode_columns(text: str) -> dict[str, Any]:
+    _bound_chars("columns", text, limits.TEXT_CHARS_MAX)
     try:
-        columns = json.loads(message.columns_json or "{}")
+        columns = json.loads(text or "{}")
     except (ValueError, RecursionError) as error:
         raise PeerError("malformed", f"a task's columns are not JSON: {error}") from error
-    _require(isinstance(columns, dict), "a task's columns are not an object")
-    form = message.WhichOneof("prompt_form")
-    _require(form is not None, "a task without a prompt")
-    if form == "text":
-        _bound_chars("prompt", message.text, limits.TEXT_CHARS_MAX)
-        return Task(whole_number("cursor", message.cursor), message.text, columns)
-    items = message.messages.items
-    if len(items) > limits.CHAT_MESSAGES_MAX:
-        raise PeerError("oversized", f"{len(items)} chat messages; the limit is {limits.CHAT_MESSAGES_MAX}")
-    for item in items:
-        _bound_chars("role", item.role, limits.NAME_CHARS_MAX)
-        _bound_chars("chat message", item.content, limits.TEXT_CHARS_MAX)
-    return Task(
-        whole_number("cursor", message.cursor), tuple(Message(item.role, item.content) for item in items), columns
-    )
+    if not isinstance(columns, dict):
+        raise PeerError("malformed", "a task's columns are not an object")
+    return columns
 
 
 # ---- checks ----------------------------------------------------------------------------------------------------------

@@ -85,34 +85,8 @@ class RolloutGroup(_message.Message):
     logged: bool
     def __init__(self, kind: _Optional[str] = ..., number: _Optional[int] = ..., step: _Optional[int] = ..., lineage: _Optional[int] = ..., cursor: _Optional[int] = ..., prompt_tokens: _Optional[bytes] = ..., rollouts: _Optional[_Iterable[_Union[Rollout, _Mapping]]] = ..., worker_id: _Optional[str] = ..., generate_seconds: _Optional[float] = ..., logged: _Optional[bool] = ...) -> None: ...
 
-class Message(_message.Message):
-    __slots__ = ("role", "content")
-    ROLE_FIELD_NUMBER: _ClassVar[int]
-    CONTENT_FIELD_NUMBER: _ClassVar[int]
-    role: str
-    content: str
-    def __init__(self, role: _Optional[str] = ..., content: _Optional[str] = ...) -> None: ...
-
-class Task(_message.Message):
-    __slots__ = ("cursor", "text", "messages", "columns_json")
-    CURSOR_FIELD_NUMBER: _ClassVar[int]
-    TEXT_FIELD_NUMBER: _ClassVar[int]
-    MESSAGES_FIELD_NUMBER: _ClassVar[int]
-    COLUMNS_JSON_FIELD_NUMBER: _ClassVar[int]
-    cursor: int
-    text: str
-    messages: Messages
-    columns_json: str
-    def __init__(self, cursor: _Optional[int] = ..., text: _Optional[str] = ..., messages: _Optional[_Union[Messages, _Mapping]] = ..., columns_json: _Optional[str] = ...) -> None: ...
-
-class Messages(_message.Message):
-    __slots__ = ("items",)
-    ITEMS_FIELD_NUMBER: _ClassVar[int]
-    items: _containers.RepeatedCompositeFieldContainer[Message]
-    def __init__(self, items: _Optional[_Iterable[_Union[Message, _Mapping]]] = ...) -> None: ...
-
 class Lease(_message.Message):
-    __slots__ = ("lease_id", "kind", "number", "step", "cursor", "num_samples", "min_version", "exact_version", "deadline", "seconds", "seed", "task", "temperature", "top_p", "top_k", "max_tokens", "rewards", "reward_weights", "environment", "max_turns", "first_sample")
+    __slots__ = ("lease_id", "kind", "number", "step", "cursor", "num_samples", "min_version", "exact_version", "deadline", "seconds", "seed", "temperature", "top_p", "top_k", "max_tokens", "environment", "max_turns", "first_sample", "prompt_tokens", "columns_json", "is_chat")
     LEASE_ID_FIELD_NUMBER: _ClassVar[int]
     KIND_FIELD_NUMBER: _ClassVar[int]
     NUMBER_FIELD_NUMBER: _ClassVar[int]
@@ -124,16 +98,16 @@ class Lease(_message.Message):
     DEADLINE_FIELD_NUMBER: _ClassVar[int]
     SECONDS_FIELD_NUMBER: _ClassVar[int]
     SEED_FIELD_NUMBER: _ClassVar[int]
-    TASK_FIELD_NUMBER: _ClassVar[int]
     TEMPERATURE_FIELD_NUMBER: _ClassVar[int]
     TOP_P_FIELD_NUMBER: _ClassVar[int]
     TOP_K_FIELD_NUMBER: _ClassVar[int]
     MAX_TOKENS_FIELD_NUMBER: _ClassVar[int]
-    REWARDS_FIELD_NUMBER: _ClassVar[int]
-    REWARD_WEIGHTS_FIELD_NUMBER: _ClassVar[int]
     ENVIRONMENT_FIELD_NUMBER: _ClassVar[int]
     MAX_TURNS_FIELD_NUMBER: _ClassVar[int]
     FIRST_SAMPLE_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    COLUMNS_JSON_FIELD_NUMBER: _ClassVar[int]
+    IS_CHAT_FIELD_NUMBER: _ClassVar[int]
     lease_id: int
     kind: str
     number: int
@@ -145,24 +119,23 @@ class Lease(_message.Message):
     deadline: float
     seconds: float
     seed: int
-    task: Task
     temperature: float
     top_p: float
     top_k: int
     max_tokens: int
-    rewards: _containers.RepeatedScalarFieldContainer[str]
-    reward_weights: _containers.RepeatedScalarFieldContainer[float]
     environment: str
     max_turns: int
     first_sample: int
-    def __init__(self, lease_id: _Optional[int] = ..., kind: _Optional[str] = ..., number: _Optional[int] = ..., step: _Optional[int] = ..., cursor: _Optional[int] = ..., num_samples: _Optional[int] = ..., min_version: _Optional[int] = ..., exact_version: _Optional[int] = ..., deadline: _Optional[float] = ..., seconds: _Optional[float] = ..., seed: _Optional[int] = ..., task: _Optional[_Union[Task, _Mapping]] = ..., temperature: _Optional[float] = ..., top_p: _Optional[float] = ..., top_k: _Optional[int] = ..., max_tokens: _Optional[int] = ..., rewards: _Optional[_Iterable[str]] = ..., reward_weights: _Optional[_Iterable[float]] = ..., environment: _Optional[str] = ..., max_turns: _Optional[int] = ..., first_sample: _Optional[int] = ...) -> None: ...
+    prompt_tokens: bytes
+    columns_json: str
+    is_chat: bool
+    def __init__(self, lease_id: _Optional[int] = ..., kind: _Optional[str] = ..., number: _Optional[int] = ..., step: _Optional[int] = ..., cursor: _Optional[int] = ..., num_samples: _Optional[int] = ..., min_version: _Optional[int] = ..., exact_version: _Optional[int] = ..., deadline: _Optional[float] = ..., seconds: _Optional[float] = ..., seed: _Optional[int] = ..., temperature: _Optional[float] = ..., top_p: _Optional[float] = ..., top_k: _Optional[int] = ..., max_tokens: _Optional[int] = ..., environment: _Optional[str] = ..., max_turns: _Optional[int] = ..., first_sample: _Optional[int] = ..., prompt_tokens: _Optional[bytes] = ..., columns_json: _Optional[str] = ..., is_chat: _Optional[bool] = ...) -> None: ...
 
 class WorkerHello(_message.Message):
-    __slots__ = ("protocol", "capacity_groups", "price_usd_per_hour", "rewards", "installed_version", "installed_lineage", "held_leases", "engine", "device", "pid", "host", "listen_port", "advertise", "offer", "environments")
+    __slots__ = ("protocol", "capacity_groups", "price_usd_per_hour", "installed_version", "installed_lineage", "held_leases", "engine", "device", "pid", "host", "listen_port", "advertise", "offer", "environments")
     PROTOCOL_FIELD_NUMBER: _ClassVar[int]
     CAPACITY_GROUPS_FIELD_NUMBER: _ClassVar[int]
     PRICE_USD_PER_HOUR_FIELD_NUMBER: _ClassVar[int]
-    REWARDS_FIELD_NUMBER: _ClassVar[int]
     INSTALLED_VERSION_FIELD_NUMBER: _ClassVar[int]
     INSTALLED_LINEAGE_FIELD_NUMBER: _ClassVar[int]
     HELD_LEASES_FIELD_NUMBER: _ClassVar[int]
@@ -177,7 +150,6 @@ class WorkerHello(_message.Message):
     protocol: int
     capacity_groups: int
     price_usd_per_hour: float
-    rewards: _containers.RepeatedScalarFieldContainer[str]
     installed_version: int
     installed_lineage: int
     held_leases: _containers.RepeatedScalarFieldContainer[int]
@@ -189,7 +161,7 @@ class WorkerHello(_message.Message):
     advertise: str
     offer: str
     environments: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, protocol: _Optional[int] = ..., capacity_groups: _Optional[int] = ..., price_usd_per_hour: _Optional[float] = ..., rewards: _Optional[_Iterable[str]] = ..., installed_version: _Optional[int] = ..., installed_lineage: _Optional[int] = ..., held_leases: _Optional[_Iterable[int]] = ..., engine: _Optional[str] = ..., device: _Optional[str] = ..., pid: _Optional[int] = ..., host: _Optional[str] = ..., listen_port: _Optional[int] = ..., advertise: _Optional[str] = ..., offer: _Optional[str] = ..., environments: _Optional[_Iterable[str]] = ...) -> None: ...
+    def __init__(self, protocol: _Optional[int] = ..., capacity_groups: _Optional[int] = ..., price_usd_per_hour: _Optional[float] = ..., installed_version: _Optional[int] = ..., installed_lineage: _Optional[int] = ..., held_leases: _Optional[_Iterable[int]] = ..., engine: _Optional[str] = ..., device: _Optional[str] = ..., pid: _Optional[int] = ..., host: _Optional[str] = ..., listen_port: _Optional[int] = ..., advertise: _Optional[str] = ..., offer: _Optional[str] = ..., environments: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class Order(_message.Message):
     __slots__ = ("settings", "leases", "snapshot", "revoked", "stop", "routes", "dial", "revoked_peers")
@@ -337,13 +309,41 @@ class Empty(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
+class Sample(_message.Message):
+    __slots__ = ("tokens", "logprobs", "loss_mask", "version_spans", "finish", "support_tokens", "support_offsets", "environment_reward")
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    LOSS_MASK_FIELD_NUMBER: _ClassVar[int]
+    VERSION_SPANS_FIELD_NUMBER: _ClassVar[int]
+    FINISH_FIELD_NUMBER: _ClassVar[int]
+    SUPPORT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    SUPPORT_OFFSETS_FIELD_NUMBER: _ClassVar[int]
+    ENVIRONMENT_REWARD_FIELD_NUMBER: _ClassVar[int]
+    tokens: bytes
+    logprobs: bytes
+    loss_mask: bytes
+    version_spans: _containers.RepeatedCompositeFieldContainer[VersionSpan]
+    finish: str
+    support_tokens: bytes
+    support_offsets: bytes
+    environment_reward: float
+    def __init__(self, tokens: _Optional[bytes] = ..., logprobs: _Optional[bytes] = ..., loss_mask: _Optional[bytes] = ..., version_spans: _Optional[_Iterable[_Union[VersionSpan, _Mapping]]] = ..., finish: _Optional[str] = ..., support_tokens: _Optional[bytes] = ..., support_offsets: _Optional[bytes] = ..., environment_reward: _Optional[float] = ...) -> None: ...
+
 class Delivery(_message.Message):
-    __slots__ = ("lease_id", "group")
+    __slots__ = ("lease_id", "kind", "number", "lineage", "samples", "generate_seconds")
     LEASE_ID_FIELD_NUMBER: _ClassVar[int]
-    GROUP_FIELD_NUMBER: _ClassVar[int]
+    KIND_FIELD_NUMBER: _ClassVar[int]
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    LINEAGE_FIELD_NUMBER: _ClassVar[int]
+    SAMPLES_FIELD_NUMBER: _ClassVar[int]
+    GENERATE_SECONDS_FIELD_NUMBER: _ClassVar[int]
     lease_id: int
-    group: RolloutGroup
-    def __init__(self, lease_id: _Optional[int] = ..., group: _Optional[_Union[RolloutGroup, _Mapping]] = ...) -> None: ...
+    kind: str
+    number: int
+    lineage: int
+    samples: _containers.RepeatedCompositeFieldContainer[Sample]
+    generate_seconds: float
+    def __init__(self, lease_id: _Optional[int] = ..., kind: _Optional[str] = ..., number: _Optional[int] = ..., lineage: _Optional[int] = ..., samples: _Optional[_Iterable[_Union[Sample, _Mapping]]] = ..., generate_seconds: _Optional[float] = ...) -> None: ...
 
 class DeliveryReply(_message.Message):
     __slots__ = ("accepted", "reason")

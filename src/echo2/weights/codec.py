@@ -98,11 +98,18 @@ def decode(manifest: Manifest, read_chunk: ReadChunk) -> Snapshot:
     """
     if manifest.base is not None:
         raise PeerError("base", f"payload {manifest.payload} is a delta and cannot be decoded alone")
-    split = manifest.num_file_chunks
-    file_stream = assemble(manifest.chunks[:split], read_chunk).data
-    tensor_stream = assemble(manifest.chunks[split:], read_chunk).data.toreadonly()
-    files = slice_files(manifest.files, file_stream)
-    return checked(manifest, slice_tensors(manifest.tensors, tensor_stream), files)
+    tensor_stream = assemble(manifest.chunks[manifest.num_file_chunks :], read_chunk).data.toreadonly()
+    return checked(manifest, slice_tensors(manifest.tensors, tensor_stream), decode_files(manifest, read_chunk))
+
+
+def decode_files(manifest: Manifest, read_chunk: ReadChunk) -> dict[str, bytes]:
+    """The files alone, of a manifest that is no delta's. The chunks are checked, the digest of the whole is not.
+
+    Raises:
+        PeerError: "corrupt", when a chunk does not have its hash or size.
+        Whatever `read_chunk` raises.
+    """
+    return slice_files(manifest.files, assemble(manifest.chunks[: manifest.num_file_chunks], read_chunk).data)
 
 
 def checked(manifest: Manifest, tensors: Mapping[str, TensorBytes], files: Mapping[str, bytes]) -> Snapshot:

@@ -23,7 +23,7 @@ from blake3 import blake3
 
 from echo2.errors import InvariantError, PeerError, UserError
 from echo2.types import PayloadId, Snapshot, SnapshotRef
-from echo2.weights.codec import decode
+from echo2.weights.codec import decode, decode_files
 from echo2.weights.delta import apply_delta
 from echo2.weights.snapshot import HASH_BYTES, MAX_CHUNK_BYTES, Manifest
 
@@ -147,6 +147,17 @@ class ChunkStore:
         if snapshot is None or snapshot.ref != ref:
             raise InvariantError(f"the way to snapshot {ref} led to {snapshot.ref if snapshot else None}")
         return snapshot
+
+    def files(self, ref: SnapshotRef) -> dict[str, bytes]:
+        """The files of a snapshot that is stored whole, without its tensors.
+
+        Raises:
+            PeerError: "missing", when it is not; "corrupt", when the disk altered a chunk.
+        """
+        manifest = self.manifest(PayloadId(ref))
+        if manifest is None:
+            raise PeerError("missing", f"snapshot {ref} is not stored whole")
+        return decode_files(manifest, self.get)
 
     def drop_manifest(self, payload: PayloadId) -> None:
         """Forget a manifest, if it is listed. Its chunks stay until `retain`."""

@@ -1,0 +1,81 @@
+"""The head's own reading: prompts become tokens and tokens become text here, so that no worker is asked for either.
+
+The tokenizer comes with the snapshots, by way of `rollout/tokenizer.py`, and without torch.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from array import array
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+
+from echo2.errors import PeerError, UserError
+from echo2.rollout.tokenizer import Tokenizer, encode_prompt, load_tokenizer, with_texts
+from echo2.types import GroupKind, Rollout, Task
+
+#: Tokens of all prompts that are kept: a delivery wants its lease's again, and so does a second lease. 16 MiB.
+KEPT_PROMPT_TOKENS = 4 << 20
+
+
+class Reader:
+    """The run's tokenizer: `load` comes first, once. One for all snapshots of a run: its files do not change."""
+
+    def __init__(self) -> None:
+        self._tokenizer: Tokenizer | None = None
+        self._loaded = asyncio.Event()
+        self._prompts: OrderedDict[tuple[GroupKind, int], array[int]] = OrderedDict()
+        self._num_kept = 0
+
+    async def load(self, files: Mapping[str, bytes]) -> None:
+        """Read the tokenizer among a snapshot's files, beside the event loop: it takes a second.
+
+        Raises:
+            UserError: there is none that transformers can read.
+        """
+        try:
+            self._tokenizer = await asyncio.to_thread(load_tokenizer, files)
+        except PeerError as error:
+            raise UserError(f"The model's tokenizer can't be used: {error.detail}.") from error
+        self._loaded.set()
+
+    @property
+    def is_loaded(self) -> bool:
+        return self._loaded.is_set()
+
+    async def loaded(self) -> None:
+        """Wait until there is a tokenizer: the learner publishes it with its first snapshot."""
+        await self._loaded.wait()
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """Raises UserError while nothing is loaded."""
+        if self._tokenizer is None:
+            raise UserError("No snapshot was published yet, so there is no tokenizer.")
+        return self._tokenizer
+
+    def prompt(self, kind: GroupKind, task: Task) -> array[int]:
+        """Token ids of a task's prompt.
+
+        Raises:
+            UserError: it has no tokens, or the chat template does not write it; the message names the task.
+        """
+        found = self._prompts.get((kind, task.cursor))
+        if found is None:
+            found = encode_prompt(task, self.tokenizer)
+            if not found:
+                raise UserError(
+                    f"Task {task.cursor}: its prompt has no tokens. Give it text, or the model a start token."
+                )
+            self._keep((kind, task.cursor), found)
+        return found
+
+    def _keep(self, key: tuple[GroupKind, int], prompt: array[int]) -> None:
+        self._prompts[key] = prompt
+        self._num_kept += len(prompt)
+        while self._num_kept > KEPT_PROMPT_TOKENS:
+            self._num_kept -= len(self._prompts.popitem(last=False)[1])
+
+    def read(self, rollouts: Sequence[Rollout]) -> tuple[Rollout, ...]:
+        """The same attempts with their tokens as text."""
+        return with_texts(rollouts, self.tokenizer)
