@@ -46,7 +46,11 @@ class GrpcLink:
 
     async def call(self, method: str, request: Any, timeout_seconds: float) -> Any:
         try:
-            return parse(METHODS[method].reply, await self._calls[method](request, timeout=timeout_seconds))
+            spec, header = METHODS[method], None
+            if spec.in_header:
+                request, header = b"", ((grpc_options.REQUEST_HEADER, packed(request)),)
+            reply = await self._calls[method](request, timeout=timeout_seconds, metadata=header)
+            return parse(spec.reply, reply)
         except (grpc.aio.AioRpcError, grpc.aio.UsageError) as error:
             raise self._translated(method, error) from error
         except asyncio.CancelledError:
