@@ -18,6 +18,7 @@ import sys
 from collections import Counter
 from typing import cast
 
+from echo2.errors import UserError
 from echo2.transport import grpc_options, limits
 from echo2.transport.budgets import Buckets
 
@@ -66,6 +67,12 @@ def connections_max() -> int:
     descriptors = DESCRIPTORS_MAX if soft == resource.RLIM_INFINITY else soft
     free = descriptors - min(FILES_MIN, descriptors // 2)
     return max(1, min(limits.CONNECTIONS_MAX, free // DESCRIPTORS_PER_CONNECTION))
+
+
+def is_out_of_descriptors(error: BaseException) -> bool:
+    """Whether an error, or what caused it, is that this process or machine can open no more files: that passes."""
+    cause = error.__cause__ if isinstance(error, UserError) else error
+    return isinstance(cause, OSError) and cause.errno in _EXHAUSTED
 
 
 class Door:
@@ -269,14 +276,16 @@ class Connection:
             self.drop(f"could not be taken: {error.strerror}")
             self._end()
 
-    def came(self, end: _End, data: bytes) -> None:
+    def came(self, end: _End, data: memoryview) -> None:
         """Bytes at one end, for the other."""
         far = self.inner if end is self.outer else self.outer
         if far.transport is not None:
             far.transport.write(data)
+            if far.transport.get_write_buffer_size():  # it may hold a view of them
+                self.door.buffer = memoryview(bytearray(READ_BYTES))
         elif not self._has_begun:
             self._has_begun = True
-            self._begin(data)
+            self._begin(bytes(data))
 
     def _begin(self, data: bytes) -> None:
         """The first bytes: what does not begin a TLS handshake goes no further."""
@@ -346,7 +355,7 @@ class _End(asyncio.BufferedProtocol):
     """One end of a connection."""
 
     def __init__(self, connection: Connection) -> None:
-        self._connection, self._buffer = connection, connection.door.buffer
+        self._connection = connection
         self.transport: asyncio.Transport | None = None
         self.is_over = False
 
@@ -355,10 +364,11 @@ class _End(asyncio.BufferedProtocol):
         self.transport.set_write_buffer_limits(high=HELD_BYTES)
 
     def get_buffer(self, sizehint: int) -> memoryview:
-        return self._buffer
+        return self._connection.door.buffer
 
     def buffer_updated(self, nbytes: int) -> None:
-        self._connection.came(self, bytes(self._buffer[:nbytes]))
+        door = self._connection.door
+        self._connection.came(self, door.buffer[:nbytes])
 
     def pause_writing(self) -> None:
         self._connection.hold(self, True)

@@ -22,7 +22,8 @@ from echo2.transport import wire_pb2 as wire
 from echo2.transport.base import METHODS, Handler, Handlers, Method, Peer, check_role, packed, parse
 from echo2.transport.budgets import Budgets, OverBudget, Party
 from echo2.transport.door import LOOPBACK, Connection, Door
-from echo2.transport.identity import Credentials, RunIdentity
+from echo2.transport.identity import RunIdentity
+from echo2.transport.tickets import Credentials
 
 log = logging.getLogger(__name__)
 
