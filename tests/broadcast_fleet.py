@@ -17,8 +17,9 @@ from echo2.transport import wire_pb2 as wire
 from echo2.transport.base import Link, Network
 from echo2.transport.grpc_link import GrpcNetwork
 from echo2.transport.grpc_server import GrpcServer
-from echo2.transport.identity import Credentials, PeerIdentity, RunIdentity, Ticket
+from echo2.transport.identity import PeerIdentity, RunIdentity
 from echo2.transport.memory import LOOPBACK, MemoryNetwork
+from echo2.transport.tickets import Credentials, Ticket
 from echo2.types import PayloadId, SnapshotRef, TensorBytes
 from echo2.weights.codec import encode
 from echo2.weights.snapshot import Manifest

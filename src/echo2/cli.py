@@ -110,7 +110,7 @@ def build_parser() -> argparse.ArgumentParser:
     _add_run(commands)
     _add_processes(commands)
     _add_views(commands)
-    _add_revoke(commands)
+    _add_tickets(commands)
     _add_model_commands(commands)
     planning.add_commands(lambda name, text, command: _add(commands, name, text, command))
     return parser
@@ -211,10 +211,22 @@ def _add_views(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser.add_argument("--json", action="store_true")
 
 
-def _add_revoke(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    parser = _add(commands, "revoke", "Shut a worker out of a run, now and for good; its leases go to others.", _revoke)
-    parser.add_argument("directory", type=Path, metavar="DIR", help="run directory, on the head's machine")
-    parser.add_argument("worker_id", metavar="WORKER_ID", help="w-..., as `echo2 status` shows it")
+def _add_tickets(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    where = "run directory, on the head's machine"
+    parser = _add(commands, "invite", "Print a ticket for machines of others, or renew one.", _invite)
+    parser.add_argument("directory", type=Path, metavar="DIR", help=where)
+    parser.add_argument("--uses", type=int, default=20, help="machines that it admits (with --renew: more of them)")
+    parser.add_argument("--days", type=float, default=30.0, help="how long from now")
+    parser.add_argument(
+        "--renew", default="", metavar="TICKET_ID", help="let this one admit more, or open it again; its text stays"
+    )
+    parser = _add(commands, "tickets", "The tickets of a run: whose, used, until when, who came by them.", _tickets)
+    parser.add_argument("directory", type=Path, metavar="DIR", help=where)
+    parser.add_argument("--json", action="store_true")
+    text = "Shut a worker, or all who came by a ticket, out of a run, now and for good; their leases go to others."
+    parser = _add(commands, "revoke", text, _revoke)
+    parser.add_argument("directory", type=Path, metavar="DIR", help=where)
+    parser.add_argument("id", metavar="ID", help="w-..., as `echo2 status` shows it, or of a ticket")
 
 
 def _add_model_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -241,7 +253,11 @@ def _run(options: argparse.Namespace) -> int:
     )
 
 
-def _log_to_stderr() -> None:
+def _begin() -> None:
+    """What head, learner and worker do before anything else."""
+    from echo2.transport.door import raise_descriptor_limit
+
+    raise_descriptor_limit()
     logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
 
 
@@ -252,7 +268,7 @@ def _head(options: argparse.Namespace) -> int:
     from echo2.runtime.head_process import forbid_torch, run_head
 
     lifeline.hold_on()
-    _log_to_stderr()
+    _begin()
     rundir = launch.open_run(options.target, options.out, options.resume, options.overrides, options.like)
     forbid_torch()
     asyncio.run(run_head(rundir))
@@ -265,7 +281,7 @@ def _learner(options: argparse.Namespace) -> int:
     from echo2.runtime.rundir import RunDir
 
     lifeline.hold_on()
-    _log_to_stderr()
+    _begin()
     return run_learner(RunDir(options.directory), options.ticket)
 
 
@@ -274,7 +290,7 @@ def _worker(options: argparse.Namespace) -> int:
     from echo2.runtime.worker import WorkerOptions, run_worker
 
     lifeline.hold_on()
-    _log_to_stderr()
+    _begin()
     worker_options = WorkerOptions(
         engine=options.engine,
         device=options.device,
@@ -343,15 +359,37 @@ def _replay(options: argparse.Namespace) -> int:
     return 0 if not found.num_different else 1
 
 
-def _revoke(options: argparse.Namespace) -> int:
-    from echo2.runtime.rundir import RunDir
-    from echo2.transport.identity import RunIdentity
+def _invite(options: argparse.Namespace) -> int:
+    from echo2.runtime import tickets
 
-    identity = RunDir(options.directory).identity
-    if not (identity / "members.json").is_file():
-        raise UserError(f"{options.directory} is no run that has had a head: there is no {identity}/members.json.")
-    RunIdentity.create_or_load(identity).revoke(options.worker_id)
-    print(f"{options.worker_id} is revoked")
+    if options.renew:
+        tickets.renew(options.directory, options.renew, options.uses, options.days)
+        print(f"{options.renew} admits {options.uses} more, for {options.days:g} days")
+    else:
+        print(tickets.invite(options.directory, options.uses, options.days))
+    return 0
+
+
+def _tickets(options: argparse.Namespace) -> int:
+    from echo2.runtime import tickets
+
+    found = tickets.open_identity(options.directory).tickets()
+    if options.json:
+        print(json.dumps([tickets.describe(ticket) for ticket in found]))
+        return 0
+    from rich.console import Console
+
+    tickets.show(found, Console())
+    return 0
+
+
+def _revoke(options: argparse.Namespace) -> int:
+    from echo2.runtime import tickets
+
+    closed = tickets.open_identity(options.directory).revoke(options.id)
+    print(
+        f"{options.id} is revoked" + (f"; ticket {closed}, by which it came, admits nobody any more" if closed else "")
+    )
     return 0
 
 

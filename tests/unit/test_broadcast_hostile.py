@@ -20,8 +20,9 @@ from echo2.transport import chunks
 from echo2.transport import wire_pb2 as wire
 from echo2.transport.base import Handlers, Link, Peer
 from echo2.transport.grpc_link import GrpcLink, GrpcNetwork
-from echo2.transport.identity import PeerIdentity, RunIdentity, Ticket, peer_name
+from echo2.transport.identity import PeerIdentity, RunIdentity, peer_name
 from echo2.transport.memory import LOOPBACK
+from echo2.transport.tickets import Ticket
 from echo2.types import PayloadId, SnapshotRef
 
 PAYLOAD = encode_payload(PayloadId(SnapshotRef(1, 1)))

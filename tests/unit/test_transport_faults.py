@@ -23,7 +23,8 @@ from echo2.transport import wire_pb2 as wire
 from echo2.transport.base import Handlers
 from echo2.transport.grpc_link import GrpcLink, connect
 from echo2.transport.grpc_server import GrpcServer
-from echo2.transport.identity import PeerIdentity, RunIdentity, Ticket
+from echo2.transport.identity import PeerIdentity, RunIdentity
+from echo2.transport.tickets import Ticket
 
 ROUNDS = 40  # of a race: without the handling, about every fifth round went wrong
 CHUNK = wire.Chunk(hash=bytes(32), data=bytes(1 << 20))
@@ -86,9 +87,7 @@ def test_signing_request_with_a_key_of_an_unknown_kind_is_refused_and_no_failure
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[RunIdentity, str]:
     identity = RunIdentity.create_or_load(tmp_path_factory.mktemp("run"))
-    identity.make_ticket("worker", "nowhere:1", 10**6, 1.0)
-    [ticket_id] = identity._book["tickets"]
-    return identity, ticket_id
+    return identity, Ticket.parse(identity.make_ticket("worker", "nowhere:1", 10**6, 1.0)).ticket_id
 
 
 def signing_request() -> bytes:

@@ -22,7 +22,8 @@ from echo2.transport import wire_pb2 as wire
 from echo2.transport.base import Handlers, Link
 from echo2.transport.grpc_link import GrpcLink, connect
 from echo2.transport.grpc_server import GrpcServer
-from echo2.transport.identity import SERVER_NAME, Credentials, PeerIdentity, RunIdentity, Ticket
+from echo2.transport.identity import SERVER_NAME, PeerIdentity, RunIdentity
+from echo2.transport.tickets import Credentials, Ticket
 from transport_cases import SECONDS, SHORT_SECONDS, Desk, LinkCases, attend, run
 
 LOOPBACK = "127.0.0.1"
@@ -32,12 +33,12 @@ HOUR = 1.0
 def enrolled(identity: RunIdentity, role: str, state: Path) -> tuple[str, Credentials]:
     """What a machine of this role has after joining. For join-worker and join-learner: what the ticket brings."""
     ticket = identity.make_ticket(role.removeprefix("join-"), "nowhere:1", 1, HOUR)
-    credentials = Ticket.parse(ticket).credentials
+    parsed = Ticket.parse(ticket)
+    credentials = parsed.credentials
     if role.startswith("join-"):
         return "", credentials
     peer = PeerIdentity(state)
-    [ticket_id] = list(identity._book["tickets"])[-1:]
-    return peer.keep(credentials.ca_pem, identity.enrol(ticket_id, role, peer.request())[1])
+    return peer.keep(credentials.ca_pem, identity.enrol(parsed.ticket_id, role, peer.request())[1])
 
 
 @asynccontextmanager

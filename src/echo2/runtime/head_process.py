@@ -15,8 +15,10 @@ from echo2.runtime import head_report
 from echo2.runtime.head import Head
 from echo2.runtime.rundir import RunDir, claimed, write_atomically
 from echo2.runtime.service import Service
+from echo2.runtime.tickets import OwnTickets
+from echo2.transport.door import is_out_of_descriptors
 from echo2.transport.grpc_server import GrpcServer
-from echo2.transport.identity import RunIdentity, Ticket
+from echo2.transport.identity import RunIdentity
 
 log = logging.getLogger(__name__)
 
@@ -25,8 +27,6 @@ STATUS_SECONDS = 0.5
 #: Seconds that workers and learner have to hear that the run is over.
 FAREWELL_SECONDS = 1.0
 TOLD_TO_STOP = "the head was told to stop"
-TICKET_USES = 10_000
-TICKET_HOURS = 24 * 90.0
 
 
 async def run_head(rundir: RunDir) -> None:
@@ -62,16 +62,14 @@ async def _serve(rundir: RunDir) -> None:
     bound = await server.start()
     head.ledger.set_meta("port", bound)
     address = f"{config.head.advertise or config.head.host}:{bound}"
-    for path, role in ((rundir.ticket, "worker"), (rundir.learner_ticket, "learner")):
-        if not path.exists() or Ticket.parse(f"@{path}").address != address:
-            ticket = identity.make_ticket(role, address, TICKET_USES, TICKET_HOURS, is_own=True)
-            write_atomically(path, ticket, mode=0o600)
+    tickets = OwnTickets(identity, rundir, address)
+    tickets.keep()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, head.end, "stopped", TOLD_TO_STOP)
     log.info("listening on %s", address)
     head.machines.start()
-    head.spawn(_keep_reporting(head, service, identity))
+    head.spawn(_keep_reporting(head, service, identity, tickets))
     await head.over.wait()
     assert head.outcome is not None
     log.info("the run is over: %s", head.outcome)
@@ -87,17 +85,21 @@ async def _serve(rundir: RunDir) -> None:
     raise UserError(reason) if kind in ("stopped", "user_error") else InvariantError(reason)
 
 
-async def _keep_reporting(head: Head, service: Service, identity: RunIdentity) -> None:
-    """Consumes: the planner's tables; what `echo2 revoke` wrote. Produces: status.json; expulsions. Waits for: the
-    clock.
+async def _keep_reporting(head: Head, service: Service, identity: RunIdentity, tickets: OwnTickets) -> None:
+    """Consumes: the planner's tables; what `echo2 revoke` wrote. Produces: status.json; expulsions; tickets in place of
+    those that admit nobody any more. Waits for: the clock.
     """
     while True:
         try:
             service.expel(identity.revoked())
+            tickets.keep()
             head.check_budget()
             head_report.write_status(head)
         except UserError as error:
-            head.fail(error)
+            if is_out_of_descriptors(error):
+                log.warning("%s", error)
+            else:
+                head.fail(error)
         await asyncio.sleep(STATUS_SECONDS)
 
 

@@ -189,7 +189,7 @@ def _supervise(rundir: RunDir, config: Config) -> dict[str, str]:
     supervisor = Supervisor(rundir, workers.count, arguments)
     console = Console(stderr=True)
     where, ticket = escape(str(rundir.path)), escape(str(rundir.ticket))
-    told = f"run directory [bold]{where}[/bold]   others join with: echo2 worker @{ticket}"
+    told = f"run directory [bold]{where}[/bold]   your other machines join with: echo2 worker @{ticket}"
     console.print(told, highlight=False, soft_wrap=True)
     with display.RunDisplay(rundir, config.run.max_steps, console) as shown:
         return supervisor.run(shown.poll)

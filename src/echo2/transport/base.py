@@ -32,7 +32,8 @@ class Peer:
 
 @dataclass(frozen=True, slots=True)
 class Method:
-    """One thing the head, or a worker that listens, may be asked. `raw`: the handler gets the request as it came."""
+    """One thing the head, or a worker that listens, may be asked. `raw`: the handler gets the request as it came.
+    `in_header`: the request travels in the header of the call, which has a few kilobytes; its body is never read."""
 
     name: str
     request: type[Any]
@@ -40,6 +41,7 @@ class Method:
     streaming: bool
     roles: frozenset[str]
     raw: bool = False
+    in_header: bool = False
 
 
 Handler = Callable[[Peer, Any], Any]
@@ -47,6 +49,7 @@ Handlers = Mapping[str, Handler]
 
 
 _RAW = frozenset({"GiveChunk", "PutProbe"})
+_IN_HEADER = frozenset({"Enrol"})  # whoever has a ticket may call it
 
 
 def _methods() -> dict[str, Method]:
@@ -75,7 +78,7 @@ def _methods() -> dict[str, Method]:
         ("ReportCheckpoint", wire.CheckpointReport, wire.Empty, False, learner),
         ("LearnerReport", wire.LearnerReport, wire.Empty, False, learner),
     ]
-    return {row[0]: Method(*row, raw=row[0] in _RAW) for row in rows}
+    return {row[0]: Method(*row, raw=row[0] in _RAW, in_header=row[0] in _IN_HEADER) for row in rows}
 
 
 METHODS: Mapping[str, Method] = _methods()

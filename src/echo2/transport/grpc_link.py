@@ -22,7 +22,8 @@ from echo2.transport import grpc_options, limits
 from echo2.transport import wire_pb2 as wire
 from echo2.transport.base import METHODS, Handlers, Method, packed, parse
 from echo2.transport.grpc_server import SERVICE, PeerServer
-from echo2.transport.identity import SERVER_NAME, Credentials, PeerIdentity, Ticket, has_peer_name, peer_name
+from echo2.transport.identity import SERVER_NAME, PeerIdentity, has_peer_name, peer_name
+from echo2.transport.tickets import Credentials, Ticket
 
 #: How long joining keeps trying while the head is away.
 JOIN_SECONDS = 60.0
@@ -46,7 +47,11 @@ class GrpcLink:
 
     async def call(self, method: str, request: Any, timeout_seconds: float) -> Any:
         try:
-            return parse(METHODS[method].reply, await self._calls[method](request, timeout=timeout_seconds))
+            spec, header = METHODS[method], None
+            if spec.in_header:
+                request, header = b"", ((grpc_options.REQUEST_HEADER, packed(request)),)
+            reply = await self._calls[method](request, timeout=timeout_seconds, metadata=header)
+            return parse(spec.reply, reply)
         except (grpc.aio.AioRpcError, grpc.aio.UsageError) as error:
             raise self._translated(method, error) from error
         except asyncio.CancelledError:

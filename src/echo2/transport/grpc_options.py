@@ -21,8 +21,12 @@ WINDOW_BYTES = 256 << 10
 #: Of HTTP/2. The default of 16 KiB makes sixty-four of a chunk of 1 MiB.
 FRAME_BYTES = 1 << 20
 
+#: What a stranger's handshake may take.
+HANDSHAKE_SECONDS = 10.0
+#: Of a call whose request has no body.
+REQUEST_HEADER = "request-bin"
+
 _BOTH: list[tuple[str, Any]] = [
-    ("grpc.max_receive_message_length", limits.MESSAGE_BYTES_MAX),
     ("grpc.max_send_message_length", limits.MESSAGE_BYTES_MAX),
     ("grpc.keepalive_time_ms", int(KEEPALIVE_SECONDS * 1000)),
     ("grpc.keepalive_timeout_ms", int(KEEPALIVE_SECONDS * 1000)),
@@ -31,21 +35,32 @@ _BOTH: list[tuple[str, Any]] = [
     ("grpc.http2.lookahead_bytes", WINDOW_BYTES),
     ("grpc.http2.max_frame_size", FRAME_BYTES),
 ]
-SERVER: list[tuple[str, Any]] = [
+_SERVER: list[tuple[str, Any]] = [
     *_BOTH,
-    ("grpc.so_reuseport", 0),  # two heads on one port would share its callers at random
+    ("grpc.so_reuseport", 0),  # two servers on one port would share its callers at random
+    ("grpc.server_handshake_timeout_ms", int(HANDSHAKE_SECONDS * 1000)),
     ("grpc.http2.min_recv_ping_interval_without_data_ms", 1000),
     ("grpc.http2.max_ping_strikes", 0),
     ("grpc.max_concurrent_streams", limits.CALLS_MAX),
 ]
 _CLIENT: list[tuple[str, Any]] = [
     *_BOTH,
+    ("grpc.max_receive_message_length", limits.MESSAGE_BYTES_MAX),
     ("grpc.use_local_subchannel_pool", 1),  # each link is a connection of its own
     ("grpc.initial_reconnect_backoff_ms", 200),
     ("grpc.min_reconnect_backoff_ms", int(CONNECT_SECONDS * 1000)),
     ("grpc.max_reconnect_backoff_ms", 2000),
     ("grpc.enable_retries", 0),  # what may be repeated is the caller's to know
 ]
+
+
+def server(message_bytes_max: int, connections_max: int) -> list[tuple[str, Any]]:
+    """For a server that takes messages, and connections, up to these."""
+    bounds = [
+        ("grpc.max_receive_message_length", message_bytes_max),
+        ("grpc.max_allowed_incoming_connections", connections_max),
+    ]
+    return [*_SERVER, *bounds]
 
 
 def client(server_name: str) -> list[tuple[str, Any]]:

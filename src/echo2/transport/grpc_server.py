@@ -1,12 +1,17 @@
-"""The serving end of gRPC: the head's, and that of a worker which other workers take chunks from."""
+"""The serving end of gRPC: the head's, and that of a worker which other workers take chunks from.
+
+Every method is served as one with a stream of requests, also where there is one request: gRPC calls such a handler as
+soon as the header of a call is there. So who calls, in what role, whether it is revoked and whether it has asked too
+much is known before a byte of the body is read; a body that is not read stays with the caller.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import logging
-from collections.abc import Callable
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing, asynccontextmanager
 from typing import Any
-from urllib.parse import unquote
 
 import grpc
 import grpc.aio
@@ -15,7 +20,10 @@ from echo2.errors import PeerError, UserError
 from echo2.transport import grpc_options, limits
 from echo2.transport import wire_pb2 as wire
 from echo2.transport.base import METHODS, Handler, Handlers, Method, Peer, check_role, packed, parse
-from echo2.transport.identity import Credentials, RunIdentity
+from echo2.transport.budgets import Budgets, OverBudget, Party
+from echo2.transport.door import LOOPBACK, Connection, Door
+from echo2.transport.identity import RunIdentity
+from echo2.transport.tickets import Credentials
 
 log = logging.getLogger(__name__)
 
@@ -43,12 +51,11 @@ class PeerServer:
         advice: str = "Choose another address or port for --listen (port 0 takes any free one).",
         message_bytes_max: int = limits.PEER_MESSAGE_BYTES_MAX,
     ) -> None:
-        self._host, self._port, self._credentials, self._advice = host, port, credentials, advice
+        self._where, self._credentials, self._advice = f"{host}:{port}", credentials, advice
         self._check_not_revoked, self._on_error = check_not_revoked, on_error
         self._handlers: dict[str, Handler] = dict(handlers)
-        bound = ("grpc.max_receive_message_length", message_bytes_max)
-        options = [option for option in grpc_options.SERVER if option[0] != bound[0]]
-        self._server = grpc.aio.server(options=[*options, bound])
+        self._budgets, self._door = Budgets(), Door(host, port)
+        self._server = grpc.aio.server(options=grpc_options.server(message_bytes_max, self._door.connections_max))
         rpcs = {name: self._rpc(method) for name, method in METHODS.items() if name in self._handlers}
         self._server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, rpcs),))
 
@@ -61,36 +68,44 @@ class PeerServer:
         own = self._credentials
         pair = [(own.key_pem, own.certificate_pem)]
         credentials = grpc.ssl_server_credentials(pair, root_certificates=own.ca_pem, require_client_auth=True)
-        try:
-            port = self._server.add_secure_port(f"{self._host}:{self._port}", credentials)
-        except RuntimeError:
-            port = 0
-        if port == 0:
-            raise UserError(
-                f"Cannot listen on {self._host}:{self._port}: the port is in use or the address is not this machine's. "
-                f"{self._advice}"
-            )
+        inner = self._server.add_secure_port(f"{LOOPBACK}:0", credentials)
         await self._server.start()
-        return int(port)
+        try:
+            return await self._door.open(inner)
+        except OSError as error:
+            await self._server.stop(None)
+            raise UserError(
+                f"Cannot listen on {self._where}: the port is in use or the address is not this machine's "
+                f"({error.strerror}). {self._advice}"
+            ) from error
 
     async def stop(self) -> None:
+        self._door.shut()
         await self._server.stop(grace=GRACE_SECONDS)
+        await self._door.close()
+
+    def _parties(self, peer: Peer) -> tuple[Party, ...]:
+        """Whose budgets a call of this peer counts for; its own first."""
+        rate, burst = limits.PEER_CALLS_PER_SECOND_MAX, limits.PEER_CALLS_BURST
+        own = Party(peer.peer_id, rate, burst, limits.PEER_READS_PER_PEER_MAX)
+        return own, Party("all workers", reads=limits.PEER_READS_MAX)
+
+    # ---- one call ----------------------------------------------------------------------------------------------------
 
     def _rpc(self, method: Method) -> grpc.RpcMethodHandler:
         handler = self._handlers[method.name]
 
-        async def answer(data: bytes, context: Any) -> Any:
+        async def answer(_: Any, context: Any) -> Any:
             try:
-                peer = self._peer(method, context)
-                return await handler(peer, data if method.raw else parse(method.request, data))
+                async with self._asked(method, context) as (peer, request):
+                    return await handler(peer, request)
             except Exception as error:
                 await self._abort(method, context, error)
 
         # A coroutine that writes, not a generator: when the caller goes, gRPC cancels it, and it closes the handler.
-        async def answer_stream(data: bytes, context: Any) -> None:
+        async def answer_stream(_: Any, context: Any) -> None:
             try:
-                peer = self._peer(method, context)
-                async with aclosing(handler(peer, parse(method.request, data))) as replies:
+                async with self._asked(method, context) as (peer, request), aclosing(handler(peer, request)) as replies:
                     async for reply in replies:
                         self._check_not_revoked(peer.peer_id)
                         if not await _written(context, packed(reply)):
@@ -98,24 +113,60 @@ class PeerServer:
             except Exception as error:
                 await self._abort(method, context, error)
 
-        make = grpc.unary_stream_rpc_method_handler if method.streaming else grpc.unary_unary_rpc_method_handler
+        make = grpc.stream_stream_rpc_method_handler if method.streaming else grpc.stream_unary_rpc_method_handler
         return make(
             answer_stream if method.streaming else answer,
             request_deserializer=None,  # `parse` answers for malformed bytes
             response_serializer=None if method.streaming else packed,
         )
 
-    def _peer(self, method: Method, context: Any) -> Peer:
+    @asynccontextmanager
+    async def _asked(self, method: Method, context: Any) -> AsyncGenerator[tuple[Peer, Any]]:
+        """Who asks, and what: the body is read once it is known that this peer may ask that, and now."""
         names = context.auth_context().get("x509_common_name", [])
-        role, _, peer_id = names[0].decode().partition(":") if names else ("", "", "")
-        peer = Peer(peer_id, role, _host(context.peer()))
+        name = names[0].decode() if names else ""
+        role, _, peer_id = name.partition(":")
+        caller = self._door.caller(context.peer())
+        if caller is None:
+            raise PeerError("forbidden", "call the port that the ticket names")
+        peer = Peer(peer_id, role, caller.host)
+        parties = self._parties(peer)
+        self._count(name, caller, parties)
         check_role(method, peer)
         self._check_not_revoked(peer_id)
-        return peer
+        with self._budgets.under_way(name):
+            data = _header(context) if method.in_header else await self._body(method, context, parties)
+            yield peer, data if method.raw else parse(method.request, data)
+
+    def _count(self, name: str, caller: Connection, parties: tuple[Party, ...]) -> None:
+        try:
+            if self._door.named(caller, name) > limits.CONNECTIONS_PER_PEER_MAX and parties:
+                raise OverBudget(f"{name} has more than {limits.CONNECTIONS_PER_PEER_MAX} connections", is_flood=True)
+            self._budgets.called(parties)
+        except OverBudget as error:
+            if error.is_flood:
+                caller.drop("asked too much")
+            raise
+
+    async def _body(self, method: Method, context: Any, parties: tuple[Party, ...]) -> bytes:
+        try:
+            async with asyncio.timeout(limits.READ_SECONDS), self._budgets.reading(parties):
+                data = await context.read()
+        except TimeoutError as error:
+            raise OverBudget(f"no request of {method.name} within {limits.READ_SECONDS:.0f} s") from error
+        if not isinstance(data, bytes):
+            raise PeerError("malformed", f"{method.name} without a request")
+        self._budgets.has_read(parties, len(data))
+        if parties and method.name != "Deliver" and len(data) > limits.PEER_MESSAGE_BYTES_MAX:
+            detail = f"{method.name} of {len(data)} bytes; the limit is {limits.PEER_MESSAGE_BYTES_MAX}"
+            raise PeerError("oversized", detail)
+        return data
 
     async def _abort(self, method: Method, context: Any, error: Exception) -> None:
         if isinstance(error, PeerError):
             await context.abort(grpc.StatusCode.PERMISSION_DENIED, f"{error.reason}: {error.detail}"[:DETAIL_CHARS_MAX])
+        if isinstance(error, OverBudget):  # not PERMISSION_DENIED: trying again, later, may help
+            await context.abort(grpc.StatusCode.UNAVAILABLE, f"busy: {error}"[:DETAIL_CHARS_MAX])
         if isinstance(error, grpc.aio.AbortError | grpc.RpcError):
             raise error
         log.error("%s failed", method.name, exc_info=error)
@@ -142,6 +193,28 @@ class GrpcServer(PeerServer):
             limits.MESSAGE_BYTES_MAX,
         )
 
+    def _parties(self, peer: Peer) -> tuple[Party, ...]:
+        """The learner is the owner's and has no bounds; of those who come by tickets the owner's machines and strangers
+        do not share."""
+        if peer.role == "learner":
+            return ()
+        if peer.role != "worker":
+            return (Party(f"{peer.role}:{peer.peer_id}", limits.ENROLMENTS_PER_SECOND, limits.ENROLMENTS_BURST),)
+        own = Party(
+            peer.peer_id,
+            limits.CALLS_PER_SECOND_MAX,
+            limits.CALLS_BURST,
+            limits.READS_PER_PEER_MAX,
+            limits.BYTES_PER_SECOND_MAX,
+            limits.BYTES_BURST,
+        )
+        member = self._identity.member(peer.peer_id)
+        if member.is_own:
+            return own, Party("machines of the owner", reads=limits.READS_MAX)
+        rate, burst, reads = limits.TICKET_CALLS_PER_SECOND_MAX, limits.TICKET_CALLS_BURST, limits.READS_PER_TICKET_MAX
+        ticket = Party(f"ticket {member.ticket_id}", rate, burst, reads)
+        return own, ticket, Party("strangers", reads=limits.READS_MAX)
+
     async def _enrol(self, peer: Peer, request: wire.EnrolRequest) -> wire.EnrolReply:
         if request.protocol != limits.PROTOCOL_VERSION:
             detail = (
@@ -152,9 +225,12 @@ class GrpcServer(PeerServer):
         return wire.EnrolReply(peer_id=peer_id, certificate_der=certificate)
 
 
-def _host(peer: str) -> str:
-    """The address in gRPC's name of a caller, like "ipv4:127.0.0.1:4700" or "ipv6:%5B::1%5D:4700"."""
-    return unquote(peer).partition(":")[2].rpartition(":")[0].strip("[]")
+def _header(context: Any) -> bytes:
+    """The request in the header of a call; of a caller that has put none there, no bytes."""
+    for key, value in context.invocation_metadata() or ():
+        if key == grpc_options.REQUEST_HEADER and isinstance(value, bytes):
+            return value
+    return b""
 
 
 async def _written(context: Any, data: bytes) -> bool:

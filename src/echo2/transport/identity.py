@@ -1,120 +1,44 @@
-"""Who is who: a run's own certificate authority, tickets, enrolment, revocation.
+"""Who is who: a run's own certificate authority, enrolment, revocation.
 
-    ticket      "echo2-" + base64url(JSON): the head's address, the CA's certificate, and a short-lived *join
-                certificate* with its key. Even enrolment thus runs over mutual TLS, on the one port
-                (docs/decisions/0001).
-    enrolment   a peer makes its own key, sends a signing request over a join connection and gets a certificate for
-                "worker:<id>", which also names it "<id>.echo2" to those who dial it; the id is derived from the key,
-                so enrolling again gives the same id and burns no use.
-    revocation  a revoked id is refused at every call and at every message of a stream, whatever certificate it shows.
-                It is a file below revoked/, so that `echo2 revoke` and a running head share it without a lock. Who
-                still has a ticket with uses left can enrol again with another key.
+    enrolment   a peer makes its own key, sends a signing request over a join connection (`tickets`) and gets a
+                certificate for "worker:<id>", which also names it "<id>.echo2" to those who dial it; the id is derived
+                from the key, so enrolling again gives the same id and burns no use.
+    revocation  a revoked peer, or one that came by a revoked ticket, is refused at every call and at every message of a
+                stream, whatever certificate it shows. It is a file below revoked/, so that `echo2 revoke` and a running
+                head share it without a lock. The ticket by which a revoked peer came admits nobody any more: else the
+                same machine would be back with another key (docs/decisions/0007).
 
 Keys are EC P-256 and never leave their machine; files are private (mode 0600) and survive restarts.
 """
 
 from __future__ import annotations
 
-import base64
-import datetime
-import hashlib
 import json
 import os
-import re
 import secrets
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from cryptography import x509
-from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
-from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.exceptions import InvalidSignature
+from cryptography.hazmat.primitives import hashes
 from cryptography.hazmat.primitives.asymmetric import ec
-from cryptography.x509.oid import NameOID
 
 from echo2.errors import PeerError, UserError
+from echo2.transport import certificates
+from echo2.transport.certificates import Key
+from echo2.transport.tickets import OWN_TICKET_USES, Credentials, Terms, TermsFiles, ticket_text
 
 #: The name in the head's certificate; links check it instead of an address, which may change.
 SERVER_NAME = "head.echo2"
-TICKET_PREFIX = "echo2-"
-TICKET_VERSION = 1
-TICKET_CHARS_MAX = 8192
-CSR_BYTES_MAX = 4096
-CERTIFICATE_DAYS = 3650
 #: Hex digits of an id: 40 bits keep 10,000 workers apart but for one chance in 20,000.
 ID_DIGITS = 10
-RUN_ID = re.compile(r"[0-9a-f]{12}")
-TICKET_ROLES = ("worker", "learner")
-#: Clocks of strangers' machines may differ by this much.
-CLOCK_SLACK = datetime.timedelta(hours=24)
 
-Key = ec.EllipticCurvePrivateKey
-_REVOKED = "revoked"
+_REVOKED, _TICKETS = "revoked", "tickets"
 #: Put before what is signed, so that no signature over one kind of thing passes for one over another.
 _MANIFEST_DOMAIN = b"echo2 manifest\0"
-
-
-@dataclass(frozen=True, slots=True)
-class Credentials:
-    """What one end of a TLS connection shows, and whom it trusts; PEM."""
-
-    ca_pem: bytes
-    certificate_pem: bytes
-    key_pem: bytes
-
-
-@dataclass(frozen=True, slots=True)
-class Ticket:
-    """A parsed ticket. `role`: worker or learner."""
-
-    run_id: str
-    address: str
-    role: str
-    credentials: Credentials
-
-    @staticmethod
-    def parse(text: str) -> Ticket:
-        """From the ticket itself, or ``@FILE``.
-
-        Raises:
-            UserError: it is not a ticket.
-        """
-        text = (_read_ticket(text[1:]) if text.startswith("@") else text).strip()
-        try:
-            return _parse_ticket(text)
-        except (ValueError, KeyError, TypeError, RecursionError) as error:
-            shown = text[:24] + ("..." if len(text) > 24 else "")
-            raise UserError(
-                f"{shown!r} is not a ticket ({error}). Copy it whole from the run's `ticket` file."
-            ) from error
-
-
-def _read_ticket(path: str) -> str:
-    try:
-        with open(path, encoding="ascii", errors="replace") as file:
-            return file.read(TICKET_CHARS_MAX + 1)
-    except (OSError, ValueError) as error:  # ValueError: a name with a NUL
-        raise UserError(f"Cannot read the ticket file {path!r}: {error}.") from error
-
-
-def _parse_ticket(text: str) -> Ticket:
-    if not text.startswith(TICKET_PREFIX):
-        raise ValueError(f"it does not begin with {TICKET_PREFIX}")
-    if len(text) > TICKET_CHARS_MAX:
-        raise ValueError(f"it has more than {TICKET_CHARS_MAX} characters")
-    plain = json.loads(base64.b64decode(text.removeprefix(TICKET_PREFIX), b"-_", validate=True))
-    if plain["v"] != TICKET_VERSION:
-        raise ValueError(f"it is of version {plain['v']}, this program knows {TICKET_VERSION}")
-    run_id, address, role = str(plain["run"]), str(plain["addr"]), str(plain["role"])
-    if not RUN_ID.fullmatch(run_id) or role not in TICKET_ROLES:  # both become part of a path
-        raise ValueError("its run or role is none")
-    der = {name: base64.b64decode(plain[name], validate=True) for name in ("ca", "cert", "key")}
-    key = ec.derive_private_key(int.from_bytes(der["key"], "big"), ec.SECP256R1())
-    ca, certificate = (x509.load_der_x509_certificate(der[name]) for name in ("ca", "cert"))
-    return Ticket(
-        run_id, address, role, Credentials(_certificate_pem(ca), _certificate_pem(certificate), _key_pem(key))
-    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,15 +49,26 @@ class Member:
     is_own: bool
 
 
+@dataclass(frozen=True, slots=True)
+class KnownTicket:
+    """A ticket of the run. `refuses`: why it admits nobody (empty: it does)."""
+
+    ticket_id: str
+    terms: Terms
+    members: tuple[str, ...]
+    refuses: str
+
+
 class RunIdentity:
     """The head's side: the run's CA and server certificate, tickets given out, members and revocations."""
 
-    def __init__(
-        self, directory: Path, ca_key: Key, ca: x509.Certificate, credentials: Credentials, book: dict[str, Any]
-    ) -> None:
-        self._directory, self._ca_key, self._ca, self._book = directory, ca_key, ca, book
+    def __init__(self, directory: Path, ca_key: Key, ca: x509.Certificate, credentials: Credentials) -> None:
+        self._directory, self._ca_key, self._ca = directory, ca_key, ca
         self.credentials = credentials
-        self.run_id = str(ca.subject.get_attributes_for_oid(NameOID.COMMON_NAME)[0].value).removeprefix("echo2 ")
+        self.run_id = certificates.common_name(ca).removeprefix("echo2 ")
+        self._terms = TermsFiles(directory / _TICKETS)
+        self._members = _read_members(directory / "members.json", self._terms)
+        self._own: dict[str, bool] = {}
 
     @staticmethod
     def create_or_load(directory: Path) -> RunIdentity:
@@ -147,72 +82,139 @@ class RunIdentity:
             if not (directory / "server.pem").exists():
                 _create(directory)
             read = {name: (directory / name).read_bytes() for name in ("ca.key", "ca.pem", "server.key", "server.pem")}
-            (directory / _REVOKED).mkdir(mode=0o700, exist_ok=True)
-            ca_key, _ = (_load_key(read[name]) for name in ("ca.key", "server.key"))
-            ca, _ = (x509.load_pem_x509_certificate(read[name]) for name in ("ca.pem", "server.pem"))
+            for name in (_REVOKED, _TICKETS):
+                (directory / name).mkdir(mode=0o700, exist_ok=True)
+            ca_key, _ = (certificates.read_key(read[name]) for name in ("ca.key", "server.key"))
+            ca, _ = (certificates.read_pem(read[name]) for name in ("ca.pem", "server.pem"))
             credentials = Credentials(read["ca.pem"], read["server.pem"], read["server.key"])
-            return RunIdentity(directory, ca_key, ca, credentials, _read_book(directory / "members.json"))
+            return RunIdentity(directory, ca_key, ca, credentials)
         except (OSError, ValueError) as error:
             raise UserError(
                 f"Cannot use the run's identity in {directory}: {error}. Restore it from a copy."
             ) from error
 
+    # ---- tickets -----------------------------------------------------------------------------------------------------
+
     def make_ticket(self, role: str, address: str, uses: int, hours: float, is_own: bool = False) -> str:
         """A ticket that admits `uses` peers as worker or learner within `hours`. `is_own`: for machines of the run's
-        owner, which are believed more than those of strangers."""
-        ticket_id, key = secrets.token_hex(8), ec.generate_private_key(ec.SECP256R1())
-        until = _now() + datetime.timedelta(hours=hours)
-        certificate = self._sign(f"join-{role}:{ticket_id}", key.public_key(), until)
-        self._book["tickets"][ticket_id] = {
-            "role": role,
-            "uses": uses,
-            "expires": time.time() + hours * 3600,
-            "is_own": is_own,
-        }
-        self._save()
-        plain = {
-            "v": TICKET_VERSION,
-            "run": self.run_id,
-            "addr": address,
-            "role": role,
-            "ca": base64.b64encode(self._ca.public_bytes(serialization.Encoding.DER)).decode(),
-            "cert": base64.b64encode(certificate.public_bytes(serialization.Encoding.DER)).decode(),
-            "key": base64.b64encode(key.private_numbers().private_value.to_bytes(32, "big")).decode(),
-        }
-        return TICKET_PREFIX + base64.urlsafe_b64encode(json.dumps(plain, separators=(",", ":")).encode()).decode()
+        owner, which are believed more than those of strangers.
+
+        Raises:
+            UserError: it can't be written down.
+        """
+        ticket_id, key, now = secrets.token_hex(8), certificates.make_key(), time.time()
+        certificate = certificates.issue(f"join-{role}:{ticket_id}", key.public_key(), self._ca.subject, self._ca_key)
+        valid_until = now + certificates.CERTIFICATE_DAYS * 86_400.0
+        self._write(ticket_id, Terms(role, uses, now + hours * 3600, is_own, valid_until))
+        ca_der, der = certificates.certificate_der(self._ca), certificates.certificate_der(certificate)
+        return ticket_text(self.run_id, address, role, ca_der, der, key)
+
+    def renew_ticket(self, ticket_id: str, uses: int, hours: float) -> None:
+        """Let a ticket admit `uses` more peers, within `hours` from now; its text stays the same. One that was closed
+        is open again.
+
+        Raises:
+            UserError: there is no such ticket, it was revoked, or it was made for a shorter time.
+        """
+        known = self._known_ticket(ticket_id)
+        until = time.time() + hours * 3600
+        if known.refuses == "revoked":
+            raise UserError(f"Ticket {ticket_id} was revoked, with all who came by it. Make another: `echo2 invite`.")
+        if until > known.terms.valid_until:
+            days = max(0.0, known.terms.valid_until - time.time()) / 86_400
+            raise UserError(f"Ticket {ticket_id} can be renewed for {days:.0f} days at most. Make another.")
+        uses += len(known.members)
+        self._write(ticket_id, replace(known.terms, uses=uses, expires=until, is_closed=False))
+
+    def tickets(self) -> list[KnownTicket]:
+        """All tickets of the run.
+
+        Raises:
+            UserError: their files are damaged or can't be read.
+        """
+        try:
+            return [self._known_ticket(ticket_id) for ticket_id in self._terms.ids()]
+        except OSError as error:
+            raise UserError(f"Cannot read the tickets in {self._directory}: {error.strerror}.") from error
+
+    def refuses_ticket(self, ticket_id: str) -> str:
+        """Why a ticket admits nobody; empty: it does.
+
+        Raises:
+            UserError: its file is damaged or can't be read.
+        """
+        return self._known_ticket(ticket_id).refuses
+
+    def _known_ticket(self, ticket_id: str) -> KnownTicket:
+        try:
+            terms = self._terms.read(ticket_id)
+        except (OSError, ValueError) as error:
+            raise UserError(f"Cannot read ticket {ticket_id} in {self._directory}: {error}.") from error
+        if terms is None:
+            known = ", ".join(self._terms.ids()) or "none"
+            raise UserError(f"There is no ticket {ticket_id!r}. Known: {known}.")
+        members = tuple(peer_id for peer_id, entry in self._members.items() if entry["ticket"] == ticket_id)
+        return KnownTicket(ticket_id, terms, members, self._refuses(ticket_id, terms, len(members)))
+
+    def _refuses(self, ticket_id: str, terms: Terms, num_members: int) -> str:
+        if self._is_revoked(ticket_id):
+            return "revoked"
+        if terms.is_closed:
+            return "closed, since one who came by it was revoked"
+        if time.time() > terms.expires:
+            return "expired"
+        return "used up" if num_members >= terms.uses else ""
+
+    def _write(self, ticket_id: str, terms: Terms) -> None:
+        try:
+            self._terms.write(ticket_id, terms)
+        except OSError as error:
+            raise UserError(f"Cannot write ticket {ticket_id} in {self._directory}: {error.strerror}.") from error
+
+    # ---- members -----------------------------------------------------------------------------------------------------
 
     def enrol(self, ticket_id: str, role: str, csr_der: bytes) -> tuple[str, bytes]:
         """Admit the key in a signing request: (peer id, its certificate in DER). The same key gets the same id, free.
+        The request is not looked at before the ticket is found to admit somebody.
 
         Raises:
-            PeerError: "malformed" request, or "ticket": expired, used up or unknown; "revoked".
+            PeerError: "malformed" request, or "ticket": expired, used up, closed or unknown; "revoked"; "busy", when
+                the head can't write.
         """
-        key = _requested_key(csr_der)
-        fingerprint = _fingerprint(key)
+        try:
+            terms = self._terms.read(ticket_id)
+        except (OSError, ValueError) as error:
+            raise PeerError("busy", f"the head can't read this ticket: {error}") from error
+        if terms is None or terms.role != role:
+            raise PeerError("ticket", "this ticket is not of this run")
+        num_members = sum(entry["ticket"] == ticket_id for entry in self._members.values())
+        refuses = self._refuses(ticket_id, terms, num_members)
+        if refuses not in ("", "used up"):
+            raise PeerError("ticket", f"this ticket is {refuses}; ask for a new one")
+        key = certificates.requested_key(csr_der)
+        fingerprint = certificates.fingerprint(key)
         peer_id = f"{role[0]}-{fingerprint[:ID_DIGITS]}"
         self.check_not_revoked(peer_id)
-        member = self._book["members"].get(peer_id)
+        member = self._members.get(peer_id)
         if member is not None and member["key"] != fingerprint:
             raise PeerError("ticket", f"another key is enrolled as {peer_id}; remove this machine's key and join again")
         if member is None:
-            ticket = self._book["tickets"].get(ticket_id)
-            if ticket is None or ticket["role"] != role:
-                raise PeerError("ticket", "this ticket is not of this run")
-            if time.time() > ticket["expires"]:
-                raise PeerError("ticket", "this ticket has expired; ask for a new one")
-            if ticket["uses"] < 1:
-                raise PeerError("ticket", "this ticket is used up; ask for a new one")
-            ticket["uses"] -= 1
-            self._book["members"][peer_id] = {
-                "role": role,
-                "key": fingerprint,
-                "ticket": ticket_id,
-                "since": time.time(),
-            }
-            self._save()
-        until = _now() + datetime.timedelta(days=CERTIFICATE_DAYS)
-        certificate = self._sign(f"{role}:{peer_id}", key, until, peer_name(peer_id))
-        return peer_id, certificate.public_bytes(serialization.Encoding.DER)
+            if refuses:
+                raise PeerError("ticket", f"this ticket is {refuses}; ask for a new one")
+            self._admit(peer_id, {"role": role, "key": fingerprint, "ticket": ticket_id, "since": time.time()})
+        name = peer_name(peer_id)
+        certificate = certificates.issue(f"{role}:{peer_id}", key, self._ca.subject, self._ca_key, name)
+        return peer_id, certificates.certificate_der(certificate)
+
+    def _admit(self, peer_id: str, entry: dict[str, Any]) -> None:
+        self._members[peer_id] = entry
+        try:
+            certificates.write_private(
+                self._directory / "members.json", json.dumps({"members": self._members}).encode()
+            )
+        except OSError as error:
+            del self._members[peer_id]
+            raise PeerError("busy", f"the head can't write down who joins: {error.strerror}") from error
 
     def member(self, peer_id: str) -> Member:
         """Whose machine an enrolled peer is.
@@ -220,53 +222,73 @@ class RunIdentity:
         Raises:
             PeerError: "unknown", nobody enrolled under this id.
         """
-        entry = self._book["members"].get(peer_id)
+        entry = self._members.get(peer_id)
         if entry is None:
             raise PeerError("unknown", f"nobody enrolled as {peer_id}")
-        ticket = self._book["tickets"].get(entry["ticket"], {})
-        return Member(entry["ticket"], bool(ticket.get("is_own")))
+        return Member(entry["ticket"], self._is_own(entry["ticket"]))
 
-    def revoke(self, peer_id: str) -> None:
-        """Refuse this peer from now on, at every call; also heeded by a head that is running.
+    def _is_own(self, ticket_id: str) -> bool:
+        if ticket_id not in self._own:  # never changes
+            try:
+                terms = self._terms.read(ticket_id)
+            except (OSError, ValueError):
+                return False  # until it can be read
+            self._own[ticket_id] = terms is not None and terms.is_own
+        return self._own[ticket_id]
+
+    # ---- revocation --------------------------------------------------------------------------------------------------
+
+    def revoke(self, revoked_id: str) -> str:
+        """Refuse a peer, or all who came by a ticket, from now on, at every call; also heeded by a head that is
+        running. The ticket by which a revoked peer came is closed: members stay, nobody new comes by it. Returns that
+        ticket's id; of a revoked ticket, nothing.
 
         Raises:
-            UserError: nobody enrolled under this id.
+            UserError: there is no such peer or ticket, or it can't be written down.
         """
-        if peer_id not in self._book["members"]:
-            known = ", ".join(sorted(self._book["members"])) or "nobody"
-            raise UserError(f"There is no {peer_id!r} to revoke. Enrolled: {known}.")
+        entry = self._members.get(revoked_id)
+        if entry is None and revoked_id not in self._terms.ids():
+            known = ", ".join([*sorted(self._members), *self._terms.ids()]) or "nobody"
+            raise UserError(f"There is no {revoked_id!r} to revoke. Known peers and tickets: {known}.")
         try:
-            (self._directory / _REVOKED / peer_id).touch(mode=0o600)
+            (self._directory / _REVOKED / revoked_id).touch(mode=0o600)
         except OSError as error:
-            raise UserError(f"Cannot revoke {peer_id} in {self._directory}: {error.strerror}.") from error
+            raise UserError(f"Cannot revoke {revoked_id} in {self._directory}: {error.strerror}.") from error
+        if entry is None or entry["ticket"] not in self._terms.ids():
+            return ""
+        ticket = self._known_ticket(entry["ticket"])
+        self._write(ticket.ticket_id, replace(ticket.terms, is_closed=True))
+        return ticket.ticket_id
 
     def revoked(self) -> frozenset[str]:
-        """Ids of all revoked peers.
+        """Ids of all revoked peers, those who came by a revoked ticket among them.
 
         Raises:
             UserError: the directory can't be read.
         """
         try:
-            return frozenset(os.listdir(self._directory / _REVOKED))
+            names = set(os.listdir(self._directory / _REVOKED))
         except OSError as error:
             raise UserError(f"Cannot read {self._directory / _REVOKED}: {error.strerror}.") from error
+        return frozenset(
+            peer_id for peer_id, entry in self._members.items() if peer_id in names or entry["ticket"] in names
+        )
 
     def check_not_revoked(self, peer_id: str) -> None:
-        """Raises PeerError("revoked") for a revoked peer. Asks the file system (microseconds): no cache goes stale."""
-        if (self._directory / _REVOKED / peer_id).exists():
+        """Raises PeerError("revoked") for a revoked peer or ticket. Asks the file system (microseconds): no cache goes
+        stale."""
+        if self._is_revoked(peer_id):
             raise PeerError("revoked", f"{peer_id} was revoked")
+        entry = self._members.get(peer_id)
+        if entry is not None and self._is_revoked(entry["ticket"]):
+            raise PeerError("revoked", f"the ticket by which {peer_id} came was revoked")
+
+    def _is_revoked(self, name: str) -> bool:
+        return os.path.exists(f"{self._directory}/{_REVOKED}/{name}") if name else False
 
     def sign_manifest(self, manifest: bytes) -> bytes:
         """The CA's signature over a manifest: whoever trusts the ticket can tell that the head vouches for it."""
         return self._ca_key.sign(_MANIFEST_DOMAIN + manifest, ec.ECDSA(hashes.SHA256()))
-
-    def _sign(
-        self, name: str, key: ec.EllipticCurvePublicKey, until: datetime.datetime, dns: str = ""
-    ) -> x509.Certificate:
-        return _certificate(name, key, self._ca.subject, self._ca_key, until, dns)
-
-    def _save(self) -> None:
-        _write_private(self._directory / "members.json", json.dumps(self._book).encode())
 
 
 @dataclass(frozen=True, slots=True)
@@ -284,14 +306,13 @@ class PeerIdentity:
         try:
             ca, certificate, key = (self.directory / name for name in ("ca.pem", "peer.pem", "peer.key"))
             credentials = Credentials(ca.read_bytes(), certificate.read_bytes(), key.read_bytes())
-            subject = x509.load_pem_x509_certificate(credentials.certificate_pem).subject
+            name = certificates.common_name(certificates.read_pem(credentials.certificate_pem))
         except FileNotFoundError:
             return None
         except (OSError, ValueError) as error:
             raise UserError(
                 f"Cannot use this machine's identity: {error}. Remove {self.directory} to join anew."
             ) from error
-        name = str(subject.get_attributes_for_oid(NameOID.COMMON_NAME)[0].value)
         return name.partition(":")[2], credentials
 
     def request(self) -> bytes:
@@ -304,14 +325,12 @@ class PeerIdentity:
         try:
             self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
             if not path.exists():
-                _write_private(path, _key_pem(ec.generate_private_key(ec.SECP256R1())))
-            key = _load_key(path.read_bytes())
+                certificates.write_private(path, certificates.key_pem(certificates.make_key()))
+            return certificates.make_request(certificates.read_key(path.read_bytes()))
         except (OSError, ValueError) as error:
             raise UserError(
                 f"Cannot keep this machine's key in {self.directory}: {error}. Choose another --state."
             ) from error
-        request = x509.CertificateSigningRequestBuilder().subject_name(_name("peer")).sign(key, hashes.SHA256())
-        return request.public_bytes(serialization.Encoding.DER)
 
     def keep(self, ca_pem: bytes, certificate_der: bytes) -> tuple[str, Credentials]:
         """Store the certificate that enrolment gave.
@@ -320,11 +339,11 @@ class PeerIdentity:
             PeerError: "malformed", when it is no certificate.
         """
         try:
-            certificate = x509.load_der_x509_certificate(certificate_der)
+            certificate = certificates.read_der(certificate_der)
         except ValueError as error:
             raise PeerError("malformed", f"the head gave no certificate: {error}") from error
-        _write_private(self.directory / "ca.pem", ca_pem)
-        _write_private(self.directory / "peer.pem", _certificate_pem(certificate))
+        certificates.write_private(self.directory / "ca.pem", ca_pem)
+        certificates.write_private(self.directory / "peer.pem", certificates.certificate_pem(certificate))
         loaded = self.load()
         assert loaded is not None
         return loaded
@@ -338,7 +357,7 @@ def peer_name(peer_id: str) -> str:
 def has_peer_name(certificate_pem: bytes) -> bool:
     """Whether others can dial the holder: certificates of earlier versions name nobody that could be dialled."""
     try:
-        certificate = x509.load_pem_x509_certificate(certificate_pem)
+        certificate = certificates.read_pem(certificate_pem)
         certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName)
     except x509.ExtensionNotFound:
         return False
@@ -347,7 +366,7 @@ def has_peer_name(certificate_pem: bytes) -> bool:
 
 def verify_manifest(ca_pem: bytes, manifest: bytes, signature: bytes) -> None:
     """Raises PeerError("signature") unless the head of the run with this CA signed the manifest."""
-    key = x509.load_pem_x509_certificate(ca_pem).public_key()
+    key = certificates.read_pem(ca_pem).public_key()
     if not isinstance(key, ec.EllipticCurvePublicKey):
         raise PeerError("signature", "the run's CA has no EC key")
     try:
@@ -357,98 +376,29 @@ def verify_manifest(ca_pem: bytes, manifest: bytes, signature: bytes) -> None:
 
 
 def _create(directory: Path) -> None:
-    until = _now() + datetime.timedelta(days=CERTIFICATE_DAYS)
-    ca_key, server_key = ec.generate_private_key(ec.SECP256R1()), ec.generate_private_key(ec.SECP256R1())
-    name = _name(f"echo2 {secrets.token_hex(6)}")
-    builder = _builder(name, ca_key.public_key(), name, until)
-    builder = builder.add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
-    ca = builder.sign(ca_key, hashes.SHA256())
-    server = _certificate(SERVER_NAME, server_key.public_key(), ca.subject, ca_key, until, dns=SERVER_NAME)
-    _write_private(directory / "ca.key", _key_pem(ca_key))
-    _write_private(directory / "ca.pem", _certificate_pem(ca))
-    _write_private(directory / "server.key", _key_pem(server_key))
-    _write_private(directory / "server.pem", _certificate_pem(server))  # last: its presence means all are there
+    ca_key, server_key = certificates.make_key(), certificates.make_key()
+    ca = certificates.issue_ca(f"echo2 {secrets.token_hex(6)}", ca_key)
+    server = certificates.issue(SERVER_NAME, server_key.public_key(), ca.subject, ca_key, dns=SERVER_NAME)
+    certificates.write_private(directory / "ca.key", certificates.key_pem(ca_key))
+    certificates.write_private(directory / "ca.pem", certificates.certificate_pem(ca))
+    certificates.write_private(directory / "server.key", certificates.key_pem(server_key))
+    # Last: its presence means all are there.
+    certificates.write_private(directory / "server.pem", certificates.certificate_pem(server))
 
 
-def _certificate(
-    name: str, key: ec.EllipticCurvePublicKey, issuer: x509.Name, ca_key: Key, until: datetime.datetime, dns: str = ""
-) -> x509.Certificate:
-    builder = _builder(_name(name), key, issuer, until)
-    builder = builder.add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
-    if dns:
-        builder = builder.add_extension(x509.SubjectAlternativeName([x509.DNSName(dns)]), critical=False)
-    return builder.sign(ca_key, hashes.SHA256())
-
-
-def _builder(
-    subject: x509.Name, key: ec.EllipticCurvePublicKey, issuer: x509.Name, until: datetime.datetime
-) -> x509.CertificateBuilder:
-    return (
-        x509.CertificateBuilder()
-        .subject_name(subject)
-        .issuer_name(issuer)
-        .public_key(key)
-        .serial_number(x509.random_serial_number())
-        .not_valid_before(_now() - CLOCK_SLACK)
-        .not_valid_after(until + CLOCK_SLACK)
-    )
-
-
-def _requested_key(csr_der: bytes) -> ec.EllipticCurvePublicKey:
-    if len(csr_der) > CSR_BYTES_MAX:
-        raise PeerError("oversized", f"a signing request of {len(csr_der)} bytes")
+def _read_members(path: Path, terms: TermsFiles) -> dict[str, dict[str, Any]]:
+    """Raises ValueError and OSError."""
     try:
-        request = x509.load_der_x509_csr(csr_der)
-        key = request.public_key()
-        is_signed = request.is_signature_valid
-    except (ValueError, InvalidSignature, UnsupportedAlgorithm, x509.InvalidVersion) as error:
-        raise PeerError("malformed", f"not a signing request: {error}") from error
-    if not is_signed or not isinstance(key, ec.EllipticCurvePublicKey) or not isinstance(key.curve, ec.SECP256R1):
-        raise PeerError("malformed", "the signing request is not signed by a P-256 key")
-    return key
-
-
-def _read_book(path: Path) -> dict[str, Any]:
-    try:
-        book: dict[str, Any] = json.loads(path.read_bytes())
+        book = json.loads(path.read_bytes())
+        members: dict[str, dict[str, Any]] = book["members"]
+        used = [entry["ticket"] for entry in members.values()]
+        for ticket_id, old in book.get("tickets", {}).items():  # of an earlier version, which counted what is left
+            if terms.read(ticket_id) is None:
+                uses = used.count(ticket_id) + min(int(old["uses"]), OWN_TICKET_USES)
+                expires, is_own = float(old["expires"]), bool(old.get("is_own"))
+                terms.write(ticket_id, Terms(old["role"], uses, expires, is_own, valid_until=expires))
     except FileNotFoundError:
-        book = {"tickets": {}, "members": {}}
-    return book
-
-
-def _load_key(pem: bytes) -> Key:
-    key = serialization.load_pem_private_key(pem, None)
-    if not isinstance(key, ec.EllipticCurvePrivateKey):
-        raise ValueError("the key is not an EC key")
-    return key
-
-
-def _fingerprint(key: ec.EllipticCurvePublicKey) -> str:
-    der = key.public_bytes(serialization.Encoding.DER, serialization.PublicFormat.SubjectPublicKeyInfo)
-    return hashlib.sha256(der).hexdigest()
-
-
-def _name(common_name: str) -> x509.Name:
-    return x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, common_name)])
-
-
-def _now() -> datetime.datetime:
-    return datetime.datetime.now(datetime.UTC)
-
-
-def _certificate_pem(certificate: x509.Certificate) -> bytes:
-    return certificate.public_bytes(serialization.Encoding.PEM)
-
-
-def _key_pem(key: Key) -> bytes:
-    plain = serialization.NoEncryption()
-    return key.private_bytes(serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, plain)
-
-
-def _write_private(path: Path, data: bytes) -> None:
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())  # a power failure right after must not leave an empty key
-    os.replace(temporary, path)
+        return {}
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{path.name} is damaged: {error!r}") from error
+    return members

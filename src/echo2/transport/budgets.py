@@ -1,0 +1,142 @@
+"""What one peer may ask of a server: calls a second, calls under way, bodies that are read at a time, bytes a second.
+
+Each peer belongs to *parties* that share a budget: itself, those who came by the same ticket, all strangers together.
+So neither a peer nor the holders of a ticket can use up what the others need.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import AsyncGenerator, Iterator
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
+from dataclasses import dataclass
+
+from echo2.transport import limits
+
+
+@dataclass(frozen=True, slots=True)
+class Party:
+    """Who shares a budget, and how large it is; 0: no such bound. `*_burst`: at once, after a while of rest."""
+
+    name: str
+    calls_per_second: float = 0.0
+    calls_burst: float = 0.0
+    reads: int = 0
+    bytes_per_second: float = 0.0
+    bytes_burst: float = 0.0
+
+
+class OverBudget(Exception):
+    """Too much was asked. `is_flood`: so much over it that even refusing costs too much."""
+
+    def __init__(self, detail: str, is_flood: bool = False) -> None:
+        super().__init__(detail)
+        self.is_flood = is_flood
+
+
+class Buckets:
+    """Token buckets by name: `rate` a second, `burst` at once. Those that are full again are forgotten."""
+
+    def __init__(self) -> None:
+        self._levels: dict[str, tuple[float, float, float, float]] = {}  # level, then; rate, burst
+
+    def take(
+        self, name: str, rate: float, burst: float, now: float, amount: float = 1.0, debt_max: float = 0.0
+    ) -> float:
+        """What is left; below 0: over budget, by so much. Of that, `debt_max` has to be made up for."""
+        if len(self._levels) >= limits.BUCKETS_MAX:
+            self._forget(now)
+        level, then, _, _ = self._levels.get(name, (burst, now, rate, burst))
+        level = min(burst, level + (now - then) * rate) - amount
+        self._levels[name] = max(level, -debt_max), now, rate, burst
+        return level
+
+    def _forget(self, now: float) -> None:
+        full = [
+            name for name, (level, then, rate, burst) in self._levels.items() if level + (now - then) * rate >= burst
+        ]
+        for name in full or [next(iter(self._levels))]:
+            del self._levels[name]
+
+
+class Budgets:
+    """Of one server."""
+
+    def __init__(self) -> None:
+        self._calls, self._bytes = Buckets(), Buckets()
+        self._under_way: Counter[str] = Counter()
+        self._slots: dict[str, _Slots] = {}
+
+    def called(self, parties: tuple[Party, ...]) -> None:
+        """Count a call.
+
+        Raises:
+            OverBudget: there were too many in so short a time.
+        """
+        now = asyncio.get_running_loop().time()
+        for party in parties:
+            if not party.calls_per_second:
+                continue
+            rate, burst, debt_max = party.calls_per_second, party.calls_burst, limits.REFUSALS_MAX
+            left = self._calls.take(party.name, rate, burst, now, debt_max=debt_max)
+            if left < 0:
+                raise OverBudget(f"more than {rate:g} calls a second of {party.name}", left < -debt_max)
+
+    @contextmanager
+    def under_way(self, name: str) -> Iterator[None]:
+        """While a call of this peer is answered.
+
+        Raises:
+            OverBudget: there are too many already.
+        """
+        if self._under_way[name] >= limits.CALLS_PER_PEER_MAX:
+            raise OverBudget(f"{limits.CALLS_PER_PEER_MAX} calls of {name} are under way")
+        self._under_way[name] += 1
+        try:
+            yield
+        finally:
+            self._under_way[name] -= 1
+            if not self._under_way[name]:
+                del self._under_way[name]
+
+    @asynccontextmanager
+    async def reading(self, parties: tuple[Party, ...]) -> AsyncGenerator[None]:
+        """While a body of theirs is read: waits until it is their turn, and until earlier ones are made up for."""
+        for party in parties:
+            if (owed := -self._charge(party, 0.0)) > 0:
+                await asyncio.sleep(owed / party.bytes_per_second)
+        async with AsyncExitStack() as held:
+            for party in parties:
+                if party.reads:
+                    await held.enter_async_context(self._slot(party))
+            yield
+
+    def has_read(self, parties: tuple[Party, ...], num_bytes: int) -> None:
+        """Count the bytes of a body."""
+        for party in parties:
+            self._charge(party, num_bytes)
+
+    def _charge(self, party: Party, num_bytes: float) -> float:
+        if not party.bytes_per_second:
+            return 0.0
+        now, rate, burst = asyncio.get_running_loop().time(), party.bytes_per_second, party.bytes_burst
+        return self._bytes.take(party.name, rate, burst, now, num_bytes, debt_max=burst)
+
+    @asynccontextmanager
+    async def _slot(self, party: Party) -> AsyncGenerator[None]:
+        slots = self._slots.setdefault(party.name, _Slots(asyncio.Semaphore(party.reads)))
+        slots.users += 1
+        try:
+            async with slots.semaphore:
+                yield
+        finally:
+            slots.users -= 1
+            if not slots.users:
+                del self._slots[party.name]
+
+
+@dataclass(slots=True)
+class _Slots:
+    semaphore: asyncio.Semaphore
+    users: int = 0

@@ -1,0 +1,407 @@
+"""The port that strangers reach: counts connections by address, and forwards bytes to the server behind it.
+
+gRPC takes every connection there is, until the process has no descriptors left. The door stands in front of it: it
+takes no more than it has room for, in all and of one address; it drops who says nothing, or something that is not TLS;
+it slows down who begins handshakes too often; and when descriptors run out it waits and goes on. It does not decrypt:
+who may ask what is for the server to judge, which knows callers by their certificates and tells the door.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import ipaddress
+import logging
+import resource
+import socket
+import sys
+from collections import Counter
+from typing import cast
+
+from echo2.errors import UserError
+from echo2.transport import grpc_options, limits
+from echo2.transport.budgets import Buckets
+
+log = logging.getLogger(__name__)
+
+LOOPBACK = "127.0.0.1"
+#: Callers that the kernel keeps waiting, and how many are taken in one go: whoever attends is served in between.
+BACKLOG = 1024
+ACCEPTS_PER_TURN = 64
+#: A stranger has so long to say something, and then `grpc_options.HANDSHAKE_SECONDS` to prove who it is.
+FIRST_BYTES_SECONDS = 5.0
+#: What was sent may still be on its way to a caller after the server has closed.
+FAREWELL_SECONDS = 5.0
+#: Longer than keepalive takes to find that a caller is gone (`grpc_options`).
+SILENCE_SECONDS = 15.0
+#: Pause after running out of descriptors, and between two lines of the log about those who were refused.
+PAUSE_SECONDS = 0.25
+LOG_SECONDS = 30.0
+#: Taken at a time, and held for one who reads slowly.
+READ_BYTES = 256 << 10
+HELD_BYTES = 512 << 10
+#: First byte of a TLS handshake.
+TLS = 0x16
+#: Of a process: connections take the rest.
+FILES_MIN = 256
+DESCRIPTORS_MAX = 1 << 16
+#: For one connection: the caller's, and both ends of the way to the server.
+DESCRIPTORS_PER_CONNECTION = 3
+
+_EXHAUSTED = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
+
+
+def raise_descriptor_limit() -> int:
+    """Let this process open as many files and connections as the system allows it; returns how many."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = DESCRIPTORS_MAX if hard == resource.RLIM_INFINITY else min(hard, DESCRIPTORS_MAX)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+        soft = wanted
+    return DESCRIPTORS_MAX if soft == resource.RLIM_INFINITY else soft
+
+
+def connections_max() -> int:
+    """How many connections leave room for at least `FILES_MIN` files (half of the descriptors where there are few)."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    descriptors = DESCRIPTORS_MAX if soft == resource.RLIM_INFINITY else soft
+    free = descriptors - min(FILES_MIN, descriptors // 2)
+    return max(1, min(limits.CONNECTIONS_MAX, free // DESCRIPTORS_PER_CONNECTION))
+
+
+def is_out_of_descriptors(error: BaseException) -> bool:
+    """Whether an error, or what caused it, is that this process or machine can open no more files: that passes."""
+    cause = error.__cause__ if isinstance(error, UserError) else error
+    return isinstance(cause, OSError) and cause.errno in _EXHAUSTED
+
+
+class Door:
+    """Listens on `host` and `port`; see `open`."""
+
+    def __init__(self, host: str, port: int) -> None:
+        self._host, self._port = host.strip("[]"), port
+        self.connections_max = connections_max()
+        self._listeners: list[socket.socket] = []
+        self._inner_port = 0
+        self._open: set[Connection] = set()
+        self._inside: dict[int, Connection] = {}
+        self._unproven: set[Connection] = set()
+        self._by_address: Counter[str] = Counter()
+        self._unproven_by_address: Counter[str] = Counter()
+        self._by_name: Counter[str] = Counter()
+        self._handshakes = Buckets()
+        self._refused: Counter[tuple[str, str]] = Counter()
+        self._telling: asyncio.TimerHandle | None = None
+        self.buffer = memoryview(bytearray(READ_BYTES))  # one for all: what was read is passed on at once
+
+    async def open(self, inner_port: int) -> int:
+        """Listen, and forward to this port of the machine itself; returns the port.
+
+        Raises:
+            OSError: the address or port can't be had.
+        """
+        loop = asyncio.get_running_loop()
+        self._inner_port, port = inner_port, self._port
+        try:
+            for family, address in await self._addresses():
+                self._listeners.append(_listen(family, address, port))
+                port = self._listeners[0].getsockname()[1]
+        except OSError:
+            self.shut()
+            raise
+        for listener in self._listeners:
+            loop.add_reader(listener, self._accept, listener)
+        return int(port)
+
+    async def _addresses(self) -> list[tuple[int, str]]:
+        if self._host in ("0.0.0.0", "::", ""):
+            return [(socket.AF_INET6, "::")] if socket.has_dualstack_ipv6() else [(socket.AF_INET, "0.0.0.0")]
+        loop = asyncio.get_running_loop()
+        found = await loop.getaddrinfo(self._host, 0, type=socket.SOCK_STREAM)
+        return list(dict.fromkeys((int(family), str(where[0])) for family, _, _, _, where in found))
+
+    def caller(self, inner_peer: str) -> Connection | None:
+        """The connection that the server knows by this name, like "ipv4:127.0.0.1:4700"; None: it is gone."""
+        port = inner_peer.rpartition(":")[2]
+        return self._inside.get(int(port)) if port.isdecimal() else None
+
+    def shut(self) -> None:
+        """Take nobody any more."""
+        for listener in self._listeners:
+            asyncio.get_running_loop().remove_reader(listener)
+            listener.close()
+        self._listeners = []
+
+    async def close(self) -> None:
+        """End all connections; what the server has sent before it closed may still go out."""
+        self.shut()
+        if self._telling is not None:
+            self._telling.cancel()
+            self._tell()
+        ends = [connection.ended for connection in self._open]
+        if ends:
+            await asyncio.wait(ends, timeout=FAREWELL_SECONDS)
+        for connection in list(self._open):
+            connection.cut()
+
+    # ---- who comes in ------------------------------------------------------------------------------------------------
+
+    def _accept(self, listener: socket.socket) -> None:
+        loop = asyncio.get_running_loop()
+        for _ in range(ACCEPTS_PER_TURN):
+            try:
+                taken, address = listener.accept()
+            except (BlockingIOError, InterruptedError):
+                return
+            except OSError as error:
+                if error.errno in _EXHAUSTED:
+                    self.refuse(error.strerror or "no descriptors", "anybody")
+                    loop.remove_reader(listener)
+                    loop.call_later(PAUSE_SECONDS, self._accept_again, listener)
+                    return
+                continue  # that caller has gone already
+            host = _plain(address[0])
+            why = self._reason_against(_network(host))
+            if why:
+                self.refuse(why, host)
+                taken.close()
+                continue
+            taken.setblocking(False)
+            if sys.platform == "linux":  # a caller that is gone without a word, while bytes for it wait
+                taken.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(SILENCE_SECONDS * 1000))
+            Connection(self, host).start(taken)
+
+    def _accept_again(self, listener: socket.socket) -> None:
+        if listener in self._listeners:
+            asyncio.get_running_loop().add_reader(listener, self._accept, listener)
+
+    def _reason_against(self, network: str) -> str:
+        few = max(1, self.connections_max // 4)
+        if len(self._open) >= self.connections_max:
+            return f"{self.connections_max} connections are open"
+        if len(self._unproven) >= max(1, self.connections_max // 2):
+            return f"{self.connections_max // 2} connections have not proven who they are"
+        if self._by_address[network] >= min(limits.CONNECTIONS_PER_ADDRESS_MAX, 2 * few):
+            return f"{self._by_address[network]} connections of one address are open"
+        if self._unproven_by_address[network] >= min(limits.UNPROVEN_PER_ADDRESS_MAX, few):
+            return f"{self._unproven_by_address[network]} connections of one address have not proven who they are"
+        return ""
+
+    def refuse(self, why: str, host: str) -> None:
+        """Remember for the log, which gets one line for all of them now and then."""
+        if len(self._refused) >= limits.BUCKETS_MAX:
+            why, host = "and others", "others"
+        self._refused[why, host] += 1
+        if self._telling is None:
+            self._telling = asyncio.get_running_loop().call_later(LOG_SECONDS, self._tell)
+
+    def _tell(self) -> None:
+        self._telling = None
+        most = [f"{count} of {host} ({why})" for (why, host), count in self._refused.most_common(3)]
+        log.warning("refused %d connections: %s", self._refused.total(), ", ".join(most))
+        self._refused.clear()
+
+    # ---- told by connections -----------------------------------------------------------------------------------------
+
+    def came(self, connection: Connection) -> None:
+        self._open.add(connection)
+        self._unproven.add(connection)
+        self._by_address[connection.network] += 1
+        self._unproven_by_address[connection.network] += 1
+
+    def may_begin(self, connection: Connection) -> bool:
+        """Whether one more handshake is not too much, of its address and in all."""
+        now = asyncio.get_running_loop().time()
+        rate, burst = limits.HANDSHAKES_PER_SECOND_PER_ADDRESS, limits.HANDSHAKES_BURST_PER_ADDRESS
+        if self._handshakes.take(connection.network, rate, burst, now) < 0:
+            return False
+        return self._handshakes.take("", limits.HANDSHAKES_PER_SECOND, limits.HANDSHAKES_BURST, now) >= 0
+
+    async def forward(self, connection: Connection) -> int:
+        """Connect this one to the server; returns the port by which the server knows it.
+
+        Raises:
+            OSError: the server does not answer, or no descriptors are left.
+        """
+        loop = asyncio.get_running_loop()
+        transport, _ = await loop.create_connection(lambda: connection.inner, LOOPBACK, self._inner_port)
+        port = int(transport.get_extra_info("sockname")[1])
+        self._inside[port] = connection
+        return port
+
+    def proven(self, connection: Connection) -> None:
+        if connection in self._unproven:
+            self._unproven.discard(connection)
+            _count_down(self._unproven_by_address, connection.network)
+
+    def named(self, connection: Connection, name: str) -> int:
+        """This caller has proven to be `name`; returns how many connections it has."""
+        if not connection.name:
+            self.proven(connection)
+            connection.name = name
+            self._by_name[name] += 1
+        return self._by_name[name]
+
+    def went(self, connection: Connection, inner_port: int) -> None:
+        self.proven(connection)
+        self._open.discard(connection)
+        _count_down(self._by_address, connection.network)
+        if connection.name:
+            _count_down(self._by_name, connection.name)
+        if self._inside.get(inner_port) is connection:
+            del self._inside[inner_port]
+
+
+class Connection:
+    """One caller. `host`: where it calls from; `name`: who it has proven to be, once it has asked something."""
+
+    def __init__(self, door: Door, host: str) -> None:
+        self.door, self.host, self.network, self.name = door, host, _network(host), ""
+        self.outer, self.inner = _End(self), _End(self)
+        loop = asyncio.get_running_loop()
+        self.ended: asyncio.Future[None] = loop.create_future()
+        self._task: asyncio.Task[None] | None = None
+        self._inner_port, self._has_begun = 0, False
+        self._timer = loop.call_later(FIRST_BYTES_SECONDS, self.drop, "said nothing")
+        door.came(self)
+
+    def start(self, taken: socket.socket) -> None:
+        self._task = asyncio.get_running_loop().create_task(self._take(taken))
+
+    async def _take(self, taken: socket.socket) -> None:
+        try:
+            await asyncio.get_running_loop().connect_accepted_socket(lambda: self.outer, taken)
+        except OSError as error:
+            taken.close()
+            self.drop(f"could not be taken: {error.strerror}")
+            self._end()
+
+    def came(self, end: _End, data: memoryview) -> None:
+        """Bytes at one end, for the other."""
+        far = self.inner if end is self.outer else self.outer
+        if far.transport is not None:
+            far.transport.write(data)
+            if far.transport.get_write_buffer_size():  # it may hold a view of them
+                self.door.buffer = memoryview(bytearray(READ_BYTES))
+        elif not self._has_begun:
+            self._has_begun = True
+            self._begin(bytes(data))
+
+    def _begin(self, data: bytes) -> None:
+        """The first bytes: what does not begin a TLS handshake goes no further."""
+        assert self.outer.transport is not None
+        self._timer.cancel()
+        if data[0] != TLS:
+            self.drop("did not speak TLS")
+        elif not self.door.may_begin(self):
+            self.drop("began too many handshakes")
+        else:
+            self.outer.transport.pause_reading()
+            self._task = asyncio.get_running_loop().create_task(self._forward(data))
+
+    async def _forward(self, data: bytes) -> None:
+        try:
+            self._inner_port = await self.door.forward(self)
+        except OSError as error:
+            self.drop(f"could not be taken: {error.strerror}")
+            return
+        assert self.outer.transport is not None
+        assert self.inner.transport is not None
+        if self.outer.transport.is_closing():
+            self.inner.transport.abort()
+            return
+        self.inner.transport.write(data)
+        self.outer.transport.resume_reading()
+        # Longer than the server waits for a handshake: whoever is still here then has proven to be of this run.
+        self._timer = asyncio.get_running_loop().call_later(
+            grpc_options.HANDSHAKE_SECONDS + 1.0, self.door.proven, self
+        )
+
+    def hold(self, end: _End, is_full: bool) -> None:
+        """One end has more to send than its caller takes, or not any more: read from the other accordingly."""
+        far = self.inner if end is self.outer else self.outer
+        if far.transport is not None:
+            far.transport.pause_reading() if is_full else far.transport.resume_reading()
+
+    def drop(self, why: str) -> None:
+        """End it now, and let the log say why."""
+        self.door.refuse(why, self.host)
+        self.cut()
+
+    def cut(self) -> None:
+        for end in (self.outer, self.inner):
+            if end.transport is not None:
+                end.transport.abort()
+
+    def lost(self, end: _End) -> None:
+        """One end has closed: so does the other, when it has sent what it holds, or soon. (Neither TLS nor gRPC goes
+        on when one direction has ended.)"""
+        self._timer.cancel()
+        end.is_over = True
+        far = self.inner if end is self.outer else self.outer
+        if far.transport is None or far.is_over:
+            self._end()
+        else:
+            far.transport.close()
+            asyncio.get_running_loop().call_later(FAREWELL_SECONDS, far.transport.abort)
+
+    def _end(self) -> None:
+        if not self.ended.done():
+            self.ended.set_result(None)
+            self.door.went(self, self._inner_port)
+
+
+class _End(asyncio.BufferedProtocol):
+    """One end of a connection."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+        self.transport: asyncio.Transport | None = None
+        self.is_over = False
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self.transport = cast(asyncio.Transport, transport)
+        self.transport.set_write_buffer_limits(high=HELD_BYTES)
+
+    def get_buffer(self, sizehint: int) -> memoryview:
+        return self._connection.door.buffer
+
+    def buffer_updated(self, nbytes: int) -> None:
+        door = self._connection.door
+        self._connection.came(self, door.buffer[:nbytes])
+
+    def pause_writing(self) -> None:
+        self._connection.hold(self, True)
+
+    def resume_writing(self) -> None:
+        self._connection.hold(self, False)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._connection.lost(self)
+
+
+def _listen(family: int, address: str, port: int) -> socket.socket:
+    dual = family == socket.AF_INET6 and address == "::"
+    listener = socket.create_server((address, port), family=family, backlog=BACKLOG, dualstack_ipv6=dual)
+    listener.setblocking(False)
+    return listener
+
+
+def _plain(host: str) -> str:
+    """An IPv4 address that came in over IPv6 as such."""
+    address = ipaddress.ip_address(host.partition("%")[0])
+    mapped = address.ipv4_mapped if isinstance(address, ipaddress.IPv6Address) else None
+    return str(mapped or address)
+
+
+def _network(host: str) -> str:
+    """What counts as one address: of IPv6 a whole /64, which a single machine may have."""
+    if ":" not in host:
+        return host
+    return str(ipaddress.ip_network((host, 64), strict=False).network_address)
+
+
+def _count_down(counter: Counter[str], name: str) -> None:
+    counter[name] -= 1
+    if not counter[name]:
+        del counter[name]

@@ -1,0 +1,168 @@
+"""Tickets: what lets a machine join a run, as text for people to pass on, and as the run keeps it.
+
+text     "echo2-" + base64url(JSON): the head's address, the CA's certificate, and a *join certificate* with its
+         key. Even enrolment thus runs over mutual TLS, on the one port (docs/decisions/0001).
+terms    how many machines it admits, until when, and whose they are: one file a ticket, read at every enrolment and
+         replaced whole, so that `echo2 invite` and a running head share it without a lock. Whom it admitted stands
+         in the list of members, which the head alone writes.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import re
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from cryptography.hazmat.primitives.asymmetric import ec
+
+from echo2.errors import UserError
+from echo2.transport import certificates
+
+TICKET_PREFIX = "echo2-"
+TICKET_VERSION = 1
+TICKET_CHARS_MAX = 8192
+TICKET_ROLES = ("worker", "learner")
+#: Machines that a ticket admits unless told otherwise: the owner's, and those of others.
+OWN_TICKET_USES, GUEST_TICKET_USES = 64, 20
+RUN_ID = re.compile(r"[0-9a-f]{12}")
+TICKET_ID = re.compile(r"[0-9a-f]{16}")
+_ADDRESS = re.compile(r"[0-9A-Za-z._%\[\]:-]{1,300}:[0-9]{1,5}")
+
+
+@dataclass(frozen=True, slots=True)
+class Credentials:
+    """What one end of a TLS connection shows, and whom it trusts; PEM."""
+
+    ca_pem: bytes
+    certificate_pem: bytes
+    key_pem: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Ticket:
+    """A parsed ticket. `role`: worker or learner."""
+
+    run_id: str
+    address: str
+    role: str
+    credentials: Credentials
+    ticket_id: str
+
+    @staticmethod
+    def parse(text: str) -> Ticket:
+        """From the ticket itself, or ``@FILE``.
+
+        Raises:
+            UserError: it is not a ticket.
+        """
+        text = (_read_ticket(text[1:]) if text.startswith("@") else text).strip()
+        try:
+            return _parse_ticket(text)
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
+            shown = text[:24] + ("..." if len(text) > 24 else "")
+            raise UserError(
+                f"{shown!r} is not a ticket ({error}). Copy it whole from the run's `ticket` file."
+            ) from error
+
+
+def ticket_text(
+    run_id: str, address: str, role: str, ca_der: bytes, certificate_der: bytes, key: ec.EllipticCurvePrivateKey
+) -> str:
+    """What `Ticket.parse` reads."""
+    number = key.private_numbers().private_value
+    plain = {
+        "v": TICKET_VERSION,
+        "run": run_id,
+        "addr": address,
+        "role": role,
+        "ca": base64.b64encode(ca_der).decode(),
+        "cert": base64.b64encode(certificate_der).decode(),
+        "key": base64.b64encode(number.to_bytes(32, "big")).decode(),
+    }
+    return TICKET_PREFIX + base64.urlsafe_b64encode(json.dumps(plain, separators=(",", ":")).encode()).decode()
+
+
+def _read_ticket(path: str) -> str:
+    try:
+        with open(path, encoding="ascii", errors="replace") as file:
+            return file.read(TICKET_CHARS_MAX + 1)
+    except (OSError, ValueError) as error:  # ValueError: a name with a NUL
+        raise UserError(f"Cannot read the ticket file {path!r}: {error}.") from error
+
+
+def _parse_ticket(text: str) -> Ticket:
+    if not text.startswith(TICKET_PREFIX):
+        raise ValueError(f"it does not begin with {TICKET_PREFIX}")
+    if len(text) > TICKET_CHARS_MAX:
+        raise ValueError(f"it has more than {TICKET_CHARS_MAX} characters")
+    plain = json.loads(base64.b64decode(text.removeprefix(TICKET_PREFIX), b"-_", validate=True))
+    if plain["v"] != TICKET_VERSION:
+        raise ValueError(f"it is of version {plain['v']}, this program knows {TICKET_VERSION}")
+    run_id, address, role = str(plain["run"]), str(plain["addr"]), str(plain["role"])
+    if not RUN_ID.fullmatch(run_id) or role not in TICKET_ROLES:  # both become part of a path
+        raise ValueError("its run or role is none")
+    if not _ADDRESS.fullmatch(address):
+        raise ValueError("its address is none")
+    der = {name: base64.b64decode(plain[name], validate=True) for name in ("ca", "cert", "key")}
+    key = ec.derive_private_key(int.from_bytes(der["key"], "big"), ec.SECP256R1())
+    ca, certificate = (certificates.read_der(der[name]) for name in ("ca", "cert"))
+    named, _, ticket_id = certificates.common_name(certificate).partition(":")
+    if named != f"join-{role}" or not TICKET_ID.fullmatch(ticket_id):
+        raise ValueError("its certificate is none to join with")
+    shown = Credentials(
+        certificates.certificate_pem(ca), certificates.certificate_pem(certificate), certificates.key_pem(key)
+    )
+    return Ticket(run_id, address, role, shown, ticket_id)
+
+
+@dataclass(frozen=True, slots=True)
+class Terms:
+    """What a ticket admits: `uses` machines in all, as `role`, until `expires` (Unix time). `is_own`: machines of the
+    run's owner. `is_closed`: nobody any more, since somebody who came by it was revoked. `valid_until`: no renewal goes
+    beyond that, as its certificate ends then."""
+
+    role: str
+    uses: int
+    expires: float
+    is_own: bool
+    valid_until: float
+    is_closed: bool = False
+
+
+class TermsFiles:
+    """The terms of a run's tickets, in one directory."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+
+    def ids(self) -> list[str]:
+        """Raises OSError."""
+        names = (name.removesuffix(".json") for name in os.listdir(self._directory))
+        return sorted(name for name in names if TICKET_ID.fullmatch(name))
+
+    def read(self, ticket_id: str) -> Terms | None:
+        """None for one that is not of this run.
+
+        Raises:
+            ValueError: the file is damaged.
+            OSError: it can't be read.
+        """
+        if not TICKET_ID.fullmatch(ticket_id):
+            return None
+        try:
+            terms = Terms(**json.loads((self._directory / f"{ticket_id}.json").read_bytes()))
+        except FileNotFoundError:
+            return None
+        except (TypeError, RecursionError) as error:
+            raise ValueError(f"the terms of ticket {ticket_id} are none: {error}") from error
+        numbers = (terms.uses, terms.expires, terms.valid_until)
+        if not all(isinstance(number, int | float) for number in numbers) or terms.role not in TICKET_ROLES:
+            raise ValueError(f"the terms of ticket {ticket_id} are none")
+        return terms
+
+    def write(self, ticket_id: str, terms: Terms) -> None:
+        """Raises OSError."""
+        certificates.write_private(self._directory / f"{ticket_id}.json", json.dumps(asdict(terms)).encode())
