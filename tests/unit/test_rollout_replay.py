@@ -18,8 +18,7 @@ from echo2.rollout.engine import RequestFailure
 from echo2.rollout.engines import make_engine
 from echo2.rollout.generate import load_tokenizer, sample_groups
 from echo2.rollout.replay import LEAST_LOGPROB, logged_rollouts
-from echo2.transport import messages
-from echo2.transport import limits
+from echo2.transport import limits, messages
 from echo2.types import Assignment, GroupRef, Lease, RolloutGroup, SamplingParams, Task
 from learner_cases import tiny_policy
 from rollout_cases import END, snapshot_of, tiny_module, tokenizer_files
