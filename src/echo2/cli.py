@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import logging
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -12,8 +11,11 @@ from pathlib import Path
 from echo2 import __version__, config
 from echo2.errors import Echo2Error, UserError
 from echo2.planning import commands as planning
+from echo2.printable import printable, printable_lines
 
 Command = Callable[[argparse.Namespace], int]
+#: Of an error, which may quote a peer or a file.
+ERROR_CHARS_MAX = 10_000
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -33,10 +35,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         command: Command = options.command
         return command(options)
     except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {printable_lines(str(error), ERROR_CHARS_MAX)}", file=sys.stderr)
         return 2
     except Echo2Error as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {printable_lines(str(error), ERROR_CHARS_MAX)}", file=sys.stderr)
         return 1
     except BrokenPipeError:
         return 0
@@ -248,39 +250,35 @@ def _run(options: argparse.Namespace) -> int:
     )
 
 
-def _log_to_stderr() -> None:
-    logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-
-
 def _head(options: argparse.Namespace) -> int:
     import asyncio
 
-    from echo2.runtime import launch, lifeline
+    from echo2.runtime import launch, lifeline, process_log
     from echo2.runtime.head_process import run_head
 
     lifeline.hold_on()
-    _log_to_stderr()
+    process_log.start()
     rundir = launch.open_run(options.target, options.out, options.resume, options.overrides, options.like)
     asyncio.run(run_head(rundir))
     return 0
 
 
 def _learner(options: argparse.Namespace) -> int:
-    from echo2.runtime import lifeline
+    from echo2.runtime import lifeline, process_log
     from echo2.runtime.learner_process import run_learner
     from echo2.runtime.rundir import RunDir
 
     lifeline.hold_on()
-    _log_to_stderr()
+    process_log.start()
     return run_learner(RunDir(options.directory), options.ticket)
 
 
 def _worker(options: argparse.Namespace) -> int:
-    from echo2.runtime import lifeline
+    from echo2.runtime import lifeline, process_log
     from echo2.runtime.worker import WorkerOptions, run_worker
 
     lifeline.hold_on()
-    _log_to_stderr()
+    process_log.start()
     worker_options = WorkerOptions(
         engine=options.engine,
         device=options.device,
@@ -295,7 +293,7 @@ def _worker(options: argparse.Namespace) -> int:
         offer=options.offer,
     )
     reason = run_worker(options.ticket, options.state, worker_options)
-    print(f"the run is over: {reason}")
+    print(f"the run is over: {printable(reason)}")
     return 0
 
 
@@ -347,6 +345,8 @@ def _replay(options: argparse.Namespace) -> int:
             else f"{found.num_different} differ; the first: {found.first_difference}"
         )
         print(f"{found.num_events} events of {found.num_heads} heads, {found.num_commands} commands: {verdict}")
+        if found.num_headless:
+            print(f"{found.num_headless} events before them can't be replayed: the log's oldest part is gone")
     return 0 if not found.num_different else 1
 
 

@@ -9,7 +9,7 @@ import signal
 
 from echo2.errors import InvariantError, UserError
 from echo2.reward.functions import BUILT_IN
-from echo2.runtime import head_report
+from echo2.runtime import head_report, rotation
 from echo2.runtime.head import Head
 from echo2.runtime.rundir import RunDir, claimed, write_atomically
 from echo2.runtime.service import Service
@@ -87,6 +87,8 @@ async def _keep_reporting(head: Head, service: Service, identity: RunIdentity) -
             service.expel(identity.revoked())
             head.check_budget()
             head_report.write_status(head)
+            for name in ("reward.log", "machines.log"):  # of children; the supervisor looks after our own
+                rotation.cut_log(head.rundir.logs / name)
         except UserError as error:
             head.fail(error)
         await asyncio.sleep(STATUS_SECONDS)
