@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import logging
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -12,8 +11,11 @@ from pathlib import Path
 from echo2 import __version__, config
 from echo2.errors import Echo2Error, UserError
 from echo2.planning import commands as planning
+from echo2.printable import printable, printable_lines
 
 Command = Callable[[argparse.Namespace], int]
+#: Of an error, which may quote a peer or a file.
+ERROR_CHARS_MAX = 10_000
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -33,10 +35,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         command: Command = options.command
         return command(options)
     except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {printable_lines(str(error), ERROR_CHARS_MAX)}", file=sys.stderr)
         return 2
     except Echo2Error as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {printable_lines(str(error), ERROR_CHARS_MAX)}", file=sys.stderr)
         return 1
     except BrokenPipeError:
         return 0
@@ -255,10 +257,11 @@ def _run(options: argparse.Namespace) -> int:
 
 def _begin() -> None:
     """What head, learner and worker do before anything else."""
+    from echo2.runtime import process_log
     from echo2.transport.door import raise_descriptor_limit
 
     raise_descriptor_limit()
-    logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    process_log.start()
 
 
 def _head(options: argparse.Namespace) -> int:
@@ -304,7 +307,7 @@ def _worker(options: argparse.Namespace) -> int:
         offer=options.offer,
     )
     reason = run_worker(options.ticket, options.state, worker_options)
-    print(f"the run is over: {reason}")
+    print(f"the run is over: {printable(reason)}")
     return 0
 
 
@@ -356,6 +359,8 @@ def _replay(options: argparse.Namespace) -> int:
             else f"{found.num_different} differ; the first: {found.first_difference}"
         )
         print(f"{found.num_events} events of {found.num_heads} heads, {found.num_commands} commands: {verdict}")
+        if found.num_headless:
+            print(f"{found.num_headless} events before them can't be replayed: the log's oldest part is gone")
     return 0 if not found.num_different else 1
 
 

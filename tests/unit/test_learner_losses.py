@@ -5,7 +5,8 @@ from __future__ import annotations
 import itertools
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -19,8 +20,9 @@ from echo2.config.rules import LOSS_PARAMS
 from echo2.errors import InvariantError, UserError
 from echo2.learner.advantages import group_advantages
 from echo2.learner.loss_stats import LossStats, measure
-from echo2.learner.losses import LOSSES, LossTokens, make_loss, second_moment_cut
+from echo2.learner.losses import LOG_RATIO_LIMIT, LOSSES, RATIO_LIMIT, LossTokens, make_loss, second_moment_cut
 from echo2.learner.reference import token_kl
+from echo2.transport import limits
 
 DOCS = Path(__file__).resolve().parents[2] / "docs" / "losses.md"
 
@@ -259,12 +261,62 @@ def test_on_policy_all_losses_are_the_policy_gradient(name: str) -> None:
     assert stats.ess_ratio == pytest.approx(1.0)
 
 
+#: The most that |d loss / d logp| of one token may be, for |A| = 1: from each loss's own parameters.
+INFLUENCE: dict[str, Callable[[Mapping[str, float]], float]] = {
+    "dppo": lambda p: p["cap"],
+    "ppo": lambda p: max(RATIO_LIMIT, 1 + p["clip_high"]),
+    "decoupled": lambda p: p["cap"] * max(RATIO_LIMIT, 1 + p["clip_high"]),
+    "tis": lambda p: p["cap"],
+    "icepop": lambda p: p["high"],
+    "cispo": lambda p: p["cap"],
+    "gspo": lambda p: max(RATIO_LIMIT, 1 + p["clip_high"]),
+    "m2po": lambda p: max(RATIO_LIMIT, 1 + p["clip_high"]),
+    "none": lambda p: 1.0,
+}
+BEHAVIOURS = st.floats(limits.LOGPROB_MIN, 0.0, width=32) | st.sampled_from([limits.LOGPROB_MIN, limits.LOGPROB_SLACK])
+CURRENT = st.floats(-60, 0, width=32) | st.floats(-1e9, 0, width=32)
+ADVANTAGES = st.floats(-2, 2, width=32) | st.sampled_from([2 * limits.REWARD_MAX, -2 * limits.REWARD_MAX])
+
+
 @pytest.mark.parametrize("name", LOSSES)
-def test_absurd_ratios_stay_finite(name: str) -> None:
-    logp = torch.tensor([-0.01, -90.0], dtype=torch.float32)
-    tokens = tokens_of([-90.0, -0.01], [1.0, -1.0], [0, 1], [2, 2])
-    _, stats, grad = evaluate(name, logp, tokens)
-    assert all(math.isfinite(value) for value in (*grad, stats.k3, stats.abs_log_ratio, stats.loss))
+@given(
+    rows=st.lists(st.tuples(CURRENT, BEHAVIOURS, ADVANTAGES, st.integers(0, 2), st.integers(-1, 9)), min_size=1),
+    memory=st.none() | st.floats(0, LOG_RATIO_LIMIT**2),
+)
+@settings(max_examples=150, deadline=None)
+def test_no_token_has_more_influence_than_stated(
+    name: str, rows: list[tuple[float, float, float, int, int]], memory: float | None
+) -> None:
+    """Whatever a worker says of its logprobs, in the precision that is trained in."""
+    current, behaviour, advantage, sequence, lag = (list(column) for column in zip(*rows, strict=True))
+    tokens = tokens_of(behaviour, advantage, sequence, lag, memory)
+    tokens = replace(tokens, behaviour_n=tokens.behaviour_n.float(), advantage_n=tokens.advantage_n.float())
+    losses, stats, grad = evaluate(name, torch.tensor(current, dtype=torch.float32), tokens)
+    assert all(map(math.isfinite, (*losses, *grad, stats.loss, stats.k3, stats.abs_log_ratio, stats.ess_ratio)))
+    params = LOSS_PARAMS[name]
+    square = 2 * params.get("square", 0.0) * LOG_RATIO_LIMIT
+    for slope, of in zip(grad, advantage, strict=True):
+        assert abs(slope) <= (INFLUENCE[name](params) * abs(of) + square) * (1 + 1e-5)
+
+
+def test_a_forged_logprob_weighs_no_more_than_the_limit_where_the_ratio_has_the_gradient() -> None:
+    # Sampled with probability 0.9, said to have had e^-12: without a bound, its slope would be 0.9 e^12 = 146,000.
+    logp, tokens = torch.tensor([math.log(0.9)], dtype=torch.float64), tokens_of([-12.0], [-1.0])
+    for name in ("ppo", "gspo", "m2po", "decoupled"):
+        losses, stats, grad = evaluate(name, logp, tokens)
+        assert (losses, grad, stats.capped) == (close([RATIO_LIMIT]), close([RATIO_LIMIT]), 1)
+
+
+@given(rows=st.lists(st.tuples(CURRENT, BEHAVIOURS, st.floats(-1e9, 0)), min_size=1))
+@settings(max_examples=150, deadline=None)
+def test_the_pull_towards_the_reference_is_bounded_too(rows: list[tuple[float, float, float]]) -> None:
+    current, behaviour, reference = (list(column) for column in zip(*rows, strict=True))
+    leaf = torch.tensor(current, dtype=torch.float64).requires_grad_()
+    tokens = tokens_of(behaviour, [1.0] * len(rows))
+    term = token_kl(leaf, torch.tensor(reference, dtype=torch.float64), tokens, torch.tensor([False]))
+    (grad,) = torch.autograd.grad(term.sum(), leaf)
+    assert bool(term.isfinite().all())
+    assert float(grad.abs().max()) <= 10 * LOG_RATIO_LIMIT * (1 + 1e-9)
 
 
 @given(st.lists(st.tuples(st.floats(-5, -0.01), st.floats(-5, -0.01), st.floats(-2, 2)), min_size=1, max_size=8))
@@ -277,6 +329,8 @@ def test_ppo_gradient_equals_finite_differences(rows: list[tuple[float, float, f
         return  # at the kink there is no derivative
     _, _, grad = evaluate("ppo", logp, tokens)
     for index in range(len(rows)):
+        if ratio[index] > RATIO_LIMIT - 1e-4 and tokens.advantage_n[index] < 0:
+            continue  # counts as RATIO_LIMIT: bounded in value and slope, see below
         nudge = torch.zeros_like(logp)
         nudge[index] = 1e-6
         above, below = (sum(evaluate("ppo", logp + sign * nudge, tokens)[0]) for sign in (1, -1))

@@ -87,6 +87,15 @@ def test_a_distribution_of_one_token_is_certain() -> None:
     assert token_logprobs(policy.logits(batch), batch, 1.0).tolist() == pytest.approx([0.0, 0.0], abs=1e-12)
 
 
+def test_one_wide_support_does_not_widen_the_others() -> None:
+    """The tables hold at most twice what was sent, whoever has the widest support."""
+    narrow, wide = [[5, 6]] * 500, [list(range(5, 1005))]
+    batch = collate([TrainedGroup([1], (rollout([5] * 501, support=[*narrow, *wide]),), (1.0,))], "auto", 0.01)
+    sizes = sorted(tuple(support.tokens_mW.shape) for support in batch.supports)
+    assert sizes == [(1, 1000), (500, 2)]
+    assert sorted(row for support in batch.supports for row in support.rows_m.tolist()) == list(range(501))
+
+
 def test_prefix_tree_runs_shared_tokens_once() -> None:
     # Inputs after the prompt: [5 6], [5 6], [5 7]; so the tree holds 5, 6, 7: six tokens with the prompt.
     part = TrainedGroup(

@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from echo2.errors import UserError
-from echo2.reward.score import RewardFailure, Scorer
+from echo2.reward.score import REWARD_MAX, RewardFailure, Scorer
+from echo2.transport import limits
 from echo2.types import Message, Rollout, Task
 
 OWN = """
@@ -39,7 +40,7 @@ def raises(completions, **kw): raise KeyError("oops")
 def nan(completions, **kw): return [float("nan")] * len(completions)
 def inf(completions, **kw): return [float("inf")] * len(completions)
 def huge(completions, **kw): return [10**400] * len(completions)
-def big(completions, **kw): return [1e308] * len(completions)
+def big(completions, **kw): return [-1e12] * len(completions)
 def short(completions, **kw): return [1.0]
 def text(completions, **kw): return ["1.0"] * len(completions)
 def number(completions, **kw): return 1.0
@@ -140,6 +141,7 @@ def test_reward_is_the_weighted_sum_of_its_parts(weights: list[float], answers: 
         ("nan", "returned nan as a score"),
         ("inf", "returned inf as a score"),
         ("huge", "must be finite"),
+        ("big", r"returned -1e\+12 as a score; \+-1e\+06 is the most"),
         ("short", "returned 1 scores for 2 completions"),
         ("text", r"returned '1.0' \(str\) as a score"),
         ("number", "returned 1.0, not a list"),
@@ -156,9 +158,15 @@ def test_a_bad_function_is_named_with_what_it_did(own: str, name: str, said: str
     assert len(message) < 600
 
 
-def test_an_overflowing_sum_is_refused(own: str) -> None:
-    with pytest.raises(RewardFailure, match="adds up to inf"):
-        rewards([f"{own}:big"], Task(0, "x"), "a", weights=(100.0,))
+def test_a_sum_out_of_range_is_refused(own: str) -> None:
+    for weight in (2 * REWARD_MAX, 1e308):
+        with pytest.raises(RewardFailure, match=r"adds up to .*; \+-1e\+06 is the most"):
+            rewards([f"{own}:array_of"], Task(0, "x"), "a", weights=(weight,))
+    assert rewards([f"{own}:array_of"], Task(0, "x"), "a", weights=(REWARD_MAX,)) == [REWARD_MAX]
+
+
+def test_the_wire_takes_every_reward_that_a_function_may_give() -> None:
+    assert REWARD_MAX == limits.REWARD_MAX
 
 
 @pytest.mark.parametrize(

@@ -17,8 +17,8 @@ from echo2.reward.score import Scorer
 from echo2.rollout.engine import RequestFailure
 from echo2.rollout.engines import make_engine
 from echo2.rollout.generate import load_tokenizer, sample_groups
-from echo2.rollout.replay import logged_rollouts
-from echo2.transport import messages
+from echo2.rollout.replay import LEAST_LOGPROB, logged_rollouts
+from echo2.transport import limits, messages
 from echo2.types import Assignment, GroupRef, Lease, RolloutGroup, SamplingParams, Task
 from learner_cases import tiny_policy
 from rollout_cases import END, snapshot_of, tiny_module, tokenizer_files
@@ -210,3 +210,7 @@ def test_with_estimated_probabilities_a_log_has_the_gradient_of_the_policys_own_
     assert max(float(gradient.abs().max()) for gradient in found.values()) > 0.1
     for name, parameter in policy.module.named_parameters():
         torch.testing.assert_close(found[name], parameter.grad, rtol=1e-5, atol=1e-6)  # logprobs travel as float32
+
+
+def test_the_wire_takes_the_least_logprob_that_a_log_is_cut_to() -> None:
+    assert LEAST_LOGPROB == limits.LOGPROB_MIN

@@ -17,12 +17,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from echo2 import cli
 from echo2.config import Config, build
 from echo2.control import events as ev
 from echo2.control.planner import Planner
 from echo2.control.state import PlannerOptions
 from echo2.errors import UserError
-from echo2.runtime.eventlog import EventLog, from_plain, replay, to_plain
+from echo2.runtime import rotation
+from echo2.runtime.eventlog import PARTS_KEPT, EventLog, from_plain, replay, to_plain
 from echo2.runtime.metrics import Metrics, Row, TensorBoardSink, WandbSink, ess_of, known_ess, read_rows
 from echo2.runtime.rundir import RunDir, claimed, create, newest_run, read_json, write_atomically
 from echo2.types import GroupRef
@@ -261,7 +263,7 @@ def test_a_replay_names_the_first_command_that_differs(tmp_path: Path) -> None:
     path.write_text("\n".join(lines) + "\n")
     found = replay(path)
     assert found.num_different == 2
-    assert found.first_difference.startswith(f"line {changed[0] + 1}, ")
+    assert found.first_difference.startswith(f"{path}:{changed[0] + 1}, ")
 
 
 @given(kept=st.floats(0.0, 0.99))
@@ -318,6 +320,39 @@ def test_a_full_disk_stops_the_event_log_and_the_rest_can_be_replayed(tmp_path: 
         log.write(1.0, events[1], planner.handle(events[1], 1.0))
     log.close()
     assert replay(path).num_events == 1
+
+
+def test_a_log_in_parts_is_replayed_as_one(tmp_path: Path) -> None:
+    path, planner = tmp_path / "events.jsonl", Planner(OPTIONS)
+    log = EventLog(path, OPTIONS, part_bytes_max=800)
+    for second, event in enumerate(some_events()):
+        log.write(float(second), event, planner.handle(event, float(second)))
+    log.close()
+    log_life(path, some_events())
+    assert len(rotation.parts(path)) >= 3
+    assert max(part.stat().st_size for part in rotation.parts(path)[:-1]) < 800 + 1000  # the limit and a line
+    found = replay(path)
+    assert (found.num_heads, found.num_events, found.num_headless) == (2, 2 * len(some_events()), 0)
+    assert found.num_different == 0
+
+
+def test_once_the_oldest_part_is_gone_the_heads_after_it_are_replayed_and_the_rest_is_said(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path, planner, ticks = tmp_path / "events.jsonl", Planner(OPTIONS), 4000
+    log = EventLog(path, OPTIONS, part_bytes_max=2500)
+    for second in range(ticks):
+        log.write(float(second), ev.Tick(), planner.handle(ev.Tick(), float(second)))
+    log.close()
+    parts = rotation.parts(path)
+    assert len(parts) == PARTS_KEPT + 1, "what is older is deleted"
+    left = sum(len(part.read_bytes().splitlines()) for part in parts)
+    log_life(path, some_events())
+    found = replay(path)
+    assert (found.num_heads, found.num_events, found.num_headless) == (1, len(some_events()), left)
+    assert found.num_different == 0
+    assert cli.main(["replay", str(tmp_path)]) == 0
+    assert f"{left} events before them can't be replayed: the log's oldest part is gone" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("seed", range(3))

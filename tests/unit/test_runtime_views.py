@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import io
 import json
+import math
 import os
+import re
 import socket
 import subprocess
 import sys
+import unicodedata
 from pathlib import Path
 from typing import Any
 
@@ -110,6 +113,68 @@ def test_status_tells_which_processes_really_live(rundir: RunDir) -> None:
         ("supervisor", "run"): False,
     }
     assert all(set(process) >= {"role", "id", "pid"} for process in found["processes"])
+
+
+@pytest.mark.parametrize("pid", [2**31, 2**64 - 1, 0, -1, (1 << 22) + 1])
+def test_a_made_up_pid_is_nobodys(rundir: RunDir, pid: int) -> None:
+    said = status(head_pid=os.getpid())
+    said["workers"][0]["pid"] = pid
+    rundir.status.write_text(json.dumps(said))
+    (worker,) = [process for process in read_status(rundir)["processes"] if process["id"] == "w-here"]
+    assert worker["alive"] is None
+
+
+HOSTILE = "\x1b[2J\x1b]0;owned\x07\x9b31m\u202edne\r\n[red]forged[/red][/nonsense]\x00" + "x" * 5000
+
+
+def hostile_status() -> dict[str, Any]:
+    """Every text that a peer has any part in, as if nobody had looked at it when it came."""
+    said = status(head_pid=os.getpid())
+    for worker in said["workers"]:
+        worker |= {"id": HOSTILE, "host": HOSTILE, "device": HOSTILE, "doing": HOSTILE, "suspected": HOSTILE}
+    said["learner"] |= {"host": HOSTILE, "doing": HOSTILE}
+    for wait in said["waits"]:
+        wait |= {"waiter": HOSTILE, "waits_for": HOSTILE, "reason": HOSTILE}
+    said["broadcast"]["suspects"] = {HOSTILE: HOSTILE}
+    return said
+
+
+def controls(text: str) -> set[str]:
+    """What a terminal would obey or hide."""
+    return {c for c in text if unicodedata.category(c) in ("Cc", "Cf", "Zl", "Zp")} - {"\n"}
+
+
+def test_what_peers_wrote_reaches_the_terminal_of_status_without_control_characters_or_markup(rundir: RunDir) -> None:
+    rundir.status.write_text(json.dumps(hostile_status()))
+    rundir.outcome.write_text(json.dumps({"kind": "stopped", "reason": HOSTILE}))
+    on = console(width=20_000)
+    show_status(read_status(rundir), on)
+    assert not controls(shown(on))
+    assert "[red]forged[/red]" in shown(on)
+    assert len(shown(on)) < 20_000 * 20
+
+
+@pytest.mark.parametrize("is_terminal", [False, True])
+def test_nor_do_they_reach_the_progress_display(rundir: RunDir, is_terminal: bool) -> None:
+    rundir.status.write_text(json.dumps(hostile_status()))
+    on = console(is_terminal=is_terminal)
+    with RunDisplay(rundir, 40, on) as display:
+        display._printed_at = -math.inf
+        display.poll()
+    assert "forged" in shown(on)
+    ours = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]|\r", "", shown(on)) if is_terminal else shown(on)  # how rich redraws
+    assert not controls(ours)
+    assert "owned" not in shown(on)
+
+
+def test_nor_the_summary() -> None:
+    told = summary()
+    told["groups"] |= {"retired": {HOSTILE: 1}, "refused": {HOSTILE: 1}}
+    told["machines"] = {HOSTILE: {**told["machines"]["w1"], "wasted_seconds": {HOSTILE: 1.0}}}
+    on = console(width=20_000)
+    show_summary(told, on)
+    assert not controls(shown(on))
+    assert "[red]forged[/red]" in shown(on)
 
 
 def test_a_dead_head_waits_for_nobody(rundir: RunDir) -> None:

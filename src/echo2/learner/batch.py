@@ -53,7 +53,7 @@ class TrainedGroup:
 
 @dataclass(frozen=True, slots=True)
 class Support:
-    """For the loss tokens drawn from a narrowed distribution (top-k, top-p): which tokens could have come.
+    """For some of the loss tokens drawn from a narrowed distribution (top-k, top-p): which tokens could have come.
 
     rows_m     index of these tokens among the n loss tokens
     tokens_mW  the token ids, padded with 0
@@ -80,7 +80,7 @@ class Batch:
     position_n: Tensor
     target_n: Tensor
     loss_tokens: LossTokens
-    support: Support | None
+    supports: tuple[Support, ...]
 
     def to(self, device: torch.device, dtype: torch.dtype) -> Batch:
         """The batch on `device`, its behaviour logprobs and advantages in `dtype`."""
@@ -88,7 +88,7 @@ class Batch:
         def move(tensor: Tensor) -> Tensor:
             return tensor.to(device, non_blocking=True)
 
-        loss, support = self.loss_tokens, self.support
+        loss = self.loss_tokens
         return Batch(
             move(self.tokens_BT),
             None if self.positions_BT is None else move(self.positions_BT),
@@ -104,7 +104,7 @@ class Batch:
                 move(loss.worker_S),
                 loss.workers,
             ),
-            None if support is None else Support(move(support.rows_m), move(support.tokens_mW), move(support.valid_mW)),
+            tuple(Support(move(s.rows_m), move(s.tokens_mW), move(s.valid_mW)) for s in self.supports),
         )
 
 
@@ -259,7 +259,7 @@ def _tensors(rows: Sequence[Sequence[_Strip]], masked: bool) -> Batch:
         visible_BTT[:, np.arange(longest), np.arange(longest)] = True
     predict_u, position_n = np.unique(np.concatenate(predict), return_inverse=True)
     strips = [strip for row in rows for strip in row]
-    target_n, loss_tokens, support = _loss_side(strips)
+    target_n, loss_tokens, supports = _loss_side(strips)
     return Batch(
         torch.from_numpy(tokens_BT),
         torch.from_numpy(positions_BT) if masked else None,
@@ -268,7 +268,7 @@ def _tensors(rows: Sequence[Sequence[_Strip]], masked: bool) -> Batch:
         torch.from_numpy(position_n),
         target_n,
         loss_tokens,
-        support,
+        supports,
     )
 
 
@@ -278,7 +278,7 @@ def _reveal(visible_TT: npt.NDArray[np.bool_], strip: _Strip) -> None:
         visible_TT[start:stop, start:stop] = np.tri(stop - start, dtype=np.bool_)
 
 
-def _loss_side(strips: Sequence[_Strip]) -> tuple[Tensor, LossTokens, Support | None]:
+def _loss_side(strips: Sequence[_Strip]) -> tuple[Tensor, LossTokens, tuple[Support, ...]]:
     rollouts = [rollout for strip in strips for rollout in strip.rollouts]
     losses = [at for strip in strips for at in strip.losses]
     target = np.concatenate(
@@ -304,7 +304,7 @@ def _loss_side(strips: Sequence[_Strip]) -> tuple[Tensor, LossTokens, Support | 
         torch.tensor(worker_S),
         workers,
     )
-    return torch.from_numpy(target.astype(np.int64)), loss_tokens, _support(rollouts, losses)
+    return torch.from_numpy(target.astype(np.int64)), loss_tokens, _supports(rollouts, losses)
 
 
 def _versions(rollout: Rollout, at: Ints) -> Ints:
@@ -314,22 +314,28 @@ def _versions(rollout: Rollout, at: Ints) -> Ints:
     return found
 
 
-def _support(rollouts: Sequence[Rollout], losses: Sequence[Ints]) -> Support | None:
-    """The narrowed distributions of all loss tokens that have one, as one padded table."""
-    rows: list[Ints] = []
-    pieces: list[Ints] = []
+def _supports(rollouts: Sequence[Rollout], losses: Sequence[Ints]) -> tuple[Support, ...]:
+    """The narrowed distributions of all loss tokens that have one, as padded tables: one for each power of two of their
+    widths, so that at most half of a table is padding. In a single one, one wide distribution would make all so wide.
+    """
+    rows: dict[int, list[int]] = {}
+    pieces: dict[int, list[npt.NDArray[np.int32]]] = {}
     start = 0
     for rollout, at in zip(rollouts, losses, strict=True):
         if rollout.support_tokens is not None and rollout.support_offsets is not None:
-            allowed = np.frombuffer(rollout.support_tokens, dtype=np.int32).astype(np.int64)
+            allowed = np.frombuffer(rollout.support_tokens, dtype=np.int32)
             offsets = rollout.support_offsets
-            pieces.extend(allowed[offsets[t] : offsets[t + 1]] for t in at.tolist())
-            rows.append(np.arange(start, start + len(at)))
+            for row, t in enumerate(at.tolist(), start):
+                piece = allowed[offsets[t] : offsets[t + 1]]
+                rows.setdefault(len(piece).bit_length(), []).append(row)
+                pieces.setdefault(len(piece).bit_length(), []).append(piece)
         start += len(at)
-    if not pieces:
-        return None
+    return tuple(_support(rows[bits], pieces[bits]) for bits in sorted(rows))
+
+
+def _support(rows: Sequence[int], pieces: Sequence[npt.NDArray[np.int32]]) -> Support:
     widths = np.asarray([len(piece) for piece in pieces])
     valid_mW = np.arange(int(widths.max()))[None, :] < widths[:, None]
     tokens_mW = np.zeros(valid_mW.shape, dtype=np.int64)
     tokens_mW[valid_mW] = np.concatenate(pieces)
-    return Support(torch.from_numpy(np.concatenate(rows)), torch.from_numpy(tokens_mW), torch.from_numpy(valid_mW))
+    return Support(torch.tensor(rows), torch.from_numpy(tokens_mW), torch.from_numpy(valid_mW))

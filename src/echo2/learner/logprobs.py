@@ -22,8 +22,7 @@ def token_logprobs(logits_uV: Tensor, batch: Batch, temperature: float) -> Tenso
     if temperature != 1.0:
         logits_uV = logits_uV / temperature
     log_total_n = logits_uV.logsumexp(-1)[batch.position_n]
-    if batch.support is not None:
-        support = batch.support
+    for support in batch.supports:
         logits_mW = logits_uV[batch.position_n[support.rows_m, None], support.tokens_mW]
         logits_mW = logits_mW.masked_fill(~support.valid_mW, float("-inf"))
         log_total_n = log_total_n.index_copy(0, support.rows_m, logits_mW.logsumexp(-1))

@@ -6,13 +6,14 @@ Four orders must hold:
 1. the head has *recorded* step t before anything builds on it: the groups of t + 1, its snapshot, its checkpoint;
 2. a checkpoint is durable before the head is told, because it lets go of the groups that it covers;
 3. a snapshot is a copy: it is encoded and sent in the background while the next step trains;
-4. what was fed is checked again (staleness, order) before it is trained on.
+4. what was fed is checked again (staleness, order, size) before it is trained on; what can't be is left out and named.
 
 Torch works in this thread; the network lives in `session.HeadSession`'s.
 """
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,6 +25,8 @@ from echo2.learner.session import HeadSession
 from echo2.learner.step_meter import StepMeter
 from echo2.learner.trainer import Trainer
 from echo2.types import RolloutGroup
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,8 +113,12 @@ def _train_on_groups(trainer: Trainer, head: HeadSession, options: LoopOptions, 
         with meter.time("wait_for_batch"):
             item = next(arrivals)
         if isinstance(item, RolloutGroup):
-            meter.see(item)
-            waiting.append(item)
+            problem = trainer.why_unfit(item)
+            meter.see(item, is_fit=not problem)
+            if problem:
+                log.warning("%s of %s is left out of step %d: %s", item.group, item.worker_id, item.step, problem)
+            else:
+                waiting.append(item)
         is_end = isinstance(item, StepEnd)
         is_part = not is_end and options.groups_per_update and len(meter.numbers) % options.groups_per_update == 0
         if len(waiting) == options.groups_per_microbatch or ((is_end or is_part) and waiting):

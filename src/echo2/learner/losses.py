@@ -17,6 +17,11 @@ gradient. Per token:
     m2po       -min(r A, clip(r) A),  bounds: what would have kept the step before at second_moment
     none       -A log pi: no correction at all, the negative control
 
+The behaviour logprobs are a worker's word. Whatever they say, a loss is finite and no token pulls at log pi harder than
+its weight's bound times |A|: `cap`, `high` or 1 where the table says so; where r itself has the gradient (ppo,
+decoupled, gspo, m2po) r counts as RATIO_LIMIT beyond it, or as the end of the clip if that is higher. `square` adds at
+most 2 * square * LOG_RATIO_LIMIT.
+
 Sources and reasons: docs/losses.md. A new loss: one entry in `LOSSES` and its parameters in `LOSS_PARAMS`
 (`config/rules.py`), one test by hand, one section in the docs.
 
@@ -35,6 +40,7 @@ from torch import Tensor
 from echo2.config.rules import loss_params
 
 LOG_RATIO_LIMIT = 20.0  # exp(20) is still far from overflow in float32
+RATIO_LIMIT = 10.0  # the most that a token counts for, against one that the policy itself sampled just now
 LOGGED_LAG = -1  # of tokens from a log: no version of this run sampled them
 Params = Mapping[str, float]
 
@@ -126,9 +132,9 @@ def log_ratio(logp_n: Tensor, tokens: LossTokens) -> Tensor:
 
 def dppo(logp_n: Tensor, tokens: LossTokens, p: Params) -> TokenLosses:
     """Policy gradient weighted by the capped ratio, without the tokens whose probability has gone too far already."""
-    log_ratio_n, advantage_n = logp_n - tokens.behaviour_n, tokens.advantage_n
+    log_ratio_n, advantage_n = log_ratio(logp_n, tokens), tokens.advantage_n
     with torch.no_grad():
-        ratio_n = log_ratio(logp_n, tokens).exp()
+        ratio_n = log_ratio_n.exp()
         shift_n = logp_n.exp() - tokens.behaviour_n.exp()
         too_high_n = (advantage_n > 0) & (shift_n > p["tv_high"])
         too_low_n = (advantage_n < 0) & (shift_n < -p["tv_low"])
@@ -142,8 +148,7 @@ def dppo(logp_n: Tensor, tokens: LossTokens, p: Params) -> TokenLosses:
 
 def ppo(logp_n: Tensor, tokens: LossTokens, p: Params) -> TokenLosses:
     """Clipped surrogate, the ratio against the behaviour policy."""
-    loss_n, dropped_n = _clipped(log_ratio(logp_n, tokens).exp(), tokens.advantage_n, p)
-    return TokenLosses(loss_n, dropped_n, _none_n(tokens), _none_S(tokens))
+    return TokenLosses(*_clipped(log_ratio(logp_n, tokens).exp(), tokens.advantage_n, p), _none_S(tokens))
 
 
 def decoupled(logp_n: Tensor, tokens: LossTokens, p: Params) -> TokenLosses:
@@ -158,9 +163,9 @@ def decoupled(logp_n: Tensor, tokens: LossTokens, p: Params) -> TokenLosses:
         trusted_n = weight_n <= p["cap"]
         log_prox_n = tokens.behaviour_n + log_weight_n
     step_n = (logp_n - log_prox_n).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
-    surrogate_n, clipped_n = _clipped(step_n, tokens.advantage_n, p)
+    surrogate_n, clipped_n, capped_n = _clipped(step_n, tokens.advantage_n, p)
     loss_n = (trusted_n * weight_n) * surrogate_n
-    return TokenLosses(loss_n, clipped_n | ~trusted_n, _none_n(tokens), _none_S(tokens))
+    return TokenLosses(loss_n, clipped_n | ~trusted_n, capped_n, _none_S(tokens))
 
 
 def tis(logp_n: Tensor, tokens: LossTokens, p: Params) -> TokenLosses:
@@ -193,8 +198,7 @@ def gspo(logp_n: Tensor, tokens: LossTokens, p: Params) -> TokenLosses:
         mean_S = _sum_S(log_ratio(logp_n, tokens), tokens) / _sum_S(torch.ones_like(logp_n), tokens).clamp(min=1.0)
         ratio_n = mean_S.exp()[tokens.sequence_n]
     own_n = (logp_n - logp_n.detach()).exp()  # 1, with the gradient of log pi
-    loss_n, dropped_n = _clipped(ratio_n * own_n, tokens.advantage_n, p)
-    return TokenLosses(loss_n, dropped_n, _none_n(tokens), _none_S(tokens))
+    return TokenLosses(*_clipped(ratio_n * own_n, tokens.advantage_n, p), _none_S(tokens))
 
 
 def m2po(logp_n: Tensor, tokens: LossTokens, p: Params) -> TokenLosses:
@@ -202,10 +206,9 @@ def m2po(logp_n: Tensor, tokens: LossTokens, p: Params) -> TokenLosses:
     cut = math.sqrt(p["second_moment"] if tokens.memory is None else tokens.memory)
     radii = {
         "clip_low": max(p["clip_low"], 1.0 - math.exp(-cut)),
-        "clip_high": max(p["clip_high"], math.exp(cut) - 1.0),
+        "clip_high": max(p["clip_high"], min(math.exp(cut), RATIO_LIMIT) - 1.0),
     }
-    loss_n, dropped_n = _clipped(log_ratio(logp_n, tokens).exp(), tokens.advantage_n, radii)
-    return TokenLosses(loss_n, dropped_n, _none_n(tokens), _none_S(tokens))
+    return TokenLosses(*_clipped(log_ratio(logp_n, tokens).exp(), tokens.advantage_n, radii), _none_S(tokens))
 
 
 def second_moment_cut(log_ratio_n: Tensor, advantage_n: Tensor, p: Params) -> float:
@@ -229,11 +232,18 @@ def none(logp_n: Tensor, tokens: LossTokens, p: Params) -> TokenLosses:
     return _weighted(logp_n, tokens, torch.ones_like(logp_n), _none_n(tokens), _none_n(tokens))
 
 
-def _clipped(ratio_n: Tensor, advantage_n: Tensor, p: Params) -> tuple[Tensor, Tensor]:
-    """PPO's pessimistic minimum, and where it is flat."""
+def _clipped(ratio_n: Tensor, advantage_n: Tensor, p: Params) -> tuple[Tensor, Tensor, Tensor]:
+    """PPO's pessimistic minimum, where it is flat, and where the ratio was cut.
+
+    The minimum leaves r A alone where A < 0 and r is large, and r is as large as a forged behaviour logprob makes it.
+    """
     low, high = 1.0 - p["clip_low"], 1.0 + p["clip_high"]
-    loss_n = -torch.minimum(ratio_n * advantage_n, ratio_n.clamp(low, high) * advantage_n)
-    return loss_n, ((advantage_n > 0) & (ratio_n > high)) | ((advantage_n < 0) & (ratio_n < low))
+    most = max(RATIO_LIMIT, high)
+    capped_n = ratio_n > most
+    bounded_n = ratio_n * (most / ratio_n.detach()).clamp(max=1.0)
+    loss_n = -torch.minimum(bounded_n * advantage_n, bounded_n.clamp(low, high) * advantage_n)
+    dropped_n = ((advantage_n > 0) & (ratio_n > high)) | ((advantage_n < 0) & (ratio_n < low))
+    return loss_n, dropped_n, capped_n & ~dropped_n
 
 
 def _weighted(logp_n: Tensor, tokens: LossTokens, weight_n: Tensor, dropped_n: Tensor, capped_n: Tensor) -> TokenLosses:

@@ -69,6 +69,7 @@ class Policy:
         sliding = getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True)
         self._is_plain_decoder = config.model_type in PLAIN_DECODERS
         self.honours_masks = self._is_plain_decoder and set(layer_types) == {"full_attention"} and not sliding
+        self.max_positions: int | None = getattr(config, "max_position_embeddings", None)
         self.pair_cost = _pair_cost(self.module)
 
     @property

@@ -4,9 +4,10 @@ Per token, with rho the reference, x = log rho - log pi and r = pi / mu at most 
 
     r (exp(x) - 1 - x)
 
-Schulman's k3 of KL(pi || rho), weighted because mu sampled the token and not pi. Below the cap its gradient is
-r (log pi - log rho) times that of log pi: unbiased, and without the exponential that k3 alone has where pi << rho
-(DeepSeek-V3.2, arXiv 2512.02556).
+Schulman's k3 of KL(pi || rho), weighted because mu sampled the token and not pi. Its gradient is r (log pi - log rho)
+times that of log pi: unbiased below the cap, and without the exponential that k3 alone has where pi << rho
+(DeepSeek-V3.2, arXiv 2512.02556). It is written out, so that it is bounded at the cap too, by 10 * 20: mu is a
+worker's word.
 
 Shape suffixes: n = loss tokens, S = sequences.
 """
@@ -47,4 +48,6 @@ def token_kl(logp_n: Tensor, reference_n: Tensor, tokens: LossTokens, vetoed_S: 
     """The term of each token; 0 in sequences that the loss vetoed."""
     ratio_n = (logp_n - tokens.behaviour_n).clamp(-LOG_RATIO_LIMIT, LOG_CAP).exp()
     x_n = (reference_n - logp_n).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
-    return ~vetoed_S[tokens.sequence_n] * ratio_n * (x_n.exp() - 1.0 - x_n)
+    with torch.no_grad():
+        value_n, slope_n = ratio_n * (x_n.exp() - 1.0 - x_n), -ratio_n * x_n
+    return ~vetoed_S[tokens.sequence_n] * (value_n + slope_n * (logp_n - logp_n.detach()))

@@ -35,6 +35,7 @@ class StepMeter:
         self._lengths: list[int] = []
         self._num_truncated = 0
         self._num_logged = 0
+        self._num_unfit = 0
         self.numbers: list[int] = []
 
     @contextmanager
@@ -46,8 +47,9 @@ class StepMeter:
         finally:
             self._seconds[part] += time.monotonic() - started
 
-    def see(self, group: RolloutGroup) -> None:
-        """Take a group into account, and check once more that it may be trained on.
+    def see(self, group: RolloutGroup, is_fit: bool = True) -> None:
+        """Take a group into account, and check once more that it may be trained on. One that is not fit counts as that
+        and nothing else.
 
         Raises:
             InvariantError: it is of another step, too stale, unscored, or (deterministic mode) out of order.
@@ -64,6 +66,9 @@ class StepMeter:
         if len(rewards) != len(group.rollouts):
             raise InvariantError(f"{group.group} was fed without all its rewards")
         self.numbers.append(group.group.number)
+        if not is_fit:
+            self._num_unfit += 1
+            return
         if group.logged:
             self._num_logged += len(group.rollouts)
         else:
@@ -84,6 +89,7 @@ class StepMeter:
         return {
             "reward/mean": _mean(rewards),
             "reward/std": statistics.pstdev(rewards) if rewards else 0.0,
+            "groups/unfit": self._num_unfit,
             "reward/frac_zero_std": flat / max(1, len(self._rewards)),
             **{f"reward/{name}/mean": _mean(values) for name, values in sorted(self._parts.items())},
             **self._off_policy(),

@@ -37,6 +37,7 @@ from echo2.learner import checkpoint
 from echo2.learner.advantages import Advantage, group_advantages
 from echo2.learner.batch import Layout, TrainedGroup, collate
 from echo2.learner.checkpoint import Progress
+from echo2.learner.fitness import why_unfit
 from echo2.learner.logprobs import token_logprobs
 from echo2.learner.loss_stats import LossStats, measure
 from echo2.learner.losses import log_ratio, make_loss
@@ -127,6 +128,10 @@ class Trainer:
         )
         self._before: StepStats | None = None  # of the updates that this step has had
         self._forget_sums()
+
+    def why_unfit(self, group: RolloutGroup) -> str:
+        """What makes it impossible to train on the group; empty: nothing."""
+        return why_unfit(group, self.policy.vocab_size, self.policy.max_positions, self.options.max_tokens)
 
     def forward_backward(self, groups: Sequence[RolloutGroup]) -> LossStats:
         """Add the gradient sums of whole groups; statistics of these groups alone.

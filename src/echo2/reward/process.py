@@ -104,8 +104,9 @@ class RewardProcess:
 
     def _open_log(self) -> Any:
         self._log_path.parent.mkdir(parents=True, exist_ok=True)
-        too_long = self._log_path.exists() and self._log_path.stat().st_size > MAX_LOG_BYTES
-        return self._log_path.open("wb" if too_long else "ab")
+        if self._log_path.exists() and self._log_path.stat().st_size > MAX_LOG_BYTES:
+            self._log_path.write_bytes(b"")
+        return self._log_path.open("ab")  # appending: it may be cut while it is written
 
     async def _ask(
         self, process: asyncio.subprocess.Process, request: dict[str, Any], seconds: float, doing: str

@@ -20,6 +20,8 @@ from echo2.reward.load import RewardFunction, load_reward
 from echo2.types import Rollout, Task
 
 PROMPT_CHARS_SHOWN = 120
+#: Size of a score and of a reward: beyond it, one attempt would outweigh all the others of its step. As the wire's.
+REWARD_MAX = 1e6
 
 
 class RewardFailure(UserError):
@@ -64,8 +66,8 @@ class Scorer:
         for i, found in enumerate(parts):
             if not found:
                 raise _failure("reward", f"returned None for attempt {i}: no function scores this task", task)
-            if not math.isfinite(totals[i]):
-                raise _failure("reward", f"adds up to {totals[i]}", task)
+            if not abs(totals[i]) <= REWARD_MAX:  # NaN is not, either
+                raise _failure("reward", f"adds up to {totals[i]}; +-{REWARD_MAX:g} is the most", task)
         return tuple(
             replace(rollout, reward=total, reward_parts=found)
             for rollout, total, found in zip(rollouts, totals, parts, strict=True)
@@ -101,6 +103,8 @@ def _number(name: str, value: Any, task: Task) -> float | None:
         raise _failure(
             name, f"returned {score} as a score; scores must be finite. Return None where it does not apply", task
         )
+    if abs(score) > REWARD_MAX:
+        raise _failure(name, f"returned {score:g} as a score; +-{REWARD_MAX:g} is the most. Scale it down", task)
     return score
 
 

@@ -25,7 +25,7 @@ from echo2.rollout.engine import Engine, Outcome, RequestFailure, SampleRequest
 from echo2.rollout.tokenizer import Tokenizer
 from echo2.types import LOGGED_ATTEMPTS, Assignment, FinishReason, Rollout
 
-#: The least probability that a logged token may have: smaller ones would be no choice but a misprint.
+#: The least probability that a logged token may have: smaller ones would be no choice but a misprint. As the wire's.
 LEAST_LOGPROB = -100.0
 
 

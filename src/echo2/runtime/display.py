@@ -14,6 +14,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
+from echo2.printable import LINE_CHARS_MAX, printable
 from echo2.runtime.metrics import read_rows
 from echo2.runtime.rundir import RunDir, read_json
 
@@ -23,6 +24,8 @@ PLAIN_SECONDS = 5.0
 REFRESH_SECONDS = 0.3
 #: By whether the process lives; None: it runs on another machine.
 PROCESS_STATES = {True: "[green]alive[/green]", False: "[red]gone[/red]", None: "remote"}
+#: Of a reason or a state; the longest of ours have half of it.
+REASON_CHARS = 1000
 _BLOCKS = "▁▂▃▄▅▆▇█"
 
 
@@ -104,9 +107,10 @@ def _news(rows: list[dict[str, Any]], status: dict[str, Any]) -> Text:
     if evals:
         text.append("held-out " + "  ".join(f"{row['step']}: {row['eval/accuracy']:.3f}" for row in evals[-6:]) + "\n")
     if broadcast := _broadcast_line(status):
-        text.append(f"weights {broadcast}\n")
+        text.append(f"weights {printable(broadcast, REASON_CHARS)}\n")
     for wait in status.get("waits", [])[:2]:
-        text.append(f"{wait['waiter']} waits for {wait['waits_for']}: {wait['reason']}\n", style="dim")
+        line = printable(f"{wait['waiter']} waits for {wait['waits_for']}: {wait['reason']}", REASON_CHARS)
+        text.append(f"{line}\n", style="dim")
     return text
 
 
@@ -160,8 +164,8 @@ def _broadcast_line(status: dict[str, Any]) -> str:
 def show_summary(summary: dict[str, Any], console: Console) -> None:
     """The closing tables."""
     groups = summary["groups"]
-    retired = ", ".join(f"{count} {why}" for why, count in groups["retired"].items()) or "0"
-    refused = ", ".join(f"{count} {why}" for why, count in groups["refused"].items()) or "0"
+    retired = ", ".join(f"{count} {_safe(why)}" for why, count in groups["retired"].items()) or "0"
+    refused = ", ".join(f"{count} {_safe(why)}" for why, count in groups["refused"].items()) or "0"
     before, after = summary["eval_before"], summary["eval_after"]
     table = Table(title="Run summary", show_header=False, title_justify="left")
     table.add_column(style="bold")
@@ -187,9 +191,9 @@ def show_summary(summary: dict[str, Any], console: Console) -> None:
     for column in ("machine", "groups", "busy", "attended", "dollars", "wasted"):
         machines.add_column(column, justify="left" if column == "machine" else "right")
     for name, machine in summary["machines"].items():
-        wasted = ", ".join(f"{cause} {seconds:.1f} s" for cause, seconds in machine["wasted_seconds"].items())
+        wasted = ", ".join(f"{_safe(cause)} {seconds:.1f} s" for cause, seconds in machine["wasted_seconds"].items())
         machines.add_row(
-            name,
+            _safe(name),
             f"{machine['useful_groups']:,.0f}" if machine["useful_groups"] else "-",
             f"{machine['useful_seconds']:.0f} s" if machine["useful_groups"] else "-",
             f"{machine['seconds']:.0f} s",
@@ -199,14 +203,19 @@ def show_summary(summary: dict[str, Any], console: Console) -> None:
     console.print(machines)
 
 
+def _safe(text: str, chars_max: int = LINE_CHARS_MAX) -> str:
+    """What a peer may have worded, in a table: no control characters, no markup."""
+    return escape(printable(text, chars_max))
+
+
 def show_status(status: dict[str, Any], console: Console) -> None:
     """`echo2 status`: where the run stands, who waits for whom, and the local processes."""
     done = f"step {status['version']} of {status['max_steps']}, lineage {status['lineage']}"
     published = f"snapshot {status['published']}, checkpoint {status['checkpoint']}"
-    where, state = escape(status["directory"]), escape(status["state"])
+    where, state = escape(status["directory"]), _safe(status["state"], REASON_CHARS)
     console.print(f"[bold]{where}[/bold]  {state}  {done}  {published}  ${status['cost_usd']:.4f}", highlight=False)
     if fleet := fleet_line(status.get("fleet")):
-        console.print(f"fleet: {fleet}", highlight=False)
+        console.print(f"fleet: {_safe(fleet, REASON_CHARS)}", highlight=False)
     if (effective := status.get("effective_staleness")) is not None and effective < status["max_staleness"]:
         tight = f"{effective} versions ahead of the learner at most, by the ESS floor (max_staleness"
         console.print(f"sampling: {tight} {status['max_staleness']})", highlight=False)
@@ -215,11 +224,13 @@ def show_status(status: dict[str, Any], console: Console) -> None:
     for wait in status["waits"]:
         since = f"{max(0.0, now - wait['since']):.1f} s" if wait["since"] else "-"
         until = f"in {wait['until'] - now:.1f} s" if wait["until"] is not None else "-"
-        waits.add_row(wait["waiter"], wait["waits_for"], since, until, escape(wait["reason"]))
+        waits.add_row(
+            _safe(wait["waiter"]), _safe(wait["waits_for"]), since, until, _safe(wait["reason"], REASON_CHARS)
+        )
     console.print(waits if status["waits"] else "nobody waits")
     table = Table("role", "id", "pid", "state", "weights", "doing", title="Processes", title_justify="left")
     for process in status["processes"]:
         state = PROCESS_STATES[process["alive"]] if process["host"] else "away"
-        pid, weights = str(process["pid"] or "-"), escape(process.get("weights", ""))
-        table.add_row(process["role"], process["id"], pid, state, weights, escape(process["doing"]))
+        pid, weights, doing = str(process["pid"] or "-"), _safe(process.get("weights", "")), _safe(process["doing"])
+        table.add_row(process["role"], _safe(process["id"]), pid, state, weights, doing)
     console.print(table)

@@ -2,7 +2,8 @@
 
 One JSON object a line. A head writes its planner's options when it starts, then one line an event: {"now": ...,
 "event": {"type": ..., ...}, "commands": [{"type": ..., ...}, ...]}. A line torn by a kill is the last one of its head
-and is passed over when it is read.
+and is passed over when it is read. The log is kept in parts (`rotation`); once the oldest is gone, what is replayed
+begins with the first head that started after it.
 """
 
 from __future__ import annotations
@@ -20,6 +21,11 @@ from echo2.control import events as ev
 from echo2.control.planner import Planner
 from echo2.control.state import PlannerOptions
 from echo2.errors import UserError
+from echo2.runtime import rotation
+
+#: Bytes of a part, and old parts that are kept: half a gigabyte in all.
+PART_BYTES_MAX = 64 << 20
+PARTS_KEPT = 7
 
 _EVENTS = {kind.__name__: kind for kind in get_args(ev.Event)}
 
@@ -45,8 +51,8 @@ def from_plain(plain: dict[str, Any]) -> ev.Event:
 class EventLog:
     """Appends to events.jsonl; one line is one write, flushed to the system at once."""
 
-    def __init__(self, path: Path, options: PlannerOptions) -> None:
-        self._path = path
+    def __init__(self, path: Path, options: PlannerOptions, part_bytes_max: int = PART_BYTES_MAX) -> None:
+        self._path, self._part_bytes_max = path, part_bytes_max
         torn = path.exists() and path.stat().st_size > 0 and not _ends_with_newline(path)
         self._file = open(path, "ab", buffering=0)  # noqa: SIM115 (lives as long as the head)
         if torn:
@@ -62,6 +68,10 @@ class EventLog:
         try:
             while line:  # a disk that fills up takes a part, and only then raises
                 line = line[self._file.write(line) :]
+            if self._file.tell() > self._part_bytes_max:
+                self._file.close()
+                rotation.shift(self._path, PARTS_KEPT)
+                self._file = open(self._path, "ab", buffering=0)  # noqa: SIM115
         except OSError as error:
             raise UserError(f"Cannot write {self._path}: {error.strerror}. Free some space, then --resume.") from error
 
@@ -77,9 +87,12 @@ def _ends_with_newline(path: Path) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Replay:
-    """What a replay found: `num_different` events had other commands than logged, `first_difference` is one."""
+    """What a replay found: `num_different` events had other commands than logged, `first_difference` is one.
+    `num_headless` events could not be replayed: the part of the log in which their head began is gone.
+    """
 
     num_events: int
+    num_headless: int
     num_commands: int
     num_heads: int
     num_different: int
@@ -93,44 +106,52 @@ def replay(path: Path) -> Replay:
         UserError: the file is missing or is not an event log.
     """
     planner: Planner | None = None
-    num_events = num_commands = num_heads = num_different = 0
+    parts = rotation.parts(path)
+    num_headless = num_events = num_commands = num_heads = num_different = 0
     first = ""
-    for number, record in _records(path):
+    for where, record in _records(parts):
         if "options" in record:
-            planner = Planner(msgspec.convert(record["options"], type=PlannerOptions))
+            try:
+                planner = Planner(msgspec.convert(record["options"], type=PlannerOptions))
+            except msgspec.ValidationError as error:
+                raise UserError(f"{where} holds no planner options that this version knows: {error}.") from error
             num_heads += 1
             continue
         if planner is None:
-            raise UserError(f"{path}:{number}: an event before any planner options; this is not a whole event log.")
+            if len(parts) == 1:
+                raise UserError(f"{where}: an event before any planner options; this is not a whole event log.")
+            num_headless += 1
+            continue
         try:
-            event = from_plain(record["event"])
-        except (KeyError, TypeError, msgspec.ValidationError) as error:
-            raise UserError(f"{path}:{number} holds no event that this version knows: {error}.") from error
-        commands = [to_plain(command) for command in planner.handle(event, record["now"])]
+            event, now, logged = from_plain(record["event"]), float(record["now"]), record["commands"]
+        except (KeyError, TypeError, ValueError, msgspec.ValidationError) as error:
+            raise UserError(f"{where} holds no event that this version knows: {error}.") from error
+        commands = [to_plain(command) for command in planner.handle(event, now)]
         # Through JSON, as the logged ones went: tuples become lists, and infinities null.
         commands = msgspec.json.decode(msgspec.json.encode(commands))
         num_events += 1
         num_commands += len(commands)
-        if commands != record["commands"]:
+        if commands != logged:
             num_different += 1
-            first = first or f"line {number}, {record['event']}: logged {record['commands']}, now {commands}"
-    return Replay(num_events, num_commands, num_heads, num_different, first)
+            first = first or f"{where}, {record['event']}: logged {logged}, now {commands}"
+    return Replay(num_events, num_headless, num_commands, num_heads, num_different, first)
 
 
-def _records(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Line number and record of every whole line; a torn one is forgiven at the end and where a head began anew."""
+def _records(parts: Sequence[Path]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Place and record of every whole line; a torn one is forgiven at the end and where a head began anew."""
     damage: UserError | None = None
-    try:
-        with open(path, "rb") as file:
-            for number, line in enumerate(file, start=1):
-                if damage is not None and not line.startswith(b'{"options"'):
-                    raise damage
-                damage = None
-                try:
-                    record = msgspec.json.decode(line, type=dict[str, Any])
-                except msgspec.DecodeError as error:
-                    damage = UserError(f"{path}:{number} is damaged: {error}.")
-                    continue
-                yield number, record
-    except OSError as error:
-        raise UserError(f"Cannot read {path}: {error.strerror}.") from error
+    for path in parts:
+        try:
+            with open(path, "rb") as file:
+                for number, line in enumerate(file, start=1):
+                    if damage is not None and not line.startswith(b'{"options"'):
+                        raise damage
+                    damage = None
+                    try:
+                        record = msgspec.json.decode(line, type=dict[str, Any])
+                    except (msgspec.DecodeError, RecursionError) as error:
+                        damage = UserError(f"{path}:{number} is damaged: {error}.")
+                        continue
+                    yield f"{path}:{number}", record
+        except OSError as error:
+            raise UserError(f"Cannot read {path}: {error.strerror}.") from error

@@ -11,7 +11,7 @@ import sys
 
 from echo2.errors import InvariantError, UserError
 from echo2.reward.functions import BUILT_IN
-from echo2.runtime import head_report
+from echo2.runtime import head_report, rotation
 from echo2.runtime.head import Head
 from echo2.runtime.rundir import RunDir, claimed, write_atomically
 from echo2.runtime.service import Service
@@ -95,6 +95,8 @@ async def _keep_reporting(head: Head, service: Service, identity: RunIdentity, t
             tickets.keep()
             head.check_budget()
             head_report.write_status(head)
+            for name in ("reward.log", "machines.log"):  # of children; the supervisor looks after our own
+                rotation.cut_log(head.rundir.logs / name)
         except UserError as error:
             if is_out_of_descriptors(error):
                 log.warning("%s", error)

@@ -18,6 +18,7 @@ from echo2.offers import Offer
 from echo2.reward.load import load_reward
 from echo2.runtime import display
 from echo2.runtime.planner_options import planner_options, read_offers
+from echo2.runtime.process_log import keep_private
 from echo2.runtime.publish_every import settle
 from echo2.runtime.rundir import RunDir, claimed, create, read_json
 from echo2.runtime.supervisor import Supervisor
@@ -160,6 +161,7 @@ def run(
     like: Path | None = None,
 ) -> int:
     """`echo2 run`. Returns the exit status."""
+    keep_private()
     config, where = resolve(path, overrides, out, resume, like)
     check(config)
     if dry_run:

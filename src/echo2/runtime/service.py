@@ -7,7 +7,6 @@ out of the returned commands. It decides nothing.
 from __future__ import annotations
 
 import asyncio
-import json
 import math
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import replace
@@ -15,7 +14,9 @@ from typing import Any
 
 from echo2.control import commands as do
 from echo2.control import events as ev
+from echo2.documents import parse_json
 from echo2.errors import PeerError
+from echo2.printable import printable
 from echo2.runtime.deliveries import read_delivery
 from echo2.runtime.head import Head
 from echo2.runtime.head_report import step_row
@@ -80,7 +81,12 @@ class Service:
         joined = self._at_offer(joined, hello.offer)
         outbox: asyncio.Queue[wire.Order | None] = asyncio.Queue()
         presence = Presence(
-            outbox, hello.host[:200], hello.pid, hello.engine[:50], hello.device[:50], wire.WorkerReport()
+            outbox,
+            printable(hello.host),
+            hello.pid,
+            printable(hello.engine, 50),
+            printable(hello.device, 50),
+            wire.WorkerReport(),
         )
         before = head.workers.get(peer.peer_id)
         if before is not None:
@@ -133,7 +139,7 @@ class Service:
         presence, installed = self._presence(peer), _installed(report)
         if not math.isfinite(report.pause_seconds):
             raise PeerError("malformed", "pause_seconds is not finite")
-        report.doing = report.doing[:NAME_CHARS_MAX]
+        report.doing = printable(report.doing, NAME_CHARS_MAX)
         presence.report = report
         if installed is not None:
             if installed != presence.installed:
@@ -145,7 +151,8 @@ class Service:
 
     async def fail_lease(self, peer: Peer, failed: wire.LeaseFailed) -> wire.Empty:
         lease_id = messages.whole_number("lease_id", failed.lease_id)
-        self._head.happen(ev.LeaseFailed(peer.peer_id, lease_id, failed.reason[:50], failed.detail[:2000]))
+        word = failed.reason if failed.reason.isidentifier() and len(failed.reason) <= 50 else "unspecified"
+        self._head.happen(ev.LeaseFailed(peer.peer_id, lease_id, word, printable(failed.detail, 2000)))
         return wire.Empty()
 
     async def deliver(self, peer: Peer, deliveries: wire.Deliveries) -> wire.DeliveryReplies:
@@ -205,7 +212,7 @@ class Service:
         if head.vocab_size != hello.vocab_size:
             head.vocab_size = hello.vocab_size
             head.ledger.set_meta("vocab_size", hello.vocab_size)
-        head.learner = LearnerPresence(hello.host[:200], hello.pid, hello.device[:50])
+        head.learner = LearnerPresence(printable(hello.host), hello.pid, printable(hello.device, 50))
         head.costs.joined("learner", head.config.learner.price_usd_per_hour, head.clock.now())
         planner = head.planner
         return wire.LearnerWelcome(
@@ -242,7 +249,7 @@ class Service:
         self._learner()
         head = self._head
         try:
-            metrics = json.loads(report.metrics_json, parse_constant=lambda _: None)  # NaN is no JSON
+            metrics = parse_json(report.metrics_json, with_nan=False)
         except ValueError as error:
             raise PeerError("malformed", f"metrics_json is not JSON: {error}") from error
         if not isinstance(metrics, dict):
@@ -290,7 +297,7 @@ class Service:
         return wire.Empty()
 
     async def learner_report(self, peer: Peer, report: wire.LearnerReport) -> wire.Empty:
-        self._learner().doing = report.doing[:200]
+        self._learner().doing = printable(report.doing)
         return wire.Empty()
 
 

@@ -9,6 +9,9 @@ from typing import Any
 from echo2.errors import UserError
 from echo2.runtime.rundir import RunDir, read_json
 
+#: Linux's largest.
+PID_MAX = 1 << 22
+
 
 def read_status(rundir: RunDir) -> dict[str, Any]:
     """The head's status, plus `state`, and `processes` with role, id, pid and whether each lives.
@@ -49,7 +52,7 @@ def _processes(rundir: RunDir, status: dict[str, Any]) -> list[dict[str, Any]]:
             "id": entry["id"],
             "pid": entry["pid"],
             "host": entry["host"],
-            "alive": _is_alive(entry["pid"]) if entry["host"] == here and entry["pid"] else None,
+            "alive": _is_alive(entry["pid"]) if entry["host"] == here and _is_pid(entry["pid"]) else None,
             "doing": "stands by" if entry.get("standby") else entry.get("doing") or "",
             "weights": _weights(entry),
         }
@@ -69,6 +72,11 @@ def _weights(entry: dict[str, Any]) -> str:
     if entry.get("suspected"):
         words.append(f"suspected: {entry['suspected']}")
     return ", ".join(words)
+
+
+def _is_pid(said: int | None) -> bool:
+    """A worker says its own pid, and may say anything."""
+    return said is not None and 0 < said <= PID_MAX
 
 
 def _is_alive(pid: int) -> bool:

@@ -22,6 +22,7 @@ from pathlib import Path
 from types import FrameType
 
 from echo2.errors import Echo2Error, UserError
+from echo2.runtime import rotation
 from echo2.runtime.lifeline import LIFELINE_VARIABLE
 from echo2.runtime.rundir import RunDir, read_json, write_atomically
 
@@ -161,6 +162,8 @@ class Supervisor:
 
     def _look_after(self) -> None:
         for child in self.children:
+            if rotation.cut_log(self._log(child)):
+                child.log_start = 0
             status = child.process.poll() if child.process is not None else None
             is_done = status == 0 and child is not self.head  # the learner has trained all steps; evaluation goes on
             if status is not None and not is_done and self._outcome() is None:

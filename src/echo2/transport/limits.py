@@ -75,10 +75,13 @@ SUPPORT_WIDTH_MAX = 4096
 TURNS_MAX = 10_000
 #: Whole numbers that fit SQLite, JSON readers and signed 64 bits alike.
 NUMBER_MAX = 2**53
-#: Seconds anything may claim to have taken (four months), and the size of a reward: sums of them stay finite.
+#: Seconds anything may claim to have taken: four months.
 DURATION_SECONDS_MAX = 1e7
-REWARD_MAX = 1e12
+#: Size of a reward and of each of its parts; as `reward/score.py` lets its functions return.
+REWARD_MAX = 1e6
 #: Dollars an hour that a worker may claim to cost; the largest machine for rent costs a hundredth of it.
 PRICE_MAX_USD_PER_HOUR = 10_000.0
+#: The least behaviour logprob. A token drawn with 32 random bits has -25 or so; what a log says is cut here, too.
+LOGPROB_MIN = -100.0
 #: Floating error a logprob may have above 0.
 LOGPROB_SLACK = 1e-4

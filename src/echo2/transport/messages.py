@@ -223,6 +223,7 @@ def _logprobs(data: bytes, mask: bytes) -> array[float]:
     values = np.frombuffer(data, dtype="<f4")
     _require(bool(np.isfinite(values).all()), "a logprob is not finite")
     _require(bool((values <= limits.LOGPROB_SLACK).all()), "a logprob is above 0")
+    _require(bool((values >= limits.LOGPROB_MIN).all()), f"a logprob is below {limits.LOGPROB_MIN:g}")
     unsampled = np.frombuffer(mask, dtype=np.uint8) == 0
     _require(bool((values[unsampled] == 0).all()), "a token that was not sampled has a logprob")
     return array("f", data)

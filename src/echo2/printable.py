@@ -1,0 +1,30 @@
+"""Text that somebody else wrote, made fit for terminals, logs and tables."""
+
+from __future__ import annotations
+
+import re
+
+#: Escape sequences of terminals: their letters mean nothing without the escape, so they go with it.
+_SEQUENCES = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)?|[PX^_][^\x1b]*(?:\x1b\\)?)")
+REPLACED = "\N{REPLACEMENT CHARACTER}"
+CUT_OFF = "\N{HORIZONTAL ELLIPSIS}"
+#: Characters of one line for people: a wait, a reason, what somebody does.
+LINE_CHARS_MAX = 200
+
+
+def printable(text: str, chars_max: int = LINE_CHARS_MAX) -> str:
+    """One line without anything that a terminal obeys or hides: no control characters (C0 and C1), no escape sequences,
+    no change of writing direction, nothing invisible; `chars_max` characters at most.
+    """
+    text = text[: 4 * chars_max]  # a bound on the work, too
+    if not text.isprintable():
+        text = _SEQUENCES.sub("", text)
+        text = "".join(c if c.isprintable() else " " if c.isspace() else REPLACED for c in text)
+    return text if len(text) <= chars_max else text[: chars_max - 1] + CUT_OFF
+
+
+def printable_lines(text: str, chars_max: int) -> str:
+    """The same for text of several lines."""
+    lines = [printable(line, chars_max) for line in text[: 4 * chars_max].split("\n")]
+    whole = "\n".join(lines)
+    return whole if len(whole) <= chars_max else whole[: chars_max - 1] + CUT_OFF
