@@ -16,14 +16,14 @@ from typing import Any
 from echo2.control import commands as do
 from echo2.control import events as ev
 from echo2.errors import PeerError
-from echo2.runtime import portions
+from echo2.runtime import portions, strangers
 from echo2.runtime.head import Head, LearnerPresence, Pending, Presence
 from echo2.runtime.head_report import step_row
 from echo2.runtime.metrics import ess_of
 from echo2.transport import messages
 from echo2.transport import wire_pb2 as wire
 from echo2.transport.base import Peer
-from echo2.transport.limits import NAME_CHARS_MAX, PRICE_MAX_USD_PER_HOUR, PROTOCOL_VERSION
+from echo2.transport.limits import DURATION_SECONDS_MAX, NAME_CHARS_MAX, PRICE_MAX_USD_PER_HOUR, PROTOCOL_VERSION
 from echo2.types import LOGGED_ATTEMPTS, SnapshotRef, Task
 from echo2.weights import Manifest
 
@@ -33,6 +33,8 @@ DELIVERIES_PER_CALL_MAX = 4096
 FEED_BYTES = 8 << 20
 #: Leases a returning worker may claim to hold, and reward functions it may name.
 CLAIMS_MAX = 10_000
+#: Characters of a worker's word on why something failed; each is a line of events.jsonl.
+DETAIL_CHARS_MAX = 500
 
 Handler = Callable[[Peer, Any], Awaitable[Any]] | Callable[[Peer, Any], AsyncIterator[Any]]
 
@@ -75,20 +77,26 @@ class Service:
                 f"this run plays {environment}, which the worker does not run. If you trust that code and have it, "
                 f"start the worker with --allow-environment {environment}",
             )
+        joined = strangers.known(head, joined)
         # Last: a rented machine whose worker is turned away must not count as having one.
         joined = self._at_offer(joined, hello.offer)
         outbox: asyncio.Queue[wire.Order | None] = asyncio.Queue()
         presence = Presence(
-            outbox, hello.host[:200], hello.pid, hello.engine[:50], hello.device[:50], wire.WorkerReport()
+            outbox,
+            strangers.printable(hello.host, 200),
+            strangers.process_id(hello.pid),
+            strangers.printable(hello.engine, 50),
+            strangers.printable(hello.device, 50),
+            wire.WorkerReport(),
         )
         before = head.workers.get(peer.peer_id)
         if before is not None:
             before.outbox.put_nowait(None)
         head.workers[peer.peer_id] = presence
-        head.distribution.origin.joined(peer.peer_id, hello, peer.host)
+        head.distribution.origin.joined(peer.peer_id, hello, peer.host, joined.ticket)
         if joined.installed is not None:
             head.distribution.origin.held(peer.peer_id, joined.installed)
-        head.costs.joined(peer.peer_id, joined.price_usd_per_hour, head.clock.now())
+        head.costs.joined(peer.peer_id, joined.price_usd_per_hour, head.clock.now(), joined.is_own)
         outbox.put_nowait(wire.Order(settings=self._settings()))
         if self._revoked:
             outbox.put_nowait(wire.Order(revoked_peers=wire.RevokedPeers(peer_ids=sorted(self._revoked))))
@@ -130,9 +138,9 @@ class Service:
 
     async def report(self, peer: Peer, report: wire.WorkerReport) -> wire.Empty:
         presence, installed = self._presence(peer), _installed(report)
-        if not math.isfinite(report.pause_seconds):
-            raise PeerError("malformed", "pause_seconds is not finite")
-        report.doing = report.doing[:NAME_CHARS_MAX]
+        if not 0 <= report.pause_seconds <= DURATION_SECONDS_MAX:
+            raise PeerError("malformed", f"pause_seconds is {report.pause_seconds}")
+        report.doing = strangers.printable(report.doing, NAME_CHARS_MAX)
         presence.report = report
         if installed is not None:
             if installed != presence.installed:
@@ -144,7 +152,9 @@ class Service:
 
     async def fail_lease(self, peer: Peer, failed: wire.LeaseFailed) -> wire.Empty:
         lease_id = messages.whole_number("lease_id", failed.lease_id)
-        self._head.happen(ev.LeaseFailed(peer.peer_id, lease_id, failed.reason[:50], failed.detail[:2000]))
+        strangers.check_not_expelled(self._head, peer.peer_id)
+        reason, detail = strangers.printable(failed.reason, 50), strangers.printable(failed.detail, DETAIL_CHARS_MAX)
+        self._head.happen(ev.LeaseFailed(peer.peer_id, lease_id, reason, detail))
         return wire.Empty()
 
     async def deliver(self, peer: Peer, deliveries: wire.Deliveries) -> wire.DeliveryReplies:
@@ -154,6 +164,7 @@ class Service:
 
     def _deliver(self, peer: Peer, delivery: wire.Delivery) -> wire.DeliveryReply:
         head, lease_id, message = self._head, messages.whole_number("lease_id", delivery.lease_id), delivery.group
+        strangers.check_not_expelled(head, peer.peer_id)
         message.worker_id = peer.peer_id
         message.DiscardUnknownFields()
         held = head.planner.leases.get(lease_id)
@@ -177,7 +188,8 @@ class Service:
             if head.vocab_size is not None:
                 messages.check_vocabulary(group, head.vocab_size)
         except PeerError as error:
-            return _answer(head.happen(ev.DeliveryMalformed(peer.peer_id, lease_id, error.reason, error.detail)))
+            detail = strangers.printable(error.detail, DETAIL_CHARS_MAX)
+            return _answer(head.happen(ev.DeliveryMalformed(peer.peer_id, lease_id, error.reason, detail)))
         if is_portion and portions.is_stray(head.ledger, held, peer.peer_id, group):
             detail = f"{peer.peer_id} answered another prompt than those who sampled its siblings"
             answer = _answer(head.happen(ev.DeliveryMalformed(peer.peer_id, lease_id, "malformed", detail)))
