@@ -174,7 +174,7 @@ def test_an_idle_worker_gets_a_second_lease_on_a_late_group_and_the_first_result
     assert (second.group, second.seed) == (desk.leases[late][1].group, desk.leases[late][1].seed)
     assert of(do.GrantLeases, desk.tell(ev.Tick())) == [], "two are enough"
     commands = desk.deliver(second.lease_id, STEPS)
-    assert [(c.worker_id, c.lease_id) for c in of(do.RevokeLease, commands)] == [(holder, late)]
+    assert [(c.worker_id, c.lease_ids) for c in of(do.RevokeLease, commands)] == [(holder, (late,))]
     assert [fed.number for fed in of(do.FeedGroup, commands)] == [second.group.number]
     closed = {close.lease_id: close.outcome for close in of(do.CloseLease, commands)}
     assert closed == {second.lease_id: "accepted", late: "superseded"}

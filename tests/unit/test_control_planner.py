@@ -129,7 +129,7 @@ def test_an_expired_lease_is_revoked_and_its_group_goes_to_another() -> None:
     desk.join("b")
     for desk.now in range(0, 121, 5):
         commands = desk.tell(ev.WorkerReported("a", SnapshotRef(1, 0)), ev.WorkerReported("b", SnapshotRef(1, 0)))
-    assert {command.lease_id for command in of(do.RevokeLease, commands)} == {1, 2, 3, 4}
+    assert {command.lease_ids for command in of(do.RevokeLease, commands)} == {(1,), (2,), (3,), (4,)}
     granted = of(do.GrantLeases, commands)
     assert {grant.worker_id for grant in granted} == {"b"}  # the one that let them expire rests
     assert {lease.group.number for grant in granted for lease in grant.leases} <= {0, 1, 2, 3}
@@ -193,7 +193,7 @@ def test_a_batch_that_is_sampled_again_for_its_shape_ends_with_the_step() -> Non
     again = of(do.GrantLeases, desk.tell(ev.LeaseFailed("a", 2, "engine_failed", "broke")))
     assert [lease.group.number for lease in again[0].leases] == [0, 1]
     commands = desk.deliver(again[0].leases[1].lease_id)
-    assert [c.lease_id for c in of(do.RevokeLease, commands)] == [again[0].leases[0].lease_id]
+    assert [c.lease_ids for c in of(do.RevokeLease, commands)] == [(again[0].leases[0].lease_id,)]
     assert len(of(do.EndStep, commands)) == 1
 
 
@@ -239,12 +239,23 @@ def test_too_many_failures_in_a_row_stop_the_run_and_a_success_starts_the_count_
 
 def test_a_worker_that_comes_back_in_time_keeps_what_it_still_holds() -> None:
     desk = running()
+    desk.deliver(2)
+    held = sorted(desk.open())
     desk.tell(ev.WorkerDetached("a", "cut"))
     desk.now = 1.0
-    commands = desk.join("a", held=(1, 77))
-    assert sorted(command.lease_id for command in of(do.CloseLease, commands)) == [2, 3, 4]
-    assert [command.lease_id for command in of(do.RevokeLease, commands)] == [77]
-    assert 1 in desk.open()
+    commands = desk.join("a", held=(held[0], 2, 77))
+    assert sorted(command.lease_id for command in of(do.CloseLease, commands)) == held[1:]
+    assert [command.lease_ids for command in of(do.RevokeLease, commands)] == [(2,)]  # 77 was never granted
+    assert held[0] in desk.open()
+
+
+def test_ten_thousand_claimed_leases_are_one_command_of_a_kilobyte_at_most() -> None:
+    desk = running(replace(OPTIONS, groups_per_batch=8))
+    desk.planner.leases.next_lease_id = 20_000
+    commands = desk.join("a", held=tuple(range(1, 10_001)))
+    revoked = of(do.RevokeLease, commands)
+    assert [len(command.lease_ids) for command in revoked] == [64 - 4]  # it holds 1 to 4
+    assert sum(len(repr(command)) for command in commands) < 2000
 
 
 def test_a_silent_worker_is_lost_at_its_deadline_and_its_groups_go_on() -> None:

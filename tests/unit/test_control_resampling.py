@@ -92,7 +92,7 @@ def test_a_second_lease_on_a_replaced_group_is_taken_back() -> None:
     assert held is not None
     desk.planner.open_lease("a", replace(held[1], lease_id=99))
     commands = desk.deliver(1, is_flat=True)
-    assert [command.lease_id for command in of(do.RevokeLease, commands)] == [99]
+    assert [command.lease_ids for command in of(do.RevokeLease, commands)] == [(99,)]
     desk.leases[99] = ("a", replace(held[1], lease_id=99))
     assert [command.refusal for command in of(do.RefuseDelivery, desk.deliver(99))] == ["duplicate"]
 

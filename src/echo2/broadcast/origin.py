@@ -94,6 +94,7 @@ class OriginNode:
         self._members: dict[str, object] = {}
         self._addresses: dict[str, str] = {}
         self._hosts: dict[str, str] = {}
+        self._tickets: dict[str, str] = {}
         self._progress: dict[str, Progress] = {}
         self._turn, self._turn_began, self._turn_until = "", 0.0, 0.0
         self._dialling: dict[str, asyncio.Task[None]] = {}
@@ -119,15 +120,17 @@ class OriginNode:
             "PutProbe": self._put_probe,
         }
 
-    def joined(self, worker_id: str, hello: wire.WorkerHello, host: str) -> None:
-        """A worker attends, from this address. Whether it can be dialled turns out meanwhile."""
-        self._members[worker_id] = hello
+    def joined(self, worker_id: str, hello: wire.WorkerHello, host: str, ticket: str = "") -> None:
+        """A worker attends, from this address, by this ticket if it is a stranger's. Whether it can be dialled turns
+        out meanwhile.
+        """
+        self._members[worker_id], self._tickets[worker_id] = hello, ticket
         self._hosts[worker_id] = host
         address = addresses.of_worker(hello, host)
         if self._addresses.get(worker_id) != address:  # else it only lost its connection for a moment
             self._addresses.pop(worker_id, None)
         known = self._addresses.get(worker_id, "")
-        self._happen(ev.MemberJoined(worker_id, known, addresses.reach(known or host)))
+        self._happen(ev.MemberJoined(worker_id, known, addresses.reach(known or host), ticket))
         if worker_id in self._dialling:
             self._dialling.pop(worker_id).cancel()  # who joins again and again is dialled once at a time
         if address and self._dial is not None:
@@ -140,6 +143,7 @@ class OriginNode:
         if self._members.pop(worker_id, None) is not None:
             self._progress.pop(worker_id, None)
             self._hosts.pop(worker_id, None)
+            self._tickets.pop(worker_id, None)
             self._happen(ev.MemberLeft(worker_id, reason))
 
     def assign(self, payload: PayloadId, worker_ids: Iterable[str], manifest: Manifest) -> None:
@@ -237,7 +241,7 @@ class OriginNode:
         except LinkError as error:
             log.info("%s can't be dialled: %s", worker_id, error)
             if self._members.get(worker_id) is hello and self._addresses.pop(worker_id, ""):
-                self._happen(ev.MemberJoined(worker_id, "", addresses.reach(address)))
+                self._happen(ev.MemberJoined(worker_id, "", addresses.reach(address), self._tickets[worker_id]))
             return
         finally:
             await link.close()
@@ -245,7 +249,7 @@ class OriginNode:
             while len(self._addresses) >= ADDRESSES_MAX:
                 del self._addresses[next(iter(self._addresses))]
             self._addresses[worker_id] = address
-            self._happen(ev.MemberJoined(worker_id, address, addresses.reach(address)))
+            self._happen(ev.MemberJoined(worker_id, address, addresses.reach(address), self._tickets[worker_id]))
             self._acquaint(worker_id)
 
     def _acquaint(self, worker_id: str) -> None:

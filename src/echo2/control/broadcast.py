@@ -23,7 +23,8 @@ from echo2.types import PayloadId
 MAX_STRIPES = 64
 #: Payloads on their way at once; the oldest is forgotten for one more.
 MAX_PLANS = 16
-#: So many who gave a source up are believed: nobody is sent to it any more for this payload.
+#: So many who gave a source up are believed: nobody is sent to it any more for this payload. Of strangers, all of one
+#: ticket count as one.
 BLAMERS = 2
 #: One who accuses more peers than this of wrong bytes, or of lacking what they should have, is the likelier liar: from
 #: then on only it is kept from them. (Accusations count for good: who comes back may not accuse anew.)
@@ -66,6 +67,8 @@ class Broadcast:
         self.suspects: set[str] = set()
         self.failed_pairs: dict[str, dict[str, None]] = {}
         self.accused: dict[str, set[str]] = {}
+        self.accusers: dict[str, set[str]] = {}
+        self.tickets: dict[str, str] = {}
         self.num_events = 0
         self._middle_up: float | None = None
         self._reason = ""
@@ -131,6 +134,7 @@ class Broadcast:
         if known is not None:
             member = replace(member, up=known.up, down=known.down)
         self.members[event.worker_id] = member
+        self.tickets[event.worker_id] = event.ticket
         self._middle_up = None
         self._forget_pairs(event.worker_id)
         self._reason = f"{event.worker_id} is here" if known is None else f"{event.worker_id} is back, or moved"
@@ -160,6 +164,7 @@ class Broadcast:
     def _left(self, event: ev.MemberLeft) -> None:
         self._move_away(event.worker_id, f"{event.worker_id} is gone: {event.reason}", is_gone=True)
         self.members.pop(event.worker_id, None)
+        self.tickets.pop(event.worker_id, None)
         self._middle_up = None
         self.held.pop(event.worker_id, None)
         self.bias.pop(event.worker_id, None)
@@ -297,7 +302,8 @@ class Broadcast:
         if plan is None or event.worker_id not in plan.routes or event.reason not in ev.SOURCE_FAILURES:
             return
         is_taking = event.worker_id in plan.children.get(source, ())
-        if source == ORIGIN or source not in self.members or not (is_taking or event.reason == "corrupt"):
+        may_accuse = event.reason == "corrupt" and source in plan.taken.get(event.worker_id, ())
+        if source == ORIGIN or source not in self.members or not (is_taking or may_accuse):
             plan.changed[event.worker_id] = None  # of a source that it does not have (any more) it is not asked
             return
         self._reason = f"{event.worker_id} found {source} {event.reason}"
@@ -307,13 +313,15 @@ class Broadcast:
             blamers = plan.blamed.setdefault(source, set())
             blamers.add(event.worker_id)
             blamed = sum(event.worker_id in others for others in plan.blamed.values())
-            if event.reason == "missing" and blamed <= MAX_ACCUSED:
+            is_own, num_blamers = not self.tickets[event.worker_id], self._num_owners(blamers)
+            if event.reason == "missing" and blamed <= MAX_ACCUSED and (is_own or num_blamers >= BLAMERS):
                 self._give_up(plan, source)
             if event.reason == "slow":
-                self._correct(source, 0.7)
+                if is_own or num_blamers >= BLAMERS:
+                    self._correct(source, 0.7)
                 if now < plan.calm_until:
                     return  # the last one that was relieved changed everybody's rates; it will be said again
-            if len(blamers) >= BLAMERS:
+            if num_blamers >= BLAMERS:
                 self._give_up(plan, source)
                 plan.calm_until = now + CALM_SECONDS
         self._remember_pair(event.worker_id, source)
@@ -330,10 +338,19 @@ class Broadcast:
         if source in plan.routes and source not in plan.whole:
             plan.spare_origin(source, self.fleet)  # its children's new way is a way for it, too
 
+    def _num_owners(self, worker_ids: Iterable[str]) -> int:
+        """Machines of the owner each count for themselves, all strangers of one ticket as one."""
+        return len({self.tickets.get(worker_id) or f"own {worker_id}" for worker_id in worker_ids})
+
     def _accused(self, accuser: str, source: str) -> None:
-        accused = self.accused.setdefault(accuser, set())
+        """A machine of the owner is believed, strangers only where two of different tickets say the same."""
+        accused, ticket = self.accused.setdefault(accuser, set()), self.tickets[accuser]
         accused.add(source)
         if source in self.suspects or len(accused) > MAX_ACCUSED:
+            return
+        accusers = self.accusers.setdefault(source, set())
+        accusers.add(ticket)
+        if ticket and len(accusers) < BLAMERS:
             return
         self.suspects.add(source)
         detail = f"{source} sent {accuser} wrong bytes"

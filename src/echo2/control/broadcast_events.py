@@ -20,11 +20,13 @@ ONE_MACHINE = "loopback"
 class MemberJoined:
     """A worker can be sent payloads (again). `address`: where others can dial it, "" where nobody can. `reach`: members
     with different words here can't reach each other by address ("" is the internet, ONE_MACHINE that of the origin).
+    `ticket`: by which a stranger joined; "" for a machine of the run's owner.
     """
 
     worker_id: str
     address: str
     reach: str = ""
+    ticket: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -35,6 +35,7 @@ class Plan:
     whole        members that have all of it (they may also have it from elsewhere, and have no routes)
     unusable     not asked any more for this payload, by anybody
     blamed       source -> who gave it up
+    taken        member -> sources it was ever to take stripes of
     """
 
     payload: PayloadId
@@ -45,6 +46,7 @@ class Plan:
     whole: set[str] = field(default_factory=set)
     unusable: set[str] = field(default_factory=set)
     blamed: dict[str, set[str]] = field(default_factory=dict)
+    taken: dict[str, set[str]] = field(default_factory=dict)
     calm_until: float = 0.0
     changed: dict[str, None] = field(default_factory=dict)
 
@@ -74,6 +76,7 @@ class Plan:
     def _link(self, worker_id: str, source: str) -> None:
         mine = self.children.setdefault(source, {})
         mine[worker_id] = mine.get(worker_id, 0) + 1
+        self.taken.setdefault(worker_id, set()).add(source)
 
     def _unlink(self, worker_id: str, source: str) -> None:
         mine = self.children.get(source, {})
@@ -106,6 +109,7 @@ class Plan:
         self.unusable.discard(worker_id)
         self.changed.pop(worker_id, None)
         self.blamed.pop(worker_id, None)
+        self.taken.pop(worker_id, None)
         for blamers in self.blamed.values():
             blamers.discard(worker_id)
 

@@ -47,10 +47,10 @@ class CloseLease(Command):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RevokeLease(Command):
-    """Sent to the worker: stop working on this lease."""
+    """Sent to the worker: stop working on these leases."""
 
     worker_id: str
-    lease_id: int
+    lease_ids: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -171,6 +171,13 @@ class FinishEval(Command):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SkipEval(Command):
+    """The evaluation of this version is given up: there is no machine that it may count from."""
+
+    version: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class WakeAt(Command):
     """Send a `Tick` at this time (a later `WakeAt` replaces an earlier one)."""
 
@@ -182,6 +189,15 @@ class WorkerGone(Command):
     """The worker counts as lost from now on."""
 
     worker_id: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpelWorker(Command):
+    """For so many seconds this worker is refused at the door; `num_refused` refusals led to it."""
+
+    worker_id: str
+    seconds: float
+    num_refused: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,5 +1,5 @@
-"""Evaluations: the workers sample held-out tasks once with one exact version. Which version is evaluated, and what is
-still missing.
+"""Evaluations: machines of the owner sample held-out tasks once with one exact version. Which version is evaluated,
+and what is still missing.
 
 Eval groups are numbered version * size + position; they are bound to no training step, and the ledger does not hold
 them: after a restart of the head an unfinished evaluation starts again.
@@ -44,9 +44,10 @@ class Evaluation:
     max_steps: int
     evaluated: set[int] = field(default_factory=set)
     rounds: dict[int, EvalRound] = field(default_factory=dict)
+    skipped: set[int] = field(default_factory=set)
 
     def is_due(self, version: int) -> bool:
-        if not self.size or version in self.evaluated or version in self.rounds:
+        if not self.size or version in self.evaluated or version in self.skipped or version in self.rounds:
             return False
         return version in (0, self.max_steps) or bool(self.every and version % self.every == 0)
 
@@ -58,6 +59,12 @@ class Evaluation:
         for later in [v for v in self.rounds if v > version]:
             del self.rounds[later]
         self.evaluated = {v for v in self.evaluated if v <= version}
+        self.skipped = {v for v in self.skipped if v <= version}
+
+    def skip(self, version: int) -> None:
+        """Nobody is there whose results would count."""
+        del self.rounds[version]
+        self.skipped.add(version)
 
     def group(self, version: int, position: int) -> GroupRef:
         return GroupRef("eval", version * self.size + position)

@@ -120,8 +120,8 @@ class CheckpointSaved:
 
 @dataclass(frozen=True, slots=True)
 class WorkerJoined:
-    """A worker attends (again). `held_leases` are leases it still works on; `offer` what its machine was rented
-    as, if the planner asked for it.
+    """A worker attends (again). `held_leases` are leases it still works on; `offer` what its machine was rented as, if
+    the planner asked for it. `is_own`: a machine of the run's owner; `ticket`: by which it joined.
     """
 
     worker_id: str
@@ -130,6 +130,8 @@ class WorkerJoined:
     installed: SnapshotRef | None
     held_leases: tuple[int, ...] = ()
     offer: str = ""
+    is_own: bool = True
+    ticket: str = ""
 
 
 @dataclass(frozen=True, slots=True)

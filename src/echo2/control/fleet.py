@@ -19,7 +19,8 @@ from echo2.types import SnapshotRef
 @dataclass(slots=True)
 class Worker:
     """One attending worker. `capacity_groups`: groups it samples together. `detached`: its connection is closed, it
-    may return. `standby`: it waits to be chosen and gets no leases. `offer`: what it was rented as; `returned`: its
+    may return. `is_own`: a machine of the run's owner; `ticket`: by which a stranger joined. `standby`: it waits to be
+    chosen and gets no leases. `offer`: what it was rented as; `returned`: its
     machine is being given back. `samples`: asked of it and not delivered yet. `rate`: rollouts a second while it has
     work, 0 until it is known, and its variance; the last four are what `gauge` takes them from.
     """
@@ -29,6 +30,8 @@ class Worker:
     price_usd_per_hour: float
     installed: SnapshotRef | None
     joined_at: float
+    is_own: bool = True
+    ticket: str = ""
     detached: bool = False
     detached_at: float = 0.0
     failures_in_a_row: int = 0
@@ -50,8 +53,10 @@ class Worker:
 #: last.
 REST_SECONDS = (1.0, 60.0)
 
-#: Where a worker is filed: as free of work (0), or with one batch at most (1), and by what it has installed.
-Place = tuple[int, SnapshotRef | None]
+#: Workers that may be given the same: by what they have installed, and a stranger's ticket ("": the owner's).
+Kind = tuple[SnapshotRef | None, str]
+#: Where a worker is filed: as free of work (0), or with one batch at most (1), and by its kind.
+Place = tuple[int, Kind]
 
 
 @dataclass(slots=True)
@@ -66,15 +71,18 @@ class Fleet:
     num_free: int = 0
     active_groups: int = 0
     most_groups: int | None = None
+    strangers: dict[str, None] = field(default_factory=dict)
     _workers: dict[str, Worker] = field(default_factory=dict)
     _silence: Deadlines[str] = field(default_factory=Deadlines)
     _resting: Deadlines[str] = field(default_factory=Deadlines)
     _places: dict[str, Place] = field(default_factory=dict)
-    _rankings: tuple[dict[SnapshotRef | None, Ranking], ...] = field(default_factory=lambda: ({}, {}))
+    _rankings: tuple[dict[Kind, Ranking], ...] = field(default_factory=lambda: ({}, {}))
     _counted: dict[str, tuple[bool, bool, bool, bool, int]] = field(default_factory=dict)
 
     def join(self, worker: Worker, now: float) -> None:
         self._workers[worker.worker_id] = worker
+        self.strangers.pop(worker.worker_id, None)
+        self.strangers.update({} if worker.is_own else {worker.worker_id: None})
         self.heard(worker.worker_id, now)
         self.file(worker)
 
@@ -112,6 +120,7 @@ class Fleet:
         return bool(rested)
 
     def remove(self, worker_id: str) -> None:
+        self.strangers.pop(worker_id, None)
         if self._workers.pop(worker_id, None) is not None:
             self._count(worker_id, (False, False, False, False, 0))
             self._place(worker_id, None)
@@ -138,11 +147,11 @@ class Fleet:
         if not here or resting or worker.samples > self.at_once(worker) * self.group_size:
             self._place(worker.worker_id, None)
             return
-        place = (1 if worker.samples else 0, worker.installed)
+        place = _place_of(worker)
         self._place(worker.worker_id, place)
-        ranking = self._rankings[place[0]].get(worker.installed)
+        ranking = self._rankings[place[0]].get(place[1])
         if ranking is None:
-            ranking = self._rankings[place[0]][worker.installed] = Ranking()
+            ranking = self._rankings[place[0]][place[1]] = Ranking()
         ranking.put((worker.samples, worker.joined_at, worker.worker_id))
 
     def at_once(self, worker: Worker) -> int:
@@ -185,8 +194,8 @@ class Fleet:
         else:
             self._counted.pop(worker_id, None)
 
-    def rankings(self, depth: int) -> dict[SnapshotRef | None, Ranking]:
-        """By installed snapshot, who may be given a batch: those without any (0), or with at most one (1)."""
+    def rankings(self, depth: int) -> dict[Kind, Ranking]:
+        """By kind, who may be given a batch: those without any (0), or with at most one (1)."""
         return self._rankings[depth]
 
     def check_invariants(self) -> None:
@@ -204,15 +213,15 @@ class Fleet:
         if counts != kept:
             raise InvariantError(f"the fleet is {counts} and was counted as {kept}")
         filed = {
-            worker.worker_id: (1 if worker.samples else 0, worker.installed)
+            worker.worker_id: _place_of(worker)
             for worker in here
             if worker.samples <= self.at_once(worker) * self.group_size and not self.is_resting(worker)
         }
         if filed != self._places:
             raise InvariantError(f"workers are filed as {self._places}; they should be as {filed}")
-        for worker_id, (depth, installed) in filed.items():
-            if worker_id not in self._rankings[depth][installed]:
-                raise InvariantError(f"{worker_id} is filed under {installed} and not ranked there")
+        for worker_id, (depth, kind) in filed.items():
+            if worker_id not in self._rankings[depth][kind]:
+                raise InvariantError(f"{worker_id} is filed under {kind} and not ranked there")
 
     # ---- looking in ------------------------------------------------------------------------------------------------
 
@@ -232,3 +241,7 @@ class Fleet:
 
     def __len__(self) -> int:
         return len(self._workers)
+
+
+def _place_of(worker: Worker) -> Place:
+    return (1 if worker.samples else 0), (worker.installed, "" if worker.is_own else worker.ticket)

@@ -5,11 +5,11 @@ gate).
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable
+from collections.abc import Container
 
 from echo2.control import commands as do
-from echo2.control import portions, results, staleness
-from echo2.control.fleet import Worker
+from echo2.control import portions, results, staleness, strangers
+from echo2.control.fleet import Kind, Worker
 from echo2.control.groups import GroupRecord
 from echo2.control.seeds import group_seed
 from echo2.control.state import PlannerState
@@ -18,32 +18,36 @@ from echo2.types import GroupRef, Lease, SnapshotRef
 
 #: Batches a worker may hold: one that runs and one that waits, so that a round trip to the head costs it nothing.
 BATCHES_PER_WORKER = 2
+#: Groups in the queue that are passed over for one worker, because others are to have them.
+UNITS_LEFT_MAX = 64
 
 
 def grant(state: PlannerState, now: float) -> None:
     """Keep every worker busy: first everybody gets a batch to run, then one to wait, earliest step first.
 
-    Workers with the same snapshot may sample the same steps, and what there is to sample only gets less while leases
-    are granted: once there is nothing for one of them, there is nothing for any.
+    Workers of one kind (by snapshot, and by a stranger's ticket) may sample the same groups, and what there is to
+    sample only gets less while leases are granted: once there is nothing for one of them, there is nothing for any.
     """
     state.settle(now)
     if not state.published:
         return
     for depth in range(BATCHES_PER_WORKER):
-        served: set[SnapshotRef | None] = set()
+        served: set[Kind] = set()
         while (worker := next_worker(state, depth, served)) is not None:
             if not fill(state, worker, depth, now):
-                served.add(worker.installed)
+                served.add((worker.installed, "" if worker.is_own else worker.ticket))
             state.settle(now)
 
 
-def next_worker(state: PlannerState, depth: int, served: Container[SnapshotRef | None]) -> Worker | None:
-    """The least loaded of those with room for a batch at this depth, who came first among equals; not of those whose
-    snapshot is in `served`.
+def next_worker(state: PlannerState, depth: int, served: Container[Kind]) -> Worker | None:
+    """The least loaded of those with room for a batch at this depth, who came first among equals; not of the kinds that
+    are in `served`.
     """
-    rankings = state.fleet.rankings(depth)
-    installed: Iterable[SnapshotRef | None] = rankings if state.options.deterministic else state.published.values()
-    firsts = (rankings[ref].first() for ref in installed if ref in rankings and ref not in served)
+    firsts = (
+        ranking.first()
+        for kind, ranking in state.fleet.rankings(depth).items()
+        if kind not in served and (state.options.deterministic or is_published(state, kind[0]))
+    )
     best = min((rank for rank in firsts if rank is not None), default=None)
     return None if best is None else state.fleet.get(best[2])
 
@@ -83,7 +87,8 @@ def grant_batch(state: PlannerState, worker: Worker, now: float) -> bool:
 
 
 def eval_leases(state: PlannerState, worker: Worker, now: float) -> list[Lease]:
-    if worker.installed is None or state.published.get(worker.installed.version) != worker.installed:
+    """Held-out tasks for a machine of the owner: what a stranger would say of them is not evidence."""
+    if not worker.is_own or worker.installed is None or not is_published(state, worker.installed):
         return []
     taken = state.evaluation.take(worker.installed.version, worker.capacity_groups * state.options.group_size)
     if taken is None:
@@ -100,6 +105,7 @@ def train_leases(state: PlannerState, worker: Worker, now: float) -> list[Lease]
     leases: list[Lease] = []
     idle = not state.leases.samples_of(worker.worker_id)
     is_first, most = batch_groups(state, worker, idle)
+    most = strangers.most_leases(state, worker, most)
     while len(leases) < most and (unit := next_unit(state, worker)):
         for record in unit:
             if is_first:
@@ -174,22 +180,34 @@ def next_unit(state: PlannerState, worker: Worker) -> list[GroupRecord]:
     it samples a portion of already are left to others while their step has something else.
     """
     last = min(last_step(state, worker), state.options.max_steps - 1)
-    pending = state.groups.first_pending()
-    new_step = next((step for step in range(state.version, last + 1) if room(state, step) > 0), None)
-    left_to_others: list[GroupRecord] = []
-    if pending is not None and pending[0] <= last and (new_step is None or pending[0] <= new_step):
+    steps = range(state.version, last + 1)
+    new_step = next(
+        (step for step in steps if room(state, step) > 0 and strangers.may_supply(state, worker, step)), None
+    )
+    left: list[GroupRecord] = []
+    found: list[GroupRecord] = []
+    while not found and (pending := state.groups.first_pending()) is not None and len(left) < UNITS_LEFT_MAX:
+        if pending[0] > (last if new_step is None else new_step):
+            break
         unit = state.groups.pop_unit()
-        if new_step != pending[0] or not portions.is_shared_with(state, unit[0], worker):
-            return unit
-        left_to_others = unit  # of one group: batches of fixed shape are not cut
-    if new_step is None:
-        return []
-    issue_unit(state, new_step)
-    state.groups.first_pending()  # drops what is queued and not pending any more
-    unit = state.groups.pop_unit()  # new groups are queued ahead of every later step
-    for record in left_to_others:
+        if _is_left(state, unit, worker, new_step):
+            left += unit
+        else:
+            found = unit
+    if not found and new_step is not None and (pending is None or pending[0] > new_step):
+        issue_unit(state, new_step)
+        state.groups.first_pending()  # drops what is queued and not pending any more
+        found = state.groups.pop_unit()  # new groups are queued ahead of every later step
+    for record in left:
         state.groups.push_pending(record)
-    return unit
+    return found
+
+
+def _is_left(state: PlannerState, unit: list[GroupRecord], worker: Worker, new_step: int | None) -> bool:
+    """Whether others shall have this unit: they sample the other portions, or the worker's ticket may not."""
+    if new_step == unit[0].step and portions.is_shared_with(state, unit[0], worker):
+        return True
+    return not strangers.may_supply(state, worker, unit[0].step) or strangers.leaves_to_others(state, worker, unit)
 
 
 def issue_unit(state: PlannerState, step: int) -> None:
@@ -235,6 +253,11 @@ def last_step(state: PlannerState, worker: Worker) -> int:
                 break
             last -= 1
         return last
-    if worker.installed is None or state.published.get(worker.installed.version) != worker.installed:
+    if worker.installed is None or not is_published(state, worker.installed):
         return -1
     return staleness.last_step(worker.installed.version, state.admission.bound)
+
+
+def is_published(state: PlannerState, ref: SnapshotRef | None) -> bool:
+    """Whether it counts: of the surviving history, and young enough."""
+    return ref is not None and state.published.get(ref.version) == ref

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import heapq
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from echo2.errors import InvariantError
@@ -33,12 +33,16 @@ MOVES: dict[str, frozenset[str]] = {
 
 #: Why a group is retired whose rewards are all equal: it has no gradient, and dynamic sampling replaces it.
 UNINFORMATIVE = "uninformative"
+#: All machines of the run's owner, where strangers are told apart by their tickets.
+OWN = ""
 
 
 @dataclass(slots=True)
 class GroupRecord:
     """What the planner knows of one group. `why` it was retired; `is_flat`: its rewards are all equal. `portions_in`:
-    of a group that is cut (see `portions`), the first attempts of those that are in.
+    of a group that is cut (see `portions`), the first attempts of those that are in. `tried_by`: whose leases on it
+    brought nothing, `OWN` or a stranger's ticket; `failed_by`: who said that it can't be produced. `supplied_by`:
+    samples that strangers hold or have delivered, by ticket.
     """
 
     number: int
@@ -46,6 +50,8 @@ class GroupRecord:
     state: str = "pending"
     attempts: int = 0
     failed_by: dict[str, None] = field(default_factory=dict)
+    tried_by: dict[str, None] = field(default_factory=dict)
+    supplied_by: dict[str, int] = field(default_factory=dict)
     oldest_version: int | None = None
     num_tokens: int = 0
     worker_id: str = ""
@@ -58,7 +64,8 @@ class GroupRecord:
 @dataclass(slots=True)
 class StepGroups:
     """The groups of one step in issue order, and what would take a look at each of them: how many are not retired, how
-    many are fed and how many were uninformative, and those that are ready, in the order in which they became so.
+    many are fed and how many were uninformative, those that are ready, in the order in which they became so, and the
+    samples that strangers supply, by ticket.
     """
 
     records: list[GroupRecord] = field(default_factory=list)
@@ -66,6 +73,7 @@ class StepGroups:
     num_fed: int = 0
     num_uninformative: int = 0
     ready: OrderedDict[int, GroupRecord] = field(default_factory=OrderedDict)
+    supplied: dict[str, int] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -140,6 +148,17 @@ class GroupBook:
         of_step = self._by_step.get(step)
         return 0 if of_step is None else of_step.num_uninformative
 
+    def supplied(self, step: int) -> Mapping[str, int]:
+        """Samples of this step that strangers hold or have delivered, by ticket; not of retired groups."""
+        of_step = self._by_step.get(step)
+        return {} if of_step is None else of_step.supplied
+
+    def supply(self, record: GroupRecord, ticket: str, num_samples: int) -> None:
+        """A stranger has so many more samples of this group in hand; less, where it lost them."""
+        if record.state != "retired":
+            _add(record.supplied_by, ticket, num_samples)
+            _add(self._by_step[record.step].supplied, ticket, num_samples)
+
     def first_ready(self, step: int) -> GroupRecord | None:
         """Of the groups that are ready, the one that became so first."""
         of_step = self._by_step.get(step)
@@ -186,6 +205,8 @@ class GroupBook:
         Raises:
             InvariantError: it is fed, trained or retired already.
         """
+        for ticket, num_samples in list(record.supplied_by.items()):
+            self.supply(record, ticket, -num_samples)
         self.move(record, "retired")
         record.why = why
         self._by_step[record.step].num_uninformative += why == UNINFORMATIVE
@@ -244,6 +265,12 @@ class GroupBook:
             counts = (len(states) - states.count("retired"), states.count("fed"), states.count("ready"))
             if counts != (of_step.num_live, of_step.num_fed, len(of_step.ready)):
                 raise InvariantError(f"step {step}: {counts} groups are live, fed and ready, and counted otherwise")
+            supplied: dict[str, int] = {}
+            for record in of_step.records:
+                for ticket, num_samples in record.supplied_by.items():
+                    _add(supplied, ticket, num_samples)
+            if supplied != of_step.supplied or min(supplied.values(), default=1) < 1:
+                raise InvariantError(f"step {step}: strangers supply {supplied}, counted as {of_step.supplied}")
             if of_step.num_uninformative != sum(record.why == UNINFORMATIVE for record in of_step.records):
                 raise InvariantError(f"step {step}: {of_step.num_uninformative} uninformative groups are counted")
         for record in self._records.values():
@@ -251,3 +278,10 @@ class GroupBook:
                 raise InvariantError(f"group {record.number} is pending but not queued")
             if record.state in ("ready", "fed", "trained") and record.oldest_version is None:
                 raise InvariantError(f"group {record.number} is {record.state} without a version")
+
+
+def _add(counts: dict[str, int], key: str, count: int) -> None:
+    """Zeros are not kept."""
+    counts[key] = counts.get(key, 0) + count
+    if not counts[key]:
+        del counts[key]

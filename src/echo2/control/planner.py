@@ -25,6 +25,9 @@ from echo2.control.waits import list_waits
 from echo2.errors import InvariantError
 from echo2.types import GroupRef, SnapshotRef, Wait
 
+#: Deadlines of a lease that an evaluation waits for a machine of the owner.
+EVAL_WAIT_LEASES = 2.0
+
 
 class Planner(PlannerState):
     """The state, and what each kind of event does to it."""
@@ -39,7 +42,7 @@ class Planner(PlannerState):
     def handle(self, event: ev.Event, now: float) -> list[do.Command]:
         """Take one event at time `now` (seconds, never decreasing) and say what is to be done, in order."""
         self.num_events += 1
-        self.out = []
+        self.out, self.now = [], now
         any_change = self.has_unsettled or not isinstance(event, ev.WorkerReported)
         if isinstance(event, ev.WorkerReported) and workers.worker_reported(self, event, now):
             any_change = True
@@ -91,7 +94,8 @@ class Planner(PlannerState):
 
     def _advance(self, now: float) -> None:
         """What any event may have made possible."""
-        self._finish_evals()
+        workers.expel_exhausted(self, now)
+        self._finish_evals(now)
         self.settle(now)
         if self.over is None:
             granting.grant(self, now)
@@ -100,7 +104,14 @@ class Planner(PlannerState):
             self._finish()
 
     def _ask_for_wake(self) -> None:
-        dues = [at for at in (self.leases.earliest_deadline(), self.fleet.earliest_deadline()) if at is not None]
+        deadlines = (
+            self.leases.earliest_deadline(),
+            self.fleet.earliest_deadline(),
+            self.standings.earliest_deadline(),
+        )
+        dues = [at for at in deadlines if at is not None]
+        if self.evaluation.rounds and self.no_own_since is not None:
+            dues.append(self.no_own_since + EVAL_WAIT_LEASES * self.options.lease_seconds)
         if self.options.offers and self.learner_joined and self.activation is not None and self.over is None:
             dues.append(self.activation.next_at)  # nobody else may be there to report
         if (late_at := second_leases.next_at(self)) is not None:
@@ -163,6 +174,7 @@ class Planner(PlannerState):
             self.groups.move(record, "leased")
         if (worker := self.fleet.get(old.worker_id)) is None:
             worker = Worker(old.worker_id, 1, 0.0, None, now, detached=True)
+            worker.is_own, worker.ticket = False, "unknown"  # until it comes back
             self.fleet.join(worker, now)
         worker.unmeasured_samples += lease.num_samples
 
@@ -250,6 +262,7 @@ class Planner(PlannerState):
             self.emit(do.DropSnapshot, f"published for lineage {ref.lineage}; the run is at {self.lineage}", ref=ref)
             return
         self.published[ref.version] = self.retained[ref.version] = ref
+        self.published_at = now
         self.gauge.published(ref, now)
         if self.evaluation.is_due(ref.version):
             self._start_eval(ref, now)
@@ -345,15 +358,29 @@ class Planner(PlannerState):
             self.frontier.interrupted()
         self.emit(do.StartEval, f"version {ref.version} is due for evaluation", ref=ref)
 
-    def _finish_evals(self) -> None:
+    def _finish_evals(self, now: float) -> None:
+        if self.evaluation.rounds and self._lacks_own(now):
+            seconds = EVAL_WAIT_LEASES * self.options.lease_seconds
+            reason = f"no machine of the owner has attended for {seconds:.0f} s, and no other's word counts"
+            for version in list(self.evaluation.rounds):
+                self.evaluation.skip(version)
+                self.emit(do.SkipEval, reason, version=version)
         for version in [v for v, round_ in self.evaluation.rounds.items() if round_.is_finished]:
             round_ = self.evaluation.rounds.pop(version)
             self.evaluation.evaluated.add(version)
             self.emit(do.FinishEval, "every held-out task has a result", version=version, num_failed=round_.num_failed)
 
+    def _lacks_own(self, now: float) -> bool:
+        """Whether no machine of the owner has been here to evaluate for too long."""
+        if any(worker.is_own and not worker.detached and not worker.standby for worker in self.fleet):
+            self.no_own_since = None
+            return False
+        self.no_own_since = now if self.no_own_since is None else self.no_own_since
+        return now - self.no_own_since >= EVAL_WAIT_LEASES * self.options.lease_seconds
+
     def _finish(self) -> None:
         last = self.options.max_steps
-        evaluated = not self.options.eval_size or last in self.evaluation.evaluated
+        evaluated = not self.options.eval_size or last in self.evaluation.evaluated | self.evaluation.skipped
         if self.version >= last and self.checkpoint_version >= last and evaluated and not self.evaluation.rounds:
             self.over = "all steps are trained"
             self.emit(do.FinishRun, self.over)
@@ -365,6 +392,10 @@ class Planner(PlannerState):
         simulation.
         """
         check_planner(self)
+
+    def expelled_until(self, worker_id: str, now: float) -> float | None:
+        """Until when nothing is to be taken of this worker; None: it is not expelled."""
+        return self.conducts.expelled_until(worker_id, now)
 
     def waits(self, now: float) -> list[Wait]:
         """Who waits for whom, since when, until when, and why."""

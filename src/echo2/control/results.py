@@ -7,10 +7,12 @@ from collections.abc import Iterable
 
 from echo2.control import commands as do
 from echo2.control import events as ev
-from echo2.control import portions
+from echo2.control import portions, strangers
 from echo2.control.delivery import has_result, judge
-from echo2.control.groups import UNINFORMATIVE, GroupRecord
+from echo2.control.fleet import Worker
+from echo2.control.groups import OWN, UNINFORMATIVE, GroupRecord
 from echo2.control.leases import FAILURES, MAX_ATTEMPTS
+from echo2.control.standings import MALFORMED_COST, REFUSED_COST
 from echo2.control.state import PlannerState
 from echo2.types import GroupRef
 
@@ -27,14 +29,18 @@ def end_lease(state: PlannerState, lease_id: int, outcome: str, reason: str) -> 
         if state.evaluation.put_back(lease.group) >= MAX_ATTEMPTS and outcome != "retired":
             give_up(state, lease.group, "gave_up", f"{MAX_ATTEMPTS} leases brought no result; the last: {reason}")
         return
+    worker = state.fleet.get(worker_id)
+    if outcome not in strangers.NO_FAULT:
+        strangers.failed(state, worker, strangers.held_seconds(state, lease))
     record = state.groups.get(lease.group.number)
     if record is None or record.state not in ("pending", "leased"):
         return
-    record.attempts += outcome not in ("revoked", "superseded")  # which say nothing about the group
+    if record.state == "leased" and portions.next_unleased(state, record) is not None:
+        state.groups.move(record, "pending")
+    if outcome not in ("revoked", "superseded"):  # which say nothing about the group
+        strangers.count_attempt(state, record, worker)
     if record.attempts >= MAX_ATTEMPTS * record.num_portions:
         give_up(state, lease.group, "gave_up", f"{record.attempts} leases brought no result; the last: {reason}")
-    elif record.state == "leased" and portions.next_unleased(state, record) is not None:
-        state.groups.move(record, "pending")
 
 
 def release(state: PlannerState, group: GroupRef, reason: str) -> None:
@@ -47,7 +53,7 @@ def take_back(state: PlannerState, lease_ids: Iterable[int], reason: str, outcom
     for lease_id in lease_ids:
         worker_id, _ = state.leases.get(lease_id) or ("", None)
         end_lease(state, lease_id, outcome, reason)
-        state.emit(do.RevokeLease, reason, worker_id=worker_id, lease_id=lease_id)
+        state.emit(do.RevokeLease, reason, worker_id=worker_id, lease_ids=(lease_id,))
 
 
 def delivered(state: PlannerState, event: ev.GroupDelivered, now: float) -> None:
@@ -58,13 +64,17 @@ def delivered(state: PlannerState, event: ev.GroupDelivered, now: float) -> None
         state.emit(
             do.RefuseDelivery, reason, worker_id=event.worker_id, lease_id=event.lease_id, group=group, refusal=word
         )
+        strangers.refused(state, event.worker_id, MALFORMED_COST if word == "malformed" else REFUSED_COST, reason)
         held = state.leases.get(event.lease_id)
         if held is not None and held[0] == event.worker_id:
-            end_lease(state, event.lease_id, word, reason)
+            _end_refused(state, event.worker_id, event.lease_id, word, reason)
         return
-    _, lease = state.close_lease(event.lease_id)
-    state.gauge.lease_done(now - (lease.deadline - lease.seconds))
-    if (worker := state.fleet.get(event.worker_id)) is not None:
+    _, lease = state.close_lease(event.lease_id, is_in=True)
+    worker = state.fleet.get(event.worker_id)
+    if worker is None or worker.is_own or not strangers.own_can_work(state):
+        state.gauge.lease_done(now - (lease.deadline - lease.seconds))
+    strangers.brought(state, worker)
+    if worker is not None:
         worker.failures_in_a_row = 0
         per_batch = worker.capacity_groups * (state.options.group_size if event.group.kind == "train" else 1)
         state.gauge.delivered(worker, event.num_samples, per_batch, now)
@@ -104,8 +114,17 @@ def delivery_malformed(state: PlannerState, event: ev.DeliveryMalformed) -> None
         group=group,
         refusal=event.reason,
     )
+    strangers.refused(state, event.worker_id, MALFORMED_COST, event.detail)
     if group is not None:
-        end_lease(state, event.lease_id, event.reason, event.detail)
+        _end_refused(state, event.worker_id, event.lease_id, event.reason, event.detail)
+
+
+def _end_refused(state: PlannerState, worker_id: str, lease_id: int, word: str, reason: str) -> None:
+    """The result for this lease was refused. Where that is the worker's fault it rests, so that others try."""
+    worker = state.fleet.get(worker_id)
+    if worker is not None and word not in strangers.NO_FAULT:
+        state.fleet.rest(worker, state.now)
+    end_lease(state, lease_id, word, reason)
 
 
 def lease_failed(state: PlannerState, event: ev.LeaseFailed, now: float) -> None:
@@ -114,6 +133,9 @@ def lease_failed(state: PlannerState, event: ev.LeaseFailed, now: float) -> None
     """
     held = state.leases.get(event.lease_id)
     if held is None or held[0] != event.worker_id:
+        strangers.refused(
+            state, event.worker_id, REFUSED_COST, f"lease {event.lease_id} failed, which it does not hold"
+        )
         return
     group = held[1].group
     reason = event.reason if event.reason in FAILURES else "engine_failed"
@@ -124,13 +146,20 @@ def lease_failed(state: PlannerState, event: ev.LeaseFailed, now: float) -> None
     if FAILURES[reason] or has_result(state, group):
         return
     failed_by = _failed_by(state, group)
-    failed_by[event.worker_id] = None
-    if len(failed_by) >= min(2, state.fleet.num_active):
+    failed_by[_voice(worker, event.worker_id)] = None
+    is_heard = worker is None or worker.is_own or not strangers.own_can_work(state)
+    others = (one for one in state.fleet.active() if one.is_own or group.kind == "train")
+    if (len(failed_by) > 1 and is_heard) or all(_voice(one, one.worker_id) in failed_by for one in others):
         give_up(state, group, reason, event.detail)
 
 
+def _voice(worker: Worker | None, worker_id: str) -> str:
+    """Each machine of the owner speaks for itself, all of a stranger's ticket with one voice."""
+    return worker_id if worker is None or worker.is_own else f"ticket {worker.ticket}"
+
+
 def _failed_by(state: PlannerState, group: GroupRef) -> dict[str, None]:
-    """The workers that reported that this group can't be produced."""
+    """Who reported that this group can't be produced."""
     if group.kind == "eval":
         place = state.evaluation.locate(group)
         return place[0].failed_by.setdefault(place[1], {}) if place is not None else {}
@@ -139,7 +168,7 @@ def _failed_by(state: PlannerState, group: GroupRef) -> dict[str, None]:
 
 
 def scored(state: PlannerState, group: GroupRef, is_flat: bool) -> None:
-    state.failures_in_a_row = 0
+    state.failures_in_a_row = state.failed_at_strangers = 0
     if group.kind == "eval":
         place = state.evaluation.locate(group)
         if place is not None:
@@ -174,7 +203,10 @@ def retire(state: PlannerState, record: GroupRecord, why: str, reason: str) -> N
 
 
 def give_up(state: PlannerState, group: GroupRef, why: str, detail: str) -> None:
-    """No try can help: the group is retired (an eval task counts as failed). Too many in a row stop the run."""
+    """No try can help: the group is retired (an eval task counts as failed). Too many in a row that machines of the
+    owner failed stop the run; what only strangers failed is replaced, and the run waits for good work.
+    """
+    is_own_word = True
     if group.kind == "eval":
         place = state.evaluation.locate(group)
         if place is not None and place[1] not in place[0].done:
@@ -186,12 +218,34 @@ def give_up(state: PlannerState, group: GroupRef, why: str, detail: str) -> None
         record = state.groups.get(group.number)
         if record is None or record.state not in ("pending", "leased", "delivered"):
             return
+        is_own_word = _is_own_word(record, why)
+        if record.state == "delivered":
+            for ticket in list(record.supplied_by):
+                strangers.blame(state, ticket, 0.0)
+        elif not is_own_word and state.options.deterministic and state.groups.num_live(record.step) == 1:
+            record.attempts = 0  # the last one of a step that can't be replaced is never given up on strangers' word
+            record.failed_by.clear()
+            return
         state.groups.retire(record, why)
         take_back(state, state.leases.of_group(group), detail, "retired")
         state.emit(do.RetireGroup, detail, number=group.number, why=why)
+    if not is_own_word:
+        state.failed_at_strangers, state.last_failure = state.failed_at_strangers + 1, f"{why}: {detail}"
+        return
     state.failures_in_a_row += 1
     if state.failures_in_a_row >= state.options.max_failures:
         stop(state, f"{state.failures_in_a_row} groups failed in a row ({why}). The last: {detail}")
+
+
+def _is_own_word(record: GroupRecord, why: str) -> bool:
+    """Whether machines of the owner failed this group; or, where its results are what is wrong, whether they are its
+    only samplers.
+    """
+    if record.state == "delivered":
+        return not record.supplied_by
+    if why == "siblings_differ":
+        return not record.supplied_by and set(record.tried_by) <= {OWN}
+    return OWN in record.tried_by
 
 
 def stop(state: PlannerState, reason: str) -> None:

@@ -1,19 +1,21 @@
 """A second lease on a group that is late, for a worker that has nothing to do: the first valid result counts.
 
-Late: out for `second_lease_after` times as long as leases usually take. Both workers sample with the group's seed, so
-that the quicker one does not mean the shorter answers.
+Late: out for `second_lease_after` times as long as leases usually take, at a stranger's `STRANGER_LATE_AFTER` times.
+Both workers sample with the group's seed, so that the quicker one does not mean the shorter answers.
 """
 
 from __future__ import annotations
 
 from echo2.control import commands as do
-from echo2.control import granting, portions
+from echo2.control import granting, portions, strangers
 from echo2.control.fleet import Worker
 from echo2.control.state import PlannerState
 from echo2.types import GroupRef, Lease
 
 #: Accepted results after which it is known how long leases usually take.
 LEASES_KNOWN = 8
+#: Whatever the setting is: who holds a lease to its deadline is not to hold up the run for as long.
+STRANGER_LATE_AFTER = 2.0
 
 
 def grant_seconds(state: PlannerState, now: float) -> None:
@@ -38,27 +40,44 @@ def next_at(state: PlannerState) -> float | None:
 
 def _lates(state: PlannerState) -> list[tuple[float, Lease, str]]:
     """When each lease is late that is the only one on what it asks for: (time, lease, worker)."""
-    factor, usual, step = state.options.second_lease_after, state.gauge.lease_seconds, state.wanted_step
-    if not factor or step is None or state.step_ended or not state.fleet.num_free:
+    usual, step = state.gauge.lease_seconds, state.wanted_step
+    if step is None or state.step_ended or not state.fleet.num_free:
         return []
     if state.gauge.num_leases < LEASES_KNOWN or state.options.deterministic:
+        return []
+    if not state.options.second_lease_after and not state.fleet.strangers:
         return []
     found = []
     for record in state.groups.of_step(step):
         held = state.leases.of_group(GroupRef("train", record.number)) if record.state in ("pending", "leased") else ()
         for worker_id, lease in filter(None, map(state.leases.get, held)):
-            if len(portions.leases_of(state, record, lease.first_sample)) == 1:
+            factor = _late_after(state, state.fleet.get(worker_id))
+            if factor and len(portions.leases_of(state, record, lease.first_sample)) == 1:
                 found.append((lease.deadline - lease.seconds + factor * usual, lease, worker_id))
     return sorted(found, key=lambda late: (late[0], late[1].lease_id))
 
 
+def _late_after(state: PlannerState, holder: Worker | None) -> float:
+    """0: never."""
+    factor = state.options.second_lease_after
+    if holder is None or holder.is_own:
+        return factor
+    return min(factor or STRANGER_LATE_AFTER, STRANGER_LATE_AFTER)
+
+
 def _idle_worker(state: PlannerState, holder: str) -> Worker | None:
-    """A worker without leases that may sample this step, and is not the one that is late."""
-    step = state.wanted_step
-    for ref in reversed(state.published.values()):
-        ranking = state.fleet.rankings(0).get(ref)
-        first = ranking.first() if ranking is not None else None
+    """A worker without leases that may sample this step, and is not the one that is late, or of its ticket; rather one
+    of the owner's, and with a newer snapshot.
+    """
+    step, late = state.wanted_step or 0, state.fleet.get(holder)
+    ticket = "" if late is None or late.is_own else late.ticket
+    kinds = [kind for kind in state.fleet.rankings(0) if granting.is_published(state, kind[0])]
+    for kind in sorted(kinds, key=lambda kind: (kind[1] != "", -kind[0].version if kind[0] is not None else 0)):
+        first = state.fleet.rankings(0)[kind].first()
         worker = None if first is None else state.fleet.get(first[2])
-        if worker is not None and worker.worker_id != holder and granting.last_step(state, worker) >= (step or 0):
+        if worker is None or worker.worker_id == holder or (kind[1] and kind[1] == ticket):
+            continue
+        may = strangers.most_leases(state, worker, 1) and strangers.may_supply(state, worker, step)
+        if may and granting.last_step(state, worker) >= step:
             return worker
     return None

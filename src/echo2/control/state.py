@@ -15,6 +15,7 @@ from echo2.control.frontier import Frontier
 from echo2.control.gauge import Gauge, is_busy
 from echo2.control.groups import GroupBook
 from echo2.control.leases import LeaseTable
+from echo2.control.standings import Conducts, Standings
 from echo2.types import Lease, SnapshotRef
 
 
@@ -82,6 +83,11 @@ class PlannerState:
     retained    those of them that the origin still stores
     wanted_step the step whose groups the learner waits for; `step_ended` once it has them all
     over        why the run ended, once it has
+    now         time of the event in hand, in seconds
+    published_at  when the newest snapshot was published
+    no_own_since  since when an evaluation waits while no machine of the owner works
+    failed_at_strangers, last_failure
+                groups in a row that only strangers failed, and why the last of them was given up
     highest_version  reached in any lineage: tokens of a later one are made up
     """
 
@@ -110,6 +116,11 @@ class PlannerState:
         self.learner_joined = False
         self.over: str | None = None
         self.failures_in_a_row = 0
+        self.failed_at_strangers, self.last_failure = 0, ""
+        self.standings = Standings()
+        self.conducts = Conducts()
+        self.now = self.published_at = 0.0
+        self.no_own_since: float | None = None
         self.num_events = 0
         self.out: list[do.Command] = []
         self._touched: dict[str, None] = {}
@@ -118,12 +129,25 @@ class PlannerState:
         """The worker holds this lease from now on."""
         self.leases.add(worker_id, lease)
         self._touched[worker_id] = None
+        self.conducts.granted(worker_id)
+        worker = self.fleet.get(worker_id)
+        if worker is not None and not worker.is_own:
+            self.standings.opened(worker.ticket, lease.lease_id)
+            self._supply(lease, worker.ticket, lease.num_samples)
 
-    def close_lease(self, lease_id: int) -> tuple[str, Lease]:
-        """Nobody holds this lease any more: (worker, lease)."""
-        closed = self.leases.close(lease_id)
-        self._touched[closed[0]] = None
-        return closed
+    def close_lease(self, lease_id: int, is_in: bool = False) -> tuple[str, Lease]:
+        """Nobody holds this lease any more: (worker, lease). `is_in`: its result is the group's."""
+        worker_id, lease = self.leases.close(lease_id)
+        self._touched[worker_id] = None
+        ticket = self.standings.closed(lease_id)
+        if ticket is not None and not is_in:
+            self._supply(lease, ticket, -lease.num_samples)
+        return worker_id, lease
+
+    def _supply(self, lease: Lease, ticket: str, num_samples: int) -> None:
+        record = self.groups.get(lease.group.number) if lease.group.kind == "train" else None
+        if record is not None:
+            self.groups.supply(record, ticket, num_samples)
 
     def settle(self, now: float) -> None:
         """File the workers whose leases have changed, and note since when they have none."""

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from echo2.control.fleet import Worker
 from echo2.control.state import PlannerState
-from echo2.types import GroupRef, SnapshotRef, Wait
+from echo2.types import GroupRef, Wait
 
 
 def list_waits(state: PlannerState, now: float) -> list[Wait]:
     """The learner's wait first, then each idle worker's, then each lease that is being waited for."""
-    waits = _learner_waits(state)
+    waits = _learner_waits(state) + _waits_for_good_work(state, now)
     for worker in state.fleet.all():
         until = state.fleet.silence_deadline(worker.worker_id)
         if worker.detached:
@@ -18,7 +19,7 @@ def list_waits(state: PlannerState, now: float) -> list[Wait]:
             reason = "it stands by: the active workers suffice"
             waits.append(Wait(worker.worker_id, "head", worker.standby_since or worker.joined_at, None, reason))
         elif worker.idle_since is not None:
-            name, reason = _why_idle(state, worker.installed)
+            name, reason = _why_idle(state, worker)
             waits.append(Wait(worker.worker_id, name, worker.idle_since, None, reason))
     for version, round_ in state.evaluation.rounds.items():
         reason = f"evaluation of version {version}: {round_.size - len(round_.done)} of {round_.size} tasks left"
@@ -63,14 +64,29 @@ def _learner_waits(state: PlannerState) -> list[Wait]:
     return waits
 
 
-def _why_idle(state: PlannerState, installed: SnapshotRef | None) -> tuple[str, str]:
+def _waits_for_good_work(state: PlannerState, now: float) -> list[Wait]:
+    """What strangers do not bring."""
+    waits = []
+    if state.failed_at_strangers >= state.options.max_failures:
+        reason = f"{state.failed_at_strangers} groups failed at strangers' machines in a row; the last: "
+        waits.append(Wait("head", "workers", state.wanted_since or 0.0, None, reason + state.last_failure))
+    return waits + [
+        Wait(name, "head", one.at, one.expelled_until, "it is expelled: too much of what it sent was refused")
+        for name, one in state.conducts.expelled(now)
+    ]
+
+
+def _why_idle(state: PlannerState, worker: Worker) -> tuple[str, str]:
     """Whom an idle worker waits for, and why."""
+    installed = worker.installed
     if not state.published:
         return "learner", "no snapshot is published yet"
     newest = state.published[max(state.published)]
     if installed is None or state.published.get(installed.version) != installed:
         return "head", f"it has no valid snapshot installed; {newest} is on its way"
     last = installed.version + state.admission.bound
+    if not worker.is_own and (until := state.standings.rests_until(worker.ticket)) is not None:
+        return "head", f"its ticket rests for {max(0.0, until - state.now):.0f} s: its leases brought nothing"
     if last >= state.options.max_steps:
         return "learner", "every group of the run is sampled or leased"
     if installed.version < newest.version:

@@ -2,21 +2,29 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterable
+
 from echo2.control import commands as do
 from echo2.control import events as ev
+from echo2.control import strangers
 from echo2.control.fleet import Worker
 from echo2.control.results import end_lease
 from echo2.control.state import PlannerState
+
+#: Leases that a worker which comes back may say it holds: twice what it is ever granted, and these at least.
+CLAIMS_MIN = 64
 
 
 def worker_joined(state: PlannerState, event: ev.WorkerJoined, now: float) -> None:
     lost = [lease_id for lease_id in state.leases.of_worker(event.worker_id) if lease_id not in event.held_leases]
     for lease_id in lost:
         end_lease(state, lease_id, "lost", "the worker came back without it")
-    worker = Worker(
-        event.worker_id, event.capacity_groups, event.price_usd_per_hour, event.installed, now, idle_since=now
-    )
+    most = event.capacity_groups if event.is_own else state.options.groups_per_batch
+    capacity = min(event.capacity_groups, most)
+    worker = Worker(event.worker_id, capacity, event.price_usd_per_hour, event.installed, now, idle_since=now)
     worker.samples, worker.offer = state.leases.samples_of(event.worker_id), event.offer
+    worker.is_own, worker.ticket = event.is_own, event.ticket
     before = state.fleet.get(event.worker_id)
     if before is not None:
         worker.rate, worker.rate_variance, worker.returned = before.rate, before.rate_variance, before.returned
@@ -30,13 +38,20 @@ def worker_joined(state: PlannerState, event: ev.WorkerJoined, now: float) -> No
     state.fleet.join(worker, now)
     if event.installed is not None and not worker.standby and (before is None or before.installed != event.installed):
         state.gauge.installed(event.installed, state.fleet.num_active, now)
-    for lease_id in event.held_leases:
-        held = state.leases.get(lease_id)
-        if held is None or held[0] != event.worker_id:
-            reason = "the lease ended while the worker was away"
-            state.emit(do.RevokeLease, reason, worker_id=event.worker_id, lease_id=lease_id)
+    held = set(state.leases.of_worker(event.worker_id))
+    ended = tuple(lease_id for lease_id in possible_claims(state, event.held_leases) if lease_id not in held)
+    if ended:
+        reason = "these leases ended while the worker was away"
+        state.emit(do.RevokeLease, reason, worker_id=event.worker_id, lease_ids=ended)
     if not worker.standby:
         announce_newest(state, "newest when the worker joined", (event.worker_id,))
+
+
+def possible_claims(state: PlannerState, lease_ids: Iterable[int]) -> tuple[int, ...]:
+    """Of the leases that a worker says it holds, those that were ever granted; no more of them than it can hold."""
+    most = max(CLAIMS_MIN, 4 * state.options.groups_per_batch)
+    granted = (lease_id for lease_id in dict.fromkeys(lease_ids) if 0 < lease_id < state.leases.next_lease_id)
+    return tuple(itertools.islice(granted, most))
 
 
 def _joins_standing_by(state: PlannerState, event: ev.WorkerJoined, before: Worker | None) -> bool:
@@ -93,7 +108,7 @@ def lose_worker(state: PlannerState, worker_id: str, reason: str, now: float) ->
 
 def expire(state: PlannerState, now: float) -> bool:
     """End what is over by now; whether anything was."""
-    any_over = state.fleet.end_rests(now)
+    any_over = state.fleet.end_rests(now) | state.standings.end_rests(now)
     for worker_id in state.fleet.pop_silent(now):
         any_over = True
         worker = state.fleet.get(worker_id)
@@ -110,5 +125,12 @@ def expire(state: PlannerState, now: float) -> bool:
         if (late := state.fleet.get(worker_id)) is not None:
             state.fleet.rest(late, now)  # the others come first: a hung engine may have a lively heartbeat
         end_lease(state, lease_id, "expired", "the lease's deadline passed")
-        state.emit(do.RevokeLease, "the lease's deadline passed", worker_id=worker_id, lease_id=lease_id)
+        state.emit(do.RevokeLease, "the lease's deadline passed", worker_id=worker_id, lease_ids=(lease_id,))
     return any_over
+
+
+def expel_exhausted(state: PlannerState, now: float) -> None:
+    """Let go of those whose refusals are too many."""
+    exhausted, state.conducts.exhausted = state.conducts.exhausted, {}
+    for worker_id, last in exhausted.items():
+        lose_worker(state, worker_id, strangers.expel(state, worker_id, last), now)

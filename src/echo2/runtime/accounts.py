@@ -1,9 +1,10 @@
 """Dollars: what each machine has cost so far, and what of it was wasted, by cause.
 
-A worker costs its price for as long as it attends. Of that time, what it spent on results is useful, or waste under the
-word they were refused with; groups that are sampled together share their batch's time. A lease that ended without a
-result is charged the worker's mean time for a group (never more than the lease lasted), as an estimate. The rest is
-standby or idle. A worker that comes back at another price opens a second account. `control/bill.py` itemises.
+A machine of the run's owner costs its price for as long as it attends, a stranger for the time of its accepted results
+alone. Of that time, what it spent on results is useful, or waste under the word they were refused with; groups that
+are sampled together share their batch's time. A lease that ended without a result is charged the worker's mean time
+for a group (never more than the lease lasted), as an estimate. The rest is standby or idle. A worker that comes back
+at another price opens a second account. `control/bill.py` itemises.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ from typing import Any
 @dataclass(slots=True)
 class MachineCost:
     """One machine's account at one price, in seconds; `wasted_seconds` by cause. `counted_until`: up to here its time
-    is useful or waste already.
+    is useful or waste already. `is_own`: a machine of the run's owner; strangers are paid for results that were
+    accepted, and their time is the time of those.
     """
 
     price_usd_per_hour: float = 0.0
@@ -27,6 +29,7 @@ class MachineCost:
     standby_seconds: float = 0.0
     standing_by_since: float | None = None
     counted_until: float = float("-inf")
+    is_own: bool = True
 
     def seconds(self, now: float) -> float:
         return self.attended_seconds + (now - self.attending_since if self.attending_since is not None else 0.0)
@@ -64,13 +67,16 @@ class CostBook:
             plain[name] = values
         return plain
 
-    def joined(self, name: str, price_usd_per_hour: float, now: float) -> None:
+    def joined(self, name: str, price_usd_per_hour: float, now: float, is_own: bool = True) -> None:
         machine = self.machines.setdefault(name, MachineCost(price_usd_per_hour))
         if machine.price_usd_per_hour != price_usd_per_hour:
             self.left(name, now)
             self._put_away(name)
             machine = self.machines.setdefault(name, MachineCost(price_usd_per_hour))
-        if machine.attending_since is None:
+        machine.is_own = is_own
+        if not is_own:
+            machine.counted_until = max(machine.counted_until, now)  # what it did before this it was paid for
+        elif machine.attending_since is None:
             machine.attending_since = now
 
     def _put_away(self, name: str) -> None:
@@ -108,11 +114,15 @@ class CostBook:
         a group it is.
         """
         machine = self.machines.setdefault(name, MachineCost())
-        machine.useful_seconds += machine.claim(seconds, now)
+        claimed = machine.claim(seconds, now)
+        machine.useful_seconds += claimed
         machine.useful_groups += share
+        machine.attended_seconds += 0.0 if machine.is_own else claimed
 
     def wasted(self, name: str, cause: str, seconds: float, now: float | None = None) -> None:
         machine = self.machines.setdefault(name, MachineCost())
+        if not machine.is_own:
+            return  # nothing is paid for it
         wasted = machine.claim(seconds, now)
         machine.wasted_seconds[cause] = machine.wasted_seconds.get(cause, 0.0) + wasted
 

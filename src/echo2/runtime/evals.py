@@ -9,10 +9,13 @@ from echo2.types import GroupRef, RolloutGroup
 
 
 class Evals:
-    """Delivered eval groups by version. In memory only: a restarted head evaluates again."""
+    """Delivered eval groups by version, and why versions were not evaluated. In memory only: a restarted head evaluates
+    again.
+    """
 
     def __init__(self) -> None:
         self._groups: dict[int, dict[GroupRef, RolloutGroup]] = {}
+        self.not_evaluated: dict[int, str] = {}
 
     def start(self, version: int) -> None:
         self._groups[version] = {}
@@ -24,6 +27,12 @@ class Evals:
 
     def get(self, ref: GroupRef) -> RolloutGroup | None:
         return next((groups[ref] for groups in self._groups.values() if ref in groups), None)
+
+    def skip(self, version: int, reason: str) -> dict[str, Any]:
+        """The metrics of an evaluation that is given up: no accuracy. What came for it so far counts no more."""
+        self._groups.pop(version, None)
+        self.not_evaluated[version] = reason
+        return {"eval/version": version, "eval/num_tasks": 0}
 
     def finish(self, version: int, num_failed: int) -> dict[str, Any]:
         """The metrics of a finished evaluation. Accuracy is the mean reward: the share solved, if each is 0 or 1."""

@@ -27,7 +27,7 @@ from echo2.errors import InvariantError, UserError
 from echo2.offers import Offer
 from echo2.reward.process import RewardProcess
 from echo2.rollout.generate import assignment_of
-from echo2.runtime import portions
+from echo2.runtime import portions, strangers
 from echo2.runtime.accounts import CostBook
 from echo2.runtime.archive import Archive
 from echo2.runtime.broadcast_meter import BroadcastMeter
@@ -63,7 +63,7 @@ class Head:
     """One run's control plane. `happen(event)` is the one place where the planner is called."""
 
     def __init__(self, rundir: RunDir, config: Config, identity: RunIdentity) -> None:
-        self.rundir, self.config = rundir, config
+        self.rundir, self.config, self.identity = rundir, config, identity
         self.clock = Clock()
         self.tasks = TaskStream(
             load_tasks(config.tasks.source, config.tasks.params, config.run.seed), config.run.seed, config.tasks.shuffle
@@ -80,7 +80,7 @@ class Head:
         self.counters: dict[str, int] = {"workers_lost": 0, **self.ledger.get_meta("counters", {})}
         self._traffic_before = {name: self.counters.pop(name, 0) for name in ("origin_bytes", "peer_bytes")}
         self.vocab_size: int | None = self.ledger.get_meta("vocab_size")
-        self.evals = Evals()
+        self.evals, self.turned_away = Evals(), dict[str, str]()
         self.broadcast = BroadcastMeter()
         self.reader = Reader()
         self.rollout_log = RolloutLog(rundir.rollouts, config.run.log_rollouts)
@@ -93,7 +93,7 @@ class Head:
         self.lease_started: dict[int, tuple[str, float]] = {}
         self.started_at = self.clock.now() - self.ledger.get_meta("seconds", 0.0)  # of all heads of this run together
         self.outcome: tuple[str, str] | None = None
-        self.distribution = self._distribution(identity)
+        self.distribution = self._distribution()
         self.over = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
         self._wake: asyncio.TimerHandle | None = None
@@ -107,13 +107,13 @@ class Head:
         source = load_tasks(config.eval.source, config.eval.params, config.run.seed)
         return TaskStream(source, config.run.seed, False), min(config.eval.limit, len(source))
 
-    def _distribution(self, identity: RunIdentity) -> Distribution:
+    def _distribution(self) -> Distribution:
         store, broadcast = ChunkStore(self.rundir.snapshots), self.config.broadcast
         options = BroadcastOptions(scheme=broadcast.scheme, fan_out=broadcast.fan_out)
         archive = Archive(store, deltas=broadcast.deltas)
-        dial = GrpcNetwork(identity.credentials).to_peer
+        dial = GrpcNetwork(self.identity.credentials).to_peer
         origin = OriginNode(store, options, self.order, self.clock, dial=dial, on_error=self.fail)
-        return Distribution(archive, origin, identity, self.order, self.attending, self.spawn)
+        return Distribution(archive, origin, self.identity, self.order, self.attending, self.spawn)
 
     def _machines(self, offers: Mapping[str, Offer]) -> Machines:
         return Machines(
@@ -276,9 +276,8 @@ class Head:
             do.IssueGroup: lambda c: self.ledger.issue(c.number, c.step, c.number, self.clock.now()),
             do.GrantLeases: self._grant,
             do.CloseLease: self._close_lease,
-            do.RevokeLease: lambda c: self.order(
-                c.worker_id, wire.Order(revoked=wire.LeaseRevoked(lease_id=c.lease_id, reason=c.reason))
-            ),
+            do.RevokeLease: lambda c: strangers.revoke(self, c),
+            do.ExpelWorker: lambda c: log.warning("%s is expelled for %.0f s: %s", c.worker_id, c.seconds, c.reason),
             do.AcceptDelivery: self._accept,
             do.RefuseDelivery: self._refuse,
             do.ScoreGroup: lambda c: self.spawn(score(self, c.group)),
@@ -293,6 +292,7 @@ class Head:
             do.RecordCheckpoint: self._record_checkpoint,
             do.StartEval: lambda c: self.evals.start(c.ref.version),
             do.FinishEval: self._finish_eval,
+            do.SkipEval: lambda c: self.metrics.amend(c.version, self.evals.skip(c.version, c.reason)),
             do.WakeAt: self._wake_at,
             do.WorkerGone: self._worker_gone,
             do.ActivateWorker: lambda c: self.costs.activated(c.worker_id, self.clock.now()),
@@ -359,7 +359,7 @@ class Head:
         pending = self.pending[command.lease_id]
         group = pending.group
         share, now = portions.share(group, self.options.group_size), self.clock.now()
-        self.costs.useful(command.worker_id, group.generate_seconds, now, share)
+        self.costs.useful(command.worker_id, min(group.generate_seconds, self.options.lease_seconds), now, share)
         if group.group.kind == "eval":
             self.evals.deliver(group)
             return

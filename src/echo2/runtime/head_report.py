@@ -137,6 +137,7 @@ def status(head: Head) -> dict[str, Any]:
                 "offer": worker.offer,
                 "rate": worker.rate,
                 "price_usd_per_hour": worker.price_usd_per_hour,
+                "is_own": worker.is_own,
                 "pause_seconds": report.pause_seconds if report else 0.0,
                 "fetching": _fetching(progress.get(worker.worker_id), worker.installed),
                 "bytes_received": report.bytes_received if report else 0,
@@ -163,6 +164,8 @@ def status(head: Head) -> dict[str, Any]:
         "waits": [asdict(wait) for wait in planner.waits(now)],
         "fleet": fleet_status(head),
         "cost_usd": head.costs.cum_usd(now),
+        "not_evaluated": head.evals.not_evaluated,
+        "turned_away": head.turned_away,
         "outcome": head.outcome,
     }
 

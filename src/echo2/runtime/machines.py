@@ -53,7 +53,7 @@ class Machines:
         failed: Callable[[str, str], None],
         spawn: Callable[[Coroutine[Any, Any, None]], None],
     ) -> None:
-        self._offers, self._run_id, self._ticket, self._log_path = offers, run_id, ticket, log_path
+        self.offers, self._run_id, self._ticket, self._log_path = offers, run_id, ticket, log_path
         self._save, self._failed, self._spawn = save, failed, spawn
         self._number: int = saved.get("number", 0)
         self._busy: dict[str, asyncio.Lock] = {}
@@ -81,7 +81,7 @@ class Machines:
         if not machine.worker_id:
             machine.worker_id = worker_id
             self._remember()
-        return self._offers.get(machine.offer)
+        return self.offers.get(machine.offer)
 
     def give_back(self, offer: str, worker_id: str) -> None:
         """Give back the machine of this worker; without one, a machine of the offer that no worker has joined from."""
@@ -133,7 +133,7 @@ class Machines:
 
     async def _run(self, verb: str, machine: Machine) -> str:
         """Run a command of its offer once no other of this machine runs; what went wrong, or nothing."""
-        offer = self._offers.get(machine.offer)
+        offer = self.offers.get(machine.offer)
         if offer is None:
             return f"the offer {machine.offer!r} is not in the offers file any more"
         async with self._busy.setdefault(machine.name, asyncio.Lock()):

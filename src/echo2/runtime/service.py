@@ -17,6 +17,7 @@ from echo2.control import events as ev
 from echo2.documents import parse_json
 from echo2.errors import PeerError
 from echo2.printable import printable
+from echo2.runtime import strangers
 from echo2.runtime.deliveries import read_delivery
 from echo2.runtime.head import Head
 from echo2.runtime.head_report import step_row
@@ -25,7 +26,7 @@ from echo2.runtime.presence import LearnerPresence, Presence
 from echo2.transport import messages
 from echo2.transport import wire_pb2 as wire
 from echo2.transport.base import Peer
-from echo2.transport.limits import NAME_CHARS_MAX, PRICE_MAX_USD_PER_HOUR, PROTOCOL_VERSION
+from echo2.transport.limits import DURATION_SECONDS_MAX, NAME_CHARS_MAX, PRICE_MAX_USD_PER_HOUR, PROTOCOL_VERSION
 from echo2.types import SnapshotRef
 from echo2.weights import Manifest
 
@@ -35,6 +36,8 @@ DELIVERIES_PER_CALL_MAX = 4096
 FEED_BYTES = 8 << 20
 #: Leases a returning worker may claim to hold, and environments it may name.
 CLAIMS_MAX = 10_000
+#: Characters of a worker's word on why something failed; each is a line of events.jsonl.
+DETAIL_CHARS_MAX = 500
 
 Handler = Callable[[Peer, Any], Awaitable[Any]] | Callable[[Peer, Any], AsyncIterator[Any]]
 
@@ -77,13 +80,14 @@ class Service:
                 f"this run plays {environment}, which the worker does not run. If you trust that code and have it, "
                 f"start the worker with --allow-environment {environment}",
             )
+        joined = strangers.known(head, joined)
         # Last: a rented machine whose worker is turned away must not count as having one.
         joined = self._at_offer(joined, hello.offer)
         outbox: asyncio.Queue[wire.Order | None] = asyncio.Queue()
         presence = Presence(
             outbox,
             printable(hello.host),
-            hello.pid,
+            strangers.process_id(hello.pid),
             printable(hello.engine, 50),
             printable(hello.device, 50),
             wire.WorkerReport(),
@@ -92,10 +96,10 @@ class Service:
         if before is not None:
             before.outbox.put_nowait(None)
         head.workers[peer.peer_id] = presence
-        head.distribution.origin.joined(peer.peer_id, hello, peer.host)
+        head.distribution.origin.joined(peer.peer_id, hello, peer.host, joined.ticket)
         if joined.installed is not None:
             head.distribution.origin.held(peer.peer_id, joined.installed)
-        head.costs.joined(peer.peer_id, joined.price_usd_per_hour, head.clock.now())
+        head.costs.joined(peer.peer_id, joined.price_usd_per_hour, head.clock.now(), joined.is_own)
         outbox.put_nowait(wire.Order(settings=self._settings()))
         if self._revoked:
             outbox.put_nowait(wire.Order(revoked_peers=wire.RevokedPeers(peer_ids=sorted(self._revoked))))
@@ -137,8 +141,8 @@ class Service:
 
     async def report(self, peer: Peer, report: wire.WorkerReport) -> wire.Empty:
         presence, installed = self._presence(peer), _installed(report)
-        if not math.isfinite(report.pause_seconds):
-            raise PeerError("malformed", "pause_seconds is not finite")
+        if not 0 <= report.pause_seconds <= DURATION_SECONDS_MAX:
+            raise PeerError("malformed", f"pause_seconds is {report.pause_seconds}")
         report.doing = printable(report.doing, NAME_CHARS_MAX)
         presence.report = report
         if installed is not None:
@@ -151,8 +155,10 @@ class Service:
 
     async def fail_lease(self, peer: Peer, failed: wire.LeaseFailed) -> wire.Empty:
         lease_id = messages.whole_number("lease_id", failed.lease_id)
+        strangers.check_not_expelled(self._head, peer.peer_id)
         word = failed.reason if failed.reason.isidentifier() and len(failed.reason) <= 50 else "unspecified"
-        self._head.happen(ev.LeaseFailed(peer.peer_id, lease_id, word, printable(failed.detail, 2000)))
+        detail = printable(failed.detail, DETAIL_CHARS_MAX)
+        self._head.happen(ev.LeaseFailed(peer.peer_id, lease_id, word, detail))
         return wire.Empty()
 
     async def deliver(self, peer: Peer, deliveries: wire.Deliveries) -> wire.DeliveryReplies:
@@ -162,6 +168,7 @@ class Service:
 
     def _deliver(self, peer: Peer, delivery: wire.Delivery) -> wire.DeliveryReply:
         head, lease_id = self._head, messages.whole_number("lease_id", delivery.lease_id)
+        strangers.check_not_expelled(head, peer.peer_id)
         held = head.planner.leases.get(lease_id)
         try:
             if held is None or held[0] != peer.peer_id:  # nothing of it is read: the planner says why it is refused
@@ -169,7 +176,8 @@ class Service:
                 return _answer(head.happen(ev.GroupDelivered(peer.peer_id, lease_id, named, 0, 0, 0, 0)))
             pending = read_delivery(head, peer.peer_id, held[1], delivery)
         except PeerError as error:
-            return _answer(head.happen(ev.DeliveryMalformed(peer.peer_id, lease_id, error.reason, error.detail)))
+            detail = printable(error.detail, DETAIL_CHARS_MAX)
+            return _answer(head.happen(ev.DeliveryMalformed(peer.peer_id, lease_id, error.reason, detail)))
         group = pending.group
         event = ev.GroupDelivered(
             worker_id=peer.peer_id,

@@ -219,13 +219,7 @@ class SimHead(Actor):
                 next_lease_id=max(state.next_lease_id, self.ledger.get_meta("next_lease_id", 1)),
                 groups=tuple(
                     ev.RecoveredGroup(
-                        g.number,
-                        g.step,
-                        g.state,
-                        g.oldest_version,
-                        g.num_tokens,
-                        g.worker_id,
-                        g.reason,
+                        *(g.number, g.step, g.state, g.oldest_version, g.num_tokens, g.worker_id, g.reason),
                         g.state == "ready" and self._is_flat(g.number),
                     )
                     for g in state.groups
@@ -279,6 +273,8 @@ class SimHead(Actor):
         self.network.answer(asked, value, num_bytes)
 
     def _answer(self, sender: str, body: object) -> object:
+        if self.planner.expelled_until(sender, self.world.now) is not None:
+            return Refused("expelled")
         match body:
             case Hello():
                 before = self.attending.get(sender)
@@ -286,7 +282,7 @@ class SimHead(Actor):
                     self.world.post(0.1, sender, StreamBroke(sender, before))
                 self.attending[sender] = body.epoch
                 self.network.order(sender, body.epoch, rel.Connected())
-                self.origin.joined(sender, body.event.installed)
+                self.origin.joined(sender, body.event.installed, body.event.ticket)
                 self.tell(body.event)
                 return None
             case Deliver():
@@ -432,7 +428,8 @@ class SimHead(Actor):
             case do.GrantLeases():
                 self._order(command.worker_id, rel.LeasesGranted(command.leases))
             case do.RevokeLease():
-                self._order(command.worker_id, rel.LeaseRevoked(command.lease_id, command.reason))
+                for lease_id in command.lease_ids:
+                    self._order(command.worker_id, rel.LeaseRevoked(lease_id, command.reason))
             case do.AnnounceSnapshot():
                 if command.ref not in self.store:
                     raise InvariantError(f"snapshot {command.ref} is announced and not stored")

@@ -101,8 +101,8 @@ class SimOrigin:
             if isinstance(command, do.SetRoutes):
                 self.order(command.worker_id, fev.RoutesSet(command.payload, command.sources))
 
-    def joined(self, worker_id: str, installed: SnapshotRef | None) -> None:
-        self.tell(bev.MemberJoined(worker_id, worker_id if self.dialable[worker_id] else ""))
+    def joined(self, worker_id: str, installed: SnapshotRef | None, ticket: str = "") -> None:
+        self.tell(bev.MemberJoined(worker_id, worker_id if self.dialable[worker_id] else "", ticket=ticket))
         self.holds(worker_id, installed)
 
     def holds(self, worker_id: str, installed: SnapshotRef | None) -> None:
