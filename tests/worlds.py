@@ -105,8 +105,7 @@ def random_workers(rng: random.Random, faulty: bool) -> WorkersSpec:
         engine_failures=rate(0.1),
         corrupt_snapshots=rate(0.2),
         malformed_results=rate(0.05),
-        reward_failures=rate(0.03),
-        scores=rng.random() < 0.7,
+        task_failures=rate(0.03),
         is_dialable=rng.random() < 0.7,
         lies=rate(0.2),
         mute=faulty and rng.random() < 0.1,
@@ -121,7 +120,7 @@ def calm(scenario: Scenario) -> Scenario:
         "engine_failures": 0.0,
         "corrupt_snapshots": 0.0,
         "malformed_results": 0.0,
-        "reward_failures": 0.0,
+        "task_failures": 0.0,
         "lies": 0.0,
         "mute": False,
     }

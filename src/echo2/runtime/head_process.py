@@ -10,7 +10,6 @@ import signal
 import sys
 
 from echo2.errors import InvariantError, UserError
-from echo2.reward.functions import BUILT_IN
 from echo2.runtime import head_report, rotation
 from echo2.runtime.head import Head
 from echo2.runtime.rundir import RunDir, claimed, write_atomically
@@ -56,8 +55,7 @@ async def _serve(rundir: RunDir) -> None:
     port = config.head.port or head.ledger.get_meta("port", 0)
     service = Service(head)
     server = GrpcServer(config.head.host, port, identity, service.handlers(), head.fail)
-    if set(config.reward.functions) - set(BUILT_IN):
-        await head.reward.start()  # a reward file that does not load is found before anything is sampled
+    await head.reward.start()  # a reward file that does not load is found before anything is sampled
     await head.start()  # before anybody can call: what the ledger holds comes first
     bound = await server.start()
     head.ledger.set_meta("port", bound)
