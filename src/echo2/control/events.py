@@ -228,6 +228,18 @@ class RentFailed:
 
 
 @dataclass(frozen=True, slots=True)
+class DiskFull:
+    """There is just enough room on the head's disk for what is under way; `reason` names disk and sizes."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class DiskFreed:
+    """There is room again."""
+
+
+@dataclass(frozen=True, slots=True)
 class Tick:
     """The time asked for by `WakeAt` has come."""
 
@@ -251,5 +263,7 @@ Event = (
     | SiblingsDiffer
     | ScoringFailed
     | RentFailed
+    | DiskFull
+    | DiskFreed
     | Tick
 )

@@ -88,6 +88,10 @@ class Planner(PlannerState):
                 results.give_up(self, event.group, event.reason, event.detail)
             case ev.RentFailed():
                 standby.rent_failed(self, event.offer, now)
+            case ev.DiskFull():
+                self.paused = Wait("head", "disk", now, None, event.reason)
+            case ev.DiskFreed():
+                self.paused = None
             case ev.Tick():
                 self._wake_at = None
 
@@ -95,17 +99,18 @@ class Planner(PlannerState):
         """What any event may have made possible."""
         self._finish_evals()
         self.settle(now)
-        if self.over is None:
+        if self.over is None and self.paused is None:
             granting.grant(self, now)
             second_leases.grant_seconds(self, now)
             self._feed(now)
+        if self.over is None:
             self._finish()
 
     def _ask_for_wake(self) -> None:
         dues = [at for at in (self.leases.earliest_deadline(), self.fleet.earliest_deadline()) if at is not None]
         if self.options.offers and self.learner_joined and self.activation is not None and self.over is None:
             dues.append(self.activation.next_at)  # nobody else may be there to report
-        if (late_at := second_leases.next_at(self)) is not None:
+        if self.paused is None and (late_at := second_leases.next_at(self)) is not None:
             dues.append(late_at)
         if dues and (self._wake_at is None or min(dues) < self._wake_at):
             self._wake_at = min(dues)

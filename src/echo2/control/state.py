@@ -15,7 +15,7 @@ from echo2.control.frontier import Frontier
 from echo2.control.gauge import Gauge, is_busy
 from echo2.control.groups import GroupBook
 from echo2.control.leases import LeaseTable
-from echo2.types import Lease, SnapshotRef
+from echo2.types import Lease, SnapshotRef, Wait
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +83,7 @@ class PlannerState:
     retained    those of them that the origin still stores
     wanted_step the step whose groups the learner waits for; `step_ended` once it has them all
     over        why the run ended, once it has
+    paused      what keeps the run from leasing and feeding groups, while something does
     highest_version  reached in any lineage: tokens of a later one are made up
     """
 
@@ -110,6 +111,7 @@ class PlannerState:
         self.step_ended = False
         self.learner_joined = False
         self.over: str | None = None
+        self.paused: Wait | None = None
         self.failures_in_a_row = 0
         self.num_events = 0
         self.out: list[do.Command] = []

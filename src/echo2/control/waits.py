@@ -7,8 +7,8 @@ from echo2.types import GroupRef, SnapshotRef, Wait
 
 
 def list_waits(state: PlannerState, now: float) -> list[Wait]:
-    """The learner's wait first, then each idle worker's, then each lease that is being waited for."""
-    waits = _learner_waits(state)
+    """What pauses the run, the learner's wait, then each idle worker's, then each lease that is being waited for."""
+    waits = [*([state.paused] if state.paused else []), *_learner_waits(state)]
     for worker in state.fleet.all():
         until = state.fleet.silence_deadline(worker.worker_id)
         if worker.detached:

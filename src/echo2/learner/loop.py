@@ -14,11 +14,13 @@ Torch works in this thread; the network lives in `session.HeadSession`'s.
 from __future__ import annotations
 
 import logging
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
+from echo2.errors import NoRoomError
 from echo2.learner import checkpoint
 from echo2.learner.head_client import StepEnd
 from echo2.learner.session import HeadSession
@@ -27,6 +29,9 @@ from echo2.learner.trainer import Trainer
 from echo2.types import RolloutGroup
 
 log = logging.getLogger(__name__)
+
+#: Between two tries to save a checkpoint on a full disk.
+NO_ROOM_SECONDS = 2.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +61,7 @@ def run_learner(trainer: Trainer, head: HeadSession, options: LoopOptions) -> st
 
     Raises:
         LinkError: the head was away for longer than the session's patience.
-        UserError: the disk is full, or training diverged.
+        UserError: training diverged, or a checkpoint can't be written (not for lack of room: that is waited for).
         InvariantError: the head fed what must not be trained on.
     """
     _prepare(trainer, options)
@@ -71,7 +76,7 @@ def run_learner(trainer: Trainer, head: HeadSession, options: LoopOptions) -> st
         end = _train_on_groups(trainer, head, options, meter)
         if end.stop:
             if not trainer.is_within_step:  # else the checkpoint before is what the run goes on from
-                _save(trainer, head.lineage, cursor, options)
+                _save(trainer, head, cursor, options)
             return end.reason
         with meter.time("train"):
             stats = trainer.optim_step()
@@ -90,7 +95,7 @@ def run_learner(trainer: Trainer, head: HeadSession, options: LoopOptions) -> st
             with meter.time("publish_wait"):
                 head.finish_publishing(but=trainer.version)
             with meter.time("checkpoint"):
-                _save(trainer, head.lineage, cursor, options)
+                _save(trainer, head, cursor, options)
                 _report_checkpoints(trainer, head, options)
 
     head.doing = "sending the last snapshot"
@@ -153,10 +158,16 @@ def _publish_if_due(trainer: Trainer, head: HeadSession, options: LoopOptions, m
             head.publish(version, tensors, files)
 
 
-def _save(trainer: Trainer, lineage: int, cursor: int, options: LoopOptions) -> None:
+def _save(trainer: Trainer, head: HeadSession, cursor: int, options: LoopOptions) -> None:
+    """Save a checkpoint. A full disk is waited for: all since the last checkpoint would be trained again."""
     directory = checkpoint.step_directory(options.checkpoints, trainer.version)
-    if not checkpoint.is_whole(directory):  # it is there when nothing was trained since it was saved or loaded
-        trainer.save_state(directory, lineage, cursor)
+    while not checkpoint.is_whole(directory):  # it is there when nothing was trained since it was saved or loaded
+        try:
+            trainer.save_state(directory, head.lineage, cursor)
+        except NoRoomError as error:
+            head.doing = f"waiting for room: {error}"
+            log.warning("waiting for room: %s", error)
+            time.sleep(NO_ROOM_SECONDS)
     checkpoint.prune(options.checkpoints, options.keep_checkpoints)
 
 
