@@ -22,6 +22,7 @@ import torch
 
 from echo2.errors import NoRoomError
 from echo2.learner import checkpoint
+from echo2.learner.crash_record import CrashRecord
 from echo2.learner.head_client import StepEnd
 from echo2.learner.session import HeadSession
 from echo2.learner.step_meter import StepMeter
@@ -30,6 +31,8 @@ from echo2.types import RolloutGroup
 
 log = logging.getLogger(__name__)
 
+#: Beside the checkpoints: what the learner is training on.
+CRASH_RECORD = "training.json"
 #: Between two tries to save a checkpoint on a full disk.
 NO_ROOM_SECONDS = 2.0
 
@@ -61,10 +64,12 @@ def run_learner(trainer: Trainer, head: HeadSession, options: LoopOptions) -> st
 
     Raises:
         LinkError: the head was away for longer than the session's patience.
-        UserError: training diverged, or a checkpoint can't be written (not for lack of room: that is waited for).
+        UserError: training diverged, the learner dies on whatever it trains on, or a checkpoint can't be written (room
+            is waited for).
         InvariantError: the head fed what must not be trained on.
     """
     _prepare(trainer, options)
+    record = CrashRecord(options.checkpoints / CRASH_RECORD)
     meter = StepMeter(trainer.version, options.max_staleness, options.deterministic)
     _report_checkpoints(trainer, head, options)
     if trainer.version < head.max_steps:
@@ -73,7 +78,7 @@ def run_learner(trainer: Trainer, head: HeadSession, options: LoopOptions) -> st
     cursor = 0
 
     while (step := trainer.version) < head.max_steps:
-        end = _train_on_groups(trainer, head, options, meter)
+        end = _train_on_groups(trainer, head, options, meter, record)
         if end.stop:
             if not trainer.is_within_step:  # else the checkpoint before is what the run goes on from
                 _save(trainer, head, cursor, options)
@@ -103,7 +108,9 @@ def run_learner(trainer: Trainer, head: HeadSession, options: LoopOptions) -> st
     return "all steps are trained"
 
 
-def _train_on_groups(trainer: Trainer, head: HeadSession, options: LoopOptions, meter: StepMeter) -> StepEnd:
+def _train_on_groups(
+    trainer: Trainer, head: HeadSession, options: LoopOptions, meter: StepMeter, record: CrashRecord
+) -> StepEnd:
     """Gradients of one step, a micro-batch as soon as it is full; what ended the step.
 
     Micro-batches are cut by arrival, always `groups_per_microbatch` long but for the last: the same arrivals give the
@@ -118,7 +125,7 @@ def _train_on_groups(trainer: Trainer, head: HeadSession, options: LoopOptions, 
         with meter.time("wait_for_batch"):
             item = next(arrivals)
         if isinstance(item, RolloutGroup):
-            problem = trainer.why_unfit(item)
+            problem = trainer.why_unfit(item) or record.why_unfit(item)
             meter.see(item, is_fit=not problem)
             if problem:
                 log.warning("%s of %s is left out of step %d: %s", item.group, item.worker_id, item.step, problem)
@@ -129,7 +136,9 @@ def _train_on_groups(trainer: Trainer, head: HeadSession, options: LoopOptions, 
         if len(waiting) == options.groups_per_microbatch or ((is_end or is_part) and waiting):
             head.doing = f"training step {trainer.version}"
             with meter.time("train"):
-                trainer.forward_backward(waiting)
+                for batch in record.batches(waiting):
+                    with record.training(batch):
+                        trainer.forward_backward(batch)
             waiting = []
         if is_part:
             with meter.time("train"):
