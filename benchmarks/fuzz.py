@@ -32,6 +32,7 @@ from types import CodeType, FrameType
 from typing import Any
 
 import fuzz_files
+import fuzz_methods
 import fuzz_wire
 from fuzz_inputs import BLOWN_UP_BYTES, changed, changed_message
 from fuzz_target import Target
@@ -59,7 +60,7 @@ class Hang(BaseException):
 
 def all_targets() -> dict[str, Target]:
     """Every target, by name."""
-    return {target.name: target for target in (*fuzz_wire.targets(), *fuzz_files.targets())}
+    return {target.name: target for target in (*fuzz_wire.targets(), *fuzz_methods.targets(), *fuzz_files.targets())}
 
 
 def outcome_of(target: Target, data: bytes) -> tuple[str, str]:
@@ -241,6 +242,7 @@ def _in_child(target: Target, inputs: int, seed: int, shared: mmap.mmap, to_pare
     try:
         resource.setrlimit(resource.RLIMIT_AS, (ADDRESS_BYTES, ADDRESS_BYTES))
         told = json.dumps(Fuzzer(target, seed, shared).run(inputs)).encode()
+        fuzz_methods.close()
         with os.fdopen(to_parent, "wb") as pipe:
             pipe.write(told)
         os._exit(0)

@@ -27,6 +27,7 @@ from echo2.reward.text_scorers import final_answer, tagged_answer
 from echo2.rollout.architecture import read_architecture
 from echo2.rollout.snapshot_files import end_tokens, read_config
 from echo2.runtime import eventlog, metrics
+from echo2.runtime.accounts import CostBook
 from echo2.runtime.planner_options import planner_options
 from echo2.runtime.rundir import read_json
 from echo2.sim.study import load_study
@@ -154,7 +155,9 @@ def _ledger() -> bytes:
     for number in range(3):
         ledger.issue(number, step=0, cursor=number, now=0.0)
     ledger.grant(1, 0, "w-1", now=1.0, deadline=9.0, num_samples=4, first_sample=0)
-    ledger.set_meta("caller.costs", {})
+    costs = CostBook()
+    costs.joined("w-1", 0.5, now=0.0)
+    ledger.set_meta("costs", costs.to_plain(9.0))
     ledger.close()
     with sqlite3.connect(path) as connection:
         connection.execute("PRAGMA journal_mode = DELETE")
