@@ -21,7 +21,7 @@ MAX_FILE_LINES = 500
 FORBIDDEN_NAMES = frozenset({"utils", "util", "helpers", "helper", "manager", "misc", "common"})
 
 FLOOR_OF_ROOM = {
-    **dict.fromkeys(("types", "errors", "plugins", "pipes", "devices"), 1),
+    **dict.fromkeys(("types", "errors", "documents", "printable", "plugins", "pipes", "devices"), 1),
     "": 1,  # the package itself: its version and nothing else
     **dict.fromkeys(("control", "tasks", "rollout", "reward", "buffer", "weights", "transport", "config", "offers"), 2),
     **dict.fromkeys(("sim", "learner", "broadcast", "past_run"), 3),

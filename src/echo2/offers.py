@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import math
 import shlex
-import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -21,6 +20,7 @@ from typing import Any
 
 import msgspec
 
+from echo2.documents import parse_toml
 from echo2.errors import UserError, did_you_mean
 
 #: Machines of one offer: a plan looks at each.
@@ -85,7 +85,7 @@ def load_offers(path: Path) -> list[Offer]:
         UserError: it is missing, not TOML, empty, or an offer in it is wrong; the message names the offer and the fix.
     """
     try:
-        raw = tomllib.loads(path.read_text(encoding="utf-8"))
+        raw = parse_toml(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise UserError(
             f"Cannot read the offers file {path}: {error.strerror}. examples/offers.toml is one."

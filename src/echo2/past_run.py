@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import statistics
 from dataclasses import dataclass
@@ -10,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from echo2.control.capacity import INSTALLED_QUANTILE
+from echo2.documents import parse_json
 from echo2.errors import UserError
 
 
@@ -59,7 +59,7 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
     rows = []
     for number, line in enumerate(lines, 1):
         try:
-            row = json.loads(line)
+            row = parse_json(line)
         except ValueError as error:
             if number == len(lines):
                 break  # torn by a kill, or just being written

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import difflib
 import json
-import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
@@ -34,6 +33,7 @@ from echo2.config.sections import (
     TasksConfig,
     WorkersConfig,
 )
+from echo2.documents import parse_json, parse_toml
 from echo2.errors import UserError
 from echo2.types import SamplingParams
 
@@ -154,7 +154,7 @@ def load(path: Path, overrides: Mapping[str, str] | None = None) -> Config:
     except OSError as error:
         raise UserError(f"Cannot read the config file {path}: {error.strerror}.") from error
     try:
-        raw = json.loads(data) if path.suffix == ".json" else tomllib.loads(data.decode("utf-8"))
+        raw = parse_json(data) if path.suffix == ".json" else parse_toml(data.decode("utf-8"))
     except ValueError as error:
         raise UserError(f"{path} is not valid {'JSON' if path.suffix == '.json' else 'TOML'}: {error}.") from error
     if not isinstance(raw, dict):
@@ -182,7 +182,7 @@ def parse_flag(dotted: str, value: str) -> Any:
         if get_origin(plain) is Union:
             return value if value == "auto" else int(value)
         if get_origin(plain) in (list, dict, tuple):
-            return tomllib.loads(f"value = {value}")["value"]
+            return parse_toml(f"value = {value}")["value"]
         return plain(value)
     except (KeyError, ValueError) as error:
         wanted = {bool: "true or false", int: "a whole number", float: "a number"}.get(

@@ -22,6 +22,7 @@ from typing import Any
 
 from blake3 import blake3
 
+from echo2.documents import parse_json
 from echo2.errors import UserError
 from echo2.types import TensorBytes
 
@@ -69,7 +70,7 @@ def prune(root: Path, keep: int) -> int:
 def read_state(directory: Path) -> dict[str, Any] | None:
     """state.json if it can be read and all files have the sizes it names; else None. Cheap: reads no weights."""
     try:
-        state: dict[str, Any] = json.loads((directory / STATE_FILE).read_bytes())
+        state: dict[str, Any] = parse_json((directory / STATE_FILE).read_bytes())
         sizes_fit = all((directory / name).stat().st_size == entry["bytes"] for name, entry in state["files"].items())
     except (OSError, ValueError, KeyError, TypeError):
         return None

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import math
 from pathlib import Path
 
+from echo2.documents import parse_json
 from echo2.errors import UserError
 
 BYTES_PER_VALUE = {"float32": 4, "bfloat16": 2}
@@ -35,7 +35,7 @@ def _shapes(file: Path) -> list[list[int]]:
             length = int.from_bytes(opened.read(8), "little")
             if length > MAX_HEADER_BYTES:
                 raise ValueError(f"its header claims {length} bytes")
-            header = json.loads(opened.read(length))
+            header = parse_json(opened.read(length))
         return [entry["shape"] for name, entry in header.items() if name != "__metadata__"]
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise UserError(f"{file} is no readable safetensors file: {error}.") from error

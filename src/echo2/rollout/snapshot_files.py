@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from typing import Any
 
+from echo2.documents import parse_json
 from echo2.errors import PeerError
 
 
@@ -20,7 +20,7 @@ def read_config(files: Mapping[str, bytes]) -> dict[str, Any]:
 
 def _read_object(files: Mapping[str, bytes], name: str) -> dict[str, Any]:
     try:
-        value = json.loads(files[name])
+        value = parse_json(files[name])
     except (KeyError, ValueError) as error:
         raise PeerError("bad_snapshot", f"{name} is missing or is not JSON") from error
     if not isinstance(value, dict):

@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from echo2.documents import parse_json
 from echo2.errors import UserError
 from echo2.runtime.rundir import write_atomically
 
@@ -93,7 +94,7 @@ def read_rows(path: Path) -> list[Row]:
     if path.is_file():
         for line in path.read_bytes().splitlines():
             try:
-                rows.append(json.loads(line))
+                rows.append(parse_json(line))
             except ValueError:  # no JSON, or a character cut in two
                 break
     return rows

@@ -14,7 +14,6 @@ Small files are replaced whole (`write_atomically`), so that a reader never sees
 from __future__ import annotations
 
 import fcntl
-import json
 import os
 import time
 from collections.abc import Iterator
@@ -24,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from echo2 import config as configuration
+from echo2.documents import parse_json
 from echo2.errors import UserError
 
 #: How long a claim waits for a predecessor that is about to die (children outlive a killed supervisor by a moment).
@@ -182,7 +182,7 @@ def read_json(path: Path) -> Any:
         UserError: it can't be read, or holds something else.
     """
     try:
-        return json.loads(path.read_bytes())
+        return parse_json(path.read_bytes())
     except FileNotFoundError:
         return None
     except (OSError, ValueError) as error:

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import copy
 import itertools
-import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -24,6 +23,7 @@ from typing import Any
 import msgspec
 
 from echo2.control.capacity import choose_publish_every
+from echo2.documents import parse_toml
 from echo2.errors import UserError, did_you_mean
 from echo2.sim.scenario import BroadcastSpec, HeadSpec, LearnerSpec, OutageSpec, Scenario, WorkersSpec
 
@@ -63,7 +63,7 @@ def load_study(path: Path) -> Study:
     """
     try:
         text = path.read_text(encoding="utf-8")
-        raw = tomllib.loads(text)
+        raw = parse_toml(text)
     except OSError as error:
         raise UserError(f"Cannot read the scenario {path}: {error.strerror}.") from error
     except ValueError as error:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from array import array
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from echo2.documents import parse_json
 from echo2.errors import UserError
 
 MAX_LINE_BYTES = 16 << 20
@@ -65,8 +65,8 @@ class JsonlRows:
 
     def _parse(self, line: bytes, number: int) -> Mapping[str, Any]:
         try:
-            row = json.loads(line)
-        except (ValueError, RecursionError) as error:
+            row = parse_json(line)
+        except ValueError as error:
             raise UserError(f"{self._path}:{number}: not valid JSON: {error}.") from error
         if not isinstance(row, dict):
             raise UserError(f"{self._path}:{number}: a line must hold a JSON object, got {type(row).__name__}.")
