@@ -20,13 +20,13 @@ import os
 import random
 import re
 import resource
+import select
 import signal
 import sys
 import time
 import traceback
 from collections import Counter
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
@@ -34,7 +34,7 @@ from typing import Any
 import fuzz_files
 import fuzz_methods
 import fuzz_wire
-from fuzz_inputs import BLOWN_UP_BYTES, changed, changed_message
+from fuzz_inputs import BLOWN_UP_BYTES, MESSAGE_BYTES_MAX, changed, changed_message
 from fuzz_target import Target
 from recording import save
 
@@ -120,7 +120,7 @@ class Fuzzer:
         signal.signal(signal.SIGALRM, _hang)
         for data in self.target.seeds:
             self.take(data)
-        growth_from, grown = inputs // 5, 0
+        growth_from = inputs // 5  # before that, caches fill
         began, resident = time.perf_counter(), _resident_bytes()
         for number in range(inputs):
             if number == growth_from:
@@ -145,8 +145,7 @@ class Fuzzer:
         data, target = self.rng.choice(self.kept), self.target
         if target.kind is not None and self.rng.random() < 0.6:
             return changed_message(target.kind, data, self.kept, self.rng)
-        new = changed(data, self.kept, target.words, self.rng)
-        return new
+        return changed(data, self.kept, target.words, self.rng)
 
     def take(self, data: bytes) -> None:
         """One input: told apart by what came of it."""
@@ -221,7 +220,7 @@ def _resident_bytes() -> int:
 
 def fuzz(target: Target, inputs: int, seed: int) -> dict[str, Any]:
     """The figures of one target, from a process of its own; where that died, what it died of."""
-    shared = mmap.mmap(-1, 8 + 4 * BLOWN_UP_BYTES)
+    shared = mmap.mmap(-1, 8 + MESSAGE_BYTES_MAX)
     from_child, to_parent = os.pipe()
     child = os.fork()
     if child == 0:
@@ -240,6 +239,7 @@ def fuzz(target: Target, inputs: int, seed: int) -> dict[str, Any]:
 
 def _in_child(target: Target, inputs: int, seed: int, shared: mmap.mmap, to_parent: int) -> None:
     try:
+        gc.freeze()  # what the parent holds is not looked at again
         resource.setrlimit(resource.RLIMIT_AS, (ADDRESS_BYTES, ADDRESS_BYTES))
         told = json.dumps(Fuzzer(target, seed, shared).run(inputs)).encode()
         fuzz_methods.close()
@@ -253,8 +253,6 @@ def _in_child(target: Target, inputs: int, seed: int, shared: mmap.mmap, to_pare
 
 def _read_while_it_moves(pipe: int, child: int, shared: mmap.mmap) -> bytes:
     """What the child tells at its end. It is killed when it works on one input for DEAD_SECONDS."""
-    import select
-
     told, before, since = b"", b"", time.monotonic()
     while True:
         ready, _, _ = select.select([pipe], [], [], 1.0)
@@ -309,12 +307,20 @@ def main() -> None:
         figures[target.name] = fuzz(target, round(arguments.inputs * target.share / shares), arguments.seed)
         report(target.name, figures[target.name], arguments.seed)
     found = sum(len(each["findings"]) for each in figures.values())
-    total, seconds = sum(each["inputs"] for each in figures.values()), sum(each.get("seconds", 0.0) for each in figures.values())
+    total, seconds = (
+        sum(each["inputs"] for each in figures.values()),
+        sum(each.get("seconds", 0.0) for each in figures.values()),
+    )
     print(f"{total} inputs over {len(figures)} targets in {seconds:.0f} s, {found} findings, seed {arguments.seed}")
-    summary = {"inputs": total, "seconds": round(seconds), "findings": found, "seed": arguments.seed, "targets": figures}
+    summary = {
+        "inputs": total,
+        "seconds": round(seconds),
+        "findings": found,
+        "seed": arguments.seed,
+        "targets": figures,
+    }
     print(f"figures are in {save('fuzz', summary, arguments.out)}")
-    with suppress(BrokenPipeError):
-        sys.exit(bool(found))
+    sys.exit(bool(found))
 
 
 if __name__ == "__main__":

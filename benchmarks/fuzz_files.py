@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import sqlite3
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from echo2.planning.snapshot_size import snapshot_bytes
 from echo2.reward import functions
 from echo2.reward.text_scorers import final_answer, tagged_answer
 from echo2.rollout.architecture import read_architecture
+from echo2.rollout.generate import encode_prompt, load_tokenizer
 from echo2.rollout.snapshot_files import end_tokens, read_config
 from echo2.runtime import eventlog, metrics
 from echo2.runtime.accounts import CostBook
@@ -35,15 +37,31 @@ from echo2.tasks.base import TaskStream
 from echo2.tasks.files import JsonlRows, ParquetRows
 from echo2.tasks.logs import LoggedAttempts
 from echo2.tasks.templates import TemplateRows
-from echo2.types import TensorBytes
+from echo2.types import Message, Task, TensorBytes
 
 REPOSITORY = Path(__file__).resolve().parent.parent
-TOML_WORDS = (b"[", b"]", b"[[", b"]]", b"=", b'"""', b"'''", b"\n", b"inf", b"nan", b"0x", b"1979-05-27", b"true", b"#", b".")
+TOML_WORDS = (
+    b"[",
+    b"]",
+    b"[[",
+    b"]]",
+    b"=",
+    b'"""',
+    b"'''",
+    b"\n",
+    b"inf",
+    b"nan",
+    b"0x",
+    b"1979-05-27",
+    b"true",
+    b"#",
+    b".",
+)
 
 
 def targets() -> list[Target]:
     """All of them, with their seeds."""
-    return [*_settings(), *_tasks(), *_run_files(), *_learner_files(), *_texts()]
+    return [*_settings(), *_tasks(), *_run_files(), *_learner_files(), *_tokenizers(), *_texts()]
 
 
 def _lines(*rows: dict[str, Any]) -> bytes:
@@ -69,8 +87,9 @@ def _read_flag(data: bytes) -> None:
 def _settings() -> list[Target]:
     flags = [f"{section}.{name} {default}" for section, name, _, default, _ in config.all_fields()]
     flags += ["tasks.params {prompt = '{question}'}", "reward.weights [1.0, 2.0]", 'reward.functions ["exact_match"]']
-    values = tuple(flag.encode() for flag in flags)
+    values = tuple(flag.encode() for flag in (*flags[::8], *flags[-3:]))
     names = tuple(flag.split(" ")[0].encode() + b" " for flag in flags)
+    offers, study = from_file("offers.toml", load_offers), from_file("study.toml", load_study)
     toml = from_file("config.toml", lambda path: config.to_json(config.load(path)))
     return [
         Target("config_toml", toml, _examples("examples/[a-np-z]*.toml"), words=TOML_WORDS, share=0.05),
@@ -79,11 +98,11 @@ def _settings() -> list[Target]:
             from_file("config.json", lambda path: config.to_json(config.load(path))),
             (config.to_json(config.Config()).encode(),),
             words=JSON_WORDS,
-            share=0.5,
+            share=0.05,
         ),
-        Target("flags", _read_flag, values, words=(*names, *TOML_WORDS), share=0.2),
-        Target("offers", from_file("offers.toml", load_offers), _examples("examples/offers.toml"), words=TOML_WORDS, share=0.1),
-        Target("study", from_file("study.toml", load_study), _examples("simulations/*.toml"), words=TOML_WORDS, share=0.02),
+        Target("flags", _read_flag, values, words=(*names, *TOML_WORDS), share=0.01),
+        Target("offers", offers, _examples("examples/offers.toml"), words=TOML_WORDS, share=0.1),
+        Target("study", study, _examples("simulations/*.toml"), words=TOML_WORDS, share=0.02),
     ]
 
 
@@ -120,6 +139,7 @@ def _tasks() -> list[Target]:
     attempt = {"prompt": "p", "completion": "a", "reward": 0.5}
     whole = _lines(*({**attempt, "completion": f"a{i}", "logprob": -0.5 * i} for i in range(4)))
     tokens = _lines(*({"prompt": "q", "tokens": [5, i], "logprobs": [-1, -0.5], "reward": i} for i in range(3)))
+    parquet = from_file("tasks.parquet", lambda path: _read_tasks(ParquetRows(path)))
     chat = _lines({"prompt": [{"role": "user", "content": "1+1"}], "answer": 2, "more": [None, {"a": True}]})
     return [
         Target(
@@ -130,7 +150,10 @@ def _tasks() -> list[Target]:
             share=0.3,
         ),
         Target(
-            "tasks_parquet", from_file("tasks.parquet", lambda path: _read_tasks(ParquetRows(path))), (_parquet(),), share=0.05
+            "tasks_parquet",
+            parquet,
+            (_parquet(),),
+            share=0.05,
         ),
         Target(
             "tasks_logs",
@@ -194,7 +217,10 @@ def _events() -> bytes:
 
 def _run_files() -> list[Target]:
     rows = _lines(
-        *({"step": step, "time/train": 1.5, "broadcast/t_bcast": 0.2, "broadcast/delta_ratio": 0.1, "ess": 0.9} for step in range(3))
+        *(
+            {"step": step, "time/train": 1.5, "broadcast/t_bcast": 0.2, "broadcast/delta_ratio": 0.1, "ess": 0.9}
+            for step in range(3)
+        )
     )
     frame = pipes.encode({"task": {"cursor": 1}, "scores": [[0.5, {"a": 1.0}]]})
     return [
@@ -207,7 +233,9 @@ def _run_files() -> list[Target]:
         ),
         Target("metrics", from_file("metrics.jsonl", _read_rows), (rows,), words=JSON_WORDS, share=0.2),
         Target("events", from_file("events.jsonl", eventlog.replay), (_events(),), words=JSON_WORDS, share=0.05),
-        Target("json_file", from_file("status.json", read_json), (b'{"head": {"pid": 3}}',), words=JSON_WORDS, share=0.5),
+        Target(
+            "json_file", from_file("status.json", read_json), (b'{"head": {"pid": 3}}',), words=JSON_WORDS, share=0.5
+        ),
         Target("ledger", from_file("run/ledger.sqlite", _read_ledger), (_ledger(),), share=0.02),
         Target("frames", lambda data: pipes.read(io.BytesIO(data)), (frame,), words=JSON_WORDS, share=1.0),
     ]
@@ -238,21 +266,68 @@ def _read_model_config(data: bytes) -> None:
     read_architecture(read_config(files)).tensor_shapes()
 
 
+def _tokenizer_files() -> dict[str, bytes]:
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    core = Tokenizer(models.WordLevel({"<pad>": 0, "<eos>": 1, "a": 2, "=": 3}, unk_token="<pad>"))
+    core.pre_tokenizer = pre_tokenizers.Whitespace()
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<eos>", "pad_token": "<pad>"}
+    settings["chat_template"] = "{% for m in messages %}{{ m.role }}={{ m.content }}{% endfor %}"
+    return {"tokenizer.json": core.to_str().encode(), "tokenizer_config.json": json.dumps(settings).encode()}
+
+
+def _read_tokenizer(name: str) -> Callable[[bytes], object]:
+    """A snapshot of which one of the tokenizer's files is hostile, read and used."""
+
+    def read(data: bytes) -> None:
+        tokenizer = load_tokenizer({**_tokenizer_files(), name: data})
+        encode_prompt(Task(0, "a = a"), tokenizer)
+        encode_prompt(Task(0, (Message("user", "a"),)), tokenizer)
+
+    return read
+
+
+def _tokenizers() -> list[Target]:
+    """Slow: transformers is imported, and looks at each file with care."""
+    classes = ("LlamaTokenizer", "T5Tokenizer", "BertTokenizer", "GPT2Tokenizer", "MBart50Tokenizer", "NllbTokenizer")
+    words = (
+        *JSON_WORDS,
+        *(name.encode() for name in classes),
+        b'"model_type": ',
+        b'"auto_map": ',
+        b'"added_tokens_decoder": ',
+    )
+    names = ("tokenizer.json", "tokenizer_config.json")
+    files = _tokenizer_files()
+    return [
+        Target(name.replace(".", "_"), _read_tokenizer(name), (files[name],), words=words, share=0.004)
+        for name in names
+    ]
+
+
 def _learner_files() -> list[Target]:
     model = {
-        **{"model_type": "qwen3", "vocab_size": 31, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2},
-        **{"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64, "eos_token_id": [1, 2]},
-        **{"rope_parameters": {"rope_type": "llama3", "rope_theta": 1e6, "factor": 8.0, "low_freq_factor": 1.0}},
+        "model_type": "qwen3",
+        "vocab_size": 31,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 64,
+        "eos_token_id": [1, 2],
+        "rope_parameters": {"rope_type": "llama3", "rope_theta": 1e6, "factor": 8.0, "low_freq_factor": 1.0},
     }
     model["rope_parameters"] |= {"high_freq_factor": 4.0, "original_max_position_embeddings": 8192}  # type: ignore[operator]
     linear = {**model, "model_type": "llama", "rope_parameters": {"rope_type": "linear", "factor": 2.0}}
+    models = (json.dumps(model).encode(), json.dumps(linear).encode())
     words = (*JSON_WORDS, b'"head_dim": ', b'"sliding_window": ', b'"layer_types": ', b'"rope_scaling": ')
     tensors = {"a": TensorBytes("F32", (2, 3), bytes(24))}
     header = b"".join(bytes(piece) for piece in checkpoint.safetensors_pieces(tensors))
     sizes = from_file("model/model.safetensors", lambda path: snapshot_bytes(path.parent, "bfloat16"))
     return [
         Target("checkpoint", _read_checkpoint, (_checkpoint(),), words=JSON_WORDS, share=0.2),
-        Target("model_config", _read_model_config, (json.dumps(model).encode(), json.dumps(linear).encode()), words=words),
+        Target("model_config", _read_model_config, models, words=words),
         Target("safetensors", sizes, (header,), words=JSON_WORDS, share=0.3),
     ]
 
@@ -280,4 +355,3 @@ def _texts() -> list[Target]:
         Target("match", _match, numbers, words=words, share=2.0),
         Target("answer", _find, answers, words=tags, share=2.0),
     ]
-

@@ -1,7 +1,7 @@
 """Hostile inputs out of valid ones: what `fuzz.py` feeds to parsers. Everything is drawn from the generator given.
 
-Bytes are flipped, cut, repeated, overwritten with extreme numbers and joined with other inputs; texts are also nested and
-given words of their grammar; messages of the wire have fields set to extremes, dropped, repeated and exchanged.
+Bytes are flipped, cut, repeated, overwritten with extreme numbers and joined with other inputs; texts are also nested
+and given words of their grammar; messages of the wire have fields set to extremes, dropped and repeated.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from google.protobuf.message import DecodeError, Message
 #: An input does not grow beyond this by ordinary changes; every `1 / BLOW_UP_SHARE`-th is blown up to BLOWN_UP_BYTES.
 INPUT_BYTES_MAX = 8 << 10
 BLOWN_UP_BYTES = 256 << 10
+MESSAGE_BYTES_MAX = 1 << 20
 BLOW_UP_SHARE = 1 / 4000
 NESTED_MAX = 3000
 #: How many changes an input gets: mostly one, for two that are refused say no more than one.
@@ -139,7 +140,7 @@ def changed_message(kind: type[Message], data: bytes, others: Sequence[bytes], r
     for _ in range(rng.choice(CHANGES)):
         _change_field(message, rng)
     written: bytes = message.SerializeToString()
-    return written
+    return written if len(written) <= MESSAGE_BYTES_MAX else data
 
 
 def filled(kind: type[Message], rng: random.Random, depth: int = 0) -> Any:

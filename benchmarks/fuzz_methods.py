@@ -43,7 +43,15 @@ WORKER = Peer("w-0123456789", "worker", "192.0.2.8")
 JOINER = Peer("w-9876543210", "worker", "192.0.2.9")
 #: The smallest lease ids of an input stand for those of open leases.
 STAND_INS = 16
-SHARES = {"Deliver": 0.5, "ReportStep": 0.02, "OfferSnapshot": 0.1, "Publish": 0.05, "PutChunk": 0.02, "Attend": 0.1}
+SHARES = {
+    "Deliver": 0.4,
+    "ReportCheckpoint": 0.05,
+    "ReportStep": 0.02,
+    "OfferSnapshot": 0.1,
+    "Publish": 0.05,
+    "PutChunk": 0.02,
+    "Attend": 0.1,
+}
 
 
 def targets() -> list[Target]:
@@ -51,7 +59,17 @@ def targets() -> list[Target]:
     return [_target(METHODS[name]) for name in (*_WORKERS, *_LEARNERS)]
 
 
-_WORKERS = ("Attend", "Report", "FailLease", "Deliver", "FetchManifest", "FetchChunks", "ReportFetch", "Probe", "PutProbe")
+_WORKERS = (
+    "Attend",
+    "Report",
+    "FailLease",
+    "Deliver",
+    "FetchManifest",
+    "FetchChunks",
+    "ReportFetch",
+    "Probe",
+    "PutProbe",
+)
 _LEARNERS = (
     *("LearnerHello", "TakeGroups", "ReportStep", "OfferSnapshot", "PutChunk", "Publish", "ReportCheckpoint"),
     "LearnerReport",
@@ -59,7 +77,7 @@ _LEARNERS = (
 
 
 class World:
-    """A head of its own, with version 0 published, and what calls on it."""
+    """A head of its own, with one step trained, and what calls on it."""
 
     def __init__(self, number: int) -> None:
         self.loop = asyncio.new_event_loop()
@@ -72,10 +90,10 @@ class World:
             tasks=config.TasksConfig(source="digit_sorting"),
             reward=config.RewardConfig(functions=["exact_match"]),
             sampling=config.SamplingConfig(group_size=2, max_tokens=16),
-            schedule=config.ScheduleConfig(groups_per_step=64),
+            schedule=config.ScheduleConfig(groups_per_step=16),
         )
         made = rundir.create(self.path, settings, resume=False)
-        self.head = Head(made, settings, RunIdentity.create_or_load(folder() / "identity"))
+        self.head = Head(made, settings, RunIdentity.create_or_load(folder() / "run-identity"))
         await self.head.start()
         self.handlers = Service(self.head).handlers()
         hello = wire.LearnerHello(protocol=PROTOCOL_VERSION, version=0, vocab_size=VOCABULARY)
@@ -85,9 +103,27 @@ class World:
         for hash_, data in content.items():
             await self.handlers["PutChunk"](LEARNER, wire.Chunk(hash=hash_, data=bytes(data)))  # type: ignore[misc]
         await self.handlers["Publish"](LEARNER, request)  # type: ignore[misc]
-        self.streams = [self.handlers["Attend"](peer, said_hello()) for peer in (WORKER, JOINER)]
-        for stream in self.streams:
-            await anext(stream)  # type: ignore[arg-type]
+        self.streams: list[Any] = []
+        await self._attend(WORKER)
+        await self._train_a_step()
+        await self._attend(JOINER)
+
+    async def _attend(self, peer: Peer) -> None:
+        self.streams.append(self.handlers["Attend"](peer, said_hello()))
+        await anext(self.streams[-1])
+
+    async def _train_a_step(self) -> None:
+        feed: Any = self.handlers["TakeGroups"](LEARNER, wire.TakeGroups(step=0))
+        fed, is_done = list[int](), False
+        while not is_done:
+            for lease_id, group in self.leases():
+                delivery = _delivery(lease_id)
+                delivery.group.number = group.number
+                await self.handlers["Deliver"](WORKER, wire.Deliveries(items=[delivery]))  # type: ignore[misc]
+            part = await anext(feed)
+            fed += [group.number for group in part.groups]
+            is_done = part.HasField("done")
+        await self.handlers["ReportStep"](LEARNER, wire.StepReport(groups=fed, metrics_json="{}"))  # type: ignore[misc]
 
     def call(self, method: Method, message: Any) -> None:
         self.calls += 1
@@ -127,7 +163,7 @@ class World:
     async def _close(self) -> None:
         self.head.end("stopped", "enough calls")
         for stream in self.streams:
-            await stream.aclose()  # type: ignore[union-attr]
+            await stream.aclose()
         await self.head.machines.close()
         await self.head.close()
         await self.head.distribution.close()
@@ -181,7 +217,9 @@ def _target(method: Method) -> Target:
     # A learner that contradicts the head is a bug of ours: it is our program, on a machine of the run's owner.
     errors = (PeerError,) if "worker" in method.roles else (PeerError, UserError, InvariantError)
     kind = None if method.raw else method.request
-    return Target(f"method.{method.name}", read, _seeds(method), kind, share=SHARES.get(method.name, 0.2), errors=errors)
+    return Target(
+        f"method.{method.name}", read, _seeds(method), kind, share=SHARES.get(method.name, 0.2), errors=errors
+    )
 
 
 def _stand_in(message: Any, leases: list[tuple[int, GroupRef]]) -> Any:
@@ -245,8 +283,8 @@ def _seeds(method: Method) -> tuple[bytes, ...]:
             wire.FetchReport(up=1e6, down=1e7),
         ],
         "Probe": [wire.ProbeRequest(num_bytes=1000)],
-        "LearnerHello": [wire.LearnerHello(protocol=PROTOCOL_VERSION, version=0, vocab_size=VOCABULARY, pid=8)],
-        "TakeGroups": [wire.TakeGroups(step=0)],
+        "LearnerHello": [wire.LearnerHello(protocol=PROTOCOL_VERSION, version=1, vocab_size=VOCABULARY, pid=8)],
+        "TakeGroups": [wire.TakeGroups(step=1)],
         "ReportStep": [wire.StepReport(step=0, groups=[0, 1], metrics_json='{"time/step": 1.5, "ess": 0.9}')],
         "OfferSnapshot": [request],
         "Publish": [request],
@@ -256,5 +294,3 @@ def _seeds(method: Method) -> tuple[bytes, ...]:
     }
     rng = random.Random(0)
     return (*(each.SerializeToString() for each in found[method.name]), filled(method.request, rng).SerializeToString())
-
-

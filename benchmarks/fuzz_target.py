@@ -20,9 +20,9 @@ IN_MEMORY = Path("/dev/shm")
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """`read` takes hostile bytes and raises nothing but `errors`. `seeds`: valid inputs. `kind`: of which message of the
-    wire they are bytes, so that its fields can be changed. `words`: of the text's grammar. `share`: of the inputs of a
-    run, beside the others' 1: less for what is slow.
+    """`read` takes hostile bytes and raises nothing but `errors`. `seeds`: valid inputs. `kind`: of which message of
+    the wire they are bytes, so that its fields can be changed. `words`: of the text's grammar. `share`: of the inputs
+    of a run, beside the others' 1: less for what is slow.
     """
 
     name: str

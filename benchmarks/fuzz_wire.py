@@ -1,5 +1,5 @@
-"""Targets of the fuzzer: what crosses a link (messages, chunks, addresses, tickets, certificates) and what is sent in it
-(manifests, deltas)."""
+"""Targets of the fuzzer: what crosses a link (messages, chunks, addresses, tickets, certificates), and what is sent
+in it (manifests, deltas)."""
 
 from __future__ import annotations
 
@@ -27,8 +27,19 @@ from echo2.runtime import service
 from echo2.transport import chunks, identity, limits, messages
 from echo2.transport import wire_pb2 as wire
 from echo2.transport.base import METHODS, Peer, packed, parse
-from echo2.types import Assignment, GroupRef, Lease, Message, Rollout, RolloutGroup, SamplingParams, Snapshot
-from echo2.types import SnapshotRef, Task, TensorBytes
+from echo2.types import (
+    Assignment,
+    GroupRef,
+    Lease,
+    Message,
+    Rollout,
+    RolloutGroup,
+    SamplingParams,
+    Snapshot,
+    SnapshotRef,
+    Task,
+    TensorBytes,
+)
 from echo2.weights import ChunkEntry, ChunkStore, Manifest, apply_delta, encode, encode_delta
 from echo2.weights.items import apply_items, encode_items
 from echo2.weights.planes import Reader, Writer
@@ -67,7 +78,9 @@ def group(num_rollouts: int = 2, logged: bool = False) -> RolloutGroup:
 def assignment(prompt: str | tuple[Message, ...]) -> Assignment:
     lease = Lease(4, GroupRef("train", 7), 3, 9, 8, 2, 3, 99.5, 30.0, 11)
     params = SamplingParams(temperature=0.7, top_p=0.9, top_k=4, max_tokens=64)
-    return Assignment(lease, Task(9, prompt, {"answer": "35", "list": [1, {"a": None}]}), params, ("exact_match",), (1.0,))
+    return Assignment(
+        lease, Task(9, prompt, {"answer": "35", "list": [1, {"a": None}]}), params, ("exact_match",), (1.0,)
+    )
 
 
 def _read_group(message: wire.RolloutGroup) -> None:
@@ -173,7 +186,11 @@ def _read_address(data: bytes) -> None:
 
 
 def _pieces() -> list[Target]:
-    packed_chunks = (chunks.pack(bytes(32), b"d" * 5), chunks.pack(b"h" * 32, bytes(300)), chunks.pack_missing(bytes(32)))
+    packed_chunks = (
+        chunks.pack(bytes(32), b"d" * 5),
+        chunks.pack(b"h" * 32, bytes(300)),
+        chunks.pack_missing(bytes(32)),
+    )
     hosts = (b"192.0.2.1:80", b"[2001:db8::1]:4000", b"[::1]", b"localhost", b"worker.example.org:65535")
     words = (b"[", b"]", b":", b"%eth0", b"::", "²".encode(), "١".encode())
     return [
@@ -221,11 +238,13 @@ def _read_peer_file(data: bytes) -> None:
 
 
 def _read_members(data: bytes) -> None:
-    run = _run_identity()
-    (folder() / "identity" / "members.json").write_bytes(data)
-    loaded = identity.RunIdentity.create_or_load(folder() / "identity")
-    del run
-    loaded.member("w-1")
+    directory = folder() / "members"
+    identity.RunIdentity.create_or_load(directory)
+    (directory / "members.json").write_bytes(data)
+    try:
+        identity.RunIdentity.create_or_load(directory).member("w-1")
+    finally:
+        (directory / "members.json").unlink()
 
 
 def _identity() -> list[Target]:
@@ -410,4 +429,3 @@ def _weights() -> list[Target]:
         Target("store_manifest", _read_listed, texts, words=JSON_WORDS, share=0.1),
         Target("store_chunk", _read_stored, (b"a chunk",), share=0.1),
     ]
-
