@@ -117,6 +117,7 @@ class Fuzzer:
         self.slowest = (0.0, 0)
 
     def run(self, inputs: int) -> dict[str, Any]:
+        outcome_of(self.target, self.target.seeds[0])  # without a limit: it may import much
         signal.signal(signal.SIGALRM, _hang)
         for data in self.target.seeds:
             self.take(data)
@@ -154,7 +155,7 @@ class Fuzzer:
         if kind.startswith("!"):
             self._note(kind, detail, data)
             return
-        message = (kind, _CHANGING.sub("_", detail)[:120])
+        message = (kind, _CHANGING.sub("_", detail[:400])[:120])
         is_new = message not in self.messages and len(self.messages) < 10 * KEPT_MAX
         self.messages.add(message) if is_new else None
         if is_new or self.rng.random() < TRACED_SHARE:
