@@ -8,7 +8,6 @@ process that dies is replaced at the next call; either is a `RewardFailure` of t
 from __future__ import annotations
 
 import asyncio
-import json
 import sys
 from collections import deque
 from collections.abc import Sequence
@@ -218,5 +217,4 @@ async def _read(process: asyncio.subprocess.Process) -> dict[str, Any]:
         raise InvariantError("the reward process was started without pipes")
     header = await process.stdout.readexactly(pipes.HEADER.size)
     length = pipes.checked_length(pipes.HEADER.unpack(header)[0])
-    answer: dict[str, Any] = json.loads(await process.stdout.readexactly(length))
-    return answer
+    return pipes.decode(await process.stdout.readexactly(length))
