@@ -105,7 +105,6 @@ def _encode_sample(rollout: Rollout) -> wire.Sample:
         loss_mask=rollout.loss_mask,
         version_spans=[wire.VersionSpan(start=start, version=version) for start, version in rollout.version_spans],
         finish=rollout.finish,
-        environment_reward=rollout.reward_parts.get("environment", 0.0),
     )
     if rollout.support_tokens is not None and rollout.support_offsets is not None:
         message.support_tokens = rollout.support_tokens.tobytes()
@@ -140,18 +139,6 @@ def decode_delivery(message: wire.Delivery, lease: Lease, prompt_tokens: array[i
         worker_id=worker_id,
         generate_seconds=message.generate_seconds,
     )
-
-
-def with_environment_rewards(group: RolloutGroup, message: wire.Delivery) -> RolloutGroup:
-    """What the worker says that the environment gave.
-
-    Raises:
-        PeerError: "malformed".
-    """
-    given = [sample.environment_reward for sample in message.samples]
-    _require(all(abs(reward) <= limits.REWARD_MAX for reward in given), "a reward is not finite, or beyond all measure")
-    pairs = zip(group.rollouts, given, strict=True)
-    return with_rollouts(group, [replace(rollout, reward_parts={"environment": reward}) for rollout, reward in pairs])
 
 
 def _bound_samples(num_samples: int) -> None:
