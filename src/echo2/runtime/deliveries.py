@@ -35,8 +35,8 @@ async def read_delivery(head: Head, worker_id: str, lease: Lease, delivery: wire
     group = replace(group, generate_seconds=min(group.generate_seconds, head.seconds_of(lease.lease_id)))
     messages.check_lengths(group, params.max_tokens)
     messages.check_turns(group, config.sampling.max_turns if head.referee is not None else 1)
-    messages.check_support(group, params)
-    if head.vocab_size is not None:
+    if head.vocab_size is not None:  # else no learner was ever here, and nothing is leased
+        messages.check_support(group, params, head.vocab_size)
         messages.check_vocabulary(group, head.vocab_size)
     if LOGGED_ATTEMPTS in task.columns:
         group = _as_logged(head, task, group, params.max_tokens)

@@ -168,11 +168,11 @@ def check_turns(group: RolloutGroup, max_turns: int) -> None:
         _require(turns <= max_turns, f"an attempt of {turns} turns; {max_turns} were leased")
 
 
-def check_support(group: RolloutGroup, params: SamplingParams) -> None:
+def check_support(group: RolloutGroup, params: SamplingParams, vocab_size: int) -> None:
     """Raises PeerError("malformed") where a token was drawn from more tokens than this sampling leaves: the learner
     makes room for the widest choice at every token."""
     is_narrow = params.temperature > 0 and (params.top_k > 0 or params.top_p < 1)
-    widest = min(params.top_k or limits.SUPPORT_WIDTH_MAX, limits.SUPPORT_WIDTH_MAX) if is_narrow else 0
+    widest = min(params.top_k or vocab_size, vocab_size, limits.SUPPORT_WIDTH_MAX)
     for rollout in group.rollouts:
         if rollout.support_offsets is not None:
             widths = np.diff(np.frombuffer(rollout.support_offsets, dtype=np.int32))
