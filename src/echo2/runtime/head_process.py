@@ -62,9 +62,8 @@ async def _serve(rundir: RunDir) -> None:
     address = f"{config.head.advertise or config.head.host}:{bound}"
     for path, role in ((rundir.ticket, "worker"), (rundir.learner_ticket, "learner")):
         if not path.exists() or Ticket.parse(f"@{path}").address != address:
-            write_atomically(
-                path, identity.make_ticket(role, address, TICKET_USES, TICKET_HOURS, is_own=True), mode=0o600
-            )
+            ticket = identity.make_ticket(role, address, TICKET_USES, TICKET_HOURS, is_own=True)
+            write_atomically(path, ticket, mode=0o600)
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, head.end, "stopped", TOLD_TO_STOP)
