@@ -115,7 +115,7 @@ async def claim_and_send_junk(ticket: str, state: Path, seconds: float) -> tuple
     link, _ = await connect(ticket, state)
     claims = wire.WorkerHello(protocol=limits.PROTOCOL_VERSION, capacity_groups=4096, held_leases=range(1, 10_001))
     claims.host, claims.pid = "\x1b[2J", 2**31
-    junk = wire.Deliveries(items=[wire.Delivery(lease_id=2**40, group=ODD_GROUP)] * 20)
+    junk = wire.Deliveries(items=[wire.Delivery(lease_id=2**40, kind="train")] * 20)
     until, num_attended, num_sent, refusals = time.monotonic() + seconds, 0, 0, set[str]()
     while time.monotonic() < until:
         try:
