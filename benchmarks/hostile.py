@@ -1,8 +1,8 @@
 """What a lying worker does to a run: the demo with honest workers and liars, once for each way of lying.
 
-For each: how the run ended, its steps, how many groups the liar brought in and how many of its results were refused, seconds,
-and the accuracy on held-out tasks of the last checkpoint, measured here (`echo2 eval`), beside the honest run's of the
-same length. The liars join as strangers do, by `echo2 invite`.
+For each: how the run ended, how long it took, how much it wrote, what became of its groups, and the accuracy of its last
+checkpoint on held-out tasks, measured here (`echo2 eval`), all beside an honest run of the same size. The liars join
+as strangers do, by `echo2 invite`.
 
     python benchmarks/hostile.py                     # every lie, one honest worker beside one liar
     python benchmarks/hostile.py --only "logprob -1e15" --honest 3
@@ -90,7 +90,7 @@ def _outcome(out: Path) -> dict[str, Any]:
         "ended": outcome.get("kind", "did not end"),
         "reason": outcome.get("reason", ""),
         "groups": summary.get("groups", {}),
-        "accuracy": json.loads(judged.stdout)["accuracy"] if judged.returncode == 0 else None,
+        "accuracy": json.loads(judged.stdout)["eval/accuracy"] if judged.returncode == 0 else None,
         "log_bytes": files,
     }
 
