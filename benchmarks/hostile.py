@@ -1,8 +1,8 @@
 """What a lying worker does to a run: the demo with honest workers and liars, once for each way of lying.
 
-For each: how the run ended, how long it took, how much it wrote, what became of its groups, and the accuracy of its last
-checkpoint on held-out tasks, measured here (`echo2 eval`), all beside an honest run of the same size. The liars join
-as strangers do, by `echo2 invite`.
+For each: how the run ended, how long it took, how much it wrote, what became of its groups, and the accuracy of its
+last checkpoint on held-out tasks, measured here (`echo2 eval`), all beside an honest run of the same size. The liars
+join as strangers do, by `echo2 invite`.
 
     python benchmarks/hostile.py                     # every lie, one honest worker beside one liar
     python benchmarks/hostile.py --only "logprob -1e15" --honest 3

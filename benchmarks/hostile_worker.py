@@ -23,7 +23,7 @@ def logprob(value: float, share: float = 0.0) -> Lie:
     """One token a group (or this share of all tokens) is said to have had this logprob."""
 
     def lie(delivery: wire.Delivery, source: random.Random) -> None:
-        for number, rollout in enumerate(delivery.group.rollouts):
+        for number, rollout in enumerate(delivery.samples):
             values = array("f", rollout.logprobs)
             for place in range(len(values)):
                 if (share and source.random() < share) or (not share and number == place == 0):
@@ -35,7 +35,7 @@ def logprob(value: float, share: float = 0.0) -> Lie:
 
 def random_tokens(delivery: wire.Delivery, source: random.Random) -> None:
     """Half the tokens are drawn by dice; the logprobs are those of what the policy had drawn."""
-    for rollout in delivery.group.rollouts:
+    for rollout in delivery.samples:
         tokens = array("i", rollout.tokens)
         for place in range(len(tokens)):
             if source.random() < 0.5:
@@ -45,13 +45,13 @@ def random_tokens(delivery: wire.Delivery, source: random.Random) -> None:
 
 def copies(delivery: wire.Delivery, source: random.Random) -> None:
     """One rollout, as often as the group has places."""
-    for rollout in delivery.group.rollouts[1:]:
-        rollout.CopyFrom(delivery.group.rollouts[0])
+    for rollout in delivery.samples[1:]:
+        rollout.CopyFrom(delivery.samples[0])
 
 
 def wide_support(delivery: wire.Delivery, source: random.Random) -> None:
     """The first token was drawn from four million candidates."""
-    rollout = delivery.group.rollouts[0]
+    rollout = delivery.samples[0]
     first, rest = rollout.tokens[:4], array("i", rollout.tokens)[1:]
     rollout.support_tokens = first * WIDE_SUPPORT + rest.tobytes()
     rollout.support_offsets = array("i", [0, *range(WIDE_SUPPORT, WIDE_SUPPORT + len(rest) + 1)]).tobytes()
@@ -59,20 +59,20 @@ def wide_support(delivery: wire.Delivery, source: random.Random) -> None:
 
 def versions(delivery: wire.Delivery, source: random.Random) -> None:
     """Sampled with a version that does not exist."""
-    for rollout in delivery.group.rollouts:
+    for rollout in delivery.samples:
         rollout.version_spans[0].version += 1000
 
 
 def endless(delivery: wire.Delivery, source: random.Random) -> None:
     """Far more tokens than were leased."""
-    rollout = delivery.group.rollouts[0]
+    rollout = delivery.samples[0]
     rollout.tokens, rollout.logprobs = rollout.tokens * 10_000, rollout.logprobs * 10_000
     rollout.loss_mask = rollout.loss_mask * 10_000
 
 
 def empty(delivery: wire.Delivery, source: random.Random) -> None:
     """Nothing at all."""
-    delivery.group.Clear()
+    delivery.ClearField("samples")
 
 
 LIES: dict[str, Lie] = {
