@@ -180,6 +180,26 @@ def test_groups_asked_for_together_get_their_own_scores(own: Path) -> None:
     with_process(own, body)
 
 
+def test_what_ends_the_process_costs_its_own_group_and_none_that_was_sent_with_it(own: Path) -> None:
+    deeds = ["nothing", "exit", "nothing", "raise", "hang", *["nothing"] * 20, "segfault", "nothing"]
+
+    async def body(process: RewardProcess) -> None:
+        await process.start()
+        calls = [asyncio.ensure_future(process.score(task(deed), rollouts("a"))) for deed in deeds]
+        dropped = asyncio.ensure_future(process.score(task("nothing"), rollouts("a")))
+        await asyncio.sleep(0)
+        dropped.cancel()
+        found = await asyncio.gather(*calls, return_exceptions=True)
+        for deed, outcome in zip(deeds, found, strict=True):
+            if deed == "nothing":
+                assert not isinstance(outcome, BaseException), outcome
+                assert outcome[0].reward == 2.2
+            else:
+                assert isinstance(outcome, RewardFailure)
+
+    with_process(own, body, timeout_seconds=2.0)
+
+
 def test_a_function_that_cannot_be_loaded_is_a_user_error(tmp_path: Path) -> None:
     async def run() -> None:
         process = RewardProcess([f"{tmp_path}/nowhere.py:reward"], [], 60.0, tmp_path / "reward.log")
