@@ -35,11 +35,11 @@ FIRST = SnapshotRef(1, 0)
     )
 )
 def test_a_ranking_knows_its_smallest_member(actions: list[tuple[str, int, int]]) -> None:
-    ranking, model = Ranking(), dict[str, tuple[int, float, str]]()
+    ranking, model = Ranking(), dict[str, tuple[int, int, float, str]]()
     for action, key, load in actions:
         name = f"w{key}"
         if action == "put":
-            model[name] = (load, 0.5, name)
+            model[name] = (load, 0, 0.5, name)
             ranking.put(model[name])
         else:
             ranking.drop(name)
@@ -52,9 +52,9 @@ def test_a_ranking_knows_its_smallest_member(actions: list[tuple[str, int, int]]
 def test_a_worker_that_is_ranked_anew_a_thousand_times_does_not_fill_the_heap() -> None:
     ranking = Ranking()
     for load in range(1000):
-        ranking.put((load, 0.0, "a"))
-        ranking.put((load % 2, 0.0, "b"))
-    assert ranking.first() == (1, 0.0, "b")
+        ranking.put((load, 0, 0.0, "a"))
+        ranking.put((load % 2, 0, 0.0, "b"))
+    assert ranking.first() == (1, 0, 0.0, "b")
     assert len(ranking._heap) < 200
 
 

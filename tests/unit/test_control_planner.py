@@ -4,6 +4,8 @@ run stops.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from echo2.control import commands as do

@@ -49,7 +49,7 @@ def next_worker(state: PlannerState, depth: int, served: Container[Kind]) -> Wor
         if kind not in served and (state.options.deterministic or is_published(state, kind[0]))
     )
     best = min((rank for rank in firsts if rank is not None), default=None)
-    return None if best is None else state.fleet.get(best[2])
+    return None if best is None else state.fleet.get(best[-1])
 
 
 def fill(state: PlannerState, worker: Worker, depth: int, now: float) -> bool:
