@@ -143,7 +143,9 @@ def judge_hostile(seed: int) -> list[str]:
     unit = scenario.group_size * (scenario.groups_per_batch if scenario.deterministic else 1)
     most = max(unit, scenario.groups_per_step * scenario.group_size // 2)
     for step, given in supplied(report, scenario).items() if not report.killed.get("head") else ():
-        wrong += [f"ticket {t} supplied {n} samples of step {step}, {most} allowed" for t, n in given.items() if n > most]
+        wrong += [
+            f"ticket {t} supplied {n} samples of step {step}, {most} allowed" for t, n in given.items() if n > most
+        ]
     honest = {f"w{at}-{n}" for at, spec in enumerate(scenario.workers) for n in range(spec.count) if not spec.hostile}
     expelled = {command.worker_id for command in commands if isinstance(command, do.ExpelWorker)}
     return wrong + [f"{worker_id} is honest and was expelled" for worker_id in sorted(expelled & honest)]
