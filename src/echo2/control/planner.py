@@ -355,6 +355,8 @@ class Planner(PlannerState):
     # ---- evaluation, end -------------------------------------------------------------------------------------------
 
     def _start_eval(self, ref: SnapshotRef, now: float) -> None:
+        if not self.evaluation.rounds:
+            self.skips_evals_at = None
         self.evaluation.start(ref, now)
         if self.frontier is not None:
             self.frontier.interrupted()
