@@ -1,8 +1,8 @@
 """What strangers that mean harm cost a run, by simulation: each way of harm at 1 of 2, 3 of 8 and 20 of 22 workers,
 beside the same run with the honest workers alone.
 
-The honest ones are machines of the run's owner; the others joined by one ticket. `ratio` is of the run's time; `wait` what
-the learner waits longer, in lease deadlines; `share` the largest that the ticket supplied of a step.
+The honest ones are machines of the run's owner; the others joined by one ticket. `ratio` is of the run's time; `wait`
+what the learner waits longer, in lease deadlines; `share` the largest that the ticket supplied of a step.
 
     python benchmarks/hostile_fleet.py [--seeds 3]      # writes benchmarks/results/hostile_fleet-*.json
 """
@@ -91,8 +91,8 @@ def main(arguments: Sequence[str]) -> None:
                 rows.append({"max_staleness": max_staleness, "honest": honest, "hostile": hostile, "way": way, **row})
                 fleet = f"{hostile} of {honest + hostile}"
                 print(
-                    f"  {max_staleness}  {fleet:17s}  {way or 'honest':11s}  {row['ratio']:5.2f}  {row['worst_ratio']:5.2f}"
-                    f"  {row['steps_per_second']:7.3f}  {row['idle_ratio']:4.2f}  {row['wait_leases']:10.2f}"
+                    f"  {max_staleness}  {fleet:17s}  {way or 'honest':11s}  {row['ratio']:5.2f}"
+                    f"  {row['worst_ratio']:5.2f}  {row['steps_per_second']:7.3f}  {row['idle_ratio']:4.2f}  {row['wait_leases']:10.2f}"
                     f"  {row['share']:5.2f}  {row['refused']:7.0f}{'' if row['finished'] == 1.0 else '  NOT FINISHED'}",
                     flush=True,
                 )

@@ -90,8 +90,8 @@ HOSTILE: tuple[Any, ...] = ("holds", "fails", "malformed", "junk", "claims")
 
 
 def hostile_scenario(seed: int) -> Scenario:
-    """A random world whose own workers do not fail, with honest strangers and some that mean harm, many of one ticket; in
-    some worlds all are strangers. Three failures in a row would stop the run.
+    """A random world whose own workers do not fail, with honest strangers and some that mean harm, many of one ticket;
+    in some worlds all are strangers. Three failures in a row would stop the run.
     """
     scenario, rng = random_scenario(seed), random.Random(f"liars of {seed}")
     own = tuple(replace(spec, joins_at_seconds=0.0, scores=rng.random() < 0.5) for spec in calm(scenario).workers)
