@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 import echo2
+from echo2.documents import parse_json
 from echo2.errors import InvariantError, PeerError
 
 MAX_FRAME_BYTES = 256 << 20
@@ -41,8 +42,27 @@ def checked_length(length: int) -> int:
     return length
 
 
+def decode(body: bytes) -> dict[str, Any]:
+    """The message in a frame.
+
+    Raises:
+        PeerError: "malformed".
+    """
+    try:
+        message = parse_json(body)
+    except ValueError as error:
+        raise PeerError("malformed", f"a frame of {len(body)} bytes is not JSON: {error}") from error
+    if not isinstance(message, dict):
+        raise PeerError("malformed", f"a frame holds a {type(message).__name__}, not an object")
+    return message
+
+
 def read(stream: BinaryIO) -> dict[str, Any] | None:
-    """The next frame; None at the end of the stream (a frame cut short counts as the end)."""
+    """The next frame; None at the end of the stream (a frame cut short counts as the end).
+
+    Raises:
+        PeerError: "oversized" or "malformed".
+    """
     header = stream.read(HEADER.size)
     if len(header) < HEADER.size:
         return None
@@ -50,8 +70,7 @@ def read(stream: BinaryIO) -> dict[str, Any] | None:
     body = stream.read(length)
     if len(body) < length:
         return None
-    message: dict[str, Any] = json.loads(body)
-    return message
+    return decode(body)
 
 
 # ---- of the process that starts the other ----------------------------------------------------------------------------
@@ -67,8 +86,8 @@ def exchange(process: subprocess.Popen[bytes], frame: bytes, until: float) -> di
     """Send one frame to a child and read its answer, until the monotonic time `until`.
 
     Raises:
-        TimeoutError: no whole answer by then. EOFError, OSError: the child is gone. ValueError: what came is no frame.
-        PeerError: "oversized".
+        TimeoutError: no whole answer by then. EOFError, OSError: the child is gone. PeerError: "oversized" or
+            "malformed".
     """
     if process.stdin is None or process.stdout is None:
         raise InvariantError("the child was started without pipes")
@@ -79,8 +98,7 @@ def exchange(process: subprocess.Popen[bytes], frame: bytes, until: float) -> di
         _await(to_child, select.POLLOUT, until)
         left = left[os.write(to_child, left) :]
     length = checked_length(HEADER.unpack(_read_within(from_child, HEADER.size, until))[0])
-    answer: dict[str, Any] = json.loads(_read_within(from_child, length, until))
-    return answer
+    return decode(_read_within(from_child, length, until))
 
 
 def _read_within(pipe: int, size: int, until: float) -> bytes:

@@ -124,6 +124,8 @@ def build(raw: Mapping[str, Any], where: str) -> Config:
         return msgspec.convert(dict(raw), type=Config, strict=True)
     except msgspec.ValidationError as error:
         raise UserError(f"{where}: {_explain(error, raw)}") from error
+    except UnicodeError as error:
+        raise UserError(f"{where}: a text holds half a character: {error}.") from error
 
 
 def _explain(error: msgspec.ValidationError, raw: Mapping[str, Any]) -> str:

@@ -20,6 +20,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
 from blake3 import blake3
 
 from echo2.documents import parse_json
@@ -72,9 +73,11 @@ def read_state(directory: Path) -> dict[str, Any] | None:
     try:
         state: dict[str, Any] = parse_json((directory / STATE_FILE).read_bytes())
         sizes_fit = all((directory / name).stat().st_size == entry["bytes"] for name, entry in state["files"].items())
-    except (OSError, ValueError, KeyError, TypeError):
+        is_described = all("blake3" in entry for entry in state["files"].values())
+        msgspec.convert(state["progress"], Progress)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, msgspec.ValidationError):
         return None
-    return state if sizes_fit and state.get("format") == FORMAT else None
+    return state if sizes_fit and is_described and state.get("format") == FORMAT else None
 
 
 def is_whole(directory: Path) -> bool:

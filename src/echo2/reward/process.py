@@ -7,7 +7,6 @@ everything it started; a process that dies is replaced at the next call; either 
 from __future__ import annotations
 
 import asyncio
-import json
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -168,5 +167,4 @@ async def _exchange(process: asyncio.subprocess.Process, frame: bytes) -> dict[s
     await process.stdin.drain()
     header = await process.stdout.readexactly(pipes.HEADER.size)
     length = pipes.checked_length(pipes.HEADER.unpack(header)[0])
-    answer: dict[str, Any] = json.loads(await process.stdout.readexactly(length))
-    return answer
+    return pipes.decode(await process.stdout.readexactly(length))

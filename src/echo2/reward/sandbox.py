@@ -44,7 +44,7 @@ class Sandbox:
             try:
                 process = self._running()
                 answer = pipes.exchange(process, pipes.encode(request), until)
-            except (EOFError, OSError, ValueError, PeerError) as error:  # ValueError: what came back is no frame
+            except (EOFError, OSError, PeerError) as error:
                 self._kill()
                 raise UserError(f"cannot run: its process did not answer ({type(error).__name__})") from error
             except BaseException:

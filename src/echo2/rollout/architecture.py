@@ -13,6 +13,8 @@ from echo2.errors import UserError
 
 MODEL_TYPES = ("llama", "qwen2", "qwen3")
 ROPE_TYPES = ("default", "linear", "llama3")
+#: Eight times those of the deepest models; what claims more would be counted layer by layer before it is refused.
+LAYERS_MAX = 1000
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +91,16 @@ def read_architecture(config: Mapping[str, Any]) -> Architecture:
     Raises:
         UserError: not one of the three, or a variant that `compact` does not compute; names the engine that does.
     """
+    try:
+        _check_variant(config)
+        return _architecture(config)
+    except UserError:
+        raise
+    except (KeyError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
+        raise UserError(f"The model's config.json is incomplete or wrong: {type(error).__name__} {error}.") from error
+
+
+def _check_variant(config: Mapping[str, Any]) -> None:
     model_type = config.get("model_type")
     _require(model_type in MODEL_TYPES, "model_type", model_type)
     _require(config.get("hidden_act", "silu") == "silu", "hidden_act", config.get("hidden_act"))
@@ -96,20 +108,19 @@ def read_architecture(config: Mapping[str, Any]) -> Architecture:
     has_window = bool(config.get("sliding_window")) and config.get("use_sliding_window", model_type == "llama")
     _require(not has_window, "sliding_window", config.get("sliding_window"))
     _require(not config.get("quantization_config"), "quantization_config", "set")
-    try:
-        return _architecture(config)
-    except (KeyError, TypeError, ValueError) as error:
-        raise UserError(f"The model's config.json is incomplete or wrong: {type(error).__name__} {error}.") from error
 
 
 def _architecture(config: Mapping[str, Any]) -> Architecture:
     model_type, heads = config["model_type"], int(config["num_attention_heads"])
+    layers = int(config["num_hidden_layers"])
+    if layers > LAYERS_MAX:
+        raise ValueError(f"num_hidden_layers = {layers}; the limit is {LAYERS_MAX}")
     attention_bias = bool(config.get("attention_bias", False))
     return Architecture(
         vocab_size=int(config["vocab_size"]),
         hidden_size=int(config["hidden_size"]),
         ffn_size=int(config["intermediate_size"]),
-        num_layers=int(config["num_hidden_layers"]),
+        num_layers=layers,
         num_heads=heads,
         num_kv_heads=int(config.get("num_key_value_heads") or heads),
         head_dim=int(config.get("head_dim") or (128 if model_type == "qwen3" else int(config["hidden_size"]) // heads)),

@@ -89,14 +89,17 @@ def known_ess(rows: Sequence[Row], version: int) -> tuple[tuple[int, float], ...
 
 
 def read_rows(path: Path) -> list[Row]:
-    """The rows of a metrics file; a last line torn by a kill is passed over."""
+    """The rows of a metrics file up to the first damaged one: a last line torn by a kill is passed over."""
     rows: list[Row] = []
     if path.is_file():
         for line in path.read_bytes().splitlines():
             try:
-                rows.append(parse_json(line))
+                row = parse_json(line)
             except ValueError:  # no JSON, or a character cut in two
                 break
+            if not isinstance(row, dict) or type(row.get("step")) is not int:
+                break
+            rows.append(row)
     return rows
 
 

@@ -301,7 +301,8 @@ class Service:
 
     async def report_checkpoint(self, peer: Peer, report: wire.CheckpointReport) -> wire.Empty:
         self._learner()
-        self._head.happen(ev.CheckpointSaved(report.version, report.oldest_kept))
+        version, oldest = (messages.whole_number("version", number) for number in (report.version, report.oldest_kept))
+        self._head.happen(ev.CheckpointSaved(version, oldest))
         return wire.Empty()
 
     async def learner_report(self, peer: Peer, report: wire.LearnerReport) -> wire.Empty:

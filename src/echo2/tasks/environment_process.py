@@ -155,7 +155,7 @@ class ProcessWorld:
         except TimeoutError as error:
             self._kill()
             raise UserError(f"The environment {self._spec} took longer than {limit:g} s and was stopped.") from error
-        except (EOFError, OSError, ValueError) as error:  # ValueError: what came back is no frame
+        except (EOFError, OSError) as error:
             ending = pipes.ending(self._kill(EXIT_SECONDS))
             raise UserError(
                 f"The process of the environment {self._spec} {ending}; its worker's log says more."

@@ -96,7 +96,7 @@ class ParquetRows:
                     "Name its directory instead: Hugging Face datasets map it from disk."
                 )
             self._table = pyarrow.parquet.read_table(path)
-        except (OSError, pyarrow.ArrowException) as error:
+        except (OSError, UnicodeError, pyarrow.ArrowException) as error:
             raise UserError(f"Cannot read {path} as Parquet: {error}.") from error
 
     def __len__(self) -> int:

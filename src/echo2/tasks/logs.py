@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import json
 import logging
-import math
+import sys
 from array import array
 from collections import Counter
 from collections.abc import Mapping
@@ -161,7 +161,7 @@ def _check(line: Mapping[str, Any], where: str) -> str:
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
 
 
 def _attempt(line: Mapping[str, Any]) -> dict[str, Any]:

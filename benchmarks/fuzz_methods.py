@@ -1,0 +1,296 @@
+"""Targets of the fuzzer: every method that the head answers, called on a real head with a learner and two workers.
+
+What a worker sends may be refused and nothing else: any other error, and any end of the run that is a bug of ours, is a
+finding. A head is used for CALLS_PER_HEAD calls, or until its run is over.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import os
+import random
+import shutil
+from array import array
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from typing import Any
+
+from fuzz_inputs import filled
+from fuzz_target import Target, folder
+
+from echo2 import config
+from echo2.errors import InvariantError, PeerError, UserError
+from echo2.runtime import rundir
+from echo2.runtime.head import Head
+from echo2.runtime.service import Service
+from echo2.transport import chunks, messages
+from echo2.transport import wire_pb2 as wire
+from echo2.transport.base import METHODS, Method, Peer, parse
+from echo2.transport.identity import RunIdentity
+from echo2.transport.limits import PROTOCOL_VERSION
+from echo2.types import GroupRef, Rollout, RolloutGroup, SnapshotRef, TensorBytes
+from echo2.weights import encode
+
+CALLS_PER_HEAD = 400
+#: Turns of the event loop that a stream is given for its next message.
+TURNS = 20
+VOCABULARY = 1000
+LEARNER = Peer("l-0123456789", "learner", "192.0.2.7")
+WORKER = Peer("w-0123456789", "worker", "192.0.2.8")
+#: Who says hello again and again: not the one whose results are taken.
+JOINER = Peer("w-9876543210", "worker", "192.0.2.9")
+#: The smallest lease ids of an input stand for those of open leases.
+STAND_INS = 16
+SHARES = {
+    "Deliver": 0.4,
+    "ReportCheckpoint": 0.05,
+    "ReportStep": 0.02,
+    "OfferSnapshot": 0.1,
+    "Publish": 0.05,
+    "PutChunk": 0.02,
+    "Attend": 0.1,
+}
+
+
+def targets() -> list[Target]:
+    """One for each method that the head serves; `Enrol` is a target of fuzz_wire.py."""
+    return [_target(METHODS[name]) for name in (*_WORKERS, *_LEARNERS)]
+
+
+_WORKERS = (
+    "Attend",
+    "Report",
+    "FailLease",
+    "Deliver",
+    "FetchManifest",
+    "FetchChunks",
+    "ReportFetch",
+    "Probe",
+    "PutProbe",
+)
+_LEARNERS = (
+    *("LearnerHello", "TakeGroups", "ReportStep", "OfferSnapshot", "PutChunk", "Publish", "ReportCheckpoint"),
+    "LearnerReport",
+)
+
+
+class World:
+    """A head of its own, with one step trained, and what calls on it."""
+
+    def __init__(self, number: int) -> None:
+        self.loop = asyncio.new_event_loop()
+        self.path = folder() / f"run-{os.getpid()}-{number}"
+        self.calls = 0
+        self.loop.run_until_complete(self._open())
+
+    async def _open(self) -> None:
+        settings = config.Config(
+            tasks=config.TasksConfig(source="digit_sorting"),
+            reward=config.RewardConfig(functions=["exact_match"]),
+            sampling=config.SamplingConfig(group_size=2, max_tokens=16),
+            schedule=config.ScheduleConfig(groups_per_step=16),
+        )
+        made = rundir.create(self.path, settings, resume=False)
+        self.head = Head(made, settings, RunIdentity.create_or_load(folder() / "run-identity"))
+        await self.head.start()
+        self.handlers = Service(self.head).handlers()
+        hello = wire.LearnerHello(protocol=PROTOCOL_VERSION, version=0, vocab_size=VOCABULARY)
+        await self.handlers["LearnerHello"](LEARNER, hello)  # type: ignore[misc]
+        request, content = snapshot(self.head.planner.lineage)
+        await self.handlers["OfferSnapshot"](LEARNER, request)  # type: ignore[misc]
+        for hash_, data in content.items():
+            await self.handlers["PutChunk"](LEARNER, wire.Chunk(hash=hash_, data=bytes(data)))  # type: ignore[misc]
+        await self.handlers["Publish"](LEARNER, request)  # type: ignore[misc]
+        self.streams: list[Any] = []
+        await self._attend(WORKER)
+        await self._train_a_step()
+        await self._attend(JOINER)
+
+    async def _attend(self, peer: Peer) -> None:
+        self.streams.append(self.handlers["Attend"](peer, said_hello()))
+        await anext(self.streams[-1])
+
+    async def _train_a_step(self) -> None:
+        feed: Any = self.handlers["TakeGroups"](LEARNER, wire.TakeGroups(step=0))
+        fed, is_done = list[int](), False
+        while not is_done:
+            for lease_id, group in self.leases():
+                delivery = _delivery(lease_id)
+                delivery.group.number = group.number
+                await self.handlers["Deliver"](WORKER, wire.Deliveries(items=[delivery]))  # type: ignore[misc]
+            part = await anext(feed)
+            fed += [group.number for group in part.groups]
+            is_done = part.HasField("done")
+        await self.handlers["ReportStep"](LEARNER, wire.StepReport(groups=fed, metrics_json="{}"))  # type: ignore[misc]
+
+    def call(self, method: Method, message: Any) -> None:
+        self.calls += 1
+        peer = WORKER if "worker" in method.roles else LEARNER
+        self.loop.run_until_complete(self._call(method, JOINER if method.name == "Attend" else peer, message))
+        if self.head.outcome is not None and self.head.outcome[0] in ("bug", "user_error"):
+            raise AssertionError(f"the run ended: {self.head.outcome}")
+
+    async def _call(self, method: Method, peer: Peer, message: Any) -> None:
+        answer = self.handlers[method.name](peer, message)
+        if not method.streaming:
+            await answer  # type: ignore[misc]
+            return
+        stream: AsyncIterator[Any] = answer  # type: ignore[assignment]
+        first = asyncio.ensure_future(anext(stream))  # type: ignore[arg-type]
+        for _ in range(TURNS):
+            await asyncio.sleep(0)
+        if not first.done():
+            first.cancel()
+        try:
+            await first
+        except (asyncio.CancelledError, StopAsyncIteration):
+            pass  # it has nothing to say yet, or at all
+        finally:
+            await stream.aclose()  # type: ignore[attr-defined]
+
+    def leases(self) -> list[tuple[int, GroupRef]]:
+        """(id, group) of what the worker holds."""
+        held = self.head.planner.leases.open_leases()
+        return [(lease.lease_id, lease.group) for worker_id, lease in held if worker_id == WORKER.peer_id]
+
+    def close(self) -> None:
+        self.loop.run_until_complete(self._close())
+        self.loop.close()
+        shutil.rmtree(self.path, ignore_errors=True)
+
+    async def _close(self) -> None:
+        self.head.end("stopped", "enough calls")
+        for stream in self.streams:
+            await stream.aclose()
+        await self.head.machines.close()
+        await self.head.close()
+        await self.head.distribution.close()
+        for task in asyncio.all_tasks() - {asyncio.current_task()}:
+            task.cancel()
+        await asyncio.sleep(0)
+
+
+class _Worlds:
+    """The head in use; another one when it has answered enough."""
+
+    def __init__(self) -> None:
+        self._numbers = itertools.count()
+        self._world: World | None = None
+
+    def world(self) -> World:
+        if self._world is not None and (self._world.calls >= CALLS_PER_HEAD or self._world.head.outcome is not None):
+            self.forget()
+        if self._world is None:
+            logging.disable(logging.CRITICAL)  # a head tells its log of each refusal
+            self._world = World(next(self._numbers))
+        return self._world
+
+    def forget(self) -> None:
+        world, self._world = self._world, None
+        if world is not None:
+            world.close()
+
+
+_WORLDS = _Worlds()
+
+
+def close() -> None:
+    """Let go of the head in use."""
+    _WORLDS.forget()
+    logging.disable(logging.NOTSET)
+
+
+def _target(method: Method) -> Target:
+    def read(data: bytes) -> None:
+        message = data if method.raw else parse(method.request, data)
+        world = _WORLDS.world()
+        try:
+            world.call(method, _stand_in(message, world.leases()))
+        except (PeerError, UserError, InvariantError):
+            raise
+        except BaseException:
+            _WORLDS.forget()  # it may be in any state
+            raise
+
+    # A learner that contradicts the head is a bug of ours: it is our program, on a machine of the run's owner.
+    errors = (PeerError,) if "worker" in method.roles else (PeerError, UserError, InvariantError)
+    kind = None if method.raw else method.request
+    return Target(
+        f"method.{method.name}", read, _seeds(method), kind, share=SHARES.get(method.name, 0.2), errors=errors
+    )
+
+
+def _stand_in(message: Any, leases: list[tuple[int, GroupRef]]) -> Any:
+    """The message about an open lease and its group, where it says a small lease id."""
+    items = message.items if isinstance(message, wire.Deliveries) else [message]
+    for item in items:
+        if leases and getattr(item, "lease_id", STAND_INS) < STAND_INS:
+            item.lease_id, group = leases[item.lease_id % len(leases)]
+            if isinstance(item, wire.Delivery) and item.group.number < STAND_INS:
+                item.group.kind, item.group.number = group.kind, group.number
+    return message
+
+
+# ---- valid calls -----------------------------------------------------------------------------------------------------
+
+
+def snapshot(lineage: int) -> tuple[wire.PublishRequest, dict[bytes, memoryview]]:
+    tensors = {"a": TensorBytes("BF16", (100,), bytes(200))}
+    manifest, content = encode(SnapshotRef(lineage, 0), tensors, {"config.json": b"{}"})
+    return wire.PublishRequest(lineage=lineage, version=0, manifest=manifest.to_bytes()), content
+
+
+def said_hello() -> wire.WorkerHello:
+    hello = wire.WorkerHello(protocol=PROTOCOL_VERSION, capacity_groups=4, rewards=["exact_match"], pid=7)
+    hello.installed_version, hello.installed_lineage = 0, 1
+    return hello
+
+
+def _delivery(lease_id: int) -> wire.Delivery:
+    rollout = Rollout(
+        tokens=array("i", [5, 6, 7, 8]),
+        logprobs=array("f", [-0.5, -0.25, -1.5, -0.25]),
+        loss_mask=b"\1" * 4,
+        version_spans=((0, 0),),
+        finish="stop",
+        text="5678",
+        reward=0.5,
+        reward_parts={"exact_match": 0.5},
+    )
+    rollouts = (rollout, replace(rollout, reward=1.0))
+    group = RolloutGroup(GroupRef("train", lease_id), 0, 1, 0, array("i", [1, 2]), rollouts, WORKER.peer_id, 1.5)
+    return wire.Delivery(lease_id=lease_id, group=messages.encode_group(group))
+
+
+def _seeds(method: Method) -> tuple[bytes, ...]:
+    if method.raw:
+        return (b"", chunks.pack(bytes(32), b"filler"))
+    payload = wire.PayloadId(ref=wire.SnapshotId(lineage=1))
+    request, content = snapshot(1)
+    tally = wire.Tally(source="", num_bytes=202, seconds=0.5)
+    found: dict[str, list[Any]] = {
+        "Attend": [said_hello()],
+        "Report": [wire.WorkerReport(installed_version=0, installed_lineage=1, doing="samples", tokens_generated=9)],
+        "FailLease": [wire.LeaseFailed(lease_id=1, reason="oom", detail="out of memory")],
+        "Deliver": [wire.Deliveries(items=[_delivery(1)]), wire.Deliveries(items=[_delivery(0), _delivery(2)])],
+        "FetchManifest": [wire.ManifestRequest(lineage=1, version=0)],
+        "FetchChunks": [wire.ChunkRequest(hashes=list(content), payload=payload)],
+        "ReportFetch": [
+            wire.FetchReport(payload=payload, bytes_stored=202, bytes_total=202, whole=True, tallies=[tally]),
+            wire.FetchReport(payload=payload, failed_source=JOINER.peer_id, failure="corrupt"),
+            wire.FetchReport(up=1e6, down=1e7),
+        ],
+        "Probe": [wire.ProbeRequest(num_bytes=1000)],
+        "LearnerHello": [wire.LearnerHello(protocol=PROTOCOL_VERSION, version=1, vocab_size=VOCABULARY, pid=8)],
+        "TakeGroups": [wire.TakeGroups(step=1)],
+        "ReportStep": [wire.StepReport(step=0, groups=[0, 1], metrics_json='{"time/step": 1.5, "ess": 0.9}')],
+        "OfferSnapshot": [request],
+        "Publish": [request],
+        "PutChunk": [wire.Chunk(hash=hash_, data=bytes(data)) for hash_, data in content.items()],
+        "ReportCheckpoint": [wire.CheckpointReport(version=0, oldest_kept=0)],
+        "LearnerReport": [wire.LearnerReport(doing="trains")],
+    }
+    rng = random.Random(0)
+    return (*(each.SerializeToString() for each in found[method.name]), filled(method.request, rng).SerializeToString())

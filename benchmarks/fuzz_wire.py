@@ -1,0 +1,431 @@
+"""Targets of the fuzzer: what crosses a link (messages, chunks, addresses, tickets, certificates), and what is sent
+in it (manifests, deltas)."""
+
+from __future__ import annotations
+
+import base64
+import random
+from array import array
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import numpy as np
+from blake3 import blake3
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec, rsa
+from cryptography.x509.oid import NameOID
+from fuzz_inputs import filled
+from fuzz_target import Target, folder, text
+from google.protobuf.message import Message as WireMessage
+
+from echo2.broadcast import addresses, payloads
+from echo2.errors import PeerError
+from echo2.runtime import service
+from echo2.transport import chunks, identity, limits, messages
+from echo2.transport import wire_pb2 as wire
+from echo2.transport.base import METHODS, Peer, packed, parse
+from echo2.types import (
+    Assignment,
+    GroupRef,
+    Lease,
+    Message,
+    Rollout,
+    RolloutGroup,
+    SamplingParams,
+    Snapshot,
+    SnapshotRef,
+    Task,
+    TensorBytes,
+)
+from echo2.weights import ChunkEntry, ChunkStore, Manifest, apply_delta, encode, encode_delta
+from echo2.weights.items import apply_items, encode_items
+from echo2.weights.planes import Reader, Writer
+
+VOCABULARY = 1000
+PEER = Peer("w-0123456789", "worker", "192.0.2.7")
+JSON_WORDS = (b"{", b"}", b"[", b"]", b":", b",", b'"', b"null", b"true", b"NaN", b"Infinity", b"1e999", b"\\ud800")
+PEM_WORDS = (b"-----BEGIN CERTIFICATE-----\n", b"-----END CERTIFICATE-----\n", b"-----BEGIN EC PRIVATE KEY-----\n")
+
+
+def targets() -> list[Target]:
+    """All of them, with their seeds."""
+    return [*_messages(), *_pieces(), *_identity(), *_weights()]
+
+
+# ---- messages --------------------------------------------------------------------------------------------------------
+
+
+def group(num_rollouts: int = 2, logged: bool = False) -> RolloutGroup:
+    """A group as a worker sends it."""
+    rollout = Rollout(
+        tokens=array("i", [5, 6, 7, 8]),
+        logprobs=array("f", [-0.5, 0.0, -1.5, -0.25]),
+        loss_mask=b"\1\0\1\1",
+        version_spans=((0, 3), (2, 4)),
+        finish="stop",
+        text="5678",
+        reward=0.5,
+        reward_parts={"exact_match": 0.5, "environment": 1.0},
+    )
+    narrowed = replace(rollout, support_tokens=array("i", [5, 7, 9, 8]), support_offsets=array("i", [0, 1, 1, 3, 4]))
+    rollouts = (rollout, narrowed)[:num_rollouts]
+    return RolloutGroup(GroupRef("train", 7), 3, 1, 9, array("i", [1, 2]), rollouts, PEER.peer_id, 1.5, logged)
+
+
+def assignment(prompt: str | tuple[Message, ...]) -> Assignment:
+    lease = Lease(4, GroupRef("train", 7), 3, 9, 8, 2, 3, 99.5, 30.0, 11)
+    params = SamplingParams(temperature=0.7, top_p=0.9, top_k=4, max_tokens=64)
+    return Assignment(
+        lease, Task(9, prompt, {"answer": "35", "list": [1, {"a": None}]}), params, ("exact_match",), (1.0,)
+    )
+
+
+def _read_group(message: wire.RolloutGroup) -> None:
+    found = messages.decode_group(message)
+    assert messages.decode_group(messages.encode_group(found)) == found
+    messages.check_lengths(found, 64)
+    messages.check_vocabulary(found, VOCABULARY)
+    messages.check_played(found)
+    messages.check_turns(found, 4)
+
+
+def _read_hello(hello: wire.WorkerHello) -> None:
+    service.worker_joined(PEER, hello, 4)
+    address = addresses.of_worker(hello, PEER.host)
+    assert address.isprintable()
+    addresses.reach(address)
+
+
+def _read_order(order: wire.Order) -> None:
+    for lease in order.leases.leases:
+        messages.decode_assignment(lease)
+    payloads.decode_payload(order.routes.payload)
+    for source in (*order.routes.sources, order.dial):
+        addresses.reach(source.address)
+
+
+def _read_request(request: wire.ChunkRequest) -> None:
+    payloads.requested(request)
+    payloads.decode_payload(request.payload)
+
+
+_DEEPER: dict[type[Any], Callable[[Any], object]] = {
+    wire.RolloutGroup: _read_group,
+    wire.Lease: messages.decode_assignment,
+    wire.WorkerHello: _read_hello,
+    wire.Order: _read_order,
+    wire.ChunkRequest: _read_request,
+    wire.PublishRequest: service._offered,
+    wire.Deliveries: lambda deliveries: [_read_group(item.group) for item in deliveries.items],
+    wire.FedGroups: lambda fed: [_read_group(each) for each in fed.groups],
+}
+
+
+def _messages() -> list[Target]:
+    """Every kind that a method takes or gives, and what they are made of where that has a decoder."""
+    kinds = {kind for method in METHODS.values() for kind in (method.request, method.reply)}
+    kinds |= set(_DEEPER)
+    return [_message_target(kind) for kind in sorted(kinds, key=lambda kind: kind.__name__)]
+
+
+def _message_target(kind: type[WireMessage]) -> Target:
+    deeper = _DEEPER.get(kind, lambda message: None)
+
+    def read(data: bytes) -> None:
+        message = parse(kind, data)
+        assert parse(kind, packed(message)) is not None
+        deeper(message)
+
+    rng = random.Random(0)
+    seeds = (*_encoded(kind), *(filled(kind, rng).SerializeToString() for _ in range(3)))
+    return Target(f"wire.{kind.__name__}", read, seeds, kind, share=3.0 if kind in _DEEPER else 0.5)
+
+
+def _encoded(kind: type[WireMessage]) -> list[bytes]:
+    """What the real encoders write."""
+    groups = [messages.encode_group(group(number)) for number in (1, 2)]
+    chat = (Message("system", "Be brief."), Message("user", "53="))
+    leases = [messages.encode_assignment(assignment(prompt)) for prompt in ("53=", chat)]
+    hello = wire.WorkerHello(
+        protocol=limits.PROTOCOL_VERSION, capacity_groups=2, rewards=["exact_match"], engine="compact", device="cpu"
+    )
+    hello.listen_port, hello.advertise, hello.installed_version = 4000, "[2001:db8::1]:4000", 3
+    payload = wire.PayloadId(ref=wire.SnapshotId(lineage=1, version=3))
+    routes = wire.Routes(payload=payload, sources=[wire.Source(peer_id="w-1", address="192.0.2.9:1")], stripes=[0])
+    found: dict[type[Any], list[Any]] = {
+        wire.RolloutGroup: groups,
+        wire.Deliveries: [wire.Deliveries(items=[wire.Delivery(lease_id=4, group=each) for each in groups])],
+        wire.FedGroups: [wire.FedGroups(groups=groups)],
+        wire.Lease: leases,
+        wire.Order: [wire.Order(leases=wire.LeaseBatch(leases=leases)), wire.Order(routes=routes)],
+        wire.WorkerHello: [hello],
+        wire.ChunkRequest: [wire.ChunkRequest(hashes=[bytes(32), b"\1" * 32], payload=payload)],
+        wire.PublishRequest: [wire.PublishRequest(lineage=1, version=3, manifest=_manifest().to_bytes())],
+    }
+    return [message.SerializeToString() for message in found.get(kind, [])]
+
+
+# ---- chunks and addresses --------------------------------------------------------------------------------------------
+
+
+def _read_chunk(data: bytes) -> None:
+    hash_, piece = chunks.unpack(data)
+    chunks.hash_of(data)
+    if piece:
+        assert wire.Chunk.FromString(data) == wire.Chunk(hash=hash_, data=bytes(piece))
+
+
+def _read_address(data: bytes) -> None:
+    said = text(data)
+    host, port = addresses.split(said)
+    assert 0 <= port <= addresses.PORT_MAX, (host, port)
+    addresses.reach(said)
+
+
+def _pieces() -> list[Target]:
+    packed_chunks = (
+        chunks.pack(bytes(32), b"d" * 5),
+        chunks.pack(b"h" * 32, bytes(300)),
+        chunks.pack_missing(bytes(32)),
+    )
+    hosts = (b"192.0.2.1:80", b"[2001:db8::1]:4000", b"[::1]", b"localhost", b"worker.example.org:65535")
+    words = (b"[", b"]", b":", b"%eth0", b"::", "²".encode(), "١".encode())
+    return [
+        Target("chunk", _read_chunk, packed_chunks, share=3.0),
+        Target("address", _read_address, hosts, words=words, share=3.0),
+    ]
+
+
+# ---- identity --------------------------------------------------------------------------------------------------------
+
+
+@cache
+def _run_identity() -> identity.RunIdentity:
+    return identity.RunIdentity.create_or_load(folder() / "identity")
+
+
+def _certificates() -> tuple[bytes, ...]:
+    """Two of the run in DER, one of another kind of key, one without a name."""
+    made = []
+    for key, subject in (
+        (ec.generate_private_key(ec.SECP256R1()), x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "worker:w-1")])),
+        (rsa.generate_private_key(65537, 2048), x509.Name([])),
+    ):
+        request = x509.CertificateSigningRequestBuilder().subject_name(subject).sign(key, hashes.SHA256())
+        made.append(request.public_bytes(serialization.Encoding.DER))
+    return tuple(made)
+
+
+def _read_peer_certificate(data: bytes) -> None:
+    """What enrolment gave, in DER, kept and read again; then as a file of this machine."""
+    own = identity.PeerIdentity(folder() / "peer")
+    own.request()
+    own.keep(_run_identity().credentials.ca_pem, data)
+
+
+def _read_peer_file(data: bytes) -> None:
+    directory = folder() / "peer-files"
+    directory.mkdir(exist_ok=True)
+    for name in ("ca.pem", "peer.key"):
+        (directory / name).write_bytes(_run_identity().credentials.ca_pem)
+    (directory / "peer.pem").write_bytes(data)
+    loaded = identity.PeerIdentity(directory).load()
+    if loaded is not None:
+        identity.has_peer_name(loaded[1].certificate_pem)
+
+
+def _read_members(data: bytes) -> None:
+    directory = folder() / "members"
+    identity.RunIdentity.create_or_load(directory)
+    (directory / "members.json").write_bytes(data)
+    try:
+        identity.RunIdentity.create_or_load(directory).member("w-1")
+    finally:
+        (directory / "members.json").unlink()
+
+
+def _identity() -> list[Target]:
+    run = _run_identity()
+    ticket = run.make_ticket("worker", "192.0.2.1:4000", 10, 24.0)
+    ticket_id = next(iter(run._book["tickets"]))
+    csr, other_csr = _certificates()
+    enrolled = run.enrol(ticket_id, "worker", csr)[1]
+    signature = run.sign_manifest(b"manifest")
+    book = b'{"tickets": {"t": {"role": "worker", "uses": 3, "expires": 9e9, "is_own": true}}, "members": '
+    book += b'{"w-1": {"ticket": "t", "key": "00"}}}'
+    pem = x509.load_der_x509_certificate(enrolled).public_bytes(serialization.Encoding.PEM)
+    ca_pem = run.credentials.ca_pem
+    return [
+        Target("ticket", lambda data: identity.Ticket.parse(text(data).replace("@", "")), (ticket.encode(),)),
+        Target("ticket_json", _read_ticket_json, (_ticket_json(ticket),), words=JSON_WORDS),
+        Target("enrol", lambda data: run.enrol(ticket_id, "worker", data), (csr, other_csr)),
+        Target("peer_certificate", _read_peer_certificate, (enrolled,), share=0.02),  # a key is written, and synced
+        Target("peer_file", _read_peer_file, (pem, ca_pem), words=PEM_WORDS, share=0.5),
+        Target("members", _read_members, (book,), words=JSON_WORDS, share=0.1),
+        Target("signature", lambda data: identity.verify_manifest(ca_pem, b"manifest", data), (signature,), share=0.3),
+    ]
+
+
+def _ticket_json(ticket: str) -> bytes:
+    return base64.urlsafe_b64decode(ticket.removeprefix(identity.TICKET_PREFIX))
+
+
+def _read_ticket_json(data: bytes) -> None:
+    identity.Ticket.parse(identity.TICKET_PREFIX + base64.urlsafe_b64encode(data).decode())
+
+
+# ---- weights ---------------------------------------------------------------------------------------------------------
+
+
+def _weights_of(seed: int, share: float) -> Snapshot:
+    """1,000 numbers of bfloat16 and a few of 32 bits, of which a share went a step up."""
+    draw = np.random.default_rng(0)
+    values = (draw.normal(0, 0.02, 1000).astype(np.float32).view(np.uint32) >> 16).astype(np.uint16)
+    moved = values + (np.random.default_rng(seed).random(1000) < share).astype(np.uint16)
+    tensors = {
+        "a": TensorBytes("BF16", (1000,), moved.tobytes()),
+        "b": TensorBytes("F32", (5, 2), np.arange(seed, seed + 10, dtype=np.float32).tobytes()),
+    }
+    return Snapshot(SnapshotRef(1, seed), tensors, {"config.json": b"{}", "tokenizer.json": b"%d" % seed * 40})
+
+
+def _manifest() -> Manifest:
+    base = _weights_of(1, 0.0)
+    return encode(SnapshotRef(1, 3), base.tensors, base.files, 600)[0]
+
+
+def _deltas() -> list[tuple[Manifest, bytes]]:
+    """(manifest, tensor stream) of deltas of every form, over one base."""
+    found = []
+    for share in (0.0, 0.01, 0.3, 0.9):
+        for idempotent in (False, True):
+            encoded = encode_delta(_weights_of(1, 0.0), _weights_of(2, share), idempotent=idempotent)
+            if encoded is not None:
+                manifest, sent = encoded
+                parts = manifest.chunks[manifest.num_file_chunks :]
+                found.append((manifest, b"".join(sent[entry.hash] for entry in parts)))
+    return found
+
+
+def _delta_reader() -> Callable[[bytes], object]:
+    base, target = _weights_of(1, 0.0), _weights_of(2, 0.3)
+    encoded = encode_delta(base, target)
+    assert encoded is not None
+    manifest, sent = encoded
+    kept = manifest.chunks[: manifest.num_file_chunks]
+
+    def read(data: bytes) -> None:
+        """The stream under a manifest that names its hash: what only a liar sends."""
+        if not 0 < len(data) < manifest.tensor_bytes:
+            raise PeerError("malformed", "no manifest has such a stream")
+        forged = replace(manifest, chunks=(*kept, ChunkEntry(blake3(data).digest(), len(data))))
+        content = {**sent, blake3(data).digest(): memoryview(data)}
+        apply_delta(forged, base, content.__getitem__)
+
+    return read
+
+
+class _Recorder(Reader):
+    """Notes what a record consists of, planes unpacked, in the form that `_written` takes."""
+
+    def __init__(self, data: memoryview) -> None:
+        super().__init__(data)
+        self.parts = bytearray()
+        self._is_inside = False
+
+    def raw(self, num_bytes: int) -> memoryview:
+        taken = super().raw(num_bytes)
+        if not self._is_inside:
+            self.parts += b"\1" + num_bytes.to_bytes(2, "little") + taken
+        return taken
+
+    def plane(self, num_bytes: int) -> Any:
+        self._is_inside = True
+        plane = super().plane(num_bytes)
+        self._is_inside = False
+        self.parts += b"\0" + len(plane).to_bytes(2, "little") + plane.tobytes()
+        return plane
+
+
+def _written(parts: bytes) -> bytes:
+    """The record of these parts: raw bytes, and planes, which are packed as they should be."""
+    out, at = Writer(), 0
+    while at + 3 <= len(parts):
+        size = int.from_bytes(parts[at + 1 : at + 3], "little")
+        piece = parts[at + 3 : at + 3 + size]
+        if parts[at] & 1:
+            out.raw(piece)
+        else:
+            out.plane(np.frombuffer(piece, np.uint8))
+        at += 3 + size
+    return out.record()
+
+
+def _items(width: int, seed: int = 0) -> Any:
+    return np.random.default_rng(seed).integers(0, 200, 300).astype(f"<u{width}")
+
+
+def _read_record(data: bytes) -> None:
+    """A record whose planes open, over items of one of four widths."""
+    if not data:
+        return
+    reader = Reader(memoryview(_written(data[1:])))
+    apply_items(reader, _items((1, 2, 4, 8)[data[0] % 4]))
+    reader.end()
+
+
+def _record_seeds() -> tuple[bytes, ...]:
+    seeds = []
+    for number, width in enumerate((1, 2, 4, 8)):
+        for share in (0.005, 0.2, 0.9):
+            before = _items(width)
+            draw = np.random.default_rng(width).random(300)
+            after = before + (draw < share).astype(before.dtype) * before.dtype.type(3)
+            for idempotent in (False, True):
+                recorder = _Recorder(memoryview(encode_items(before, after, idempotent)))
+                apply_items(recorder, before.copy())
+                seeds.append(bytes((number,)) + bytes(recorder.parts))
+    return tuple(seeds)
+
+
+def _read_manifest(data: bytes) -> None:
+    assert Manifest.from_bytes(data).to_bytes() == data
+
+
+def _read_listed(data: bytes) -> None:
+    """A damaged manifest in a store: passed over or deleted when the store is opened, never loaded."""
+    manifest = _manifest()
+    directory = folder() / "store"
+    listed = directory / "manifests"
+    listed.mkdir(parents=True, exist_ok=True)
+    (listed / f"{manifest.ref}.json").write_bytes(data)
+    store = ChunkStore(directory)
+    for each in store.manifests():
+        store.load(each.ref)
+
+
+def _read_stored(data: bytes) -> None:
+    """A chunk that the disk altered."""
+    name = blake3(b"a chunk").digest()
+    path = folder() / "altered" / "chunks" / name.hex()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(data)
+    assert ChunkStore(folder() / "altered").get(name) == b"a chunk"
+
+
+def _weights() -> list[Target]:
+    manifests = [_manifest(), *(manifest for manifest, _ in _deltas())]
+    texts = tuple(dict.fromkeys(manifest.to_bytes() for manifest in manifests))
+    sent = tuple(dict.fromkeys(manifest.to_wire() for manifest in manifests))
+    streams = tuple(dict.fromkeys(stream for _, stream in _deltas()))
+    return [
+        Target("manifest", _read_manifest, texts, words=JSON_WORDS, share=3.0),
+        Target("manifest_wire", Manifest.from_wire, sent, share=2.0),
+        Target("delta", _delta_reader(), streams, share=2.0),
+        Target("delta_record", _read_record, _record_seeds(), share=2.0),
+        Target("store_manifest", _read_listed, texts, words=JSON_WORDS, share=0.1),
+        Target("store_chunk", _read_stored, (b"a chunk",), share=0.1),
+    ]

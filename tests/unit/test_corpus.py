@@ -1,0 +1,98 @@
+"""Inputs on which a reader once failed, read again: `benchmarks/fuzz.py` put them below tests/corpus. And the fuzzer
+itself: its targets read what is valid, and it finds what is there to be found."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator
+from types import ModuleType
+
+import pytest
+
+import house
+from echo2.errors import PeerError
+
+
+def _load(name: str) -> ModuleType:
+    folder = str(house.REPOSITORY / "benchmarks")
+    sys.path.insert(0, folder)
+    try:
+        return importlib.import_module(name)
+    finally:
+        sys.path.remove(folder)
+
+
+fuzz = _load("fuzz")
+fuzz_target = _load("fuzz_target")
+TARGETS = fuzz.all_targets()
+CORPUS = sorted(path for path in fuzz.CORPUS.glob("*/*"))
+#: They import transformers.
+SLOW = ("tokenizer_json", "tokenizer_config_json")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _closed() -> Iterator[None]:
+    yield
+    _load("fuzz_methods").close()
+
+
+def _marked(name: str) -> object:
+    return pytest.param(name, marks=pytest.mark.slow) if name in SLOW else name
+
+
+@pytest.mark.parametrize("name", [_marked(name) for name in sorted({path.parent.name for path in CORPUS})])
+def test_what_was_found_once_is_refused_with_a_typed_error(name: str) -> None:
+    for path in CORPUS:
+        if path.parent.name == name:
+            began = time.perf_counter()
+            kind, detail = fuzz.outcome_of(TARGETS[name], path.read_bytes())
+            assert not kind.startswith("!"), (path.name, kind, detail)
+            assert time.perf_counter() - began < fuzz.HANG_SECONDS, path.name
+
+
+@pytest.mark.parametrize("name", [_marked(name) for name in TARGETS])
+def test_a_target_reads_what_is_valid(name: str) -> None:
+    outcomes = [fuzz.outcome_of(TARGETS[name], seed) for seed in TARGETS[name].seeds]
+    assert any(kind == "read" for kind, _ in outcomes), outcomes
+    assert not any(kind.startswith("!") for kind, _ in outcomes), outcomes
+
+
+def _divides(data: bytes) -> None:
+    _ = 1 / (len(data) - 7)
+
+
+def _never_ends(data: bytes) -> None:
+    while data.startswith(b"["):
+        pass
+
+
+def _dies(data: bytes) -> None:
+    if len(data) > 4:
+        os._exit(3)
+
+
+def _claims(data: bytes) -> None:
+    bytearray(fuzz.ADDRESS_BYTES * (len(data) > 4))
+
+
+def _refuses(data: bytes) -> None:
+    raise PeerError("malformed", "as it should be")
+
+
+@pytest.mark.parametrize(
+    ("reader", "found"),
+    [
+        (_divides, "!ZeroDivisionError"),
+        (_never_ends, "!Hang"),
+        (_dies, "!Died"),
+        (_claims, "!MemoryError"),
+        (_refuses, ""),
+    ],
+)
+def test_the_fuzzer_finds_it(reader: Callable[[bytes], None], found: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fuzz, "HANG_SECONDS", 0.05)
+    figures = fuzz.fuzz(fuzz_target.Target("planted", reader, (b"[1]", b"{}")), 40, seed=0)
+    assert {kind for kind, _, _ in figures["findings"]} == ({found} if found else set())
