@@ -34,7 +34,7 @@ from typing import Any
 import fuzz_files
 import fuzz_methods
 import fuzz_wire
-from fuzz_inputs import BLOWN_UP_BYTES, MESSAGE_BYTES_MAX, changed, changed_message
+from fuzz_inputs import INPUT_BYTES_MAX, MESSAGE_BYTES_MAX, changed, changed_message
 from fuzz_target import Target
 from recording import save
 
@@ -109,7 +109,7 @@ class Fuzzer:
         self.target, self.shared = target, shared
         self.rng = random.Random(f"{seed}/{target.name}")
         self.kept = list(target.seeds)
-        self.longest = max(map(len, self.kept))
+        self.longest = max(INPUT_BYTES_MAX, *map(len, self.kept))
         self.lines = Lines()
         self.messages: set[tuple[str, str]] = set()
         self.outcomes: Counter[str] = Counter()
@@ -159,8 +159,9 @@ class Fuzzer:
         is_new = message not in self.messages and len(self.messages) < 10 * KEPT_MAX
         self.messages.add(message) if is_new else None
         if is_new or self.rng.random() < TRACED_SHARE:
-            reached = self.lines.reaches_new(lambda: self._timed(data)) if len(data) < BLOWN_UP_BYTES >> 5 else False
-            if (is_new or reached) and len(data) <= max(4096, 2 * self.longest):
+            if len(data) > self.longest:
+                return  # it would only make all that comes of it slow
+            if self.lines.reaches_new(lambda: self._timed(data)) or is_new:
                 self._keep(data)
 
     def _keep(self, data: bytes) -> None:
@@ -172,6 +173,7 @@ class Fuzzer:
     def _timed(self, data: bytes) -> tuple[str, str]:
         self.shared[:8] = len(data).to_bytes(8, "little")
         self.shared[8 : 8 + len(data)] = data
+        self.target.prepare()
         signal.setitimer(signal.ITIMER_REAL, HANG_SECONDS)
         began = time.perf_counter()
         try:
