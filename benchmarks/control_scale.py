@@ -117,7 +117,7 @@ class Driver:
         held = tuple(lease.lease_id for batch in self.work.get(worker_id, ()) for lease in batch)
         self.work.setdefault(worker_id, [])
         self.installed.setdefault(worker_id, None)
-        self.tell(ev.WorkerJoined(worker_id, GROUPS_PER_BATCH, 0.35, (), self.installed[worker_id], held))
+        self.tell(ev.WorkerJoined(worker_id, GROUPS_PER_BATCH, 0.35, self.installed[worker_id], held))
         self.push(HEARTBEAT_SECONDS, "beat", (worker_id, self.lives[worker_id]))
         self.push(self.rng.expovariate(1 / CUT_EVERY_SECONDS), "cut", (worker_id, self.lives[worker_id]))
         self.push(self.rng.expovariate(1 / LIFE_SECONDS), "die", (worker_id, self.lives[worker_id]))
@@ -162,11 +162,8 @@ class Driver:
         batch = tuple(other for other in self.work[worker_id][0] if other is not lease)
         self.work[worker_id][0] = batch
         version = ref.version
-        self.tell(
-            ev.GroupDelivered(
-                worker_id, lease.lease_id, lease.group, GROUP_SIZE, version, version, 4000, is_scored=True
-            )
-        )
+        self.tell(ev.GroupDelivered(worker_id, lease.lease_id, lease.group, GROUP_SIZE, version, version, 4000))
+        self.tell(ev.GroupScored(lease.group))
         if not batch and life == self.lives[worker_id]:
             self.work[worker_id].pop(0)
             if self.work[worker_id]:

@@ -272,7 +272,7 @@ def run_worker(settings: Mapping[str, Any]) -> None:
                 on_finished(index, made)
 
     worker.make_engine = lambda name, device, swap: PacedEngine()
-    options = worker.WorkerOptions(engine="fake", allow_rewards=(settings["reward"],))
+    options = worker.WorkerOptions(engine="fake")
     worker.run_worker(f"@{settings['run']}/ticket", Path(settings["state"]), options)
 
 

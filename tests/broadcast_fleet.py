@@ -146,11 +146,10 @@ class Fleet:
     def credentials(self, name: str) -> tuple[str, Credentials]:
         """Those of a machine of this name."""
         assert self.identity is not None
-        ticket = self.identity.make_ticket("worker", "nowhere:1", 1, 1.0)
-        [ticket_id] = list(self.identity._book["tickets"])[-1:]
+        ticket = Ticket.parse(self.identity.make_ticket("worker", "nowhere:1", 1, 1.0))
         peer = PeerIdentity(self.directory / "peers" / name)
-        _, certificate = self.identity.enrol(ticket_id, "worker", peer.request())
-        return peer.keep(Ticket.parse(ticket).credentials.ca_pem, certificate)
+        _, certificate = self.identity.enrol(ticket.ticket_id, "worker", peer.request())
+        return peer.keep(ticket.credentials.ca_pem, certificate)
 
     async def join(self, name: str, listens: bool = True, is_dialable: bool = True, host: str = LOOPBACK) -> Worker:
         """A worker joins, from this address; when this returns, the origin knows whether it can be dialled."""

@@ -34,13 +34,18 @@ class Desk:
 
     def join(self, worker_id: str = "a", version: int | None = 0, held: tuple[int, ...] = ()) -> list[do.Command]:
         installed = None if version is None else SnapshotRef(1, version)
-        return self.tell(ev.WorkerJoined(worker_id, 2, 0.5, (), installed, held))
+        return self.tell(ev.WorkerJoined(worker_id, 2, 0.5, installed, held))
 
-    def deliver(self, lease_id: int, version: int = 0, scored: bool = True, **fields: object) -> list[do.Command]:
+    def deliver(
+        self, lease_id: int, version: int = 0, scored: bool = True, is_flat: bool = False, **fields: object
+    ) -> list[do.Command]:
+        """A result; where it completes its group, that is scored at once unless `scored` is False."""
         worker_id, lease = self.leases[lease_id]
         values = {"worker_id": worker_id, "group": lease.group, "num_samples": lease.num_samples, **fields}
         values = {"oldest_version": version, "newest_version": version, **values}
-        return self.tell(ev.GroupDelivered(lease_id=lease_id, num_tokens=9, is_scored=scored, **values))  # type: ignore[arg-type]
+        commands = self.tell(ev.GroupDelivered(lease_id=lease_id, num_tokens=9, **values))  # type: ignore[arg-type]
+        asked = of(do.ScoreGroup, commands) if scored else []
+        return commands + self.tell(*(ev.GroupScored(command.group, is_flat) for command in asked))
 
     def open(self) -> list[int]:
         return [lease.lease_id for _, lease in self.planner.leases.open_leases()]

@@ -5,13 +5,16 @@ from __future__ import annotations
 import random
 from array import array
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any
 
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 
 from echo2.rollout.engine import Completion, Engine, Outcome, SampleRequest
-from echo2.types import SamplingParams, Snapshot, SnapshotRef, TensorBytes
+from echo2.rollout.generate import assignment_of
+from echo2.rollout.tokenizer import encode_prompt, load_tokenizer
+from echo2.types import Assignment, Lease, SamplingParams, Snapshot, SnapshotRef, Task, TensorBytes
 
 VOCAB = 31
 END = 1
@@ -79,6 +82,19 @@ def tokenizer_files() -> dict[str, bytes]:
     core.add_special_tokens(["<pad>", "<eos>"])
     settings = b'{"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<eos>", "pad_token": "<pad>"}'
     return {"tokenizer.json": core.to_str().encode(), "tokenizer_config.json": settings}
+
+
+@lru_cache(maxsize=1)
+def plain_tokenizer() -> Any:
+    return load_tokenizer(tokenizer_files())
+
+
+def assigned(
+    lease: Lease, task: Task, params: SamplingParams, environment: str = "", max_turns: int = 1, tokenizer: Any = None
+) -> Assignment:
+    """As the head leases it."""
+    prompt = encode_prompt(task, tokenizer or plain_tokenizer())
+    return assignment_of(lease, task, prompt, params, environment, max_turns)
 
 
 def request(seed: int, length: int = 5, samples: int = 3, **params: Any) -> SampleRequest:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import random
 from dataclasses import replace
+from typing import Any
 
 from echo2.control import commands as do
 from echo2.control import staleness
@@ -85,6 +86,71 @@ def with_dials(scenario: Scenario, seed: int) -> Scenario:
     return scenario
 
 
+HOSTILE: tuple[Any, ...] = ("holds", "fails", "malformed", "junk", "claims")
+
+
+def hostile_scenario(seed: int) -> Scenario:
+    """A random world whose own workers do not fail, with honest strangers and some of each kind that mean harm, many of
+    one ticket. Three failures in a row would stop the run.
+    """
+    scenario, rng = random_scenario(seed), random.Random(f"liars of {seed}")
+    own = tuple(replace(spec, joins_at_seconds=0.0, scores=rng.random() < 0.5) for spec in calm(scenario).workers)
+    quiet = {"life_seconds": 0.0, "cut_every_seconds": 0.0, "loss": 0.0}
+    kinds = [replace(spec, **quiet) for spec in own]
+    strangers = [
+        replace(rng.choice(kinds), count=rng.randint(1, 8), ticket=rng.choice("abc"), hostile=rng.choice(HOSTILE))
+        for _ in range(rng.randint(1, 3))
+    ]
+    honest = [replace(rng.choice(kinds), ticket="honest")] if rng.random() < 0.5 else []
+    return replace(
+        scenario,
+        max_failures=3,
+        workers=(*kinds, *honest, *strangers),
+        time_limit_seconds=scenario.faults_until_seconds + 2 * CALM_SECONDS,
+    )
+
+
+def supplied(report: Report, scenario: Scenario) -> dict[int, dict[str, int]]:
+    """Of each step that was trained: the samples of each stranger's ticket."""
+    tickets = {f"w{at}-{n}": spec.ticket for at, spec in enumerate(scenario.workers) for n in range(spec.count)}
+    sizes: dict[int, int] = {}
+    of_group: dict[int, dict[str, int]] = {}
+    steps: dict[int, dict[str, int]] = {}
+    for command in (command for life in report.history.lives for _, _, answer in life for command in answer):
+        if isinstance(command, do.GrantLeases):
+            sizes.update((lease.lease_id, lease.num_samples) for lease in command.leases)
+        elif isinstance(command, do.AcceptDelivery) and command.group.kind == "train":
+            given, ticket = of_group.setdefault(command.group.number, {}), tickets[command.worker_id]
+            given[ticket] = given.get(ticket, 0) + sizes[command.lease_id]
+        elif isinstance(command, do.RecordStep):
+            steps[command.step] = {
+                ticket: sum(of_group[number].get(ticket, 0) for number in command.numbers)
+                for ticket in sorted(set(tickets.values()) - {""})
+            }
+    return steps
+
+
+def judge_hostile(seed: int) -> list[str]:
+    """What is wrong with the hostile world of this seed: strangers never stop a run, and supply a bounded share."""
+    scenario = hostile_scenario(seed)
+    try:
+        report = run_scenario(scenario, seed)
+    except InvariantError as error:
+        return [str(error)]
+    wrong = judge(report, scenario) + judge_replay(report, scenario)
+    commands = [command for life in report.history.lives for _, _, answer in life for command in answer]
+    wrong += [f"stopped: {command.reason}" for command in commands if isinstance(command, do.StopRun)]
+    unit = scenario.group_size * (scenario.groups_per_batch if scenario.deterministic else 1)
+    most = max(unit, scenario.groups_per_step * scenario.group_size // 2)
+    for step, given in supplied(report, scenario).items() if not report.killed.get("head") else ():
+        wrong += [
+            f"ticket {t} supplied {n} samples of step {step}, {most} allowed" for t, n in given.items() if n > most
+        ]
+    honest = {f"w{at}-{n}" for at, spec in enumerate(scenario.workers) for n in range(spec.count) if not spec.hostile}
+    expelled = {command.worker_id for command in commands if isinstance(command, do.ExpelWorker)}
+    return wrong + [f"{worker_id} is honest and was expelled" for worker_id in sorted(expelled & honest)]
+
+
 def random_workers(rng: random.Random, faulty: bool) -> WorkersSpec:
     def rate(*values: float) -> float:
         return rng.choice((0.0, *values)) if faulty else 0.0
@@ -105,8 +171,7 @@ def random_workers(rng: random.Random, faulty: bool) -> WorkersSpec:
         engine_failures=rate(0.1),
         corrupt_snapshots=rate(0.2),
         malformed_results=rate(0.05),
-        reward_failures=rate(0.03),
-        scores=rng.random() < 0.7,
+        task_failures=rate(0.03),
         is_dialable=rng.random() < 0.7,
         lies=rate(0.2),
         mute=faulty and rng.random() < 0.1,
@@ -121,7 +186,7 @@ def calm(scenario: Scenario) -> Scenario:
         "engine_failures": 0.0,
         "corrupt_snapshots": 0.0,
         "malformed_results": 0.0,
-        "reward_failures": 0.0,
+        "task_failures": 0.0,
         "lies": 0.0,
         "mute": False,
     }

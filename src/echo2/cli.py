@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 from echo2 import __version__, config
-from echo2.errors import Echo2Error, UserError
+from echo2.errors import Echo2Error, NoRoomError, UserError
 from echo2.planning import commands as planning
 from echo2.printable import printable, printable_lines
 
@@ -19,7 +19,9 @@ ERROR_CHARS_MAX = 10_000
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command. Exit status: 0 done, 1 our fault or a peer's, 2 the user's mistake, 130 interrupted."""
+    """Run one command. Exit status: 0 done, 1 our fault or a peer's, 2 the user's mistake, 3 a full disk,
+    130 interrupted.
+    """
     parser = build_parser()
     settings, others = split_settings(sys.argv[1:] if arguments is None else arguments)
     options, unknown = parser.parse_known_args(others)
@@ -36,7 +38,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return command(options)
     except UserError as error:
         print(f"error: {printable_lines(str(error), ERROR_CHARS_MAX)}", file=sys.stderr)
-        return 2
+        return 3 if isinstance(error, NoRoomError) else 2
     except Echo2Error as error:
         print(f"error: {printable_lines(str(error), ERROR_CHARS_MAX)}", file=sys.stderr)
         return 1

@@ -2,6 +2,7 @@
 
 * `UserError`: the user's mistake (a config key, a dataset row, a reward function, a full disk). It says what was wrong,
   the value, and what to do. The command line prints it as one line and exits with status 2.
+  `NoRoomError` is one: a full disk, which a run waits for.
 * `PeerError`: a stranger on the wire misbehaved (malformed, oversized, late, unauthenticated). It carries a
   short `reason` that is counted and shown; it never stops a run.
 * `InvariantError`: our own bug. It carries the story that led there.
@@ -12,6 +13,7 @@ Expected outcomes (a stale group, a duplicate result, an expired lease) are valu
 from __future__ import annotations
 
 import difflib
+import errno
 from collections.abc import Iterable
 
 
@@ -21,6 +23,15 @@ class Echo2Error(Exception):
 
 class UserError(Echo2Error, ValueError):
     """The user's mistake; the message says what was wrong, the value, and what to do."""
+
+
+class NoRoomError(UserError):
+    """A disk is full. What was recorded is safe, and whoever needs the room may wait for it and go on."""
+
+
+def write_failed(error: OSError, message: str) -> UserError:
+    """What to raise where a file could not be written: whether room would help decides the type."""
+    return (NoRoomError if error.errno in (errno.ENOSPC, errno.EDQUOT) else UserError)(message)
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:

@@ -38,17 +38,16 @@ BAD_HELLOS = [
             {"held_leases": [1] * 10_001},
             {"installed_version": HUGE},
             {"installed_version": 1, "installed_lineage": HUGE},
-            {"rewards": ["a" * 1000]},
+            {"environments": ["a" * 1000]},
         )
     ),
 ]
 PAYLOAD = wire.PayloadId(ref=wire.SnapshotId(lineage=7, version=99))
-ODD_GROUP = wire.RolloutGroup(kind="train", number=2**53, rollouts=[wire.Rollout(tokens=bytes(4))])
 BAD_CALLS: list[tuple[str, Any]] = [
     ("Report", wire.WorkerReport(installed_version=HUGE)),
     ("Report", wire.WorkerReport(pause_seconds=math.nan)),
     ("FailLease", wire.LeaseFailed(lease_id=HUGE, reason="busy")),
-    ("Deliver", wire.Deliveries(items=[wire.Delivery(lease_id=HUGE, group=ODD_GROUP)])),
+    ("Deliver", wire.Deliveries(items=[wire.Delivery(lease_id=HUGE, kind="train")])),
     ("Deliver", wire.Deliveries(items=[wire.Delivery()] * 5000)),
     ("FetchManifest", wire.ManifestRequest(lineage=HUGE, version=HUGE)),
     ("FetchManifest", wire.ManifestRequest(version=1, base=wire.SnapshotId(lineage=HUGE, version=HUGE))),
@@ -68,7 +67,7 @@ ODD_CALLS: list[tuple[str, Any]] = [
     ("ReportFetch", wire.FetchReport(payload=PAYLOAD, failure="corrupt", failed_source="w-0123456789")),
     ("FailLease", wire.LeaseFailed(lease_id=1, reason="no such reason", detail="a" * 1_000_000)),
     ("FailLease", wire.LeaseFailed(lease_id=2**53, reason="busy")),
-    ("Deliver", wire.Deliveries(items=[wire.Delivery(lease_id=2**53, group=ODD_GROUP)])),
+    ("Deliver", wire.Deliveries(items=[wire.Delivery(lease_id=2**53, kind="train", number=2**53)])),
     ("Deliver", wire.Deliveries(items=[wire.Delivery(lease_id=1)])),
 ]
 

@@ -16,7 +16,7 @@ import pytest
 
 from echo2.buffer.audit import audit
 from echo2.sim import run_scenario
-from worlds import calm, judge_seed, random_scenario
+from worlds import HOSTILE, calm, hostile_scenario, judge_hostile, judge_seed, random_scenario
 
 SEEDS_A_BLOCK = 25
 
@@ -35,6 +35,31 @@ def test_every_rule_holds_in_random_worlds(first: int) -> None:
 @pytest.mark.parametrize("first", range(100_000, 101_000, SEEDS_A_BLOCK))
 def test_every_rule_holds_in_more_random_worlds(first: int) -> None:
     judge_block(first)
+
+
+@pytest.mark.parametrize("first", range(0, 150, SEEDS_A_BLOCK))
+def test_strangers_that_mean_harm_never_stop_a_run_and_supply_a_bounded_share(first: int) -> None:
+    wrong = {seed: found for seed in range(first, first + SEEDS_A_BLOCK) if (found := judge_hostile(seed))}
+    assert not wrong, "\n".join(f"seed {seed}: {found}" for seed, found in wrong.items())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("first", range(200_000, 201_000, SEEDS_A_BLOCK))
+def test_nor_do_they_in_more_worlds(first: int) -> None:
+    wrong = {seed: found for seed in range(first, first + SEEDS_A_BLOCK) if (found := judge_hostile(seed))}
+    assert not wrong, "\n".join(f"seed {seed}: {found}" for seed, found in wrong.items())
+
+
+def test_the_hostile_worlds_hold_every_kind_of_harm() -> None:
+    kinds = {spec.hostile for seed in range(30) for spec in hostile_scenario(seed).workers}
+    assert kinds == {"", *HOSTILE}
+    refused: set[str] = set()
+    leases: set[str] = set()
+    for seed in range(30):
+        report = run_scenario(hostile_scenario(seed), seed)
+        refused, leases = refused | set(report.refused), leases | set(report.leases)
+    assert "malformed" in refused
+    assert {"accepted", "failed", "malformed", "expired", "superseded", "lost"} <= leases
 
 
 def test_no_group_is_lost_or_doubled_in_the_ledger_of_a_random_world(tmp_path: Path) -> None:

@@ -31,7 +31,7 @@ def test_a_head_that_keeps_dying_replaces_each_flat_group_once() -> None:
         scenario = replace(
             RESAMPLING,
             max_staleness=seed % 3,
-            workers=(WorkersSpec(count=2, scores=seed % 2 == 0),),
+            workers=(WorkersSpec(count=2),),
             head=HeadSpec(score_seconds=0.5, life_seconds=1.5, restart_seconds=0.5),
             learner=replace(RESAMPLING.learner, life_seconds=20.0),
         )

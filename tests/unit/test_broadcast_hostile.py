@@ -276,10 +276,9 @@ def test_only_members_are_served_and_only_the_right_one_serves(tmp_path: Path) -
             ticket = Ticket.parse(fleet.identity.make_ticket("worker", at, 1, 1.0)).credentials
             assert await outcome(GrpcLink(at, ticket, peer_name(own))) == "forbidden"
             learner = PeerIdentity(tmp_path / "learner")
-            learner_ticket = fleet.identity.make_ticket("learner", at, 1, 1.0)
-            [ticket_id] = list(fleet.identity._book["tickets"])[-1:]
-            _, certificate = fleet.identity.enrol(ticket_id, "learner", learner.request())
-            _, as_learner = learner.keep(Ticket.parse(learner_ticket).credentials.ca_pem, certificate)
+            learner_ticket = Ticket.parse(fleet.identity.make_ticket("learner", at, 1, 1.0))
+            _, certificate = fleet.identity.enrol(learner_ticket.ticket_id, "learner", learner.request())
+            _, as_learner = learner.keep(learner_ticket.credentials.ca_pem, certificate)
             assert await outcome(GrpcNetwork(as_learner).to_peer(own, at)) == "forbidden"
             assert await outcome(other.to_peer(own, at)) == "served"
 

@@ -20,12 +20,12 @@ UP = 12.5e6
 class Bench:
     """A machine, and the routes of each worker as it was told them."""
 
-    def __init__(self, count: int = 0, scheme: str = "trees", fan_out: int = 8) -> None:
+    def __init__(self, count: int = 0, scheme: str = "trees", fan_out: int = 8, tickets: tuple[str, ...] = ()) -> None:
         self.machine = Broadcast(BroadcastOptions(scheme, fan_out, origin_up=UP))
         self.routes: dict[str, tuple[str, ...]] = {}
         self.now = 0.0
         for at in range(count):
-            self.tell(ev.MemberJoined(f"w{at}", f"host:{at}"))
+            self.tell(ev.MemberJoined(f"w{at}", f"host:{at}", ticket=tickets[at] if at < len(tickets) else ""))
 
     def tell(self, *events: ev.Event) -> list[do.Command]:
         commands = [command for event in events for command in self.machine.handle(event, self.now)]
@@ -123,6 +123,45 @@ def test_one_who_accuses_everybody_is_not_believed() -> None:
         bench.fail("w0", f"w{at}", "corrupt")
     assert len(bench.machine.suspects) == MAX_ACCUSED
     assert set(bench.routes["w0"]) == {""}
+
+
+def strangers(*tickets: str, count: int = 8) -> Bench:
+    """A mesh whose first members are strangers, by these tickets."""
+    bench = Bench(count, tickets=tickets)
+    bench.assign(*(f"w{at}" for at in range(count)))
+    return bench
+
+
+@pytest.mark.parametrize("reason", ["corrupt", "missing", "stalled", "slow"])
+def test_strangers_of_one_ticket_ban_no_honest_relay(reason: str) -> None:
+    bench = strangers("t", "t", "t", "t")
+    for accuser in range(4):
+        for source in range(4, 8):
+            bench.fail(f"w{accuser}", f"w{source}", reason)
+    assert not bench.machine.suspects
+    assert not any(bench.machine.bias.values())
+    for source in range(4, 8):
+        takers = set(bench.machine.children_of(P1, f"w{source}"))
+        assert takers >= {f"w{at}" for at in range(4, 8) if at != source}, f"w{source} serves {takers}"
+        assert not takers & {"w0", "w1", "w2", "w3"}  # their own routes change
+
+
+def test_two_strangers_of_different_tickets_are_believed_and_so_is_a_machine_of_the_owner() -> None:
+    bench = strangers("t", "t", "u")
+    bench.fail("w0", "w5", "corrupt")
+    bench.fail("w1", "w5", "corrupt")
+    assert not bench.machine.suspects
+    bench.fail("w2", "w5", "corrupt")
+    bench.fail("w7", "w6", "corrupt")
+    assert bench.machine.suspects == {"w5", "w6"}
+
+
+def test_wrong_bytes_are_not_believed_of_a_source_that_one_was_never_to_take_from() -> None:
+    bench = Bench(2)
+    bench.assign("w0", "w1")
+    bench.tell(ev.MemberJoined("w2", "host:2"), ev.MemberJoined("w3", "host:3"))
+    bench.fail("w0", "w3", "corrupt")
+    assert not bench.machine.suspects
 
 
 def test_an_accuser_that_comes_back_may_not_accuse_anew() -> None:

@@ -35,11 +35,11 @@ FIRST = SnapshotRef(1, 0)
     )
 )
 def test_a_ranking_knows_its_smallest_member(actions: list[tuple[str, int, int]]) -> None:
-    ranking, model = Ranking(), dict[str, tuple[int, float, str]]()
+    ranking, model = Ranking(), dict[str, tuple[int, int, float, str]]()
     for action, key, load in actions:
         name = f"w{key}"
         if action == "put":
-            model[name] = (load, 0.5, name)
+            model[name] = (load, 0, 0.5, name)
             ranking.put(model[name])
         else:
             ranking.drop(name)
@@ -52,9 +52,9 @@ def test_a_ranking_knows_its_smallest_member(actions: list[tuple[str, int, int]]
 def test_a_worker_that_is_ranked_anew_a_thousand_times_does_not_fill_the_heap() -> None:
     ranking = Ranking()
     for load in range(1000):
-        ranking.put((load, 0.0, "a"))
-        ranking.put((load % 2, 0.0, "b"))
-    assert ranking.first() == (1, 0.0, "b")
+        ranking.put((load, 0, 0.0, "a"))
+        ranking.put((load % 2, 0, 0.0, "b"))
+    assert ranking.first() == (1, 0, 0.0, "b")
     assert len(ranking._heap) < 200
 
 
@@ -85,18 +85,20 @@ class Hall:
         return commands
 
     def join(self, name: str, offer: str = "", price: float = 1.0) -> list[do.Command]:
-        return self.tell(ev.WorkerJoined(name, 2, price, (), FIRST, offer=offer))
+        return self.tell(ev.WorkerJoined(name, 2, price, FIRST, offer=offer))
 
     def deliver(self, lease_id: int) -> ev.GroupDelivered:
         worker_id, lease = self.leases[lease_id]
-        return ev.GroupDelivered(worker_id, lease_id, lease.group, 2, 0, 0, 9, is_scored=True)
+        return ev.GroupDelivered(worker_id, lease_id, lease.group, 2, 0, 0, 9)
 
     def sample(self) -> None:
         """Ten seconds, in which every worker samples the two groups that it was leased first."""
         self.now += 10.0
         for worker in self.planner.fleet.all():
             for lease_id in self.planner.leases.of_worker(worker.worker_id)[:2]:
-                self.tell(self.deliver(lease_id))
+                event = self.deliver(lease_id)
+                if any(isinstance(command, do.ScoreGroup) for command in self.tell(event)):
+                    self.tell(ev.GroupScored(event.group))
 
     def train_a_step(self) -> None:
         """The workers sample until the step has its groups, and for the 30 s that its training takes."""
@@ -242,7 +244,7 @@ def test_a_worker_whose_link_is_cut_every_now_and_then_is_measured_all_the_same(
         hall.sample()
         held = tuple(hall.planner.leases.of_worker("w0"))
         hall.tell(ev.WorkerDetached("w0", "cut"))
-        hall.tell(ev.WorkerJoined("w0", 2, 1.0, (), FIRST, held))
+        hall.tell(ev.WorkerJoined("w0", 2, 1.0, FIRST, held))
     worker = hall.planner.fleet.get("w0")
     assert worker is not None
     assert worker.rate == pytest.approx(0.2, abs=0.02)  # two groups of two in twenty seconds
@@ -388,7 +390,7 @@ def test_a_machine_that_was_on_its_way_when_the_head_was_killed_is_waited_for_an
 def test_a_rented_worker_is_returned_after_the_restart_only_if_it_stays_away(leases: bool) -> None:
     out = (ev.RecoveredMachine("spot", "r0"),)
     back = restarted(out, leases=leases)
-    back.tell(ev.WorkerJoined("r0", 2, 0.1, (), FIRST, held_leases=(1,) if leases else (), offer="spot"))
+    back.tell(ev.WorkerJoined("r0", 2, 0.1, FIRST, held_leases=(1,) if leases else (), offer="spot"))
     assert not [c for _, c in ticks(back, 1200) if isinstance(c, do.ReturnMachine)]
     away = restarted(out, leases=leases)
     asked = [(second, c) for second, c in ticks(away, 900) if isinstance(c, do.ReturnMachine)]
@@ -450,7 +452,7 @@ def test_on_policy_no_rate_is_enough_and_nobody_is_over() -> None:
 
 
 def test_a_rate_that_changes_has_a_variance_and_a_steady_one_has_none() -> None:
-    steady, changing = [Worker(name, 2, 0.0, False, None, 0.0, busy_since=0.0) for name in "ab"]
+    steady, changing = [Worker(name, 2, 0.0, None, 0.0, busy_since=0.0) for name in "ab"]
     gauge, now = Gauge(), 0.0
     for turn in range(40):
         now += 10.0
@@ -463,7 +465,7 @@ def test_a_rate_that_changes_has_a_variance_and_a_steady_one_has_none() -> None:
 
 def test_a_worker_is_at_most_as_fast_as_what_it_has_not_finished_allows() -> None:
     """A machine that never finishes within its leases gives no result, and must not pass for one like the others."""
-    worker = Worker("w", 4, 0.2, False, None, 0.0, busy_since=0.0)
+    worker = Worker("w", 4, 0.2, None, 0.0, busy_since=0.0)
     assert rate_now(worker, 1.0, 32, 20.0) == 1.0
     assert rate_now(worker, 1.0, 32, 128.0) == pytest.approx(0.25)
     worker.rate = 1.0  # then a second batch may be waiting

@@ -4,6 +4,8 @@ run stops.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from echo2.control import commands as do
@@ -41,7 +43,7 @@ def test_a_worker_without_a_valid_snapshot_gets_nothing() -> None:
     desk.tell(ev.LearnerJoined(0))
     desk.publish(0)
     desk.join("a", None)
-    desk.tell(ev.WorkerJoined("b", 2, 0.5, (), SnapshotRef(7, 0)))
+    desk.tell(ev.WorkerJoined("b", 2, 0.5, SnapshotRef(7, 0)))
     assert desk.leases == {}
 
 
@@ -71,16 +73,6 @@ def test_deterministic_mode_fixes_the_version_of_a_step_and_its_units() -> None:
     assert units == [[3], [4, 5], [6, 7], [8]]  # a holds [0, 1] and [2]: no unit crosses a step
     assert [(lease.step, lease.exact_version) for _, lease in desk.leases.values()] == [(n // 3, 0) for n in range(9)]
     assert of(do.GrantLeases, desk.join("e")) == []  # step 3 is sampled with version 3, by anybody
-
-
-def test_a_worker_scores_only_if_it_has_every_reward() -> None:
-    desk = Desk(PlannerOptions(groups_per_step=2, group_size=4, max_steps=3, reward_functions=("math", "own.py:f")))
-    desk.tell(ev.LearnerJoined(0))
-    desk.publish(0)
-    some = desk.tell(ev.WorkerJoined("a", 1, 0.5, ("math",), SnapshotRef(1, 0)))
-    every = desk.tell(ev.WorkerJoined("b", 1, 0.5, ("own.py:f", "math"), SnapshotRef(1, 0)))
-    assert {grant.worker_scores for grant in of(do.GrantLeases, some)} == {False}
-    assert {grant.worker_scores for grant in of(do.GrantLeases, every)} == {True}
 
 
 # ---- results -------------------------------------------------------------------------------------------------------
@@ -138,7 +130,7 @@ def test_an_expired_lease_is_revoked_and_its_group_goes_to_another() -> None:
 def test_a_worker_that_fails_rests_while_another_attends_and_its_word_alone_retires_nothing() -> None:
     desk = running()
     desk.join("b")
-    commands = desk.tell(ev.LeaseFailed("a", 1, "reward_failed", "raised"))
+    commands = desk.tell(ev.LeaseFailed("a", 1, "environment_failed", "raised"))
     assert of(do.RetireGroup, commands) == []
     assert "a" not in {grant.worker_id for grant in of(do.GrantLeases, commands)}
     for lease_id in (2, 3, 4):
@@ -147,7 +139,7 @@ def test_a_worker_that_fails_rests_while_another_attends_and_its_word_alone_reti
     assert desk.planner.over is None
 
 
-def test_a_result_that_the_head_scores_is_fed_once_it_is_scored() -> None:
+def test_a_result_is_fed_once_it_is_scored() -> None:
     desk = running()
     commands = desk.deliver(1, scored=False)
     assert (len(of(do.ScoreGroup, commands)), len(of(do.FeedGroup, commands))) == (1, 0)
@@ -172,7 +164,7 @@ def test_a_failed_group_is_retired_and_replaced() -> None:
 def test_deterministic_mode_replaces_nothing_and_feeds_in_issue_order() -> None:
     options = PlannerOptions(groups_per_step=3, group_size=4, max_steps=1, groups_per_batch=3, deterministic=True)
     desk = running(options)
-    desk.tell(ev.LeaseFailed("a", 1, "reward_failed", "raised"))
+    desk.tell(ev.LeaseFailed("a", 1, "environment_failed", "raised"))
     assert of(do.FeedGroup, desk.deliver(3)) == []
     commands = desk.deliver(2)
     assert [command.number for command in of(do.FeedGroup, commands)] == [1, 2]
@@ -182,7 +174,7 @@ def test_deterministic_mode_replaces_nothing_and_feeds_in_issue_order() -> None:
 def test_deterministic_mode_stops_at_a_step_that_has_lost_every_group() -> None:
     options = PlannerOptions(groups_per_step=1, group_size=4, max_steps=3, deterministic=True)
     desk = running(options)
-    commands = desk.tell(ev.LeaseFailed("a", 1, "reward_failed", "raised"))
+    commands = desk.tell(ev.LeaseFailed("a", 1, "environment_failed", "raised"))
     assert ["no group of step 0" in command.reason for command in of(do.StopRun, commands)] == [True]
 
 
@@ -202,7 +194,7 @@ def test_a_failure_of_a_second_sampling_does_not_retire_what_has_a_result() -> N
     desk = running(options)
     desk.deliver(1, scored=False)
     again = of(do.GrantLeases, desk.tell(ev.LeaseFailed("a", 2, "engine_failed", "broke")))
-    commands = desk.tell(ev.LeaseFailed("a", again[0].leases[0].lease_id, "reward_failed", "raised"))
+    commands = desk.tell(ev.LeaseFailed("a", again[0].leases[0].lease_id, "environment_failed", "raised"))
     assert of(do.RetireGroup, commands) == []
 
 
@@ -222,15 +214,15 @@ def test_a_group_that_no_lease_can_bring_home_is_given_up() -> None:
 def test_too_many_failures_in_a_row_stop_the_run_and_a_success_starts_the_count_anew() -> None:
     desk = running()
     for lease_id in (1, 2):
-        desk.tell(ev.LeaseFailed("a", lease_id, "reward_failed", "raised"))
+        desk.tell(ev.LeaseFailed("a", lease_id, "environment_failed", "raised"))
     desk.deliver(3)
     rest = [n for n in desk.open() if n != 3]
-    assert of(do.StopRun, desk.tell(ev.LeaseFailed("a", rest[0], "reward_failed", "raised"))) == []
-    desk.tell(ev.LeaseFailed("a", rest[1], "reward_failed", "raised"))
+    assert of(do.StopRun, desk.tell(ev.LeaseFailed("a", rest[0], "environment_failed", "raised"))) == []
+    desk.tell(ev.LeaseFailed("a", rest[1], "environment_failed", "raised"))
     more = desk.open()
-    commands = desk.tell(ev.LeaseFailed("a", more[0], "reward_failed", "it raised ValueError"))
+    commands = desk.tell(ev.LeaseFailed("a", more[0], "environment_failed", "it raised ValueError"))
     assert [command.reason for command in of(do.StopRun, commands)] == [
-        "3 groups failed in a row (reward_failed). The last: it raised ValueError"
+        "3 groups failed in a row (environment_failed). The last: it raised ValueError"
     ]
 
 

@@ -417,7 +417,7 @@ def random_event(rng: random.Random, relay: Relay) -> ev.Event | None:
         None if incoming is None else ev.SnapshotWhole(incoming.payload),
         ev.SnapshotGone(PayloadId(ref, base) if incoming is None else incoming.payload, "dropped"),
         ev.GroupProduced(number),
-        ev.LeaseAbandoned(number, "reward_failed", "why"),
+        ev.LeaseAbandoned(number, "environment_failed", "why"),
         ev.BatchEnded(rng.choice([None, "broke"])),
         ev.DeliveryAnswered(number, True, ""),
         ev.DeliveryFailed(number, "no answer"),

@@ -40,9 +40,10 @@ def deliver(ledger: Ledger, number: int, *, oldest: int = 0, is_scored: bool = T
         newest_version=oldest,
         num_tokens=10,
         seconds=2.5,
-        is_scored=is_scored,
         now=2.0,
     )
+    if is_scored:
+        ledger.score(number, payload, now=2.0)
 
 
 def bring_to(ledger: Ledger, state: str, number: int = 0, step: int = 0) -> None:
@@ -94,7 +95,6 @@ def test_everything_is_there_after_opening_again(ledger: Ledger, path: Path) -> 
 
 EVENTS: dict[str, Callable[[Ledger], None]] = {
     "deliver": lambda ledger: deliver(ledger, 0, is_scored=False),
-    "deliver_scored": lambda ledger: deliver(ledger, 0),
     "score": lambda ledger: ledger.score(0, b"scored", now=2.5),
     "retire": lambda ledger: ledger.retire(0, "stale", now=3.0),
     "train": lambda ledger: ledger.train(0, lineage=1, numbers=[0], now=3.0),

@@ -21,7 +21,9 @@ def write_history(path: Path) -> None:
         ledger.issue(number, step, cursor=number, now=1.0)
         ledger.grant(number + 1, number, "w1", now=1.0, deadline=9.0, num_samples=4)
     for number, oldest in enumerate([0, 0, 0, 1, 2, 3]):
-        ledger.deliver(number, b"payload", "w1", oldest, oldest, 10, 2.0, is_scored=number != 5, now=2.0)
+        ledger.deliver(number, b"payload", "w1", oldest, oldest, 10, 2.0, now=2.0)
+        if number != 5:
+            ledger.score(number, b"payload", now=2.0)
         ledger.close_lease(number + 1, "accepted", now=2.0)
     for step in range(3):
         ledger.train(step, 1, [step], now=3.0)

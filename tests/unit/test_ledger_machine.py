@@ -97,13 +97,13 @@ class LedgerMachine(RuleBasedStateMachine):
         self.model.num_refused += 1
 
     @precondition(lambda self: self.model.in_state("open"))
-    @rule(data=st.data(), is_scored=st.booleans(), size=st.sampled_from([0, 10, 20_000]))
-    def deliver(self, data: st.DataObject, is_scored: bool, size: int) -> None:
+    @rule(data=st.data(), size=st.sampled_from([0, 10, 20_000]))
+    def deliver(self, data: st.DataObject, size: int) -> None:
         number = self.pick(data, "open")
         oldest = data.draw(st.integers(max(0, self.model.steps[number] - MAX_STALENESS), self.model.steps[number]))
         payload = bytes([number % 256]) * size
-        self.ledger.deliver(number, payload, "w", oldest, oldest, size, 1.0, is_scored, now=2.0)
-        self.model.states[number] = "ready" if is_scored else "delivered"
+        self.ledger.deliver(number, payload, "w", oldest, oldest, size, 1.0, now=2.0)
+        self.model.states[number] = "delivered"
         self.model.oldest[number] = oldest
         self.model.payloads[number] = payload
 

@@ -13,8 +13,8 @@ from echo2.errors import UserError
 from echo2.offers import parse_offers
 from echo2.planning import probe
 from echo2.planning.probe import Measured, as_offer
-from echo2.rollout import generate
 from echo2.rollout.fake_engine import FakeEngine
+from echo2.rollout.tokenizer import load_tokenizer
 from echo2.types import Snapshot, SnapshotRef
 from rollout_cases import tokenizer_files
 
@@ -48,7 +48,7 @@ def test_the_rate_is_the_engine_s() -> None:
     engine = FakeEngine(tokens_per_second=50.0, advance=clock.advance)
     files = {**tokenizer_files(), "config.json": b'{"vocab_size": 64, "max_position_embeddings": 512}'}
     engine.load_snapshot(Snapshot(SnapshotRef(1, 0), {}, files))
-    tokenizer = generate.load_tokenizer({name: bytes(data) for name, data in files.items()})
+    tokenizer = load_tokenizer({name: bytes(data) for name, data in files.items()})
     measured = probe.measure_engine(config(), engine, tokenizer, 40.0, clock)
     assert measured.tokens_per_second == pytest.approx(50.0, rel=0.02)
     assert measured.seconds >= 40.0

@@ -25,7 +25,7 @@ from hypothesis import strategies as st
 from echo2.errors import UserError
 from echo2.reward import confinement, functions
 from echo2.reward.expressions import evaluate
-from echo2.reward.functions import RUN_TEXT, available, unusable
+from echo2.reward.functions import RUN_TEXT, unusable
 from echo2.reward.sandbox import Sandbox
 from echo2.reward.score import RewardFailure, Scorer
 from echo2.tasks.gym import ReasoningGymRows
@@ -91,10 +91,6 @@ def test_no_entry_of_a_hostile_head_runs_as_a_program(tmp_path: Path) -> None:
     entry["metadata"]["problem"] = f"open({str(created)!r}, 'w')"
     assert scores("reasoning_gym", {"reasoning_gym": {**column, "entry": repr(entry)}}, "0x0") == [0.0]
     assert not created.exists()
-
-
-def test_no_worker_offers_a_reward_that_runs_text() -> None:
-    assert not set(available()) & RUN_TEXT
 
 
 @confined

@@ -12,9 +12,10 @@ import pytest
 from echo2.errors import PeerError, UserError
 from echo2.rollout.engine import RequestFailure
 from echo2.rollout.engines import make_engine
-from echo2.rollout.generate import encode_prompt, load_tokenizer, sample_groups
+from echo2.rollout.generate import sample_groups
+from echo2.rollout.tokenizer import encode_prompt, load_tokenizer, with_texts
 from echo2.types import Assignment, GroupRef, Lease, Message, RolloutGroup, SamplingParams, Task
-from rollout_cases import END, request, run, snapshot_of, tiny_module, tokenizer_files
+from rollout_cases import END, assigned, request, run, snapshot_of, tiny_module, tokenizer_files
 
 TEMPLATE = (
     b"{% for m in messages %}{% if m.role == 'bad' %}{{ raise_exception('no such role') }}{% endif %}"
@@ -29,7 +30,7 @@ def task(cursor: int, prompt: Any = "53=") -> Task:
 def assignment(number: int, prompt: Any = "53=", samples: int = 3, max_tokens: int = 6, seed: int = 11) -> Assignment:
     group = GroupRef("train", number)
     lease = Lease(number + 100, group, 7, number + 50, samples, 4, None, 99.0, 30.0, seed)
-    return Assignment(lease, task(number + 50, prompt), SamplingParams(max_tokens=max_tokens))
+    return assigned(lease, task(number + 50, prompt), SamplingParams(max_tokens=max_tokens))
 
 
 def engine_and_tokenizer() -> Any:
@@ -66,12 +67,13 @@ def test_a_group_is_the_completions_of_its_lease() -> None:
     assert group.generate_seconds > 0
     assert group.prompt_tokens == array("i", [11, 10, 9, 8, 28])
     assert not group.is_scored
+    assert {rollout.text for rollout in group.rollouts} == {""}
     asked = request(0)
     same = replace(
         asked, prompt_tokens=group.prompt_tokens, num_samples=2, seed=12, params=SamplingParams(max_tokens=6)
     )
     completions = run(engine, [same])[0]
-    for rollout, completion in zip(group.rollouts, completions, strict=True):
+    for rollout, completion in zip(with_texts(group.rollouts, tokenizer), completions, strict=True):
         assert rollout.tokens == completion.tokens
         assert rollout.logprobs.tolist() == pytest.approx(completion.logprobs.tolist(), abs=1e-5)
         assert rollout.loss_mask == b"\x01" * len(rollout.tokens)
@@ -82,15 +84,18 @@ def test_a_group_is_the_completions_of_its_lease() -> None:
 
 def test_every_lease_gets_one_answer_and_bad_ones_do_not_hurt_the_others() -> None:
     engine, tokenizer = engine_and_tokenizer()
-    assignments = [assignment(0), assignment(1, "1" * 64), assignment(2, (Message("user", "x"),)), assignment(3, "")]
+    assignments = [assignment(0), assignment(1, "1" * 64), assignment(3, "")]
     groups, failures = collect(engine, tokenizer, assignments)
     assert list(groups) == [100]
     assert {lease: failure.reason for lease, failure in failures.items()} == {
         101: "prompt_too_long",
-        102: "engine_failed",
         103: "engine_failed",
     }
-    assert "chat template" in failures[102].detail
+
+
+def test_a_prompt_of_chat_messages_needs_a_chat_template() -> None:
+    with pytest.raises(UserError, match="has no chat template"):
+        encode_prompt(task(3, (Message("user", "x"),)), load_tokenizer(tokenizer_files()))
 
 
 def test_a_group_that_outlived_its_lineage_is_given_up() -> None:

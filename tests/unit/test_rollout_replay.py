@@ -16,12 +16,13 @@ from echo2.learner.trainer import Trainer, TrainerOptions
 from echo2.reward.score import Scorer
 from echo2.rollout.engine import RequestFailure
 from echo2.rollout.engines import make_engine
-from echo2.rollout.generate import load_tokenizer, sample_groups
+from echo2.rollout.generate import sample_groups
 from echo2.rollout.replay import LEAST_LOGPROB, logged_rollouts
+from echo2.rollout.tokenizer import load_tokenizer
 from echo2.transport import limits, messages
 from echo2.types import Assignment, GroupRef, Lease, RolloutGroup, SamplingParams, Task
 from learner_cases import tiny_policy
-from rollout_cases import END, snapshot_of, tiny_module, tokenizer_files
+from rollout_cases import END, assigned, snapshot_of, tiny_module, tokenizer_files
 
 ANSWERS = {"ab": 6, "ac": 3, "d": 3}  # tokens 12 13, 12 14, 15 and the end token behind each
 
@@ -32,7 +33,7 @@ def logged(*texts: str, **more: Any) -> dict[str, Any]:
 
 def assignment(column: Any, samples: int = 2, max_tokens: int = 6, prompt: str = "53=") -> Assignment:
     lease = Lease(7, GroupRef("train", 3), 7, 9, samples, 4, None, 99.0, 30.0, 11)
-    return Assignment(lease, Task(9, prompt, {"logged_attempts": column}), SamplingParams(max_tokens=max_tokens))
+    return assigned(lease, Task(9, prompt, {"logged_attempts": column}), SamplingParams(max_tokens=max_tokens))
 
 
 def replayed(*assignments: Assignment, engine_name: str = "fake") -> list[RolloutGroup | RequestFailure]:
@@ -125,7 +126,7 @@ def test_what_cannot_be_trained_on_fails_its_own_lease(column: Any, options: Any
 
 
 def test_logged_and_sampled_tasks_share_a_batch() -> None:
-    plain = Assignment(assignment({}).lease, Task(9, "53=", {}), SamplingParams(max_tokens=4))
+    plain = assigned(assignment({}).lease, Task(9, "53=", {}), SamplingParams(max_tokens=4))
     groups = replayed(plain, assignment(logged("ab", "d")))
     assert sorted(group.logged for group in groups if isinstance(group, RolloutGroup)) == [False, True]
 
@@ -193,10 +194,8 @@ def test_with_estimated_probabilities_a_log_has_the_gradient_of_the_policys_own_
     counts = {letter: 1 + 3 * place % 7 for place, letter in enumerate("abcdefghijklm")}
     worth = {letter: (5 * place % 11) / 4 for place, letter in enumerate("abcdefghijklm")}
     texts = [letter for letter, count in counts.items() for _ in range(count)]
-    lease = assignment(logged(*texts) | {"answers": counts}, samples=len(texts))
-    engine = make_engine("fake")
-    engine.load_snapshot(snapshot_of(tiny_module("qwen3")))
-    rollouts = logged_rollouts(lease, Letters(), engine)  # type: ignore[arg-type]
+    column = logged(*texts) | {"answers": counts}
+    rollouts = logged_rollouts(column, len(texts), 6, Letters(), 0)  # type: ignore[arg-type]
     prompt = array("i", [3, 7, 5])
     scored = tuple(replace(rollout, reward=worth[rollout.text]) for rollout in rollouts)
     policy = tiny_policy()

@@ -42,7 +42,7 @@ class Fleet:
 
     def __init__(self, path: Path, **installed: SnapshotRef | None) -> None:
         self.identity = RunIdentity.create_or_load(path / "identity")
-        self.workers = {name: Worker(name, 1, 0.0, False, base, 0.0) for name, base in installed.items()}
+        self.workers = {name: Worker(name, 1, 0.0, base, 0.0) for name, base in installed.items()}
         self.notices: dict[str, list[PayloadId]] = {name: [] for name in installed}
         self.routes: dict[str, list[int]] = {name: [] for name in installed}
         self.tasks: list[asyncio.Task[None]] = []

@@ -223,10 +223,10 @@ def some_events() -> list[ev.Event]:
     return [
         ev.HeadStarted(0, 1, -1, 0, 0, 1, (), (), (), ()),
         ev.LearnerJoined(0),
-        ev.WorkerJoined("w1", 4, 0.5, ("exact_match",), None, ()),
+        ev.WorkerJoined("w1", 4, 0.5, None, ()),
         ev.GroupsWanted(0),
         ev.Tick(),
-        ev.LeaseFailed("w1", 1, "reward_failed", "it raised"),
+        ev.LeaseFailed("w1", 1, "environment_failed", "it raised"),
         ev.DeliveryMalformed("w1", 2, "malformed", "no rollouts"),
         ev.GroupScored(GroupRef("train", 0)),
         ev.WorkerDetached("w1", "its connection closed"),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from array import array
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,12 +14,10 @@ from echo2.runtime import portions
 from echo2.runtime.recovery import recovered
 from echo2.transport import messages
 from echo2.transport.limits import MESSAGE_BYTES_MAX
-from echo2.types import GroupRef, Lease, Portion, Rollout, RolloutGroup
+from echo2.types import GroupRef, Portion, Rollout, RolloutGroup
 
 
-def made_by(
-    worker_id: str, lengths: tuple[int, ...], version: int = 0, prompt: tuple[int, ...] = (1, 2)
-) -> RolloutGroup:
+def made_by(worker_id: str, lengths: tuple[int, ...], version: int = 0) -> RolloutGroup:
     rollouts = tuple(
         Rollout(
             tokens=array("i", range(length)),
@@ -32,7 +29,7 @@ def made_by(
         )
         for length in lengths
     )
-    return RolloutGroup(GroupRef("train", 0), 0, 1, 0, array("i", prompt), rollouts, worker_id, float(sum(lengths)))
+    return RolloutGroup(GroupRef("train", 0), 0, 1, 0, array("i", (1, 2)), rollouts, worker_id, float(sum(lengths)))
 
 
 def accept(first_sample: int, completes: bool) -> do.AcceptDelivery:
@@ -70,24 +67,6 @@ def test_a_group_of_one_worker_is_stored_as_it_came(ledger: Ledger) -> None:
     assert portions.take(ledger, accept(0, True), group, payload, 1) == (group, payload)
 
 
-def test_attempts_at_another_prompt_do_not_belong_together(ledger: Ledger) -> None:
-    lease = Lease(1, GroupRef("train", 0), 0, 0, 2, 0, None, 9.0, 9.0, 0, first_sample=2)
-    other = made_by("b", (4,), prompt=(1, 3))
-    assert not portions.is_stray(ledger, ("b", lease), "b", other)  # the first one that is in
-    take(ledger, made_by("a", (3,)), 0, completes=False)
-    assert not portions.is_stray(ledger, ("b", lease), "b", made_by("b", (4,)))
-    assert portions.is_stray(ledger, ("b", lease), "b", other)
-
-
-def test_nobody_spoils_a_group_that_is_leased_to_others(ledger: Ledger) -> None:
-    take(ledger, made_by("a", (3,)), 0, completes=False)
-    stray = made_by("mallory", (4,), prompt=(1, 3))
-    lease = Lease(1, GroupRef("train", 0), 0, 0, 2, 0, None, 9.0, 9.0, 0, first_sample=2)
-    assert not portions.is_stray(ledger, ("b", lease), "mallory", stray)
-    assert not portions.is_stray(ledger, ("mallory", replace(lease, group=GroupRef("train", 7))), "mallory", stray)
-    assert not portions.is_stray(ledger, None, "mallory", stray)
-
-
 def test_portions_that_may_come_can_be_joined() -> None:
     third = (MESSAGE_BYTES_MAX - portions.NAMES_BYTES) // 3
     portions.check_size(third, 2, 6)
@@ -117,7 +96,7 @@ def test_the_ledger_keeps_portions_until_the_group_is_delivered_or_retired(ledge
     assert state.portions[0] == kept
     assert (state.leases[0].first_sample, state.leases[0].num_samples) == (2, 2)
     assert ledger.portions(0) == [(kept, b"some")]
-    ledger.deliver(0, b"all", "a", 3, 3, 22, 1.0, is_scored=False, now=2.0)
+    ledger.deliver(0, b"all", "a", 3, 3, 22, 1.0, now=2.0)
     ledger.retire(1, "gave_up", now=2.0)
     assert ledger.recover().portions == ()
     with pytest.raises(InvariantError):

@@ -168,7 +168,7 @@ async def joined(path: Path) -> AsyncIterator[tuple[Head, Membership]]:
     head = Head(path)
     ticket = await head.start()
     member = await join(ticket, path / "state")
-    head.worker = Worker(member.peer_id, 1, 0.0, False, None, 0.0)
+    head.worker = Worker(member.peer_id, 1, 0.0, None, 0.0)
     try:
         yield head, member
     finally:

@@ -16,7 +16,7 @@ from echo2.errors import PeerError
 from echo2.transport import limits, messages
 from echo2.transport import wire_pb2 as wire
 from echo2.transport.base import METHODS, parse
-from echo2.types import Assignment, GroupRef, Lease, Message, Rollout, RolloutGroup, SamplingParams, Task
+from echo2.types import Assignment, GroupRef, Lease, Rollout, RolloutGroup, SamplingParams
 
 NUMBERS = st.integers(0, limits.NUMBER_MAX)
 TOKEN_IDS = st.integers(0, 2**31 - 1)
@@ -65,7 +65,6 @@ GROUPS = st.builds(
     worker_id=NAMES,
     generate_seconds=st.floats(0, limits.DURATION_SECONDS_MAX),
 )
-CHATS = st.lists(st.builds(Message, NAMES, st.text(max_size=20)), max_size=3).map(tuple)
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=10),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(NAMES, inner, max_size=3),
@@ -92,14 +91,18 @@ PARAMS = st.builds(
     top_k=st.integers(0, 2**32 - 1),
     max_tokens=st.integers(1, limits.TOKENS_MAX),
 )
-REWARDS = st.lists(st.tuples(NAMES, st.floats(-10, 10)), max_size=3)
 
 
-@st.composite
-def assignments(draw: st.DrawFn) -> Assignment:
-    rewards = draw(REWARDS)
-    task = Task(draw(NUMBERS), draw(st.text(max_size=20) | CHATS), draw(st.dictionaries(NAMES, JSON, max_size=3)))
-    return Assignment(draw(LEASES), task, draw(PARAMS), tuple(r[0] for r in rewards), tuple(r[1] for r in rewards))
+ASSIGNMENTS = st.builds(
+    Assignment,
+    lease=LEASES,
+    prompt_tokens=st.lists(TOKEN_IDS, max_size=5).map(lambda ids: array("i", ids)),
+    params=PARAMS,
+    columns=st.dictionaries(NAMES, JSON, max_size=3),
+    environment=NAMES,
+    max_turns=st.integers(1, limits.TURNS_MAX),
+    is_chat=st.booleans(),
+)
 
 
 # ---- what goes in comes out ------------------------------------------------------------------------------------------
@@ -111,7 +114,17 @@ def test_group_round_trip(group: RolloutGroup) -> None:
     assert messages.decode_group(parse(wire.RolloutGroup, data)) == group
 
 
-@given(assignments())
+@given(GROUPS, LEASES)
+def test_a_delivery_holds_what_the_worker_sampled_and_all_else_is_the_heads(group: RolloutGroup, lease: Lease) -> None:
+    data = messages.encode_delivery(lease.lease_id, group).SerializeToString()
+    prompt = array("i", [1, 2, 3])
+    read = messages.decode_delivery(parse(wire.Delivery, data), lease, prompt, "w-9")
+    sampled = tuple(replace(r, text="", reward=None, reward_parts={}) for r in group.rollouts)
+    heads = {"step": lease.step, "cursor": lease.cursor, "prompt_tokens": prompt, "worker_id": "w-9", "logged": False}
+    assert read == replace(group, rollouts=sampled, **heads)  # type: ignore[arg-type]
+
+
+@given(ASSIGNMENTS)
 def test_assignment_round_trip(assignment: Assignment) -> None:
     data = messages.encode_assignment(assignment).SerializeToString()
     assert messages.decode_assignment(parse(wire.Lease, data)) == assignment
@@ -289,8 +302,7 @@ def test_a_logprob_may_exceed_0_by_rounding() -> None:
 
 def leased() -> Assignment:
     lease = Lease(3, GroupRef("train", 9), 4, 9, 2, 3, None, 100.0, 60.0, 77)
-    chat = (Message("system", "be brief"), Message("user", "2 + 2"))
-    return Assignment(lease, Task(9, chat, {"answer": 4}), SamplingParams(), ("exact",), (1.0,), "sokoban", 7)
+    return Assignment(lease, array("i", [3, 4]), SamplingParams(), {"level": 4}, "sokoban", 7, is_chat=True)
 
 
 BAD_LEASES: dict[str, Spoil] = {
@@ -311,23 +323,18 @@ BAD_LEASES: dict[str, Spoil] = {
     "endless seconds": lambda m: setattr(m, "seconds", math.inf),
     "no turns": lambda m: setattr(m, "max_turns", 0),
     "many turns": lambda m: setattr(m, "max_turns", limits.TURNS_MAX + 1),
-    "weights": lambda m: m.ClearField("reward_weights"),
-    "weight NaN": lambda m: m.reward_weights.__setitem__(0, math.nan),
-    "no task": lambda m: m.ClearField("task"),
-    "cursor": lambda m: setattr(m.task, "cursor", BEYOND),
-    "no JSON": lambda m: setattr(m.task, "columns_json", "{"),
-    "JSON that is no object": lambda m: setattr(m.task, "columns_json", "[1]"),
-    "deep JSON": lambda m: setattr(m.task, "columns_json", "[" * 100_000),
-    "long number": lambda m: setattr(m.task, "columns_json", '{"a": ' + "1" * 10_000 + "}"),
+    "cursor": lambda m: setattr(m, "cursor", BEYOND),
+    "half a prompt token": lambda m: setattr(m, "prompt_tokens", b"\0" * 6),
+    "negative prompt token": lambda m: setattr(m, "prompt_tokens", ints(-1)),
+    "no JSON": lambda m: setattr(m, "columns_json", "{"),
+    "JSON that is no object": lambda m: setattr(m, "columns_json", "[1]"),
+    "deep JSON": lambda m: setattr(m, "columns_json", "[" * 100_000),
+    "long number": lambda m: setattr(m, "columns_json", '{"a": ' + "1" * 10_000 + "}"),
 }
 LARGE_LEASES: dict[str, Spoil] = {
-    "rewards": lambda m: (m.rewards.extend(["a"] * 64), m.reward_weights.extend([1.0] * 64)),
-    "reward name": lambda m: m.rewards.__setitem__(0, "a" * (limits.NAME_CHARS_MAX + 1)),
-    "columns": lambda m: setattr(m.task, "columns_json", " " * (limits.TEXT_CHARS_MAX + 1)),
-    "prompt": lambda m: setattr(m.task, "text", "a" * (limits.TEXT_CHARS_MAX + 1)),
-    "chat": lambda m: m.task.messages.items.extend([wire.Message(role="user")] * limits.CHAT_MESSAGES_MAX),
-    "chat message": lambda m: setattr(m.task.messages.items[0], "content", "a" * (limits.TEXT_CHARS_MAX + 1)),
-    "role": lambda m: setattr(m.task.messages.items[0], "role", "a" * (limits.NAME_CHARS_MAX + 1)),
+    "environment": lambda m: setattr(m, "environment", "a" * (limits.NAME_CHARS_MAX + 1)),
+    "columns": lambda m: setattr(m, "columns_json", " " * (limits.TEXT_CHARS_MAX + 1)),
+    "prompt": lambda m: setattr(m, "prompt_tokens", bytes(4 * (limits.TOKENS_MAX + 1))),
 }
 
 
@@ -375,14 +382,13 @@ def test_flipped_bits_of_a_group_are_refused_or_harmless(group: RolloutGroup, fl
 
 
 @settings(max_examples=300)
-@given(assignments(), st.lists(st.tuples(st.integers(0, 10**6), st.integers(0, 7)), min_size=1, max_size=4))
+@given(ASSIGNMENTS, st.lists(st.tuples(st.integers(0, 10**6), st.integers(0, 7)), min_size=1, max_size=4))
 def test_flipped_bits_of_a_lease_are_refused_or_harmless(leased: Assignment, flips: list[tuple[int, int]]) -> None:
     data = flipped(messages.encode_assignment(leased).SerializeToString(), flips)
     decoded = refusal_or(lambda: messages.decode_assignment(parse(wire.Lease, data)))
     if decoded is not None:
         messages.encode_assignment(decoded)
         assert 0 < decoded.lease.num_samples <= limits.SAMPLES_MAX
-        assert len(decoded.rewards) == len(decoded.weights)
 
 
 def refusal_or(decode: Callable[[], Any]) -> Any:

@@ -20,7 +20,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
 
-from echo2.errors import UserError
+from echo2.errors import NoRoomError, UserError
 
 SCHEMA_VERSION = 2
 BUSY_SECONDS = 5.0  # how long a transaction waits for another process before it gives up
@@ -139,7 +139,8 @@ def check_schema(connection: sqlite3.Connection, path: Path) -> None:
 
 def unusable(path: Path, error: Exception) -> UserError:
     """The user's view of a failed transaction: full disk, lock, permissions, damage."""
-    return UserError(
+    is_full = getattr(error, "sqlite_errorcode", None) == sqlite3.SQLITE_FULL
+    return (NoRoomError if is_full else UserError)(
         f"Cannot use the ledger {path}: {error}. Nothing that was recorded is lost. "
         "Check for free space, permissions and a second process using this directory, then continue with --resume."
     )

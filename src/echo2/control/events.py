@@ -217,6 +217,18 @@ class RentFailed:
 
 
 @dataclass(frozen=True, slots=True)
+class DiskFull:
+    """There is just enough room on the head's disk for what is under way; `reason` names disk and sizes."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class DiskFreed:
+    """There is room again."""
+
+
+@dataclass(frozen=True, slots=True)
 class Tick:
     """The time asked for by `WakeAt` has come."""
 
@@ -239,5 +251,7 @@ Event = (
     | GroupScored
     | GroupUnfit
     | RentFailed
+    | DiskFull
+    | DiskFreed
     | Tick
 )

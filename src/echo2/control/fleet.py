@@ -103,7 +103,7 @@ class Fleet:
         resting = self.is_resting(worker)
         others = self.num_active - self.num_resting - (not (resting or worker.detached or worker.standby))
         if others > 0 and not resting:
-            seconds = min(REST_SECONDS[1], REST_SECONDS[0] * 2.0**worker.failures_in_a_row)
+            seconds = min(REST_SECONDS[1], REST_SECONDS[0] * 2.0 ** min(worker.failures_in_a_row, 10))
             worker.failures_in_a_row += 1
             self._resting.set(worker.worker_id, now + seconds)
             self.file(worker)
@@ -152,7 +152,8 @@ class Fleet:
         ranking = self._rankings[place[0]].get(place[1])
         if ranking is None:
             ranking = self._rankings[place[0]][place[1]] = Ranking()
-        ranking.put((worker.samples, worker.joined_at, worker.worker_id))
+        failures = 0 if worker.is_own else worker.failures_in_a_row
+        ranking.put((worker.samples, failures, worker.joined_at, worker.worker_id))
 
     def at_once(self, worker: Worker) -> int:
         """Groups that are one batch of this worker now."""

@@ -5,7 +5,8 @@ gate).
 
 from __future__ import annotations
 
-from collections.abc import Container
+import itertools
+from collections.abc import Container, Iterator
 
 from echo2.control import commands as do
 from echo2.control import portions, results, staleness, strangers
@@ -49,7 +50,7 @@ def next_worker(state: PlannerState, depth: int, served: Container[Kind]) -> Wor
         if kind not in served and (state.options.deterministic or is_published(state, kind[0]))
     )
     best = min((rank for rank in firsts if rank is not None), default=None)
-    return None if best is None else state.fleet.get(best[2])
+    return None if best is None else state.fleet.get(best[-1])
 
 
 def fill(state: PlannerState, worker: Worker, depth: int, now: float) -> bool:
@@ -180,10 +181,10 @@ def next_unit(state: PlannerState, worker: Worker) -> list[GroupRecord]:
     it samples a portion of already are left to others while their step has something else.
     """
     last = min(last_step(state, worker), state.options.max_steps - 1)
-    steps = range(state.version, last + 1)
-    new_step = next(
-        (step for step in steps if room(state, step) > 0 and strangers.may_supply(state, worker, step)), None
-    )
+    with_room: Iterator[int] = (step for step in range(state.version, last + 1) if room(state, step) > 0)
+    if state.options.deterministic:  # groups are numbered step by step
+        with_room = itertools.islice(with_room, 1)
+    new_step = next((step for step in with_room if strangers.may_supply(state, worker, step)), None)
     left: list[GroupRecord] = []
     found: list[GroupRecord] = []
     while not found and (pending := state.groups.first_pending()) is not None and len(left) < UNITS_LEFT_MAX:

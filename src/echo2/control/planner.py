@@ -89,6 +89,10 @@ class Planner(PlannerState):
                 results.give_up(self, event.group, event.reason, event.detail)
             case ev.RentFailed():
                 standby.rent_failed(self, event.offer, now)
+            case ev.DiskFull():
+                self.paused = Wait("head", "disk", now, None, event.reason)
+            case ev.DiskFreed():
+                self.paused = None
             case ev.Tick():
                 self._wake_at = None
 
@@ -97,10 +101,11 @@ class Planner(PlannerState):
         workers.expel_exhausted(self, now)
         self._finish_evals(now)
         self.settle(now)
-        if self.over is None:
+        if self.over is None and self.paused is None:
             granting.grant(self, now)
             second_leases.grant_seconds(self, now)
             self._feed(now)
+        if self.over is None:
             self._finish()
 
     def _ask_for_wake(self) -> None:
@@ -114,7 +119,7 @@ class Planner(PlannerState):
             dues.append(self.no_own_since + EVAL_WAIT_LEASES * self.options.lease_seconds)
         if self.options.offers and self.learner_joined and self.activation is not None and self.over is None:
             dues.append(self.activation.next_at)  # nobody else may be there to report
-        if (late_at := second_leases.next_at(self)) is not None:
+        if self.paused is None and (late_at := second_leases.next_at(self)) is not None:
             dues.append(late_at)
         if dues and (self._wake_at is None or min(dues) < self._wake_at):
             self._wake_at = min(dues)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import heapq
 
-#: Samples asked for, time of joining, worker id: the least loaded first, then who came first.
-Rank = tuple[int, float, str]
+#: Samples asked for, a stranger's failures in a row, time of joining, worker id: the least loaded first, then who did
+#: not fail, then who came first.
+Rank = tuple[int, int, float, str]
 
 
 class Ranking:
@@ -19,9 +20,9 @@ class Ranking:
 
     def put(self, rank: Rank) -> None:
         """Give the worker named in it this rank."""
-        if self._rank.get(rank[2]) == rank:
+        if self._rank.get(rank[-1]) == rank:
             return
-        self._rank[rank[2]] = rank
+        self._rank[rank[-1]] = rank
         heapq.heappush(self._heap, rank)
         if len(self._heap) > 64 + 4 * len(self._rank):
             self._heap = list(self._rank.values())
@@ -33,7 +34,7 @@ class Ranking:
     def first(self) -> Rank | None:
         """The smallest rank, or None."""
         heap = self._heap
-        while heap and self._rank.get(heap[0][2]) != heap[0]:
+        while heap and self._rank.get(heap[0][-1]) != heap[0]:
             heapq.heappop(heap)
         return heap[0] if heap else None
 

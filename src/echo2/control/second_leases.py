@@ -74,7 +74,7 @@ def _idle_worker(state: PlannerState, holder: str) -> Worker | None:
     kinds = [kind for kind in state.fleet.rankings(0) if granting.is_published(state, kind[0])]
     for kind in sorted(kinds, key=lambda kind: (kind[1] != "", -kind[0].version if kind[0] is not None else 0)):
         first = state.fleet.rankings(0)[kind].first()
-        worker = None if first is None else state.fleet.get(first[2])
+        worker = None if first is None else state.fleet.get(first[-1])
         if worker is None or worker.worker_id == holder or (kind[1] and kind[1] == ticket):
             continue
         may = strangers.most_leases(state, worker, 1) and strangers.may_supply(state, worker, step)

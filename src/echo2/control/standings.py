@@ -75,10 +75,13 @@ class Standings:
 
 @dataclass(slots=True)
 class Conduct:
-    """One worker's. `patience` as it was at `at`; `num_refused` since it was last expelled."""
+    """One worker's. `patience` as it was at `at`; `num_failed`: leases in a row without a result, of a stranger;
+    `num_refused` since it was last expelled.
+    """
 
     patience: float = PATIENCE
     at: float = 0.0
+    num_failed: int = 0
     num_refused: int = 0
     num_expelled: int = 0
     expelled_until: float = 0.0
@@ -113,7 +116,7 @@ class Conducts:
     def expel(self, worker_id: str, now: float) -> tuple[float, int]:
         """For how many seconds it is to stay away, and how many refusals led to it."""
         conduct = self.of(worker_id)
-        seconds = min(EXPELLED_SECONDS[1], EXPELLED_SECONDS[0] * 2.0**conduct.num_expelled)
+        seconds = min(EXPELLED_SECONDS[1], EXPELLED_SECONDS[0] * 2.0 ** min(conduct.num_expelled, 10))
         num_refused = conduct.num_refused
         conduct.num_refused, conduct.num_expelled = 0, conduct.num_expelled + 1
         conduct.patience, conduct.at, conduct.expelled_until = PATIENCE, now, now + seconds

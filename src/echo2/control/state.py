@@ -16,7 +16,7 @@ from echo2.control.gauge import Gauge, is_busy
 from echo2.control.groups import GroupBook
 from echo2.control.leases import LeaseTable
 from echo2.control.standings import Conducts, Standings
-from echo2.types import Lease, SnapshotRef
+from echo2.types import Lease, SnapshotRef, Wait
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +88,7 @@ class PlannerState:
     no_own_since  since when an evaluation waits while no machine of the owner works
     failed_at_strangers, last_failure
                 groups in a row that only strangers failed, and why the last of them was given up
+    paused      what keeps the run from leasing and feeding groups, while something does
     highest_version  reached in any lineage: tokens of a later one are made up
     """
 
@@ -115,6 +116,7 @@ class PlannerState:
         self.step_ended = False
         self.learner_joined = False
         self.over: str | None = None
+        self.paused: Wait | None = None
         self.failures_in_a_row = 0
         self.failed_at_strangers, self.last_failure = 0, ""
         self.standings = Standings()

@@ -123,6 +123,7 @@ def brought(state: PlannerState, worker: Worker | None) -> None:
     """One of its results was accepted."""
     if worker is None or worker.is_own:
         return
+    state.conducts.of(worker.worker_id).num_failed = 0
     standing = state.standings.of(worker.ticket)
     most = state.options.groups_per_step * (state.options.max_staleness + 1) * state.options.workers_per_group
     standing.credit = min(standing.credit + 1, max(2, most))
@@ -132,8 +133,13 @@ def brought(state: PlannerState, worker: Worker | None) -> None:
 
 
 def failed(state: PlannerState, worker: Worker | None, held_seconds: float) -> None:
-    """A lease of its, or what it had delivered, came to nothing."""
+    """A lease of its came to nothing: it rests, and others of its ticket are tried before it."""
     if worker is not None and not worker.is_own:
+        state.fleet.rest(worker, state.now)
+        conduct = state.conducts.of(worker.worker_id)
+        conduct.num_failed += 1
+        worker.failures_in_a_row = conduct.num_failed
+        state.fleet.file(worker)
         blame(state, worker.ticket, held_seconds)
 
 

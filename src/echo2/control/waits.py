@@ -8,8 +8,10 @@ from echo2.types import GroupRef, Wait
 
 
 def list_waits(state: PlannerState, now: float) -> list[Wait]:
-    """The learner's wait first, then each idle worker's, then each lease that is being waited for."""
-    waits = _learner_waits(state) + _waits_for_good_work(state, now)
+    """What pauses the run, the learner's wait, good work of strangers, each idle worker's wait, and each lease that is
+    being waited for.
+    """
+    waits = [*([state.paused] if state.paused else []), *_learner_waits(state), *_waits_for_good_work(state, now)]
     for worker in state.fleet.all():
         until = state.fleet.silence_deadline(worker.worker_id)
         if worker.detached:

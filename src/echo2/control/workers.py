@@ -25,6 +25,8 @@ def worker_joined(state: PlannerState, event: ev.WorkerJoined, now: float) -> No
     worker = Worker(event.worker_id, capacity, event.price_usd_per_hour, event.installed, now, idle_since=now)
     worker.samples, worker.offer = state.leases.samples_of(event.worker_id), event.offer
     worker.is_own, worker.ticket = event.is_own, event.ticket
+    if not event.is_own:
+        worker.failures_in_a_row = state.conducts.of(event.worker_id).num_failed
     before = state.fleet.get(event.worker_id)
     if before is not None:
         worker.rate, worker.rate_variance, worker.returned = before.rate, before.rate_variance, before.returned

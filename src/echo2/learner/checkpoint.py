@@ -24,7 +24,7 @@ import msgspec
 from blake3 import blake3
 
 from echo2.documents import parse_json
-from echo2.errors import UserError
+from echo2.errors import UserError, write_failed
 from echo2.types import TensorBytes
 
 FORMAT = 1
@@ -111,7 +111,7 @@ def write_checkpoint(
     `tensors`: safetensors file name -> the tensors in it.
 
     Raises:
-        UserError: no room, or the place cannot be written. What was there before is untouched.
+        NoRoomError: no room. UserError: the place cannot be written. What was there before is untouched.
     """
     partial = directory.with_name(f".{directory.name}.partial")
     try:
@@ -126,10 +126,11 @@ def write_checkpoint(
     except OSError as error:
         shutil.rmtree(partial, ignore_errors=True)
         what = "is out of room" if error.errno in _NO_ROOM else f"cannot be written ({error.strerror})"
-        raise UserError(
+        message = (
             f"The checkpoint {directory} was not saved: the disk {what}. Earlier checkpoints are untouched; free "
             "some space (or lower learner.keep_checkpoints) and resume."
-        ) from error
+        )
+        raise write_failed(error, message) from error
 
 
 def safetensors_pieces(tensors: Mapping[str, TensorBytes]) -> Iterable[bytes | memoryview]:

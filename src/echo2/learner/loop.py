@@ -14,12 +14,15 @@ Torch works in this thread; the network lives in `session.HeadSession`'s.
 from __future__ import annotations
 
 import logging
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
+from echo2.errors import NoRoomError
 from echo2.learner import checkpoint
+from echo2.learner.crash_record import CrashRecord
 from echo2.learner.head_client import StepEnd
 from echo2.learner.session import HeadSession
 from echo2.learner.step_meter import StepMeter
@@ -27,6 +30,11 @@ from echo2.learner.trainer import Trainer
 from echo2.types import RolloutGroup
 
 log = logging.getLogger(__name__)
+
+#: Beside the checkpoints: what the learner is training on.
+CRASH_RECORD = "training.json"
+#: Between two tries to save a checkpoint on a full disk.
+NO_ROOM_SECONDS = 2.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,10 +64,12 @@ def run_learner(trainer: Trainer, head: HeadSession, options: LoopOptions) -> st
 
     Raises:
         LinkError: the head was away for longer than the session's patience.
-        UserError: the disk is full, or training diverged.
+        UserError: training diverged, the learner dies on whatever it trains on, or a checkpoint can't be written (room
+            is waited for).
         InvariantError: the head fed what must not be trained on.
     """
     _prepare(trainer, options)
+    record = CrashRecord(options.checkpoints / CRASH_RECORD)
     meter = StepMeter(trainer.version, options.max_staleness, options.deterministic)
     _report_checkpoints(trainer, head, options)
     if trainer.version < head.max_steps:
@@ -68,10 +78,10 @@ def run_learner(trainer: Trainer, head: HeadSession, options: LoopOptions) -> st
     cursor = 0
 
     while (step := trainer.version) < head.max_steps:
-        end = _train_on_groups(trainer, head, options, meter)
+        end = _train_on_groups(trainer, head, options, meter, record)
         if end.stop:
             if not trainer.is_within_step:  # else the checkpoint before is what the run goes on from
-                _save(trainer, head.lineage, cursor, options)
+                _save(trainer, head, cursor, options)
             return end.reason
         with meter.time("train"):
             stats = trainer.optim_step()
@@ -90,7 +100,7 @@ def run_learner(trainer: Trainer, head: HeadSession, options: LoopOptions) -> st
             with meter.time("publish_wait"):
                 head.finish_publishing(but=trainer.version)
             with meter.time("checkpoint"):
-                _save(trainer, head.lineage, cursor, options)
+                _save(trainer, head, cursor, options)
                 _report_checkpoints(trainer, head, options)
 
     head.doing = "sending the last snapshot"
@@ -98,7 +108,9 @@ def run_learner(trainer: Trainer, head: HeadSession, options: LoopOptions) -> st
     return "all steps are trained"
 
 
-def _train_on_groups(trainer: Trainer, head: HeadSession, options: LoopOptions, meter: StepMeter) -> StepEnd:
+def _train_on_groups(
+    trainer: Trainer, head: HeadSession, options: LoopOptions, meter: StepMeter, record: CrashRecord
+) -> StepEnd:
     """Gradients of one step, a micro-batch as soon as it is full; what ended the step.
 
     Micro-batches are cut by arrival, always `groups_per_microbatch` long but for the last: the same arrivals give the
@@ -113,7 +125,7 @@ def _train_on_groups(trainer: Trainer, head: HeadSession, options: LoopOptions, 
         with meter.time("wait_for_batch"):
             item = next(arrivals)
         if isinstance(item, RolloutGroup):
-            problem = trainer.why_unfit(item)
+            problem = trainer.why_unfit(item) or record.why_unfit(item)
             meter.see(item, is_fit=not problem)
             if problem:
                 log.warning("%s of %s is left out of step %d: %s", item.group, item.worker_id, item.step, problem)
@@ -124,7 +136,9 @@ def _train_on_groups(trainer: Trainer, head: HeadSession, options: LoopOptions, 
         if len(waiting) == options.groups_per_microbatch or ((is_end or is_part) and waiting):
             head.doing = f"training step {trainer.version}"
             with meter.time("train"):
-                trainer.forward_backward(waiting)
+                for batch in record.batches(waiting):
+                    with record.training(batch):
+                        trainer.forward_backward(batch)
             waiting = []
         if is_part:
             with meter.time("train"):
@@ -153,10 +167,16 @@ def _publish_if_due(trainer: Trainer, head: HeadSession, options: LoopOptions, m
             head.publish(version, tensors, files)
 
 
-def _save(trainer: Trainer, lineage: int, cursor: int, options: LoopOptions) -> None:
+def _save(trainer: Trainer, head: HeadSession, cursor: int, options: LoopOptions) -> None:
+    """Save a checkpoint. A full disk is waited for: all since the last checkpoint would be trained again."""
     directory = checkpoint.step_directory(options.checkpoints, trainer.version)
-    if not checkpoint.is_whole(directory):  # it is there when nothing was trained since it was saved or loaded
-        trainer.save_state(directory, lineage, cursor)
+    while not checkpoint.is_whole(directory):  # it is there when nothing was trained since it was saved or loaded
+        try:
+            trainer.save_state(directory, head.lineage, cursor)
+        except NoRoomError as error:
+            head.doing = f"waiting for room: {error}"
+            log.warning("waiting for room: %s", error)
+            time.sleep(NO_ROOM_SECONDS)
     checkpoint.prune(options.checkpoints, options.keep_checkpoints)
 
 

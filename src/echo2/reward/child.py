@@ -17,7 +17,7 @@ from echo2.errors import UserError
 from echo2.reward import frames
 from echo2.reward.score import RewardFailure, Scorer
 
-MAX_WAITING_GROUPS = 2  # the head sends one at a time
+MAX_WAITING_GROUPS = 2  # read ahead; the others wait in the pipe
 
 
 def main() -> None:

@@ -1,15 +1,17 @@
 """The user's reward functions in a process of their own beside the head, which they can neither stall nor kill.
 
-This is the head's side; what runs inside is `child.py`. One group at a time. A call that takes too long is killed with
-everything it started; a process that dies is replaced at the next call; either is a `RewardFailure` of that one group.
+This is the head's side; what runs inside is `child.py`. It scores one group after the other, and groups that wait are
+sent together, so that nobody waits for a round trip. A call that takes too long is killed with everything it started; a
+process that dies is replaced at the next call; either is a `RewardFailure` of that one group.
 """
 
 from __future__ import annotations
 
 import asyncio
 import sys
+from collections import deque
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +26,16 @@ EXIT_SECONDS = 1.0  # from closing its pipe to being gone, for a child that ends
 REAP_SECONDS = 5.0
 MAX_LOG_BYTES = 16 << 20  # a longer log is begun anew at the next start of the process
 LOG_CHARS_SHOWN = 1500
+GROUPS_AT_ONCE = 16  # sent before the first of them is answered
+
+
+@dataclass(frozen=True, slots=True)
+class _Waiting:
+    """A group to be scored, as a frame; and what the child will answer."""
+
+    frame: bytes
+    doing: str
+    answer: asyncio.Future[dict[str, Any]]
 
 
 class RewardProcess:
@@ -39,6 +51,7 @@ class RewardProcess:
         self._log_path = log_path
         self._process: asyncio.subprocess.Process | None = None
         self._turn = asyncio.Lock()
+        self._waiting: deque[_Waiting] = deque()
 
     @property
     def pid(self) -> int | None:
@@ -62,16 +75,47 @@ class RewardProcess:
             RewardFailure: a function raised, returned no score, took over `timeout_seconds` or ended the process.
             UserError: the functions cannot be loaded.
         """
-        async with self._turn:
-            process = await self._running()
-            request = frames.group_message(task, rollouts)
-            answer = await self._ask(process, request, self._timeout_seconds, f"scoring task {task.cursor}")
+        doing = f"scoring task {task.cursor}"
+        try:
+            frame = pipes.encode(frames.group_message(task, rollouts))
+        except PeerError as error:
+            raise RewardFailure(f"The reward process cannot go on while {doing}: {error}.") from error
+        waiting = _Waiting(frame, doing, asyncio.get_running_loop().create_future())
+        self._waiting.append(waiting)
+        try:
+            while not waiting.answer.done():
+                async with self._turn:
+                    if not waiting.answer.done():
+                        await self._score_some()
+        finally:
+            if not waiting.answer.done():
+                self._waiting = deque(one for one in self._waiting if one is not waiting)
+        answer = waiting.answer.result()
         if "failed" in answer:
             raise RewardFailure(answer["failed"])
         return tuple(
             replace(rollout, reward=reward, reward_parts=parts)
             for rollout, (reward, parts) in zip(rollouts, answer["scores"], strict=True)
         )
+
+    async def _score_some(self) -> None:
+        """Send the groups that waited longest and take their answers, up to the first that costs the process. Those
+        behind that one wait again.
+        """
+        process = await self._running()
+        sent = deque(self._waiting.popleft() for _ in range(min(GROUPS_AT_ONCE, len(self._waiting))))
+        writing = asyncio.ensure_future(_write(process, *(one.frame for one in sent)))
+        try:
+            while sent and self._process is process:
+                try:
+                    answer = await self._answer(process, self._timeout_seconds, sent[0].doing)
+                except RewardFailure as failure:
+                    answer = {"failed": str(failure)}
+                sent.popleft().answer.set_result(answer)
+        finally:
+            writing.cancel()
+            await asyncio.gather(writing, return_exceptions=True)  # a pipe that broke was seen by the reader too
+            self._waiting.extendleft(reversed(sent))
 
     async def close(self) -> None:
         """End the child; whatever it was doing is abandoned."""
@@ -81,7 +125,9 @@ class RewardProcess:
         if self._process is not None and self._process.returncode is None:
             return self._process
         self._process = process = await self._spawn()
-        answer = await self._ask(process, self._setup, STARTUP_SECONDS, "loading the reward functions")
+        writing = asyncio.ensure_future(_write(process, pipes.encode(self._setup)))
+        answer = await self._answer(process, STARTUP_SECONDS, "loading the reward functions")
+        await asyncio.gather(writing, return_exceptions=True)
         if "failed" in answer:
             await self._kill()
             raise UserError(answer["failed"])
@@ -107,14 +153,12 @@ class RewardProcess:
             self._log_path.write_bytes(b"")
         return self._log_path.open("ab")  # appending: it may be cut while it is written
 
-    async def _ask(
-        self, process: asyncio.subprocess.Process, request: dict[str, Any], seconds: float, doing: str
-    ) -> dict[str, Any]:
-        """Send one frame and await its answer. Whatever keeps it away leaves no child behind: a late answer must not be
-        taken for the next group's."""
+    async def _answer(self, process: asyncio.subprocess.Process, seconds: float, doing: str) -> dict[str, Any]:
+        """The next answer. Whatever keeps it away leaves no child behind: a late answer must not be taken for the next
+        group's."""
         try:
             async with asyncio.timeout(seconds):
-                return await _exchange(process, pipes.encode(request))
+                return await _read(process)
         except TimeoutError as error:
             await self._kill()
             raise RewardFailure(
@@ -160,11 +204,17 @@ class RewardProcess:
         return f"Its log {self._log_path} " + (f"ends: {text}" if text else "is empty.")
 
 
-async def _exchange(process: asyncio.subprocess.Process, frame: bytes) -> dict[str, Any]:
-    if process.stdin is None or process.stdout is None:
+async def _write(process: asyncio.subprocess.Process, *sent: bytes) -> None:
+    if process.stdin is None:
         raise InvariantError("the reward process was started without pipes")
-    process.stdin.write(frame)
-    await process.stdin.drain()
+    for frame in sent:
+        process.stdin.write(frame)
+        await process.stdin.drain()
+
+
+async def _read(process: asyncio.subprocess.Process) -> dict[str, Any]:
+    if process.stdout is None:
+        raise InvariantError("the reward process was started without pipes")
     header = await process.stdout.readexactly(pipes.HEADER.size)
     length = pipes.checked_length(pipes.HEADER.unpack(header)[0])
     return pipes.decode(await process.stdout.readexactly(length))

@@ -43,6 +43,7 @@ class BroadcastMeter:
     def __init__(self) -> None:
         self._publications: dict[SnapshotRef, Publication] = {}
         self._delta_ratio = 1.0
+        self.snapshot_bytes = 0  # of the newest, whole
 
     def published(self, ref: SnapshotRef, started_at: float, attending: Collection[str]) -> None:
         """A version that is published again (whole, after its delta proved wrong) keeps its time."""
@@ -53,6 +54,7 @@ class BroadcastMeter:
     def sized(self, sent_bytes: int, whole_bytes: int) -> None:
         """What the newest publication takes to send, and what its content takes."""
         self._delta_ratio = sent_bytes / max(1, whole_bytes)
+        self.snapshot_bytes = whole_bytes
 
     def installed(self, worker_id: str, ref: SnapshotRef, now: float) -> None:
         for other, publication in self._publications.items():

@@ -38,6 +38,8 @@ def read_delivery(head: Head, worker_id: str, lease: Lease, delivery: wire.Deliv
         messages.check_vocabulary(group, head.vocab_size)
     if LOGGED_ATTEMPTS in task.columns:
         group = _as_logged(head, task, group, params.max_tokens)
+    if config.tasks.environment:
+        group = messages.with_environment_rewards(group, delivery)
     payload = messages.encode_group(group).SerializeToString()
     if portions.is_portion(lease, head.options.group_size):
         portions.check_size(len(payload), len(group.rollouts), head.options.group_size)

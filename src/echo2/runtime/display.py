@@ -92,6 +92,8 @@ def sparkline(values: Sequence[float], width: int = 40) -> str:
 def _news(rows: list[dict[str, Any]], status: dict[str, Any]) -> Text:
     steps = [row for row in rows if "reward/mean" in row]
     text = Text()
+    if status.get("paused"):
+        text.append(f"paused: {printable(status['paused'], REASON_CHARS)}\n", style="bold red")
     if steps:
         last = steps[-1]
         text.append(f"reward {last['reward/mean']:.3f} {sparkline([row['reward/mean'] for row in steps])}\n")

@@ -20,7 +20,7 @@ from echo2.control import commands as do
 from echo2.control import events as ev
 from echo2.control.planner import Planner
 from echo2.control.state import PlannerOptions
-from echo2.errors import UserError
+from echo2.errors import UserError, write_failed
 from echo2.runtime import rotation
 
 #: Bytes of a part, and old parts that are kept: half a gigabyte in all.
@@ -60,7 +60,7 @@ class EventLog:
         self._write({"options": msgspec.to_builtins(options)})
 
     def write(self, now: float, event: ev.Event, commands: Sequence[do.Command]) -> None:
-        """Raises UserError when the disk is full."""
+        """Raises NoRoomError when the disk is full, UserError when it can't be written otherwise."""
         self._write({"now": now, "event": to_plain(event), "commands": [to_plain(command) for command in commands]})
 
     def _write(self, record: dict[str, Any]) -> None:
@@ -73,7 +73,8 @@ class EventLog:
                 rotation.shift(self._path, PARTS_KEPT)
                 self._file = open(self._path, "ab", buffering=0)  # noqa: SIM115
         except OSError as error:
-            raise UserError(f"Cannot write {self._path}: {error.strerror}. Free some space, then --resume.") from error
+            message = f"Cannot write {self._path}: {error.strerror}. Free some space, then --resume."
+            raise write_failed(error, message) from error
 
     def close(self) -> None:
         self._file.close()

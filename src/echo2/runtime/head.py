@@ -23,7 +23,7 @@ from echo2.control import events as ev
 from echo2.control.broadcast import BroadcastOptions
 from echo2.control.fleet import Worker
 from echo2.control.planner import Planner
-from echo2.errors import InvariantError, UserError
+from echo2.errors import InvariantError, NoRoomError, UserError
 from echo2.offers import Offer
 from echo2.reward.process import RewardProcess
 from echo2.rollout.generate import assignment_of
@@ -221,11 +221,11 @@ class Head:
     def fail(self, error: BaseException) -> None:
         """The run can't go on."""
         log.error("the run stops", exc_info=error)
-        kind = "user_error" if isinstance(error, UserError) else "bug"
+        kind = "no_room" if isinstance(error, NoRoomError) else "user_error" if isinstance(error, UserError) else "bug"
         self.end(kind, str(error) or repr(error))
 
     def end(self, kind: str, reason: str) -> None:
-        """The first end counts. `kind`: finished, stopped, user_error or bug."""
+        """The first end counts. `kind`: finished, stopped, user_error, no_room (of this head, not the run) or bug."""
         if self.outcome is None:
             self.outcome = (kind, reason)
             self.over.set()
@@ -253,10 +253,10 @@ class Head:
     async def close(self) -> None:
         """Tell everybody that it is over and let go of all files."""
         kind, reason = self.outcome or ("stopped", "the head is closing")
-        if kind != "user_error":
+        if kind not in ("user_error", "no_room"):
             for presence in self.workers.values():
                 self._put(presence, wire.Order(stop=wire.Stop(reason=reason)))
-        if self.learner is not None and self.learner.feed is not None:
+        if self.learner is not None and self.learner.feed is not None and kind != "no_room":
             self.learner.feed.put_nowait(wire.StepDone(stop=True, reason=reason))
         for task in list(self._tasks):
             task.cancel()

@@ -9,9 +9,10 @@ import os
 import signal
 import sys
 
-from echo2.errors import InvariantError, UserError
-from echo2.reward.functions import BUILT_IN
+from echo2.control import events as ev
+from echo2.errors import InvariantError, NoRoomError, UserError
 from echo2.runtime import head_report, rotation
+from echo2.runtime.disk import DiskWatch, checkpoint_bytes
 from echo2.runtime.head import Head
 from echo2.runtime.rundir import RunDir, claimed, write_atomically
 from echo2.runtime.service import Service
@@ -33,7 +34,8 @@ async def run_head(rundir: RunDir) -> None:
     """Serve the run in this directory until it is finished or told to stop.
 
     Raises:
-        UserError: the run can't go on (failing rewards, full disk, port in use, another head here, ...).
+        NoRoomError: the disk is full; the run can go on with another head when there is room.
+        UserError: the run can't go on (failing rewards, port in use, another head here, ...).
         InvariantError: a bug of ours stopped it.
     """
     with claimed(rundir.path, "head"):
@@ -56,8 +58,7 @@ async def _serve(rundir: RunDir) -> None:
     port = config.head.port or head.ledger.get_meta("port", 0)
     service = Service(head)
     server = GrpcServer(config.head.host, port, identity, service.handlers(), head.fail)
-    if set(config.reward.functions) - set(BUILT_IN):
-        await head.reward.start()  # a reward file that does not load is found before anything is sampled
+    await head.reward.start()  # a reward file that does not load is found before anything is sampled
     await head.start()  # before anybody can call: what the ledger holds comes first
     bound = await server.start()
     head.ledger.set_meta("port", bound)
@@ -73,8 +74,9 @@ async def _serve(rundir: RunDir) -> None:
     await head.over.wait()
     assert head.outcome is not None
     log.info("the run is over: %s", head.outcome)
-    await head.machines.close()
-    _write_end(head)
+    if head.outcome[0] != "no_room":  # the run is not over: it waits for room
+        await head.machines.close()
+        _write_end(head)
     await head.close()
     await asyncio.sleep(FAREWELL_SECONDS)
     await server.stop()
@@ -82,6 +84,8 @@ async def _serve(rundir: RunDir) -> None:
     kind, reason = head.outcome
     if kind == "finished" or reason == TOLD_TO_STOP:
         return
+    if kind == "no_room":
+        raise NoRoomError(reason)
     raise UserError(reason) if kind in ("stopped", "user_error") else InvariantError(reason)
 
 
@@ -89,8 +93,12 @@ async def _keep_reporting(head: Head, service: Service, identity: RunIdentity, t
     """Consumes: the planner's tables; what `echo2 revoke` wrote. Produces: status.json; expulsions; tickets in place of
     those that admit nobody any more. Waits for: the clock.
     """
+    disk = DiskWatch(head.rundir.path)
     while True:
         try:
+            if disk.look(head.broadcast.snapshot_bytes, checkpoint_bytes(head.rundir.checkpoints)):
+                log.warning("%s", f"paused: {disk.reason}" if disk.reason else "there is room on the disk: going on")
+                head.happen(ev.DiskFull(disk.reason) if disk.reason else ev.DiskFreed())
             service.expel(identity.revoked())
             tickets.keep()
             head.check_budget()

@@ -161,6 +161,7 @@ def status(head: Head) -> dict[str, Any]:
         "checkpoint": planner.checkpoint_version,
         "groups": _group_counts(head),
         "broadcast": {**head.broadcast.metrics(), **head.traffic(), "suspects": dict(suspects)},
+        "paused": planner.paused.reason if planner.paused else "",
         "waits": [asdict(wait) for wait in planner.waits(now)],
         "fleet": fleet_status(head),
         "cost_usd": head.costs.cum_usd(now),

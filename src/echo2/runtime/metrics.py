@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from echo2.documents import parse_json
-from echo2.errors import UserError
+from echo2.errors import UserError, write_failed
 from echo2.runtime.rundir import write_atomically
 
 Row = dict[str, Any]
@@ -44,9 +44,8 @@ class Metrics:
                 with open(self._path, "a", encoding="utf-8") as file:
                     file.write(json.dumps(row) + "\n")
             except OSError as error:
-                raise UserError(
-                    f"Cannot write {self._path}: {error.strerror}. Free some space, then --resume."
-                ) from error
+                message = f"Cannot write {self._path}: {error.strerror}. Free some space, then --resume."
+                raise write_failed(error, message) from error
         for sink in self._sinks:
             sink.write(row["step"], row)
 

@@ -24,7 +24,7 @@ from typing import Any
 
 from echo2 import config as configuration
 from echo2.documents import parse_json
-from echo2.errors import UserError
+from echo2.errors import UserError, write_failed
 
 #: How long a claim waits for a predecessor that is about to die (children outlive a killed supervisor by a moment).
 CLAIM_SECONDS = 3.0
@@ -163,7 +163,8 @@ def write_atomically(path: Path, text: str, mode: int = 0o644) -> None:
     """Replace a small file whole: a reader sees the old text or the new, never half of it.
 
     Raises:
-        UserError: the disk is full or the directory can't be written; the old file is untouched.
+        NoRoomError: the disk is full; the old file is untouched.
+        UserError: the directory can't be written otherwise.
     """
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
@@ -172,7 +173,8 @@ def write_atomically(path: Path, text: str, mode: int = 0o644) -> None:
         os.replace(temporary, path)
     except OSError as error:
         temporary.unlink(missing_ok=True)
-        raise UserError(f"Cannot write {path}: {error.strerror}. Free some space; nothing was lost.") from error
+        message = f"Cannot write {path}: {error.strerror}. Free some space; nothing was lost."
+        raise write_failed(error, message) from error
 
 
 def read_json(path: Path) -> Any:

@@ -7,6 +7,7 @@ import socket
 from typing import Any
 
 from echo2.errors import UserError
+from echo2.runtime.disk import FLOOR_BYTES, free_bytes
 from echo2.runtime.rundir import RunDir, read_json
 
 #: Linux's largest.
@@ -28,8 +29,13 @@ def read_status(rundir: RunDir) -> dict[str, Any]:
     outcome = read_json(rundir.outcome)
     if outcome is not None:
         status["state"] = f"{outcome['kind']}: {outcome['reason']}"
+    elif head_lives:
+        status["state"] = f"paused: {status['paused']}" if status.get("paused") else "running"
     else:
-        status["state"] = "running" if head_lives else "the head is not running; continue with `echo2 run ... --resume`"
+        status["state"] = "the head is not running; continue with `echo2 run ... --resume`"
+        if any(p["role"] == "supervisor" and p["alive"] for p in status["processes"]):
+            room = free_bytes(rundir.path) >= FLOOR_BYTES
+            status["state"] = "starting" if room else f"paused: no room on the disk that holds {rundir.path}"
     if not head_lives:
         status["waits"] = []
     return status

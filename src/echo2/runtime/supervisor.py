@@ -2,7 +2,8 @@
 after them.
 
 A process that dies is started again (the head from its ledger, the learner from its checkpoint, a worker afresh), up
-to a limit. A process that ends with the user's mistake ends the run, with its one-line error. When the supervisor
+to a limit. A process that ends with the user's mistake ends the run, with its one-line error; one that ends for lack of
+room on the disk is started again when there is room. When the supervisor
 itself dies, its children end too (`lifeline`).
 """
 
@@ -22,7 +23,7 @@ from pathlib import Path
 from types import FrameType
 
 from echo2.errors import Echo2Error, UserError
-from echo2.runtime import rotation
+from echo2.runtime import disk, rotation
 from echo2.runtime.lifeline import LIFELINE_VARIABLE
 from echo2.runtime.rundir import RunDir, read_json, write_atomically
 
@@ -38,6 +39,8 @@ HEAD_START_SECONDS = 180.0
 POLL_SECONDS = 0.1
 #: Exit status of a process that ended because of the user's mistake; its log ends with the error.
 USER_ERROR_STATUS = 2
+#: Exit status of a process that ended because its disk is full.
+NO_ROOM_STATUS = 3
 ERROR_PREFIX = "error: "
 #: With less than this left, a disk counts as full.
 FULL_DISK_BYTES = 1 << 16
@@ -57,6 +60,8 @@ class Child:
     process: subprocess.Popen[bytes] | None = None
     started_at: float = 0.0
     log_start: int = 0
+    waits_for_room: bool = False
+    full_at: float | None = None
     restarts: deque[float] = field(default_factory=lambda: deque(maxlen=RESTARTS_MAX))
 
 
@@ -173,9 +178,11 @@ class Supervisor:
         """Start a dead child again, or give up on the run."""
         assert child.process is not None
         status = child.process.returncode
-        if status == USER_ERROR_STATUS:
-            raise UserError(last_error(self._log(child), child.log_start) or self._silent(child))
         now = time.monotonic()
+        if status == NO_ROOM_STATUS and self._may_wait_for_room(child, now):
+            return
+        if status in (USER_ERROR_STATUS, NO_ROOM_STATUS):
+            raise UserError(last_error(self._log(child), child.log_start) or self._silent(child))
         child.restarts.append(now)
         if len(child.restarts) == RESTARTS_MAX and now - child.restarts[0] < RESTART_WINDOW_SECONDS:
             raise ProcessFailed(
@@ -183,6 +190,23 @@ class Supervisor:
                 f"{status}). Nothing is lost: see {self._log(child)}, then continue with --resume."
             )
         self._start(child)
+
+    def _may_wait_for_room(self, child: Child, now: float) -> bool:
+        """Start it again when there is room. False for one that finds none again, soon after it was started with room:
+        its disk is another, or it has a quota.
+        """
+        free = disk.free_bytes(self.rundir.path)
+        if free < disk.FLOOR_BYTES:
+            if not child.waits_for_room:
+                word = f"{child.name} waits for room on the disk that holds {self.rundir.path}"
+                print(f"paused: {word} ({free >> 20} MiB free, {disk.FLOOR_BYTES >> 20} needed)", file=sys.stderr)
+            child.waits_for_room = True
+            return True
+        if child.full_at is not None and now - child.full_at < RESTART_WINDOW_SECONDS and not child.waits_for_room:
+            return False
+        child.waits_for_room, child.full_at = False, now
+        self._start(child)
+        return True
 
     def _silent(self, child: Child) -> str:
         """What to say of a child that refused to run and left no word: a full disk takes no log line either."""

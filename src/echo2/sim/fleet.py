@@ -15,7 +15,7 @@ from echo2.control import relay_commands as do
 from echo2.control import relay_events as rel
 from echo2.control.relay import Relay
 from echo2.errors import InvariantError
-from echo2.sim.head import Arriving, Deliver, Hello
+from echo2.sim.head import Arriving, Deliver, Hello, Refused
 from echo2.sim.history import History
 from echo2.sim.landlord import Returned
 from echo2.sim.network import (
@@ -215,17 +215,22 @@ class SimWorker(Actor):
         self.up_since = self.world.now
 
     def _dial(self) -> None:
+        self._call(Hello(self.epoch, self._joined()))
+
+    def _joined(self) -> ev.WorkerJoined:
+        """What it says of itself."""
         relay = self.relay
         held = (*relay.waiting, *relay.generating, *relay.produced)
-        joined = ev.WorkerJoined(
+        return ev.WorkerJoined(
             self.name,
             self.spec.capacity_groups,
             self.spec.price_usd_per_hour,
             relay.installed,
             held,
             self.spec.offer,
+            not self.spec.ticket,
+            self.spec.ticket,
         )
-        self._call(Hello(self.epoch, joined))
 
     def _ordered(self, body: object) -> None:
         match body:
@@ -253,6 +258,9 @@ class SimWorker(Actor):
 
     def _answered(self, body: object, value: object) -> None:
         match body:
+            case Hello() if isinstance(value, Refused) and body.epoch == self.epoch:
+                self.epoch += 1
+                self.post(REDIAL_SECONDS, _Dial(self.epoch))
             case Deliver():
                 self.results.pop(body.event.lease_id, None)
                 self.tell(rel.DeliveryAnswered(body.event.lease_id, value == "accepted", str(value)))

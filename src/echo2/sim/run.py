@@ -10,6 +10,7 @@ from echo2.errors import InvariantError
 from echo2.sim.fleet import Cut, SimWorker
 from echo2.sim.head import SimHead
 from echo2.sim.history import History
+from echo2.sim.hostile import HostileWorker
 from echo2.sim.learner import LEARNER, SimLearner
 from echo2.sim.network import HEAD, Link, Network
 from echo2.sim.report import Report, make_report
@@ -72,11 +73,12 @@ def build_world(
     world.post(0.0, HEAD, Start())
     world.post(0.1, LEARNER, Start())
     until = scenario.faults_until_seconds
-    workers = []
+    workers: list[SimWorker] = []
     for kind, spec in enumerate(scenario.workers):
         for index in range(spec.count):
             name = f"w{kind}-{index}"
-            workers.append(SimWorker(world, network, name, spec, scenario, history))
+            kind_of = HostileWorker if spec.hostile else SimWorker
+            workers.append(kind_of(world, network, name, spec, scenario, history))
             head.dialable[name] = spec.is_dialable
             network.links[name] = Link(spec.latency_seconds, spec.bytes_per_second, spec.loss)
             if spec.offer:

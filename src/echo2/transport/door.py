@@ -30,8 +30,9 @@ BACKLOG = 1024
 ACCEPTS_PER_TURN = 64
 #: A stranger has so long to say something, and then `grpc_options.HANDSHAKE_SECONDS` to prove who it is.
 FIRST_BYTES_SECONDS = 5.0
-#: What was sent may still be on its way to a caller after the server has closed.
+#: What was sent may still be on its way to a caller after the server has closed its connection, or all of them.
 FAREWELL_SECONDS = 5.0
+CLOSE_SECONDS = 1.0
 #: Longer than keepalive takes to find that a caller is gone (`grpc_options`).
 SILENCE_SECONDS = 15.0
 #: Pause after running out of descriptors, and between two lines of the log about those who were refused.
@@ -49,6 +50,8 @@ DESCRIPTORS_MAX = 1 << 16
 DESCRIPTORS_PER_CONNECTION = 3
 
 _EXHAUSTED = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
+#: An address of this name that this machine does not have, like IPv6 where that is switched off.
+_ABSENT = frozenset({errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT})
 
 
 def raise_descriptor_limit() -> int:
@@ -89,6 +92,7 @@ class Door:
         self._by_address: Counter[str] = Counter()
         self._unproven_by_address: Counter[str] = Counter()
         self._by_name: Counter[str] = Counter()
+        self._num_named = 0
         self._handshakes = Buckets()
         self._refused: Counter[tuple[str, str]] = Counter()
         self._telling: asyncio.TimerHandle | None = None
@@ -100,22 +104,32 @@ class Door:
         Raises:
             OSError: the address or port can't be had.
         """
+        if not 0 <= self._port < 1 << 16:
+            raise OSError(errno.EINVAL, "a port is a number below 65536")
         loop = asyncio.get_running_loop()
-        self._inner_port, port = inner_port, self._port
-        try:
-            for family, address in await self._addresses():
+        self._inner_port, port, absent = inner_port, self._port, OSError(errno.EADDRNOTAVAIL, "no address")
+        for family, address in await self._addresses():
+            try:
                 self._listeners.append(_listen(family, address, port))
-                port = self._listeners[0].getsockname()[1]
-        except OSError:
+            except OSError as error:
+                absent = error
+                if error.errno not in _ABSENT:
+                    break
+                continue
+            port = self._listeners[0].getsockname()[1]
+            if address == "::":
+                break  # that is IPv4 too
+        if not self._listeners or absent.errno not in _ABSENT:
             self.shut()
-            raise
+            raise absent
         for listener in self._listeners:
             loop.add_reader(listener, self._accept, listener)
         return int(port)
 
     async def _addresses(self) -> list[tuple[int, str]]:
         if self._host in ("0.0.0.0", "::", ""):
-            return [(socket.AF_INET6, "::")] if socket.has_dualstack_ipv6() else [(socket.AF_INET, "0.0.0.0")]
+            dual = [(int(socket.AF_INET6), "::")] if socket.has_dualstack_ipv6() else []
+            return [*dual, (int(socket.AF_INET), "0.0.0.0")]
         loop = asyncio.get_running_loop()
         found = await loop.getaddrinfo(self._host, 0, type=socket.SOCK_STREAM)
         return list(dict.fromkeys((int(family), str(where[0])) for family, _, _, _, where in found))
@@ -138,9 +152,9 @@ class Door:
         if self._telling is not None:
             self._telling.cancel()
             self._tell()
-        ends = [connection.ended for connection in self._open]
+        ends = [connection.ended for connection in self._inside.values()]
         if ends:
-            await asyncio.wait(ends, timeout=FAREWELL_SECONDS)
+            await asyncio.wait(ends, timeout=CLOSE_SECONDS)
         for connection in list(self._open):
             connection.cut()
 
@@ -176,12 +190,14 @@ class Door:
             asyncio.get_running_loop().add_reader(listener, self._accept, listener)
 
     def _reason_against(self, network: str) -> str:
-        few = max(1, self.connections_max // 4)
+        few, half = max(1, self.connections_max // 4), max(1, self.connections_max // 2)
         if len(self._open) >= self.connections_max:
             return f"{self.connections_max} connections are open"
-        if len(self._unproven) >= max(1, self.connections_max // 2):
-            return f"{self.connections_max // 2} connections have not proven who they are"
-        if self._by_address[network] >= min(limits.CONNECTIONS_PER_ADDRESS_MAX, 2 * few):
+        if len(self._open) - self._num_named >= half:  # the other half is for members that have asked something
+            return f"{half} connections have not asked anything"
+        if len(self._unproven) >= min(limits.UNPROVEN_MAX, half):
+            return f"{len(self._unproven)} connections have not proven who they are"
+        if self._by_address[network] >= min(limits.CONNECTIONS_PER_ADDRESS_MAX, half):
             return f"{self._by_address[network]} connections of one address are open"
         if self._unproven_by_address[network] >= min(limits.UNPROVEN_PER_ADDRESS_MAX, few):
             return f"{self._unproven_by_address[network]} connections of one address have not proven who they are"
@@ -225,9 +241,10 @@ class Door:
         """
         loop = asyncio.get_running_loop()
         transport, _ = await loop.create_connection(lambda: connection.inner, LOOPBACK, self._inner_port)
-        port = int(transport.get_extra_info("sockname")[1])
-        self._inside[port] = connection
-        return port
+        return int(transport.get_extra_info("sockname")[1])
+
+    def entered(self, connection: Connection, inner_port: int) -> None:
+        self._inside[inner_port] = connection
 
     def proven(self, connection: Connection) -> None:
         if connection in self._unproven:
@@ -240,6 +257,7 @@ class Door:
             self.proven(connection)
             connection.name = name
             self._by_name[name] += 1
+            self._num_named += 1
         return self._by_name[name]
 
     def went(self, connection: Connection, inner_port: int) -> None:
@@ -248,6 +266,7 @@ class Door:
         _count_down(self._by_address, connection.network)
         if connection.name:
             _count_down(self._by_name, connection.name)
+            self._num_named -= 1
         if self._inside.get(inner_port) is connection:
             del self._inside[inner_port]
 
@@ -301,7 +320,7 @@ class Connection:
 
     async def _forward(self, data: bytes) -> None:
         try:
-            self._inner_port = await self.door.forward(self)
+            inner_port = await self.door.forward(self)
         except OSError as error:
             self.drop(f"could not be taken: {error.strerror}")
             return
@@ -310,6 +329,8 @@ class Connection:
         if self.outer.transport.is_closing():
             self.inner.transport.abort()
             return
+        self._inner_port = inner_port
+        self.door.entered(self, inner_port)
         self.inner.transport.write(data)
         self.outer.transport.resume_reading()
         # Longer than the server waits for a handshake: whoever is still here then has proven to be of this run.

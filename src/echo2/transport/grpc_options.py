@@ -38,7 +38,6 @@ _BOTH: list[tuple[str, Any]] = [
 _SERVER: list[tuple[str, Any]] = [
     *_BOTH,
     ("grpc.so_reuseport", 0),  # two servers on one port would share its callers at random
-    ("grpc.server_handshake_timeout_ms", int(HANDSHAKE_SECONDS * 1000)),
     ("grpc.http2.min_recv_ping_interval_without_data_ms", 1000),
     ("grpc.http2.max_ping_strikes", 0),
     ("grpc.max_concurrent_streams", limits.CALLS_MAX),
@@ -59,6 +58,7 @@ def server(message_bytes_max: int, connections_max: int) -> list[tuple[str, Any]
     bounds = [
         ("grpc.max_receive_message_length", message_bytes_max),
         ("grpc.max_allowed_incoming_connections", connections_max),
+        ("grpc.server_handshake_timeout_ms", int(HANDSHAKE_SECONDS * 1000)),
     ]
     return [*_SERVER, *bounds]
 

@@ -14,10 +14,12 @@ CALLS_MAX = 128
 
 # ---- the door (transport/door.py) and the budgets behind it (transport/budgets.py) -----------------------------------
 #: Connections of one process; fewer where the system allows it fewer descriptors (`door.connections_max`).
-CONNECTIONS_MAX = 4096
-#: Of one address: workers behind a common router. Those that have not proven who they are yet; and in all.
-UNPROVEN_PER_ADDRESS_MAX = 128
+CONNECTIONS_MAX = 16_384
+#: Of one address: workers behind a common router.
 CONNECTIONS_PER_ADDRESS_MAX = 1024
+#: Connections that have not proven who they are yet: of one address, and in all.
+UNPROVEN_PER_ADDRESS_MAX = 128
+UNPROVEN_MAX = 1024
 #: Of one peer: a worker has one, one or eight for chunks, and while it measures its link as many more.
 CONNECTIONS_PER_PEER_MAX = 64
 #: Handshakes, each about 1 ms of a core: of one address, and in all.

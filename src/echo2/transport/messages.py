@@ -142,6 +142,18 @@ def decode_delivery(message: wire.Delivery, lease: Lease, prompt_tokens: array[i
     )
 
 
+def with_environment_rewards(group: RolloutGroup, message: wire.Delivery) -> RolloutGroup:
+    """What the worker says that the environment gave.
+
+    Raises:
+        PeerError: "malformed".
+    """
+    given = [sample.environment_reward for sample in message.samples]
+    _require(all(abs(reward) <= limits.REWARD_MAX for reward in given), "a reward is not finite, or beyond all measure")
+    pairs = zip(group.rollouts, given, strict=True)
+    return with_rollouts(group, [replace(rollout, reward_parts={"environment": reward}) for rollout, reward in pairs])
+
+
 def _bound_samples(num_samples: int) -> None:
     if num_samples > limits.SAMPLES_MAX:
         raise PeerError("oversized", f"{num_samples} rollouts; the limit is {limits.SAMPLES_MAX}")

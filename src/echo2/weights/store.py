@@ -21,7 +21,7 @@ from pathlib import Path
 
 from blake3 import blake3
 
-from echo2.errors import InvariantError, PeerError, UserError
+from echo2.errors import InvariantError, PeerError, UserError, write_failed
 from echo2.types import PayloadId, Snapshot, SnapshotRef
 from echo2.weights.codec import decode, decode_files
 from echo2.weights.delta import apply_delta
@@ -255,10 +255,11 @@ class ChunkStore:
                 tmp.unlink(missing_ok=True)
                 raise
         except OSError as error:
-            raise UserError(
+            message = (
                 f"Cannot write {len(data)} bytes into the snapshot store {self.directory}: {error.strerror}. "
                 "Nothing that was stored is lost; make room there (or allow writing), then start again."
-            ) from error
+            )
+            raise write_failed(error, message) from error
 
 
 def _age(payload: PayloadId) -> tuple[SnapshotRef, bool, SnapshotRef]:

@@ -1,0 +1,150 @@
+"""A real head without its sockets: a learner that has published, workers that attend, and what they may say."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import math
+from array import array
+from collections.abc import AsyncIterator, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from echo2 import config as configuration
+from echo2.runtime.head import Head
+from echo2.runtime.rundir import RunDir
+from echo2.runtime.service import Service
+from echo2.transport import wire_pb2 as wire
+from echo2.transport.base import Peer
+from echo2.transport.identity import RunIdentity
+from echo2.transport.limits import PROTOCOL_VERSION
+from echo2.types import SnapshotRef, TensorBytes
+from echo2.weights import encode
+from rollout_cases import VOCAB, tokenizer_files
+
+LEARNER = Peer("learner", "learner")
+#: For what must happen, however slow the machine.
+SECONDS = 30.0
+
+
+def rows(path: Path, *prompts: Any, **columns: Any) -> str:
+    """A file of tasks; each has the answer 35 and a secret."""
+    lines = [json.dumps({"prompt": prompt, "answer": "35", "secret": "xyzzy", **columns}) for prompt in prompts]
+    path.write_text("\n".join(lines), encoding="utf-8")
+    return str(path)
+
+
+def settings(source: str, **changes: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """A run of one group a step, four attempts each; changes by section."""
+    raw: dict[str, dict[str, Any]] = {
+        "model": {"path": "none"},
+        "run": {"max_steps": 9},
+        "tasks": {"source": source, "shuffle": False},
+        "reward": {"functions": ["exact_match"]},
+        "sampling": {"group_size": 4, "max_tokens": 12, "groups_per_batch": 1},
+        "schedule": {"groups_per_step": 1, "max_staleness": 1},
+    }
+    for section, values in changes.items():
+        raw.setdefault(section, {}).update(values)
+    return raw
+
+
+class OpenHead:
+    """`async with` it. Snapshot 1.0 is published and the learner waits for step 0."""
+
+    def __init__(self, path: Path, raw: Mapping[str, Any], files: Mapping[str, bytes] | None = None) -> None:
+        self._path, self._raw, self._files = path, raw, files or tokenizer_files()
+        self.fed: list[wire.RolloutGroup] = []
+        self._tasks: list[asyncio.Task[None]] = []
+
+    async def __aenter__(self) -> OpenHead:
+        rundir = RunDir(self._path / "run")
+        for folder in (rundir.path, rundir.rollouts, rundir.logs):
+            folder.mkdir(parents=True, exist_ok=True)
+        config = configuration.build(self._raw, "test")
+        self.head = Head(rundir, config, RunIdentity.create_or_load(rundir.identity))
+        self.service = Service(self.head)
+        await self.head.start()
+        hello = wire.LearnerHello(protocol=PROTOCOL_VERSION, version=self.head.planner.version, vocab_size=VOCAB)
+        await self.service.learner_hello(LEARNER, hello)
+        self._tasks.append(asyncio.ensure_future(self._learn()))
+        if not self.head.planner.published:
+            await self.publish(0)
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self.head.close()
+        await self.head.distribution.close()
+
+    async def publish(self, version: int) -> None:
+        tensors = {"w": TensorBytes("I16", (4,), bytes([version]) * 8)}
+        manifest, chunks = encode(SnapshotRef(1, version), tensors, self._files)
+        request = wire.PublishRequest(lineage=1, version=version, manifest=manifest.to_bytes())
+        missing = await self.service.offer_snapshot(LEARNER, request)
+        for hash_ in missing.hashes:
+            await self.service.put_chunk(LEARNER, wire.Chunk(hash=hash_, data=bytes(chunks[hash_])))
+        await self.service.publish(LEARNER, request)
+
+    async def _learn(self) -> None:
+        async for fed in self.service.take_groups(LEARNER, wire.TakeGroups(step=self.head.planner.version)):
+            self.fed.extend(fed.groups)
+
+    @contextlib.asynccontextmanager
+    async def attending(self, name: str = "w-1", version: int = 0, **more: Any) -> AsyncIterator[list[wire.Lease]]:
+        """A worker; the leases that it is sent, as they come."""
+        leases: list[wire.Lease] = []
+        hello = wire.WorkerHello(
+            protocol=PROTOCOL_VERSION, capacity_groups=1, installed_version=version, installed_lineage=1, **more
+        )
+        orders = self.service.attend(Peer(name, "worker"), hello)
+
+        async def listen() -> None:
+            async for order in orders:
+                leases.extend(order.leases.leases)
+
+        listening = asyncio.ensure_future(listen())
+        try:
+            yield leases
+        finally:
+            listening.cancel()
+            await asyncio.gather(listening, return_exceptions=True)
+
+    async def deliver(self, *deliveries: wire.Delivery, name: str = "w-1") -> list[tuple[bool, str]]:
+        replies = await self.service.deliver(Peer(name, "worker"), wire.Deliveries(items=deliveries))
+        return [(reply.accepted, reply.reason) for reply in replies.items]
+
+
+async def until(holds: Any) -> None:
+    """Wait until `holds()`; fail instead of hanging."""
+
+    async def wait() -> None:
+        while not holds():  # noqa: ASYNC110  # what it waits for tells nobody
+            await asyncio.sleep(0.005)
+
+    await asyncio.wait_for(wait(), SECONDS)
+
+
+def sample(tokens: Iterable[int], version: int = 0, **fields: Any) -> wire.Sample:
+    """An attempt as an honest worker with no top-k or top-p tells it."""
+    ids = array("i", tokens)
+    values: dict[str, Any] = {
+        "tokens": ids.tobytes(),
+        "logprobs": array("f", [-0.5] * len(ids)).tobytes(),
+        "loss_mask": b"\x01" * len(ids),
+        "version_spans": [wire.VersionSpan(start=0, version=version)],
+        "finish": "stop",
+    }
+    return wire.Sample(**{**values, **fields})
+
+
+def delivery(lease: wire.Lease, samples: Iterable[wire.Sample], **fields: Any) -> wire.Delivery:
+    values = {"lease_id": lease.lease_id, "kind": lease.kind, "number": lease.number, "lineage": 1}
+    return wire.Delivery(**{**values, "samples": list(samples), "generate_seconds": 0.01, **fields})
+
+
+#: The longest duration that a message may hold, nearly.
+HUGE_SECONDS = math.nextafter(1e7, 0)

@@ -1,0 +1,90 @@
+"""A disk that fills up while a real run goes on, on a file system of its own: the run waits, goes on by itself when
+there is room, and nothing is lost or trained on twice."""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from real_runs import Run, is_running
+
+pytestmark = pytest.mark.slow
+
+DISK_BYTES = 420 << 20
+STEPS = 12
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[Path]:
+    where = tmp_path / "disk"
+    where.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", f"size={DISK_BYTES}", "tmpfs", str(where)]
+    if subprocess.run(mount, capture_output=True, check=False).returncode:
+        pytest.skip("mounting a file system of one's own is not allowed here")
+    try:
+        yield where
+    finally:
+        subprocess.run(["umount", "--lazy", str(where)], check=True)
+
+
+def started(disk: Path, model: Path) -> Run:
+    run = Run(disk / "run", model, f"--run.max_steps={STEPS}", "--learner.checkpoint_every=2").start()
+    run.wait_version(2)
+    return run
+
+
+def fill(disk: Path, left_bytes: int) -> Path:
+    """Somebody else's file."""
+    filler = disk / "filler"
+    with open(filler, "wb", buffering=0) as file, contextlib.suppress(OSError):
+        while shutil.disk_usage(disk).free > left_bytes:
+            file.write(bytes(min(1 << 20, shutil.disk_usage(disk).free - left_bytes)))
+    return filler
+
+
+def assert_whole(run: Run) -> None:
+    audit = run.command("audit")
+    assert (audit["lost"], audit["doubled"], audit["open"]) == (0, 0, 0)
+    assert audit["trained"] == STEPS * 16
+    assert [row["step"] for row in run.rows() if "reward/mean" in row] == list(range(1, STEPS + 1))
+
+
+def test_a_run_pauses_before_its_disk_is_full_and_goes_on_when_there_is_room(disk: Path, sort_model: Path) -> None:
+    run = started(disk, sort_model)
+    pids = run.pids()
+    filler = fill(disk, 100 << 20)
+    run.wait(lambda: bool(run.status().get("paused")), "pause")
+    told = run.command("status")
+    assert told["state"].startswith(f"paused: no room on the disk that holds {run.out}: 10")
+    assert (told["waits"][0]["waits_for"], told["waits"][0]["reason"]) == ("disk", run.status()["paused"])
+    version = run.status()["version"]
+    assert version < STEPS
+    run.wait(lambda: "waiting for groups" in (run.status()["learner"] or {"doing": ""})["doing"], "idle learner")
+    held = run.status()["version"]
+    assert held <= version + 1, "a step that had all its groups is finished, and no other"
+    filler.unlink()
+    summary = run.finish()
+    assert summary["steps"] == STEPS
+    assert run.pids() == pids, "nobody died of it"
+    assert_whole(run)
+    assert run.command("replay")["num_different"] == 0
+    assert "paused: no room" in (run.out / "logs" / "head.log").read_text()
+    modes = {path: path.lstat().st_mode & 0o077 for path in (run.out, *run.out.rglob("*")) if not path.is_symlink()}
+    assert not {str(path): oct(mode) for path, mode in modes.items() if mode}, "what a run writes is its owner's alone"
+
+
+def test_a_disk_without_a_byte_left_stops_processes_and_not_the_run(disk: Path, sort_model: Path) -> None:
+    run = started(disk, sort_model)
+    filler = fill(disk, 0)
+    head = run.pids()["head"]
+    run.wait(lambda: not is_running(head), "end of the head")
+    assert run.command("status")["state"] == f"paused: no room on the disk that holds {run.out}"
+    filler.unlink()
+    assert run.finish(seconds=150.0)["steps"] == STEPS
+    assert run.pids()["head"] != head
+    assert_whole(run)
