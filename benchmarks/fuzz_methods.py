@@ -41,6 +41,7 @@ CALLS_PER_HEAD = 3000
 #: Workers that one head sees come, each when the one before was expelled for what it sent; and who says hello again and
 #: again beside them.
 SENDERS_MAX = 40
+CLOSE_SECONDS = 5.0
 #: Turns of the event loop that a stream is given for its next message.
 TURNS = 20
 VOCABULARY = 1000
@@ -199,8 +200,9 @@ class World:
         await self.head.machines.close()
         await self.head.close()
         await self.head.distribution.close()
-        for task in asyncio.all_tasks() - {asyncio.current_task()}:
-            task.cancel()
+        left = asyncio.all_tasks() - {asyncio.current_task()}  # cancelled once already: they end what they started
+        if left:
+            await asyncio.wait(left, timeout=CLOSE_SECONDS)
         for _ in range(TURNS):
             await asyncio.sleep(0.001)  # the pipes of the reward process that was ended close
 

@@ -401,6 +401,6 @@ def _read_members(path: Path, terms: TermsFiles) -> dict[str, dict[str, Any]]:
                 terms.write(ticket_id, Terms(old["role"], uses, expires, is_own, valid_until=expires))
     except FileNotFoundError:
         return {}
-    except (KeyError, TypeError, AttributeError) as error:
+    except (KeyError, TypeError, AttributeError, OverflowError) as error:
         raise ValueError(f"{path.name} is damaged: {error!r}") from error
     return members
