@@ -22,11 +22,12 @@ from echo2.learner.model import load_policy
 from echo2.learner.trainer import StepStats, Trainer
 from echo2.reward.score import Scorer
 from echo2.rollout.engines import make_engine
-from echo2.rollout.generate import load_tokenizer, sample_groups
+from echo2.rollout.generate import assignment_of, sample_groups
+from echo2.rollout.tokenizer import encode_prompt, load_tokenizer, with_texts
 from echo2.runtime.learner_process import trainer_options
 from echo2.tasks.base import TaskStream
 from echo2.tasks.load import load_tasks
-from echo2.types import Assignment, GroupRef, Lease, RolloutGroup, SamplingParams, Snapshot, SnapshotRef, Task
+from echo2.types import GroupRef, Lease, RolloutGroup, SamplingParams, Snapshot, SnapshotRef, Task
 
 EVAL_ATTEMPTS = 4  # of each held-out problem
 
@@ -73,7 +74,7 @@ class Sampling:
             self._engine.load_snapshot(snapshot)
         refs = [GroupRef(kind, task.cursor if kind == "train" else version * batch + task.cursor) for task in tasks]
         assignments = [
-            Assignment(
+            assignment_of(
                 Lease(
                     ref.number,
                     ref,
@@ -87,6 +88,7 @@ class Sampling:
                     group_seed(self._seed, ref),
                 ),
                 task,
+                encode_prompt(task, self._tokenizer),
                 self._params,
             )
             for ref, task in zip(refs, tasks, strict=True)
@@ -95,7 +97,8 @@ class Sampling:
         done: list[RolloutGroup] = []
 
         def finish(group: RolloutGroup, _: Lease) -> None:
-            done.append(replace(group, rollouts=self._scorer.score(by_cursor[group.cursor], group.rollouts)))
+            read = with_texts(group.rollouts, self._tokenizer)
+            done.append(replace(group, rollouts=self._scorer.score(by_cursor[group.cursor], read)))
 
         def fail(lease: Lease, failure: Any) -> None:
             raise InvariantError(f"{lease.group} failed: {failure}")

@@ -65,6 +65,7 @@ class OpenHead:
         config = configuration.build(self._raw, "test")
         self.head = Head(rundir, config, RunIdentity.create_or_load(rundir.identity))
         self.service = Service(self.head)
+        await self.head.reward.start()
         await self.head.start()
         hello = wire.LearnerHello(protocol=PROTOCOL_VERSION, version=self.head.planner.version, vocab_size=VOCAB)
         await self.service.learner_hello(LEARNER, hello)

@@ -30,7 +30,7 @@ from transformers.utils.logging import disable_progress_bar
 from echo2.errors import UserError
 from echo2.rollout.compact import build_compact
 from echo2.rollout.engine import Outcome, SampleRequest
-from echo2.rollout.generate import load_tokenizer
+from echo2.rollout.tokenizer import load_tokenizer
 from echo2.rollout.torch_engine import TorchEngine
 from echo2.tasks.digit_sorting import DigitSorting
 from echo2.types import SamplingParams, Snapshot, SnapshotRef, TensorBytes

@@ -20,7 +20,7 @@ from echo2.rollout.engines import make_engine
 from echo2.rollout.generate import sample_groups
 from echo2.rollout.tokenizer import load_tokenizer, reply_tokens, tokens_with
 from echo2.rollout.turns import derived_seed
-from echo2.transport import messages
+from echo2.transport import limits, messages
 from echo2.types import Assignment, GroupRef, Lease, Message, Reply, Rollout, RolloutGroup, SamplingParams, Task
 from rollout_cases import END, VOCAB, assigned, hf_logits, snapshot_of, tiny_module, tokenizer_files
 
@@ -254,6 +254,19 @@ def test_an_environment_that_fails_costs_its_own_group_only() -> None:
     assert failures[0] == RequestFailure("environment_failed", "it does not like that")
     assert set(groups) == {2}
     assert world.open == picky.open == set()
+
+
+def test_rewards_that_add_up_to_more_than_the_wire_takes_are_the_environments_fault() -> None:
+    class Generous(Counting):
+        def step(self, attempt: int, action: str) -> Reply:
+            return replace(super().step(attempt, action), reward=-0.4 * limits.REWARD_MAX)
+
+    engine, tokenizer = loaded("compact")
+    groups, failures = play(engine, tokenizer, Generous(last=2), assignment(0))
+    assert ([r.reward_parts["environment"] for r in groups[0].rollouts], failures) == ([-0.8e6] * 3, {})
+    _, failures = play(engine, tokenizer, Generous(last=3), assignment(0))
+    assert failures[0].reason == "environment_failed"
+    assert "rewards add up to -1.2e+06 over an attempt; +-1e+06 is the most" in failures[0].detail
 
 
 def test_a_prompt_that_cannot_be_read_fails_as_ever() -> None:

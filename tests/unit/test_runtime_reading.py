@@ -23,7 +23,6 @@ from echo2.runtime import reading
 from echo2.runtime.reading import Reader
 from echo2.transport import messages
 from echo2.transport import wire_pb2 as wire
-from echo2.transport.limits import SUPPORT_WIDTH_MAX
 from echo2.types import LOGGED_ATTEMPTS, GroupRef, Lease, Message, SamplingParams, Task
 from head_cases import HUGE_SECONDS, OpenHead, delivery, rows, sample, settings, until
 from rollout_cases import END, VOCAB, tokenizer_files
@@ -211,10 +210,9 @@ def test_a_duration_counts_from_the_grant_at_most(tmp_path: Path) -> None:
     [
         ({"top_k": 3}, 3, True),
         ({"top_k": 3}, 4, False),
-        ({"top_p": 0.9}, 4, True),
-        ({"top_p": 0.9}, SUPPORT_WIDTH_MAX, True),
-        ({"top_p": 0.9}, SUPPORT_WIDTH_MAX + 1, False),
-        ({"top_k": 1 << 20}, SUPPORT_WIDTH_MAX + 1, False),
+        ({"top_p": 0.9}, VOCAB, True),
+        ({"top_p": 0.9}, VOCAB + 1, False),
+        ({"top_k": 1 << 20}, VOCAB + 1, False),
     ],
 )
 def test_a_support_is_as_wide_as_sampling_leaves_it(

@@ -119,6 +119,36 @@ def test_bytes_are_read_at_their_rate() -> None:
     run(scenario())
 
 
+@given(st.lists(st.tuples(st.integers(0, 1), st.integers(0, 1000)), max_size=50))
+def test_bytes_that_are_read_count_no_longer_and_others_do(sent: list[tuple[int, int]]) -> None:
+    async def scenario() -> None:
+        budgets, ticket = Budgets(), Party("ticket", unread=1e9)
+        peers = [(Party(f"w-{number}", unread=1e6), ticket) for number in range(2)]
+        for number, size in sent:
+            assert budgets.came(peers[number], size) is None
+        for number, parties in enumerate(peers):
+            own = sum(size for whose, size in sent if whose == number)
+            assert own - 1e4 <= budgets.unread(parties[0]) <= own
+            for whose, size in sent:
+                if whose == number:
+                    budgets.has_read(parties, size)
+            assert budgets.unread(parties[0]) == 0.0
+
+    run(scenario())
+
+
+def test_too_many_unread_bytes_of_a_ticket_are_told() -> None:
+    async def scenario() -> None:
+        budgets, ticket = Budgets(), Party("ticket", unread=2500.0)
+        peers = [(Party(f"w-{number}", unread=1000.0), ticket) for number in range(4)]
+        assert [budgets.came(parties, 800) for parties in peers] == [None, None, None, ticket]
+        assert budgets.came(peers[0], 300) == ticket
+        own = peers[0][0]
+        assert budgets.came((own,), 1) == own
+
+    run(scenario())
+
+
 def test_calls_under_way_are_counted_by_peer() -> None:
     budgets = Budgets()
     held = [budgets.under_way("w-1") for _ in range(limits.CALLS_PER_PEER_MAX)]

@@ -13,6 +13,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from echo2.errors import PeerError
+from echo2.rollout.sampler import MAX_SUPPORT_TOKENS
 from echo2.transport import limits, messages
 from echo2.transport import wire_pb2 as wire
 from echo2.transport.base import METHODS, parse
@@ -292,6 +293,27 @@ def test_tokens_must_be_of_the_learners_vocabulary() -> None:
     with pytest.raises(PeerError) as caught:
         messages.check_vocabulary(group, largest)
     assert caught.value.reason == "malformed"
+
+
+def test_no_support_is_wider_than_the_sampler_cuts_it() -> None:
+    width, narrow = limits.SUPPORT_WIDTH_MAX, SamplingParams(top_p=0.9)
+    assert width == MAX_SUPPORT_TOKENS
+    rollout = replace(two_turns().rollouts[0], support_tokens=array("i", [5] * (width + 1)))
+    for at_once, is_possible in ((width, True), (width + 1, False)):
+        offsets = array("i", [0, at_once, at_once, width + 1])
+        group = replace(two_turns(), rollouts=(replace(rollout, support_offsets=offsets),))
+        if is_possible:
+            messages.check_support(group, narrow, 10**6)
+        else:
+            with pytest.raises(PeerError, match="4097; 4096 are possible"):
+                messages.check_support(group, narrow, 10**6)
+
+
+def test_a_token_that_was_not_sampled_has_no_support() -> None:
+    rollout = replace(two_turns().rollouts[0], support_offsets=array("i", [0, 1, 2, 3]))
+    messages.check_support(two_turns(), SamplingParams(top_k=4), 10**6)
+    with pytest.raises(PeerError, match="not sampled has a support"):
+        messages.check_support(replace(two_turns(), rollouts=(rollout,)), SamplingParams(top_k=4), 10**6)
 
 
 def test_a_logprob_may_exceed_0_by_rounding() -> None:

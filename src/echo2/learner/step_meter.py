@@ -17,6 +17,8 @@ from echo2.learner.loss_stats import breakdown
 from echo2.learner.trainer import StepStats
 from echo2.types import RolloutGroup
 
+#: Reward functions that get a column of their own.
+PARTS_NAMED_MAX = 64
 PARTS = ("wait_for_batch", "train", "publish", "publish_wait", "checkpoint")
 
 
@@ -78,7 +80,8 @@ class StepMeter:
             self._lengths.append(len(rollout.tokens))
             self._num_truncated += rollout.finish == "length"
             for name, value in rollout.reward_parts.items():
-                self._parts.setdefault(name, []).append(value)
+                if name in self._parts or len(self._parts) < PARTS_NAMED_MAX:
+                    self._parts.setdefault(name, []).append(value)
 
     def metrics(self, stats: StepStats) -> dict[str, float]:
         """Everything about the step, under the names that `metrics.jsonl` has for it."""

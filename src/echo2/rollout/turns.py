@@ -23,6 +23,8 @@ from echo2.types import Assignment, FinishReason, Reply, Rollout
 
 #: Sample number of the environments' own random streams: no sample of the policy's has it.
 ENVIRONMENT_SAMPLE = 1 << 32
+#: Size of the sum of an attempt's rewards; as the wire's.
+ATTEMPT_REWARD_MAX = 1e6
 
 
 class World(Protocol):
@@ -196,6 +198,11 @@ class Play:
         action = self._tokenizer.decode(completion.tokens.tolist(), skip_special_tokens=True)
         reply = self._world.step(attempt.number, action.partition(self._world.stop)[0] if self._world.stop else action)
         attempt.reward += reply.reward
+        if abs(attempt.reward) > ATTEMPT_REWARD_MAX:
+            raise UserError(
+                f"The environment's rewards add up to {attempt.reward:g} over an attempt; +-{ATTEMPT_REWARD_MAX:g} is "
+                "the most. Scale them down."
+            )
         if reply.done:
             attempt.finish = "stop"
             return

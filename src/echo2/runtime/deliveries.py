@@ -18,28 +18,32 @@ from echo2.transport import wire_pb2 as wire
 from echo2.types import LOGGED_ATTEMPTS, Lease, RolloutGroup, Task
 
 
-def read_delivery(head: Head, worker_id: str, lease: Lease, delivery: wire.Delivery) -> Pending:
+async def read_delivery(head: Head, worker_id: str, lease: Lease, delivery: wire.Delivery) -> Pending:
     """The group, with the prompt that was leased, and as it is stored. Which lease it is of, and whether its versions
     may be, is the planner's to judge.
 
     Raises:
         PeerError: "malformed" or "oversized", saying what could not have been sampled under this lease.
-        UserError: the task can't be read.
+        UserError: the environment fails.
     """
+    if len(delivery.samples) != lease.num_samples:
+        raise PeerError("malformed", f"leased {lease.num_samples} attempts, got {len(delivery.samples)}")
     task, config = head.task_of(lease.group, lease.cursor), head.config
     params = config.sampling_params if lease.group.kind == "train" else config.eval_params
     prompt = head.reader.prompt(lease.group.kind, task)
     group = messages.decode_delivery(delivery, lease, prompt, worker_id)
     group = replace(group, generate_seconds=min(group.generate_seconds, head.seconds_of(lease.lease_id)))
     messages.check_lengths(group, params.max_tokens)
-    messages.check_turns(group, config.sampling.max_turns if config.tasks.environment else 1)
-    messages.check_support(group, params)
-    if head.vocab_size is not None:
+    messages.check_turns(group, config.sampling.max_turns if head.referee is not None else 1)
+    if head.vocab_size is not None:  # else no learner was ever here, and nothing is leased
+        messages.check_support(group, params, head.vocab_size)
         messages.check_vocabulary(group, head.vocab_size)
     if LOGGED_ATTEMPTS in task.columns:
         group = _as_logged(head, task, group, params.max_tokens)
-    if config.tasks.environment:
-        group = messages.with_environment_rewards(group, delivery)
+    elif head.referee is not None:
+        is_chat = not isinstance(task.prompt, str)
+        rules = head.reader.turn_rules(head.referee.stop, is_chat, config.sampling.max_turns, params.max_tokens)
+        group = await head.referee.judged(rules, lease, task, group)
     payload = messages.encode_group(group).SerializeToString()
     if portions.is_portion(lease, head.options.group_size):
         portions.check_size(len(payload), len(group.rollouts), head.options.group_size)

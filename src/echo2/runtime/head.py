@@ -41,6 +41,7 @@ from echo2.runtime.planner_options import planner_options, read_offers
 from echo2.runtime.presence import LearnerPresence, Pending, Presence
 from echo2.runtime.reading import Reader
 from echo2.runtime.recovery import recovered
+from echo2.runtime.referee import Referee
 from echo2.runtime.rollout_log import RolloutLog
 from echo2.runtime.rundir import RunDir
 from echo2.runtime.scoring import score
@@ -83,6 +84,7 @@ class Head:
         self.evals, self.turned_away = Evals(), dict[str, str]()
         self.broadcast = BroadcastMeter()
         self.reader = Reader()
+        self.referee = Referee(config.tasks.environment) if config.tasks.environment else None
         self.rollout_log = RolloutLog(rundir.rollouts, config.run.log_rollouts)
         self.reward = RewardProcess(
             config.reward.functions, config.reward.weights, config.reward.timeout_seconds, rundir.logs / "reward.log"
@@ -196,7 +198,8 @@ class Head:
             UserError: transformers can't read the tokenizer.
         """
         if not self.reader.is_loaded:
-            await self.reader.load(self.distribution.archive.store.files(ref))
+            stop = self.referee.stop if self.referee is not None else ""
+            await self.reader.load(self.distribution.archive.store.files(ref), stop)
 
     def _is_flat(self, group: GroupRecord) -> bool:
         """Only dynamic sampling asks, of groups that it may still replace and of those it kept (a metric of their step,
@@ -260,7 +263,10 @@ class Head:
             self.learner.feed.put_nowait(wire.StepDone(stop=True, reason=reason))
         for task in list(self._tasks):
             task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)  # those that score end their process first
         await self.reward.close()
+        if self.referee is not None:
+            self.referee.close()
         try:
             self.save_books()
         except UserError:

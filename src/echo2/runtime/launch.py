@@ -192,6 +192,7 @@ def _supervise(rundir: RunDir, config: Config) -> dict[str, str]:
     console = Console(stderr=True)
     where, ticket = escape(str(rundir.path)), escape(str(rundir.ticket))
     told = f"run directory [bold]{where}[/bold]   your other machines join with: echo2 worker @{ticket}"
+    told += f"   those of others: echo2 invite {where}"
     console.print(told, highlight=False, soft_wrap=True)
     with display.RunDisplay(rundir, config.run.max_steps, console) as shown:
         return supervisor.run(shown.poll)

@@ -11,7 +11,9 @@ from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 
 from echo2.errors import PeerError, UserError
-from echo2.rollout.tokenizer import Tokenizer, encode_prompt, load_tokenizer, with_texts
+from echo2.rollout.retrace import TurnRules
+from echo2.rollout.snapshot_files import end_tokens, read_config
+from echo2.rollout.tokenizer import Tokenizer, encode_prompt, load_tokenizer, tokens_with, with_texts
 from echo2.types import GroupKind, Rollout, Task
 
 #: Tokens of all prompts that are kept: a delivery wants its lease's again, and so does a second lease. 16 MiB.
@@ -23,18 +25,20 @@ class Reader:
 
     def __init__(self) -> None:
         self._tokenizer: Tokenizer | None = None
+        self._ends, self._context = frozenset[int](), 0
         self._loaded = asyncio.Event()
         self._prompts: OrderedDict[tuple[GroupKind, int], array[int]] = OrderedDict()
         self._num_kept = 0
 
-    async def load(self, files: Mapping[str, bytes]) -> None:
-        """Read the tokenizer among a snapshot's files, beside the event loop: it takes a second.
+    async def load(self, files: Mapping[str, bytes], stop: str = "") -> None:
+        """Read the tokenizer among a snapshot's files, beside the event loop: it takes a second. `stop`: the character
+        that ends a turn in the run's environment.
 
         Raises:
             UserError: there is none that transformers can read.
         """
         try:
-            self._tokenizer = await asyncio.to_thread(load_tokenizer, files)
+            self._tokenizer, self._ends, self._context = await asyncio.to_thread(_load, files, stop)
         except PeerError as error:
             raise UserError(f"The model's tokenizer can't be used: {error.detail}.") from error
         self._loaded.set()
@@ -76,6 +80,18 @@ class Reader:
         while self._num_kept > KEPT_PROMPT_TOKENS:
             self._num_kept -= len(self._prompts.popitem(last=False)[1])
 
+    def turn_rules(self, stop: str, is_chat: bool, max_turns: int, max_tokens: int) -> TurnRules:
+        """How attempts in the environment are to be gone through."""
+        return TurnRules(self.tokenizer, self._ends, stop, is_chat, max_turns, max_tokens, self._context)
+
     def read(self, rollouts: Sequence[Rollout]) -> tuple[Rollout, ...]:
         """The same attempts with their tokens as text."""
         return with_texts(rollouts, self.tokenizer)
+
+
+def _load(files: Mapping[str, bytes], stop: str) -> tuple[Tokenizer, frozenset[int], int]:
+    """The tokenizer, the tokens that end a turn, and how many the model can read (0: it does not say)."""
+    tokenizer = load_tokenizer(files)
+    ends = frozenset(end_tokens(files)) | (tokens_with(tokenizer, stop) if stop else frozenset())
+    context = read_config(files).get("max_position_embeddings") if "config.json" in files else None
+    return tokenizer, ends, context if isinstance(context, int) else 0

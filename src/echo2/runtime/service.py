@@ -15,19 +15,19 @@ from typing import Any
 from echo2.control import commands as do
 from echo2.control import events as ev
 from echo2.documents import parse_json
-from echo2.errors import PeerError
+from echo2.errors import PeerError, UserError
 from echo2.printable import printable
 from echo2.runtime import strangers
 from echo2.runtime.deliveries import read_delivery
 from echo2.runtime.head import Head
 from echo2.runtime.head_report import step_row
 from echo2.runtime.metrics import ess_of
-from echo2.runtime.presence import LearnerPresence, Presence
+from echo2.runtime.presence import LearnerPresence, Pending, Presence
 from echo2.transport import messages
 from echo2.transport import wire_pb2 as wire
 from echo2.transport.base import Peer
 from echo2.transport.limits import DURATION_SECONDS_MAX, NAME_CHARS_MAX, PRICE_MAX_USD_PER_HOUR, PROTOCOL_VERSION
-from echo2.types import SnapshotRef
+from echo2.types import Lease, SnapshotRef
 from echo2.weights import Manifest
 
 #: Results in one call.
@@ -48,6 +48,7 @@ class Service:
     def __init__(self, head: Head) -> None:
         self._head = head
         self._revoked: frozenset[str] = frozenset()
+        self._reading: set[int] = set()  # leases whose results are
 
     def handlers(self) -> dict[str, Handler]:
         return {
@@ -164,9 +165,9 @@ class Service:
     async def deliver(self, peer: Peer, deliveries: wire.Deliveries) -> wire.DeliveryReplies:
         if len(deliveries.items) > DELIVERIES_PER_CALL_MAX:
             raise PeerError("oversized", f"{len(deliveries.items)} results at once; {DELIVERIES_PER_CALL_MAX} allowed")
-        return wire.DeliveryReplies(items=[self._deliver(peer, delivery) for delivery in deliveries.items])
+        return wire.DeliveryReplies(items=[await self._deliver(peer, delivery) for delivery in deliveries.items])
 
-    def _deliver(self, peer: Peer, delivery: wire.Delivery) -> wire.DeliveryReply:
+    async def _deliver(self, peer: Peer, delivery: wire.Delivery) -> wire.DeliveryReply:
         head, lease_id = self._head, messages.whole_number("lease_id", delivery.lease_id)
         strangers.check_not_expelled(head, peer.peer_id)
         held = head.planner.leases.get(lease_id)
@@ -174,7 +175,13 @@ class Service:
             if held is None or held[0] != peer.peer_id:  # nothing of it is read: the planner says why it is refused
                 named = messages.delivered_group(delivery)
                 return _answer(head.happen(ev.GroupDelivered(peer.peer_id, lease_id, named, 0, 0, 0, 0)))
-            pending = read_delivery(head, peer.peer_id, held[1], delivery)
+            if lease_id in self._reading:
+                return wire.DeliveryReply(accepted=False, reason="duplicate: a result of this lease is being read")
+            pending = await self._read(peer, held[1], delivery)
+        except UserError as error:  # as the worker would have said, had the environment failed there
+            failed = ev.LeaseFailed(peer.peer_id, lease_id, "environment_failed", str(error))
+            head.happen(failed)
+            return wire.DeliveryReply(accepted=False, reason=f"{failed.reason}: {failed.detail}")
         except PeerError as error:
             detail = printable(error.detail, DETAIL_CHARS_MAX)
             return _answer(head.happen(ev.DeliveryMalformed(peer.peer_id, lease_id, error.reason, detail)))
@@ -193,6 +200,14 @@ class Service:
             return _answer(head.happen(event))
         finally:
             head.pending.pop(lease_id, None)
+
+    async def _read(self, peer: Peer, lease: Lease, delivery: wire.Delivery) -> Pending:
+        """Going through an environment takes its time: one result of a lease at a time."""
+        self._reading.add(lease.lease_id)
+        try:
+            return await read_delivery(self._head, peer.peer_id, lease, delivery)
+        finally:
+            self._reading.discard(lease.lease_id)
 
     async def fetch_manifest(self, peer: Peer, request: wire.ManifestRequest) -> wire.SnapshotNotice:
         self._presence(peer)

@@ -1,8 +1,8 @@
 """The tickets of a run's owner, which the head keeps usable, and what the commands about tickets show.
 
 `<out>/ticket` is for workers on machines of the owner: those that `echo2 run` starts, and those that the run rents. One
-that is used up, has expired or was closed is replaced by another, never renewed by itself: whoever has a copy of the
-old text gets no further by it.
+that is half used up (who was given it may be on the way), has expired or was closed is replaced by another, never
+renewed by itself: whoever has a copy of the old text gets no further by it.
 """
 
 from __future__ import annotations
@@ -53,13 +53,16 @@ class OwnTickets:
         if path not in self._known:  # of an earlier head
             try:
                 ticket = Ticket.parse(f"@{path}")
+                self._identity.ticket(ticket.ticket_id)
             except UserError as error:
                 return str(error)
             if ticket.run_id != self._identity.run_id or ticket.address != self._address:
                 return f"the last one named the head at {ticket.address}"
             self._known[path] = ticket.ticket_id
-        refuses = self._identity.refuses_ticket(self._known[path])
-        return f"the last one is {refuses}" if refuses else ""
+        known = self._identity.ticket(self._known[path])
+        if known.refuses:
+            return f"the last one is {known.refuses}"
+        return "the last one is half used up" if 2 * len(known.members) > known.terms.uses else ""
 
 
 def open_identity(directory: Path) -> RunIdentity:
@@ -118,7 +121,9 @@ def describe(ticket: KnownTicket) -> dict[str, Any]:
 
 def show(tickets: list[KnownTicket], console: Console) -> None:
     """A table for people."""
-    table = Table("ticket", "for", "used", "expires", "admits", "members", box=None, pad_edge=False)
+    table = Table(box=None, pad_edge=False)
+    for name in ("ticket", "for", "used", "expires", "admits", "members"):
+        table.add_column(name, no_wrap=name in ("ticket", "used", "expires"))
     for ticket in tickets:
         terms = ticket.terms
         expires = time.strftime("%Y-%m-%d %H:%M", time.localtime(terms.expires))

@@ -24,7 +24,7 @@ from echo2.tasks.sokoban import SokobanGame
 from echo2.types import Reply
 
 BUILT_IN: Mapping[str, Any] = {"sokoban": SokobanGame}
-#: Bounds on one answer; the reward's leaves room for sums.
+#: Bounds on one answer. An attempt's rewards may add up to no more (`rollout/turns.py`).
 REPLY_CHARS_MAX = 1 << 18
 REPLY_REWARD_MAX = 1e6
 

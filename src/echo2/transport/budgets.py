@@ -14,10 +14,16 @@ from dataclasses import dataclass
 
 from echo2.transport import limits
 
+#: Of a body on the wire: TLS, frames and header come on top.
+UNREAD_OVERHEAD, UNREAD_PER_CALL = 1.02, 1024
+#: What was counted as unread is forgotten in so long: calls that wait for their turn have ended by then.
+UNREAD_SECONDS = 2 * limits.READ_SECONDS
+
 
 @dataclass(frozen=True, slots=True)
 class Party:
-    """Who shares a budget, and how large it is; 0: no such bound. `*_burst`: at once, after a while of rest."""
+    """Who shares a budget, and how large it is; 0: no such bound. `*_burst`: at once, after a while of rest. `unread`:
+    bytes that have come in and are no body that was read: gRPC holds them for calls that wait their turn."""
 
     name: str
     calls_per_second: float = 0.0
@@ -25,6 +31,7 @@ class Party:
     reads: int = 0
     bytes_per_second: float = 0.0
     bytes_burst: float = 0.0
+    unread: float = 0.0
 
 
 class OverBudget(Exception):
@@ -48,7 +55,7 @@ class Buckets:
         if len(self._levels) >= limits.BUCKETS_MAX:
             self._forget(now)
         level, then, _, _ = self._levels.get(name, (burst, now, rate, burst))
-        level = min(burst, level + (now - then) * rate) - amount
+        level = min(burst, min(burst, level + (now - then) * rate) - amount)
         self._levels[name] = max(level, -debt_max), now, rate, burst
         return level
 
@@ -64,7 +71,7 @@ class Budgets:
     """Of one server."""
 
     def __init__(self) -> None:
-        self._calls, self._bytes = Buckets(), Buckets()
+        self._calls, self._bytes, self._unread = Buckets(), Buckets(), Buckets()
         self._under_way: Counter[str] = Counter()
         self._slots: dict[str, _Slots] = {}
 
@@ -113,9 +120,25 @@ class Budgets:
             yield
 
     def has_read(self, parties: tuple[Party, ...], num_bytes: int) -> None:
-        """Count the bytes of a body."""
+        """Count the bytes of a body, which waits no longer."""
         for party in parties:
             self._charge(party, num_bytes)
+        self.came(parties, -UNREAD_OVERHEAD * num_bytes - UNREAD_PER_CALL)
+
+    def came(self, parties: tuple[Party, ...], num_bytes: float) -> Party | None:
+        """Count bytes that have come in, or (below 0) are held no more. Returns whose are too many now."""
+        now, over = asyncio.get_running_loop().time(), None
+        for party in parties:
+            if party.unread:
+                rate, debt_max = party.unread / UNREAD_SECONDS, party.unread
+                if self._unread.take(party.name, rate, party.unread, now, num_bytes, debt_max) < 0:
+                    over = party
+        return over
+
+    def unread(self, party: Party) -> float:
+        """How many bytes of theirs gRPC holds, at most."""
+        now = asyncio.get_running_loop().time()
+        return party.unread - self._unread.take(party.name, party.unread / UNREAD_SECONDS, party.unread, now, 0.0)
 
     def _charge(self, party: Party, num_bytes: float) -> float:
         if not party.bytes_per_second:

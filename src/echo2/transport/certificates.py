@@ -5,12 +5,15 @@ from __future__ import annotations
 import datetime
 import hashlib
 import os
+import warnings
+from collections.abc import Callable
 from pathlib import Path
 
 from cryptography import x509
 from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.utils import CryptographyDeprecationWarning
 from cryptography.x509.oid import NameOID
 
 from echo2.errors import PeerError
@@ -68,17 +71,20 @@ def _name(common_name: str) -> x509.Name:
 
 def read_der(data: bytes) -> x509.Certificate:
     """Raises ValueError where this is no certificate."""
-    try:
-        return x509.load_der_x509_certificate(data)
-    except (x509.InvalidVersion, UnsupportedAlgorithm) as error:
-        raise ValueError(str(error)) from error
+    return _read(x509.load_der_x509_certificate, data)
 
 
 def read_pem(data: bytes) -> x509.Certificate:
     """Raises ValueError where this is no certificate."""
+    return _read(x509.load_pem_x509_certificate, data)
+
+
+def _read(load: Callable[[bytes], x509.Certificate], data: bytes) -> x509.Certificate:
     try:
-        return x509.load_pem_x509_certificate(data)
-    except (x509.InvalidVersion, UnsupportedAlgorithm) as error:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", CryptographyDeprecationWarning)  # odd, and an error in later versions
+            return load(data)
+    except (x509.InvalidVersion, UnsupportedAlgorithm, CryptographyDeprecationWarning) as error:
         raise ValueError(str(error)) from error
 
 

@@ -16,11 +16,12 @@ import resource
 import socket
 import sys
 from collections import Counter
+from collections.abc import Callable
 from typing import cast
 
 from echo2.errors import UserError
 from echo2.transport import grpc_options, limits
-from echo2.transport.budgets import Buckets
+from echo2.transport.budgets import Buckets, Party
 
 log = logging.getLogger(__name__)
 
@@ -251,6 +252,9 @@ class Door:
             self._unproven.discard(connection)
             _count_down(self._unproven_by_address, connection.network)
 
+    def connections(self) -> list[Connection]:
+        return list(self._open)
+
     def named(self, connection: Connection, name: str) -> int:
         """This caller has proven to be `name`; returns how many connections it has."""
         if not connection.name:
@@ -272,11 +276,15 @@ class Door:
 
 
 class Connection:
-    """One caller. `host`: where it calls from; `name`: who it has proven to be, once it has asked something."""
+    """One caller. `host`: where it calls from; `name`: who it has proven to be, once it has asked something, and with
+    whom it shares budgets then; `meter`: is told how many bytes come in."""
 
     def __init__(self, door: Door, host: str) -> None:
         self.door, self.host, self.network, self.name = door, host, _network(host), ""
         self.outer, self.inner = _End(self), _End(self)
+        self.meter: Callable[[int], None] = self._meter_unnamed
+        self.parties: tuple[Party, ...] = ()
+        self._num_unnamed_bytes = 0
         loop = asyncio.get_running_loop()
         self.ended: asyncio.Future[None] = loop.create_future()
         self._task: asyncio.Task[None] | None = None
@@ -298,6 +306,8 @@ class Connection:
     def came(self, end: _End, data: memoryview) -> None:
         """Bytes at one end, for the other."""
         far = self.inner if end is self.outer else self.outer
+        if far is self.inner:
+            self.meter(len(data))
         if far.transport is not None:
             far.transport.write(data)
             if far.transport.get_write_buffer_size():  # it may hold a view of them
@@ -305,6 +315,11 @@ class Connection:
         elif not self._has_begun:
             self._has_begun = True
             self._begin(bytes(data))
+
+    def _meter_unnamed(self, num_bytes: int) -> None:
+        self._num_unnamed_bytes += num_bytes
+        if self._num_unnamed_bytes > limits.UNREAD_UNNAMED_MAX:
+            self.drop("sent too much before it asked anything")
 
     def _begin(self, data: bytes) -> None:
         """The first bytes: what does not begin a TLS handshake goes no further."""

@@ -87,8 +87,9 @@ class PeerServer:
     def _parties(self, peer: Peer) -> tuple[Party, ...]:
         """Whose budgets a call of this peer counts for; its own first."""
         rate, burst = limits.PEER_CALLS_PER_SECOND_MAX, limits.PEER_CALLS_BURST
-        own = Party(peer.peer_id, rate, burst, limits.PEER_READS_PER_PEER_MAX)
-        return own, Party("all workers", reads=limits.PEER_READS_MAX)
+        reads, unread = limits.PEER_READS_PER_PEER_MAX, limits.PEER_UNREAD_PER_PEER_MAX
+        own = Party(peer.peer_id, rate, burst, reads, unread=unread)
+        return own, Party("all workers", reads=limits.PEER_READS_MAX, unread=limits.PEER_UNREAD_MAX)
 
     # ---- one call ----------------------------------------------------------------------------------------------------
 
@@ -139,6 +140,8 @@ class PeerServer:
             yield peer, data if method.raw else parse(method.request, data)
 
     def _count(self, name: str, caller: Connection, parties: tuple[Party, ...]) -> None:
+        if not caller.name:
+            caller.parties, caller.meter = parties, lambda num_bytes: self._came(parties, num_bytes)
         try:
             if self._door.named(caller, name) > limits.CONNECTIONS_PER_PEER_MAX and parties:
                 raise OverBudget(f"{name} has more than {limits.CONNECTIONS_PER_PEER_MAX} connections", is_flood=True)
@@ -147,6 +150,18 @@ class PeerServer:
             if error.is_flood:
                 caller.drop("asked too much")
             raise
+
+    def _came(self, parties: tuple[Party, ...], num_bytes: int) -> None:
+        """Bytes have come in: where they are too many, whoever has sent most of them is cut."""
+        over = self._budgets.came(parties, num_bytes)
+        if over is None:
+            return
+        sharing = {each.parties[0]: each.parties for each in self._door.connections() if over in each.parties}
+        worst = max(sharing, key=self._budgets.unread, default=parties[0])
+        for connection in self._door.connections():
+            if worst in connection.parties:
+                connection.drop("sent much more than was read")
+        self._budgets.came(sharing.get(worst, parties), -self._budgets.unread(worst))
 
     async def _body(self, method: Method, context: Any, parties: tuple[Party, ...]) -> bytes:
         try:
@@ -199,7 +214,8 @@ class GrpcServer(PeerServer):
         if peer.role == "learner":
             return ()
         if peer.role != "worker":
-            return (Party(f"{peer.role}:{peer.peer_id}", limits.ENROLMENTS_PER_SECOND, limits.ENROLMENTS_BURST),)
+            rate, burst, unread = limits.ENROLMENTS_PER_SECOND, limits.ENROLMENTS_BURST, limits.UNREAD_UNNAMED_MAX
+            return (Party(f"{peer.role}:{peer.peer_id}", rate, burst, unread=unread),)
         own = Party(
             peer.peer_id,
             limits.CALLS_PER_SECOND_MAX,
@@ -207,16 +223,17 @@ class GrpcServer(PeerServer):
             limits.READS_PER_PEER_MAX,
             limits.BYTES_PER_SECOND_MAX,
             limits.BYTES_BURST,
+            limits.UNREAD_PER_PEER_MAX,
         )
         try:
             member = self._identity.member(peer.peer_id)
         except PeerError:  # its certificate is of this run, and the list of members older
             member = Member("", is_own=False)
         if member.is_own:
-            return own, Party("machines of the owner", reads=limits.READS_MAX)
+            return own, Party("machines of the owner", reads=limits.READS_MAX, unread=limits.UNREAD_MAX)
         rate, burst, reads = limits.TICKET_CALLS_PER_SECOND_MAX, limits.TICKET_CALLS_BURST, limits.READS_PER_TICKET_MAX
-        ticket = Party(f"ticket {member.ticket_id}", rate, burst, reads)
-        return own, ticket, Party("strangers", reads=limits.READS_MAX)
+        ticket = Party(f"ticket {member.ticket_id}", rate, burst, reads, unread=limits.UNREAD_PER_TICKET_MAX)
+        return own, ticket, Party("strangers", reads=limits.READS_MAX, unread=limits.UNREAD_MAX)
 
     async def _enrol(self, peer: Peer, request: wire.EnrolRequest) -> wire.EnrolReply:
         if request.protocol != limits.PROTOCOL_VERSION:

@@ -117,7 +117,7 @@ class RunIdentity:
         Raises:
             UserError: there is no such ticket, it was revoked, or it was made for a shorter time.
         """
-        known = self._known_ticket(ticket_id)
+        known = self.ticket(ticket_id)
         until = time.time() + hours * 3600
         if known.refuses == "revoked":
             raise UserError(f"Ticket {ticket_id} was revoked, with all who came by it. Make another: `echo2 invite`.")
@@ -134,19 +134,16 @@ class RunIdentity:
             UserError: their files are damaged or can't be read.
         """
         try:
-            return [self._known_ticket(ticket_id) for ticket_id in self._terms.ids()]
+            return [self.ticket(ticket_id) for ticket_id in self._terms.ids()]
         except OSError as error:
             raise UserError(f"Cannot read the tickets in {self._directory}: {error.strerror}.") from error
 
-    def refuses_ticket(self, ticket_id: str) -> str:
-        """Why a ticket admits nobody; empty: it does.
+    def ticket(self, ticket_id: str) -> KnownTicket:
+        """One ticket of the run.
 
         Raises:
-            UserError: its file is damaged or can't be read.
+            UserError: there is no such ticket, or its file is damaged or can't be read.
         """
-        return self._known_ticket(ticket_id).refuses
-
-    def _known_ticket(self, ticket_id: str) -> KnownTicket:
         try:
             terms = self._terms.read(ticket_id)
         except (OSError, ValueError) as error:
@@ -257,7 +254,7 @@ class RunIdentity:
             raise UserError(f"Cannot revoke {revoked_id} in {self._directory}: {error.strerror}.") from error
         if entry is None or entry["ticket"] not in self._terms.ids():
             return ""
-        ticket = self._known_ticket(entry["ticket"])
+        ticket = self.ticket(entry["ticket"])
         self._write(ticket.ticket_id, replace(ticket.terms, is_closed=True))
         return ticket.ticket_id
 

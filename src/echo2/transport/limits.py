@@ -56,6 +56,16 @@ READ_SECONDS = 60.0
 #: Bytes of bodies that one peer sends the head: what is beyond is read later. A measurement of its link sends 32 MiB.
 BYTES_PER_SECOND_MAX = 32 << 20
 BYTES_BURST = 256 << 20
+#: Bytes that have come in for calls which wait for that turn, and which gRPC holds: of one peer, of all who came by one
+#: ticket for strangers, and of all strangers, or of all machines of the owner. Whoever has most of them is cut then.
+UNREAD_PER_PEER_MAX = 192 << 20
+UNREAD_PER_TICKET_MAX = 512 << 20
+UNREAD_MAX = 2 << 30
+#: And at a worker: of one other, and of all.
+PEER_UNREAD_PER_PEER_MAX = 128 << 20
+PEER_UNREAD_MAX = 512 << 20
+#: Before a caller has asked anything.
+UNREAD_UNNAMED_MAX = 32 << 20
 #: Names (addresses, peers) whose recent use is remembered.
 BUCKETS_MAX = 10_000
 

@@ -105,7 +105,6 @@ def _encode_sample(rollout: Rollout) -> wire.Sample:
         loss_mask=rollout.loss_mask,
         version_spans=[wire.VersionSpan(start=start, version=version) for start, version in rollout.version_spans],
         finish=rollout.finish,
-        environment_reward=rollout.reward_parts.get("environment", 0.0),
     )
     if rollout.support_tokens is not None and rollout.support_offsets is not None:
         message.support_tokens = rollout.support_tokens.tobytes()
@@ -142,18 +141,6 @@ def decode_delivery(message: wire.Delivery, lease: Lease, prompt_tokens: array[i
     )
 
 
-def with_environment_rewards(group: RolloutGroup, message: wire.Delivery) -> RolloutGroup:
-    """What the worker says that the environment gave.
-
-    Raises:
-        PeerError: "malformed".
-    """
-    given = [sample.environment_reward for sample in message.samples]
-    _require(all(abs(reward) <= limits.REWARD_MAX for reward in given), "a reward is not finite, or beyond all measure")
-    pairs = zip(group.rollouts, given, strict=True)
-    return with_rollouts(group, [replace(rollout, reward_parts={"environment": reward}) for rollout, reward in pairs])
-
-
 def _bound_samples(num_samples: int) -> None:
     if num_samples > limits.SAMPLES_MAX:
         raise PeerError("oversized", f"{num_samples} rollouts; the limit is {limits.SAMPLES_MAX}")
@@ -181,11 +168,11 @@ def check_turns(group: RolloutGroup, max_turns: int) -> None:
         _require(turns <= max_turns, f"an attempt of {turns} turns; {max_turns} were leased")
 
 
-def check_support(group: RolloutGroup, params: SamplingParams) -> None:
+def check_support(group: RolloutGroup, params: SamplingParams, vocab_size: int) -> None:
     """Raises PeerError("malformed") where a token was drawn from more tokens than this sampling leaves: the learner
     makes room for the widest choice at every token."""
     is_narrow = params.temperature > 0 and (params.top_k > 0 or params.top_p < 1)
-    widest = min(params.top_k or limits.SUPPORT_WIDTH_MAX, limits.SUPPORT_WIDTH_MAX) if is_narrow else 0
+    widest = min(params.top_k or vocab_size, vocab_size, limits.SUPPORT_WIDTH_MAX)
     for rollout in group.rollouts:
         if rollout.support_offsets is not None:
             widths = np.diff(np.frombuffer(rollout.support_offsets, dtype=np.int32))

@@ -310,7 +310,7 @@ class Empty(_message.Message):
     def __init__(self) -> None: ...
 
 class Sample(_message.Message):
-    __slots__ = ("tokens", "logprobs", "loss_mask", "version_spans", "finish", "support_tokens", "support_offsets", "environment_reward")
+    __slots__ = ("tokens", "logprobs", "loss_mask", "version_spans", "finish", "support_tokens", "support_offsets")
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     LOSS_MASK_FIELD_NUMBER: _ClassVar[int]
@@ -318,7 +318,6 @@ class Sample(_message.Message):
     FINISH_FIELD_NUMBER: _ClassVar[int]
     SUPPORT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     SUPPORT_OFFSETS_FIELD_NUMBER: _ClassVar[int]
-    ENVIRONMENT_REWARD_FIELD_NUMBER: _ClassVar[int]
     tokens: bytes
     logprobs: bytes
     loss_mask: bytes
@@ -326,8 +325,7 @@ class Sample(_message.Message):
     finish: str
     support_tokens: bytes
     support_offsets: bytes
-    environment_reward: float
-    def __init__(self, tokens: _Optional[bytes] = ..., logprobs: _Optional[bytes] = ..., loss_mask: _Optional[bytes] = ..., version_spans: _Optional[_Iterable[_Union[VersionSpan, _Mapping]]] = ..., finish: _Optional[str] = ..., support_tokens: _Optional[bytes] = ..., support_offsets: _Optional[bytes] = ..., environment_reward: _Optional[float] = ...) -> None: ...
+    def __init__(self, tokens: _Optional[bytes] = ..., logprobs: _Optional[bytes] = ..., loss_mask: _Optional[bytes] = ..., version_spans: _Optional[_Iterable[_Union[VersionSpan, _Mapping]]] = ..., finish: _Optional[str] = ..., support_tokens: _Optional[bytes] = ..., support_offsets: _Optional[bytes] = ...) -> None: ...
 
 class Delivery(_message.Message):
     __slots__ = ("lease_id", "kind", "number", "lineage", "samples", "generate_seconds")
