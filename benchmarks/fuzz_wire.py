@@ -101,7 +101,7 @@ def _read_delivery(message: wire.Delivery) -> None:
 def _check(found: RolloutGroup) -> None:
     messages.check_lengths(found, 64)
     messages.check_vocabulary(found, VOCABULARY)
-    messages.check_support(found, _PARAMS)
+    messages.check_support(found, _PARAMS, VOCABULARY)
     messages.check_turns(found, 4)
 
 

@@ -27,7 +27,7 @@ def _load(name: str) -> ModuleType:
 
 fuzz = _load("fuzz")
 fuzz_target = _load("fuzz_target")
-#: Without those that need a whole head: what it answers is tested in test_runtime_reading.py and test_hostile_worker.py.
+#: Without those that need a whole head: what it answers, test_runtime_reading.py and test_hostile_worker.py test.
 TARGETS = {name: target for name, target in fuzz.all_targets().items() if not name.startswith("method.")}
 CORPUS = sorted(path for path in fuzz.CORPUS.glob("*/*"))
 #: They import transformers.
