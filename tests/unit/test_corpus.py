@@ -88,6 +88,6 @@ def _refuses(data: bytes) -> None:
     ],
 )
 def test_the_fuzzer_finds_it(reader: Callable[[bytes], None], found: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fuzz, "HANG_SECONDS", 0.05)
-    figures = fuzz.fuzz(fuzz_target.Target("planted", reader, (b"{}", b"[1]")), 40, seed=0)
+    monkeypatch.setattr(fuzz, "HANG_SECONDS", 0.02)
+    figures = fuzz.fuzz(fuzz_target.Target("planted", reader, (b"{}", b"[1]")), 30, seed=0)
     assert {kind for kind, _, _ in figures["findings"]} == ({found} if found else set())
