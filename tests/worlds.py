@@ -90,8 +90,8 @@ HOSTILE: tuple[Any, ...] = ("holds", "fails", "malformed", "junk", "claims")
 
 
 def hostile_scenario(seed: int) -> Scenario:
-    """A random world whose own workers do not fail, with honest strangers and some of each kind that mean harm, many of
-    one ticket. Three failures in a row would stop the run.
+    """A random world whose own workers do not fail, with honest strangers and some that mean harm, many of one ticket;
+    in some worlds all are strangers. Three failures in a row would stop the run.
     """
     scenario, rng = random_scenario(seed), random.Random(f"liars of {seed}")
     own = tuple(replace(spec, joins_at_seconds=0.0, scores=rng.random() < 0.5) for spec in calm(scenario).workers)
@@ -102,11 +102,13 @@ def hostile_scenario(seed: int) -> Scenario:
         for _ in range(rng.randint(1, 3))
     ]
     honest = [replace(rng.choice(kinds), ticket="honest")] if rng.random() < 0.5 else []
+    if rng.random() < 0.25:
+        kinds = [replace(spec, ticket="honest") for spec in kinds]
     return replace(
         scenario,
         max_failures=3,
         workers=(*kinds, *honest, *strangers),
-        time_limit_seconds=scenario.faults_until_seconds + 2 * CALM_SECONDS,
+        time_limit_seconds=scenario.faults_until_seconds + 5 * CALM_SECONDS,
     )
 
 
@@ -142,7 +144,8 @@ def judge_hostile(seed: int) -> list[str]:
     wrong += [f"stopped: {command.reason}" for command in commands if isinstance(command, do.StopRun)]
     unit = scenario.group_size * (scenario.groups_per_batch if scenario.deterministic else 1)
     most = max(unit, scenario.groups_per_step * scenario.group_size // 2)
-    for step, given in supplied(report, scenario).items() if not report.killed.get("head") else ():
+    has_own = any(not spec.ticket for spec in scenario.workers)
+    for step, given in supplied(report, scenario).items() if has_own and not report.killed.get("head") else ():
         wrong += [
             f"ticket {t} supplied {n} samples of step {step}, {most} allowed" for t, n in given.items() if n > most
         ]

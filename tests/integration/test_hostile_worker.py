@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import math
 import os
+import time
 from pathlib import Path
 from typing import Any
 
@@ -102,6 +104,43 @@ async def come_and_go(link: Link) -> None:
             each.result()
         except (LinkError, StopAsyncIteration):
             pass  # displaced before its first order
+
+
+async def claim_and_send_junk(ticket: str, state: Path, seconds: float) -> tuple[int, int]:
+    """Attend with 10,000 leases again and again, and deliver for leases that it does not hold, until it is shut out and
+    for so long: how often it attended, and how many results it sent.
+    """
+    link, _ = await connect(ticket, state)
+    claims = wire.WorkerHello(protocol=limits.PROTOCOL_VERSION, capacity_groups=4096, held_leases=range(1, 10_001))
+    claims.host, claims.pid = "\x1b[2J", 2**31
+    junk = wire.Deliveries(items=[wire.Delivery(lease_id=2**40, group=ODD_GROUP)] * 20)
+    until, num_attended, num_sent = time.monotonic() + seconds, 0, 0
+    while time.monotonic() < until:
+        try:
+            await anext(aiter(link.stream("Attend", claims)))
+            num_attended += 1
+            await link.call("Deliver", junk, SECONDS)
+        except PeerError as error:
+            assert error.reason == "expelled"
+        num_sent += 20
+    await link.close()
+    return num_attended, num_sent
+
+
+def test_claims_and_junk_cost_the_head_kilobytes(tmp_path: Path, sort_model: Path) -> None:
+    run = Run(tmp_path / "run", sort_model, "--schedule.lease_seconds", "5").start()
+    run.wait(lambda: run.status().get("version", -1) >= 1, "first step")
+    num_attended, num_sent = asyncio.run(claim_and_send_junk(f"@{run.out / 'ticket'}", tmp_path / "state", 5.0))
+    run.finish()
+    lines = [json.loads(line) for line in (run.out / "events.jsonl").read_bytes().splitlines()]
+    commands = [command for line in lines for command in line.get("commands", ())]
+    assert num_sent > 300
+    assert [command["seconds"] for command in commands if command["type"] == "ExpelWorker"] == [60.0]
+    assert sum(command["type"] == "RefuseDelivery" for command in commands) <= 64
+    joins = [line for line in lines if line.get("event", {}).get("type") == "WorkerJoined"]
+    assert max(len(json.dumps(line)) for line in joins) < 4000
+    assert num_attended < 10
+    assert run.command("replay")["num_different"] == 0
 
 
 def test_the_run_outlives_a_hostile_worker(tmp_path: Path, sort_model: Path) -> None:

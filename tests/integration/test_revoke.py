@@ -21,6 +21,7 @@ def echo2(*arguments: str) -> list[str]:
 def test_revoked_worker_is_out_and_its_groups_are_not_lost(tmp_path: Path, sort_model: Path) -> None:
     run = Run(tmp_path / "run", sort_model, "--workers.count", "1").start()
     run.wait(lambda: (run.out / "ticket").exists(), "ticket")
+    text = (run.out / "ticket").read_text()
     join = echo2("worker", f"@{run.out / 'ticket'}", "--state", str(tmp_path / "state"))
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     with subprocess.Popen(join, cwd=REPOSITORY, env=environment, stderr=subprocess.PIPE, text=True) as worker:
@@ -43,6 +44,11 @@ def test_revoked_worker_is_out_and_its_groups_are_not_lost(tmp_path: Path, sort_
     again = subprocess.run(join, cwd=REPOSITORY, env=environment, capture_output=True, text=True, timeout=30)
     assert again.returncode == 1
     assert "was revoked" in again.stderr
+    with_another_key = echo2("worker", text, "--state", str(tmp_path / "another state"))
+    back = subprocess.run(with_another_key, cwd=REPOSITORY, env=environment, capture_output=True, text=True, timeout=30)
+    assert back.returncode == 2
+    assert "this ticket is closed" in back.stderr
+    run.wait(lambda: (run.out / "ticket").read_text() != text, "another ticket for the owner's machines")
     summary = run.finish()
     assert summary["groups"]["trained"] == 24 * 16
     audit = run.command("audit")

@@ -13,7 +13,7 @@ from echo2.errors import PeerError, UserError
 from echo2.rollout.engine import RequestFailure
 from echo2.rollout.engines import make_engine
 from echo2.rollout.generate import sample_groups
-from echo2.rollout.tokenizer import encode_prompt, load_tokenizer, with_texts
+from echo2.rollout.tokenizer import decoded, encode_prompt, load_tokenizer, with_texts
 from echo2.types import Assignment, GroupRef, Lease, Message, RolloutGroup, SamplingParams, Task
 from rollout_cases import END, assigned, request, run, snapshot_of, tiny_module, tokenizer_files
 
@@ -147,3 +147,15 @@ def test_a_start_token_is_added_once() -> None:
 def test_files_that_hold_no_tokenizer_are_refused(files: dict[str, bytes]) -> None:
     with pytest.raises(PeerError):
         load_tokenizer(files)
+
+
+@pytest.mark.parametrize("name", ["BertweetTokenizer", "PegasusTokenizer", "NoSuchTokenizer"])
+def test_a_tokenizer_class_that_fails_in_its_own_way_is_refused_like_the_others(name: str) -> None:
+    with pytest.raises(PeerError, match="no tokenizer that transformers reads"):
+        load_tokenizer({"tokenizer_config.json": f'{{"tokenizer_class": "{name}"}}'.encode()})
+
+
+def test_ids_that_only_the_model_has_say_nothing() -> None:
+    tokenizer = load_tokenizer(tokenizer_files())
+    assert decoded(tokenizer, array("i", [7, len(tokenizer), 5, 2**31 - 1, END])) == "53"
+    assert decoded(tokenizer, array("i")) == ""

@@ -219,6 +219,16 @@ def test_what_the_environment_did_not_say_is_refused(tmp_path: Path, lie: Any, d
     asyncio.run(asyncio.wait_for(scenario(), 60.0))
 
 
+def test_fewer_attempts_than_leased_are_refused_before_the_environment_is_asked(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with parrot(tmp_path) as open_head, playing(open_head, tmp_path) as leases:
+            await until(lambda: leases)
+            replies = await open_head.deliver(delivery(leases[0], [attempt()] * 3))
+            assert replies == [(False, "malformed: leased 4 attempts, got 3")]
+
+    asyncio.run(asyncio.wait_for(scenario(), 60.0))
+
+
 def test_an_attempt_that_kills_the_environment_fails_its_workers_lease(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with parrot(tmp_path) as open_head, playing(open_head, tmp_path) as leases:

@@ -205,3 +205,11 @@ def test_every_file_of_a_run_says_that_there_is_no_room_and_is_whole_afterwards(
     assert checkpoint.latest(small_disk) == small_disk / "step_1"
     store.put(blake3(chunk).digest(), chunk)
     assert store.get(blake3(chunk).digest()) == chunk
+
+
+def test_a_checkpoint_that_is_deleted_while_it_is_looked_at_does_not_matter(tmp_path: Path) -> None:
+    (tmp_path / "step_1").mkdir()
+    (tmp_path / "step_1" / "model.safetensors").symlink_to(tmp_path / "gone")
+    (tmp_path / "step_2").mkdir()
+    (tmp_path / "step_2" / "model.safetensors").write_bytes(b"12345")
+    assert checkpoint_bytes(tmp_path) == 5

@@ -144,6 +144,7 @@ LIES: dict[str, tuple[str, Lie]] = {
     "longer than leased": ("oversized", told(*HONEST[:3], sample([5] * 13))),
     "a token that the model has not": ("malformed", told(*HONEST[:3], sample([VOCAB]))),
     "a version that is not published yet": ("malformed", told(*HONEST[:3], sample(RIGHT, version=7))),
+    "a lineage that never was": ("malformed", told(*HONEST, lineage=2)),
     "a support, where nothing narrows": (
         "malformed",
         told(*HONEST[:3], sample([5], support_tokens=ints(5), support_offsets=ints(0, 1))),

@@ -115,8 +115,8 @@ class Planner(PlannerState):
             self.standings.earliest_deadline(),
         )
         dues = [at for at in deadlines if at is not None]
-        if self.evaluation.rounds and self.no_own_since is not None:
-            dues.append(self.no_own_since + EVAL_WAIT_LEASES * self.options.lease_seconds)
+        if self.evaluation.rounds and self.skips_evals_at is not None:
+            dues.append(self.skips_evals_at)
         if self.options.offers and self.learner_joined and self.activation is not None and self.over is None:
             dues.append(self.activation.next_at)  # nobody else may be there to report
         if self.paused is None and (late_at := second_leases.next_at(self)) is not None:
@@ -358,6 +358,8 @@ class Planner(PlannerState):
     # ---- evaluation, end -------------------------------------------------------------------------------------------
 
     def _start_eval(self, ref: SnapshotRef, now: float) -> None:
+        if not self.evaluation.rounds:
+            self.skips_evals_at = None
         self.evaluation.start(ref, now)
         if self.frontier is not None:
             self.frontier.interrupted()
@@ -378,10 +380,11 @@ class Planner(PlannerState):
     def _lacks_own(self, now: float) -> bool:
         """Whether no machine of the owner has been here to evaluate for too long."""
         if any(worker.is_own and not worker.detached and not worker.standby for worker in self.fleet):
-            self.no_own_since = None
+            self.skips_evals_at = None
             return False
-        self.no_own_since = now if self.no_own_since is None else self.no_own_since
-        return now - self.no_own_since >= EVAL_WAIT_LEASES * self.options.lease_seconds
+        if self.skips_evals_at is None:
+            self.skips_evals_at = now + EVAL_WAIT_LEASES * self.options.lease_seconds
+        return now >= self.skips_evals_at
 
     def _finish(self) -> None:
         last = self.options.max_steps

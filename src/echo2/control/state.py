@@ -85,7 +85,7 @@ class PlannerState:
     over        why the run ended, once it has
     now         time of the event in hand, in seconds
     published_at  when the newest snapshot was published
-    no_own_since  since when an evaluation waits while no machine of the owner works
+    skips_evals_at  until when evaluations wait for a machine of the owner, while none works
     failed_at_strangers, last_failure
                 groups in a row that only strangers failed, and why the last of them was given up
     paused      what keeps the run from leasing and feeding groups, while something does
@@ -122,7 +122,7 @@ class PlannerState:
         self.standings = Standings()
         self.conducts = Conducts()
         self.now = self.published_at = 0.0
-        self.no_own_since: float | None = None
+        self.skips_evals_at: float | None = None
         self.num_events = 0
         self.out: list[do.Command] = []
         self._touched: dict[str, None] = {}

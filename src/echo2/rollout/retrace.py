@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
 from echo2.errors import PeerError
-from echo2.rollout.tokenizer import Tokenizer, reply_tokens
+from echo2.rollout.tokenizer import Tokenizer, decoded, reply_tokens
 from echo2.types import Reply, Rollout
 
 
@@ -48,7 +48,7 @@ async def retrace(
     reward, turns, start = 0.0, 0, 0
     while True:
         end = _turn_end(rules, turn_tokens, prompt_tokens, rollout, start)
-        action = rules.tokenizer.decode(tokens[start:end].tolist(), skip_special_tokens=True)
+        action = decoded(rules.tokenizer, tokens[start:end])
         reply = await step(action.partition(rules.stop)[0] if rules.stop else action)
         reward, turns = reward + reply.reward, turns + 1
         if reply.done:

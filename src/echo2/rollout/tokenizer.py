@@ -98,12 +98,18 @@ def _ids(tokenizer: Tokenizer, text: str, *, add_special_tokens: bool) -> array[
         raise UserError(f"the model's tokenizer can't write {text[:80]!r}: {error}") from error
 
 
+def decoded(tokenizer: Tokenizer, tokens: array[int]) -> str:
+    """The text of what was sampled, without special tokens. Models have ids that their tokenizer has not, which pad the
+    vocabulary: they say nothing, and some tokenizers would raise.
+    """
+    size = len(tokenizer)
+    ids = tokens.tolist() if not tokens or max(tokens) < size else [token for token in tokens if token < size]
+    return tokenizer.decode(ids, skip_special_tokens=True)
+
+
 def with_texts(rollouts: Sequence[Rollout], tokenizer: Tokenizer) -> tuple[Rollout, ...]:
     """The same attempts with their tokens decoded."""
-    return tuple(
-        replace(rollout, text=tokenizer.decode(rollout.tokens.tolist(), skip_special_tokens=True))
-        for rollout in rollouts
-    )
+    return tuple(replace(rollout, text=decoded(tokenizer, rollout.tokens)) for rollout in rollouts)
 
 
 def reply_tokens(tokenizer: Tokenizer, is_chat: bool, text: str, last_token: int) -> array[int]:
@@ -126,7 +132,8 @@ def reply_tokens(tokenizer: Tokenizer, is_chat: bool, text: str, last_token: int
     _, mark, tail = rendered.partition(ANSWER_MARK)
     if not mark:
         raise UserError("the chat template leaves earlier answers away, so that turns cannot follow each other")
-    if not tokenizer.decode([last_token], skip_special_tokens=True):  # an end token, which the template writes too
+    is_known = last_token < len(tokenizer)
+    if is_known and not tokenizer.decode([last_token], skip_special_tokens=True):  # an end token: it is written already
         tail = tail.removeprefix(tokenizer.decode([last_token], skip_special_tokens=False))
     return _ids(tokenizer, tail, add_special_tokens=False)
 

@@ -18,7 +18,7 @@ from typing import Any, Protocol
 from echo2.errors import InvariantError, UserError
 from echo2.rollout.engine import Completion, Engine, Outcome, RequestFailure, SampleRequest
 from echo2.rollout.random_streams import stream_keys
-from echo2.rollout.tokenizer import Tokenizer, reply_tokens, tokens_with
+from echo2.rollout.tokenizer import Tokenizer, decoded, reply_tokens, tokens_with
 from echo2.types import Assignment, FinishReason, Reply, Rollout
 
 #: Sample number of the environments' own random streams: no sample of the policy's has it.
@@ -195,7 +195,7 @@ class Play:
 
     def _answer(self, attempt: _Attempt, completion: Completion) -> None:
         """Let the environment answer a turn; `finish` is set where that was the last."""
-        action = self._tokenizer.decode(completion.tokens.tolist(), skip_special_tokens=True)
+        action = decoded(self._tokenizer, completion.tokens)
         reply = self._world.step(attempt.number, action.partition(self._world.stop)[0] if self._world.stop else action)
         attempt.reward += reply.reward
         if abs(attempt.reward) > ATTEMPT_REWARD_MAX:

@@ -33,6 +33,8 @@ async def read_delivery(head: Head, worker_id: str, lease: Lease, delivery: wire
     prompt = head.reader.prompt(lease.group.kind, task)
     group = messages.decode_delivery(delivery, lease, prompt, worker_id)
     group = replace(group, generate_seconds=min(group.generate_seconds, head.seconds_of(lease.lease_id)))
+    if not 0 < group.lineage <= head.planner.lineage:
+        raise PeerError("malformed", f"sampled in lineage {group.lineage}; the run is in {head.planner.lineage}")
     messages.check_lengths(group, params.max_tokens)
     messages.check_turns(group, config.sampling.max_turns if head.referee is not None else 1)
     if head.vocab_size is not None:  # else no learner was ever here, and nothing is leased

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 #: Kept for ledger, logs, metrics and the results of open leases.
@@ -26,10 +27,11 @@ def free_bytes(path: Path) -> int:
 
 def checkpoint_bytes(checkpoints: Path) -> int:
     """The size of the largest checkpoint that is there; 0 without one."""
-    return max(
-        (sum(file.stat().st_size for file in step.iterdir()) for step in checkpoints.glob("step_*")),
-        default=0,
-    )
+    largest = 0
+    for step in checkpoints.glob("step_*"):
+        with suppress(OSError):  # the learner deletes old ones meanwhile
+            largest = max(largest, sum(file.stat().st_size for file in step.iterdir()))
+    return largest
 
 
 class DiskWatch:
