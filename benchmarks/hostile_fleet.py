@@ -90,10 +90,11 @@ def main(arguments: Sequence[str]) -> None:
                 row = measure(honest, hostile, way, max_staleness, options)
                 rows.append({"max_staleness": max_staleness, "honest": honest, "hostile": hostile, "way": way, **row})
                 fleet = f"{hostile} of {honest + hostile}"
+                end = "" if row["finished"] == 1.0 else "  NOT FINISHED"
                 print(
                     f"  {max_staleness}  {fleet:17s}  {way or 'honest':11s}  {row['ratio']:5.2f}"
-                    f"  {row['worst_ratio']:5.2f}  {row['steps_per_second']:7.3f}  {row['idle_ratio']:4.2f}  {row['wait_leases']:10.2f}"
-                    f"  {row['share']:5.2f}  {row['refused']:7.0f}{'' if row['finished'] == 1.0 else '  NOT FINISHED'}",
+                    f"  {row['worst_ratio']:5.2f}  {row['steps_per_second']:7.3f}  {row['idle_ratio']:4.2f}"
+                    f"  {row['wait_leases']:10.2f}  {row['share']:5.2f}  {row['refused']:7.0f}{end}",
                     flush=True,
                 )
     print(save("hostile_fleet", {"rows": rows, "lease_seconds": LEASE_SECONDS}, options.out))

@@ -6,6 +6,7 @@ import asyncio
 import json
 import math
 import os
+import socket
 import time
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from echo2.transport import limits
 from echo2.transport import wire_pb2 as wire
 from echo2.transport.base import Link
 from echo2.transport.grpc_link import connect
+from echo2.transport.identity import RunIdentity
 from real_runs import Run
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(200)]
@@ -113,17 +115,18 @@ async def claim_and_send_junk(ticket: str, state: Path, seconds: float) -> tuple
     link, _ = await connect(ticket, state)
     claims = wire.WorkerHello(protocol=limits.PROTOCOL_VERSION, capacity_groups=4096, held_leases=range(1, 10_001))
     claims.host, claims.pid = "\x1b[2J", 2**31
-    junk = wire.Deliveries(items=[wire.Delivery(lease_id=2**40, group=ODD_GROUP)] * 20)
-    until, num_attended, num_sent = time.monotonic() + seconds, 0, 0
+    junk = wire.Deliveries(items=[wire.Delivery(lease_id=2**40, kind="train")] * 20)
+    until, num_attended, num_sent, refusals = time.monotonic() + seconds, 0, 0, set[str]()
     while time.monotonic() < until:
         try:
             await anext(aiter(link.stream("Attend", claims)))
             num_attended += 1
             await link.call("Deliver", junk, SECONDS)
         except PeerError as error:
-            assert error.reason == "expelled"
+            refusals.add(error.reason)
         num_sent += 20
     await link.close()
+    assert refusals == {"expelled"}
     return num_attended, num_sent
 
 
@@ -140,6 +143,44 @@ def test_claims_and_junk_cost_the_head_kilobytes(tmp_path: Path, sort_model: Pat
     joins = [line for line in lines if line.get("event", {}).get("type") == "WorkerJoined"]
     assert max(len(json.dumps(line)) for line in joins) < 4000
     assert num_attended < 10
+    assert run.command("replay")["num_different"] == 0
+
+
+async def ask_and_hold(ticket: str, state: Path) -> int:
+    """A stranger that asks too much, then nothing, and holds what it gets: how many leases it was granted."""
+    link, _ = await connect(ticket, state)
+    dear = wire.WorkerHello(protocol=limits.PROTOCOL_VERSION, capacity_groups=4096, price_usd_per_hour=10_000.0)
+    with pytest.raises(PeerError, match=r"too_dear: it asks \$10000 an hour, and this run pays strangers \$0\.36"):
+        await anext(aiter(link.stream("Attend", dear)))
+    hello = wire.WorkerHello(protocol=limits.PROTOCOL_VERSION, capacity_groups=4096)
+    hello.installed_version, hello.installed_lineage = 0, 1
+    num_leases = 0
+    async for order in link.stream("Attend", hello):
+        num_leases += len(order.leases.leases)
+        if order.HasField("stop"):
+            break
+        await link.call("Report", wire.WorkerReport(installed_version=0, installed_lineage=1), SECONDS)
+    await link.close()
+    return num_leases
+
+
+def test_a_stranger_does_not_spend_the_budget_and_holds_one_lease(tmp_path: Path, sort_model: Path) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    identity = RunIdentity.create_or_load(tmp_path / "identity")
+    ticket = identity.make_ticket("worker", f"127.0.0.1:{port}", 5, 1.0)
+    settings = ("--head.port", str(port), "--fleet.budget_usd", "5", "--schedule.lease_seconds", "5")
+    run = Run(tmp_path / "run", sort_model, *settings)
+    run.out.mkdir()
+    (tmp_path / "identity").rename(run.out / "identity")
+    run.start()
+    run.wait(lambda: run.status().get("published") is not None, "first snapshot")
+    num_leases = asyncio.run(ask_and_hold(ticket, tmp_path / "state"))
+    summary = run.finish()
+    assert summary["groups"]["trained"] == 24 * 16
+    assert summary["cost_usd"] < 0.36
+    assert num_leases <= 8
     assert run.command("replay")["num_different"] == 0
 
 

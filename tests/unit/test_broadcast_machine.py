@@ -156,11 +156,12 @@ def test_two_strangers_of_different_tickets_are_believed_and_so_is_a_machine_of_
     assert bench.machine.suspects == {"w5", "w6"}
 
 
-def test_wrong_bytes_are_not_believed_of_a_source_that_one_was_never_to_take_from() -> None:
-    bench = Bench(2)
+def test_strangers_are_not_believed_of_a_source_that_they_were_never_to_take_from() -> None:
+    bench = Bench(2, tickets=("t", "u"))
     bench.assign("w0", "w1")
-    bench.tell(ev.MemberJoined("w2", "host:2"), ev.MemberJoined("w3", "host:3"))
-    bench.fail("w0", "w3", "corrupt")
+    bench.tell(ev.MemberJoined("w2", "host:2"))
+    bench.fail("w0", "w2", "corrupt")
+    bench.fail("w1", "w2", "corrupt")
     assert not bench.machine.suspects
 
 

@@ -116,7 +116,7 @@ def test_a_rent_that_fails_is_told_and_what_it_left_is_given_back(tmp_path: Path
 def test_a_command_that_does_not_exist_is_a_failure_like_others(tmp_path: Path) -> None:
     async def scenario() -> None:
         yard = Yard(tmp_path)
-        yard.machines._offers = {"spot": Offer("spot", 0.5, 1.0, rent=str(tmp_path / "nowhere"))}
+        yard.machines.offers = {"spot": Offer("spot", 0.5, 1.0, rent=str(tmp_path / "nowhere"))}
         yard.machines.rent("spot")
         await yard.settle()
         assert "cannot start" in yard.failures[0][1]
@@ -130,7 +130,7 @@ def test_a_command_that_hangs_is_killed(tmp_path: Path, monkeypatch: pytest.Monk
     async def scenario() -> None:
         yard = Yard(tmp_path)
         command = f"{sys.executable} -c 'import signal; signal.pause()'"
-        yard.machines._offers = {"spot": Offer("spot", 0.5, 1.0, rent=command)}
+        yard.machines.offers = {"spot": Offer("spot", 0.5, 1.0, rent=command)}
         yard.machines.rent("spot")
         await yard.settle()
         assert "no end after" in yard.failures[0][1]

@@ -10,6 +10,7 @@ from echo2.control.bill import itemise
 from echo2.errors import PeerError
 from echo2.offers import Offer
 from echo2.runtime.accounts import CostBook
+from echo2.runtime.display import strangers_lines
 from echo2.runtime.evals import Evals
 from echo2.runtime.strangers import PID_MAX, check_price, most_paid, printable, process_id
 
@@ -50,6 +51,24 @@ def test_strangers_are_paid_for_accepted_results_and_for_no_more_time_than_there
     assert bill.by_cause == {"useful": pytest.approx(120.0)}
     again.joined("s", 3600.0, 0.0, is_own=False)
     assert again.cum_usd(9000.0) == pytest.approx(1000.0 + 120.0)
+
+
+def test_status_says_what_strangers_ask_who_was_turned_away_and_what_was_not_evaluated() -> None:
+    workers = [
+        {"id": "w-1", "price_usd_per_hour": 0.4, "is_own": False},
+        {"id": "w-2", "price_usd_per_hour": 9.0, "is_own": True},
+    ]
+    status = {
+        "workers": workers,
+        "not_evaluated": {"10": "why", "0": "why"},
+        "turned_away": {"w-9": "it asks $7 an hour"},
+    }
+    assert strangers_lines(status) == [
+        "not evaluated: version 0, 10: no machine of yours attends; run `echo2 eval DIR`",
+        "strangers ask: w-1 $0.4/h",
+        "turned away: w-9: it asks $7 an hour",
+    ]
+    assert strangers_lines({}) == []
 
 
 def test_what_a_peer_wrote_does_not_act_on_a_terminal_and_a_process_number_is_one() -> None:

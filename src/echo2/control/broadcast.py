@@ -302,7 +302,8 @@ class Broadcast:
         if plan is None or event.worker_id not in plan.routes or event.reason not in ev.SOURCE_FAILURES:
             return
         is_taking = event.worker_id in plan.children.get(source, ())
-        may_accuse = event.reason == "corrupt" and source in plan.taken.get(event.worker_id, ())
+        is_own = not self.tickets[event.worker_id]
+        may_accuse = event.reason == "corrupt" and (is_own or source in plan.taken.get(event.worker_id, ()))
         if source == ORIGIN or source not in self.members or not (is_taking or may_accuse):
             plan.changed[event.worker_id] = None  # of a source that it does not have (any more) it is not asked
             return
@@ -313,7 +314,7 @@ class Broadcast:
             blamers = plan.blamed.setdefault(source, set())
             blamers.add(event.worker_id)
             blamed = sum(event.worker_id in others for others in plan.blamed.values())
-            is_own, num_blamers = not self.tickets[event.worker_id], self._num_owners(blamers)
+            num_blamers = self._num_owners(blamers)
             if event.reason == "missing" and blamed <= MAX_ACCUSED and (is_own or num_blamers >= BLAMERS):
                 self._give_up(plan, source)
             if event.reason == "slow":

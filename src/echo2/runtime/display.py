@@ -163,6 +163,18 @@ def _broadcast_line(status: dict[str, Any]) -> str:
     return "  ".join(words)
 
 
+def strangers_lines(status: dict[str, Any]) -> list[str]:
+    """Which evaluations were given up, what strangers ask, and who was turned away for that."""
+    lines = []
+    if versions := sorted(status.get("not_evaluated") or {}, key=int):
+        names = ", ".join(versions)
+        lines.append(f"not evaluated: version {names}: no machine of yours attends; run `echo2 eval DIR`")
+    asks = {w["id"]: w["price_usd_per_hour"] for w in status.get("workers", []) if w.get("is_own") is False}
+    if asks := {worker_id: price for worker_id, price in asks.items() if price}:
+        lines.append("strangers ask: " + ", ".join(f"{worker_id} ${price:g}/h" for worker_id, price in asks.items()))
+    return lines + [f"turned away: {name}: {why}" for name, why in (status.get("turned_away") or {}).items()]
+
+
 def show_summary(summary: dict[str, Any], console: Console) -> None:
     """The closing tables."""
     groups = summary["groups"]
@@ -221,6 +233,8 @@ def show_status(status: dict[str, Any], console: Console) -> None:
     if (effective := status.get("effective_staleness")) is not None and effective < status["max_staleness"]:
         tight = f"{effective} versions ahead of the learner at most, by the ESS floor (max_staleness"
         console.print(f"sampling: {tight} {status['max_staleness']})", highlight=False)
+    for line in strangers_lines(status):
+        console.print(escape(line), highlight=False)
     waits = Table("who", "waits for", "since", "until", "why", title="Waits", title_justify="left")
     now = status["time"]
     for wait in status["waits"]:

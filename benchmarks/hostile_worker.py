@@ -1,0 +1,126 @@
+"""A rollout worker that lies in one way: the real worker, but for what it sends. Started by `hostile.py`."""
+
+from __future__ import annotations
+
+import argparse
+import random
+from array import array
+from collections.abc import Callable
+from pathlib import Path
+
+from echo2.runtime import worker
+from echo2.transport import wire_pb2 as wire
+
+#: Digits and the end token of the demo's model are its first tokens; any of them may stand anywhere.
+NOISE_TOKENS = 10
+#: Candidates of one token's support: 4 million.
+WIDE_SUPPORT = 4 << 20
+
+Lie = Callable[[wire.Delivery, random.Random], None]
+
+
+def logprob(value: float, share: float = 0.0) -> Lie:
+    """One token a group (or this share of all tokens) is said to have had this logprob."""
+
+    def lie(delivery: wire.Delivery, source: random.Random) -> None:
+        for number, rollout in enumerate(delivery.samples):
+            values = array("f", rollout.logprobs)
+            for place in range(len(values)):
+                if (share and source.random() < share) or (not share and number == place == 0):
+                    values[place] = value
+            rollout.logprobs = values.tobytes()
+
+    return lie
+
+
+def random_tokens(delivery: wire.Delivery, source: random.Random) -> None:
+    """Half the tokens are drawn by dice; the logprobs are those of what the policy had drawn."""
+    for rollout in delivery.samples:
+        tokens = array("i", rollout.tokens)
+        for place in range(len(tokens)):
+            if source.random() < 0.5:
+                tokens[place] = source.randrange(NOISE_TOKENS)
+        rollout.tokens = tokens.tobytes()
+
+
+def copies(delivery: wire.Delivery, source: random.Random) -> None:
+    """One rollout, as often as the group has places."""
+    for rollout in delivery.samples[1:]:
+        rollout.CopyFrom(delivery.samples[0])
+
+
+def wide_support(delivery: wire.Delivery, source: random.Random) -> None:
+    """The first token was drawn from four million candidates."""
+    rollout = delivery.samples[0]
+    first, rest = rollout.tokens[:4], array("i", rollout.tokens)[1:]
+    rollout.support_tokens = first * WIDE_SUPPORT + rest.tobytes()
+    rollout.support_offsets = array("i", [0, *range(WIDE_SUPPORT, WIDE_SUPPORT + len(rest) + 1)]).tobytes()
+
+
+def versions(delivery: wire.Delivery, source: random.Random) -> None:
+    """Sampled with a version that does not exist."""
+    for rollout in delivery.samples:
+        rollout.version_spans[0].version += 1000
+
+
+def endless(delivery: wire.Delivery, source: random.Random) -> None:
+    """Far more tokens than were leased."""
+    rollout = delivery.samples[0]
+    rollout.tokens, rollout.logprobs = rollout.tokens * 10_000, rollout.logprobs * 10_000
+    rollout.loss_mask = rollout.loss_mask * 10_000
+
+
+def empty(delivery: wire.Delivery, source: random.Random) -> None:
+    """Nothing at all."""
+    delivery.ClearField("samples")
+
+
+LIES: dict[str, Lie] = {
+    "logprob -3e38": logprob(-3e38),
+    "logprob -1e15": logprob(-1e15),
+    "logprob -99": logprob(-99.0),
+    "logprob 0 everywhere": logprob(0.0, 1.0),
+    "logprob nan": logprob(float("nan")),
+    "half the tokens random": random_tokens,
+    "copies": copies,
+    "support 4 M wide": wide_support,
+    "a version of tomorrow": versions,
+    "120,000 tokens": endless,
+    "empty groups": empty,
+}
+#: Ways to do nothing: leases are held until they expire, or failed at once.
+IDLE = ("holds its leases", "fails its leases")
+
+
+def lying(name: str, seed: int) -> type[worker.WorkerProcess]:
+    """The worker's class, lying."""
+    source = random.Random(seed)
+
+    class Lying(worker.WorkerProcess):
+        async def _send(self, batch: wire.Deliveries) -> None:
+            for delivery in batch.items:
+                LIES[name](delivery, source)
+            await super()._send(batch)
+
+    class Idle(worker.WorkerProcess):
+        async def _send(self, batch: wire.Deliveries) -> None:
+            for delivery in batch.items:
+                if name == "fails its leases":
+                    await self._fail_lease(delivery.lease_id, "engine_failed", "so it says")
+
+    return Idle if name in IDLE else Lying
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("ticket")
+    parser.add_argument("lie", choices=[*LIES, *IDLE])
+    parser.add_argument("--state", type=Path, required=True)
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args()
+    worker.WorkerProcess = lying(options.lie, options.seed)  # type: ignore[misc]
+    worker.run_worker(options.ticket, options.state, worker.WorkerOptions(relays=False))
+
+
+if __name__ == "__main__":
+    main()
