@@ -26,8 +26,8 @@ from echo2.planning.snapshot_size import snapshot_bytes
 from echo2.reward import functions
 from echo2.reward.text_scorers import final_answer, tagged_answer
 from echo2.rollout.architecture import read_architecture
-from echo2.rollout.generate import encode_prompt, load_tokenizer
 from echo2.rollout.snapshot_files import end_tokens, read_config
+from echo2.rollout.tokenizer import encode_prompt, load_tokenizer
 from echo2.runtime import eventlog, metrics
 from echo2.runtime.accounts import CostBook
 from echo2.runtime.planner_options import planner_options
@@ -184,6 +184,7 @@ def _ledger() -> bytes:
     ledger.close()
     with sqlite3.connect(path) as connection:
         connection.execute("PRAGMA journal_mode = DELETE")
+        connection.execute("PRAGMA page_size = 512")
         connection.execute("VACUUM")
     connection.close()
     return path.read_bytes()
@@ -209,7 +210,7 @@ def _events() -> bytes:
     path.unlink(missing_ok=True)
     options = planner_options(config.Config(), 0, [])
     log, planner = eventlog.EventLog(path, options), Planner(options)
-    for now, event in enumerate((ev.LearnerJoined(0), ev.WorkerJoined("w-1", 2, 0.5, ("exact_match",), None, ()))):
+    for now, event in enumerate((ev.LearnerJoined(0), ev.WorkerJoined("w-1", 2, 0.5, installed=None))):
         log.write(float(now), event, planner.handle(event, float(now)))
     log.close()
     return path.read_bytes()
@@ -236,7 +237,7 @@ def _run_files() -> list[Target]:
         Target(
             "json_file", from_file("status.json", read_json), (b'{"head": {"pid": 3}}',), words=JSON_WORDS, share=0.5
         ),
-        Target("ledger", from_file("run/ledger.sqlite", _read_ledger), (_ledger(),), share=0.02),
+        Target("ledger", from_file("run/ledger.sqlite", _read_ledger), (_ledger(),), share=0.05),
         Target("frames", lambda data: pipes.read(io.BytesIO(data)), (frame,), words=JSON_WORDS, share=1.0),
     ]
 
@@ -266,11 +267,13 @@ def _read_model_config(data: bytes) -> None:
     read_architecture(read_config(files)).tensor_shapes()
 
 
-def _tokenizer_files() -> dict[str, bytes]:
-    from tokenizers import Tokenizer, models, pre_tokenizers
+def tokenizer_files() -> dict[str, bytes]:
+    """A small tokenizer that writes digits too."""
+    from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 
-    core = Tokenizer(models.WordLevel({"<pad>": 0, "<eos>": 1, "a": 2, "=": 3}, unk_token="<pad>"))
-    core.pre_tokenizer = pre_tokenizers.Whitespace()
+    vocabulary = {"<pad>": 0, "<eos>": 1, "a": 2, "=": 3} | {str(digit): 4 + digit for digit in range(10)}
+    core = Tokenizer(models.WordLevel(vocabulary, unk_token="<pad>"))
+    core.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
     settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<eos>", "pad_token": "<pad>"}
     settings["chat_template"] = "{% for m in messages %}{{ m.role }}={{ m.content }}{% endfor %}"
     return {"tokenizer.json": core.to_str().encode(), "tokenizer_config.json": json.dumps(settings).encode()}
@@ -280,7 +283,7 @@ def _read_tokenizer(name: str) -> Callable[[bytes], object]:
     """A snapshot of which one of the tokenizer's files is hostile, read and used."""
 
     def read(data: bytes) -> None:
-        tokenizer = load_tokenizer({**_tokenizer_files(), name: data})
+        tokenizer = load_tokenizer({**tokenizer_files(), name: data})
         encode_prompt(Task(0, "a = a"), tokenizer)
         encode_prompt(Task(0, (Message("user", "a"),)), tokenizer)
 
@@ -298,7 +301,7 @@ def _tokenizers() -> list[Target]:
         b'"added_tokens_decoder": ',
     )
     names = ("tokenizer.json", "tokenizer_config.json")
-    files = _tokenizer_files()
+    files = tokenizer_files()
     return [
         Target(name.replace(".", "_"), _read_tokenizer(name), (files[name],), words=words, share=0.004)
         for name in names

@@ -14,7 +14,8 @@ from typing import Any
 from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import DecodeError, Message
 
-#: An input does not grow beyond this by ordinary changes; every `1 / BLOW_UP_SHARE`-th is blown up to BLOWN_UP_BYTES.
+#: A smaller input does not grow beyond this by ordinary changes. Every `1 / BLOW_UP_SHARE`-th is blown up to
+#: BLOWN_UP_BYTES.
 INPUT_BYTES_MAX = 8 << 10
 BLOWN_UP_BYTES = 256 << 10
 MESSAGE_BYTES_MAX = 1 << 20
@@ -40,13 +41,14 @@ def changed(data: bytes, others: Sequence[bytes], words: Sequence[bytes], rng: r
     """The input after one to four changes; seldom one that is hundreds of kilobytes long."""
     if rng.random() < BLOW_UP_SHARE:
         return _blown_up(data, rng)
+    longest = max(INPUT_BYTES_MAX, len(data))
     for _ in range(rng.choice(CHANGES)):
         if words and rng.random() < 0.3:
             word, at = rng.choice(words), rng.randint(0, len(data))
             data = data[:at] + word + data[at + rng.choice((0, 0, len(word))) :]
         else:
             data = rng.choice(_CHANGES)(data, others, rng)
-    return data[:INPUT_BYTES_MAX]
+    return data[:longest]
 
 
 Change = Callable[[bytes, Sequence[bytes], random.Random], bytes]

@@ -14,11 +14,13 @@ import random
 import shutil
 from array import array
 from collections.abc import AsyncIterator
-from dataclasses import replace
+from functools import cache
 from typing import Any
 
+from fuzz_files import tokenizer_files
 from fuzz_inputs import filled
 from fuzz_target import Target, folder
+from fuzz_wire import ROLLOUT
 
 from echo2 import config
 from echo2.errors import InvariantError, PeerError, UserError
@@ -28,19 +30,22 @@ from echo2.runtime.service import Service
 from echo2.transport import chunks, messages
 from echo2.transport import wire_pb2 as wire
 from echo2.transport.base import METHODS, Method, Peer, parse
+from echo2.transport.certificates import make_key, make_request
 from echo2.transport.identity import RunIdentity
 from echo2.transport.limits import PROTOCOL_VERSION
-from echo2.types import GroupRef, Rollout, RolloutGroup, SnapshotRef, TensorBytes
+from echo2.transport.tickets import Ticket
+from echo2.types import GroupRef, RolloutGroup, SnapshotRef, TensorBytes
 from echo2.weights import encode
 
-CALLS_PER_HEAD = 400
+CALLS_PER_HEAD = 3000
+#: Workers that one head sees come, each when the one before was expelled for what it sent; and who says hello again and
+#: again beside them.
+SENDERS_MAX = 40
+CLOSE_SECONDS = 5.0
 #: Turns of the event loop that a stream is given for its next message.
 TURNS = 20
 VOCABULARY = 1000
 LEARNER = Peer("l-0123456789", "learner", "192.0.2.7")
-WORKER = Peer("w-0123456789", "worker", "192.0.2.8")
-#: Who says hello again and again: not the one whose results are taken.
-JOINER = Peer("w-9876543210", "worker", "192.0.2.9")
 #: The smallest lease ids of an input stand for those of open leases.
 STAND_INS = 16
 SHARES = {
@@ -76,13 +81,26 @@ _LEARNERS = (
 )
 
 
+@cache
+def _run_identity() -> RunIdentity:
+    return RunIdentity.create_or_load(folder() / "run-identity")
+
+
+@cache
+def worker(number: int) -> Peer:
+    """Strangers' machines, each enrolled by a ticket of its own."""
+    ticket = Ticket.parse(_run_identity().make_ticket("worker", "192.0.2.1:4000", 1, 24.0))
+    peer_id, _ = _run_identity().enrol(ticket.ticket_id, "worker", make_request(make_key()))
+    return Peer(peer_id, "worker", f"192.0.2.{8 + number}")
+
+
 class World:
     """A head of its own, with one step trained, and what calls on it."""
 
     def __init__(self, number: int) -> None:
         self.loop = asyncio.new_event_loop()
         self.path = folder() / f"run-{os.getpid()}-{number}"
-        self.calls = 0
+        self.calls = self.sender = 0
         self.loop.run_until_complete(self._open())
 
     async def _open(self) -> None:
@@ -93,7 +111,7 @@ class World:
             schedule=config.ScheduleConfig(groups_per_step=16),
         )
         made = rundir.create(self.path, settings, resume=False)
-        self.head = Head(made, settings, RunIdentity.create_or_load(folder() / "run-identity"))
+        self.head = Head(made, settings, _run_identity())
         await self.head.start()
         self.handlers = Service(self.head).handlers()
         hello = wire.LearnerHello(protocol=PROTOCOL_VERSION, version=0, vocab_size=VOCABULARY)
@@ -104,9 +122,23 @@ class World:
             await self.handlers["PutChunk"](LEARNER, wire.Chunk(hash=hash_, data=bytes(data)))  # type: ignore[misc]
         await self.handlers["Publish"](LEARNER, request)  # type: ignore[misc]
         self.streams: list[Any] = []
-        await self._attend(WORKER)
+        await self._attend(self.peer)
         await self._train_a_step()
-        await self._attend(JOINER)
+        await self._attend(worker(SENDERS_MAX))
+
+    @property
+    def is_used_up(self) -> bool:
+        return self.calls >= CALLS_PER_HEAD or self.sender == SENDERS_MAX - 1 or self.head.outcome is not None
+
+    def replace_expelled(self) -> None:
+        """Nothing more is taken of an expelled worker: another takes its place."""
+        if self.head.planner.expelled_until(self.peer.peer_id, self.head.clock.now()) is not None:
+            self.sender += 1
+            self.loop.run_until_complete(self._attend(self.peer))
+
+    @property
+    def peer(self) -> Peer:
+        return worker(self.sender)
 
     async def _attend(self, peer: Peer) -> None:
         self.streams.append(self.handlers["Attend"](peer, said_hello()))
@@ -117,9 +149,8 @@ class World:
         fed, is_done = list[int](), False
         while not is_done:
             for lease_id, group in self.leases():
-                delivery = _delivery(lease_id)
-                delivery.group.number = group.number
-                await self.handlers["Deliver"](WORKER, wire.Deliveries(items=[delivery]))  # type: ignore[misc]
+                delivery = _delivery(lease_id, group.number)
+                await self.handlers["Deliver"](self.peer, wire.Deliveries(items=[delivery]))  # type: ignore[misc]
             part = await anext(feed)
             fed += [group.number for group in part.groups]
             is_done = part.HasField("done")
@@ -127,8 +158,10 @@ class World:
 
     def call(self, method: Method, message: Any) -> None:
         self.calls += 1
-        peer = WORKER if "worker" in method.roles else LEARNER
-        self.loop.run_until_complete(self._call(method, JOINER if method.name == "Attend" else peer, message))
+        peer = self.peer if "worker" in method.roles else LEARNER
+        self.loop.run_until_complete(
+            self._call(method, worker(SENDERS_MAX) if method.name == "Attend" else peer, message)
+        )
         if self.head.outcome is not None and self.head.outcome[0] in ("bug", "user_error"):
             raise AssertionError(f"the run ended: {self.head.outcome}")
 
@@ -153,7 +186,7 @@ class World:
     def leases(self) -> list[tuple[int, GroupRef]]:
         """(id, group) of what the worker holds."""
         held = self.head.planner.leases.open_leases()
-        return [(lease.lease_id, lease.group) for worker_id, lease in held if worker_id == WORKER.peer_id]
+        return [(lease.lease_id, lease.group) for worker_id, lease in held if worker_id == self.peer.peer_id]
 
     def close(self) -> None:
         self.loop.run_until_complete(self._close())
@@ -167,9 +200,11 @@ class World:
         await self.head.machines.close()
         await self.head.close()
         await self.head.distribution.close()
-        for task in asyncio.all_tasks() - {asyncio.current_task()}:
-            task.cancel()
-        await asyncio.sleep(0)
+        left = asyncio.all_tasks() - {asyncio.current_task()}  # cancelled once already: they end what they started
+        if left:
+            await asyncio.wait(left, timeout=CLOSE_SECONDS)
+        for _ in range(TURNS):
+            await asyncio.sleep(0.001)  # the pipes of the reward process that was ended close
 
 
 class _Worlds:
@@ -180,11 +215,15 @@ class _Worlds:
         self._world: World | None = None
 
     def world(self) -> World:
-        if self._world is not None and (self._world.calls >= CALLS_PER_HEAD or self._world.head.outcome is not None):
+        world = self._world
+        if world is not None and (
+            world.calls >= CALLS_PER_HEAD or world.head.outcome or world.sender == SENDERS_MAX - 1
+        ):
             self.forget()
         if self._world is None:
             logging.disable(logging.CRITICAL)  # a head tells its log of each refusal
             self._world = World(next(self._numbers))
+        self._world.replace_expelled()
         return self._world
 
     def forget(self) -> None:
@@ -228,8 +267,8 @@ def _stand_in(message: Any, leases: list[tuple[int, GroupRef]]) -> Any:
     for item in items:
         if leases and getattr(item, "lease_id", STAND_INS) < STAND_INS:
             item.lease_id, group = leases[item.lease_id % len(leases)]
-            if isinstance(item, wire.Delivery) and item.group.number < STAND_INS:
-                item.group.kind, item.group.number = group.kind, group.number
+            if isinstance(item, wire.Delivery) and item.number < STAND_INS:
+                item.kind, item.number = group.kind, group.number
     return message
 
 
@@ -238,30 +277,19 @@ def _stand_in(message: Any, leases: list[tuple[int, GroupRef]]) -> Any:
 
 def snapshot(lineage: int) -> tuple[wire.PublishRequest, dict[bytes, memoryview]]:
     tensors = {"a": TensorBytes("BF16", (100,), bytes(200))}
-    manifest, content = encode(SnapshotRef(lineage, 0), tensors, {"config.json": b"{}"})
+    manifest, content = encode(SnapshotRef(lineage, 0), tensors, tokenizer_files())
     return wire.PublishRequest(lineage=lineage, version=0, manifest=manifest.to_bytes()), content
 
 
 def said_hello() -> wire.WorkerHello:
-    hello = wire.WorkerHello(protocol=PROTOCOL_VERSION, capacity_groups=4, rewards=["exact_match"], pid=7)
+    hello = wire.WorkerHello(protocol=PROTOCOL_VERSION, capacity_groups=4, pid=7)
     hello.installed_version, hello.installed_lineage = 0, 1
     return hello
 
 
-def _delivery(lease_id: int) -> wire.Delivery:
-    rollout = Rollout(
-        tokens=array("i", [5, 6, 7, 8]),
-        logprobs=array("f", [-0.5, -0.25, -1.5, -0.25]),
-        loss_mask=b"\1" * 4,
-        version_spans=((0, 0),),
-        finish="stop",
-        text="5678",
-        reward=0.5,
-        reward_parts={"exact_match": 0.5},
-    )
-    rollouts = (rollout, replace(rollout, reward=1.0))
-    group = RolloutGroup(GroupRef("train", lease_id), 0, 1, 0, array("i", [1, 2]), rollouts, WORKER.peer_id, 1.5)
-    return wire.Delivery(lease_id=lease_id, group=messages.encode_group(group))
+def _delivery(lease_id: int, number: int) -> wire.Delivery:
+    group = RolloutGroup(GroupRef("train", number), 0, 1, 0, array("i"), (ROLLOUT, ROLLOUT), "", 1.5)
+    return messages.encode_delivery(lease_id, group)
 
 
 def _seeds(method: Method) -> tuple[bytes, ...]:
@@ -274,12 +302,15 @@ def _seeds(method: Method) -> tuple[bytes, ...]:
         "Attend": [said_hello()],
         "Report": [wire.WorkerReport(installed_version=0, installed_lineage=1, doing="samples", tokens_generated=9)],
         "FailLease": [wire.LeaseFailed(lease_id=1, reason="oom", detail="out of memory")],
-        "Deliver": [wire.Deliveries(items=[_delivery(1)]), wire.Deliveries(items=[_delivery(0), _delivery(2)])],
+        "Deliver": [
+            wire.Deliveries(items=[_delivery(1, 1)]),
+            wire.Deliveries(items=[_delivery(0, 0), _delivery(2, 2)]),
+        ],
         "FetchManifest": [wire.ManifestRequest(lineage=1, version=0)],
         "FetchChunks": [wire.ChunkRequest(hashes=list(content), payload=payload)],
         "ReportFetch": [
             wire.FetchReport(payload=payload, bytes_stored=202, bytes_total=202, whole=True, tallies=[tally]),
-            wire.FetchReport(payload=payload, failed_source=JOINER.peer_id, failure="corrupt"),
+            wire.FetchReport(payload=payload, failed_source=worker(SENDERS_MAX).peer_id, failure="corrupt"),
             wire.FetchReport(up=1e6, down=1e7),
         ],
         "Probe": [wire.ProbeRequest(num_bytes=1000)],

@@ -22,7 +22,8 @@ IN_MEMORY = Path("/dev/shm")
 class Target:
     """`read` takes hostile bytes and raises nothing but `errors`. `seeds`: valid inputs. `kind`: of which message of
     the wire they are bytes, so that its fields can be changed. `words`: of the text's grammar. `share`: of the inputs
-    of a run, beside the others' 1: less for what is slow.
+    of a run, beside the others' 1: less for what is slow. `prepare` is called before each input, and is no part of what
+    it costs.
     """
 
     name: str
@@ -32,6 +33,7 @@ class Target:
     words: tuple[bytes, ...] = ()
     share: float = 1.0
     errors: tuple[type[Exception], ...] = (UserError, PeerError)
+    prepare: Callable[[], object] = lambda: None
 
 
 @cache

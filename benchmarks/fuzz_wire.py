@@ -24,20 +24,18 @@ from google.protobuf.message import Message as WireMessage
 from echo2.broadcast import addresses, payloads
 from echo2.errors import PeerError
 from echo2.runtime import service
-from echo2.transport import chunks, identity, limits, messages
+from echo2.transport import chunks, identity, limits, messages, tickets
 from echo2.transport import wire_pb2 as wire
 from echo2.transport.base import METHODS, Peer, packed, parse
 from echo2.types import (
     Assignment,
     GroupRef,
     Lease,
-    Message,
     Rollout,
     RolloutGroup,
     SamplingParams,
     Snapshot,
     SnapshotRef,
-    Task,
     TensorBytes,
 )
 from echo2.weights import ChunkEntry, ChunkStore, Manifest, apply_delta, encode, encode_delta
@@ -58,37 +56,52 @@ def targets() -> list[Target]:
 # ---- messages --------------------------------------------------------------------------------------------------------
 
 
-def group(num_rollouts: int = 2, logged: bool = False) -> RolloutGroup:
-    """A group as a worker sends it."""
-    rollout = Rollout(
-        tokens=array("i", [5, 6, 7, 8]),
-        logprobs=array("f", [-0.5, 0.0, -1.5, -0.25]),
-        loss_mask=b"\1\0\1\1",
-        version_spans=((0, 3), (2, 4)),
-        finish="stop",
-        text="5678",
-        reward=0.5,
-        reward_parts={"exact_match": 0.5, "environment": 1.0},
-    )
-    narrowed = replace(rollout, support_tokens=array("i", [5, 7, 9, 8]), support_offsets=array("i", [0, 1, 1, 3, 4]))
-    rollouts = (rollout, narrowed)[:num_rollouts]
-    return RolloutGroup(GroupRef("train", 7), 3, 1, 9, array("i", [1, 2]), rollouts, PEER.peer_id, 1.5, logged)
+ROLLOUT = Rollout(
+    tokens=array("i", [5, 6, 7, 8]),
+    logprobs=array("f", [-0.5, -0.25, -1.5, -0.25]),
+    loss_mask=b"\1\1\1\1",
+    version_spans=((0, 0),),
+    finish="stop",
+)
+_PLAYED = replace(ROLLOUT, logprobs=array("f", [-0.5, 0.0, -1.5, -0.25]), loss_mask=b"\1\0\1\1")
+_SUPPORT = {"support_tokens": array("i", [5, 7, 9, 8]), "support_offsets": array("i", [0, 1, 1, 3, 4])}
+_ROLLOUTS = (
+    replace(ROLLOUT, text="5678", reward=0.5, reward_parts={"exact_match": 0.5, "environment": 1.0}),
+    replace(_PLAYED, version_spans=((0, 3), (2, 4)), **_SUPPORT),
+)
+_LEASE = Lease(4, GroupRef("train", 7), 3, 9, 8, 2, 3, 99.5, 30.0, 11)
+_PARAMS = SamplingParams(temperature=0.7, top_p=0.9, top_k=4, max_tokens=64)
 
 
-def assignment(prompt: str | tuple[Message, ...]) -> Assignment:
-    lease = Lease(4, GroupRef("train", 7), 3, 9, 8, 2, 3, 99.5, 30.0, 11)
-    params = SamplingParams(temperature=0.7, top_p=0.9, top_k=4, max_tokens=64)
-    return Assignment(
-        lease, Task(9, prompt, {"answer": "35", "list": [1, {"a": None}]}), params, ("exact_match",), (1.0,)
-    )
+def group(num_rollouts: int = 2) -> RolloutGroup:
+    """A group as the head keeps it."""
+    rollouts = _ROLLOUTS[:num_rollouts]
+    return RolloutGroup(GroupRef("train", 7), 3, 1, 9, array("i", [1, 2]), rollouts, PEER.peer_id, 1.5)
+
+
+def assignment(is_chat: bool) -> Assignment:
+    columns = {"answer": "35", "list": [1, {"a": None}]}
+    return Assignment(_LEASE, array("i", [1, 2]), _PARAMS, columns, "sokoban", 4, is_chat)
 
 
 def _read_group(message: wire.RolloutGroup) -> None:
     found = messages.decode_group(message)
     assert messages.decode_group(messages.encode_group(found)) == found
+    _check(found)
+
+
+def _read_delivery(message: wire.Delivery) -> None:
+    messages.delivered_group(message)
+    found = messages.decode_delivery(message, _LEASE, array("i", [1, 2]), PEER.peer_id)
+    again = messages.decode_delivery(messages.encode_delivery(4, found), _LEASE, array("i", [1, 2]), PEER.peer_id)
+    assert again.rollouts == found.rollouts
+    _check(found)
+
+
+def _check(found: RolloutGroup) -> None:
     messages.check_lengths(found, 64)
     messages.check_vocabulary(found, VOCABULARY)
-    messages.check_played(found)
+    messages.check_support(found, _PARAMS, VOCABULARY)
     messages.check_turns(found, 4)
 
 
@@ -119,7 +132,8 @@ _DEEPER: dict[type[Any], Callable[[Any], object]] = {
     wire.Order: _read_order,
     wire.ChunkRequest: _read_request,
     wire.PublishRequest: service._offered,
-    wire.Deliveries: lambda deliveries: [_read_group(item.group) for item in deliveries.items],
+    wire.Delivery: _read_delivery,
+    wire.Deliveries: lambda deliveries: [_read_delivery(item) for item in deliveries.items],
     wire.FedGroups: lambda fed: [_read_group(each) for each in fed.groups],
 }
 
@@ -147,17 +161,16 @@ def _message_target(kind: type[WireMessage]) -> Target:
 def _encoded(kind: type[WireMessage]) -> list[bytes]:
     """What the real encoders write."""
     groups = [messages.encode_group(group(number)) for number in (1, 2)]
-    chat = (Message("system", "Be brief."), Message("user", "53="))
-    leases = [messages.encode_assignment(assignment(prompt)) for prompt in ("53=", chat)]
-    hello = wire.WorkerHello(
-        protocol=limits.PROTOCOL_VERSION, capacity_groups=2, rewards=["exact_match"], engine="compact", device="cpu"
-    )
+    leases = [messages.encode_assignment(assignment(is_chat)) for is_chat in (False, True)]
+    deliveries = [messages.encode_delivery(4, group(number)) for number in (1, 2)]
+    hello = wire.WorkerHello(protocol=limits.PROTOCOL_VERSION, capacity_groups=2, engine="compact", device="cpu")
     hello.listen_port, hello.advertise, hello.installed_version = 4000, "[2001:db8::1]:4000", 3
     payload = wire.PayloadId(ref=wire.SnapshotId(lineage=1, version=3))
     routes = wire.Routes(payload=payload, sources=[wire.Source(peer_id="w-1", address="192.0.2.9:1")], stripes=[0])
     found: dict[type[Any], list[Any]] = {
         wire.RolloutGroup: groups,
-        wire.Deliveries: [wire.Deliveries(items=[wire.Delivery(lease_id=4, group=each) for each in groups])],
+        wire.Delivery: deliveries,
+        wire.Deliveries: [wire.Deliveries(items=deliveries)],
         wire.FedGroups: [wire.FedGroups(groups=groups)],
         wire.Lease: leases,
         wire.Order: [wire.Order(leases=wire.LeaseBatch(leases=leases)), wire.Order(routes=routes)],
@@ -250,7 +263,7 @@ def _read_members(data: bytes) -> None:
 def _identity() -> list[Target]:
     run = _run_identity()
     ticket = run.make_ticket("worker", "192.0.2.1:4000", 10, 24.0)
-    ticket_id = next(iter(run._book["tickets"]))
+    ticket_id = tickets.Ticket.parse(ticket).ticket_id
     csr, other_csr = _certificates()
     enrolled = run.enrol(ticket_id, "worker", csr)[1]
     signature = run.sign_manifest(b"manifest")
@@ -259,7 +272,7 @@ def _identity() -> list[Target]:
     pem = x509.load_der_x509_certificate(enrolled).public_bytes(serialization.Encoding.PEM)
     ca_pem = run.credentials.ca_pem
     return [
-        Target("ticket", lambda data: identity.Ticket.parse(text(data).replace("@", "")), (ticket.encode(),)),
+        Target("ticket", lambda data: tickets.Ticket.parse(text(data).replace("@", "")), (ticket.encode(),)),
         Target("ticket_json", _read_ticket_json, (_ticket_json(ticket),), words=JSON_WORDS),
         Target("enrol", lambda data: run.enrol(ticket_id, "worker", data), (csr, other_csr)),
         Target("peer_certificate", _read_peer_certificate, (enrolled,), share=0.02),  # a key is written, and synced
@@ -270,11 +283,11 @@ def _identity() -> list[Target]:
 
 
 def _ticket_json(ticket: str) -> bytes:
-    return base64.urlsafe_b64decode(ticket.removeprefix(identity.TICKET_PREFIX))
+    return base64.urlsafe_b64decode(ticket.removeprefix(tickets.TICKET_PREFIX))
 
 
 def _read_ticket_json(data: bytes) -> None:
-    identity.Ticket.parse(identity.TICKET_PREFIX + base64.urlsafe_b64encode(data).decode())
+    tickets.Ticket.parse(tickets.TICKET_PREFIX + base64.urlsafe_b64encode(data).decode())
 
 
 # ---- weights ---------------------------------------------------------------------------------------------------------

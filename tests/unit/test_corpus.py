@@ -7,7 +7,7 @@ import importlib
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from types import ModuleType
 
 import pytest
@@ -27,16 +27,11 @@ def _load(name: str) -> ModuleType:
 
 fuzz = _load("fuzz")
 fuzz_target = _load("fuzz_target")
-TARGETS = fuzz.all_targets()
+#: Without those that need a whole head: what it answers, test_runtime_reading.py and test_hostile_worker.py test.
+TARGETS = {name: target for name, target in fuzz.all_targets().items() if not name.startswith("method.")}
 CORPUS = sorted(path for path in fuzz.CORPUS.glob("*/*"))
 #: They import transformers.
 SLOW = ("tokenizer_json", "tokenizer_config_json")
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _closed() -> Iterator[None]:
-    yield
-    _load("fuzz_methods").close()
 
 
 def _marked(name: str) -> object:
@@ -47,10 +42,10 @@ def _marked(name: str) -> object:
 def test_what_was_found_once_is_refused_with_a_typed_error(name: str) -> None:
     for path in CORPUS:
         if path.parent.name == name:
-            began = time.perf_counter()
+            began = time.process_time()
             kind, detail = fuzz.outcome_of(TARGETS[name], path.read_bytes())
             assert not kind.startswith("!"), (path.name, kind, detail)
-            assert time.perf_counter() - began < fuzz.HANG_SECONDS, path.name
+            assert time.process_time() - began < fuzz.HANG_SECONDS, path.name
 
 
 @pytest.mark.parametrize("name", [_marked(name) for name in TARGETS])
@@ -93,6 +88,6 @@ def _refuses(data: bytes) -> None:
     ],
 )
 def test_the_fuzzer_finds_it(reader: Callable[[bytes], None], found: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fuzz, "HANG_SECONDS", 0.05)
-    figures = fuzz.fuzz(fuzz_target.Target("planted", reader, (b"[1]", b"{}")), 40, seed=0)
+    monkeypatch.setattr(fuzz, "HANG_SECONDS", 0.02)
+    figures = fuzz.fuzz(fuzz_target.Target("planted", reader, (b"{}", b"[1]")), 30, seed=0)
     assert {kind for kind, _, _ in figures["findings"]} == ({found} if found else set())

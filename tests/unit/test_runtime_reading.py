@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
-from echo2.errors import UserError
+from echo2.errors import PeerError, UserError
 from echo2.pipes import child_environment
 from echo2.rollout.generate import assignment_of
 from echo2.runtime import reading
@@ -24,7 +24,7 @@ from echo2.runtime.reading import Reader
 from echo2.transport import messages
 from echo2.transport import wire_pb2 as wire
 from echo2.types import LOGGED_ATTEMPTS, GroupRef, Lease, Message, SamplingParams, Task
-from head_cases import HUGE_SECONDS, OpenHead, delivery, rows, sample, settings, until
+from head_cases import HUGE_SECONDS, LEARNER, OpenHead, delivery, rows, sample, settings, until
 from rollout_cases import END, VOCAB, tokenizer_files
 
 PROMPT = [7, 5, 28]  # 53=
@@ -358,3 +358,15 @@ def test_files_that_are_no_tokenizer_give_one_kind_of_error(files: dict[str, byt
         run(Reader().load(files))
     except UserError:
         pass
+
+
+def test_a_checkpoint_of_a_version_that_no_ledger_can_hold_is_refused(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with one_task(tmp_path) as head:
+            for version, oldest in ((2**63, 0), (0, 2**64 - 1)):
+                with pytest.raises(PeerError, match="out of range"):
+                    await head.service.report_checkpoint(
+                        LEARNER, wire.CheckpointReport(version=version, oldest_kept=oldest)
+                    )
+
+    run(scenario())

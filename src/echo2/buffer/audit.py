@@ -94,7 +94,7 @@ def audit(path: Path) -> Audit:
             refused=_by(connection, "SELECT reason, count(*) FROM refusals GROUP BY reason"),
             leases=_by(connection, "SELECT coalesce(outcome, 'held'), count(*) FROM leases GROUP BY 1"),
         )
-    except sqlite3.Error as error:
+    except (sqlite3.Error, ValueError, TypeError) as error:
         raise unusable(path, error) from error
     finally:
         connection.close()

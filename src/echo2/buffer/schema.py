@@ -137,7 +137,7 @@ def check_schema(connection: sqlite3.Connection, path: Path) -> None:
         raise UserError(f"{path} is {what}; this echo2 reads version {SCHEMA_VERSION}. Use the echo2 that wrote it.")
 
 
-def unusable(path: Path, error: sqlite3.Error) -> UserError:
+def unusable(path: Path, error: Exception) -> UserError:
     """The user's view of a failed transaction: full disk, lock, permissions, damage."""
     is_full = getattr(error, "sqlite_errorcode", None) == sqlite3.SQLITE_FULL
     return (NoRoomError if is_full else UserError)(

@@ -97,7 +97,7 @@ def read_progress(directory: Path) -> Progress:
     state = read_state(directory)
     if state is None or not is_whole(directory):
         raise UserError(f"{directory} holds no whole checkpoint. Name a checkpoints/step_N directory of a run.")
-    return Progress(**state["progress"])
+    return msgspec.convert(state["progress"], Progress)
 
 
 def write_checkpoint(

@@ -13,6 +13,7 @@ from rich.table import Table
 
 from echo2.buffer.schema import open_for_reading, unusable
 from echo2.control.bill import Bill, itemise, total
+from echo2.documents import parse_json
 from echo2.errors import UserError
 from echo2.past_run import read_rows
 
@@ -62,7 +63,10 @@ def read_report(directory: Path) -> dict[str, Any]:
     rows = [row for row in read_rows(path) if row.get("step", 0) > 0] if path.is_file() else []
     waited = sum(row.get("time/wait_for_batch", 0.0) for row in rows)
     whole = sum(row.get("time/step", 0.0) for row in rows)
-    bills = itemise(accounts, waited / whole if whole > 0 else 0.0)
+    try:
+        bills = itemise(accounts, waited / whole if whole > 0 else 0.0)
+    except (KeyError, TypeError, AttributeError) as error:
+        raise UserError(f"The accounts in {directory / 'ledger.sqlite'} are damaged: {error!r}.") from error
     everything = total(bills)
     return {
         "steps": len(rows),
@@ -82,13 +86,13 @@ def _read_ledger(path: Path) -> tuple[dict[str, Any], int]:
         tokens = connection.execute(
             "SELECT coalesce(sum(num_tokens), 0) FROM groups WHERE state = 'trained'"
         ).fetchone()
-    except sqlite3.Error as error:
+        accounts: dict[str, Any] | None = None if row is None else parse_json(row[0])
+    except (sqlite3.Error, ValueError, TypeError, AttributeError) as error:
         raise unusable(path, error) from error
     finally:
         connection.close()
-    if row is None:
+    if accounts is None:
         raise UserError(f"{path.parent} has no accounts yet: the head writes them when a step is recorded.")
-    accounts: dict[str, Any] = json.loads(row[0])
     return accounts, int(tokens[0])
 
 

@@ -71,11 +71,11 @@ def encode_prompt(task: Task, tokenizer: Tokenizer) -> array[int]:
     the text has it); chat messages go through the chat template, followed by the opening of the assistant's turn.
 
     Raises:
-        UserError: chat messages, but there is no chat template or it refuses them.
+        UserError: chat messages, but there is no chat template or it refuses them; or the tokenizer fails.
     """
     if isinstance(task.prompt, str):
         has_start = bool(tokenizer.bos_token) and task.prompt.startswith(tokenizer.bos_token or "")
-        return array("i", tokenizer.encode(task.prompt, add_special_tokens=not has_start))
+        return _ids(tokenizer, task.prompt, add_special_tokens=not has_start)
     if not tokenizer.chat_template:
         raise UserError(
             f"Task {task.cursor} has chat messages, but the model's tokenizer has no chat template. "
@@ -88,7 +88,14 @@ def encode_prompt(task: Task, tokenizer: Tokenizer) -> array[int]:
         text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     except (TemplateError, *TEMPLATE_ERRORS) as error:
         raise UserError(f"Task {task.cursor}: the chat template refuses its messages: {error}.") from error
-    return array("i", tokenizer.encode(text, add_special_tokens=False))  # templates write the special tokens themselves
+    return _ids(tokenizer, text, add_special_tokens=False)  # templates write the special tokens themselves
+
+
+def _ids(tokenizer: Tokenizer, text: str, *, add_special_tokens: bool) -> array[int]:
+    try:
+        return array("i", tokenizer.encode(text, add_special_tokens=add_special_tokens))
+    except Exception as error:  # of its native code: the plainest kind
+        raise UserError(f"the model's tokenizer can't write {text[:80]!r}: {error}") from error
 
 
 def decoded(tokenizer: Tokenizer, tokens: array[int]) -> str:
@@ -110,10 +117,10 @@ def reply_tokens(tokenizer: Tokenizer, is_chat: bool, text: str, last_token: int
     the assistant's turn, the text as the user's message, and the opening of the assistant's next turn.
 
     Raises:
-        UserError: the chat template does not write what follows an answer.
+        UserError: the chat template does not write what follows an answer, or the tokenizer fails.
     """
     if not is_chat:
-        return array("i", tokenizer.encode(text, add_special_tokens=False))
+        return _ids(tokenizer, text, add_special_tokens=False)
     from jinja2 import TemplateError
 
     talk = [("user", "."), ("assistant", ANSWER_MARK), ("user", text)]
@@ -128,7 +135,7 @@ def reply_tokens(tokenizer: Tokenizer, is_chat: bool, text: str, last_token: int
     is_known = last_token < len(tokenizer)
     if is_known and not tokenizer.decode([last_token], skip_special_tokens=True):  # an end token: it is written already
         tail = tail.removeprefix(tokenizer.decode([last_token], skip_special_tokens=False))
-    return array("i", tokenizer.encode(tail, add_special_tokens=False))
+    return _ids(tokenizer, tail, add_special_tokens=False)
 
 
 @lru_cache(maxsize=4)

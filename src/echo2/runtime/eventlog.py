@@ -150,7 +150,7 @@ def _records(parts: Sequence[Path]) -> Iterator[tuple[str, dict[str, Any]]]:
                     damage = None
                     try:
                         record = msgspec.json.decode(line, type=dict[str, Any])
-                    except (msgspec.DecodeError, RecursionError) as error:
+                    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
                         damage = UserError(f"{path}:{number} is damaged: {error}.")
                         continue
                     yield f"{path}:{number}", record

@@ -17,6 +17,7 @@ from echo2.control.workers import possible_claims
 from echo2.errors import PeerError
 from echo2.offers import Offer
 from echo2.transport import wire_pb2 as wire
+from echo2.transport.limits import PRICE_MAX_USD_PER_HOUR
 
 if TYPE_CHECKING:
     from echo2.runtime.head import Head
@@ -59,11 +60,13 @@ def known(head: Head, joined: ev.WorkerJoined) -> ev.WorkerJoined:
 
 
 def most_paid(config: Config, offers: Mapping[str, Offer]) -> float:
-    """Dollars an hour that a stranger may ask: the highest price that the configuration names for a worker, and no more
-    than lasts the budget for an hour.
+    """Dollars an hour that a stranger may ask. A run with a budget pays the highest price that its configuration names
+    for a worker, and no more than lasts the budget for an hour; without one, prices are only written down.
     """
+    if not config.fleet.budget_usd:
+        return PRICE_MAX_USD_PER_HOUR
     prices = [config.workers.price_usd_per_hour, *(offer.price_usd_per_hour for offer in offers.values())]
-    return min(max(prices), config.fleet.budget_usd or max(prices))
+    return min(max(prices), config.fleet.budget_usd)
 
 
 def check_price(price_usd_per_hour: float, most: float) -> None:

@@ -26,6 +26,7 @@ from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives import hashes
 from cryptography.hazmat.primitives.asymmetric import ec
 
+from echo2.documents import parse_json
 from echo2.errors import PeerError, UserError
 from echo2.transport import certificates
 from echo2.transport.certificates import Key
@@ -352,11 +353,12 @@ def peer_name(peer_id: str) -> str:
 
 
 def has_peer_name(certificate_pem: bytes) -> bool:
-    """Whether others can dial the holder: certificates of earlier versions name nobody that could be dialled."""
+    """Whether others can dial the holder: certificates of earlier versions, and damaged ones, name nobody that could be
+    dialled."""
     try:
         certificate = certificates.read_pem(certificate_pem)
         certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName)
-    except x509.ExtensionNotFound:
+    except (x509.ExtensionNotFound, ValueError):
         return False
     return True
 
@@ -386,7 +388,7 @@ def _create(directory: Path) -> None:
 def _read_members(path: Path, terms: TermsFiles) -> dict[str, dict[str, Any]]:
     """Raises ValueError and OSError."""
     try:
-        book = json.loads(path.read_bytes())
+        book = parse_json(path.read_bytes())
         members: dict[str, dict[str, Any]] = book["members"]
         used = [entry["ticket"] for entry in members.values()]
         for ticket_id, old in book.get("tickets", {}).items():  # of an earlier version, which counted what is left
@@ -396,6 +398,6 @@ def _read_members(path: Path, terms: TermsFiles) -> dict[str, dict[str, Any]]:
                 terms.write(ticket_id, Terms(old["role"], uses, expires, is_own, valid_until=expires))
     except FileNotFoundError:
         return {}
-    except (KeyError, TypeError, AttributeError) as error:
+    except (KeyError, TypeError, AttributeError, OverflowError) as error:
         raise ValueError(f"{path.name} is damaged: {error!r}") from error
     return members
