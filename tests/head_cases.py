@@ -17,8 +17,9 @@ from echo2.runtime.rundir import RunDir
 from echo2.runtime.service import Service
 from echo2.transport import wire_pb2 as wire
 from echo2.transport.base import Peer
-from echo2.transport.identity import RunIdentity
+from echo2.transport.identity import PeerIdentity, RunIdentity
 from echo2.transport.limits import PROTOCOL_VERSION
+from echo2.transport.tickets import Ticket
 from echo2.types import SnapshotRef, TensorBytes
 from echo2.weights import encode
 from rollout_cases import VOCAB, tokenizer_files
@@ -57,6 +58,7 @@ class OpenHead:
         self._path, self._raw, self._files = path, raw, files or tokenizer_files()
         self.fed: list[wire.RolloutGroup] = []
         self._tasks: list[asyncio.Task[None]] = []
+        self._peers: dict[str, Peer] = {}
 
     async def __aenter__(self) -> OpenHead:
         rundir = RunDir(self._path / "run")
@@ -81,6 +83,15 @@ class OpenHead:
         await self.head.close()
         await self.head.distribution.close()
 
+    def peer(self, name: str) -> Peer:
+        """A machine of the run's owner, enrolled when it is first named; its id is made of its key."""
+        if name not in self._peers:
+            identity = self.head.identity
+            ticket = Ticket.parse(identity.make_ticket("worker", "127.0.0.1:1", 1, 1.0, is_own=True))
+            csr = PeerIdentity(self._path / name).request()
+            self._peers[name] = Peer(identity.enrol(ticket.ticket_id, "worker", csr)[0], "worker")
+        return self._peers[name]
+
     async def publish(self, version: int) -> None:
         tensors = {"w": TensorBytes("I16", (4,), bytes([version]) * 8)}
         manifest, chunks = encode(SnapshotRef(1, version), tensors, self._files)
@@ -101,7 +112,7 @@ class OpenHead:
         hello = wire.WorkerHello(
             protocol=PROTOCOL_VERSION, capacity_groups=1, installed_version=version, installed_lineage=1, **more
         )
-        orders = self.service.attend(Peer(name, "worker"), hello)
+        orders = self.service.attend(self.peer(name), hello)
 
         async def listen() -> None:
             async for order in orders:
@@ -115,7 +126,7 @@ class OpenHead:
             await asyncio.gather(listening, return_exceptions=True)
 
     async def deliver(self, *deliveries: wire.Delivery, name: str = "w-1") -> list[tuple[bool, str]]:
-        replies = await self.service.deliver(Peer(name, "worker"), wire.Deliveries(items=deliveries))
+        replies = await self.service.deliver(self.peer(name), wire.Deliveries(items=deliveries))
         return [(reply.accepted, reply.reason) for reply in replies.items]
 
 

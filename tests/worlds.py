@@ -94,7 +94,7 @@ def hostile_scenario(seed: int) -> Scenario:
     in some worlds all are strangers. Three failures in a row would stop the run.
     """
     scenario, rng = random_scenario(seed), random.Random(f"liars of {seed}")
-    own = tuple(replace(spec, joins_at_seconds=0.0, scores=rng.random() < 0.5) for spec in calm(scenario).workers)
+    own = tuple(replace(spec, joins_at_seconds=0.0) for spec in calm(scenario).workers)
     quiet = {"life_seconds": 0.0, "cut_every_seconds": 0.0, "loss": 0.0}
     kinds = [replace(spec, **quiet) for spec in own]
     strangers = [

@@ -32,7 +32,7 @@ def desk_with(*workers: tuple[str, str], options: PlannerOptions = WIDE) -> Desk
 
 
 def joins(desk: Desk, worker_id: str, ticket: str = "", **fields: Any) -> list[do.Command]:
-    joined = ev.WorkerJoined(worker_id, 4, 0.5, (), FIRST, is_own=not ticket, ticket=ticket)
+    joined = ev.WorkerJoined(worker_id, 4, 0.5, FIRST, is_own=not ticket, ticket=ticket)
     return desk.tell(replace(joined, **fields))
 
 
@@ -212,7 +212,7 @@ def test_what_breaks_the_reward_function_at_the_head_counts_against_who_sent_it(
         if held_by(desk, "s"):
             group = desk.leases[held_by(desk, "s")[0]][1].group
             desk.deliver(held_by(desk, "s")[0], scored=False)
-            commands += desk.tell(ev.ScoringFailed(group, "reward_failed", "it took too long"))
+            commands += desk.tell(ev.GroupUnfit(group, "reward_failed", "it took too long"))
         wait(desk, 20.0)
     assert len(of(do.RetireGroup, commands)) > WIDE.max_failures
     assert not of(do.StopRun, commands)

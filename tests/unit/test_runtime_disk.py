@@ -165,7 +165,7 @@ def test_a_ledger_on_a_full_disk_undoes_the_transaction_and_goes_on_when_there_i
         with ledger.together():
             ledger.issue(number, 0, number, 0.0)
             ledger.grant(number, number, "w", 0.0, 1.0, 4)
-            ledger.deliver(number, b"x" * 10_000, "w", 0, 0, 4, 1.0, True, 0.0)
+            ledger.deliver(number, b"x" * 10_000, "w", 0, 0, 4, 1.0, 0.0)
 
     with pytest.raises(NoRoomError, match="is full"):
         endlessly(live)

@@ -61,7 +61,7 @@ def test_the_head_makes_prompt_text_and_rewards(tmp_path: Path) -> None:
             {"exact_match": 1.0},
             {"exact_match": 0.0},
         ]
-        assert (group.step, group.cursor, group.worker_id, group.logged) == (0, 0, "w-1", False)
+        assert (group.step, group.cursor, group.worker_id, group.logged) == (0, 0, open_head.peer("w-1").peer_id, False)
 
     run(scenario())
 
@@ -184,7 +184,10 @@ def test_nothing_is_read_of_what_is_not_leased_to_the_caller(tmp_path: Path) -> 
             await until(lambda: leases)
             thief = delivery(leases[0], HONEST)
             ((accepted, reason),) = await open_head.deliver(thief, name="w-2")
-            assert (accepted, reason) == (False, f"malformed: lease {leases[0].lease_id} is held by w-1")
+            assert (accepted, reason) == (
+                False,
+                f"malformed: lease {leases[0].lease_id} is held by {open_head.peer('w-1').peer_id}",
+            )
             junk = delivery(leases[0], [wire.Sample(tokens=b"x")], lease_id=10**6)
             assert await open_head.deliver(junk) == [(False, "late: lease 1000000 is over")]
             assert (await open_head.deliver(delivery(leases[0], HONEST)))[0][0]
