@@ -24,7 +24,7 @@ from echo2.sim.scenario import LearnerSpec, WorkersSpec
 
 LEASE_SECONDS = 120.0
 FLEETS = ((1, 1), (5, 3), (2, 20))
-WAYS: tuple[Any, ...] = ("", "holds", "fails", "malformed", "junk", "claims")
+WAYS: tuple[Any, ...] = ("", "holds", "holds_some", "fails", "malformed", "junk", "claims")
 
 
 def simulate(name: str, workers: tuple[WorkersSpec, ...], seed: int, max_staleness: int, steps: int) -> Report:

@@ -86,7 +86,7 @@ def with_dials(scenario: Scenario, seed: int) -> Scenario:
     return scenario
 
 
-HOSTILE: tuple[Any, ...] = ("holds", "fails", "malformed", "junk", "claims")
+HOSTILE: tuple[Any, ...] = ("holds", "holds_some", "fails", "malformed", "junk", "claims")
 
 
 def hostile_scenario(seed: int) -> Scenario:

@@ -33,7 +33,7 @@ def commands_of(report: Report) -> list[do.Command]:
 
 
 @pytest.mark.parametrize("count", [1, pytest.param(20, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("hostile", ["holds", "fails", "malformed", "junk", "claims"])
+@pytest.mark.parametrize("hostile", ["holds", "holds_some", "fails", "malformed", "junk", "claims"])
 def test_beside_two_own_workers_any_number_of_one_ticket_costs_less_than_a_third_of_the_time(
     hostile: Any, count: int
 ) -> None:

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from echo2.control import commands as do
 from echo2.control import events as ev
 from echo2.control.leases import MAX_ATTEMPTS
-from echo2.control.standings import EXPELLED_SECONDS, PATIENCE, Conducts
+from echo2.control.standings import EXPELLED_SECONDS, PATIENCE, Conducts, Standings
 from echo2.control.state import PlannerOptions
-from echo2.types import SnapshotRef
+from echo2.types import GroupRef, SnapshotRef
 from planner_cases import OPTIONS, Desk, of
 
 FIRST = SnapshotRef(1, 0)
@@ -299,3 +299,55 @@ def test_without_a_machine_of_the_owner_an_evaluation_is_given_up_and_the_run_en
     desk.publish(1)
     commands = desk.tell(ev.CheckpointSaved(1, 0)) + wait(desk, 2 * EVALUATED.lease_seconds)
     assert of(do.FinishRun, commands)
+
+
+def test_results_of_leases_that_an_earlier_head_granted_cost_nothing() -> None:
+    """Those of an evaluation are not in the ledger: a head that was killed has forgotten them."""
+    desk = Desk(WIDE, ev.HeadStarted(next_lease_id=1000))
+    joins(desk, "own")
+    commands: list[do.Command] = []
+    for lease_id in range(1, 300):
+        commands += desk.tell(ev.GroupDelivered("own", lease_id, GroupRef("eval", lease_id), 1, 0, 0, 4))
+    assert len(of(do.RefuseDelivery, commands)) == 299
+    assert not of(do.ExpelWorker, commands)
+
+
+# ---- what the head finds out -----------------------------------------------------------------------------------------
+
+
+def test_prompts_that_cannot_be_made_stop_a_run_of_strangers_too() -> None:
+    desk = desk_with(("s", "t"))
+    for number in range(WIDE.max_failures):
+        desk.tell(ev.GroupUnfit(GroupRef("train", number), "prompt_unfit", "no chat template"))
+        desk.tell(ev.Tick())
+        if not held_by(desk, "s"):
+            break
+    while desk.planner.over is None and held_by(desk, "s"):
+        desk.tell(ev.GroupUnfit(desk.leases[held_by(desk, "s")[0]][1].group, "prompt_unfit", "no chat template"))
+    assert desk.planner.over is not None
+    assert "no chat template" in desk.planner.over
+
+
+def test_seconds_that_the_head_spends_on_a_reward_which_fails_cost_credit() -> None:
+    desk = desk_with(("own", ""), ("s", "t"), options=replace(WIDE, groups_per_step=1000))
+    for _ in range(6):
+        desk.deliver(held_by(desk, "s")[0])
+    credit = desk.planner.standings.of("t").credit
+    lease_id = held_by(desk, "s")[0]
+    group = desk.leases[lease_id][1].group
+    desk.deliver(lease_id, scored=False)
+    desk.tell(ev.GroupUnfit(group, "reward_failed", "it took too long", 3.5))
+    assert desk.planner.standings.of("t").credit == credit + 1 - 2 - 3
+    lease_id = held_by(desk, "s")[0]
+    group = desk.leases[lease_id][1].group
+    desk.deliver(lease_id, scored=False)
+    desk.tell(ev.GroupUnfit(group, "reward_failed", "it took too long", 60.0))
+    assert desk.planner.standings.rests_until("t") == desk.now + 60.0
+
+
+def test_who_is_only_slow_does_not_rest_longer_each_time() -> None:
+    standings = Standings()
+    standings.rest("t", 5.0, is_slow=True)
+    assert standings.of("t").num_rests == 0
+    standings.rest("t", 9.0)
+    assert standings.of("t").num_rests == 1

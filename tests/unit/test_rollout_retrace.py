@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from echo2.errors import PeerError
+from echo2.errors import PeerError, UserError
 from echo2.rollout.engines import make_engine
 from echo2.rollout.generate import sample_groups
 from echo2.rollout.retrace import TurnRules, retrace
@@ -236,12 +236,37 @@ def test_an_attempt_that_kills_the_environment_fails_its_workers_lease(tmp_path:
             deadly = attempt([8, 8, 8, 28, 9, 28], ())
             twice = [delivery(leases[0], [attempt()] * 3 + [deadly])] * 2
             together = await asyncio.gather(*(open_head.deliver(one) for one in twice))
-            assert sorted(reason.partition(":")[0] for ((_, reason),) in together) == [
-                "duplicate",
-                "environment_failed",
-            ]
+            assert [reason.partition(":")[0] for ((_, reason),) in together] == ["environment_failed"] * 2
             assert open_head.head.outcome is None
             await until(lambda: len(leases) > 1)
             assert (await open_head.deliver(delivery(leases[-1], [attempt()] * 4)))[0][0]
 
     asyncio.run(asyncio.wait_for(scenario(), 60.0))
+
+
+def test_a_result_that_is_read_for_longer_than_its_call_lasts_is_not_read_again(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with parrot(tmp_path) as open_head, playing(open_head, tmp_path) as leases:
+            await until(lambda: leases)
+            one = delivery(leases[0], [attempt()] * 4)
+            call = asyncio.ensure_future(open_head.deliver(one))
+            await asyncio.sleep(0)
+            call.cancel()
+            again = await open_head.deliver(one)
+            assert again[0][0] or again[0][1].startswith("duplicate")
+            await until(lambda: open_head.fed)
+            assert [rollout.reward for rollout in open_head.fed[0].rollouts] == [3.0] * 4
+
+    asyncio.run(asyncio.wait_for(scenario(), 60.0))
+
+
+def test_rewards_that_add_up_to_no_reward_are_the_environments_failure() -> None:
+    tokenizer = load_tokenizer(tokenizer_files())
+    rules = TurnRules(tokenizer, frozenset({END}), "", False, 2, 12, 0)
+    rollout = Rollout(array("i", [5, END, 7, END]), array("f", [-0.5] * 4), b"\1" * 4, ((0, 0),), "stop", "")
+
+    async def step(_: str) -> Reply:
+        return Reply("", 6e5, False)
+
+    with pytest.raises(UserError, match=r"add up to 1\.2e\+06"):
+        asyncio.run(retrace(rules, 0, 1, rollout, step))

@@ -373,3 +373,78 @@ def test_a_checkpoint_of_a_version_that_no_ledger_can_hold_is_refused(tmp_path: 
                     )
 
     run(scenario())
+
+
+# ---- how an attempt ends ---------------------------------------------------------------------------------------------
+
+ENDS = {"config.json": b'{"eos_token_id": 1, "max_position_embeddings": 12}'}
+ENDINGS: dict[str, tuple[str, wire.Sample]] = {
+    "stopped without an end token": ("malformed", sample([5, 7])),
+    "goes on behind an end token": ("malformed", sample([END, 5, END])),
+    "cut off behind its end token": ("malformed", sample(RIGHT, finish="length")),
+    "cut off before its length": ("malformed", sample([5, 7], finish="length")),
+    "longer than the model reads": ("oversized", sample([5] * 10, finish="length")),
+}
+
+
+@pytest.mark.parametrize(("word", "attempt"), ENDINGS.values(), ids=ENDINGS)
+def test_an_attempt_ends_as_sampling_ends_it(tmp_path: Path, word: str, attempt: wire.Sample) -> None:
+    async def scenario() -> None:
+        raw = settings(rows(tmp_path / "rows.jsonl", "53="))
+        async with OpenHead(tmp_path, raw, tokenizer_files() | ENDS) as open_head, open_head.attending() as leases:
+            await until(lambda: leases)
+            ((accepted, reason),) = await open_head.deliver(delivery(leases[0], [*HONEST[:3], attempt]))
+            assert not accepted
+            assert reason.startswith(word), reason
+            await until(lambda: len(leases) > 1)
+            full = sample([5] * 9, finish="length")  # all that the model reads behind a prompt of 3
+            assert (await open_head.deliver(delivery(leases[-1], [*HONEST[:3], full])))[0][0]
+
+    run(scenario())
+
+
+# ---- what the head itself makes --------------------------------------------------------------------------------------
+
+
+def test_prompts_none_of_which_can_be_made_end_the_run_with_the_reason(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        source = rows(tmp_path / "rows.jsonl", [{"role": "user", "content": "53"}])
+        async with OpenHead(tmp_path, settings(source)) as open_head, open_head.attending():
+            await until(lambda: open_head.head.outcome is not None)
+            kind, reason = open_head.head.outcome or ("", "")
+            assert kind == "stopped"
+            assert "8 groups failed in a row (prompt_unfit)" in reason
+            assert "no chat template" in reason
+
+    run(scenario())
+
+
+def test_a_text_that_no_learner_reads_costs_its_group_and_not_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("echo2.runtime.scoring.TEXT_CHARS_MAX", 2)
+
+    async def scenario() -> None:
+        async with one_task(tmp_path) as open_head, open_head.attending() as leases:
+            await until(lambda: leases)
+            await open_head.deliver(delivery(leases[0], [*HONEST[:3], sample([5, 5, 5, END])]))
+            await until(lambda: len(leases) > 1)
+            assert open_head.head.planner.groups.get(0).why == "oversized"  # type: ignore[union-attr]
+            await open_head.deliver(delivery(leases[-1], HONEST))
+            await until(lambda: open_head.fed)
+            assert open_head.head.outcome is None
+
+    run(scenario())
+
+
+def test_a_head_without_a_tokenizer_asks_for_the_result_again(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with one_task(tmp_path) as open_head, open_head.attending() as leases:
+            await until(lambda: leases)
+            reader, open_head.head.reader = open_head.head.reader, Reader()
+            with pytest.raises(PeerError, match="busy"):
+                await open_head.deliver(delivery(leases[0], HONEST))
+            open_head.head.reader = reader
+            assert (await open_head.deliver(delivery(leases[0], HONEST)))[0][0]
+
+    run(scenario())

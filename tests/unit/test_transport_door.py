@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import errno
 import logging
 import socket
+import ssl
 import time
 from pathlib import Path
 from typing import Any
@@ -23,11 +25,12 @@ from door_cases import (
     serving,
     until_closed,
 )
-from echo2.errors import UserError
+from echo2.errors import PeerError, UserError
 from echo2.transport import door as doors
 from echo2.transport import grpc_options, limits
 from echo2.transport.grpc_server import GrpcServer
-from echo2.transport.identity import RunIdentity
+from echo2.transport.identity import SERVER_NAME, RunIdentity
+from echo2.transport.tickets import Credentials
 from transport_cases import Desk, run
 
 #: Another address of this machine.
@@ -87,6 +90,45 @@ def test_who_says_nothing_or_no_tls_or_half_of_it_is_dropped(
     assert "refused 2 connections" in caplog.text  # those that never reached gRPC
     assert "1 of 127.0.0.1 (did not speak TLS)" in caplog.text
     assert "1 of 127.0.0.1 (said nothing)" in caplog.text
+
+
+def client_context(credentials: Credentials, folder: Path) -> ssl.SSLContext:
+    for name, pem in (("cert", credentials.certificate_pem), ("key", credentials.key_pem)):
+        (folder / name).write_bytes(pem)
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.load_verify_locations(cadata=credentials.ca_pem.decode())
+    context.load_cert_chain(folder / "cert", folder / "key")
+    context.set_alpn_protocols(["h2"])
+    return context
+
+
+def test_a_member_that_asks_for_nothing_or_was_revoked_is_dropped(
+    identity: RunIdentity, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """TLS knows nothing of revocations: a certificate alone must not keep a connection."""
+    monkeypatch.setattr(grpc_options, "HANDSHAKE_SECONDS", 0.4)
+    monkeypatch.setattr(doors, "NAMELESS_SECONDS", 0.3)
+
+    async def scenario() -> None:
+        credentials = enrolled(identity, tmp_path / "peer")[1]
+        revoked_id, revoked = enrolled(identity, tmp_path / "revoked")
+        async with serving(identity, Desk()) as port, linked(port, credentials) as link:
+            await report(link)
+            reader, writer = await asyncio.open_connection(
+                LOOPBACK, port, ssl=client_context(credentials, tmp_path), server_hostname=SERVER_NAME
+            )
+            writer.write(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0\0\0\4\0\0\0\0\0")  # a preface and no settings
+            with contextlib.suppress(ConnectionError):
+                while await reader.read(1 << 16):
+                    pass
+            writer.close()
+            identity.revoke(revoked_id)
+            async with linked(port, revoked) as late:
+                with pytest.raises(PeerError, match="revoked"):
+                    await report(late)
+            await report(link)
+
+    run(scenario())
 
 
 def test_handshakes_of_one_address_are_slowed_down(

@@ -201,11 +201,14 @@ class GroupScored:
 
 @dataclass(frozen=True, slots=True)
 class GroupUnfit:
-    """The head found by itself that a group is of no use: its prompt can't be made, or its reward function failed."""
+    """The head found by itself that a group is of no use: its prompt can't be made, or its reward function failed.
+    `seconds`: how long that took.
+    """
 
     group: GroupRef
     reason: str
     detail: str
+    seconds: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

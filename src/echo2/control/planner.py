@@ -86,7 +86,7 @@ class Planner(PlannerState):
             case ev.GroupScored():
                 results.scored(self, event.group, event.is_flat)
             case ev.GroupUnfit():
-                results.give_up(self, event.group, event.reason, event.detail)
+                results.give_up(self, event.group, event.reason, event.detail, event.seconds)
             case ev.RentFailed():
                 standby.rent_failed(self, event.offer, now)
             case ev.DiskFull():
@@ -132,6 +132,7 @@ class Planner(PlannerState):
         self.highest_version = max([event.version, *(ref.version for ref in event.published)])
         self.checkpoint_version, self.wanted_since = event.checkpoint_version, now
         self.groups.next_number, self.leases.next_lease_id = event.next_number, event.next_lease_id
+        self.first_lease_id = event.next_lease_id
         self.evaluation.evaluated = set(event.evaluated)
         self.admission.recover(event.ess)
         self.published = {ref.version: ref for ref in sorted(event.published) if ref.version <= event.version}
@@ -358,8 +359,6 @@ class Planner(PlannerState):
     # ---- evaluation, end -------------------------------------------------------------------------------------------
 
     def _start_eval(self, ref: SnapshotRef, now: float) -> None:
-        if not self.evaluation.rounds:
-            self.skips_evals_at = None
         self.evaluation.start(ref, now)
         if self.frontier is not None:
             self.frontier.interrupted()

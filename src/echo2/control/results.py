@@ -31,7 +31,7 @@ def end_lease(state: PlannerState, lease_id: int, outcome: str, reason: str) -> 
         return
     worker = state.fleet.get(worker_id)
     if outcome not in strangers.NO_FAULT:
-        strangers.failed(state, worker, strangers.held_seconds(state, lease))
+        strangers.failed(state, worker, strangers.held_seconds(state, lease), outcome == "superseded")
     record = state.groups.get(lease.group.number)
     if record is None or record.state not in ("pending", "leased"):
         return
@@ -64,7 +64,8 @@ def delivered(state: PlannerState, event: ev.GroupDelivered, now: float) -> None
         state.emit(
             do.RefuseDelivery, reason, worker_id=event.worker_id, lease_id=event.lease_id, group=group, refusal=word
         )
-        strangers.refused(state, event.worker_id, MALFORMED_COST if word == "malformed" else REFUSED_COST, reason)
+        if word == "malformed" or event.lease_id >= state.first_lease_id:  # else an earlier head may have granted it
+            strangers.refused(state, event.worker_id, MALFORMED_COST if word == "malformed" else REFUSED_COST, reason)
         held = state.leases.get(event.lease_id)
         if held is not None and held[0] == event.worker_id:
             _end_refused(state, event.worker_id, event.lease_id, word, reason)
@@ -202,9 +203,10 @@ def retire(state: PlannerState, record: GroupRecord, why: str, reason: str) -> N
     state.emit(do.RetireGroup, reason, number=record.number, why=why)
 
 
-def give_up(state: PlannerState, group: GroupRef, why: str, detail: str) -> None:
+def give_up(state: PlannerState, group: GroupRef, why: str, detail: str, seconds: float = 0.0) -> None:
     """No try can help: the group is retired (an eval task counts as failed). Too many in a row that machines of the
-    owner failed stop the run; what only strangers failed is replaced, and the run waits for good work.
+    owner failed stop the run; what only strangers failed is replaced, and the run waits for good work. `seconds`: what
+    the head spent on finding out.
     """
     is_own_word = True
     if group.kind == "eval":
@@ -220,8 +222,8 @@ def give_up(state: PlannerState, group: GroupRef, why: str, detail: str) -> None
             return
         is_own_word = _is_own_word(record, why)
         if record.state == "delivered":
-            for ticket in list(record.supplied_by):
-                strangers.blame(state, ticket, 0.0)
+            if len(record.supplied_by) == 1 and sum(record.supplied_by.values()) >= state.options.group_size:
+                strangers.blame(state, next(iter(record.supplied_by)), seconds, int(seconds))
         elif not is_own_word and state.options.deterministic and state.groups.num_live(record.step) == 1:
             record.attempts = 0  # the last one of a step that can't be replaced is never given up on strangers' word
             record.failed_by.clear()
@@ -238,9 +240,11 @@ def give_up(state: PlannerState, group: GroupRef, why: str, detail: str) -> None
 
 
 def _is_own_word(record: GroupRecord, why: str) -> bool:
-    """Whether machines of the owner failed this group; or, where its results are what is wrong, whether they are its
-    only samplers.
+    """Whether the head or machines of the owner failed this group; or, where its results are what is wrong, whether
+    they are its only samplers.
     """
+    if why == "prompt_unfit":
+        return True
     if record.state == "delivered":
         return not record.supplied_by
     if why == "siblings_differ":

@@ -39,7 +39,7 @@ def next_at(state: PlannerState) -> float | None:
 
 
 def _lates(state: PlannerState) -> list[tuple[float, Lease, str]]:
-    """When each lease is late that is the only one on what it asks for: (time, lease, worker)."""
+    """When each lease is late that is the last one on what it asks for: (time, lease, worker)."""
     usual, step = state.gauge.lease_seconds, state.wanted_step
     if step is None or state.step_ended or not state.fleet.num_free:
         return []
@@ -52,7 +52,7 @@ def _lates(state: PlannerState) -> list[tuple[float, Lease, str]]:
         held = state.leases.of_group(GroupRef("train", record.number)) if record.state in ("pending", "leased") else ()
         for worker_id, lease in filter(None, map(state.leases.get, held)):
             factor = _late_after(state, state.fleet.get(worker_id))
-            if factor and len(portions.leases_of(state, record, lease.first_sample)) == 1:
+            if factor and lease.lease_id == max(portions.leases_of(state, record, lease.first_sample)):
                 found.append((lease.deadline - lease.seconds + factor * usual, lease, worker_id))
     return sorted(found, key=lambda late: (late[0], late[1].lease_id))
 

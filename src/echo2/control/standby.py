@@ -15,6 +15,7 @@ from echo2.control import commands as do
 from echo2.control import events as ev
 from echo2.control.activation import Candidate, choose
 from echo2.control.capacity import Demand, mu_target
+from echo2.control.fleet import Worker
 from echo2.control.gauge import rate_now
 from echo2.control.state import Activation, PlannerState
 from echo2.control.workers import announce_newest
@@ -152,13 +153,19 @@ def activate(state: PlannerState, worker_id: str, reason: str) -> None:
 
 
 def release(state: PlannerState, worker_id: str, reason: str, now: float) -> None:
-    """It finishes what it has and gets nothing more."""
+    """It finishes what it has and gets nothing more. The last machine of the owner stays: nobody else evaluates, and
+    beside it strangers supply a bounded share.
+    """
     worker = state.fleet.get(worker_id)
-    if worker is not None and not worker.standby:
+    if worker is not None and not worker.standby and not _is_last_own(state, worker):
         worker.standby, worker.standby_since = True, now
         state.fleet.file(worker)
         state.gauge.fewer_active(state.fleet.num_active, now)
         state.emit(do.ReleaseWorker, reason, worker_id=worker_id)
+
+
+def _is_last_own(state: PlannerState, worker: Worker) -> bool:
+    return worker.is_own and bool(state.fleet.strangers) and sum(one.is_own for one in state.fleet.active()) == 1
 
 
 def rent_failed(state: PlannerState, offer: str, now: float) -> None:

@@ -88,6 +88,7 @@ class PlannerState:
     skips_evals_at  until when evaluations wait for a machine of the owner, while none works
     failed_at_strangers, last_failure
                 groups in a row that only strangers failed, and why the last of them was given up
+    first_lease_id  that this head granted: earlier ones it may not know
     paused      what keeps the run from leasing and feeding groups, while something does
     highest_version  reached in any lineage: tokens of a later one are made up
     """
@@ -124,6 +125,7 @@ class PlannerState:
         self.now = self.published_at = 0.0
         self.skips_evals_at: float | None = None
         self.num_events = 0
+        self.first_lease_id = 1
         self.out: list[do.Command] = []
         self._touched: dict[str, None] = {}
 

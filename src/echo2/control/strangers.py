@@ -2,7 +2,8 @@
 ticket which is not for machines of the run's owner; all workers of one ticket count as one.
 
 credit    leases that a ticket may hold at once: 1 at first, one more for each accepted result, two less for each lease
-          without one. At 0 the ticket rests for as long as it held that lease, doubled at each rest; then it has 1.
+          without one, and one less for each second that the head spends on a reward which fails. At 0 the ticket
+          rests for as long as it held that lease, doubled at each rest; then it has 1.
 share     while a machine of the owner can work, a ticket supplies half of a step at most, or one batch if batches of a
           fixed shape are larger than that.
 attempts  what a ticket tried and failed is left to others that can try, and counts once against the group.
@@ -132,27 +133,33 @@ def brought(state: PlannerState, worker: Worker | None) -> None:
         standing.num_good, standing.num_rests = 0, max(0, standing.num_rests - 1)
 
 
-def failed(state: PlannerState, worker: Worker | None, held_seconds: float) -> None:
-    """A lease of its came to nothing: it rests, and others of its ticket are tried before it."""
+def failed(state: PlannerState, worker: Worker | None, held_seconds: float, is_slow: bool = False) -> None:
+    """A lease of its came to nothing: it rests, and others of its ticket are tried before it. `is_slow`: only because
+    another result came first.
+    """
     if worker is not None and not worker.is_own:
-        state.fleet.rest(worker, state.now)
-        conduct = state.conducts.of(worker.worker_id)
-        conduct.num_failed += 1
-        worker.failures_in_a_row = conduct.num_failed
-        state.fleet.file(worker)
-        blame(state, worker.ticket, held_seconds)
+        if not is_slow:
+            state.fleet.rest(worker, state.now)
+            conduct = state.conducts.of(worker.worker_id)
+            conduct.num_failed += 1
+            worker.failures_in_a_row = conduct.num_failed
+            state.fleet.file(worker)
+        blame(state, worker.ticket, held_seconds, is_slow=is_slow)
 
 
-def blame(state: PlannerState, ticket: str, held_seconds: float) -> None:
-    """Less credit for this ticket; a rest once there is none."""
+def blame(state: PlannerState, ticket: str, held_seconds: float, more: int = 0, is_slow: bool = False) -> None:
+    """Less credit for this ticket, and `more` less; a rest once there is none. One that is only slow does not rest
+    longer each time.
+    """
     standing = state.standings.of(ticket)
-    standing.credit = max(0, standing.credit - LOST_CREDIT)
+    standing.credit = max(0, standing.credit - LOST_CREDIT - more)
     standing.num_good = 0
     if standing.credit == 0 and state.standings.rests_until(ticket) is None:
         is_alone = not others_can_try(state, ticket, state.version)
         most = MOST_REST_ALONE_SECONDS if is_alone else MOST_REST_SECONDS
-        seconds = min(most, max(REST_SECONDS, held_seconds) * 2.0 ** min(standing.num_rests, 20))
-        state.standings.rest(ticket, state.now + seconds)
+        factor = 1.0 if is_slow else 2.0 ** min(standing.num_rests, 20)
+        seconds = min(most, max(REST_SECONDS, held_seconds) * factor)
+        state.standings.rest(ticket, state.now + seconds, is_slow)
 
 
 def count_attempt(state: PlannerState, record: GroupRecord, worker: Worker | None) -> None:

@@ -40,10 +40,12 @@ def _learner_waits(state: PlannerState) -> list[Wait]:
         return [Wait("learner", "workers", since, None, "all steps are trained; the last evaluation is under way")]
     missing: dict[str, tuple[int, float | None]] = {}
     num_missing = num_unheld = state.options.groups_per_step - state.groups.num_live(step)
+    num_unscored = 0
     for record in state.groups.of_step(step):
         if record.state in ("pending", "leased", "delivered"):
             num_missing += 1
-            num_unheld += record.state != "leased"
+            num_unheld += record.state == "pending"
+            num_unscored += record.state == "delivered"
             for lease_id in state.leases.of_group(GroupRef("train", record.number)):
                 worker_id, lease = state.leases.get(lease_id) or ("", None)
                 count, until = missing.get(worker_id, (0, None))
@@ -63,6 +65,9 @@ def _learner_waits(state: PlannerState) -> list[Wait]:
         reason = f"step {step}: {num_unheld} groups are with no worker"
         reason += " (no worker attends)" if not state.fleet.attending() else ""
         waits.append(Wait("learner", "workers", since, None, reason))
+    if num_unscored:
+        reason = f"step {step}: {num_unscored} groups wait for their rewards"
+        waits.append(Wait("learner", "head", since, None, reason))
     return waits
 
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from echo2.errors import PeerError
 from echo2.rollout.tokenizer import Tokenizer, decoded, reply_tokens
+from echo2.rollout.turns import check_sum
 from echo2.types import Reply, Rollout
 
 
@@ -51,6 +52,7 @@ async def retrace(
         action = decoded(rules.tokenizer, tokens[start:end])
         reply = await step(action.partition(rules.stop)[0] if rules.stop else action)
         reward, turns = reward + reply.reward, turns + 1
+        check_sum(reward)
         if reply.done:
             _require(end == len(tokens), f"it goes on after turn {turns}, with which it was over")
             _require(rollout.finish == "stop", "it was over, and is said to be cut off")

@@ -198,11 +198,7 @@ class Play:
         action = decoded(self._tokenizer, completion.tokens)
         reply = self._world.step(attempt.number, action.partition(self._world.stop)[0] if self._world.stop else action)
         attempt.reward += reply.reward
-        if abs(attempt.reward) > ATTEMPT_REWARD_MAX:
-            raise UserError(
-                f"The environment's rewards add up to {attempt.reward:g} over an attempt; +-{ATTEMPT_REWARD_MAX:g} is "
-                "the most. Scale them down."
-            )
+        check_sum(attempt.reward)
         if reply.done:
             attempt.finish = "stop"
             return
@@ -232,3 +228,12 @@ def derived_seed(seed: int, sample: int, turn: int) -> int:
     (of_sample,) = stream_keys([seed], [sample])
     (of_turn,) = stream_keys([int(of_sample)], [turn])
     return int(of_turn) >> 1
+
+
+def check_sum(reward: float) -> None:
+    """Raises UserError where an environment's rewards add up to more than a reward may be."""
+    if abs(reward) > ATTEMPT_REWARD_MAX:
+        raise UserError(
+            f"The environment's rewards add up to {reward:g} over an attempt; +-{ATTEMPT_REWARD_MAX:g} is "
+            "the most. Scale them down."
+        )

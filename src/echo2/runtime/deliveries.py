@@ -35,7 +35,7 @@ async def read_delivery(head: Head, worker_id: str, lease: Lease, delivery: wire
     group = replace(group, generate_seconds=min(group.generate_seconds, head.seconds_of(lease.lease_id)))
     if not 0 < group.lineage <= head.planner.lineage:
         raise PeerError("malformed", f"sampled in lineage {group.lineage}; the run is in {head.planner.lineage}")
-    messages.check_lengths(group, params.max_tokens)
+    head.reader.check_lengths(group, params.max_tokens)
     messages.check_turns(group, config.sampling.max_turns if head.referee is not None else 1)
     if head.vocab_size is not None:  # else no learner was ever here, and nothing is leased
         messages.check_support(group, params, head.vocab_size)
@@ -46,6 +46,8 @@ async def read_delivery(head: Head, worker_id: str, lease: Lease, delivery: wire
         is_chat = not isinstance(task.prompt, str)
         rules = head.reader.turn_rules(head.referee.stop, is_chat, config.sampling.max_turns, params.max_tokens)
         group = await head.referee.judged(rules, lease, task, group)
+    else:
+        head.reader.check_ends(group, params.max_tokens)
     payload = messages.encode_group(group).SerializeToString()
     if portions.is_portion(lease, head.options.group_size):
         portions.check_size(len(payload), len(group.rollouts), head.options.group_size)

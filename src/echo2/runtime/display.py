@@ -188,6 +188,8 @@ def show_summary(summary: dict[str, Any], console: Console) -> None:
         table.add_row(
             "held-out accuracy", f"{before:.3f} before, [green]{after:.3f} after[/green] {summary['steps']} steps"
         )
+    for line in strangers_lines({"not_evaluated": summary.get("not_evaluated")}):
+        table.add_row("held-out accuracy", escape(line))
     table.add_row("learner idle ratio", f"{summary['learner_idle_ratio']:.1%}")
     staleness = (
         f"mean {summary['staleness_mean']:.2f}, max {summary['staleness_max']}, bound {summary['staleness_bound']}"

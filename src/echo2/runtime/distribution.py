@@ -40,7 +40,7 @@ class Distribution:
         signer: Signer,
         order: Order,
         attending: Callable[[str], Worker | None],
-        spawn: Callable[[Coroutine[Any, Any, None]], None],
+        spawn: Callable[[Coroutine[Any, Any, None]], object],
     ) -> None:
         self.archive, self.origin = archive, origin
         self._signer, self._order, self._attending, self._spawn = signer, order, attending, spawn

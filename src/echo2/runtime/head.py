@@ -210,11 +210,12 @@ class Head:
         delivered = self.delivered_group(GroupRef("train", group.number))
         return delivered is not None and delivered.is_flat
 
-    def spawn(self, coroutine: Any) -> None:
+    def spawn(self, coroutine: Any) -> asyncio.Task[Any]:
         """Run something beside the handlers; its failure stops the run instead of vanishing."""
-        task: asyncio.Task[None] = asyncio.ensure_future(coroutine)
+        task: asyncio.Task[Any] = asyncio.ensure_future(coroutine)
         self._tasks.add(task)
         task.add_done_callback(self._spawned_ended)
+        return task
 
     def _spawned_ended(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
@@ -277,7 +278,7 @@ class Head:
 
     # ---- commands ------------------------------------------------------------------------------------------------
 
-    def _carriers(self) -> dict[type[do.Command], Callable[[Any], None]]:
+    def _carriers(self) -> dict[type[do.Command], Callable[[Any], object]]:
         return {
             do.IssueGroup: lambda c: self.ledger.issue(c.number, c.step, c.number, self.clock.now()),
             do.GrantLeases: self._grant,
@@ -298,7 +299,7 @@ class Head:
             do.RecordCheckpoint: self._record_checkpoint,
             do.StartEval: lambda c: self.evals.start(c.ref.version),
             do.FinishEval: self._finish_eval,
-            do.SkipEval: lambda c: self.metrics.amend(c.version, self.evals.skip(c.version, c.reason)),
+            do.SkipEval: lambda c: strangers.skip_evaluation(self, c),
             do.WakeAt: self._wake_at,
             do.WorkerGone: self._worker_gone,
             do.ActivateWorker: lambda c: self.costs.activated(c.worker_id, self.clock.now()),

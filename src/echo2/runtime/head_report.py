@@ -212,6 +212,7 @@ def summary(head: Head) -> dict[str, Any]:
         "steps": head.planner.version,
         "eval_before": rows[0]["eval/accuracy"] if rows else None,
         "eval_after": rows[-1]["eval/accuracy"] if rows else None,
+        "not_evaluated": head.evals.not_evaluated,
         "learner_idle_ratio": wait / whole if whole else 0.0,
         "staleness_mean": sum(means) / len(means) if means else 0.0,
         "staleness_max": max((row.get("off_policy/max", 0) for row in steps), default=0),

@@ -51,7 +51,7 @@ class Machines:
         saved: Mapping[str, Any],
         save: Callable[[dict[str, Any]], None],
         failed: Callable[[str, str], None],
-        spawn: Callable[[Coroutine[Any, Any, None]], None],
+        spawn: Callable[[Coroutine[Any, Any, None]], object],
     ) -> None:
         self.offers, self._run_id, self._ticket, self._log_path = offers, run_id, ticket, log_path
         self._save, self._failed, self._spawn = save, failed, spawn

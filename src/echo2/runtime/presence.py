@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from dataclasses import dataclass
 
 from echo2.transport import wire_pb2 as wire
@@ -20,6 +21,7 @@ class Presence:
     device: str
     report: wire.WorkerReport
     installed: SnapshotRef | None = None
+    reported_at: float = -math.inf
 
 
 @dataclass(slots=True)

@@ -14,7 +14,8 @@ from echo2.errors import PeerError, UserError
 from echo2.rollout.retrace import TurnRules
 from echo2.rollout.snapshot_files import end_tokens, read_config
 from echo2.rollout.tokenizer import Tokenizer, encode_prompt, load_tokenizer, tokens_with, with_texts
-from echo2.types import GroupKind, Rollout, Task
+from echo2.transport.messages import check_lengths
+from echo2.types import GroupKind, Rollout, RolloutGroup, Task
 
 #: Tokens of all prompts that are kept: a delivery wants its lease's again, and so does a second lease. 16 MiB.
 KEPT_PROMPT_TOKENS = 4 << 20
@@ -83,6 +84,28 @@ class Reader:
     def turn_rules(self, stop: str, is_chat: bool, max_turns: int, max_tokens: int) -> TurnRules:
         """How attempts in the environment are to be gone through."""
         return TurnRules(self.tokenizer, self._ends, stop, is_chat, max_turns, max_tokens, self._context)
+
+    def check_lengths(self, group: RolloutGroup, max_tokens: int) -> None:
+        """Raises PeerError where an attempt is longer than was leased, or than the model can read."""
+        room = self._context - len(group.prompt_tokens) if self._context else max_tokens
+        check_lengths(group, min(max_tokens, room))
+
+    def check_ends(self, group: RolloutGroup, max_tokens: int) -> None:
+        """Raises PeerError("malformed") where an attempt of one turn does not end as one does: with its only end token,
+        or where it was cut off for its length. Nothing is said of a model without end tokens.
+        """
+        if not self._ends:
+            return
+        for rollout in group.rollouts:
+            *before, last = rollout.tokens
+            if not self._ends.isdisjoint(before):
+                raise PeerError("malformed", "an attempt goes on behind an end token")
+            if (rollout.finish == "stop") != (last in self._ends):
+                raise PeerError("malformed", f"an attempt whose last token is {last} did not end by {rollout.finish!r}")
+            length = len(rollout.tokens)
+            is_full = not self._context or len(group.prompt_tokens) + length >= self._context
+            if rollout.finish == "length" and length < max_tokens and not is_full:
+                raise PeerError("malformed", f"an attempt was cut off after {length} of {max_tokens} tokens")
 
     def read(self, rollouts: Sequence[Rollout]) -> tuple[Rollout, ...]:
         """The same attempts with their tokens as text."""

@@ -22,7 +22,7 @@ from echo2.runtime.deliveries import read_delivery
 from echo2.runtime.head import Head
 from echo2.runtime.head_report import step_row
 from echo2.runtime.metrics import ess_of
-from echo2.runtime.presence import LearnerPresence, Pending, Presence
+from echo2.runtime.presence import LearnerPresence, Presence
 from echo2.transport import messages
 from echo2.transport import wire_pb2 as wire
 from echo2.transport.base import Peer
@@ -48,7 +48,7 @@ class Service:
     def __init__(self, head: Head) -> None:
         self._head = head
         self._revoked: frozenset[str] = frozenset()
-        self._reading: set[int] = set()  # leases whose results are
+        self._reading: dict[int, asyncio.Task[wire.DeliveryReply]] = {}  # results, by lease
 
     def handlers(self) -> dict[str, Handler]:
         return {
@@ -119,8 +119,10 @@ class Service:
                 head.happen(ev.WorkerDetached(peer.peer_id, "its connection closed"))
 
     def _at_offer(self, joined: ev.WorkerJoined, machine: str) -> ev.WorkerJoined:
-        """What the machine was rented as, and at its price, if this is one that the run rented."""
-        offer = self._head.machines.bind(machine, joined.worker_id)
+        """What the machine was rented as, and at its price, if this is one that the run rented. Those join by the
+        owner's ticket.
+        """
+        offer = self._head.machines.bind(machine, joined.worker_id) if joined.is_own else None
         if offer is None:
             return joined
         return replace(joined, offer=offer.name, price_usd_per_hour=offer.price_usd_per_hour)
@@ -146,12 +148,16 @@ class Service:
             raise PeerError("malformed", f"pause_seconds is {report.pause_seconds}")
         report.doing = printable(report.doing, NAME_CHARS_MAX)
         presence.report = report
+        is_news = installed is not None and installed != presence.installed
         if installed is not None:
-            if installed != presence.installed:
+            if is_news:
                 presence.installed = installed
                 self._head.distribution.origin.held(peer.peer_id, installed)
             self._head.broadcast.installed(peer.peer_id, installed, self._head.clock.now())
-        self._head.happen(ev.WorkerReported(peer.peer_id, installed))
+        now = self._head.clock.now()
+        if is_news or now - presence.reported_at >= self._head.config.schedule.heartbeat_seconds / 2:
+            presence.reported_at = now
+            self._head.happen(ev.WorkerReported(peer.peer_id, installed))
         return wire.Empty()
 
     async def fail_lease(self, peer: Peer, failed: wire.LeaseFailed) -> wire.Empty:
@@ -170,21 +176,33 @@ class Service:
     async def _deliver(self, peer: Peer, delivery: wire.Delivery) -> wire.DeliveryReply:
         head, lease_id = self._head, messages.whole_number("lease_id", delivery.lease_id)
         strangers.check_not_expelled(head, peer.peer_id)
+        if not head.reader.is_loaded:
+            raise PeerError("busy", "the head has just started and cannot read results yet; deliver again")
         held = head.planner.leases.get(lease_id)
-        try:
-            if held is None or held[0] != peer.peer_id:  # nothing of it is read: the planner says why it is refused
+        if held is None or held[0] != peer.peer_id:  # nothing of it is read: the planner says why it is refused
+            try:
                 named = messages.delivered_group(delivery)
-                return _answer(head.happen(ev.GroupDelivered(peer.peer_id, lease_id, named, 0, 0, 0, 0)))
-            if lease_id in self._reading:
-                return wire.DeliveryReply(accepted=False, reason="duplicate: a result of this lease is being read")
-            pending = await self._read(peer, held[1], delivery)
+            except PeerError as error:
+                return self._malformed(peer, lease_id, error)
+            return _answer(head.happen(ev.GroupDelivered(peer.peer_id, lease_id, named, 0, 0, 0, 0)))
+        reading = self._reading.get(lease_id)
+        if reading is None:
+            reading = self._reading[lease_id] = head.spawn(self._judged(peer, held[1], delivery))
+            reading.add_done_callback(lambda _: self._reading.pop(lease_id, None))
+        # Going through an environment may outlast the call. The reading goes on; the next call gets its answer, or
+        # hears that there is one.
+        return await asyncio.shield(reading)
+
+    async def _judged(self, peer: Peer, lease: Lease, delivery: wire.Delivery) -> wire.DeliveryReply:
+        head, lease_id = self._head, lease.lease_id
+        try:
+            pending = await read_delivery(head, peer.peer_id, lease, delivery)
         except UserError as error:  # as the worker would have said, had the environment failed there
             failed = ev.LeaseFailed(peer.peer_id, lease_id, "environment_failed", str(error))
             head.happen(failed)
             return wire.DeliveryReply(accepted=False, reason=f"{failed.reason}: {failed.detail}")
         except PeerError as error:
-            detail = printable(error.detail, DETAIL_CHARS_MAX)
-            return _answer(head.happen(ev.DeliveryMalformed(peer.peer_id, lease_id, error.reason, detail)))
+            return self._malformed(peer, lease_id, error)
         group = pending.group
         event = ev.GroupDelivered(
             worker_id=peer.peer_id,
@@ -201,13 +219,9 @@ class Service:
         finally:
             head.pending.pop(lease_id, None)
 
-    async def _read(self, peer: Peer, lease: Lease, delivery: wire.Delivery) -> Pending:
-        """Going through an environment takes its time: one result of a lease at a time."""
-        self._reading.add(lease.lease_id)
-        try:
-            return await read_delivery(self._head, peer.peer_id, lease, delivery)
-        finally:
-            self._reading.discard(lease.lease_id)
+    def _malformed(self, peer: Peer, lease_id: int, error: PeerError) -> wire.DeliveryReply:
+        detail = printable(error.detail, DETAIL_CHARS_MAX)
+        return _answer(self._head.happen(ev.DeliveryMalformed(peer.peer_id, lease_id, error.reason, detail)))
 
     async def fetch_manifest(self, peer: Peer, request: wire.ManifestRequest) -> wire.SnapshotNotice:
         self._presence(peer)

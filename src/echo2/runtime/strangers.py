@@ -6,6 +6,7 @@ A stranger joined by a ticket that is not for machines of the run's owner. What 
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -21,6 +22,8 @@ from echo2.transport.limits import PRICE_MAX_USD_PER_HOUR
 
 if TYPE_CHECKING:
     from echo2.runtime.head import Head
+
+log = logging.getLogger(__name__)
 
 #: Largest process number that Linux gives; other systems stay below it.
 PID_MAX = 2**22
@@ -46,6 +49,8 @@ def known(head: Head, joined: ev.WorkerJoined) -> ev.WorkerJoined:
     check_not_expelled(head, joined.worker_id)
     member = head.identity.member(joined.worker_id)
     if not member.is_own:
+        known_as = head.costs.machines.get(joined.worker_id)  # its first price stays: each has an account of its own
+        joined = replace(joined, price_usd_per_hour=known_as.price_usd_per_hour) if known_as else joined
         try:
             check_price(joined.price_usd_per_hour, most_paid(head.config, head.machines.offers))
         except PeerError as error:
@@ -83,6 +88,12 @@ def check_price(price_usd_per_hour: float, most: float) -> None:
 def process_id(pid: int) -> int:
     """As a worker says it; 0 where it can be none."""
     return pid if 0 < pid <= PID_MAX else 0
+
+
+def skip_evaluation(head: Head, command: do.SkipEval) -> None:
+    """Write down that a version is not evaluated, and say so."""
+    log.warning("version %d is not evaluated: %s; `echo2 eval DIR` makes up for it", command.version, command.reason)
+    head.metrics.amend(command.version, head.evals.skip(command.version, command.reason))
 
 
 def revoke(head: Head, command: do.RevokeLease) -> None:

@@ -214,6 +214,10 @@ class WorkerProcess:
                 reason = "the head ended the stream"
             except LinkError as error:
                 reason = str(error)
+            except PeerError as error:
+                if error.reason != "expelled":
+                    raise
+                reason, pause = str(error), RECONNECT_SECONDS[1]
             finally:
                 if beating is not None:
                     beating.cancel()

@@ -17,6 +17,9 @@ JUNK_SECONDS = 0.2
 #: Before a lease is failed.
 FAILS_AFTER_SECONDS = 0.01
 
+#: Of the leases of one that holds some and is good otherwise.
+HELD_SHARE = 0.25
+
 
 @dataclass(frozen=True, slots=True)
 class _Junk:
@@ -64,8 +67,10 @@ class HostileWorker(SimWorker):
         super()._ordered(body)
 
     def _carry_out(self, command: do.Command) -> None:
-        if isinstance(command, do.Deliver) and self.spec.hostile in ("holds", "claims"):
-            return
+        if isinstance(command, do.Deliver):
+            is_held = self.spec.hostile == "holds_some" and self.world.rng.random() < HELD_SHARE
+            if is_held or self.spec.hostile in ("holds", "claims"):
+                return
         super()._carry_out(command)
 
     def _deliver(self, lease_id: int) -> None:

@@ -34,9 +34,9 @@ class WorkersSpec:
 
     `lies`: chunks given to other workers that are wrong; `mute`: it takes their requests and never answers.
     `rollouts_per_second` of one worker, batches back to back, takes the place of `rollout_seconds` where it is not 0.
-    `ticket`: by which strangers joined; empty for machines of the run's owner. `hostile`: holds its leases to their
-    deadline, fails them at once, delivers only what is malformed, sends junk for leases that it does not hold, or
-    claims leases, a snapshot and a capacity that it does not have, and holds what it gets.
+    `ticket`: by which strangers joined; empty for machines of the run's owner. `hostile`: holds its leases, or some of
+    them, to their deadline, fails them at once, delivers only what is malformed, sends junk for leases that it does not
+    hold, or claims leases, a snapshot and a capacity that it does not have, and holds what it gets.
     `zone`: what `[[outages]]` strike together. `offer`: these are there only when the planner rents them, one after
     `restart_seconds`; it takes their rate from `rollouts_per_second`.
     """
@@ -66,7 +66,7 @@ class WorkersSpec:
     mute: bool = False
     price_usd_per_hour: Usd = 0.3
     ticket: str = ""
-    hostile: Literal["", "holds", "fails", "malformed", "junk", "claims"] = ""
+    hostile: Literal["", "holds", "holds_some", "fails", "malformed", "junk", "claims"] = ""
     zone: str = ""
     offer: str = ""
 

@@ -31,6 +31,8 @@ BACKLOG = 1024
 ACCEPTS_PER_TURN = 64
 #: A stranger has so long to say something, and then `grpc_options.HANDSHAKE_SECONDS` to prove who it is.
 FIRST_BYTES_SECONDS = 5.0
+#: And so long, after that, to ask for something.
+NAMELESS_SECONDS = 20.0
 #: What was sent may still be on its way to a caller after the server has closed its connection, or all of them.
 FAREWELL_SECONDS = 5.0
 CLOSE_SECONDS = 1.0
@@ -349,9 +351,17 @@ class Connection:
         self.inner.transport.write(data)
         self.outer.transport.resume_reading()
         # Longer than the server waits for a handshake: whoever is still here then has proven to be of this run.
-        self._timer = asyncio.get_running_loop().call_later(
-            grpc_options.HANDSHAKE_SECONDS + 1.0, self.door.proven, self
-        )
+        self._timer = asyncio.get_running_loop().call_later(grpc_options.HANDSHAKE_SECONDS + 1.0, self._proven)
+
+    def _proven(self) -> None:
+        """Of this run, but not yet who: a certificate that was revoked since gets as far as this."""
+        self.door.proven(self)
+        if not self.name:
+            self._timer = asyncio.get_running_loop().call_later(NAMELESS_SECONDS, self._drop_nameless)
+
+    def _drop_nameless(self) -> None:
+        if not self.name:
+            self.drop("asked for nothing")
 
     def hold(self, end: _End, is_full: bool) -> None:
         """One end has more to send than its caller takes, or not any more: read from the other accordingly."""

@@ -134,7 +134,11 @@ class PeerServer:
         parties = self._parties(peer)
         self._count(name, caller, parties)
         check_role(method, peer)
-        self._check_not_revoked(peer_id)
+        try:
+            self._check_not_revoked(peer_id)
+        except PeerError:
+            asyncio.get_running_loop().call_later(GRACE_SECONDS, caller.drop, "was revoked")
+            raise
         with self._budgets.under_way(name):
             data = _header(context) if method.in_header else await self._body(method, context, parties)
             yield peer, data if method.raw else parse(method.request, data)
