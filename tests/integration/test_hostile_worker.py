@@ -139,7 +139,7 @@ def test_claims_and_junk_cost_the_head_kilobytes(tmp_path: Path, sort_model: Pat
     commands = [command for line in lines for command in line.get("commands", ())]
     assert num_sent > 300
     assert [command["seconds"] for command in commands if command["type"] == "ExpelWorker"] == [60.0]
-    assert sum(command["type"] == "RefuseDelivery" for command in commands) <= 64
+    assert sum(command["type"] == "RefuseDelivery" for command in commands) <= 66
     joins = [line for line in lines if line.get("event", {}).get("type") == "WorkerJoined"]
     assert max(len(json.dumps(line)) for line in joins) < 4000
     assert num_attended < 10

@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
 
-from echo2.errors import Echo2Error, UserError
+from echo2.errors import Echo2Error, NoRoomError, UserError
 from echo2.runtime import disk, rotation
 from echo2.runtime.lifeline import LIFELINE_VARIABLE
 from echo2.runtime.rundir import RunDir, read_json, write_atomically
@@ -85,6 +85,7 @@ class Supervisor:
             self.others.append(Child(name, "worker", arguments))
         self._lifeline = os.pipe()
         self._signalled: int | None = None
+        self._is_listed = True
 
     @property
     def children(self) -> list[Child]:
@@ -108,6 +109,8 @@ class Supervisor:
                 if self._signalled is not None:
                     raise KeyboardInterrupt
                 self._look_after()
+                if not self._is_listed:
+                    self._list()
                 on_poll()
                 time.sleep(POLL_SECONDS)
             return outcome
@@ -142,14 +145,22 @@ class Supervisor:
                 start_new_session=True,  # Ctrl-C is the supervisor's to handle
             )
         child.started_at = time.time()
+        self._list()
+
+    def _list(self) -> None:
+        """Write down which processes there are; later, where the disk has no room."""
         listing = [
             {"role": c.role, "name": c.name, "pid": c.process.pid, "started": c.started_at, "restarts": len(c.restarts)}
             for c in self.children
             if c.process is not None
         ]
-        write_atomically(
-            self.rundir.processes, json.dumps([{"role": "supervisor", "name": "run", "pid": os.getpid()}, *listing])
-        )
+        plain = json.dumps([{"role": "supervisor", "name": "run", "pid": os.getpid()}, *listing])
+        try:
+            write_atomically(self.rundir.processes, plain)
+        except NoRoomError:
+            self._is_listed = False
+        else:
+            self._is_listed = True
 
     def _wait_for_head(self) -> None:
         deadline = time.monotonic() + HEAD_START_SECONDS
