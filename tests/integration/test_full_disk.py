@@ -84,7 +84,8 @@ def test_a_disk_without_a_byte_left_stops_processes_and_not_the_run(disk: Path, 
     filler = fill(disk, 0)
     head = run.pids()["head"]
     run.wait(lambda: not is_running(head), "end of the head")
-    assert run.command("status")["state"] == f"paused: no room on the disk that holds {run.out}"
+    said = f"paused: no room on the disk that holds {run.out}"  # once the supervisor knows of the end, too
+    run.wait(lambda: run.command("status")["state"] == said, said)
     filler.unlink()
     assert run.finish(seconds=150.0)["steps"] == STEPS
     assert run.pids()["head"] != head
