@@ -144,8 +144,10 @@ def judge_hostile(seed: int) -> list[str]:
     wrong += [f"stopped: {command.reason}" for command in commands if isinstance(command, do.StopRun)]
     unit = scenario.group_size * (scenario.groups_per_batch if scenario.deterministic else 1)
     most = max(unit, scenario.groups_per_step * scenario.group_size // 2)
-    has_own = any(not spec.ticket for spec in scenario.workers)
-    for step, given in supplied(report, scenario).items() if has_own and not report.killed.get("head") else ():
+    # A killed head forgets who supplied what. Where a learner was killed, a machine of the owner may be without a valid
+    # snapshot for longer than a lease, and does not count as one that can work.
+    is_capped = any(not spec.ticket for spec in scenario.workers) and not set(report.killed) & {"head", "learner"}
+    for step, given in supplied(report, scenario).items() if is_capped else ():
         wrong += [
             f"ticket {t} supplied {n} samples of step {step}, {most} allowed" for t, n in given.items() if n > most
         ]
