@@ -11,8 +11,6 @@ from pathlib import Path
 from echo2.runtime import worker
 from echo2.transport import wire_pb2 as wire
 
-#: Digits and the end token of the demo's model are its first tokens; any of them may stand anywhere.
-NOISE_TOKENS = 10
 #: Candidates of one token's support: 4 million.
 WIDE_SUPPORT = 4 << 20
 
@@ -34,12 +32,15 @@ def logprob(value: float, share: float = 0.0) -> Lie:
 
 
 def random_tokens(delivery: wire.Delivery, source: random.Random) -> None:
-    """Half the tokens are drawn by dice; the logprobs are those of what the policy had drawn."""
+    """Half the tokens are drawn by dice from those of the group, the last of each attempt aside; the logprobs are those
+    of what the policy had drawn.
+    """
+    pool = [token for rollout in delivery.samples for token in array("i", rollout.tokens)[:-1]]
     for rollout in delivery.samples:
         tokens = array("i", rollout.tokens)
-        for place in range(len(tokens)):
+        for place in range(len(tokens) - 1):
             if source.random() < 0.5:
-                tokens[place] = source.randrange(NOISE_TOKENS)
+                tokens[place] = source.choice(pool)
         rollout.tokens = tokens.tobytes()
 
 
