@@ -32,7 +32,7 @@ def desk_with(*workers: tuple[str, str], options: PlannerOptions = WIDE) -> Desk
 
 
 def joins(desk: Desk, worker_id: str, ticket: str = "", **fields: Any) -> list[do.Command]:
-    joined = ev.WorkerJoined(worker_id, 4, 0.5, FIRST, is_own=not ticket, ticket=ticket)
+    joined = ev.WorkerJoined(worker_id, 4, 0.5, FIRST, ticket=ticket)
     return desk.tell(replace(joined, **fields))
 
 

@@ -3,30 +3,16 @@ itself: its targets read what is valid, and it finds what is there to be found."
 
 from __future__ import annotations
 
-import importlib
 import os
-import sys
 import time
 from collections.abc import Callable
-from types import ModuleType
 
+import fuzz
+import fuzz_target
 import pytest
 
-import house
 from echo2.errors import PeerError
 
-
-def _load(name: str) -> ModuleType:
-    folder = str(house.REPOSITORY / "benchmarks")
-    sys.path.insert(0, folder)
-    try:
-        return importlib.import_module(name)
-    finally:
-        sys.path.remove(folder)
-
-
-fuzz = _load("fuzz")
-fuzz_target = _load("fuzz_target")
 #: Without those that need a whole head: what it answers, test_runtime_reading.py and test_hostile_worker.py test.
 TARGETS = {name: target for name, target in fuzz.all_targets().items() if not name.startswith("method.")}
 CORPUS = sorted(path for path in fuzz.CORPUS.glob("*/*"))

@@ -2,30 +2,14 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import random
-import sys
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
+import overlap
+import overlap_nodes as nodes
 import pytest
-
-import house
-
-
-def _load(name: str) -> ModuleType:
-    folder = str(house.REPOSITORY / "benchmarks")
-    sys.path.insert(0, folder)
-    try:
-        return importlib.import_module(name)
-    finally:
-        sys.path.remove(folder)
-
-
-nodes = _load("overlap_nodes")
-overlap = _load("overlap")
 
 
 def test_an_engine_is_as_quick_as_its_rows_until_it_is_full() -> None:

@@ -2,30 +2,18 @@
 
 from __future__ import annotations
 
-import importlib
 import json
-import sys
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
+import staleness_grid as grid
+import staleness_time as timed
+from time_to_accuracy import Point, Run
 
-import house
 from echo2.config.sections import LearnerConfig
 from echo2.errors import UserError
 
-
-def _load(name: str) -> ModuleType:
-    folder = str(house.REPOSITORY / "benchmarks")
-    sys.path.insert(0, folder)
-    try:
-        return importlib.import_module(name)
-    finally:
-        sys.path.remove(folder)
-
-
-grid = _load("staleness_grid")
 Cell = grid.Cell
 
 
@@ -98,10 +86,6 @@ def test_a_cell_may_change_settings() -> None:
     assert changed.lr_schedule == "linear"
     assert (changed.loss, changed.loss_params, changed.lr, changed.ess_scaling) == ("dppo", {"tv_high": 0.1}, 0.5, True)
     assert not grid.with_changes(LearnerConfig(), "none").ess_scaling
-
-
-timed = _load("staleness_time")
-Point, Run = _load("time_to_accuracy").Point, _load("time_to_accuracy").Run
 
 
 def test_time_to_the_threshold_is_by_variant() -> None:

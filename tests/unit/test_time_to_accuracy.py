@@ -2,28 +2,13 @@
 
 from __future__ import annotations
 
-import importlib
 import json
-import sys
 from pathlib import Path
-from types import ModuleType
 
 import pytest
+import time_to_accuracy as bench
 
-import house
 from echo2.errors import UserError
-
-
-def _load() -> ModuleType:
-    folder = str(house.REPOSITORY / "benchmarks")
-    sys.path.insert(0, folder)
-    try:
-        return importlib.import_module("time_to_accuracy")
-    finally:
-        sys.path.remove(folder)
-
-
-bench = _load()
 
 
 @pytest.mark.parametrize(

@@ -2,35 +2,18 @@
 
 from __future__ import annotations
 
-import importlib
 import json
-import sys
 from dataclasses import replace
-from types import ModuleType
 from typing import Any
 
+import broadcast_figures as figures
+import broadcast_node as node
+import broadcast_peers as peers
+import broadcast_prediction as prediction
+import broadcast_scenarios as scenarios
+import broadcast_trial as trial
 import pytest
-
-import house
-
-
-def _load(name: str) -> ModuleType:
-    folder = str(house.REPOSITORY / "benchmarks")
-    sys.path.insert(0, folder)
-    try:
-        return importlib.import_module(name)
-    finally:
-        sys.path.remove(folder)
-
-
-trial = _load("broadcast_trial")
-figures = _load("broadcast_figures")
-scenarios = _load("broadcast_scenarios")
-prediction = _load("broadcast_prediction")
-node = _load("broadcast_node")
-peers = _load("broadcast_peers")
-net = _load("wan.net")
-lines = _load("wan.lines")
+from wan import lines, net
 
 MIB = 1 << 20
 
