@@ -121,7 +121,7 @@ class CheckpointSaved:
 @dataclass(frozen=True, slots=True)
 class WorkerJoined:
     """A worker attends (again). `held_leases` are leases it still works on; `offer` what its machine was rented as, if
-    the planner asked for it. `is_own`: a machine of the run's owner; `ticket`: by which it joined.
+    the planner asked for it. `ticket`: by which a stranger joined; empty for machines of the run's owner.
     """
 
     worker_id: str
@@ -130,7 +130,6 @@ class WorkerJoined:
     installed: SnapshotRef | None
     held_leases: tuple[int, ...] = ()
     offer: str = ""
-    is_own: bool = True
     ticket: str = ""
 
 

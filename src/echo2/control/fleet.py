@@ -19,10 +19,10 @@ from echo2.types import SnapshotRef
 @dataclass(slots=True)
 class Worker:
     """One attending worker. `capacity_groups`: groups it samples together. `detached`: its connection is closed, it
-    may return. `is_own`: a machine of the run's owner; `ticket`: by which a stranger joined. `standby`: it waits to be
-    chosen and gets no leases. `offer`: what it was rented as; `returned`: its
-    machine is being given back. `samples`: asked of it and not delivered yet. `rate`: rollouts a second while it has
-    work, 0 until it is known, and its variance; the last four are what `gauge` takes them from.
+    may return. `ticket`: by which a stranger joined; empty for machines of the run's owner. `standby`: it waits to be
+    chosen and gets no leases. `offer`: what it was rented as; `returned`: its machine is being given back. `samples`:
+    asked of it and not delivered yet. `rate`: rollouts a second while it has work, 0 until it is known, and its
+    variance; the last four are what `gauge` takes them from.
     """
 
     worker_id: str
@@ -30,7 +30,6 @@ class Worker:
     price_usd_per_hour: float
     installed: SnapshotRef | None
     joined_at: float
-    is_own: bool = True
     ticket: str = ""
     detached: bool = False
     detached_at: float = 0.0
@@ -47,6 +46,11 @@ class Worker:
     busy_seconds: float = 0.0
     busy_since: float | None = None
     unmeasured_samples: int = 0
+
+    @property
+    def is_own(self) -> bool:
+        """Whether it is a machine of the run's owner."""
+        return not self.ticket
 
 
 #: A worker that fails its leases rests before it gets more: this long, doubled at each failure in a row, up to the
@@ -245,4 +249,4 @@ class Fleet:
 
 
 def _place_of(worker: Worker) -> Place:
-    return (1 if worker.samples else 0), (worker.installed, "" if worker.is_own else worker.ticket)
+    return (1 if worker.samples else 0), (worker.installed, worker.ticket)

@@ -36,7 +36,7 @@ def grant(state: PlannerState, now: float) -> None:
         served: set[Kind] = set()
         while (worker := next_worker(state, depth, served)) is not None:
             if not fill(state, worker, depth, now):
-                served.add((worker.installed, "" if worker.is_own else worker.ticket))
+                served.add((worker.installed, worker.ticket))
             state.settle(now)
 
 

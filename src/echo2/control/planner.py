@@ -180,7 +180,7 @@ class Planner(PlannerState):
             self.groups.move(record, "leased")
         if (worker := self.fleet.get(old.worker_id)) is None:
             worker = Worker(old.worker_id, 1, 0.0, None, now, detached=True)
-            worker.is_own, worker.ticket = False, "unknown"  # until it comes back
+            worker.ticket = "unknown"  # until it comes back
             self.fleet.join(worker, now)
         worker.unmeasured_samples += lease.num_samples
 

@@ -94,7 +94,7 @@ class SnapshotInstalled:
 
 @dataclass(frozen=True, slots=True)
 class GroupProduced:
-    """The group of this lease is complete (and scored, where the worker scores)."""
+    """The group of this lease is complete."""
 
     lease_id: int
 

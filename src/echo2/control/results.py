@@ -247,8 +247,6 @@ def _is_own_word(record: GroupRecord, why: str) -> bool:
         return True
     if record.state == "delivered":
         return not record.supplied_by
-    if why == "siblings_differ":
-        return not record.supplied_by and set(record.tried_by) <= {OWN}
     return OWN in record.tried_by
 
 

@@ -70,7 +70,7 @@ def _idle_worker(state: PlannerState, holder: str) -> Worker | None:
     of the owner's, and with a newer snapshot.
     """
     step, late = state.wanted_step or 0, state.fleet.get(holder)
-    ticket = "" if late is None or late.is_own else late.ticket
+    ticket = "" if late is None else late.ticket
     kinds = [kind for kind in state.fleet.rankings(0) if granting.is_published(state, kind[0])]
     for kind in sorted(kinds, key=lambda kind: (kind[1] != "", -kind[0].version if kind[0] is not None else 0)):
         first = state.fleet.rankings(0)[kind].first()

@@ -36,7 +36,7 @@ NO_FAULT = frozenset({"accepted", "revoked", "retired", "duplicate", "late"})
 
 def owner_of(worker: Worker | None) -> str:
     """The ticket of a stranger, or `OWN`. Who is not here any more counts as a stranger."""
-    return "unknown" if worker is None else OWN if worker.is_own else worker.ticket
+    return "unknown" if worker is None else worker.ticket
 
 
 # ---- who can work ------------------------------------------------------------------------------------------------

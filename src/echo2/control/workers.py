@@ -20,12 +20,11 @@ def worker_joined(state: PlannerState, event: ev.WorkerJoined, now: float) -> No
     lost = [lease_id for lease_id in state.leases.of_worker(event.worker_id) if lease_id not in event.held_leases]
     for lease_id in lost:
         end_lease(state, lease_id, "lost", "the worker came back without it")
-    most = event.capacity_groups if event.is_own else state.options.groups_per_batch
-    capacity = min(event.capacity_groups, most)
+    capacity = min(event.capacity_groups, state.options.groups_per_batch) if event.ticket else event.capacity_groups
     worker = Worker(event.worker_id, capacity, event.price_usd_per_hour, event.installed, now, idle_since=now)
     worker.samples, worker.offer = state.leases.samples_of(event.worker_id), event.offer
-    worker.is_own, worker.ticket = event.is_own, event.ticket
-    if not event.is_own:
+    worker.ticket = event.ticket
+    if not worker.is_own:
         worker.failures_in_a_row = state.conducts.of(event.worker_id).num_failed
     before = state.fleet.get(event.worker_id)
     if before is not None:

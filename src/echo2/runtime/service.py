@@ -100,7 +100,7 @@ class Service:
         head.distribution.origin.joined(peer.peer_id, hello, peer.host, joined.ticket)
         if joined.installed is not None:
             head.distribution.origin.held(peer.peer_id, joined.installed)
-        head.costs.joined(peer.peer_id, joined.price_usd_per_hour, head.clock.now(), joined.is_own)
+        head.costs.joined(peer.peer_id, joined.price_usd_per_hour, head.clock.now(), is_own=not joined.ticket)
         outbox.put_nowait(wire.Order(settings=self._settings()))
         if self._revoked:
             outbox.put_nowait(wire.Order(revoked_peers=wire.RevokedPeers(peer_ids=sorted(self._revoked))))
@@ -122,7 +122,7 @@ class Service:
         """What the machine was rented as, and at its price, if this is one that the run rented. Those join by the
         owner's ticket.
         """
-        offer = self._head.machines.bind(machine, joined.worker_id) if joined.is_own else None
+        offer = None if joined.ticket else self._head.machines.bind(machine, joined.worker_id)
         if offer is None:
             return joined
         return replace(joined, offer=offer.name, price_usd_per_hour=offer.price_usd_per_hour)

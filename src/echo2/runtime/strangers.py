@@ -61,7 +61,7 @@ def known(head: Head, joined: ev.WorkerJoined) -> ev.WorkerJoined:
             raise
         head.turned_away.pop(joined.worker_id, None)
     held = possible_claims(head.planner, joined.held_leases)
-    return replace(joined, is_own=member.is_own, ticket="" if member.is_own else member.ticket_id, held_leases=held)
+    return replace(joined, ticket="" if member.is_own else member.ticket_id, held_leases=held)
 
 
 def most_paid(config: Config, offers: Mapping[str, Offer]) -> float:

@@ -228,7 +228,6 @@ class SimWorker(Actor):
             relay.installed,
             held,
             self.spec.offer,
-            not self.spec.ticket,
             self.spec.ticket,
         )
 

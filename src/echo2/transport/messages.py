@@ -47,20 +47,11 @@ def encode_group(group: RolloutGroup) -> wire.RolloutGroup:
 
 
 def _encode_rollout(rollout: Rollout) -> wire.Rollout:
-    message = wire.Rollout(
-        tokens=rollout.tokens.tobytes(),
-        logprobs=rollout.logprobs.tobytes(),
-        loss_mask=rollout.loss_mask,
-        version_spans=[wire.VersionSpan(start=start, version=version) for start, version in rollout.version_spans],
-        finish=rollout.finish,
-        text=rollout.text,
-        reward_parts=dict(rollout.reward_parts),
-    )
+    message: wire.Rollout = _encode_sample(rollout, wire.Rollout)
+    message.text = rollout.text
+    message.reward_parts.update(rollout.reward_parts)
     if rollout.reward is not None:
         message.reward = rollout.reward
-    if rollout.support_tokens is not None and rollout.support_offsets is not None:
-        message.support_tokens = rollout.support_tokens.tobytes()
-        message.support_offsets = rollout.support_offsets.tobytes()
     return message
 
 
@@ -98,8 +89,9 @@ def encode_delivery(lease_id: int, group: RolloutGroup) -> wire.Delivery:
     )
 
 
-def _encode_sample(rollout: Rollout) -> wire.Sample:
-    message = wire.Sample(
+def _encode_sample(rollout: Rollout, kind: type[Any] = wire.Sample) -> Any:
+    """What both forms of an attempt hold: its tokens, and how they were drawn."""
+    message = kind(
         tokens=rollout.tokens.tobytes(),
         logprobs=rollout.logprobs.tobytes(),
         loss_mask=rollout.loss_mask,

@@ -25,8 +25,8 @@ TICKET_PREFIX = "echo2-"
 TICKET_VERSION = 1
 TICKET_CHARS_MAX = 8192
 TICKET_ROLES = ("worker", "learner")
-#: Machines that a ticket admits unless told otherwise: the owner's, and those of others.
-OWN_TICKET_USES, GUEST_TICKET_USES = 64, 20
+#: Machines that the owner's ticket admits. (`echo2 invite` has its own number.)
+OWN_TICKET_USES = 64
 RUN_ID = re.compile(r"[0-9a-f]{12}")
 TICKET_ID = re.compile(r"[0-9a-f]{16}")
 _ADDRESS = re.compile(r"[0-9A-Za-z._%\[\]:-]{1,300}:[0-9]{1,5}")
