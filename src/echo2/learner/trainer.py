@@ -37,7 +37,6 @@ from echo2.learner import checkpoint
 from echo2.learner.advantages import Advantage, group_advantages
 from echo2.learner.batch import Layout, TrainedGroup, collate
 from echo2.learner.checkpoint import Progress
-from echo2.learner.fitness import why_unfit
 from echo2.learner.logprobs import token_logprobs
 from echo2.learner.loss_stats import LossStats, measure
 from echo2.learner.losses import log_ratio, make_loss
@@ -130,8 +129,14 @@ class Trainer:
         self._forget_sums()
 
     def why_unfit(self, group: RolloutGroup) -> str:
-        """What makes it impossible to train on the group; empty: nothing."""
-        return why_unfit(group, self.policy.vocab_size, self.policy.max_positions, self.options.max_tokens)
+        """Why the model can't read the group; empty: it can. The head checks the rest when a result comes in, and knows
+        the context of most models; one that it missed would be fed again after every death of the learner.
+        """
+        prompt, longest = len(group.prompt_tokens), max(len(rollout.tokens) for rollout in group.rollouts)
+        most = self.policy.max_positions
+        if most is None or prompt + longest <= most:
+            return ""
+        return f"{prompt} + {longest} tokens, where the model has {most} positions"
 
     def forward_backward(self, groups: Sequence[RolloutGroup]) -> LossStats:
         """Add the gradient sums of whole groups; statistics of these groups alone.
