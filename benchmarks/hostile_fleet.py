@@ -1,8 +1,8 @@
-"""What strangers that mean harm cost a run, by simulation: each way of harm at 1 of 2, 3 of 8 and 20 of 22 workers,
-beside the same run with the honest workers alone.
+"""What strangers that mean harm cost a run, by simulation: each way of harm at 1 of 2, 3 of 8 and 20 of 22 workers of
+one ticket, and at 4 of 7 with a ticket each, beside the same run with the honest workers alone.
 
-The honest ones are machines of the run's owner; the others joined by one ticket. `ratio` is of the run's time; `wait`
-what the learner waits longer, in lease deadlines; `share` the largest that the ticket supplied of a step.
+The honest ones are machines of the run's owner. `ratio` is of the run's time; `wait` what the learner waits longer, in
+lease deadlines; `share` the largest that the strangers supplied of a step.
 
     python benchmarks/hostile_fleet.py [--seeds 3]      # writes benchmarks/results/hostile_fleet-*.json
 """
@@ -23,7 +23,8 @@ from echo2.sim import Report, Scenario, run_scenario
 from echo2.sim.scenario import LearnerSpec, WorkersSpec
 
 LEASE_SECONDS = 120.0
-FLEETS = ((1, 1), (5, 3), (2, 20))
+#: Honest workers, hostile ones, and the tickets of the latter.
+FLEETS = ((1, 1, 1), (5, 3, 1), (2, 20, 1), (3, 4, 4))
 WAYS: tuple[Any, ...] = ("", "holds", "holds_some", "fails", "malformed", "junk", "claims")
 
 
@@ -44,21 +45,23 @@ def simulate(name: str, workers: tuple[WorkersSpec, ...], seed: int, max_stalene
 
 
 def largest_share(report: Report) -> float:
-    """Of a step's groups, the most that came from the second kind of workers."""
+    """Of a step's groups, the most that came from others than the first kind of workers."""
     commands = [command for life in report.history.lives for _, _, answer in life for command in answer]
     accepted = {c.group.number: c.worker_id for c in commands if isinstance(c, do.AcceptDelivery)}
     steps = [done.numbers for done in report.history.trained]
-    return max(sum(accepted[number].startswith("w1") for number in numbers) / len(numbers) for numbers in steps)
+    return max(sum(not accepted[number].startswith("w0-") for number in numbers) / len(numbers) for numbers in steps)
 
 
-def measure(honest: int, hostile: int, way: str, max_staleness: int, options: argparse.Namespace) -> dict[str, Any]:
+def measure(
+    honest: int, hostile: int, tickets: int, way: Any, max_staleness: int, options: argparse.Namespace
+) -> dict[str, Any]:
     """One row, with the run of the honest workers alone in the same go. `way` empty: honest strangers."""
     own = WorkersSpec(count=honest)
     rows = []
     for seed in range(options.seeds):
         alone = simulate("alone", (own,), seed, max_staleness, options.steps)
-        liars = WorkersSpec(count=hostile, ticket="t", hostile=way)  # type: ignore[arg-type]
-        beside = simulate(way or "honest strangers", (own, liars), seed, max_staleness, options.steps)
+        liars = [WorkersSpec(count=hostile // tickets, ticket=f"t{at}", hostile=way) for at in range(tickets)]
+        beside = simulate(way or "honest strangers", (own, *liars), seed, max_staleness, options.steps)
         waited = beside.history.wait_seconds - alone.history.wait_seconds
         rows.append(
             {
@@ -83,16 +86,17 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument("--out", type=Path, help="result file (default: benchmarks/results/...)")
     options = parser.parse_args(arguments)
     rows = []
-    print("  S  fleet              way          ratio  worst  steps/s  idle  wait/lease  share  refused")
+    print("  S  fleet                   way          ratio  worst  steps/s  idle  wait/lease  share  refused")
     for max_staleness in (1, 0):
-        for honest, hostile in FLEETS:
+        for honest, hostile, tickets in FLEETS:
             for way in WAYS:
-                row = measure(honest, hostile, way, max_staleness, options)
-                rows.append({"max_staleness": max_staleness, "honest": honest, "hostile": hostile, "way": way, **row})
-                fleet = f"{hostile} of {honest + hostile}"
+                row = measure(honest, hostile, tickets, way, max_staleness, options)
+                which = {"max_staleness": max_staleness, "honest": honest, "hostile": hostile, "tickets": tickets}
+                rows.append({**which, "way": way, **row})
+                fleet = f"{hostile} of {honest + hostile}, tickets: {tickets}"
                 end = "" if row["finished"] == 1.0 else "  NOT FINISHED"
                 print(
-                    f"  {max_staleness}  {fleet:17s}  {way or 'honest':11s}  {row['ratio']:5.2f}"
+                    f"  {max_staleness}  {fleet:22s}  {way or 'honest':11s}  {row['ratio']:5.2f}"
                     f"  {row['worst_ratio']:5.2f}  {row['steps_per_second']:7.3f}  {row['idle_ratio']:4.2f}"
                     f"  {row['wait_leases']:10.2f}  {row['share']:5.2f}  {row['refused']:7.0f}{end}",
                     flush=True,
