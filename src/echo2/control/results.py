@@ -31,7 +31,7 @@ def end_lease(state: PlannerState, lease_id: int, outcome: str, reason: str) -> 
         return
     worker = state.fleet.get(worker_id)
     if outcome not in strangers.NO_FAULT:
-        strangers.failed(state, worker, strangers.held_seconds(state, lease), outcome == "superseded")
+        strangers.failed(state, worker, strangers.held_seconds(state, lease))
     record = state.groups.get(lease.group.number)
     if record is None or record.state not in ("pending", "leased"):
         return

@@ -55,8 +55,8 @@ class Standings:
             self.of(ticket).num_held -= 1
         return ticket
 
-    def rest(self, ticket: str, until: float, is_slow: bool = False) -> None:
-        self.of(ticket).num_rests += not is_slow
+    def rest(self, ticket: str, until: float) -> None:
+        self.of(ticket).num_rests += 1
         self._rests.set(ticket, until)
 
     def rests_until(self, ticket: str) -> float | None:

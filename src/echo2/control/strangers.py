@@ -133,33 +133,27 @@ def brought(state: PlannerState, worker: Worker | None) -> None:
         standing.num_good, standing.num_rests = 0, max(0, standing.num_rests - 1)
 
 
-def failed(state: PlannerState, worker: Worker | None, held_seconds: float, is_slow: bool = False) -> None:
-    """A lease of its came to nothing: it rests, and others of its ticket are tried before it. `is_slow`: only because
-    another result came first.
-    """
+def failed(state: PlannerState, worker: Worker | None, held_seconds: float) -> None:
+    """A lease of its came to nothing: it rests, and others of its ticket are tried before it."""
     if worker is not None and not worker.is_own:
-        if not is_slow:
-            state.fleet.rest(worker, state.now)
-            conduct = state.conducts.of(worker.worker_id)
-            conduct.num_failed += 1
-            worker.failures_in_a_row = conduct.num_failed
-            state.fleet.file(worker)
-        blame(state, worker.ticket, held_seconds, is_slow=is_slow)
+        state.fleet.rest(worker, state.now)
+        conduct = state.conducts.of(worker.worker_id)
+        conduct.num_failed += 1
+        worker.failures_in_a_row = conduct.num_failed
+        state.fleet.file(worker)
+        blame(state, worker.ticket, held_seconds)
 
 
-def blame(state: PlannerState, ticket: str, held_seconds: float, more: int = 0, is_slow: bool = False) -> None:
-    """Less credit for this ticket, and `more` less; a rest once there is none. One that is only slow does not rest
-    longer each time.
-    """
+def blame(state: PlannerState, ticket: str, held_seconds: float, more: int = 0) -> None:
+    """Less credit for this ticket, and `more` less; a rest once there is none."""
     standing = state.standings.of(ticket)
     standing.credit = max(0, standing.credit - LOST_CREDIT - more)
     standing.num_good = 0
     if standing.credit == 0 and state.standings.rests_until(ticket) is None:
         is_alone = not others_can_try(state, ticket, state.version)
         most = MOST_REST_ALONE_SECONDS if is_alone else MOST_REST_SECONDS
-        factor = 1.0 if is_slow else 2.0 ** min(standing.num_rests, 20)
-        seconds = min(most, max(REST_SECONDS, held_seconds) * factor)
-        state.standings.rest(ticket, state.now + seconds, is_slow)
+        seconds = min(most, max(REST_SECONDS, held_seconds) * 2.0 ** min(standing.num_rests, 20))
+        state.standings.rest(ticket, state.now + seconds)
 
 
 def count_attempt(state: PlannerState, record: GroupRecord, worker: Worker | None) -> None:
