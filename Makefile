@@ -1,7 +1,7 @@
 # Two commands do everything on a bare machine with Python 3.11+, git and make:
 #
 #   make demo    build a tiny model, train it with reinforcement learning, print what happened
-#   make test    lint, types, all tests
+#   make test    lint, types, tests
 #
 # Both make .venv by themselves, once. A machine with a GPU gets torch's CUDA build from PyPI; to avoid that download:
 #   make demo TORCH='torch==2.13.0 --index-url https://download.pytorch.org/whl/cpu'
@@ -19,7 +19,7 @@ WIRE := src/echo2/transport
 export OMP_NUM_THREADS := 1
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: demo test quick lint types proto bench clean
+.PHONY: demo test quick test-long lint types proto bench clean
 .DEFAULT_GOAL := demo
 .DELETE_ON_ERROR:
 
@@ -44,12 +44,16 @@ demo: $(INSTALLED) $(MODEL)/.built
 	@$(VENV)/bin/echo2 run examples/sort.toml --out outputs/demo-$$(date +%Y%m%d-%H%M%S)
 
 # Tests of one process share the cores; those of many processes want them all.
-test: lint types
-	$(PY) -m pytest -n auto --dist loadfile --ignore tests/integration
-	$(PY) -m pytest tests/integration
+test: lint types quick
+	$(PY) -m pytest -m "not slow" tests/integration
 
 quick: $(INSTALLED)
-	$(PY) -m pytest -n auto --dist loadfile -m "not slow"
+	$(PY) -m pytest -n auto --dist worksteal -m "not slow" --ignore tests/integration
+
+# Thousands of random worlds more, the paper's tables, every example.
+test-long: $(INSTALLED)
+	$(PY) -m pytest -n auto --dist worksteal -m slow --ignore tests/integration
+	$(PY) -m pytest -m slow tests/integration
 
 lint: $(INSTALLED)
 	$(PY) -m ruff check

@@ -25,12 +25,12 @@ from pathlib import Path
 from broadcast_figures import Rounds, network_stack, one_line, progress, table
 from broadcast_prediction import predicted_seconds
 from broadcast_scenarios import chosen, scenarios
+from broadcast_schemes import SCHEMES
 from broadcast_trial import Scenario, Setup, Trial, TrialError, stop_on_sigterm
 from recording import save
 from wan.net import WanError
 
 HERE = Path(__file__).resolve().parent
-SCHEMES = ("star", "chain", "trees")
 OURS = "trees"
 
 

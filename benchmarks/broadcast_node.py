@@ -14,11 +14,12 @@ from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from broadcast_schemes import SCHEMES
 from wan.lines import content, described, digest, hear, say
 
 from echo2.broadcast.origin import OriginNode
 from echo2.broadcast.peer import PeerNode
-from echo2.control.broadcast import BroadcastOptions
+from echo2.control.broadcast.origin import BroadcastOptions
 from echo2.errors import LinkError
 from echo2.transport import wire_pb2 as wire
 from echo2.transport.base import Peer
@@ -26,20 +27,16 @@ from echo2.transport.grpc_link import GrpcNetwork, Membership, join
 from echo2.transport.grpc_server import GrpcServer
 from echo2.transport.identity import RunIdentity, verify_manifest
 from echo2.transport.limits import PROTOCOL_VERSION
-from echo2.types import PayloadId, SnapshotRef, TensorBytes
-from echo2.weights import ChunkStore, Manifest, decode, encode
+from echo2.types import RUN_POLICY, PayloadId, Snapshot, SnapshotRef, TensorBytes
+from echo2.weights.content import Content
+from echo2.weights.encoder import Encoder
+from echo2.weights.manifest import Manifest
+from echo2.weights.store import ChunkStore
 
-REF = SnapshotRef(0, 1)
+REF = SnapshotRef(RUN_POLICY, 0, 1)
 NUM_TENSORS = 16
 PORT = 4700
 PROBE_LIMIT_SECONDS = 150.0  # links are measured one after the other, in some seconds each
-
-
-class Monotonic:
-    """The clock of both nodes, the same in all namespaces."""
-
-    def now(self) -> float:
-        return time.monotonic()
 
 
 class Origin:
@@ -53,16 +50,18 @@ class Origin:
         whole, part = content(node["num_bytes"], node["seed"]), -(-node["num_bytes"] // NUM_TENSORS)
         pieces = [memoryview(whole)[at : at + part] for at in range(0, len(whole), part)]
         tensors = {f"tensor{at:02}": TensorBytes("U8", (len(piece),), piece) for at, piece in enumerate(pieces)}
-        self._manifest, chunks = encode(REF, tensors, {})
-        for hash_, chunk in chunks.items():
-            store.put(hash_, chunk)
+        encoder = Encoder(Snapshot(REF, tensors, {}))
+        for chunks in encoder.parts():
+            for hash_, chunk in chunks.items():
+                store.put(hash_, chunk)
+        self._manifest = encoder.manifest()
         store.put_manifest(self._manifest)
         self._outboxes: dict[str, asyncio.Queue[wire.Order]] = {}
         self._names: dict[str, str] = {}
         self._routes: dict[str, tuple[str, ...]] = {}
         dialler = GrpcNetwork(self._identity.credentials)
-        options = BroadcastOptions(**node["broadcast"])
-        self._origin = OriginNode(store, options, self._order, Monotonic(), dial=dialler.to_peer, on_error=_failed)
+        options = BroadcastOptions(SCHEMES[node["broadcast"]["scheme"]], node["broadcast"]["fan_out"])
+        self._origin = OriginNode(store, options, self._order, dialler.to_peer, _failed)
 
     async def run(self) -> None:
         host = self._described["addresses"][self._described["name"]]
@@ -82,7 +81,9 @@ class Origin:
         say("published")
         data = self._manifest.to_wire()
         signature = self._identity.sign_manifest(data)
-        notice = wire.SnapshotNotice(lineage=REF.lineage, version=REF.version, manifest=data, signature=signature)
+        notice = wire.SnapshotNotice(
+            policy=REF.policy, lineage=REF.lineage, version=REF.version, manifest=data, signature=signature
+        )
         for outbox in self._outboxes.values():
             outbox.put_nowait(wire.Order(snapshot=notice))
         self._origin.assign(self._manifest.payload, list(self._outboxes), self._manifest)
@@ -150,12 +151,11 @@ class Worker:
             on_whole=self._whole,
             on_gone=lambda payload: say("failed", detail=f"{payload} is gone"),
             on_error=_failed,
-            clock=Monotonic(),
         )
         port = await self._node.start()
         hello = wire.WorkerHello(
             protocol=PROTOCOL_VERSION,
-            capacity_groups=1,
+            slots=1,
             pid=os.getpid(),
             host=self._described["name"],
             listen_port=port,
@@ -201,7 +201,9 @@ class Worker:
 
     def _digest(self) -> str:
         assert self._manifest is not None
-        snapshot = decode(self._manifest, self._store.get)
+        applied = Content()
+        applied.apply(self._manifest, self._store.get)
+        snapshot = applied.snapshot()
         return digest(snapshot.tensors[name].data for name in sorted(snapshot.tensors))
 
 

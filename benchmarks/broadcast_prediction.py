@@ -5,10 +5,10 @@ from __future__ import annotations
 from functools import cache
 
 from broadcast_trial import ORIGIN, Scenario
+from dissemination import DisseminationSpec, NodeSpec, disseminate
 from wan.net import AccessLink
 
-from echo2.sim.dissemination import DisseminationSpec, NodeSpec, disseminate
-from echo2.weights.codec import chunk_bytes_for
+from echo2.weights.segments import chunk_bytes_for
 
 BYTES_PER_MBIT = 125_000.0
 

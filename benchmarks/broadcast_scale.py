@@ -1,6 +1,6 @@
 """How a broadcast's time grows with the number of workers: simulated, with the machines that decide in real runs.
 
-`echo2.sim.dissemination` says what is modelled of links and what is not. A payload of G bytes in chunks of c goes from
+`dissemination.py` says what is modelled of links and what is not. A payload of G bytes in chunks of c goes from
 an origin with uplink B_0 to n workers with links B_w each way, so long between any two. Every row has T, when the last
 worker had all of it, and T over G / B_w (at `efficiency`, what is left of a link under its headers); with a slow member
 T is that of the others. Bound: G / min(B_0, (B_0 + sum of uplinks) / n, B_w), which no scheme can beat.
@@ -20,9 +20,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from dissemination import EFFICIENCY, DisseminationSpec, NodeSpec, Outcome, disseminate
 from recording import save
-
-from echo2.sim.dissemination import EFFICIENCY, DisseminationSpec, NodeSpec, Outcome, disseminate
 
 MIB = 1 << 20
 COUNTS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)

@@ -13,7 +13,7 @@ fine-tuning say 1/32 to 1/100), and of other sizes for comparison; 10 s to load 
 from __future__ import annotations
 
 import argparse
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +21,9 @@ from recording import save
 from rich.console import Console
 from rich.table import Table
 
-from echo2.control.transfer_time import Route
-from echo2.offers import Offer
-from echo2.planning.plan import Broadcast, PlanInputs, make_plan
-from echo2.planning.rehearsal import rehearse, rehearsed
+from echo2.config.offers import Offer
+from echo2.planning.plan import BroadcastInputs, PlanInputs, make_plan
+from echo2.planning.rehearsal import rehearse
 from echo2.sim.run import run_scenario
 from echo2.sim.study import load_study
 
@@ -54,7 +53,7 @@ def published() -> list[dict[str, Any]]:
     for name in ("fig3a_cost", "table2"):
         for case in load_study(SIMULATIONS / f"{name}.toml").cases:
             scenario = case.scenario
-            found = rehearsed(run_scenario(scenario, seed=1, keeps_events=False))
+            found = run_scenario(scenario, seed=1, keeps_events=False)
             train, kappa = scenario.learner.train_seconds, scenario.publish_every
             step_seconds = train / (1 - found.steady_idle_ratio)
             hourly = scenario.learner.price_usd_per_hour
@@ -72,7 +71,7 @@ def published() -> list[dict[str, Any]]:
     return rows
 
 
-def ours(label: str, max_staleness: int, broadcast: Broadcast, gamma: float = 1.1) -> dict[str, Any]:
+def ours(label: str, max_staleness: int, broadcast: BroadcastInputs, gamma: float = 1.1) -> dict[str, Any]:
     """One plan, rehearsed."""
     inputs = PlanInputs(
         groups_per_step=128,
@@ -103,12 +102,12 @@ def ours(label: str, max_staleness: int, broadcast: Broadcast, gamma: float = 1.
         "predicted_idle": plan.prediction.steady_idle_ratio,
         "mean_staleness": found.mean_staleness,
         "max_staleness": found.max_staleness,
-        "rehearsal": asdict(found),
+        "rehearsal": found.to_dict(),
     }
 
 
 def all_ours() -> list[dict[str, Any]]:
-    whole = Broadcast(SNAPSHOT_BYTES, None, Route(head_up_bps=1e9), reload_seconds=10.0)
+    whole = BroadcastInputs(SNAPSHOT_BYTES, None, 1e9, reload_seconds=10.0)
     deltas = replace(whole, delta_bytes=SNAPSHOT_BYTES / 32)
     return [
         ours("deltas 1/32, S <= 3", 3, deltas),

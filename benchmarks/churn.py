@@ -17,7 +17,7 @@ from typing import Any
 
 from recording import save
 
-from echo2.control import commands as do
+from echo2.control.head import commands as do
 from echo2.sim import Report, load_study, run_scenario
 
 HERE = Path(__file__).resolve().parent

@@ -27,7 +27,7 @@ import argparse
 import statistics
 import sysconfig
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -37,9 +37,11 @@ import zstandard
 from numpy.typing import NDArray
 from recording import HERE, save
 from transformers import LlamaConfig, LlamaForCausalLM
+from weights_cases import apply_delta, encode_delta
 
-from echo2.types import Snapshot, SnapshotRef, TensorBytes
-from echo2.weights import apply_delta, encode_delta
+from echo2.types import RUN_POLICY, Snapshot, SnapshotRef, TensorBytes
+from echo2.weights.manifest import Manifest, widths_of
+from echo2.weights.segments import apply_segment, gather
 
 SEQUENCE = 128
 SEQUENCES = 2
@@ -124,7 +126,7 @@ class Training:
 def snapshot(version: int, weights: Weights, dtype: str) -> Snapshot:
     name = DTYPES[dtype][0]
     tensors = {key: TensorBytes(name, items.shape, items.data) for key, items in weights.items()}
-    return Snapshot(SnapshotRef(1, version), tensors, {})
+    return Snapshot(SnapshotRef(RUN_POLICY, 1, version), tensors, {})
 
 
 def entropy_bits(counts: NDArray[Any]) -> float:
@@ -160,26 +162,28 @@ def timed(work: Callable[[], Any], repeats: int, num_bytes: int) -> dict[str, fl
 def case(base: Weights, target: Weights, dtype: str, repeats: int) -> dict[str, Any]:
     """One row: sizes relative to the full weights in this dtype, and speeds."""
     before, after = snapshot(1, base, dtype), snapshot(2, target, dtype)
-    encoded = encode_delta(before, after)
+    manifest, chunks = encode_delta(before, after)
     full = sum(items.nbytes for items in base.values())
-    if encoded is None:
-        raise SystemExit(f"no delta smaller than the full {full} bytes")
-    manifest, chunks = encoded
     applied = apply_delta(manifest, before, chunks.__getitem__)
     if any(bytes(applied.tensors[name].data) != items.tobytes() for name, items in target.items()):
         raise SystemExit("the applied delta is not the target")
     row: dict[str, Any] = change(base, target)
     row["full_bytes"] = full
     row["delta_bytes"] = manifest.total_bytes
-    row["manifest_bytes"] = len(manifest.to_bytes())
+    row["manifest_bytes"] = len(manifest.text)
     row["entropy_bytes"] = row["where_bytes"] + row["value_bytes"]
     row["over_entropy"] = row["delta_bytes"] / row["entropy_bytes"]
-    idempotent = encode_delta(before, after, idempotent=True)
-    row["idempotent_bytes"] = idempotent[0].total_bytes if idempotent else full
     row.update(others(base, target, row["num_changed"]))
     row["encode_gb_s"] = timed(lambda: encode_delta(before, after), repeats, full)
-    row["apply_gb_s"] = timed(lambda: apply_delta(manifest, before, chunks.__getitem__), repeats, full)
+    row["apply_gb_s"] = timed(lambda: apply_all(manifest, before, chunks), repeats, full)
     return row
+
+
+def apply_all(manifest: Manifest, base: Snapshot, chunks: Mapping[bytes, memoryview]) -> None:
+    """Each segment over its base, verified."""
+    widths, bases = widths_of(manifest.tensors, manifest.extents), gather(base.tensors, manifest.extents)
+    for segment, width, items in zip(manifest.segments, widths, bases, strict=True):
+        apply_segment(segment, width, items, chunks.__getitem__)
 
 
 def others(base: Weights, target: Weights, num_changed: int) -> dict[str, int]:
@@ -211,10 +215,7 @@ def rows(options: argparse.Namespace, training: Training) -> Iterator[dict[str, 
 
 def shown(row: dict[str, Any]) -> str:
     full = row["full_bytes"]
-    sizes = " ".join(
-        f"{100 * row[name] / full:7.3f}"
-        for name in ("delta_bytes", "entropy_bytes", "idempotent_bytes", "xor_zstd3_bytes")
-    )
+    sizes = " ".join(f"{100 * row[name] / full:7.3f}" for name in ("delta_bytes", "entropy_bytes", "xor_zstd3_bytes"))
     plain = " ".join(f"{100 * row[name] / full:7.2f}" for name in ("index_value_bytes", "full_zstd3_bytes"))
     return (
         f"{row['dtype']} {row['rate']:.0e} {row['steps']:3d} {100 * row['changed']:8.3f} {sizes} {plain} "
@@ -223,7 +224,7 @@ def shown(row: dict[str, Any]) -> str:
 
 
 HEADER = (
-    "dtype rate steps  changed   delta entropy idempot xor+zst idx+val full+zs  over H encode  apply\n"
+    "dtype rate steps  changed   delta entropy xor+zst idx+val full+zs  over H encode  apply\n"
     "                        %   % of full ...                                      x   GB/s   GB/s"
 )
 

@@ -12,32 +12,33 @@ from typing import Any
 from fuzz_target import Target, folder, from_file, text
 from fuzz_wire import JSON_WORDS
 
-from echo2 import config, pipes
+from echo2 import config
 from echo2.buffer import Ledger
 from echo2.buffer.audit import audit
 from echo2.buffer.schema import open_for_reading
-from echo2.control import events as ev
-from echo2.control.planner import Planner
+from echo2.config.offers import load_offers
+from echo2.control.head import events as ev
+from echo2.control.head.planner import Planner
 from echo2.learner import checkpoint
-from echo2.offers import load_offers
-from echo2.past_run import read_past_run
 from echo2.planning import cost_report
+from echo2.planning.past_run import read_past_run
 from echo2.planning.snapshot_size import snapshot_bytes
 from echo2.reward import functions
 from echo2.reward.text_scorers import final_answer, tagged_answer
 from echo2.rollout.architecture import read_architecture
 from echo2.rollout.snapshot_files import end_tokens, read_config
 from echo2.rollout.tokenizer import encode_prompt, load_tokenizer
-from echo2.runtime import eventlog, metrics
-from echo2.runtime.accounts import CostBook
-from echo2.runtime.planner_options import planner_options
-from echo2.runtime.rundir import read_json
+from echo2.rundir import read_json
+from echo2.runtime.head import eventlog, metrics
+from echo2.runtime.head.accounts import CostBook
+from echo2.runtime.head.planner_options import planner_options
+from echo2.sandbox import pipes
 from echo2.sim.study import load_study
 from echo2.tasks.base import TaskStream
 from echo2.tasks.files import JsonlRows, ParquetRows
-from echo2.tasks.logs import LoggedAttempts
+from echo2.tasks.logs import LoggedRollouts
 from echo2.tasks.templates import TemplateRows
-from echo2.types import Message, Task, TensorBytes
+from echo2.types import Message, Task
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 TOML_WORDS = (
@@ -86,7 +87,7 @@ def _read_flag(data: bytes) -> None:
 
 def _settings() -> list[Target]:
     flags = [f"{section}.{name} {default}" for section, name, _, default, _ in config.all_fields()]
-    flags += ["tasks.params {prompt = '{question}'}", "reward.weights [1.0, 2.0]", 'reward.functions ["exact_match"]']
+    flags += ["tasks.params {prompt = '{question}'}", 'reward.functions ["exact_match"]']
     values = tuple(flag.encode() for flag in (*flags[::8], *flags[-3:]))
     names = tuple(flag.split(" ")[0].encode() + b" " for flag in flags)
     offers, study = from_file("offers.toml", load_offers), from_file("study.toml", load_study)
@@ -116,7 +117,7 @@ def _read_tasks(rows: Any) -> None:
 
 
 def _read_log(path: Path) -> None:
-    _read_tasks(LoggedAttempts(path, 3, 2))
+    _read_tasks(LoggedRollouts(path, 3, 2))
 
 
 def _read_template(data: bytes) -> None:
@@ -177,7 +178,7 @@ def _ledger() -> bytes:
     ledger.learner_joined(version=0, lineage=1, now=0.0)
     for number in range(3):
         ledger.issue(number, step=0, cursor=number, now=0.0)
-    ledger.grant(1, 0, "w-1", now=1.0, deadline=9.0, num_samples=4, first_sample=0)
+    ledger.grant(1, 0, "w-1", now=1.0, deadline=9.0, num_samples=4)
     costs = CostBook()
     costs.joined("w-1", 0.5, now=0.0)
     ledger.set_meta("costs", costs.to_plain(9.0))
@@ -200,7 +201,7 @@ def _read_ledger(path: Path) -> None:
 
 
 def _read_rows(path: Path) -> None:
-    metrics.known_ess(metrics.Metrics(path).rows, 9)
+    metrics.Metrics(path)
 
 
 def _events() -> bytes:
@@ -208,10 +209,11 @@ def _events() -> bytes:
     path = folder() / "made" / "events.jsonl"
     path.parent.mkdir(exist_ok=True)
     path.unlink(missing_ok=True)
-    options = planner_options(config.Config(), 0, [])
+    options = planner_options(config.Config(), 0)
     log, planner = eventlog.EventLog(path, options), Planner(options)
     for now, event in enumerate((ev.LearnerJoined(0), ev.WorkerJoined("w-1", 2, 0.5, installed=None))):
-        log.write(float(now), event, planner.handle(event, float(now)))
+        log.add(float(now), event, planner.handle(event, float(now)))
+    log.flush()
     log.close()
     return path.read_bytes()
 
@@ -251,13 +253,13 @@ def _read_checkpoint(data: bytes) -> None:
     (directory / "config.json").write_bytes(b"{}")
     (directory / checkpoint.STATE_FILE).write_bytes(data)
     checkpoint.latest(directory.parent)
-    checkpoint.read_progress(directory)
+    checkpoint.read_client(directory)
 
 
 def _checkpoint() -> bytes:
     directory = folder() / "made" / "step_3"
     directory.parent.mkdir(exist_ok=True)
-    checkpoint.write_checkpoint(directory, checkpoint.Progress(3, 1, 9, 0.5), {"config.json": b"{}"}, {})
+    checkpoint.write_checkpoint(directory, {"version": 3}, {"config.json": b"{}"}, {})
     return (directory / checkpoint.STATE_FILE).read_bytes()
 
 
@@ -325,7 +327,7 @@ def _learner_files() -> list[Target]:
     linear = {**model, "model_type": "llama", "rope_parameters": {"rope_type": "linear", "factor": 2.0}}
     models = (json.dumps(model).encode(), json.dumps(linear).encode())
     words = (*JSON_WORDS, b'"head_dim": ', b'"sliding_window": ', b'"layer_types": ', b'"rope_scaling": ')
-    tensors = {"a": TensorBytes("F32", (2, 3), bytes(24))}
+    tensors = {"a": checkpoint.StoredTensor("F32", (2, 3), 24, lambda: bytes(24))}
     header = b"".join(bytes(piece) for piece in checkpoint.safetensors_pieces(tensors))
     sizes = from_file("model/model.safetensors", lambda path: snapshot_bytes(path.parent, "bfloat16"))
     return [

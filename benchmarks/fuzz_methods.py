@@ -21,12 +21,12 @@ from fuzz_files import tokenizer_files
 from fuzz_inputs import filled
 from fuzz_target import Target, folder
 from fuzz_wire import ROLLOUT
+from weights_cases import encode
 
-from echo2 import config
+from echo2 import config, rundir
 from echo2.errors import InvariantError, PeerError, UserError
-from echo2.runtime import rundir
-from echo2.runtime.head import Head
-from echo2.runtime.service import Service
+from echo2.runtime.head.head import Head
+from echo2.runtime.head.service import Service
 from echo2.transport import chunks, messages
 from echo2.transport import wire_pb2 as wire
 from echo2.transport.base import METHODS, Method, Peer, parse
@@ -34,8 +34,7 @@ from echo2.transport.certificates import make_key, make_request
 from echo2.transport.identity import RunIdentity
 from echo2.transport.limits import PROTOCOL_VERSION
 from echo2.transport.tickets import Ticket
-from echo2.types import GroupRef, RolloutGroup, SnapshotRef, TensorBytes
-from echo2.weights import encode
+from echo2.types import RUN_POLICY, GroupRef, RolloutGroup, SnapshotRef, TensorBytes
 
 CALLS_PER_HEAD = 3000
 #: Workers that one head sees come, each when the one before was expelled for what it sent; and who says hello again and
@@ -52,7 +51,7 @@ SHARES = {
     "Deliver": 0.4,
     "ReportCheckpoint": 0.05,
     "ReportStep": 0.02,
-    "OfferSnapshot": 0.1,
+    "OfferChunks": 0.1,
     "Publish": 0.05,
     "PutChunk": 0.02,
     "Attend": 0.1,
@@ -76,7 +75,7 @@ _WORKERS = (
     "PutProbe",
 )
 _LEARNERS = (
-    *("LearnerHello", "TakeGroups", "ReportStep", "OfferSnapshot", "PutChunk", "Publish", "ReportCheckpoint"),
+    *("LearnerHello", "TakeGroups", "ReportStep", "OfferChunks", "PutChunk", "Publish", "ReportCheckpoint"),
     "LearnerReport",
 )
 
@@ -105,8 +104,8 @@ class World:
 
     async def _open(self) -> None:
         settings = config.Config(
-            tasks=config.TasksConfig(source="digit_sorting"),
-            reward=config.RewardConfig(functions=["exact_match"]),
+            tasks=config.sections.TasksConfig(source="digit_sorting"),
+            reward=config.sections.RewardConfig(functions=["exact_match"]),
             sampling=config.SamplingConfig(group_size=2, max_tokens=16),
             schedule=config.ScheduleConfig(groups_per_step=16),
         )
@@ -114,12 +113,14 @@ class World:
         self.head = Head(made, settings, _run_identity())
         await self.head.start()
         self.handlers = Service(self.head).handlers()
-        hello = wire.LearnerHello(protocol=PROTOCOL_VERSION, version=0, vocab_size=VOCABULARY)
-        await self.handlers["LearnerHello"](LEARNER, hello)  # type: ignore[misc]
+        hello = wire.LearnerHello(protocol=PROTOCOL_VERSION, policy=RUN_POLICY, version=0, vocab_size=VOCABULARY)
+        self.session: Any = self.handlers["LearnerHello"](LEARNER, hello)
+        self.epoch = (await anext(self.session)).epoch  # 1: what the samples say
         request, content = snapshot(self.head.planner.lineage)
-        await self.handlers["OfferSnapshot"](LEARNER, request)  # type: ignore[misc]
+        await self.handlers["OfferChunks"](LEARNER, wire.ChunkOffer(hashes=content, epoch=1))  # type: ignore[misc]
         for hash_, data in content.items():
-            await self.handlers["PutChunk"](LEARNER, wire.Chunk(hash=hash_, data=bytes(data)))  # type: ignore[misc]
+            chunk = wire.OfferedChunk(hash=hash_, data=bytes(data), epoch=1)
+            await self.handlers["PutChunk"](LEARNER, chunk)  # type: ignore[misc]
         await self.handlers["Publish"](LEARNER, request)  # type: ignore[misc]
         self.streams: list[Any] = []
         await self._attend(self.peer)
@@ -145,16 +146,17 @@ class World:
         await anext(self.streams[-1])
 
     async def _train_a_step(self) -> None:
-        feed: Any = self.handlers["TakeGroups"](LEARNER, wire.TakeGroups(step=0))
+        feed: Any = self.handlers["TakeGroups"](LEARNER, wire.TakeGroups(step=0, epoch=self.epoch))
         fed, is_done = list[int](), False
         while not is_done:
             for lease_id, group in self.leases():
                 delivery = _delivery(lease_id, group.number)
                 await self.handlers["Deliver"](self.peer, wire.Deliveries(items=[delivery]))  # type: ignore[misc]
             part = await anext(feed)
-            fed += [group.number for group in part.groups]
+            fed += [messages.parse_group(data).group.number for data in part.groups]
             is_done = part.HasField("done")
-        await self.handlers["ReportStep"](LEARNER, wire.StepReport(groups=fed, metrics_json="{}"))  # type: ignore[misc]
+        report = wire.StepReport(groups=fed, metrics_json="{}", epoch=self.epoch)
+        await self.handlers["ReportStep"](LEARNER, report)  # type: ignore[misc]
 
     def call(self, method: Method, message: Any) -> None:
         self.calls += 1
@@ -277,36 +279,40 @@ def _stand_in(message: Any, leases: list[tuple[int, GroupRef]]) -> Any:
 
 def snapshot(lineage: int) -> tuple[wire.PublishRequest, dict[bytes, memoryview]]:
     tensors = {"a": TensorBytes("BF16", (100,), bytes(200))}
-    manifest, content = encode(SnapshotRef(lineage, 0), tensors, tokenizer_files())
-    return wire.PublishRequest(lineage=lineage, version=0, manifest=manifest.to_bytes()), content
+    manifest, content = encode(SnapshotRef(RUN_POLICY, lineage, 0), tensors, tokenizer_files())
+    return wire.PublishRequest(manifest=manifest.text, epoch=1), content
 
 
 def said_hello() -> wire.WorkerHello:
-    hello = wire.WorkerHello(protocol=PROTOCOL_VERSION, capacity_groups=4, pid=7)
-    hello.installed_version, hello.installed_lineage = 0, 1
+    hello = wire.WorkerHello(protocol=PROTOCOL_VERSION, slots=4, pid=7)
+    hello.installed.CopyFrom(wire.SnapshotId(policy=RUN_POLICY, lineage=1))
     return hello
 
 
 def _delivery(lease_id: int, number: int) -> wire.Delivery:
-    group = RolloutGroup(GroupRef("train", number), 0, 1, 0, array("i"), (ROLLOUT, ROLLOUT), "", 1.5)
+    group = RolloutGroup(GroupRef(RUN_POLICY, "train", number), 0, 1, 0, array("i"), (ROLLOUT, ROLLOUT), "", 1.5)
     return messages.encode_delivery(lease_id, group)
 
 
 def _seeds(method: Method) -> tuple[bytes, ...]:
     if method.raw:
         return (b"", chunks.pack(bytes(32), b"filler"))
-    payload = wire.PayloadId(ref=wire.SnapshotId(lineage=1))
+    payload = wire.PayloadId(ref=wire.SnapshotId(policy=RUN_POLICY, lineage=1))
     request, content = snapshot(1)
     tally = wire.Tally(source="", num_bytes=202, seconds=0.5)
     found: dict[str, list[Any]] = {
         "Attend": [said_hello()],
-        "Report": [wire.WorkerReport(installed_version=0, installed_lineage=1, doing="samples", tokens_generated=9)],
+        "Report": [
+            wire.WorkerReport(
+                installed=wire.SnapshotId(policy=RUN_POLICY, lineage=1), doing="samples", tokens_generated=9
+            )
+        ],
         "FailLease": [wire.LeaseFailed(lease_id=1, reason="oom", detail="out of memory")],
         "Deliver": [
             wire.Deliveries(items=[_delivery(1, 1)]),
             wire.Deliveries(items=[_delivery(0, 0), _delivery(2, 2)]),
         ],
-        "FetchManifest": [wire.ManifestRequest(lineage=1, version=0)],
+        "FetchManifest": [wire.ManifestRequest(policy=RUN_POLICY, lineage=1, version=0)],
         "FetchChunks": [wire.ChunkRequest(hashes=list(content), payload=payload)],
         "ReportFetch": [
             wire.FetchReport(payload=payload, bytes_stored=202, bytes_total=202, whole=True, tallies=[tally]),
@@ -314,14 +320,18 @@ def _seeds(method: Method) -> tuple[bytes, ...]:
             wire.FetchReport(up=1e6, down=1e7),
         ],
         "Probe": [wire.ProbeRequest(num_bytes=1000)],
-        "LearnerHello": [wire.LearnerHello(protocol=PROTOCOL_VERSION, version=1, vocab_size=VOCABULARY, pid=8)],
-        "TakeGroups": [wire.TakeGroups(step=1)],
-        "ReportStep": [wire.StepReport(step=0, groups=[0, 1], metrics_json='{"time/step": 1.5, "ess": 0.9}')],
-        "OfferSnapshot": [request],
+        "LearnerHello": [
+            wire.LearnerHello(
+                protocol=PROTOCOL_VERSION, policy=RUN_POLICY, version=1, vocab_size=VOCABULARY, pid=8, epoch=1
+            )
+        ],
+        "TakeGroups": [wire.TakeGroups(step=1, epoch=1)],
+        "ReportStep": [wire.StepReport(step=0, groups=[0, 1], metrics_json='{"time/step": 1.5, "ess": 0.9}', epoch=1)],
+        "OfferChunks": [wire.ChunkOffer(hashes=content, epoch=1)],
         "Publish": [request],
-        "PutChunk": [wire.Chunk(hash=hash_, data=bytes(data)) for hash_, data in content.items()],
-        "ReportCheckpoint": [wire.CheckpointReport(version=0, oldest_kept=0)],
-        "LearnerReport": [wire.LearnerReport(doing="trains")],
+        "PutChunk": [wire.OfferedChunk(hash=hash_, data=bytes(data), epoch=1) for hash_, data in content.items()],
+        "ReportCheckpoint": [wire.CheckpointReport(version=0, oldest_kept=0, epoch=1)],
+        "LearnerReport": [wire.LearnerReport(doing="trains", epoch=1)],
     }
     rng = random.Random(0)
     return (*(each.SerializeToString() for each in found[method.name]), filled(method.request, rng).SerializeToString())

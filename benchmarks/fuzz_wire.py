@@ -20,14 +20,17 @@ from cryptography.x509.oid import NameOID
 from fuzz_inputs import filled
 from fuzz_target import Target, folder, text
 from google.protobuf.message import Message as WireMessage
+from weights_cases import apply_delta, encode, encode_delta
 
 from echo2.broadcast import addresses, payloads
+from echo2.config.sections import SamplingConfig
 from echo2.errors import PeerError
-from echo2.runtime import service
+from echo2.runtime.head import service
 from echo2.transport import chunks, identity, limits, messages, tickets
 from echo2.transport import wire_pb2 as wire
 from echo2.transport.base import METHODS, Peer, packed, parse
 from echo2.types import (
+    RUN_POLICY,
     Assignment,
     GroupRef,
     Lease,
@@ -38,11 +41,15 @@ from echo2.types import (
     SnapshotRef,
     TensorBytes,
 )
-from echo2.weights import ChunkEntry, ChunkStore, Manifest, apply_delta, encode, encode_delta
+from echo2.weights.chain import compose
+from echo2.weights.content import Content
 from echo2.weights.items import apply_items, encode_items
+from echo2.weights.manifest import DELTA, MAX_CHUNK_BYTES, Manifest, Record
 from echo2.weights.planes import Reader, Writer
+from echo2.weights.store import ChunkStore
 
 VOCABULARY = 1000
+SAMPLING = SamplingConfig(groups_per_batch=2, group_size=2)
 PEER = Peer("w-0123456789", "worker", "192.0.2.7")
 JSON_WORDS = (b"{", b"}", b"[", b"]", b":", b",", b'"', b"null", b"true", b"NaN", b"Infinity", b"1e999", b"\\ud800")
 PEM_WORDS = (b"-----BEGIN CERTIFICATE-----\n", b"-----END CERTIFICATE-----\n", b"-----BEGIN EC PRIVATE KEY-----\n")
@@ -69,19 +76,19 @@ _ROLLOUTS = (
     replace(ROLLOUT, text="5678", reward=0.5, reward_parts={"exact_match": 0.5, "environment": 1.0}),
     replace(_PLAYED, version_spans=((0, 3), (2, 4)), **_SUPPORT),
 )
-_LEASE = Lease(4, GroupRef("train", 7), 3, 9, 8, 2, 3, 99.5, 30.0, 11)
+_LEASE = Lease(4, GroupRef(RUN_POLICY, "train", 7), 3, 9, 8, 2, 3, 99.5, 30.0, 11)
 _PARAMS = SamplingParams(temperature=0.7, top_p=0.9, top_k=4, max_tokens=64)
 
 
 def group(num_rollouts: int = 2) -> RolloutGroup:
     """A group as the head keeps it."""
     rollouts = _ROLLOUTS[:num_rollouts]
-    return RolloutGroup(GroupRef("train", 7), 3, 1, 9, array("i", [1, 2]), rollouts, PEER.peer_id, 1.5)
+    return RolloutGroup(GroupRef(RUN_POLICY, "train", 7), 3, 1, 9, array("i", [1, 2]), rollouts, PEER.peer_id, 1.5)
 
 
 def assignment(is_chat: bool) -> Assignment:
     columns = {"answer": "35", "list": [1, {"a": None}]}
-    return Assignment(_LEASE, array("i", [1, 2]), _PARAMS, columns, "sokoban", 4, is_chat)
+    return Assignment(_LEASE, array("i", [1, 2]), _PARAMS, columns, "own.py:Game", 4, is_chat)
 
 
 def _read_group(message: wire.RolloutGroup) -> None:
@@ -92,8 +99,9 @@ def _read_group(message: wire.RolloutGroup) -> None:
 
 def _read_delivery(message: wire.Delivery) -> None:
     messages.delivered_group(message)
-    found = messages.decode_delivery(message, _LEASE, array("i", [1, 2]), PEER.peer_id)
-    again = messages.decode_delivery(messages.encode_delivery(4, found), _LEASE, array("i", [1, 2]), PEER.peer_id)
+    lease = replace(_LEASE, num_samples=max(1, len(message.samples)))
+    found = messages.decode_delivery(message, lease, array("i", [1, 2]), PEER.peer_id)
+    again = messages.decode_delivery(messages.encode_delivery(4, found), lease, array("i", [1, 2]), PEER.peer_id)
     assert again.rollouts == found.rollouts
     _check(found)
 
@@ -106,7 +114,7 @@ def _check(found: RolloutGroup) -> None:
 
 
 def _read_hello(hello: wire.WorkerHello) -> None:
-    service.worker_joined(PEER, hello, 4)
+    service.worker_joined(PEER, hello, SAMPLING)
     address = addresses.of_worker(hello, PEER.host)
     assert address.isprintable()
     addresses.reach(address)
@@ -131,10 +139,10 @@ _DEEPER: dict[type[Any], Callable[[Any], object]] = {
     wire.WorkerHello: _read_hello,
     wire.Order: _read_order,
     wire.ChunkRequest: _read_request,
-    wire.PublishRequest: service._offered,
+    wire.PublishRequest: lambda request: Manifest.from_bytes(request.manifest),
     wire.Delivery: _read_delivery,
     wire.Deliveries: lambda deliveries: [_read_delivery(item) for item in deliveries.items],
-    wire.FedGroups: lambda fed: [_read_group(each) for each in fed.groups],
+    wire.FedGroups: lambda fed: [_check(messages.parse_group(each)) for each in fed.groups],
 }
 
 
@@ -163,20 +171,21 @@ def _encoded(kind: type[WireMessage]) -> list[bytes]:
     groups = [messages.encode_group(group(number)) for number in (1, 2)]
     leases = [messages.encode_assignment(assignment(is_chat)) for is_chat in (False, True)]
     deliveries = [messages.encode_delivery(4, group(number)) for number in (1, 2)]
-    hello = wire.WorkerHello(protocol=limits.PROTOCOL_VERSION, capacity_groups=2, engine="compact", device="cpu")
-    hello.listen_port, hello.advertise, hello.installed_version = 4000, "[2001:db8::1]:4000", 3
-    payload = wire.PayloadId(ref=wire.SnapshotId(lineage=1, version=3))
+    hello = wire.WorkerHello(protocol=limits.PROTOCOL_VERSION, slots=2, engine="compact", device="cpu")
+    hello.listen_port, hello.advertise = 4000, "[2001:db8::1]:4000"
+    hello.installed.CopyFrom(wire.SnapshotId(policy=RUN_POLICY, lineage=1, version=3))
+    payload = wire.PayloadId(ref=hello.installed)
     routes = wire.Routes(payload=payload, sources=[wire.Source(peer_id="w-1", address="192.0.2.9:1")], stripes=[0])
     found: dict[type[Any], list[Any]] = {
         wire.RolloutGroup: groups,
         wire.Delivery: deliveries,
         wire.Deliveries: [wire.Deliveries(items=deliveries)],
-        wire.FedGroups: [wire.FedGroups(groups=groups)],
+        wire.FedGroups: [wire.FedGroups(groups=[each.SerializeToString() for each in groups])],
         wire.Lease: leases,
         wire.Order: [wire.Order(leases=wire.LeaseBatch(leases=leases)), wire.Order(routes=routes)],
         wire.WorkerHello: [hello],
         wire.ChunkRequest: [wire.ChunkRequest(hashes=[bytes(32), b"\1" * 32], payload=payload)],
-        wire.PublishRequest: [wire.PublishRequest(lineage=1, version=3, manifest=_manifest().to_bytes())],
+        wire.PublishRequest: [wire.PublishRequest(manifest=_manifest().text)],
     }
     return [message.SerializeToString() for message in found.get(kind, [])]
 
@@ -245,9 +254,7 @@ def _read_peer_file(data: bytes) -> None:
     for name in ("ca.pem", "peer.key"):
         (directory / name).write_bytes(_run_identity().credentials.ca_pem)
     (directory / "peer.pem").write_bytes(data)
-    loaded = identity.PeerIdentity(directory).load()
-    if loaded is not None:
-        identity.has_peer_name(loaded[1].certificate_pem)
+    identity.PeerIdentity(directory).load()
 
 
 def _read_members(data: bytes) -> None:
@@ -267,8 +274,7 @@ def _identity() -> list[Target]:
     csr, other_csr = _certificates()
     enrolled = run.enrol(ticket_id, "worker", csr)[1]
     signature = run.sign_manifest(b"manifest")
-    book = b'{"tickets": {"t": {"role": "worker", "uses": 3, "expires": 9e9, "is_own": true}}, "members": '
-    book += b'{"w-1": {"ticket": "t", "key": "00"}}}'
+    book = b'{"members": {"w-1": {"ticket": "t", "key": "00"}}}'
     pem = x509.load_der_x509_certificate(enrolled).public_bytes(serialization.Encoding.PEM)
     ca_pem = run.credentials.ca_pem
     return [
@@ -302,41 +308,46 @@ def _weights_of(seed: int, share: float) -> Snapshot:
         "a": TensorBytes("BF16", (1000,), moved.tobytes()),
         "b": TensorBytes("F32", (5, 2), np.arange(seed, seed + 10, dtype=np.float32).tobytes()),
     }
-    return Snapshot(SnapshotRef(1, seed), tensors, {"config.json": b"{}", "tokenizer.json": b"%d" % seed * 40})
+    return Snapshot(
+        SnapshotRef(RUN_POLICY, 1, seed), tensors, {"config.json": b"{}", "tokenizer.json": b"%d" % seed * 40}
+    )
 
 
 def _manifest() -> Manifest:
     base = _weights_of(1, 0.0)
-    return encode(SnapshotRef(1, 3), base.tensors, base.files, 600)[0]
+    return encode(SnapshotRef(RUN_POLICY, 1, 3), base.tensors, base.files, 600)[0]
 
 
 def _deltas() -> list[tuple[Manifest, bytes]]:
-    """(manifest, tensor stream) of deltas of every form, over one base."""
+    """(manifest, encoded bytes of its one coded record) of deltas of every form, over one base."""
     found = []
-    for share in (0.0, 0.01, 0.3, 0.9):
-        for idempotent in (False, True):
-            encoded = encode_delta(_weights_of(1, 0.0), _weights_of(2, share), idempotent=idempotent)
-            if encoded is not None:
-                manifest, sent = encoded
-                parts = manifest.chunks[manifest.num_file_chunks :]
-                found.append((manifest, b"".join(sent[entry.hash] for entry in parts)))
+    for share in (0.01, 0.3, 0.9):
+        manifest, sent = encode_delta(_weights_of(1, 0.0), _weights_of(2, share))
+        [record] = manifest.segments[_coded(manifest)].records
+        found.append((manifest, b"".join(sent[hash_] for hash_, _ in record.chunks())))
     return found
+
+
+def _coded(manifest: Manifest) -> int:
+    """The place of the segment that is sent as a delta; the small ones are sent raw."""
+    return next(place for place, segment in enumerate(manifest.segments) if segment.records[0].codec == DELTA)
 
 
 def _delta_reader() -> Callable[[bytes], object]:
     base, target = _weights_of(1, 0.0), _weights_of(2, 0.3)
-    encoded = encode_delta(base, target)
-    assert encoded is not None
-    manifest, sent = encoded
-    kept = manifest.chunks[: manifest.num_file_chunks]
+    manifest, sent = encode_delta(base, target)
+    place = _coded(manifest)
+    before, coded, after = manifest.segments[:place], manifest.segments[place], manifest.segments[place + 1 :]
 
     def read(data: bytes) -> None:
-        """The stream under a manifest that names its hash: what only a liar sends."""
-        if not 0 < len(data) < manifest.tensor_bytes:
-            raise PeerError("malformed", "no manifest has such a stream")
-        forged = replace(manifest, chunks=(*kept, ChunkEntry(blake3(data).digest(), len(data))))
-        content = {**sent, blake3(data).digest(): memoryview(data)}
-        apply_delta(forged, base, content.__getitem__)
+        """The record under a manifest that names its hash: what only a liar sends."""
+        if not 0 < len(data) <= coded.num_bytes:
+            raise PeerError("malformed", "no manifest has such a record")
+        hash_ = blake3(data).digest()
+        lie = replace(coded, records=(Record(DELTA, len(data), MAX_CHUNK_BYTES, hash_),))
+        apply_delta(
+            replace(manifest, segments=(*before, lie, *after)), base, {**sent, hash_: memoryview(data)}.__getitem__
+        )
 
     return read
 
@@ -397,15 +408,14 @@ def _record_seeds() -> tuple[bytes, ...]:
             before = _items(width)
             draw = np.random.default_rng(width).random(300)
             after = before + (draw < share).astype(before.dtype) * before.dtype.type(3)
-            for idempotent in (False, True):
-                recorder = _Recorder(memoryview(encode_items(before, after, idempotent)))
-                apply_items(recorder, before.copy())
-                seeds.append(bytes((number,)) + bytes(recorder.parts))
+            recorder = _Recorder(memoryview(encode_items(before, after)))
+            apply_items(recorder, before.copy())
+            seeds.append(bytes((number,)) + bytes(recorder.parts))
     return tuple(seeds)
 
 
 def _read_manifest(data: bytes) -> None:
-    assert Manifest.from_bytes(data).to_bytes() == data
+    assert Manifest.from_bytes(data).text == data
 
 
 def _read_listed(data: bytes) -> None:
@@ -417,7 +427,9 @@ def _read_listed(data: bytes) -> None:
     (listed / f"{manifest.ref}.json").write_bytes(data)
     store = ChunkStore(directory)
     for each in store.manifests():
-        store.load(each.ref)
+        steps = store.chain(each.ref)
+        if steps is not None:
+            Content().apply(compose(steps), store.get)
 
 
 def _read_stored(data: bytes) -> None:
@@ -431,7 +443,7 @@ def _read_stored(data: bytes) -> None:
 
 def _weights() -> list[Target]:
     manifests = [_manifest(), *(manifest for manifest, _ in _deltas())]
-    texts = tuple(dict.fromkeys(manifest.to_bytes() for manifest in manifests))
+    texts = tuple(dict.fromkeys(manifest.text for manifest in manifests))
     sent = tuple(dict.fromkeys(manifest.to_wire() for manifest in manifests))
     streams = tuple(dict.fromkeys(stream for _, stream in _deltas()))
     return [

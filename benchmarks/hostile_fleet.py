@@ -13,12 +13,14 @@ import argparse
 import statistics
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from hostile_workers import HostileSpec, make_worker
 from recording import save
 
-from echo2.control import commands as do
+from echo2.control.head import commands as do
 from echo2.sim import Report, Scenario, run_scenario
 from echo2.sim.scenario import LearnerSpec, WorkersSpec
 
@@ -41,6 +43,7 @@ def simulate(name: str, workers: tuple[WorkersSpec, ...], seed: int, max_stalene
             workers=workers,
         ),
         seed,
+        make_worker=make_worker,
     )
 
 
@@ -60,7 +63,8 @@ def measure(
     rows = []
     for seed in range(options.seeds):
         alone = simulate("alone", (own,), seed, max_staleness, options.steps)
-        liars = [WorkersSpec(count=hostile // tickets, ticket=f"t{at}", hostile=way) for at in range(tickets)]
+        kind = partial(HostileSpec, hostile=way) if way else WorkersSpec
+        liars = [kind(count=hostile // tickets, ticket=f"t{at}") for at in range(tickets)]
         beside = simulate(way or "honest strangers", (own, *liars), seed, max_staleness, options.steps)
         waited = beside.history.wait_seconds - alone.history.wait_seconds
         rows.append(

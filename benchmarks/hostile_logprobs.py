@@ -17,22 +17,27 @@ Prints one line for each loss and way of lying, the seeds side by side.
 from __future__ import annotations
 
 import argparse
+import asyncio
 import random
 from array import array
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+from echo2.config import Config
+from echo2.config.sections import LearnerConfig, RunConfig, SamplingConfig
 from echo2.control.seeds import group_seed
+from echo2.learner.grpo.client import GrpoClient
 from echo2.learner.model import load_policy
-from echo2.learner.trainer import Trainer, TrainerOptions
 from echo2.reward.score import Scorer
 from echo2.rollout import generate
 from echo2.rollout.engines import make_engine
+from echo2.rollout.tokenizer import Tokenizer, encode_prompt, load_tokenizer, with_texts
 from echo2.tasks.base import TaskStream
 from echo2.tasks.load import load_tasks
 from echo2.transport.limits import LOGPROB_MIN
 from echo2.types import (
+    RUN_POLICY,
     Assignment,
     GroupKind,
     GroupRef,
@@ -81,32 +86,32 @@ class Sampler:
     """An engine with the policy's weights, and what its answers are worth."""
 
     def __init__(self, seed: int) -> None:
-        self._seed, self._engine = seed, make_engine("compact", "cpu", "between")
+        self._seed, self._engine = seed, make_engine("compact", "cpu")
         self._scorer = Scorer(["exact_match"])
-        self._tokenizer: generate.Tokenizer | None = None
+        self._tokenizer: Tokenizer | None = None
 
-    def load(self, trainer: Trainer) -> None:
+    def load(self, trainer: GrpoClient) -> None:
         tensors, files = trainer.save_weights_for_sampler()
-        self._engine.load_snapshot(Snapshot(SnapshotRef(1, trainer.version), tensors, files))
-        self._tokenizer = self._tokenizer or generate.load_tokenizer(
-            {name: bytes(data) for name, data in files.items()}
-        )
+        snapshot = Snapshot(SnapshotRef(RUN_POLICY, 1, trainer.version), tensors, files)
+        asyncio.run(self._engine.update_weights(snapshot))
+        self._tokenizer = self._tokenizer or load_tokenizer({name: bytes(data) for name, data in files.items()})
 
     def groups(self, kind: GroupKind, stream: TaskStream, cursors: range, size: int, step: int) -> list[RolloutGroup]:
         """Scored groups of these tasks, in order."""
-        params, found = SamplingParams(temperature=1.0, max_tokens=MAX_TOKENS), dict[int, RolloutGroup]()
-        assignments = []
+        assert self._tokenizer is not None, "load weights first"
+        tokenizer, params = self._tokenizer, SamplingParams(temperature=1.0, max_tokens=MAX_TOKENS)
+        assignments, found = list[Assignment](), dict[int, RolloutGroup]()
         for cursor in cursors:
-            group = GroupRef(kind, cursor)
+            group = GroupRef(RUN_POLICY, kind, cursor)
             lease = Lease(cursor, group, step, cursor, size, 0, None, 0.0, 0.0, group_seed(self._seed, group))
-            assignments.append(Assignment(lease=lease, task=stream.task(cursor), params=params))
+            task = stream.task(cursor)
+            assignments.append(generate.assignment_of(lease, task, encode_prompt(task, tokenizer), params))
 
         def finished(group: RolloutGroup, lease: Lease) -> None:
-            scored = self._scorer.score(stream.task(lease.cursor), group.rollouts)
+            scored = self._scorer.score(stream.task(lease.cursor), with_texts(group.rollouts, tokenizer))
             found[lease.cursor] = replace(group, rollouts=scored)
 
-        assert self._tokenizer is not None, "load weights first"
-        generate.sample_groups(self._engine, self._tokenizer, assignments, 1, "w", finished, lambda *_: None)
+        asyncio.run(generate.sample_groups(self._engine, tokenizer, assignments, "w", finished, lambda *_: None))
         return [found[cursor] for cursor in cursors]
 
 
@@ -114,11 +119,13 @@ def accuracy_after(model: Path, loss: str, forge: Forgery, steps: int, groups: i
     """Held-out accuracy after so many steps of so many groups, every other of which is forged."""
     train = TaskStream(load_tasks("digit_sorting", {"split": "train", **DIGITS}, seed), seed, True)
     held_out = TaskStream(load_tasks("digit_sorting", {"split": "heldout", **DIGITS}, seed), seed, False)
-    options = TrainerOptions(
-        lr=2e-4, warmup_steps=5, max_steps=steps, betas=(0.9, 0.95), advantage="grpo", max_tokens=MAX_TOKENS, loss=loss
+    config = Config(
+        run=RunConfig(max_steps=steps),
+        sampling=SamplingConfig(max_tokens=MAX_TOKENS),
+        learner=LearnerConfig(lr=2e-4, warmup_steps=5, advantage="grpo", loss=loss),
     )
     trainer, sampler, rng = (
-        Trainer(load_policy(str(model), "float32", "cpu"), options),
+        GrpoClient(load_policy(str(model), "float32", "cpu"), config),
         Sampler(seed),
         random.Random(seed),
     )

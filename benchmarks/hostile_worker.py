@@ -8,7 +8,7 @@ from array import array
 from collections.abc import Callable
 from pathlib import Path
 
-from echo2.runtime import worker
+from echo2.runtime.worker import process as worker
 from echo2.transport import wire_pb2 as wire
 
 #: Candidates of one token's support: 4 million.
@@ -32,7 +32,7 @@ def logprob(value: float, share: float = 0.0) -> Lie:
 
 
 def random_tokens(delivery: wire.Delivery, source: random.Random) -> None:
-    """Half the tokens are drawn by dice from those of the group, the last of each attempt aside; the logprobs are those
+    """Half the tokens are drawn by dice from those of the group, the last of each rollout aside; the logprobs are those
     of what the policy had drawn.
     """
     pool = [token for rollout in delivery.samples for token in array("i", rollout.tokens)[:-1]]

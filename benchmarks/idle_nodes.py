@@ -21,13 +21,12 @@ from typing import Any
 from paced_run import run_paced
 
 MAX_TOKENS = 12
-#: Of attempts that are spread evenly over 1..MAX_TOKENS.
+#: Of rollouts that are spread evenly over 1..MAX_TOKENS.
 MEAN_TOKENS = (1 + MAX_TOKENS) / 2
 
 CONFIG = """
 [run]
 max_steps = {steps}
-log_rollouts = 0
 [model]
 path = "{model}"
 [tasks]
@@ -39,14 +38,13 @@ functions = ["exact_match"]
 group_size = {group_size}
 max_tokens = {max_tokens}
 groups_per_batch = 1
-swap = "during"
 [schedule]
 groups_per_step = {groups_per_step}
 max_staleness = {max_staleness}
 publish_every = {publish_every}
 [learner]
 lr = 0.0
-groups_per_microbatch = {groups_per_step}
+tokens_per_microbatch = 1_000_000
 checkpoint_every = {steps}
 [workers]
 count = 0
@@ -120,35 +118,38 @@ def _summed_up(rows: Sequence[dict[str, Any]], cpu_share: float) -> Measured:
 
 def run_worker(settings: Mapping[str, Any]) -> None:
     """A worker whose engine has a speed."""
-    from echo2.rollout.fake_engine import FakeEngine
-    from echo2.runtime import worker
+    from echo2.rollout.decode_loop import DecodeLoop
+    from echo2.rollout.fake_engine import FakeDecoder
+    from echo2.runtime.worker import process as worker
     from echo2.types import Snapshot
 
-    class SlowEngine(FakeEngine):
-        def load_snapshot(self, snapshot: Snapshot) -> float:
+    class SlowDecoder(FakeDecoder):
+        def load(self, snapshot: Snapshot) -> None:
             time.sleep(settings["broadcast_seconds"])
-            return super().load_snapshot(snapshot)
+            super().load(snapshot)
 
-    worker.make_engine = lambda name, device, swap: SlowEngine(settings["rate"] * MEAN_TOKENS, time.sleep)
+    worker.make_engine = lambda name, device, slots: DecodeLoop(
+        SlowDecoder(settings["rate"] * MEAN_TOKENS, time.sleep), slots
+    )
     worker.run_worker(f"@{settings['run']}/ticket", Path(settings["state"]), worker.WorkerOptions(engine="fake"))
 
 
 def run_learner(settings: Mapping[str, Any]) -> None:
     """A learner whose steps take a set time."""
-    from echo2.learner.loss_stats import LossStats
-    from echo2.learner.trainer import Trainer
-    from echo2.runtime import learner_process
-    from echo2.runtime.rundir import RunDir
+    from echo2.learner.grpo.client import GrpoClient
+    from echo2.learner.grpo.loss_stats import LossStats
+    from echo2.rundir import RunDir
+    from echo2.runtime.learner import process as learner_process
     from echo2.types import RolloutGroup
 
-    class SteadyTrainer(Trainer):
+    class SteadyTrainer(GrpoClient):
         def forward_backward(self, groups: Sequence[RolloutGroup]) -> LossStats:
             until = time.monotonic() + settings["train_seconds"] * len(groups) / settings["groups_per_step"]
             stats = super().forward_backward(groups)
             time.sleep(max(0.0, until - time.monotonic()))
             return stats
 
-    learner_process.Trainer = SteadyTrainer
+    learner_process.GrpoClient = SteadyTrainer
     learner_process.run_learner(RunDir(Path(settings["run"])), "")
 
 

@@ -4,9 +4,10 @@ For each staleness bound, with kappa as `publish_every = "auto"` has it: the fle
 largest fleet below the minimum (`capacity.mu_needed` of the mode), and smaller ones. Two things are to be seen: at the
 planner's choice the learner waits at most 2 % of the time; below the minimum it visibly waits.
 
-Predicted batch by batch (`control/forecast.py`) and as a fluid (`control/capacity.py`); simulated with the real planner
-and relays, with workers that generate during a broadcast and with workers that stand still, as the paper's do. With
-`--real` the fleets are small, and are measured as well: head, learner and workers are processes (`idle_nodes.py`).
+Predicted batch by batch (`control/capacity/forecast.py`) and as a fluid (`control/capacity/formulas.py`); simulated
+with the real planner and worker scheduler, with workers that generate during a broadcast and with workers that stand
+still, as the paper's do. With `--real` the fleets are small, and are measured as well: head, learner and workers are
+processes (`idle_nodes.py`).
 All idle ratios are of the second half of the steps.
 
     python benchmarks/idle_ratio.py                # simulated, up to 140 workers; ten minutes
@@ -28,13 +29,13 @@ from pathlib import Path
 from typing import Any
 
 from idle_nodes import Fleet, measure
+from plots import COLOURS, INK, require_matplotlib
 from recording import HERE, save
 
-from echo2.control import capacity
-from echo2.control.forecast import Pace, forecast
-from echo2.offers import Offer
-from echo2.planning.plan import Broadcast, PlanInputs, make_plan
-from echo2.planning.plots import COLOURS, INK, require_matplotlib
+from echo2.config.offers import Offer
+from echo2.control.capacity import formulas as capacity
+from echo2.control.capacity.forecast import WorkerPace, forecast
+from echo2.planning.plan import BroadcastInputs, PlanInputs, make_plan
 from echo2.sim import Scenario, run_scenario
 from echo2.sim.scenario import BroadcastSpec, LearnerSpec, WorkersSpec
 
@@ -70,7 +71,7 @@ class Job:
             max_staleness=max_staleness,
             train_seconds=self.train_seconds,
             offers=(Offer("machine", 0.3, self.rate, spread=self.spread, count=1000),),
-            broadcast=Broadcast(at_least_seconds=self.broadcast_seconds),
+            broadcast=BroadcastInputs(at_least_seconds=self.broadcast_seconds),
             learner_usd_per_hour=12.24,
             groups_per_batch=1,
             publish_every=self.publish_every(max_staleness),
@@ -104,7 +105,6 @@ class Job:
             generate_during_broadcast=self.overlaps,
             lease_seconds=10_000.0,
             heartbeat_seconds=20.0,
-            lost_after_seconds=100.0,
             faults_until_seconds=0.0,
             workers=(spec,),
             learner=LearnerSpec(train_seconds=self.train_seconds, spread=0.0, publish_seconds=0.01),
@@ -144,7 +144,7 @@ def predicted(job: Job, max_staleness: int, shares: Sequence[float]) -> list[Row
             "is_choice": count == chosen,
             "is_below": count == least - 1,
             "fluid": capacity.idle_ratio(demand, count * job.rate),
-            "forecast": forecast(demand, [Pace(job.rate, count, 1, job.spread)], job.steps).steady_idle_ratio,
+            "forecast": forecast(demand, [WorkerPace(job.rate, count, 1, job.spread)], job.steps).steady_idle_ratio,
         }
         for count in sorted({*(max(1, round(least * share)) for share in shares), least - 1, chosen})
     ]
@@ -154,7 +154,7 @@ def curve(job: Job, max_staleness: int, most: int) -> Row:
     """What is predicted for other numbers of workers, up to so many: a line to draw."""
     demand = job.demand(max_staleness)
     counts = sorted({round(most * (0.4 + 0.6 * part / CURVE_POINTS)) for part in range(CURVE_POINTS + 1)})
-    walks = [forecast(demand, [Pace(job.rate, count, 1, job.spread)], job.steps) for count in counts]
+    walks = [forecast(demand, [WorkerPace(job.rate, count, 1, job.spread)], job.steps) for count in counts]
     points = [(count, walk.steady_idle_ratio) for count, walk in zip(counts, walks, strict=True)]
     return {"max_staleness": max_staleness, "overlaps": job.overlaps, "points": points}
 

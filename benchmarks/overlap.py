@@ -1,11 +1,10 @@
 """Strictly on-policy rounds: how much of the learner's wait each way of handing groups over saves, in real processes.
 
-    sequential        the learner gets nothing before the round's last group is complete
+    sequential        the learner begins when the round's last group is complete (one micro-batch is the whole round)
     complete groups   it gets each group once it is complete (RolloutPipe's complete-group pipelining)
     + frontier        and the first groups are hurried: workers sample fewer at once (schedule.order = "frontier")
-    + siblings        and each of the first ones is sampled by two workers (schedule.workers_per_group = 2)
 
-Rounds of 32, 64 and 96 groups of 8, micro-batches of 2 groups, 4 workers whose engines 8 attempts saturate. As in
+Rounds of 32, 64 and 96 groups of 8, micro-batches of 2 groups, 4 workers whose engines 8 rollouts saturate. As in
 RolloutPipe (arXiv 2606.26997) rollouts take 0.9 of the training time (in whole batches), and one group alone about a
 tenth of a round of 96 (its first dispatch: after 52-61 of 509-543 s). So it is with `--workers 8 --full-rows 4`, too.
 Engines and training take set times (see `overlap_nodes.py`). The gradient of a round is the same, whichever way it was
@@ -48,29 +47,28 @@ from recording import save
 from rich.console import Console
 from rich.table import Table
 
-from echo2.control.frontier import Frontier
+from echo2.control.head.frontier import Frontier
 
 #: Rollout over training time.
 PROPORTION = 0.9
 MICROBATCH = 2
-#: Name, schedule.hand_over, schedule.order, schedule.workers_per_group, rounds that do not count.
+#: Name, groups of a micro-batch (None: all of a round), schedule.order, rounds that do not count.
 VARIANTS = (
-    ("sequential", "step", "any", 1, 1),
-    ("complete groups", "group", "any", 1, 1),
-    ("+ frontier", "group", "frontier", 1, 7),
-    ("+ siblings", "group", "frontier", 2, 7),
+    ("sequential", None, "any", 1),
+    ("complete groups", MICROBATCH, "any", 1),
+    ("+ frontier", MICROBATCH, "frontier", 7),
 )
 
 
 def measure(
-    groups: int, seed: int, variant: tuple[str, str, str, int, int], options: argparse.Namespace
+    groups: int, seed: int, variant: tuple[str, int | None, str, int], options: argparse.Namespace
 ) -> dict[str, Any]:
     """One run; what it took in the mean, and what would be the least."""
-    name, *dials, skipped = variant
+    name, microbatch, order, skipped = variant
     train_seconds = groups * options.group_seconds
     fleet = Fleet(options.workers, options.full_rows)
     fleet = replace(fleet, token_rate=fleet_seconds(seed, groups, fleet) / (PROPORTION * train_seconds))
-    case = Case(groups, skipped + options.rounds, seed, *dials, MICROBATCH, train_seconds, fleet)
+    case = Case(groups, skipped + options.rounds, seed, order, microbatch or groups, train_seconds, fleet)
     with tempfile.TemporaryDirectory() as directory:
         rounds: list[Round] = run_case(case, options.model, Path(directory) / "case")[skipped - 1 :]
     means = {key: mean_and_sd([asdict(one)[key] for one in rounds])[0] for key in asdict(rounds[0])}
@@ -96,7 +94,7 @@ def predict(options: argparse.Namespace) -> None:
     """The gain of whole batches and of each frontier, as far as batches and lengths decide it."""
     widths = Frontier(GROUPS_PER_BATCH).widths
     table = Table(
-        title=f"{options.workers} workers, full at {options.full_rows} attempts: gain if messages took no time"
+        title=f"{options.workers} workers, full at {options.full_rows} rollouts: gain if messages took no time"
     )
     for column in ("groups", "complete groups", *(f"+ frontier of {width}" for width in widths)):
         table.add_column(column, justify="right")
@@ -169,7 +167,7 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument("--groups", type=int, nargs="+", default=[32, 64, 96], help="groups of a round (32 64 96)")
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
     parser.add_argument("--workers", type=int, default=4)
-    parser.add_argument("--full-rows", type=int, default=8, help="attempts at which an engine is saturated (8)")
+    parser.add_argument("--full-rows", type=int, default=8, help="rollouts at which an engine is saturated (8)")
     parser.add_argument("--rounds", type=int, default=4, help="rounds measured in each run (4)")
     parser.add_argument("--group-seconds", type=float, default=0.1, help="training time of one group (0.1)")
     parser.add_argument("--variants", nargs="+", default=[name for name, *_ in VARIANTS])

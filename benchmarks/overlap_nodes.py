@@ -4,8 +4,8 @@ All is as `echo2 run` starts it (gRPC, mutual TLS, leases, ledger, snapshots), b
 without a model, which sleeps for as long as sampling would take. The learner trains a real model on what they send, and
 sleeps for what is left of the time that so many tokens are to take. So it fits on two cores.
 
-**The engine.** A batch of n running attempts makes min(n, full_rows) * v tokens a second: from `full_rows` on it
-is saturated. Attempts are log-normally long. Every round has the same lengths, so that rounds can be compared.
+**The engine.** A batch of n running rollouts makes min(n, full_rows) * v tokens a second: from `full_rows` on it
+is saturated. Rollouts are log-normally long. Every round has the same lengths, so that rounds can be compared.
 
     python benchmarks/overlap_nodes.py learner|worker SETTINGS    # how `overlap.py` starts them
 """
@@ -21,7 +21,7 @@ import statistics
 import sys
 import time
 from array import array
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
@@ -29,9 +29,9 @@ from typing import Any
 
 from paced_run import run_paced
 
-from echo2.control.frontier import Frontier
+from echo2.control.head.frontier import Frontier
 from echo2.control.seeds import group_seed
-from echo2.types import GroupRef
+from echo2.types import RUN_POLICY, GroupRef
 
 GROUP_SIZE = 8
 GROUPS_PER_BATCH = 8
@@ -41,7 +41,6 @@ CONFIG = """
 [run]
 max_steps = {rounds}
 seed = {seed}
-log_rollouts = 0
 [model]
 path = "{model}"
 [tasks]
@@ -56,12 +55,10 @@ groups_per_batch = {groups_per_batch}
 [schedule]
 groups_per_step = {groups}
 max_staleness = 0
-hand_over = "{hand_over}"
 order = "{order}"
-workers_per_group = {workers_per_group}
 [learner]
 lr = 1e-6
-groups_per_microbatch = {microbatch}
+tokens_per_microbatch = 1_000_000
 checkpoint_every = {rounds}
 [workers]
 count = 0
@@ -70,7 +67,7 @@ count = 0
 
 @dataclass(frozen=True, slots=True)
 class Fleet:
-    """`full_rows`: attempts at which an engine is saturated; `token_rate`: tokens a second of one that is."""
+    """`full_rows`: rollouts at which an engine is saturated; `token_rate`: tokens a second of one that is."""
 
     workers: int
     full_rows: int
@@ -84,9 +81,7 @@ class Case:
     groups: int
     rounds: int
     seed: int
-    hand_over: str
     order: str
-    workers_per_group: int
     microbatch: int
     train_seconds: float
     fleet: Fleet
@@ -119,7 +114,7 @@ class Round:
 
 @cache
 def lengths_of(seed: int, position: int) -> tuple[int, ...]:
-    """Tokens of each attempt of the group at this position of a round."""
+    """Tokens of each rollout of the group at this position of a round."""
     rng = random.Random(f"{seed} {position}")
     drawn = (rng.lognormvariate(math.log(MEDIAN_TOKENS), SPREAD) for _ in range(GROUP_SIZE))
     return tuple(min(MAX_TOKENS, max(1, round(length))) for length in drawn)
@@ -147,8 +142,9 @@ def group_ends(seed: int, groups: int, fleet: Fleet, width: int | None = None) -
     free, ends = [0.0] * fleet.workers, list[float]()
     while len(ends) < groups:
         left, first = groups - len(ends), free[0] == 0.0
-        size = GROUPS_PER_BATCH if width is None else frontier.batch(0, left, fleet.workers, first)
-        frontier.leased(0, free[0], first)
+        size = GROUPS_PER_BATCH if width is None else frontier.width
+        if width is not None:  # whoever begins, begins with fewer; and the last groups are shared out
+            size = min((frontier.begin(0, fleet.workers) if first else None) or size, -(-2 * left // fleet.workers))
         batch = [lengths_of(seed, len(ends) + at) for at in range(min(size, left))]
         took = batch_ends(batch, fleet)
         ends += [free[0] + seconds for seconds in took]
@@ -239,61 +235,69 @@ def spread_out(completion_ids: Sequence[Sequence[int]], **columns: Any) -> list[
 
 def run_worker(settings: Mapping[str, Any]) -> None:
     """A worker whose engine has a speed."""
-    from echo2.rollout.engine import Completion, OnFinished, SampleRequest
-    from echo2.rollout.fake_engine import FakeEngine
-    from echo2.runtime import worker
+    from echo2.rollout.decode_loop import DecodeLoop
+    from echo2.rollout.engine import Completion, SampleRequest
+    from echo2.rollout.fake_engine import FakeDecoder
+    from echo2.runtime.worker import process as worker
 
     seed, groups, fleet = settings["seed"], settings["groups"], Fleet(**settings["fleet"])
     numbers = range(2 * groups * settings["rounds"])
-    position_of = {group_seed(seed, GroupRef("train", number)): number % groups for number in numbers}
+    position_of = {group_seed(seed, GroupRef(RUN_POLICY, "train", number)): number % groups for number in numbers}
 
-    def completion(length: int, version: int, rng: random.Random) -> Completion:
-        tokens = array("i", (rng.randrange(3, 60) for _ in range(length)))
-        return Completion(tokens, array("f", [-4.1] * length), ((0, version),), "stop")
+    class PacedDecoder(FakeDecoder):
+        """Rows of set lengths; a token of all rows takes as long as in `batch_ends`."""
 
-    class PacedEngine(FakeEngine):
-        def generate(
-            self, requests: Sequence[SampleRequest], on_finished: OnFinished, should_stop: Callable[[], bool]
-        ) -> None:
-            assert self.installed is not None
-            version, began = self.installed.version, time.monotonic()
-            positions = [position_of[request.seed] for request in requests]
-            batch = [
-                lengths_of(seed, position)[request.first_sample :][: request.num_samples]
-                for position, request in zip(positions, requests, strict=True)
-            ]
-            ends = batch_ends(batch, fleet)
-            for index in sorted(range(len(batch)), key=ends.__getitem__):
-                rng = random.Random(requests[index].seed)
-                made = [completion(length, version, rng) for length in batch[index]]
-                time.sleep(max(0.0, began + ends[index] - time.monotonic()))
-                if should_stop():
-                    return
-                on_finished(index, made)
+        def __init__(self) -> None:
+            super().__init__()
+            self._left: dict[int, int] = {}
+            self._made: dict[int, Completion] = {}
+            self._until = 0.0
 
-    worker.make_engine = lambda name, device, swap: PacedEngine()
+        def step(self, added: Mapping[int, SampleRequest], dropped: Sequence[int]) -> list[tuple[int, Completion]]:
+            ref, _, _, end = self._policy()
+            for number in dropped:
+                del self._left[number]
+            for number, request in added.items():
+                length = self._left[number] = lengths_of(seed, position_of[request.seed])[request.sample]
+                rng = random.Random(f"{request.seed} {request.sample}")
+                tokens = array("i", [*(rng.randrange(3, 60) for _ in range(length - 1)), end])
+                spans = ((0, ref.version),)
+                self._made[number] = Completion(tokens, array("f", [-4.1] * length), spans, "stop")
+            step_seconds = max(len(self._left), fleet.full_rows) / fleet.token_rate
+            self._until = max(self._until, time.monotonic() - step_seconds) + step_seconds
+            time.sleep(max(0.0, self._until - time.monotonic()))
+            self._left = {number: left - 1 for number, left in self._left.items()}
+            ended = [number for number, left in self._left.items() if not left]
+            self._left = {number: left for number, left in self._left.items() if left}
+            return [(number, self._made.pop(number)) for number in ended]
+
+    worker.make_engine = lambda name, device, slots: DecodeLoop(PacedDecoder(), slots)
     options = worker.WorkerOptions(engine="fake")
     worker.run_worker(f"@{settings['run']}/ticket", Path(settings["state"]), options)
 
 
 def run_learner(settings: Mapping[str, Any]) -> None:
     """A learner whose tokens take a set time."""
-    from echo2.learner.loss_stats import LossStats
-    from echo2.learner.trainer import Trainer
-    from echo2.runtime import learner_process
-    from echo2.runtime.rundir import RunDir
+    from echo2.learner.grpo.client import GrpoClient
+    from echo2.learner.grpo.loss_stats import LossStats
+    from echo2.rundir import RunDir
+    from echo2.runtime.learner import process as learner_process
     from echo2.types import RolloutGroup
 
     token_seconds = settings["train_seconds"] / round_tokens(settings["seed"], settings["groups"])
 
-    class PacedTrainer(Trainer):
+    class PacedTrainer(GrpoClient):
+        def num_tokens_run(self, group: RolloutGroup) -> int:
+            """So that `microbatch` groups fill a micro-batch, however long they are."""
+            return self.config.learner.tokens_per_microbatch // int(settings["microbatch"])
+
         def forward_backward(self, groups: Sequence[RolloutGroup]) -> LossStats:
             until = time.monotonic() + token_seconds * sum(group.num_tokens for group in groups)
             stats = super().forward_backward(groups)
             time.sleep(max(0.0, until - time.monotonic()))
             return stats
 
-    learner_process.Trainer = PacedTrainer
+    learner_process.GrpoClient = PacedTrainer
     learner_process.run_learner(RunDir(Path(settings["run"])), "")
 
 

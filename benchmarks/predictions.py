@@ -28,14 +28,13 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from echo2.control import capacity
-from echo2.control.capacity import Demand
-from echo2.control.forecast import Pace, forecast
-from echo2.control.transfer_time import Route
+from echo2.config.offers import Offer
+from echo2.control.capacity import formulas as capacity
+from echo2.control.capacity.forecast import WorkerPace, forecast
+from echo2.control.capacity.formulas import Demand
 from echo2.errors import UserError
-from echo2.offers import Offer
-from echo2.planning.plan import Broadcast, PlanInputs, make_plan
-from echo2.planning.rehearsal import rehearse, rehearsed
+from echo2.planning.plan import BroadcastInputs, PlanInputs, make_plan
+from echo2.planning.rehearsal import rehearse
 from echo2.sim.run import run_scenario
 from echo2.sim.scenario import BroadcastSpec, LearnerSpec, Scenario, WorkersSpec
 
@@ -61,7 +60,7 @@ def any_fleet(seed: int) -> Row:
     paces, specs = [], []
     for _ in range(rng.choice([1, 1, 2])):
         batch, count, spread = rng.choice([1, 2, 4]), rng.randint(2, 24), rng.choice([0.0, 0.1, 0.3])
-        paces.append(Pace(needed * rng.uniform(0.5, 2.0) / count, count, batch, spread))
+        paces.append(WorkerPace(needed * rng.uniform(0.5, 2.0) / count, count, batch, spread))
     share = 1 / len(paces)
     paces = [replace(pace, rate=pace.rate * share) for pace in paces]
     specs = [
@@ -85,7 +84,6 @@ def any_fleet(seed: int) -> Row:
         groups_per_batch=max(pace.groups_per_batch for pace in paces),
         lease_seconds=1e5,
         heartbeat_seconds=5.0,
-        lost_after_seconds=30.0,
         generate_during_broadcast=overlaps,
         broadcast=BroadcastSpec(scheme="fixed", seconds=travels),
         workers=tuple(specs),
@@ -93,8 +91,8 @@ def any_fleet(seed: int) -> Row:
         time_limit_seconds=1e6,
     )
     demand = Demand(groups, 8, kappa, bound, train, travels + install + ANNOUNCE_SECONDS, overlaps, install)
-    predicted = forecast(demand, paces, STEPS, TRAIN_SPREAD)
-    found = rehearsed(run_scenario(scenario, seed, keeps_events=False))
+    predicted = forecast(demand, paces, STEPS)
+    found = run_scenario(scenario, seed, keeps_events=False)
     return {
         "seed": seed,
         "S": bound,
@@ -137,7 +135,7 @@ def planned(seed: int, lossy: bool = False) -> Row | None:
         max_staleness=rng.randint(0, 6),
         train_seconds=train,
         offers=offers,
-        broadcast=Broadcast(size, rng.choice([None, size / 30]), Route(), reload_seconds=0.01 * train),
+        broadcast=BroadcastInputs(size, rng.choice([None, size / 30]), reload_seconds=0.01 * train),
         learner_usd_per_hour=rng.choice([0.0, 3.06, 12.24]),
         groups_per_batch=batch,
         generate_during_broadcast=rng.random() < 0.7,
@@ -160,8 +158,8 @@ def planned(seed: int, lossy: bool = False) -> Row | None:
         "max staleness": (predicted.max_staleness, found.max_staleness),
         "step": (predicted.step_seconds, found.step_seconds),
         "seconds": (predicted.run_seconds, found.seconds),
-        "usd a step": (plan.usd_per_step, found.steady_usd_per_step),
-        "usd": (plan.usd / STEPS, found.usd_per_step),
+        "usd a step": (plan.usd_per_step, found.usd_per_step),
+        "usd": (plan.usd / STEPS, (found.usd + found.learner_usd) / STEPS),
         "shares": distance(predicted.staleness, found.staleness),
     }
 
@@ -186,7 +184,6 @@ def needed(seed: int) -> Row:
             swap="during",
             lease_seconds=1e5,
             heartbeat_seconds=5.0,
-            lost_after_seconds=30.0,
             generate_during_broadcast=overlaps,
             broadcast=BroadcastSpec(scheme="fixed", seconds=travels),
             workers=(
@@ -203,7 +200,7 @@ def needed(seed: int) -> Row:
             learner=LearnerSpec(train_seconds=train, spread=0.0, publish_seconds=0.05, checkpoint_every=1000),
             time_limit_seconds=1e6,
         )
-        found = rehearsed(run_scenario(scenario, seed, keeps_events=False))
+        found = run_scenario(scenario, seed, keeps_events=False)
         row[f"idle at {factor}"] = (capacity.idle_ratio(demand, rate), found.steady_idle_ratio)
     return row
 
@@ -225,9 +222,10 @@ def show_needed(console: Console, rows: Sequence[Row]) -> dict[str, float]:
     return figures
 
 
-def distance(one: dict[int, float], other: dict[int, float]) -> float:
+def distance(shares: dict[int, float], counts: dict[int, int]) -> float:
     """Share of the groups that have another age than predicted (total variation)."""
-    return sum(abs(one.get(age, 0.0) - other.get(age, 0.0)) for age in sorted({*one, *other})) / 2
+    total = max(1, sum(counts.values()))
+    return sum(abs(shares.get(age, 0.0) - counts.get(age, 0) / total) for age in sorted({*shares, *counts})) / 2
 
 
 def errors(rows: Sequence[Row]) -> dict[str, dict[str, float]]:

@@ -1,12 +1,13 @@
 """One cell of the staleness grid: a loss at a fixed lag, trained in this process, without network and without a clock.
 
-The parts are the product's own: the learner's `Trainer`, the `compact` engine, the task stream, the reward. Step t is
-sampled with version max(0, t - S) and nothing else, so that the staleness of every token is S after a ramp of S steps.
-Snapshots of the last S + 1 versions wait in memory.
+The parts are the product's own: the learner's `GrpoClient`, the `compact` engine, the task stream, the reward. Step t
+is sampled with version max(0, t - S) and nothing else, so that the staleness of every token is S after a ramp of S
+steps. Snapshots of the last S + 1 versions wait in memory.
 """
 
 from __future__ import annotations
 
+import asyncio
 import statistics
 import time
 from collections.abc import Sequence
@@ -18,16 +19,15 @@ import torch
 from echo2.config import Config
 from echo2.control.seeds import group_seed
 from echo2.errors import InvariantError, UserError
+from echo2.learner.grpo.client import GrpoClient, StepStats
 from echo2.learner.model import load_policy
-from echo2.learner.trainer import StepStats, Trainer
 from echo2.reward.score import Scorer
 from echo2.rollout.engines import make_engine
 from echo2.rollout.generate import assignment_of, sample_groups
 from echo2.rollout.tokenizer import encode_prompt, load_tokenizer, with_texts
-from echo2.runtime.learner_process import trainer_options
 from echo2.tasks.base import TaskStream
 from echo2.tasks.load import load_tasks
-from echo2.types import GroupRef, Lease, RolloutGroup, SamplingParams, Snapshot, SnapshotRef, Task
+from echo2.types import RUN_POLICY, GroupRef, Lease, RolloutGroup, SamplingParams, Snapshot, SnapshotRef, Task
 
 EVAL_ATTEMPTS = 4  # of each held-out problem
 
@@ -39,19 +39,19 @@ class Sampling:
         self._config, self._seed = config, seed
         self._params = SamplingParams(temperature=config.sampling.temperature, max_tokens=config.sampling.max_tokens)
         self._engine = make_engine("compact", "cpu")
-        self._scorer = Scorer(config.reward.functions, config.reward.weights)
+        self._scorer = Scorer(config.reward.functions)
         self._snapshots: dict[int, Snapshot] = {}
         source = load_tasks(config.tasks.source, config.tasks.params, seed)
-        self._train = TaskStream(source, seed, config.tasks.shuffle)
+        self._train = TaskStream(source, seed, shuffle=True)
         held_out = load_tasks(config.eval.source, config.eval.params, 0)
         self._held_out = TaskStream(held_out, 0, shuffle=False)
 
-    def keep(self, trainer: Trainer, oldest: int) -> None:
+    def keep(self, trainer: GrpoClient, oldest: int) -> None:
         """Take the trainer's weights; forget versions before `oldest`."""
         tensors, files = trainer.save_weights_for_sampler()
         if not self._snapshots:
             self._tokenizer = load_tokenizer(files)
-        ref = SnapshotRef(0, trainer.version)
+        ref = SnapshotRef(RUN_POLICY, 0, trainer.version)
         self._snapshots[trainer.version] = Snapshot(ref, tensors, files)
         self._snapshots = {version: kept for version, kept in self._snapshots.items() if version >= oldest}
 
@@ -71,8 +71,11 @@ class Sampling:
         self, kind: Any, tasks: Sequence[Task], step: int, version: int, num_samples: int, batch: int
     ) -> list[RolloutGroup]:
         if self._engine.installed != (snapshot := self._snapshots[version]).ref:
-            self._engine.load_snapshot(snapshot)
-        refs = [GroupRef(kind, task.cursor if kind == "train" else version * batch + task.cursor) for task in tasks]
+            asyncio.run(self._engine.update_weights(snapshot))
+        refs = [
+            GroupRef(RUN_POLICY, kind, task.cursor if kind == "train" else version * batch + task.cursor)
+            for task in tasks
+        ]
         assignments = [
             assignment_of(
                 Lease(
@@ -103,7 +106,7 @@ class Sampling:
         def fail(lease: Lease, failure: Any) -> None:
             raise InvariantError(f"{lease.group} failed: {failure}")
 
-        sample_groups(self._engine, self._tokenizer, assignments, 0, "grid", finish, fail)
+        asyncio.run(sample_groups(self._engine, self._tokenizer, assignments, "grid", finish, fail))
         return sorted(done, key=lambda group: group.group)
 
 
@@ -112,7 +115,7 @@ def train_cell(config: Config, staleness: int, seed: int, steps: int) -> dict[st
     torch.set_num_threads(1)
     torch.manual_seed(seed)
     config = replace(config, run=replace(config.run, max_steps=steps))
-    trainer = Trainer(load_policy(config.model.path, "float32", "cpu"), trainer_options(config))
+    trainer = GrpoClient(load_policy(config.model.path, "float32", "cpu"), config)
     sampling = Sampling(config, seed)
     sampling.keep(trainer, 0)
     started = time.process_time()
@@ -126,8 +129,7 @@ def train_cell(config: Config, staleness: int, seed: int, steps: int) -> dict[st
         if {group.oldest_version for group in groups} != {version}:
             raise InvariantError(f"step {step} was to be sampled by version {version} alone")
         rewards += [rollout.reward or 0.0 for group in groups for rollout in group.rollouts]
-        for start in range(0, len(groups), config.learner.groups_per_microbatch):
-            trainer.forward_backward(groups[start : start + config.learner.groups_per_microbatch])
+        trainer.forward_backward(groups)
         try:
             since.append(trainer.optim_step())
         except UserError as error:

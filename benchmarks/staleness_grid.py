@@ -193,9 +193,7 @@ def with_changes(learner: LearnerConfig, spec: str) -> LearnerConfig:
     pairs = [(name, value) for name, _, value in (change.partition("=") for change in changes)]
     settings: dict[str, Any] = {"loss": loss} | {name: _number_or_word(value) for name, value in pairs if name in own}
     params = {name: float(value) for name, value in pairs if name not in own}
-    # The negative control is to be without any correction at all.
-    scaling = bool(settings.pop("ess_scaling", loss != "none"))
-    return replace(learner, loss_params=params, ess_scaling=scaling, **settings)
+    return replace(learner, loss_params=params, **settings)
 
 
 def _number_or_word(text: str) -> float | str:

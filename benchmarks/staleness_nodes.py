@@ -24,8 +24,9 @@ if TYPE_CHECKING:
 
     import torch
 
-    from echo2.learner.loss_stats import LossStats
-    from echo2.rollout.torch_engine import Cache, Limits, Model
+    from echo2.learner.grpo.loss_stats import LossStats
+    from echo2.rollout.rows import Limits
+    from echo2.rollout.torch_engine import Cache, Model
     from echo2.types import RolloutGroup, Snapshot
 
 
@@ -63,9 +64,9 @@ class PacedModel:
     def architecture(self) -> Hashable:
         return self._model.architecture
 
-    def prefill(self, prompts: Sequence[array[int]], max_tokens: int) -> tuple[Cache, torch.Tensor]:
+    def prefill(self, prompts: Sequence[array[int]]) -> Cache:
         with self._pace():
-            return self._model.prefill(prompts, max_tokens)
+            return self._model.prefill(prompts)
 
     def step(self, cache: Cache, tokens_B: torch.Tensor) -> torch.Tensor:
         with self._pace():
@@ -80,39 +81,40 @@ class PacedModel:
 
 def run_worker(settings: Mapping[str, Any]) -> None:
     from echo2.rollout.compact import build_compact
-    from echo2.rollout.torch_engine import TorchEngine
-    from echo2.runtime import worker
+    from echo2.rollout.decode_loop import DecodeLoop
+    from echo2.rollout.torch_engine import TorchDecoder
+    from echo2.runtime.worker import process as worker
 
     def build(snapshot: Snapshot, device: torch.device) -> Model:
         return PacedModel(build_compact(snapshot, device), settings["token_seconds"])
 
-    worker.make_engine = lambda name, device, swap: TorchEngine(build, device, swap)
+    worker.make_engine = lambda name, device, slots: DecodeLoop(TorchDecoder(build, device), slots)
     options = worker.WorkerOptions(device="cpu")
     worker.run_worker(f"@{settings['run']}/ticket", Path(settings["state"]), options)
 
 
 def run_learner(settings: Mapping[str, Any]) -> None:
     from echo2.learner import head_client
-    from echo2.learner.trainer import Trainer
-    from echo2.runtime import learner_process
-    from echo2.runtime.rundir import RunDir
+    from echo2.learner.grpo.client import GrpoClient
+    from echo2.rundir import RunDir
+    from echo2.runtime.learner import process as learner_process
 
     group_seconds = settings["train_seconds"] / settings["groups_per_step"]
 
-    class PacedTrainer(Trainer):
+    class PacedTrainer(GrpoClient):
         def forward_backward(self, groups: Sequence[RolloutGroup]) -> LossStats:
             until = time.monotonic() + group_seconds * len(groups)
             stats = super().forward_backward(groups)
             time.sleep(max(0.0, until - time.monotonic()))
             return stats
 
-    class PacedPublisher(head_client.Publisher):
+    class PacedDeltaBase(head_client.DeltaBase):
         def delta(self, target: Snapshot) -> Any:
             time.sleep(settings["broadcast_seconds"])  # in the thread that publishes: training goes on
             return super().delta(target)
 
-    learner_process.Trainer = PacedTrainer
-    head_client.Publisher = PacedPublisher
+    learner_process.GrpoClient = PacedTrainer
+    head_client.DeltaBase = PacedDeltaBase
     learner_process.run_learner(RunDir(Path(settings["run"])), "")
 
 

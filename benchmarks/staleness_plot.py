@@ -15,10 +15,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from plots import COLOURS, INK, require_matplotlib
 from staleness_grid import LEAST_STEPS, OTHER_LOSSES, WIDE, Cell, accuracy_at, read_cells
 
 from echo2.errors import UserError
-from echo2.planning.plots import COLOURS, INK, require_matplotlib
 
 CURVE_LAGS = (0, 8, 32)
 AFTER_STEPS = LEAST_STEPS  # those that every cell has

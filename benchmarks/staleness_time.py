@@ -1,16 +1,14 @@
-"""What overlap buys, and what swapping weights in mid-generation changes: one job, one fleet, real processes.
+"""What overlap buys: one job, one fleet, real processes.
 
     python benchmarks/staleness_time.py                    # max_staleness 0, 1, 2, 4, 8, on this machine alone
     python benchmarks/staleness_time.py --paced            # as if workers and learner had machines of their own
-    python benchmarks/staleness_time.py --paced --compare swap
 
 Without `--paced` all processes compute on this machine's cores, and what one does the others wait for. With it, they
 have set speeds (`staleness_nodes.py`): a step's training takes `--train-seconds`, a version is with the workers
 `--broadcast-seconds` after it, and a decoding step takes `--token-seconds`.
 
-`staleness`: seconds until held-out accuracy reaches the threshold, by staleness bound. `swap`: sampling.swap "between"
-and "during" at one bound, in large batches, so that a generation outlasts a step. Seeds are interleaved with the
-variants, each seed begins with another variant. Clock, saved weights and the judge of them are those of
+Seconds until held-out accuracy reaches the threshold, by staleness bound. Seeds are interleaved with the variants, each
+seed begins with another variant. Clock, saved weights and the judge of them are those of
 `time_to_accuracy.py`: from the first lease, nothing is evaluated inside the clock.
 
 Figures a step are means over the second half of a run. Staleness is of a rollout's oldest token; the mismatch is a mean
@@ -37,7 +35,6 @@ from echo2.config import Config, load
 from echo2.errors import UserError
 
 BOUNDS = (0, 1, 2, 4, 8)
-SWAP_FLAGS = ("--schedule.max_staleness", "4", "--sampling.groups_per_batch", "64")
 METRICS = {
     "staleness": "off_policy/mean",
     "abs_log_ratio": "mismatch/abs_log_ratio",
@@ -56,11 +53,8 @@ class Variant:
     flags: tuple[str, ...]
 
 
-def variants(compare: str) -> list[Variant]:
-    """What is compared, in the order of the table."""
-    if compare == "staleness":
-        return [Variant(f"S = {bound}", ("--schedule.max_staleness", str(bound))) for bound in BOUNDS]
-    return [Variant(mode, (*SWAP_FLAGS, "--sampling.swap", mode)) for mode in ("between", "during")]
+#: What is compared, in the order of the table.
+VARIANTS = [Variant(f"S = {bound}", ("--schedule.max_staleness", str(bound))) for bound in BOUNDS]
 
 
 def late_means(rows: Sequence[dict[str, Any]]) -> dict[str, float]:
@@ -73,11 +67,10 @@ def late_means(rows: Sequence[dict[str, Any]]) -> dict[str, float]:
 def all_runs(options: argparse.Namespace, config: Config, work: Path) -> list[tuple[Variant, Run, dict[str, float]]]:
     """Every variant on every seed."""
     found = []
-    order = variants(options.compare)
     given = list(options.echo2_flags)
     for index, seed in enumerate(options.seeds):
-        turn = index % len(order)
-        for variant in order[turn:] + order[:turn]:
+        turn = index % len(VARIANTS)
+        for variant in VARIANTS[turn:] + VARIANTS[:turn]:
             out = work / f"{variant.name.replace(' ', '')}-{seed}"
             options.echo2_flags = [*variant.flags, *given]
             print(f"{variant.name}, seed {seed}: {options.steps} steps ...", end=" ", flush=True)
@@ -94,11 +87,8 @@ def all_runs(options: argparse.Namespace, config: Config, work: Path) -> list[tu
 
 
 def pace(options: argparse.Namespace) -> Pace:
-    """Speeds that were asked for, or such that the fleet is a tenth faster than the learner in batches of 8, and
-    that a generation of all groups at once outlasts a few steps.
-    """
-    token_seconds = options.token_seconds or (0.028 if options.compare == "staleness" else 0.224)
-    return Pace(options.num_workers, token_seconds, options.train_seconds, options.broadcast_seconds)
+    """Speeds that were asked for, or such that the fleet is a tenth faster than the learner in batches of 8."""
+    return Pace(options.num_workers, options.token_seconds, options.train_seconds, options.broadcast_seconds)
 
 
 def run_elsewhere(options: argparse.Namespace, config: Config, seed: int, directory: Path) -> Run:
@@ -144,7 +134,6 @@ def show(rows: Sequence[dict[str, Any]], threshold: float) -> None:
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--compare", choices=("staleness", "swap"), default="staleness")
     parser.add_argument("--config", default=str(REPOSITORY / "examples" / "sort.toml"))
     parser.add_argument("--model", help="model directory (default: the config's)")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
@@ -155,7 +144,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--num-workers", type=int, default=4, help="with --paced (4)")
     parser.add_argument("--train-seconds", type=float, default=0.8, help="with --paced: of a step (0.8)")
     parser.add_argument("--broadcast-seconds", type=float, default=0.4, help="with --paced: of a version (0.4)")
-    parser.add_argument("--token-seconds", type=float, help="with --paced: of a decoding step (0.028; swap: 0.224)")
+    parser.add_argument("--token-seconds", type=float, default=0.028, help="with --paced: of a decoding step (0.028)")
     parser.add_argument("--work", type=Path, help="where the runs are written (default: outputs/staleness-<time>)")
     parser.add_argument("--out", type=Path, help="result file (default: benchmarks/results/...)")
     parser.add_argument("echo2_flags", nargs="*", help="after --: flags for `echo2 run`, e.g. --workers.count 1")
@@ -188,7 +177,7 @@ def main(arguments: Sequence[str]) -> None:
             for variant, run, _ in runs
         ],
     }
-    name = f"staleness_time-{options.compare}" + ("-paced" if options.paced else "")
+    name = "staleness_time-staleness" + ("-paced" if options.paced else "")
     print(f"Written to {save(name, figures, options.out).name}.")
 
 

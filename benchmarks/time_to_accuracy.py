@@ -131,7 +131,7 @@ def write_problems(config: Config, seed: int, steps: int, train: Path, held_out:
         path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
 
     source = load_tasks(config.tasks.source, config.tasks.params, seed)
-    dump(train, TaskStream(source, seed, config.tasks.shuffle), steps * config.schedule.groups_per_step)
+    dump(train, TaskStream(source, seed, shuffle=True), steps * config.schedule.groups_per_step)
     judged = load_tasks(config.eval.source, config.eval.params, seed=0)
     dump(held_out, TaskStream(judged, 0, shuffle=False), config.eval.limit)
 
@@ -149,7 +149,6 @@ def run_flags(options: argparse.Namespace, seed: int) -> list[str]:
     flags = {
         "run.seed": seed,
         "run.max_steps": options.steps,
-        "run.log_rollouts": 0,
         "eval.source": "",
         "model.path": options.model,
         "learner.checkpoint_every": options.save_every,

@@ -6,7 +6,7 @@ from typing import Any
 
 
 class Secrets:
-    """The rows. All attempts of a group start from the row's prompt; what they are to find is in its columns."""
+    """The rows. All rollouts of a group start from the row's prompt; what they are to find is in its columns."""
 
     def __init__(self, size: int = 1000, seed: int = 0) -> None:
         self.size = size
@@ -20,7 +20,7 @@ class Secrets:
 
 
 class Guess:
-    """One attempt. The same columns, seed and actions must always get the same answers."""
+    """One rollout. The same columns, seed and actions must always get the same answers."""
 
     turn_tokens = 1  # a turn is one token
 
@@ -28,7 +28,7 @@ class Guess:
         self.secret = columns["secret"]
 
     def step(self, action: str) -> tuple[str, float, bool]:
-        """What the policy reads next, the reward of this turn, and whether the attempt is over."""
+        """What the policy reads next, the reward of this turn, and whether the rollout is over."""
         if not action.isdecimal():
             return "?", -0.1, False
         guess = int(action)

@@ -1,4 +1,4 @@
-"""Rewards in TRL's style: lists in, a list of one number an attempt out. Used by trl_reward.toml.
+"""Rewards in TRL's style: lists in, a list of one number a rollout out. Used by trl_reward.toml.
 
 They run in a process of their own beside the head: print, import and allocate as you like.
 """

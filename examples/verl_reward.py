@@ -1,4 +1,4 @@
-"""A reward in verl's style: one attempt in, a number (or {"score": number}) out. Used by verl_reward.toml."""
+"""A reward in verl's style: one rollout in, a number (or {"score": number}) out. Used by verl_reward.toml."""
 
 from typing import Any
 

@@ -10,20 +10,22 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+from broadcast_schemes import SCHEMES
+from weights_cases import encode
+
 from echo2.broadcast.origin import OriginNode
 from echo2.broadcast.peer import PeerNode
-from echo2.control.broadcast import BroadcastOptions
+from echo2.control.broadcast.origin import BroadcastOptions
 from echo2.transport import wire_pb2 as wire
 from echo2.transport.base import Link, Network
 from echo2.transport.grpc_link import GrpcNetwork
 from echo2.transport.grpc_server import GrpcServer
 from echo2.transport.identity import PeerIdentity, RunIdentity
-from echo2.transport.memory import LOOPBACK, MemoryNetwork
 from echo2.transport.tickets import Credentials, Ticket
-from echo2.types import PayloadId, SnapshotRef, TensorBytes
-from echo2.weights.codec import encode
-from echo2.weights.snapshot import Manifest
+from echo2.types import RUN_POLICY, PayloadId, SnapshotRef, TensorBytes
+from echo2.weights.manifest import Manifest
 from echo2.weights.store import ChunkStore
+from memory_links import LOOPBACK, MemoryNetwork
 
 SECONDS = 20.0
 CHUNK_BYTES = 1 << 15
@@ -31,16 +33,15 @@ CHUNK_BYTES = 1 << 15
 Content = tuple[Manifest, dict[bytes, memoryview]]
 
 
-class Clock:
-    def now(self) -> float:
-        return time.monotonic()
+def fail(error: BaseException) -> None:
+    raise error
 
 
 def content(version: int, num_chunks: int = 40, seed: int = 0) -> Content:
     """A snapshot of random bytes, cut into so many chunks."""
     data = random.Random(seed * 1000 + version).randbytes(num_chunks * CHUNK_BYTES)
     tensors = {"weight": TensorBytes("U8", (len(data),), data)}
-    return encode(SnapshotRef(1, version), tensors, {}, chunk_bytes=CHUNK_BYTES)
+    return encode(SnapshotRef(RUN_POLICY, 1, version), tensors, {}, chunk_bytes=CHUNK_BYTES)
 
 
 def stored(directory: Path, contents: list[Content]) -> ChunkStore:
@@ -69,7 +70,6 @@ class Worker:
             on_whole=self._on_whole,
             on_gone=self._on_gone,
             on_error=fleet.errors.append,
-            clock=Clock(),
             listen=(LOOPBACK, 0) if listens else None,
         )
 
@@ -85,8 +85,8 @@ class Worker:
         """Wait until it is whole; then every byte is what it should be."""
         await until(lambda: manifest.payload in self.whole, f"{self.peer_id} has {manifest.payload}")
         assert self.store.missing(manifest) == ()
-        for entry in manifest.chunks:
-            assert len(self.store.get(entry.hash)) == entry.num_bytes
+        for hash_, num_bytes in manifest.chunk_bytes.items():
+            assert len(self.store.get(hash_)) == num_bytes
 
 
 class Fleet:
@@ -96,13 +96,16 @@ class Fleet:
         self.directory = directory
         self.errors: list[BaseException] = []
         self.workers: dict[str, Worker] = {}
-        self.suspects: list[str] = []
         self.origin_store = ChunkStore(directory / "origin")
         self.origin: OriginNode
         self.memory: MemoryNetwork | None = None
         self.identity: RunIdentity | None = None
         self._server: GrpcServer | None = None
         self._address = ""
+
+    @property
+    def suspects(self) -> list[str]:
+        return list(self.origin.suspects)
 
     async def start(self, backend: str, **options: Any) -> None:
         """The origin, from what is stored; a second time: restarted."""
@@ -115,12 +118,10 @@ class Fleet:
             dial = self.memory.member("head").to_peer
         self.origin = OriginNode(
             self.origin_store,
-            BroadcastOptions(**options),
+            BroadcastOptions(SCHEMES[options.pop("scheme", "trees")], **options),
             self._order,
-            Clock(),
-            dial=dial,
-            on_suspect=lambda worker_id, by: self.suspects.append(worker_id),
-            on_error=self.errors.append,
+            dial,
+            self.errors.append,
         )
         if self.identity is not None:
             port = int(self._address.rpartition(":")[2] or 0)

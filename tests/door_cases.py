@@ -109,7 +109,7 @@ async def report(peer, request):
 
 async def main():
     failures, identity = [], RunIdentity.create_or_load(Path(sys.argv[1]))
-    handlers = {"Report": report, "LearnerHello": report, "Deliver": report}
+    handlers = {"Report": report, "LearnerReport": report, "Deliver": report}
     server = GrpcServer("127.0.0.1", 0, identity, handlers, failures.append)
     print(await server.start(), flush=True)
     await asyncio.get_running_loop().run_in_executor(None, sys.stdin.read)

@@ -11,17 +11,19 @@ from collections.abc import AsyncIterator, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from weights_cases import encode
+
 from echo2 import config as configuration
-from echo2.runtime.head import Head
-from echo2.runtime.rundir import RunDir
-from echo2.runtime.service import Service
+from echo2.rundir import RunDir
+from echo2.runtime.head.head import Head
+from echo2.runtime.head.service import Service
 from echo2.transport import wire_pb2 as wire
 from echo2.transport.base import Peer
 from echo2.transport.identity import PeerIdentity, RunIdentity
 from echo2.transport.limits import PROTOCOL_VERSION
+from echo2.transport.messages import parse_group
 from echo2.transport.tickets import Ticket
-from echo2.types import SnapshotRef, TensorBytes
-from echo2.weights import encode
+from echo2.types import RUN_POLICY, RolloutGroup, SnapshotRef, TensorBytes
 from rollout_cases import VOCAB, tokenizer_files
 
 LEARNER = Peer("learner", "learner")
@@ -37,11 +39,11 @@ def rows(path: Path, *prompts: Any, **columns: Any) -> str:
 
 
 def settings(source: str, **changes: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """A run of one group a step, four attempts each; changes by section."""
+    """A run of one group a step, four rollouts each; changes by section."""
     raw: dict[str, dict[str, Any]] = {
         "model": {"path": "none"},
         "run": {"max_steps": 9},
-        "tasks": {"source": source, "shuffle": False},
+        "tasks": {"source": source},
         "reward": {"functions": ["exact_match"]},
         "sampling": {"group_size": 4, "max_tokens": 12, "groups_per_batch": 1},
         "schedule": {"groups_per_step": 1, "max_staleness": 1},
@@ -56,7 +58,7 @@ class OpenHead:
 
     def __init__(self, path: Path, raw: Mapping[str, Any], files: Mapping[str, bytes] | None = None) -> None:
         self._path, self._raw, self._files = path, raw, files or tokenizer_files()
-        self.fed: list[wire.RolloutGroup] = []
+        self.fed: list[RolloutGroup] = []
         self._tasks: list[asyncio.Task[None]] = []
         self._peers: dict[str, Peer] = {}
 
@@ -69,9 +71,11 @@ class OpenHead:
         self.service = Service(self.head)
         await self.head.reward.start()
         await self.head.start()
-        hello = wire.LearnerHello(protocol=PROTOCOL_VERSION, version=self.head.planner.version, vocab_size=VOCAB)
-        await self.service.learner_hello(LEARNER, hello)
-        self._tasks.append(asyncio.ensure_future(self._learn()))
+        version = self.head.planner.version
+        hello = wire.LearnerHello(protocol=PROTOCOL_VERSION, policy=RUN_POLICY, version=version, vocab_size=VOCAB)
+        self.session = self.service.learner_hello(LEARNER, hello)
+        self.epoch = (await anext(self.session)).epoch
+        self.learn()
         if not self.head.planner.published:
             await self.publish(0)
         return self
@@ -80,6 +84,7 @@ class OpenHead:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self.session.aclose()
         await self.head.close()
         await self.head.distribution.close()
 
@@ -94,23 +99,37 @@ class OpenHead:
 
     async def publish(self, version: int) -> None:
         tensors = {"w": TensorBytes("I16", (4,), bytes([version]) * 8)}
-        manifest, chunks = encode(SnapshotRef(1, version), tensors, self._files)
-        request = wire.PublishRequest(lineage=1, version=version, manifest=manifest.to_bytes())
-        missing = await self.service.offer_snapshot(LEARNER, request)
+        manifest, chunks = encode(SnapshotRef(RUN_POLICY, 1, version), tensors, self._files)
+        request = wire.PublishRequest(manifest=manifest.text, epoch=self.epoch)
+        missing = await self.service.offer_chunks(LEARNER, wire.ChunkOffer(hashes=manifest.hashes, epoch=self.epoch))
         for hash_ in missing.hashes:
-            await self.service.put_chunk(LEARNER, wire.Chunk(hash=hash_, data=bytes(chunks[hash_])))
+            chunk = wire.OfferedChunk(hash=hash_, data=bytes(chunks[hash_]), epoch=self.epoch)
+            await self.service.put_chunk(LEARNER, chunk)
         await self.service.publish(LEARNER, request)
 
+    async def report(self, name: str = "w-1", version: int = 0) -> None:
+        """A worker's heartbeat: it has this version installed."""
+        ref = wire.SnapshotId(policy=RUN_POLICY, lineage=1, version=version)
+        await self.service.report(self.peer(name), wire.WorkerReport(installed=ref))
+
+    def learn(self) -> None:
+        """The learner takes the groups of the next step."""
+        self._tasks.append(asyncio.ensure_future(self._learn()))
+
     async def _learn(self) -> None:
-        async for fed in self.service.take_groups(LEARNER, wire.TakeGroups(step=self.head.planner.version)):
-            self.fed.extend(fed.groups)
+        wanted = wire.TakeGroups(step=self.head.planner.version, epoch=self.epoch)
+        async for fed in self.service.take_groups(LEARNER, wanted):
+            self.fed.extend(map(parse_group, fed.groups))
 
     @contextlib.asynccontextmanager
     async def attending(self, name: str = "w-1", version: int = 0, **more: Any) -> AsyncIterator[list[wire.Lease]]:
         """A worker; the leases that it is sent, as they come."""
         leases: list[wire.Lease] = []
         hello = wire.WorkerHello(
-            protocol=PROTOCOL_VERSION, capacity_groups=1, installed_version=version, installed_lineage=1, **more
+            protocol=PROTOCOL_VERSION,
+            slots=1,
+            installed=wire.SnapshotId(policy=RUN_POLICY, lineage=1, version=version),
+            **more,
         )
         orders = self.service.attend(self.peer(name), hello)
 
@@ -141,7 +160,7 @@ async def until(holds: Any) -> None:
 
 
 def sample(tokens: Iterable[int], version: int = 0, **fields: Any) -> wire.Sample:
-    """An attempt as an honest worker with no top-k or top-p tells it."""
+    """A rollout as an honest worker with no top-k or top-p tells it."""
     ids = array("i", tokens)
     values: dict[str, Any] = {
         "tokens": ids.tobytes(),
@@ -154,7 +173,13 @@ def sample(tokens: Iterable[int], version: int = 0, **fields: Any) -> wire.Sampl
 
 
 def delivery(lease: wire.Lease, samples: Iterable[wire.Sample], **fields: Any) -> wire.Delivery:
-    values = {"lease_id": lease.lease_id, "kind": lease.kind, "number": lease.number, "lineage": 1}
+    values = {
+        "lease_id": lease.lease_id,
+        "policy": lease.policy,
+        "kind": lease.kind,
+        "number": lease.number,
+        "lineage": 1,
+    }
     return wire.Delivery(**{**values, "samples": list(samples), "generate_seconds": 0.01, **fields})
 
 

@@ -7,7 +7,7 @@ complaint is a string `path:line: what is wrong`. This module is not a linter: r
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,12 +21,21 @@ MAX_FILE_LINES = 500
 FORBIDDEN_NAMES = frozenset({"utils", "util", "helpers", "helper", "manager", "misc", "common"})
 
 FLOOR_OF_ROOM = {
-    **dict.fromkeys(("types", "errors", "documents", "printable", "plugins", "pipes", "devices"), 1),
+    **dict.fromkeys(("types", "errors", "documents", "printable", "sandbox", "devices", "disk"), 1),
     "": 1,  # the package itself: its version and nothing else
-    **dict.fromkeys(("control", "tasks", "rollout", "reward", "buffer", "weights", "transport", "config", "offers"), 2),
-    **dict.fromkeys(("sim", "learner", "broadcast", "past_run"), 3),
-    **dict.fromkeys(("runtime", "planning"), 4),
-    **dict.fromkeys(("cli", "service", "__main__"), 5),
+    "config": 2,
+    **dict.fromkeys(("control", "tasks", "rollout", "reward", "weights", "transport", "rundir"), 3),
+    **dict.fromkeys(("buffer", "learner", "broadcast", "views"), 4),
+    "sim": 5,
+    "planning": 6,
+    "runtime": 7,
+    **dict.fromkeys(("cli", "__main__"), 8),
+}
+#: Floors within a room. What lies on the room's own floor (`control/machine.py`) is on the ground.
+SUBFLOORS = {
+    "control": {"capacity": 1, **dict.fromkeys(("head", "worker", "broadcast"), 2)},
+    "runtime": {**dict.fromkeys(("head", "learner", "worker"), 1), "launch": 2},
+    "learner": {"grpo": 1},
 }
 TORCH_ROOMS = frozenset({"learner", "rollout", "devices"})
 TORCH_PACKAGES = frozenset({"torch", "transformers", "accelerate", "peft", "vllm"})
@@ -37,12 +46,13 @@ CONTROL_STDLIB = frozenset(
     | {"typing", "zlib"}
 )
 CONTROL_CALLS = frozenset({"print", "open", "input", "exec", "eval", "id", "hash"})  # I/O, or differs between processes
+#: Names that two rooms may use: the same message seen from two sides, or the same notion in two rooms.
 UNSAFE_PACKAGES = frozenset({"pickle", "cPickle", "dill", "cloudpickle", "shelve", "marshal"})
 
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """One Python file: `module` is its dotted name (`echo2.control.planner`), `path` how people are told about it."""
+    """One Python file: `module` is its dotted name (`echo2.control.head.planner`), `path` what complaints call it."""
 
     module: str
     path: str
@@ -98,7 +108,7 @@ def _is_dynamic_import(node: ast.Call) -> bool:
 
 
 def own_room(name: str) -> str | None:
-    """The room of a dotted import of ours (`echo2.control.events` -> `control`); None for other people's packages."""
+    """The room of a dotted import of ours (`echo2.control.head.events` -> `control`); None for other packages."""
     parts = name.split(".")
     if parts[0] != PACKAGE:
         return None
@@ -114,11 +124,33 @@ def floor_complaints(source: Source) -> list[str]:
         room = own_room(name)
         if room is None or room == source.room or FLOOR_OF_ROOM[room] < floor:
             continue
-        if floor == FLOOR_OF_ROOM[room] in (1, 5):  # floor 1, and cli with __main__ and service: one household each
+        if floor == FLOOR_OF_ROOM[room] in (1, 8):  # floor 1, and cli with __main__ and service: one household each
             continue
         who = source.room or PACKAGE
         found.append(f"{source.path}:{line}: {who} (floor {floor}) imports {name} (floor {FLOOR_OF_ROOM[room]})")
     return found
+
+
+def subfloor_complaints(source: Source) -> list[str]:
+    """Within a room imports go down too: folders of `control/` and `runtime/` on one floor do not know each other."""
+    floors = SUBFLOORS.get(source.room)
+    if floors is None:
+        return []
+    own, found = _folder(source.module), []
+    if own not in floors and own:
+        return [f"{source.path}:1: folder {own!r} of {source.room} has no floor; give it one in SUBFLOORS"]
+    for line, name in imports(source):
+        folder = _folder(name)
+        if own_room(name) != source.room or folder in ("", own) or floors.get(folder, 0) < floors.get(own, 0):
+            continue
+        found.append(f"{source.path}:{line}: {source.room}/{own} imports {name}")
+    return found
+
+
+def _folder(name: str) -> str:
+    """`echo2.control.head.events` -> `head`; empty for a module that lies on its room's own floor."""
+    parts = name.split(".")
+    return parts[2] if len(parts) > 2 and parts[2] in SUBFLOORS.get(parts[1], {}) else ""
 
 
 def control_complaints(source: Source) -> list[str]:
@@ -184,8 +216,27 @@ def name_complaints(source: Source) -> list[str]:
 
 
 def docstring_complaints(source: Source) -> list[str]:
-    """Every module says what it is."""
-    return [] if ast.get_docstring(source.parse()) else [f"{source.path}:1: no module docstring"]
+    """Every module, public class and public function says what it is."""
+    tree = source.parse()
+    found = [] if ast.get_docstring(tree) else [f"{source.path}:1: no module docstring"]
+    for node in tree.body:
+        if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) and not node.name.startswith("_"):
+            found += [] if ast.get_docstring(node) else [f"{source.path}:{node.lineno}: {node.name} has no docstring"]
+    return found
+
+
+def homonym_complaints(sources: Iterable[Source]) -> list[str]:
+    """One noun, one meaning: no two public classes of the package have one name."""
+    places: dict[str, list[str]] = {}
+    for source in sources:
+        for node in source.parse().body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                places.setdefault(node.name, []).append(f"{source.path}:{node.lineno}")
+    return [
+        f"{where[-1]}: {name} is also at {', '.join(where[:-1])}"
+        for name, where in sorted(places.items())
+        if len(where) > 1
+    ]
 
 
 def except_complaints(source: Source) -> list[str]:
@@ -236,6 +287,7 @@ def functions(tree: ast.Module) -> Iterator[ast.FunctionDef | ast.AsyncFunctionD
 
 RULES = (
     floor_complaints,
+    subfloor_complaints,
     control_complaints,
     set_iteration_complaints,
     package_complaints,

@@ -5,18 +5,39 @@ from __future__ import annotations
 import functools
 import random
 from array import array
+from collections import defaultdict
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from echo2.config import Config
+from echo2.learner.batch import Layout
+from echo2.learner.datum import Datum
+from echo2.learner.grpo.client import GrpoClient
+from echo2.learner.losses import LossTokens
 from echo2.learner.model import Policy
-from echo2.learner.trainer import Trainer, TrainerOptions
-from echo2.types import GroupRef, Rollout, RolloutGroup
+from echo2.types import RUN_POLICY, GroupRef, Rollout, RolloutGroup
 
 VOCAB = 13
-SMALL_LR = {"lr": 1e-3, "ess_scaling": False}
+#: Where settings are that are not the learner's.
+SECTIONS = {
+    **dict.fromkeys(("max_steps", "deterministic"), "run"),
+    **dict.fromkeys(("temperature", "max_tokens"), "sampling"),
+    "snapshot_dtype": "model",
+    **dict.fromkeys(("groups_per_step", "publish_every", "max_staleness"), "schedule"),
+}
+
+
+def config_of(settings: Config | None = None, **changes: Any) -> Config:
+    """The settings with these changes, each under its own name without the section's."""
+    config, by_section = settings or Config(), defaultdict[str, dict[str, Any]](dict)
+    for name, value in changes.items():
+        by_section[SECTIONS.get(name, "learner")][name] = value
+    sections = {name: replace(getattr(config, name), **changed) for name, changed in by_section.items()}
+    return replace(config, **sections)
 
 
 def tiny_module(
@@ -88,7 +109,7 @@ def rollout(
 
 
 def group(number: int, prompt: Sequence[int], rollouts: Sequence[Rollout], step: int = 0) -> RolloutGroup:
-    return RolloutGroup(GroupRef("train", number), step, 1, number, array("i", prompt), tuple(rollouts))
+    return RolloutGroup(GroupRef(RUN_POLICY, "train", number), step, 1, number, array("i", prompt), tuple(rollouts))
 
 
 def random_group(rng: random.Random, number: int, samples: int = 4, longest: int = 7, top_k: int = 0) -> RolloutGroup:
@@ -111,23 +132,66 @@ def random_group(rng: random.Random, number: int, samples: int = 4, longest: int
     return group(number, prompt, rollouts)
 
 
-def gradients(trainer: Trainer) -> torch.Tensor:
+def loss_tokens(
+    behaviour: Sequence[float],
+    advantage: Sequence[float],
+    sequence: Sequence[int] | None = None,
+    lag: Sequence[int] | None = None,
+    source: Sequence[int] | None = None,
+    reference: Sequence[float] | None = None,
+) -> LossTokens:
+    """In float64, with weights of 1; one source for each sequence, called a, b, c ..."""
+    sequence, zeros = sequence or [0] * len(behaviour), [0] * len(behaviour)
+    source = source or [0] * (max(sequence) + 1)
+    return LossTokens(
+        behaviour_n=torch.tensor(behaviour, dtype=torch.float64),
+        advantage_n=torch.tensor(advantage, dtype=torch.float64),
+        sequence_n=torch.tensor(sequence),
+        lag_n=torch.tensor(lag or zeros),
+        source_S=torch.tensor(source),
+        sources=tuple("abcdefghijklmnopqrstuvwxyz"[: max(source) + 1]),
+        weight_n=torch.ones(len(behaviour), dtype=torch.float64),
+        reference_n=torch.tensor(reference or zeros, dtype=torch.float64),
+    )
+
+
+def data_of(made: RolloutGroup, advantages: Sequence[float] | None = None, version: int = 0) -> list[Datum]:
+    """The group's rollouts with loss tokens, with these advantages (.5)."""
+    values = advantages or [0.5] * len(made.rollouts)
+    return [
+        Datum(
+            made.prompt_tokens,
+            r.tokens,
+            r.loss_mask,
+            advantages=array("d", [value]) * len(r.tokens),
+            behaviour_logprobs=r.logprobs,
+            version_spans=() if made.logged else r.version_spans,
+            version=version,
+            support_tokens=r.support_tokens,
+            support_offsets=r.support_offsets,
+        )
+        for r, value in zip(made.rollouts, values, strict=True)
+        if 1 in r.loss_mask
+    ]
+
+
+def gradients(trainer: GrpoClient) -> torch.Tensor:
     grads = [p.grad if p.grad is not None else torch.zeros_like(p) for p in trainer.policy.module.parameters()]
     return torch.cat([grad.flatten() for grad in grads])
 
 
-def gradient_of(calls: list[list[RolloutGroup]], **options: Any) -> torch.Tensor:
-    trainer = Trainer(tiny_policy(), TrainerOptions(**options))
+def gradient_of(calls: list[list[RolloutGroup]], layout: Layout = "auto", **options: Any) -> torch.Tensor:
+    trainer = GrpoClient(tiny_policy(), config_of(**options), layout)
     for call in calls:
         trainer.forward_backward(call)
     return gradients(trainer)
 
 
-def weights(trainer: Trainer) -> dict[str, bytes]:
+def weights(trainer: GrpoClient) -> dict[str, bytes]:
     return {name: bytes(tensor.data) for name, tensor in trainer.policy.tensors().items()}
 
 
-def steps(trainer: Trainer, versions: range) -> None:
+def steps(trainer: GrpoClient, versions: range) -> None:
     for version in versions:
         rng = random.Random(version)
         groups = [random_group(rng, number) for number in range(4)]

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from typing import TypeVar
 
-from echo2.control import commands as do
-from echo2.control import events as ev
-from echo2.control.planner import Planner
-from echo2.control.state import PlannerOptions
-from echo2.types import Lease, SnapshotRef
+from echo2.control.head import commands as do
+from echo2.control.head import events as ev
+from echo2.control.head.planner import Planner
+from echo2.control.head.state import PlannerOptions
+from echo2.types import RUN_POLICY, Lease, SnapshotRef
+from invariants import check
 
 Kind = TypeVar("Kind", bound=do.Command)
 OPTIONS = PlannerOptions(groups_per_step=2, group_size=4, max_steps=10, groups_per_batch=2, max_failures=3)
@@ -19,27 +20,28 @@ class Desk:
 
     def __init__(self, options: PlannerOptions = OPTIONS, started: ev.HeadStarted | None = None) -> None:
         self.planner, self.now, self.leases = Planner(options), 0.0, dict[int, tuple[str, Lease]]()
+        self.group_size = options.group_size
         self.tell(started or ev.HeadStarted())
 
     def tell(self, *events: ev.Event) -> list[do.Command]:
         commands = [command for event in events for command in self.planner.handle(event, self.now)]
-        self.planner.check_invariants()
+        check(self.planner)
         assert all(command.reason and command.cause for command in commands)
         for grant in of(do.GrantLeases, commands):
             self.leases.update((lease.lease_id, (grant.worker_id, lease)) for lease in grant.leases)
         return commands
 
     def publish(self, version: int, lineage: int = 1) -> list[do.Command]:
-        return self.tell(ev.SnapshotPublished(SnapshotRef(lineage, version), 100))
+        return self.tell(ev.SnapshotPublished(SnapshotRef(RUN_POLICY, lineage, version), 100))
 
     def join(self, worker_id: str = "a", version: int | None = 0, held: tuple[int, ...] = ()) -> list[do.Command]:
-        installed = None if version is None else SnapshotRef(1, version)
-        return self.tell(ev.WorkerJoined(worker_id, 2, 0.5, installed, held))
+        installed = None if version is None else SnapshotRef(RUN_POLICY, 1, version)
+        return self.tell(ev.WorkerJoined(worker_id, 2 * self.group_size, 0.5, installed, held))
 
     def deliver(
         self, lease_id: int, version: int = 0, scored: bool = True, is_flat: bool = False, **fields: object
     ) -> list[do.Command]:
-        """A result; where it completes its group, that is scored at once unless `scored` is False."""
+        """A result; if it is accepted, its group is scored at once unless `scored` is False."""
         worker_id, lease = self.leases[lease_id]
         values = {"worker_id": worker_id, "group": lease.group, "num_samples": lease.num_samples, **fields}
         values = {"oldest_version": version, "newest_version": version, **values}

@@ -32,11 +32,10 @@ max_tokens = 12
 groups_per_batch = 4
 [schedule]
 groups_per_step = 16
-heartbeat_seconds = 0.5
 lease_seconds = 20.0
 [learner]
 lr = 2e-4
-groups_per_microbatch = 8
+tokens_per_microbatch = 640
 checkpoint_every = 5
 [workers]
 count = 2

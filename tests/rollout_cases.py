@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
+import itertools
 import random
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 
+from echo2.rollout.decode_loop import DecodeLoop
 from echo2.rollout.engine import Completion, Engine, Outcome, SampleRequest
 from echo2.rollout.generate import assignment_of
 from echo2.rollout.tokenizer import encode_prompt, load_tokenizer
-from echo2.types import Assignment, Lease, SamplingParams, Snapshot, SnapshotRef, Task, TensorBytes
+from echo2.types import RUN_POLICY, Assignment, Lease, Reply, SamplingParams, Snapshot, SnapshotRef, Task, TensorBytes
 
 VOCAB = 31
 END = 1
@@ -70,7 +73,7 @@ def snapshot_of(module: Any, version: int = 0, lineage: int = 1) -> Snapshot:
         if not (tied and name == "lm_head.weight")
     }
     files = {"config.json": module.config.to_json_string(use_diff=False).encode(), **tokenizer_files()}
-    return Snapshot(SnapshotRef(lineage, version), tensors, files)
+    return Snapshot(SnapshotRef(RUN_POLICY, lineage, version), tensors, files)
 
 
 def tokenizer_files() -> dict[str, bytes]:
@@ -97,23 +100,99 @@ def assigned(
     return assignment_of(lease, task, prompt, params, environment, max_turns)
 
 
-def request(seed: int, length: int = 5, samples: int = 3, **params: Any) -> SampleRequest:
+def requests(seed: int, length: int = 5, samples: int = 3, **params: Any) -> list[SampleRequest]:
+    """Those of a group: the samples of one prompt."""
     rng = random.Random(seed)
     prompt = array("i", [rng.randrange(2, VOCAB) for _ in range(length)])
-    return SampleRequest(prompt, samples, seed, SamplingParams(**({"max_tokens": 12} | params)))
+    sampling = SamplingParams(**({"max_tokens": 12} | params))
+    return [SampleRequest(prompt, seed, sample, sampling) for sample in range(samples)]
 
 
-def run(engine: Engine, requests: Sequence[SampleRequest]) -> dict[int, list[Completion]]:
-    """Completions by request, in the order in which they ended."""
-    outcomes: dict[int, list[Completion]] = {}
+def load(engine: Engine, snapshot: Snapshot) -> float:
+    """The engine's pause, in seconds."""
+    return asyncio.run(engine.update_weights(snapshot))
 
-    def keep(index: int, outcome: Outcome) -> None:
-        assert isinstance(outcome, list)
-        assert index not in outcomes
-        outcomes[index] = outcome
 
-    engine.generate(requests, keep, lambda: False)
-    return outcomes
+def outcomes(engine: Engine, asked: Sequence[SampleRequest], together: bool = False) -> list[Outcome]:
+    """What comes of these requests, in their order."""
+
+    async def ask() -> list[Outcome]:
+        return await asyncio.gather(
+            *(engine.submit_together(asked) if together else [engine.submit(request) for request in asked])
+        )
+
+    return asyncio.run(ask())
+
+
+def run(engine: Engine, asked: Sequence[SampleRequest], together: bool = False) -> list[Completion]:
+    """The completions of these requests, in their order."""
+    found = outcomes(engine, asked, together)
+    completions = [one for one in found if isinstance(one, Completion)]
+    assert len(completions) == len(found), found
+    return completions
+
+
+async def until(holds: Callable[[], bool]) -> None:
+    """Wait for something that another thread does."""
+    while not holds():  # noqa: ASYNC110 - a thread does it, not a task
+        await asyncio.sleep(0.001)
+
+
+class Beside:
+    """An `Environment` around what answers at once, by number; a test's own never waits in the event loop."""
+
+    def __init__(self, answers: Any) -> None:
+        self._answers, self._turn = answers, asyncio.Lock()
+
+    async def start(self) -> str:
+        stop: str = self._answers.stop
+        return stop
+
+    def begin(self, columns: Mapping[str, Any], seed: int) -> dict[str, Any]:
+        return {"columns": columns, "seed": seed}
+
+    async def turn_tokens(self, rollout: dict[str, Any]) -> int:
+        async with self._turn:
+            rollout["number"] = self._answers.begin(rollout["columns"], rollout["seed"])
+        tokens: int = self._answers.turn_tokens(rollout["number"])
+        return tokens
+
+    async def step(self, rollout: dict[str, Any], action: str) -> Reply:
+        async with self._turn:
+            return await asyncio.to_thread(self._answers.step, rollout["number"], action)
+
+    def end(self, rollout: dict[str, Any]) -> None:
+        if "number" in rollout:
+            self._answers.end(rollout["number"])
+
+
+class Hooked:
+    """A `Decoder` around another: calls `before(n)` in the decode thread before its n-th step."""
+
+    def __init__(self, decoder: Any, before: Callable[[int], object]) -> None:
+        self._decoder, self._before, self._steps = decoder, before, itertools.count(1)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._decoder, name)
+
+    def step(self, added: Mapping[int, SampleRequest], dropped: Sequence[int]) -> list[tuple[int, Completion]]:
+        self._before(next(self._steps))
+        ended: list[tuple[int, Completion]] = self._decoder.step(added, dropped)
+        return ended
+
+
+def hooked(name: str, before: Callable[[int], object], snapshot: Snapshot, slots: int = 64) -> tuple[DecodeLoop, Any]:
+    """An engine with this snapshot and a hook, and its decoder, whose `load` may be called from the hook."""
+    from echo2.rollout.compact import build_compact
+    from echo2.rollout.fake_engine import FakeDecoder
+    from echo2.rollout.hf_engine import build_transformers
+    from echo2.rollout.torch_engine import TorchDecoder
+
+    decoder: Any = FakeDecoder()
+    if name != "fake":
+        decoder = TorchDecoder({"compact": build_compact, "transformers": build_transformers}[name], "cpu")
+    decoder.load(snapshot)
+    return DecodeLoop(Hooked(decoder, before), slots), decoder
 
 
 def hf_logits(module: Any, tokens: Sequence[int]) -> torch.Tensor:

@@ -53,7 +53,7 @@ class Desk:
             "TakeGroups": self.chunks,
             "Probe": self.filler,
             "GiveChunk": self.accept,
-            "LearnerHello": self.report,
+            "LearnerReport": self.report,
         }
 
     async def report(self, peer: Peer, request: wire.WorkerReport) -> wire.Empty:
@@ -210,10 +210,10 @@ class LinkCases(ABC):
     @pytest.mark.parametrize(
         ("role", "method", "request_"),
         [
-            ("worker", "LearnerHello", wire.LearnerHello()),
+            ("worker", "LearnerReport", wire.LearnerReport()),
             ("learner", "Report", wire.WorkerReport()),
             ("join-worker", "Report", wire.WorkerReport()),
-            ("join-learner", "LearnerHello", wire.LearnerHello()),
+            ("join-learner", "LearnerReport", wire.LearnerReport()),
         ],
         ids=lambda value: value if isinstance(value, str) else "",
     )

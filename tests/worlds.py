@@ -1,22 +1,27 @@
 """Random worlds for the properties of `control/`, and what must be true of every run in them.
 
 `random_scenario(seed)` draws a small run and its machines; `judge(report, scenario)` says what is wrong with a report,
-as a list of sentences. The planner's and the relays' invariants are checked by the simulator itself after every event.
+as a list of sentences. The planner's and the relays' invariants are checked by `invariants` after every event.
 """
 
 from __future__ import annotations
 
 import math
 import random
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
-from echo2.control import commands as do
-from echo2.control import staleness
-from echo2.control.planner import Planner
+from hostile_workers import HostileSpec
+
+from echo2.control.head import commands as do
+from echo2.control.head import events as ev
+from echo2.control.head import staleness
+from echo2.control.head.planner import Planner
+from echo2.control.head.results import RESAMPLED_MAX
 from echo2.errors import InvariantError
-from echo2.sim import Report, Scenario, run_scenario
+from echo2.sim import Report, Scenario
 from echo2.sim.scenario import HeadSpec, LearnerSpec, WorkersSpec
+from invariants import run_scenario
 
 #: Virtual seconds that a run may take after the last fault, before it counts as deadlocked.
 CALM_SECONDS = 4000.0
@@ -40,8 +45,6 @@ def random_scenario(seed: int) -> Scenario:
         deterministic=deterministic,
         groups_per_batch=rng.randint(1, 5),
         order="any" if deterministic else rng.choice(["any", "frontier"]),
-        hand_over=rng.choice(["group", "group", "step"]),
-        second_lease_after=0.0 if deterministic else rng.choice([0.0, 1.5]),
         swap="between" if deterministic else rng.choice(["between", "during"]),
         lease_seconds=rng.uniform(6.0, 20.0) * slowest + 10.0,
         max_failures=1_000_000,
@@ -50,7 +53,7 @@ def random_scenario(seed: int) -> Scenario:
         snapshot_chunks=rng.choice([1, 3, 20]),
         chunk_bytes=100_000,
         delta_chance=rng.choice([0.0, 0.5, 1.0]),
-        peers=rng.choice(["star", "chain", "trees", "trees"]),
+        peers=rng.choice(["star", "star", "trees", "trees"]),
         fan_out=rng.randint(1, 4),
         faults_until_seconds=faults_until,
         time_limit_seconds=faults_until + CALM_SECONDS,
@@ -65,28 +68,27 @@ def random_scenario(seed: int) -> Scenario:
         ),
         head=HeadSpec(score_seconds=rng.uniform(0.0, 2.0), life_seconds=rng.choice([0.0, 10.0, 60.0])),
     )
-    return with_dials(scenario, seed)
+    passes = random.Random(f"passes of {seed}").choice([0.0, 0.0, 0.1, 1.0])
+    return with_dials(replace(scenario, head=replace(scenario.head, pass_seconds=passes)), seed)
 
 
 def with_dials(scenario: Scenario, seed: int) -> Scenario:
-    """Some worlds replace uninformative groups, some tighten the bound by their ESS, some spread siblings over workers;
-    deterministic ones do none of it.
-    """
+    """Some worlds replace uninformative groups; deterministic ones do not."""
     rng = random.Random(f"dials of {seed}")
     if scenario.deterministic:
         return scenario
     if rng.random() < 0.5:
-        shares, most = rng.choice([0.2, 0.6, 1.0]), rng.choice([0.3, 1.0, 3.0])
-        scenario = replace(scenario, dynamic_sampling=True, flat_share=shares, max_resampled=most)
-    if rng.random() < 0.5 and scenario.max_staleness >= scenario.publish_every:
-        learner = replace(scenario.learner, ess=rng.uniform(0.2, 0.9), ess_spread=rng.choice([0.05, 0.5]))
-        scenario = replace(scenario, ess_floor=rng.uniform(0.2, 0.8), learner=learner)
-    if scenario.order == "frontier":
-        scenario = replace(scenario, workers_per_group=rng.choice([1, 2, 2, 3, 4]))
+        shares = rng.choice([0.2, 0.6, 1.0])
+        scenario = replace(scenario, dynamic_sampling=True, flat_share=shares)
     return scenario
 
 
 HOSTILE: tuple[Any, ...] = ("holds", "holds_some", "fails", "malformed", "junk", "claims")
+
+
+def hostile_spec(spec: WorkersSpec, **changes: Any) -> HostileSpec:
+    """Workers like these that mean harm."""
+    return HostileSpec(**{entry.name: getattr(spec, entry.name) for entry in fields(spec)} | changes)
 
 
 def hostile_scenario(seed: int) -> Scenario:
@@ -98,7 +100,7 @@ def hostile_scenario(seed: int) -> Scenario:
     quiet = {"life_seconds": 0.0, "cut_every_seconds": 0.0, "loss": 0.0}
     kinds = [replace(spec, **quiet) for spec in own]
     strangers = [
-        replace(rng.choice(kinds), count=rng.randint(1, 8), ticket=rng.choice("abc"), hostile=rng.choice(HOSTILE))
+        hostile_spec(rng.choice(kinds), count=rng.randint(1, 8), ticket=rng.choice("abc"), hostile=rng.choice(HOSTILE))
         for _ in range(rng.randint(1, 3))
     ]
     honest = [replace(rng.choice(kinds), ticket="honest")] if rng.random() < 0.5 else []
@@ -132,6 +134,24 @@ def supplied(report: Report, scenario: Scenario) -> dict[int, dict[str, int]]:
     return steps
 
 
+def own_are_late(report: Report, scenario: Scenario) -> bool:
+    """Whether all machines of the owner were ever without the newest snapshot for longer than a lease: then they do not
+    count as such that can work, and strangers may supply everything. It is so where a learner was killed, or where
+    strangers are slow to pass on what they fetch.
+    """
+    own = {f"w{at}-{n}" for at, spec in enumerate(scenario.workers) for n in range(spec.count) if not spec.ticket}
+    newest, waiting_since = None, math.inf
+    for event, now, commands in (step for life in report.history.lives for step in life):
+        if isinstance(event, ev.WorkerReported) and event.worker_id in own and event.installed == newest:
+            waiting_since = math.inf
+        if now - waiting_since > scenario.lease_seconds:
+            return True
+        for command in commands:
+            if isinstance(command, do.AnnounceSnapshot):
+                newest, waiting_since = command.ref, min(waiting_since, now)
+    return not own
+
+
 def judge_hostile(seed: int) -> list[str]:
     """What is wrong with the hostile world of this seed: strangers never stop a run, and supply a bounded share."""
     scenario = hostile_scenario(seed)
@@ -144,14 +164,14 @@ def judge_hostile(seed: int) -> list[str]:
     wrong += [f"stopped: {command.reason}" for command in commands if isinstance(command, do.StopRun)]
     unit = scenario.group_size * (scenario.groups_per_batch if scenario.deterministic else 1)
     most = max(unit, scenario.groups_per_step * scenario.group_size // 2)
-    # A killed head forgets who supplied what. Where a learner was killed, a machine of the owner may be without a valid
-    # snapshot for longer than a lease, and does not count as one that can work.
-    is_capped = any(not spec.ticket for spec in scenario.workers) and not set(report.killed) & {"head", "learner"}
+    # A killed head forgets who supplied what.
+    is_capped = "head" not in report.killed and not own_are_late(report, scenario)
     for step, given in supplied(report, scenario).items() if is_capped else ():
         wrong += [
             f"ticket {t} supplied {n} samples of step {step}, {most} allowed" for t, n in given.items() if n > most
         ]
-    honest = {f"w{at}-{n}" for at, spec in enumerate(scenario.workers) for n in range(spec.count) if not spec.hostile}
+    kinds = [(at, spec) for at, spec in enumerate(scenario.workers) if not isinstance(spec, HostileSpec)]
+    honest = {f"w{at}-{n}" for at, spec in kinds for n in range(spec.count)}
     expelled = {command.worker_id for command in commands if isinstance(command, do.ExpelWorker)}
     return wrong + [f"{worker_id} is honest and was expelled" for worker_id in sorted(expelled & honest)]
 
@@ -224,6 +244,9 @@ def judge(report: Report, scenario: Scenario) -> list[str]:
                 wrong.append(f"group {number} of version {version} was trained at step {done.step}")
     if report.retired.get("stale"):
         wrong.append(f"{report.retired['stale']} groups were dropped as stale")
+    is_honest = not any(spec.malformed_results or isinstance(spec, HostileSpec) for spec in scenario.workers)
+    if report.refused.get("malformed") and is_honest:
+        wrong.append(f"{report.refused['malformed']} results of honest workers were called malformed")
     return wrong + judge_deterministic(report, scenario) + judge_resampling(report, scenario)
 
 
@@ -232,7 +255,7 @@ def judge_resampling(report: Report, scenario: Scenario) -> list[str]:
     what is replaced was flat, the simulator itself checks.)
     """
     wrong, history = [], report.history
-    most = math.ceil(scenario.max_resampled * scenario.groups_per_step) if scenario.dynamic_sampling else 0
+    most = math.ceil(RESAMPLED_MAX * scenario.groups_per_step) if scenario.dynamic_sampling else 0
     for step, count in history.replaced.items():
         if count > most:
             wrong.append(f"step {step} replaced {count} groups, {most} allowed")
@@ -312,6 +335,6 @@ def judge_replay(report: Report, scenario: Scenario) -> list[str]:
                     worker = planner.fleet.get(command.worker_id)
                     installed = worker.installed.version if worker is not None and worker.installed is not None else -1
                     ahead = max(lease.step for lease in command.leases) - installed
-                    if ahead > planner.admission.bound:
-                        wrong.append(f"at {now:.1f} {ahead} versions ahead, {planner.admission.bound} allowed")
+                    if ahead > scenario.max_staleness:
+                        wrong.append(f"at {now:.1f} {ahead} versions ahead, {scenario.max_staleness} allowed")
     return wrong

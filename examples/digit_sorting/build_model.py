@@ -11,6 +11,7 @@ result is an ordinary Hugging Face directory. Same seed, same machine: same weig
 from __future__ import annotations
 
 import argparse
+import asyncio
 import math
 import shutil
 import string
@@ -28,12 +29,11 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast, Qwen3Config, Qw
 from transformers.utils.logging import disable_progress_bar
 
 from echo2.errors import UserError
-from echo2.rollout.compact import build_compact
-from echo2.rollout.engine import Outcome, SampleRequest
+from echo2.rollout.engine import Completion, Outcome, SampleRequest
+from echo2.rollout.engines import make_engine
 from echo2.rollout.tokenizer import load_tokenizer
-from echo2.rollout.torch_engine import TorchEngine
 from echo2.tasks.digit_sorting import DigitSorting
-from echo2.types import SamplingParams, Snapshot, SnapshotRef, TensorBytes
+from echo2.types import RUN_POLICY, SamplingParams, Snapshot, SnapshotRef, TensorBytes
 
 SPECIAL_TOKENS = ("<pad>", "<eos>", "<unk>")
 CHARACTERS = string.digits + string.ascii_letters + "=+-*/()., :?!\n"
@@ -116,26 +116,27 @@ def sampled_accuracy(
 ) -> float:
     """Share of exact answers, one sample a problem, by echo2's own engine."""
     tokenizer = load_tokenizer(files)
-    engine = TorchEngine(build_compact, "cpu")
+    engine = make_engine("compact", "cpu")
     tensors = {
         name: TensorBytes("F32", tuple(tensor.shape), tensor.detach().numpy().tobytes())
         for name, tensor in model.state_dict().items()
         if name != "lm_head.weight"  # tied to the embedding
     }
-    engine.load_snapshot(Snapshot(SnapshotRef(1, 0), tensors, files))
+    snapshot = Snapshot(SnapshotRef(RUN_POLICY, 1, 0), tensors, files)
     params = SamplingParams(temperature=temperature, max_tokens=MAX_NEW_TOKENS)
     problems = [tasks[index] for index in range(CHECK_PROBLEMS)]
     prompts = [array("i", tokenizer.encode(task["prompt"], add_special_tokens=True)) for task in problems]
+
+    async def sampled() -> list[Outcome]:
+        await engine.update_weights(snapshot)
+        requests = [SampleRequest(prompt, seed, 0, params) for seed, prompt in enumerate(prompts)]
+        return await asyncio.gather(*engine.submit_together(requests))
+
     num_exact = 0
-
-    def check(index: int, outcome: Outcome) -> None:
-        nonlocal num_exact
-        assert isinstance(outcome, list)
-        text = tokenizer.decode(outcome[0].tokens.tolist(), skip_special_tokens=True)
-        num_exact += text == problems[index]["answer"] and outcome[0].finish == "stop"
-
-    requests = [SampleRequest(prompt, 1, seed, params) for seed, prompt in enumerate(prompts)]
-    engine.generate(requests, check, lambda: False)
+    for problem, outcome in zip(problems, asyncio.run(sampled()), strict=True):
+        assert isinstance(outcome, Completion)
+        text = tokenizer.decode(outcome.tokens.tolist(), skip_special_tokens=True)
+        num_exact += text == problem["answer"] and outcome.finish == "stop"
     return num_exact / CHECK_PROBLEMS
 
 

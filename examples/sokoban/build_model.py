@@ -5,6 +5,7 @@ random weights. It has not seen a level, nor a move: all that it learns, it lear
 """
 
 import argparse
+import sys
 from pathlib import Path
 
 import torch
@@ -12,7 +13,8 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
-from echo2.tasks.sokoban import MOVES, SYMBOLS
+sys.path.insert(0, str(Path(__file__).parent))
+from sokoban import MOVES, SYMBOLS
 
 
 def build(out: Path, seed: int) -> None:

@@ -4,16 +4,23 @@ from __future__ import annotations
 
 import argparse
 import json
+import signal
 import sys
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, fields
+from functools import partial
+from importlib import import_module
 from pathlib import Path
+from typing import Literal, get_args, get_origin
 
 from echo2 import __version__, config
+from echo2.config.engines import ENGINES, NO_SLOT_LIMIT
 from echo2.errors import Echo2Error, NoRoomError, UserError
-from echo2.planning import commands as planning
 from echo2.printable import printable, printable_lines
 
 Command = Callable[[argparse.Namespace], int]
+#: `_add` with its first argument.
+Add = Callable[..., argparse.ArgumentParser]
 #: Of an error, which may quote a peer or a file.
 ERROR_CHARS_MAX = 10_000
 
@@ -23,117 +30,97 @@ def main(arguments: Sequence[str] | None = None) -> int:
     130 interrupted.
     """
     parser = build_parser()
-    settings, others = split_settings(sys.argv[1:] if arguments is None else arguments)
-    options, unknown = parser.parse_known_args(others)
-    takes_settings = getattr(options, "takes_settings", False)
+    options, unknown = parser.parse_known_args(arguments)
     try:
-        if takes_settings:
-            options.overrides = settings_from_flags(settings)
-            refuse_bare_settings(unknown)
-        elif settings:
-            unknown += [flag for flag, _ in settings]
+        if options.takes_settings:
+            refuse_unknown_settings(unknown)
+            options.overrides = {name: value for name, value in vars(options).items() if "." in name}
         if unknown:
             parser.error(f"unrecognized arguments: {' '.join(unknown)}")
         command: Command = options.command
         return command(options)
-    except UserError as error:
-        print(f"error: {printable_lines(str(error), ERROR_CHARS_MAX)}", file=sys.stderr)
-        return 3 if isinstance(error, NoRoomError) else 2
     except Echo2Error as error:
         print(f"error: {printable_lines(str(error), ERROR_CHARS_MAX)}", file=sys.stderr)
-        return 1
+        return 3 if isinstance(error, NoRoomError) else 2 if isinstance(error, UserError) else 1
     except BrokenPipeError:
         return 0
     except KeyboardInterrupt:
-        print("interrupted; continue a run with --resume", file=sys.stderr)
+        print(getattr(options, "interrupted", "interrupted"), file=sys.stderr)
         return 130
 
 
-def split_settings(arguments: Sequence[str]) -> tuple[list[tuple[str, str | None]], list[str]]:
-    """The dotted flags with their values, and all other words. Done before argparse, which would take the value of a
-    flag that it does not know for an argument of its own."""
-    settings: list[tuple[str, str | None]] = []
-    others: list[str] = []
-    words = iter(arguments)
-    for word in words:
-        flag, equals, value = word.partition("=")
-        if flag.startswith("--") and "." in flag:
-            settings.append((flag, value if equals else next(words, None)))
-        else:
-            others.append(word)
-    return settings, others
-
-
-def settings_from_flags(settings: Iterable[tuple[str, str | None]]) -> dict[str, str]:
-    """``[("--learner.lr", "1e-5")]`` as {"learner.lr": "1e-5"}; of a flag given twice, the last counts.
-
-    Raises:
-        UserError: no such setting, or no value.
-    """
-    overrides: dict[str, str] = {}
-    for flag, value in settings:
-        name = flag.removeprefix("--").replace("-", "_")
-        section, _, key = name.partition(".")
-        config.check_keys({section: {key: None}}, flag)
-        if value is None:
-            raise UserError(f"{flag} needs a value.")
-        overrides[name] = value
-    return overrides
-
-
-def refuse_bare_settings(unknown: Sequence[str]) -> None:
-    """An unknown flag may be a setting without its section: say which it could be.
+def refuse_unknown_settings(unknown: Iterable[str]) -> None:
+    """A flag that argparse does not know may be a misspelt setting, or one without its section: say which.
 
     Raises:
         UserError: with the nearest setting.
     """
     for word in unknown:
         if word.startswith("--"):
-            config.check_keys({word.removeprefix("--").partition("=")[0].replace("-", "_"): None}, word)
+            section, _, name = word.removeprefix("--").partition("=")[0].partition(".")
+            config.check_keys({section: {name: None} if name else None}, word)
 
 
 def settings_help() -> str:
     """Every setting of the configuration file, as a flag."""
     lines, last = ["settings (keys of the configuration file, section by section):"], ""
-    for section, name, _, default, description in config.all_fields():
+    for section, name, kind, default, description in config.all_fields():
         if section != last:
             lines.append(f"\n  [{section}]")
             last = section
         shown = json.dumps(default)
-        lines.append(f"  --{section}.{name} ({shown})\n        {description}")
+        choices = f" {' | '.join(get_args(kind))}" if get_origin(kind) is Literal else ""
+        lines.append(f"  --{section}.{name}{choices} ({shown})\n        {description}")
     return "\n".join(lines)
 
 
 def build_parser() -> argparse.ArgumentParser:
+    """All commands with their flags."""
     parser = argparse.ArgumentParser(
         prog="echo2",
         description="Reinforcement learning for language models: one learner, kept busy by cheap machines anywhere.",
     )
     parser.add_argument("--version", action="version", version=f"echo2 {__version__}")
-    commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
-    _add_run(commands)
-    _add_processes(commands)
-    _add_views(commands)
-    _add_tickets(commands)
-    _add_model_commands(commands)
-    planning.add_commands(lambda name, text, command: _add(commands, name, text, command))
+    add = partial(_add, parser.add_subparsers(title="commands", required=True, metavar="COMMAND"))
+    _add_run(add)
+    _add_processes(add)
+    _add_views(add)
+    _add_tickets(add)
+    _add_model_commands(add)
+    _add_plan(add)
+    _add_planning(add)
     return parser
 
 
 def _add(
-    commands: argparse._SubParsersAction[argparse.ArgumentParser], name: str, text: str, command: Command
+    commands: argparse._SubParsersAction[argparse.ArgumentParser],
+    name: str,
+    text: str,
+    command: Command,
+    directory: str = "",
+    takes_settings: bool = False,
+    has_json: bool = False,
 ) -> argparse.ArgumentParser:
+    """One command. `directory`: what its first argument DIR is; empty: it has none."""
     parser = commands.add_parser(
-        name, help=text, description=text, formatter_class=argparse.RawDescriptionHelpFormatter
+        name, help=text, description=text, allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.set_defaults(command=command)
+    parser.set_defaults(command=command, takes_settings=takes_settings)
+    if directory:
+        parser.add_argument("directory", type=Path, metavar="DIR", help=directory)
+    if has_json:
+        parser.add_argument("--json", action="store_true")
+    if takes_settings:
+        for section, key, *_ in config.all_fields():
+            parser.add_argument(f"--{section}.{key}", default=argparse.SUPPRESS, help=argparse.SUPPRESS)
     return parser
 
 
-def _add_run(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    parser = _add(commands, "run", "Train: start head, learner and workers on this machine and look after them.", _run)
+def _add_run(add: Add) -> None:
+    text = "Train: start head, learner and workers on this machine and look after them."
+    parser = add("run", text, _run, takes_settings=True, has_json=True)
+    parser.set_defaults(interrupted="interrupted; continue the run with --resume")
     parser.epilog = settings_help()
-    parser.set_defaults(takes_settings=True)
     parser.add_argument(
         "config", type=Path, metavar="CONFIG", help="configuration file (TOML), or config.json of a run"
     )
@@ -142,7 +129,6 @@ def _add_run(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
     parser.add_argument(
         "--dry-run", action="store_true", help="check everything, print the resolved configuration, start nothing"
     )
-    parser.add_argument("--json", action="store_true", help="print the summary as JSON")
     _add_from(parser)
 
 
@@ -151,117 +137,147 @@ def _add_from(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--from", dest="like", type=Path, metavar="DIR", help=text)
 
 
-def _add_processes(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    parser = _add(commands, "head", "Start the control plane of a run alone.", _head)
+def _add_processes(add: Add) -> None:
+    parser = add("head", "Start the control plane of a run alone.", _head, takes_settings=True)
     parser.epilog = "Give a run directory, or a configuration file (then --out, --resume and settings as for `run`)."
-    parser.set_defaults(takes_settings=True)
     parser.add_argument("target", type=Path, metavar="DIR|CONFIG")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--resume", action="store_true")
     _add_from(parser)
-    parser = _add(
-        commands, "learner", "Start the learner of a run alone; it goes on from the newest checkpoint.", _learner
-    )
-    parser.add_argument("directory", type=Path, metavar="DIR", help="the run directory (config.json, checkpoints/)")
+    text = "Start the learner of a run alone; it goes on from the newest checkpoint."
+    parser = add("learner", text, _learner, directory="the run directory (config.json, checkpoints/)")
     parser.add_argument("--ticket", default="", help="learner ticket, when the head is on another machine")
-    parser = _add(commands, "worker", "Join a run with a ticket and make rollouts for it.", _worker)
-    parser.add_argument("ticket", metavar="TICKET", help="the ticket, or @FILE that holds it")
-    parser.add_argument("--engine", default="compact", choices=["compact", "transformers", "fake"])
-    parser.add_argument("--device", default="auto", help="cpu | cuda | cuda:0 ... | auto")
-    parser.add_argument("--price-usd-per-hour", type=float, default=0.0, help="what this machine costs")
-    parser.add_argument(
-        "--offer", default="", metavar="NAME", help="name of this machine, as the rent command of an offer got it"
-    )
-    parser.add_argument(
-        "--max-groups", type=int, default=0, help="groups to sample together at most (0: as the run asks)"
-    )
-    parser.add_argument(
-        "--allow-environment",
-        action="append",
-        default=[],
-        metavar="SPEC",
-        help="an environment installed here that the run may play",
-    )
-    parser.add_argument(
-        "--listen", default="", metavar="HOST:PORT", help="where other workers reach this one (default: any free port)"
-    )
-    parser.add_argument(
-        "--advertise", default="", metavar="HOST[:PORT]", help="where they dial it (default: where the head sees it)"
-    )
-    parser.add_argument("--no-relay", action="store_true", help="never send weights to other workers")
-    parser.add_argument(
-        "--state", type=Path, help="where key and snapshots are kept (default: the user's state directory)"
-    )
-    parser.add_argument(
-        "--patience-seconds", type=float, default=600.0, help="how long to look for a head that is away"
-    )
+    _add_worker(add("worker", "Join a run with a ticket and make rollouts for it.", _worker))
 
 
-def _add_views(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    parser = _add(commands, "status", "Who waits for whom, since when, until when, and why.", _status)
-    parser.add_argument(
-        "directory", type=Path, nargs="?", metavar="DIR", help="run directory (default: the newest below outputs/)"
-    )
-    parser.add_argument("--json", action="store_true")
-    parser = _add(
-        commands, "audit", "Count every group of a run's ledger: trained, retired, open, lost, doubled.", _audit
-    )
-    parser.add_argument("directory", type=Path, metavar="DIR")
-    parser.add_argument("--json", action="store_true")
-    parser = _add(
-        commands, "replay", "Feed a run's logged events to the planner again and compare its commands.", _replay
-    )
-    parser.add_argument("directory", type=Path, metavar="DIR")
-    parser.add_argument("--json", action="store_true")
+def _add_worker(parser: argparse.ArgumentParser) -> None:
+    parser.set_defaults(interrupted="left the run; its leases go to other workers")
+    flag = parser.add_argument
+    flag("ticket", metavar="TICKET", help="the ticket, or @FILE that holds it")
+    engines = ["auto", *ENGINES]
+    flag("--engine", default="auto", choices=engines, help="what samples tokens (default: the run's engine)")
+    flag("--device", default="auto", help="cpu | cuda | cuda:0 ... | auto (a GPU if there is one)")
+    flag("--price-usd-per-hour", type=float, default=0.0, help="what this machine costs")
+    flag("--offer", default="", metavar="NAME", help="name of this machine, as the rent command of an offer got it")
+    flag("--slots", type=_num_slots, default=0, help="rollouts to decode at once at most (0: as the run asks)")
+    text = "an environment installed here that the run may play"
+    flag("--allow-environment", dest="allow_environments", action="append", default=[], metavar="SPEC", help=text)
+    text = "where other workers reach this one (default: any free port)"
+    flag("--listen", default="", metavar="HOST:PORT", help=text)
+    text = "where they dial it (default: where the head sees it)"
+    flag("--advertise", default="", metavar="HOST[:PORT]", help=text)
+    flag("--no-relay", dest="relays", action="store_false", help="never send weights to other workers")
+    text = "where key and snapshots are kept (default: the user's state directory)"
+    flag("--state", type=Path, help=text)
+    flag("--patience-seconds", type=float, default=600.0, help="how long to look for a head that is away")
 
 
-def _add_tickets(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def _num_slots(text: str) -> int:
+    if not text.isdecimal() or int(text) > NO_SLOT_LIMIT:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number from 0 to {NO_SLOT_LIMIT}")
+    return int(text)
+
+
+def _add_views(add: Add) -> None:
+    parser = add("status", "Who waits for whom, since when, until when, and why.", _status, has_json=True)
+    where = "run directory (default: the newest below outputs/)"
+    parser.add_argument("directory", type=Path, nargs="?", metavar="DIR", help=where)
+    text = "Count every group of a run's ledger: trained, retired, open, lost, doubled."
+    add("audit", text, _audit, directory="run directory", has_json=True)
+    text = "Feed a run's logged events to the planner again and compare its commands."
+    add("replay", text, _replay, directory="run directory", has_json=True)
+
+
+def _add_tickets(add: Add) -> None:
     where = "run directory, on the head's machine"
-    parser = _add(commands, "invite", "Print a ticket for machines of others, or renew one.", _invite)
-    parser.add_argument("directory", type=Path, metavar="DIR", help=where)
+    parser = add("invite", "Print a ticket for machines of others, or renew one.", _invite, directory=where)
     parser.add_argument("--uses", type=int, default=20, help="machines that it admits (with --renew: more of them)")
     parser.add_argument("--days", type=float, default=30.0, help="how long from now")
-    parser.add_argument(
-        "--renew", default="", metavar="TICKET_ID", help="let this one admit more, or open it again; its text stays"
-    )
-    parser = _add(commands, "tickets", "The tickets of a run: whose, used, until when, who came by them.", _tickets)
-    parser.add_argument("directory", type=Path, metavar="DIR", help=where)
-    parser.add_argument("--json", action="store_true")
+    text = "let this one admit more, or open it again; its text stays"
+    parser.add_argument("--renew", default="", metavar="TICKET_ID", help=text)
+    text = "The tickets of a run: whose, used, until when, who came by them."
+    add("tickets", text, _tickets, directory=where, has_json=True)
     text = "Shut a worker, or all who came by a ticket, out of a run, now and for good; their leases go to others."
-    parser = _add(commands, "revoke", text, _revoke)
-    parser.add_argument("directory", type=Path, metavar="DIR", help=where)
+    parser = add("revoke", text, _revoke, directory=where)
     parser.add_argument("id", metavar="ID", help="w-..., as `echo2 status` shows it, or of a ticket")
 
 
-def _add_model_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    parser = _add(commands, "eval", "Evaluate a checkpoint of a run, or any model, on the run's held-out tasks.", _eval)
-    parser.set_defaults(takes_settings=True)
+def _add_model_commands(add: Add) -> None:
+    text = "Evaluate a checkpoint of a run, or any model, on the run's held-out tasks."
+    parser = add("eval", text, _eval, takes_settings=True, has_json=True)
     parser.add_argument("target", type=Path, metavar="DIR|CONFIG", help="run directory, or configuration file")
     parser.add_argument("--step", type=int, help="checkpoint to evaluate (default: the newest)")
     parser.add_argument("--model", default="", help="a model directory or hub id instead of a checkpoint")
-    parser.add_argument("--json", action="store_true")
-    parser = _add(commands, "export", "Write a checkpoint as a Hugging Face model directory.", _export)
-    parser.add_argument("directory", type=Path, metavar="DIR")
+    parser = add("export", "Write a checkpoint as a Hugging Face model directory.", _export, directory="run directory")
     parser.add_argument("--to", type=Path, required=True, metavar="PATH")
     parser.add_argument("--step", type=int, help="checkpoint to export (default: the newest)")
+
+
+def _add_plan(add: Add) -> None:
+    text = "What a run needs: the cheapest machines that keep the learner busy, and the bill."
+    parser = add("plan", text, _planning("plan_command"), takes_settings=True, has_json=True)
+    parser.add_argument("config", type=Path, metavar="CONFIG", help="configuration file of the run")
+    parser.add_argument("--offers", type=Path, default=Path("offers.toml"), help="machines on offer (TOML)")
+    parser.add_argument("--budget", type=float, metavar="USD", help="most that the whole run may cost")
+    parser.add_argument("--rehearse", action="store_true", help="simulate the plan, too, with the real control code")
+    given = parser.add_argument_group("measured or estimated", "Taken from --from DIR where a run of the kind exists.")
+    given.add_argument("--from", dest="source", type=Path, metavar="DIR", help="a run whose metrics are to be used")
+    for flag, symbol, what in (
+        ("--train-seconds", "T", "the learner's seconds for one step"),
+        ("--reward-seconds", "R", "your reward functions' seconds for one group"),
+        ("--broadcast-seconds", "Tb", "publication until workers have it"),
+        ("--snapshot-bytes", "G", "bytes of a full snapshot (default: the model)"),
+        ("--delta-bytes", "D", "bytes of an update, where deltas are sent"),
+        ("--uplink-mbps", "B0", "the head's upload (default: 1000)"),
+        ("--reload-seconds", "L", "a worker's pause to load a snapshot"),
+    ):
+        given.add_argument(flag, type=float, metavar=symbol, help=what)
+    mode = parser.add_argument_group("what may be chosen")
+    mode.add_argument("--publish-every", type=int, metavar="K", help="fix kappa instead of searching")
+    mode.add_argument("--max-idle", type=float, default=0.02, help="learner's share of waiting that is fine (0.02)")
+    mode.add_argument("--pause-during-broadcast", action="store_true", help="workers stop while a snapshot travels")
+
+
+def _add_planning(add: Add) -> None:
+    text = "Measure this machine's rollouts per second, as an entry for the offers file."
+    parser = add("probe", text, _planning("probe"), takes_settings=True, has_json=True)
+    what = "configuration file, or a model directory"
+    parser.add_argument("target", type=Path, metavar="CONFIG|MODEL_DIR", help=what)
+    parser.add_argument("--engine", default="", choices=["", *ENGINES])
+    parser.add_argument("--seconds", type=float, default=30.0, help="how long to sample (30)")
+    parser.add_argument("--name", default="this-machine", help="name of the offer")
+    parser.add_argument("--price-usd-per-hour", type=float, default=0.0)
+    text = "Run a scenario: the real control code, virtual machines, a virtual clock."
+    parser = add("simulate", text, _planning("simulate"), has_json=True)
+    what = "scenario file (TOML), as in simulations/"
+    parser.add_argument("scenario", type=Path, metavar="SCENARIO", help=what)
+    parser.add_argument("--seed", type=int, default=0, help="of all chance in it (0)")
+    text = "What a run has cost: dollars by worker and by cause."
+    add("cost", text, _planning("cost_report"), directory="run directory", has_json=True)
 
 
 # ---- commands ----------------------------------------------------------------------------------------------------
 
 
 def _run(options: argparse.Namespace) -> int:
-    from echo2.runtime import launch
+    from echo2.runtime.launch.start import run
 
-    return launch.run(
+    return run(
         options.config, options.out, options.resume, options.dry_run, options.overrides, options.json, options.like
     )
 
 
+def _planning(module: str) -> Command:
+    """`run` of a module of planning, which is imported when it runs."""
+    return lambda options: int(import_module(f"echo2.planning.{module}").run(options))
+
+
 def _begin() -> None:
     """What head, learner and worker do before anything else."""
-    from echo2.runtime import process_log
+    from echo2.runtime import lifeline, process_log
     from echo2.transport.door import raise_descriptor_limit
 
+    lifeline.end_with_supervisor()
     raise_descriptor_limit()
     process_log.start()
 
@@ -269,10 +285,9 @@ def _begin() -> None:
 def _head(options: argparse.Namespace) -> int:
     import asyncio
 
-    from echo2.runtime import launch, lifeline
-    from echo2.runtime.head_process import forbid_torch, run_head
+    from echo2.runtime.head.process import forbid_torch, run_head
+    from echo2.runtime.launch import start as launch
 
-    lifeline.hold_on()
     _begin()
     rundir = launch.open_run(options.target, options.out, options.resume, options.overrides, options.like)
     forbid_torch()
@@ -281,41 +296,28 @@ def _head(options: argparse.Namespace) -> int:
 
 
 def _learner(options: argparse.Namespace) -> int:
-    from echo2.runtime import lifeline
-    from echo2.runtime.learner_process import run_learner
-    from echo2.runtime.rundir import RunDir
+    from echo2.rundir import RunDir
+    from echo2.runtime.learner.process import run_learner
 
-    lifeline.hold_on()
     _begin()
     return run_learner(RunDir(options.directory), options.ticket)
 
 
 def _worker(options: argparse.Namespace) -> int:
-    from echo2.runtime import lifeline
-    from echo2.runtime.worker import WorkerOptions, run_worker
+    from echo2.runtime.worker.process import WorkerOptions, run_worker
 
-    lifeline.hold_on()
+    signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))  # either way it takes its leave
     _begin()
-    worker_options = WorkerOptions(
-        engine=options.engine,
-        device=options.device,
-        price_usd_per_hour=options.price_usd_per_hour,
-        max_groups=options.max_groups,
-        allow_environments=tuple(options.allow_environment),
-        patience_seconds=options.patience_seconds,
-        listen=options.listen,
-        advertise=options.advertise,
-        relays=not options.no_relay,
-        offer=options.offer,
-    )
+    names = [entry.name for entry in fields(WorkerOptions)]
+    worker_options = WorkerOptions(**{name: getattr(options, name) for name in names})
     reason = run_worker(options.ticket, options.state, worker_options)
     print(f"the run is over: {printable(reason)}")
     return 0
 
 
 def _status(options: argparse.Namespace) -> int:
-    from echo2.runtime.rundir import RunDir, newest_run
-    from echo2.runtime.status import read_status
+    from echo2.rundir import RunDir, newest_run
+    from echo2.views.status import read_status
 
     status = read_status(RunDir(options.directory) if options.directory else newest_run())
     if options.json:
@@ -323,7 +325,7 @@ def _status(options: argparse.Namespace) -> int:
         return 0
     from rich.console import Console
 
-    from echo2.runtime.display import show_status
+    from echo2.views.display import show_status
 
     show_status(status, Console())
     return 0
@@ -331,35 +333,33 @@ def _status(options: argparse.Namespace) -> int:
 
 def _audit(options: argparse.Namespace) -> int:
     from echo2.buffer.audit import audit
-    from echo2.runtime.rundir import RunDir
+    from echo2.rundir import RunDir
 
-    found = audit(RunDir(options.directory).ledger)
+    rundir = RunDir(options.directory)
+    found = audit(rundir.ledger)
+    bound = rundir.read_config().schedule.max_staleness if rundir.config.is_file() else None
+    is_too_old = bound is not None and found.max_staleness > bound
     if options.json:
         print(json.dumps(found.to_dict()))
     else:
         for key, value in found.to_dict().items():
-            shown = (
-                ", ".join(f"{count} {why}" for why, count in value.items()) or "0" if isinstance(value, dict) else value
-            )
-            print(f"{key:>14}  {shown}")
-    return 0 if found.lost == found.doubled == 0 else 1
+            counts = value.items() if isinstance(value, dict) else ()
+            print(f"{key:>14}  {', '.join(f'{count} {why}' for why, count in counts) or value or 0}")
+    if is_too_old:
+        print(f"error: a group was trained {found.max_staleness} versions old; the bound is {bound}", file=sys.stderr)
+    return 0 if found.lost == found.doubled == 0 and not is_too_old else 1
 
 
 def _replay(options: argparse.Namespace) -> int:
-    from echo2.runtime.eventlog import replay
-    from echo2.runtime.rundir import RunDir
+    from echo2.rundir import RunDir
+    from echo2.runtime.head.eventlog import replay
 
     found = replay(RunDir(options.directory).events)
     if options.json:
-        from dataclasses import asdict
-
         print(json.dumps(asdict(found)))
     else:
-        verdict = (
-            "all the same"
-            if not found.num_different
-            else f"{found.num_different} differ; the first: {found.first_difference}"
-        )
+        differ = f"{found.num_different} differ; the first: {found.first_difference}"
+        verdict = differ if found.num_different else "all the same"
         print(f"{found.num_events} events of {found.num_heads} heads, {found.num_commands} commands: {verdict}")
         if found.num_headless:
             print(f"{found.num_headless} events before them can't be replayed: the log's oldest part is gone")
@@ -367,7 +367,7 @@ def _replay(options: argparse.Namespace) -> int:
 
 
 def _invite(options: argparse.Namespace) -> int:
-    from echo2.runtime import tickets
+    from echo2.runtime.head import tickets
 
     if options.renew:
         tickets.renew(options.directory, options.renew, options.uses, options.days)
@@ -378,7 +378,7 @@ def _invite(options: argparse.Namespace) -> int:
 
 
 def _tickets(options: argparse.Namespace) -> int:
-    from echo2.runtime import tickets
+    from echo2.runtime.head import tickets
 
     found = tickets.open_identity(options.directory).tickets()
     if options.json:
@@ -391,17 +391,16 @@ def _tickets(options: argparse.Namespace) -> int:
 
 
 def _revoke(options: argparse.Namespace) -> int:
-    from echo2.runtime import tickets
+    from echo2.runtime.head import tickets
 
     closed = tickets.open_identity(options.directory).revoke(options.id)
-    print(
-        f"{options.id} is revoked" + (f"; ticket {closed}, by which it came, admits nobody any more" if closed else "")
-    )
+    told = f"; ticket {closed}, by which it came, admits nobody any more" if closed else ""
+    print(f"{options.id} is revoked{told}")
     return 0
 
 
 def _eval(options: argparse.Namespace) -> int:
-    from echo2.runtime.evaluate import evaluate
+    from echo2.runtime.launch.evaluate import evaluate
 
     values = evaluate(options.target, options.step, options.model, options.overrides)
     if options.json:
@@ -412,7 +411,7 @@ def _eval(options: argparse.Namespace) -> int:
 
 
 def _export(options: argparse.Namespace) -> int:
-    from echo2.runtime.evaluate import export
+    from echo2.runtime.launch.evaluate import export
 
     print(f"exported {export(options.directory, options.step, options.to)} to {options.to}")
     return 0

@@ -8,7 +8,11 @@ from __future__ import annotations
 
 import json
 import tomllib
+from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
+
+from echo2.errors import UserError, did_you_mean
 
 #: Brackets within brackets; no file of anybody's has a tenth of it.
 DEPTH_MAX = 100
@@ -42,6 +46,38 @@ def parse_toml(text: str) -> dict[str, Any]:
         raise _too_deep() from error
     _check_depth(tables)
     return tables
+
+
+def read_tables(path: Path, what: str) -> dict[str, Any]:
+    """The tables of a TOML file, or of a JSON file by its name. `what`: what people call it.
+
+    Raises:
+        UserError: it is missing, or is not such a file.
+    """
+    is_json = path.suffix == ".json"
+    try:
+        text = path.read_text(encoding="utf-8")
+        found = parse_json(text) if is_json else parse_toml(text)
+    except OSError as error:
+        raise UserError(f"Cannot read {what} {path}: {error.strerror}.") from error
+    except ValueError as error:
+        raise UserError(f"{path} is not valid {'JSON' if is_json else 'TOML'}: {error}.") from error
+    if not isinstance(found, dict):
+        raise UserError(f"{path} must hold an object, not {found!r}.")
+    return found
+
+
+def refuse_unknown(keys: Iterable[str], known: Iterable[str], where: str) -> None:
+    """Refuse the first key that is not known.
+
+    Raises:
+        UserError: with the nearest known key.
+    """
+    known = list(known)
+    for key in keys:
+        if key not in known:
+            hint = did_you_mean(key, known) or f" Known: {', '.join(known)}."
+            raise UserError(f"{where}: unknown key {key!r}.{hint}")
 
 
 def _check_depth(value: Any) -> None:

@@ -23,6 +23,11 @@ def printable(text: str, chars_max: int = LINE_CHARS_MAX) -> str:
     return text if len(text) <= chars_max else text[: chars_max - 1] + CUT_OFF
 
 
+def shown(value: object, chars_max: int = 120) -> str:
+    """A value as an error message shows it: its `repr`, `chars_max` characters of it at most."""
+    return printable(repr(value), chars_max)
+
+
 def printable_lines(text: str, chars_max: int) -> str:
     """The same for text of several lines."""
     lines = [printable(line, chars_max) for line in text[: 4 * chars_max].split("\n")]

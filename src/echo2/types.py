@@ -5,48 +5,70 @@ Token data is held in `array.array` ('i' for token ids, 'f' for logprobs): compa
 
 A *policy version* is a number of completed training steps. After a learner has fallen back to a checkpoint, numbers
 are used again for other weights; the *lineage*, which grows by one at each such fall-back, tells them apart.
+
+A *policy id* says whose version or group it is: each policy counts its lineages, versions and groups by itself.
 """
 
 from __future__ import annotations
 
+import re
 from array import array
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 GroupKind = Literal["train", "eval"]
 FinishReason = Literal["stop", "length"]
 
-#: Column of a task whose attempts were made long ago and are not sampled (`tasks/logs.py`).
-LOGGED_ATTEMPTS = "logged_attempts"
-DEFAULT_LOGGED_ATTEMPTS = 8
+#: Id of the one policy that a run trains.
+RUN_POLICY = "policy"
+#: What a policy id may be. Ids become file names, also on disks that do not tell upper from lower case.
+_POLICY_ID = re.compile(r"[a-z0-9][a-z0-9_-]{0,63}")
+
+#: Column of a task whose rollouts were made long ago and are not sampled (`tasks/logs.py`).
+LOGGED_ROLLOUTS = "logged_rollouts"
+DEFAULT_LOGGED_ROLLOUTS = 8
+
+
+def is_policy_id(text: str) -> bool:
+    """Whether `text` can be a policy's id: 1 to 64 lower-case letters, digits, "_" and "-", no sign first."""
+    return _POLICY_ID.fullmatch(text) is not None
 
 
 @dataclass(frozen=True, slots=True, order=True)
 class GroupRef:
-    """Name of one rollout group. Train groups are numbered in issue order; eval groups by (version, position)."""
+    """Name of one rollout group of a policy. Train groups are numbered in issue order; eval groups by
+    (version, position). Both count from 0 in every policy.
+    """
 
+    policy: str
     kind: GroupKind
     number: int
 
     def __str__(self) -> str:
-        return f"{self.kind}-{self.number}"
+        return f"{self.policy}/{self.kind}-{self.number}"
 
 
 @dataclass(frozen=True, slots=True, order=True)
 class SnapshotRef:
-    """Name of one snapshot: the weights after `version` training steps in `lineage`."""
+    """Name of one snapshot: the weights of `policy` after `version` training steps in `lineage`."""
 
+    policy: str
     lineage: int
     version: int
 
+    @property
+    def history(self) -> tuple[str, int]:
+        """(policy, lineage): within it, a version number means one set of weights, and versions only grow."""
+        return self.policy, self.lineage
+
     def __str__(self) -> str:
-        return f"{self.lineage}.{self.version}"
+        return f"{self.policy}@{self.lineage}.{self.version}"
 
 
 @dataclass(frozen=True, slots=True)
 class PayloadId:
-    """What a worker is sent: the content of `ref`, whole where `base` is None, else as a delta over `base`."""
+    """What a worker is sent of `ref`: what leads to it from nothing where `base` is None, else from `base`."""
 
     ref: SnapshotRef
     base: SnapshotRef | None = None
@@ -81,8 +103,7 @@ class Lease:
 
     The group is bound to training step `step`. Its tokens must come from `exact_version` where that is set, else from
     any version >= `min_version`. `deadline` is in seconds of the head's clock; `seconds` is how long that is from the
-    grant. The attempts asked for are `first_sample`, `first_sample` + 1, ... of the group; all of them, unless its
-    siblings are spread over several workers.
+    grant.
     """
 
     lease_id: int
@@ -95,18 +116,12 @@ class Lease:
     deadline: float
     seconds: float
     seed: int
-    first_sample: int = 0
-
-    @property
-    def samples(self) -> range:
-        """The group's attempts that are asked for."""
-        return range(self.first_sample, self.first_sample + self.num_samples)
 
 
 @dataclass(frozen=True, slots=True)
 class Reply:
     """What an environment answers to one action: the text that follows it, the reward of this action, and whether the
-    attempt is over. The rewards of an attempt's actions add up."""
+    rollout is over. The rewards of a rollout's actions add up."""
 
     text: str
     reward: float
@@ -115,7 +130,7 @@ class Reply:
 
 @dataclass(frozen=True, slots=True)
 class Rollout:
-    """One attempt at one task, exactly as sampled (never tokenised again).
+    """One rollout at one task, exactly as sampled (never tokenised again).
 
     T = number of tokens after the prompt, including tokens that an environment wrote between turns.
 
@@ -146,17 +161,19 @@ class Rollout:
 
     @property
     def oldest_version(self) -> int:
+        """The policy version of the oldest token."""
         return min(version for _, version in self.version_spans)
 
     @property
     def newest_version(self) -> int:
+        """The policy version of the newest token."""
         return max(version for _, version in self.version_spans)
 
 
 @dataclass(frozen=True, slots=True)
 class RolloutGroup:
-    """The K attempts at one task that are compared with each other. `prompt_tokens` is shared by all of them.
-    `worker_id`: who sampled them; "a+b" if a sampled the first half of the attempts and b the other.
+    """The K rollouts at one task that are compared with each other. `prompt_tokens` is shared by all of them.
+    `worker_id`: who sampled them.
 
     `logged`: they come from a log and not from a policy of this run. Their versions are bookkeeping, not an age.
     """
@@ -173,10 +190,12 @@ class RolloutGroup:
 
     @property
     def oldest_version(self) -> int:
+        """The policy version of the oldest token of any rollout: what staleness is counted from."""
         return min(rollout.oldest_version for rollout in self.rollouts)
 
     @property
     def newest_version(self) -> int:
+        """The policy version of the newest token of any rollout."""
         return max(rollout.newest_version for rollout in self.rollouts)
 
     @property
@@ -185,52 +204,26 @@ class RolloutGroup:
         return sum(rollout.loss_mask.count(1) for rollout in self.rollouts)
 
     @property
-    def workers(self) -> tuple[str, ...]:
-        """Of each rollout, who sampled it."""
-        names, size = split_names(self.worker_id) or [""], len(self.rollouts)
-        return tuple(names[place * len(names) // size] for place in range(size))
-
-    @property
     def is_scored(self) -> bool:
+        """Whether every rollout has its reward."""
         return all(rollout.reward is not None for rollout in self.rollouts)
 
     @property
     def is_flat(self) -> bool:
-        """Scored, and every reward is the same: there is nothing to tell the attempts apart by."""
+        """Scored, and every reward is the same: its advantages are 0."""
         return self.is_scored and len({rollout.reward for rollout in self.rollouts}) == 1
 
 
-@dataclass(frozen=True, slots=True)
-class Portion:
-    """What one worker delivered of group `number`, which several sample: attempts from `first_sample` on."""
+class Attachment:
+    """What travels with an event and with the commands that it leads to, and is read by nobody on the way. It is
+    not in an event log. `data`: the bytes of a group's rollouts, or of its scores, as they are stored and fed. `group`:
+    the whole group at that time, with its scores where `data` is those; None where nobody has parsed it.
+    """
 
-    number: int
-    first_sample: int
-    num_samples: int
-    worker_id: str
-    oldest_version: int
-    num_tokens: int
+    __slots__ = ("data", "group")
 
-
-def joined_names(*names: str) -> str:
-    """Who made something together: "w-1" and "w-2" are "w-1+w-2"."""
-    return "+".join(name for name in names if name)
-
-
-def split_names(joined: str) -> list[str]:
-    """`joined_names`, undone."""
-    return joined.split("+") if joined else []
-
-
-def join_portions(portions: Sequence[RolloutGroup]) -> RolloutGroup:
-    """A group from its portions, in the order of its attempts. It took as long as the slowest of them."""
-    return replace(
-        portions[0],
-        rollouts=tuple(rollout for portion in portions for rollout in portion.rollouts),
-        lineage=max(portion.lineage for portion in portions),
-        worker_id=joined_names(*(portion.worker_id for portion in portions)),
-        generate_seconds=max(portion.generate_seconds for portion in portions),
-    )
+    def __init__(self, data: bytes, group: RolloutGroup | None = None) -> None:
+        self.data, self.group = data, group
 
 
 @dataclass(frozen=True, slots=True)
@@ -261,7 +254,7 @@ class Assignment:
 
     `environment` answers the policy's turns, `max_turns` of them at most; empty: one turn, and nobody answers.
     `is_chat`: the prompt was chat messages, so the environment's words are too. `columns`: what the environment begins
-    with, or the attempts to be replayed; else none.
+    with, or the rollouts to be replayed; else none.
     """
 
     lease: Lease
@@ -285,7 +278,10 @@ class TensorBytes:
 @dataclass(frozen=True, slots=True)
 class Snapshot:
     """Weights for workers, whole and verified: `tensors` by Hugging Face parameter name, and the `files` that make them
-    a model (config.json, tokenizer.json, chat_template.jinja, ...), so that a worker needs no hub."""
+    a model (config.json, tokenizer.json, chat_template.jinja, ...), so that a worker needs no hub.
+
+    On a worker the tensors are views of its one copy on the CPU, which the next payload changes: whoever needs one
+    for longer than it loads it must copy it."""
 
     ref: SnapshotRef
     tensors: Mapping[str, TensorBytes]

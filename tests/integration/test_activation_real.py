@@ -16,13 +16,13 @@ import pytest
 
 from real_runs import REPOSITORY, Run, is_running
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.timeout(300)
 
 #: Far more steps than the tests have time for.
 ENDLESS = ("--run.max_steps", "100000", "--workers.count", "0")
 #: A learner that takes its time (groups without a signal are run for the reference alone), and a window of versions in
 #: which any broadcast hides: else everybody is needed.
-PATIENT = ("--learner.reference_kl", "0.01", "--learner.groups_per_microbatch", "1")
+PATIENT = ("--learner.reference_kl", "0.01", "--learner.tokens_per_microbatch", "64")
 PATIENT += ("--schedule.groups_per_step", "64", "--schedule.max_staleness", "12", "--schedule.publish_every", "2")
 
 
@@ -61,7 +61,9 @@ def fleet(run: Run) -> dict[str, Any]:
 def test_the_cheapest_works_and_a_standby_takes_over_when_it_is_killed(
     tmp_path: Path, sort_model: Path, crew: ExitStack
 ) -> None:
-    run = Run(tmp_path / "run", sort_model, *ENDLESS, *PATIENT, "--fleet.activation", "true").start()
+    offers = tmp_path / "offers.toml"
+    offers.write_text('[[offers]]\nname = "volunteer"\nprice_usd_per_hour = 0.1\n')
+    run = Run(tmp_path / "run", sort_model, *ENDLESS, *PATIENT, "--fleet.offers", str(offers)).start()
     assert run.process is not None
     crew.callback(run.process.communicate)
     crew.callback(run.process.terminate)
@@ -91,6 +93,7 @@ def test_the_cheapest_works_and_a_standby_takes_over_when_it_is_killed(
     assert (audit["lost"], audit["doubled"]) == (0, 0)
 
 
+@pytest.mark.slow
 def test_with_nobody_there_a_machine_is_rented_and_given_back_when_the_budget_is_spent(
     tmp_path: Path, sort_model: Path
 ) -> None:
@@ -107,7 +110,7 @@ rent = {f"sh -c {shlex.quote(rent)}"!r}
 release = {f"sh -c {shlex.quote(release)}"!r}
 """
     )
-    settings = ("--fleet.activation", "true", "--fleet.offers", str(offers), "--fleet.budget_usd", "2.0")
+    settings = ("--fleet.offers", str(offers), "--fleet.budget_usd", "2.0")
     run = Run(tmp_path / "run", sort_model, *ENDLESS, *settings).start()
     assert run.process is not None
     _, errors = run.process.communicate(timeout=200)

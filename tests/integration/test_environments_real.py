@@ -10,9 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from echo2.runtime.head.rollout_log import LOGGED_GROUPS
 from real_runs import REPOSITORY, Run, is_running
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(200)]
+pytestmark = pytest.mark.timeout(200)
 
 # Row 1 of 12 raises, row 2 hangs, row 3 kills its process; whatever the order, each costs its own group.
 OWN = """
@@ -38,7 +39,6 @@ class Odd:
 def settings(own: Path) -> tuple[str, ...]:
     return (
         "--run.max_steps=2",
-        "--run.log_rollouts=16",
         "--workers.count=1",
         f"--tasks.source={own}:Rows",
         "--tasks.params={}",
@@ -66,7 +66,7 @@ def test_an_environment_that_raises_or_dies_costs_its_own_groups(sort_model: Pat
     assert run.command("replay")["num_different"] == 0
     lines = [line for path in (run.out / "rollouts").glob("*.jsonl") for line in path.read_text().splitlines()]
     rollouts = [rollout for line in lines for rollout in json.loads(line)["rollouts"]]
-    assert len(rollouts) == 18 * 4
+    assert len(rollouts) == 2 * LOGGED_GROUPS * 4
     for rollout in rollouts:
         assert rollout["reward"] == rollout["reward_parts"]["environment"] + 0.5
         assert rollout["finish"] == "stop"

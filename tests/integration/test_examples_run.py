@@ -22,7 +22,6 @@ SMALL = {
     "sampling.groups_per_batch": "4",
     "eval.limit": "8",
     "workers.count": "1",
-    "schedule.heartbeat_seconds": "0.5",
 }
 
 

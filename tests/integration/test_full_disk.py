@@ -14,8 +14,6 @@ import pytest
 
 from real_runs import Run, is_running
 
-pytestmark = pytest.mark.slow
-
 DISK_BYTES = 420 << 20
 STEPS = 12
 

@@ -11,14 +11,11 @@ import sys
 import unicodedata
 from pathlib import Path
 
-import pytest
-
+from echo2.sandbox.plugins import TRACEBACK_CHARS
 from echo2.transport import limits
 from echo2.transport import wire_pb2 as wire
 from echo2.transport.grpc_link import connect
 from real_runs import REPOSITORY, Run
-
-pytestmark = pytest.mark.slow
 
 SECONDS = 30.0
 WORDS = "\x1b[2J\x1b]0;owned\x07\x9b31m\u202edne\r\n[red]forged[/red]\x00" + "x" * 100_000
@@ -32,7 +29,7 @@ async def talk(run: Run, state: Path) -> None:
     """Attend with hostile words until `echo2 status` has shown them."""
     link, worker_id = await connect(f"@{run.out / 'ticket'}", state)
     hello = wire.WorkerHello(
-        protocol=limits.PROTOCOL_VERSION, capacity_groups=1, host=WORDS, engine=WORDS, device=WORDS, pid=2**31
+        protocol=limits.PROTOCOL_VERSION, slots=1, host=WORDS, engine=WORDS, device=WORDS, pid=2**31
     )
     orders = aiter(link.stream("Attend", hello))
     assert (await anext(orders)).HasField("settings")
@@ -69,6 +66,6 @@ def test_a_workers_words_are_harmless_wherever_people_read_them(tmp_path: Path, 
     run.process.communicate(timeout=60)
     for line in (run.out / "events.jsonl").read_text(encoding="utf-8").splitlines():
         assert not controls(line)
-        assert "xxx" * 1000 not in line
+        assert "x" * TRACEBACK_CHARS not in line
     assert not controls((run.out / "logs" / "head.log").read_text(encoding="utf-8").replace("\n", ""))
     assert json.loads((run.out / "outcome.json").read_text())["kind"] == "stopped"

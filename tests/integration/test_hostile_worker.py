@@ -21,18 +21,18 @@ from echo2.transport.grpc_link import connect
 from echo2.transport.identity import RunIdentity
 from real_runs import Run
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(200)]
+pytestmark = pytest.mark.timeout(200)
 
 SECONDS = 30.0
 HUGE = 2**64 - 1
-HELLO = wire.WorkerHello(protocol=limits.PROTOCOL_VERSION, capacity_groups=1)
+HELLO = wire.WorkerHello(protocol=limits.PROTOCOL_VERSION, slots=1)
 
 BAD_HELLOS = [
     wire.WorkerHello(),
-    wire.WorkerHello(protocol=HUGE >> 32, capacity_groups=1),
+    wire.WorkerHello(protocol=HUGE >> 32, slots=1),
     wire.WorkerHello(protocol=limits.PROTOCOL_VERSION),
     *(
-        wire.WorkerHello(protocol=limits.PROTOCOL_VERSION, capacity_groups=1, **claim)  # type: ignore[arg-type]
+        wire.WorkerHello(protocol=limits.PROTOCOL_VERSION, slots=1, **claim)  # type: ignore[arg-type]
         for claim in (
             {"price_usd_per_hour": math.nan},
             {"price_usd_per_hour": math.inf},
@@ -40,28 +40,32 @@ BAD_HELLOS = [
             {"price_usd_per_hour": 1e300},
             {"held_leases": [HUGE]},
             {"held_leases": [1] * 10_001},
-            {"installed_version": HUGE},
-            {"installed_version": 1, "installed_lineage": HUGE},
+            {"installed": wire.SnapshotId(policy="policy", lineage=1, version=HUGE)},
+            {"installed": wire.SnapshotId(policy="policy", lineage=HUGE, version=1)},
+            {"installed": wire.SnapshotId(policy="../policy", lineage=1, version=1)},
             {"environments": ["a" * 1000]},
         )
     ),
 ]
-PAYLOAD = wire.PayloadId(ref=wire.SnapshotId(lineage=7, version=99))
+PAYLOAD = wire.PayloadId(ref=wire.SnapshotId(policy="policy", lineage=7, version=99))
 BAD_CALLS: list[tuple[str, Any]] = [
-    ("Report", wire.WorkerReport(installed_version=HUGE)),
+    ("Report", wire.WorkerReport(installed=wire.SnapshotId(policy="policy", version=HUGE))),
     ("Report", wire.WorkerReport(pause_seconds=math.nan)),
     ("FailLease", wire.LeaseFailed(lease_id=HUGE, reason="busy")),
-    ("Deliver", wire.Deliveries(items=[wire.Delivery(lease_id=HUGE, kind="train")])),
+    ("Deliver", wire.Deliveries(items=[wire.Delivery(lease_id=HUGE, policy="policy", kind="train")])),
     ("Deliver", wire.Deliveries(items=[wire.Delivery()] * 5000)),
-    ("FetchManifest", wire.ManifestRequest(lineage=HUGE, version=HUGE)),
-    ("FetchManifest", wire.ManifestRequest(version=1, base=wire.SnapshotId(lineage=HUGE, version=HUGE))),
-    ("ReportFetch", wire.FetchReport(payload=wire.PayloadId(ref=wire.SnapshotId(lineage=HUGE)))),
+    ("FetchManifest", wire.ManifestRequest(policy="policy", lineage=HUGE, version=HUGE)),
+    (
+        "FetchManifest",
+        wire.ManifestRequest(policy="policy", version=1, base=wire.SnapshotId(policy="policy", lineage=HUGE)),
+    ),
+    ("ReportFetch", wire.FetchReport(payload=wire.PayloadId(ref=wire.SnapshotId(policy="policy", lineage=HUGE)))),
     ("ReportFetch", wire.FetchReport(payload=PAYLOAD, bytes_stored=2, bytes_total=1)),
     ("ReportFetch", wire.FetchReport(payload=PAYLOAD, failure="no such word", failed_source="w-1")),
     ("ReportFetch", wire.FetchReport(payload=PAYLOAD, failure="slow", failed_source="a" * 1000)),
     ("ReportFetch", wire.FetchReport(payload=PAYLOAD, whole=True, tallies=[wire.Tally(num_bytes=HUGE)])),
-    ("OfferSnapshot", wire.PublishRequest()),
-    ("PutChunk", wire.Chunk(hash=bytes(32))),
+    ("OfferChunks", wire.ChunkOffer()),
+    ("PutChunk", wire.OfferedChunk(hash=bytes(32))),
     ("Publish", wire.PublishRequest()),
     ("ReportStep", wire.StepReport(step=1, metrics_json="{")),
 ]
@@ -71,7 +75,7 @@ ODD_CALLS: list[tuple[str, Any]] = [
     ("ReportFetch", wire.FetchReport(payload=PAYLOAD, failure="corrupt", failed_source="w-0123456789")),
     ("FailLease", wire.LeaseFailed(lease_id=1, reason="no such reason", detail="a" * 1_000_000)),
     ("FailLease", wire.LeaseFailed(lease_id=2**53, reason="busy")),
-    ("Deliver", wire.Deliveries(items=[wire.Delivery(lease_id=2**53, kind="train", number=2**53)])),
+    ("Deliver", wire.Deliveries(items=[wire.Delivery(lease_id=2**53, policy="policy", kind="train", number=2**53)])),
     ("Deliver", wire.Deliveries(items=[wire.Delivery(lease_id=1)])),
 ]
 
@@ -113,9 +117,9 @@ async def claim_and_send_junk(ticket: str, state: Path, seconds: float) -> tuple
     for so long: how often it attended, and how many results it sent.
     """
     link, _ = await connect(ticket, state)
-    claims = wire.WorkerHello(protocol=limits.PROTOCOL_VERSION, capacity_groups=4096, held_leases=range(1, 10_001))
+    claims = wire.WorkerHello(protocol=limits.PROTOCOL_VERSION, slots=4096, held_leases=range(1, 10_001))
     claims.host, claims.pid = "\x1b[2J", 2**31
-    junk = wire.Deliveries(items=[wire.Delivery(lease_id=2**40, kind="train")] * 20)
+    junk = wire.Deliveries(items=[wire.Delivery(lease_id=2**40, policy="policy", kind="train")] * 20)
     until, num_attended, num_sent, refusals = time.monotonic() + seconds, 0, 0, set[str]()
     while time.monotonic() < until:
         try:
@@ -149,17 +153,18 @@ def test_claims_and_junk_cost_the_head_kilobytes(tmp_path: Path, sort_model: Pat
 async def ask_and_hold(ticket: str, state: Path) -> int:
     """A stranger that asks too much, then nothing, and holds what it gets: how many leases it was granted."""
     link, _ = await connect(ticket, state)
-    dear = wire.WorkerHello(protocol=limits.PROTOCOL_VERSION, capacity_groups=4096, price_usd_per_hour=10_000.0)
+    dear = wire.WorkerHello(protocol=limits.PROTOCOL_VERSION, slots=4096, price_usd_per_hour=10_000.0)
     with pytest.raises(PeerError, match=r"too_dear: it asks \$10000 an hour, and this run pays strangers \$0\.36"):
         await anext(aiter(link.stream("Attend", dear)))
-    hello = wire.WorkerHello(protocol=limits.PROTOCOL_VERSION, capacity_groups=4096)
-    hello.installed_version, hello.installed_lineage = 0, 1
+    hello = wire.WorkerHello(protocol=limits.PROTOCOL_VERSION, slots=4096)
+    installed = wire.SnapshotId(policy="policy", lineage=1, version=0)
+    hello.installed.CopyFrom(installed)
     num_leases = 0
     async for order in link.stream("Attend", hello):
         num_leases += len(order.leases.leases)
         if order.HasField("stop"):
             break
-        await link.call("Report", wire.WorkerReport(installed_version=0, installed_lineage=1), SECONDS)
+        await link.call("Report", wire.WorkerReport(installed=installed), SECONDS)
     await link.close()
     return num_leases
 
@@ -170,7 +175,7 @@ def test_a_stranger_does_not_spend_the_budget_and_holds_one_lease(tmp_path: Path
         port = free.getsockname()[1]
     identity = RunIdentity.create_or_load(tmp_path / "identity")
     ticket = identity.make_ticket("worker", f"127.0.0.1:{port}", 5, 1.0)
-    settings = ("--head.port", str(port), "--fleet.budget_usd", "5", "--schedule.lease_seconds", "5")
+    settings = ("--head.listen", f"127.0.0.1:{port}", "--fleet.budget_usd", "5", "--schedule.lease_seconds", "5")
     run = Run(tmp_path / "run", sort_model, *settings)
     run.out.mkdir()
     (tmp_path / "identity").rename(run.out / "identity")

@@ -8,7 +8,7 @@ import pytest
 
 HUB_MODEL = os.environ.get("ECHO2_HUB_MODEL", "")
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = pytest.mark.timeout(900)
 
 
 @pytest.mark.skipif(not HUB_MODEL, reason="ECHO2_HUB_MODEL names no hub id")

@@ -10,15 +10,18 @@ import pytest
 
 from real_runs import Run, is_running, pause
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.timeout(300)
 
 
-@pytest.mark.parametrize(("max_staleness", "publish_every", "updates"), [(0, 1, 1), (2, 1, 4), (3, 2, 1)])
+@pytest.mark.parametrize(
+    ("max_staleness", "publish_every", "updates"),
+    [(0, 1, 1), pytest.param(2, 1, 4, marks=pytest.mark.slow), pytest.param(3, 2, 1, marks=pytest.mark.slow)],
+)
 def test_killed_runs_end_with_the_weights_of_unkilled_ones(
     tmp_path: Path, sort_model: Path, max_staleness: int, publish_every: int, updates: int
 ) -> None:
     settings = ("--run.deterministic", "true", "--schedule.max_staleness", str(max_staleness))
-    settings += ("--schedule.publish_every", str(publish_every), "--learner.minibatches_per_round", str(updates))
+    settings += ("--schedule.publish_every", str(publish_every), "--learner.updates_per_step", str(updates))
     calm = Run(tmp_path / "calm", sort_model, *settings).start()
     calm.finish()
 
@@ -71,12 +74,9 @@ def _check_books(run: Run, num_groups: int, max_staleness: int) -> None:
 
 
 def test_a_free_running_run_survives_kills_within_its_bound(tmp_path: Path, sort_model: Path) -> None:
-    """With groups that are replaced, groups that several workers sample, and a bound that tightens: all of it the head
-    must know again.
-    """
-    settings = ("--schedule.max_staleness", "1", "--schedule.ess_floor", "0.999")
-    settings += ("--schedule.order", "frontier", "--schedule.workers_per_group", "2")
-    settings += ("--schedule.dynamic_sampling", "true", "--schedule.max_resampled", "0.5")
+    """With groups that are replaced: the head must know how many."""
+    settings = ("--schedule.max_staleness", "1", "--schedule.order", "frontier")
+    settings += ("--schedule.dynamic_sampling", "true")
     run = Run(tmp_path / "run", sort_model, *settings).start()
     run.wait_version(4)
     run.kill("head")
@@ -86,9 +86,8 @@ def test_a_free_running_run_survives_kills_within_its_bound(tmp_path: Path, sort
     summary = run.finish()
     _check_books(run, 24 * 16, 1)
     assert summary["groups"]["trained"] == 24 * 16
-    assert 0 < summary["groups"]["retired"]["uninformative"] <= 24 * 8
+    assert 0 < summary["groups"]["retired"]["uninformative"] <= 24 * 32
     assert summary["staleness_max"] <= 1
     rows = [row for row in run.rows() if "schedule/resampled" in row]
     assert sum(row["schedule/resampled"] for row in rows) == summary["groups"]["retired"]["uninformative"]
-    assert all(row["schedule/resampled"] == 8 for row in rows if row["schedule/uninformative_kept"])
-    assert {row["schedule/effective_staleness"] for row in rows} == {0, 1}
+    assert all(row["schedule/resampled"] == 32 for row in rows if row["schedule/uninformative_kept"])

@@ -8,11 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 from real_runs import REPOSITORY, Run
-
-pytestmark = pytest.mark.slow
 
 SMALL = ("--run.max_steps=6", "--learner.checkpoint_every=2")
 
@@ -83,18 +79,18 @@ def test_a_disk_that_fills_up_after_some_steps_loses_no_group(sort_model: Path, 
 def test_a_port_in_use_is_named_and_another_one_goes_on(sort_model: Path, tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        run = Run(tmp_path / "run", sort_model, *SMALL, f"--head.port={port}").start()
+        run = Run(tmp_path / "run", sort_model, *SMALL, f"--head.listen=127.0.0.1:{port}").start()
         error = refused(run)
-    assert f"Cannot listen on 127.0.0.1:{port}: the port is in use" in error
-    assert "Set head.port to another port" in error
-    assert run.start("--resume").finish()["steps"] == 6, "the port is free again"
+    assert f"head.listen = '127.0.0.1:{port}' cannot be had" in error
+    assert "Choose another port" in error
+    assert run.start().finish()["steps"] == 6, "the port is free again, and nothing is in the way"
 
 
 def test_a_head_alone_tells_its_users_the_same(sort_model: Path, tmp_path: Path) -> None:
     run = Run(tmp_path / "run", sort_model, *SMALL)
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        arguments = ["head", str(run.config), "--out", str(run.out), f"--head.port={port}"]
+        arguments = ["head", str(run.config), "--out", str(run.out), f"--head.listen=127.0.0.1:{port}"]
         done = subprocess.run(
             [sys.executable, "-m", "echo2", *arguments], cwd=REPOSITORY, capture_output=True, text=True, check=False
         )

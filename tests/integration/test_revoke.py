@@ -11,7 +11,7 @@ import pytest
 
 from real_runs import REPOSITORY, Run
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(200)]
+pytestmark = pytest.mark.timeout(200)
 
 
 def echo2(*arguments: str) -> list[str]:

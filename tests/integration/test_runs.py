@@ -10,9 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from echo2.runtime.head.rollout_log import LOGGED_GROUPS
 from real_runs import REPOSITORY, Run
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(200)]
+pytestmark = pytest.mark.timeout(200)
 
 
 def test_forty_on_policy_steps_learn_to_sort(tmp_path: Path, sort_model: Path) -> None:
@@ -60,7 +61,7 @@ def test_a_worker_that_joins_late_is_used(tmp_path: Path, sort_model: Path) -> N
 
 def test_weights_can_be_swapped_between_two_tokens(tmp_path: Path, sort_model: Path) -> None:
     """One worker with the slower engine and large batches: it generates whenever a version comes."""
-    settings = ("--sampling.swap", "during", "--run.log_rollouts", "64", "--schedule.max_staleness", "3")
+    settings = ("--schedule.max_staleness", "3")
     settings += ("--sampling.group_size", "16", "--sampling.groups_per_batch", "32", "--schedule.groups_per_step", "32")
     settings += ("--workers.engine", "transformers", "--workers.count", "1", "--run.max_steps", "10")
     run = Run(tmp_path / "run", sort_model, *settings).start()
@@ -71,7 +72,7 @@ def test_weights_can_be_swapped_between_two_tokens(tmp_path: Path, sort_model: P
         for line in path.read_text(encoding="utf-8").splitlines()
         for rollout in json.loads(line)["rollouts"]
     ]
-    assert len(rollouts) == 10 * 32 * 16
+    assert len(rollouts) == 10 * LOGGED_GROUPS * 16
     assert any(len(rollout["versions"]) > 1 for rollout in rollouts), "no rollout spans two versions"
     assert run.command("audit")["max_staleness"] <= 3
 

@@ -2,7 +2,7 @@
 holds.
 
 Each seed draws a run and its machines (`worlds.random_scenario`) and is simulated with the production planner, relays
-and ledger. Their `check_invariants()` run after every event; `worlds.judge` reads the end. A failure prints the seed:
+and ledger. `invariants.check` runs after every event; `worlds.judge` reads the end. A failure prints the seed:
 to see it again,
 
 PYTHONPATH=src:tests python -c "from worlds import *; print(judge_seed(SEED))"
@@ -10,12 +10,13 @@ PYTHONPATH=src:tests python -c "from worlds import *; print(judge_seed(SEED))"
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
 
 import pytest
 
 from echo2.buffer.audit import audit
-from echo2.sim import run_scenario
+from invariants import run_scenario
 from worlds import HOSTILE, calm, hostile_scenario, judge_hostile, judge_seed, random_scenario
 
 SEEDS_A_BLOCK = 25
@@ -26,7 +27,7 @@ def judge_block(first: int) -> None:
     assert not wrong, "\n".join(f"seed {seed}: {found}" for seed, found in wrong.items())
 
 
-@pytest.mark.parametrize("first", range(0, 300, SEEDS_A_BLOCK))
+@pytest.mark.parametrize("first", range(0, 200, SEEDS_A_BLOCK))
 def test_every_rule_holds_in_random_worlds(first: int) -> None:
     judge_block(first)
 
@@ -37,7 +38,7 @@ def test_every_rule_holds_in_more_random_worlds(first: int) -> None:
     judge_block(first)
 
 
-@pytest.mark.parametrize("first", range(0, 150, SEEDS_A_BLOCK))
+@pytest.mark.parametrize("first", range(0, 50, SEEDS_A_BLOCK))
 def test_strangers_that_mean_harm_never_stop_a_run_and_supply_a_bounded_share(first: int) -> None:
     wrong = {seed: found for seed in range(first, first + SEEDS_A_BLOCK) if (found := judge_hostile(seed))}
     assert not wrong, "\n".join(f"seed {seed}: {found}" for seed, found in wrong.items())
@@ -51,7 +52,7 @@ def test_nor_do_they_in_more_worlds(first: int) -> None:
 
 
 def test_the_hostile_worlds_hold_every_kind_of_harm() -> None:
-    kinds = {spec.hostile for seed in range(30) for spec in hostile_scenario(seed).workers}
+    kinds = {getattr(spec, "hostile", "") for seed in range(30) for spec in hostile_scenario(seed).workers}
     assert kinds == {"", *HOSTILE}
     refused: set[str] = set()
     leases: set[str] = set()
@@ -88,18 +89,6 @@ def test_faults_do_not_change_the_weights_of_a_deterministic_run() -> None:
     assert num_compared > 15
 
 
-def test_workers_that_do_not_lie_are_never_called_malformed() -> None:
-    """Not even when the head, or the learner with its versions, falls back while they work."""
-    num_killed = 0
-    for seed in range(150):
-        scenario = random_scenario(seed)
-        if all(spec.malformed_results == 0 for spec in scenario.workers):
-            report = run_scenario(scenario, seed)
-            num_killed += sum(report.killed.values())
-            assert "malformed" not in report.refused, f"seed {seed}: {report.refused}"
-    assert num_killed > 100
-
-
 def test_the_same_seed_is_the_same_world() -> None:
     for seed in (3, 10, 57):
         assert run_scenario(random_scenario(seed), seed) == run_scenario(random_scenario(seed), seed)
@@ -114,5 +103,7 @@ def test_the_random_worlds_reach_what_they_are_meant_to_attack() -> None:
     assert killed == {"head", "learner", "worker"}
     assert {"late", "duplicate", "malformed"} <= refused
     assert {"accepted", "expired", "lost", "failed", "revoked"} <= outcomes
+    within = sum((report.history.killed_within for report in reports), Counter())
+    assert min(within["transaction"], within["effects"]) > 10  # the driver itself is killed, too
     assert sum(report.fallbacks for report in reports) > 20
     assert max(report.max_staleness for report in reports) == 6  # the bound is reached, so it is not vacuous

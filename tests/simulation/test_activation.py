@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from echo2.control import commands as do
-from echo2.sim import Report, Scenario, load_study, run_scenario
+from echo2.control.head import commands as do
+from echo2.sim import Report, Scenario, load_study
 from echo2.sim.scenario import OutageSpec, WorkersSpec
+from invariants import run_scenario
 
 CHURN = Path(__file__).resolve().parents[2] / "simulations" / "churn_spot.toml"
 
@@ -34,7 +35,7 @@ def test_in_peace_the_cheapest_that_suffice_are_chosen_once() -> None:
     report = run_scenario(peace(), 1)
     activated, released = changes(report)
     assert report.finished
-    assert report.steady_idle_ratio <= 0.02
+    assert report.steady_idle_ratio <= 0.03
     assert {worker_id[:2] for _, worker_id in released[:24]} >= {"w1"}  # the dear ones go first of all
     assert 15 <= report.history.fleet[-1][2] <= 26  # 17.1 rollouts/s are needed, each has 1
     late = [at for at, _ in activated + released if at > 600.0]

@@ -6,8 +6,7 @@ import random
 from typing import Any
 
 import pytest
-
-from echo2.sim.dissemination import EFFICIENCY, DisseminationSpec, NodeSpec, Outcome, disseminate, predict
+from dissemination import EFFICIENCY, DisseminationSpec, NodeSpec, Outcome, disseminate, predict
 
 MIB = 1 << 20
 UP = 12.5e6

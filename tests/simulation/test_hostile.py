@@ -8,10 +8,12 @@ from functools import cache
 from typing import Any
 
 import pytest
+from hostile_workers import HostileSpec
 
-from echo2.control import commands as do
-from echo2.sim import Report, Scenario, run_scenario
+from echo2.control.head import commands as do
+from echo2.sim import Report, Scenario
 from echo2.sim.scenario import LearnerSpec, WorkersSpec
+from invariants import run_scenario
 
 LEASE_SECONDS = 120.0
 OWN = WorkersSpec(count=2)
@@ -37,7 +39,7 @@ def commands_of(report: Report) -> list[do.Command]:
 def test_beside_two_own_workers_any_number_of_one_ticket_costs_less_than_a_third_of_the_time(
     hostile: Any, count: int
 ) -> None:
-    report = run(OWN, WorkersSpec(count=count, ticket="t", hostile=hostile))
+    report = run(OWN, HostileSpec(count=count, ticket="t", hostile=hostile))
     assert report.finished
     assert report.seconds < 1.3 * undisturbed().seconds
     waited = report.history.wait_seconds - undisturbed().history.wait_seconds
@@ -48,13 +50,13 @@ def test_beside_two_own_workers_any_number_of_one_ticket_costs_less_than_a_third
 @pytest.mark.slow
 def test_where_there_are_no_second_leases_holding_costs_a_few_deadlines_in_all() -> None:
     """Batches of fixed shape: the n-th rest is 2^n deadlines long, so that holding gets rarer."""
-    report = run(OWN, WorkersSpec(count=20, ticket="t", hostile="holds"), deterministic=True, max_steps=200)
+    report = run(OWN, HostileSpec(count=20, ticket="t", hostile="holds"), deterministic=True, max_steps=200)
     assert report.finished
     assert report.history.wait_seconds < run(OWN, deterministic=True, max_steps=200).history.wait_seconds + 4 * 120.0
 
 
 def test_a_run_of_strangers_that_bring_nothing_waits_and_writes_little() -> None:
-    report = run(WorkersSpec(count=5, ticket="t", hostile="fails"), time_limit_seconds=7200.0)
+    report = run(HostileSpec(count=5, ticket="t", hostile="fails"), time_limit_seconds=7200.0)
     assert not report.finished
     assert report.history.ended == ""
     grants = [command for command in commands_of(report) if isinstance(command, do.GrantLeases)]
@@ -76,7 +78,7 @@ def test_all_of_one_ticket_supply_half_of_each_step_beside_own_workers() -> None
 
 def test_junk_is_refused_so_often_and_no_more() -> None:
     """Five results a second for leases that it does not hold."""
-    report = run(OWN, WorkersSpec(count=1, ticket="t", hostile="junk"), max_steps=300)
+    report = run(OWN, HostileSpec(count=1, ticket="t", hostile="junk"), max_steps=300)
     assert report.seconds > 600.0
     refusals = [command for command in commands_of(report) if isinstance(command, do.RefuseDelivery)]
     expulsions = [command for command in commands_of(report) if isinstance(command, do.ExpelWorker)]

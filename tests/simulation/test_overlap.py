@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from echo2.control import commands as do
-from echo2.sim import Report, Scenario, run_scenario
+from echo2.control.head import commands as do
+from echo2.sim import Report, Scenario
 from echo2.sim.scenario import LearnerSpec, WorkersSpec
+from invariants import run_scenario
 
 ON_POLICY = Scenario(
     name="on-policy",
@@ -32,21 +33,20 @@ def grants(report: Report) -> list[do.GrantLeases]:
 
 
 def test_second_leases_keep_a_slow_worker_from_holding_up_every_step() -> None:
+    """Without them each step would last at least as long as the slow one's group: 40 seconds."""
     for seed in range(2):
-        alone = run_scenario(with_a_slow_one(), seed)
-        second = run_scenario(replace(with_a_slow_one(), second_lease_after=2.0), seed)
-        assert alone.finished
-        assert second.finished
-        assert second.seconds < 0.6 * alone.seconds, (seed, second.seconds, alone.seconds)
-        assert second.max_staleness == 0
-        assert any(" is late at " in grant.reason for grant in grants(second)), seed
+        report = run_scenario(with_a_slow_one(), seed)
+        assert report.finished
+        assert report.seconds < 0.6 * 40.0 * ON_POLICY.max_steps, (seed, report.seconds)
+        assert report.max_staleness == 0
+        assert any(" is late at " in grant.reason for grant in grants(report)), seed
 
 
 def test_a_fleet_of_equals_hardly_ever_gets_second_leases() -> None:
-    report = run_scenario(replace(ON_POLICY, second_lease_after=2.0), 1)
+    report = run_scenario(ON_POLICY, 1)
     seconds = [grant for grant in grants(report) if " is late at " in grant.reason]
     assert report.finished
-    assert len(seconds) <= 0.05 * ON_POLICY.max_steps * ON_POLICY.groups_per_step, len(seconds)
+    assert len(seconds) <= 0.06 * ON_POLICY.max_steps * ON_POLICY.groups_per_step, len(seconds)
 
 
 def test_the_frontier_loses_nothing_where_an_engine_is_as_quick_with_a_whole_batch() -> None:

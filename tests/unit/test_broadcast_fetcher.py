@@ -6,10 +6,9 @@ import random
 
 import pytest
 
-from echo2.control import fetcher_commands as do
-from echo2.control import fetcher_events as ev
-from echo2.control.broadcast_events import SOURCE_FAILURES
-from echo2.control.fetcher import (
+from echo2.control.broadcast import fetcher_commands as do
+from echo2.control.broadcast import fetcher_events as ev
+from echo2.control.broadcast.fetcher import (
     FIRST_ROUTES_SECONDS,
     MAX_FAILURES,
     MAX_STARVED_SECONDS,
@@ -20,9 +19,11 @@ from echo2.control.fetcher import (
     SLOW_AGAIN_SECONDS,
     Fetcher,
 )
-from echo2.types import PayloadId, SnapshotRef
+from echo2.control.broadcast.origin_events import SOURCE_FAILURES
+from echo2.types import RUN_POLICY, PayloadId, SnapshotRef
+from invariants import check
 
-P1, P2 = PayloadId(SnapshotRef(1, 1)), PayloadId(SnapshotRef(1, 2))
+P1, P2 = PayloadId(SnapshotRef(RUN_POLICY, 1, 1)), PayloadId(SnapshotRef(RUN_POLICY, 1, 2))
 CHUNKS = tuple(bytes([number]) for number in range(12))
 LATEST_REROUTE = REROUTE_SECONDS + REROUTE_JITTER_SECONDS
 
@@ -41,7 +42,7 @@ class Bench:
 
     def tell(self, *events: ev.Event) -> list[do.Command]:
         commands = [command for event in events for command in self.fetcher.handle(event, self.now)]
-        self.fetcher.check_invariants()
+        check(self.fetcher)
         assert all(command.reason for command in commands)
         for command in commands:
             if isinstance(command, do.RequestChunks):
@@ -121,7 +122,7 @@ def test_what_is_here_already_is_not_fetched() -> None:
 def test_a_source_that_failed_is_reported_and_its_stripes_wait_for_routes() -> None:
     bench = two()
     bench.asked.pop("a")
-    assert reports(bench.tell(ev.SourceFailed("a", "broken"))) == [("a", "broken")]
+    assert reports(bench.tell(ev.RequestFailed("a", "broken"))) == [("a", "broken")]
     assert bench.asked == {"b": [*CHUNKS[1::2]]}
     bench.tell(ev.RoutesSet(P1, ("c", "b")))
     assert bench.asked == {"b": [*CHUNKS[1::2]], "c": [*CHUNKS[0::2]]}
@@ -129,14 +130,14 @@ def test_a_source_that_failed_is_reported_and_its_stripes_wait_for_routes() -> N
 
 def test_when_no_routes_come_the_origin_is_asked_itself() -> None:
     bench = two()
-    bench.tell(ev.SourceFailed("a", "broken"))
+    bench.tell(ev.RequestFailed("a", "broken"))
     bench.wait(LATEST_REROUTE + 0.5, "b")
     assert bench.asked[""] == [*CHUNKS[0::2]]
 
 
 def test_when_the_origin_is_away_the_other_sources_are_asked_and_it_is_told_later() -> None:
     bench = two()
-    bench.tell(ev.OriginLost(), ev.SourceFailed("a", "broken"))
+    bench.tell(ev.OriginLost(), ev.RequestFailed("a", "broken"))
     bench.wait(LATEST_REROUTE + 0.5, "b")
     assert set(bench.asked["b"]) == set(CHUNKS)
     assert reports(bench.tell(ev.OriginBack())) == [("a", "broken")]
@@ -146,7 +147,7 @@ def test_different_workers_do_not_fall_back_at_the_same_time() -> None:
     times = set()
     for name in ("u", "v", "w", "x"):
         fetcher = Fetcher(name)
-        for event in (ev.RoutesSet(P1, ("a", "b")), wanted(), ev.SourceFailed("a", "broken")):
+        for event in (ev.RoutesSet(P1, ("a", "b")), wanted(), ev.RequestFailed("a", "broken")):
             fetcher.handle(event, 0.0)
         assert fetcher.download is not None
         times.add(fetcher.download.orphaned_until)
@@ -217,7 +218,7 @@ def test_one_much_slower_than_the_others_is_reported_and_goes_on_until_routes_co
 def test_one_that_sent_wrong_bytes_is_not_asked_again_whatever_the_routes_say() -> None:
     bench = two()
     bench.asked.pop("a")
-    assert reports(bench.tell(ev.SourceFailed("a", "corrupt"))) == [("a", "corrupt")]
+    assert reports(bench.tell(ev.RequestFailed("a", "corrupt"))) == [("a", "corrupt")]
     bench.tell(ev.RoutesSet(P1, ("a", "b")))
     assert "a" not in bench.asked
     assert set(bench.asked[""]) == set(CHUNKS[0::2])
@@ -227,7 +228,7 @@ def test_one_that_fails_again_and_again_is_not_asked_any_more() -> None:
     bench = two()
     for _ in range(MAX_FAILURES):
         bench.asked.pop("a")
-        bench.tell(ev.SourceFailed("a", "broken"))
+        bench.tell(ev.RequestFailed("a", "broken"))
         bench.tell(ev.RoutesSet(P1, ("a", "b")))
     assert "a" not in bench.asked
 
@@ -236,10 +237,10 @@ def test_the_origin_is_asked_again_after_a_pause_and_when_it_does_not_have_it_it
     bench = Bench()
     bench.tell(ev.RoutesSet(P1, ("",)), wanted())
     bench.asked.clear()
-    assert bench.tell(ev.SourceFailed("", "broken")) == []
+    assert bench.tell(ev.RequestFailed("", "broken")) == []
     bench.wait(1.0)
     assert bench.asked == {"": [*CHUNKS]}
-    (gone,) = bench.tell(ev.SourceFailed("", "missing"))
+    (gone,) = bench.tell(ev.RequestFailed("", "missing"))
     assert isinstance(gone, do.PayloadGone)
 
 
@@ -261,7 +262,7 @@ def test_the_same_payload_wanted_again_is_asked_for_what_it_lacks_now() -> None:
 def test_duplicates_and_words_of_strangers_do_no_harm() -> None:
     bench = two()
     bench.tell(ev.ChunkStored("a", CHUNKS[0], 10), ev.ChunkStored("a", CHUNKS[0], 10))
-    bench.tell(ev.ChunkStored("z", CHUNKS[1], 10), ev.SourceAlive("z"), ev.SourceFailed("z", "broken"))
+    bench.tell(ev.ChunkStored("z", CHUNKS[1], 10), ev.SourceAlive("z"), ev.RequestFailed("z", "broken"))
     assert bench.tell(ev.RoutesSet(P1, ())) == []
     assert bench.tell(ev.PayloadUnwanted(P2)) == []
     assert kinds(bench.tell(ev.PayloadUnwanted(P1))) == ["CancelRequests", "CancelRequests"]
@@ -286,13 +287,13 @@ def test_whatever_happens_it_ends_with_everything_once_the_origin_answers(seed: 
             ev.RoutesSet(rng.choice([P1, P2]), tuple(rng.choices(names, k=rng.randint(1, 5)))),
             ev.ChunkStored(source, rng.choice(CHUNKS), 10),
             ev.SourceAlive(source),
-            ev.SourceFailed(source, rng.choice([failure for failure in SOURCE_FAILURES if failure != "missing"])),
+            ev.RequestFailed(source, rng.choice([failure for failure in SOURCE_FAILURES if failure != "missing"])),
             ev.OriginLost(),
             ev.OriginBack(),
             ev.Tick(),
         ]
         event = rng.choice(events)
-        if isinstance(event, ev.SourceFailed):
+        if isinstance(event, ev.RequestFailed):
             bench.asked.pop(source, None)
         whole += sum(isinstance(command, do.PayloadWhole) for command in bench.tell(event))
     bench.tell(ev.OriginBack())

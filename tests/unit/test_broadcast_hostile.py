@@ -21,11 +21,11 @@ from echo2.transport import wire_pb2 as wire
 from echo2.transport.base import Handlers, Link, Peer
 from echo2.transport.grpc_link import GrpcLink, GrpcNetwork
 from echo2.transport.identity import PeerIdentity, RunIdentity, peer_name
-from echo2.transport.memory import LOOPBACK
 from echo2.transport.tickets import Ticket
-from echo2.types import PayloadId, SnapshotRef
+from echo2.types import RUN_POLICY, PayloadId, SnapshotRef
+from memory_links import LOOPBACK
 
-PAYLOAD = encode_payload(PayloadId(SnapshotRef(1, 1)))
+PAYLOAD = encode_payload(PayloadId(SnapshotRef(RUN_POLICY, 1, 1)))
 
 
 def run(scenario: Coroutine[Any, Any, None]) -> None:
@@ -175,7 +175,9 @@ def test_giver_that_dials_and_lies_is_named(tmp_path: Path) -> None:
         (wire.ChunkRequest(hashes=[bytes(32)] * (REQUEST_CHUNKS_MAX + 1), payload=PAYLOAD), "oversized"),
         (wire.ChunkRequest(hashes=[bytes(31)], payload=PAYLOAD), "malformed"),
         (
-            wire.ChunkRequest(hashes=[bytes(32)], payload=wire.PayloadId(ref=wire.SnapshotId(version=2**60))),
+            wire.ChunkRequest(
+                hashes=[bytes(32)], payload=wire.PayloadId(ref=wire.SnapshotId(policy=RUN_POLICY, version=2**60))
+            ),
             "malformed",
         ),
         (wire.ChunkRequest(hashes=[bytes(32)], payload=PAYLOAD), "missing"),
@@ -211,7 +213,7 @@ def test_one_peer_can_have_so_many_requests_under_way(tmp_path: Path) -> None:
             for stream in streams:
                 await stream.aclose()  # type: ignore[attr-defined]
             assert await anext(aiter(link.frames("FetchChunks", request))) == chunks.ALIVE
-            worker.node.stop_fetching(PayloadId(SnapshotRef(1, 1)))
+            worker.node.stop_fetching(PayloadId(SnapshotRef(RUN_POLICY, 1, 1)))
 
     run(scenario())
 

@@ -3,45 +3,35 @@
 from __future__ import annotations
 
 import asyncio
-import threading
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
+from collections.abc import AsyncIterator, Callable, Coroutine
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from broadcast_fleet import SECONDS, content, opened, until
+from broadcast_fleet import SECONDS, content, fail, opened, until
 from echo2.broadcast.dial import GIVES_MAX, REDIAL_SECONDS
 from echo2.broadcast.edges import EDGES_MAX
 from echo2.broadcast.origin import TURN_MAX_SECONDS, TURN_SECONDS, OriginNode
 from echo2.broadcast.payloads import encode_payload
 from echo2.broadcast.probe import DONE
 from echo2.broadcast.sources import AwaitedSource
-from echo2.control.broadcast import BroadcastOptions
-from echo2.errors import PeerError, UserError
+from echo2.control.broadcast.origin import BroadcastOptions
+from echo2.errors import PeerError
 from echo2.transport import chunks
 from echo2.transport import wire_pb2 as wire
 from echo2.transport.base import Peer
-from echo2.transport.memory import LOOPBACK, MemoryNetwork
-from echo2.types import PayloadId, SnapshotRef
-from echo2.weights.snapshot import Manifest
+from echo2.types import RUN_POLICY, PayloadId, SnapshotRef
 from echo2.weights.store import ChunkStore
+from memory_links import LOOPBACK, MemoryNetwork
 
-PAYLOAD = encode_payload(PayloadId(SnapshotRef(1, 1)))
+PAYLOAD = encode_payload(PayloadId(SnapshotRef(RUN_POLICY, 1, 1)))
 
 
 def run(scenario: Coroutine[Any, Any, None]) -> None:
     """Run to the end, or fail instead of hanging."""
     asyncio.run(asyncio.wait_for(scenario, 3 * SECONDS))
-
-
-class ManualClock:
-    def __init__(self) -> None:
-        self.seconds = 0.0
-
-    def now(self) -> float:
-        return self.seconds
 
 
 Want = Callable[[Peer, wire.Empty], AsyncIterator[wire.ChunkRequest]]
@@ -91,51 +81,26 @@ def test_peer_that_wants_without_end_is_heard_only_so_far(tmp_path: Path) -> Non
             for _ in range(1000):
                 await asyncio.sleep(0)
             assert heard <= GIVES_MAX + 2
-            giver.node.stop_fetching(PayloadId(SnapshotRef(1, 1)))
-
-    run(scenario())
-
-
-def test_holder_says_that_it_lives_while_it_cuts_what_is_asked_for(tmp_path: Path) -> None:
-    go_on = threading.Event()
-
-    async def scenario() -> None:
-        async with opened(tmp_path, "memory") as fleet:
-            holder = await fleet.join("w-1")
-            manifest, data = content(1)
-
-            def cut() -> Mapping[bytes, memoryview]:
-                assert go_on.wait(SECONDS)
-                return data
-
-            holder.node.holds(manifest.ref, cut)
-            assert fleet.memory is not None
-            link = fleet.memory.member("w-2").to_peer("w-1", fleet.origin.address_of("w-1"))
-            request = wire.ChunkRequest(hashes=manifest.hashes[:1], payload=encode_payload(manifest.payload))
-            stream = aiter(link.frames("FetchChunks", request))
-            assert [await anext(stream) for _ in range(3)] == [chunks.ALIVE] * 3
-            go_on.set()
-            while (message := await anext(stream)) == chunks.ALIVE:
-                pass
-            assert chunks.hash_of(message) == manifest.hashes[0]
+            giver.node.stop_fetching(PayloadId(SnapshotRef(RUN_POLICY, 1, 1)))
 
     run(scenario())
 
 
 def test_nobody_keeps_the_turn_to_measure_for_good(tmp_path: Path) -> None:
     async def scenario() -> None:
-        clock = ManualClock()
-        origin = OriginNode(ChunkStore(tmp_path), BroadcastOptions(), lambda worker_id, order: None, clock)
+        seconds = 0.0
+        dial, store = MemoryNetwork().member("head").to_peer, ChunkStore(tmp_path)
+        origin = OriginNode(store, BroadcastOptions(), lambda worker_id, order: None, dial, fail, lambda: seconds)
         put = origin.handlers()["PutProbe"]
         greedy, other = Peer("w-1", "worker"), Peer("w-2", "worker")
-        while clock.seconds < TURN_MAX_SECONDS:
+        while seconds < TURN_MAX_SECONDS:
             await put(greedy, chunks.ALIVE)
             with pytest.raises(PeerError, match="busy"):
                 await put(other, chunks.ALIVE)
-            clock.seconds += 0.9 * TURN_SECONDS
+            seconds += 0.9 * TURN_SECONDS
         with pytest.raises(PeerError, match="overlong"):
             await put(greedy, chunks.ALIVE)
-        clock.seconds += TURN_SECONDS
+        seconds += TURN_SECONDS
         await put(other, chunks.ALIVE)
         with pytest.raises(PeerError, match="busy"):
             await put(greedy, chunks.ALIVE)
@@ -163,49 +128,13 @@ def test_who_joins_again_and_again_is_dialled_back_once_at_a_time(tmp_path: Path
         port = await network.member("w-1").listen(LOOPBACK, 0, {"GiveChunk": never}, lambda peer_id: None)
         dial = network.member("head").to_peer
         store = ChunkStore(tmp_path)
-        origin = OriginNode(store, BroadcastOptions(), lambda worker_id, order: None, ManualClock(), dial=dial)
+        origin = OriginNode(store, BroadcastOptions(), lambda worker_id, order: None, dial, fail)
         for _ in range(20):
             origin.joined("w-1", wire.WorkerHello(listen_port=port), LOOPBACK)
             await until(lambda: waiting == 1, "one is under way")
         origin.left("w-1", "gone")
         await until(lambda: waiting == 0, "none is under way")
         await origin.close()
-
-    run(scenario())
-
-
-def test_content_that_could_not_be_cut_harms_nothing_else_and_is_tried_again(tmp_path: Path) -> None:
-    tries = 0
-
-    async def scenario() -> None:
-        async with opened(tmp_path, "memory") as fleet:
-            holder = await fleet.join("w-1")
-            (held, data), (stored, other) = content(1), content(2)
-            for hash_, chunk in other.items():
-                holder.store.put(hash_, chunk)
-
-            def cut() -> Mapping[bytes, memoryview]:
-                nonlocal tries
-                tries += 1
-                if tries == 1:
-                    raise UserError("it does not fit into memory")
-                return data
-
-            async def first(manifest: Manifest) -> bytes:
-                request = wire.ChunkRequest(hashes=manifest.hashes[:1], payload=encode_payload(manifest.payload))
-                async for message in link.frames("FetchChunks", request):
-                    if message != chunks.ALIVE:
-                        return chunks.hash_of(message)
-                return b""
-
-            holder.node.holds(held.ref, cut)
-            assert fleet.memory is not None
-            link = fleet.memory.member("w-2").to_peer("w-1", fleet.origin.address_of("w-1"))
-            with pytest.raises(PeerError, match="missing"):
-                await first(held)
-            assert await first(stored) == stored.hashes[0]
-            assert await first(held) == held.hashes[0]
-            assert tries == 2
 
     run(scenario())
 
@@ -240,7 +169,7 @@ class Fetcher:
         self.source, self.hashes, self.failures = AwaitedSource("w-2", self), hashes, list[str]()
 
     def ask(self) -> None:
-        self.source.ask(PayloadId(SnapshotRef(1, 1)), self.hashes)
+        self.source.ask(PayloadId(SnapshotRef(RUN_POLICY, 1, 1)), self.hashes)
 
     async def keep(self, source: str, hash_: bytes, message: bytes, data: memoryview) -> None:
         raise AssertionError("nothing comes")

@@ -15,7 +15,6 @@ from echo2.config import Config, all_fields, build, load, to_json
 from echo2.config.rules import LOSS_PARAMS
 from echo2.errors import UserError
 
-MAX_FIELDS = 80
 NAMES = {f"{section}.{name}" for section, name, *_ in all_fields()}
 
 
@@ -30,9 +29,8 @@ def write(path: Path, text: str) -> Path:
     return path
 
 
-def test_every_setting_is_described_and_there_are_not_too_many() -> None:
+def test_every_setting_is_described() -> None:
     rows = list(all_fields())
-    assert len(rows) <= MAX_FIELDS
     assert all(description.endswith(".") for *_, description in rows)
     assert len(NAMES) == len(rows)
 
@@ -80,7 +78,9 @@ def test_no_unknown_key_passes(section: str, name: str) -> None:
         ({"sampling": {"group_size": 1}}, "my.toml: sampling.group_size = 1: expected `int` >= 2."),
         (
             {"learner": {"loss": "grpo"}},
-            "my.toml: learner.loss = 'grpo': expected one of " + ", ".join(LOSS_PARAMS) + ".",
+            "my.toml: learner.loss = 'grpo': expected one of "
+            + ", ".join(LOSS_PARAMS)
+            + " ('grpo' is one of learner.advantage).",
         ),
         (
             {"learner": {"loss": "ppo", "loss_params": {"clip_hi": 0.2}}},
@@ -95,7 +95,6 @@ def test_no_unknown_key_passes(section: str, name: str) -> None:
             "my.toml: learner.loss_params.cap = -1.0: expected a number >= 0.",
         ),
         ({"reward": {"functions": [1]}}, "my.toml: reward.functions[0] = [1]: expected `str`, got `int`."),
-        ({"head": {"port": 65536}}, "my.toml: head.port = 65536: expected `int` <= 65535."),
         ({"learner": {"lr": float("nan")}}, "my.toml: learner.lr = nan: expected `float` >= 0.0."),
         ({"learner": {"lr": float("inf")}}, "my.toml: learner.lr = inf is not a finite number."),
         ({"run": 3}, "my.toml: 'run' is a section, but holds 3. Write [run] and its keys below."),
@@ -110,32 +109,12 @@ def test_a_wrong_value_is_named_with_its_path_and_what_is_allowed(raw: dict[str,
     [
         ({"schedule": {"max_staleness": 1, "publish_every": 3}}, ["max_staleness = 1", "publish_every = 3", ">= 2"]),
         ({"run": {"deterministic": True}, "schedule": {"dynamic_sampling": True}}, ["run.deterministic", "dynamic"]),
-        ({"run": {"deterministic": True}, "schedule": {"ess_floor": 0.5}}, ["run.deterministic", "ess_floor = 0.5"]),
-        ({"schedule": {"ess_floor": 0.5, "max_staleness": 0}}, ["nothing to tighten", "max_staleness = 0"]),
-        ({"schedule": {"ess_floor": 0.5, "max_staleness": 2, "publish_every": 3}}, ["nothing to tighten"]),
-        ({"schedule": {"groups_per_step": 6}, "learner": {"minibatches_per_round": 4}}, ["does not divide", "= 6"]),
-        ({"schedule": {"order": "frontier", "hand_over": "step"}}, ['order = "frontier"', 'hand_over = "step"']),
+        ({"schedule": {"groups_per_step": 6}, "learner": {"updates_per_step": 4}}, ["does not divide", "= 6"]),
         ({"run": {"deterministic": True}, "schedule": {"order": "frontier"}}, ["run.deterministic", '"frontier"']),
-        ({"run": {"deterministic": True}, "schedule": {"second_lease_after": 2.0}}, ["second_lease_after = 2.0"]),
-        (
-            {"schedule": {"workers_per_group": 4, "order": "frontier"}, "sampling": {"group_size": 7}},
-            ["workers_per_group = 4", "group_size = 7"],
-        ),
         ({"learner": {"loss": "icepop", "loss_params": {"low": 6.0}}}, ["low = 6.0 is above high = 5.0"]),
-        (
-            {"run": {"deterministic": True}, "schedule": {"workers_per_group": 2}},
-            ["run.deterministic = true excludes schedule.workers_per_group = 2"],
-        ),
-        ({"schedule": {"workers_per_group": 2}}, ["workers_per_group = 2", 'order = "frontier"']),
-        (
-            {"schedule": {"workers_per_group": 2, "order": "frontier"}, "tasks": {"source": "logs:a.jsonl"}},
-            ["workers_per_group = 2", "log"],
-        ),
-        ({"schedule": {"second_lease_after": 0.5}}, ["second_lease_after = 0.5", "twice"]),
-        ({"reward": {"functions": ["exact_match"], "weights": [1.0, 2.0]}}, ["2 entries for 1"]),
-        ({"run": {"deterministic": True}, "sampling": {"swap": "during"}}, ["run.deterministic", '"between"']),
-        ({"schedule": {"heartbeat_seconds": 5.0, "lost_after_seconds": 5.0}}, ["lost_after_seconds = 5.0"]),
-        ({"fleet": {"offers": "my-offers.toml"}}, ["my-offers.toml", "fleet.activation = false"]),
+        ({"head": {"listen": "127.0.0.1:65536"}}, ["head.listen = '127.0.0.1:65536'", "HOST:PORT"]),
+        ({"head": {"listen": "7341"}}, ["head.listen = '7341'", "HOST:PORT"]),
+        ({"run": {"log_to": ["tensorboard", "wandb"]}}, ["run.log_to has 'wandb'", "wandb:<project>"]),
     ],
 )
 def test_settings_that_are_impossible_together_are_refused(raw: dict[str, object], words: list[str]) -> None:
@@ -156,27 +135,32 @@ def test_flags_win_over_the_file_and_the_file_over_defaults(tmp_path: Path) -> N
         "run.seed": "3",
         "run.deterministic": "true",
         "learner.loss": "ppo",
-        "learner.betas": "[0.8, 0.9]",
+        "run.log_to": '["wandb:mine", "tensorboard"]',
         "learner.loss_params": "{clip_high = 1}",
         "tasks.params": '{split = "train"}',
         "reward.functions": '["exact_match"]',
         "tasks.source": "rows.jsonl",
     }
     config = load(path, flags)
-    assert (config.learner.lr, config.learner.warmup_steps, config.learner.betas) == (1e-5, 7, (0.8, 0.9))
+    assert (config.learner.lr, config.learner.warmup_steps) == (1e-5, 7)
     assert (config.run.seed, config.run.deterministic, config.learner.loss) == (3, True, "ppo")
     assert (config.tasks.params, config.tasks.source) == ({"split": "train"}, "rows.jsonl")
     assert config.reward.functions == ["exact_match"]
+    assert config.run.log_to == ["wandb:mine", "tensorboard"]
     assert config.learner.loss_params == {"clip_high": 1.0}
 
 
 @pytest.mark.parametrize(
     ("flag", "value", "wanted"),
     [
-        ("run.max_steps", "1.5", "a whole number"),
-        ("learner.lr", "fast", "a number"),
-        ("run.deterministic", "maybe", "true or false"),
+        ("run.max_steps", "1.5", "`int`"),
+        ("run.max_steps", "0", "`int` >= 1"),
+        ("learner.lr", "fast", "`float`"),
+        ("run.deterministic", "maybe", "`bool`"),
+        ("schedule.publish_every", "often", 'a whole number >= 1, or "auto"'),
+        ("learner.loss", "grpo", "one of dppo, ppo"),
         ("reward.functions", "exact_match", "written as in TOML"),
+        ("learner.loss_params", "{cap = true}", "`float`, got `bool`"),
     ],
 )
 def test_a_flag_that_is_no_such_value_is_refused(tmp_path: Path, flag: str, value: str, wanted: str) -> None:
@@ -184,11 +168,17 @@ def test_a_flag_that_is_no_such_value_is_refused(tmp_path: Path, flag: str, valu
         load(write(tmp_path / "my.toml", ""), {flag: value})
 
 
+def test_flags_that_are_impossible_together_are_named(tmp_path: Path) -> None:
+    path = write(tmp_path / "my.toml", "[schedule]\nmax_staleness = 1\n")
+    with pytest.raises(UserError, match=r"my\.toml --schedule\.publish_every 3: schedule\.max_staleness = 1 with"):
+        load(path, {"schedule.publish_every": "3"})
+
+
 @pytest.mark.parametrize(
     ("name", "data", "message"),
     [
         ("a.toml", b"[run\n", "is not valid TOML"),
-        ("a.toml", b"[run]\nout = '\xff'\n", "is not valid TOML"),
+        ("a.toml", b"[model]\npath = '\xff'\n", "is not valid TOML"),
         ("a.json", b"{", "is not valid JSON"),
         ("a.json", b"[1]", "must hold an object"),
         ("a.toml", b"run = 3\n", "'run' is a section"),  # with a flag for that section: see the call
@@ -208,17 +198,16 @@ def test_a_missing_file_is_the_users_mistake(tmp_path: Path) -> None:
 
 @given(
     lr=st.floats(0, 1),
-    betas=st.tuples(st.floats(0, 1), st.floats(0, 1)),
     functions=st.lists(st.text(max_size=8), max_size=3),
     params=st.dictionaries(st.text(max_size=4), st.integers(-(2**53), 2**53) | st.text(max_size=4), max_size=3),
     staleness=st.integers(0, 9),
 )
 def test_the_resolved_configuration_survives_config_json(
-    lr: float, betas: tuple[float, float], functions: list[str], params: dict[str, int | str], staleness: int
+    lr: float, functions: list[str], params: dict[str, int | str], staleness: int
 ) -> None:
     config = build(
         {
-            "learner": {"lr": lr, "betas": list(betas)},
+            "learner": {"lr": lr},
             "reward": {"functions": functions},
             "tasks": {"params": params},
             "schedule": {"max_staleness": staleness},
@@ -235,7 +224,20 @@ def test_config_json_is_read_like_the_file_it_came_from(tmp_path: Path) -> None:
 
 
 def test_what_samplers_get_follows_from_the_settings() -> None:
-    config = build({"sampling": {"temperature": 0.5, "top_k": 3, "max_tokens": 9}, "eval": {"temperature": 0.0}}, "x")
+    config = build({"sampling": {"temperature": 0.5, "top_k": 3, "max_tokens": 9}}, "x")
     train, held_out = config.sampling_params, config.eval_params
     assert (train.temperature, train.top_k, train.max_tokens) == (0.5, 3, 9)
-    assert (held_out.temperature, held_out.top_k, held_out.top_p, held_out.max_tokens) == (0.0, 0, 1.0, 9)
+    assert (held_out.temperature, held_out.top_k, held_out.top_p, held_out.max_tokens) == (1.0, 0, 1.0, 9)
+
+
+@pytest.mark.parametrize(
+    ("staleness", "deterministic", "swap"), [(0, False, "between"), (1, False, "during"), (1, True, "between")]
+)
+def test_weights_change_during_a_generation_where_that_may_be(staleness: int, deterministic: bool, swap: str) -> None:
+    raw = {"run": {"deterministic": deterministic}, "schedule": {"max_staleness": staleness}}
+    assert build(raw, "x").swap == swap
+
+
+def test_where_the_head_listens() -> None:
+    assert Config().head.address == ("127.0.0.1", 0)
+    assert build({"head": {"listen": "[::]:7341"}}, "x").head.address == ("::", 7341)

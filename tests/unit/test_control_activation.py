@@ -7,17 +7,16 @@ import math
 import random
 
 import pytest
+from activation import choose_greedy
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from echo2.control.activation import (
+from echo2.control.capacity.activation import (
     ActivationLoop,
     Candidate,
-    LoopOptions,
     Selection,
-    balance,
     choose,
-    choose_greedy,
+    num_short,
     reaches,
 )
 from echo2.errors import UserError
@@ -79,8 +78,7 @@ def test_choose_finds_the_optimum_of_small_pools(pairs: list[tuple[int, int]], s
         assert chosen.missing_rate == pytest.approx(target - chosen.rate)
         return
     assert chosen.usd_per_hour <= greedy.usd_per_hour + 1e-9
-    if chosen.proved:
-        assert chosen.usd_per_hour == pytest.approx(cheapest(pool, target * (1 - 1e-9)), abs=1e-6)
+    assert chosen.usd_per_hour == pytest.approx(cheapest(pool, target * (1 - 1e-9)), abs=1e-6)
 
 
 @given(pairs=POOLS, share=st.floats(0.05, 1.0))
@@ -89,7 +87,6 @@ def test_without_any_search_the_cost_is_at_most_twice_the_optimum(pairs: list[tu
     target = share * sum(one.rate for one in pool)
     found = choose(pool, target, max_nodes=0)
     check(found, pool, target)
-    assert not found.proved
     assert found.usd_per_hour <= 2 * cheapest(pool, target * (1 - 1e-9)) + 1e-9
 
 
@@ -134,13 +131,10 @@ def test_ten_thousand_machines_of_four_kinds_take_few_nodes() -> None:
     assert found.usd_per_hour <= choose_greedy(pool, 1234.5).usd_per_hour
 
 
-def test_the_balance_says_how_many_workers_are_short_or_over() -> None:
+def test_how_many_workers_are_short_or_over() -> None:
     fleet = [Candidate(f"w{at}", 1.0, 1.0, True) for at in range(8)]
-    assert balance(fleet, 10.5).text == "3 workers short"
-    assert balance(fleet, 8.0).text == "enough workers"
-    assert balance(fleet, 5.5).text == "2 workers over"
-    assert balance(fleet, 6.9).text == "1 worker over"
-    assert balance([], 1.0).short == 1
+    assert [num_short(fleet, rate) for rate in (10.5, 8.0, 6.9, 5.5)] == [3, 0, -1, -2]
+    assert num_short([], 1.0) == 1
 
 
 # ---- the loop --------------------------------------------------------------------------------------------------------
@@ -149,8 +143,8 @@ def test_the_balance_says_how_many_workers_are_short_or_over() -> None:
 class Fleet:
     """Workers under a loop that is asked every five seconds."""
 
-    def __init__(self, rates: list[float], prices: list[float], options: LoopOptions | None = None) -> None:
-        self.loop = ActivationLoop(options or LoopOptions())
+    def __init__(self, rates: list[float], prices: list[float]) -> None:
+        self.loop = ActivationLoop()
         self.rates = {f"w{at}": rate for at, rate in enumerate(rates)}
         self.prices = {f"w{at}": price for at, price in enumerate(prices)}
         self.active: set[str] = set()

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import io
 import json
 import math
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from rich.console import Console
 
 from echo2.buffer import Ledger
 from echo2.cli import main
-from echo2.control.bill import itemise, total
 from echo2.errors import UserError
+from echo2.planning import cost_report
+from echo2.planning.bill import Bill, itemise, total
 from echo2.planning.cost_report import read_report
-from echo2.runtime.accounts import CostBook
+from echo2.runtime.head.accounts import CostBook
 
 ACTIONS = st.lists(
     st.tuples(
@@ -124,3 +128,16 @@ def test_the_command_reads_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[s
         assert part in text
     assert main(["cost", str(tmp_path), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["steps"] == 3
+
+
+def test_the_bill_is_readable_in_a_narrow_terminal() -> None:
+    causes = {"training": 1.0, "useful": 2.0, "idle": 0.5, "stale": 0.25, "lost": 0.25}
+    bill = asdict(Bill("w-1", 4.0, 60.0, causes, 8))
+    report = {"steps": 2, "usd_per_step": 2.0, "usd_per_mtok": None, "total": bill, "machines": [bill]}
+    on = Console(file=io.StringIO(), width=80)
+    cost_report.show(report, on)
+    text = on.file.getvalue()  # type: ignore[attr-defined]
+    assert all(len(line) <= 80 for line in text.splitlines())
+    lines = [line.split() for line in text.splitlines()]
+    assert ["useful", "2.0000", "50.0%"] in [line[:3] for line in lines]
+    assert ["w-1", "4.0000", "60", "s", "8", "training", "1.0000,"] in [line[:7] for line in lines]

@@ -9,53 +9,18 @@ from types import FrameType
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from echo2.control import commands as do
-from echo2.control import events as ev
-from echo2.control.activation import LoopOptions
-from echo2.control.fleet import Worker
-from echo2.control.gauge import Gauge, rate_now
-from echo2.control.outlook import outlook, predicted_idle_ratio
-from echo2.control.planner import Planner
-from echo2.control.ranking import Ranking
-from echo2.control.state import Offer, PlannerOptions
-from echo2.types import Lease, SnapshotRef
+from echo2.control.head import commands as do
+from echo2.control.head import events as ev
+from echo2.control.head.fleet import Worker
+from echo2.control.head.gauge import Gauge, rate_now
+from echo2.control.head.outlook import outlook, predicted_idle_ratio
+from echo2.control.head.planner import Planner
+from echo2.control.head.state import PlannerOptions, RentableOffer
+from echo2.types import RUN_POLICY, Lease, SnapshotRef
+from invariants import check
 
-FIRST = SnapshotRef(1, 0)
-
-
-@given(
-    st.lists(
-        st.one_of(
-            st.tuples(st.just("put"), st.integers(0, 5), st.integers(0, 3)),
-            st.tuples(st.just("drop"), st.integers(0, 5), st.just(0)),
-        )
-    )
-)
-def test_a_ranking_knows_its_smallest_member(actions: list[tuple[str, int, int]]) -> None:
-    ranking, model = Ranking(), dict[str, tuple[int, int, float, str]]()
-    for action, key, load in actions:
-        name = f"w{key}"
-        if action == "put":
-            model[name] = (load, 0, 0.5, name)
-            ranking.put(model[name])
-        else:
-            ranking.drop(name)
-            model.pop(name, None)
-        assert ranking.first() == min(model.values(), default=None)
-        assert len(ranking) == len(model)
-        assert all((f"w{k}" in ranking) == (f"w{k}" in model) for k in range(6))
-
-
-def test_a_worker_that_is_ranked_anew_a_thousand_times_does_not_fill_the_heap() -> None:
-    ranking = Ranking()
-    for load in range(1000):
-        ranking.put((load, 0, 0.0, "a"))
-        ranking.put((load % 2, 0, 0.0, "b"))
-    assert ranking.first() == (1, 0, 0.0, "b")
-    assert len(ranking._heap) < 200
+FIRST = SnapshotRef(RUN_POLICY, 1, 0)
 
 
 class Hall:
@@ -63,7 +28,7 @@ class Hall:
 
     def __init__(self, num_workers: int, **options: Any) -> None:
         values: dict[str, Any] = {"groups_per_step": 2 * num_workers, "group_size": 2, "max_steps": 1000}
-        values |= {"lost_after_seconds": 1e6, "lease_seconds": 1e6, **options}
+        values |= {"heartbeat_seconds": 1e6, "lease_seconds": 1e6, **options}
         self.planner, self.now, self.num_workers = Planner(PlannerOptions(**values)), 0.0, num_workers
         self.leases: dict[int, tuple[str, Lease]] = {}
         self.tell(ev.HeadStarted())
@@ -76,7 +41,7 @@ class Hall:
     def tell(self, event: ev.Event) -> list[do.Command]:
         commands = self.planner.handle(event, self.now)
         if self.num_workers < 100:
-            self.planner.check_invariants()
+            check(self.planner)
         for command in commands:
             if isinstance(command, do.GrantLeases):
                 self.leases.update((lease.lease_id, (command.worker_id, lease)) for lease in command.leases)
@@ -85,7 +50,7 @@ class Hall:
         return commands
 
     def join(self, name: str, offer: str = "", price: float = 1.0) -> list[do.Command]:
-        return self.tell(ev.WorkerJoined(name, 2, price, FIRST, offer=offer))
+        return self.tell(ev.WorkerJoined(name, 4, price, FIRST, offer=offer))
 
     def deliver(self, lease_id: int) -> ev.GroupDelivered:
         worker_id, lease = self.leases[lease_id]
@@ -94,7 +59,7 @@ class Hall:
     def sample(self) -> None:
         """Ten seconds, in which every worker samples the two groups that it was leased first."""
         self.now += 10.0
-        for worker in self.planner.fleet.all():
+        for worker in list(self.planner.fleet):
             for lease_id in self.planner.leases.of_worker(worker.worker_id)[:2]:
                 event = self.deliver(lease_id)
                 if any(isinstance(command, do.ScoreGroup) for command in self.tell(event)):
@@ -147,16 +112,16 @@ def test_an_event_costs_no_more_in_a_large_fleet(kind: str) -> None:
 
 def test_the_last_groups_are_left_to_who_is_free_first() -> None:
     hall = Hall(4, max_staleness=1, groups_per_step=5)  # the window has 10 groups
-    assert [hall.planner.leases.count_of(f"w{number}") for number in range(4)] == [2, 2, 2, 2]
+    assert [len(hall.planner.leases.of_worker(f"w{number}")) for number in range(4)] == [2, 2, 2, 2]
     for lease_id in [lease_id for lease_id, (worker_id, _) in hall.leases.items() if worker_id == "w2"]:
         hall.tell(hall.deliver(lease_id))
-    assert [hall.planner.leases.count_of(f"w{number}") for number in range(4)] == [2, 2, 2, 2]
+    assert [len(hall.planner.leases.of_worker(f"w{number}")) for number in range(4)] == [2, 2, 2, 2]
     assert hall.planner.groups.num_live(1) == 5  # the last two went to w2
 
 
 def test_the_only_worker_has_a_second_batch_waiting() -> None:
     hall = Hall(1, max_staleness=1)
-    assert hall.planner.leases.count_of("w0") == 4
+    assert len(hall.planner.leases.of_worker("w0")) == 4
 
 
 # ---- standing by -----------------------------------------------------------------------------------------------------
@@ -168,14 +133,14 @@ def of(kind: type[do.Command], commands: list[do.Command]) -> list[Any]:
 
 def lively(**options: Any) -> Hall:
     """Eight workers, of which a learner that trains 30 s a step needs few."""
-    hall = Hall(8, groups_per_step=16, max_staleness=50, publish_every=1, activation=LoopOptions(), **options)
+    hall = Hall(8, groups_per_step=16, max_staleness=50, publish_every=1, activation=True, **options)
     for _ in range(2):
         hall.train_a_step()
     return hall
 
 
 def test_everybody_works_until_something_is_measured_and_then_the_cheapest_that_suffice() -> None:
-    hall = Hall(8, groups_per_step=16, max_staleness=50, activation=LoopOptions())
+    hall = Hall(8, groups_per_step=16, max_staleness=50, activation=True)
     assert hall.planner.fleet.num_active == 8
     hall.train_a_step()
     hall.sample()
@@ -198,12 +163,12 @@ def test_who_stands_by_gets_no_leases_and_no_snapshots_and_says_why() -> None:
     hall = lively()
     fleet = hall.planner.fleet
     standing = {worker.worker_id for worker in fleet if worker.standby}
-    before = {name: hall.planner.leases.count_of(name) for name in standing}
-    told = of(do.AnnounceSnapshot, hall.tell(ev.SnapshotPublished(SnapshotRef(1, 1), 1)))
+    before = {name: len(hall.planner.leases.of_worker(name)) for name in standing}
+    told = of(do.AnnounceSnapshot, hall.tell(ev.SnapshotPublished(SnapshotRef(RUN_POLICY, 1, 1), 1)))
     assert not standing & {worker_id for command in told for worker_id in command.worker_ids}
-    commands = hall.tell(ev.WorkerReported("w0", SnapshotRef(1, 1)))
+    commands = hall.tell(ev.WorkerReported("w0", SnapshotRef(RUN_POLICY, 1, 1)))
     assert not standing & {command.worker_id for command in of(do.GrantLeases, commands)}
-    assert all(hall.planner.leases.count_of(name) <= before[name] for name in standing)
+    assert all(len(hall.planner.leases.of_worker(name)) <= before[name] for name in standing)
     waits = {wait.waiter: wait.reason for wait in hall.planner.waits(hall.now)}
     assert all("stands by" in waits[name] for name in standing)
 
@@ -244,7 +209,7 @@ def test_a_worker_whose_link_is_cut_every_now_and_then_is_measured_all_the_same(
         hall.sample()
         held = tuple(hall.planner.leases.of_worker("w0"))
         hall.tell(ev.WorkerDetached("w0", "cut"))
-        hall.tell(ev.WorkerJoined("w0", 2, 1.0, FIRST, held))
+        hall.tell(ev.WorkerJoined("w0", 4, 1.0, FIRST, held))
     worker = hall.planner.fleet.get("w0")
     assert worker is not None
     assert worker.rate == pytest.approx(0.2, abs=0.02)  # two groups of two in twenty seconds
@@ -260,13 +225,13 @@ def test_a_worker_that_lost_its_leases_is_measured_from_its_return() -> None:
         hall.sample()
     worker = hall.planner.fleet.get("w0")
     assert worker is not None
-    assert worker.rate == pytest.approx(0.4)
+    assert 0.4 <= worker.rate <= 0.5  # .4, and what was under way at the first reading counts half
 
 
 def test_machines_are_rented_when_all_are_too_few_and_returned_when_nobody_needs_them() -> None:
-    hall = lively(offers=(Offer("spot", 0.3, 0.1, 3),))
+    hall = lively(offers=(RentableOffer("spot", 0.3, 0.1, 3),))
     rented: list[str] = []
-    for worker in hall.planner.fleet.all():
+    for worker in list(hall.planner.fleet):
         hall.tell(ev.WorkerLeft(worker.worker_id, "gone") if worker.worker_id != "w0" else ev.Tick())
     for _ in range(4):
         hall.now += 6.0
@@ -280,7 +245,7 @@ def test_machines_are_rented_when_all_are_too_few_and_returned_when_nobody_needs
         hall.join(f"w{number}", price=0.001)
     for _ in range(900):
         hall.now += 5.0
-        for worker in hall.planner.fleet.all():
+        for worker in list(hall.planner.fleet):
             commands = hall.tell(ev.WorkerReported(worker.worker_id, FIRST))
             returned += [command.worker_id for command in of(do.ReturnMachine, commands)]
     assert sorted(set(returned)) == sorted(returned)  # each is asked for once
@@ -295,7 +260,7 @@ def rents(hall: Hall, seconds: float) -> list[tuple[float, str]]:
     return found
 
 
-def short_of(*offers: Offer) -> Hall:
+def short_of(*offers: RentableOffer) -> Hall:
     """One worker is left where four are needed; it reports, and nobody else does anything."""
     hall = lively(offers=offers)
     for number in range(1, 8):
@@ -304,7 +269,7 @@ def short_of(*offers: Offer) -> Hall:
 
 
 def test_an_offer_whose_command_fails_rests_longer_each_time_and_others_are_asked() -> None:
-    hall = short_of(Offer("cheap", 2.0, 0.1, 1), Offer("dear", 2.0, 1.0, 1))
+    hall = short_of(RentableOffer("cheap", 2.0, 0.1, 1), RentableOffer("dear", 2.0, 1.0, 1))
     tries: list[tuple[float, str]] = []
     for _ in range(900):
         hall.now += 1.0
@@ -319,7 +284,7 @@ def test_an_offer_whose_command_fails_rests_longer_each_time_and_others_are_aske
 
 
 def test_a_rented_machine_that_never_joins_and_one_that_lost_its_worker_are_given_back_once() -> None:
-    hall = short_of(Offer("spot", 2.0, 0.1, 1))
+    hall = short_of(RentableOffer("spot", 2.0, 0.1, 1))
     asked: list[tuple[float, str, str]] = []
     for second in range(1600):
         hall.now += 1.0
@@ -339,20 +304,23 @@ def test_a_rented_machine_that_never_joins_and_one_that_lost_its_worker_are_give
 
 def test_with_nobody_there_the_learners_wait_rents_the_cheapest_machine() -> None:
     hall = Hall(
-        0, groups_per_step=4, activation=LoopOptions(), offers=(Offer("cheap", 0.5, 0.1, 3), Offer("dear", 9.0, 1.0, 3))
+        0,
+        groups_per_step=4,
+        activation=True,
+        offers=(RentableOffer("cheap", 0.5, 0.1, 3), RentableOffer("dear", 9.0, 1.0, 3)),
     )
     found = rents(hall, 200)
     assert [name for _, name in found] == ["cheap"]
     assert found[0][0] >= 60.0
-    quiet = Hall(0, groups_per_step=4, activation=LoopOptions(), offers=(Offer("cheap", 0.5, 0.1, 3),))
+    quiet = Hall(0, groups_per_step=4, activation=True, offers=(RentableOffer("cheap", 0.5, 0.1, 3),))
     quiet.join("w0")
     assert rents(quiet, 200) == []
 
 
 def restarted(machines: tuple[ev.RecoveredMachine, ...], *, leases: bool = False) -> Hall:
     """A second head: w0 is there, the learner waits, and these machines are out."""
-    hall = Hall(0, groups_per_step=4, activation=LoopOptions(), offers=(Offer("spot", 2.0, 0.1, 2),))
-    held = (ev.RecoveredLease(1, 0, "r0", 1e6, 0, 2),) if leases else ()
+    hall = Hall(0, groups_per_step=4, activation=True, offers=(RentableOffer("spot", 2.0, 0.1, 2),))
+    held = (ev.RecoveredLease(1, 0, "r0", 1e6),) if leases else ()
     groups = (ev.RecoveredGroup(0, 0, "open"),) if leases else ()
     hall.planner = Planner(hall.planner.options)
     hall.tell(ev.HeadStarted(published=(FIRST,), groups=groups, leases=held, next_number=1, machines=machines))
@@ -390,7 +358,7 @@ def test_a_machine_that_was_on_its_way_when_the_head_was_killed_is_waited_for_an
 def test_a_rented_worker_is_returned_after_the_restart_only_if_it_stays_away(leases: bool) -> None:
     out = (ev.RecoveredMachine("spot", "r0"),)
     back = restarted(out, leases=leases)
-    back.tell(ev.WorkerJoined("r0", 2, 0.1, FIRST, held_leases=(1,) if leases else (), offer="spot"))
+    back.tell(ev.WorkerJoined("r0", 4, 0.1, FIRST, held_leases=(1,) if leases else (), offer="spot"))
     assert not [c for _, c in ticks(back, 1200) if isinstance(c, do.ReturnMachine)]
     away = restarted(out, leases=leases)
     asked = [(second, c) for second, c in ticks(away, 900) if isinstance(c, do.ReturnMachine)]
@@ -448,16 +416,16 @@ def test_on_policy_no_rate_is_enough_and_nobody_is_over() -> None:
     hall.train_a_step()
     found = outlook(hall.planner, hall.now)
     assert (found.short, found.needed_rate) == (None, math.inf)
-    assert found.text == "every worker helps: no rate is enough"
+    assert found.text == "the learner is faster than these workers can be: add some"
 
 
 def test_a_rate_that_changes_has_a_variance_and_a_steady_one_has_none() -> None:
-    steady, changing = [Worker(name, 2, 0.0, None, 0.0, busy_since=0.0) for name in "ab"]
+    steady, changing = [Worker(name, 4, 0.0, None, 0.0, busy_since=0.0, occupancy=1.0) for name in "ab"]
     gauge, now = Gauge(), 0.0
     for turn in range(40):
         now += 10.0
-        gauge.delivered(steady, 16, 4, now)
-        gauge.delivered(changing, 16 if turn % 2 else 8, 2, now)
+        gauge.delivered(steady, 16, 4, False, now)
+        gauge.delivered(changing, 16 if turn % 2 else 8, 2, False, now)
     assert steady.rate == pytest.approx(1.6)
     assert steady.rate_variance == pytest.approx(0.0, abs=1e-12)
     assert 0.2 < math.sqrt(changing.rate_variance) < 0.8
@@ -465,7 +433,7 @@ def test_a_rate_that_changes_has_a_variance_and_a_steady_one_has_none() -> None:
 
 def test_a_worker_is_at_most_as_fast_as_what_it_has_not_finished_allows() -> None:
     """A machine that never finishes within its leases gives no result, and must not pass for one like the others."""
-    worker = Worker("w", 4, 0.2, None, 0.0, busy_since=0.0)
+    worker = Worker("w", 8, 0.2, None, 0.0, busy_since=0.0, occupancy=1.0)
     assert rate_now(worker, 1.0, 32, 20.0) == 1.0
     assert rate_now(worker, 1.0, 32, 128.0) == pytest.approx(0.25)
     worker.rate = 1.0  # then a second batch may be waiting
@@ -474,13 +442,13 @@ def test_a_worker_is_at_most_as_fast_as_what_it_has_not_finished_allows() -> Non
 
 def test_a_broadcast_is_measured_once_workers_are_under_way_and_ends_without_those_who_are_released() -> None:
     gauge = Gauge()
-    gauge.published(SnapshotRef(1, 0), 0.0)
-    gauge.installed(SnapshotRef(1, 0), 1, 500.0)  # it had to start first
+    gauge.published(SnapshotRef(RUN_POLICY, 1, 0), 0.0)
+    gauge.installed(SnapshotRef(RUN_POLICY, 1, 0), 1, 500.0)  # it had to start first
     assert gauge.typical_broadcast_seconds() == 0.0
     gauge.step_trained(2.5, 510.0)
     assert gauge.typical_train_seconds() == 2.5  # as the learner says
-    gauge.published(SnapshotRef(1, 1), 510.0)
-    gauge.installed(SnapshotRef(1, 1), 3, 512.0)
+    gauge.published(SnapshotRef(RUN_POLICY, 1, 1), 510.0)
+    gauge.installed(SnapshotRef(RUN_POLICY, 1, 1), 3, 512.0)
     assert gauge.typical_broadcast_seconds() == 0.0
     gauge.fewer_active(1, 513.0)
     assert gauge.typical_broadcast_seconds() == 3.0

@@ -1,11 +1,11 @@
-"""How many groups are sampled together where the first ones are wanted soon: found by trial, staggered at the start."""
+"""How many groups a worker decodes at once where the first ones are wanted soon: by trial, staggered at the start."""
 
 from __future__ import annotations
 
 import random
 from collections.abc import Callable
 
-from echo2.control.frontier import TRIAL_EVERY, Frontier
+from echo2.control.head.frontier import TRIAL_EVERY, Frontier
 
 
 def play(frontier: Frontier, seconds_of: Callable[[int], float], steps: int) -> list[int]:
@@ -13,7 +13,7 @@ def play(frontier: Frontier, seconds_of: Callable[[int], float], steps: int) -> 
     now, widths = 0.0, []
     for step in range(steps):
         widths.append(frontier.width)
-        frontier.leased(step, now, idle=True)
+        frontier.leased(step, now)
         now += seconds_of(frontier.width)
         frontier.step_trained(step, now)
         now += 0.3  # until the next step's weights are there
@@ -65,7 +65,7 @@ def test_a_step_that_was_interrupted_is_not_measured() -> None:
     frontier = Frontier(4)
     play(frontier, lambda width: 5.0, 2)
     before = frontier.width
-    frontier.leased(2, 100.0, idle=True)
+    frontier.leased(2, 100.0)
     frontier.interrupted()
     frontier.step_trained(2, 100.001)  # trained again, with groups that were there already
     assert frontier.width == before
@@ -73,26 +73,8 @@ def test_a_step_that_was_interrupted_is_not_measured() -> None:
     assert frontier.width == before
 
 
-def test_the_first_batches_of_a_step_have_different_sizes_the_smallest_first() -> None:
+def test_workers_begin_a_step_with_different_numbers_of_groups_the_fewest_first() -> None:
     frontier = Frontier(8)
-    sizes = []
-    for _ in range(6):
-        sizes.append(frontier.batch(0, 90, 4, idle=True))
-        frontier.leased(0, 0.0, idle=True)
-    assert sizes == [2, 4, 6, 8, 8, 8]
-    assert frontier.batch(1, 90, 4, idle=True) == 2  # the next step begins anew
-
-
-def test_a_batch_that_waits_behind_another_is_none_of_the_first() -> None:
-    frontier = Frontier(8)
-    frontier.leased(0, 0.0, idle=True)
-    assert frontier.batch(0, 90, 4, idle=False) == 8
-    frontier.leased(0, 0.0, idle=False)
-    assert frontier.batch(0, 90, 4, idle=True) == 4
-
-
-def test_the_last_groups_of_a_step_are_shared_out() -> None:
-    frontier = Frontier(8)
-    for _ in range(4):
-        frontier.leased(0, 0.0, idle=True)
-    assert [frontier.batch(0, left, 4, idle=True) for left in (16, 12, 6, 2, 1, 0)] == [8, 6, 3, 1, 1, 1]
+    assert [frontier.begin(0, 4) for _ in range(6)] == [2, 4, 6, 8, None, None]
+    assert frontier.begin(1, 4) == 2  # the next step begins anew
+    assert [Frontier(1).begin(0, 4) for _ in range(3)] == [1, 1, 1]

@@ -8,13 +8,13 @@ from dataclasses import replace
 
 import pytest
 
-from echo2.control import commands as do
-from echo2.control import events as ev
-from echo2.control.leases import MAX_ATTEMPTS
-from echo2.control.planner import Planner
-from echo2.control.state import PlannerOptions
+from echo2.control.head import commands as do
+from echo2.control.head import events as ev
+from echo2.control.head.leases import MAX_ATTEMPTS
+from echo2.control.head.planner import Planner
+from echo2.control.head.state import PlannerOptions
 from echo2.errors import InvariantError
-from echo2.types import GroupRef, SnapshotRef
+from echo2.types import RUN_POLICY, GroupRef, SnapshotRef
 from planner_cases import OPTIONS, Desk, of, running
 
 # ---- granting ------------------------------------------------------------------------------------------------------
@@ -34,7 +34,7 @@ def test_nobody_samples_further_ahead_than_the_bound() -> None:
     desk.tell(ev.StepTrained(0, (0, 1)))
     desk.publish(1)
     assert desk.open() == []
-    desk.tell(ev.WorkerReported("a", SnapshotRef(1, 1)))
+    desk.tell(ev.WorkerReported("a", SnapshotRef(RUN_POLICY, 1, 1)))
     assert {lease.step for _, lease in desk.leases.values()} == {0, 1, 2}
 
 
@@ -43,7 +43,7 @@ def test_a_worker_without_a_valid_snapshot_gets_nothing() -> None:
     desk.tell(ev.LearnerJoined(0))
     desk.publish(0)
     desk.join("a", None)
-    desk.tell(ev.WorkerJoined("b", 2, 0.5, SnapshotRef(7, 0)))
+    desk.tell(ev.WorkerJoined("b", 8, 0.5, SnapshotRef(RUN_POLICY, 7, 0)))
     assert desk.leases == {}
 
 
@@ -82,7 +82,7 @@ def test_deterministic_mode_fixes_the_version_of_a_step_and_its_units() -> None:
     ("fields", "word"),
     [
         ({"worker_id": "b"}, "malformed"),
-        ({"group": GroupRef("train", 1)}, "malformed"),
+        ({"group": GroupRef(RUN_POLICY, "train", 1)}, "malformed"),
         ({"num_samples": 3}, "malformed"),
         ({"newest_version": 1}, "malformed"),
     ],
@@ -100,7 +100,7 @@ def test_a_result_older_than_its_lease_is_stale() -> None:
     for step in range(3):
         desk.train(step)
         desk.publish(step + 1)
-        desk.tell(ev.WorkerReported("a", SnapshotRef(1, step + 1)))
+        desk.tell(ev.WorkerReported("a", SnapshotRef(RUN_POLICY, 1, step + 1)))
     ahead = [lease for _, lease in desk.leases.values() if lease.step == 4]
     commands = desk.deliver(ahead[0].lease_id, ahead[0].min_version - 1)
     assert [(c.refusal, "2 versions old" in c.reason) for c in of(do.RefuseDelivery, commands)] == [("stale", True)]
@@ -120,7 +120,9 @@ def test_an_expired_lease_is_revoked_and_its_group_goes_to_another() -> None:
     desk = running()
     desk.join("b")
     for desk.now in range(0, 121, 5):
-        commands = desk.tell(ev.WorkerReported("a", SnapshotRef(1, 0)), ev.WorkerReported("b", SnapshotRef(1, 0)))
+        commands = desk.tell(
+            ev.WorkerReported("a", SnapshotRef(RUN_POLICY, 1, 0)), ev.WorkerReported("b", SnapshotRef(RUN_POLICY, 1, 0))
+        )
     assert {command.lease_ids for command in of(do.RevokeLease, commands)} == {(1,), (2,), (3,), (4,)}
     granted = of(do.GrantLeases, commands)
     assert {grant.worker_id for grant in granted} == {"b"}  # the one that let them expire rests
@@ -143,7 +145,7 @@ def test_a_result_is_fed_once_it_is_scored() -> None:
     desk = running()
     commands = desk.deliver(1, scored=False)
     assert (len(of(do.ScoreGroup, commands)), len(of(do.FeedGroup, commands))) == (1, 0)
-    commands = desk.tell(ev.GroupScored(GroupRef("train", 0)))
+    commands = desk.tell(ev.GroupScored(GroupRef(RUN_POLICY, "train", 0)))
     assert [command.number for command in of(do.FeedGroup, commands)] == [0]
 
 
@@ -243,7 +245,7 @@ def test_a_worker_that_comes_back_in_time_keeps_what_it_still_holds() -> None:
 
 def test_ten_thousand_claimed_leases_are_one_command_of_a_kilobyte_at_most() -> None:
     desk = running(replace(OPTIONS, groups_per_batch=8))
-    desk.planner.leases.next_lease_id = 20_000
+    desk.planner.leases.ids.next_id = 20_000
     commands = desk.join("a", held=tuple(range(1, 10_001)))
     revoked = of(do.RevokeLease, commands)
     assert [len(command.lease_ids) for command in revoked] == [64 - 4]  # it holds 1 to 4
@@ -260,9 +262,20 @@ def test_a_silent_worker_is_lost_at_its_deadline_and_its_groups_go_on() -> None:
     assert {grant.worker_id for grant in of(do.GrantLeases, commands)} == {"b"}
 
 
+def test_workers_that_are_heard_of_are_not_silent_and_nothing_else_is_done() -> None:
+    desk = running()
+    desk.join("b")
+    desk.now = 9.0
+    assert not desk.tell(ev.WorkersHeard(("a", "nobody")))
+    desk.now = 10.0
+    assert [command.worker_id for command in of(do.WorkerGone, desk.tell(ev.Tick()))] == ["b"]
+    desk.now = 19.0
+    assert [command.worker_id for command in of(do.WorkerGone, desk.tell(ev.Tick()))] == ["a"]
+
+
 def test_a_worker_that_joins_is_told_the_newest_snapshot_that_is_still_stored() -> None:
     desk = running()
-    assert [command.ref for command in of(do.AnnounceSnapshot, desk.join("b", None))] == [SnapshotRef(1, 0)]
+    assert [command.ref for command in of(do.AnnounceSnapshot, desk.join("b", None))] == [SnapshotRef(RUN_POLICY, 1, 0)]
 
 
 # ---- the learner ---------------------------------------------------------------------------------------------------
@@ -278,7 +291,7 @@ def test_a_learner_behind_the_oldest_checkpoint_is_refused() -> None:
     for step in range(3):
         desk.train(step)
         desk.publish(step + 1)
-        desk.tell(ev.WorkerReported("a", SnapshotRef(1, step + 1)))
+        desk.tell(ev.WorkerReported("a", SnapshotRef(RUN_POLICY, 1, step + 1)))
     desk.tell(ev.CheckpointSaved(3, 2))
     assert "groups of steps before 2" in of(do.RefuseLearner, desk.tell(ev.LearnerJoined(1)))[0].reason
     assert of(do.RefuseLearner, desk.tell(ev.LearnerJoined(2))) == []
@@ -290,13 +303,13 @@ def test_a_fall_back_trains_the_same_groups_at_the_same_step_under_a_new_lineage
     desk.publish(1)
     commands = desk.tell(ev.LearnerJoined(0))
     assert [(c.version, c.lineage) for c in of(do.RecordLearner, commands)] == [(0, 2)]
-    assert [command.ref for command in of(do.DropSnapshot, commands)] == [SnapshotRef(1, 1)]
-    assert [command.ref for command in of(do.AnnounceSnapshot, commands)] == [SnapshotRef(1, 0)]
+    assert [command.ref for command in of(do.DropSnapshot, commands)] == [SnapshotRef(RUN_POLICY, 1, 1)]
+    assert [command.ref for command in of(do.AnnounceSnapshot, commands)] == [SnapshotRef(RUN_POLICY, 1, 0)]
     commands = desk.tell(ev.GroupsWanted(0))
     assert [command.number for command in of(do.FeedGroup, commands)] == [0, 1]
     assert len(of(do.EndStep, commands)) == 1
     dropped = desk.publish(0, lineage=1)
-    assert [command.ref for command in of(do.DropSnapshot, dropped)] == [SnapshotRef(1, 0)]
+    assert [command.ref for command in of(do.DropSnapshot, dropped)] == [SnapshotRef(RUN_POLICY, 1, 0)]
 
 
 def test_a_step_reported_twice_is_recorded_once() -> None:
@@ -320,7 +333,7 @@ def test_checkpoint_reports_may_come_out_of_order() -> None:
     for step in range(2):
         desk.train(step)
         desk.publish(step + 1)
-        desk.tell(ev.WorkerReported("a", SnapshotRef(1, step + 1)))
+        desk.tell(ev.WorkerReported("a", SnapshotRef(RUN_POLICY, 1, step + 1)))
     desk.tell(ev.CheckpointSaved(2, 1))
     commands = desk.tell(ev.CheckpointSaved(1, 1))
     assert [(c.version, c.oldest_kept) for c in of(do.RecordCheckpoint, commands)] == [(2, 1)]
@@ -334,9 +347,9 @@ def test_a_restarted_head_keeps_leases_and_results() -> None:
         version=0,
         next_number=2,
         next_lease_id=3,
-        groups=(ev.RecoveredGroup(0, 0, "ready", 0, 9, "a"), ev.RecoveredGroup(1, 0, "open")),
-        leases=(ev.RecoveredLease(2, 1, "a", 50.0, 0, 4),),
-        published=(SnapshotRef(1, 0),),
+        groups=(ev.RecoveredGroup(0, 0, "ready", 0, "a"), ev.RecoveredGroup(1, 0, "open")),
+        leases=(ev.RecoveredLease(2, 1, "a", 50.0),),
+        published=(SnapshotRef(RUN_POLICY, 1, 0),),
     )
     desk = Desk(started=started)
     desk.tell(ev.LearnerJoined(0), ev.GroupsWanted(0))
@@ -350,17 +363,24 @@ def test_a_restarted_head_keeps_leases_and_results() -> None:
 
 
 def test_a_restarted_head_scores_what_was_delivered_and_not_scored() -> None:
-    started = ev.HeadStarted(next_number=1, groups=(ev.RecoveredGroup(0, 0, "delivered", 0, 9, "a"),))
+    started = ev.HeadStarted(next_number=1, groups=(ev.RecoveredGroup(0, 0, "delivered", 0, "a"),))
     commands = Planner(OPTIONS).handle(started, 0.0)
     assert [command.group.number for command in of(do.ScoreGroup, commands)] == [0]
 
 
 def test_a_restarted_head_drops_snapshots_of_an_abandoned_history() -> None:
-    started = ev.HeadStarted(version=1, lineage=2, published=(SnapshotRef(1, 1), SnapshotRef(2, 1), SnapshotRef(1, 5)))
+    started = ev.HeadStarted(
+        version=1,
+        lineage=2,
+        published=(SnapshotRef(RUN_POLICY, 1, 1), SnapshotRef(RUN_POLICY, 2, 1), SnapshotRef(RUN_POLICY, 1, 5)),
+    )
     planner = Planner(OPTIONS)
     commands = planner.handle(started, 0.0)
-    assert [command.ref for command in of(do.DropSnapshot, commands)] == [SnapshotRef(1, 1), SnapshotRef(1, 5)]
-    assert planner.published == {1: SnapshotRef(2, 1)}
+    assert [command.ref for command in of(do.DropSnapshot, commands)] == [
+        SnapshotRef(RUN_POLICY, 1, 1),
+        SnapshotRef(RUN_POLICY, 1, 5),
+    ]
+    assert planner.published == {1: SnapshotRef(RUN_POLICY, 2, 1)}
 
 
 def test_a_restarted_head_completes_a_unit_that_was_issued_in_part() -> None:
@@ -378,7 +398,7 @@ def test_the_run_finishes_when_the_last_step_is_trained_checkpointed_and_evaluat
     desk.tell(ev.StepTrained(0, (0, 1)))
     assert of(do.StartEval, desk.publish(1)) != []
     assert of(do.FinishRun, desk.tell(ev.CheckpointSaved(1, 1))) == []
-    desk.tell(ev.WorkerReported("a", SnapshotRef(1, 1)))
+    desk.tell(ev.WorkerReported("a", SnapshotRef(RUN_POLICY, 1, 1)))
     commands = desk.deliver(desk.open()[0], 1)
     assert [(c.version, c.num_failed) for c in of(do.FinishEval, commands)] == [(1, 0)]
     assert len(of(do.FinishRun, commands)) == 1
@@ -388,12 +408,12 @@ def test_every_wait_says_for_whom_and_why() -> None:
     desk = Desk()
     assert [wait.reason for wait in desk.planner.waits(0.0)] == ["no learner is connected"]
     desk.tell(ev.LearnerJoined(0), ev.GroupsWanted(0))
-    assert desk.planner.waits(0.0)[0].reason == "step 0: 2 groups are with no worker (no worker attends)"
+    assert desk.planner.waits(0.0)[0].reason == "step 0: 2 groups not yet sampled by any worker (no worker attends)"
     desk.join("a", None)
     assert desk.planner.waits(0.0)[-1].reason == "no snapshot is published yet"
     desk.publish(0)
-    assert "has no valid snapshot installed; 1.0 is on its way" in desk.planner.waits(0.0)[-1].reason
-    desk.tell(ev.WorkerReported("a", SnapshotRef(1, 0)))
+    assert "has no valid snapshot installed; policy@1.0 is on its way" in desk.planner.waits(0.0)[-1].reason
+    desk.tell(ev.WorkerReported("a", SnapshotRef(RUN_POLICY, 1, 0)))
     first = desk.planner.waits(0.0)[0]
     assert (first.waiter, first.waits_for, first.until) == ("learner", "a", OPTIONS.lease_seconds)
     assert first.reason == "step 0: a holds 2 of 2 missing groups"
@@ -404,9 +424,60 @@ def test_every_wait_says_for_whom_and_why() -> None:
     assert "its connection is closed" in desk.planner.waits(0.0)[-1].reason
 
 
+def test_groups_that_wait_for_rewards_are_the_first_wait_with_the_seconds_each_takes() -> None:
+    desk = running()
+    desk.deliver(1, scored=False)
+    first = desk.planner.waits(0.0)[0]
+    assert (first.waiter, first.waits_for) == ("learner", "rewards")
+    assert first.reason == "step 0: 1 group sampled, waiting for your reward function"
+    desk.deliver(2, scored=False)
+    desk.deliver(3, scored=False)
+    desk.tell(ev.GroupScored(GroupRef(RUN_POLICY, "train", 0), seconds=2.0))
+    reason = "step 0: 1 group sampled (2 with those of later steps), waiting for your reward function (2 s each)"
+    assert desk.planner.waits(0.0)[0].reason == reason
+    desk.tell(ev.GroupScored(GroupRef(RUN_POLICY, "train", 2), seconds=4.0))
+    assert desk.planner.reward_seconds == pytest.approx(2.2)
+
+
+def test_unfit_rows_end_a_run_only_where_no_row_between_them_is_fit() -> None:
+    """They are found before anything is sampled, so at the start there is no success between them."""
+    desk = Desk(replace(OPTIONS, groups_per_step=20, max_staleness=0))
+    desk.tell(ev.LearnerJoined(0), ev.GroupsWanted(0))
+    desk.publish(0)
+    desk.join()
+
+    def unfit(*numbers: int) -> list[do.StopRun]:
+        groups = [GroupRef(RUN_POLICY, "train", number) for number in numbers]
+        return of(do.StopRun, desk.tell(*(ev.GroupUnfit(group, "bad_task", "no prompt") for group in groups)))
+
+    assert unfit(0, 2, 3, 5) == []
+    assert [stop.reason for stop in unfit(4)] == ["4 groups failed in a row (bad_task). The last: no prompt"]
+
+
+def test_an_evaluation_waits_for_its_samples_or_for_your_rewards_and_an_ended_learner_for_nobody() -> None:
+    desk = Desk(replace(OPTIONS, max_steps=1, eval_size=3))
+    desk.tell(ev.LearnerJoined(0))
+    desk.publish(0)
+
+    def told(waits_for: str) -> list[str]:
+        return [one.reason for one in desk.planner.waits(0.0) if one.waits_for == waits_for]
+
+    assert told("workers") == ["evaluation of version 0: 3 of 3 tasks not yet sampled"]
+    desk.join()
+    desk.deliver(1)
+    desk.deliver(2, scored=False)
+    assert told("workers") == ["evaluation of version 0: 1 of 3 tasks not yet sampled"]
+    reason = "evaluation of version 0: 1 of 3 tasks sampled, waiting for your reward function (0 s each)"
+    assert told("rewards") == [reason]
+    desk.tell(ev.GroupsWanted(0))
+    desk.train(0)
+    desk.tell(ev.LearnerLost("all steps are trained"))
+    assert told("learner") == ["every group of the run is sampled or leased"]
+
+
 def test_timers_ask_for_the_next_deadline_only() -> None:
     desk = running()
     assert desk.planner.handle(ev.Tick(), 0.0) == [
         do.WakeAt(cause=desk.planner.num_events, reason="next deadline of a lease or of a silent worker", at=10.0)
     ]
-    assert desk.tell(ev.WorkerReported("a", SnapshotRef(1, 0))) == []
+    assert desk.tell(ev.WorkerReported("a", SnapshotRef(RUN_POLICY, 1, 0))) == []

@@ -6,17 +6,16 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import pytest
-
-from echo2.control import commands as do
-from echo2.control import events as ev
-from echo2.control.groups import UNINFORMATIVE
-from echo2.control.planner import Planner
-from echo2.control.standby import live_demand
-from echo2.types import GroupRef, SnapshotRef
+from echo2.control.head import commands as do
+from echo2.control.head import events as ev
+from echo2.control.head.groups import UNINFORMATIVE
+from echo2.control.head.planner import Planner
+from echo2.control.head.standby import live_demand
+from echo2.types import RUN_POLICY, GroupRef, SnapshotRef
 from planner_cases import OPTIONS, Desk, of, running
 
-RESAMPLING = replace(OPTIONS, dynamic_sampling=True, max_resampled=1.0)  # of 2 groups a step
+RESAMPLING = replace(OPTIONS, dynamic_sampling=True)
+MOST = 2 * RESAMPLING.groups_per_step  # groups that a step may replace
 
 
 def retired(commands: list[do.Command]) -> list[tuple[int, str]]:
@@ -33,11 +32,10 @@ def test_a_group_without_a_gradient_is_replaced_by_a_new_one_of_the_same_step() 
     assert retired(commands) == [(0, UNINFORMATIVE)]
     assert fed(commands) == []
     assert of(do.AcceptDelivery, commands) != []  # it is a valid result, and paid for
-    commands = desk.deliver(2)  # there is room at the worker now
-    assert fed(commands) == [1]
     assert [(command.number, command.step) for command in of(do.IssueGroup, commands)] == [(4, 0)]
     (grant,) = of(do.GrantLeases, commands)
     assert [lease.group.number for lease in grant.leases] == [4]
+    assert fed(desk.deliver(2)) == [1]
     commands = desk.deliver(grant.leases[0].lease_id)
     assert fed(commands) == [4]
     assert [(command.num_groups, command.cursor) for command in of(do.EndStep, commands)] == [(2, 5)]
@@ -46,8 +44,8 @@ def test_a_group_without_a_gradient_is_replaced_by_a_new_one_of_the_same_step() 
 def test_one_that_the_head_scored_is_replaced_then() -> None:
     desk = running(RESAMPLING)
     assert retired(desk.deliver(1, scored=False)) == []
-    assert retired(desk.tell(ev.GroupScored(GroupRef("train", 0), is_flat=True))) == [(0, UNINFORMATIVE)]
-    assert retired(desk.tell(ev.GroupScored(GroupRef("train", 0), is_flat=True))) == []
+    assert retired(desk.tell(ev.GroupScored(GroupRef(RUN_POLICY, "train", 0), is_flat=True))) == [(0, UNINFORMATIVE)]
+    assert retired(desk.tell(ev.GroupScored(GroupRef(RUN_POLICY, "train", 0), is_flat=True))) == []
 
 
 def test_without_dynamic_sampling_and_for_evaluations_nothing_is_replaced() -> None:
@@ -58,9 +56,8 @@ def test_without_dynamic_sampling_and_for_evaluations_nothing_is_replaced() -> N
     assert [retired(desk.deliver(lease_id, is_flat=True)) for lease_id in evals] == [[], []]
 
 
-@pytest.mark.parametrize(("max_resampled", "most"), [(0.3, 1), (1.0, 2), (2.5, 5)])
-def test_after_so_many_they_are_trained_on_as_they_are(max_resampled: float, most: int) -> None:
-    desk = running(replace(RESAMPLING, max_resampled=max_resampled))
+def test_after_so_many_they_are_trained_on_as_they_are() -> None:
+    desk = running(RESAMPLING)
     num_replaced, kept = 0, list[int]()
     for _ in range(20):
         held = [i for i in desk.open() if desk.leases[i][1].step == 0]
@@ -68,8 +65,8 @@ def test_after_so_many_they_are_trained_on_as_they_are(max_resampled: float, mos
             commands = desk.deliver(held[0], is_flat=True)
             num_replaced += len(retired(commands))
             kept += fed(commands)
-    assert (num_replaced, len(kept)) == (most, 2)
-    assert desk.planner.groups.num_uninformative(0) == most
+    assert (num_replaced, len(kept)) == (MOST, 2)
+    assert desk.planner.groups.num_uninformative(0) == MOST
     assert of(do.RecordStep, desk.tell(ev.StepTrained(0, tuple(kept)))) != []
 
 
@@ -98,12 +95,12 @@ def test_a_second_lease_on_a_replaced_group_is_taken_back() -> None:
 
 
 def recovered(*groups: ev.RecoveredGroup) -> ev.HeadStarted:
-    return ev.HeadStarted(next_number=len(groups), groups=groups, published=(SnapshotRef(1, 0),))
+    return ev.HeadStarted(next_number=len(groups), groups=groups, published=(SnapshotRef(RUN_POLICY, 1, 0),))
 
 
 def test_a_restarted_head_replaces_what_was_scored_just_before_the_kill() -> None:
     started = recovered(
-        ev.RecoveredGroup(0, 0, "ready", 0, 9, "a", is_flat=True), ev.RecoveredGroup(1, 0, "ready", 0, 9, "a")
+        ev.RecoveredGroup(0, 0, "ready", 0, "a", is_flat=True), ev.RecoveredGroup(1, 0, "ready", 0, "a")
     )
     assert retired(Planner(RESAMPLING).handle(started, 0.0)) == [(0, UNINFORMATIVE)]
     assert retired(Planner(OPTIONS).handle(started, 0.0)) == []
@@ -112,46 +109,21 @@ def test_a_restarted_head_replaces_what_was_scored_just_before_the_kill() -> Non
 def test_a_restarted_head_knows_how_many_were_replaced() -> None:
     """Else it would replace groups that the learner has been fed, and has perhaps trained on."""
     started = recovered(
-        ev.RecoveredGroup(0, 0, "retired", 0, 9, "a", why=UNINFORMATIVE),
-        ev.RecoveredGroup(1, 0, "retired", 0, 9, "a", why=UNINFORMATIVE),
-        ev.RecoveredGroup(2, 0, "retired", None, why="gave_up"),
-        ev.RecoveredGroup(3, 0, "ready", 0, 9, "a", is_flat=True),
-        ev.RecoveredGroup(4, 0, "ready", 0, 9, "a", is_flat=True),
+        *(ev.RecoveredGroup(number, 0, "retired", 0, "a", why=UNINFORMATIVE) for number in range(MOST)),
+        ev.RecoveredGroup(MOST, 0, "retired", None, why="gave_up"),
+        ev.RecoveredGroup(MOST + 1, 0, "ready", 0, "a", is_flat=True),
+        ev.RecoveredGroup(MOST + 2, 0, "ready", 0, "a", is_flat=True),
     )
     desk = Desk(RESAMPLING, started)
-    assert desk.planner.groups.num_uninformative(0) == 2
-    assert fed(desk.tell(ev.LearnerJoined(0), ev.GroupsWanted(0))) == [3, 4]
+    assert desk.planner.groups.num_uninformative(0) == MOST
+    assert fed(desk.tell(ev.LearnerJoined(0), ev.GroupsWanted(0))) == [MOST + 1, MOST + 2]
 
 
 def test_a_fall_back_trains_the_same_groups_again_the_flat_ones_too() -> None:
-    desk = running(replace(RESAMPLING, max_resampled=0.5))
-    desk.deliver(1, is_flat=True)
-    desk.deliver(2, is_flat=True)  # one more than may be replaced
-    desk.train(0)
+    desk, given = running(RESAMPLING), list[int]()
+    for _ in range(MOST + 1):  # one more than may be replaced
+        given += fed(desk.deliver(next(i for i in desk.open() if desk.leases[i][1].step == 0), is_flat=True))
+    assert len(given) == 1
+    trained = [command.numbers for command in of(do.RecordStep, desk.train(0))]
     commands = desk.tell(ev.LearnerJoined(0), ev.GroupsWanted(0))
-    assert (fed(commands), retired(commands)) == ([1, 4], [])
-
-
-# ---- the ESS floor ---------------------------------------------------------------------------------------------------
-
-
-def test_a_low_ess_tightens_what_is_leased_and_not_what_is_accepted() -> None:
-    desk = running(replace(OPTIONS, max_staleness=4, ess_floor=0.5))
-    assert {lease.step for _, lease in desk.leases.values()} == {0, 1}
-    desk.deliver(1)
-    desk.deliver(2)
-    assert desk.planner.admission.bound == 4
-    desk.tell(ev.StepTrained(0, (0, 1), ess=0.2))
-    assert desk.planner.admission.bound == 2
-    while (held := desk.open()) and len(desk.leases) < 40:
-        assert of(do.AcceptDelivery, desk.deliver(held[0])) != []  # what was leased before, too
-    assert max(lease.step for _, lease in desk.leases.values()) == 2  # version 0 + 2
-    assert "2, by the ESS floor" in desk.planner.waits(0.0)[-1].reason
-
-
-def test_a_restarted_head_knows_the_bound_from_the_rows_of_the_steps() -> None:
-    options = replace(OPTIONS, max_staleness=4, ess_floor=0.5, publish_every=2)
-    desk = Desk(options, ev.HeadStarted(version=1, published=(SnapshotRef(1, 0),), ess=((0, 0.2),)))
-    assert desk.planner.admission.bound == 1 + 3 // 2
-    desk.tell(ev.LearnerJoined(0))  # falls back: step 0 is trained again
-    assert desk.planner.admission.bound == 4
+    assert ([tuple(sorted(fed(commands)))], retired(commands)) == (trained, [])

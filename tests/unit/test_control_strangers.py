@@ -9,16 +9,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from echo2.control import commands as do
-from echo2.control import events as ev
-from echo2.control.leases import MAX_ATTEMPTS
-from echo2.control.standings import EXPELLED_SECONDS, PATIENCE, Conducts
-from echo2.control.state import PlannerOptions
-from echo2.types import GroupRef, SnapshotRef
+from echo2.control.head import commands as do
+from echo2.control.head import events as ev
+from echo2.control.head.leases import MAX_ATTEMPTS
+from echo2.control.head.standings import EXPELLED_SECONDS, PATIENCE, Conducts
+from echo2.control.head.state import PlannerOptions
+from echo2.types import RUN_POLICY, GroupRef, SnapshotRef
 from planner_cases import OPTIONS, Desk, of
 
-FIRST = SnapshotRef(1, 0)
-WIDE = replace(OPTIONS, groups_per_step=8, groups_per_batch=4, lost_after_seconds=1e6, max_staleness=0)
+FIRST = SnapshotRef(RUN_POLICY, 1, 0)
+WIDE = replace(OPTIONS, groups_per_step=8, groups_per_batch=4, heartbeat_seconds=1e6, max_staleness=0)
 
 
 def desk_with(*workers: tuple[str, str], options: PlannerOptions = WIDE) -> Desk:
@@ -32,7 +32,7 @@ def desk_with(*workers: tuple[str, str], options: PlannerOptions = WIDE) -> Desk
 
 
 def joins(desk: Desk, worker_id: str, ticket: str = "", **fields: Any) -> list[do.Command]:
-    joined = ev.WorkerJoined(worker_id, 4, 0.5, FIRST, ticket=ticket)
+    joined = ev.WorkerJoined(worker_id, 16, 0.5, FIRST, ticket=ticket)
     return desk.tell(replace(joined, **fields))
 
 
@@ -81,7 +81,7 @@ def test_a_ticket_that_lets_its_lease_expire_rests_twice_as_long_each_time() -> 
             for lease_id in held_by(desk, "own"):
                 desk.deliver(lease_id)
             wait(desk, 10.0)
-        until = desk.planner.standings.rests_until("t")
+        until = desk.planner.standings.rests.get("t")
         assert until is not None
         rests.append(until - desk.now)
     assert rests == pytest.approx([120.0, 240.0, 480.0], abs=10.0)
@@ -133,10 +133,10 @@ def test_a_group_that_is_late_at_a_stranger_goes_to_an_idle_worker_whatever_the_
 
 def test_what_a_stranger_claims_to_sample_together_is_what_the_run_asks_for_at_most() -> None:
     desk = desk_with(("own", ""))
-    joins(desk, "s", "t", capacity_groups=10_000)
+    joins(desk, "s", "t", slots=10_000)
     worker = desk.planner.fleet.get("s")
     assert worker is not None
-    assert worker.capacity_groups == WIDE.groups_per_batch
+    assert worker.slots == WIDE.groups_per_batch * WIDE.group_size
 
 
 # ---- failing ---------------------------------------------------------------------------------------------------------
@@ -247,6 +247,7 @@ def test_who_sends_junk_is_expelled_its_leases_end_and_each_time_it_is_for_longe
         assert expelled.num_refused <= PATIENCE
         assert not held_by(desk, "s")
         assert desk.planner.expelled_until("s", desk.now) == desk.now + expelled.seconds
+        assert not of(do.RefuseDelivery, junk(desk, "s"))  # what is under way is not even recorded
         assert any(one.waiter == "s" and "expelled" in one.reason for one in desk.planner.waits(desk.now))
         seconds.append(expelled.seconds)
         desk.now += expelled.seconds
@@ -307,7 +308,7 @@ def test_results_of_leases_that_an_earlier_head_granted_cost_nothing() -> None:
     joins(desk, "own")
     commands: list[do.Command] = []
     for lease_id in range(1, 300):
-        commands += desk.tell(ev.GroupDelivered("own", lease_id, GroupRef("eval", lease_id), 1, 0, 0, 4))
+        commands += desk.tell(ev.GroupDelivered("own", lease_id, GroupRef(RUN_POLICY, "eval", lease_id), 1, 0, 0, 4))
     assert len(of(do.RefuseDelivery, commands)) == 299
     assert not of(do.ExpelWorker, commands)
 
@@ -319,7 +320,7 @@ def test_prompts_that_cannot_be_made_stop_a_run_of_strangers_too() -> None:
     desk = desk_with(("s", "t"))
     for _ in range(WIDE.max_failures):
         group = desk.leases[held_by(desk, "s")[0]][1].group
-        desk.tell(ev.GroupUnfit(group, "prompt_unfit", "no chat template"))
+        desk.tell(ev.GroupUnfit(group, "bad_task", "no chat template"))
     assert "no chat template" in (desk.planner.over or "")
 
 
@@ -337,4 +338,4 @@ def test_seconds_that_the_head_spends_on_a_reward_which_fails_cost_credit() -> N
     group = desk.leases[lease_id][1].group
     desk.deliver(lease_id, scored=False)
     desk.tell(ev.GroupUnfit(group, "reward_failed", "it took too long", 60.0))
-    assert desk.planner.standings.rests_until("t") == desk.now + 60.0
+    assert desk.planner.standings.rests.get("t") == desk.now + 60.0

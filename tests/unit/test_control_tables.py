@@ -6,14 +6,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from echo2.control import staleness
-from echo2.control.deadlines import Deadlines
-from echo2.control.evaluation import Evaluation
-from echo2.control.groups import MOVES, GroupBook, GroupRecord
-from echo2.control.leases import LeaseTable
+from echo2.control.head import staleness
+from echo2.control.head.evaluation import Evaluation
+from echo2.control.head.groups import MOVES, GroupBook, PlannedGroup
+from echo2.control.head.lazy_heap import LazyHeap
+from echo2.control.head.leases import LeaseTable
 from echo2.control.seeds import group_seed, mix
 from echo2.errors import InvariantError
-from echo2.types import GroupRef, Lease, SnapshotRef
+from echo2.types import RUN_POLICY, GroupRef, Lease, SnapshotRef
+from invariants import check
 
 
 @pytest.mark.parametrize(
@@ -56,7 +57,7 @@ def test_pacing_and_consumption_agree(version: int, max_staleness: int) -> None:
     )
 )
 def test_deadlines_are_a_dictionary_that_knows_its_smallest_value(actions: list[tuple[str, int, int]]) -> None:
-    deadlines, model = Deadlines[int](), dict[int, float]()
+    deadlines, model = LazyHeap[int, float](), dict[int, float]()
     for action, key, at in actions:
         if action == "set":
             deadlines.set(key, at)
@@ -65,33 +66,33 @@ def test_deadlines_are_a_dictionary_that_knows_its_smallest_value(actions: list[
             deadlines.drop(key)
             model.pop(key, None)
         else:
-            due = deadlines.pop_due(at)
+            due = deadlines.pop_until(at)
             assert sorted(due) == sorted(k for k, when in model.items() if when <= at)
             assert [model[k] for k in due] == sorted(model[k] for k in due)
             model = {k: when for k, when in model.items() if when > at}
-        assert deadlines.earliest() == min(model.values(), default=None)
+        assert deadlines.first() == min(model.values(), default=None)
         assert len(deadlines) == len(model)
         assert all(deadlines.get(k) == model.get(k) for k in range(6))
 
 
 def test_a_deadline_that_is_moved_a_thousand_times_does_not_fill_the_heap() -> None:
-    deadlines = Deadlines[str]()
+    deadlines = LazyHeap[str, float]()
     for at in range(1000):
         deadlines.set("worker", float(at))
-    assert deadlines.pop_due(998.0) == []
-    assert deadlines.pop_due(999.0) == ["worker"]
+    assert deadlines.pop_until(998.0) == []
+    assert deadlines.pop_until(999.0) == ["worker"]
     assert len(deadlines._heap) == 0
 
 
 @pytest.mark.parametrize("before", sorted(MOVES))
 @pytest.mark.parametrize("after", sorted(MOVES))
 def test_a_group_makes_only_the_moves_of_the_table(before: str, after: str) -> None:
-    book, record = GroupBook(), GroupRecord(0, 0, before, oldest_version=0)
+    book, record = GroupBook(), PlannedGroup(0, 0, before, oldest_version=0)
     book.restore(record)
     if after in MOVES[before]:
         book.move(record, after)
         assert record.state == after
-        book.check_invariants()
+        check(book)
     else:
         with pytest.raises(InvariantError, match=f"{before} -> {after}"):
             book.move(record, after)
@@ -111,7 +112,7 @@ def test_a_unit_is_leased_whole_or_not_at_all() -> None:
     for record in records[:2]:
         book.move(record, "leased")
     records[0].oldest_version = 0
-    book.move(records[0], "ready")
+    book.move(records[0], "delivered")
     book.move(records[1], "pending")  # its lease expired; the other group has a result already
     assert [record.number for record in book.pop_unit()] == [0, 1]
 
@@ -126,18 +127,18 @@ def test_retired_groups_are_issued_and_not_live() -> None:
 
 
 def lease(lease_id: int, number: int, deadline: float = 10.0) -> Lease:
-    return Lease(lease_id, GroupRef("train", number), 0, number, 4, 0, None, deadline, 10.0, 0)
+    return Lease(lease_id, GroupRef(RUN_POLICY, "train", number), 0, number, 4, 0, None, deadline, 10.0, 0)
 
 
 def test_leases_are_found_by_id_group_and_worker_until_closed_once() -> None:
     table = LeaseTable()
     table.add("a", lease(1, 7))
     table.add("b", lease(2, 7, deadline=5.0))
-    assert table.of_group(GroupRef("train", 7)) == (1, 2)
-    assert (table.samples_of("a"), table.count_of("a"), table.earliest_deadline()) == (4, 1, 5.0)
-    assert table.pop_expired(5.0) == [2]
+    assert table.of_group(GroupRef(RUN_POLICY, "train", 7)) == (1, 2)
+    assert (table.samples_of("a"), len(table.of_worker("a")), table.deadlines.first()) == (4, 1, 5.0)
+    assert table.deadlines.pop_until(5.0) == [2]
     assert table.close(2) == ("b", lease(2, 7, deadline=5.0))
-    table.check_invariants()
+    check(table)
     with pytest.raises(KeyError):
         table.close(2)
     with pytest.raises(InvariantError, match="granted twice"):
@@ -145,10 +146,10 @@ def test_leases_are_found_by_id_group_and_worker_until_closed_once() -> None:
 
 
 def test_an_evaluation_takes_the_oldest_round_that_the_worker_has_reached() -> None:
-    evaluation = Evaluation(size=3, every=2, max_steps=5)
+    evaluation = Evaluation(RUN_POLICY, size=3, every=2, max_steps=5)
     assert [version for version in range(6) if evaluation.is_due(version)] == [0, 2, 4, 5]
-    evaluation.start(SnapshotRef(1, 2), 0.0)
-    evaluation.start(SnapshotRef(1, 0), 0.0)
+    evaluation.start(SnapshotRef(RUN_POLICY, 1, 2), 0.0)
+    evaluation.start(SnapshotRef(RUN_POLICY, 1, 0), 0.0)
     taken = evaluation.take(installed_version=1, num_groups=2)
     assert taken is not None
     assert (taken[0].ref.version, taken[1]) == (0, [0, 1])
@@ -168,7 +169,7 @@ def test_mix_never_merges_two_values(a: int, b: int) -> None:
 
 
 def test_a_seed_depends_on_run_kind_and_number() -> None:
-    groups = [GroupRef(kind, number) for kind in ("train", "eval") for number in range(100)]
+    groups = [GroupRef(RUN_POLICY, kind, number) for kind in ("train", "eval") for number in range(100)]
     seeds = {group_seed(run, group) for run in range(3) for group in groups}
     assert len(seeds) == 600
     assert max(seeds) < 1 << 63

@@ -12,20 +12,19 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from echo2 import config, past_run
+from echo2 import config
 from echo2.config import parse_flag
+from echo2.config.offers import load_offers
 from echo2.documents import DEPTH_MAX, parse_json, parse_toml
 from echo2.errors import Echo2Error, UserError
 from echo2.learner import checkpoint
-from echo2.offers import load_offers
 from echo2.planning.snapshot_size import snapshot_bytes
 from echo2.rollout.snapshot_files import end_tokens, read_config
-from echo2.runtime.eventlog import replay
-from echo2.runtime.metrics import read_rows
-from echo2.runtime.rundir import RunDir, read_json
+from echo2.rundir import RunDir, read_json, read_metrics
+from echo2.runtime.head.eventlog import replay
 from echo2.sim.study import load_study
 from echo2.tasks.load import load_tasks
-from echo2.weights import Manifest
+from echo2.weights.manifest import Manifest
 
 
 def deep_json(depth: int) -> str:
@@ -82,8 +81,8 @@ READERS: dict[str, Callable[[Path], Any]] = {
     "offers": load_offers,
     "study": load_study,
     "status": read_json,
-    "metrics": read_rows,
-    "past run": lambda path: past_run.read_rows(path),
+    "metrics": read_metrics,
+    "past run": lambda path: read_metrics(path, refuses_damage=True),
     "tasks": _tasks,
     "run directory": lambda path: RunDir(path.rename(path.with_name("config.json")).parent).read_config(),
     "events": replay,

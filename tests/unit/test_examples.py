@@ -11,9 +11,10 @@ from pathlib import Path
 import pytest
 
 from echo2 import config
+from echo2.reward.load import weighted
 from echo2.reward.score import Scorer
 from echo2.tasks.base import TaskStream
-from echo2.tasks.environments import LocalWorld
+from echo2.tasks.environments import LocalEnvironment
 from echo2.tasks.load import load_tasks
 from echo2.types import Rollout
 
@@ -58,7 +59,7 @@ def test_there_is_an_example_for_each_way() -> None:
 @pytest.mark.parametrize("path", sorted((EXAMPLES / "gpu").glob("*.toml")), ids=lambda path: path.stem)
 def test_configurations_for_larger_machines_load(path: Path) -> None:
     settings = config.load(path)
-    Scorer(settings.reward.functions, settings.reward.weights)
+    Scorer(settings.reward.functions)
     assert settings.tasks.source.startswith("hub:")
 
 
@@ -68,11 +69,11 @@ def test_example_can_be_played(name: str, checkout: Path, monkeypatch: pytest.Mo
     settings = config.load(Path(f"examples/{name}.toml"))
     assert settings.reward.functions == ["environment"]
     tasks = TaskStream(load_tasks(settings.tasks.source, settings.tasks.params, 0), 0, True)
-    world, rng, solved = LocalWorld(settings.tasks.environment), random.Random(0), 0
+    environment, rng, solved = LocalEnvironment(settings.tasks.environment), random.Random(0), 0
     for cursor in range(40):
-        attempt = world.begin(tasks.task(cursor).columns, seed=cursor)
+        attempt = environment.begin(tasks.task(cursor).columns, seed=cursor)
         for _ in range(settings.sampling.max_turns):
-            reply = world.step(attempt, rng.choice({"sokoban": "lr", "own_environment": "123456789"}[name]))
+            reply = environment.step(attempt, rng.choice({"sokoban": "lr", "own_environment": "123456789"}[name]))
             if reply.done:
                 assert reply.reward == 1.0
                 solved += 1
@@ -80,7 +81,7 @@ def test_example_can_be_played(name: str, checkout: Path, monkeypatch: pytest.Mo
     assert 0 < solved < 40
 
 
-# A log's attempts are right or wrong already (test_examples_poker.py looks at them); others are played, as above.
+# A log's rollouts are right or wrong already (test_examples_poker.py looks at them); others are played, as above.
 ANSWERED = [path for path in PATHS if path.stem not in ("poker", "sokoban", "own_environment")]
 
 
@@ -88,13 +89,13 @@ ANSWERED = [path for path in PATHS if path.stem not in ("poker", "sokoban", "own
 def test_example_is_whole(path: Path, checkout: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(checkout)
     settings = config.load(path)
-    tasks = TaskStream(load_tasks(settings.tasks.source, settings.tasks.params, 0), 0, settings.tasks.shuffle)
-    scorer = Scorer(settings.reward.functions, settings.reward.weights)
+    tasks = TaskStream(load_tasks(settings.tasks.source, settings.tasks.params, 0), 0, shuffle=True)
+    scorer = Scorer(settings.reward.functions)
     for cursor in range(8):
         task = tasks.task(cursor)
         answer = task.columns.get("answer") or task.columns["reward_model"]["ground_truth"]
         right, wrong = scorer.score(task, [attempt(str(answer)), attempt("zzz")])
-        assert right.reward == pytest.approx(sum(settings.reward.weights or [1.0]))
+        assert right.reward == pytest.approx(sum(weight for weight, _ in map(weighted, settings.reward.functions)))
         assert wrong.reward == 0.0
     if settings.eval.source:
         held_out = TaskStream(load_tasks(settings.eval.source, settings.eval.params, 0), 0, False)

@@ -18,7 +18,7 @@ POKER = Path(__file__).resolve().parents[2] / "examples" / "poker"
 
 @pytest.fixture(scope="module")
 def kuhn() -> Any:
-    from echo2.plugins import load_named
+    from echo2.sandbox.plugins import load_named
 
     load_named(f"{POKER}/kuhn.py:Decisions")
     return sys.modules[load_named(f"{POKER}/kuhn.py:Decisions").__module__]
@@ -26,7 +26,7 @@ def kuhn() -> Any:
 
 @pytest.fixture(scope="module")
 def hands(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    from echo2.plugins import load_named
+    from echo2.sandbox.plugins import load_named
 
     out = tmp_path_factory.mktemp("poker") / "hands.jsonl"
     load_named(f"{POKER}/make_logs.py:make_logs")(out, hands=6000, seed=5)
@@ -86,4 +86,4 @@ def test_the_example_is_whole(hands: Path, monkeypatch: pytest.MonkeyPatch) -> N
     held_out = load_tasks(settings.eval.source, settings.eval.params, 0)
     assert len(held_out) == 192
     assert {rows[i]["prompt"] for i in range(len(rows))} == {held_out[i]["prompt"] for i in range(12)}
-    Scorer(settings.reward.functions, settings.reward.weights)
+    Scorer(settings.reward.functions)

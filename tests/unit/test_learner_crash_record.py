@@ -13,13 +13,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from echo2.errors import UserError
-from echo2.learner.crash_record import ALONE_MAX, LEFT_OUT_MAX, TOGETHER_MAX, CrashRecord
-from echo2.learner.loop import CRASH_RECORD
-from echo2.learner.loss_stats import LossStats
-from echo2.learner.trainer import Trainer
-from echo2.runtime.supervisor import RESTARTS_MAX
+from echo2.learner.grpo.client import GrpoClient
+from echo2.learner.grpo.crash_record import ALONE_MAX, LEFT_OUT_MAX, TOGETHER_MAX, CrashRecord
+from echo2.learner.grpo.loop import CRASH_RECORD
+from echo2.learner.grpo.loss_stats import LossStats
+from echo2.runtime.launch.supervisor import RESTARTS_MAX
 from echo2.types import RolloutGroup
-from learner_cases import random_group, tiny_policy
+from learner_cases import config_of, random_group, tiny_policy
 from test_learner_loop import OPTIONS, ScriptedHead, run, step_groups, weights
 
 
@@ -98,7 +98,11 @@ def test_a_damaged_record_begins_anew(tmp_path: Path, text: str) -> None:
     assert lives(path, groups(2), set()) == (0, [0, 1])
 
 
-class Fragile(Trainer):
+#: A step's groups are one micro-batch.
+TOGETHER = config_of(OPTIONS, tokens_per_microbatch=1000)
+
+
+class Fragile(GrpoClient):
     """Runs out of memory on group 1 of step 0."""
 
     def forward_backward(self, groups: list[RolloutGroup]) -> LossStats:  # type: ignore[override]
@@ -110,11 +114,16 @@ class Fragile(Trainer):
 def test_the_loop_goes_on_without_the_group_that_killed_it(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     for _ in range(TOGETHER_MAX + ALONE_MAX):
         with pytest.raises(torch.OutOfMemoryError):
-            run(ScriptedHead(max_steps=1), Fragile(tiny_policy(), OPTIONS), tmp_path)
-    head, trainer, alone = ScriptedHead(max_steps=1), Fragile(tiny_policy(), OPTIONS), Trainer(tiny_policy(), OPTIONS)
+            run(ScriptedHead(max_steps=1), Fragile(tiny_policy(), TOGETHER), tmp_path)
+    head, trainer, alone = (
+        ScriptedHead(max_steps=1),
+        Fragile(tiny_policy(), TOGETHER),
+        GrpoClient(tiny_policy(), TOGETHER),
+    )
     run(head, trainer, tmp_path)
     first, _, last = step_groups(0)
-    alone.forward_backward([first, last])
+    alone.forward_backward([first])
+    alone.forward_backward([last])  # still under suspicion: it comes after the one that killed
     alone.optim_step()
     assert weights(trainer) == weights(alone)
     assert head.metrics[0]["groups/unfit"] == 1

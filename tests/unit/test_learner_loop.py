@@ -16,26 +16,27 @@ from typing import Any
 
 import pytest
 import torch
+from weights_cases import apply_delta, decode
 
+from echo2.config import Config
 from echo2.errors import InvariantError, LinkError, PeerError, UserError
 from echo2.learner import checkpoint
+from echo2.learner.grpo.client import GrpoClient, RunPosition, StepStats
+from echo2.learner.grpo.loop import resume, train
+from echo2.learner.grpo.loss_stats import LossStats
+from echo2.learner.grpo.step_meter import StepMeter
 from echo2.learner.head_client import LearnerInfo
-from echo2.learner.loop import LoopOptions, resume, run_learner
-from echo2.learner.loss_stats import LossStats
 from echo2.learner.model import load_policy
-from echo2.learner.publication import PublishOptions
 from echo2.learner.session import HeadSession
-from echo2.learner.step_meter import StepMeter
-from echo2.learner.trainer import StepStats, Trainer, TrainerOptions
 from echo2.transport import messages
 from echo2.transport import wire_pb2 as wire
-from echo2.types import PayloadId, RolloutGroup, Snapshot, SnapshotRef
-from echo2.weights import Manifest, apply_delta, decode
-from learner_cases import model_directory, random_group, tiny_policy
+from echo2.types import RUN_POLICY, PayloadId, RolloutGroup, Snapshot, SnapshotRef
+from echo2.weights.manifest import Manifest
+from learner_cases import config_of, model_directory, random_group, tiny_policy
 
 GROUPS_PER_STEP = 3
-MICROBATCH = 2
-OPTIONS = TrainerOptions(lr=1e-3, max_steps=5)
+#: Every datum is a micro-batch of its own, so that the sums are the same however a step's groups come together.
+OPTIONS = config_of(lr=1e-3, max_steps=5, groups_per_step=GROUPS_PER_STEP, tokens_per_microbatch=1)
 
 
 def step_groups(step: int) -> list[RolloutGroup]:
@@ -59,6 +60,8 @@ class ScriptedHead:
         self.fault = fault
         self.version, self.lineage = 0, 1
         self.knows_learner = False
+        self.epoch = 0
+        self.orders: asyncio.Queue[wire.LearnerWelcome]
         self.fed: dict[int, set[int]] = {}
         self.chunks: dict[bytes, bytes] = {}
         self.published: dict[int, Manifest] = {}
@@ -81,20 +84,20 @@ class ScriptedHead:
 
     async def call(self, method: str, request: Any, timeout_seconds: float) -> Any:
         self._meet(f"before:{method}")
-        if method == "LearnerHello":
-            answer = self._hello(request)
-        else:
-            if not self.knows_learner:
-                raise PeerError("unknown_learner", "say LearnerHello first")
-            answer = getattr(self, f"_{method}")(request)
+        self._know(method, request)
+        answer = getattr(self, f"_{method}")(request)
         self._meet(f"after:{method}")
         return answer
 
     async def stream(self, method: str, request: Any) -> AsyncIterator[Any]:
-        assert method == "TakeGroups"
-        self._meet("before:TakeGroups")
-        if not self.knows_learner:
-            raise PeerError("unknown_learner", "say LearnerHello first")
+        self._meet(f"before:{method}")
+        if method == "LearnerHello":
+            welcome, orders = self._hello(request), self.orders
+            self._meet("after:LearnerHello")
+            yield welcome
+            yield await orders.get()
+            return
+        self._know(method, request)
         if request.step != self.version:
             raise PeerError("refused", f"the run stands at {self.version}")
         if self.stop_at == request.step:
@@ -105,8 +108,12 @@ class ScriptedHead:
             self._meet("before:FedGroups")
             await asyncio.sleep(0)
             self.fed[request.step].add(group.group.number)
-            yield wire.FedGroups(groups=[messages.encode_group(group)])
-        yield wire.FedGroups(done=wire.StepDone(cursor=(request.step + 1) * 3, num_groups=3))
+            yield wire.FedGroups(groups=[messages.encode_group(group).SerializeToString()])
+        yield wire.FedGroups(done=wire.StepDone(cursor=(request.step + 1) * 3))
+
+    def _know(self, method: str, request: Any) -> None:
+        if not self.knows_learner or request.epoch != self.epoch:
+            raise PeerError("unknown_learner", "say LearnerHello first")
 
     async def close(self) -> None:
         self.log.append("close")
@@ -118,8 +125,12 @@ class ScriptedHead:
             self.lineage += 1
             self.version = request.version
             self.published = {v: m for v, m in self.published.items() if v <= self.version}
-        self.knows_learner = True
-        return wire.LearnerWelcome(lineage=self.lineage, max_steps=self.max_steps, published=sorted(self.published))
+        assert request.epoch in (0, self.epoch)
+        self.knows_learner, self.orders = True, asyncio.Queue()
+        self.epoch += 1
+        return wire.LearnerWelcome(
+            lineage=self.lineage, max_steps=self.max_steps, published=sorted(self.published), epoch=self.epoch
+        )
 
     def _ReportStep(self, request: wire.StepReport) -> wire.Empty:
         if request.step < self.version:
@@ -131,30 +142,29 @@ class ScriptedHead:
         self.log.append(f"trained {request.step}")
         return wire.Empty()
 
-    def _OfferSnapshot(self, request: wire.PublishRequest) -> wire.MissingChunks:
-        manifest = Manifest.from_bytes(request.delta or request.manifest)
-        if manifest.base is not None:
-            refusal = self.refuses_delta(manifest.payload) or ("" if manifest.base in self.snapshots else "base")
-            if refusal:
-                raise PeerError(refusal, "send the whole")
-        return wire.MissingChunks(hashes=[name for name in manifest.hashes if name not in self.chunks])
+    def _OfferChunks(self, request: wire.ChunkOffer) -> wire.MissingChunks:
+        return wire.MissingChunks(hashes=[name for name in request.hashes if name not in self.chunks])
 
-    def _PutChunk(self, request: wire.Chunk) -> wire.Empty:
+    def _PutChunk(self, request: wire.OfferedChunk) -> wire.Empty:
         self.chunks[request.hash] = request.data
         return wire.Empty()
 
     def _Publish(self, request: wire.PublishRequest) -> wire.Empty:
-        assert request.version <= self.version, "published before its step was recorded"
-        if request.lineage == self.lineage:
-            manifest = Manifest.from_bytes(request.delta or request.manifest)
-            self.published[request.version] = manifest
+        manifest = Manifest.from_bytes(request.manifest)
+        assert manifest.ref.version <= self.version, "published before its step was recorded"
+        if manifest.base is not None:
+            refusal = self.refuses_delta(manifest.payload) or ("" if manifest.base in self.snapshots else "base")
+            if refusal:
+                raise PeerError(refusal, "send the whole")
+        if manifest.ref.lineage == self.lineage:
+            self.published[manifest.ref.version] = manifest
             self.payloads.append(str(manifest.payload))
             if manifest.base is None:
                 self.snapshots[manifest.ref] = decode(manifest, lambda name: self.chunks[name])
             else:
                 base = self.snapshots[manifest.base]
                 self.snapshots[manifest.ref] = apply_delta(manifest, base, lambda name: self.chunks[name])
-            self.log.append(f"published {request.version}")
+            self.log.append(f"published {manifest.ref.version}")
         return wire.Empty()
 
     def _ReportCheckpoint(self, request: wire.CheckpointReport) -> wire.Empty:
@@ -167,93 +177,88 @@ class ScriptedHead:
         return wire.Empty()
 
 
-def run(head: ScriptedHead, trainer: Trainer, root: Path, **options: Any) -> str:
+def run(head: ScriptedHead, trainer: GrpoClient, root: Path, **options: Any) -> str:
     async def connect() -> ScriptedHead:
         head._meet("connect")
         return head
 
-    resumed = resume(trainer, root)
-    info = LearnerInfo("cpu", trainer.policy.vocab_size, resumed)
-    patience, publishing = options.pop("patience_seconds", 20.0), options.pop("publishing", None)
-    session = HeadSession(connect, trainer.version, info, patience_seconds=patience, publishing=publishing)
+    patience_seconds = options.pop("patience_seconds", 20.0)
+    trainer.config = config_of(trainer.config, **options)
+    resume(trainer, root)
+    info = LearnerInfo("cpu", trainer.policy.vocab_size)
+    session = HeadSession(connect, trainer.version, info, patience_seconds)
     try:
-        return run_learner(trainer, session, LoopOptions(root, groups_per_microbatch=MICROBATCH, **options))
+        return train(trainer, session, root)
     finally:
         session.close()
 
 
-def weights(trainer: Trainer) -> dict[str, bytes]:
+def weights(trainer: GrpoClient) -> dict[str, bytes]:
     return {name: bytes(tensor.data) for name, tensor in trainer.policy.tensors().items()}
 
 
 @pytest.fixture(scope="module")
 def undisturbed() -> dict[str, bytes]:
     """The weights after five steps with a head that never fails: the verbs and nothing else."""
-    trainer = Trainer(tiny_policy(), OPTIONS)
+    trainer = GrpoClient(tiny_policy(), OPTIONS)
     for step in range(5):
-        groups = step_groups(step)
-        trainer.forward_backward(groups[:MICROBATCH])
-        trainer.forward_backward(groups[MICROBATCH:])
+        trainer.forward_backward(step_groups(step))
         trainer.optim_step()
     return weights(trainer)
 
 
 def test_five_steps(tmp_path: Path, undisturbed: dict[str, bytes]) -> None:
-    head, trainer = ScriptedHead(), Trainer(tiny_policy(), OPTIONS)
+    head, trainer = ScriptedHead(), GrpoClient(tiny_policy(), OPTIONS)
     assert run(head, trainer, tmp_path, checkpoint_every=2, publish_every=2, max_staleness=3) == "all steps are trained"
     assert weights(trainer) == undisturbed, "all groups are trained on; publishing and saving change nothing"
     assert sorted(head.published) == [0, 2, 4, 5]
     assert head.checkpoints == [(2, 2), (4, 2), (5, 4)]
     assert sorted(path.name for path in tmp_path.glob("step_*")) == ["step_4", "step_5"]
-    assert checkpoint.read_progress(tmp_path / "step_5") == checkpoint.Progress(5, 1, 15)
+    assert checkpoint.read_client(tmp_path / "step_5") == dataclasses.asdict(RunPosition(5, 1, 15))
     for event in ("checkpoint 2", "published 2"):
         assert head.log.index("trained 1") < head.log.index(event)
-    snapshot = head.snapshots[SnapshotRef(1, 5)]
+    snapshot = head.snapshots[SnapshotRef(RUN_POLICY, 1, 5)]
     assert {name: bytes(tensor.data) for name, tensor in snapshot.tensors.items()} == {
         name: bytes(tensor.data) for name, tensor in trainer.policy.tensors(torch.float32).items()
     }
 
 
-def bf16_trainer() -> Trainer:
-    return Trainer(tiny_policy(), dataclasses.replace(OPTIONS, lr=1e-5, snapshot_dtype="bfloat16"))
+def bf16_trainer() -> GrpoClient:
+    return GrpoClient(tiny_policy(), config_of(OPTIONS, lr=1e-5, snapshot_dtype="bfloat16"))
 
 
-def test_what_changed_is_published_and_now_and_then_the_whole(tmp_path: Path) -> None:
+def test_what_changed_is_published_and_now_and_then_the_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     head, trainer = ScriptedHead(), bf16_trainer()
-    run(head, trainer, tmp_path, publishing=PublishOptions(deltas=True, anchor_every=3))
-    deltas = [f"1.{version} over 1.{version - 1}" for version in range(1, 6)]
-    assert head.payloads == ["1.0", *deltas[:3], "1.3", *deltas[3:]]
-    assert content(head.snapshots[SnapshotRef(1, 5)]) == content(trainer)
-
-
-def test_without_deltas_every_publication_is_whole(tmp_path: Path) -> None:
-    head = ScriptedHead()
-    run(head, bf16_trainer(), tmp_path, publishing=PublishOptions(deltas=False))
-    assert head.payloads == [f"1.{version}" for version in range(6)]
-
-
-@pytest.mark.parametrize("word", ["base", "corrupt"])
-def test_a_delta_that_the_head_cannot_use_goes_whole(word: str, tmp_path: Path) -> None:
-    head, trainer = ScriptedHead(), bf16_trainer()
-    head.refuses_delta = lambda payload: word if payload.ref.version == 3 else ""
+    monkeypatch.setattr("echo2.weights.chain.MAX_DELTAS", 3)
     run(head, trainer, tmp_path)
-    assert head.payloads == ["1.0", "1.1 over 1.0", "1.2 over 1.1", "1.3", "1.4 over 1.3", "1.5 over 1.4"]
-    assert content(head.snapshots[SnapshotRef(1, 5)]) == content(trainer)
+    deltas = [f"policy@1.{version} over policy@1.{version - 1}" for version in range(1, 6)]
+    assert head.payloads == ["policy@1.0", *deltas[:3], "policy@1.3", *deltas[3:]]
+    assert content(head.snapshots[SnapshotRef(RUN_POLICY, 1, 5)]) == content(trainer)
+
+
+def test_a_delta_that_the_head_cannot_use_goes_whole(tmp_path: Path) -> None:
+    head, trainer = ScriptedHead(), bf16_trainer()
+    head.refuses_delta = lambda payload: "base" if payload.ref.version == 3 else ""
+    run(head, trainer, tmp_path)
+    versions = ["1.0", "1.1 over 1.0", "1.2 over 1.1", "1.3", "1.4 over 1.3", "1.5 over 1.4"]
+    assert [payload.replace("policy@", "") for payload in head.payloads] == versions
+    assert content(head.snapshots[SnapshotRef(RUN_POLICY, 1, 5)]) == content(trainer)
 
 
 class ForgetfulHead(ScriptedHead):
     """Throws away, while a version is being offered for the first time, what it had of it."""
 
     def _Publish(self, request: wire.PublishRequest) -> wire.Empty:
-        if f"forgot {request.version}" not in self.log:
-            self.log.append(f"forgot {request.version}")
+        version = Manifest.from_bytes(request.manifest).ref.version
+        if f"forgot {version}" not in self.log:
+            self.log.append(f"forgot {version}")
             self.chunks.clear()
             raise PeerError("missing", "chunks are not here")
         return super()._Publish(request)
 
 
 def test_what_the_head_threw_away_meanwhile_is_sent_again(tmp_path: Path) -> None:
-    head, trainer = ForgetfulHead(), Trainer(tiny_policy(), OPTIONS)
+    head, trainer = ForgetfulHead(), GrpoClient(tiny_policy(), OPTIONS)
     assert run(head, trainer, tmp_path, publish_every=2, max_staleness=3) == "all steps are trained"
     assert sorted(head.published) == [0, 2, 4, 5]
 
@@ -261,10 +266,12 @@ def test_what_the_head_threw_away_meanwhile_is_sent_again(tmp_path: Path) -> Non
 def test_a_learner_that_resumes_publishes_the_whole_first(tmp_path: Path) -> None:
     model = str(model_directory(tmp_path / "model"))
     head = ScriptedHead(max_steps=3)
-    run(head, Trainer(load_policy(model, "float32", "cpu"), OPTIONS), tmp_path / "run", checkpoint_every=2)
+    run(head, GrpoClient(load_policy(model, "float32", "cpu"), OPTIONS), tmp_path / "run", checkpoint_every=2)
     head.max_steps = 5
-    run(head, Trainer(load_policy(model, "float32", "cpu"), OPTIONS), tmp_path / "run", checkpoint_every=2)
-    assert [payload for payload in head.payloads if "over" not in payload] == ["1.0", "1.4"]
+    run(head, GrpoClient(load_policy(model, "float32", "cpu"), OPTIONS), tmp_path / "run", checkpoint_every=2)
+    assert head.payloads[0] == "policy@1.0"
+    assert "policy@1.4" in head.payloads
+    assert "policy@1.4 over policy@1.3" not in head.payloads
 
 
 def test_training_does_not_wait_for_a_publication(tmp_path: Path) -> None:
@@ -290,7 +297,7 @@ class SlowHead(ScriptedHead):
         self._step_2 = asyncio.Event()
 
     async def call(self, method: str, request: Any, timeout_seconds: float) -> Any:
-        if method == "Publish" and request.version == 2:
+        if method == "Publish" and Manifest.from_bytes(request.manifest).ref.version == 2:
             await self._step_2.wait()
         answer = await super().call(method, request, timeout_seconds)
         if self.version == 3:
@@ -298,14 +305,14 @@ class SlowHead(ScriptedHead):
         return answer
 
 
-def content(of: Trainer | Snapshot) -> dict[str, bytes]:
+def content(of: GrpoClient | Snapshot) -> dict[str, bytes]:
     tensors = of.tensors if isinstance(of, Snapshot) else of.save_weights_for_sampler()[0]
     return {name: bytes(memoryview(tensor.data)) for name, tensor in tensors.items()}
 
 
 def test_metrics_of_a_step(tmp_path: Path) -> None:
     head = ScriptedHead(max_steps=1)
-    run(head, Trainer(tiny_policy(), OPTIONS), tmp_path)
+    run(head, GrpoClient(tiny_policy(), OPTIONS), tmp_path)
     row = head.metrics[0]
     rewards = [r.reward or 0.0 for g in step_groups(0) for r in g.rollouts]
     assert row["reward/mean"] == pytest.approx(sum(rewards) / len(rewards))
@@ -322,7 +329,6 @@ def test_metrics_of_a_step(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("moment", "restarts"),
     [
-        ("connect", False),
         ("before:FedGroups", True),
         ("before:FedGroups", False),
         ("before:ReportStep", True),
@@ -343,12 +349,12 @@ def test_a_head_that_goes_away_changes_nothing(
     """The second time `moment` comes, the connection breaks there; with `restarts` the head forgets the learner too."""
 
     def fault(head: ScriptedHead, now: str, count: int) -> None:
-        if now == moment and count == (1 if moment in ("connect", "after:LearnerHello") else 2):
+        if now == moment and count == (1 if moment == "after:LearnerHello" else 2):
             if restarts:
                 head.restart()
             raise LinkError("gone")
 
-    head, trainer = ScriptedHead(fault=fault), Trainer(tiny_policy(), OPTIONS)
+    head, trainer = ScriptedHead(fault=fault), GrpoClient(tiny_policy(), OPTIONS)
     assert run(head, trainer, tmp_path, checkpoint_every=2) == "all steps are trained"
     assert weights(trainer) == undisturbed
     assert [event for event in head.log if event.startswith("trained")] == [f"trained {step}" for step in range(5)]
@@ -362,14 +368,14 @@ def test_patience_ends(tmp_path: Path) -> None:
             raise LinkError("gone for good")
 
     with pytest.raises(LinkError, match="ReportStep"):
-        run(ScriptedHead(fault=fault), Trainer(tiny_policy(), OPTIONS), tmp_path, patience_seconds=0.3)
+        run(ScriptedHead(fault=fault), GrpoClient(tiny_policy(), OPTIONS), tmp_path, patience_seconds=0.3)
 
 
 @pytest.mark.parametrize("died_at", ["before:ReportStep", "before:ReportCheckpoint", "before:PutChunk"])
 def test_a_learner_that_died_resumes_from_its_checkpoint(died_at: str, tmp_path: Path) -> None:
-    """The same model directory, a new Trainer: the weights after five steps are those of an undisturbed run."""
+    """The same model directory, a new GrpoClient: the weights after five steps are those of an undisturbed run."""
     model = str(model_directory(tmp_path / "model"))
-    straight = Trainer(load_policy(model, "float32", "cpu"), OPTIONS)
+    straight = GrpoClient(load_policy(model, "float32", "cpu"), OPTIONS)
     run(ScriptedHead(), straight, tmp_path / "straight", checkpoint_every=2)
 
     class Died(Exception):
@@ -383,55 +389,51 @@ def test_a_learner_that_died_resumes_from_its_checkpoint(died_at: str, tmp_path:
 
     head = ScriptedHead(fault=fault)
     with pytest.raises(Died):
-        run(head, Trainer(load_policy(model, "float32", "cpu"), OPTIONS), tmp_path / "run", checkpoint_every=2)
+        run(head, GrpoClient(load_policy(model, "float32", "cpu"), OPTIONS), tmp_path / "run", checkpoint_every=2)
     head.fault = lambda *_: None
-    second = Trainer(load_policy(model, "float32", "cpu"), OPTIONS)
+    second = GrpoClient(load_policy(model, "float32", "cpu"), OPTIONS)
     run(head, second, tmp_path / "run", checkpoint_every=2)
     assert weights(second) == weights(straight)
     assert 5 in head.published
     assert head.checkpoints[-1][0] == 5
 
 
-def test_stop_saves_and_ends(tmp_path: Path) -> None:
-    head = ScriptedHead()
-    head.stop_at = 3
-    trainer = Trainer(tiny_policy(), OPTIONS)
-    assert run(head, trainer, tmp_path) == "stopped by hand"
-    assert checkpoint.latest(tmp_path) == tmp_path / "step_3"
-    assert checkpoint.read_progress(tmp_path / "step_3").cursor == 9
-
-
 # ---- several updates a round -----------------------------------------------------------------------------------------
 
 
 def test_parts_of_a_round_are_updates_and_the_round_one_version(tmp_path: Path, undisturbed: dict[str, bytes]) -> None:
-    by_hand = Trainer(tiny_policy(), OPTIONS)
+    by_hand = GrpoClient(tiny_policy(), OPTIONS)
     for step in range(5):
         for group in step_groups(step):
             by_hand.forward_backward([group])
             by_hand.update()
         assert by_hand.optim_step().num_updates == GROUPS_PER_STEP
-    head, trainer = ScriptedHead(), Trainer(tiny_policy(), OPTIONS)
-    assert run(head, trainer, tmp_path, groups_per_update=1) == "all steps are trained"
+    head, trainer = ScriptedHead(), GrpoClient(tiny_policy(), OPTIONS)
+    assert run(head, trainer, tmp_path, updates_per_step=GROUPS_PER_STEP) == "all steps are trained"
     assert weights(trainer) == weights(by_hand) != undisturbed
     assert (trainer.version, sorted(head.published)) == (5, list(range(6)))
     assert {row["optim/updates"] for row in head.metrics.values()} == {GROUPS_PER_STEP}
-    uneven = Trainer(tiny_policy(), OPTIONS)
-    run(ScriptedHead(max_steps=1), uneven, tmp_path / "uneven", groups_per_update=2)  # 2 groups, and the 1 left over
+    uneven = GrpoClient(tiny_policy(), OPTIONS)
+    run(
+        ScriptedHead(max_steps=1), uneven, tmp_path / "uneven", groups_per_step=4, updates_per_step=2
+    )  # 2 groups, and the 1 left over
     assert weights(uneven) != weights(trainer)
 
 
 def test_the_whole_round_in_one_part_is_the_plain_step(tmp_path: Path, undisturbed: dict[str, bytes]) -> None:
-    trainer = Trainer(tiny_policy(), OPTIONS)
-    run(ScriptedHead(), trainer, tmp_path, groups_per_update=GROUPS_PER_STEP)
+    trainer = GrpoClient(tiny_policy(), OPTIONS)
+    run(ScriptedHead(), trainer, tmp_path, updates_per_step=1)
     assert weights(trainer) == undisturbed
 
 
 @pytest.mark.parametrize("moment", ["learner dies", "head restarts"])
 def test_a_kill_within_a_round_changes_nothing(moment: str, tmp_path: Path) -> None:
     """The learner dies, or the head, when a step has had one update of three."""
-    model, options = str(model_directory(tmp_path / "model")), {"checkpoint_every": 2, "groups_per_update": 1}
-    straight, second = (Trainer(load_policy(model, "float32", "cpu"), OPTIONS) for _ in range(2))
+    model, options = (
+        str(model_directory(tmp_path / "model")),
+        {"checkpoint_every": 2, "updates_per_step": GROUPS_PER_STEP},
+    )
+    straight, second = (GrpoClient(load_policy(model, "float32", "cpu"), OPTIONS) for _ in range(2))
     run(ScriptedHead(), straight, tmp_path / "straight", **options)
 
     def fault(head: ScriptedHead, now: str, count: int) -> None:
@@ -444,33 +446,15 @@ def test_a_kill_within_a_round_changes_nothing(moment: str, tmp_path: Path) -> N
     head = ScriptedHead(fault=fault)
     if moment == "learner dies":
         with pytest.raises(RuntimeError):
-            run(head, Trainer(load_policy(model, "float32", "cpu"), OPTIONS), tmp_path / "run", **options)
+            run(head, GrpoClient(load_policy(model, "float32", "cpu"), OPTIONS), tmp_path / "run", **options)
     run(head, second, tmp_path / "run", **options)
     assert weights(second) == weights(straight)
 
 
-def test_a_stop_within_a_round_saves_nothing_that_is_no_version(tmp_path: Path) -> None:
-    class StoppingHead(ScriptedHead):
-        async def stream(self, method: str, request: Any) -> AsyncIterator[Any]:
-            async for fed in super().stream(method, request):
-                if request.step == 3 and fed.HasField("done"):
-                    fed.done.stop = True
-                yield fed
-
-    head, trainer = StoppingHead(), Trainer(tiny_policy(), OPTIONS)
-    run(head, trainer, tmp_path, checkpoint_every=2, groups_per_update=1)
-    assert trainer.is_within_step
-    assert checkpoint.latest(tmp_path) == tmp_path / "step_2"
-    with pytest.raises(InvariantError, match="within step 3"):
-        trainer.save_state(tmp_path / "step_3")
-    trainer.load_state(tmp_path / "step_2")
-    assert not trainer.is_within_step
-
-
 def test_a_head_of_another_run_is_a_user_error(tmp_path: Path) -> None:
-    trainer = Trainer(tiny_policy(), OPTIONS)
+    trainer = GrpoClient(tiny_policy(), OPTIONS)
     trainer.version = 4
-    trainer.save_state(tmp_path / "step_4")
+    trainer.save_state(tmp_path / "step_4").result()
     with pytest.raises(UserError, match="does not take this learner"):
         run(ScriptedHead(), trainer, tmp_path)
 
@@ -480,14 +464,14 @@ def test_too_stale_or_impossible_groups_are_never_trained_on(version: int, tmp_p
     """At step 3 with max_staleness 2: version 0 is too old, 4 does not exist yet."""
     head = ScriptedHead()
     head.groups = lambda step: [with_step(g, step, version if step == 3 else step) for g in step_groups(step)]
-    trainer = Trainer(tiny_policy(), OPTIONS)
+    trainer = GrpoClient(tiny_policy(), OPTIONS)
     with pytest.raises(InvariantError, match="max_staleness 2"):
         run(head, trainer, tmp_path, max_staleness=2)
     assert trainer.version == 3
 
 
 def test_deterministic_mode_insists_on_order() -> None:
-    meter = StepMeter(0, 1, in_order=True)
+    meter = StepMeter(0, config_of(deterministic=True))
     first, second, _ = step_groups(0)
     meter.see(second)
     with pytest.raises(InvariantError, match="deterministic"):
@@ -495,5 +479,5 @@ def test_deterministic_mode_insists_on_order() -> None:
 
 
 def test_metrics_of_an_empty_step_are_finite() -> None:
-    row = StepMeter(0, 1, in_order=False).metrics(StepStats(1e-3, 0.0, 0, True, LossStats()))
+    row = StepMeter(0, Config()).metrics(StepStats(1e-3, 0.0, 0, True, LossStats()))
     assert json.dumps(row, allow_nan=False)

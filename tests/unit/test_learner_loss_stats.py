@@ -9,22 +9,15 @@ import random
 import pytest
 import torch
 
-from echo2.learner.loss_stats import MAX_WORKERS_NAMED, LossStats, Mismatch, breakdown, measure
-from echo2.learner.losses import LossTokens, make_loss
+from echo2.learner.grpo.loss_stats import MAX_WORKERS_NAMED, LossStats, Mismatch, breakdown, measure
+from echo2.learner.losses import make_loss
+from learner_cases import loss_tokens
 
 
 def stats_of(log_ratio: list[float], sequence: list[int], lag: list[int], worker: list[int]) -> LossStats:
     """Under ppo, all advantages 1; workers are called a, b, c ..."""
-    names = tuple("abcdefghijklmnopqrstuvwxyz"[: max(worker) + 1])
     logp = torch.tensor(log_ratio, dtype=torch.float64) - 2.0
-    tokens = LossTokens(
-        torch.full_like(logp, -2.0),
-        torch.ones_like(logp),
-        torch.tensor(sequence),
-        torch.tensor(lag),
-        torch.tensor(worker),
-        names,
-    )
+    tokens = loss_tokens([-2.0] * len(logp), [1.0] * len(logp), sequence, lag, worker)
     found = make_loss("ppo")(logp, tokens)
     return measure(found.loss_n.sum(), logp, tokens, found, None)
 

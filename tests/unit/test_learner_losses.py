@@ -18,45 +18,28 @@ from torch import Tensor
 from echo2 import config
 from echo2.config.rules import LOSS_PARAMS
 from echo2.errors import InvariantError, UserError
-from echo2.learner.advantages import group_advantages
-from echo2.learner.loss_stats import LossStats, measure
+from echo2.learner.grpo.advantages import group_advantages
+from echo2.learner.grpo.loss_stats import LossStats, measure
+from echo2.learner.grpo.reference import token_kl
 from echo2.learner.losses import LOG_RATIO_LIMIT, LOSSES, RATIO_LIMIT, LossTokens, make_loss, second_moment_cut
-from echo2.learner.reference import token_kl
 from echo2.transport import limits
+from learner_cases import loss_tokens
 
 DOCS = Path(__file__).resolve().parents[2] / "docs" / "losses.md"
-
-
-def tokens_of(
-    behaviour: Sequence[float],
-    advantage: Sequence[float],
-    sequence: Sequence[int] | None = None,
-    lag: Sequence[int] | None = None,
-    memory: float | None = None,
-) -> LossTokens:
-    sequence = sequence or [0] * len(behaviour)
-    return LossTokens(
-        torch.tensor(behaviour, dtype=torch.float64),
-        torch.tensor(advantage, dtype=torch.float64),
-        torch.tensor(sequence),
-        torch.tensor(lag or [0] * len(behaviour)),
-        torch.zeros(max(sequence) + 1, dtype=torch.int64),
-        memory=memory,
-    )
 
 
 def ratios(values: Sequence[float], advantage: Sequence[float], **rest: object) -> tuple[Tensor, LossTokens]:
     """Logprobs with these ratios to behaviour logprobs of -3."""
     logp = torch.tensor(values, dtype=torch.float64).log() - 3.0
-    return logp, tokens_of([-3.0] * len(values), advantage, **rest)  # type: ignore[arg-type]
+    return logp, loss_tokens([-3.0] * len(values), advantage, **rest)  # type: ignore[arg-type]
 
 
 def evaluate(
-    name: str, logp: Tensor, tokens: LossTokens, **params: float
+    name: str, logp: Tensor, tokens: LossTokens, memory: float | None = None, **params: float
 ) -> tuple[list[float], LossStats, list[float]]:
     """Token losses, statistics and the gradient of the sum."""
     leaf = logp.clone().requires_grad_()
-    found = make_loss(name, params)(leaf, tokens)
+    found = replace(make_loss(name, params), memory=memory)(leaf, tokens)
     (grad,) = torch.autograd.grad(found.loss_n.sum(), leaf)
     stats = measure(found.loss_n.detach().sum(), logp, tokens, found, None)
     return found.loss_n.tolist(), stats, grad.tolist()
@@ -119,7 +102,7 @@ def test_dppo_by_hand() -> None:
     pi = [0.75, 0.25, 0.75, 0.6, 0.19, 0.00005]
     advantage = [1.0, -1.0, -1.0, 1.0, 1.0, 1.0]
     #            dropped, dropped, kept, kept, capped at r = 10, vetoed (r = 5.6e-5 < 1e-4)
-    tokens = tokens_of([math.log(m) for m in mu], advantage, [0, 0, 0, 0, 1, 2])
+    tokens = loss_tokens([math.log(m) for m in mu], advantage, [0, 0, 0, 0, 1, 2])
     logp = torch.tensor(pi, dtype=torch.float64).log()
     log_ratio = [math.log(p / m) for p, m in zip(pi, mu, strict=True)]
     weight = [0.0, 0.0, -1.5, 1.2, 10.0, 0.0]
@@ -133,7 +116,7 @@ def test_dppo_by_hand() -> None:
 
 
 def test_veto_takes_the_whole_sequence_and_no_other() -> None:
-    tokens = tokens_of([-0.1, -0.1, -1.0], [1.0, 1.0, 1.0], [0, 0, 1])
+    tokens = loss_tokens([-0.1, -0.1, -1.0], [1.0, 1.0, 1.0], [0, 0, 1])
     _, _, grad = evaluate("dppo", torch.tensor([-12.0, -0.2, -1.0], dtype=torch.float64), tokens)
     assert grad[:2] == [0.0, 0.0]
     assert grad[2] == pytest.approx(-1.0)
@@ -153,7 +136,7 @@ def test_decoupled_by_hand() -> None:
 @settings(max_examples=30, deadline=None)
 def test_decoupled_is_ppo_on_data_of_the_last_version(rows: list[tuple[float, float, float]]) -> None:
     logp = torch.tensor([row[0] for row in rows], dtype=torch.float64)
-    tokens = tokens_of([row[1] for row in rows], [row[2] for row in rows], lag=[1] * len(rows))
+    tokens = loss_tokens([row[1] for row in rows], [row[2] for row in rows], lag=[1] * len(rows))
     expected, _, slope = evaluate("ppo", logp, tokens)
     losses, _, grad = evaluate("decoupled", logp, tokens)
     assert losses == close(expected)
@@ -194,7 +177,7 @@ def test_gspo_by_hand() -> None:
     # means of l: 3e-4 with A = 1 (inside), 5e-4 with A = 1 (above 4e-4), -4e-4 with A = -1 (below -3e-4)
     log_ratio = [0.0002, 0.0004, 0.001, 0.0, -0.0004]
     logp = torch.tensor(log_ratio, dtype=torch.float64) - 3.0
-    tokens = tokens_of([-3.0] * 5, [1.0, 1.0, 1.0, 1.0, -1.0], [0, 0, 1, 1, 2])
+    tokens = loss_tokens([-3.0] * 5, [1.0, 1.0, 1.0, 1.0, -1.0], [0, 0, 1, 1, 2])
     losses, stats, grad = evaluate("gspo", logp, tokens)
     inside = math.exp(3e-4)
     assert losses == close([-inside, -inside, -1.0004, -1.0004, 0.9997])
@@ -216,8 +199,8 @@ def test_gspo_over_the_length_has_the_gradient_of_the_sequence_ratio() -> None:
 def test_m2po_by_hand() -> None:
     # cut 1/4: bounds exp(-1/2) and exp(1/2)
     logs, advantage = [0.4, 0.6, -0.6, 0.6, -0.6], [1.0, 1.0, -1.0, -1.0, 1.0]
-    logp, tokens = ratios([math.exp(value) for value in logs], advantage, memory=0.25)
-    losses, stats, grad = evaluate("m2po", logp, tokens)
+    logp, tokens = ratios([math.exp(value) for value in logs], advantage)
+    losses, stats, grad = evaluate("m2po", logp, tokens, memory=0.25)
     assert losses == close([-math.exp(0.4), -math.exp(0.5), math.exp(-0.5), math.exp(0.6), -math.exp(-0.6)])
     assert grad == close([-math.exp(0.4), 0.0, 0.0, math.exp(0.6), -math.exp(-0.6)])
     assert (stats.dropped_positive, stats.dropped_negative) == (1, 1)
@@ -255,7 +238,7 @@ def test_none_corrects_nothing() -> None:
 @pytest.mark.parametrize("name", LOSSES)
 def test_on_policy_all_losses_are_the_policy_gradient(name: str) -> None:
     logp = torch.tensor([-0.5, -2.0, -1.0], dtype=torch.float64)
-    _, stats, grad = evaluate(name, logp, tokens_of(logp.tolist(), [1.0, -2.0, 0.5], [0, 0, 1], [0, 3, 9]))
+    _, stats, grad = evaluate(name, logp, loss_tokens(logp.tolist(), [1.0, -2.0, 0.5], [0, 0, 1], [0, 3, 9]))
     assert grad == close([-1.0, 2.0, -0.5])
     assert stats.dropped_positive + stats.dropped_negative + stats.capped + stats.vetoed_sequences == 0
     assert stats.ess_ratio == pytest.approx(1.0)
@@ -289,9 +272,9 @@ def test_no_token_has_more_influence_than_stated(
 ) -> None:
     """Whatever a worker says of its logprobs, in the precision that is trained in."""
     current, behaviour, advantage, sequence, lag = (list(column) for column in zip(*rows, strict=True))
-    tokens = tokens_of(behaviour, advantage, sequence, lag, memory)
+    tokens = loss_tokens(behaviour, advantage, sequence, lag)
     tokens = replace(tokens, behaviour_n=tokens.behaviour_n.float(), advantage_n=tokens.advantage_n.float())
-    losses, stats, grad = evaluate(name, torch.tensor(current, dtype=torch.float32), tokens)
+    losses, stats, grad = evaluate(name, torch.tensor(current, dtype=torch.float32), tokens, memory)
     assert all(map(math.isfinite, (*losses, *grad, stats.loss, stats.k3, stats.abs_log_ratio, stats.ess_ratio)))
     params = LOSS_PARAMS[name]
     square = 2 * params.get("square", 0.0) * LOG_RATIO_LIMIT
@@ -301,7 +284,7 @@ def test_no_token_has_more_influence_than_stated(
 
 def test_a_forged_logprob_weighs_no_more_than_the_limit_where_the_ratio_has_the_gradient() -> None:
     # Sampled with probability 0.9, said to have had e^-12: without a bound, its slope would be 0.9 e^12 = 146,000.
-    logp, tokens = torch.tensor([math.log(0.9)], dtype=torch.float64), tokens_of([-12.0], [-1.0])
+    logp, tokens = torch.tensor([math.log(0.9)], dtype=torch.float64), loss_tokens([-12.0], [-1.0])
     for name in ("ppo", "gspo", "m2po", "decoupled"):
         losses, stats, grad = evaluate(name, logp, tokens)
         assert (losses, grad, stats.capped) == (close([RATIO_LIMIT]), close([RATIO_LIMIT]), 1)
@@ -312,8 +295,8 @@ def test_a_forged_logprob_weighs_no_more_than_the_limit_where_the_ratio_has_the_
 def test_the_pull_towards_the_reference_is_bounded_too(rows: list[tuple[float, float, float]]) -> None:
     current, behaviour, reference = (list(column) for column in zip(*rows, strict=True))
     leaf = torch.tensor(current, dtype=torch.float64).requires_grad_()
-    tokens = tokens_of(behaviour, [1.0] * len(rows))
-    term = token_kl(leaf, torch.tensor(reference, dtype=torch.float64), tokens, torch.tensor([False]))
+    tokens = loss_tokens(behaviour, [1.0] * len(rows), reference=reference)
+    term = token_kl(leaf, tokens, torch.tensor([False]))
     (grad,) = torch.autograd.grad(term.sum(), leaf)
     assert bool(term.isfinite().all())
     assert float(grad.abs().max()) <= 10 * LOG_RATIO_LIMIT * (1 + 1e-9)
@@ -323,7 +306,7 @@ def test_the_pull_towards_the_reference_is_bounded_too(rows: list[tuple[float, f
 @settings(max_examples=50, deadline=None)
 def test_ppo_gradient_equals_finite_differences(rows: list[tuple[float, float, float]]) -> None:
     logp = torch.tensor([row[0] for row in rows], dtype=torch.float64)
-    tokens = tokens_of([row[1] for row in rows], [row[2] for row in rows])
+    tokens = loss_tokens([row[1] for row in rows], [row[2] for row in rows])
     ratio = (logp - tokens.behaviour_n).exp()
     if bool(((ratio - 0.8).abs() < 1e-4).any() | ((ratio - 1.28).abs() < 1e-4).any()):
         return  # at the kink there is no derivative
@@ -341,7 +324,7 @@ def test_ppo_gradient_equals_finite_differences(rows: list[tuple[float, float, f
 @settings(max_examples=50, deadline=None)
 def test_dppo_gradient_equals_finite_differences_at_frozen_weights(rows: list[tuple[float, float, float]]) -> None:
     logp = torch.tensor([row[0] for row in rows], dtype=torch.float64)
-    tokens = tokens_of([row[1] for row in rows], [row[2] for row in rows])
+    tokens = loss_tokens([row[1] for row in rows], [row[2] for row in rows])
     ratio = (logp - tokens.behaviour_n).exp()
     shift = logp.exp() - tokens.behaviour_n.exp()
     dropped = ((tokens.advantage_n > 0) & (shift > 0.2)) | ((tokens.advantage_n < 0) & (shift < -0.2))
@@ -361,9 +344,8 @@ def test_dppo_gradient_equals_finite_differences_at_frozen_weights(rows: list[tu
 def test_reference_kl_by_hand() -> None:
     # mu = 1/4, pi = 1/2, rho = 1/8: r = 2, x = log(1/4).  In the vetoed sequence: nothing.
     leaf = torch.tensor([0.5, 0.5], dtype=torch.float64).log().requires_grad_()
-    tokens = tokens_of([math.log(0.25)] * 2, [1.0, 1.0], [0, 1])
-    rho = torch.tensor([0.125, 0.125], dtype=torch.float64).log()
-    term = token_kl(leaf, rho, tokens, torch.tensor([False, True]))
+    tokens = loss_tokens([math.log(0.25)] * 2, [1.0, 1.0], [0, 1], reference=[math.log(0.125)] * 2)
+    term = token_kl(leaf, tokens, torch.tensor([False, True]))
     assert term.tolist() == close([2 * (0.25 - 1 + math.log(4)), 0.0])
     (grad,) = torch.autograd.grad(term.sum(), leaf)
     assert grad.tolist() == close([2 * math.log(4), 0.0])
@@ -375,7 +357,9 @@ def test_reference_kl_has_the_value_and_gradient_of_the_divergence_for_stale_sam
     mu = torch.tensor([0.4, 0.3, 0.2, 0.1], dtype=torch.float64)
     rho = torch.tensor([0.1, 0.2, 0.3, 0.4], dtype=torch.float64)
     logp = logits.log_softmax(0)
-    term = token_kl(logp, rho.log(), tokens_of(mu.log().tolist(), [0.0] * 4), torch.tensor([False]))
+    term = token_kl(
+        logp, loss_tokens(mu.log().tolist(), [0.0] * 4, reference=rho.log().tolist()), torch.tensor([False])
+    )
     divergence = (logp.exp() * (logp - rho.log())).sum()
     assert (mu * term).sum().item() == pytest.approx(divergence.item(), abs=1e-12)
     (found,) = torch.autograd.grad((mu * term).sum(), logits, retain_graph=True)

@@ -15,14 +15,16 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from echo2.config import Config
 from echo2.errors import InvariantError, UserError
 from echo2.learner import checkpoint
-from echo2.learner.batch import TrainedGroup, collate
+from echo2.learner.batch import collate
+from echo2.learner.grpo.client import GrpoClient
 from echo2.learner.logprobs import token_logprobs
 from echo2.learner.model import Policy, load_policy
-from echo2.learner.trainer import Trainer, TrainerOptions
 from learner_cases import (
-    SMALL_LR,
+    config_of,
+    data_of,
     gradient_of,
     gradients,
     group,
@@ -58,20 +60,17 @@ def test_logprobs_equal_one_rollout_at_a_time(seed: int, top_k: int) -> None:
     rng = random.Random(seed)
     policy = tiny_policy()
     groups = [random_group(rng, number, top_k=top_k) for number in range(3)]
-    kept = [TrainedGroup(g.prompt_tokens, tuple(r for r in g.rollouts if 1 in r.loss_mask), (0.5,) * 4) for g in groups]
-    kept = [TrainedGroup(k.prompt_tokens, k.rollouts, (0.5,) * len(k.rollouts)) for k in kept if k.rollouts]
+    kept = [datum for g in groups for datum in data_of(g)]
     expected = []
-    for part in kept:
-        for r in part.rollouts:
-            ids = torch.tensor([[*part.prompt_tokens, *r.tokens]])
-            logits = policy.module(input_ids=ids).logits[0].detach() / 0.7
-            for t, token in enumerate(r.tokens):
-                if r.loss_mask[t]:
-                    row = logits[len(part.prompt_tokens) + t - 1]
-                    allowed = list(range(len(row)))
-                    if r.support_tokens is not None and r.support_offsets is not None:
-                        allowed = list(r.support_tokens[r.support_offsets[t] : r.support_offsets[t + 1]])
-                    expected.append(float(row[token] - row[allowed].logsumexp(0)))
+    for datum in kept:
+        logits = policy.module(input_ids=torch.tensor([[*datum.prompt_tokens, *datum.tokens]])).logits[0].detach() / 0.7
+        for t, token in enumerate(datum.tokens):
+            if datum.loss_mask[t]:
+                row = logits[len(datum.prompt_tokens) + t - 1]
+                allowed = list(range(len(row)))
+                if datum.support_tokens is not None and datum.support_offsets is not None:
+                    allowed = list(datum.support_tokens[datum.support_offsets[t] : datum.support_offsets[t + 1]])
+                expected.append(float(row[token] - row[allowed].logsumexp(0)))
     for layout in ("shared", "plain"):
         batch = collate(kept, layout, policy.pair_cost).to(torch.device("cpu"), torch.float64)
         found = token_logprobs(policy.logits(batch), batch, 0.7)
@@ -81,16 +80,14 @@ def test_logprobs_equal_one_rollout_at_a_time(seed: int, top_k: int) -> None:
 def test_a_distribution_of_one_token_is_certain() -> None:
     sure = group(0, [1, 2], [rollout([5, 6], support=[[5], [6]], logprobs=[0.0, 0.0])])
     policy = tiny_policy()
-    batch = collate([TrainedGroup(sure.prompt_tokens, sure.rollouts, (1.0,))], "auto", 0.01).to(
-        policy.device, torch.float64
-    )
+    batch = collate(data_of(sure), "auto", 0.01).to(policy.device, torch.float64)
     assert token_logprobs(policy.logits(batch), batch, 1.0).tolist() == pytest.approx([0.0, 0.0], abs=1e-12)
 
 
 def test_one_wide_support_does_not_widen_the_others() -> None:
     """The tables hold at most twice what was sent, whoever has the widest support."""
     narrow, wide = [[5, 6]] * 500, [list(range(5, 1005))]
-    batch = collate([TrainedGroup([1], (rollout([5] * 501, support=[*narrow, *wide]),), (1.0,))], "auto", 0.01)
+    batch = collate(data_of(group(0, [1], [rollout([5] * 501, support=[*narrow, *wide])])), "auto", 0.01)
     sizes = sorted(tuple(support.tokens_mW.shape) for support in batch.supports)
     assert sizes == [(1, 1000), (500, 2)]
     assert sorted(row for support in batch.supports for row in support.rows_m.tolist()) == list(range(501))
@@ -98,10 +95,8 @@ def test_one_wide_support_does_not_widen_the_others() -> None:
 
 def test_prefix_tree_runs_shared_tokens_once() -> None:
     # Inputs after the prompt: [5 6], [5 6], [5 7]; so the tree holds 5, 6, 7: six tokens with the prompt.
-    part = TrainedGroup(
-        [1, 2, 3], tuple(rollout(tokens) for tokens in ([5, 6, 9], [5, 6, 8], [5, 7, 9])), (1.0, -1.0, 0.0)
-    )
-    batch = collate([part], "shared", 0.01)
+    made = group(0, [1, 2, 3], [rollout(tokens) for tokens in ([5, 6, 9], [5, 6, 8], [5, 7, 9])])
+    batch = collate(data_of(made), "shared", 0.01)
     assert batch.tokens_BT.tolist() == [[1, 2, 3, 5, 6, 7]]
     assert batch.positions_BT is not None
     assert batch.positions_BT.tolist() == [[0, 1, 2, 3, 4, 4]]
@@ -114,16 +109,16 @@ def test_prefix_tree_runs_shared_tokens_once() -> None:
 def test_long_rollouts_run_plain() -> None:
     rng = random.Random(0)
     long = [rollout([rng.randrange(13) for _ in range(60)]) for _ in range(8)]
-    part = TrainedGroup([1], tuple(long), (1.0,) * 8)
-    assert collate([part], "auto", 1.0).visible_BTT is None
-    assert collate([part], "auto", 1e-9).visible_BTT is not None
+    data = data_of(group(0, [1], long))
+    assert collate(data, "auto", 1.0).visible_BTT is None
+    assert collate(data, "auto", 1e-9).visible_BTT is not None
 
 
 def test_zero_variance_groups_are_skipped_but_counted() -> None:
     rng = random.Random(3)
     groups = [random_group(rng, number) for number in range(3)]
     flat = group(9, [1, 2], [rollout([3, 4, 5], reward=1.0), rollout([4], reward=1.0)])
-    trainer = Trainer(tiny_policy(), TrainerOptions(loss="ppo", **SMALL_LR))
+    trainer = GrpoClient(tiny_policy(), config_of(loss="ppo", lr=1e-3))
     trainer.forward_backward([*groups, flat])
     assert trainer.forward_backward([flat]).tokens == 0
     with_flat = gradients(trainer)
@@ -136,7 +131,7 @@ def test_zero_variance_groups_are_skipped_but_counted() -> None:
 
 
 def test_a_step_with_nothing_to_learn_moves_only_the_version() -> None:
-    trainer = Trainer(tiny_policy(), TrainerOptions(**SMALL_LR))
+    trainer = GrpoClient(tiny_policy(), config_of(lr=1e-3))
     before = weights(trainer)
     trainer.forward_backward([group(0, [1], [rollout([2], 1.0), rollout([3], 1.0)])])
     step = trainer.optim_step()
@@ -145,22 +140,11 @@ def test_a_step_with_nothing_to_learn_moves_only_the_version() -> None:
     assert weights(trainer) == before
 
 
-def test_truncated_rollouts_can_be_left_out() -> None:
-    whole, cut = rollout([2, 3], 1.0), rollout([4, 5, 6], 0.0, finish="length")
-    masked = Trainer(tiny_policy(), TrainerOptions(mask_truncated=True, loss="ppo", **SMALL_LR))
-    masked.forward_backward([group(0, [1], [whole, cut])])
-    silent = rollout([4, 5, 6], 0.0, loss_mask=b"\x00\x00\x00")
-    reference = Trainer(tiny_policy(), TrainerOptions(loss="ppo", **SMALL_LR))
-    reference.forward_backward([group(0, [1], [whole, silent])])
-    torch.testing.assert_close(gradients(masked), gradients(reference))
-    assert masked.optim_step().num_tokens == 2
-
-
 def test_division_comes_once_and_clipping_after_it() -> None:
     """One SGD-like check of AdamW's first step is its sign; so compare norms: N scales the reported norm exactly."""
     rng = random.Random(5)
     groups = [random_group(rng, number) for number in range(4)]
-    one, two = (Trainer(tiny_policy(), TrainerOptions(grad_clip=1e-3, **SMALL_LR)) for _ in range(2))
+    one, two = (GrpoClient(tiny_policy(), config_of(grad_clip=1e-3, lr=1e-3)) for _ in range(2))
     one.forward_backward(groups)
     two.forward_backward(groups)
     two.forward_backward(groups)
@@ -172,28 +156,23 @@ def test_division_comes_once_and_clipping_after_it() -> None:
 def test_learning_rate_schedule_and_ess_scaling() -> None:
     rng = random.Random(6)
     groups = [random_group(rng, number) for number in range(4)]
-    options = TrainerOptions(lr=1.0e-3, lr_schedule="linear", warmup_steps=2, max_steps=6, ess_scaling=False)
-    trainer = Trainer(tiny_policy(), options)
+    options = config_of(lr=1.0e-3, lr_schedule="linear", warmup_steps=2, max_steps=6)
+    trainer = GrpoClient(tiny_policy(), options)
     assert [trainer.optim_step().lr for _ in range(7)] == pytest.approx(
         [5e-4, 1e-3, 1e-3, 7.5e-4, 5e-4, 2.5e-4, 0.0], abs=1e-12
     )
-    cosine = Trainer(tiny_policy(), TrainerOptions(lr=1e-3, lr_schedule="cosine", max_steps=4, ess_scaling=False))
+    cosine = GrpoClient(tiny_policy(), config_of(lr=1e-3, lr_schedule="cosine", max_steps=4))
     assert [cosine.optim_step().lr for _ in range(5)] == pytest.approx(
         [1e-3, 8.5355339e-4, 5e-4, 1.4644661e-4, 0.0], abs=1e-9
     )
-    scaled = Trainer(tiny_policy(), TrainerOptions(lr=1e-3))
+    scaled = GrpoClient(tiny_policy(), config_of(lr=1e-3))
     stats = scaled.forward_backward(groups)
     assert 0 < stats.ess_ratio < 1
     assert scaled.optim_step().lr == pytest.approx(1e-3 * stats.ess_ratio**0.5)
 
 
-def test_greedy_rollouts_are_refused() -> None:
-    with pytest.raises(UserError, match="temperature"):
-        Trainer(tiny_policy(), TrainerOptions(temperature=0.0))
-
-
 def test_an_empty_prompt_is_our_bug() -> None:
-    trainer = Trainer(tiny_policy(), TrainerOptions())
+    trainer = GrpoClient(tiny_policy(), Config())
     with pytest.raises(InvariantError, match="prompt"):
         trainer.forward_backward([group(0, [], [rollout([1], 1.0), rollout([2], 0.0)])])
 
@@ -216,7 +195,7 @@ def test_prefix_trees_on_other_decoders(name: str) -> None:
     found = []
     for layout in ("plain", "shared"):
         module.zero_grad()
-        trainer = Trainer(policy, TrainerOptions(layout=layout))  # type: ignore[arg-type]
+        trainer = GrpoClient(policy, Config(), layout)  # type: ignore[arg-type]
         trainer.forward_backward(groups)
         found.append(gradients(trainer))
     torch.testing.assert_close(found[1], found[0], rtol=1e-9, atol=1e-11)
@@ -231,7 +210,7 @@ def test_unknown_architectures_and_sliding_windows_run_plain() -> None:
     ).double()
     policy = Policy(gpt, {}, torch.device("cpu"))
     assert not policy.honours_masks
-    trainer = Trainer(policy, TrainerOptions(layout="shared"))
+    trainer = GrpoClient(policy, Config(), "shared")
     assert trainer.forward_backward([random_group(random.Random(0), 0)]).tokens > 0
     mistral = transformers.MistralForCausalLM(
         transformers.MistralConfig(
@@ -269,22 +248,22 @@ RESUME = """
 import sys; from pathlib import Path
 sys.path[:0] = {paths!r}
 import torch; from test_learner_trainer import *
-trainer = Trainer(load_policy({model!r}, "float32", "cpu"), TrainerOptions(lr=1e-3, weight_decay=0.1))
+trainer = GrpoClient(load_policy({model!r}, "float32", "cpu"), config_of(lr=1e-3, weight_decay=0.1))
 progress = trainer.load_state(Path({source!r}))
 assert (progress.version, progress.lineage, progress.cursor) == (3, 2, 12), progress
 steps(trainer, range(3, 6))
-trainer.save_state(Path({target!r}), lineage=2, cursor=24)
+trainer.save_state(Path({target!r}), lineage=2, cursor=24).result()
 """
 
 
 def test_resume_in_a_new_process_is_bit_exact(tmp_path: Path) -> None:
-    options = TrainerOptions(lr=1e-3, weight_decay=0.1)
+    options = config_of(lr=1e-3, weight_decay=0.1)
     model = model_directory(tmp_path / "model")
-    straight = Trainer(load_policy(str(model), "float32", "cpu"), options)
+    straight = GrpoClient(load_policy(str(model), "float32", "cpu"), options)
     steps(straight, range(3))
-    straight.save_state(tmp_path / "step_3", lineage=2, cursor=12)
+    straight.save_state(tmp_path / "step_3", lineage=2, cursor=12).result()
     steps(straight, range(3, 6))
-    straight.save_state(tmp_path / "straight", lineage=2, cursor=24)
+    straight.save_state(tmp_path / "straight", lineage=2, cursor=24).result()
     code = RESUME.format(
         paths=[str(Path(__file__).parent), *sys.path],
         model=str(model),
@@ -302,9 +281,9 @@ def test_resume_in_a_new_process_is_bit_exact(tmp_path: Path) -> None:
 def test_a_checkpoint_is_a_hugging_face_model(tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM
 
-    trainer = Trainer(load_policy(str(model_directory(tmp_path / "model")), "float32", "cpu"), TrainerOptions(lr=1e-2))
+    trainer = GrpoClient(load_policy(str(model_directory(tmp_path / "model")), "float32", "cpu"), config_of(lr=1e-2))
     steps(trainer, range(2))
-    trainer.save_state(tmp_path / "step_2")
+    trainer.save_state(tmp_path / "step_2").result()
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "step_2")
     assert loaded.dtype == torch.float32
     for name, parameter in trainer.policy.module.named_parameters():
@@ -313,10 +292,10 @@ def test_a_checkpoint_is_a_hugging_face_model(tmp_path: Path) -> None:
 
 
 def test_latest_passes_over_torn_checkpoints_and_prune_keeps_the_newest(tmp_path: Path) -> None:
-    trainer = Trainer(tiny_policy(), TrainerOptions())
+    trainer = GrpoClient(tiny_policy(), Config())
     for version in (1, 2, 3, 4):
         trainer.version = version
-        trainer.save_state(checkpoint.step_directory(tmp_path, version))
+        trainer.save_state(checkpoint.step_directory(tmp_path, version)).result()
     assert checkpoint.latest(tmp_path) == tmp_path / "step_4"
     (tmp_path / "step_4" / "state.json").unlink()
     weights_file = tmp_path / "step_3" / "model.safetensors"
@@ -332,16 +311,16 @@ def test_latest_passes_over_torn_checkpoints_and_prune_keeps_the_newest(tmp_path
 
 
 def test_full_disk_leaves_the_previous_checkpoint(tmp_path: Path) -> None:
-    trainer = Trainer(tiny_policy(), TrainerOptions(lr=1e-2))
+    trainer = GrpoClient(tiny_policy(), config_of(lr=1e-2))
     target = tmp_path / "step_0"
-    trainer.save_state(target)
+    trainer.save_state(target).result()
     before = {path.name: path.read_bytes() for path in target.iterdir()}
     steps(trainer, range(1))
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limits[1]))
     try:
         with pytest.raises(UserError, match="out of room"):
-            trainer.save_state(target)
+            trainer.save_state(target).result()
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert {path.name: path.read_bytes() for path in target.iterdir()} == before
@@ -360,6 +339,8 @@ def test_a_directory_without_a_model_is_named(tmp_path: Path) -> None:
 
 
 def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:
-    Trainer(Policy(tiny_module(layers=1), {}, torch.device("cpu")), TrainerOptions()).save_state(tmp_path / "step_0")
-    with pytest.raises(UserError, match="another model"):
-        Trainer(tiny_policy(), TrainerOptions()).load_state(tmp_path / "step_0")
+    files = {"config.json": b'{"model_type": "llama"}'}
+    other = GrpoClient(Policy(tiny_module(layers=1), files, torch.device("cpu")), Config())
+    other.save_state(tmp_path / "step_0").result()
+    with pytest.raises(UserError, match=r"model_type is llama, that of model\.path is not given"):
+        GrpoClient(tiny_policy(), Config()).load_state(tmp_path / "step_0")

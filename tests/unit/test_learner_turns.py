@@ -9,16 +9,16 @@ from array import array
 import pytest
 import torch
 
+from echo2.learner.grpo.client import GrpoClient
 from echo2.learner.losses import LOSSES
-from echo2.learner.trainer import Trainer, TrainerOptions
 from echo2.types import Rollout, RolloutGroup
-from learner_cases import SMALL_LR, gradients, group, tiny_policy
+from learner_cases import config_of, gradients, group, tiny_policy
 
 TURNS = 3
 
 
 def played(rng: random.Random, reward: float) -> Rollout:
-    """An attempt as `rollout/turns.py` makes it: turns of the policy's, and between them words of the environment."""
+    """A rollout as `rollout/turns.py` makes it: turns of the policy's, and between them words of the environment."""
     tokens, mask, spans = [], b"", []
     for turn in range(TURNS):
         spans.append((len(tokens), turn))
@@ -35,7 +35,7 @@ def games(seed: int) -> list[RolloutGroup]:
 
 
 def altered(made: RolloutGroup) -> RolloutGroup:
-    """The same attempts, other numbers where the environment wrote: logprobs, and versions that begin there."""
+    """The same rollouts, other numbers where the environment wrote: logprobs, and versions that begin there."""
 
     def other(r: Rollout) -> Rollout:
         logprobs = array("f", [lp if bit else -3.0 for lp, bit in zip(r.logprobs, r.loss_mask, strict=True)])
@@ -56,8 +56,8 @@ def altered(made: RolloutGroup) -> RolloutGroup:
 def test_nothing_that_is_said_of_environment_tokens_matters(loss: str, normalisation: str) -> None:
     found = []
     for batch in (games(4), [altered(made) for made in games(4)]):
-        options = TrainerOptions(loss=loss, normalisation=normalisation, reference_kl=0.1, **SMALL_LR)
-        trainer = Trainer(tiny_policy(), options)
+        options = config_of(loss=loss, normalisation=normalisation, reference_kl=0.1, lr=1e-3)
+        trainer = GrpoClient(tiny_policy(), options)
         trainer.version = 3
         stats = trainer.forward_backward(batch)
         found.append((gradients(trainer), stats, trainer.optim_step()))
@@ -71,7 +71,7 @@ def test_nothing_that_is_said_of_environment_tokens_matters(loss: str, normalisa
 def test_the_gradient_is_that_of_the_policys_tokens_alone(layout: str) -> None:
     """In float64, against the sum written out: every token is read, the policy's own are weighed."""
     batch = games(7)
-    trainer = Trainer(tiny_policy(), TrainerOptions(loss="none", layout=layout, **SMALL_LR))
+    trainer = GrpoClient(tiny_policy(), config_of(loss="none", lr=1e-3), layout)
     trainer.forward_backward(batch)
     found = gradients(trainer)
     policy = tiny_policy()

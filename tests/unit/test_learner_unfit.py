@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from echo2.learner.trainer import Trainer
-from echo2.types import GroupRef
+from echo2.learner.grpo.client import GrpoClient
+from echo2.types import RUN_POLICY, GroupRef
 from learner_cases import group, rollout, tiny_policy
 from test_learner_loop import OPTIONS, ScriptedHead, run, step_groups, weights
 
@@ -22,7 +22,7 @@ def test_a_group_that_the_model_cannot_read_is_left_out_and_named(
     head = ScriptedHead(max_steps=1)
     good = step_groups(0)
     head.groups = lambda step: [good[0], dataclasses.replace(TOO_LONG, worker_id="w-9"), good[2]]
-    trainer, alone = Trainer(tiny_policy(), OPTIONS), Trainer(tiny_policy(), OPTIONS)
+    trainer, alone = GrpoClient(tiny_policy(), OPTIONS), GrpoClient(tiny_policy(), OPTIONS)
     run(head, trainer, tmp_path)
     alone.forward_backward([good[0], good[2]])
     alone.optim_step()
@@ -32,8 +32,8 @@ def test_a_group_that_the_model_cannot_read_is_left_out_and_named(
 
 
 def test_a_step_of_nothing_but_unfit_groups_changes_nothing(tmp_path: Path) -> None:
-    head, trainer = ScriptedHead(max_steps=1), Trainer(tiny_policy(), OPTIONS)
+    head, trainer = ScriptedHead(max_steps=1), GrpoClient(tiny_policy(), OPTIONS)
     before = weights(trainer)
-    head.groups = lambda step: [dataclasses.replace(TOO_LONG, group=GroupRef("train", i)) for i in range(3)]
+    head.groups = lambda step: [dataclasses.replace(TOO_LONG, group=GroupRef(RUN_POLICY, "train", i)) for i in range(3)]
     run(head, trainer, tmp_path)
     assert (head.version, head.metrics[0]["groups/unfit"], weights(trainer)) == (1, 3, before)

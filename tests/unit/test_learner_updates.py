@@ -13,13 +13,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from echo2.learner import checkpoint
+from echo2.config import Config
+from echo2.learner.batch import Layout
+from echo2.learner.grpo.client import GrpoClient, StepStats
 from echo2.learner.losses import LOSSES
 from echo2.learner.model import load_policy
-from echo2.learner.trainer import StepStats, Trainer, TrainerOptions
 from echo2.types import Rollout, RolloutGroup
 from learner_cases import (
-    SMALL_LR,
+    config_of,
     gradient_of,
     gradients,
     group,
@@ -58,10 +59,10 @@ def test_streamed_updates_equal_batch_updates(
     batches = [stale(rng, [random_group(rng, number) for number in range(6)], version=6 + step) for step in range(2)]
     cuts = [data.draw(st.permutations(range(6))) for _ in batches], sorted(data.draw(st.sets(st.integers(1, 5))))
 
-    def updated(layout: str, streamed: bool) -> tuple[torch.Tensor, list[StepStats]]:
-        options: Any = {"loss": loss, "normalisation": normalisation, "layout": layout, "temperature": 0.7}
+    def updated(layout: Layout, streamed: bool) -> tuple[torch.Tensor, list[StepStats]]:
+        options: Any = {"loss": loss, "normalisation": normalisation, "temperature": 0.7}
         options |= {"reference_kl": 0.1 * reference, "max_tokens": 9, "lr": 1e-3}
-        trainer, steps = Trainer(tiny_policy(), TrainerOptions(**options)), []
+        trainer, steps = GrpoClient(tiny_policy(), config_of(**options), layout), []
         trainer.version = 6
         for groups, order in zip(batches, cuts[0], strict=True):
             ends = cuts[1] if streamed else []
@@ -100,9 +101,7 @@ def test_normalisations_by_hand() -> None:
         "sequence": sum(part / length for part, length in zip(parts, lengths, strict=True)) / 3,
         "constant": sum(parts) / (3 * 7),
     }.items():
-        trainer = Trainer(
-            tiny_policy(), TrainerOptions(loss="none", normalisation=normalisation, max_tokens=7, **SMALL_LR)
-        )
+        trainer = GrpoClient(tiny_policy(), config_of(loss="none", normalisation=normalisation, max_tokens=7, lr=1e-3))
         trainer.forward_backward([only(None)])
         found = gradients(trainer)
         step = trainer.optim_step()
@@ -113,7 +112,7 @@ def test_normalisations_by_hand() -> None:
 def test_zero_variance_groups_count_in_every_divisor() -> None:
     flat = group(9, [1, 2], [rollout([3, 4, 5], reward=1.0), rollout([4], reward=1.0)])
     for normalisation, divisor in {"token": 4, "sequence": 2, "constant": 2 * 256}.items():
-        trainer = Trainer(tiny_policy(), TrainerOptions(normalisation=normalisation))
+        trainer = GrpoClient(tiny_policy(), config_of(normalisation=normalisation))
         trainer.forward_backward([flat])
         assert trainer.optim_step().divisor == divisor
 
@@ -121,7 +120,7 @@ def test_zero_variance_groups_count_in_every_divisor() -> None:
 def test_lags_count_from_the_version_that_is_trained_and_workers_are_told_apart() -> None:
     made = [rollout([2, 3, 4], 1.0), rollout([5], 0.0, version=7)]
     made[0] = dataclasses.replace(made[0], version_spans=((0, 2), (1, 6)), loss_mask=b"\x01\x00\x01")
-    trainer = Trainer(tiny_policy(), TrainerOptions())
+    trainer = GrpoClient(tiny_policy(), Config())
     trainer.version = 7
     ours = dataclasses.replace(group(0, [1], made), worker_id="w1")
     stats = trainer.forward_backward([ours, dataclasses.replace(group(1, [1], made), worker_id="w2")])
@@ -133,7 +132,7 @@ def test_a_pull_towards_the_reference() -> None:
     rng = random.Random(8)
     groups = [random_group(rng, number) for number in range(4)]
     flat = group(9, [1, 2], [rollout([3, 4, 5], reward=1.0), rollout([4], reward=1.0)])
-    trainer = Trainer(tiny_policy(), TrainerOptions(reference_kl=0.5, **SMALL_LR))
+    trainer = GrpoClient(tiny_policy(), config_of(reference_kl=0.5, lr=1e-3))
     stats = trainer.forward_backward(groups)
     assert stats.reference_kl == pytest.approx(0.0, abs=1e-9)
     torch.testing.assert_close(gradients(trainer), gradient_of([groups]), rtol=1e-9, atol=1e-11)
@@ -150,11 +149,11 @@ def test_a_pull_towards_the_reference() -> None:
 
 def test_the_reference_is_the_model_and_not_the_checkpoint(tmp_path: Path) -> None:
     model = str(model_directory(tmp_path / "model"))
-    options = TrainerOptions(lr=1e-2, reference_kl=0.5)
-    straight = Trainer(load_policy(model, "float32", "cpu"), options)
+    options = config_of(lr=1e-2, reference_kl=0.5)
+    straight = GrpoClient(load_policy(model, "float32", "cpu"), options)
     steps(straight, range(2))
-    straight.save_state(tmp_path / "step_2")
-    resumed = Trainer(load_policy(model, "float32", "cpu"), options)
+    straight.save_state(tmp_path / "step_2").result()
+    resumed = GrpoClient(load_policy(model, "float32", "cpu"), options)
     resumed.load_state(tmp_path / "step_2")
     for trainer in (straight, resumed):
         steps(trainer, range(2, 4))
@@ -162,23 +161,22 @@ def test_the_reference_is_the_model_and_not_the_checkpoint(tmp_path: Path) -> No
 
 
 def test_what_a_loss_keeps_of_the_last_step_is_in_the_checkpoint(tmp_path: Path) -> None:
-    options = TrainerOptions(lr=1e-2, loss="m2po", loss_params={"second_moment": 2.0})
-    straight, resumed = Trainer(tiny_policy(), options), Trainer(tiny_policy(), options)
+    options = config_of(lr=1e-2, loss="m2po", loss_params={"second_moment": 2.0})
+    straight, resumed = GrpoClient(tiny_policy(), options), GrpoClient(tiny_policy(), options)
     steps(straight, range(1))
-    straight.save_state(tmp_path / "step_1")
+    straight.save_state(tmp_path / "step_1").result()
     memory = resumed.load_state(tmp_path / "step_1").loss_memory
     assert memory is not None
     assert 0.0 < memory < 400.0
     for trainer in (straight, resumed):
         steps(trainer, range(1, 3))
     assert weights(resumed) == weights(straight)
-    assert checkpoint.Progress(version=3, lineage=2, cursor=1).loss_memory is None, "as older ones read"
 
 
 def test_what_a_loss_keeps_of_the_last_step_is_used() -> None:
     """The first cut lets no l^2 above 4 pass; the second one's mean may be 4, so more passes."""
     groups = [random_group(random.Random(seed), seed) for seed in range(8)]
-    trainer = Trainer(tiny_policy(), TrainerOptions(lr=0.0, loss="m2po", loss_params={"second_moment": 4.0}))
+    trainer = GrpoClient(tiny_policy(), config_of(lr=0.0, loss="m2po", loss_params={"second_moment": 4.0}))
     first = trainer.forward_backward(groups)
     trainer.optim_step()
     second = trainer.forward_backward(groups)

@@ -15,7 +15,7 @@ import pytest
 
 from echo2.buffer import GroupRecord, LeaseRecord, Ledger, LedgerState, audit
 from echo2.buffer.schema import TRANSITIONS
-from echo2.errors import InvariantError, PeerError, UserError
+from echo2.errors import InvariantError, UserError
 
 
 @pytest.fixture
@@ -31,10 +31,10 @@ def ledger(path: Path) -> Iterator[Ledger]:
     ledger.close()
 
 
-def deliver(ledger: Ledger, number: int, *, oldest: int = 0, is_scored: bool = True, payload: bytes = b"raw") -> None:
+def deliver(ledger: Ledger, number: int, *, oldest: int = 0, is_scored: bool = True, rollouts: bytes = b"raw") -> None:
     ledger.deliver(
         number,
-        payload,
+        rollouts,
         worker_id="w1",
         oldest_version=oldest,
         newest_version=oldest,
@@ -43,7 +43,7 @@ def deliver(ledger: Ledger, number: int, *, oldest: int = 0, is_scored: bool = T
         now=2.0,
     )
     if is_scored:
-        ledger.score(number, payload, now=2.0)
+        ledger.score(number, b"", is_flat=False, now=2.0)
 
 
 def bring_to(ledger: Ledger, state: str, number: int = 0, step: int = 0) -> None:
@@ -57,30 +57,71 @@ def bring_to(ledger: Ledger, state: str, number: int = 0, step: int = 0) -> None
         ledger.retire(number, "stale", now=3.0)
 
 
+def test_groups_of_two_policies_with_the_same_number_are_two(path: Path, ledger: Ledger) -> None:
+    """Everything that a ledger is asked or told by number means its own policy's group."""
+    other = ledger.of("other")
+    other.learner_joined(version=0, lineage=1, now=0.0)
+    with ledger.together():
+        for one, rollouts in ((ledger, b"mine"), (other, b"others")):
+            one.issue(0, step=0, cursor=0, now=1.0)
+            deliver(one, 0, oldest=0, rollouts=rollouts)
+    ledger.grant(1, 0, "w1", now=1.0, deadline=9.0, num_samples=8)
+    with pytest.raises(InvariantError, match="lease 1 is not held"):
+        other.close_lease(1, "lost", now=2.0)
+    assert (other.recover().leases, other.recover().next_lease_id) == ((), 2), "lease ids are everybody's"
+    assert (ledger.rollouts(0), other.rollouts(0)) == (b"mine", b"others")
+    ledger.train(0, lineage=1, numbers=[0], now=3.0)
+    other.issue(1, step=5, cursor=1, now=3.0)
+    other.retire(0, "stale", now=3.0)
+    other.learner_joined(version=0, lineage=2, now=4.0)
+    other.checkpoint(9, oldest_kept=9)
+    assert ledger.recover() == LedgerState(
+        version=1,
+        lineage=1,
+        next_number=1,
+        cursor=1,
+        next_lease_id=2,
+        groups=(GroupRecord(0, 0, 0, "trained", 0, 0, 10, "w1"),),
+        leases=(LeaseRecord(1, 0, "w1", 1.0, 9.0, 8),),
+    )
+    assert [group.number for group in other.recover().groups] == [0, 1]
+    assert ledger.counts()["trained"] == 1
+    assert other.counts() == {
+        "issued": 2,
+        "trained": 0,
+        "retired": {"stale": 1},
+        "refused": {},
+        "trained_tokens": 0,
+    }
+    mine, others = audit(path), audit(path, "other")
+    assert (mine.issued, mine.trained, mine.lost, mine.leases) == (1, 1, 0, {"held": 1})
+    assert (others.issued, others.retired, others.open, others.lost, others.leases) == (2, {"stale": 1}, 1, 0, {})
+
+
 def test_a_new_ledger_is_empty(path: Path) -> None:
-    assert Ledger(path).recover() == LedgerState(0, 0, 0, 0, 1, (), (), ())
+    assert Ledger(path).recover() == LedgerState(0, 0, 0, 0, 1, (), ())
 
 
 def test_the_life_of_a_group(ledger: Ledger, path: Path) -> None:
     ledger.issue(0, step=0, cursor=5, now=1.0)
     ledger.grant(1, 0, "w1", now=1.5, deadline=121.5, num_samples=4)
     opened = GroupRecord(0, 0, 5, "open", None, None, 0, "")
-    lease = LeaseRecord(1, 0, "w1", 1.5, 121.5, 0, 4)
-    assert ledger.recover() == LedgerState(0, 1, 1, 6, 2, (opened,), (lease,), ())
+    lease = LeaseRecord(1, 0, "w1", 1.5, 121.5, 4)
+    assert ledger.recover() == LedgerState(0, 1, 1, 6, 2, (opened,), (lease,))
 
-    deliver(ledger, 0, is_scored=False, payload=b"raw")
+    deliver(ledger, 0, is_scored=False, rollouts=b"raw")
     ledger.close_lease(1, "accepted", now=2.0)
-    assert ledger.payload(0) == b"raw"
-    ledger.score(0, b"scored", now=2.5)
-    assert ledger.payload(0) == b"scored"
-    ready = GroupRecord(0, 0, 5, "ready", 0, 0, 10, "w1")
-    assert ledger.recover() == LedgerState(0, 1, 1, 6, 2, (ready,), (), ())
+    assert ledger.rollouts(0) == b"raw"
+    ledger.score(0, b"scored", is_flat=True, now=2.5)
+    assert ledger.rollouts(0) == b"rawscored"
+    ready = GroupRecord(0, 0, 5, "ready", 0, 0, 10, "w1", is_flat=True)
+    assert ledger.recover() == LedgerState(0, 1, 1, 6, 2, (ready,), ())
 
     ledger.train(0, lineage=1, numbers=[0], now=3.0)
-    trained = GroupRecord(0, 0, 5, "trained", 0, 0, 10, "w1")
-    assert ledger.recover() == LedgerState(1, 1, 1, 6, 2, (trained,), (), ())
+    trained = GroupRecord(0, 0, 5, "trained", 0, 0, 10, "w1", is_flat=True)
+    assert ledger.recover() == LedgerState(1, 1, 1, 6, 2, (trained,), ())
     ledger.checkpoint(version=1, oldest_kept=1)
-    assert ledger.recover() == LedgerState(1, 1, 1, 6, 2, (), (), ())
+    assert ledger.recover() == LedgerState(1, 1, 1, 6, 2, (), (), checkpoint_version=1, oldest_kept=1)
     assert audit(path).leases == {"accepted": 1}
 
 
@@ -95,7 +136,7 @@ def test_everything_is_there_after_opening_again(ledger: Ledger, path: Path) -> 
 
 EVENTS: dict[str, Callable[[Ledger], None]] = {
     "deliver": lambda ledger: deliver(ledger, 0, is_scored=False),
-    "score": lambda ledger: ledger.score(0, b"scored", now=2.5),
+    "score": lambda ledger: ledger.score(0, b"scored", is_flat=False, now=2.5),
     "retire": lambda ledger: ledger.retire(0, "stale", now=3.0),
     "train": lambda ledger: ledger.train(0, lineage=1, numbers=[0], now=3.0),
 }
@@ -182,7 +223,7 @@ def test_a_fall_back_replays_the_same_groups_at_the_same_steps(ledger: Ledger, p
     assert [(g.number, g.step, g.state) for g in state.groups] == [(0, 0, "trained"), (1, 1, "ready"), (2, 2, "ready")]
     assert (audit(path).trained, audit(path).open, audit(path).lost) == (1, 2, 0)
     for number in (1, 2):
-        assert ledger.payload(number) == b"raw"
+        assert ledger.rollouts(number) == b"raw"
         ledger.train(number, lineage=2, numbers=[number], now=11.0)
     assert ledger.recover().version == 3
     assert (audit(path).trained, audit(path).doubled, audit(path).lost) == (3, 0, 0)
@@ -218,10 +259,10 @@ def test_a_checkpoint_drops_only_what_it_covers(ledger: Ledger) -> None:
         bring_to(ledger, state, number, step=number)
     ledger.retire(3, "stale", now=4.0)
     ledger.checkpoint(version=2, oldest_kept=1)
-    assert [ledger.payload(number) for number in (1, 2)] == [b"raw", b"raw"]
+    assert [ledger.rollouts(number) for number in (1, 2)] == [b"raw", b"raw"]
     for number in (0, 3):
-        with pytest.raises(InvariantError, match="has no payload"):
-            ledger.payload(number)
+        with pytest.raises(InvariantError, match="has no rollouts"):
+            ledger.rollouts(number)
 
 
 def test_why_groups_of_coming_steps_were_retired_is_remembered(ledger: Ledger) -> None:
@@ -246,15 +287,6 @@ def test_a_strangers_numbers_are_recorded_even_when_absurd(ledger: Ledger, path:
     assert (audit(path).issued, audit(path).lost) == (0, 0)
 
 
-def test_an_oversized_payload_is_refused(ledger: Ledger, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("echo2.buffer.ledger.MAX_PAYLOAD_BYTES", 3)
-    bring_to(ledger, "open")
-    with pytest.raises(PeerError) as caught:
-        deliver(ledger, 0, payload=b"long")
-    assert caught.value.reason == "oversized"
-    deliver(ledger, 0, payload=b"fit")
-
-
 @contextmanager
 def full_disk(num_bytes: int) -> Iterator[None]:
     """The operating system refuses to let any file grow beyond `num_bytes`."""
@@ -270,12 +302,12 @@ def test_a_full_disk_is_one_clear_error_and_loses_nothing(ledger: Ledger, path: 
     bring_to(ledger, "delivered")
     before = ledger.recover(), audit(path)
     with full_disk(200_000), pytest.raises(UserError) as caught:
-        ledger.score(0, b"x" * 500_000, now=3.0)
+        ledger.score(0, b"x" * 500_000, is_flat=False, now=3.0)
     assert str(path) in str(caught.value)
     assert "Nothing that was recorded is lost" in str(caught.value)
     assert (ledger.recover(), audit(path)) == before
-    ledger.score(0, b"x" * 500_000, now=4.0)
-    assert len(Ledger(path).payload(0)) == 500_000
+    ledger.score(0, b"x" * 500_000, is_flat=False, now=4.0)
+    assert len(Ledger(path).rollouts(0)) == 500_003
 
 
 def test_a_locked_ledger_is_one_clear_error(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -314,7 +346,7 @@ for n in itertools.count():
     ledger.issue(n, n, n, 0.0)
     ledger.grant(n, n, "w", 0.0, 1.0, 4)
     ledger.deliver(n, b"x" * 5000, "w", n, n, 1, 1.0, 0.0)
-    ledger.score(n, b"x" * 5000, 0.0)
+    ledger.score(n, b"x" * 500, False, 0.0)
     ledger.close_lease(n, "accepted", 0.0)
     ledger.train(n, 1, [n], 0.0)
     ledger.checkpoint(n + 1, n)

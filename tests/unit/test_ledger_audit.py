@@ -10,6 +10,8 @@ import pytest
 
 from echo2.buffer import Ledger, audit
 from echo2.buffer.schema import open_for_reading
+from echo2.cli import main
+from echo2.config import build, to_json
 from echo2.errors import UserError
 
 
@@ -21,9 +23,9 @@ def write_history(path: Path) -> None:
         ledger.issue(number, step, cursor=number, now=1.0)
         ledger.grant(number + 1, number, "w1", now=1.0, deadline=9.0, num_samples=4)
     for number, oldest in enumerate([0, 0, 0, 1, 2, 3]):
-        ledger.deliver(number, b"payload", "w1", oldest, oldest, 10, 2.0, now=2.0)
+        ledger.deliver(number, b"rollouts", "w1", oldest, oldest, 10, 2.0, now=2.0)
         if number != 5:
-            ledger.score(number, b"payload", now=2.0)
+            ledger.score(number, b"", is_flat=False, now=2.0)
         ledger.close_lease(number + 1, "accepted", now=2.0)
     for step in range(3):
         ledger.train(step, 1, [step], now=3.0)
@@ -101,17 +103,21 @@ def test_the_newest_group_is_missed_even_with_its_lease(path: Path) -> None:
 
 def test_a_step_trained_again_without_a_group_loses_it(path: Path) -> None:
     """Step 0 of a higher lineage replaces the one that group 0 was in."""
-    damage(path, "INSERT INTO trainings VALUES (6, 0, 3, 9.0)", "UPDATE groups SET state = 'trained' WHERE number = 6")
+    damage(
+        path,
+        "INSERT INTO trainings VALUES ('policy', 6, 0, 3, 9.0)",
+        "UPDATE groups SET state = 'trained' WHERE number = 6",
+    )
     assert audit(path).lost == 1
 
 
 @pytest.mark.parametrize(
     "row",
     [
-        "(0, 1, 1, 9.0)",  # at another step
-        "(0, 5, 2, 9.0)",  # at another step of another lineage
-        "(0, 0, 1, 9.0)",  # at the same step of the same lineage
-        "(2, 2, 2, 9.0)",
+        "('policy', 0, 1, 1, 9.0)",  # at another step
+        "('policy', 0, 5, 2, 9.0)",  # at another step of another lineage
+        "('policy', 0, 0, 1, 9.0)",  # at the same step of the same lineage
+        "('policy', 2, 2, 2, 9.0)",
     ],
 )
 def test_a_second_training_is_doubled(path: Path, row: str) -> None:
@@ -176,3 +182,13 @@ def test_no_ledger_is_the_users_mistake_and_none_is_made(tmp_path: Path) -> None
     with pytest.raises(UserError, match="There is no ledger"):
         audit(tmp_path / "ledger.sqlite")
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(("bound", "status"), [(2, 0), (1, 1)])
+def test_the_command_judges_the_bound_of_the_run(
+    path: Path, bound: int, status: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = build({"schedule": {"max_staleness": bound}}, "test")
+    path.with_name("config.json").write_text(to_json(config))
+    assert main(["audit", str(path.parent)]) == status
+    assert ("trained 2 versions old; the bound is 1" in capsys.readouterr().err) == (status == 1)

@@ -29,7 +29,7 @@ class Model:
     steps: list[int] = field(default_factory=list)
     states: list[str] = field(default_factory=list)
     oldest: list[int] = field(default_factory=list)
-    payloads: dict[int, bytes] = field(default_factory=dict)
+    rollouts: dict[int, bytes] = field(default_factory=dict)
     held: list[int] = field(default_factory=list)
     num_leases: int = 0
     num_refused: int = 0
@@ -38,14 +38,14 @@ class Model:
         return [number for number, state in enumerate(self.states) if state in states]
 
     def uncovered(self) -> list[tuple[int, str]]:
-        needed = self.payloads_needed()
-        kept = [self.steps[n] for n in self.payloads if self.states[n] == "trained"]
+        needed = self.rollouts_needed()
+        kept = [self.steps[n] for n in self.rollouts if self.states[n] == "trained"]
         first = min([self.version, *kept])
         ahead = {n for n, state in enumerate(self.states) if state == "retired" and self.steps[n] >= first}
         return [(n, state) for n, state in enumerate(self.states) if state == "open" or n in needed or n in ahead]
 
-    def payloads_needed(self) -> set[int]:
-        return {n for n in self.payloads if self.states[n] != "retired"}
+    def rollouts_needed(self) -> set[int]:
+        return {n for n in self.rollouts if self.states[n] != "retired"}
 
 
 class LedgerMachine(RuleBasedStateMachine):
@@ -101,18 +101,18 @@ class LedgerMachine(RuleBasedStateMachine):
     def deliver(self, data: st.DataObject, size: int) -> None:
         number = self.pick(data, "open")
         oldest = data.draw(st.integers(max(0, self.model.steps[number] - MAX_STALENESS), self.model.steps[number]))
-        payload = bytes([number % 256]) * size
-        self.ledger.deliver(number, payload, "w", oldest, oldest, size, 1.0, now=2.0)
+        rollouts = bytes([number % 256]) * size
+        self.ledger.deliver(number, rollouts, "w", oldest, oldest, size, 1.0, now=2.0)
         self.model.states[number] = "delivered"
         self.model.oldest[number] = oldest
-        self.model.payloads[number] = payload
+        self.model.rollouts[number] = rollouts
 
     @precondition(lambda self: self.model.in_state("delivered"))
     @rule(data=st.data())
     def score(self, data: st.DataObject) -> None:
         number = self.pick(data, "delivered")
-        self.model.payloads[number] += b"scored"
-        self.ledger.score(number, self.model.payloads[number], now=2.5)
+        self.model.rollouts[number] += b"scored"
+        self.ledger.score(number, b"scored", number % 2 == 0, now=2.5)
         self.model.states[number] = "ready"
 
     @precondition(lambda self: self.model.in_state("open", "delivered", "ready"))
@@ -151,7 +151,7 @@ class LedgerMachine(RuleBasedStateMachine):
         self.ledger.checkpoint(model.version, model.oldest_kept)
         covered = [n for n in model.in_state("trained") if model.steps[n] < model.oldest_kept]
         for number in covered + model.in_state("retired"):
-            model.payloads.pop(number, None)
+            model.rollouts.pop(number, None)
 
     def copy(self) -> Path:
         """What a machine would find after ``kill -9`` now: the files as they are, nobody having closed them."""
@@ -176,7 +176,7 @@ class LedgerMachine(RuleBasedStateMachine):
         connection.execute("PRAGMA cache_size = 1")
         connection.execute("BEGIN IMMEDIATE")
         connection.execute("UPDATE groups SET state = 'trained'")
-        connection.execute("INSERT INTO payloads (number, data) VALUES (10000, zeroblob(50000))")
+        connection.execute("INSERT INTO payloads (policy, number, data) VALUES ('policy', 10000, zeroblob(50000))")
         self.crash()
 
     @rule(kept=st.floats(0, 1))
@@ -221,8 +221,8 @@ class LedgerMachine(RuleBasedStateMachine):
         assert [(g.number, g.state) for g in state.groups] == model.uncovered()
         assert [g.step for g in state.groups] == [model.steps[number] for number, _ in model.uncovered()]
         assert [lease.lease_id for lease in state.leases] == model.held
-        for number in model.payloads_needed():
-            assert self.ledger.payload(number) == model.payloads[number]
+        for number in model.rollouts_needed():
+            assert self.ledger.rollouts(number) == model.rollouts[number]
 
 
 def audit_is_possible(path: Path) -> bool:

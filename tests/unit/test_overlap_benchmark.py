@@ -78,7 +78,7 @@ def test_a_round_is_read_from_its_first_lease_to_its_record(tmp_path: Path) -> N
     ]
     (tmp_path / "events.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
     (tmp_path / "metrics.jsonl").write_text(json.dumps({"step": 1, "time/train": 4.5}) + "\n", encoding="utf-8")
-    case = nodes.Case(3, 1, 0, "group", "any", 1, 2, 4.5, nodes.Fleet(1, 1))
+    case = nodes.Case(3, 1, 0, "any", 2, 4.5, nodes.Fleet(1, 1))
     (found,) = nodes.read_rounds(tmp_path, case)
     assert found == nodes.Round(3.0, 5.0, 8.0, 4.5, 2)
     assert (found.wait_seconds, found.waiting_ratio) == (3.5, 3.5 / 8.0)

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from activation import choose_greedy
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from echo2.cli import main
-from echo2.control.activation import choose_greedy
+from echo2.config.offers import Offer
 from echo2.errors import UserError
-from echo2.offers import Offer
-from echo2.past_run import read_past_run
-from echo2.planning.plan import Broadcast, PlanInputs, by_staleness, least_idle, make_plan
+from echo2.planning import plan_command
+from echo2.planning.past_run import read_past_run
+from echo2.planning.plan import BroadcastInputs, PlanInputs, by_staleness, least_idle, make_plan
 from echo2.planning.rehearsal import rehearse
 from echo2.planning.snapshot_size import snapshot_bytes
 
@@ -28,7 +30,7 @@ PAPER = PlanInputs(
     max_staleness=3,
     train_seconds=1631.2,
     offers=(CARD,),
-    broadcast=Broadcast(seconds=1437.0),
+    broadcast=BroadcastInputs(seconds=1437.0),
     learner_usd_per_hour=12.24,
     groups_per_batch=1,
     generate_during_broadcast=False,
@@ -48,7 +50,7 @@ def test_vector_8_the_paper_s_bills_and_the_plan_for_its_setting() -> None:
 
 
 def test_deltas_make_kappa_1_affordable_and_the_plan_cheaper_than_the_paper_s() -> None:
-    deltas = Broadcast(full_bytes=16.4e9, delta_bytes=16.4e9 / 32, reload_seconds=10.0)
+    deltas = BroadcastInputs(full_bytes=16.4e9, delta_bytes=16.4e9 / 32, reload_seconds=10.0)
     plan = make_plan(replace(PAPER, broadcast=deltas, generate_during_broadcast=True))
     assert plan.publish_every == 1
     assert plan.max_staleness <= 3
@@ -58,13 +60,13 @@ def test_deltas_make_kappa_1_affordable_and_the_plan_cheaper_than_the_paper_s() 
 
 
 def test_a_plan_is_what_its_rehearsal_shows() -> None:
-    inputs = replace(PAPER, steps=16, groups_per_step=32, train_seconds=100.0, broadcast=Broadcast(seconds=40.0))
+    inputs = replace(PAPER, steps=16, groups_per_step=32, train_seconds=100.0, broadcast=BroadcastInputs(seconds=40.0))
     inputs = replace(inputs, offers=(CARD, replace(CARD, name="fast", rollouts_per_second=1.0, price_usd_per_hour=1.0)))
     plan = make_plan(replace(inputs, generate_during_broadcast=True))
     found = rehearse(plan, replace(inputs, generate_during_broadcast=True))
     assert found.max_staleness <= plan.max_staleness
     assert found.idle_ratio == pytest.approx(plan.prediction.idle_ratio, abs=0.04)
-    assert found.usd_per_step == pytest.approx(plan.usd / 16, rel=0.05)
+    assert found.usd + found.learner_usd == pytest.approx(plan.usd, rel=0.05)
     assert found.steady_idle_ratio <= 0.04
 
 
@@ -87,7 +89,7 @@ def test_every_plan_keeps_its_promises(
         max_staleness=bound,
         train_seconds=10.0,
         offers=offers,
-        broadcast=Broadcast(seconds=10 * broadcast),
+        broadcast=BroadcastInputs(seconds=10 * broadcast),
         learner_usd_per_hour=2.0,
         groups_per_batch=1,
         generate_during_broadcast=overlaps,
@@ -108,7 +110,7 @@ def test_every_plan_keeps_its_promises(
 
 
 def test_on_policy_takes_the_cheapest_step_and_says_that_the_learner_waits() -> None:
-    plan = make_plan(replace(PAPER, max_staleness=0, broadcast=Broadcast(seconds=30.0)))
+    plan = make_plan(replace(PAPER, max_staleness=0, broadcast=BroadcastInputs(seconds=30.0)))
     assert (plan.max_staleness, plan.publish_every, plan.binds) == (0, 1, "staleness")
     assert plan.prediction.staleness == {0: 1.0}
     assert plan.prediction.steady_idle_ratio > 0.1
@@ -119,9 +121,9 @@ def test_on_policy_takes_the_cheapest_step_and_says_that_the_learner_waits() -> 
 
 def test_a_broadcast_that_cannot_be_hidden_is_refused_with_what_would_do() -> None:
     with pytest.raises(UserError, match=r"68\.8 s are missing.* Or, .* max_staleness >= 3") as refused:
-        make_plan(replace(PAPER, max_staleness=1, broadcast=Broadcast(seconds=1700.0)))
+        make_plan(replace(PAPER, max_staleness=1, broadcast=BroadcastInputs(seconds=1700.0)))
     assert "deltas" in str(refused.value)
-    assert make_plan(replace(PAPER, max_staleness=3, broadcast=Broadcast(seconds=1700.0))).publish_every == 2
+    assert make_plan(replace(PAPER, max_staleness=3, broadcast=BroadcastInputs(seconds=1700.0))).publish_every == 2
 
 
 def test_offers_that_are_too_slow_are_refused_with_the_missing_rate() -> None:
@@ -142,7 +144,9 @@ def test_a_budget_decides_or_is_refused_with_the_price() -> None:
         make_plan(replace(PAPER, budget_usd=100.0))
     steps = int(str(refused.value).partition("--run.max_steps ")[2].rstrip(").;").split(")")[0])
     assert make_plan(replace(PAPER, budget_usd=100.0, steps=steps)).usd <= 100.0
-    dear = replace(PAPER, learner_usd_per_hour=0.1, broadcast=Broadcast(seconds=10.0), generate_during_broadcast=True)
+    dear = replace(
+        PAPER, learner_usd_per_hour=0.1, broadcast=BroadcastInputs(seconds=10.0), generate_during_broadcast=True
+    )
     busy = make_plan(dear)
     frugal = make_plan(replace(dear, budget_usd=busy.usd * 0.999))
     assert frugal.binds == "budget"
@@ -215,13 +219,34 @@ def test_the_command_prints_a_plan_for_people_and_for_programs(
     words = ["plan", config, "--offers", offers, "--train-seconds", "20"]
     assert main(words) == 0
     text = capsys.readouterr().out
-    for part in ("x card", "publish_every", "staleness", "learner idle", "a step", "binds", "Rests on"):
+    for part in ("x card", "publish_every", "staleness", "learner idle", "a step", "the pace by the", "Rests on"):
         assert part in text
     assert main([*words, "--json", "--rehearse"]) == 0
     plan = json.loads(capsys.readouterr().out)
     assert plan["machines"]["card"] >= 2
-    assert plan["rehearsal"]["max_staleness"] <= plan["max_staleness"] <= 2
+    assert max(map(int, plan["rehearsal"]["staleness"])) <= plan["max_staleness"] <= 2
     assert plan["inputs"]["snapshot"][0] == "16 MB"
+
+
+def test_slow_rewards_bound_the_rate_whatever_is_rented(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(plan_command, "groups_at_once", lambda is_async: 2)
+    config, offers = write_files(tmp_path)
+    words = ["plan", config, "--offers", offers, "--train-seconds", "20"]
+    assert main([*words, "--json"]) == 0
+    quick = json.loads(capsys.readouterr().out)
+    assert main([*words, "--json", "--reward-seconds", "10"]) == 0
+    slow = json.loads(capsys.readouterr().out)
+    assert slow["prediction"]["step_seconds"] >= 159.9  # 32 groups of 10 s, two at a time
+    assert slow["machines"]["card"] < quick["machines"]["card"]
+    assert slow["inputs"]["rewards"][0] == "10 s a group, 2 at once: 2.7 min a step"
+    assert main([*words, "--reward-seconds", "10"]) == 0
+    text = capsys.readouterr().out
+    assert "score 1.6 rollouts/s at most, and more machines change nothing" in " ".join(text.split())
+    idle = re.search(r"learner idle +([\d.]+)% once", text)
+    assert idle is not None
+    assert float(idle.group(1)) >= 87.0  # 140 of 160 s
 
 
 def test_the_command_takes_what_a_past_run_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -254,7 +279,7 @@ def test_the_command_s_mistakes_cost_a_line_and_status_2(tmp_path: Path, capsys:
         (["plan", config, "--offers", str(tmp_path / "none.toml"), "--train-seconds", "20"], "Cannot read the offers"),
         (["plan", config, "--offers", offers, "--train-seconds", "-1"], "--train-seconds -1.0 must be a positive"),
         (["plan", config, "--offers", offers, "--train-seconds", "20", "--budget", "0.01"], "too small"),
-        (["plan", config, "--offers", offers, "--from", str(tmp_path)], "Cannot read"),
+        (["plan", config, "--offers", offers, "--from", str(tmp_path)], "has no trained step yet"),
         (["cost", str(tmp_path)], "no run directory"),
     ):
         assert main(words) == 2
@@ -266,7 +291,7 @@ def test_batches_that_are_too_slow_for_any_number_of_machines_are_refused_before
     slow = Offer("slow", 0.4, 0.05, count=2000)
     inputs = replace(PAPER, groups_per_step=32, group_size=8, train_seconds=20.0, offers=(slow,), groups_per_batch=8)
     with pytest.raises(UserError, match=r"would still wait \d\d\.\d% of the time.*smaller sampling\.groups_per_batch"):
-        make_plan(replace(inputs, broadcast=Broadcast(seconds=5.0), generate_during_broadcast=True))
+        make_plan(replace(inputs, broadcast=BroadcastInputs(seconds=5.0), generate_during_broadcast=True))
 
 
 @settings(max_examples=15, deadline=None)
@@ -277,7 +302,9 @@ def test_what_is_said_to_be_the_least_waiting_is_never_more_than_a_plan_has(
 ) -> None:
     offers = (Offer("a", 1.0, rate, spread=spread, count=60),)
     inputs = replace(PAPER, groups_per_step=16, group_size=4, steps=200, max_staleness=bound, train_seconds=10.0)
-    inputs = replace(inputs, offers=offers, broadcast=Broadcast(seconds=3.0), groups_per_batch=batch, max_idle=0.9)
+    inputs = replace(
+        inputs, offers=offers, broadcast=BroadcastInputs(seconds=3.0), groups_per_batch=batch, max_idle=0.9
+    )
     inputs = replace(inputs, generate_during_broadcast=True)
     try:
         plan = make_plan(inputs)

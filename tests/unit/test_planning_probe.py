@@ -9,13 +9,15 @@ from pathlib import Path
 import pytest
 
 from echo2 import config as configuration
+from echo2.config.offers import parse_offers
 from echo2.errors import UserError
-from echo2.offers import parse_offers
 from echo2.planning import probe
-from echo2.planning.probe import Measured, as_offer
-from echo2.rollout.fake_engine import FakeEngine
+from echo2.planning.probe import Measured, RewardTime, as_offer
+from echo2.reward.process import groups_at_once
+from echo2.rollout.decode_loop import DecodeLoop
+from echo2.rollout.fake_engine import FakeDecoder
 from echo2.rollout.tokenizer import load_tokenizer
-from echo2.types import Snapshot, SnapshotRef
+from echo2.types import RUN_POLICY, Snapshot, SnapshotRef
 from rollout_cases import tokenizer_files
 
 
@@ -45,11 +47,11 @@ def config() -> configuration.Config:
 
 def test_the_rate_is_the_engine_s() -> None:
     clock = Clock()
-    engine = FakeEngine(tokens_per_second=50.0, advance=clock.advance)
+    decoder = FakeDecoder(tokens_per_second=50.0, advance=clock.advance)
     files = {**tokenizer_files(), "config.json": b'{"vocab_size": 64, "max_position_embeddings": 512}'}
-    engine.load_snapshot(Snapshot(SnapshotRef(1, 0), {}, files))
+    decoder.load(Snapshot(SnapshotRef(RUN_POLICY, 1, 0), {}, files))
     tokenizer = load_tokenizer({name: bytes(data) for name, data in files.items()})
-    measured = probe.measure_engine(config(), engine, tokenizer, 40.0, clock)
+    measured = probe.measure_engine(config(), DecodeLoop(decoder, 12), tokenizer, 40.0, clock)
     assert measured.tokens_per_second == pytest.approx(50.0, rel=0.02)
     assert measured.seconds >= 40.0
     assert measured.num_rollouts == measured.num_batches * 12
@@ -58,6 +60,16 @@ def test_the_rate_is_the_engine_s() -> None:
     assert 4.0 < mean_tokens < 7.0  # lengths are spread evenly over 1..10
     assert 0.0 < measured.standard_error < 0.2 * measured.rollouts_per_second
     assert measured.groups_per_batch == 3
+    assert measured.rewards is not None
+    assert 0.0 < measured.rewards.seconds < 5.0
+    assert measured.rewards.groups_at_once == groups_at_once(is_async=False)
+
+
+def test_what_rewards_allow_is_said_beside_the_rate_and_not_in_it() -> None:
+    measured = Measured(2.5, 0.1, 0.21, 900.0, 8, 5, 320, 128.0, group_size=8, rewards=RewardTime(2.0, 1))
+    text = as_offer("my card", 0.0, measured)
+    assert "your reward functions take 2 s a group; a head like this machine scores 4 rollouts/s at most" in text
+    assert "rollouts_per_second = 2.5\n" in text
 
 
 def test_what_it_prints_is_an_offer() -> None:

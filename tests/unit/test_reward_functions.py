@@ -109,7 +109,7 @@ def test_a_misspelt_reward_is_told_its_name() -> None:
 def test_an_environments_reward_is_what_it_gave() -> None:
     parts = [replace(rollout("ab"), reward_parts={"environment": part}) for part in (0.5, 2.0)]
     task = Task(0, "level", {"answer": "ab"})
-    scored = Scorer(["environment", "exact_match"], [2.0, 1.0]).score(task, parts)
+    scored = Scorer(["2.0 * environment", "exact_match"]).score(task, parts)
     assert [(r.reward, dict(r.reward_parts)) for r in scored] == [
         (2.0, {"environment": 0.5, "exact_match": 1.0}),
         (5.0, {"environment": 2.0, "exact_match": 1.0}),

@@ -16,16 +16,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from echo2 import pipes
 from echo2.errors import PeerError, UserError
 from echo2.reward import confinement, frames
-from echo2.reward.process import RewardProcess
+from echo2.reward import process as reward_process
+from echo2.reward.process import RewardProcesses
 from echo2.reward.score import RewardFailure
+from echo2.sandbox import pipes
 from echo2.tasks.gym import ReasoningGymRows
 from echo2.types import Message, Rollout, Task
 
 OWN = """
-import os, sys, threading, subprocess
+import asyncio, os, sys, threading, subprocess
 CHILD = "import fcntl, sys, threading; f = open(sys.argv[1], 'w'); fcntl.flock(f, 2); threading.Event().wait()"
 print("imported", flush=True)
 def reward(completions, do, **columns):
@@ -43,6 +44,17 @@ def act(do):
         subprocess.run(["echo", "from a child"], check=True)
         assert sys.stdin.read() == ""
     if do == "pid": raise RuntimeError(f"pid {os.getpid()}")
+waiting, together = [], asyncio.Event()
+async def judged(completions, do, **columns):
+    if do[0] == "sleep": await asyncio.Event().wait()
+    if do[0] == "cancelled": raise asyncio.CancelledError("by the judge")
+    if do[0] == "cancels": asyncio.current_task().cancel(); await asyncio.sleep(0)
+    if do[0] != "meet": act(do[0])
+    waiting.append(do[0])
+    if len(waiting) == 20: together.set()
+    if do[0] == "meet": await together.wait()
+    return [len(c[0]["content"]) + 0.1 for c in completions]
+async def each(solution_str, ground_truth): return {"score": len(solution_str)}
 """
 
 
@@ -60,24 +72,31 @@ def own(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def with_process(own: Path, body: Callable[[RewardProcess], Awaitable[None]], timeout_seconds: float = 60.0) -> None:
+def with_process(
+    own: Path,
+    body: Callable[[RewardProcesses], Awaitable[None]],
+    timeout_seconds: float = 60.0,
+    num_processes: int = 1,
+    function: str = "reward",
+) -> None:
     async def run() -> None:
-        process = RewardProcess([f"{own}/own.py:reward"], [2.0], timeout_seconds, own / "logs" / "reward.log")
+        log = own / "logs" / "reward.log"
+        process = RewardProcesses([f"2 * {own}/own.py:{function}"], timeout_seconds, log, num_processes)
         try:
             await body(process)
         finally:
             await process.close()
-        assert process.pid is None
+        assert process.pids == []
 
     asyncio.run(run())
 
 
 def test_what_an_environment_gave_reaches_the_process(tmp_path: Path) -> None:
     async def run() -> None:
-        process = RewardProcess(["environment", "exact_match"], [1.0, 0.5], 60.0, tmp_path / "reward.log")
+        process = RewardProcesses(["environment", "0.5 * exact_match"], 60.0, tmp_path / "reward.log")
         try:
             played = [dataclasses.replace(one, reward_parts={"environment": 0.1}) for one in rollouts("a", "b")]
-            scored = await process.score(Task(0, "?", {"answer": "b"}), played)
+            scored, _ = await process.score(Task(0, "?", {"answer": "b"}), played)
             assert [one.reward for one in scored] == [0.1, 0.6]
         finally:
             await process.close()
@@ -93,9 +112,9 @@ def test_a_delivered_completion_runs_nothing_beside_the_head(tmp_path: Path) -> 
     program = f"<answer>[open({str(created)!r}, 'w')]</answer>"
 
     async def run() -> None:
-        process = RewardProcess(["reasoning_gym"], [], 60.0, tmp_path / "reward.log")
+        process = RewardProcesses(["reasoning_gym"], 60.0, tmp_path / "reward.log")
         try:
-            scored = await process.score(Task(0, row.pop("prompt"), row), rollouts(program, row["answer"]))
+            scored, _ = await process.score(Task(0, row.pop("prompt"), row), rollouts(program, row["answer"]))
             assert [one.reward for one in scored] == [0.0, 1.0]
         finally:
             await process.close()
@@ -105,10 +124,10 @@ def test_a_delivered_completion_runs_nothing_beside_the_head(tmp_path: Path) -> 
 
 
 def test_scores_come_back_exactly_and_printing_harms_nothing(own: Path) -> None:
-    async def body(process: RewardProcess) -> None:
+    async def body(process: RewardProcesses) -> None:
         for do in ("nothing", "print", "nothing"):
             before = rollouts("", "abc\ud800", "é" * 1000)
-            after = await process.score(task(do), before)
+            after, _ = await process.score(task(do), before)
             assert [dict(one.reward_parts) for one in after] == [{"reward": 0.1}, {"reward": 4.1}, {"reward": 1000.1}]
             assert [one.reward for one in after] == [0.2, 8.2, 2000.2]
             assert [(a.tokens, a.logprobs, a.version_spans) for a in after] == [
@@ -131,18 +150,18 @@ def test_scores_come_back_exactly_and_printing_harms_nothing(own: Path) -> None:
     ],
 )
 def test_a_crash_costs_one_group(own: Path, do: str, said: str) -> None:
-    async def body(process: RewardProcess) -> None:
+    async def body(process: RewardProcesses) -> None:
         with pytest.raises(RewardFailure, match=said):
             await process.score(task(do), rollouts("a"))
-        assert (await process.score(task("nothing"), rollouts("a")))[0].reward == 2.2
+        assert (await process.score(task("nothing"), rollouts("a")))[0][0].reward == 2.2
 
     with_process(own, body)
 
 
 def test_a_raising_function_keeps_its_process(own: Path) -> None:
-    async def body(process: RewardProcess) -> None:
+    async def body(process: RewardProcesses) -> None:
         await process.start()
-        first = process.pid
+        (first,) = process.pids
         for _ in range(2):
             with pytest.raises(RewardFailure, match=f"pid {first}"):
                 await process.score(task("pid"), rollouts("a"))
@@ -152,30 +171,30 @@ def test_a_raising_function_keeps_its_process(own: Path) -> None:
 
 @pytest.mark.parametrize("do", ["hang", "hang with a child"])
 def test_a_hung_call_is_killed_and_the_next_group_is_scored(own: Path, do: str) -> None:
-    async def body(process: RewardProcess) -> None:
-        with pytest.raises(RewardFailure, match=r"longer than 1 s for scoring task 0.*reward.timeout_seconds"):
+    async def body(process: RewardProcesses) -> None:
+        with pytest.raises(RewardFailure, match=r"longer than 1 s while scoring task 0.*reward.timeout_seconds"):
             await process.score(task(do), rollouts("a"))
         with (own / "lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)  # waits as long as what it started is alive
-        assert (await process.score(task("nothing"), rollouts("a")))[0].reward == 2.2
+        assert (await process.score(task("nothing"), rollouts("a")))[0][0].reward == 2.2
 
     with_process(own, body, timeout_seconds=1.0)
 
 
 def test_a_cancelled_call_does_not_leave_its_answer_to_the_next(own: Path) -> None:
-    async def body(process: RewardProcess) -> None:
+    async def body(process: RewardProcesses) -> None:
         await process.start()
         with pytest.raises(TimeoutError):
             await asyncio.wait_for(process.score(task("hang"), rollouts("a")), 0.1)
-        assert (await process.score(task("nothing"), rollouts("ab")))[0].reward == 4.2
+        assert (await process.score(task("nothing"), rollouts("ab")))[0][0].reward == 4.2
 
     with_process(own, body)
 
 
 def test_groups_asked_for_together_get_their_own_scores(own: Path) -> None:
-    async def body(process: RewardProcess) -> None:
+    async def body(process: RewardProcesses) -> None:
         groups = [process.score(task("nothing"), rollouts("x" * length)) for length in range(20)]
-        assert [scored[0].reward for scored in await asyncio.gather(*groups)] == [2 * (n + 0.1) for n in range(20)]
+        assert [scored[0].reward for scored, _ in await asyncio.gather(*groups)] == [2 * (n + 0.1) for n in range(20)]
 
     with_process(own, body)
 
@@ -183,7 +202,7 @@ def test_groups_asked_for_together_get_their_own_scores(own: Path) -> None:
 def test_what_ends_the_process_costs_its_own_group_and_none_that_was_sent_with_it(own: Path) -> None:
     deeds = ["nothing", "exit", "nothing", "raise", "hang", *["nothing"] * 20, "segfault", "nothing"]
 
-    async def body(process: RewardProcess) -> None:
+    async def body(process: RewardProcesses) -> None:
         await process.start()
         calls = [asyncio.ensure_future(process.score(task(deed), rollouts("a"))) for deed in deeds]
         dropped = asyncio.ensure_future(process.score(task("nothing"), rollouts("a")))
@@ -193,19 +212,108 @@ def test_what_ends_the_process_costs_its_own_group_and_none_that_was_sent_with_i
         for deed, outcome in zip(deeds, found, strict=True):
             if deed == "nothing":
                 assert not isinstance(outcome, BaseException), outcome
-                assert outcome[0].reward == 2.2
+                assert outcome[0][0].reward == 2.2
             else:
                 assert isinstance(outcome, RewardFailure)
 
     with_process(own, body, timeout_seconds=2.0)
 
 
+def test_groups_that_wait_get_more_processes_and_are_scored_side_by_side(own: Path) -> None:
+    """Each of the two holds its process until the other has begun in another: one process could never end them."""
+    (own / "meet.py").write_text(
+        "import os\n"
+        "def reward(completions, do, **columns):\n"
+        "    open(f'{do[0]}.{len(completions)}', 'w').close()\n"
+        "    while not os.path.exists(f'{do[0]}.{3 - len(completions)}'): os.sched_yield()\n"
+        "    return [os.getpid()] * len(completions)\n"
+    )
+
+    async def run() -> None:
+        process = RewardProcesses([f"{own}/meet.py:reward"], 30.0, own / "reward.log", num_processes=2)
+        try:
+            calls = (process.score(task(str(own / "met")), rollouts(*"ab"[:size])) for size in (1, 2))
+            (one, _), (two, _) = await asyncio.gather(*calls)
+            assert {one[0].reward, two[0].reward} == set(process.pids)
+            assert len(process.pids) == 2
+        finally:
+            await process.close()
+
+    asyncio.run(run())
+
+
+def test_quick_groups_stay_in_one_process(own: Path) -> None:
+    async def body(process: RewardProcesses) -> None:
+        await asyncio.gather(*(process.score(task("nothing"), rollouts("a")) for _ in range(50)))
+        assert len(process.pids) == 1
+
+    with_process(own, body, num_processes=4)
+
+
+def test_asynchronous_functions_score_many_groups_at_once_in_one_process(own: Path) -> None:
+    async def body(process: RewardProcesses) -> None:
+        calls = [process.score(task("meet"), rollouts("x" * length)) for length in range(20)]
+        assert [scored[0].reward for scored, _ in await asyncio.gather(*calls)] == [2 * (n + 0.1) for n in range(20)]
+        assert len(process.pids) == 1
+
+    with_process(own, body, function="judged", num_processes=4)
+
+
+def test_an_asynchronous_function_that_waits_too_long_costs_its_own_group_and_no_process(own: Path) -> None:
+    async def body(process: RewardProcesses) -> None:
+        deeds = ["nothing", "sleep", "raise", "nothing"]
+        calls = [process.score(task(deed), rollouts("a")) for deed in deeds]
+        found = await asyncio.gather(*calls, return_exceptions=True)
+        assert [isinstance(one, RewardFailure) for one in found] == [False, True, True, False]
+        assert "longer than 1 s for task 0" in str(found[1])
+        assert "RuntimeError: no" in str(found[2])
+        assert len(process.pids) == 1
+
+    with_process(own, body, timeout_seconds=1.0, function="judged")
+
+
+def test_an_asynchronous_function_that_is_cancelled_from_within_costs_its_own_group(own: Path) -> None:
+    async def body(process: RewardProcesses) -> None:
+        deeds = ["nothing", "cancelled", "cancels", "nothing"]
+        calls = [process.score(task(deed), rollouts("a")) for deed in deeds]
+        found = await asyncio.wait_for(asyncio.gather(*calls, return_exceptions=True), 20.0)
+        assert [isinstance(one, RewardFailure) for one in found] == [False, True, True, False]
+        assert "in judged: asyncio.exceptions.CancelledError: by the judge" in str(found[1])
+        assert len(process.pids) == 1
+
+    with_process(own, body, function="judged")
+
+
+@pytest.mark.parametrize("do", ["exit", "hang"])
+def test_what_ends_a_shared_process_costs_its_own_group_alone(
+    own: Path, do: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reward_process, "CANCEL_SECONDS", 1.0)
+
+    async def body(process: RewardProcesses) -> None:
+        deeds = ["sleep", do, "nothing", "nothing"]
+        calls = [process.score(task(deed), rollouts("a")) for deed in deeds]
+        found = await asyncio.gather(*calls, return_exceptions=True)
+        assert [isinstance(one, RewardFailure) for one in found] == [True, True, False, False]
+        assert "longer than 1 s for task 0" in str(found[0])
+
+    with_process(own, body, timeout_seconds=1.0, function="judged")
+
+
+def test_verl_functions_may_be_asynchronous_too(own: Path) -> None:
+    async def body(process: RewardProcesses) -> None:
+        scored, _ = await process.score(Task(0, "?", {"ground_truth": "b"}), rollouts("a", "bcd"))
+        assert [one.reward for one in scored] == [2.0, 6.0]
+
+    with_process(own, body, function="each")
+
+
 def test_a_function_that_cannot_be_loaded_is_a_user_error(tmp_path: Path) -> None:
     async def run() -> None:
-        process = RewardProcess([f"{tmp_path}/nowhere.py:reward"], [], 60.0, tmp_path / "reward.log")
+        process = RewardProcesses([f"{tmp_path}/nowhere.py:reward"], 60.0, tmp_path / "reward.log")
         with pytest.raises(UserError, match=r"no file .*nowhere.py"):
             await process.start()
-        assert process.pid is None
+        assert process.pids == []
 
     asyncio.run(run())
 
@@ -213,14 +321,14 @@ def test_a_function_that_cannot_be_loaded_is_a_user_error(tmp_path: Path) -> Non
 def test_the_child_ends_with_its_parent_even_while_hanging(own: Path) -> None:
     """Its stdin reaching the end is how it learns that the head was killed."""
     environment = {**os.environ, "PYTHONPATH": pipes.PACKAGE_ROOT}
-    command = [sys.executable, "-m", "echo2.reward.child"]
+    command = [sys.executable, "-m", "echo2.sandbox.child", "echo2.reward.frames:make_handler"]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment) as child:
         assert child.stdin is not None
         assert child.stdout is not None
-        child.stdin.write(pipes.encode({"specs": [f"{own}/own.py:reward"], "weights": []}))
+        child.stdin.write(pipes.encode({"id": 0, "functions": [f"{own}/own.py:reward"], "timeout_seconds": 60.0}))
         child.stdin.flush()
-        assert pipes.read(child.stdout) == {"ready": True}
-        child.stdin.write(pipes.encode(frames.group_message(task("hang"), rollouts("a"))))
+        assert pipes.read(child.stdout) == {"id": 0, "is_async": False}
+        child.stdin.write(pipes.encode({"id": 1, "groups": [frames.group_message(task("hang"), rollouts("a"))]}))
         child.stdin.close()
         try:
             assert child.wait(timeout=30) == 0

@@ -1,6 +1,5 @@
 """Loading the user's reward functions, both styles, and everything they can do wrong."""
 
-import math
 from array import array
 from pathlib import Path
 from typing import Any
@@ -45,7 +44,6 @@ def short(completions, **kw): return [1.0]
 def text(completions, **kw): return ["1.0"] * len(completions)
 def number(completions, **kw): return 1.0
 def nothing(completions, **kw): pass
-async def later(completions, **kw): return [1.0] * len(completions)
 def strange(data): return 1.0
 not_callable = 3
 class Judge:
@@ -67,14 +65,14 @@ def rollouts(*texts: str) -> list[Rollout]:
     ]
 
 
-def rewards(specs: list[str], task: Task, *texts: str, weights: tuple[float, ...] = ()) -> list[float | None]:
-    return [scored.reward for scored in Scorer(specs, weights).score(task, rollouts(*texts))]
+def rewards(entries: list[str], task: Task, *texts: str) -> list[float | None]:
+    return [scored.reward for scored in Scorer(entries).score(task, rollouts(*texts))]
 
 
 def test_trl_style_gets_columns_as_lists(own: str) -> None:
     task = Task(0, "sort", {"answer": "ab", "level": 3})
     assert rewards([f"{own}:trl"], task, "ab", "ba") == [1.0, 0.0]
-    from echo2.plugins import load_named
+    from echo2.sandbox.plugins import load_named
 
     assert load_named(f"{own}:seen") == {
         "level": [3, 3],
@@ -112,11 +110,11 @@ def test_what_a_function_writes_stays_with_the_attempt(own: str) -> None:
 
 def test_package_function_and_callable_object(own: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(Path(own).parent)
-    assert rewards(["own:array_of", "own.py:judge"], Task(0, "x"), "a", weights=(2.0, 4.0)) == [4.0]
+    assert rewards(["2 * own:array_of", "4*own.py:judge"], Task(0, "x"), "a") == [4.0]
 
 
 def test_parts_weights_and_not_applicable(own: str) -> None:
-    scorer = Scorer([f"{own}:sometimes", "exact_match"], (2.0, 0.5))
+    scorer = Scorer([f"2.0 * {own}:sometimes", "0.5 * exact_match"])
     scored = scorer.score(Task(0, "x", {"answer": "b"}), rollouts("a", "b"))
     assert [dict(one.reward_parts) for one in scored] == [{"sometimes": 1.0, "exact_match": 0.0}, {"exact_match": 1.0}]
     assert [one.reward for one in scored] == [2.0, 0.5]
@@ -128,7 +126,8 @@ def test_parts_weights_and_not_applicable(own: str) -> None:
     answers=st.lists(st.sampled_from(["1", "2", "3"]), min_size=1, max_size=8),
 )
 def test_reward_is_the_weighted_sum_of_its_parts(weights: list[float], answers: list[str]) -> None:
-    scored = Scorer(["exact_match", "numeric_match"], weights).score(Task(0, "x", {"answer": "2"}), rollouts(*answers))
+    entries = [f"{weights[0]} * exact_match", f"{weights[1]}*numeric_match"]
+    scored = Scorer(entries).score(Task(0, "x", {"answer": "2"}), rollouts(*answers))
     for one in scored:
         expected = weights[0] * one.reward_parts["exact_match"] + weights[1] * one.reward_parts["numeric_match"]
         assert one.reward == pytest.approx(expected, abs=1e-12)
@@ -146,7 +145,7 @@ def test_reward_is_the_weighted_sum_of_its_parts(weights: list[float], answers: 
         ("text", r"returned '1.0' \(str\) as a score"),
         ("number", "returned 1.0, not a list"),
         ("nothing", "returned None, not a list"),
-        ("none", "returned None for attempt 0"),
+        ("none", "returned None for rollout 0"),
     ],
 )
 def test_a_bad_function_is_named_with_what_it_did(own: str, name: str, said: str) -> None:
@@ -161,8 +160,8 @@ def test_a_bad_function_is_named_with_what_it_did(own: str, name: str, said: str
 def test_a_sum_out_of_range_is_refused(own: str) -> None:
     for weight in (2 * REWARD_MAX, 1e308):
         with pytest.raises(RewardFailure, match=r"adds up to .*; \+-1e\+06 is the most"):
-            rewards([f"{own}:array_of"], Task(0, "x"), "a", weights=(weight,))
-    assert rewards([f"{own}:array_of"], Task(0, "x"), "a", weights=(REWARD_MAX,)) == [REWARD_MAX]
+            rewards([f"{weight} * {own}:array_of"], Task(0, "x"), "a")
+    assert rewards([f"{REWARD_MAX} * {own}:array_of"], Task(0, "x"), "a") == [REWARD_MAX]
 
 
 def test_the_wire_takes_every_reward_that_a_function_may_give() -> None:
@@ -172,7 +171,6 @@ def test_the_wire_takes_every_reward_that_a_function_may_give() -> None:
 @pytest.mark.parametrize(
     ("spec", "said"),
     [
-        (":later", "asynchronous"),
         (":strange", "fits neither style"),
         (":not_callable", "is no function but int"),
         (":jugde", "Did you mean judge"),
@@ -192,17 +190,19 @@ def test_a_module_that_cannot_be_imported(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("specs", "weights", "said"),
+    ("entries", "said"),
     [
-        ([], [], "reward.functions is empty"),
-        (["exact_match"], [1.0, 2.0], "2 reward.weights for 1"),
-        (["exact_match"], [math.nan], "finite"),
-        (["exact_match", "exact_match"], [], "one name"),
+        ([], "reward.functions is empty"),
+        (["much * exact_match"], "a weight and a name"),
+        (["nan * exact_match"], "a weight and a name"),
+        (["* exact_match"], "a weight and a name"),
+        (["2 *"], "There is no reward ''"),
+        (["exact_match", "2 * exact_match"], "one name"),
     ],
 )
-def test_settings_that_cannot_be(specs: list[str], weights: list[float], said: str) -> None:
+def test_settings_that_cannot_be(entries: list[str], said: str) -> None:
     with pytest.raises(UserError, match=said):
-        Scorer(specs, weights)
+        Scorer(entries)
 
 
 def test_scoring_changes_nothing_else() -> None:

@@ -38,24 +38,29 @@ VARIANTS: list[tuple[str, dict[str, Any]]] = [
 @pytest.mark.parametrize("build", [build_compact, build_transformers])
 @pytest.mark.parametrize(("family", "changes"), VARIANTS)
 def test_prefill_and_steps_give_the_logprobs_of_transformers(family: str, changes: dict[str, Any], build: Any) -> None:
-    """Prompts of different lengths, rows repeated and dropped on the way, more steps than the cache first has room
-    for."""
+    """Prompts of different lengths, rows repeated, dropped and joined by others on the way, more steps than the cache
+    first has room for."""
     module = tiny_module(family, **changes)
     model = build(snapshot_of(module), CPU)
     generator = torch.Generator().manual_seed(1)
     prompts = [torch.randint(VOCAB, (length,), generator=generator).tolist() for length in (3, 9, 5)]
     rows = [list(prompts[i]) for i in (0, 0, 1, 2)]
     with torch.inference_mode():
-        cache, logits = model.prefill([array("i", prompt) for prompt in prompts], 4)
-        _assert_same(module, prompts, logits)
+        cache = model.prefill([array("i", prompt) for prompt in prompts])
         cache = cache.select(torch.tensor([0, 0, 1, 2]))
         for step in range(40):
             if step == 20:
                 cache, rows = cache.select(torch.tensor([1, 3])), [rows[1], rows[3]]
+            if step in (25, 30):  # shorter ones, one of them empty; then one that is longer than all
+                others = [[], [4, 5]] if step == 25 else [torch.randint(VOCAB, (44,), generator=generator).tolist()]
+                fresh = model.prefill([array("i", prompt) for prompt in others])
+                assert cache.can_join
+                cache = cache.join(torch.tensor([1]), fresh, torch.arange(len(others)))
+                rows = [rows[1], *others]
             tokens = torch.randint(VOCAB, (len(rows),), generator=generator)
             rows = [[*row, int(token)] for row, token in zip(rows, tokens, strict=True)]
             logits = model.step(cache, tokens)
-            if step in (0, 1, 19, 20, 39):
+            if step in (0, 1, 19, 20, 25, 26, 30, 39):
                 _assert_same(module, rows, logits)
 
 
@@ -78,7 +83,7 @@ def test_bfloat16_weights_are_computed_in_bfloat16_with_float32_logits() -> None
     }
     model = build_compact(Snapshot(snapshot.ref, tensors, snapshot.files), CPU)
     with torch.inference_mode():
-        _, logits = model.prefill([array("i", [3, 4, 5])], 4)
+        logits = model.step(model.prefill([array("i", [3, 4])]), torch.tensor([5]))
     assert logits.dtype is torch.float32
     wanted = hf_logits(half.to(torch.bfloat16), [3, 4, 5])[-1].float()
     assert (logits[0].log_softmax(-1) - wanted.log_softmax(-1)).abs().max() < 0.15  # bfloat16 has 8 bits

@@ -1,204 +1,369 @@
-"""The decode loop, on both torch engines: true logprobs, independence, streaming, swaps, and snapshots that are
-refused."""
+"""The decode loop, on both torch engines: true logprobs, independence of what else runs, joining, aborting, swaps, and
+snapshots that are refused."""
 
 from __future__ import annotations
 
+import asyncio
+import threading
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
-from threading import Thread
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from echo2.errors import InvariantError, PeerError, UserError
+from echo2.devices import nth_device
+from echo2.errors import PeerError, UserError
+from echo2.rollout import decode_loop
 from echo2.rollout.compact import build_compact
-from echo2.rollout.engine import Outcome, RequestFailure, SampleRequest
+from echo2.rollout.decode_loop import DecodeLoop
+from echo2.rollout.engine import OutOfMemoryError, RequestFailure, SampleRequest
 from echo2.rollout.engines import make_engine
-from echo2.rollout.torch_engine import TorchEngine
+from echo2.rollout.fake_engine import FakeDecoder
+from echo2.rollout.torch_engine import TorchDecoder
 from echo2.types import SamplingParams, Snapshot, TensorBytes
-from rollout_cases import END, FAMILIES, VOCAB, hf_logits, request, run, snapshot_of, tiny_module
+from rollout_cases import (
+    END,
+    FAMILIES,
+    VOCAB,
+    Hooked,
+    hf_logits,
+    hooked,
+    load,
+    outcomes,
+    requests,
+    run,
+    snapshot_of,
+    tiny_module,
+    until,
+)
 
 ENGINES = ("compact", "transformers")
 
 
-def loaded(name: str, family: str = "qwen3", swap: Any = "between", version: int = 0) -> Any:
-    engine = make_engine(name, "cpu", swap)
-    engine.load_snapshot(snapshot_of(tiny_module(family), version))
+def loaded(name: str, family: str = "qwen3", version: int = 0, slots: int = 64) -> Any:
+    engine = make_engine(name, "cpu", slots)
+    load(engine, snapshot_of(tiny_module(family), version))
     return engine
+
+
+def tokens_of(completions: Any) -> list[list[int]]:
+    return [completion.tokens.tolist() for completion in completions]
 
 
 @pytest.mark.parametrize("params", [{"temperature": 0.7, "top_k": 9, "top_p": 0.8}, {}, {"temperature": 0.0}])
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("name", ENGINES)
 def test_logprobs_are_those_of_transformers_from_scratch(name: str, family: str, params: dict[str, Any]) -> None:
-    """After sampling, every sequence is run once more through transformers' forward, and its logprobs recomputed."""
+    """After sampling, every sequence is run once more through transformers' forward, and its logprobs recomputed. Five
+    slots for twelve rollouts: most of them join others."""
     module = tiny_module(family)
-    requests = [request(seed, length=3 + 2 * seed, samples=4, max_tokens=20, **params) for seed in range(3)]
-    outcomes = run(loaded(name, family), requests)
+    asked = [one for seed in range(3) for one in requests(seed, 1 + 2 * seed, samples=4, max_tokens=20, **params)]
     seen = set()
-    for index, asked in enumerate(requests):
-        assert len(outcomes[index]) == 4
-        for completion in outcomes[index]:
-            tokens = completion.tokens
-            seen.add(completion.finish)
-            assert (END in tokens) == (completion.finish == "stop")
-            assert END not in tokens[:-1]
-            assert len(tokens) == 20 or completion.finish == "stop"
-            logits = hf_logits(module, [*asked.prompt_tokens, *tokens])[len(asked.prompt_tokens) - 1 : -1]
-            logits = logits / (asked.params.temperature or 1.0)
-            for t, token in enumerate(tokens):
-                support = range(VOCAB)
-                if "top_k" in params:
-                    offsets, ids = completion.support_offsets, completion.support_tokens
-                    assert offsets is not None
-                    assert ids is not None
-                    support = ids[offsets[t] : offsets[t + 1]]
-                    assert len(support) <= 9
-                wanted = logits[t, token] - logits[t, list(support)].logsumexp(0)
-                assert completion.logprobs[t] == pytest.approx(float(wanted), abs=1e-4)
-            if not params.get("temperature", 1.0):
-                assert tokens.tolist() == logits.argmax(-1).tolist()
+    for request, completion in zip(asked, run(loaded(name, family, slots=5), asked), strict=True):
+        tokens, prompt = completion.tokens, request.prompt_tokens
+        seen.add(completion.finish)
+        assert (END in tokens) == (completion.finish == "stop")
+        assert END not in tokens[:-1]
+        assert len(tokens) == 20 or completion.finish == "stop"
+        logits = hf_logits(module, [*prompt, *tokens])[len(prompt) - 1 : -1]
+        logits = logits / (request.params.temperature or 1.0)
+        for t, token in enumerate(tokens):
+            support = range(VOCAB)
+            if "top_k" in params:
+                offsets, ids = completion.support_offsets, completion.support_tokens
+                assert offsets is not None
+                assert ids is not None
+                support = ids[offsets[t] : offsets[t + 1]]
+                assert len(support) <= 9
+            wanted = logits[t, token] - logits[t, list(support)].logsumexp(0)
+            assert completion.logprobs[t] == pytest.approx(float(wanted), abs=1e-4)
+        if not params.get("temperature", 1.0):
+            assert tokens.tolist() == logits.argmax(-1).tolist()
     assert seen <= {"stop", "length"}
 
 
+@pytest.mark.parametrize("slots", [1, 3, 64])
 @pytest.mark.parametrize("name", ENGINES)
-def test_what_else_is_in_the_batch_changes_nothing(name: str) -> None:
-    requests = [request(seed, length=2 + seed % 7, max_tokens=4 + seed) for seed in range(12)]
-    engine = loaded(name)
-    together = run(engine, requests)
+def test_what_else_is_in_the_batch_changes_nothing(name: str, slots: int) -> None:
+    groups = [requests(seed, length=2 + seed % 7, max_tokens=4 + seed) for seed in range(12)]
+    engine = loaded(name, slots=slots)
+    together = run(engine, [request for group in groups for request in group])
     for index in (0, 5, 11):
-        alone = run(engine, [requests[index]])[0]
-        assert [c.tokens for c in alone] == [c.tokens for c in together[index]]
-        for one, other in zip(alone, together[index], strict=True):
+        alone = run(engine, groups[index])
+        for one, other in zip(alone, together[3 * index : 3 * index + 3], strict=True):
+            assert one.tokens == other.tokens
             assert np.allclose(one.logprobs, other.logprobs, atol=1e-5)
-    few = run(engine, [replace(requests[3], num_samples=1)])[0]
-    assert few[0].tokens == together[3][0].tokens
-
-
-@pytest.mark.parametrize("name", ENGINES)
-def test_portions_of_a_group_are_the_attempts_of_the_whole(name: str) -> None:
-    engine, whole = loaded(name), request(3, samples=6, length=4)
-    portions = run(engine, [replace(whole, first_sample=first, num_samples=2) for first in (4, 0, 2)])
-    in_order = (*portions[1], *portions[2], *portions[0])
-    assert [c.tokens for c in in_order] == [c.tokens for c in run(engine, [whole])[0]]
+    assert run(engine, groups[3][2:])[0].tokens == together[11].tokens
 
 
 def test_both_engines_draw_the_same_tokens() -> None:
-    requests = [request(seed, length=2 + seed) for seed in range(4)]
-    compact, transformers = (run(loaded(name), requests) for name in ENGINES)
-    for index in range(4):
-        assert [c.tokens for c in compact[index]] == [c.tokens for c in transformers[index]]
+    asked = [one for seed in range(4) for one in requests(seed, length=2 + seed)]
+    assert tokens_of(run(loaded("compact"), asked)) == tokens_of(run(loaded("transformers"), asked))
 
 
 def test_samples_differ_and_seeds_matter() -> None:
     engine = loaded("compact")
-    first = run(engine, [request(0, samples=8)])[0]
+    first = run(engine, requests(0, samples=8))
     assert len({c.tokens.tobytes() for c in first}) > 4
-    again = run(engine, [replace(request(0, samples=8), seed=1)])[0]
-    assert [c.tokens for c in first] != [c.tokens for c in again]
+    again = run(engine, [replace(one, seed=1) for one in requests(0, samples=8)])
+    assert tokens_of(first) != tokens_of(again)
 
 
-def test_a_group_is_handed_over_when_its_last_sample_ends_not_at_the_end_of_the_batch() -> None:
-    engine = loaded("compact")
-    requests = [request(seed, samples=4, max_tokens=room) for seed, room in enumerate((20, 3, 9, 1))]
-    polls, polls_at_finish = 0, {}
+@settings(max_examples=25, deadline=None)
+@given(data=st.data())
+def test_whenever_requests_come_and_go_the_others_are_what_they_are_alone(data: st.DataObject) -> None:
+    """Requests arrive at any token, some are aborted at any token: every other one is as if it had run alone."""
+    engine = loaded("compact", slots=data.draw(st.integers(1, 6), "slots"))
+    groups = st.tuples(st.integers(0, 9), st.integers(1, 9), st.integers(1, 14))
+    asked = [
+        request
+        for seed, length, max_tokens in data.draw(st.lists(groups, min_size=1, max_size=5), "groups")
+        for request in requests(seed, length, samples=2, max_tokens=max_tokens)
+    ]
+    wanted = {id(request): run(engine, [request])[0].tokens for request in asked}
+    arrivals = data.draw(st.lists(st.integers(0, 20), min_size=len(asked), max_size=len(asked)), "arrivals")
+    aborts = data.draw(st.sets(st.integers(0, len(asked) - 1), max_size=3), "aborts")
 
-    def poll() -> bool:
-        nonlocal polls
-        polls += 1
-        return False
+    async def one(place: int) -> Any:
+        for _ in range(arrivals[place]):
+            await asyncio.sleep(0)
+        future = engine.submit(asked[place])
+        if place in aborts:
+            await asyncio.sleep(0)
+            future.cancel()
+            return None
+        return (await future).tokens
 
-    def finish(index: int, outcome: Outcome) -> None:
-        assert isinstance(outcome, list)
-        # One poll before the prefill, then one after every token.
-        polls_at_finish[index] = (polls, max(len(c.tokens) for c in outcome))
+    async def everything() -> list[Any]:
+        return await asyncio.gather(*map(one, range(len(asked))))
 
-    engine.generate(requests, finish, poll)
-    assert all(at == longest for at, longest in polls_at_finish.values())
-    assert sorted(polls_at_finish) == [0, 1, 2, 3]
-    assert next(iter(polls_at_finish)) == 3  # the shortest first
-    lengths = [longest for _, longest in polls_at_finish.values()]
-    assert lengths == sorted(lengths)
+    found = asyncio.run(everything())
+    assert [tokens for place, tokens in enumerate(found) if place not in aborts] == [
+        wanted[id(request)] for place, request in enumerate(asked) if place not in aborts
+    ]
 
 
-def test_stopping_ends_the_batch_and_the_engine_can_be_used_again() -> None:
-    engine = loaded("compact")
-    finished: list[int] = []
-    engine.generate([request(0, max_tokens=20)], lambda index, _: finished.append(index), lambda: True)
-    assert finished == []
-    assert run(engine, [request(0)])
+def test_a_request_is_answered_when_it_ends_and_others_join_in_its_place() -> None:
+    """Four slots, eight requests: the short ones of the second half end before the long ones of the first."""
+    engine = loaded("compact", slots=4)
+    asked = [requests(seed, samples=1, max_tokens=2 if seed % 2 else 58)[0] for seed in range(8)]
+    order: list[int] = []
+
+    async def one(place: int) -> int:
+        completion = await engine.submit(asked[place])
+        order.append(place)
+        return len(completion.tokens)
+
+    async def everything() -> list[int]:
+        return await asyncio.gather(*map(one, range(8)))
+
+    lengths = asyncio.run(everything())
+    assert sum(length > 20 for length in lengths) >= 2
+    longest = max(range(4), key=lengths.__getitem__)
+    assert all(order.index(place) < order.index(longest) for place in (1, 3, 5, 7))
+
+
+def test_an_aborted_request_leaves_its_slot_at_the_next_token() -> None:
+    steps: list[int] = []
+    go_on = threading.Event()
+
+    def wait_at_the_fifth(step: int) -> None:
+        steps.append(step)
+        if step == 5:
+            go_on.wait()
+
+    engine, _ = hooked("fake", wait_at_the_fifth, snapshot_of(tiny_module("qwen3")), slots=2)
+    long = [replace(requests(0, samples=9, max_tokens=50)[sample]) for sample in range(9)]
+    lengths = [len(completion.tokens) for completion in run(loaded("fake"), long)]
+    first, second, third = (long[place] for place in sorted(range(9), key=lengths.__getitem__)[-3:])
+
+    async def abort_one() -> None:
+        futures = [engine.submit(one) for one in (first, second)]
+        assert engine.free_slots == 0
+        await until(lambda: len(steps) >= 5)
+        futures[0].cancel()
+        waiting = engine.submit(third)
+        go_on.set()
+        completions = [await futures[1], await waiting]
+        assert tokens_of(completions) == tokens_of(run_alone)
+        assert engine.free_slots == 2
+
+    run_alone = run(loaded("fake"), [second, third])
+    asyncio.run(abort_one())
+    assert len(steps) <= 6 + max(lengths)  # else the third would have waited for the second
+
+
+def test_requests_that_run_together_run_alone() -> None:
+    """Whatever is submitted before and after, their batch is the same in every step: bitwise the same logprobs."""
+    engine = loaded("compact", slots=8)
+    unit = [one for seed in range(4) for one in requests(seed, 2 + seed, samples=3, max_tokens=15)]
+    others = requests(7, samples=6, max_tokens=30)
+    alone = run(engine, unit, together=True)
+
+    async def crowded() -> Any:
+        before = [engine.submit(one) for one in others]
+        await asyncio.sleep(0)
+        futures = engine.submit_together(unit)
+        after = [engine.submit(one) for one in others]
+        found = await asyncio.gather(*futures)
+        await asyncio.gather(*before, *after)
+        return found
+
+    for _ in range(3):
+        found = asyncio.run(crowded())
+        assert [one.logprobs.tobytes() for one in found] == [one.logprobs.tobytes() for one in alone]
+        assert tokens_of(found) == tokens_of(alone)
 
 
 @pytest.mark.parametrize("name", ENGINES)
 def test_a_request_that_cannot_be_sampled_fails_alone(name: str) -> None:
-    requests = [
-        request(0, length=64),
-        request(1),
-        SampleRequest(array("i"), 2, 0, SamplingParams()),
-        SampleRequest(array("i", [VOCAB]), 2, 0, SamplingParams()),
-        request(2, length=60, max_tokens=50),
-        request(3, samples=0),
-        request(4, max_tokens=0),
+    asked = [
+        *requests(0, length=64, samples=1),
+        *requests(1, samples=1),
+        SampleRequest(array("i"), 0, 0, SamplingParams()),
+        SampleRequest(array("i", [VOCAB]), 0, 0, SamplingParams()),
+        *requests(2, length=60, samples=1, max_tokens=50),
+        *requests(4, samples=1, max_tokens=0),
     ]
-    outcomes: dict[int, Outcome] = {}
-    loaded(name).generate(requests, lambda i, outcome: outcomes.__setitem__(i, outcome), lambda: False)
-    reasons = {i: o.reason for i, o in outcomes.items() if isinstance(o, RequestFailure)}
-    assert reasons == {0: "prompt_too_long", 2: "engine_failed", 3: "engine_failed", 6: "engine_failed"}
-    near_the_end = outcomes[4]
-    assert isinstance(near_the_end, list)
-    assert max(len(c.tokens) for c in near_the_end) <= 4  # 60 + 4 = the model's context
-    assert outcomes[3 + 2] == []
+    found = outcomes(loaded(name), asked)
+    reasons = {i: o.reason for i, o in enumerate(found) if isinstance(o, RequestFailure)}
+    assert reasons == {0: "prompt_too_long", 2: "engine_failed", 3: "engine_failed", 5: "engine_failed"}
+    near_the_end = found[4]
+    assert not isinstance(near_the_end, RequestFailure)
+    assert len(near_the_end.tokens) <= 4  # 60 + 4 = the model's context
+
+
+def test_what_breaks_the_engine_is_told_to_those_in_it_and_the_engine_goes_on() -> None:
+    def out_of_memory(step: int) -> None:
+        if step == 3:
+            raise RuntimeError("CUDA out of memory")
+
+    engine, _ = hooked("compact", out_of_memory, snapshot_of(tiny_module("qwen3")))
+    long = requests(0, samples=4, max_tokens=40)
+
+    async def broken() -> list[Any]:
+        return await asyncio.gather(*map(engine.submit, long), return_exceptions=True)
+
+    assert any("CUDA out of memory" in str(one) for one in asyncio.run(broken()))
+    assert engine.free_slots == 64
+    assert tokens_of(run(engine, long)) == tokens_of(run(loaded("compact"), long))
+
+
+def test_requests_that_come_as_the_decode_thread_ends_keep_their_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The thread that ends empties the decoder before another can start on it."""
+    monkeypatch.setattr(decode_loop, "LINGER_SECONDS", 0.0)
+    is_joined, is_emptied = threading.Event(), threading.Event()
+    late = requests(1, samples=8, max_tokens=20)
+    elsewhere = ThreadPoolExecutor(1)
+    found: list[Future[list[Any]]] = []
+
+    class Ending(FakeDecoder):
+        def step(self, added: Mapping[int, SampleRequest], dropped: Sequence[int]) -> Any:
+            ended = super().step(added, dropped)
+            if late[0] in added.values():
+                is_joined.set()
+                is_emptied.wait(30)
+            return ended
+
+        def clear(self) -> None:
+            if not found:
+                found.append(elsewhere.submit(run, engine, late))
+                is_joined.wait(0.3)  # it must not; as long as this it may try
+            super().clear()
+            is_emptied.set()
+
+    engine = DecodeLoop(Ending())
+    load(engine, snapshot_of(tiny_module("qwen3")))
+    run(engine, requests(0))
+    assert is_emptied.wait(30)
+    assert len(found[0].result(timeout=30)) == 8
+
+
+def test_closing_aborts_what_is_under_way() -> None:
+    engine = loaded("compact")
+
+    async def close() -> None:
+        futures = [engine.submit(one) for one in requests(0, samples=4, max_tokens=50)]
+        await engine.close()
+        await asyncio.wait(futures)
+        assert any(future.cancelled() for future in futures)
+        with pytest.raises(UserError, match="closed"):
+            engine.submit(requests(0)[0])
+
+    asyncio.run(close())
 
 
 @pytest.mark.parametrize("name", ENGINES)
-def test_a_swap_during_a_generation_takes_effect_at_the_next_token(name: str) -> None:
-    """should_stop is asked once a token, so it is where this test stands between two tokens."""
-    engine = loaded(name, swap="during", version=3)
+def test_a_swap_takes_effect_at_the_next_token(name: str) -> None:
     new_module = tiny_module("qwen3", seed=1)
-    asked = request(0, length=4, samples=6, max_tokens=12)
-    polls = 0
-    outcomes: list[Outcome] = []
-    pauses: list[float] = []
 
-    def swap_after_five_tokens() -> bool:
-        nonlocal polls
-        polls += 1
-        if polls == 6:
-            loader = Thread(target=lambda: pauses.append(engine.load_snapshot(snapshot_of(new_module, 4))))
-            loader.start()
-            loader.join()
-        return False
+    def swap_after_five_tokens(step: int) -> None:
+        if step == 6:
+            decoder.load(snapshot_of(new_module, 4))
 
-    engine.generate([asked], lambda _, outcome: outcomes.append(outcome), swap_after_five_tokens)
-    assert 0 <= pauses[0] < 0.05  # the swap alone: building went on beside the generation
-    assert isinstance(outcomes[0], list)
-    unswapped = run(loaded(name), [asked])[0]
-    assert max(len(c.tokens) for c in outcomes[0]) > 5
-    for completion, old in zip(outcomes[0], unswapped, strict=True):
+    engine, decoder = hooked(name, swap_after_five_tokens, snapshot_of(tiny_module("qwen3"), 3))
+    asked = requests(0, length=4, samples=6, max_tokens=12)
+    found, unswapped = run(engine, asked), run(loaded(name), asked)
+    assert max(len(c.tokens) for c in found) > 5
+    for completion, old in zip(found, unswapped, strict=True):
         wanted = ((0, 3), (5, 4)) if len(completion.tokens) > 5 else ((0, 3),)
         assert completion.version_spans == wanted
         assert completion.tokens[:5] == old.tokens[:5]
-    assert [c.tokens for c in outcomes[0]] != [c.tokens for c in unswapped]
+    assert tokens_of(found) != tokens_of(unswapped)
+    assert engine.installed is not None
     assert engine.installed.version == 4
-    after = run(engine, [asked])[0]
-    fresh = TorchEngine(build_compact, "cpu")
-    fresh.load_snapshot(snapshot_of(new_module, 4))
-    assert [c.tokens for c in after] == [c.tokens for c in run(fresh, [asked])[0]]
+    fresh = DecodeLoop(TorchDecoder(build_compact, "cpu"))
+    load(fresh, snapshot_of(new_module, 4))
+    assert tokens_of(run(engine, asked)) == tokens_of(run(fresh, asked))
 
 
-def test_an_engine_that_swaps_between_generations_says_so() -> None:
-    engine = loaded("compact")
+def test_new_weights_come_while_requests_run_and_only_an_idle_engine_pauses() -> None:
+    """Half of the tokens are sampled while the new policy is being built: nobody waits for that."""
+    building, built = threading.Event(), threading.Event()
 
-    def swap() -> bool:
-        engine.load_snapshot(snapshot_of(tiny_module("qwen3"), 1))
-        return False
+    def build(snapshot: Snapshot, device: torch.device) -> Any:
+        if snapshot.ref.version:
+            building.set()
+            assert built.wait(30)
+        return build_compact(snapshot, device)
 
-    with pytest.raises(InvariantError, match="between"):
-        engine.generate([request(0)], lambda _i, _o: None, swap)
-    assert engine.load_snapshot(snapshot_of(tiny_module("qwen3"), 1)) > 0
+    engine = DecodeLoop(Hooked(TorchDecoder(build, "cpu"), lambda step: step < 10 or built.set()))
+    assert load(engine, snapshot_of(tiny_module("qwen3"), 0)) > 0
+    asked = requests(0, samples=8, max_tokens=58)
+
+    async def swap() -> tuple[float, Any]:
+        futures = [engine.submit(one) for one in asked]
+        pause = await engine.update_weights(snapshot_of(tiny_module("qwen3", seed=1), 1))
+        return pause, await asyncio.gather(*futures)
+
+    pause, found = asyncio.run(swap())
+    assert pause == 0.0
+    assert all(completion.version_spans[0] == (0, 0) for completion in found)
+    assert engine.installed is not None
+    assert engine.installed.version == 1
+
+
+@pytest.mark.parametrize("error", [MemoryError(), torch.OutOfMemoryError("CUDA out of memory. Tried to allocate")])
+def test_no_room_for_a_second_policy_leaves_the_first(error: Exception) -> None:
+    def build(snapshot: Snapshot, device: torch.device) -> Any:
+        if snapshot.ref.version == 1:
+            raise error
+        return build_compact(snapshot, device)
+
+    engine = DecodeLoop(TorchDecoder(build, "cpu"))
+    load(engine, snapshot_of(tiny_module("qwen3"), 0))
+    before = run(engine, requests(0))
+    with pytest.raises(OutOfMemoryError, match="no room"):
+        load(engine, snapshot_of(tiny_module("qwen3", seed=3), 1))
+    assert run(engine, requests(0)) == before
+    load(engine, snapshot_of(tiny_module("qwen3", seed=3), 2))
+    assert run(engine, requests(0)) != before
 
 
 def broken(snapshot: Snapshot, change: Callable[[dict[str, TensorBytes]], object]) -> Snapshot:
@@ -227,22 +392,22 @@ TORN: list[Callable[[dict[str, TensorBytes]], object]] = [
 @pytest.mark.parametrize("name", ENGINES)
 def test_a_torn_snapshot_is_refused_and_the_old_weights_stay(name: str, change: Any) -> None:
     engine = loaded(name, version=1)
-    before = run(engine, [request(0)])[0]
+    before = run(engine, requests(0))
     with pytest.raises(PeerError):
-        engine.load_snapshot(broken(snapshot_of(tiny_module("qwen3", seed=5), 2), change))
+        load(engine, broken(snapshot_of(tiny_module("qwen3", seed=5), 2), change))
     assert engine.installed.version == 1
-    assert [c.tokens for c in run(engine, [request(0)])[0]] == [c.tokens for c in before]
+    assert tokens_of(run(engine, requests(0))) == tokens_of(before)
 
 
 @pytest.mark.parametrize("name", ENGINES)
 def test_another_architecture_is_refused_and_so_is_a_config_that_is_not_json(name: str) -> None:
     engine = loaded(name)
     with pytest.raises(PeerError, match="another architecture"):
-        engine.load_snapshot(snapshot_of(tiny_module("qwen3", intermediate_size=40), 1))
+        load(engine, snapshot_of(tiny_module("qwen3", intermediate_size=40), 1))
     for config in (b"{", b"[]"):
         torn = replace(snapshot_of(tiny_module("qwen3"), 1), files={"config.json": config})
         with pytest.raises(PeerError):
-            engine.load_snapshot(torn)
+            load(engine, torn)
     assert engine.installed.version == 0
 
 
@@ -250,13 +415,20 @@ def test_a_tied_model_may_carry_its_head_twice() -> None:
     snapshot = snapshot_of(tiny_module("qwen3"))
     tensors = {**snapshot.tensors, "lm_head.weight": snapshot.tensors["model.embed_tokens.weight"]}
     for name in ENGINES:
-        make_engine(name, "cpu").load_snapshot(replace(snapshot, tensors=tensors))
+        load(make_engine(name, "cpu"), replace(snapshot, tensors=tensors))
 
 
 def test_an_unknown_architecture_names_the_engine_that_may_know_it() -> None:
     snapshot = replace(snapshot_of(tiny_module("qwen3")), files={"config.json": b'{"model_type": "gpt2"}'})
     with pytest.raises(UserError, match=r"gpt2.*transformers"):
-        make_engine("compact", "cpu").load_snapshot(snapshot)
+        load(make_engine("compact", "cpu"), snapshot)
+
+
+def test_processes_of_one_machine_share_its_gpus_in_turn() -> None:
+    names = ["auto", *(f"auto:{number}" for number in range(1, 4))]
+    assert [nth_device(name, 3) for name in names] == ["cuda:0", "cuda:1", "cuda:2", "cuda:0"]
+    assert {nth_device(name, 0) for name in names} == {"cpu"}
+    assert [nth_device(name, 2) for name in ("cuda:5", "cpu", "auto:x")] == ["cuda:5", "cpu", "auto:x"]
 
 
 @pytest.mark.parametrize(("name", "device"), [("vllm", "cpu"), ("compact", "cuda:99"), ("compact", "gpu")])
@@ -267,8 +439,8 @@ def test_unknown_engines_and_devices_are_named(name: str, device: str) -> None:
 
 def test_an_empty_engine_says_what_to_do() -> None:
     for name in (*ENGINES, "fake"):
-        with pytest.raises(UserError, match="load a snapshot"):
-            run(make_engine(name, "cpu"), [request(0)])
+        with pytest.raises(UserError, match="update its weights"):
+            run(make_engine(name, "cpu"), requests(0))
 
 
 def test_gpt2_runs_on_the_transformers_engine() -> None:
@@ -278,13 +450,12 @@ def test_gpt2_runs_on_the_transformers_engine() -> None:
     torch.manual_seed(0)
     sizes = {"n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 16, "initializer_range": 0.3}
     module: Any = GPT2LMHeadModel(GPT2Config(vocab_size=VOCAB, bos_token_id=None, eos_token_id=END, **sizes)).eval()
-    engine = make_engine("transformers", "cpu")
-    engine.load_snapshot(snapshot_of(module))
-    requests = [request(seed, length=2 + 6 * seed, max_tokens=14) for seed in range(3)]
-    for index, completions in run(engine, requests).items():
-        for completion in completions:
-            prompt = requests[index].prompt_tokens
-            assert len(prompt) + len(completion.tokens) <= 16
-            logits = hf_logits(module, [*prompt, *completion.tokens])[len(prompt) - 1 : -1].log_softmax(-1)
-            wanted = logits.gather(1, torch.tensor(completion.tokens.tolist())[:, None])[:, 0]
-            assert np.allclose(completion.logprobs, wanted.numpy(), atol=1e-4)
+    engine = make_engine("transformers", "cpu", 4)
+    load(engine, snapshot_of(module))
+    asked = [one for seed in range(3) for one in requests(seed, length=2 + 6 * seed, max_tokens=14)]
+    for request, completion in zip(asked, run(engine, asked), strict=True):
+        prompt = request.prompt_tokens
+        assert len(prompt) + len(completion.tokens) <= 16
+        logits = hf_logits(module, [*prompt, *completion.tokens])[len(prompt) - 1 : -1].log_softmax(-1)
+        wanted = logits.gather(1, torch.tensor(completion.tokens.tolist())[:, None])[:, 0]
+        assert np.allclose(completion.logprobs, wanted.numpy(), atol=1e-4)

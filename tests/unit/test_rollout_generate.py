@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from array import array
 from dataclasses import replace
 from itertools import count
@@ -10,12 +11,22 @@ from typing import Any
 import pytest
 
 from echo2.errors import PeerError, UserError
-from echo2.rollout.engine import RequestFailure
+from echo2.rollout.engine import RequestFailure, SampleRequest
 from echo2.rollout.engines import make_engine
-from echo2.rollout.generate import sample_groups
+from echo2.rollout.generate import in_lockstep, sample_group, sample_groups
 from echo2.rollout.tokenizer import decoded, encode_prompt, load_tokenizer, with_texts
-from echo2.types import Assignment, GroupRef, Lease, Message, RolloutGroup, SamplingParams, Task
-from rollout_cases import END, assigned, request, run, snapshot_of, tiny_module, tokenizer_files
+from echo2.types import (
+    RUN_POLICY,
+    Assignment,
+    GroupRef,
+    Lease,
+    Message,
+    RolloutGroup,
+    SamplingParams,
+    SnapshotRef,
+    Task,
+)
+from rollout_cases import END, assigned, hooked, load, requests, run, snapshot_of, tiny_module, tokenizer_files, until
 
 TEMPLATE = (
     b"{% for m in messages %}{% if m.role == 'bad' %}{{ raise_exception('no such role') }}{% endif %}"
@@ -28,32 +39,32 @@ def task(cursor: int, prompt: Any = "53=") -> Task:
 
 
 def assignment(number: int, prompt: Any = "53=", samples: int = 3, max_tokens: int = 6, seed: int = 11) -> Assignment:
-    group = GroupRef("train", number)
+    group = GroupRef(RUN_POLICY, "train", number)
     lease = Lease(number + 100, group, 7, number + 50, samples, 4, None, 99.0, 30.0, seed)
     return assigned(lease, task(number + 50, prompt), SamplingParams(max_tokens=max_tokens))
 
 
 def engine_and_tokenizer() -> Any:
     snapshot = snapshot_of(tiny_module("qwen3"), version=5, lineage=2)
-    engine = make_engine("compact", "cpu", "during")
-    engine.load_snapshot(snapshot)
+    engine = make_engine("compact", "cpu")
+    load(engine, snapshot)
     return engine, load_tokenizer(snapshot.files)
 
 
-def collect(engine: Any, tokenizer: Any, assignments: list[Assignment], **options: Any) -> Any:
+def collect(engine: Any, tokenizer: Any, assignments: list[Assignment]) -> Any:
     groups: dict[int, RolloutGroup] = {}
     failures: dict[int, RequestFailure] = {}
     ticks = count()
-    options = {"lineage": 2, "clock": lambda: float(next(ticks))} | options
-    sample_groups(
+    sampling = sample_groups(
         engine,
         tokenizer,
         assignments,
         worker_id="w1",
         on_group=lambda group, lease: groups.__setitem__(lease.lease_id, group),
         on_failed=lambda lease, failure: failures.__setitem__(lease.lease_id, failure),
-        **options,
+        clock=lambda: float(next(ticks)),
     )
+    asyncio.run(sampling)
     return groups, failures
 
 
@@ -62,17 +73,14 @@ def test_a_group_is_the_completions_of_its_lease() -> None:
     groups, failures = collect(engine, tokenizer, [assignment(0, "53="), assignment(1, "9876=", samples=2, seed=12)])
     assert failures == {}
     group = groups[101]
-    assert (group.group, group.step, group.lineage, group.cursor) == (GroupRef("train", 1), 7, 2, 51)
+    assert (group.group, group.step, group.lineage, group.cursor) == (GroupRef(RUN_POLICY, "train", 1), 7, 2, 51)
     assert group.worker_id == "w1"
     assert group.generate_seconds > 0
     assert group.prompt_tokens == array("i", [11, 10, 9, 8, 28])
     assert not group.is_scored
     assert {rollout.text for rollout in group.rollouts} == {""}
-    asked = request(0)
-    same = replace(
-        asked, prompt_tokens=group.prompt_tokens, num_samples=2, seed=12, params=SamplingParams(max_tokens=6)
-    )
-    completions = run(engine, [same])[0]
+    params = SamplingParams(max_tokens=6)
+    completions = run(engine, [SampleRequest(group.prompt_tokens, 12, sample, params) for sample in range(2)])
     for rollout, completion in zip(with_texts(group.rollouts, tokenizer), completions, strict=True):
         assert rollout.tokens == completion.tokens
         assert rollout.logprobs.tolist() == pytest.approx(completion.logprobs.tolist(), abs=1e-5)
@@ -98,25 +106,75 @@ def test_a_prompt_of_chat_messages_needs_a_chat_template() -> None:
         encode_prompt(task(3, (Message("user", "x"),)), load_tokenizer(tokenizer_files()))
 
 
-def test_a_group_that_outlived_its_lineage_is_given_up() -> None:
-    engine, tokenizer = engine_and_tokenizer()
-    polls = count()
+@pytest.mark.parametrize("later", [SnapshotRef(RUN_POLICY, 3, 4), SnapshotRef("another", 2, 6)])
+def test_a_group_that_outlived_its_lineage_or_policy_is_given_up(later: SnapshotRef) -> None:
+    def other_weights_after_two_tokens(step: int) -> None:
+        if step == 3:
+            decoder.load(replace(snapshot_of(tiny_module("qwen3", seed=1), version=4), ref=later))
 
-    def new_lineage_after_two_tokens() -> bool:
-        if next(polls) == 2:
-            engine.load_snapshot(snapshot_of(tiny_module("qwen3", seed=1), version=4, lineage=3))
-        return False
-
-    assignments = [assignment(0, max_tokens=1), assignment(1, samples=8, max_tokens=12)]
-    groups, failures = collect(engine, tokenizer, assignments, should_stop=new_lineage_after_two_tokens)
-    assert list(groups) == [100]
+    snapshot = snapshot_of(tiny_module("qwen3"), version=5, lineage=2)
+    engine, decoder = hooked("compact", other_weights_after_two_tokens, snapshot)
+    _, failures = collect(engine, load_tokenizer(snapshot.files), [assignment(1, samples=8, max_tokens=12)])
     assert failures[101].reason == "snapshot_gone"
 
 
-def test_stopping_leaves_the_rest_unanswered() -> None:
+def test_cancelling_a_group_aborts_its_rollouts() -> None:
     engine, tokenizer = engine_and_tokenizer()
-    assert collect(engine, tokenizer, [assignment(0)], should_stop=lambda: True) == ({}, {})
+
+    async def cancelled() -> None:
+        group = asyncio.ensure_future(sample_group(engine, tokenizer, assignment(0, max_tokens=60), "w1"))
+        await asyncio.sleep(0)  # the group begins
+        await asyncio.sleep(0)  # its rollouts are submitted
+        assert engine.free_slots == 61
+        group.cancel()
+        await asyncio.wait([group])
+        await until(lambda: engine.free_slots == 64)  # at the next token
+        assert group.cancelled()
+
+    asyncio.run(asyncio.wait_for(cancelled(), 60.0))
     assert collect(engine, tokenizer, []) == ({}, {})
+
+
+@pytest.mark.parametrize("name", ["compact", "fake"])
+def test_in_lockstep_the_same_leases_give_the_same_bits_whatever_else_there_is(name: str) -> None:
+    snapshot = snapshot_of(tiny_module("qwen3"), version=5, lineage=2)
+    engine, tokenizer = make_engine(name, "cpu"), load_tokenizer(snapshot.files)
+    load(engine, snapshot)
+    unit = [assignment(number, "53="[number:], samples=4, max_tokens=9, seed=number) for number in range(3)]
+    unit = [*unit, assignment(4, "1" * 64)]  # it can't be sampled, and nobody waits for it
+
+    async def sampled(order: list[int], others: int) -> dict[int, Any]:
+        lockstep = in_lockstep(engine, unit)
+        beside = [engine.submit(one) for one in requests(9, samples=others, max_tokens=30)]
+        groups = [sample_group(lockstep, tokenizer, unit[at], "w1", on_rollout=lockstep.leave) for at in order]
+        found = dict(zip(order, await asyncio.gather(*groups), strict=True))
+        await asyncio.gather(*beside)
+        return found
+
+    first = asyncio.run(sampled([0, 1, 2, 3], 0))
+    assert isinstance(first[3], RequestFailure)
+    for order, others in (([3, 2, 1, 0], 5), ([1, 0, 3, 2], 1)):
+        again = asyncio.run(sampled(order, others))
+        assert again == first  # the logprobs too, to the last bit
+
+
+def test_in_lockstep_the_others_go_on_where_one_group_is_cancelled() -> None:
+    engine, tokenizer = engine_and_tokenizer()
+    unit = [assignment(number, samples=4, max_tokens=20, seed=number) for number in range(2)]
+
+    async def sampled(cancel: bool) -> Any:
+        lockstep = in_lockstep(engine, unit)
+        groups = [
+            asyncio.ensure_future(sample_group(lockstep, tokenizer, one, "w1", on_rollout=lockstep.leave))
+            for one in unit
+        ]
+        for _ in range(3):
+            await asyncio.sleep(0)
+        if cancel:
+            groups[0].cancel()
+        return await groups[1]
+
+    assert asyncio.run(asyncio.wait_for(sampled(True), 60.0)) == asyncio.run(sampled(False))
 
 
 def test_chat_messages_go_through_the_template_with_the_assistants_turn_opened() -> None:

@@ -1,7 +1,8 @@
-"""Logged attempts become rollouts: their tokens, their behaviour logprobs, and never a policy's age."""
+"""Logged rollouts become rollouts: their tokens, their behaviour logprobs, and never a policy's age."""
 
 from __future__ import annotations
 
+import asyncio
 import math
 from array import array
 from dataclasses import replace
@@ -10,9 +11,9 @@ from typing import Any
 import pytest
 import torch
 
-from echo2.learner.batch import TrainedGroup, collate
-from echo2.learner.step_meter import StepMeter
-from echo2.learner.trainer import Trainer, TrainerOptions
+from echo2.learner.batch import collate
+from echo2.learner.grpo.client import GrpoClient
+from echo2.learner.grpo.step_meter import StepMeter
 from echo2.reward.score import Scorer
 from echo2.rollout.engine import RequestFailure
 from echo2.rollout.engines import make_engine
@@ -20,36 +21,31 @@ from echo2.rollout.generate import sample_groups
 from echo2.rollout.replay import LEAST_LOGPROB, logged_rollouts
 from echo2.rollout.tokenizer import load_tokenizer
 from echo2.transport import limits, messages
-from echo2.types import Assignment, GroupRef, Lease, RolloutGroup, SamplingParams, Task
-from learner_cases import tiny_policy
-from rollout_cases import END, assigned, snapshot_of, tiny_module, tokenizer_files
+from echo2.types import RUN_POLICY, Assignment, GroupRef, Lease, RolloutGroup, SamplingParams, Task
+from learner_cases import config_of, data_of, tiny_policy
+from rollout_cases import END, assigned, load, snapshot_of, tiny_module
 
 ANSWERS = {"ab": 6, "ac": 3, "d": 3}  # tokens 12 13, 12 14, 15 and the end token behind each
 
 
 def logged(*texts: str, **more: Any) -> dict[str, Any]:
-    return {"attempts": [{"completion": text, "reward": i / 4, **more} for i, text in enumerate(texts)]}
+    return {"rollouts": [{"completion": text, "reward": i / 4, **more} for i, text in enumerate(texts)]}
 
 
 def assignment(column: Any, samples: int = 2, max_tokens: int = 6, prompt: str = "53=") -> Assignment:
-    lease = Lease(7, GroupRef("train", 3), 7, 9, samples, 4, None, 99.0, 30.0, 11)
-    return assigned(lease, Task(9, prompt, {"logged_attempts": column}), SamplingParams(max_tokens=max_tokens))
+    lease = Lease(7, GroupRef(RUN_POLICY, "train", 3), 7, 9, samples, 4, None, 99.0, 30.0, 11)
+    return assigned(lease, Task(9, prompt, {"logged_rollouts": column}), SamplingParams(max_tokens=max_tokens))
 
 
 def replayed(*assignments: Assignment, engine_name: str = "fake") -> list[RolloutGroup | RequestFailure]:
     snapshot = snapshot_of(tiny_module("qwen3"), version=5, lineage=2)
     engine = make_engine(engine_name, "cpu")
-    engine.load_snapshot(snapshot)
+    load(engine, snapshot)
     found: list[RolloutGroup | RequestFailure] = []
     tokenizer = load_tokenizer(snapshot.files)
-    sample_groups(
-        engine,
-        tokenizer,
-        assignments,
-        2,
-        "w1",
-        lambda group, lease: found.append(group),
-        lambda lease, failure: found.append(failure),
+    put_group: Any = lambda group, lease: found.append(group)  # noqa: E731
+    asyncio.run(
+        sample_groups(engine, tokenizer, assignments, "w1", put_group, lambda lease, failure: found.append(failure))
     )
     return found
 
@@ -61,7 +57,7 @@ def group_of(column: Any, **options: Any) -> RolloutGroup:
 
 
 @pytest.mark.parametrize("engine_name", ["fake", "compact"])
-def test_a_group_is_the_logged_attempts_in_their_order(engine_name: str) -> None:
+def test_a_group_is_the_logged_rollouts_in_their_order(engine_name: str) -> None:
     (group,) = replayed(assignment(logged("ab", "d") | {"answers": ANSWERS}), engine_name=engine_name)
     assert isinstance(group, RolloutGroup)
     assert group.logged
@@ -70,8 +66,9 @@ def test_a_group_is_the_logged_attempts_in_their_order(engine_name: str) -> None
     assert [rollout.text for rollout in group.rollouts] == ["ab", "d"]
     assert {rollout.finish for rollout in group.rollouts} == {"stop"}
     assert {rollout.version_spans for rollout in group.rollouts} == {((0, 5),)}
-    assert messages.decode_group(messages.encode_group(group)) == group
-    scored = Scorer(["logged"]).score(Task(9, "", {"logged_attempts": logged("ab", "d")}), group.rollouts)
+    silent = tuple(replace(rollout, text="") for rollout in group.rollouts)  # text does not travel
+    assert messages.decode_group(messages.encode_group(group)) == replace(group, rollouts=silent)
+    scored = Scorer(["logged"]).score(Task(9, "", {"logged_rollouts": logged("ab", "d")}), group.rollouts)
     assert [rollout.reward for rollout in scored] == [0.0, 0.25]
 
 
@@ -97,8 +94,8 @@ def test_a_whole_answers_probability_goes_to_the_tokens_that_were_chosen() -> No
 
 
 def test_an_engines_own_log_is_taken_as_it_is() -> None:
-    attempts = [{"tokens": tokens, "logprobs": [-0.5, -0.25], "reward": 1} for tokens in ([12, 13], [12, END])]
-    group = group_of({"attempts": attempts})
+    rollouts = [{"tokens": tokens, "logprobs": [-0.5, -0.25], "reward": 1} for tokens in ([12, 13], [12, END])]
+    group = group_of({"rollouts": rollouts})
     assert [rollout.logprobs.tolist() for rollout in group.rollouts] == [[-0.5, -0.25]] * 2
     assert [(rollout.text, rollout.finish) for rollout in group.rollouts] == [("ab", "length"), ("a", "stop")]
 
@@ -106,15 +103,15 @@ def test_an_engines_own_log_is_taken_as_it_is() -> None:
 @pytest.mark.parametrize(
     ("column", "options", "said"),
     [
-        (logged("ab", "d", "d"), {}, "3 logged attempts, and 2 are asked for"),
+        (logged("ab", "d", "d"), {}, "3 logged rollouts, and 2 are asked for"),
         (logged("ab"), {"samples": 1, "max_tokens": 2}, "3 tokens; sampling.max_tokens is 2"),
         (logged("ab" * 40), {"samples": 1, "max_tokens": 99}, "context is 64"),
-        ({"attempts": [{"tokens": [99], "logprobs": [0.0], "reward": 0}]}, {"samples": 1}, "token 99"),
+        ({"rollouts": [{"tokens": [99], "logprobs": [0.0], "reward": 0}]}, {"samples": 1}, "token 99"),
         ([1, 2], {}, "is kept for logs"),
-        ({"attempts": [{"reward": 0}]}, {"samples": 1}, "is not what"),
-        ({"attempts": [{"tokens": [1], "logprobs": ["x"], "reward": 0}]}, {"samples": 1}, "is not what"),
-        ({"attempts": [{"tokens": [1 << 40], "logprobs": [0.0], "reward": 0}]}, {"samples": 1}, "token 1099511627776"),
-        ({"attempts": [{"completion": 3, "tokens": [1], "logprobs": [0.0], "reward": 0}]}, {"samples": 1}, "be text"),
+        ({"rollouts": [{"reward": 0}]}, {"samples": 1}, "is not what"),
+        ({"rollouts": [{"tokens": [1], "logprobs": ["x"], "reward": 0}]}, {"samples": 1}, "is not what"),
+        ({"rollouts": [{"tokens": [1 << 40], "logprobs": [0.0], "reward": 0}]}, {"samples": 1}, "token 1099511627776"),
+        ({"rollouts": [{"completion": 3, "tokens": [1], "logprobs": [0.0], "reward": 0}]}, {"samples": 1}, "be text"),
     ],
 )
 def test_what_cannot_be_trained_on_fails_its_own_lease(column: Any, options: Any, said: str) -> None:
@@ -131,16 +128,6 @@ def test_logged_and_sampled_tasks_share_a_batch() -> None:
     assert sorted(group.logged for group in groups if isinstance(group, RolloutGroup)) == [False, True]
 
 
-def test_nothing_is_replayed_once_the_batch_is_cancelled() -> None:
-    engine = make_engine("fake")
-    engine.load_snapshot(snapshot_of(tiny_module("qwen3")))
-    calls: list[Any] = []
-    tokenizer = load_tokenizer(dict(tokenizer_files()))
-    both = [assignment(logged("ab", "d"))] * 2
-    sample_groups(engine, tokenizer, both, 1, "w", lambda *a: calls.append(a), lambda *a: calls.append(a), lambda: True)
-    assert not calls
-
-
 # ---- at the learner --------------------------------------------------------------------------------------------------
 
 
@@ -154,17 +141,16 @@ def test_a_logged_token_has_no_lag() -> None:
     for is_logged, lag in ((True, -1), (False, 3)):
         group = scored_group(is_logged)
         for layout in ("plain", "shared"):
-            part = TrainedGroup(group.prompt_tokens, group.rollouts, (-0.5, 0.5), 8, ("w", "w"), is_logged)
-            batch = collate([part], layout, 0.01)  # type: ignore[arg-type]
+            batch = collate(data_of(group, version=8), layout, 0.01)  # type: ignore[arg-type]
             assert set(batch.loss_tokens.lag_n.tolist()) == {lag}
 
 
 def test_a_logged_group_is_measured_apart_and_never_counts_as_on_policy() -> None:
-    trainer = Trainer(tiny_policy(), TrainerOptions(lr=1e-3))
+    trainer = GrpoClient(tiny_policy(), config_of(lr=1e-3))
     trainer.version = 5
     rows = []
     for kinds in ((True,), (True, False), (False,)):
-        meter = StepMeter(trainer.version, 9, in_order=False)
+        meter = StepMeter(trainer.version, config_of(max_staleness=9))
         for is_logged in kinds:
             group = scored_group(is_logged)
             group = replace(group, step=trainer.version)
@@ -199,8 +185,8 @@ def test_with_estimated_probabilities_a_log_has_the_gradient_of_the_policys_own_
     prompt = array("i", [3, 7, 5])
     scored = tuple(replace(rollout, reward=worth[rollout.text]) for rollout in rollouts)
     policy = tiny_policy()
-    trainer = Trainer(policy, TrainerOptions(loss="tis", loss_params={"cap": 1e9}))
-    trainer.forward_backward([RolloutGroup(GroupRef("train", 0), 0, 1, 0, prompt, scored, logged=True)])
+    trainer = GrpoClient(policy, config_of(loss="tis", loss_params={"cap": 1e9}))
+    trainer.forward_backward([RolloutGroup(GroupRef(RUN_POLICY, "train", 0), 0, 1, 0, prompt, scored, logged=True)])
     found = {name: parameter.grad.clone() for name, parameter in policy.module.named_parameters()}
     policy.module.zero_grad()
     chances = policy.module(input_ids=torch.tensor([prompt.tolist()])).logits[0, -1].softmax(dim=-1)

@@ -1,8 +1,9 @@
-"""The head goes through an attempt in an environment by itself: honest ones come out the same, and no other does."""
+"""The head goes through a rollout in an environment by itself: honest ones come out the same, and no other does."""
 
 from __future__ import annotations
 
 import asyncio
+import json
 import random
 from array import array
 from collections.abc import Mapping
@@ -21,10 +22,10 @@ from echo2.rollout.retrace import TurnRules, retrace
 from echo2.rollout.tokenizer import load_tokenizer, tokens_with
 from echo2.rollout.turns import ENVIRONMENT_SAMPLE, derived_seed
 from echo2.transport import messages
-from echo2.types import GroupRef, Lease, Message, Reply, Rollout, RolloutGroup, SamplingParams, Task
+from echo2.types import RUN_POLICY, GroupRef, Lease, Message, Reply, Rollout, RolloutGroup, SamplingParams, Task
 from head_cases import OpenHead, delivery, rows, sample, until
 from head_cases import settings as head_settings
-from rollout_cases import END, assigned, snapshot_of, tiny_module, tokenizer_files
+from rollout_cases import END, Beside, assigned, load, snapshot_of, tiny_module, tokenizer_files
 
 TEMPLATE = (
     b"{% for m in messages %}{{ 'h' if m.role == 'user' else 'a' }}={{ m.content }}<eos>{% endfor %}"
@@ -60,21 +61,21 @@ class Whimsical:
 
 
 def played(whim: int, engine_name: str = "fake") -> tuple[TurnRules, RolloutGroup, Lease]:
-    """A group of attempts as a worker makes it, and the rules by which it did."""
+    """A group of rollouts as a worker makes it, and the rules by which it did."""
     rng = random.Random(whim)
     max_turns, max_tokens, is_chat = rng.randint(1, 6), rng.choice([1, 2, 10, 60, 200]), rng.random() < 0.5
     snapshot = snapshot_of(tiny_module("qwen3"), version=5, lineage=2)
     engine = make_engine(engine_name, "cpu")
-    engine.load_snapshot(snapshot)
+    load(engine, snapshot)
     tokenizer = load_tokenizer(tokenizer_files() | {"chat_template.jinja": TEMPLATE})
     world = Whimsical(whim)
-    lease = Lease(1, GroupRef("train", 1), 7, 1, 3, 4, None, 99.0, 30.0, whim)
+    lease = Lease(1, GroupRef(RUN_POLICY, "train", 1), 7, 1, 3, 4, None, 99.0, 30.0, whim)
     prompt: Any = (Message("user", "53"),) if is_chat else "53="
     params = SamplingParams(max_tokens=max_tokens)
     asked = assigned(lease, Task(1, prompt), params, "whimsical", max_turns, tokenizer)
     found: list[Any] = []
     take = [lambda group, lease: found.append(group), lambda lease, failure: found.append(failure)]
-    sample_groups(engine, tokenizer, [asked], 2, "w1", *take, worlds={"whimsical": world})
+    asyncio.run(sample_groups(engine, tokenizer, [asked], "w1", *take, environments={"whimsical": Beside(world)}))
     assert isinstance(found[0], RolloutGroup), found
     stops = tokens_with(tokenizer, world.stop) if world.stop else frozenset[int]()
     rules = TurnRules(tokenizer, stops | {END}, world.stop, is_chat, max_turns, max_tokens, CONTEXT)
@@ -112,7 +113,7 @@ def cut(rollout: Rollout, length: int) -> Rollout:
 
 
 def forgeries(rollout: Rollout, rng: random.Random) -> list[Rollout]:
-    """The environment's words changed, cut and claimed; the attempt ended early; its end called another."""
+    """The environment's words changed, cut and claimed; the rollout ended early; its end called another."""
     found = [replace(rollout, finish="length" if rollout.finish == "stop" else "stop")]
     theirs = [at for at, is_mine in enumerate(rollout.loss_mask) if not is_mine]
     if theirs:
@@ -135,7 +136,7 @@ def test_no_other_attempt_does(whim: int) -> None:
     rng = random.Random(whim)
     for place, rollout in enumerate(group.rollouts):
         for forged in forgeries(rollout, rng):
-            with pytest.raises(PeerError, match="an attempt in an environment"):
+            with pytest.raises(PeerError, match="a rollout in an environment"):
                 gone_through(whim, rules, group, lease, place, forged)
 
 
@@ -192,7 +193,8 @@ def test_the_head_gives_the_environments_rewards_itself(tmp_path: Path) -> None:
             assert replies[0][0], replies
             await until(lambda: open_head.fed)
             assert [rollout.reward for rollout in open_head.fed[0].rollouts] == [3.0, 3.0, 3.0, 1.0]
-            assert open_head.fed[0].rollouts[0].text == "53=357="
+            (line,) = (open_head.head.rundir.rollouts / "step_1.jsonl").read_text().splitlines()
+            assert json.loads(line)["rollouts"][0]["text"] == "53=357="
 
     asyncio.run(asyncio.wait_for(scenario(), 60.0))
 
@@ -214,7 +216,7 @@ def test_what_the_environment_did_not_say_is_refused(tmp_path: Path, lie: Any, d
         async with parrot(tmp_path) as open_head, playing(open_head, tmp_path) as leases:
             await until(lambda: leases)
             ((accepted, reason),) = await open_head.deliver(delivery(leases[0], [attempt()] * 3 + [lie]))
-            assert (accepted, reason) == (False, f"malformed: an attempt in an environment: {detail}")
+            assert (accepted, reason) == (False, f"malformed: a rollout in an environment: {detail}")
 
     asyncio.run(asyncio.wait_for(scenario(), 60.0))
 
@@ -224,7 +226,7 @@ def test_fewer_attempts_than_leased_are_refused_before_the_environment_is_asked(
         async with parrot(tmp_path) as open_head, playing(open_head, tmp_path) as leases:
             await until(lambda: leases)
             replies = await open_head.deliver(delivery(leases[0], [attempt()] * 3))
-            assert replies == [(False, "malformed: leased 4 attempts, got 3")]
+            assert replies == [(False, "malformed: leased 4 rollouts, got 3")]
 
     asyncio.run(asyncio.wait_for(scenario(), 60.0))
 

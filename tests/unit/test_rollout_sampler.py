@@ -32,20 +32,22 @@ def test_uniforms_are_splitmix64_of_key_and_counter(seed: int, sample: int, inde
     key = splitmix(splitmix((seed + gamma) & MASK) ^ (((sample + 1) * gamma) & MASK))
     keys = stream_keys([seed], [sample])
     assert int(keys[0]) == key
-    value = uniforms(keys, index)[0]
+    value = uniforms(keys, np.array([index]))[0]
     assert value == (splitmix((key + (index + 1) * gamma) & MASK) >> 11) / 2**53
     assert 0.0 <= value < 1.0
 
 
 def test_the_reference_sequence_of_splitmix64() -> None:
     """First outputs for seed 1234567, as in Vigna's splitmix64.c and Rosetta Code."""
-    values = uniforms(np.array([1234567], dtype=np.uint64), 0), uniforms(np.array([1234567], dtype=np.uint64), 1)
-    assert [int(v[0] * 2**53) for v in values] == [6457827717110365317 >> 11, 3203168211198807973 >> 11]
+    values = uniforms(np.array([1234567, 1234567], dtype=np.uint64), np.array([0, 1]))
+    assert [int(v * 2**53) for v in values] == [6457827717110365317 >> 11, 3203168211198807973 >> 11]
 
 
 def draw(logits: torch.Tensor, params: SamplingParams, seed: int = 0) -> Draw:
     rows = len(logits)
-    return Sampler(stream_keys([seed] * rows, range(rows)), [params] * rows, CPU).draw(logits, 0)
+    return Sampler(stream_keys([seed] * rows, range(rows)), [params] * rows, CPU).draw(
+        logits, np.zeros(rows, dtype=np.int64)
+    )
 
 
 @pytest.mark.parametrize(
@@ -134,9 +136,12 @@ def test_rows_with_different_parameters_do_not_disturb_each_other() -> None:
     ] * 3
     logits = torch.randn((15, 20), generator=torch.Generator().manual_seed(0)) * 2
     keys = stream_keys(range(15), [0] * 15)
-    together = Sampler(keys, params, CPU).draw(logits, 4)
+    places = np.arange(15) % 4
+    together = Sampler(keys, params, CPU).draw(logits, places)
     for row in range(15):
-        alone = Sampler(keys[row : row + 1], params[row : row + 1], CPU).draw(logits[row : row + 1], 4)
+        alone = Sampler(keys[row : row + 1], params[row : row + 1], CPU).draw(
+            logits[row : row + 1], places[row : row + 1]
+        )
         assert alone.tokens_B[0] == together.tokens_B[row]
         assert alone.logprobs_B[0] == pytest.approx(together.logprobs_B[row], abs=1e-6)
         assert (row in together.supports) == (0 in alone.supports)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
+import threading
 from array import array
 from collections.abc import Mapping
 from dataclasses import replace
-from itertools import count
 from typing import Any
 
 import pytest
@@ -17,12 +18,35 @@ from hypothesis import strategies as st
 from echo2.errors import UserError
 from echo2.rollout.engine import RequestFailure
 from echo2.rollout.engines import make_engine
-from echo2.rollout.generate import sample_groups
+from echo2.rollout.generate import sample_group, sample_groups
 from echo2.rollout.tokenizer import load_tokenizer, reply_tokens, tokens_with
 from echo2.rollout.turns import derived_seed
 from echo2.transport import limits, messages
-from echo2.types import Assignment, GroupRef, Lease, Message, Reply, Rollout, RolloutGroup, SamplingParams, Task
-from rollout_cases import END, VOCAB, assigned, hf_logits, snapshot_of, tiny_module, tokenizer_files
+from echo2.types import (
+    RUN_POLICY,
+    Assignment,
+    GroupRef,
+    Lease,
+    Message,
+    Reply,
+    Rollout,
+    RolloutGroup,
+    SamplingParams,
+    Task,
+)
+from rollout_cases import (
+    END,
+    VOCAB,
+    Beside,
+    assigned,
+    hf_logits,
+    hooked,
+    load,
+    snapshot_of,
+    tiny_module,
+    tokenizer_files,
+    until,
+)
 
 ENGINES = ("compact", "transformers", "fake")
 TEMPLATE = (
@@ -32,7 +56,7 @@ TEMPLATE = (
 
 
 class Counting:
-    """A world that answers its n-th turn with `=n` and ends at `last`; remembers what it was told."""
+    """An environment that answers its n-th turn with `=n` and ends at `last`; remembers what it was told."""
 
     def __init__(self, last: int = 3, stop: str = "", turn_tokens: int = 4, fails: str = "") -> None:
         self.stop, self._turn_tokens = stop, turn_tokens
@@ -54,7 +78,7 @@ class Counting:
         return self._turn_tokens
 
     def step(self, attempt: int, action: str) -> Reply:
-        assert attempt in self.open
+        assert attempt in self.actions
         if action.startswith(self._fails) and self._fails:
             raise UserError("it does not like that")
         self.actions[attempt].append(action)
@@ -66,7 +90,7 @@ class Counting:
 
 
 def assignment(number: int, samples: int = 3, max_turns: int = 5, **changes: Any) -> Assignment:
-    lease = Lease(number, GroupRef("train", number), 7, number, samples, 4, None, 99.0, 30.0, 11 + number)
+    lease = Lease(number, GroupRef(RUN_POLICY, "train", number), 7, number, samples, 4, None, 99.0, 30.0, 11 + number)
     columns = changes.pop("columns", {})
     prompt, tokenizer = changes.pop("prompt", "53="), changes.pop("tokenizer", None)
     params = SamplingParams(**({"max_tokens": 40} | changes))
@@ -75,25 +99,24 @@ def assignment(number: int, samples: int = 3, max_turns: int = 5, **changes: Any
 
 def loaded(name: str, **changes: Any) -> Any:
     snapshot = snapshot_of(tiny_module("qwen3", **changes), version=5, lineage=2)
-    engine = make_engine(name, "cpu", "during")
-    engine.load_snapshot(snapshot)
+    engine = make_engine(name, "cpu")
+    load(engine, snapshot)
     return engine, load_tokenizer(snapshot.files)
 
 
-def play(engine: Any, tokenizer: Any, world: Counting, *assignments: Assignment, **options: Any) -> Any:
+def play(engine: Any, tokenizer: Any, world: Counting, *assignments: Assignment) -> Any:
     groups: dict[int, RolloutGroup] = {}
     failures: dict[int, RequestFailure] = {}
-    sample_groups(
+    sampling = sample_groups(
         engine,
         tokenizer,
         assignments,
-        2,
         "w1",
         on_group=lambda group, lease: groups.__setitem__(lease.lease_id, group),
         on_failed=lambda lease, failure: failures.__setitem__(lease.lease_id, failure),
-        worlds={"counting": world},
-        **options,
+        environments={"counting": Beside(world)},
     )
+    asyncio.run(sampling)
     return groups, failures
 
 
@@ -187,6 +210,29 @@ def test_a_turn_ends_at_the_stop_character_and_the_action_is_without_it(name: st
     assert not any("7" in action for actions in world.actions.values() for action in actions)
 
 
+def test_the_vocabulary_is_searched_for_the_stop_character_beside_the_event_loop() -> None:
+    """It takes a second or two where the vocabulary is large, in which a worker would miss its heartbeat."""
+    engine, tokenizer = loaded("fake")
+    searched: set[int] = set()
+
+    class Watched:
+        def __getattr__(self, name: str) -> Any:
+            return getattr(tokenizer, name)
+
+        def __len__(self) -> int:
+            return len(tokenizer)
+
+        def decode(self, tokens: list[int], **options: Any) -> str:
+            if threading.current_thread() is not threading.main_thread():
+                searched.update(tokens)
+            text: str = tokenizer.decode(tokens, **options)
+            return text
+
+    groups, _ = play(engine, Watched(), Counting(last=4, stop="7"), assignment(0))
+    assert groups
+    assert searched == set(range(len(tokenizer)))
+
+
 @pytest.mark.parametrize("name", ENGINES)
 def test_bounds_cut_an_attempt_off_behind_a_token_of_its_own(name: str) -> None:
     engine, tokenizer = loaded(name)
@@ -204,7 +250,7 @@ def test_bounds_cut_an_attempt_off_behind_a_token_of_its_own(name: str) -> None:
             assert len(rollout.tokens) <= longest
             assert rollout.loss_mask[-1] == 1
             policy_turns = sum(mine for mine, _ in turns_of(rollout))
-            assert rollout.reward_parts["environment"] == 0.25 * policy_turns  # a cut-off attempt keeps what it has
+            assert rollout.reward_parts["environment"] == 0.25 * policy_turns  # a cut-off rollout keeps what it has
         if bounds == {"max_tokens": 1000}:
             assert max(len(rollout.tokens) for rollout in groups[0].rollouts) >= longest - 8
 
@@ -250,9 +296,9 @@ def test_an_environment_that_fails_costs_its_own_group_only() -> None:
     assert (set(groups), failures[1]) == ({0, 2}, RequestFailure("environment_failed", "it does not begin"))
     first = next(iter(world.actions.values()))[0]
     picky = Counting(fails=first)
-    groups, failures = play(engine, tokenizer, picky, assignment(0), assignment(2))
+    groups, failures = play(engine, tokenizer, picky, assignment(0), assignment(5, samples=1))
     assert failures[0] == RequestFailure("environment_failed", "it does not like that")
-    assert set(groups) == {2}
+    assert set(groups) == {5}
     assert world.open == picky.open == set()
 
 
@@ -266,60 +312,90 @@ def test_rewards_that_add_up_to_more_than_the_wire_takes_are_the_environments_fa
     assert ([r.reward_parts["environment"] for r in groups[0].rollouts], failures) == ([-0.8e6] * 3, {})
     _, failures = play(engine, tokenizer, Generous(last=3), assignment(0))
     assert failures[0].reason == "environment_failed"
-    assert "rewards add up to -1.2e+06 over an attempt; +-1e+06 is the most" in failures[0].detail
+    assert "rewards add up to -1.2e+06 over a rollout; +-1e+06 is the most" in failures[0].detail
 
 
 def test_a_prompt_that_cannot_be_read_fails_as_ever() -> None:
     engine, tokenizer = loaded("compact")
     world = Counting()
-    groups, failures = play(engine, tokenizer, world, assignment(0, prompt="1" * 64), assignment(1, max_turns=0))
-    assert groups == {}
-    assert {lease: failure.reason for lease, failure in failures.items()} == {0: "prompt_too_long", 1: "engine_failed"}
+    groups, failures = play(engine, tokenizer, world, assignment(0, prompt="1" * 64))
+    assert (groups, failures[0].reason) == ({}, "prompt_too_long")
     assert world.open == set()
 
 
-def test_stopping_leaves_the_rest_unanswered_and_forgets_the_attempts() -> None:
+def test_a_cancelled_group_forgets_its_rollouts_and_leaves_the_engine() -> None:
     engine, tokenizer = loaded("compact")
-    polls, world = count(), Counting(last=9)
-    stop_in_the_second_turn = lambda: next(polls) >= 9  # noqa: E731
-    assert play(engine, tokenizer, world, assignment(0), should_stop=stop_in_the_second_turn) == ({}, {})
+    world = Counting(last=9)
+
+    async def cancelled() -> None:
+        asked = sample_group(engine, tokenizer, assignment(0), "w1", {"counting": Beside(world)})
+        group = asyncio.ensure_future(asked)
+        await until(lambda: any(map(len, list(world.actions.values()))))
+        group.cancel()
+        await asyncio.wait([group])
+        assert group.cancelled()
+        await until(lambda: engine.free_slots == 64)
+
+    asyncio.run(asyncio.wait_for(cancelled(), 60.0))
     assert 0 < sum(map(len, world.actions.values())) < 9 * 3
     assert world.open == set()
 
 
+def test_a_slow_environment_holds_up_no_other_group() -> None:
+    """Neither the event loop nor the decode thread waits for it."""
+    engine, tokenizer = loaded("compact")
+    asked, answered = threading.Event(), threading.Event()
+
+    class Slow(Counting):
+        def step(self, attempt: int, action: str) -> Reply:
+            asked.set()
+            assert answered.wait(60)
+            return super().step(attempt, action)
+
+    slow, quick = Beside(Slow(last=1)), Beside(Counting(last=3))
+
+    async def both() -> tuple[Any, Any]:
+        first = asyncio.ensure_future(
+            sample_group(engine, tokenizer, assignment(0, samples=1), "w1", {"counting": slow})
+        )
+        await asyncio.to_thread(asked.wait)
+        second = await sample_group(engine, tokenizer, assignment(1), "w1", {"counting": quick})
+        assert not first.done()
+        answered.set()
+        return await first, second
+
+    first, second = asyncio.run(asyncio.wait_for(both(), 60.0))
+    assert (len(first.rollouts), len(second.rollouts)) == (1, 3)
+
+
 @pytest.mark.parametrize("name", ENGINES)
 def test_new_weights_may_come_between_turns_and_within_one(name: str) -> None:
-    engine, tokenizer = loaded(name)
-    polls = count()
+    def newer(step: int) -> None:
+        if step in (3, 9):
+            decoder.load(snapshot_of(tiny_module("qwen3", seed=step), version=6 + step // 9, lineage=2))
 
-    def newer() -> bool:
-        poll = next(polls)
-        if poll in (3, 9):
-            engine.load_snapshot(snapshot_of(tiny_module("qwen3", seed=poll), version=6 + poll // 9, lineage=2))
-        return False
-
+    snapshot = snapshot_of(tiny_module("qwen3"), version=5, lineage=2)
+    engine, decoder = hooked(name, newer, snapshot)
     world = Counting(last=4, turn_tokens=4)
-    groups, failures = play(engine, tokenizer, world, assignment(0, samples=6), should_stop=newer)
+    groups, failures = play(engine, load_tokenizer(snapshot.files), world, assignment(0, samples=6))
     assert failures == {}
     assert {version for r in groups[0].rollouts for _, version in r.version_spans} == {5, 6, 7}
     for rollout in groups[0].rollouts:
         starts, versions = zip(*rollout.version_spans, strict=True)
-        assert (starts[0], versions[0]) == (0, 5)
+        assert starts[0] == 0
         assert list(versions) == sorted(set(versions))
         assert all(rollout.loss_mask[start] for start in starts)  # a version begins with a token it sampled
         assert messages.decode_group(messages.encode_group(groups[0])) == groups[0]
 
 
 def test_a_new_lineage_ends_the_group() -> None:
-    engine, tokenizer = loaded("compact")
-    polls = count()
+    def fall_back(step: int) -> None:
+        if step == 6:
+            decoder.load(snapshot_of(tiny_module("qwen3", seed=1), version=4, lineage=3))
 
-    def fall_back() -> bool:
-        if next(polls) == 8:
-            engine.load_snapshot(snapshot_of(tiny_module("qwen3", seed=1), version=4, lineage=3))
-        return False
-
-    groups, failures = play(engine, tokenizer, Counting(), assignment(0), should_stop=fall_back)
+    snapshot = snapshot_of(tiny_module("qwen3"), version=5, lineage=2)
+    engine, decoder = hooked("compact", fall_back, snapshot)
+    groups, failures = play(engine, load_tokenizer(snapshot.files), Counting(), assignment(0))
     assert groups == {}
     assert failures[0].reason == "snapshot_gone"
 

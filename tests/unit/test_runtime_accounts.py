@@ -9,16 +9,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from echo2.runtime.accounts import CostBook
-from echo2.runtime.broadcast_meter import VERSIONS_MAX, BroadcastMeter
-from echo2.runtime.evals import Evals
-from echo2.types import GroupRef, Rollout, RolloutGroup, SnapshotRef
+from echo2.runtime.head.accounts import CostBook
+from echo2.runtime.head.broadcast_meter import VERSIONS_MAX, BroadcastMeter
+from echo2.runtime.head.evals import Evals
+from echo2.types import RUN_POLICY, GroupRef, Rollout, RolloutGroup, SnapshotRef
 
 
 def eval_group(number: int, version: int, reward: float | None, length: int = 2) -> RolloutGroup:
     tokens, logprobs = array("i", range(length)), array("f", [0.0] * length)
     rollout = Rollout(tokens, logprobs, bytes([1] * length), ((0, version),), "stop", "text", reward)
-    return RolloutGroup(GroupRef("eval", number), version, 1, number, array("i", [1]), (rollout,))
+    return RolloutGroup(GroupRef(RUN_POLICY, "eval", number), version, 1, number, array("i", [1]), (rollout,))
 
 
 # ---- costs -----------------------------------------------------------------------------------------------------------
@@ -51,11 +51,11 @@ def test_a_result_that_is_not_trained_on_after_all_moves_to_its_cause() -> None:
     costs.joined("w1", 3.6, now=0.0)
     costs.useful("w1", 2.0)
     costs.useful("w1", 4.0)
-    costs.regretted("w1", "uninformative")  # the mean of its groups: 3 s
+    costs.count_as_wasted("w1", "uninformative")  # the mean of its groups: 3 s
     machine = costs.machines["w1"]
     assert (machine.useful_seconds, machine.useful_groups) == (3.0, 1)
     assert machine.wasted_seconds == {"uninformative": 3.0}
-    costs.regretted("a stranger", "stale")
+    costs.count_as_wasted("a stranger", "stale")
     assert costs.wasted_usd() == pytest.approx(0.003)
 
 
@@ -103,11 +103,8 @@ def test_a_restart_of_the_head_forgets_no_dollar(steps: list[tuple[str, str, flo
 def test_an_evaluation_is_the_mean_over_scored_tasks() -> None:
     evals = Evals()
     evals.start(3)
-    evals.deliver(eval_group(0, 3, None, length=2))
-    assert evals.get(GroupRef("eval", 0)) is not None
-    evals.deliver(eval_group(0, 3, 1.0, length=2))  # the same, scored
-    evals.deliver(eval_group(1, 3, 0.0, length=4))
-    evals.deliver(eval_group(2, 3, None, length=6))  # never scored
+    evals.keep(eval_group(0, 3, 1.0, length=2))
+    evals.keep(eval_group(1, 3, 0.0, length=6))
     values = evals.finish(3, num_failed=1)
     assert values == {
         "eval/version": 3,
@@ -120,8 +117,7 @@ def test_an_evaluation_is_the_mean_over_scored_tasks() -> None:
 
 def test_a_result_for_no_evaluation_under_way_is_dropped() -> None:
     evals = Evals()
-    evals.deliver(eval_group(0, 3, 1.0))
-    assert evals.get(GroupRef("eval", 0)) is None
+    evals.keep(eval_group(0, 3, 1.0))
     assert evals.finish(3, num_failed=5) == {
         "eval/version": 3,
         "eval/accuracy": 0.0,
@@ -135,8 +131,8 @@ def test_two_evaluations_at_once_do_not_mix() -> None:
     evals = Evals()
     evals.start(1)
     evals.start(2)
-    evals.deliver(eval_group(0, 1, 0.0))
-    evals.deliver(eval_group(10, 2, 1.0))
+    evals.keep(eval_group(0, 1, 0.0))
+    evals.keep(eval_group(10, 2, 1.0))
     assert evals.finish(2, 0)["eval/accuracy"] == 1.0
     assert evals.finish(1, 0)["eval/accuracy"] == 0.0
 
@@ -146,22 +142,22 @@ def test_two_evaluations_at_once_do_not_mix() -> None:
 
 def test_broadcast_times_are_those_of_the_newest_installed_version() -> None:
     meter = BroadcastMeter()
-    meter.published(SnapshotRef(1, 1), 10.0, ["w1", "w2"])
-    meter.published(SnapshotRef(1, 2), 20.0, ["w1", "w2", "w3"])
-    meter.installed("w1", SnapshotRef(1, 1), now=19.0)
+    meter.published(SnapshotRef(RUN_POLICY, 1, 1), 10.0, ["w1", "w2"])
+    meter.published(SnapshotRef(RUN_POLICY, 1, 2), 20.0, ["w1", "w2", "w3"])
+    meter.installed("w1", SnapshotRef(RUN_POLICY, 1, 1), now=19.0)
     row = meter.metrics()
     assert (row["broadcast/latency_p50"], row["broadcast/latency_p95"]) == (9.0, 9.0)
-    meter.installed("w1", SnapshotRef(1, 2), now=21.0)
-    meter.installed("w1", SnapshotRef(1, 2), now=30.0)  # it says so with every heartbeat: the first counts
-    meter.installed("w2", SnapshotRef(1, 2), now=22.0)
-    meter.installed("w3", SnapshotRef(1, 2), now=26.0)
+    meter.installed("w1", SnapshotRef(RUN_POLICY, 1, 2), now=21.0)
+    meter.installed("w1", SnapshotRef(RUN_POLICY, 1, 2), now=30.0)  # it says so with every heartbeat: the first counts
+    meter.installed("w2", SnapshotRef(RUN_POLICY, 1, 2), now=22.0)
+    meter.installed("w3", SnapshotRef(RUN_POLICY, 1, 2), now=26.0)
     row = meter.metrics()
     assert (row["broadcast/latency_p50"], row["broadcast/latency_p95"]) == (2.0, 6.0)
 
 
 def test_t_bcast_waits_for_a_share_of_those_who_attended() -> None:
     """Eleven attend: ten of them are a share of 1/1.1."""
-    meter, ref = BroadcastMeter(), SnapshotRef(1, 5)
+    meter, ref = BroadcastMeter(), SnapshotRef(RUN_POLICY, 1, 5)
     workers = [f"w{number}" for number in range(11)]
     meter.published(ref, 100.0, workers)
     meter.installed("late", ref, now=100.5)
@@ -176,23 +172,23 @@ def test_t_bcast_waits_for_a_share_of_those_who_attended() -> None:
 
 def test_who_leaves_is_waited_for_no_longer_and_who_skips_a_version_has_it() -> None:
     meter = BroadcastMeter()
-    meter.published(SnapshotRef(1, 1), 0.0, ["w1", "w2"])
-    meter.installed("w1", SnapshotRef(1, 1), now=2.0)
+    meter.published(SnapshotRef(RUN_POLICY, 1, 1), 0.0, ["w1", "w2"])
+    meter.installed("w1", SnapshotRef(RUN_POLICY, 1, 1), now=2.0)
     assert meter.metrics()["broadcast/t_bcast"] is None
     meter.gone("w2")
     assert meter.metrics()["broadcast/t_bcast"] == 2.0
-    meter.published(SnapshotRef(1, 2), 10.0, ["w1"])
-    meter.published(SnapshotRef(1, 3), 11.0, ["w1"])
-    meter.installed("w1", SnapshotRef(1, 3), now=15.0)
+    meter.published(SnapshotRef(RUN_POLICY, 1, 2), 10.0, ["w1"])
+    meter.published(SnapshotRef(RUN_POLICY, 1, 3), 11.0, ["w1"])
+    meter.installed("w1", SnapshotRef(RUN_POLICY, 1, 3), now=15.0)
     assert meter.metrics()["broadcast/t_bcast"] == 4.0
-    meter.installed("w1", SnapshotRef(2, 9), now=16.0)  # of another lineage: says nothing about this one
+    meter.installed("w1", SnapshotRef(RUN_POLICY, 2, 9), now=16.0)  # of another lineage: says nothing about this one
     assert meter.metrics()["broadcast/t_bcast"] == 4.0
 
 
 def test_without_workers_t_bcast_is_unknown() -> None:
     meter = BroadcastMeter()
-    meter.published(SnapshotRef(1, 1), 0.0, [])
-    meter.installed("w1", SnapshotRef(1, 1), now=2.0)
+    meter.published(SnapshotRef(RUN_POLICY, 1, 1), 0.0, [])
+    meter.installed("w1", SnapshotRef(RUN_POLICY, 1, 1), now=2.0)
     row = meter.metrics()
     assert row["broadcast/t_bcast"] is None
     assert row["broadcast/latency_p50"] == 2.0
@@ -200,13 +196,13 @@ def test_without_workers_t_bcast_is_unknown() -> None:
 
 def test_a_version_that_was_never_published_here_is_not_counted() -> None:
     meter = BroadcastMeter()
-    meter.installed("w1", SnapshotRef(1, 5), now=1.0)
+    meter.installed("w1", SnapshotRef(RUN_POLICY, 1, 5), now=1.0)
     assert "broadcast/latency_p50" not in meter.metrics()
 
 
 def test_the_meter_forgets_old_versions() -> None:
     meter = BroadcastMeter()
     for version in range(VERSIONS_MAX + 1):
-        meter.published(SnapshotRef(1, version), float(version), ["w1"])
-    meter.installed("w1", SnapshotRef(1, 0), now=100.0)
+        meter.published(SnapshotRef(RUN_POLICY, 1, version), float(version), ["w1"])
+    meter.installed("w1", SnapshotRef(RUN_POLICY, 1, 0), now=100.0)
     assert "broadcast/latency_p50" not in meter.metrics()

@@ -1,22 +1,27 @@
-"""The head's snapshots: rebuilt from deltas, re-diffed for laggards, bounded, and whole again after a restart."""
+"""The head's snapshots: handed out as they came, joined for laggards and newcomers, bounded, there after a restart."""
 
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import random
 import threading
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from blake3 import blake3
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from weights_cases import bytes_of, encode, encode_delta, holding
 
 from echo2.errors import PeerError
-from echo2.runtime.archive import CONTENTS_MAX, HISTORY_VERSIONS, MEMORY_SHARE, REDIFFS_MAX, Archive, worth_keeping
-from echo2.types import PayloadId, Snapshot, SnapshotRef, TensorBytes
-from echo2.weights import ChunkStore, Manifest, apply_delta, encode, encode_delta
+from echo2.runtime.head.archive import OFFER_CHUNKS_MAX, Archive, reachable, worth_keeping
+from echo2.types import RUN_POLICY, PayloadId, Snapshot, SnapshotRef, TensorBytes
+from echo2.weights.chain import is_anchor_due
+from echo2.weights.content import Content
+from echo2.weights.manifest import MAX_DELTAS, Manifest, Record
+from echo2.weights.store import ChunkStore
 
 ITEMS = 4000
 
@@ -28,11 +33,11 @@ def content(version: int, lineage: int = 1) -> Snapshot:
         for place in random.Random(step).sample(range(2 * ITEMS), 20):
             data[place] = (data[place] + lineage) % 256
     tensors = {"w": TensorBytes("I16", (ITEMS,), bytes(data))}
-    return Snapshot(SnapshotRef(lineage, version), tensors, {"config.json": b"{}"})
+    return Snapshot(SnapshotRef(RUN_POLICY, lineage, version), tensors, {"config.json": b"{}"})
 
 
 def ref(version: int) -> SnapshotRef:
-    return SnapshotRef(1, version)
+    return SnapshotRef(RUN_POLICY, 1, version)
 
 
 def whole(version: int) -> tuple[Manifest, Mapping[bytes, memoryview]]:
@@ -40,48 +45,51 @@ def whole(version: int) -> tuple[Manifest, Mapping[bytes, memoryview]]:
 
 
 def delta(version: int, base: int) -> tuple[Manifest, Mapping[bytes, memoryview]]:
-    encoded = encode_delta(content(base), content(version))
-    assert encoded is not None
-    return encoded
+    return encode_delta(content(base), content(version))
 
 
 async def publish(archive: Archive, manifest: Manifest, chunks: Mapping[bytes, memoryview]) -> None:
-    for name in archive.offer(manifest):
+    for name in archive.offer(manifest.hashes):
         await archive.put(name, bytes(chunks[name]))
     await archive.take(manifest)
-    await archive.rebuild(manifest.ref)
 
 
 async def publish_many(archive: Archive, last: int, keep: int = 2) -> None:
-    """Versions 0..last, the first whole, each retained until `keep` newer ones are there."""
+    """Versions 0..last as the learner sends them, each retained until `keep` newer ones are there."""
+    leads: list[Manifest] = []
     for version in range(last + 1):
-        await publish(archive, *(whole(0) if version == 0 else delta(version, version - 1)))
+        manifest, chunks = delta(version, version - 1) if leads else whole(0)
+        await publish(archive, manifest, chunks)
+        leads.append(manifest)
+        if is_anchor_due(leads):
+            manifest, chunks = whole(version)
+            await publish(archive, manifest, chunks)
+            leads = [manifest]
         if version >= keep:
             await archive.drop(ref(version - keep))
 
 
 def applied(archive: Archive, manifest: Manifest) -> Snapshot:
     """What a worker makes of a payload."""
-    assert manifest.base is not None
-    return apply_delta(manifest, content(manifest.base.version), archive.store.get)
+    made = Content() if manifest.base is None else holding(content(manifest.base.version))
+    made.apply(manifest, archive.store.get)
+    return made.snapshot()
 
 
-def same(one: Snapshot, other: Snapshot) -> bool:
-    return {n: bytes(t.data) for n, t in one.tensors.items()} == {n: bytes(t.data) for n, t in other.tensors.items()}
-
-
-def test_a_delta_is_there_at_once_and_whole_soon_after(tmp_path: Path) -> None:
+def test_a_delta_is_handed_out_as_it_came_and_a_newcomer_gets_what_leads_to_it(tmp_path: Path) -> None:
     async def story() -> None:
         archive = Archive(ChunkStore(tmp_path))
         await publish(archive, *whole(0))
         manifest, chunks = delta(1, 0)
-        for name in archive.offer(manifest):
-            await archive.put(name, bytes(chunks[name]))
-        await archive.take(manifest)
-        assert archive.ready(ref(1), ref(0)) == manifest
-        assert archive.ready(ref(1), None) is None, "the whole has to be rebuilt first"
-        rebuilt = await archive.payload(ref(1), None)
-        assert rebuilt == whole(1)[0], "bit for bit what the learner would have sent"
+        await publish(archive, manifest, chunks)
+        assert archive.payload(ref(1), ref(0)) is archive.store.manifest(manifest.payload)
+        assert archive.payload(ref(1), ref(0)).text == manifest.text
+        assert not archive.is_joined(PayloadId(ref(1))), "nobody asked for it"
+        from_nothing = archive.payload(ref(1), None)
+        assert from_nothing.payload == PayloadId(ref(1))
+        assert from_nothing.hashes == (*whole(0)[0].hashes, *manifest.hashes)
+        assert bytes_of(applied(archive, from_nothing)) == bytes_of(content(1))
+        assert archive.files(ref(1)) == {"config.json": b"{}"}
 
     asyncio.run(story())
 
@@ -90,57 +98,47 @@ def test_a_delta_over_what_is_not_here_is_refused(tmp_path: Path) -> None:
     async def story() -> None:
         archive = Archive(ChunkStore(tmp_path))
         with pytest.raises(PeerError, match="base"):
-            archive.offer(delta(1, 0)[0])
-        with pytest.raises(PeerError, match="no offered snapshot"):
+            await publish(archive, *delta(1, 0))
+        assert archive.retained == []
+        with pytest.raises(PeerError, match="not offered"):
             await archive.put(bytes(32), b"")
 
     asyncio.run(story())
 
 
-def test_a_delta_with_a_wrong_digest_is_dropped_and_the_whole_can_follow(tmp_path: Path) -> None:
-    async def story() -> None:
-        dropped: list[PayloadId] = []
-        archive = Archive(ChunkStore(tmp_path), dropped.append)
-        await publish(archive, *whole(0))
-        manifest, chunks = delta(1, 0)
-        wrong = dataclasses.replace(manifest, digest=bytes(32))
-        with pytest.raises(PeerError, match="corrupt"):
-            await publish(archive, wrong, chunks)
-        assert dropped == [PayloadId(ref(1), ref(0))]
-        assert archive.find(1, 1) is None
-        await publish(archive, *whole(1))
-        assert archive.find(0, 1) == ref(1)
-        assert same(archive.store.load(ref(1)), content(1))
-
-    asyncio.run(story())
+def test_offers_are_bounded(tmp_path: Path) -> None:
+    archive = Archive(ChunkStore(tmp_path))
+    names = [blake3(bytes([number % 256, number // 256])).digest() for number in range(OFFER_CHUNKS_MAX + 1)]
+    assert archive.offer(names[1:]) == tuple(names[1:])
+    with pytest.raises(PeerError, match="oversized"):
+        archive.offer(names)
 
 
-def test_a_worker_that_was_away_for_twenty_versions_gets_one_delta(tmp_path: Path) -> None:
+def test_a_worker_that_was_away_for_twenty_versions_gets_one_payload(tmp_path: Path) -> None:
     async def story() -> None:
         archive = Archive(ChunkStore(tmp_path))
         await publish_many(archive, 24)
-        assert archive.ready(ref(24), ref(4)) is None
-        both = await asyncio.gather(archive.payload(ref(24), ref(4)), archive.payload(ref(24), ref(4)))
-        assert both[0] is both[1]
-        assert both[0].payload == PayloadId(ref(24), ref(4))
-        assert both[0].total_bytes < whole(24)[0].total_bytes / 3
-        assert same(applied(archive, both[0]), content(24))
+        manifest = archive.payload(ref(24), ref(4))
+        assert manifest is archive.payload(ref(24), ref(4))
+        assert manifest.payload == PayloadId(ref(24), ref(4))
+        assert manifest.total_bytes < manifest.content_bytes
+        assert bytes_of(applied(archive, manifest)) == bytes_of(content(24))
 
     asyncio.run(story())
 
 
-def test_a_base_that_nobody_knows_and_a_delta_that_saves_nothing_get_the_whole(tmp_path: Path) -> None:
+def test_a_base_that_nobody_knows_and_deltas_that_save_nothing_get_what_needs_no_base(tmp_path: Path) -> None:
     async def story() -> None:
         archive = Archive(ChunkStore(tmp_path))
         await publish_many(archive, 2)
-        stranger = SnapshotRef(7, 1)
-        assert (await archive.payload(ref(2), stranger)).payload == PayloadId(ref(2))
+        assert archive.payload(ref(2), SnapshotRef(RUN_POLICY, 7, 1)).payload == PayloadId(ref(2))
         noise = {"w": TensorBytes("I16", (ITEMS,), random.Random(9).randbytes(2 * ITEMS))}
-        await publish(archive, *encode(ref(3), noise, {"config.json": b"{}"}))
-        assert (await archive.payload(ref(3), ref(2))).payload == PayloadId(ref(3))
-        assert archive.ready(ref(3), ref(2)) is not None, "it is remembered that there is no delta"
+        target = Snapshot(ref(3), noise, {"config.json": b"{1}"})
+        await publish(archive, *encode_delta(content(2), target))
+        await publish(archive, *encode(target.ref, target.tensors, target.files))
+        assert archive.payload(ref(3), ref(2)).payload == PayloadId(ref(3))
         with pytest.raises(PeerError, match="unknown_snapshot"):
-            await archive.payload(ref(9), None)
+            archive.payload(ref(9), None)
 
     asyncio.run(story())
 
@@ -149,55 +147,49 @@ def test_the_archive_is_bounded(tmp_path: Path) -> None:
     async def story() -> None:
         dropped: list[PayloadId] = []
         archive = Archive(ChunkStore(tmp_path), dropped.append)
-        await publish_many(archive, 3 * HISTORY_VERSIONS)
+        newest = 3 * MAX_DELTAS
+        await publish_many(archive, newest)
         listed = [manifest.payload for manifest in archive.store.manifests()]
-        wholes = [payload.ref.version for payload in listed if payload.base is None]
-        assert len(wholes) <= 4, "the retained two, and at most two anchors"
-        assert len(listed) - len(wholes) <= 2 * HISTORY_VERSIONS + 1
-        used = {name for manifest in archive.store.manifests() for name in manifest.hashes}
-        assert len(list((tmp_path / "chunks").iterdir())) == len(used)
+        anchors = [payload.ref.version for payload in listed if payload.base is None]
+        assert len(anchors) <= 3
+        assert len(listed) - len(anchors) <= 2 * MAX_DELTAS
         assert not set(dropped) & set(listed)
-        newest = 3 * HISTORY_VERSIONS
-        back = await archive.payload(ref(newest), ref(newest - HISTORY_VERSIONS))
-        assert back.payload.base == ref(newest - HISTORY_VERSIONS)
-        for base in range(newest - HISTORY_VERSIONS, newest - HISTORY_VERSIONS + 2 * REDIFFS_MAX):
-            manifest = await archive.payload(ref(newest), ref(base))
-            assert manifest.base in (None, ref(base))
-        rediffs = [m for m in archive.store.manifests() if m.base is not None and m.base.version < m.version - 1]
-        assert 0 < len(rediffs) <= REDIFFS_MAX
+        handed_out = [archive.payload(ref(newest), ref(base)) for base in range(newest)]
+        for manifest in handed_out:
+            assert bytes_of(applied(archive, manifest)) == bytes_of(content(newest))
+        await archive.tidy()
+        used = {name for manifest in [*archive.store.manifests(), *handed_out] for name in manifest.hashes}
+        assert {bytes.fromhex(path.name) for path in (tmp_path / "chunks").iterdir()} <= used
 
     asyncio.run(story())
 
 
-def test_a_restart_finishes_what_was_published_as_a_delta(tmp_path: Path) -> None:
+def test_after_a_restart_all_that_leads_to_something_is_there_at_once(tmp_path: Path) -> None:
     async def first() -> None:
         archive = Archive(ChunkStore(tmp_path))
         await publish_many(archive, 3)
-        manifest, chunks = delta(4, 3)
-        for name in archive.offer(manifest):
-            await archive.put(name, bytes(chunks[name]))
-        await archive.take(manifest)  # and the process dies here
-
-    async def second() -> None:
-        archive = Archive(ChunkStore(tmp_path))
-        assert (await archive.mend())[-2:] == [ref(3), ref(4)]
-        assert archive.is_whole(ref(4))
-        assert same(archive.store.load(ref(4)), content(4))
+        manifest, chunks = delta(5, 4)  # leads to nothing: 4 is not here
+        for name, chunk in chunks.items():
+            archive.store.put(name, chunk)
+        archive.store.put_manifest(manifest)
 
     asyncio.run(first())
-    asyncio.run(second())
+    archive = Archive(ChunkStore(tmp_path))
+    assert archive.retained[-2:] == [ref(2), ref(3)]
+    assert archive.find(SnapshotRef(RUN_POLICY, 0, 5)) is None
+    assert bytes_of(applied(archive, archive.payload(ref(3), None))) == bytes_of(content(3))
 
 
-def test_what_is_being_offered_is_not_thrown_away(tmp_path: Path) -> None:
+def test_what_was_offered_is_not_thrown_away(tmp_path: Path) -> None:
     async def story() -> None:
         archive = Archive(ChunkStore(tmp_path))
         await publish_many(archive, 3)
         manifest, chunks = delta(4, 3)
-        for name in archive.offer(manifest):
+        for name in archive.offer(manifest.hashes):
             await archive.put(name, bytes(chunks[name]))
         await archive.tidy()
         await archive.take(manifest)
-        assert archive.ready(ref(4), ref(3)) == manifest
+        assert archive.payload(ref(4), ref(3)) == manifest
 
     asyncio.run(story())
 
@@ -210,10 +202,10 @@ class SlowBroom(ChunkStore):
         self.reached, self.go_on = threading.Event(), threading.Event()
         self.go_on.set()
 
-    def retain(self, manifests: Iterable[Manifest]) -> int:
+    def retain(self, manifests: Iterable[Manifest], chunks: Iterable[bytes] = ()) -> int:
         self.reached.set()
         assert self.go_on.wait(30.0)
-        return super().retain(manifests)
+        return super().retain(manifests, chunks)
 
 
 def test_what_is_thrown_away_while_it_is_offered_is_missed_and_may_be_offered_again(tmp_path: Path) -> None:
@@ -227,57 +219,18 @@ def test_what_is_thrown_away_while_it_is_offered_is_missed_and_may_be_offered_ag
         store.go_on.clear()
         dropping = asyncio.ensure_future(archive.drop(ref(1)))
         await asyncio.to_thread(store.reached.wait, 30.0)
-        again = SnapshotRef(2, 1)
+        again = SnapshotRef(RUN_POLICY, 2, 1)
         manifest, chunks = encode(again, content(1).tensors, content(1).files)
-        assert archive.offer(manifest) == ()
+        assert archive.offer(manifest.hashes) == ()
         taking = asyncio.ensure_future(archive.take(manifest))
         await asyncio.sleep(0)
         store.go_on.set()
         with pytest.raises(PeerError, match="missing"):
             await taking
         await dropping
-        assert archive.find(2, 1) is None
+        assert archive.find(SnapshotRef(RUN_POLICY, 2, 1)) is None
         await publish(archive, manifest, chunks)
-        assert archive.ready(again, None) == manifest
-
-    asyncio.run(story())
-
-
-@settings(max_examples=60, deadline=None)
-@given(seed=st.integers(0, 2**32 - 1))
-def test_what_is_kept_can_be_had(seed: int) -> None:
-    """Whatever is published whole or as a delta and dropped in whatever order: what is retained stays, every delta
-    that is kept leads to something whole, and what is kept is bounded."""
-    rng = random.Random(seed)
-    tensors = {"w": TensorBytes("I16", (8,), bytes(16))}
-    listed: dict[PayloadId, Manifest] = {}
-    retained: list[SnapshotRef] = []
-    before: SnapshotRef | None = None
-    for version in range(rng.randrange(1, 120)):
-        now = ref(version)
-        manifest = encode(now, tensors, {})[0]
-        listed[PayloadId(now)] = manifest
-        if before is not None and rng.random() < 0.9:
-            listed[PayloadId(now, before)] = manifest
-        before = now
-        retained = [*retained, now][-rng.randrange(1, 4) :]
-        kept = worth_keeping(listed, retained, [])
-        listed = {payload: each for payload, each in listed.items() if payload in kept}
-        wholes = {payload.ref for payload in listed if payload.base is None}
-        assert set(retained) <= wholes, seed
-        reached = set(wholes)
-        for payload in sorted((p for p in listed if p.base is not None), key=lambda p: p.ref):
-            assert payload.base in reached, (seed, payload)
-            reached.add(payload.ref)
-        assert len(listed) <= 2 * HISTORY_VERSIONS + 8, seed
-
-
-def test_without_deltas_none_are_made(tmp_path: Path) -> None:
-    async def story() -> None:
-        archive = Archive(ChunkStore(tmp_path), deltas=False)
-        for version in range(3):
-            await publish(archive, *whole(version))
-        assert archive.ready(ref(2), ref(0)) == whole(2)[0]
+        assert archive.payload(again, None) == manifest
 
     asyncio.run(story())
 
@@ -285,94 +238,97 @@ def test_without_deltas_none_are_made(tmp_path: Path) -> None:
 def test_a_content_that_the_disk_altered_is_no_base(tmp_path: Path) -> None:
     async def story() -> None:
         archive = Archive(ChunkStore(tmp_path))
-        for version in range(3):
-            await publish(archive, *whole(version))
-        lost = set(whole(0)[0].hashes) - set(whole(2)[0].hashes)
-        for name in lost:
+        await publish(archive, *whole(0))
+        await publish(archive, *delta(1, 0))
+        for name in whole(0)[0].hashes:
             (tmp_path / "chunks" / name.hex()).write_bytes(b"damage")
-        assert (await archive.payload(ref(2), ref(0))).payload == PayloadId(ref(2))
+            with pytest.raises(PeerError, match="corrupt"):
+                archive.store.get(name)
+        with pytest.raises(PeerError, match="unknown_snapshot"):
+            archive.payload(ref(1), None)
+        with pytest.raises(PeerError, match="base"):
+            await publish(archive, *delta(2, 1))
+        await publish(archive, *whole(2))
+        assert archive.payload(ref(2), ref(1)).payload == PayloadId(ref(2))
 
     asyncio.run(story())
 
 
-def rediffs(archive: Archive) -> list[Manifest]:
-    return [m for m in archive.store.manifests() if m.base is not None and m.base.version < m.version - 1]
+class Listed(ChunkStore):
+    """Payloads without their chunks."""
+
+    def missing(self, manifest: Manifest) -> tuple[bytes, ...]:
+        return ()
 
 
-def test_re_diffs_take_no_more_room_than_one_whole_content(tmp_path: Path) -> None:
-    """Each is over another content altogether, but for the last fifth."""
+def test_deltas_too_long_for_one_manifest_are_refused_and_a_whole_content_is_due(tmp_path: Path) -> None:
+    """The text of the joined payload would be longer than a manifest may be, though each alone is not."""
 
-    def mixed(version: int) -> Snapshot:
-        data = random.Random(version).randbytes(8 * ITEMS // 5) + random.Random(0).randbytes(2 * ITEMS // 5)
-        return Snapshot(ref(version), {"w": TensorBytes("I16", (ITEMS,), data)}, {"config.json": b"{}"})
+    async def story() -> None:
+        archive, size, cuts = Archive(Listed(tmp_path)), 1 << 20, 270_000
+        data = TensorBytes("U8", (size,), bytes(size))
+        steps = [encode(ref(0), {"w": data}, {})[0]]
+        long = Record("delta", cuts, 1, bytes(32 * cuts))
+        for version in (1, 2, 3):
+            parts = tuple(replace(segment, records=(long,)) for segment in steps[0].segments)
+            steps.append(replace(steps[0], ref=ref(version), base=ref(version - 1), segments=parts))
+        for step in steps[:3]:
+            await archive.take(step)
+        with pytest.raises(PeerError, match=r"base: .* the limit is"):
+            await archive.take(steps[3])
+        assert not is_anchor_due(steps[:3])
+        assert is_anchor_due(steps)
+        archive.store.put_manifest(steps[3])  # as an earlier head took it
+        with pytest.raises(PeerError, match="unknown_snapshot"):
+            Archive(archive.store).payload(ref(3), None)
 
+    asyncio.run(story())
+
+
+@settings(max_examples=60, deadline=None)
+@given(seed=st.integers(0, 2**32 - 1))
+def test_what_is_kept_can_be_had(tmp_path_factory: pytest.TempPathFactory, seed: int) -> None:
+    """Whatever is published whole or as a delta and dropped in whatever order: what is retained stays, and what is kept
+    is bounded."""
+    rng = random.Random(seed)
+    store = Listed(tmp_path_factory.mktemp("store"))
+    retained: list[SnapshotRef] = []
+    before: Snapshot | None = None
+    since = 0
+    for version in range(rng.randrange(1, 120)):
+        now = Snapshot(ref(version), {"w": TensorBytes("I16", (64,), bytes([version]) * 128)}, {})
+        is_delta = before is not None and since < MAX_DELTAS and rng.random() < 0.95
+        if is_delta and before is not None:
+            store.put_manifest(encode_delta(before, now)[0])
+        if not is_delta or rng.random() < 0.1:
+            store.put_manifest(encode(now.ref, now.tensors, {})[0])
+            since = 0
+        since += is_delta
+        before = now
+        retained = [*retained, now.ref][-rng.randrange(1, 4) :]
+        kept = worth_keeping(store, retained)
+        store.retain(kept.values())
+        assert set(retained) <= reachable(store.manifests()), seed
+        assert all(store.chain(each) for each in retained), seed
+        assert len(store.manifests()) <= 2 * MAX_DELTAS + 4, seed
+
+
+def test_what_is_taken_for_a_caller_that_goes_away_is_not_handed_out(tmp_path: Path) -> None:
     async def story() -> None:
         archive = Archive(ChunkStore(tmp_path))
-        for version in range(6):
-            now = mixed(version)
-            encoded = encode_delta(mixed(version - 1), now) if version else encode(now.ref, now.tensors, now.files)
-            assert encoded is not None
-            await publish(archive, *encoded)
-        first = await archive.payload(ref(5), ref(0))
-        assert 0.7 * 2 * ITEMS < first.total_bytes < 2 * ITEMS
-        for base in range(1, 4):  # the first is being fetched, and stays
-            assert (await archive.payload(ref(5), ref(base))).base is None
-            assert [m.payload for m in rediffs(archive)] == [first.payload]
-        newer = mixed(6)
-        encoded = encode_delta(mixed(5), newer)
-        assert encoded is not None
-        await publish(archive, *encoded)
-        second = await archive.payload(ref(6), ref(3))
-        assert second.base == ref(3)
-        assert [m.payload for m in rediffs(archive)] == [second.payload]
-
-    asyncio.run(story())
-
-
-@pytest.mark.parametrize("room", [0.9, 1.1])
-def test_contents_that_do_not_fit_into_memory_are_not_re_diffed(tmp_path: Path, room: float) -> None:
-    async def story() -> None:
-        memory_bytes = int(room * CONTENTS_MAX / MEMORY_SHARE * 2 * ITEMS)
-        archive = Archive(ChunkStore(tmp_path), memory_bytes=memory_bytes)
-        await publish_many(archive, 4)
-        assert (await archive.payload(ref(4), ref(1))).base == (ref(1) if room > 1 else None)
-        assert (await archive.payload(ref(4), ref(3))).base == ref(3), "the learner's own delta is there"
-
-    asyncio.run(story())
-
-
-class SlowRebuild(ChunkStore):
-    """Rebuilds only when a re-diff has begun meanwhile, or none does for a moment."""
-
-    def __init__(self, directory: Path) -> None:
-        super().__init__(directory)
-        self.has_rediff_begun = threading.Event()
-        self.order: list[str] = []
-
-    def load(self, ref: SnapshotRef, base: Snapshot | None = None) -> Snapshot:
-        name = threading.current_thread().name.partition("_")[0]
-        if name == "re-diff":
-            self.has_rediff_begun.set()
-        else:
-            self.has_rediff_begun.wait(0.2)
-        self.order.append(f"{name} {ref.version}")
-        return super().load(ref, base)
-
-
-def test_a_re_diff_to_what_is_being_rebuilt_waits_for_it(tmp_path: Path) -> None:
-    """Else two would build the same content at the same time."""
-
-    async def story() -> None:
-        store = SlowRebuild(tmp_path)
-        archive = Archive(store)
-        await publish_many(archive, 1)
-        manifest, chunks = delta(2, 1)
-        for name in archive.offer(manifest):
+        manifest, chunks = whole(0)
+        for name in archive.offer(manifest.hashes):
             await archive.put(name, bytes(chunks[name]))
+        is_free = threading.Event()
+        archive._thread.submit(is_free.wait)
+        taking = asyncio.ensure_future(archive.take(manifest))
+        await asyncio.sleep(0)
+        taking.cancel()
+        await asyncio.wait([taking])
+        is_free.set()
+        assert archive.retained == []
         await archive.take(manifest)
-        store.order.clear()
-        made, _ = await asyncio.gather(archive.payload(ref(2), ref(0)), archive.rebuild(ref(2)))
-        assert made.base == ref(0)
-        assert store.order == ["archive 2", "re-diff 0", "re-diff 2"]
+        assert archive.retained == [ref(0)]
+        archive.close()
 
     asyncio.run(story())

@@ -16,18 +16,25 @@ from hypothesis import strategies as st
 
 from echo2.buffer import Ledger
 from echo2.buffer.audit import audit
-from echo2.control import commands as do
-from echo2.control import events as ev
-from echo2.control.planner import Planner
-from echo2.control.state import PlannerOptions
+from echo2.control.head import commands as do
+from echo2.control.head import events as ev
+from echo2.control.head.planner import Planner
+from echo2.control.head.state import PlannerOptions
+from echo2.disk import (
+    FLOOR_BYTES,
+    RESUME_FACTOR,
+    SNAPSHOTS_RESERVED,
+    DiskWatch,
+    checkpoint_bytes,
+    free_bytes,
+)
 from echo2.errors import NoRoomError, UserError, write_failed
 from echo2.learner import checkpoint
-from echo2.learner.checkpoint import Progress, write_checkpoint
-from echo2.runtime.disk import FLOOR_BYTES, RESUME_FACTOR, SNAPSHOTS_RESERVED, DiskWatch, checkpoint_bytes, free_bytes
-from echo2.runtime.eventlog import EventLog, replay
-from echo2.runtime.metrics import Metrics, read_rows
-from echo2.runtime.rundir import read_json, write_atomically
-from echo2.weights import ChunkStore
+from echo2.learner.checkpoint import write_checkpoint
+from echo2.rundir import read_json, read_metrics, write_atomically
+from echo2.runtime.head.eventlog import EventLog, replay
+from echo2.runtime.head.metrics import Metrics
+from echo2.weights.store import ChunkStore
 from planner_cases import OPTIONS, of, running
 
 PAUSED = (do.GrantLeases, do.IssueGroup, do.FeedGroup, do.EndStep)
@@ -113,7 +120,7 @@ def test_a_paused_run_leases_and_feeds_nothing_and_takes_what_was_leased() -> No
 
 def test_a_pause_asks_for_no_timer_that_is_due_already() -> None:
     """A second lease that is overdue is not granted while the run is paused; a timer for it would ring for ever."""
-    desk = running(PlannerOptions(groups_per_step=2, group_size=4, max_steps=10, second_lease_after=1.5))
+    desk = running(PlannerOptions(groups_per_step=2, group_size=4, max_steps=10))
     for lease_id in desk.open()[:3]:
         desk.now += 1.0
         desk.deliver(lease_id)
@@ -184,23 +191,28 @@ def test_every_file_of_a_run_says_that_there_is_no_room_and_is_whole_afterwards(
     log, metrics, store = EventLog(small_disk / "e", options), Metrics(small_disk / "m"), ChunkStore(small_disk / "s")
     metrics.write({"step": 0})
     write_atomically(small_disk / "status.json", '{"version": 1}')
-    write_checkpoint(small_disk / "step_1", Progress(1, 1, 0, None), {"config.json": b"{}"}, {})
+    write_checkpoint(small_disk / "step_1", {"version": 1}, {"config.json": b"{}"}, {})
     filler = fill(small_disk)
     planner, chunk = Planner(options), b"x" * 9000
+
+    def log_tick(second: int) -> None:
+        log.add(second, ev.Tick(), planner.handle(ev.Tick(), second))
+        log.flush()
+
     with pytest.raises(NoRoomError, match=r"Cannot write .*/e: No space left"):
-        endlessly(lambda second: log.write(second, ev.Tick(), planner.handle(ev.Tick(), second)))
+        endlessly(log_tick)
     with pytest.raises(NoRoomError, match=r"Cannot write .*/m: No space left"):
         endlessly(lambda step: metrics.write({"step": step}))
     with pytest.raises(NoRoomError, match=r"status\.json: No space left"):
         write_atomically(small_disk / "status.json", '{"version": 2}' + " " * 9000)
     with pytest.raises(NoRoomError, match="was not saved: the disk is out of room"):
-        write_checkpoint(small_disk / "step_2", Progress(2, 1, 0, None), {"config.json": b"{}" * 9000}, {})
+        write_checkpoint(small_disk / "step_2", {"version": 2}, {"config.json": b"{}" * 9000}, {})
     with pytest.raises(NoRoomError, match="into the snapshot store"):
         store.put(blake3(chunk).digest(), chunk)
     filler.unlink()
     log.close()
     assert replay(small_disk / "e").num_different == 0
-    assert read_rows(small_disk / "m")[0] == {"step": 0}
+    assert read_metrics(small_disk / "m")[0] == {"step": 0}
     assert read_json(small_disk / "status.json") == {"version": 1}
     assert checkpoint.latest(small_disk) == small_disk / "step_1"
     store.put(blake3(chunk).digest(), chunk)

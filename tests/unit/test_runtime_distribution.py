@@ -4,29 +4,30 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Coroutine
 from pathlib import Path
-from typing import Any
 
 import pytest
+from weights_cases import encode, encode_delta
 
+from broadcast_fleet import fail
 from echo2.broadcast.origin import OriginNode
-from echo2.control.broadcast import BroadcastOptions
-from echo2.control.fleet import Worker
+from echo2.control.broadcast.origin import BroadcastOptions
+from echo2.control.head.fleet import Worker
 from echo2.errors import PeerError
-from echo2.runtime.archive import Archive
-from echo2.runtime.clock import Clock
-from echo2.runtime.distribution import Distribution
+from echo2.runtime.head.archive import JOINED_MAX, Archive
+from echo2.runtime.head.distribution import Distribution
 from echo2.transport import wire_pb2 as wire
 from echo2.transport.identity import RunIdentity, verify_manifest
-from echo2.types import PayloadId, Snapshot, SnapshotRef, TensorBytes
-from echo2.weights import ChunkStore, Manifest, encode, encode_delta
+from echo2.types import RUN_POLICY, PayloadId, Snapshot, SnapshotRef, TensorBytes
+from echo2.weights.manifest import Manifest
+from echo2.weights.store import ChunkStore
+from memory_links import MemoryNetwork
 
 ITEMS = 4000
 
 
 def ref(version: int) -> SnapshotRef:
-    return SnapshotRef(1, version)
+    return SnapshotRef(RUN_POLICY, 1, version)
 
 
 def content(version: int) -> Snapshot:
@@ -45,14 +46,10 @@ class Fleet:
         self.workers = {name: Worker(name, 1, 0.0, base, 0.0) for name, base in installed.items()}
         self.notices: dict[str, list[PayloadId]] = {name: [] for name in installed}
         self.routes: dict[str, list[int]] = {name: [] for name in installed}
-        self.tasks: list[asyncio.Task[None]] = []
-        self.makes = asyncio.Event()
         store = ChunkStore(path / "store")
-        self.origin = OriginNode(store, BroadcastOptions(), self._order, Clock())
+        self.origin = OriginNode(store, BroadcastOptions(), self._order, MemoryNetwork().member("head").to_peer, fail)
         self.archive = Archive(store)
-        self.distribution = Distribution(
-            self.archive, self.origin, self.identity, self._order, self.workers.get, self._spawn
-        )
+        self.distribution = Distribution(self.archive, self.origin, self.identity, self._order, self.workers.get)
         for name in installed:
             self.origin.joined(name, wire.WorkerHello(), "203.0.113.9")
 
@@ -64,27 +61,21 @@ class Fleet:
         elif order.HasField("routes"):
             self.routes[worker_id].append(order.routes.payload.ref.version)
 
-    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
-        self.tasks.append(asyncio.ensure_future(work))
-        self.makes.set()
-
     async def publish(self, version: int, as_delta: bool = True) -> None:
-        """As the head does: list it, announce it, and rebuild it meanwhile."""
+        """As the head does: list it, and announce it."""
         now = content(version)
-        encoded = encode_delta(content(version - 1), now) if as_delta else encode(now.ref, now.tensors, now.files)
-        assert encoded is not None
-        manifest, chunks = encoded
-        for name in self.archive.offer(manifest):
+        manifest, chunks = (
+            encode_delta(content(version - 1), now) if as_delta else encode(now.ref, now.tensors, now.files)
+        )
+        for name in self.archive.offer(manifest.hashes):
             await self.archive.put(name, bytes(chunks[name]))
         await self.archive.take(manifest)
         self.distribution.announce(now.ref, list(self.workers))
-        await self.archive.rebuild(now.ref)
-        await asyncio.gather(*self.tasks)
 
 
 def test_each_worker_is_told_of_the_payload_that_fits_what_it_has(tmp_path: Path) -> None:
     async def story() -> None:
-        fleet = Fleet(tmp_path, new=None, old=ref(0), present=ref(1), stranger=SnapshotRef(9, 1))
+        fleet = Fleet(tmp_path, new=None, old=ref(0), present=ref(1), stranger=SnapshotRef(RUN_POLICY, 9, 1))
         for version in range(3):
             await fleet.publish(version, as_delta=version > 0)
         told = {name: payloads[-1] for name, payloads in fleet.notices.items()}
@@ -111,41 +102,52 @@ def test_who_has_it_already_is_told_that_it_is_the_newest_and_sent_nothing(tmp_p
     asyncio.run(story())
 
 
-def test_what_is_made_too_late_is_not_announced(tmp_path: Path) -> None:
-    """While its delta is made, one worker leaves and another installs what the delta would be over."""
-
-    async def story() -> None:
-        fleet = Fleet(tmp_path, leaves=ref(0), moves=ref(0), stays=ref(0))
-        await fleet.publish(0, as_delta=False)
-        await fleet.publish(1)
-        fleet.workers["stays"].installed = ref(1)
-        fleet.distribution.announce(ref(1), [])
-        publication = asyncio.ensure_future(fleet.publish(2))
-        await fleet.makes.wait()  # the announcement to those with version 0 waits for its delta
-        del fleet.workers["leaves"]
-        fleet.workers["moves"].installed = ref(1)
-        await publication
-        assert [p for p in fleet.notices["leaves"] if p.ref == ref(2)] == []
-        assert [p for p in fleet.notices["moves"] if p.ref == ref(2)] == [PayloadId(ref(2), ref(1))]
-        await fleet.distribution.close()
-
-    asyncio.run(story())
-
-
 def test_a_worker_may_ask_by_itself(tmp_path: Path) -> None:
     async def story() -> None:
         fleet = Fleet(tmp_path, worker=None)
         for version in range(4):
             await fleet.publish(version, as_delta=version > 0)
-        base = wire.SnapshotId(lineage=1, version=1)
+        base = wire.SnapshotId(policy=RUN_POLICY, lineage=1, version=1)
         for lineage in (0, 1):
-            request = wire.ManifestRequest(lineage=lineage, version=3, base=base)
-            notice = await fleet.distribution.fetch_manifest("worker", request)
+            request = wire.ManifestRequest(policy=RUN_POLICY, lineage=lineage, version=3, base=base)
+            notice = fleet.distribution.fetch_manifest("worker", request)
             assert Manifest.from_wire(notice.manifest).payload == PayloadId(ref(3), ref(1))
-        notice = await fleet.distribution.fetch_manifest("worker", wire.ManifestRequest(lineage=1, version=3))
+        notice = fleet.distribution.fetch_manifest(
+            "worker", wire.ManifestRequest(policy=RUN_POLICY, lineage=1, version=3)
+        )
         assert Manifest.from_wire(notice.manifest).payload == PayloadId(ref(3))
         with pytest.raises(PeerError, match="unknown_snapshot"):
-            await fleet.distribution.fetch_manifest("worker", wire.ManifestRequest(lineage=2, version=3))
+            fleet.distribution.fetch_manifest("worker", wire.ManifestRequest(policy=RUN_POLICY, lineage=2, version=3))
+        await fleet.distribution.close()
+
+    asyncio.run(story())
+
+
+def test_a_worker_has_three_payloads_joined_for_a_version_and_is_sent_the_whole_beyond_them(tmp_path: Path) -> None:
+    """To join is the head's work: who asks over ever other bases, or over some that nobody knows, costs it no more."""
+
+    async def story() -> None:
+        fleet = Fleet(tmp_path, greedy=None, modest=None)
+
+        def bases(worker_id: str, version: int, *asked: SnapshotRef) -> list[SnapshotRef | None]:
+            told = []
+            for base in asked:
+                over = wire.SnapshotId(policy=base.policy, lineage=base.lineage, version=base.version)
+                request = wire.ManifestRequest(policy=RUN_POLICY, lineage=1, version=version, base=over)
+                notice = fleet.distribution.fetch_manifest(worker_id, request)
+                told.append(Manifest.from_wire(notice.manifest).payload.base)
+            return told
+
+        for version in range(8):
+            await fleet.publish(version, as_delta=version > 0)
+        known = [ref(version) for version in range(7)]
+        for _ in range(2):  # what is remembered costs nothing
+            assert bases("greedy", 7, *known) == [*known[:3], *[None] * 4]
+        assert bases("modest", 7, ref(5)) == [ref(5)], "each has its own share"
+        assert bases("greedy", 7, ref(5)) == [ref(5)], "it is there by now"
+        await fleet.publish(8)
+        unknown = [SnapshotRef(RUN_POLICY, 9, version) for version in range(3)]
+        assert bases("greedy", 8, *unknown, ref(7)) == [None] * 4
         await fleet.distribution.close()
 
     asyncio.run(story())
@@ -156,11 +158,31 @@ def test_many_workers_with_one_base_are_told_together(tmp_path: Path) -> None:
         fleet = Fleet(tmp_path, **{f"w{number}": ref(number % 2) for number in range(20)})
         for version in (0, 1):
             await fleet.publish(version, as_delta=version > 0)
-        waited = len(fleet.tasks)
         await fleet.publish(2)
-        assert len(fleet.tasks) == waited + 1, "one waits for all that have version 0"
         told = {name: payloads[-1] for name, payloads in fleet.notices.items()}
         assert told == {f"w{number}": PayloadId(ref(2), ref(number % 2)) for number in range(20)}
+        await fleet.distribution.close()
+
+    asyncio.run(story())
+
+
+def test_what_was_told_of_dropped_versions_is_forgotten(tmp_path: Path) -> None:
+    async def story() -> None:
+        workers = {f"w{number}": ref(number) for number in range(2 * JOINED_MAX)}
+        fleet = Fleet(tmp_path, **workers)
+        dropped: list[PayloadId] = []
+        forget = fleet.archive.on_dropped
+        fleet.archive.on_dropped = lambda payload: (dropped.append(payload), forget(payload))[1]
+        last = 2 * JOINED_MAX + 3
+        for version in range(last + 1):
+            await fleet.publish(version, as_delta=version > 0)
+            if version >= 2:
+                await fleet.archive.drop(ref(version - 2))
+        told = {payload for payloads in fleet.notices.values() for payload in payloads}
+        assert len({payload for payload in told if payload.ref == ref(last)}) > JOINED_MAX
+        assert {payload for payload in told if payload.ref.version <= last - 2} <= set(dropped)
+        assert not [payload for payload in dropped if payload.ref == ref(last) and payload in told]
+        assert len(fleet.distribution._notices) <= JOINED_MAX
         await fleet.distribution.close()
 
     asyncio.run(story())

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import math
 import os
 import random
 import resource
@@ -19,15 +18,15 @@ from hypothesis import strategies as st
 
 from echo2 import cli
 from echo2.config import Config, build
-from echo2.control import events as ev
-from echo2.control.planner import Planner
-from echo2.control.state import PlannerOptions
+from echo2.control.head import events as ev
+from echo2.control.head.planner import Planner
+from echo2.control.head.state import PlannerOptions
 from echo2.errors import UserError
+from echo2.rundir import RunDir, claimed, create, newest_run, read_json, read_metrics, write_atomically
 from echo2.runtime import rotation
-from echo2.runtime.eventlog import PARTS_KEPT, EventLog, from_plain, replay, to_plain
-from echo2.runtime.metrics import Metrics, Row, TensorBoardSink, WandbSink, ess_of, known_ess, read_rows
-from echo2.runtime.rundir import RunDir, claimed, create, newest_run, read_json, write_atomically
-from echo2.types import GroupRef
+from echo2.runtime.head.eventlog import PARTS_KEPT, EventLog, from_plain, replay, to_plain
+from echo2.runtime.head.metrics import Metrics, Row, TensorBoardSink, WandbSink
+from echo2.types import RUN_POLICY, GroupRef
 
 OPTIONS = PlannerOptions(groups_per_step=2, group_size=2, max_steps=3)
 
@@ -135,8 +134,8 @@ def test_rows_are_appended_and_read_back(tmp_path: Path) -> None:
     metrics = Metrics(tmp_path / "metrics.jsonl")
     metrics.write(row(1, loss=0.5))
     metrics.write(row(2, loss=0.25))
-    assert read_rows(tmp_path / "metrics.jsonl") == [row(1, loss=0.5), row(2, loss=0.25)]
-    assert read_rows(tmp_path / "nothing.jsonl") == []
+    assert read_metrics(tmp_path / "metrics.jsonl") == [row(1, loss=0.5), row(2, loss=0.25)]
+    assert read_metrics(tmp_path / "nothing.jsonl") == []
 
 
 def test_an_evaluation_is_added_to_its_steps_row_or_makes_one(tmp_path: Path) -> None:
@@ -145,19 +144,11 @@ def test_an_evaluation_is_added_to_its_steps_row_or_makes_one(tmp_path: Path) ->
     metrics.write(row(2, loss=0.25))
     metrics.amend(1, {"eval/accuracy": 0.75})
     metrics.amend(0, {"eval/accuracy": 0.5})
-    assert read_rows(tmp_path / "metrics.jsonl") == [
+    assert read_metrics(tmp_path / "metrics.jsonl") == [
         {"step": 0, "eval/accuracy": 0.5},
         {"step": 1, "loss": 0.5, "eval/accuracy": 0.75},
         row(2, loss=0.25),
     ]
-
-
-def test_the_ess_of_a_step_is_read_from_its_row_where_it_is_one(tmp_path: Path) -> None:
-    rows: list[Row] = [row(0, loss=1.0), row(1, ess=0.5), {"step": 2, "ess": "much"}, row(3, ess=1.0), row(4, ess=0.25)]
-    assert known_ess(rows, version=3) == ((0, 0.5), (2, 1.0))  # row 4 was written, and its step not recorded
-    values = [None, "0.5", True, -0.1, 1.5, math.nan, math.inf, 0, 0.3]
-    assert [ess_of({"ess": value}) for value in values] == [None] * 7 + [0.0, 0.3]
-    assert ess_of({}) is None
 
 
 def test_steps_trained_again_replace_what_they_were(tmp_path: Path) -> None:
@@ -165,10 +156,10 @@ def test_steps_trained_again_replace_what_they_were(tmp_path: Path) -> None:
     for step in (1, 2, 3):
         metrics.write(row(step, loss=float(step)))
     metrics.truncate(1)
-    assert [r["step"] for r in read_rows(tmp_path / "metrics.jsonl")] == [1]
+    assert [r["step"] for r in read_metrics(tmp_path / "metrics.jsonl")] == [1]
     metrics.write(row(2, loss=20.0))
     metrics.write(row(2, loss=21.0))
-    assert read_rows(tmp_path / "metrics.jsonl") == [row(1, loss=1.0), row(2, loss=21.0)]
+    assert read_metrics(tmp_path / "metrics.jsonl") == [row(1, loss=1.0), row(2, loss=21.0)]
 
 
 @given(cut=st.integers(1, 30), step=st.integers(2, 9))
@@ -181,9 +172,9 @@ def test_a_row_torn_by_a_kill_is_passed_over_and_never_glued_to_the_next(
     torn = json.dumps(row(step, text="é"), ensure_ascii=False).encode() + b"\n"
     path.write_bytes(whole + torn[: min(cut, len(torn) - 2)])
     metrics = Metrics(path)
-    assert metrics.rows == [row(1, loss=0.5)]
+    assert metrics.recent == [row(1, loss=0.5)]
     metrics.write(row(2, loss=0.25))
-    assert read_rows(path) == [row(1, loss=0.5), row(2, loss=0.25)]
+    assert read_metrics(path) == [row(1, loss=0.5), row(2, loss=0.25)]
 
 
 def test_a_full_disk_stops_the_metrics_with_advice(tmp_path: Path) -> None:
@@ -193,7 +184,7 @@ def test_a_full_disk_stops_the_metrics_with_advice(tmp_path: Path) -> None:
         metrics.write(row(2, **{f"name/{number}": 0.0 for number in range(20)}))
     again = Metrics(tmp_path / "metrics.jsonl")
     again.write(row(2))
-    assert read_rows(tmp_path / "metrics.jsonl") == [row(1), row(2)]
+    assert read_metrics(tmp_path / "metrics.jsonl") == [row(1), row(2)]
 
 
 def test_tensorboard_gets_every_number(tmp_path: Path) -> None:
@@ -211,7 +202,7 @@ def test_tensorboard_gets_every_number(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(importlib.util.find_spec("wandb") is not None, reason="wandb is installed here")
 def test_a_missing_logger_package_is_named_with_the_setting_that_wants_it(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"run\.wandb_project needs the package wandb: pip install wandb"):
+    with pytest.raises(UserError, match=r"run\.log_to has wandb, which needs the package wandb: pip install wandb"):
         WandbSink("project", "id", tmp_path, {})
 
 
@@ -228,7 +219,7 @@ def some_events() -> list[ev.Event]:
         ev.Tick(),
         ev.LeaseFailed("w1", 1, "environment_failed", "it raised"),
         ev.DeliveryMalformed("w1", 2, "malformed", "no rollouts"),
-        ev.GroupScored(GroupRef("train", 0)),
+        ev.GroupScored(GroupRef(RUN_POLICY, "train", 0)),
         ev.WorkerDetached("w1", "its connection closed"),
     ]
 
@@ -238,7 +229,8 @@ def log_life(path: Path, events: list[ev.Event]) -> int:
     planner, log, num_commands = Planner(OPTIONS), EventLog(path, OPTIONS), 0
     for second, event in enumerate(events):
         commands = planner.handle(event, float(second))
-        log.write(float(second), event, commands)
+        log.add(float(second), event, commands)
+        log.flush()
         num_commands += len(commands)
     log.close()
     return num_commands
@@ -315,9 +307,11 @@ def test_a_full_disk_stops_the_event_log_and_the_rest_can_be_replayed(tmp_path: 
     path, events = tmp_path / "events.jsonl", some_events()
     log = EventLog(path, OPTIONS)
     planner = Planner(OPTIONS)
-    log.write(0.0, events[0], planner.handle(events[0], 0.0))
+    log.add(0.0, events[0], planner.handle(events[0], 0.0))
+    log.flush()
+    log.add(1.0, events[1], planner.handle(events[1], 1.0))
     with full_disk(path.stat().st_size + 10), pytest.raises(UserError, match=r"Cannot write .*events\.jsonl: "):
-        log.write(1.0, events[1], planner.handle(events[1], 1.0))
+        log.flush()
     log.close()
     assert replay(path).num_events == 1
 
@@ -326,7 +320,8 @@ def test_a_log_in_parts_is_replayed_as_one(tmp_path: Path) -> None:
     path, planner = tmp_path / "events.jsonl", Planner(OPTIONS)
     log = EventLog(path, OPTIONS, part_bytes_max=800)
     for second, event in enumerate(some_events()):
-        log.write(float(second), event, planner.handle(event, float(second)))
+        log.add(float(second), event, planner.handle(event, float(second)))
+        log.flush()
     log.close()
     log_life(path, some_events())
     assert len(rotation.parts(path)) >= 3
@@ -342,7 +337,8 @@ def test_once_the_oldest_part_is_gone_the_heads_after_it_are_replayed_and_the_re
     path, planner, ticks = tmp_path / "events.jsonl", Planner(OPTIONS), 4000
     log = EventLog(path, OPTIONS, part_bytes_max=2500)
     for second in range(ticks):
-        log.write(float(second), ev.Tick(), planner.handle(ev.Tick(), float(second)))
+        log.add(float(second), ev.Tick(), planner.handle(ev.Tick(), float(second)))
+        log.flush()
     log.close()
     parts = rotation.parts(path)
     assert len(parts) == PARTS_KEPT + 1, "what is older is deleted"
@@ -363,7 +359,7 @@ def test_events_are_read_back_as_they_were(seed: int) -> None:
 
 
 def test_a_run_directory_has_one_run_and_one_head(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("echo2.runtime.rundir.CLAIM_SECONDS", 0.0)
+    monkeypatch.setattr("echo2.rundir.CLAIM_SECONDS", 0.0)
     with claimed(tmp_path / "run", "run"), claimed(tmp_path / "run", "head"):
         with pytest.raises(UserError, match="Another `echo2 head` works on"), claimed(tmp_path / "run", "head"):
             pass

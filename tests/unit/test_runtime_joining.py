@@ -1,26 +1,72 @@
-"""What a head makes of a worker's hello."""
+"""What a head makes of a worker's hello, what it is then sent, and what its good-bye does."""
 
 from __future__ import annotations
 
+import asyncio
+from pathlib import Path
+from typing import Any
+
 import pytest
 
+from echo2.config.sections import SamplingConfig
 from echo2.errors import PeerError
-from echo2.runtime.service import worker_joined
-from echo2.runtime.worker import AS_THE_RUN_ASKS
+from echo2.runtime.head.orders import orders
+from echo2.runtime.head.presence import Presence
+from echo2.runtime.head.service import worker_joined
+from echo2.runtime.worker.process import NO_SLOT_LIMIT
 from echo2.transport import wire_pb2 as wire
 from echo2.transport.base import Peer
 from echo2.transport.limits import PROTOCOL_VERSION
+from echo2.types import RUN_POLICY, GroupRef, Lease
+from head_cases import OpenHead, rows, settings, until
 
 
-@pytest.mark.parametrize(("said", "asked", "together"), [(AS_THE_RUN_ASKS, 1, 1), (AS_THE_RUN_ASKS, 64, 64), (4, 8, 4)])
-def test_a_worker_counts_for_as_many_groups_as_it_will_sample_together(said: int, asked: int, together: int) -> None:
+@pytest.mark.parametrize(
+    ("said", "asked", "slots"), [(NO_SLOT_LIMIT, 1, 8), (NO_SLOT_LIMIT, 64, 512), (35, 8, 35), (3, 8, 3)]
+)
+def test_a_worker_counts_for_as_many_slots_as_it_will_fill(said: int, asked: int, slots: int) -> None:
     """It says hello before it knows what the run asks for. Counted for more, it would hold leases that others wait for
     while the learner waits for them.
     """
-    hello = wire.WorkerHello(protocol=PROTOCOL_VERSION, capacity_groups=said)
-    assert worker_joined(Peer("w", "worker"), hello, asked).capacity_groups == together
+    hello = wire.WorkerHello(protocol=PROTOCOL_VERSION, slots=said)
+    sampling = SamplingConfig(groups_per_batch=asked, group_size=8)
+    assert worker_joined(Peer("w", "worker"), hello, sampling).slots == slots
 
 
 def test_a_worker_that_samples_nothing_is_refused() -> None:
     with pytest.raises(PeerError, match="at least 1"):
-        worker_joined(Peer("w", "worker"), wire.WorkerHello(protocol=PROTOCOL_VERSION), 8)
+        worker_joined(Peer("w", "worker"), wire.WorkerHello(protocol=PROTOCOL_VERSION), SamplingConfig())
+
+
+def test_the_leases_of_a_worker_that_leaves_go_to_others_at_once(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        raw = settings(rows(tmp_path / "rows.jsonl", "53="))
+        async with OpenHead(tmp_path, raw) as open_head, open_head.attending("w-1") as first:
+            await until(lambda: first)
+            async with open_head.attending("w-2") as second:
+                await open_head.service.leave(open_head.peer("w-1"), wire.Empty())
+                await until(lambda: {lease.number for lease in first} <= {lease.number for lease in second})
+                assert {lease.lease_id for lease in first}.isdisjoint(lease.lease_id for lease in second)
+
+    asyncio.run(asyncio.wait_for(scenario(), 60.0))
+
+
+@pytest.mark.parametrize(("deterministic", "batches"), [(False, [[1, 2], [3]]), (True, [[1], [2], [3]])])
+def test_leases_that_wait_for_a_worker_go_together(tmp_path: Path, deterministic: bool, batches: list[Any]) -> None:
+    """In a deterministic run each grant stays a message: what is granted together is sampled together."""
+
+    async def scenario() -> None:
+        raw = settings(rows(tmp_path / "rows.jsonl", "53="), run={"deterministic": deterministic})
+        async with OpenHead(tmp_path, raw) as open_head:
+            head = open_head.head
+            presence = head.workers["w"] = Presence(asyncio.Queue(), "", 1, "", "", wire.WorkerReport())
+            stream = orders(head, presence)
+            sent: list[list[int]] = []
+            for lease_ids in ([1, 2], [3]):
+                for lease_id in lease_ids:
+                    head.grant("w", [Lease(lease_id, GroupRef(RUN_POLICY, "train", 0), 0, 0, 4, 0, None, 9.0, 9.0, 0)])
+                while presence.outbox.qsize():
+                    sent.append([lease.lease_id for lease in (await anext(stream)).leases.leases])
+            assert sent == batches
+
+    asyncio.run(scenario())

@@ -13,10 +13,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from echo2.pipes import child_environment
 from echo2.printable import LINE_CHARS_MAX, printable, printable_lines
 from echo2.runtime import rotation
 from echo2.runtime.process_log import BURST_LINES, KINDS_MAX, WINDOW_SECONDS, CountingHandler, SafeFormatter
+from echo2.sandbox.pipes import child_environment
 
 HOSTILE = "\x1b[2J\x1b]0;title\x07\x9b31mred\u202e\u2066\r\nerror: forged\x00\x7f"
 
@@ -150,11 +150,11 @@ def test_what_a_process_of_a_run_writes_is_its_owners_alone(tmp_path: Path, umas
         process_log.start()
         from echo2.buffer import Ledger
         from echo2.config import Config
-        from echo2.control.state import PlannerOptions
-        from echo2.runtime.eventlog import EventLog
-        from echo2.runtime.metrics import Metrics
-        from echo2.runtime.rundir import create, write_atomically
-        from echo2.weights import ChunkStore
+        from echo2.control.head.state import PlannerOptions
+        from echo2.runtime.head.eventlog import EventLog
+        from echo2.runtime.head.metrics import Metrics
+        from echo2.rundir import create, write_atomically
+        from echo2.weights.store import ChunkStore
         rundir = create(Path(sys.argv[1]), Config(), resume=False)
         EventLog(rundir.events, PlannerOptions(1, 2, 3)).close()
         Metrics(rundir.metrics).write({"step": 0})

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from echo2.offers import Offer
-from echo2.runtime import machines
-from echo2.runtime.machines import Machines
+from echo2.config.offers import Offer
+from echo2.runtime.head import machines
+from echo2.runtime.head.machines import Machines
 
 #: Appends its arguments and what it finds in its environment to a file, then ends as it is told to.
 RECORD = """

@@ -7,10 +7,9 @@ from pathlib import Path
 import pytest
 
 from echo2.config import build
-from echo2.control.activation import LoopOptions
-from echo2.control.state import Offer
+from echo2.control.head.state import RentableOffer
 from echo2.errors import UserError
-from echo2.runtime.planner_options import planner_options, read_offers
+from echo2.runtime.head.planner_options import planner_options, read_offers
 
 OFFERS = """
 [[offers]]
@@ -30,30 +29,30 @@ price_usd_per_hour = 0.0
 
 def test_without_activation_nobody_is_chosen_and_nothing_rented() -> None:
     options = planner_options(build({}, "my.toml"), 0)
-    assert options.activation is None
+    assert not options.activation
     assert options.offers == ()
 
 
 def test_offers_that_can_be_rented_reach_the_planner_with_the_rate_that_arrives(tmp_path: Path) -> None:
     path = tmp_path / "offers.toml"
     path.write_text(OFFERS)
-    config = build({"fleet": {"activation": True, "offers": str(path)}}, "my.toml")
+    config = build({"fleet": {"offers": str(path)}}, "my.toml")
     offers = read_offers(config)
     assert sorted(offers) == ["desk", "spot"]
     options = planner_options(config, 0, offers)
-    assert options.activation == LoopOptions()
-    assert options.offers == (Offer("spot", 0.5 * 0.8, 0.2, 3),)  # a desk of unknown rate can't be rented
+    assert options.activation
+    assert options.offers == (RentableOffer("spot", 0.5 * 0.8, 0.2, 3),)  # a desk of unknown rate can't be rented
 
 
 def test_a_machine_that_can_be_rented_must_have_a_rate(tmp_path: Path) -> None:
     path = tmp_path / "offers.toml"
     path.write_text(OFFERS.replace("rollouts_per_second = 0.5", ""))
-    config = build({"fleet": {"activation": True, "offers": str(path)}}, "my.toml")
+    config = build({"fleet": {"offers": str(path)}}, "my.toml")
     with pytest.raises(UserError, match="'spot' has no rollouts_per_second"):
         planner_options(config, 0, read_offers(config))
 
 
 def test_a_missing_offers_file_is_the_users_mistake(tmp_path: Path) -> None:
-    config = build({"fleet": {"activation": True, "offers": str(tmp_path / "none.toml")}}, "my.toml")
+    config = build({"fleet": {"offers": str(tmp_path / "none.toml")}}, "my.toml")
     with pytest.raises(UserError, match="Cannot read the offers file"):
         read_offers(config)

@@ -12,15 +12,16 @@ import pytest
 
 from echo2.config import Config
 from echo2.errors import UserError
+from echo2.rundir import RunDir, create, read_json, write_atomically
+from echo2.runtime.launch.supervisor import ProcessFailed, Supervisor, last_error
 from echo2.runtime.lifeline import LIFELINE_VARIABLE
-from echo2.runtime.rundir import RunDir, create
-from echo2.runtime.supervisor import ProcessFailed, Supervisor, last_error
 
 #: A grandchild that holds on, says its pid, and would stay for ever; its parent holds the pipe's writing end.
 SUPERVISOR = f"""
 import os, subprocess, sys
 reading, writing = os.pipe()
-child = "import signal; from echo2.runtime import lifeline as l; l.hold_on(); print('held', flush=True); signal.pause()"
+child = "import signal; from echo2.runtime.lifeline import end_with_supervisor as end; end(); print('held', flush=True)"
+child += "; signal.pause()"
 environment = {{**os.environ, {LIFELINE_VARIABLE!r}: str(reading)}}
 process = subprocess.Popen([sys.executable, "-c", child], env=environment, pass_fds=(reading,))
 print(process.pid, flush=True)
@@ -45,7 +46,8 @@ def test_a_child_ends_when_its_supervisor_is_killed() -> None:
 def test_without_a_supervisor_a_process_stays() -> None:
     source = Path(__file__).parents[2] / "src"
     environment = {name: value for name, value in os.environ.items() if name != LIFELINE_VARIABLE}
-    code = "from echo2.runtime import lifeline; lifeline.hold_on(); import threading; print(threading.active_count())"
+    code = "from echo2.runtime import lifeline; lifeline.end_with_supervisor()\n"
+    code += "import threading; print(threading.active_count())"
     done = subprocess.run(
         [sys.executable, "-c", code],
         env={**environment, "PYTHONPATH": str(source)},
@@ -75,6 +77,8 @@ def test_a_process_that_refuses_to_run_ends_the_run_with_its_words(rundir: RunDi
     rundir.config.write_text('{"run": {"seeed": 1}}')
     with pytest.raises(UserError, match=r"unknown key run\.seeed\. Did you mean run\.seed\?"):
         Supervisor(rundir, 0, []).run(lambda: None)
+    outcome = read_json(rundir.outcome)
+    assert (outcome["kind"], "unknown key run.seeed" in outcome["reason"]) == ("user_error", True)
 
 
 def test_a_process_that_keeps_dying_is_not_started_for_ever(rundir: RunDir) -> None:
@@ -82,4 +86,18 @@ def test_a_process_that_keeps_dying_is_not_started_for_ever(rundir: RunDir) -> N
     supervisor.head.arguments = ["--version"]  # ends at once, with status 0 and without an outcome
     with pytest.raises(ProcessFailed, match=r"head died 5 times within 60 s \(last exit status 0\).*head\.log"):
         supervisor.run(lambda: None)
+    assert read_json(rundir.outcome)["reason"].startswith("head died 5 times")
     assert rundir.logs.joinpath("head.log").read_text().count("echo2 ") == 5
+
+
+def test_steps_that_no_checkpoint_covers_are_said_in_the_outcome(rundir: RunDir) -> None:
+    write_atomically(rundir.status, '{"version": 8}')
+    (rundir.checkpoints / "step_5").mkdir()
+    (rundir.checkpoints / "step_5" / "state.json").write_text("{}")
+    (rundir.logs / "learner.log").write_text("error: the disk is full\n")
+    supervisor = Supervisor(rundir, 0, [])
+    supervisor.head.arguments = ["--version"]
+    with pytest.raises(ProcessFailed):
+        supervisor.run(lambda: None)
+    said = read_json(rundir.outcome)["checkpoint"]
+    assert said.startswith("no checkpoint of step 8: the newest is of step 5. the disk is full.")

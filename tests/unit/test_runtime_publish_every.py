@@ -10,10 +10,10 @@ import pytest
 
 from echo2.config import Config, build, load
 from echo2.config.sections import ScheduleConfig
-from echo2.control.capacity import staleness_bound
+from echo2.control.capacity.formulas import staleness_bound
 from echo2.errors import InvariantError, UserError
-from echo2.runtime.publish_every import settle
-from echo2.runtime.rundir import create
+from echo2.rundir import create
+from echo2.runtime.launch.publish_every import settle
 
 
 def auto(max_staleness: int, **others: Any) -> Config:
@@ -98,7 +98,7 @@ def test_where_no_number_keeps_the_bound_a_resumed_run_keeps_its_own_and_says_so
 def test_damaged_or_missing_measurements_are_refused_not_passed_over(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="measured no broadcast yet"):
         settle(auto(3), tmp_path / "run", False, measured(tmp_path / "past", 1.0, None))
-    with pytest.raises(UserError, match="Cannot read"):
+    with pytest.raises(UserError, match="has no trained step yet"):
         settle(auto(3), tmp_path / "run", False, tmp_path)
     rundir = create(tmp_path / "run", settle(auto(3), tmp_path / "run", False, None).config, resume=False)
     rundir.metrics.write_text('{"step": 1}\nnot json\n{"step": 2}\n')
@@ -108,7 +108,7 @@ def test_damaged_or_missing_measurements_are_refused_not_passed_over(tmp_path: P
 
 def test_a_deterministic_run_needs_a_number() -> None:
     raw = {"run": {"deterministic": True}, "schedule": {"publish_every": "auto", "max_staleness": 2}}
-    with pytest.raises(UserError, match=r"run\.deterministic = true needs a number for schedule\.publish_every"):
+    with pytest.raises(UserError, match=r"run\.deterministic = true excludes schedule\.publish_every"):
         build(raw, "my.toml")
     build({**raw, "schedule": {"publish_every": "auto", "max_staleness": 0}}, "my.toml")  # 1, whatever is measured
 

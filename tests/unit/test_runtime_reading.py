@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import subprocess
 import sys
@@ -17,14 +18,15 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
 from echo2.errors import PeerError, UserError
-from echo2.pipes import child_environment
 from echo2.rollout.generate import assignment_of
-from echo2.runtime import reading
-from echo2.runtime.reading import Reader
-from echo2.transport import messages
+from echo2.runtime.head import deliveries, reading, service
+from echo2.runtime.head.reading import RunTokenizer
+from echo2.sandbox.pipes import child_environment
+from echo2.transport import limits, messages
 from echo2.transport import wire_pb2 as wire
-from echo2.types import LOGGED_ATTEMPTS, GroupRef, Lease, Message, SamplingParams, Task
+from echo2.types import LOGGED_ROLLOUTS, RUN_POLICY, GroupRef, Lease, Message, SamplingParams, Task
 from head_cases import HUGE_SECONDS, LEARNER, OpenHead, delivery, rows, sample, settings, until
+from invariants import check
 from rollout_cases import END, VOCAB, tokenizer_files
 
 PROMPT = [7, 5, 28]  # 53=
@@ -54,8 +56,9 @@ def test_the_head_makes_prompt_text_and_rewards(tmp_path: Path) -> None:
             assert (await open_head.deliver(delivery(leases[0], said)))[0][0]
             await until(lambda: open_head.fed)
             (group,) = open_head.fed
-        assert array("i", group.prompt_tokens).tolist() == PROMPT
-        assert [rollout.text for rollout in group.rollouts] == ["35", "53", "35", "53"]
+            (line,) = (open_head.head.rundir.rollouts / "step_1.jsonl").read_text().splitlines()
+        assert group.prompt_tokens.tolist() == PROMPT
+        assert [rollout["text"] for rollout in json.loads(line)["rollouts"]] == ["35", "53", "35", "53"]
         assert [rollout.reward for rollout in group.rollouts] == [1.0, 0.0, 1.0, 0.0]
         assert [dict(rollout.reward_parts) for rollout in group.rollouts][:2] == [
             {"exact_match": 1.0},
@@ -83,7 +86,7 @@ def test_a_restarted_head_reads_the_tokenizer_of_the_snapshot_that_it_kept(tmp_p
 # ---- a worker learns no answer ---------------------------------------------------------------------------------------
 
 WORDS = st.text("abcdefghij", min_size=6, max_size=12)
-LEASE = Lease(1, GroupRef("train", 0), 0, 0, 2, 0, None, 9.0, 9.0, 0)
+LEASE = Lease(1, GroupRef(RUN_POLICY, "train", 0), 0, 0, 2, 0, None, 9.0, 9.0, 0)
 
 
 @given(st.dictionaries(WORDS, WORDS | st.lists(WORDS, max_size=3), min_size=1), st.booleans())
@@ -100,12 +103,12 @@ def test_a_lease_holds_none_of_a_tasks_columns(columns: dict[str, Any], is_chat:
 
 @given(st.lists(st.floats(allow_nan=False, allow_infinity=False), min_size=1, max_size=4), WORDS)
 def test_a_lease_on_a_logged_task_holds_no_reward(rewards: list[float], answer: str) -> None:
-    attempts = [{"completion": "x", "reward": reward} for reward in rewards]
-    task = Task(0, "?", {LOGGED_ATTEMPTS: {"attempts": attempts}, "answer": answer})
+    rollouts = [{"completion": "x", "reward": reward} for reward in rewards]
+    task = Task(0, "?", {LOGGED_ROLLOUTS: {"rollouts": rollouts}, "answer": answer})
     sent = json.loads(
         messages.encode_assignment(assignment_of(LEASE, task, array("i", [1]), SamplingParams())).columns_json
     )
-    assert sent == {LOGGED_ATTEMPTS: {"attempts": [{"completion": "x"}] * len(rewards)}}
+    assert sent == {LOGGED_ROLLOUTS: {"rollouts": [{"completion": "x"}] * len(rewards)}}
 
 
 def test_only_an_environment_is_told_the_columns(tmp_path: Path) -> None:
@@ -138,8 +141,8 @@ HONEST = [sample(RIGHT) for _ in range(4)]
 LIES: dict[str, tuple[str, Lie]] = {
     "a group that was not leased": ("malformed", told(*HONEST, number=99)),
     "an evaluation's": ("malformed", told(*HONEST, kind="eval")),
-    "fewer attempts": ("malformed", told(*HONEST[:3])),
-    "more attempts": ("malformed", told(*HONEST, sample(RIGHT))),
+    "fewer rollouts": ("malformed", told(*HONEST[:3])),
+    "more rollouts": ("malformed", told(*HONEST, sample(RIGHT))),
     "none": ("malformed", told()),
     "longer than leased": ("oversized", told(*HONEST[:3], sample([5] * 13))),
     "a token that the model has not": ("malformed", told(*HONEST[:3], sample([VOCAB]))),
@@ -173,6 +176,46 @@ def test_what_cannot_be_is_refused_and_the_group_lives_on(tmp_path: Path, word: 
             assert record.state in ("pending", "leased")
 
     run(scenario())
+
+
+def test_a_group_that_no_message_to_the_learner_could_hold_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def scenario() -> None:
+        async with one_task(tmp_path) as open_head, open_head.attending() as leases:
+            await until(lambda: leases)
+            monkeypatch.setattr(deliveries, "GROUP_BYTES_MAX", 40)
+            ((accepted, reason),) = await open_head.deliver(delivery(leases[0], HONEST))
+            assert not accepted
+            assert reason.startswith("oversized: a group of"), reason
+
+    assert deliveries.GROUP_BYTES_MAX + deliveries.FEED_BYTES < limits.MESSAGE_BYTES_MAX
+    run(scenario())
+
+
+@given(st.lists(st.integers(1, 12), max_size=20))
+def test_groups_go_together_in_order_as_far_as_a_message_holds_them(sizes: list[int]) -> None:
+    groups = [bytes([place]) * size for place, size in enumerate(sizes)]
+
+    async def sent() -> list[list[bytes]]:
+        feed: asyncio.Queue[bytes | wire.StepDone | None] = asyncio.Queue()
+        for item in (*groups, wire.StepDone(cursor=len(groups))):
+            feed.put_nowait(item)
+        held: list[bytes] = []
+        messages_sent: list[list[bytes]] = []
+        while True:
+            fed = await service._together(feed, held)
+            assert fed is not None
+            messages_sent.append(list(fed.groups))
+            if fed.HasField("done"):
+                return messages_sent
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(service, "FEED_BYTES", 10)
+        fed = asyncio.run(sent())
+    assert [group for message in fed for group in message] == groups
+    assert all(len(message) == 1 or sum(map(len, message)) <= 10 for message in fed)
+    assert all(sum(map(len, one)) + len(other[0]) > 10 for one, other in itertools.pairwise(fed) if other)
 
 
 def test_nothing_is_read_of_what_is_not_leased_to_the_caller(tmp_path: Path) -> None:
@@ -237,8 +280,8 @@ def test_a_support_is_as_wide_as_sampling_leaves_it(
 
 
 def logged_settings(tmp_path: Path) -> dict[str, Any]:
-    column = {"attempts": [{"completion": text, "reward": i / 4} for i, text in enumerate(("35", "53", "3", "5"))]}
-    source = rows(tmp_path / "rows.jsonl", "53=", **{LOGGED_ATTEMPTS: column})
+    column = {"rollouts": [{"completion": text, "reward": i / 4} for i, text in enumerate(("35", "53", "3", "5"))]}
+    source = rows(tmp_path / "rows.jsonl", "53=", **{LOGGED_ROLLOUTS: column})
     return settings(source, reward={"functions": ["logged"]})
 
 
@@ -268,7 +311,7 @@ def test_a_forged_log_is_refused(tmp_path: Path, forged: list[int]) -> None:
             await until(lambda: leases)
             said = [sample(forged), *(sample(tokens) for tokens in LOGGED[1:])]
             ((accepted, reason),) = await open_head.deliver(delivery(leases[0], said))
-            assert (accepted, reason) == (False, "malformed: attempt 0 is not what the log says")
+            assert (accepted, reason) == (False, "malformed: rollout 0 is not what the log says")
 
     run(scenario())
 
@@ -289,21 +332,21 @@ def test_a_prompt_that_cannot_be_made_costs_its_group_and_says_why(tmp_path: Pat
             assert not {lease.number for lease in leases if lease.kind == "train"} & {0, 2}
             record = planner.groups.get(0)
             assert record is not None
-            assert (record.state, record.why) == ("retired", "prompt_unfit")
+            assert (record.state, record.why) == ("retired", "bad_task")
             assert planner.evaluation.rounds[0].num_failed == 1
             events = (tmp_path / "run" / "events.jsonl").read_text()
             assert "Task 0 has chat messages, but the model's tokenizer has no chat template" in events
             (held_out,) = [lease for lease in leases if lease.kind == "eval"]
             assert (await open_head.deliver(delivery(held_out, [sample(RIGHT)])))[0][0]
             await until(lambda: not planner.evaluation.rounds)
-            planner.check_invariants()
+            check(planner)
 
     run(scenario())
 
 
 def test_prompts_are_made_once_and_no_more_are_kept_than_the_limit_says(monkeypatch: pytest.MonkeyPatch) -> None:
     async def scenario() -> None:
-        reader = Reader()
+        reader = RunTokenizer()
         with pytest.raises(UserError, match="no tokenizer"):
             reader.prompt("train", Task(0, "53="))
         await reader.load(tokenizer_files())
@@ -321,21 +364,23 @@ def test_prompts_are_made_once_and_no_more_are_kept_than_the_limit_says(monkeypa
 
 def test_a_model_without_a_tokenizer_is_the_owners_mistake() -> None:
     with pytest.raises(UserError, match="tokenizer can't be used"):
-        run(Reader().load({"config.json": b"{}"}))
+        run(RunTokenizer().load({"config.json": b"{}"}))
 
 
 WITHOUT_TORCH = """
 import asyncio, pathlib, sys
-from echo2.runtime.head_process import forbid_torch
+from echo2.runtime.head.process import forbid_torch
 forbid_torch()
-from echo2.runtime.reading import Reader
-from echo2.types import Message, Rollout, Task
+from echo2.runtime.head.reading import RunTokenizer
+from echo2.types import GroupRef, Message, Rollout, RolloutGroup, Task
 from array import array
-reader = Reader()
+reader = RunTokenizer()
 asyncio.run(reader.load({path.name: path.read_bytes() for path in pathlib.Path(sys.argv[1]).iterdir()}))
 assert reader.prompt("train", Task(0, "53=")).tolist() == [7, 5, 28]
 assert reader.prompt("train", Task(1, (Message("user", "53"),))).tolist() == [7, 5, 28]
-(read,) = reader.read([Rollout(array("i", [5, 7, 1]), array("f"), b"", (), "stop")])
+rollout = Rollout(array("i", [5, 7, 1]), array("f"), b"", (), "stop")
+group = RolloutGroup(GroupRef("policy", "train", 0), 0, 1, 0, array("i"), (rollout,))
+(read,) = reader.read(group, Task(0, "53="))
 assert read.text == "35"
 assert sys.modules["torch"] is None
 """
@@ -358,7 +403,7 @@ def test_the_head_reads_without_torch_and_without_a_word(tmp_path: Path) -> None
 )
 def test_files_that_are_no_tokenizer_give_one_kind_of_error(files: dict[str, bytes]) -> None:
     try:
-        run(Reader().load(files))
+        run(RunTokenizer().load(files))
     except UserError:
         pass
 
@@ -369,13 +414,13 @@ def test_a_checkpoint_of_a_version_that_no_ledger_can_hold_is_refused(tmp_path: 
             for version, oldest in ((2**63, 0), (0, 2**64 - 1)):
                 with pytest.raises(PeerError, match="out of range"):
                     await head.service.report_checkpoint(
-                        LEARNER, wire.CheckpointReport(version=version, oldest_kept=oldest)
+                        LEARNER, wire.CheckpointReport(version=version, oldest_kept=oldest, epoch=head.epoch)
                     )
 
     run(scenario())
 
 
-# ---- how an attempt ends ---------------------------------------------------------------------------------------------
+# ---- how a rollout ends ---------------------------------------------------------------------------------------------
 
 ENDS = {"config.json": b'{"eos_token_id": 1, "max_position_embeddings": 12}'}
 ENDINGS: dict[str, tuple[str, wire.Sample]] = {
@@ -388,7 +433,7 @@ ENDINGS: dict[str, tuple[str, wire.Sample]] = {
 
 
 @pytest.mark.parametrize(("word", "attempt"), ENDINGS.values(), ids=ENDINGS)
-def test_an_attempt_ends_as_sampling_ends_it(tmp_path: Path, word: str, attempt: wire.Sample) -> None:
+def test_an_rollout_ends_as_sampling_ends_it(tmp_path: Path, word: str, attempt: wire.Sample) -> None:
     async def scenario() -> None:
         raw = settings(rows(tmp_path / "rows.jsonl", "53="))
         async with OpenHead(tmp_path, raw, tokenizer_files() | ENDS) as open_head, open_head.attending() as leases:
@@ -410,11 +455,9 @@ def test_prompts_none_of_which_can_be_made_end_the_run_with_the_reason(tmp_path:
     async def scenario() -> None:
         source = rows(tmp_path / "rows.jsonl", [{"role": "user", "content": "53"}])
         async with OpenHead(tmp_path, settings(source)) as open_head, open_head.attending():
-            await until(lambda: open_head.head.outcome is not None)
-            kind, reason = open_head.head.outcome or ("", "")
-            assert kind == "stopped"
-            assert "8 groups failed in a row (prompt_unfit)" in reason
-            assert "no chat template" in reason
+            await until(lambda: open_head.head.stopping)  # it ends once the learner has saved
+            assert "8 groups failed in a row (bad_task)" in open_head.head.stopping
+            assert "no chat template" in open_head.head.stopping
 
     run(scenario())
 
@@ -422,7 +465,7 @@ def test_prompts_none_of_which_can_be_made_end_the_run_with_the_reason(tmp_path:
 def test_a_text_that_no_learner_reads_costs_its_group_and_not_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("echo2.runtime.scoring.TEXT_CHARS_MAX", 2)
+    monkeypatch.setattr("echo2.runtime.head.scoring.TEXT_CHARS_MAX", 2)
 
     async def scenario() -> None:
         async with one_task(tmp_path) as open_head, open_head.attending() as leases:
@@ -441,7 +484,7 @@ def test_a_head_without_a_tokenizer_asks_for_the_result_again(tmp_path: Path) ->
     async def scenario() -> None:
         async with one_task(tmp_path) as open_head, open_head.attending() as leases:
             await until(lambda: leases)
-            reader, open_head.head.reader = open_head.head.reader, Reader()
+            reader, open_head.head.reader = open_head.head.reader, RunTokenizer()
             with pytest.raises(PeerError, match="busy"):
                 await open_head.deliver(delivery(leases[0], HONEST))
             open_head.head.reader = reader

@@ -5,15 +5,15 @@ from __future__ import annotations
 import pytest
 
 from echo2.config import Config
+from echo2.config.offers import Offer
 from echo2.config.sections import FleetConfig, WorkersConfig
-from echo2.control.bill import itemise
 from echo2.errors import PeerError
-from echo2.offers import Offer
-from echo2.runtime.accounts import CostBook
-from echo2.runtime.display import strangers_lines
-from echo2.runtime.evals import Evals
-from echo2.runtime.strangers import PID_MAX, check_price, most_paid, process_id
+from echo2.planning.bill import itemise
+from echo2.runtime.head.accounts import CostBook
+from echo2.runtime.head.evals import Evals
+from echo2.runtime.head.strangers import PID_MAX, check_price, most_paid, process_id
 from echo2.transport.limits import PRICE_MAX_USD_PER_HOUR
+from echo2.views.display import strangers_lines
 
 
 def config(price: float = 0.0, budget: float = 0.0) -> Config:

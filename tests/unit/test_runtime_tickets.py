@@ -11,9 +11,9 @@ import pytest
 
 from echo2.cli import main
 from echo2.errors import PeerError, UserError
-from echo2.runtime.rundir import RunDir
-from echo2.runtime.tickets import OwnTickets, open_identity
-from echo2.transport.identity import Member, PeerIdentity, RunIdentity
+from echo2.rundir import RunDir
+from echo2.runtime.head.tickets import OwnTickets, open_identity
+from echo2.transport.identity import Enrolment, PeerIdentity, RunIdentity
 from echo2.transport.tickets import OWN_TICKET_USES, Ticket
 
 ADDRESS = "203.0.113.5:4700"
@@ -101,7 +101,7 @@ def test_invitation_is_for_strangers_and_can_be_renewed(head: Head, capsys: pyte
     ticket = Ticket.parse(said(capsys, "invite", head.rundir.path, "--uses", 2, "--days", 3))
     assert (ticket.address, ticket.role, ticket.run_id) == (ADDRESS, "worker", head.identity.run_id)
     peer_id = head.enrol(ticket.ticket_id)
-    assert head.identity.member(peer_id) == Member(ticket.ticket_id, False)
+    assert head.identity.member(peer_id) == Enrolment(ticket.ticket_id, False)
     head.enrol(ticket.ticket_id)
     with pytest.raises(PeerError, match="used up"):
         head.enrol(ticket.ticket_id)

@@ -21,9 +21,9 @@ from rich.console import Console
 
 from echo2.config import Config
 from echo2.errors import UserError
-from echo2.runtime.display import RunDisplay, fleet_line, show_status, show_summary, sparkline
-from echo2.runtime.rundir import RunDir, create
-from echo2.runtime.status import read_status
+from echo2.rundir import RunDir, create
+from echo2.views.display import RunDisplay, fleet_line, show_status, show_summary, sparkline
+from echo2.views.status import read_status
 
 HERE = socket.gethostname()
 WIDTHS = (20, 40, 80, 200)
@@ -210,15 +210,6 @@ def test_status_shows_who_waits_for_whom_and_why(rundir: RunDir) -> None:
         assert any(process in line and state in line for line in text.splitlines()), text
 
 
-@pytest.mark.parametrize(("effective", "is_said"), [(4, False), (1, True)])
-def test_a_bound_that_the_ess_floor_has_tightened_is_said(rundir: RunDir, effective: int, is_said: bool) -> None:
-    told = {**status(head_pid=os.getpid()), "max_staleness": 4, "effective_staleness": effective}
-    rundir.status.write_text(json.dumps(told))
-    on = console()
-    show_status(read_status(rundir), on)
-    assert ("sampling: 1 versions ahead of the learner at most" in shown(on)) == is_said
-
-
 @pytest.mark.parametrize("width", WIDTHS)
 def test_status_fits_any_console(rundir: RunDir, width: int) -> None:
     rundir.status.write_text(json.dumps(status(head_pid=os.getpid())))
@@ -274,6 +265,38 @@ def test_the_summary_is_worth_reading() -> None:
     assert [line for line in text.splitlines() if "learner " in line and "-" in line], "a learner makes no groups"
 
 
+FAILED = {
+    "kind": "reward_failed",
+    "count": 10,
+    "message": "The reward function mine raised at own.py:3 in mine: KeyError: 'answer'",
+    "traceback": "Traceback (most recent call last):\n  File \"own.py\", line 3, in mine\nKeyError: 'answer'\n",
+}
+
+
+def test_what_failed_is_counted_and_shown_with_its_first_traceback(rundir: RunDir) -> None:
+    found = status(os.getpid()) | {"failures": [FAILED]}
+    rundir.status.write_text(json.dumps(found))
+    on = console()
+    show_status(read_status(rundir), on)
+    line = "10 groups were lost to your reward function; logs/reward.log has all. The first: The reward function mine"
+    assert line in shown(on)
+    assert '  File "own.py", line 3, in mine' in shown(on)
+    on = console()
+    with RunDisplay(rundir, 10, on) as display:
+        display.poll()
+    assert "10 groups were lost to your reward function" in shown(on)
+    on = console()
+    show_summary(summary() | {"failures": [FAILED]}, on)
+    assert "10 groups were lost to your reward function" in shown(on)
+
+
+def test_the_end_of_a_run_says_where_the_model_is_and_what_to_do_with_it() -> None:
+    on = console()
+    show_summary(summary() | {"directory": "/runs/a", "checkpoint": 40}, on)
+    assert "The model after step 40 is in /runs/a/checkpoints/step_40" in shown(on)
+    assert "echo2 export /runs/a --to DIR" in shown(on)
+
+
 def test_a_run_without_evaluation_has_no_accuracy_to_show() -> None:
     on = console()
     show_summary({**summary(), "eval_before": None, "eval_after": None}, on)
@@ -314,7 +337,8 @@ def test_without_a_terminal_progress_is_one_line_now_and_then(rundir: RunDir) ->
     assert line.startswith("step 3/40  reward 0.750 ▁▄█")
     assert "held-out 0: 0.250" in line
     assert line.endswith("head waits for learner: none is connected")
-    assert "weights v3 at 0 of 3 workers  1 fetching, the slowest 63%  T_bcast 1.2 s  suspected: w-far" in line
+    assert "weights version 3 at 0 workers, on its way to 3  1 fetching, the slowest 63%" in line
+    assert "new weights reach the workers in 1.2 s  suspected: w-far" in line
 
 
 def test_before_the_first_status_there_is_little_to_say(rundir: RunDir) -> None:

@@ -3,39 +3,44 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import random
 import threading
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Mapping
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
+from weights_cases import bytes_of, encode, encode_delta, holding
 
+from broadcast_fleet import fail
 from echo2.broadcast.origin import OriginNode
-from echo2.control import relay_events as ev
-from echo2.control.broadcast import BroadcastOptions
-from echo2.control.fleet import Worker
+from echo2.control.broadcast.origin import BroadcastOptions
+from echo2.control.head.fleet import Worker
+from echo2.control.worker import events as ev
 from echo2.errors import PeerError, UserError
-from echo2.runtime.archive import Archive
-from echo2.runtime.clock import Clock
-from echo2.runtime.distribution import Distribution
-from echo2.runtime.worker_weights import DELTAS_MAX, WorkerWeights, listen_address
+from echo2.rollout.engine import OutOfMemoryError
+from echo2.runtime.head.archive import Archive
+from echo2.runtime.head.distribution import Distribution
+from echo2.runtime.worker.weights import WorkerWeights, listen_address
 from echo2.transport import wire_pb2 as wire
 from echo2.transport.base import Peer
 from echo2.transport.grpc_link import Membership, join
 from echo2.transport.grpc_server import GrpcServer
 from echo2.transport.identity import RunIdentity
-from echo2.types import PayloadId, Snapshot, SnapshotRef, TensorBytes
-from echo2.weights import ChunkStore, Manifest, encode, encode_delta
+from echo2.types import RUN_POLICY, PayloadId, Snapshot, SnapshotRef, TensorBytes
+from echo2.weights.chain import compose
+from echo2.weights.content import Content
+from echo2.weights.manifest import MAX_DELTAS, Manifest
+from echo2.weights.store import ChunkStore
+from memory_links import MemoryNetwork
 
 ITEMS = 4000
 SECONDS = 30.0
 
 
 def ref(version: int) -> SnapshotRef:
-    return SnapshotRef(1, version)
+    return SnapshotRef(RUN_POLICY, 1, version)
 
 
 def content(version: int) -> Snapshot:
@@ -46,19 +51,12 @@ def content(version: int) -> Snapshot:
     return Snapshot(ref(version), {"w": TensorBytes("I16", (ITEMS,), bytes(data))}, {"config.json": b"{}"})
 
 
-def same(one: Snapshot | None, other: Snapshot) -> bool:
-    assert one is not None
-    return {n: bytes(t.data) for n, t in one.tensors.items()} == {n: bytes(t.data) for n, t in other.tensors.items()}
-
-
 def whole(version: int) -> tuple[Manifest, Mapping[bytes, memoryview]]:
     return encode(ref(version), content(version).tensors, content(version).files)
 
 
 def delta(version: int, base: int) -> tuple[Manifest, Mapping[bytes, memoryview]]:
-    encoded = encode_delta(content(base), content(version))
-    assert encoded is not None
-    return encoded
+    return encode_delta(content(base), content(version))
 
 
 @pytest.mark.parametrize(
@@ -88,13 +86,12 @@ class Head:
     def __init__(self, path: Path) -> None:
         self.identity = RunIdentity.create_or_load(path / "identity")
         store = ChunkStore(path / "head")
-        self.origin = OriginNode(store, BroadcastOptions(), self._order, Clock())
+        self.origin = OriginNode(store, BroadcastOptions(), self._order, MemoryNetwork().member("head").to_peer, fail)
         self.archive = Archive(store)
         self.worker: Worker | None = None
         self.weights: WorkerWeights | None = None
-        self.tasks: list[asyncio.Task[None]] = []
         self.distribution = Distribution(
-            self.archive, self.origin, self.identity, self._order, lambda worker_id: self.worker, self._spawn
+            self.archive, self.origin, self.identity, self._order, lambda worker_id: self.worker
         )
         handlers = {**self.origin.handlers(), "FetchManifest": self._fetch_manifest}
         self.server = GrpcServer("127.0.0.1", 0, self.identity, handlers)
@@ -108,21 +105,15 @@ class Head:
         if order.HasField("snapshot"):
             self.weights.announced(order.snapshot)
         else:
-            self.weights.obey(order)
-
-    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
-        self.tasks.append(asyncio.ensure_future(work))
+            self.weights.node.obey(order)
 
     async def _fetch_manifest(self, peer: Peer, request: wire.ManifestRequest) -> wire.SnapshotNotice:
-        return await self.distribution.fetch_manifest(peer.peer_id, request)
+        return self.distribution.fetch_manifest(peer.peer_id, request)
 
     async def publish(self, manifest: Manifest, chunks: Mapping[bytes, memoryview]) -> None:
         assert self.worker is not None
-        for name in self.archive.offer(manifest):
-            await self.archive.put(name, bytes(chunks[name]))
-        await self.archive.take(manifest)
+        await self.archive.take(await stored(self, (manifest, chunks)))
         self.distribution.announce(manifest.ref, [self.worker.worker_id])
-        await self.archive.rebuild(manifest.ref)
 
     async def close(self) -> None:
         await self.server.stop()
@@ -137,7 +128,7 @@ class Machine:
     ) -> None:
         self.link, self.load = member.link(), load
         self.outcomes: asyncio.Queue[str] = asyncio.Queue()
-        self.weights = WorkerWeights(member, self.link, path, ("127.0.0.1", 0), "", True, self._happen, self._failed)
+        self.weights = WorkerWeights(member, self.link, path, ("127.0.0.1", 0), True, self._happen, self._failed)
         self.tasks: list[asyncio.Task[None]] = []
 
     def _happen(self, event: ev.Event) -> None:
@@ -150,11 +141,14 @@ class Machine:
         else:
             self.outcomes.put_nowait(type(event).__name__)
 
+    async def loaded(self, snapshot: Snapshot) -> float:
+        return self.load(snapshot)
+
     def _failed(self, error: BaseException) -> None:
         self.outcomes.put_nowait(repr(error))
 
     async def _install(self, payload: PayloadId) -> None:
-        if await self.weights.install(payload, self.load) is not None:
+        if await self.weights.install(payload, self.loaded) is not None:
             await self.weights.keep(payload)
             self.outcomes.put_nowait(str(payload))
 
@@ -181,11 +175,11 @@ async def attending(head: Head, member: Membership, path: Path, **more: Any) -> 
     head.weights = machine.weights
     await machine.weights.start()
     assert head.worker is not None
-    head.worker.installed = machine.weights.content.ref if machine.weights.content is not None else None
+    head.worker.installed = machine.weights.content.ref
     hello = wire.WorkerHello()
-    machine.weights.introduce(hello)
+    hello.listen_port = machine.weights.port
     head.origin.joined(member.peer_id, hello, "127.0.0.1")
-    machine.weights.connected()
+    machine.weights.node.connected()
     try:
         yield machine
     finally:
@@ -206,18 +200,19 @@ def test_deltas_are_applied_and_a_restarted_worker_goes_on_from_its_disk(tmp_pat
     async def story() -> None:
         async with joined(tmp_path) as (head, member):
             async with attending(head, member, tmp_path) as machine:
-                assert await publish_and_install(head, machine, 0) == "1.0"
+                assert await publish_and_install(head, machine, 0) == str(PayloadId(ref(0)))
                 for version in range(1, 4):
-                    assert await publish_and_install(head, machine, version) == f"1.{version} over 1.{version - 1}"
+                    assert await publish_and_install(head, machine, version) == str(
+                        PayloadId(ref(version), ref(version - 1))
+                    )
             async with attending(head, member, tmp_path) as machine:
-                content_now = machine.weights.content
-                assert content_now is not None
-                assert same(content_now, content(3))
+                assert bytes_of(machine.weights.content.snapshot()) == bytes_of(content(3))
                 loaded: list[SnapshotRef] = []
-                assert await machine.weights.reload(lambda snapshot: loaded.append(snapshot.ref) or 0.0) == ref(3)
+                machine.load = lambda snapshot: loaded.append(snapshot.ref) or 0.0
+                assert await machine.weights.reload(machine.loaded) == ref(3)
                 assert loaded == [ref(3)]
-                assert await publish_and_install(head, machine, 4) == "1.4 over 1.3"
-                assert same(machine.weights.content, content(4))
+                assert await publish_and_install(head, machine, 4) == "policy@1.4 over policy@1.3"
+                assert bytes_of(machine.weights.content.snapshot()) == bytes_of(content(4))
 
     asyncio.run(story())
 
@@ -225,30 +220,59 @@ def test_deltas_are_applied_and_a_restarted_worker_goes_on_from_its_disk(tmp_pat
 def test_the_disk_of_a_worker_is_bounded(tmp_path: Path) -> None:
     async def story() -> None:
         async with joined(tmp_path) as (head, member), attending(head, member, tmp_path) as machine:
-            for version in range(DELTAS_MAX + 4):
+            last = MAX_DELTAS + 3
+            for version in range(last + 1):
+                if version == MAX_DELTAS + 1:  # as the learner does
+                    await head.archive.take(await stored(head, whole(MAX_DELTAS)))
                 await publish_and_install(head, machine, version)
             store = ChunkStore(tmp_path / "worker" / "snapshots")
-            deltas = [manifest for manifest in store.manifests() if manifest.base is not None]
-            assert len(deltas) < DELTAS_MAX, "the whole content was written in their place"
-            assert same(store.load(ref(DELTAS_MAX + 3)), content(DELTAS_MAX + 3))
+            anchor, *deltas = store.chain(ref(last)) or []
+            assert anchor == whole(MAX_DELTAS)[0], "the whole content was written, in the chunks that the learner made"
+            assert len(deltas) == last - MAX_DELTAS
+            assert len(store.manifests()) == 1 + len(deltas)
+            again = Content()
+            again.apply(compose([anchor, *deltas]), store.get)
+            assert bytes_of(again.snapshot()) == bytes_of(content(last))
 
     asyncio.run(story())
 
 
-def test_what_the_engine_refuses_is_not_installed(tmp_path: Path) -> None:
+async def stored(head: Head, publication: tuple[Manifest, Mapping[bytes, memoryview]]) -> Manifest:
+    """The manifest, with all its chunks at the head."""
+    manifest, chunks = publication
+    for name in head.archive.offer(manifest.hashes):
+        await head.archive.put(name, bytes(chunks[name]))
+    return manifest
+
+
+@pytest.mark.parametrize(
+    ("error", "outcome"),
+    [
+        (PeerError("architecture", "another model"), "refused: architecture: another model"),
+        (OutOfMemoryError("cuda:0 has no room"), "SnapshotTooLarge"),
+        (MemoryError(), "SnapshotTooLarge"),
+    ],
+)
+def test_what_the_engine_refuses_or_has_no_room_for_is_not_installed(
+    tmp_path: Path, error: Exception, outcome: str
+) -> None:
     def load(snapshot: Snapshot) -> float:
         if snapshot.ref.version == 1:
-            raise PeerError("architecture", "another model")
+            raise error
         return 0.25
 
     async def story() -> None:
         async with joined(tmp_path) as (head, member), attending(head, member, tmp_path, load=load) as machine:
             await publish_and_install(head, machine, 0)
             await head.publish(*delta(1, 0))
-            outcome = await asyncio.wait_for(machine.outcomes.get(), SECONDS)
-            assert outcome == "refused: architecture: another model"
-            assert machine.weights.content is not None
-            assert machine.weights.content.ref == ref(0)
+            assert await asyncio.wait_for(machine.outcomes.get(), SECONDS) == outcome
+            await head.publish(*delta(2, 1))  # over what the engine has
+            assert await asyncio.wait_for(
+                machine.outcomes.get(), SECONDS
+            ) == "refused: base: payload policy@1.2 over policy@1.0 " + ("cannot be applied to snapshot policy@1.1")
+            head.worker.installed = None  # type: ignore[union-attr]  # as the relay asks then
+            await head.publish(*delta(3, 2))
+            assert await asyncio.wait_for(machine.outcomes.get(), SECONDS) == "policy@1.3"
 
     asyncio.run(story())
 
@@ -257,17 +281,20 @@ def test_a_delta_over_other_weights_and_one_with_another_digest_are_refused(tmp_
     async def story() -> None:
         async with joined(tmp_path) as (head, member), attending(head, member, tmp_path) as machine:
             await publish_and_install(head, machine, 0)
-            assert machine.weights.content is not None
-            machine.weights.content = dataclasses.replace(machine.weights.content, ref=ref(7))
+            machine.weights.content.ref = ref(7)
             await head.publish(*delta(1, 0))
-            assert "over another content than 1.7" in await asyncio.wait_for(machine.outcomes.get(), SECONDS)
+            assert "cannot be applied to snapshot policy@1.7" in await asyncio.wait_for(machine.outcomes.get(), SECONDS)
             tampered = {"w": TensorBytes("I16", (ITEMS,), bytes(2 * ITEMS))}
-            machine.weights.content = Snapshot(ref(1), tampered, {"config.json": b"{}"})
+            vars(machine.weights.content).update(vars(holding(Snapshot(ref(1), tampered, {"config.json": b"{}"}))))
             assert head.worker is not None
             head.worker.installed = ref(1)
             await head.publish(*delta(2, 1))
             assert "corrupt" in await asyncio.wait_for(machine.outcomes.get(), SECONDS)
-            assert machine.weights.content.ref == ref(1), "what was there stays"
+            assert machine.weights.content.ref is None, "what did not verify is no content"
+            head.worker.installed = None
+            await head.publish(*delta(3, 2))
+            assert await asyncio.wait_for(machine.outcomes.get(), SECONDS) == "policy@1.3"
+            assert bytes_of(machine.weights.content.snapshot()) == bytes_of(content(3))
 
     asyncio.run(story())
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import subprocess
@@ -11,10 +12,10 @@ from typing import Any
 
 import pytest
 
-from echo2 import pipes
 from echo2.errors import UserError
-from echo2.tasks.environment_process import ProcessWorld, open_world
-from echo2.tasks.environments import REPLY_CHARS_MAX, LocalWorld, load_environment
+from echo2.sandbox import pipes
+from echo2.tasks.environment_process import EnvironmentProcess
+from echo2.tasks.environments import REPLY_CHARS_MAX, LocalEnvironment, load_environment
 from echo2.types import Reply
 
 OWN = """
@@ -38,6 +39,7 @@ class Own:
             case "raise": raise KeyError("nothing here")
             case "hang":
                 while True: pass
+            case "nap": time.sleep(0.2)
             case "die": os._exit(7)
             case "kill": os.kill(os.getpid(), 9)
             case "read": return sys.stdin.read(), 0, False
@@ -73,101 +75,134 @@ def own(tmp_path_factory: pytest.TempPathFactory) -> str:
     return f"{path}:Own"
 
 
+class Blocking:
+    """An environment's process, asked from outside an event loop: what the tests say of one in this process."""
+
+    def __init__(self, spec: str, call_seconds: float = 30.0) -> None:
+        self._runner = asyncio.Runner()
+        self._asked = EnvironmentProcess(spec, call_seconds)
+        try:
+            self.stop = self._run(self._asked.start())
+        except UserError:
+            self._runner.close()
+            raise
+        self.end = lambda rollout: self._run(self._ended(rollout))
+
+    def _run(self, work: Any) -> Any:
+        return self._runner.run(work)
+
+    async def _ended(self, rollout: Any) -> None:
+        self._asked.end(rollout)
+        await asyncio.gather(*self._asked._under_way)
+
+    def begin(self, columns: dict[str, Any], seed: int) -> Any:
+        begun = self._asked.begin(columns, seed)
+        self.turn_tokens(begun)
+        return begun
+
+    def turn_tokens(self, rollout: Any) -> Any:
+        return self._run(self._asked.turn_tokens(rollout))
+
+    def step(self, rollout: Any, action: str) -> Any:
+        return self._run(self._asked.step(rollout, action))
+
+    @property
+    def pid(self) -> int | None:
+        return self._asked._process.pid
+
+    def close(self) -> None:
+        self._run(self._asked.close())
+        self._runner.close()
+
+
 @pytest.fixture(params=["here", "process"])
-def world(own: str, request: pytest.FixtureRequest) -> Iterator[Any]:
-    opened = LocalWorld(own) if request.param == "here" else ProcessWorld(own)
+def environment(own: str, request: pytest.FixtureRequest) -> Iterator[Any]:
+    if request.param == "here":
+        yield LocalEnvironment(own)
+        return
+    opened = Blocking(own)
     yield opened
     opened.close()
 
 
-def test_attempts_are_apart(world: Any) -> None:
-    first, second = world.begin({"name": "é"}, 5), world.begin({"turn": 7}, 6)
-    assert (world.stop, world.turn_tokens(first), world.turn_tokens(second)) == ("!", 3, 7)
-    assert world.step(first, "a") == Reply("é5a", 3.0, False)
-    assert world.step(second, "b") == Reply("6b", 2.0, False)
-    assert world.step(first, "end") == Reply("é5aend", 6.0, True)
-    world.end(first)
-    assert world.step(second, "c") == Reply("6bc", 3.0, False)
-    world.end(second)
+def test_attempts_are_apart(environment: Any) -> None:
+    first, second = environment.begin({"name": "é"}, 5), environment.begin({"turn": 7}, 6)
+    assert (environment.stop, environment.turn_tokens(first), environment.turn_tokens(second)) == ("!", 3, 7)
+    assert environment.step(first, "a") == Reply("é5a", 3.0, False)
+    assert environment.step(second, "b") == Reply("6b", 2.0, False)
+    assert environment.step(first, "end") == Reply("é5aend", 6.0, True)
+    environment.end(first)
+    assert environment.step(second, "c") == Reply("6bc", 3.0, False)
+    environment.end(second)
     with pytest.raises(UserError, match="no such level"):
-        world.begin({"do": "raise"}, 1)
+        environment.begin({"do": "raise"}, 1)
     with pytest.raises(UserError, match="turn_tokens = -1"):
-        world.begin({"turn": -1}, 1)
+        environment.begin({"turn": -1}, 1)
 
 
-def test_what_is_no_answer_is_named_and_harms_nobody(world: Any) -> None:
-    other = world.begin({}, 1)
+def test_what_is_no_answer_is_named_and_harms_nobody(environment: Any) -> None:
+    other = environment.begin({}, 1)
     for action, complaint in BAD_ANSWERS.items():
         with pytest.raises(UserError, match=complaint):
-            world.step(world.begin({}, 2), action)
-    assert world.step(other, "x").text == "1x"
+            environment.step(environment.begin({}, 2), action)
+    assert environment.step(other, "x").text == "1x"
 
 
 def test_a_process_that_hangs_or_dies_is_replaced_and_the_other_attempts_go_on(own: str) -> None:
-    world = ProcessWorld(own, call_seconds=6.0)
+    environment = Blocking(own, call_seconds=6.0)
     try:
-        other = world.begin({"name": "o"}, 1)
-        assert world.step(other, "a").text == "o1a"
-        pids = {world.pid}
+        other = environment.begin({"name": "o"}, 1)
+        assert environment.step(other, "a").text == "o1a"
+        pids = {environment.pid}
         for action, complaint in (
             ("hang", "longer than 6 s"),
             ("die", "exited with status 7"),
             ("kill", "killed by SIGKILL"),
         ):
-            doomed = world.begin({}, 2)
-            assert world.step(doomed, "x").text == "2x"
+            doomed = environment.begin({}, 2)
+            assert environment.step(doomed, "x").text == "2x"
             with pytest.raises(UserError, match=complaint):
-                world.step(doomed, action)
-            assert world.pid is None
-            world.end(doomed)
-            said = world.step(other, "b").text
-            pids.add(world.pid)
+                environment.step(doomed, action)
+            assert environment.pid is None
+            environment.end(doomed)
+            said = environment.step(other, "b").text
+            pids.add(environment.pid)
         assert said == "o1abbb"
         assert len(pids) == 4
-        doomed, pid = world.begin({}, 2), world.pid
+        doomed, pid = environment.begin({}, 2), environment.pid
         assert pid is not None
         os.kill(pid, signal.SIGKILL)  # from outside, between two calls
-        world.end(doomed)
-        assert world.step(other, "c").text == "o1abbbc"
-        assert world.step(world.begin({}, 3), "read").text == ""  # its stdin is not the frames'
+        environment.end(doomed)
+        assert environment.step(other, "c").text == "o1abbbc"
+        assert environment.step(environment.begin({}, 3), "read").text == ""  # its stdin is not the frames'
     finally:
-        world.close()
-    with pytest.raises(UserError, match="closed"):
-        world.begin({}, 1)
-
-
-def test_built_ins_run_here_and_others_in_a_process(own: str) -> None:
-    assert isinstance(open_world("sokoban"), LocalWorld)
-    world = open_world(own)
-    assert isinstance(world, ProcessWorld)
-    world.close()
+        environment.close()
 
 
 def test_what_is_no_environment_is_refused(own: str) -> None:
     path = own.rpartition(":")[0]
     for spec, complaint in (
-        ("sokobam", "Did you mean sokoban"),
-        ("chess", "no environment 'chess'"),
+        ("chess", "'chess' names no code"),
         (f"{path}:NoStep", "step"),
         (f"{path}:OWN", "OWN"),
         (f"{path}:LongStop", "one ASCII character"),
     ):
-        for load in (load_environment, ProcessWorld):
+        for load in (load_environment, Blocking):
             with pytest.raises(UserError, match=complaint):
                 load(spec)
 
 
 def test_the_child_ends_with_its_parent_even_while_hanging(own: str) -> None:
-    command = [sys.executable, "-m", "echo2.tasks.environment_child"]
-    environment = pipes.child_environment()
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment) as child:
+    command = [sys.executable, "-m", "echo2.sandbox.child", "echo2.tasks.environment_process:make_handler"]
+    variables = pipes.child_environment()
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=variables) as child:
         assert child.stdin is not None
         assert child.stdout is not None
-        for request in ({"spec": own}, {"begin": {}, "seed": 1}):
+        for request in ({"id": 0, "spec": own}, {"id": 1, "begin": {}, "seed": 1}):
             child.stdin.write(pipes.encode(request))
             child.stdin.flush()
             assert pipes.read(child.stdout) is not None
-        child.stdin.write(pipes.encode({"step": 1, "action": "hang"}))
+        child.stdin.write(pipes.encode({"id": 2, "step": 1, "action": "hang"}))
         child.stdin.close()
         try:
             assert child.wait(timeout=30) == 0
@@ -176,8 +211,29 @@ def test_the_child_ends_with_its_parent_even_while_hanging(own: str) -> None:
 
 
 def test_a_large_row_passes(own: str) -> None:
-    world = ProcessWorld(own)
-    attempt = world.begin({"name": "n" * (1 << 18) + os.sep}, 1)
+    environment = Blocking(own)
+    attempt = environment.begin({"name": "n" * (1 << 18) + os.sep}, 1)
     with pytest.raises(UserError, match="characters is the most"):
-        world.step(attempt, "x")
-    world.close()
+        environment.step(attempt, "x")
+    environment.close()
+
+
+def test_a_step_that_was_given_up_ends_by_itself_and_the_process_goes_on(own: str) -> None:
+    async def story() -> None:
+        environment = EnvironmentProcess(own)
+        given_up, other = environment.begin({"name": "g"}, 1), environment.begin({"name": "o"}, 2)
+        assert await environment.turn_tokens(given_up) == 3
+        pid = environment._process.pid
+        step = asyncio.ensure_future(environment.step(given_up, "nap"))
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        step.cancel()
+        environment.end(given_up)
+        assert (await environment.step(other, "x")).text == "o2x"
+        assert environment._process.pid == pid
+        await environment.close()
+        for work in (environment.start(), environment.step(other, "x")):
+            with pytest.raises(UserError, match="closed"):
+                await work
+
+    asyncio.run(story())

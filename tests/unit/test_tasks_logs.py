@@ -1,4 +1,4 @@
-"""Rows from logs: each attempt at most once an epoch, what has no probabilities only where answers repeat; and prompts
+"""Rows from logs: each rollout at most once an epoch, what has no probabilities only where answers repeat; and prompts
 made of columns."""
 
 import json
@@ -13,7 +13,7 @@ from echo2 import config
 from echo2.errors import UserError
 from echo2.tasks.base import TaskStream
 from echo2.tasks.load import load_tasks
-from echo2.tasks.logs import MAX_ANSWERS_CHARS, LoggedAttempts
+from echo2.tasks.logs import MAX_ANSWERS_CHARS, LoggedRollouts
 
 
 def write(path: Path, lines: list[Mapping[str, Any]]) -> str:
@@ -21,41 +21,41 @@ def write(path: Path, lines: list[Mapping[str, Any]]) -> str:
     return f"logs:{path}"
 
 
-def attempts(prompt: Any, count: int, answers: int = 2) -> list[Mapping[str, Any]]:
+def rollouts(prompt: Any, count: int, answers: int = 2) -> list[Mapping[str, Any]]:
     """`reward` tells them apart."""
     return [{"prompt": prompt, "completion": f"a{i % answers}", "reward": i} for i in range(count)]
 
 
-def test_each_attempt_is_in_one_row_at_most_and_only_with_its_like(tmp_path: Path) -> None:
-    lines = attempts("p", 21) + attempts("q", 3) + attempts([{"role": "user", "content": "p"}], 8)
-    rows = load_tasks(write(tmp_path / "log.jsonl", lines), {"attempts": 4}, 0)
-    assert isinstance(rows, LoggedAttempts)
+def test_each_rollout_is_in_one_row_at_most_and_only_with_its_like(tmp_path: Path) -> None:
+    lines = rollouts("p", 21) + rollouts("q", 3) + rollouts([{"role": "user", "content": "p"}], 8)
+    rows = load_tasks(write(tmp_path / "log.jsonl", lines), {"rollouts": 4}, 0)
+    assert isinstance(rows, LoggedRollouts)
     assert len(rows) == 5 + 0 + 2
     assert rows.num_left_out == 1 + 3
     seen: dict[str, list[float]] = {}
     for i in range(len(rows)):
-        column = rows[i]["logged_attempts"]
-        assert len(column["attempts"]) == 4
+        column = rows[i]["logged_rollouts"]
+        assert len(column["rollouts"]) == 4
         assert sum(column["answers"].values()) == (21 if rows[i]["prompt"] == "p" else 8)
-        seen.setdefault(str(rows[i]["prompt"]), []).extend(a["reward"] for a in column["attempts"])
+        seen.setdefault(str(rows[i]["prompt"]), []).extend(a["reward"] for a in column["rollouts"])
     assert [len(set(rewards)) for rewards in seen.values()] == [20, 8]
     assert seen["p"] != sorted(seen["p"])
-    again, other = (load_tasks(f"logs:{tmp_path}/log.jsonl", {"attempts": 4}, seed) for seed in (0, 1))
+    again, other = (load_tasks(f"logs:{tmp_path}/log.jsonl", {"rollouts": 4}, seed) for seed in (0, 1))
     assert [again[i] for i in range(7)] == [rows[i] for i in range(7)]
     assert [other[i] for i in range(7)] != [rows[i] for i in range(7)]
     task = TaskStream(rows, 0, True).task(3)
-    assert set(task.columns) == {"logged_attempts"}
+    assert set(task.columns) == {"logged_rollouts"}
 
 
-def test_logged_probabilities_travel_with_the_attempt(tmp_path: Path) -> None:
+def test_logged_probabilities_travel_with_the_logged(tmp_path: Path) -> None:
     whole = [{"prompt": "p", "completion": f"x{i}", "reward": 0.5, "logprob": -float(i)} for i in range(4)]
     tokens = [{"prompt": "q", "tokens": [5, i], "logprobs": [-1, -0.5], "reward": i} for i in range(4)]
-    rows = load_tasks(write(tmp_path / "log.jsonl", whole + tokens), {"attempts": 4}, 0)
-    by_text = {a["completion"]: a["logprob"] for a in rows[0]["logged_attempts"]["attempts"]}
+    rows = load_tasks(write(tmp_path / "log.jsonl", whole + tokens), {"rollouts": 4}, 0)
+    by_text = {a["completion"]: a["logprob"] for a in rows[0]["logged_rollouts"]["rollouts"]}
     assert by_text == {f"x{i}": -float(i) for i in range(4)}
-    assert Counter(rows[0]["logged_attempts"]["answers"].values()) == {1: 4}
-    assert "answers" not in rows[1]["logged_attempts"]
-    assert {tuple(a["tokens"]) for a in rows[1]["logged_attempts"]["attempts"]} == {(5, i) for i in range(4)}
+    assert Counter(rows[0]["logged_rollouts"]["answers"].values()) == {1: 4}
+    assert "answers" not in rows[1]["logged_rollouts"]
+    assert {tuple(a["tokens"]) for a in rows[1]["logged_rollouts"]["rollouts"]} == {(5, i) for i in range(4)}
 
 
 GOOD = {"prompt": "p", "completion": "a", "reward": 1}
@@ -89,20 +89,20 @@ def test_infinity_is_no_reward(tmp_path: Path) -> None:
 
 
 def test_probabilities_are_estimated_only_where_answers_repeat(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="8 attempts at this prompt gave 3 different answers"):
-        load_tasks(write(tmp_path / "log.jsonl", attempts("p", 8, answers=3)), {}, 0)
-    assert len(load_tasks(write(tmp_path / "log.jsonl", attempts("p", 12, answers=3)), {}, 0)) == 1
+    with pytest.raises(UserError, match="8 rollouts at this prompt gave 3 different answers"):
+        load_tasks(write(tmp_path / "log.jsonl", rollouts("p", 8, answers=3)), {}, 0)
+    assert len(load_tasks(write(tmp_path / "log.jsonl", rollouts("p", 12, answers=3)), {}, 0)) == 1
     long = {"prompt": "p", "completion": "x" * (MAX_ANSWERS_CHARS + 1), "reward": 0}
     with pytest.raises(UserError, match="no more than"):
         load_tasks(write(tmp_path / "log.jsonl", [long] * 8), {}, 0)
     rows = load_tasks(write(tmp_path / "log.jsonl", [{**long, "logprob": -9.0}] * 8), {}, 0)
-    assert "answers" not in rows[0]["logged_attempts"]
+    assert "answers" not in rows[0]["logged_rollouts"]
 
 
-@pytest.mark.parametrize("params", [{}, {"attempts": 5}])
-def test_a_log_without_enough_attempts_is_refused(tmp_path: Path, params: dict[str, Any]) -> None:
+@pytest.mark.parametrize("params", [{}, {"rollouts": 5}])
+def test_a_log_without_enough_rollouts_is_refused(tmp_path: Path, params: dict[str, Any]) -> None:
     with pytest.raises(UserError, match="at most 4"):
-        load_tasks(write(tmp_path / "log.jsonl", attempts("p", 4, answers=1)), params, 0)
+        load_tasks(write(tmp_path / "log.jsonl", rollouts("p", 4, answers=1)), params, 0)
 
 
 @pytest.mark.parametrize(
@@ -110,7 +110,6 @@ def test_a_log_without_enough_attempts_is_refused(tmp_path: Path, params: dict[s
     [
         ({"sampling": {"group_size": 4}}, "Set both to the same number"),
         ({"eval": {"source": "logs:x.jsonl"}}, "not what the policy does"),
-        ({"schedule": {"ess_floor": 0.5, "max_staleness": 4}}, "makes a log no younger"),
     ],
 )
 def test_settings_that_a_log_excludes(changes: dict[str, Any], said: str) -> None:

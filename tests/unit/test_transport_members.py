@@ -48,7 +48,7 @@ def identity(tmp_path: Path) -> RunIdentity:
 def test_bodies_of_those_who_may_not_call_are_not_read(identity: RunIdentity, tmp_path: Path, who: str) -> None:
     """Eight bodies of 60 MiB at once."""
     peer_id, credentials = enrolled(identity, tmp_path / "peer")
-    honest, method = enrolled(identity, tmp_path / "honest")[1], "LearnerHello" if who == "wrong role" else "Report"
+    honest, method = enrolled(identity, tmp_path / "honest")[1], "LearnerReport" if who == "wrong role" else "Report"
     if "ticket" in who:
         ticket = Ticket.parse(identity.make_ticket("worker", "nowhere:1", 9, 1.0))
         credentials, method = ticket.credentials, "Enrol"

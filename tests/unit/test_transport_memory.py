@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 
 from echo2.transport.base import Link, Peer
-from echo2.transport.memory import LOOPBACK, MemoryLink
+from memory_links import LOOPBACK, MemoryLink
 from transport_cases import Desk, LinkCases
 
 

@@ -17,18 +17,19 @@ from echo2.rollout.sampler import MAX_SUPPORT_TOKENS
 from echo2.transport import limits, messages
 from echo2.transport import wire_pb2 as wire
 from echo2.transport.base import METHODS, parse
-from echo2.types import Assignment, GroupRef, Lease, Rollout, RolloutGroup, SamplingParams
+from echo2.types import RUN_POLICY, Assignment, GroupRef, Lease, Rollout, RolloutGroup, SamplingParams, SnapshotRef
 
 NUMBERS = st.integers(0, limits.NUMBER_MAX)
 TOKEN_IDS = st.integers(0, 2**31 - 1)
 NAMES = st.text(max_size=20)
 FINITE = st.floats(-limits.REWARD_MAX, limits.REWARD_MAX)
 KINDS = st.sampled_from(["train", "eval"])
-GROUP_REFS = st.builds(GroupRef, KINDS, NUMBERS)  # type: ignore[arg-type]
+POLICIES = st.from_regex(r"[a-z0-9][a-z0-9_-]{0,63}", fullmatch=True)
+GROUP_REFS = st.builds(GroupRef, POLICIES, KINDS, NUMBERS)  # type: ignore[arg-type]
 
 
 @st.composite
-def rollouts(draw: st.DrawFn) -> Rollout:
+def rollouts(draw: st.DrawFn, is_scored: bool) -> Rollout:
     """One or several turns; narrowed or not; scored or not."""
     tokens = draw(st.lists(TOKEN_IDS, min_size=1, max_size=12))
     mask = bytes(draw(st.lists(st.integers(0, 1), min_size=len(tokens), max_size=len(tokens))))
@@ -47,25 +48,42 @@ def rollouts(draw: st.DrawFn) -> Rollout:
         loss_mask=mask,
         version_spans=tuple((start, draw(NUMBERS)) for start in [0, *sorted(later)]),
         finish=draw(st.sampled_from(["stop", "length"])),
-        text=draw(st.text(max_size=20)),
-        reward=draw(st.none() | FINITE),
+        reward=draw(FINITE) if is_scored else None,
         reward_parts=draw(st.dictionaries(NAMES, FINITE, max_size=3)),
         support_tokens=array("i", [token for support in supports for token in support]) if is_narrowed else None,
         support_offsets=array("i", offsets) if is_narrowed else None,
     )
 
 
-GROUPS = st.builds(
-    RolloutGroup,
-    group=GROUP_REFS,
-    step=NUMBERS,
-    lineage=NUMBERS,
-    cursor=NUMBERS,
-    prompt_tokens=st.lists(TOKEN_IDS, max_size=5).map(lambda ids: array("i", ids)),
-    rollouts=st.lists(rollouts(), min_size=1, max_size=3).map(tuple),
-    worker_id=NAMES,
-    generate_seconds=st.floats(0, limits.DURATION_SECONDS_MAX),
+GROUPS = st.booleans().flatmap(
+    lambda is_scored: st.builds(
+        RolloutGroup,
+        group=GROUP_REFS,
+        step=NUMBERS,
+        lineage=NUMBERS,
+        cursor=NUMBERS,
+        prompt_tokens=st.lists(TOKEN_IDS, max_size=5).map(lambda ids: array("i", ids)),
+        rollouts=st.lists(rollouts(is_scored), min_size=1, max_size=3).map(tuple),
+        worker_id=NAMES,
+        generate_seconds=st.floats(0, limits.DURATION_SECONDS_MAX),
+    )
 )
+
+
+@pytest.mark.parametrize("name", ["", "../policy", "-policy", "Policy", "a" * 65, "a b", "policy\n", "politik\u00e4"])
+def test_what_can_be_no_policy_id_is_refused_wherever_it_enters(name: str) -> None:
+    for message in (wire.SnapshotId(policy=name), wire.ManifestRequest(policy=name)):
+        with pytest.raises(PeerError, match="is no policy id"):
+            messages.decode_ref(message)
+    with pytest.raises(PeerError, match="is no policy id"):
+        messages.delivered_group(wire.Delivery(policy=name, kind="train"))
+
+
+@given(st.builds(SnapshotRef, POLICIES, NUMBERS, NUMBERS))
+def test_a_snapshots_name_comes_back_as_it_went(ref: SnapshotRef) -> None:
+    assert messages.decode_ref(wire.SnapshotId.FromString(messages.encode_ref(ref).SerializeToString())) == ref
+
+
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=10),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(NAMES, inner, max_size=3),
@@ -112,15 +130,28 @@ ASSIGNMENTS = st.builds(
 @given(GROUPS)
 def test_group_round_trip(group: RolloutGroup) -> None:
     data = messages.encode_group(group).SerializeToString()
-    assert messages.decode_group(parse(wire.RolloutGroup, data)) == group
+    assert messages.parse_group(data) == group
+
+
+@given(GROUPS)
+def test_the_bytes_of_a_group_and_those_of_its_scores_are_the_scored_group(group: RolloutGroup) -> None:
+    unscored = tuple(replace(rollout, reward=None, reward_parts={}) for rollout in group.rollouts)
+    data = messages.encode_group(replace(group, rollouts=unscored)).SerializeToString()
+    assert messages.parse_group(data) == replace(group, rollouts=unscored)
+    if group.is_scored:
+        assert messages.parse_group(data + messages.encode_scores(group.rollouts)) == group
 
 
 @given(GROUPS, LEASES)
 def test_a_delivery_holds_what_the_worker_sampled_and_all_else_is_the_heads(group: RolloutGroup, lease: Lease) -> None:
     data = messages.encode_delivery(lease.lease_id, group).SerializeToString()
     prompt = array("i", [1, 2, 3])
+    for num_samples in (len(group.rollouts) + 1, len(group.rollouts) - 1):
+        with pytest.raises(PeerError, match=f"malformed: leased {num_samples} rollouts, got {len(group.rollouts)}"):
+            messages.decode_delivery(parse(wire.Delivery, data), replace(lease, num_samples=num_samples), prompt, "w-9")
+    lease = replace(lease, num_samples=len(group.rollouts))
     read = messages.decode_delivery(parse(wire.Delivery, data), lease, prompt, "w-9")
-    sampled = tuple(replace(r, text="", reward=None, reward_parts={}) for r in group.rollouts)
+    sampled = tuple(replace(r, reward=None, reward_parts={}) for r in group.rollouts)
     heads = {"step": lease.step, "cursor": lease.cursor, "prompt_tokens": prompt, "worker_id": "w-9", "logged": False}
     assert read == replace(group, rollouts=sampled, **heads)  # type: ignore[arg-type]
 
@@ -158,13 +189,12 @@ def two_turns() -> RolloutGroup:
         loss_mask=b"\x01\x00\x01",
         version_spans=((0, 3), (2, 4)),
         finish="stop",
-        text="5 ... 7",
         reward=1.0,
         reward_parts={"exact": 1.0},
         support_tokens=array("i", [5, 6, 7]),
         support_offsets=array("i", [0, 2, 2, 3]),
     )
-    return RolloutGroup(GroupRef("train", 9), 4, 1, 9, array("i", [1, 2]), (rollout,), "w-1", 0.5)
+    return RolloutGroup(GroupRef(RUN_POLICY, "train", 9), 4, 1, 9, array("i", [1, 2]), (rollout,), "w-1", 0.5)
 
 
 def ints(*values: int) -> bytes:
@@ -194,6 +224,10 @@ BAD_GROUPS: dict[str, Spoil] = {
     "NaN duration": lambda g: setattr(g, "generate_seconds", math.nan),
     "endless duration": lambda g: setattr(g, "generate_seconds", 1e300),
     "half a prompt token": lambda g: setattr(g, "prompt_tokens", b"\0" * 6),
+    "a score too many": lambda g: g.scores.extend([wire.Score(reward=1.0)]),
+    "reward NaN": lambda g: setattr(g.scores[0], "reward", math.nan),
+    "reward beyond measure": lambda g: setattr(g.scores[0], "reward", 1.1 * limits.REWARD_MAX),
+    "scored part NaN": lambda g: g.scores[0].reward_parts.update({"exact": math.nan}),
     "negative prompt token": lambda g: setattr(g, "prompt_tokens", ints(-1)),
 }
 BAD_ROLLOUTS: dict[str, Spoil] = {
@@ -217,8 +251,6 @@ BAD_ROLLOUTS: dict[str, Spoil] = {
     "spans beyond the end": lambda r: set_spans(r, 0, 3),
     "version": lambda r: setattr(r.version_spans[0], "version", BEYOND),
     "finish": lambda r: setattr(r, "finish", "tired"),
-    "reward NaN": lambda r: setattr(r, "reward", math.nan),
-    "reward beyond measure": lambda r: setattr(r, "reward", 1.1 * limits.REWARD_MAX),
     "part NaN": lambda r: r.reward_parts.update({"exact": math.nan}),
     "part infinite": lambda r: r.reward_parts.update({"exact": -math.inf}),
     "support without offsets": lambda r: r.ClearField("support_offsets"),
@@ -260,9 +292,8 @@ LARGE_GROUPS: dict[str, Spoil] = {
     "worker id": lambda g: setattr(g, "worker_id", "w" * (limits.NAME_CHARS_MAX + 1)),
     "prompt": lambda g: setattr(g, "prompt_tokens", bytes(4 * (limits.TOKENS_MAX + 1))),
     "tokens": lambda g: setattr(g.rollouts[0], "tokens", bytes(4 * (limits.TOKENS_MAX + 1))),
-    "text": lambda g: setattr(g.rollouts[0], "text", "a" * (limits.TEXT_CHARS_MAX + 1)),
     "spans": lambda g: set_spans(g.rollouts[0], *range(limits.VERSION_SPANS_MAX + 1)),
-    "parts": lambda g: g.rollouts[0].reward_parts.update({str(i): 0.0 for i in range(limits.REWARD_PARTS_MAX)}),
+    "parts": lambda g: g.rollouts[0].reward_parts.update({str(i): 0.0 for i in range(limits.REWARD_PARTS_MAX + 1)}),
     "part name": lambda g: g.rollouts[0].reward_parts.update({"a" * (limits.NAME_CHARS_MAX + 1): 0.0}),
     "offsets": lambda g: setattr(g.rollouts[0], "support_offsets", bytes(4 * (limits.TOKENS_MAX + 2))),
     "support": lambda g: setattr(g.rollouts[0], "support_tokens", bytes(limits.MESSAGE_BYTES_MAX + 4)),
@@ -323,8 +354,8 @@ def test_a_logprob_may_exceed_0_by_rounding() -> None:
 
 
 def leased() -> Assignment:
-    lease = Lease(3, GroupRef("train", 9), 4, 9, 2, 3, None, 100.0, 60.0, 77)
-    return Assignment(lease, array("i", [3, 4]), SamplingParams(), {"level": 4}, "sokoban", 7, is_chat=True)
+    lease = Lease(3, GroupRef(RUN_POLICY, "train", 9), 4, 9, 2, 3, None, 100.0, 60.0, 77)
+    return Assignment(lease, array("i", [3, 4]), SamplingParams(), {"level": 4}, "own.py:Game", 7, is_chat=True)
 
 
 BAD_LEASES: dict[str, Spoil] = {

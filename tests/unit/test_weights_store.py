@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import resource
 import signal
 import subprocess
@@ -15,16 +16,19 @@ import pytest
 from blake3 import blake3
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from weights_cases import decode, encode, encode_delta
 
 from echo2.errors import InvariantError, PeerError, UserError
-from echo2.types import PayloadId, Snapshot, SnapshotRef, TensorBytes
-from echo2.weights import ChunkStore, Manifest, decode, encode, encode_delta
-from echo2.weights.store import MAX_DELTAS
+from echo2.types import RUN_POLICY, PayloadId, Snapshot, SnapshotRef, TensorBytes
+from echo2.weights.chain import compose
+from echo2.weights.content import Content
+from echo2.weights.manifest import MAX_DELTAS, Manifest
+from echo2.weights.store import ChunkStore
 
 
 def snapshot(version: int, weights: bytes) -> tuple[Manifest, dict[bytes, memoryview]]:
     tensors = {"w": TensorBytes("U8", (len(weights),), weights)}
-    return encode(SnapshotRef(1, version), tensors, {"config.json": b"{}"}, chunk_bytes=4)
+    return encode(SnapshotRef(RUN_POLICY, 1, version), tensors, {"config.json": b"{}"}, chunk_bytes=4)
 
 
 def fill(store: ChunkStore, version: int, weights: bytes) -> Manifest:
@@ -138,7 +142,7 @@ def test_retain_deletes_what_no_kept_manifest_names(tmp_path: Path) -> None:
     fetched, chunks = snapshot(3, b"dddd")
     store.put(fetched.hashes[-1], chunks[fetched.hashes[-1]])
     assert store.retain([new, fetched]) == 4
-    assert [path.name for path in (tmp_path / "manifests").iterdir()] == ["1.2.json"]
+    assert [path.name for path in (tmp_path / "manifests").iterdir()] == ["policy@1.2.json"]
     assert store.manifests() == ChunkStore(tmp_path).manifests() == [new]
     assert store.missing(old) == (blake3(b"bbbb").digest(),)
     assert store.has(blake3(b"dddd").digest())
@@ -202,26 +206,27 @@ def test_a_listed_manifest_can_always_be_decoded(
             fill(store, version, b"same" + bytes([version]) * 6)
             listed.add(version)
         elif action == "retain":
-            store.retain([m for m in store.manifests() if m.version >= version])
+            store.retain([m for m in store.manifests() if m.ref.version >= version])
             listed = {kept for kept in listed if kept >= version}
         elif action == "drop":
-            store.drop_snapshot(SnapshotRef(1, version))
+            store.drop_snapshot(SnapshotRef(RUN_POLICY, 1, version))
             listed.discard(version)
         else:
             store = ChunkStore(directory)
-        assert [m.version for m in store.manifests()] == sorted(listed)
+        assert [m.ref.version for m in store.manifests()] == sorted(listed)
         for manifest in store.manifests():
             decode(manifest, store.get)
 
 
 PUBLISH_FOR_EVER = """
 import itertools, pathlib, sys
-from echo2.types import SnapshotRef, TensorBytes
-from echo2.weights import ChunkStore, encode
+from echo2.types import RUN_POLICY, SnapshotRef, TensorBytes
+from echo2.weights.store import ChunkStore
+from weights_cases import encode
 store = ChunkStore(pathlib.Path(sys.argv[1]))
 for version in itertools.count():
     tensors = {"w": TensorBytes("U8", (300_000,), version.to_bytes(4, "big") * 75_000)}
-    manifest, chunks = encode(SnapshotRef(1, version), tensors, {}, chunk_bytes=100_003)
+    manifest, chunks = encode(SnapshotRef(RUN_POLICY, 1, version), tensors, {}, chunk_bytes=100_003)
     for hash_, data in chunks.items():
         store.put(hash_, data)
     store.put_manifest(manifest)
@@ -233,14 +238,15 @@ for version in itertools.count():
 @pytest.mark.parametrize("num_published", [1, 2, 5])
 def test_kill_9_leaves_only_whole_snapshots(tmp_path: Path, num_published: int) -> None:
     command = [sys.executable, "-c", PUBLISH_FOR_EVER, str(tmp_path)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+    here = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=here) as process:
         assert process.stdout is not None
         acknowledged = [int(process.stdout.readline()) for _ in range(num_published)][-1]
         process.send_signal(signal.SIGKILL)
     store = ChunkStore(tmp_path)
     manifests = store.manifests()
     assert manifests
-    assert manifests[-1].version >= acknowledged
+    assert manifests[-1].ref.version >= acknowledged
     for manifest in manifests:
         decode(manifest, store.get)
     assert list((tmp_path / "tmp").iterdir()) == []
@@ -251,7 +257,11 @@ def versions(count: int) -> list[Snapshot]:
     found, items = [], bytearray(range(250)) * 80
     for version in range(1, count + 1):
         items[version * 100 : version * 100 + 5] = bytes([version]) * 5
-        found.append(Snapshot(SnapshotRef(1, version), {"w": TensorBytes("U8", (20_000,), bytes(items))}, {"c": b"{}"}))
+        found.append(
+            Snapshot(
+                SnapshotRef(RUN_POLICY, 1, version), {"w": TensorBytes("U8", (20_000,), bytes(items))}, {"c": b"{}"}
+            )
+        )
     return found
 
 
@@ -292,38 +302,39 @@ def test_two_payloads_of_one_snapshot_have_one_content(tmp_path: Path) -> None:
         put(store, encode_delta(one, Snapshot(two.ref, three.tensors, three.files)))
 
 
-def test_a_snapshot_is_loaded_over_its_deltas(tmp_path: Path) -> None:
+def loaded(store: ChunkStore, ref: SnapshotRef) -> Snapshot:
+    """What the payloads in a store come to."""
+    steps = store.chain(ref)
+    assert steps is not None
+    content = Content()
+    content.apply(compose(steps), store.get)
+    return content.snapshot()
+
+
+def test_a_snapshot_is_had_from_its_deltas(tmp_path: Path) -> None:
     store = ChunkStore(tmp_path)
     history = versions(5)
     put(store, encode(history[0].ref, history[0].tensors, history[0].files))
     for base, target in pairwise(history):
         put(store, encode_delta(base, target))
     for snapshot in history:
-        assert weights_of(ChunkStore(tmp_path).load(snapshot.ref)) == weights_of(snapshot)
+        assert weights_of(loaded(ChunkStore(tmp_path), snapshot.ref)) == weights_of(snapshot)
 
 
-def test_the_shortest_way_is_taken(tmp_path: Path) -> None:
-    """The long way is damaged: whoever took it would fail."""
+def test_a_chain_starts_at_the_nearest_whole_or_at_what_is_there(tmp_path: Path) -> None:
     store = ChunkStore(tmp_path)
-    one, two, three = versions(3)
-    put(store, encode(one.ref, one.tensors, one.files))
-    long_way = [put(store, encode_delta(one, two)), put(store, encode_delta(two, three))]
-    put(store, encode_delta(one, three))
-    for manifest in long_way:
-        path = tmp_path / "chunks" / manifest.hashes[-1].hex()
-        path.write_bytes(bytes(path.stat().st_size))
-    assert weights_of(store.load(three.ref)) == weights_of(three)
-
-
-def test_a_delta_is_loaded_over_a_base_in_memory_without_reading_the_base(tmp_path: Path) -> None:
-    store = ChunkStore(tmp_path)
-    one, two = versions(2)
-    put(store, encode_delta(one, two))
-    assert weights_of(store.load(two.ref, one)) == weights_of(two)
-    assert store.load(one.ref, one) is one
-    with pytest.raises(PeerError) as caught:
-        store.load(two.ref)
-    assert caught.value.reason == "missing"
+    history = versions(5)
+    one, two, three, four, five = (snapshot.ref for snapshot in history)
+    whole = put(store, encode(one, history[0].tensors, history[0].files))
+    deltas = [put(store, encode_delta(base, target)) for base, target in pairwise(history)]
+    assert store.chain(five) == [whole, *deltas]
+    anchor = put(store, encode(three, history[2].tensors, history[2].files))
+    assert store.chain(five) == [anchor, *deltas[2:]]
+    assert store.chain(five, over=two) == deltas[1:]
+    assert store.chain(three) == [anchor]
+    assert store.chain(four, over=five) is None
+    store.drop_manifest(deltas[3].payload)
+    assert store.chain(five) is None
 
 
 def test_a_chain_of_deltas_has_a_bound(tmp_path: Path) -> None:
@@ -332,33 +343,17 @@ def test_a_chain_of_deltas_has_a_bound(tmp_path: Path) -> None:
     put(store, encode(history[0].ref, history[0].tensors, history[0].files))
     for base, target in pairwise(history):
         put(store, encode_delta(base, target))
-    assert weights_of(store.load(history[MAX_DELTAS].ref)) == weights_of(history[MAX_DELTAS])
-    with pytest.raises(PeerError) as caught:
-        store.load(history[MAX_DELTAS + 1].ref)
-    assert caught.value.reason == "missing"
+    assert weights_of(loaded(store, history[MAX_DELTAS].ref)) == weights_of(history[MAX_DELTAS])
+    assert store.chain(history[MAX_DELTAS + 1].ref) is None
 
 
 def test_deltas_in_a_circle_lead_nowhere(tmp_path: Path) -> None:
     store = ChunkStore(tmp_path)
     one, two = versions(2)
-    put(store, encode_delta(one, two))
-    put(store, encode_delta(two, one))
-    with pytest.raises(PeerError) as caught:
-        store.load(two.ref)
-    assert caught.value.reason == "missing"
-    assert weights_of(store.load(two.ref, one)) == weights_of(two)
-
-
-def test_retain_keeps_the_bases_that_kept_deltas_need(tmp_path: Path) -> None:
-    store = ChunkStore(tmp_path)
-    history = versions(4)
-    put(store, encode(history[0].ref, history[0].tensors, history[0].files))
-    deltas = [put(store, encode_delta(base, target)) for base, target in pairwise(history)]
-    assert store.retain([deltas[1]]) > 0
-    assert [m.version for m in ChunkStore(tmp_path).manifests()] == [1, 2, 3]
-    assert weights_of(store.load(history[2].ref)) == weights_of(history[2])
-    store.retain([])
-    assert files_under(tmp_path) == set()
+    there, back = put(store, encode_delta(one, two)), put(store, encode_delta(two, one))
+    assert store.chain(two.ref) is None
+    assert store.chain(two.ref, over=one.ref) == [there]
+    assert store.chain(one.ref, over=two.ref) == [back]
 
 
 def test_a_damaged_delta_is_found_and_dropped(tmp_path: Path) -> None:
@@ -369,9 +364,19 @@ def test_a_damaged_delta_is_found_and_dropped(tmp_path: Path) -> None:
     path = tmp_path / "chunks" / delta.hashes[-1].hex()
     path.write_bytes(bytes(path.stat().st_size))
     with pytest.raises(PeerError) as caught:
-        store.load(two.ref)
+        loaded(store, two.ref)
     assert caught.value.reason == "corrupt"
     assert store.manifest(delta.payload) is None
+    assert store.chain(two.ref) is None
+
+
+def test_chunks_that_no_manifest_names_yet_can_be_kept(tmp_path: Path) -> None:
+    store = ChunkStore(tmp_path)
+    for data in (b"early", b"other"):
+        store.put(blake3(data).digest(), data)
+    assert store.retain([], [blake3(b"early").digest()]) == 5
+    assert store.get(blake3(b"early").digest()) == b"early"
+    assert not store.has(blake3(b"other").digest())
 
 
 def test_a_chunk_that_came_again_is_not_swept_away(tmp_path: Path) -> None:
@@ -399,7 +404,7 @@ def test_what_was_let_go_and_not_swept_goes_after_the_next_opening(tmp_path: Pat
     store.let_go([new])
     assert len(list((tmp_path / "chunks").iterdir())) == 4
     reopened = ChunkStore(tmp_path)
-    assert [manifest.version for manifest in reopened.manifests()] == [2]
+    assert [manifest.ref.version for manifest in reopened.manifests()] == [2]
     assert reopened.retain(reopened.manifests()) == 4
     assert len(list((tmp_path / "chunks").iterdir())) == 3
 

@@ -1,3 +1,3 @@
 """What carries snapshots to every worker: `origin` at the head, `peer` at each worker. The decisions are made in
-`control.broadcast` and `control.fetcher`; here are the connections, the reading and writing, the measuring.
+`control/broadcast/origin.py` and `fetcher.py`; here are the connections, the reading and writing, the measuring.
 """

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ipaddress
 import re
 
-from echo2.control.broadcast_events import ONE_MACHINE
+from echo2.control.broadcast.origin_events import ONE_MACHINE
 from echo2.transport import wire_pb2 as wire
 
 PORT_MAX = 65535

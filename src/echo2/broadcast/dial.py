@@ -37,10 +37,12 @@ class Dial:
 
     @property
     def is_over(self) -> bool:
+        """Whether the peer refused, or could not be reached any more."""
         return self._running.done()
 
     @property
     def is_busy(self) -> bool:
+        """Whether chunks are being given."""
         return bool(self._tasks)
 
     async def _run(self) -> None:
@@ -93,6 +95,7 @@ class Dial:
             task.cancel()
 
     async def close(self) -> None:
+        """Stop giving, and close the link."""
         self._running.cancel()
         self._end_tasks()
         await asyncio.gather(self._running, *self._tasks, return_exceptions=True)

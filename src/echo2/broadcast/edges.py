@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Iterable
-from typing import Any, Protocol
+from collections.abc import AsyncIterator, Iterable
+from typing import Any
 
 from echo2.broadcast.dial import Dial
 from echo2.broadcast.payloads import decode_payload
@@ -18,13 +18,6 @@ from echo2.types import PayloadId
 ORIGIN = ""
 #: Connections kept of each kind, for the next time; of those that are idle, the one used longest ago goes first.
 EDGES_MAX = 256
-
-
-class _End(Protocol):
-    @property
-    def is_busy(self) -> bool: ...
-
-    async def close(self) -> None: ...
 
 
 class Edges:
@@ -43,7 +36,7 @@ class Edges:
 
     def handlers(self) -> Handlers:
         """What other workers may ask."""
-        return {"FetchChunks": self._fetch_chunks, "AskWanted": self._ask_wanted, "GiveChunk": self._give_chunk}
+        return {"FetchChunks": self._server.serve, "AskWanted": self._ask_wanted, "GiveChunk": self._give_chunk}
 
     def check_not_revoked(self, peer_id: str) -> None:
         """Raises PeerError("revoked") for those whom the head has revoked."""
@@ -122,7 +115,8 @@ class Edges:
         if known is not None:
             self._close(known)
         link = self._network.to_peer(peer_id, address)
-        self._dials[peer_id] = Dial(address, link, lambda request: self._server.serve(peer_id, request))
+        peer = Peer(peer_id, "worker")
+        self._dials[peer_id] = Dial(address, link, lambda request: self._server.serve(peer, request))
         self._bound(self._dials)
 
     def revoke(self, peer_ids: frozenset[str]) -> None:
@@ -136,9 +130,6 @@ class Edges:
             dial = self._dials.pop(name, None)
             if dial is not None:
                 self._close(dial)
-
-    def _fetch_chunks(self, peer: Peer, request: wire.ChunkRequest) -> AsyncGenerator[bytes, None]:
-        return self._server.serve(peer.peer_id, request)
 
     def _ask_wanted(self, peer: Peer, request: wire.Empty) -> AsyncIterator[wire.ChunkRequest]:
         return self._awaited_source(peer.peer_id).attach()
@@ -159,12 +150,13 @@ class Edges:
             if name != next(reversed(kept)):
                 self._close(kept.pop(name))
 
-    def _close(self, end: _End) -> None:
+    def _close(self, end: Source | Dial) -> None:
         task = asyncio.ensure_future(end.close())
         self._closing.add(task)
         task.add_done_callback(self._closing.discard)
 
     async def close(self) -> None:
+        """Close every connection."""
         kept: dict[str, Any]
         for kept in (self._dialled, self._awaited, self._dials):
             for end in kept.values():

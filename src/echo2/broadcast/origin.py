@@ -1,4 +1,4 @@
-"""The head's part in the broadcast: it gives chunks, and carries out what `control.broadcast.Broadcast` decides.
+"""The head's part in the broadcast: it gives chunks, and carries out what `control.broadcast.origin.Broadcast` decides.
 
 It also finds out what the plan is made from: who can be dialled (by dialling back), and what each worker's link can do
 (by answering probes, one worker at a time).
@@ -9,26 +9,27 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
+import time
 from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from echo2.broadcast import addresses
+from echo2.broadcast.chunk_cache import ChunkCache
 from echo2.broadcast.payloads import decode_payload, encode_payload
 from echo2.broadcast.probe import DONE, FILLER, PIECE_BYTES, PROBE_BYTES
 from echo2.broadcast.serving import Server
-from echo2.broadcast.shelf import Shelf
-from echo2.control import broadcast_commands as do
-from echo2.control import broadcast_events as ev
-from echo2.control.broadcast import Broadcast, BroadcastOptions
+from echo2.control.broadcast import origin_commands as do
+from echo2.control.broadcast import origin_events as ev
+from echo2.control.broadcast.origin import Broadcast, BroadcastOptions
 from echo2.errors import LinkError, PeerError
 from echo2.transport import chunks
 from echo2.transport import wire_pb2 as wire
 from echo2.transport.base import Handler, Link, Peer
 from echo2.transport.limits import NAME_CHARS_MAX, NUMBER_MAX
 from echo2.types import PayloadId, SnapshotRef
-from echo2.weights.snapshot import Manifest
+from echo2.weights.manifest import Manifest
 from echo2.weights.store import ChunkStore
 
 log = logging.getLogger(__name__)
@@ -51,12 +52,6 @@ TALLIES_MAX = 10_000
 FINISHED_MAX = 64
 
 
-class Clock(Protocol):
-    """Seconds that never run backwards."""
-
-    def now(self) -> float: ...
-
-
 @dataclass(frozen=True, slots=True)
 class Progress:
     """How far a worker is with a payload, by its own word."""
@@ -70,9 +65,9 @@ class OriginNode:
     """Between the head and the workers that fetch.
 
     order(worker_id, order)     send an order to a worker that attends
-    dial(worker_id, address)    a link to a worker as a server; None: nobody is dialled back, all are undialable
-    on_suspect(worker_id, by)   a worker gave wrong bytes, says another
+    dial(worker_id, address)    a link to a worker as a server
     on_error(error)             a bug of ours
+    now()                       seconds that never run backwards
     """
 
     def __init__(
@@ -80,17 +75,14 @@ class OriginNode:
         store: ChunkStore,
         options: BroadcastOptions,
         order: Callable[[str, wire.Order], None],
-        clock: Clock,
-        *,
-        dial: Callable[[str, str], Link] | None = None,
-        on_suspect: Callable[[str, str], None] | None = None,
-        on_error: Callable[[BaseException], None] | None = None,
+        dial: Callable[[str, str], Link],
+        on_error: Callable[[BaseException], None],
+        now: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._order, self._clock, self._dial = order, clock, dial
-        self._on_suspect, self._on_error = on_suspect, on_error
+        self._order, self._dial, self._on_error, self._now = order, dial, on_error, now
         self._machine = Broadcast(options)
         self._disk = ThreadPoolExecutor(DISK_THREADS, "origin")
-        self._server = Server(Shelf(store, self._disk), lambda payload: False)
+        self._server = Server(ChunkCache(store, self._disk), lambda payload: False)
         self._members: dict[str, object] = {}
         self._addresses: dict[str, str] = {}
         self._hosts: dict[str, str] = {}
@@ -100,7 +92,7 @@ class OriginNode:
         self._dialling: dict[str, asyncio.Task[None]] = {}
         self._chores: set[asyncio.Task[None]] = set()
         self._is_closed = False
-        self.finished: dict[PayloadId, dict[str, float]] = {}
+        self.finished: dict[PayloadId, set[str]] = {}
         self.suspects: dict[str, str] = {}
         self.peer_bytes = 0
         self._carry: dict[type[Any], Callable[[Any], None]] = {
@@ -114,7 +106,7 @@ class OriginNode:
     def handlers(self) -> dict[str, Handler]:
         """What workers may ask."""
         return {
-            "FetchChunks": self._fetch_chunks,
+            "FetchChunks": self._server.serve,
             "ReportFetch": self._report_fetch,
             "Probe": self._probe,
             "PutProbe": self._put_probe,
@@ -133,10 +125,11 @@ class OriginNode:
         self._happen(ev.MemberJoined(worker_id, known, addresses.reach(known or host), ticket))
         if worker_id in self._dialling:
             self._dialling.pop(worker_id).cancel()  # who joins again and again is dialled once at a time
-        if address and self._dial is not None:
+        if address:
             self._dialling[worker_id] = self._spawn(self._dial_back(worker_id, hello, address))
 
     def left(self, worker_id: str, reason: str) -> None:
+        """A worker attends no more."""
         dialling = self._dialling.pop(worker_id, None)
         if dialling is not None:
             dialling.cancel()
@@ -148,14 +141,13 @@ class OriginNode:
 
     def assign(self, payload: PayloadId, worker_ids: Iterable[str], manifest: Manifest) -> None:
         """These workers are to have this payload, which is stored here."""
-        sizes = {entry.hash: entry.num_bytes for entry in manifest.chunks}
-        num_bytes, ids = sum(sizes.values()), tuple(worker_ids)
-        self.finished.setdefault(payload, {})
+        num_bytes, ids = sum(manifest.chunk_bytes.values()), tuple(worker_ids)
+        self.finished.setdefault(payload, set())
         while len(self.finished) > FINISHED_MAX:
             del self.finished[next(iter(self.finished))]
         for worker_id in ids:
             self._progress[worker_id] = Progress(payload, 0, num_bytes)
-        self._happen(ev.PayloadAssigned(payload, ids, len(sizes), num_bytes))
+        self._happen(ev.PayloadAssigned(payload, ids, len(manifest.chunk_bytes)))
 
     def held(self, worker_id: str, ref: SnapshotRef) -> None:
         """This worker has this content installed."""
@@ -186,6 +178,7 @@ class OriginNode:
         return self._server.bytes_sent
 
     async def close(self) -> None:
+        """End what is under way, and wait until it has ended."""
         self._is_closed = True
         self._server.close()
         for task in self._chores:
@@ -199,12 +192,10 @@ class OriginNode:
         if self._is_closed:
             return
         try:
-            for command in self._machine.handle(event, self._clock.now()):
+            for command in self._machine.handle(event, self._now()):
                 self._carry[type(command)](command)
         except Exception as error:  # called by timers too, from where it would only be logged
             log.exception("the broadcast failed")
-            if self._on_error is None:
-                raise
             self._on_error(error)
 
     def _set_routes(self, command: do.SetRoutes) -> None:
@@ -224,8 +215,6 @@ class OriginNode:
     def _name_suspect(self, command: do.NameSuspect) -> None:
         self.suspects[command.worker_id] = command.reason
         log.warning("%s is suspected: %s", command.worker_id, command.reason)
-        if self._on_suspect is not None:
-            self._on_suspect(command.worker_id, command.accused_by)
 
     def _spawn(self, coroutine: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.ensure_future(coroutine)
@@ -234,7 +223,6 @@ class OriginNode:
         return task
 
     async def _dial_back(self, worker_id: str, hello: wire.WorkerHello, address: str) -> None:
-        assert self._dial is not None
         link = self._dial(worker_id, address)
         try:
             await _answer(link)
@@ -266,9 +254,6 @@ class OriginNode:
 
     # ---- what workers ask ----------------------------------------------------------------------------------------
 
-    def _fetch_chunks(self, peer: Peer, request: wire.ChunkRequest) -> AsyncGenerator[bytes, None]:
-        return self._server.serve(peer.peer_id, request)
-
     async def _report_fetch(self, peer: Peer, report: wire.FetchReport) -> wire.Empty:
         worker_id = peer.peer_id
         if worker_id not in self._members:
@@ -287,10 +272,10 @@ class OriginNode:
         self._progress[worker_id] = Progress(payload, report.bytes_stored, report.bytes_total)
         if report.whole:
             tallies = _tallies(report)
-            finished = self.finished.get(payload, {worker_id: 0.0})
+            finished = self.finished.get(payload, {worker_id})
             if worker_id not in finished:  # counted once, of what was published
                 self.peer_bytes += sum(tally.num_bytes for tally in tallies if tally.source != do.ORIGIN)
-                finished[worker_id] = self._clock.now()
+                finished.add(worker_id)
             self._happen(ev.PayloadReceived(worker_id, payload, tallies))
         return wire.Empty()
 
@@ -302,13 +287,13 @@ class OriginNode:
     async def _put_probe(self, peer: Peer, message: bytes) -> wire.Empty:
         self._take_turn(peer.peer_id)
         if message == DONE:
-            self._turn_until = self._clock.now()
+            self._turn_until = self._now()
         return wire.Empty()
 
     def _take_turn(self, worker_id: str) -> None:
         if addresses.reach(self._hosts.get(worker_id, "")) == ev.ONE_MACHINE:
             raise PeerError("no_link", f"{worker_id} is on this machine")
-        now = self._clock.now()
+        now = self._now()
         if now >= self._turn_until:
             self._turn, self._turn_began = worker_id, now
         elif worker_id != self._turn:

@@ -1,7 +1,7 @@
 """A worker's part in the broadcast: it takes chunks from where it is told, keeps them, and gives them on.
 
-It drives `control.fetcher.Fetcher`: feeds it what happens, and does what it says. Chunks are verified and stored on
-threads; the rest runs on the event loop.
+It drives `control.broadcast.fetcher.Fetcher`: feeds it what happens, and does what it says. Chunks are verified and
+stored on threads; the rest runs on the event loop.
 """
 
 from __future__ import annotations
@@ -9,24 +9,25 @@ from __future__ import annotations
 import asyncio
 import math
 import random
+import time
 from collections.abc import Awaitable, Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
+from echo2.broadcast.chunk_cache import ChunkCache
 from echo2.broadcast.edges import ORIGIN, Edges
 from echo2.broadcast.probe import NO_LINK, Rates, measure
 from echo2.broadcast.reports import Reports
 from echo2.broadcast.serving import Server
-from echo2.broadcast.shelf import Cut, Shelf
-from echo2.control import fetcher_commands as do
-from echo2.control import fetcher_events as ev
-from echo2.control.fetcher import Fetcher
+from echo2.control.broadcast import fetcher_commands as do
+from echo2.control.broadcast import fetcher_events as ev
+from echo2.control.broadcast.fetcher import Fetcher
 from echo2.errors import LinkError, PeerError, UserError
 from echo2.transport import wire_pb2 as wire
 from echo2.transport.base import Link, Network
-from echo2.types import PayloadId, SnapshotRef
-from echo2.weights.snapshot import Manifest
+from echo2.types import PayloadId
+from echo2.weights.manifest import Manifest
 from echo2.weights.store import ChunkStore
 
 DISK_THREADS = 2
@@ -45,17 +46,11 @@ ASKED_MAX = 64
 LEAF_UP = 1.0
 
 
-class Clock(Protocol):
-    """Seconds that never run backwards."""
-
-    def now(self) -> float: ...
-
-
 class _Fetching:
     """The payload on its way in."""
 
     def __init__(self, manifest: Manifest, missing: tuple[bytes, ...]) -> None:
-        sizes = {entry.hash: entry.num_bytes for entry in manifest.chunks}
+        sizes = manifest.chunk_bytes
         self.payload = manifest.payload
         self.bytes_total = sum(sizes.values())
         self.bytes_stored = self.bytes_total - sum(sizes[hash_] for hash_ in missing)
@@ -86,17 +81,16 @@ class PeerNode:
         on_whole: Callable[[PayloadId], None],
         on_gone: Callable[[PayloadId], None],
         on_error: Callable[[BaseException], None],
-        clock: Clock,
         listen: tuple[str, int] | None = ("0.0.0.0", 0),
         relays: bool = True,
     ) -> None:
         self._peer_id, self._store, self._network = peer_id, store, network
         self._on_whole, self._on_gone, self._on_error = on_whole, on_gone, on_error
-        self._clock, self._listen, self._relays = clock, listen, relays
+        self._listen, self._relays = listen, relays
         self._disk = ThreadPoolExecutor(DISK_THREADS, "chunks")
         self._fetcher = Fetcher(peer_id)
-        self._shelf = Shelf(store, self._disk)
-        self._server = Server(self._shelf, self._expects)
+        self._cache = ChunkCache(store, self._disk)
+        self._server = Server(self._cache, self._expects)
         self._edges = Edges(network, self, self._server)
         self._reports = Reports(link)
         self._fetching: _Fetching | None = None
@@ -160,10 +154,6 @@ class PeerNode:
         self._happen(ev.PayloadUnwanted(payload))
         self._server.reconsider()
 
-    def holds(self, ref: SnapshotRef, cut: Cut) -> None:
-        """This content is installed, and can be served whole to those who join late; `cut` gives its chunks."""
-        self._shelf.holds(ref, cut)
-
     def obey(self, order: wire.Order) -> bool:
         """Follow an order of the head, if it is about the broadcast."""
         kind = order.WhichOneof("order")
@@ -185,6 +175,7 @@ class PeerNode:
 
     @property
     def bytes_sent(self) -> int:
+        """Bytes of messages given to other workers."""
         return self._server.bytes_sent
 
     async def close(self) -> None:
@@ -207,7 +198,7 @@ class PeerNode:
         if self._is_closed:
             return
         try:
-            for command in self._fetcher.handle(event, self._clock.now()):
+            for command in self._fetcher.handle(event, time.monotonic()):
                 self._carry[type(command)](command)
         except Exception as error:  # called by timers and threads too, from where it would only be logged
             self._on_error(error)
@@ -215,7 +206,7 @@ class PeerNode:
     def _wake_at(self, command: do.WakeAt) -> None:
         if self._wake is not None:
             self._wake.cancel()
-        delay = max(0.0, command.at - self._clock.now())
+        delay = max(0.0, command.at - time.monotonic())
         self._wake = asyncio.get_running_loop().call_later(delay, self._happen, ev.Tick())
 
     def _whole(self, command: do.PayloadWhole) -> None:
@@ -251,7 +242,7 @@ class PeerNode:
         if error is not None:
             self._on_error(error)
             return
-        self._shelf.arrived(hash_, message)
+        self._cache.arrived(hash_, message)
         self.bytes_received += num_bytes
         self.bytes_from_peers += num_bytes if source != ORIGIN else 0
         if self._fetching is not None:
@@ -259,16 +250,18 @@ class PeerNode:
         self._happen(ev.ChunkStored(source, hash_, num_bytes))
 
     def alive(self, source: str) -> None:
+        """See `Intake.alive`."""
         self._happen(ev.SourceAlive(source))
 
     def failed(self, source: str, reason: str) -> None:
-        self._happen(ev.SourceFailed(source, reason))
+        """See `Intake.failed`."""
+        self._happen(ev.RequestFailed(source, reason))
 
     def _expects(self, payload: PayloadId) -> bool:
         """Whether chunks of it that are not here may still come."""
         if self._fetching is not None and self._fetching.payload == payload:
             return True
-        now = self._clock.now()
+        now = time.monotonic()
         since = self._asked.setdefault(payload, now)
         while len(self._asked) > ASKED_MAX:
             del self._asked[next(iter(self._asked))]

@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Sequence
 
 from echo2.broadcast.payloads import encode_payload
-from echo2.control.broadcast_events import Tally
+from echo2.control.broadcast.origin_events import Tally
 from echo2.errors import LinkError, PeerError
 from echo2.transport import wire_pb2 as wire
 from echo2.transport.base import Link
@@ -51,10 +51,12 @@ class Reports:
             self._put(wire.FetchReport(payload=encoded, bytes_stored=bytes_stored, bytes_total=bytes_total))
 
     def connected(self) -> None:
+        """The head can be told: what waits is sent."""
         self._is_connected = True
         self._start()
 
     def disconnected(self) -> None:
+        """The head is away: keep what is put."""
         self._is_connected = False
 
     def _put(self, report: wire.FetchReport) -> None:
@@ -79,6 +81,7 @@ class Reports:
                 self._news.popleft()
 
     async def close(self) -> None:
+        """Stop sending; what waits is dropped."""
         self._is_connected = False
         if self._sending is not None:
             self._sending.cancel()

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter, deque
-from collections.abc import AsyncGenerator, Awaitable, Callable
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, Callable
 
+from echo2.broadcast.chunk_cache import ChunkCache
 from echo2.broadcast.payloads import decode_payload, requested
-from echo2.broadcast.shelf import Shelf, missing
 from echo2.errors import PeerError
 from echo2.transport import chunks
 from echo2.transport import wire_pb2 as wire
+from echo2.transport.base import Peer
 from echo2.types import PayloadId
 
 #: A node that has nothing to send yet says so this often.
@@ -21,39 +21,36 @@ REQUESTS_PER_PEER_MAX = 64
 
 
 class Server:
-    """`expects` says whether chunks of a payload that are not here may still come (None: it is not known yet)."""
+    """`expects` says whether chunks of a payload that are not here may still come."""
 
-    def __init__(self, shelf: Shelf, expects: Callable[[PayloadId], bool]) -> None:
-        self._shelf, self._expects = shelf, expects
+    def __init__(self, cache: ChunkCache, expects: Callable[[PayloadId], bool]) -> None:
+        self._cache, self._expects = cache, expects
         self._under_way: Counter[str] = Counter()
         self._orders: set[_Order] = set()
         self._is_closed = False
         self.bytes_sent = 0
 
-    async def serve(self, peer_id: str, request: wire.ChunkRequest) -> AsyncGenerator[bytes, None]:
+    async def serve(self, peer: Peer, request: wire.ChunkRequest) -> AsyncGenerator[bytes, None]:
         """Messages with the chunks that a peer asks for, not always in that order, and signs of life in between.
 
         Raises:
             PeerError: "missing", when some are not here and not expected; "malformed"; "oversized"; "busy".
         """
-        wanted, payload = requested(request), decode_payload(request.payload)
+        wanted, payload, peer_id = requested(request), decode_payload(request.payload), peer.peer_id
         if self._under_way[peer_id] >= REQUESTS_PER_PEER_MAX:
             raise PeerError("busy", f"{peer_id} has {REQUESTS_PER_PEER_MAX} requests under way")
         self._under_way[peer_id] += 1
-        order = _Order(self._shelf, wanted)
+        order = _Order(self._cache, wanted)
         self._orders.add(order)
         try:
             yield chunks.ALIVE  # the caller knows that it got through
-            async with aclosing(_alive_until(self._shelf.open(payload))) as waiting:
-                async for sign in waiting:
-                    yield sign
             order.begin()
             clock = asyncio.get_running_loop().time
             told_at = clock()
             while order.wanted:
                 self._check_open()
                 if not order.ready and not self._expects(payload):
-                    raise missing(payload, len(order.wanted))
+                    raise PeerError("missing", f"{len(order.wanted)} chunks of {payload} are not here and not expected")
                 if not order.ready and clock() - told_at >= ALIVE_SECONDS:
                     # All that came is sent on: who finds this slow is to know that our own source is, also if it drips.
                     told_at = clock()
@@ -77,11 +74,11 @@ class Server:
         self._check_open()
         hash_ = order.ready.popleft()
         try:
-            message = await self._shelf.message(hash_)
+            message = await self._cache.message(hash_)
         except PeerError:
             if not self._expects(payload):
                 raise
-            self._shelf.wait_for(hash_, order.tell)
+            self._cache.wait_for(hash_, order.tell)
             return None
         del order.wanted[hash_]
         return message
@@ -101,35 +98,24 @@ class Server:
             order.woken.set()
 
 
-async def _alive_until(opening: Awaitable[None]) -> AsyncGenerator[bytes, None]:
-    """Signs of life until the chunks are at hand: cutting a large content takes longer than a source may be silent."""
-    task = asyncio.ensure_future(opening)
-    try:
-        while not (await asyncio.wait({task}, timeout=ALIVE_SECONDS))[0]:
-            yield chunks.ALIVE
-        task.result()
-    finally:
-        task.cancel()
-
-
 class _Order:
     """One request: what is still to be sent (`wanted`), and what of it can be sent now (`ready`)."""
 
-    def __init__(self, shelf: Shelf, wanted: dict[bytes, None]) -> None:
-        self._shelf, self.wanted = shelf, wanted
+    def __init__(self, cache: ChunkCache, wanted: dict[bytes, None]) -> None:
+        self._cache, self.wanted = cache, wanted
         self.ready: deque[bytes] = deque()
         self.woken = asyncio.Event()
 
     def begin(self) -> None:
         for hash_ in self.wanted:
-            if self._shelf.has(hash_):
+            if self._cache.has(hash_):
                 self.ready.append(hash_)
             else:
-                self._shelf.wait_for(hash_, self.tell)
+                self._cache.wait_for(hash_, self.tell)
 
     def end(self) -> None:
         for hash_ in self.wanted:
-            self._shelf.forget(hash_, self.tell)
+            self._cache.forget(hash_, self.tell)
 
     def tell(self, hash_: bytes) -> None:
         self.ready.append(hash_)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Sequence
 from contextlib import aclosing
-from typing import Any, Protocol
+from typing import Protocol
 
 from echo2.broadcast.payloads import REQUEST_CHUNKS_MAX, encode_payload
 from echo2.errors import LinkError, PeerError
@@ -32,9 +32,11 @@ class Intake(Protocol):
     def keep(self, source: str, hash_: bytes, message: bytes, data: memoryview) -> Awaitable[None]:
         """Verify and store. Raises PeerError("corrupt")."""
 
-    def alive(self, source: str) -> None: ...
+    def alive(self, source: str) -> None:
+        """A source has nothing to send yet, and says so."""
 
-    def failed(self, source: str, reason: str) -> None: ...
+    def failed(self, source: str, reason: str) -> None:
+        """A source gives no more of what is under way."""
 
 
 class Source:
@@ -45,6 +47,7 @@ class Source:
         self.awaited: dict[bytes, None] = {}
 
     def ask(self, payload: PayloadId, hashes: Sequence[bytes]) -> None:
+        """Ask for these chunks of a payload, beside those asked for earlier."""
         raise NotImplementedError
 
     def cancel(self) -> None:
@@ -52,6 +55,7 @@ class Source:
         raise NotImplementedError
 
     async def close(self) -> None:
+        """End what is under way, and the connections."""
         raise NotImplementedError
 
     async def take(self, message: bytes, awaited: dict[bytes, None]) -> None:
@@ -72,6 +76,7 @@ class Source:
         awaited.pop(hash_, None)
 
     def fail(self, reason: str) -> None:
+        """End what is under way and tell why."""
         self.cancel()
         self.intake.failed(self.source, reason)
 
@@ -89,17 +94,21 @@ class DialledSource(Source):
 
     @property
     def stripes(self) -> int:
+        """Number of connections."""
         return len(self._links)
 
     @property
     def is_busy(self) -> bool:
+        """Whether requests are under way."""
         return bool(self._tasks)
 
     def open(self) -> None:
+        """Connect now, ahead of the first request."""
         for link in self._links:
             link.open()
 
     def ask(self, payload: PayloadId, hashes: Sequence[bytes]) -> None:
+        """As `Source.ask`; the chunks are dealt to the connections."""
         for number, link in enumerate(self._links):
             dealt = hashes[number :: self.stripes]
             for start in range(0, len(dealt), REQUEST_CHUNKS_MAX):
@@ -143,7 +152,8 @@ class DialledSource(Source):
         return True
 
     def cancel(self) -> None:
-        own = _current_task()
+        """As `Source.cancel`."""
+        own = asyncio.current_task()  # None: a timer
         for task in self._tasks:
             if task is not own:
                 task.cancel()
@@ -152,6 +162,7 @@ class DialledSource(Source):
             self._patience = None
 
     async def close(self) -> None:
+        """As `Source.close`."""
         self.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         for link in self._links:
@@ -169,9 +180,11 @@ class AwaitedSource(Source):
 
     @property
     def is_busy(self) -> bool:
+        """Whether chunks are awaited."""
         return bool(self.awaited)
 
     def ask(self, payload: PayloadId, hashes: Sequence[bytes]) -> None:
+        """As `Source.ask`; the peer hears of it when it has dialled."""
         for start in range(0, len(hashes), REQUEST_CHUNKS_MAX):
             part = hashes[start : start + REQUEST_CHUNKS_MAX]
             self.awaited.update(dict.fromkeys(part))
@@ -217,6 +230,7 @@ class AwaitedSource(Source):
             raise
 
     def cancel(self) -> None:
+        """As `Source.cancel`; the peer has to dial again."""
         self.awaited.clear()
         if self._patience is not None:
             self._patience.cancel()
@@ -225,11 +239,5 @@ class AwaitedSource(Source):
         self._requests, self._is_attached = asyncio.Queue(), False
 
     async def close(self) -> None:
+        """As `Source.close`."""
         self.cancel()
-
-
-def _current_task() -> asyncio.Task[Any] | None:
-    try:
-        return asyncio.current_task()
-    except RuntimeError:  # called by a timer
-        return None

@@ -1,13 +1,14 @@
-"""The audit: counts a ledger's groups from its raw tables, sharing no code with what wrote them, so that it can fail.
+"""The audit: counts a policy's groups from a ledger's raw tables, sharing no code with what wrote them, so that it can
+fail.
 
 Symbols: issued = trained + retired + open + lost, where each is counted by itself:
 
     issued    numbers 0 .. the largest that any table knows
     trained   groups with a training that survives
     retired   groups in state retired, by reason
-    open      groups in state open; or delivered or ready, with their payload
+    open      groups in state open; or delivered or ready, with their rollouts
     lost      numbers without a group; groups in state trained without a surviving training; delivered or ready ones
-              whose payload is gone
+              whose rollouts are gone
     doubled   groups trained at more than one step, or more than once in one lineage
 
 After a fall-back, steps are trained again under a higher lineage. The training of step t in lineage L *survives* when
@@ -23,18 +24,24 @@ from pathlib import Path
 from typing import Any
 
 from echo2.buffer.schema import open_for_reading, unusable
+from echo2.types import RUN_POLICY
 
 _SURVIVING = """
     SELECT DISTINCT number, step FROM trainings AS t
     WHERE NOT EXISTS (SELECT 1 FROM best WHERE best.step = t.step AND best.lineage > t.lineage)
       AND NOT EXISTS (SELECT 1 FROM joins AS j WHERE j.lineage > t.lineage AND j.version <= t.step)
 """
-_WITH = f"""
-    WITH best AS MATERIALIZED (SELECT step, max(lineage) AS lineage FROM trainings GROUP BY step),
+#: The policy's rows alone, under the tables' own names.
+_MINE = "WITH " + ", ".join(
+    f"{table} AS (SELECT * FROM main.{table} WHERE policy = :policy)"
+    for table in ("groups", "payloads", "leases", "refusals", "trainings", "joins")
+)
+_WITH = f""",
+         best AS MATERIALIZED (SELECT step, max(lineage) AS lineage FROM trainings GROUP BY step),
          surviving AS MATERIALIZED ({_SURVIVING})
 """
 _WAITING = "groups.state IN ('delivered', 'ready')"
-_HAS_PAYLOAD = "groups.number IN (SELECT number FROM payloads)"
+_HAS_ROLLOUTS = "groups.number IN (SELECT number FROM payloads)"
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,8 +70,8 @@ class Audit:
         return asdict(self)
 
 
-def audit(path: Path) -> Audit:
-    """Audit the ledger at `path`, read-only; a head may be writing it, or it may be a copy.
+def audit(path: Path, policy: str = RUN_POLICY) -> Audit:
+    """Audit what the ledger at `path` says of `policy`, read-only; a head may be writing it, or it may be a copy.
 
     Raises:
         UserError: there is no such file, or it cannot be read as a ledger.
@@ -73,26 +80,23 @@ def audit(path: Path) -> Audit:
     try:
         # One read transaction: all counts are of the same instant.
         connection.execute("BEGIN")
-        issued = _count_issued(connection)
+        mine = _Rows(connection, policy)
+        issued = _count_issued(mine)
         return Audit(
             issued=issued,
-            trained=_integer(
-                connection, f"{_WITH} SELECT count(DISTINCT number) FROM surviving JOIN groups USING (number)"
+            trained=mine.integer(f"{_WITH} SELECT count(DISTINCT number) FROM surviving JOIN groups USING (number)"),
+            retired=mine.by("SELECT reason, count(*) FROM groups WHERE state = 'retired' GROUP BY reason"),
+            open=mine.integer(
+                f"SELECT count(*) FROM groups WHERE state = 'open' OR ({_WAITING} AND {_HAS_ROLLOUTS})",
             ),
-            retired=_by(connection, "SELECT reason, count(*) FROM groups WHERE state = 'retired' GROUP BY reason"),
-            open=_integer(
-                connection,
-                f"SELECT count(*) FROM groups WHERE state = 'open' OR ({_WAITING} AND {_HAS_PAYLOAD})",
-            ),
-            lost=_count_lost(connection, issued),
-            doubled=_count_doubled(connection),
-            max_staleness=_integer(
-                connection,
+            lost=_count_lost(mine, issued),
+            doubled=_count_doubled(mine),
+            max_staleness=mine.integer(
                 f"{_WITH} SELECT coalesce(max(surviving.step - oldest_version), 0) "
                 "FROM surviving JOIN groups USING (number)",
             ),
-            refused=_by(connection, "SELECT reason, count(*) FROM refusals GROUP BY reason"),
-            leases=_by(connection, "SELECT coalesce(outcome, 'held'), count(*) FROM leases GROUP BY 1"),
+            refused=mine.by("SELECT reason, count(*) FROM refusals GROUP BY reason"),
+            leases=mine.by("SELECT coalesce(outcome, 'held'), count(*) FROM leases GROUP BY 1"),
         )
     except (sqlite3.Error, ValueError, TypeError) as error:
         raise unusable(path, error) from error
@@ -100,36 +104,48 @@ def audit(path: Path) -> Audit:
         connection.close()
 
 
-def _integer(connection: sqlite3.Connection, sql: str) -> int:
-    return int(connection.execute(sql).fetchone()[0])
+@dataclass(frozen=True, slots=True)
+class _Rows:
+    """Asks for a policy's rows. A query may begin with more common table expressions (`_WITH`)."""
+
+    connection: sqlite3.Connection
+    policy: str
+
+    def integer(self, sql: str) -> int:
+        return int(self._execute(sql).fetchone()[0])
+
+    def by(self, sql: str) -> dict[str, int]:
+        """Counts by name; a row that should have a name and has none shows as "unknown"."""
+        return dict(sorted((str(name or "unknown"), int(count)) for name, count in self._execute(sql)))
+
+    def meta(self, key: str) -> Any:
+        """A value of the policy's; None where there is none."""
+        known = "SELECT value FROM meta WHERE key = ?"
+        row = self.connection.execute(known, (f"{self.policy}.{key}",)).fetchone()
+        return None if row is None else json.loads(row[0])
+
+    def _execute(self, sql: str) -> sqlite3.Cursor:
+        return self.connection.execute(f"{_MINE} {sql}", {"policy": self.policy})
 
 
-def _by(connection: sqlite3.Connection, sql: str) -> dict[str, int]:
-    """Counts by name; a row that should have a name and has none shows as "unknown"."""
-    return dict(sorted((str(name or "unknown"), int(count)) for name, count in connection.execute(sql)))
-
-
-def _count_issued(connection: sqlite3.Connection) -> int:
+def _count_issued(mine: _Rows) -> int:
     # Refusals are left out: their numbers may be a stranger's inventions.
     tables = ("groups", "payloads", "leases", "trainings")
-    known = [_integer(connection, f"SELECT coalesce(max(number) + 1, 0) FROM {table}") for table in tables]
-    row = connection.execute("SELECT value FROM meta WHERE key = 'num_issued'").fetchone()
-    return max(*known, 0 if row is None else int(json.loads(row[0])))
+    known = [mine.integer(f"SELECT coalesce(max(number) + 1, 0) FROM {table}") for table in tables]
+    return max(*known, int((mine.meta("counts") or {"issued": 0})["issued"]))
 
 
-def _count_lost(connection: sqlite3.Connection, issued: int) -> int:
-    missing = issued - _integer(connection, "SELECT count(*) FROM groups WHERE number >= 0")
-    untrained = _integer(
-        connection,
+def _count_lost(mine: _Rows, issued: int) -> int:
+    missing = issued - mine.integer("SELECT count(*) FROM groups WHERE number >= 0")
+    untrained = mine.integer(
         f"{_WITH} SELECT count(*) FROM groups WHERE state = 'trained' AND number NOT IN (SELECT number FROM surviving)",
     )
-    emptied = _integer(connection, f"SELECT count(*) FROM groups WHERE {_WAITING} AND NOT {_HAS_PAYLOAD}")
+    emptied = mine.integer(f"SELECT count(*) FROM groups WHERE {_WAITING} AND NOT {_HAS_ROLLOUTS}")
     return missing + untrained + emptied
 
 
-def _count_doubled(connection: sqlite3.Connection) -> int:
-    return _integer(
-        connection,
+def _count_doubled(mine: _Rows) -> int:
+    return mine.integer(
         "SELECT count(*) FROM (SELECT number FROM trainings GROUP BY number "
         "HAVING count(DISTINCT step) > 1 OR count(*) > count(DISTINCT lineage))",
     )

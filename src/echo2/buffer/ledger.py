@@ -7,6 +7,9 @@ Each method is one transaction: it happened wholly or not at all. The life of a 
 
 The ledger records, it decides nothing: who gets a lease, what is stale and what is retired is `control/`'s business.
 Eval groups are not in it. Times are seconds of the head's clock. One thread uses a ledger.
+
+A `Ledger` is that of one policy: it sees, and its methods change, no other policy's groups, steps and lineages. Several
+share a file (`of`), its transactions and its lease ids.
 """
 
 from __future__ import annotations
@@ -14,25 +17,37 @@ from __future__ import annotations
 import json
 import sqlite3
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import astuple
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from copy import copy
 from pathlib import Path
 from typing import Any
 
 from echo2.buffer.records import GroupRecord, LeaseRecord, LedgerState
 from echo2.buffer.schema import TRANSITIONS, open_for_writing, unusable
-from echo2.errors import InvariantError, PeerError, UserError
-from echo2.types import Portion
+from echo2.errors import InvariantError, UserError
+from echo2.types import RUN_POLICY
 
 MAX_INTEGER = (1 << 63) - 1  # SQLite's
-MAX_PAYLOAD_BYTES = 256 << 20  # above any message the transport takes; SQLite's own limit is 1 GB
 
 #: What a `GroupRecord` holds.
-_COLUMNS = "number, step, cursor, state, oldest_version, newest_version, num_tokens, worker_id, coalesce(reason, '')"
+_COLUMNS = (
+    "number, step, cursor, state, oldest_version, newest_version, num_tokens, worker_id, coalesce(reason, ''), is_flat"
+)
+#: event -> the SQL that begins taking this arrow of `TRANSITIONS`, and the SQL that ends it.
+_ARROWS = {
+    event: (
+        f"UPDATE groups SET state = '{arrows[event]}'",
+        "WHERE policy = ? AND number = ? AND state IN ({})".format(
+            ", ".join(f"'{state}'" for state, each in TRANSITIONS.items() if event in each)
+        ),
+    )
+    for arrows in TRANSITIONS.values()
+    for event in arrows
+}
 
 
 class Ledger:
-    """Opens the ledger at `path`, or creates it.
+    """Opens the ledger of `policy` at `path`, or creates it.
 
     Every method raises `UserError` when the file cannot be used (disk full, locked by another process, no permission):
     the transaction is undone and nothing recorded is lost.
@@ -41,9 +56,17 @@ class Ledger:
         UserError: the file cannot be used, is no ledger, or was written by another version.
     """
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    def __init__(self, path: Path, policy: str = RUN_POLICY) -> None:
+        self.path, self.policy = path, policy
         self._connection = open_for_writing(path)
+        self._counts_of: dict[str, dict[str, Any]] = {}  # as `_counts` says, of each policy that was asked for
+        self._counts_changed: set[str] = set()
+
+    def of(self, policy: str) -> Ledger:
+        """The ledger of another policy in the same file: what both do inside one `together` happens together."""
+        other = copy(self)
+        other.policy = policy
+        return other
 
     def close(self) -> None:
         """Close the file. What was recorded is safe without it."""
@@ -56,15 +79,19 @@ class Ledger:
             InvariantError: `number` is not the next one.
         """
         with self._transaction():
-            following = self._next("number", "groups", first=0)
+            following = self._counts["issued"]
             if number != following:
                 raise InvariantError(f"group {number} issued; the next number is {following}")
             self._execute(
-                "INSERT INTO groups (number, step, cursor, state, issued_at) VALUES (?, ?, ?, 'open', ?)",
-                (number, step, cursor, now),
+                "INSERT INTO groups (policy, number, step, cursor, state, issued_at) VALUES (?, ?, ?, ?, 'open', ?)",
+                (self.policy, number, step, cursor, now),
             )
-            # Lets the audit miss the newest group, too.
-            self._put_meta("num_issued", number + 1)
+            self._count("issued")
+
+    def use_lease_ids(self, last: int) -> None:
+        """The ids up to `last` are taken by leases that the ledger does not hold (evaluations)."""
+        with self._transaction():
+            self._put_meta("last_lease_id", last)
 
     def grant(
         self,
@@ -74,22 +101,23 @@ class Ledger:
         now: float,
         deadline: float,
         num_samples: int,
-        first_sample: int = 0,
     ) -> None:
-        """A lease on a group without a result, or on the attempts of it from `first_sample` on; in deterministic mode
-        also on one that has a result and is sampled again for the sake of its batch's shape.
+        """A lease on a group without a result; in deterministic mode also on one that has a result and is sampled again
+        for the sake of its batch's shape.
 
         Raises:
             InvariantError: the group is trained or retired, or the id was used before.
         """
         with self._transaction():
-            if self._group(number).state in ("trained", "retired"):
-                raise InvariantError(f"lease {lease_id} on a group that is over.\n{self._story(number)}")
-            self._execute(
-                "INSERT INTO leases (lease_id, number, worker_id, granted_at, deadline, first_sample, num_samples) "
-                "VALUES (?, ?, ?, ?, ?, ?, ?)",
-                (lease_id, number, worker_id, now, deadline, first_sample, num_samples),
+            granted = self._execute(
+                "INSERT INTO leases (lease_id, policy, number, worker_id, granted_at, deadline, num_samples) "
+                "SELECT ?, policy, number, ?, ?, ?, ? FROM groups "
+                "WHERE policy = ? AND number = ? AND state NOT IN ('trained', 'retired')",
+                (lease_id, worker_id, now, deadline, num_samples, self.policy, number),
             )
+            if granted.rowcount != 1:
+                self._group(number)  # says so where it was never issued
+                raise InvariantError(f"lease {lease_id} on a group that is over.\n{self._story(number)}")
 
     def close_lease(self, lease_id: int, outcome: str, now: float) -> None:
         """The end of a lease: accepted, expired, lost, failed, revoked, or why its delivery was refused.
@@ -99,11 +127,12 @@ class Ledger:
         """
         with self._transaction():
             closed = self._execute(
-                "UPDATE leases SET outcome = ?, closed_at = ? WHERE lease_id = ? AND outcome IS NULL",
-                (outcome, now, lease_id),
+                "UPDATE leases SET outcome = ?, closed_at = ? WHERE lease_id = ? AND policy = ? AND outcome IS NULL",
+                (outcome, now, lease_id, self.policy),
             )
             if closed.rowcount != 1:
-                row = self._execute("SELECT number FROM leases WHERE lease_id = ?", (lease_id,)).fetchone()
+                mine = "SELECT number FROM leases WHERE lease_id = ? AND policy = ?"
+                row = self._execute(mine, (lease_id, self.policy)).fetchone()
                 story = self._story(row["number"]) if row else "It was never granted."
                 raise InvariantError(f"lease {lease_id} is not held, but closed as {outcome}.\n{story}")
 
@@ -116,34 +145,16 @@ class Ledger:
         """
         with self._transaction():
             self._execute(
-                "INSERT INTO refusals (lease_id, number, worker_id, reason, num_tokens, seconds, at) "
-                "VALUES (?, ?, ?, ?, ?, ?, ?)",
-                (_storable(lease_id), _storable(number), worker_id, reason, num_tokens, seconds, now),
+                "INSERT INTO refusals (lease_id, policy, number, worker_id, reason, num_tokens, seconds, at) "
+                "VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
+                (_storable(lease_id), self.policy, _storable(number), worker_id, reason, num_tokens, seconds, now),
             )
-
-    def keep_portion(self, portion: Portion, payload: bytes) -> None:
-        """A valid result for some attempts of an open group.
-
-        Raises:
-            InvariantError: the group is not open, or has a result for these attempts.
-            PeerError: "oversized".
-        """
-        _check_size(portion.number, payload)
-        with self._transaction():
-            if self._group(portion.number).state != "open":
-                raise InvariantError(f"a portion of a group that is not open.\n{self._story(portion.number)}")
-            self._execute("INSERT INTO portions VALUES (?, ?, ?, ?, ?, ?, ?)", (*astuple(portion), payload))
-
-    def portions(self, number: int) -> list[tuple[Portion, bytes]]:
-        """What is delivered of an open group, in order of attempts."""
-        with self._mapped_errors():
-            rows = self._execute("SELECT * FROM portions WHERE number = ? ORDER BY first_sample", (number,)).fetchall()
-            return [(Portion(*tuple(row)[:-1]), bytes(row["data"])) for row in rows]
+            self._count("refused", reason)
 
     def deliver(
         self,
         number: int,
-        payload: bytes,
+        rollouts: bytes,
         worker_id: str,
         oldest_version: int,
         newest_version: int,
@@ -155,31 +166,27 @@ class Ledger:
 
         Raises:
             InvariantError: the group is not open.
-            PeerError: "oversized".
         """
-        _check_size(number, payload)
         with self._transaction():
-            self._move(number, "deliver")
-            self._execute(
-                "UPDATE groups SET worker_id = ?, oldest_version = ?, newest_version = ?, num_tokens = ?, seconds = ?, "
-                "delivered_at = ? WHERE number = ?",
-                (worker_id, oldest_version, newest_version, num_tokens, seconds, now, number),
+            self._move(
+                number,
+                "deliver",
+                "worker_id = ?, oldest_version = ?, newest_version = ?, num_tokens = ?, seconds = ?, delivered_at = ?",
+                (worker_id, oldest_version, newest_version, num_tokens, seconds, now),
             )
-            self._execute("INSERT INTO payloads (number, data) VALUES (?, ?)", (number, payload))
-            self._execute("DELETE FROM portions WHERE number = ?", (number,))
+            what = (self.policy, number, rollouts)
+            self._execute("INSERT INTO payloads (policy, number, data) VALUES (?, ?, ?)", what)
 
-    def score(self, number: int, payload: bytes, now: float) -> None:
-        """The scored form of a delivered group, in place of the unscored one.
+    def score(self, number: int, scores: bytes, is_flat: bool, now: float) -> None:
+        """The rewards of a delivered group. `is_flat`: they are all equal.
 
         Raises:
             InvariantError: the group is not delivered, or scored already.
-            PeerError: "oversized".
         """
-        _check_size(number, payload)
         with self._transaction():
-            self._move(number, "score")
-            self._execute("UPDATE groups SET scored_at = ? WHERE number = ?", (now, number))
-            self._execute("UPDATE payloads SET data = ? WHERE number = ?", (payload, number))
+            self._move(number, "score", "scored_at = ?, is_flat = ?", (now, is_flat))
+            what = (self.policy, number, scores)
+            self._execute("INSERT INTO scores (policy, number, data) VALUES (?, ?, ?)", what)
 
     def retire(self, number: int, reason: str, now: float) -> None:
         """A group that will never be trained on, and why.
@@ -188,9 +195,8 @@ class Ledger:
             InvariantError: it was trained or retired before.
         """
         with self._transaction():
-            self._move(number, "retire")
-            self._execute("UPDATE groups SET retired_at = ?, reason = ? WHERE number = ?", (now, reason, number))
-            self._execute("DELETE FROM portions WHERE number = ?", (number,))
+            self._move(number, "retire", "retired_at = ?, reason = ?", (now, reason))
+            self._count("retired", reason)
 
     def train(self, step: int, lineage: int, numbers: Sequence[int], now: float) -> None:
         """Step `step` of `lineage` was trained on exactly these groups. The same report again changes nothing.
@@ -202,7 +208,8 @@ class Ledger:
         with self._transaction():
             current = self._lineage()
             recorded = self._execute(
-                "SELECT number FROM trainings WHERE lineage = ? AND step = ? ORDER BY number", (lineage, step)
+                "SELECT number FROM trainings WHERE policy = ? AND lineage = ? AND step = ? ORDER BY number",
+                (self.policy, lineage, step),
             ).fetchall()
             if recorded and [row["number"] for row in recorded] == sorted(numbers):
                 return
@@ -211,13 +218,24 @@ class Ledger:
                     f"step {step} of lineage {lineage} trained on {sorted(numbers)}; recorded for it: "
                     f"{[row['number'] for row in recorded]}; lineage of the newest learner: {current}"
                 )
-            for number in numbers:
-                if self._move(number, "train").step != step:
-                    raise InvariantError(f"group {number} trained at step {step}.\n{self._story(number)}")
-                self._execute(
-                    "INSERT INTO trainings (number, step, lineage, at) VALUES (?, ?, ?, ?)",
-                    (number, step, lineage, now),
+            # All of a step at once: one statement a group and table would be half of what a step costs.
+            these, mine = "(SELECT value FROM json_each(?))", (self.policy, json.dumps(list(numbers)))
+            ready = f"WHERE policy = ? AND number IN {these} AND state = 'ready' AND step = ?"
+            moved = self._execute(f"{_ARROWS['train'][0]} {ready}", (*mine, step))
+            if moved.rowcount != len(numbers):
+                wrong = [number for number in numbers if self._group(number).state != "trained"] or list(numbers)
+                raise InvariantError(
+                    f"step {step} trained on {sorted(numbers)}; {moved.rowcount} of them were ready for it.\n"
+                    f"{self._story(wrong[0])}"
                 )
+            self._execute(
+                "INSERT INTO trainings (policy, number, step, lineage, at) "
+                f"SELECT policy, number, ?, ?, ? FROM groups WHERE policy = ? AND number IN {these}",
+                (step, lineage, now, *mine),
+            )
+            tokens = f"SELECT sum(num_tokens) FROM groups WHERE policy = ? AND number IN {these}"
+            self._count("trained", by=len(numbers))
+            self._count("trained_tokens", by=int(self._execute(tokens, mine).fetchone()[0]))
 
     def learner_joined(self, version: int, lineage: int, now: float) -> None:
         """A learner stands at `version`: groups trained at steps >= version are ready again, for the same step.
@@ -229,9 +247,10 @@ class Ledger:
         with self._transaction():
             current = self._lineage()
             undone = self._execute(
-                "SELECT groups.number, step, data IS NULL AS is_gone FROM groups LEFT JOIN payloads USING (number) "
-                "WHERE state = 'trained' AND step >= ? ORDER BY groups.number",
-                (version,),
+                "SELECT groups.number, step, data IS NULL AS is_gone "
+                "FROM groups LEFT JOIN payloads USING (policy, number) "
+                "WHERE policy = ? AND state = 'trained' AND step >= ? ORDER BY groups.number",
+                (self.policy, version),
             ).fetchall()
             if lineage < current or (lineage == current and undone):
                 raise InvariantError(
@@ -246,126 +265,151 @@ class Ledger:
                 )
             for row in undone:
                 self._move(row["number"], "fall_back")
-            self._execute("INSERT INTO joins (lineage, version, at) VALUES (?, ?, ?)", (lineage, version, now))
+                self._count("trained", by=-1)
+                self._count("trained_tokens", by=-self._group(row["number"]).num_tokens)
+            joined = (self.policy, lineage, version, now)
+            self._execute("INSERT INTO joins (policy, lineage, version, at) VALUES (?, ?, ?, ?)", joined)
 
     def checkpoint(self, version: int, oldest_kept: int) -> None:
         """A checkpoint of `version` is safe and the oldest one still kept is `oldest_kept`: no learner will fall behind
-        it, so the payloads of groups trained before it go, and those of retired groups."""
+        it, so rollouts and scores of groups trained before it go, and those of retired groups."""
         with self._transaction():
-            self._put_meta("checkpoint_version", version)
-            self._execute(
-                "DELETE FROM payloads WHERE number IN (SELECT number FROM groups "
-                "WHERE state = 'retired' OR (state = 'trained' AND step < ?))",
-                (oldest_kept,),
-            )
+            self._put_meta(f"{self.policy}.checkpoint", (version, oldest_kept))
+            for table in ("payloads", "scores"):  # what they hold is looked through, not every group ever issued
+                covered = (
+                    f"SELECT number FROM {table} CROSS JOIN groups USING (policy, number) WHERE policy = ? "
+                    "AND (state = 'retired' OR (state = 'trained' AND step < ?))"
+                )
+                self._execute(
+                    f"DELETE FROM {table} WHERE policy = ? AND number IN ({covered})",
+                    (self.policy, self.policy, oldest_kept),
+                )
 
-    def payload(self, number: int) -> bytes:
-        """The delivered bytes of a group (the scored ones, once scored).
+    def rollouts(self, number: int) -> bytes:
+        """The delivered bytes of a group, with those of its scores behind them once it is scored.
 
         Raises:
             InvariantError: it was not delivered, or a checkpoint covers it.
         """
         with self._mapped_errors():
-            row = self._execute("SELECT data FROM payloads WHERE number = ?", (number,)).fetchone()
+            row = self._execute(
+                "SELECT payloads.data, coalesce(scores.data, x'') FROM payloads "
+                "LEFT JOIN scores USING (policy, number) WHERE policy = ? AND number = ?",
+                (self.policy, number),
+            ).fetchone()
             if row is None:
-                raise InvariantError(f"group {number} has no payload.\n{self._story(number)}")
-            return bytes(row["data"])
+                raise InvariantError(f"group {number} has no rollouts.\n{self._story(number)}")
+            return bytes(row[0]) + bytes(row[1])
 
     def set_meta(self, key: str, value: Any) -> None:
-        """Keep a JSON value under a key of the caller's."""
+        """Keep a JSON value under a key of the caller's, for all policies."""
         with self._transaction():
             self._put_meta(f"caller.{key}", value)
 
     def get_meta(self, key: str, default: Any = None) -> Any:
         """The value last kept under `key`, else `default`."""
-        with self._mapped_errors():
-            row = self._execute("SELECT value FROM meta WHERE key = ?", (f"caller.{key}",)).fetchone()
-            return default if row is None else json.loads(row["value"])
+        return self._meta(f"caller.{key}", default)
 
     def counts(self) -> dict[str, Any]:
         """Groups issued, trained and retired (by reason), refused deliveries by reason, and the tokens trained on."""
-        with self._mapped_errors():
-            states = dict(self._execute("SELECT state, count(*) FROM groups GROUP BY state").fetchall())
-            retired = "SELECT reason, count(*) FROM groups WHERE state = 'retired' GROUP BY reason"
-            refused = "SELECT reason, count(*) FROM refusals GROUP BY reason"
-            tokens = "SELECT coalesce(sum(num_tokens), 0) FROM groups WHERE state = 'trained'"
-            return {
-                "issued": sum(states.values()),
-                "trained": states.get("trained", 0),
-                "retired": dict(self._execute(retired).fetchall()),
-                "refused": dict(self._execute(refused).fetchall()),
-                "trained_tokens": int(self._execute(tokens).fetchone()[0]),
-            }
+        retired, refused = dict(self._counts["retired"]), dict(self._counts["refused"])
+        return {**self._counts, "retired": retired, "refused": refused}
 
     def recover(self) -> LedgerState:
-        """Where the run stands, from what is on disk alone."""
+        """Where the policy stands, from what is on disk alone."""
         with self._transaction():
+            lineage = self._lineage()
+            version = self._version(lineage)
+            # Trained groups whose rollouts are kept: a learner may still fall back behind them.
+            mine = "payloads CROSS JOIN groups USING (policy, number) WHERE policy = ? AND state = 'trained'"
+            uncovered = f"SELECT {{}} FROM {mine}"
+            oldest = self._execute(uncovered.format("min(step)"), (self.policy,)).fetchone()[0]
             groups = self._execute(
-                f"SELECT {_COLUMNS} FROM groups "
-                "WHERE state IN ('open', 'delivered', 'ready') "
-                "OR (state = 'trained' AND number IN (SELECT number FROM payloads)) "
-                "OR (state = 'retired' AND step >= min(?, (SELECT coalesce(min(step), 1 << 62) FROM groups "
-                "WHERE state = 'trained' AND number IN (SELECT number FROM payloads)))) "
+                f"SELECT {_COLUMNS} FROM groups WHERE policy = ? AND state IN ('open', 'delivered', 'ready') "
+                f"UNION ALL {uncovered.format(_COLUMNS)} "
+                f"UNION ALL SELECT {_COLUMNS} FROM groups WHERE policy = ? AND state = 'retired' AND step >= ? "
                 "ORDER BY number",
-                (self._version(self._lineage()),),
+                (self.policy, self.policy, self.policy, version if oldest is None else min(version, oldest)),
             ).fetchall()
             leases = self._execute(
-                "SELECT lease_id, number, worker_id, granted_at, deadline, first_sample, num_samples FROM leases "
-                "WHERE outcome IS NULL ORDER BY lease_id"
+                "SELECT lease_id, number, worker_id, granted_at, deadline, num_samples FROM leases "
+                "WHERE policy = ? AND outcome IS NULL ORDER BY lease_id",
+                (self.policy,),
             ).fetchall()
-            portions = self._execute(
-                "SELECT number, first_sample, num_samples, worker_id, oldest_version, num_tokens FROM portions "
-                "ORDER BY number, first_sample"
-            ).fetchall()
-            lineage = self._lineage()
+            checkpoint_version, oldest_kept = self._meta(f"{self.policy}.checkpoint", (-1, 0))
             return LedgerState(
-                version=self._version(lineage),
+                version=version,
                 lineage=lineage,
-                next_number=self._next("number", "groups", first=0),
-                cursor=self._next("cursor", "groups", first=0),
-                next_lease_id=self._next("lease_id", "leases", first=1),
+                next_number=self._counts["issued"],
+                cursor=self._next_cursor(),
+                next_lease_id=self._next_lease_id(),
                 groups=tuple(GroupRecord(*row) for row in groups),
                 leases=tuple(LeaseRecord(*row) for row in leases),
-                portions=tuple(Portion(*row) for row in portions),
+                checkpoint_version=checkpoint_version,
+                oldest_kept=oldest_kept,
             )
 
     # ---- inside a transaction ----------------------------------------------------------------------------------------
 
-    def _move(self, number: int, event: str) -> GroupRecord:
-        """Take one arrow of `TRANSITIONS`; the group as it was before."""
-        group = self._group(number)
-        state = TRANSITIONS[group.state].get(event)
-        if state is None:
-            raise InvariantError(f"{event} of a group that is {group.state}.\n{self._story(number)}")
-        self._execute("UPDATE groups SET state = ? WHERE number = ?", (state, number))
-        return group
+    def _move(self, number: int, event: str, columns: str = "", values: Sequence[Any] = ()) -> None:
+        """Take one arrow of `TRANSITIONS`, and set these columns."""
+        begin, end = _ARROWS[event]
+        moved = self._execute(f"{begin}{', ' if columns else ''}{columns} {end}", (*values, self.policy, number))
+        if moved.rowcount != 1:
+            raise InvariantError(f"{event} of a group that is {self._group(number).state}.\n{self._story(number)}")
 
     def _group(self, number: int) -> GroupRecord:
-        row = self._execute(
-            f"SELECT {_COLUMNS} FROM groups WHERE number = ?",
-            (number,),
-        ).fetchone()
+        found = f"SELECT {_COLUMNS} FROM groups WHERE policy = ? AND number = ?"
+        row = self._execute(found, (self.policy, number)).fetchone()
         if row is None:
-            raise InvariantError(f"group {number} was never issued")
+            raise InvariantError(f"group {number} of {self.policy} was never issued")
         return GroupRecord(*row)
 
+    def _count(self, what: str, reason: str = "", by: int = 1) -> None:
+        """Add to what `counts` says; it is kept when the transaction ends."""
+        counted, key = (self._counts[what], reason) if reason else (self._counts, what)
+        counted[key] = counted.get(key, 0) + by
+        self._counts_changed.add(self.policy)
+
+    @property
+    def _counts(self) -> dict[str, Any]:
+        """What `counts` says, in memory: with what the open transaction has added."""
+        if self.policy not in self._counts_of:
+            nothing: dict[str, Any] = {"issued": 0, "trained": 0, "retired": {}, "refused": {}, "trained_tokens": 0}
+            self._counts_of[self.policy] = self._meta(f"{self.policy}.counts", nothing)
+        return self._counts_of[self.policy]
+
     def _story(self, number: int) -> str:
-        lines = [f"Story of group {number}:"]
+        lines = [f"Story of group {number} of {self.policy}:"]
         for table in ("groups", "leases", "refusals", "trainings"):
-            rows = self._execute(f"SELECT * FROM {table} WHERE number = ? ORDER BY rowid", (number,)).fetchall()
+            mine = f"SELECT * FROM {table} WHERE policy = ? AND number = ?"
+            rows = self._execute(mine, (self.policy, number)).fetchall()
             lines += [f"  {table}: {dict(zip(row.keys(), row, strict=True))}" for row in rows]
         return "\n".join(lines)
 
     def _lineage(self) -> int:
-        return int(self._execute("SELECT coalesce(max(lineage), 0) FROM joins").fetchone()[0])
+        return int(
+            self._execute("SELECT coalesce(max(lineage), 0) FROM joins WHERE policy = ?", (self.policy,)).fetchone()[0]
+        )
 
     def _version(self, lineage: int) -> int:
-        joined = self._execute("SELECT max(version) FROM joins WHERE lineage = ?", (lineage,)).fetchone()[0]
-        step = self._execute("SELECT max(step) FROM trainings WHERE lineage = ?", (lineage,)).fetchone()[0]
+        mine = (self.policy, lineage)
+        joined = self._execute("SELECT max(version) FROM joins WHERE policy = ? AND lineage = ?", mine).fetchone()[0]
+        step = self._execute("SELECT max(step) FROM trainings WHERE policy = ? AND lineage = ?", mine).fetchone()[0]
         return max(joined or 0, 0 if step is None else step + 1)
 
-    def _next(self, column: str, table: str, first: int) -> int:
-        return int(self._execute(f"SELECT coalesce(max({column}) + 1, ?) FROM {table}", (first,)).fetchone()[0])
+    def _next_cursor(self) -> int:
+        following = "SELECT coalesce(max(cursor) + 1, 0) FROM groups WHERE policy = ?"
+        return int(self._execute(following, (self.policy,)).fetchone()[0])
+
+    def _next_lease_id(self) -> int:
+        recorded = int(self._execute("SELECT coalesce(max(lease_id), 0) FROM leases").fetchone()[0])
+        return 1 + max(recorded, int(self._meta("last_lease_id", 0)))
+
+    def _meta(self, key: str, default: Any) -> Any:
+        with self._mapped_errors():
+            row = self._execute("SELECT value FROM meta WHERE key = ?", (key,)).fetchone()
+            return default if row is None else json.loads(row["value"])
 
     def _put_meta(self, key: str, value: Any) -> None:
         self._execute("INSERT OR REPLACE INTO meta (key, value) VALUES (?, ?)", (key, json.dumps(value)))
@@ -373,28 +417,31 @@ class Ledger:
     def _execute(self, sql: str, parameters: Sequence[Any] = ()) -> sqlite3.Cursor:
         return self._connection.execute(sql, parameters)
 
-    @contextmanager
-    def together(self) -> Iterator[None]:
+    def together(self) -> AbstractContextManager[None]:
         """Make everything inside one transaction: it all happened, or none of it."""
-        with self._transaction():
-            yield
+        return self._transaction()
+
+    def _transaction(self) -> AbstractContextManager[None]:
+        """Nothing more inside `together`, whose end is that of all."""
+        return nullcontext() if self._in_transaction() else self._begun()
 
     @contextmanager
-    def _transaction(self) -> Iterator[None]:
-        if self._in_transaction():  # inside `together`
-            with self._mapped_errors():
-                yield
-            return
+    def _begun(self) -> Iterator[None]:
         with self._mapped_errors():
             self._execute("BEGIN IMMEDIATE")
             try:
                 yield
+                for policy in sorted(self._counts_changed):
+                    self._put_meta(f"{policy}.counts", self._counts_of[policy])
                 self._execute("COMMIT")
             except BaseException:
                 # After a full disk SQLite may have rolled back by itself.
                 if self._in_transaction():
-                    self._execute("ROLLBACK")
+                    self._connection.execute("ROLLBACK")
+                self._counts_of.clear()  # read again when they are asked for
                 raise
+            finally:
+                self._counts_changed.clear()
 
     def _in_transaction(self) -> bool:
         return self._connection.in_transaction
@@ -411,8 +458,3 @@ class Ledger:
 
 def _storable(number: int) -> int | None:
     return number if 0 <= number <= MAX_INTEGER else None
-
-
-def _check_size(number: int, payload: bytes) -> None:
-    if len(payload) > MAX_PAYLOAD_BYTES:
-        raise PeerError("oversized", f"group {number}: {len(payload)} bytes; the limit is {MAX_PAYLOAD_BYTES}")

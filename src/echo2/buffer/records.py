@@ -4,16 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from echo2.types import Portion
-
 
 @dataclass(frozen=True, slots=True)
 class GroupRecord:
     """One group that is not finally covered: a learner may still need it, or need it again.
 
     `state` is open | delivered | ready | trained (trained groups are here as long as no checkpoint covers them, that is
-    while their payload is kept) | retired (of steps that may still be trained, or trained again), for
-    this `reason`. Versions are None until it was delivered.
+    while their rollouts are kept) | retired (of steps that may still be trained, or trained again), for
+    this `reason`. Versions are None until it was delivered. `is_flat`: its rewards are all equal.
     """
 
     number: int
@@ -25,6 +23,7 @@ class GroupRecord:
     num_tokens: int
     worker_id: str
     reason: str = ""
+    is_flat: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +35,6 @@ class LeaseRecord:
     worker_id: str
     granted_at: float
     deadline: float
-    first_sample: int
     num_samples: int
 
 
@@ -49,7 +47,8 @@ class LedgerState:
     cursor             next position in the task stream: one more than any issued group has
     next_lease_id      one more than any lease granted (from 1)
     groups, leases     in order of their numbers and ids
-    portions           in order of their groups' numbers and of attempts
+    checkpoint_version, oldest_kept
+                       of the newest checkpoint that was reported, and of the oldest one that was kept then
     """
 
     version: int
@@ -59,4 +58,5 @@ class LedgerState:
     next_lease_id: int
     groups: tuple[GroupRecord, ...]
     leases: tuple[LeaseRecord, ...]
-    portions: tuple[Portion, ...]
+    checkpoint_version: int = -1
+    oldest_kept: int = 0

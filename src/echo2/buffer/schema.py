@@ -1,8 +1,10 @@
 """The ledger's tables, the life of a group as a table, and how SQLite's errors are told to people.
 
+Every row names its policy, and group numbers, steps, versions and lineages count per policy. Lease ids do not.
+
     groups     one row a train group: its step, cursor, state and what was delivered
-    payloads   the delivered bytes, kept until a checkpoint covers them (apart, so that scans of `groups` stay small)
-    portions   what is delivered of open groups that several workers sample, until the group has all its attempts
+    payloads   the rollouts as delivered, kept until a checkpoint covers them (apart: scans of `groups` stay small)
+    scores     the rewards, likewise (apart: they are written without the rollouts)
     leases     every lease ever granted; outcome NULL = still held
     refusals   every delivery that was refused, by reason
     trainings  one row for each (group, step, lineage) that was trained. Not unique: the audit must be able to fail
@@ -22,7 +24,7 @@ from types import MappingProxyType
 
 from echo2.errors import NoRoomError, UserError
 
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
 BUSY_SECONDS = 5.0  # how long a transaction waits for another process before it gives up
 
 TRANSITIONS: Mapping[str, Mapping[str, str]] = MappingProxyType(
@@ -37,25 +39,26 @@ TRANSITIONS: Mapping[str, Mapping[str, str]] = MappingProxyType(
 """state -> event -> state. What is not here is a bug of ours."""
 
 _TABLES = (
-    """CREATE TABLE groups (number INTEGER PRIMARY KEY, step INTEGER NOT NULL, cursor INTEGER NOT NULL,
-       state TEXT NOT NULL, issued_at REAL NOT NULL, worker_id TEXT NOT NULL DEFAULT '', oldest_version INTEGER,
-       newest_version INTEGER, num_tokens INTEGER NOT NULL DEFAULT 0, seconds REAL NOT NULL DEFAULT 0,
-       delivered_at REAL, scored_at REAL, retired_at REAL, reason TEXT)""",
-    "CREATE INDEX groups_by_state ON groups (state, step)",
-    "CREATE TABLE payloads (number INTEGER PRIMARY KEY, data BLOB NOT NULL)",
-    """CREATE TABLE portions (number INTEGER NOT NULL, first_sample INTEGER NOT NULL, num_samples INTEGER NOT NULL,
-       worker_id TEXT NOT NULL, oldest_version INTEGER NOT NULL, num_tokens INTEGER NOT NULL, data BLOB NOT NULL,
-       PRIMARY KEY (number, first_sample))""",
-    """CREATE TABLE leases (lease_id INTEGER PRIMARY KEY, number INTEGER NOT NULL, worker_id TEXT NOT NULL,
-       granted_at REAL NOT NULL, deadline REAL NOT NULL, first_sample INTEGER NOT NULL, num_samples INTEGER NOT NULL,
+    """CREATE TABLE groups (policy TEXT NOT NULL, number INTEGER NOT NULL, step INTEGER NOT NULL,
+       cursor INTEGER NOT NULL, state TEXT NOT NULL, issued_at REAL NOT NULL, worker_id TEXT NOT NULL DEFAULT '',
+       oldest_version INTEGER, newest_version INTEGER, num_tokens INTEGER NOT NULL DEFAULT 0,
+       seconds REAL NOT NULL DEFAULT 0, delivered_at REAL, scored_at REAL, retired_at REAL, reason TEXT,
+       is_flat INTEGER NOT NULL DEFAULT 0, PRIMARY KEY (policy, number)) WITHOUT ROWID""",
+    "CREATE INDEX groups_by_state ON groups (policy, state, step)",
+    """CREATE TABLE payloads (policy TEXT NOT NULL, number INTEGER NOT NULL, data BLOB NOT NULL,
+       PRIMARY KEY (policy, number))""",
+    """CREATE TABLE scores (policy TEXT NOT NULL, number INTEGER NOT NULL, data BLOB NOT NULL,
+       PRIMARY KEY (policy, number)) WITHOUT ROWID""",
+    """CREATE TABLE leases (lease_id INTEGER PRIMARY KEY, policy TEXT NOT NULL, number INTEGER NOT NULL,
+       worker_id TEXT NOT NULL, granted_at REAL NOT NULL, deadline REAL NOT NULL, num_samples INTEGER NOT NULL,
        outcome TEXT, closed_at REAL)""",
-    "CREATE INDEX leases_by_outcome ON leases (outcome)",
-    """CREATE TABLE refusals (lease_id INTEGER, number INTEGER, worker_id TEXT NOT NULL, reason TEXT NOT NULL,
-       num_tokens INTEGER NOT NULL, seconds REAL NOT NULL, at REAL NOT NULL)""",
-    """CREATE TABLE trainings (number INTEGER NOT NULL, step INTEGER NOT NULL, lineage INTEGER NOT NULL,
-       at REAL NOT NULL)""",
-    "CREATE INDEX trainings_by_step ON trainings (lineage, step)",
-    "CREATE TABLE joins (lineage INTEGER NOT NULL, version INTEGER NOT NULL, at REAL NOT NULL)",
+    "CREATE INDEX leases_by_outcome ON leases (policy, outcome)",
+    """CREATE TABLE refusals (lease_id INTEGER, policy TEXT NOT NULL, number INTEGER, worker_id TEXT NOT NULL,
+       reason TEXT NOT NULL, num_tokens INTEGER NOT NULL, seconds REAL NOT NULL, at REAL NOT NULL)""",
+    """CREATE TABLE trainings (policy TEXT NOT NULL, number INTEGER NOT NULL, step INTEGER NOT NULL,
+       lineage INTEGER NOT NULL, at REAL NOT NULL)""",
+    "CREATE INDEX trainings_by_step ON trainings (policy, lineage, step)",
+    "CREATE TABLE joins (policy TEXT NOT NULL, lineage INTEGER NOT NULL, version INTEGER NOT NULL, at REAL NOT NULL)",
     "CREATE TABLE meta (key TEXT PRIMARY KEY, value TEXT NOT NULL)",
 )
 

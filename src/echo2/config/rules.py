@@ -8,10 +8,10 @@ from dataclasses import fields
 from typing import TYPE_CHECKING
 
 from echo2.errors import UserError, did_you_mean
-from echo2.types import DEFAULT_LOGGED_ATTEMPTS
+from echo2.types import DEFAULT_LOGGED_ROLLOUTS
 
 if TYPE_CHECKING:
-    from echo2.config import Config
+    from echo2.config.sections import Config
 
 _CLIP = {"clip_low": 0.2, "clip_high": 0.28}
 #: What each loss takes in learner.loss_params, with its defaults; the losses themselves are in learner/losses.py.
@@ -51,95 +51,38 @@ def loss_params(loss: str, given: Mapping[str, float]) -> dict[str, float]:
     return values
 
 
-def _check_order(config: Config) -> None:
+def _check_deterministic(config: Config) -> None:
+    """Options of the schedule by which the same seed would not give the same weights."""
     schedule = config.schedule
-    if schedule.order == "frontier" and schedule.hand_over == "step":
+    by_time = {
+        'schedule.order = "frontier"': schedule.order == "frontier",
+        "schedule.dynamic_sampling = true": schedule.dynamic_sampling,
+        'schedule.publish_every = "auto"': schedule.publish_every == "auto" and schedule.max_staleness > 0,
+    }
+    excluded = [setting for setting, is_set in by_time.items() if is_set]
+    if config.run.deterministic and excluded:
         raise UserError(
-            'schedule.order = "frontier" with schedule.hand_over = "step" has no use: the first groups would be '
-            'hurried and then wait for the last. Use hand_over = "group" or order = "any".'
-        )
-    if config.run.deterministic and schedule.order == "frontier":
-        raise UserError(
-            'run.deterministic = true needs schedule.order = "any": "frontier" makes batches by measured times, and '
-            "their shape is part of what is fixed."
-        )
-    if config.run.deterministic and schedule.workers_per_group > 1:
-        raise UserError(
-            f"run.deterministic = true excludes schedule.workers_per_group = {schedule.workers_per_group}: a batch's "
-            "shape is part of what is fixed. Set it to 1."
-        )
-    if schedule.workers_per_group > 1 and schedule.order != "frontier":
-        raise UserError(
-            f"schedule.workers_per_group = {schedule.workers_per_group} is of the groups that a step begins with: set "
-            'schedule.order = "frontier".'
-        )
-    size = config.sampling.group_size
-    if schedule.workers_per_group > 1 and all(size % n for n in range(2, schedule.workers_per_group + 1)):
-        raise UserError(
-            f"schedule.workers_per_group = {schedule.workers_per_group}: groups of sampling.group_size = {size} cannot "
-            "be cut into so many equal portions, nor into fewer. Set it to 1, or change the size."
-        )
-    if schedule.workers_per_group > 1 and config.tasks.source.startswith("logs:"):
-        raise UserError(
-            f"schedule.workers_per_group = {schedule.workers_per_group} would split attempts that are not sampled: "
-            "set it to 1 where tasks come from a log."
-        )
-    if config.run.deterministic and schedule.second_lease_after:
-        raise UserError(
-            f"run.deterministic = true excludes schedule.second_lease_after = {schedule.second_lease_after}: a second "
-            "lease is of one group, and a batch's shape is part of what is fixed. Set it to 0."
-        )
-    if 0.0 < schedule.second_lease_after < 1.0:
-        raise UserError(
-            f"schedule.second_lease_after = {schedule.second_lease_after} would lease most groups twice: set it "
-            "above 1 (2 is twice the usual time), or to 0 for never."
-        )
-
-
-def _check_dials(config: Config) -> None:
-    """Options of the schedule that need others, or exclude them."""
-    schedule, parts = config.schedule, config.learner.minibatches_per_round
-    for name in ("dynamic_sampling", "ess_floor"):
-        if config.run.deterministic and getattr(schedule, name):
-            raise UserError(
-                f"run.deterministic = true excludes schedule.{name} = {getattr(schedule, name)!r}: which groups a step "
-                "gets would depend on when a result comes in. Leave one of them out."
-            )
-    least = 0 if schedule.publish_every == "auto" else schedule.publish_every - 1
-    if schedule.ess_floor and schedule.max_staleness <= least:
-        raise UserError(
-            f"schedule.ess_floor = {schedule.ess_floor} has nothing to tighten: schedule.max_staleness = "
-            f"{schedule.max_staleness} is the least that publish_every = {schedule.publish_every} allows. Raise "
-            "max_staleness or leave ess_floor out."
-        )
-    if schedule.groups_per_step % parts:
-        raise UserError(
-            f"learner.minibatches_per_round = {parts} does not divide schedule.groups_per_step = "
-            f"{schedule.groups_per_step}: every update takes as many groups. Use a divisor."
+            f"run.deterministic = true excludes {' and '.join(excluded)}: what that does follows from measured times, "
+            "which are never the same twice. Leave one of them out."
         )
 
 
 def _check_logs(config: Config) -> None:
-    """Attempts from a log (`tasks/logs.py`) are trained on as they are: nothing about them can be set."""
+    """Rollouts from a log (`tasks/logs.py`) are trained on as they are: nothing about them can be set."""
     if config.eval.source.startswith("logs:"):
         raise UserError(
             f"eval.source = {config.eval.source!r}: a log says what was done and not what the policy does. Name tasks."
         )
     if not config.tasks.source.startswith("logs:"):
         return
-    attempts = config.tasks.params.get("attempts", DEFAULT_LOGGED_ATTEMPTS)
-    if attempts != config.sampling.group_size:
+    rollouts = config.tasks.params.get("rollouts", DEFAULT_LOGGED_ROLLOUTS)
+    if rollouts != config.sampling.group_size:
         raise UserError(
-            f"sampling.group_size = {config.sampling.group_size} with tasks.params.attempts = {attempts}: a row of a "
+            f"sampling.group_size = {config.sampling.group_size} with tasks.params.rollouts = {rollouts}: a row of a "
             "log is one group. Set both to the same number."
         )
-    if config.schedule.ess_floor:
-        raise UserError(
-            f"schedule.ess_floor = {config.schedule.ess_floor} with tasks from a log has no effect: sampling less far "
-            "ahead makes a log no younger. Leave it out."
-        )
     if config.tasks.environment:
-        raise UserError(f"tasks.environment = {config.tasks.environment!r} cannot answer attempts from a log.")
+        raise UserError(f"tasks.environment = {config.tasks.environment!r} cannot answer rollouts from a log.")
 
 
 def check_together(config: Config) -> None:
@@ -148,44 +91,28 @@ def check_together(config: Config) -> None:
     Raises:
         UserError: with both keys, both values and what to do.
     """
-    schedule, sampling = config.schedule, config.sampling
+    schedule, parts = config.schedule, config.learner.updates_per_step
     loss_params(config.learner.loss, config.learner.loss_params)
-    _check_dials(config)
-    _check_order(config)
+    _check_deterministic(config)
     _check_logs(config)
     for section in fields(config):
         for setting in fields(getattr(config, section.name)):
             value = getattr(getattr(config, section.name), setting.name)
             if isinstance(value, float) and not math.isfinite(value):
                 raise UserError(f"{section.name}.{setting.name} = {value} is not a finite number.")
-    if schedule.publish_every == "auto":
-        if config.run.deterministic and schedule.max_staleness:
-            raise UserError(
-                'run.deterministic = true needs a number for schedule.publish_every: "auto" follows from measured '
-                "times, which are never the same twice."
-            )
-    elif schedule.max_staleness < schedule.publish_every - 1:
+    if schedule.groups_per_step % parts:
+        raise UserError(
+            f"learner.updates_per_step = {parts} does not divide schedule.groups_per_step = "
+            f"{schedule.groups_per_step}: every update takes as many groups. Use a divisor."
+        )
+    if schedule.publish_every != "auto" and schedule.max_staleness < schedule.publish_every - 1:
         raise UserError(
             f"schedule.max_staleness = {schedule.max_staleness} with schedule.publish_every = {schedule.publish_every} "
             f"would wait for ever: step {schedule.publish_every - 1} has no snapshot young enough. Set max_staleness "
             f">= {schedule.publish_every - 1} or publish_every <= {schedule.max_staleness + 1}."
         )
-    if config.fleet.offers and not config.fleet.activation:
-        raise UserError(
-            f"fleet.offers = {config.fleet.offers!r} does nothing with fleet.activation = false: set that to true."
-        )
-    if config.reward.weights and len(config.reward.weights) != len(config.reward.functions):
-        raise UserError(
-            f"reward.weights has {len(config.reward.weights)} entries for {len(config.reward.functions)} "
-            "reward.functions: give one weight each, or none."
-        )
-    if config.run.deterministic and sampling.swap == "during":
-        raise UserError(
-            'run.deterministic = true needs sampling.swap = "between": a swap during a generation happens when the '
-            "network pleases, so the tokens would depend on it."
-        )
-    if schedule.lost_after_seconds <= schedule.heartbeat_seconds:
-        raise UserError(
-            f"schedule.lost_after_seconds = {schedule.lost_after_seconds} must exceed schedule.heartbeat_seconds = "
-            f"{schedule.heartbeat_seconds}, or healthy workers count as lost."
-        )
+    for target in config.run.log_to:
+        kind, _, project = target.partition(":")
+        if target != "tensorboard" and (kind != "wandb" or not project):
+            raise UserError(f"run.log_to has {target!r}: expected tensorboard or wandb:<project>.")
+    config.head.address  # noqa: B018  it is checked when it is read

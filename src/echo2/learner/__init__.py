@@ -1,4 +1,5 @@
-"""The learner: groups in, next policy version out.
+"""The learner: data in, next policy out.
 
-Read `loop.py` first (the learner's life on one screen), then `trainer.py` (the verbs), then `batch.py`, `losses.py`.
+Read `trainer.py` first (the verbs), then `datum.py`, `batch.py`, `losses.py`. `grpo/` is the client that the built-in
+training loop is; start there with `loop.py`. `session.py` and `head_client.py` are its line to the head.
 """

@@ -1,26 +1,29 @@
-"""Rollout groups -> the tensors of one forward pass. Two layouts with the same gradient.
+"""Data -> the tensors of one forward pass. Two layouts with the same gradient.
 
-*plain*: one row per rollout, [prompt, rollout], right padded. Causal attention keeps the padding out; no mask is
-needed.
+*plain*: one row per datum, [prompt, tokens], right padded. Causal attention keeps the padding out; no mask is needed.
 
-*shared*: one strip per group that holds the group's *prefix tree*: the prompt once, and of every rollout only the
-tokens after the point where it leaves the rollouts before it. Each token sees its ancestors and itself; position ids
-say how deep it sits. A token's hidden state depends on its ancestors only, so this is the plain computation with the
-repetitions left out. Strips are packed into rows of about equal length, because padding costs as much as tokens do.
+*shared*: one strip for neighbouring data with equal prompts that holds their *prefix tree*: the prompt once, and of
+every datum only the tokens after the point where it leaves those before it. Each token sees its ancestors and itself;
+position ids say how deep it sits. A token's hidden state depends on its ancestors only, so this is the plain
+computation with the repetitions left out. Strips are packed into rows of about equal length, because padding costs as
+much as tokens do.
 
-Attention is quadratic in the row, so long rollouts are cheaper plain: `auto` takes the layout with the lower estimated
-cost. In both, the tokens after which no loss token follows (the last one of every rollout) are not run at all.
+Attention is quadratic in the row, so long data are cheaper plain: `auto` takes the layout with the lower estimated
+cost. In both, the tokens after which no loss token follows (the last one of every datum) are not run at all.
 
-Shape suffixes: B = rows, T = longest row, n = loss tokens, u = distinct positions that predict loss tokens, W =
-widest support.
+Micro-batches are cut by the tokens that are run, never by groups: what a forward pass takes in memory grows with them.
+
+Shape suffixes: B = rows, T = longest row, n = loss tokens, S = sequences (data), u = distinct positions that predict
+loss tokens, W = widest support.
 """
 
 from __future__ import annotations
 
 import heapq
+import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Literal
+from dataclasses import dataclass, fields, replace
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -28,27 +31,12 @@ import torch
 from torch import Tensor
 
 from echo2.errors import InvariantError
+from echo2.learner.datum import Datum
 from echo2.learner.losses import LOGGED_LAG, LossTokens
-from echo2.types import Rollout
 
 Layout = Literal["auto", "shared", "plain"]
 Ints = npt.NDArray[np.int64]
 MOST_STRIPS_PER_ROW = 8
-
-
-@dataclass(frozen=True, slots=True)
-class TrainedGroup:
-    """A group cut down to what is trained on: rollouts with at least one loss token, and their advantages.
-
-    `version` is the one that is trained: lags count from it. `workers`: who sampled each rollout; `logged`: nobody did.
-    """
-
-    prompt_tokens: Sequence[int]
-    rollouts: tuple[Rollout, ...]
-    advantages: tuple[float, ...]
-    version: int = 0
-    workers: tuple[str, ...] = ()
-    logged: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,11 +54,12 @@ class Support:
 
 
 @dataclass(frozen=True, slots=True)
-class Batch:
+class PackedBatch:
     """One forward pass.
 
     positions_BT and visible_BTT (True: row's token may look at column's) are None in the plain layout.
-    predict_u indexes the flattened B * T positions; loss token i is predicted at predict_u[position_n[i]].
+    predict_u indexes the flattened B * T positions; loss token i is predicted at predict_u[position_n[i]]. Sequence s
+    is datum data_S[s] of those that were packed.
     """
 
     tokens_BT: Tensor
@@ -81,85 +70,119 @@ class Batch:
     target_n: Tensor
     loss_tokens: LossTokens
     supports: tuple[Support, ...]
+    data_S: tuple[int, ...]
 
-    def to(self, device: torch.device, dtype: torch.dtype) -> Batch:
-        """The batch on `device`, its behaviour logprobs and advantages in `dtype`."""
+    def to(self, device: torch.device, dtype: torch.dtype) -> PackedBatch:
+        """The batch on `device`, what the loss reads as numbers in `dtype`."""
 
-        def move(tensor: Tensor) -> Tensor:
-            return tensor.to(device, non_blocking=True)
+        def move(part: Any) -> Any:
+            if isinstance(part, Tensor):
+                return part.to(device, dtype if part.is_floating_point() else None, non_blocking=True)
+            if isinstance(part, PackedBatch | LossTokens | Support):
+                return replace(part, **{field.name: move(getattr(part, field.name)) for field in fields(part)})
+            return tuple(move(each) for each in part) if isinstance(part, tuple) else part
 
-        loss = self.loss_tokens
-        return Batch(
-            move(self.tokens_BT),
-            None if self.positions_BT is None else move(self.positions_BT),
-            None if self.visible_BTT is None else move(self.visible_BTT),
-            move(self.predict_u),
-            move(self.position_n),
-            move(self.target_n),
-            LossTokens(
-                move(loss.behaviour_n.to(dtype)),
-                move(loss.advantage_n.to(dtype)),
-                move(loss.sequence_n),
-                move(loss.lag_n),
-                move(loss.worker_S),
-                loss.workers,
-            ),
-            tuple(Support(move(s.rows_m), move(s.tokens_mW), move(s.valid_mW)) for s in self.supports),
-        )
+        moved: PackedBatch = move(self)
+        return moved
 
 
 @dataclass(frozen=True, slots=True)
 class _Strip:
     """Tokens that go into one row together. `pieces` are (start, stop, ancestors): tokens start..stop see `ancestors`
-    and, causally, each other. `losses` and `predict` hold, rollout by rollout, which
-    tokens are loss tokens and where each is predicted.
+    and, causally, each other. `losses` and `predict` hold, datum by datum, which tokens are loss tokens and where each
+    is predicted; `places` are the data's indices.
     """
 
     tokens: Ints
     positions: Ints
     pieces: tuple[tuple[int, int, Ints], ...]
     predict: tuple[Ints, ...]
-    rollouts: tuple[Rollout, ...]
+    data: tuple[Datum, ...]
     losses: tuple[Ints, ...]
-    advantages: tuple[float, ...]
-    version: int
-    workers: tuple[str, ...]
-    logged: bool
+    places: tuple[int, ...]
 
 
-def collate(groups: Sequence[TrainedGroup], layout: Layout, pair_cost: float) -> Batch:
-    """Tensors (on the CPU) of one forward pass over `groups`, which must hold at least one rollout.
+#: Data that share a prompt, each with its index among all.
+_Family = Sequence[tuple[int, Datum]]
+
+
+def _families(data: Sequence[Datum]) -> list[_Family]:
+    """The data, those together that have the prompt of their neighbour."""
+    by_prompt = itertools.groupby(enumerate(data), key=lambda item: item[1].prompt_tokens)
+    return [list(family) for _, family in by_prompt]
+
+
+def num_tokens_run(data: Sequence[Datum], shares_prompts: bool) -> int:
+    """Tokens in a forward pass over the data. With `shares_prompts` the prompt of neighbours counts once, and tokens
+    that they share after it each time; else the data are rows, padded to the longest.
+    """
+    if not shares_prompts:
+        return len(data) * max((len(datum.prompt_tokens) + datum.num_inputs for datum in data), default=0)
+    prompts = sum(len(family[0][1].prompt_tokens) for family in _families(data))
+    return prompts + sum(datum.num_inputs for datum in data)
+
+
+def microbatches(data: Sequence[Datum], tokens_max: int, shares_prompts: bool) -> list[list[Datum]]:
+    """The data in order, cut so that no part runs more than `tokens_max` tokens (`num_tokens_run`), but for a datum
+    that has more by itself.
+    """
+    parts: list[list[Datum]] = []
+    num_tokens = longest = 0
+    prompt = None
+    for datum in data:
+        row = len(datum.prompt_tokens) + datum.num_inputs
+        if shares_prompts:
+            added = num_tokens + (datum.num_inputs if datum.prompt_tokens == prompt else row)
+        else:
+            added = (len(parts[-1]) + 1 if parts else 1) * max(longest, row)
+        if not parts or added > tokens_max:
+            parts.append([])
+            added, longest = row, 0
+        parts[-1].append(datum)
+        num_tokens, longest, prompt = added, max(longest, row), datum.prompt_tokens
+    return parts
+
+
+def collate(data: Sequence[Datum], layout: Layout, pair_cost: float, tokens_max: int | None = None) -> PackedBatch:
+    """Tensors (on the CPU) of one forward pass over `data`, at least one.
 
     `pair_cost`: what one attended pair of tokens costs, in units of what one token costs in the rest of the model.
+    `auto` takes the plain layout only where its rows hold no more than `tokens_max` tokens.
+
+    Raises:
+        InvariantError: a datum has an empty prompt.
     """
+    families, plain = _families(data), [len(datum.prompt_tokens) + datum.num_inputs for datum in data]
     if layout != "plain":
-        rows = _pack([_prefix_tree(group) for group in groups], pair_cost)
-        if layout == "shared" or _cost(_row_lengths(rows), pair_cost) <= _cost(_plain_lengths(groups), pair_cost / 2):
+        rows = _pack([_prefix_tree(family) for family in families], pair_cost)
+        is_large = tokens_max is not None and len(plain) * max(plain) > tokens_max
+        if layout == "shared" or is_large or _cost(_row_lengths(rows), pair_cost) <= _cost(plain, pair_cost / 2):
             return _tensors(rows, masked=True)
     # Causal kernels skip half of the pairs (hence pair_cost / 2 above); with a mask of our own they don't.
-    return _tensors(_plain_rows(groups), masked=False)
+    return _tensors([[_prefix_tree([item])] for family in families for item in family], masked=False)
 
 
-def _loss_positions(rollout: Rollout) -> Ints:
-    """Indices of the tokens that the policy itself sampled."""
-    return np.flatnonzero(np.frombuffer(rollout.loss_mask, dtype=np.uint8))
+def _loss_positions(datum: Datum) -> Ints:
+    """Indices of the tokens that count."""
+    return np.flatnonzero(np.frombuffer(datum.loss_mask, dtype=np.uint8))
 
 
 def _int_array(tokens: Sequence[int]) -> Ints:
     return np.asarray(tokens, dtype=np.int64)
 
 
-def _prefix_tree(group: TrainedGroup) -> _Strip:
-    """The group's rollouts in lexicographic order, each adding only what the previous one does not already hold.
+def _prefix_tree(family: _Family) -> _Strip:
+    """Data with one prompt in lexicographic order, each adding only what the previous one does not already hold.
 
-    In that order the longest prefix shared with any earlier rollout is the one shared with the previous rollout.
+    In that order the longest prefix shared with any earlier datum is the one shared with the previous datum.
     """
-    prompt = _int_array(group.prompt_tokens)
+    data = [datum for _, datum in family]
+    prompt = _int_array(data[0].prompt_tokens)
     if not len(prompt):
-        raise InvariantError("a group with an empty prompt reached the learner: nothing predicts its first token")
-    losses = [_loss_positions(rollout) for rollout in group.rollouts]
+        raise InvariantError("a datum with an empty prompt reached the learner: nothing predicts its first token")
+    losses = [_loss_positions(datum) for datum in data]
     # Inputs stop before the last loss token: nothing is predicted after it.
-    inputs = [rollout.tokens[: int(loss[-1])] for rollout, loss in zip(group.rollouts, losses, strict=True)]
+    inputs = [datum.tokens[: datum.num_inputs] for datum in data]
     order = sorted(range(len(inputs)), key=lambda index: inputs[index])
     roots = np.arange(len(prompt))
     tokens, positions = [prompt], [roots]
@@ -184,12 +207,9 @@ def _prefix_tree(group: TrainedGroup) -> _Strip:
         np.concatenate(positions),
         tuple(pieces),
         tuple(predict),
-        tuple(group.rollouts[index] for index in order),
+        tuple(data[index] for index in order),
         tuple(losses[index] for index in order),
-        tuple(group.advantages[index] for index in order),
-        group.version,
-        tuple(group.workers[index] for index in order) if group.workers else ("",) * len(order),
-        group.logged,
+        tuple(family[index][0] for index in order),
     )
 
 
@@ -197,19 +217,6 @@ def _common_prefix(left: Ints, right: Ints) -> int:
     length = min(len(left), len(right))
     different = np.flatnonzero(left[:length] != right[:length])
     return int(different[0]) if len(different) else length
-
-
-def _plain_rows(groups: Sequence[TrainedGroup]) -> list[list[_Strip]]:
-    """One row per rollout."""
-    return [
-        [_prefix_tree(replace(group, rollouts=(rollout,), advantages=(advantage,), workers=group.workers[at : at + 1]))]
-        for group in groups
-        for at, (rollout, advantage) in enumerate(zip(group.rollouts, group.advantages, strict=True))
-    ]
-
-
-def _plain_lengths(groups: Sequence[TrainedGroup]) -> list[int]:
-    return [len(g.prompt_tokens) + rollout.loss_mask.rindex(1) for g in groups for rollout in g.rollouts]
 
 
 def _row_lengths(rows: Sequence[Sequence[_Strip]]) -> list[int]:
@@ -238,7 +245,7 @@ def _spread(ordered: Sequence[_Strip], num_rows: int) -> list[list[_Strip]]:
     return rows
 
 
-def _tensors(rows: Sequence[Sequence[_Strip]], masked: bool) -> Batch:
+def _tensors(rows: Sequence[Sequence[_Strip]], masked: bool) -> PackedBatch:
     longest = max(_row_lengths(rows))
     tokens_BT = np.zeros((len(rows), longest), dtype=np.int64)
     positions_BT = np.zeros_like(tokens_BT)
@@ -260,7 +267,8 @@ def _tensors(rows: Sequence[Sequence[_Strip]], masked: bool) -> Batch:
     predict_u, position_n = np.unique(np.concatenate(predict), return_inverse=True)
     strips = [strip for row in rows for strip in row]
     target_n, loss_tokens, supports = _loss_side(strips)
-    return Batch(
+    places = tuple(place for strip in strips for place in strip.places)
+    return PackedBatch(
         torch.from_numpy(tokens_BT),
         torch.from_numpy(positions_BT) if masked else None,
         torch.from_numpy(visible_BTT) if masked else None,
@@ -269,6 +277,7 @@ def _tensors(rows: Sequence[Sequence[_Strip]], masked: bool) -> Batch:
         target_n,
         loss_tokens,
         supports,
+        places,
     )
 
 
@@ -279,52 +288,52 @@ def _reveal(visible_TT: npt.NDArray[np.bool_], strip: _Strip) -> None:
 
 
 def _loss_side(strips: Sequence[_Strip]) -> tuple[Tensor, LossTokens, tuple[Support, ...]]:
-    rollouts = [rollout for strip in strips for rollout in strip.rollouts]
+    data = [datum for strip in strips for datum in strip.data]
     losses = [at for strip in strips for at in strip.losses]
-    target = np.concatenate(
-        [np.frombuffer(r.tokens, dtype=np.int32)[at] for r, at in zip(rollouts, losses, strict=True)]
-    )
-    behaviour = np.concatenate(
-        [np.frombuffer(r.logprobs, dtype=np.float32)[at] for r, at in zip(rollouts, losses, strict=True)]
-    )
-    counts = [len(at) for at in losses]
-    advantages = [advantage for strip in strips for advantage in strip.advantages]
-    lags = [
-        np.full(len(at), LOGGED_LAG) if strip.logged else strip.version - _versions(rollout, at)
-        for strip in strips
-        for rollout, at in zip(strip.rollouts, strip.losses, strict=True)
-    ]
-    workers = tuple(sorted({worker for strip in strips for worker in strip.workers}))
-    worker_S = [workers.index(worker) for strip in strips for worker in strip.workers]
+
+    def column(of: str, dtype: type[np.generic], default: float = 0.0) -> Tensor:
+        pieces = []
+        for datum, at in zip(data, losses, strict=True):
+            values = getattr(datum, of)
+            whole = np.full(len(at), default, dtype) if values is None else np.frombuffer(values, dtype)[at]
+            pieces.append(whole)
+        return torch.from_numpy(np.concatenate(pieces))
+
+    sources = tuple(sorted({datum.source for datum in data}))
     loss_tokens = LossTokens(
-        torch.from_numpy(behaviour),
-        torch.from_numpy(np.repeat(np.asarray(advantages), counts)),
-        torch.from_numpy(np.repeat(np.arange(len(rollouts)), counts)),
-        torch.from_numpy(np.concatenate(lags)),
-        torch.tensor(worker_S),
-        workers,
+        behaviour_n=column("behaviour_logprobs", np.float32),
+        advantage_n=column("advantages", np.float64),
+        sequence_n=torch.from_numpy(np.repeat(np.arange(len(data)), [len(at) for at in losses])),
+        lag_n=torch.from_numpy(np.concatenate([_lags(datum, at) for datum, at in zip(data, losses, strict=True)])),
+        source_S=torch.tensor([sources.index(datum.source) for datum in data]),
+        sources=sources,
+        weight_n=column("weights", np.float64, default=1.0),
+        reference_n=column("reference_logprobs", np.float64),
     )
-    return torch.from_numpy(target.astype(np.int64)), loss_tokens, _supports(rollouts, losses)
+    target_n = column("tokens", np.int32).to(torch.int64)
+    return target_n, loss_tokens, _supports(data, losses)
 
 
-def _versions(rollout: Rollout, at: Ints) -> Ints:
-    """The policy version that sampled each of the tokens `at`."""
-    starts, versions = (np.asarray(column, dtype=np.int64) for column in zip(*rollout.version_spans, strict=True))
-    found: Ints = versions[np.searchsorted(starts, at, side="right") - 1]
-    return found
+def _lags(datum: Datum, at: Ints) -> Ints:
+    """Versions between those that sampled the tokens `at` and the one that is trained."""
+    if not datum.version_spans:
+        return np.full(len(at), LOGGED_LAG)
+    starts, versions = (np.asarray(column, dtype=np.int64) for column in zip(*datum.version_spans, strict=True))
+    lags: Ints = datum.version - versions[np.searchsorted(starts, at, side="right") - 1]
+    return lags
 
 
-def _supports(rollouts: Sequence[Rollout], losses: Sequence[Ints]) -> tuple[Support, ...]:
+def _supports(data: Sequence[Datum], losses: Sequence[Ints]) -> tuple[Support, ...]:
     """The narrowed distributions of all loss tokens that have one, as padded tables: one for each power of two of their
     widths, so that at most half of a table is padding. In a single one, one wide distribution would make all so wide.
     """
     rows: dict[int, list[int]] = {}
     pieces: dict[int, list[npt.NDArray[np.int32]]] = {}
     start = 0
-    for rollout, at in zip(rollouts, losses, strict=True):
-        if rollout.support_tokens is not None and rollout.support_offsets is not None:
-            allowed = np.frombuffer(rollout.support_tokens, dtype=np.int32)
-            offsets = rollout.support_offsets
+    for datum, at in zip(data, losses, strict=True):
+        if datum.support_tokens is not None and datum.support_offsets is not None:
+            allowed = np.frombuffer(datum.support_tokens, dtype=np.int32)
+            offsets = datum.support_offsets
             for row, t in enumerate(at.tolist(), start):
                 piece = allowed[offsets[t] : offsets[t + 1]]
                 rows.setdefault(len(piece).bit_length(), []).append(row)

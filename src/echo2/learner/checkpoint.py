@@ -2,7 +2,8 @@
 
     config.json, tokenizer files, model.safetensors     a Hugging Face model directory
     optimizer.safetensors                               AdamW's moments and step counts, by parameter name
-    state.json                                          Progress, and the size and BLAKE3 digest of every other file
+    state.json                                          what the client of the verbs keeps (`client`), and the size and
+                                                        BLAKE3 digest of every other file
 
 A checkpoint is written beside its place, synced, and renamed into it: it is there whole or not at all. No pickle.
 There is no random state to keep: the learner draws no random numbers.
@@ -12,47 +13,68 @@ from __future__ import annotations
 
 import errno
 import json
+import logging
 import os
 import re
 import shutil
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import msgspec
 from blake3 import blake3
 
 from echo2.documents import parse_json
 from echo2.errors import UserError, write_failed
-from echo2.types import TensorBytes
 
-FORMAT = 1
+log = logging.getLogger(__name__)
+
+FORMAT = 2
 STATE_FILE = "state.json"
-READ_BYTES = 1 << 22
 _STEP_NAME = re.compile(r"step_(\d+)")
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 @dataclass(frozen=True, slots=True)
-class Progress:
-    """Where a run stands: completed training steps, lineage, the position in the task stream, and what the loss keeps
-    of the last step (`LossKind.remember`).
+class StoredTensor:
+    """A tensor that is to be written. `read` gives its `num_bytes` little-endian bytes, row-major, when they are
+    needed: one tensor at a time is in memory for it, and none where the bytes are the tensor's own.
     """
 
-    version: int
-    lineage: int = 0
-    cursor: int = 0
-    loss_memory: float | None = None
+    dtype: str
+    shape: tuple[int, ...]
+    num_bytes: int
+    read: Callable[[], bytes | memoryview]
 
 
 def step_directory(root: Path, version: int) -> Path:
+    """Where the checkpoint of a version lies."""
     return root / f"step_{version}"
 
 
 def latest(root: Path) -> Path | None:
     """The newest whole checkpoint under `root`; torn or damaged ones are passed over."""
     return next((path for path in _newest_first(root) if is_whole(path)), None)
+
+
+def recover(root: Path) -> Path | None:
+    """As `latest`, for whom training goes on from it: the newer ones, which are damaged, are renamed to
+    `damaged_step_N`. `prune` counts files of the right size as whole, and would keep them in its place.
+
+    Raises:
+        UserError: one can't be renamed.
+    """
+    for path in _newest_first(root):
+        if is_whole(path):
+            return path
+        aside = path.with_name(f"damaged_{path.name}")
+        log.warning("the checkpoint %s is damaged; it is kept as %s", path, aside.name)
+        try:
+            shutil.rmtree(aside, ignore_errors=True)
+            path.rename(aside)
+        except OSError as error:
+            raise write_failed(error, f"Cannot rename the damaged checkpoint {path}: {error.strerror}") from error
+    return None
 
 
 def prune(root: Path, keep: int) -> int:
@@ -74,8 +96,8 @@ def read_state(directory: Path) -> dict[str, Any] | None:
         state: dict[str, Any] = parse_json((directory / STATE_FILE).read_bytes())
         sizes_fit = all((directory / name).stat().st_size == entry["bytes"] for name, entry in state["files"].items())
         is_described = all("blake3" in entry for entry in state["files"].values())
-        msgspec.convert(state["progress"], Progress)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, msgspec.ValidationError):
+        is_described = is_described and isinstance(state["client"], dict)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
     return state if sizes_fit and is_described and state.get("format") == FORMAT else None
 
@@ -88,8 +110,8 @@ def is_whole(directory: Path) -> bool:
     return all(_digest(directory / name) == entry["blake3"] for name, entry in state["files"].items())
 
 
-def read_progress(directory: Path) -> Progress:
-    """Where the checkpoint in `directory` stands.
+def read_client(directory: Path) -> dict[str, Any]:
+    """What the client kept with the checkpoint in `directory`.
 
     Raises:
         UserError: there is no whole checkpoint.
@@ -97,14 +119,15 @@ def read_progress(directory: Path) -> Progress:
     state = read_state(directory)
     if state is None or not is_whole(directory):
         raise UserError(f"{directory} holds no whole checkpoint. Name a checkpoints/step_N directory of a run.")
-    return msgspec.convert(state["progress"], Progress)
+    client: dict[str, Any] = state["client"]
+    return client
 
 
 def write_checkpoint(
     directory: Path,
-    progress: Progress,
+    client: Mapping[str, Any],
     files: Mapping[str, bytes],
-    tensors: Mapping[str, Mapping[str, TensorBytes]],
+    tensors: Mapping[str, Mapping[str, StoredTensor]],
 ) -> None:
     """Write a checkpoint to `directory` in one atomic step, replacing one that is already there.
 
@@ -119,7 +142,7 @@ def write_checkpoint(
         partial.mkdir(parents=True)
         index = {name: _write(partial / name, [data]) for name, data in files.items()}
         index |= {name: _write(partial / name, safetensors_pieces(content)) for name, content in tensors.items()}
-        state = {"format": FORMAT, "progress": asdict(progress), "files": index}
+        state = {"format": FORMAT, "client": dict(client), "files": index}
         _write(partial / STATE_FILE, [json.dumps(state, indent=2).encode()])
         _sync_directory(partial)
         _replace(partial, directory)
@@ -133,20 +156,22 @@ def write_checkpoint(
         raise write_failed(error, message) from error
 
 
-def safetensors_pieces(tensors: Mapping[str, TensorBytes]) -> Iterable[bytes | memoryview]:
-    """The bytes of a safetensors file, piece by piece, so that weights are never in memory twice."""
+def safetensors_pieces(tensors: Mapping[str, StoredTensor]) -> Iterable[bytes | memoryview]:
+    """The bytes of a safetensors file, piece by piece, so that weights are never in memory twice (the library's own
+    writer takes them all at once).
+    """
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     offset = 0
     for name, tensor in tensors.items():
-        size = memoryview(tensor.data).nbytes
-        header[name] = {"dtype": tensor.dtype, "shape": list(tensor.shape), "data_offsets": [offset, offset + size]}
-        offset += size
+        end = offset + tensor.num_bytes
+        header[name] = {"dtype": tensor.dtype, "shape": list(tensor.shape), "data_offsets": [offset, end]}
+        offset = end
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     yield len(text).to_bytes(8, "little")
     yield text
     for tensor in tensors.values():
-        yield tensor.data
+        yield tensor.read()
 
 
 def _newest_first(root: Path) -> list[Path]:
@@ -172,12 +197,7 @@ def _write(path: Path, pieces: Iterable[bytes | memoryview]) -> dict[str, Any]:
 
 
 def _digest(path: Path) -> str:
-    hasher = blake3()
-    with path.open("rb") as file:
-        read: Callable[[], bytes] = lambda: file.read(READ_BYTES)  # noqa: E731
-        for piece in iter(read, b""):
-            hasher.update(piece)
-    return hasher.hexdigest()
+    return blake3().update_mmap(path).hexdigest()
 
 
 def _replace(partial: Path, directory: Path) -> None:

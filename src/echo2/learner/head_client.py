@@ -4,7 +4,8 @@ Every call is repeated while the head is away, with growing pauses, for at most 
 may be repeated: the head knows a step it has recorded and chunks it has. What a restarted head no longer knows is
 told again:
 
-* it does not know the learner: LearnerHello, with the version whose report it last acknowledged;
+* it does not know the learner: LearnerHello, with the version whose report it last acknowledged. Each hello gives a new
+  epoch, which every later call carries; while another learner is there, the head refuses (`_hello`);
 * it does not know what it fed: TakeGroups again, groups already received are passed over;
 * it may or may not have recorded the step whose report was under way: see `_report_again`.
 
@@ -18,42 +19,39 @@ import json
 import logging
 import os
 import socket
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 from echo2.errors import InvariantError, LinkError, PeerError, UserError
-from echo2.learner.publication import Offer, Publisher, PublishOptions
+from echo2.learner.publication import DeltaBase
 from echo2.transport import wire_pb2 as wire
 from echo2.transport.base import Link
 from echo2.transport.limits import PROTOCOL_VERSION
-from echo2.transport.messages import decode_group
-from echo2.types import RolloutGroup, Snapshot, SnapshotRef, TensorBytes
+from echo2.transport.messages import parse_group
+from echo2.types import RUN_POLICY, RolloutGroup, Snapshot, SnapshotRef, TensorBytes
+from echo2.weights.encoder import Encoder
+from echo2.weights.manifest import Manifest
 
 log = logging.getLogger(__name__)
 
 CALL_SECONDS = 30.0  # one attempt of a small call
 FIRST_PAUSE_SECONDS = 0.1
 LONGEST_PAUSE_SECONDS = 3.0
-PUBLISH_SECONDS = 600.0  # the head answers when it has rebuilt the whole content of a delta
+OFFER_CHUNKS = 1024  # named in one call
 PARALLEL_CHUNKS = 8  # enough to hide the round trip of a chunk, few enough to be bounded in memory
-OFFERS_MAX = 3  # of one payload, where the head lost chunks that it had when it was offered
+SENDS_MAX = 3  # of one payload, where the head lost chunks that it had when they were offered
 MISSING = "missing"  # the head's word for: chunks that I said I had are gone
 UNKNOWN_LEARNER = "unknown_learner"  # the head's word for: I was restarted, say hello
 REFUSED = "refused"  # the head's word for: the run does not stand where you say
-UNUSABLE_DELTA = ("base", "corrupt")  # the head's words for: send the whole content instead
+TAKEN = "taken"  # the head's word for: another learner is here
+OVER = "over"  # the head's word for: the run is over
+TAKEN_SECONDS = 30.0  # longer than the head needs to notice that a machine has gone without a word
+TAKEN_PAUSE_SECONDS = 1.0
+UNUSABLE_DELTA = "base"  # the head's word for: send the whole content instead
 
 T = TypeVar("T")
-
-
-@dataclass(frozen=True, slots=True)
-class StepEnd:
-    """No more groups come for this step. `cursor`: position in the task stream after it. `stop`: nor for any other."""
-
-    cursor: int
-    num_groups: int
-    stop: bool
-    reason: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,20 +60,28 @@ class LearnerInfo:
 
     device: str
     vocab_size: int
-    resumed: bool
 
 
 class HeadClient:
     """One learner's dealings with the head over `link`, after its first hello (`join_head`)."""
 
     def __init__(
-        self, link: Link, version: int, info: LearnerInfo, options: PublishOptions, patience_seconds: float
+        self,
+        link: Link,
+        version: int,
+        info: LearnerInfo,
+        patience_seconds: float,
+        on_stop: Callable[[str], None],
     ) -> None:
         self._link = link
-        self._publisher = Publisher(options)
+        self._delta_base = DeltaBase()
         self._version = version  # the last one that the head acknowledged
         self._info = info
         self._patience_seconds = patience_seconds
+        self._epoch = 0  # of the last welcome
+        self._session: asyncio.Task[None] | None = None
+        self._on_stop = on_stop
+        self.is_stopping = False  # the head is waited for no more
         self._joins = 0
         self._fed_at_join = 0  # the value of _joins when the last step's groups were complete
         self._join_lock = asyncio.Lock()
@@ -84,8 +90,9 @@ class HeadClient:
         self.max_steps = 0
         self.published: set[int] = set()
 
-    async def take_groups(self, step: int) -> AsyncIterator[RolloutGroup | StepEnd]:
-        """The groups of `step` as they become available, each once, then a StepEnd.
+    async def take_groups(self, step: int) -> AsyncIterator[RolloutGroup | wire.StepDone]:
+        """The groups of `step` as they become available, each once, then a StepDone: no more come for this step, or,
+        with `stop`, for any other.
 
         Raises:
             LinkError: the head was away for too long.
@@ -96,23 +103,26 @@ class HeadClient:
         while True:
             joins = self._joins
             try:
-                async for fed in self._link.stream("TakeGroups", wire.TakeGroups(step=step)):
+                async for fed in self._link.stream("TakeGroups", wire.TakeGroups(step=step, epoch=self._epoch)):
                     patience = _Patience("TakeGroups", self._patience_seconds)
-                    for group in map(decode_group, fed.groups):
+                    for group in map(parse_group, fed.groups):
                         if group.group.number not in seen:
                             seen.add(group.group.number)
                             yield group
                     if fed.HasField("done"):
                         self._fed_at_join = joins
-                        yield StepEnd(fed.done.cursor, fed.done.num_groups, fed.done.stop, fed.done.reason)
+                        yield fed.done
                         return
                 raise LinkError("the head closed the stream before the step was whole")
             except LinkError as error:
-                await patience.pause(error)
+                await self._pause(patience, error)
             except PeerError as error:
+                if error.reason == OVER:
+                    yield wire.StepDone(stop=True, reason=error.detail)
+                    return
                 if error.reason not in (UNKNOWN_LEARNER, REFUSED):
                     raise
-                await patience.pause(error)
+                await self._pause(patience, error)
             # A broken stream counts as a lost learner at the head, even when it was not restarted.
             await self._patiently("LearnerHello", lambda joins=joins: self._join_again(joins))  # type: ignore[misc]
 
@@ -124,6 +134,7 @@ class HeadClient:
             async with self._join_lock:  # no other call may say hello in the middle of this
                 if self._joins == self._fed_at_join:
                     try:
+                        request.epoch = self._epoch
                         await self._link.call("ReportStep", request, CALL_SECONDS)
                         return
                     except PeerError as error:
@@ -137,66 +148,97 @@ class HeadClient:
     async def publish(self, version: int, tensors: Mapping[str, TensorBytes], files: Mapping[str, bytes]) -> None:
         """Encode a snapshot, send the chunks that the head lacks, and have it announced; one after the other.
 
-        On return the head has the whole content, too. `tensors` stay in memory as the base of the next delta.
+        `tensors` stay in memory as the base of the next delta.
         """
         started = asyncio.get_running_loop().time()
         async with self._publish_lock:
             while version not in self.published:
-                await self._publish(Snapshot(SnapshotRef(self.lineage, version), tensors, files), started)
+                await self._publish(Snapshot(SnapshotRef(RUN_POLICY, self.lineage, version), tensors, files), started)
 
     async def _publish(self, target: Snapshot, started: float) -> None:
-        # Encoding takes as long as a few copies: beside the loop, so that arriving groups do not wait for it.
-        delta = await asyncio.to_thread(self._publisher.delta, target)
-        as_delta = delta is not None and await self._publish_delta(delta, started)
-        if not as_delta:
-            await self._publish_whole(target, started)
+        delta, manifest = self._delta_base.delta(target), None
+        if delta is not None:
+            try:
+                manifest = await self._send(delta, started)
+            except PeerError as error:
+                if error.reason != UNUSABLE_DELTA:
+                    raise
+                log.warning("version %d goes whole: %s", target.ref.version, error)
+        if manifest is None:
+            manifest = await self._send(Encoder(target), started)
         if target.ref.lineage != self.lineage:
             return  # the head fell back meanwhile, and has dropped what was published under the old one
-        if self._publisher.published(target, as_delta):
-            await self._publish_whole(target, started)
-            self._publisher.sent_whole()
+        if self._delta_base.published(target, manifest):
+            self._delta_base.published(target, await self._send(Encoder(target), started))
         self.published.add(target.ref.version)
-
-    async def _publish_delta(self, delta: Offer, started: float) -> bool:
-        """False: the head can't use it."""
-        try:
-            await self._patiently("Publish", lambda: self._upload(delta, started))
-        except PeerError as error:
-            if error.reason not in UNUSABLE_DELTA:
-                raise
-            log.warning("version %d goes whole: %s", delta.manifest.version, error)
-            return False
-        return True
-
-    async def _publish_whole(self, target: Snapshot, started: float) -> None:
-        whole = await asyncio.to_thread(self._publisher.whole, target)
-        await self._patiently("Publish", lambda: self._upload(whole, started))
 
     async def report_checkpoint(self, version: int, oldest_kept: int) -> None:
         """A checkpoint of `version` is durable; none older than `oldest_kept` exists any more."""
         request = wire.CheckpointReport(version=version, oldest_kept=oldest_kept)
-        await self._patiently("ReportCheckpoint", lambda: self._link.call("ReportCheckpoint", request, CALL_SECONDS))
+
+        async def attempt() -> None:
+            request.epoch = self._epoch
+            await self._link.call("ReportCheckpoint", request, CALL_SECONDS)
+
+        await self._patiently("ReportCheckpoint", attempt)
 
     async def report_doing(self, text: str) -> None:
         """One line for people. Tried once: the next one is along in a moment."""
-        await self._link.call("LearnerReport", wire.LearnerReport(doing=text), CALL_SECONDS)
+        await self._link.call("LearnerReport", wire.LearnerReport(doing=text, epoch=self._epoch), CALL_SECONDS)
 
     async def close(self) -> None:
+        """End the session and the link."""
+        if self._session is not None:
+            self._session.cancel()
         await self._link.close()
 
     async def _hello(self, version: int) -> None:
+        """Say hello. Another learner that is still there may be one that died without a word: it is waited for a while,
+        and this one is not to take its place.
+        """
+        until = asyncio.get_running_loop().time() + TAKEN_SECONDS
+        while True:
+            try:
+                return await self._hello_once(version)
+            except PeerError as error:
+                if error.reason != TAKEN:
+                    raise
+                if self.is_stopping or asyncio.get_running_loop().time() > until:
+                    raise LinkError(f"the head does not take this learner: {error.detail}") from error
+                log.warning("waiting up to %.0f s for its place: %s", TAKEN_SECONDS, error.detail)
+                await asyncio.sleep(TAKEN_PAUSE_SECONDS)
+
+    async def _hello_once(self, version: int) -> None:
         hello = wire.LearnerHello(
             protocol=PROTOCOL_VERSION,
+            policy=RUN_POLICY,
             version=version,
             pid=os.getpid(),
             host=socket.gethostname(),
             device=self._info.device,
-            resumed=self._info.resumed,
             vocab_size=self._info.vocab_size,
+            epoch=self._epoch,
         )
-        welcome = await self._link.call("LearnerHello", hello, CALL_SECONDS)
+        session = self._link.stream("LearnerHello", hello)
+        try:
+            welcome = await asyncio.wait_for(anext(session), CALL_SECONDS)
+        except (TimeoutError, StopAsyncIteration) as error:
+            raise LinkError(f"the head did not welcome this learner within {CALL_SECONDS:.0f} s") from error
+        if self._session is not None:
+            self._session.cancel()
+        self._session = asyncio.ensure_future(self._attend(session))
+        self._epoch = welcome.epoch
         self.lineage, self.max_steps, self.published = welcome.lineage, welcome.max_steps, set(welcome.published)
         self._joins += 1
+
+    async def _attend(self, session: AsyncIterator[wire.LearnerWelcome]) -> None:
+        """Keep the session open; a head that ends it, or goes away, is noticed by the calls that need it."""
+        try:
+            async for order in session:
+                if order.stop:
+                    self._on_stop(order.stop)
+        except (LinkError, PeerError) as error:
+            log.info("the session with the head ended: %s", error)
 
     async def _join_again(self, joins: int) -> None:
         """Say hello, unless another call has done so since `joins` was read."""
@@ -218,44 +260,60 @@ class HeadClient:
                 raise
         await self._hello(request.step)
         fed_again: set[int] = set()
-        async for fed in self._link.stream("TakeGroups", wire.TakeGroups(step=request.step)):
-            fed_again.update(group.number for group in fed.groups)
+        async for fed in self._link.stream("TakeGroups", wire.TakeGroups(step=request.step, epoch=self._epoch)):
+            fed_again.update(parse_group(data).group.number for data in fed.groups)
             if fed.HasField("done"):
                 break
         else:
             raise LinkError("the head closed the stream before the step was whole")
         if fed.done.stop:
-            raise PeerError(REFUSED, f"the run is over; step {request.step} was not recorded")
+            raise PeerError(OVER, f"the run is over; step {request.step} was not recorded")
         if fed_again != set(request.groups):
             raise InvariantError(
                 f"step {request.step} was trained on groups {sorted(request.groups)}; the restarted head feeds "
                 f"{sorted(fed_again)} for it"
             )
+        request.epoch = self._epoch
         await self._link.call("ReportStep", request, CALL_SECONDS)
 
-    async def _upload(self, offer: Offer, started: float) -> None:
-        """`started`: when the copy of the weights was there. What the head threw away meanwhile is sent again."""
-        for offers_left in reversed(range(OFFERS_MAX)):
+    async def _send(self, encoder: Encoder, started: float) -> Manifest:
+        """Send a payload and have it announced. `started`: when the copy of the weights was there. What the head threw
+        away meanwhile is sent again."""
+        for sends_left in reversed(range(SENDS_MAX)):
+            await self._send_parts(encoder.parts())
+            manifest = encoder.manifest()
             try:
-                await self._upload_once(offer, started)
-                return
+                await self._patiently("Publish", partial(self._announce, manifest, started))
+                return manifest
             except PeerError as error:
-                if error.reason != MISSING or not offers_left:
+                if error.reason != MISSING or not sends_left:
                     raise
+        raise InvariantError("a payload is sent at least once")
 
-    async def _upload_once(self, offer: Offer, started: float) -> None:
-        ref, raw = offer.manifest.ref, offer.manifest.to_bytes()
-        request = wire.PublishRequest(lineage=ref.lineage, version=ref.version)
-        if offer.is_delta:
-            request.delta = raw
-        else:
-            request.manifest = raw
-        missing = (await self._link.call("OfferSnapshot", request, CALL_SECONDS)).hashes
+    async def _send_parts(self, parts: Iterator[Mapping[bytes, memoryview]]) -> None:
+        """Each part while the next one is encoded. Encoding takes as long as a few copies: it runs beside the loop, so
+        that arriving groups do not wait for it."""
+        upcoming = asyncio.ensure_future(asyncio.to_thread(next, parts, None))
+        try:
+            while (chunks := await upcoming) is not None:
+                upcoming = asyncio.ensure_future(asyncio.to_thread(next, parts, None))
+                await self._patiently("PutChunk", partial(self._upload, chunks))
+        finally:
+            upcoming.cancel()
+
+    async def _upload(self, chunks: Mapping[bytes, memoryview]) -> None:
+        """Those chunks that the head lacks."""
+        names = list(chunks)
+        missing: list[bytes] = []
+        for start in range(0, len(names), OFFER_CHUNKS):
+            offer = wire.ChunkOffer(hashes=names[start : start + OFFER_CHUNKS], epoch=self._epoch)
+            missing += (await self._link.call("OfferChunks", offer, CALL_SECONDS)).hashes
         at_once = asyncio.Semaphore(PARALLEL_CHUNKS)
 
         async def put(name: bytes) -> None:
             async with at_once:
-                await self._link.call("PutChunk", wire.Chunk(hash=name, data=bytes(offer.chunks[name])), CALL_SECONDS)
+                chunk = wire.OfferedChunk(hash=name, data=bytes(chunks[name]), epoch=self._epoch)
+                await self._link.call("PutChunk", chunk, CALL_SECONDS)
 
         try:
             async with asyncio.TaskGroup() as tasks:
@@ -263,8 +321,11 @@ class HeadClient:
                     tasks.create_task(put(name))
         except ExceptionGroup as errors:
             raise errors.exceptions[0] from errors
-        request.encode_seconds = asyncio.get_running_loop().time() - started
-        await self._link.call("Publish", request, PUBLISH_SECONDS)
+
+    async def _announce(self, manifest: Manifest, started: float) -> None:
+        encode_seconds = asyncio.get_running_loop().time() - started
+        request = wire.PublishRequest(manifest=manifest.text, encode_seconds=encode_seconds, epoch=self._epoch)
+        await self._link.call("Publish", request, CALL_SECONDS)
 
     async def _patiently(self, what: str, attempt: Callable[[], Awaitable[T]]) -> T:
         """Repeat `attempt` while the head is away, joining again where it was restarted.
@@ -279,46 +340,37 @@ class HeadClient:
             try:
                 return await attempt()
             except LinkError as error:
-                await patience.pause(error)
+                await self._pause(patience, error)
             except PeerError as error:
                 if error.reason != UNKNOWN_LEARNER:
                     raise
-                await patience.pause(error)
+                await self._pause(patience, error)
                 await self._patiently("LearnerHello", lambda joins=joins: self._join_again(joins))  # type: ignore[misc]
+
+    async def _pause(self, patience: _Patience, error: Exception) -> None:
+        if self.is_stopping:
+            raise LinkError(f"the head is away, and this learner is to stop: {error}") from error
+        await patience.pause(error)
 
 
 async def join_head(
-    connect: Callable[[], Awaitable[Link]],
-    version: int,
-    info: LearnerInfo,
-    options: PublishOptions,
-    patience_seconds: float = 120.0,
+    link: Link, version: int, info: LearnerInfo, patience_seconds: float, on_stop: Callable[[str], None]
 ) -> HeadClient:
-    """Connect and say hello; the client that can be used from then on.
+    """Say hello; the client that can be used from then on. `on_stop` is told why the run is over.
 
     Raises:
         LinkError: the head did not come within `patience_seconds`.
         UserError: the run does not stand where this learner does.
     """
-    link = await _connect_patiently(connect, patience_seconds)
-    client = HeadClient(link, version, info, options, patience_seconds)
+    client = HeadClient(link, version, info, patience_seconds, on_stop)
     try:
         await client._patiently("LearnerHello", lambda: client._join_again(0))
     except PeerError as error:
         await link.close()
-        if error.reason != REFUSED:
+        if error.reason not in (REFUSED, OVER):
             raise
         raise UserError(f"The head does not take this learner: {error.detail}") from error
     return client
-
-
-async def _connect_patiently(connect: Callable[[], Awaitable[Link]], seconds: float) -> Link:
-    patience = _Patience("connecting", seconds)
-    while True:
-        try:
-            return await connect()
-        except LinkError as error:
-            await patience.pause(error)
 
 
 class _Patience:

@@ -12,10 +12,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from echo2.learner.batch import Batch
+from echo2.learner.batch import PackedBatch
 
 
-def token_logprobs(logits_uV: Tensor, batch: Batch, temperature: float) -> Tensor:
+def token_logprobs(logits_uV: Tensor, batch: PackedBatch, temperature: float) -> Tensor:
     """Log-probability [n] of each loss token, at least in float32."""
     if logits_uV.dtype in (torch.bfloat16, torch.float16):
         logits_uV = logits_uV.float()

@@ -52,21 +52,24 @@ class LossTokens:
     behaviour_n  the sampler's logprobs
     sequence_n   which of the S sequences
     lag_n        versions between the one that sampled the token and the one that is trained; LOGGED_LAG: no version did
-    worker_S     which of `workers` sampled the sequence
-    memory       what the loss kept of the step before, for losses that keep something (`LossKind.remember`)
+    source_S     which of `sources` made the sequence
+    weight_n     what the token's loss is multiplied with before it is summed (the loss itself need not look)
+    reference_n  a reference policy's logprobs
     """
 
     behaviour_n: Tensor
     advantage_n: Tensor
     sequence_n: Tensor
     lag_n: Tensor
-    worker_S: Tensor
-    workers: tuple[str, ...] = ("",)
-    memory: float | None = None
+    source_S: Tensor
+    sources: tuple[str, ...]
+    weight_n: Tensor
+    reference_n: Tensor
 
     @property
     def num_sequences(self) -> int:
-        return len(self.worker_S)
+        """S."""
+        return len(self.source_S)
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,8 +95,8 @@ class LossKind:
     """One entry of the table; its parameters are in `config.rules.LOSS_PARAMS`.
 
     `remember` makes of all log ratios and advantages of a step (in no particular order) the number that the next step
-    gets as `LossTokens.memory`: the substitute for statistics of a whole batch, which a streamed step does not have in
-    time.
+    gets as `PolicyLoss.memory`: the substitute for statistics of a whole batch, which a streamed step does not have
+    in time.
     """
 
     function: LossFunction
@@ -101,28 +104,30 @@ class LossKind:
 
 
 @dataclass(frozen=True, slots=True)
-class Loss:
-    """A loss with its parameters set: a pure function of its arguments."""
+class PolicyLoss:
+    """A loss with its parameters set, and what it kept of the step before: a pure function of its arguments."""
 
     kind: LossKind
     params: Params
+    memory: float | None = None
 
     def __call__(self, logp_n: Tensor, tokens: LossTokens) -> TokenLosses:
-        return self.kind.function(logp_n, tokens, self.params)
+        kept = {} if self.memory is None else {"memory": self.memory}
+        return self.kind.function(logp_n, tokens, {**self.params, **kept})
 
     def remember(self, log_ratio_n: Tensor, advantage_n: Tensor) -> float | None:
         """What the next step needs to know of this one."""
         return None if self.kind.remember is None else self.kind.remember(log_ratio_n, advantage_n, self.params)
 
 
-def make_loss(name: str, params: Params | None = None) -> Loss:
+def make_loss(name: str, params: Params | None = None) -> PolicyLoss:
     """The loss of that name, `params` in place of its defaults.
 
     Raises:
         UserError: no such loss or parameter, a value out of bounds, or bounds the wrong way round.
     """
     values = loss_params(name, params or {})
-    return Loss(LOSSES[name], values)
+    return PolicyLoss(LOSSES[name], values)
 
 
 def log_ratio(logp_n: Tensor, tokens: LossTokens) -> Tensor:
@@ -203,7 +208,7 @@ def gspo(logp_n: Tensor, tokens: LossTokens, p: Params) -> TokenLosses:
 
 def m2po(logp_n: Tensor, tokens: LossTokens, p: Params) -> TokenLosses:
     """Clipped surrogate, the clip as wide in l^2 as the second moment allows and never narrower than `clip_*`."""
-    cut = math.sqrt(p["second_moment"] if tokens.memory is None else tokens.memory)
+    cut = math.sqrt(p.get("memory", p["second_moment"]))
     radii = {
         "clip_low": max(p["clip_low"], 1.0 - math.exp(-cut)),
         "clip_high": max(p["clip_high"], min(math.exp(cut), RATIO_LIMIT) - 1.0),
@@ -260,7 +265,7 @@ def _none_n(tokens: LossTokens) -> Tensor:
 
 
 def _none_S(tokens: LossTokens) -> Tensor:
-    return torch.zeros_like(tokens.worker_S, dtype=torch.bool)
+    return torch.zeros_like(tokens.source_S, dtype=torch.bool)
 
 
 LOSSES: Mapping[str, LossKind] = {

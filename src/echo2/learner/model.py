@@ -19,7 +19,8 @@ from torch import Tensor, nn
 
 from echo2.devices import pick_device
 from echo2.errors import UserError
-from echo2.learner.batch import Batch
+from echo2.learner.batch import PackedBatch
+from echo2.learner.checkpoint import StoredTensor
 from echo2.types import TensorBytes
 
 # What a snapshot carries beside the weights, so that a worker needs no hub.
@@ -74,6 +75,7 @@ class Policy:
 
     @property
     def dtype(self) -> torch.dtype:
+        """Of the weights."""
         dtype: torch.dtype = next(self.module.parameters()).dtype
         return dtype
 
@@ -83,7 +85,7 @@ class Policy:
         module: Any = self.module
         return int(module.get_input_embeddings().num_embeddings)
 
-    def logits(self, batch: Batch) -> Tensor:
+    def logits(self, batch: PackedBatch) -> Tensor:
         """Logits [u, V] at `batch.predict_u`; `batch` is on this device."""
         inputs: dict[str, Any] = {"input_ids": batch.tokens_BT, "use_cache": False}
         if batch.positions_BT is not None and batch.visible_BTT is not None:
@@ -117,9 +119,20 @@ class Policy:
 
 def tensor_bytes(tensor: Tensor, dtype: torch.dtype | None = None) -> TensorBytes:
     """A copy of one tensor as row-major bytes, cast to `dtype` if given."""
-    copy = tensor.detach().to("cpu", dtype or tensor.dtype, copy=True).contiguous()
-    raw: Any = copy.view(-1).view(torch.uint8).numpy()
-    return TensorBytes(SAFETENSORS_NAMES[copy.dtype], tuple(copy.shape), memoryview(raw))
+    copy = tensor.detach().to("cpu", dtype or tensor.dtype, copy=True)
+    return TensorBytes(SAFETENSORS_NAMES[copy.dtype], tuple(copy.shape), _raw_bytes(copy))
+
+
+def stored(tensor: Tensor) -> StoredTensor:
+    """The tensor itself, to be written to a file: read when it is written, and copied only if it is on a device."""
+    dtype, num_bytes = SAFETENSORS_NAMES[tensor.dtype], tensor.numel() * tensor.element_size()
+    return StoredTensor(dtype, tuple(tensor.shape), num_bytes, lambda: _raw_bytes(tensor.detach().to("cpu")))
+
+
+def _raw_bytes(tensor: Tensor) -> memoryview:
+    """The bytes of a tensor on the CPU, row-major; a view of it where it is contiguous."""
+    raw: Any = tensor.contiguous().view(-1).view(torch.uint8).numpy()
+    return memoryview(raw)
 
 
 def _pair_cost(module: Any) -> float:
@@ -142,11 +155,11 @@ def load_policy(path: str, dtype: str, device: str) -> Policy:
     from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()  # the learner's stderr is a log file
-    place = pick_device(device, "learner.device")
+    place = pick_device(device)
     directory = _model_directory(path)
     try:
         module = AutoModelForCausalLM.from_pretrained(
-            directory, dtype=DTYPES[dtype], attn_implementation="sdpa", trust_remote_code=False, local_files_only=True
+            directory, dtype=DTYPES[dtype], trust_remote_code=False, local_files_only=True
         )
     except (OSError, ValueError, KeyError, RuntimeError) as error:
         raise UserError(

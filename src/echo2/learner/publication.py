@@ -1,4 +1,4 @@
-"""What the learner offers of each version: what changed since the last published one, or the whole content.
+"""What the learner sends of each version: what changed since the last published one, or the whole content.
 
 The last published content stays in memory (on the CPU, in the snapshot's dtype) as the base of the next delta. Whether
 workers have it does not matter: the encoder waits for nobody.
@@ -6,59 +6,27 @@ workers have it does not matter: the encoder waits for nobody.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-
 from echo2.types import Snapshot
-from echo2.weights import Manifest, encode, encode_delta
+from echo2.weights.chain import is_anchor_due
+from echo2.weights.encoder import Encoder
+from echo2.weights.manifest import Manifest
 
 
-@dataclass(frozen=True, slots=True)
-class PublishOptions:
-    """`anchor_every`: publications between those whose whole content is sent as well."""
+class DeltaBase:
+    """What was published last, over which the next delta is encoded. The encoders work in another thread."""
 
-    deltas: bool = True
-    anchor_every: int = 25
-
-
-@dataclass(frozen=True, slots=True)
-class Offer:
-    """One payload of a version, whole or a delta, cut into chunks."""
-
-    manifest: Manifest
-    chunks: Mapping[bytes, bytes | memoryview]
-
-    @property
-    def is_delta(self) -> bool:
-        return self.manifest.payload.base is not None
-
-
-class Publisher:
-    """Knows what was published last. `delta` and `whole` do the work, in a thread that is not the training's."""
-
-    def __init__(self, options: PublishOptions) -> None:
-        self._options = options
+    def __init__(self) -> None:
         self._base: Snapshot | None = None
-        self._since_whole = 0
+        self._steps: list[Manifest] = []  # what leads to the base from nothing
 
-    def delta(self, target: Snapshot) -> Offer | None:
-        """What changed since the last published content; None at the start of a lineage, and where that is not
-        smaller than the whole."""
+    def delta(self, target: Snapshot) -> Encoder | None:
+        """What changed since the last published content; None at the start of a lineage."""
         base = self._base
-        if not self._options.deltas or base is None or base.ref.lineage != target.ref.lineage:
-            return None
-        encoded = encode_delta(base, target)
-        return None if encoded is None else Offer(*encoded)
+        return None if base is None or base.ref.lineage != target.ref.lineage else Encoder(target, base)
 
-    @staticmethod
-    def whole(target: Snapshot) -> Offer:
-        return Offer(*encode(target.ref, target.tensors, target.files))
-
-    def published(self, target: Snapshot, as_delta: bool) -> bool:
-        """The head has it. Returns whether its whole content is due as well."""
+    def published(self, target: Snapshot, manifest: Manifest) -> bool:
+        """The head has this payload. Returns whether the whole content is due as well: a newcomer would have to take as
+        many deltas as a payload may have, or deltas as large as the content."""
+        self._steps = [manifest] if manifest.base is None else [*self._steps, manifest]
         self._base = target
-        self._since_whole = self._since_whole + 1 if as_delta else 0
-        return self._since_whole >= self._options.anchor_every
-
-    def sent_whole(self) -> None:
-        self._since_whole = 0
+        return is_anchor_due(self._steps)

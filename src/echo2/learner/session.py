@@ -15,8 +15,8 @@ from concurrent.futures import Future
 from typing import Any, TypeVar
 
 from echo2.errors import LinkError, PeerError
-from echo2.learner.head_client import HeadClient, LearnerInfo, StepEnd, join_head
-from echo2.learner.publication import PublishOptions
+from echo2.learner.head_client import HeadClient, LearnerInfo, join_head
+from echo2.transport import wire_pb2 as wire
 from echo2.transport.base import Link
 from echo2.types import RolloutGroup, TensorBytes
 
@@ -37,7 +37,6 @@ class HeadSession:
         version: int,
         info: LearnerInfo,
         patience_seconds: float = 120.0,
-        publishing: PublishOptions | None = None,
     ) -> None:
         """Connect and say hello.
 
@@ -47,27 +46,39 @@ class HeadSession:
         """
 
         async def join() -> HeadClient:
-            return await join_head(connect, version, info, publishing or PublishOptions(), patience_seconds)
+            return await join_head(await connect(), version, info, patience_seconds, self.stop)
 
         self.doing = "starting"
+        self.stop_reason = ""  # why training is to end; empty: it is not
         self._loop = asyncio.new_event_loop()
+        self._joined: HeadClient | None = None
         self._thread = threading.Thread(target=self._loop.run_forever, name="head-session", daemon=True)
         self._thread.start()
-        self._feed: queue.SimpleQueue[RolloutGroup | StepEnd | Exception] = queue.SimpleQueue()
+        self._feed: queue.SimpleQueue[RolloutGroup | wire.StepDone | Exception] = queue.SimpleQueue()
         self._publications: dict[int, Future[None]] = {}
         try:
-            self._client = self._wait(join())
+            self._client = self._joined = self._wait(join())
         except BaseException:
             self._stop_loop()
             raise
         self._reporter = self._start(self._report_doing())
 
+    def stop(self, reason: str) -> None:
+        """Have training end soon: `groups` ends, and the head is waited for no more. From any thread or signal."""
+        if not self.stop_reason:
+            self.stop_reason = reason
+            self._feed.put(wire.StepDone(stop=True, reason=reason))
+            if self._joined is not None:
+                self._joined.is_stopping = True
+
     @property
     def max_steps(self) -> int:
+        """Training steps of the run, as the head last said."""
         return self._client.max_steps
 
     @property
     def lineage(self) -> int:
+        """The history that versions belong to now; it changes when the head falls back to a checkpoint."""
         return self._client.lineage
 
     @property
@@ -79,14 +90,14 @@ class HeadSession:
         """Start receiving the groups of `step`; the previous step's must have ended."""
         self._start(self._pump(step))
 
-    def groups(self) -> Iterator[RolloutGroup | StepEnd]:
-        """The groups of the wanted step, in order of arrival, waiting for each; a StepEnd is the last."""
+    def groups(self) -> Iterator[RolloutGroup | wire.StepDone]:
+        """The groups of the wanted step, in order of arrival, waiting for each; a StepDone is the last."""
         while True:
             item = self._feed.get()
             if isinstance(item, Exception):
                 raise item
             yield item
-            if isinstance(item, StepEnd):
+            if isinstance(item, wire.StepDone):
                 return
 
     def report_step(self, step: int, numbers: Sequence[int], metrics: Mapping[str, Any]) -> None:
@@ -95,10 +106,9 @@ class HeadSession:
 
     def make_room(self) -> None:
         """Wait until another snapshot may be published: as a rule not at all."""
-        for version, publication in list(self._publications.items()):
-            if publication.done() or len(self._publications) >= PUBLICATIONS_MAX:
-                del self._publications[version]
-                publication.result()
+        for version in list(self._publications):
+            if self._publications[version].done() or len(self._publications) >= PUBLICATIONS_MAX:
+                self._publications.pop(version).result()
 
     def publish(self, version: int, tensors: Mapping[str, TensorBytes], files: Mapping[str, bytes]) -> None:
         """Send a snapshot in the background, after those before. `tensors` must not change any more."""
@@ -107,10 +117,9 @@ class HeadSession:
 
     def finish_publishing(self, but: int = -1) -> None:
         """Wait for the snapshots under way, except that of version `but`."""
-        for version, publication in list(self._publications.items()):
-            if version != but or publication.done():
-                del self._publications[version]
-                publication.result()
+        for version in list(self._publications):
+            if version != but or self._publications[version].done():
+                self._publications.pop(version).result()
 
     def report_checkpoint(self, version: int, oldest_kept: int) -> None:
         """Wait until the head knows that this checkpoint is durable."""

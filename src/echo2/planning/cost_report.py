@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import sqlite3
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +13,11 @@ from rich.console import Console
 from rich.table import Table
 
 from echo2.buffer.schema import open_for_reading, unusable
-from echo2.control.bill import Bill, itemise, total
 from echo2.documents import parse_json
 from echo2.errors import UserError
-from echo2.past_run import read_rows
+from echo2.planning.bill import Bill, itemise, total
+from echo2.planning.units import duration
+from echo2.rundir import RunDir, read_metrics
 
 #: What the causes mean, for those who read the table.
 MEANINGS = {
@@ -31,24 +33,21 @@ MEANINGS = {
     "standby": "attending, and not needed",
     "idle": "paid, and nothing to do",
 }
-#: Columns of the table where it is written to a file.
-WIDTH = 160
 #: Machines shown one by one; the rest in one line.
 MACHINES_SHOWN = 20
 
 
-def run(directory: Path, as_json: bool) -> int:
+def run(options: argparse.Namespace) -> int:
     """Print the bill.
 
     Raises:
         UserError: this is no run directory, or its head has not saved accounts yet.
     """
-    report = read_report(directory)
-    if as_json:
+    report = read_report(options.directory)
+    if options.json:
         print(json.dumps(report))
     else:
-        wide = Console()
-        _show(report, wide if wide.is_terminal else Console(width=WIDTH))
+        show(report, Console())
     return 0
 
 
@@ -59,8 +58,7 @@ def read_report(directory: Path) -> dict[str, Any]:
         UserError: as `run`.
     """
     accounts, trained_tokens = _read_ledger(directory / "ledger.sqlite")
-    path = directory / "metrics.jsonl"
-    rows = [row for row in read_rows(path) if row.get("step", 0) > 0] if path.is_file() else []
+    rows = [row for row in read_metrics(RunDir(directory).metrics, refuses_damage=True) if row["step"] > 0]
     waited = sum(row.get("time/wait_for_batch", 0.0) for row in rows)
     whole = sum(row.get("time/step", 0.0) for row in rows)
     try:
@@ -96,26 +94,30 @@ def _read_ledger(path: Path) -> tuple[dict[str, Any], int]:
     return accounts, int(tokens[0])
 
 
-def _show(report: dict[str, Any], console: Console) -> None:
-    everything = Bill(**report["total"])
-    table = Table(box=None, padding=(0, 1, 0, 0))
-    causes = list(everything.by_cause)
-    table.add_column("machine")
-    for heading in ("$", "time", "groups", *causes):
-        table.add_column(heading, justify="right", no_wrap=True)
+def show(report: dict[str, Any], console: Console) -> None:
+    """The bill as two tables, one by machine and one by cause."""
+    machines = Table(box=None, padding=(0, 1, 0, 0))
+    machines.add_column("machine")
+    for heading in ("$", "time", "groups"):
+        machines.add_column(heading, justify="right", no_wrap=True)
+    machines.add_column("of it")
     bills = [Bill(**plain) for plain in report["machines"]]
     shown = bills[:MACHINES_SHOWN]
     if len(bills) > len(shown):
-        shown.append(_renamed(total(bills[MACHINES_SHOWN:]), f"{len(bills) - MACHINES_SHOWN} others"))
+        shown.append(replace(total(bills[MACHINES_SHOWN:]), name=f"{len(bills) - MACHINES_SHOWN} others"))
+    everything = Bill(**report["total"])
     for bill in shown:
-        table.add_row(*_cells(bill, causes))
-    table.add_section()
-    table.add_row(*_cells(everything, causes), style="bold")
-    if everything.usd > 0:
-        shares = [f"{everything.by_cause[cause] / everything.usd:.1%}" for cause in causes]
-        table.add_row("", "", "", "", *shares, style="dim")
-    console.print(table, highlight=False)
-    console.print("; ".join(f"{cause}: {MEANINGS[cause]}" for cause in causes if cause in MEANINGS), style="dim")
+        split = ", ".join(f"{cause} {usd:.4f}" for cause, usd in bill.by_cause.items() if usd)
+        machines.add_row(*_cells(bill), split)
+    machines.add_row(*_cells(everything), style="bold")
+    console.print(machines, highlight=False)
+    causes = Table(box=None, padding=(0, 1, 0, 0))
+    for heading in ("cause", "$", "share", "what it is"):
+        causes.add_column(heading, justify="right" if heading in ("$", "share") else "left")
+    for cause, usd in everything.by_cause.items():
+        share = f"{usd / everything.usd:.1%}" if everything.usd > 0 else ""
+        causes.add_row(cause, f"{usd:.4f}", share, MEANINGS.get(cause, ""))
+    console.print(causes, highlight=False)
     if report["usd_per_step"] is not None:
         tokens = "" if report["usd_per_mtok"] is None else f", ${report['usd_per_mtok']:.4g} a million trained tokens"
         console.print(f"${report['usd_per_step']:.4g} a step over {report['steps']} steps{tokens}", highlight=False)
@@ -127,16 +129,5 @@ def _show(report: dict[str, Any], console: Console) -> None:
         )
 
 
-def _cells(bill: Bill, causes: list[str]) -> list[str]:
-    split = [f"{bill.by_cause[cause]:.4f}" if cause in bill.by_cause else "" for cause in causes]
-    return [bill.name, f"{bill.usd:.4f}", _time(bill.seconds), str(bill.groups), *split]
-
-
-def _time(seconds: float) -> str:
-    if seconds >= 3600:
-        return f"{seconds / 3600:.2f} h"
-    return f"{seconds / 60:.1f} min" if seconds >= 60 else f"{seconds:.0f} s"
-
-
-def _renamed(bill: Bill, name: str) -> Bill:
-    return Bill(name, bill.usd, bill.seconds, bill.by_cause, bill.groups)
+def _cells(bill: Bill) -> tuple[str, str, str, str]:
+    return bill.name, f"{bill.usd:.4f}", duration(bill.seconds), str(bill.groups)

@@ -1,25 +1,26 @@
 """The plan: staleness bound, publication period and machines that keep the learner busy for the least money.
 
-For each (S, kappa) that the bound on staleness allows: the rate that is needed (`control/capacity.py`), the cheapest
-machines that reach gamma times it (`control/activation.py`), how long snapshots take to reach those (`control/
-transfer_time.py`, which may need a larger rate: repeated until it holds), and a walk through the run with them
-(`control/forecast.py`). Where the walk shows waiting that the fluid formulas do not see, the rate is raised. The
-cheapest wins; among those that cost about the same, the freshest data.
+For each (S, kappa) that the bound on staleness allows: the rate that is needed (`control/capacity/formulas.py`), the
+cheapest machines that reach gamma times it (`control/capacity/activation.py`), how long snapshots take to reach those
+(`control/capacity/transfer_time.py`, which may need a larger rate: repeated until it holds), and a walk through the run
+with them (`control/capacity/forecast.py`). Where the walk shows waiting that the fluid formulas do not see, the rate is
+raised. The cheapest wins; among those that cost about the same, the freshest data.
 """
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from echo2.control import activation, capacity, transfer_time
-from echo2.control.capacity import Demand
-from echo2.control.forecast import Pace, Prediction, forecast, longest_of
+from echo2.config.offers import Offer
+from echo2.control.capacity import activation, transfer_time
+from echo2.control.capacity import formulas as capacity
+from echo2.control.capacity.forecast import Prediction, WorkerPace, forecast, longest_of
+from echo2.control.capacity.formulas import Demand
 from echo2.errors import UserError
-from echo2.offers import Offer
 
 #: Costs this close count as equal: then fresher data decide.
 SAME_COST = 0.005
@@ -36,15 +37,14 @@ _MAX_STALENESS_SHOWN = 64
 
 
 @dataclass(frozen=True, slots=True)
-class Broadcast:
+class BroadcastInputs:
     """What a publication sends, and how. `seconds`: measured, transfer and reload in one, instead of the formulas;
     `at_least_seconds`: measured elsewhere, a lower bound here. `delta_bytes`: of the change of one step.
     """
 
     full_bytes: float = 0.0
     delta_bytes: float | None = None
-    route: transfer_time.Route = field(default_factory=transfer_time.Route)
-    encode_seconds: float = 0.0
+    head_up_bps: float = 1e9
     reload_seconds: float = 0.0
     seconds: float | None = None
     at_least_seconds: float = 0.0
@@ -58,14 +58,15 @@ class Broadcast:
         """T_bcast for workers behind these links."""
         if self.seconds is not None:
             return self.seconds
-        travels = transfer_time.transfer_seconds(self.num_bytes(publish_every), links, self.route)
-        return max(self.at_least_seconds, self.encode_seconds + travels + self.reload_seconds)
+        travels = transfer_time.transfer_seconds(self.num_bytes(publish_every), links, self.head_up_bps)
+        return max(self.at_least_seconds, travels + self.reload_seconds)
 
 
 @dataclass(frozen=True, slots=True)
 class PlanInputs:
     """Everything that a plan follows from. `publish_every` None: to be chosen. `max_idle`: share of its time that the
-    learner may wait.
+    learner may wait for workers. `train_seconds`: from step to step, with `waits_for_rewards`: the share of it in which
+    the learner waits for reward functions, which no machine changes.
     """
 
     groups_per_step: int
@@ -74,7 +75,7 @@ class PlanInputs:
     max_staleness: int
     train_seconds: float
     offers: tuple[Offer, ...]
-    broadcast: Broadcast = field(default_factory=Broadcast)
+    broadcast: BroadcastInputs = field(default_factory=BroadcastInputs)
     learner_usd_per_hour: float = 0.0
     groups_per_batch: int = 8
     publish_every: int | None = None
@@ -82,8 +83,10 @@ class PlanInputs:
     gamma: float = capacity.GAMMA
     max_idle: float = 0.02
     budget_usd: float | None = None
+    waits_for_rewards: float = 0.0
 
     def demand(self, max_staleness: int, publish_every: int, broadcast_seconds: float) -> Demand:
+        """What the learner asks of the workers with this S, kappa and T_bcast (seconds)."""
         return Demand(
             groups_per_step=self.groups_per_step,
             group_size=self.group_size,
@@ -94,6 +97,30 @@ class PlanInputs:
             generate_during_broadcast=self.generate_during_broadcast,
             reload_seconds=self.broadcast.reload_seconds,
         )
+
+    def offer(self, name: str) -> Offer:
+        """The machine of that name."""
+        return next(offer for offer in self.offers if offer.name == name)
+
+    def batch(self, offer: Offer) -> int:
+        """Groups that such a machine samples at once."""
+        return offer.groups_per_batch or self.groups_per_batch
+
+    def broadcast_seconds(self, machines: Mapping[str, int], publish_every: int) -> float:
+        """T_bcast for so many machines of each offer."""
+        links = [
+            transfer_time.Links(self.offer(name).up_mbps * 1e6, self.offer(name).down_mbps * 1e6, count)
+            for name, count in machines.items()
+        ]
+        return self.broadcast.seconds_to(links, publish_every)
+
+    def least_broadcast_seconds(self, publish_every: int) -> float:
+        """T_bcast for the one machine that has it first."""
+        return min(self.broadcast_seconds({offer.name: 1}, publish_every) for offer in self.offers)
+
+    def usd_per_step(self, workers_usd_per_hour: float, step_seconds: float) -> float:
+        """What a step costs, learner and workers."""
+        return (self.learner_usd_per_hour + workers_usd_per_hour) * step_seconds / 3600
 
     def candidates(self) -> list[activation.Candidate]:
         """Every machine on offer."""
@@ -126,9 +153,9 @@ class Plan:
     floor_usd_per_step: float
     binds: str
     fleet_set_by: str
-    proved_cheapest_set: bool
 
     def to_dict(self) -> dict[str, Any]:
+        """Plain values, for `--json`."""
         plain = asdict(self)
         plain["prediction"]["mean_staleness"] = self.prediction.mean_staleness
         plain["prediction"]["max_staleness"] = self.prediction.max_staleness
@@ -191,7 +218,8 @@ def _check(inputs: PlanInputs) -> None:
         raise UserError(f"learner.price_usd_per_hour = {inputs.learner_usd_per_hour} must not be negative.")
     if not 0 < inputs.max_idle < 1:
         raise UserError(f"--max-idle {inputs.max_idle} must lie between 0 and 1.")
-    if inputs.budget_usd is not None and not any((inputs.learner_usd_per_hour, *_prices(inputs))):
+    prices = (inputs.learner_usd_per_hour, *(offer.price_usd_per_hour for offer in inputs.offers))
+    if inputs.budget_usd is not None and not any(prices):
         raise UserError(
             f"--budget {inputs.budget_usd:g} says nothing: neither the learner (learner.price_usd_per_hour) nor any "
             "offer has a price."
@@ -202,10 +230,6 @@ def _check(inputs: PlanInputs) -> None:
             f"--publish-every {inputs.publish_every} with max_staleness = {inputs.max_staleness} cannot be planned: "
             f"use 1 to {most}, or a larger max_staleness."
         )
-
-
-def _prices(inputs: PlanInputs) -> Iterator[float]:
-    return (offer.price_usd_per_hour for offer in inputs.offers)
 
 
 def _pairs(inputs: PlanInputs) -> Iterator[tuple[int, int]]:
@@ -225,7 +249,7 @@ def _search(inputs: PlanInputs, pool: Sequence[activation.Candidate]) -> Plan:
         except UserError as error:
             refusals.append((pair, error))
             continue
-        drafts.append((_usd_per_step(inputs, draft.selection.usd_per_hour, inputs.train_seconds), pair))
+        drafts.append((inputs.usd_per_step(draft.selection.usd_per_hour, inputs.train_seconds), pair))
     if not drafts:
         raise _explained(inputs, pool, refusals)
     least = min(usd for usd, _ in drafts)
@@ -261,10 +285,10 @@ def _search(inputs: PlanInputs, pool: Sequence[activation.Candidate]) -> Plan:
 
 def least_idle(inputs: PlanInputs, max_staleness: int, publish_every: int) -> float:
     """How long the learner waits in the long run, however many machines: a version's first batch takes its time."""
-    seconds = min(inputs.broadcast.seconds_to([_links(offer, 1)], publish_every) for offer in inputs.offers)
+    seconds = inputs.least_broadcast_seconds(publish_every)
     batches = []
     for offer in inputs.offers:
-        size = offer.groups_per_batch or inputs.groups_per_batch
+        size = inputs.batch(offer)
         median = size * inputs.group_size / offer.effective_rate / longest_of(size, offer.spread)
         batches.append(median * math.exp(-3 * offer.spread))  # the shortest of hundreds
     demand = replace(inputs.demand(max_staleness, publish_every, seconds), rollout_seconds=min(batches))
@@ -290,20 +314,15 @@ def _draft(
     Raises:
         UserError: the pair is impossible, or the pool too slow.
     """
-    by_name = {offer.name: offer for offer in inputs.offers}
-    seconds = min(inputs.broadcast.seconds_to([_links(offer, 1)], publish_every) for offer in inputs.offers)
+    seconds = inputs.least_broadcast_seconds(publish_every)
     while True:
         demand = inputs.demand(max_staleness, publish_every, seconds)
-        needed = (
-            capacity.mu_needed(demand)
-            if max_staleness
-            else inputs.groups_per_step * inputs.group_size / (inputs.train_seconds)
-        )
+        needed = capacity.mu_needed(demand) if max_staleness else demand.rollouts_per_step / demand.train_seconds
         selection = activation.choose(pool, factor * needed)
         machines = Counter(worker_id.rpartition("#")[0] for worker_id in selection.worker_ids)
         if selection.missing_rate:
             raise _too_slow(inputs, pool, factor * needed, max_staleness, publish_every)
-        longer = inputs.broadcast.seconds_to([_links(by_name[name], n) for name, n in machines.items()], publish_every)
+        longer = inputs.broadcast_seconds(machines, publish_every)
         if longer <= seconds * (1 + 1e-6):
             return _Draft(selection, dict(machines), demand, needed)
         seconds = longer
@@ -330,14 +349,15 @@ def _frugal(inputs: PlanInputs, pool: Sequence[activation.Candidate], best: Plan
     not walked.
     """
     drafts = [draft for pair in _pairs(inputs) for draft in _ladder(inputs, *pair, pool, FRUGAL_FACTOR)]
-    costs = []
-    for at, draft in enumerate(drafts):
+
+    def least_usd(draft: _Draft) -> float:
         pace = capacity.step_seconds(draft.demand, draft.selection.rate)
-        costs.append((_usd_per_step(inputs, draft.selection.usd_per_hour, pace), at))
-    for usd, at in sorted(costs):
-        if best is not None and usd >= best.usd_per_step:
+        return inputs.usd_per_step(draft.selection.usd_per_hour, pace)
+
+    for draft in sorted(drafts, key=least_usd):
+        if best is not None and least_usd(draft) >= best.usd_per_step:
             break
-        plan = _walked(inputs, drafts[at])
+        plan = _walked(inputs, draft)
         if best is None or plan.usd_per_step < best.usd_per_step:
             best = plan
     if best is None:
@@ -347,16 +367,8 @@ def _frugal(inputs: PlanInputs, pool: Sequence[activation.Candidate], best: Plan
 
 def _walked(inputs: PlanInputs, draft: _Draft, most_idle: float = 1.0) -> Plan:
     """The draft as a plan. Walks end with the first that waits for more than `most_idle`."""
-    demand, by_name = draft.demand, {offer.name: offer for offer in inputs.offers}
-    paces = [
-        Pace(
-            rate=by_name[name].effective_rate,
-            count=count,
-            groups_per_batch=by_name[name].groups_per_batch or inputs.groups_per_batch,
-            spread=by_name[name].spread,
-        )
-        for name, count in sorted(draft.machines.items())
-    ]
+    demand, machines = draft.demand, [(inputs.offer(name), count) for name, count in sorted(draft.machines.items())]
+    paces = [WorkerPace(one.effective_rate, count, inputs.batch(one), one.spread) for one, count in machines]
     # Which worker happens to get the last batch of a step is chance: the unluckiest of a few walks counts.
     prediction = forecast(demand, paces, inputs.steps)
     for seed in range(1, WALKS):
@@ -368,7 +380,7 @@ def _walked(inputs: PlanInputs, draft: _Draft, most_idle: float = 1.0) -> Plan:
         machines=dict(sorted(draft.machines.items())),
         max_staleness=demand.max_staleness,
         publish_every=demand.publish_every,
-        auto_publish_every=_auto_publish_every(inputs, draft),
+        auto_publish_every=_auto_publish_every(demand),
         broadcast_seconds=demand.broadcast_seconds,
         broadcast_bytes=inputs.broadcast.num_bytes(demand.publish_every),
         needed_rate=draft.needed_rate,
@@ -380,19 +392,14 @@ def _walked(inputs: PlanInputs, draft: _Draft, most_idle: float = 1.0) -> Plan:
         floor_usd_per_step=inputs.learner_usd_per_hour * inputs.train_seconds / 3600,
         binds=_binds(demand, draft.selection.rate, prediction, inputs.max_idle),
         fleet_set_by=_fleet_set_by(demand),
-        proved_cheapest_set=draft.selection.proved,
     )
 
 
-def _auto_publish_every(inputs: PlanInputs, draft: _Draft) -> int | None:
-    """The largest kappa >= 1 whose bound (12) is at most S, with the broadcast that it takes; 1 where S = 0."""
-    bound, by_name = draft.demand.max_staleness, {offer.name: offer for offer in inputs.offers}
-    links = [_links(by_name[name], count) for name, count in draft.machines.items()]
-    for publish_every in range(bound, 0, -1):
-        seconds = inputs.broadcast.seconds_to(links, publish_every)
-        if capacity.allows(publish_every, bound, inputs.train_seconds, seconds):
-            return publish_every
-    return 1 if bound == 0 else None
+def _auto_publish_every(demand: Demand) -> int | None:
+    try:
+        return capacity.choose_publish_every(demand.max_staleness, demand.train_seconds, demand.broadcast_seconds)
+    except UserError:
+        return None
 
 
 def _binds(demand: Demand, rate: float, prediction: Prediction, max_idle: float) -> str:
@@ -414,14 +421,6 @@ def _fleet_set_by(demand: Demand) -> str:
     return "broadcast" if pausing > plain * 1.02 else "rollouts"
 
 
-def _usd_per_step(inputs: PlanInputs, workers_usd_per_hour: float, step_seconds: float) -> float:
-    return (inputs.learner_usd_per_hour + workers_usd_per_hour) * step_seconds / 3600
-
-
-def _links(offer: Offer, count: int) -> transfer_time.Links:
-    return transfer_time.Links(offer.up_mbps * 1e6, offer.down_mbps * 1e6, count)
-
-
 # ---- refusals --------------------------------------------------------------------------------------------------------
 
 
@@ -437,17 +436,14 @@ def _too_slow(
     have = math.fsum(one.rate for one in pool)
     cheapest = min(inputs.offers, key=lambda offer: offer.price_usd_per_hour / offer.effective_rate)
     more = math.ceil((target - have) / cheapest.effective_rate)
+    all_of = f"all {len(pool)} machines together make" if len(pool) > 1 else "the one machine makes"
     error = _TooSlowError(
-        f"The offers cannot carry the rate: {_all_of(len(pool))} {have:.4g} rollouts/s, "
+        f"The offers cannot carry the rate: {all_of} {have:.4g} rollouts/s, "
         f"{target:.4g} are needed (max_staleness = {max_staleness}, publish_every = {publish_every}, safety factor "
         f"included); {target - have:.4g} are missing. {more} more {cheapest.name!r} would do."
     )
     error.missing = target - have
     return error
-
-
-def _all_of(num_machines: int) -> str:
-    return f"all {num_machines} machines together make" if num_machines > 1 else "the one machine makes"
 
 
 def _explained(

@@ -5,27 +5,31 @@ from __future__ import annotations
 import argparse
 import json
 import math
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
 
 from echo2 import config as configuration
-from echo2.control.transfer_time import Route
+from echo2.config.offers import load_offers
 from echo2.errors import UserError
-from echo2.offers import load_offers
-from echo2.past_run import PastRun, read_past_run
-from echo2.planning.plan import Broadcast, Plan, PlanInputs, by_staleness, make_plan
+from echo2.planning.past_run import PastRun, read_past_run
+from echo2.planning.plan import BroadcastInputs, Plan, PlanInputs, by_staleness, make_plan
 from echo2.planning.rehearsal import rehearse
 from echo2.planning.snapshot_size import snapshot_bytes
+from echo2.planning.units import duration, size
+from echo2.reward.process import groups_at_once
+from echo2.reward.score import Scorer
 
 DEFAULT_UPLINK_MBPS = 1000.0
-NUMBERS = ("train_seconds", "broadcast_seconds", "snapshot_bytes", "delta_bytes", "uplink_mbps", "reload_seconds")
+#: Flags that take a number: seconds may be 0, what is left must be above it.
+SECONDS = ("train_seconds", "reward_seconds", "broadcast_seconds", "reload_seconds")
+POSITIVE = ("snapshot_bytes", "delta_bytes", "uplink_mbps")
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class Basis:
     """What an input rests on, for the reader of the plan."""
 
     name: str
@@ -46,7 +50,7 @@ def run(options: argparse.Namespace) -> int:
     rehearsal = rehearse(plan, inputs) if options.rehearse else None
     if options.json:
         rests = {one.name: [one.value, one.origin] for one in sources}
-        print(json.dumps({**plan.to_dict(), "inputs": rests, "rehearsal": rehearsal and asdict(rehearsal)}))
+        print(json.dumps({**plan.to_dict(), "inputs": rests, "rehearsal": rehearsal and rehearsal.to_dict()}))
         return 0
     console = Console()
     show(plan, by_staleness(inputs), inputs, sources, console)
@@ -54,8 +58,8 @@ def run(options: argparse.Namespace) -> int:
         console.print(
             f"Rehearsed: {rehearsal.steps} simulated steps, idle {rehearsal.steady_idle_ratio:.1%} once under way, "
             f"{rehearsal.idle_ratio:.1%} with the cold start; staleness mean {rehearsal.mean_staleness:.2f}, max "
-            f"{rehearsal.max_staleness}; ${rehearsal.steady_usd_per_step:.4g} a step once under way, "
-            f"${rehearsal.usd_per_step:.4g} with the cold start.",
+            f"{rehearsal.max_staleness}; ${rehearsal.usd_per_step:.4g} a step once under way, "
+            f"${(rehearsal.usd + rehearsal.learner_usd) / rehearsal.steps:.4g} with the cold start.",
             highlight=False,
         )
     return 0
@@ -63,35 +67,30 @@ def run(options: argparse.Namespace) -> int:
 
 def gather(
     config: configuration.Config, options: argparse.Namespace, past: PastRun | None
-) -> tuple[PlanInputs, list[Source]]:
+) -> tuple[PlanInputs, list[Basis]]:
     """Everything the plan needs, each with where it comes from.
 
     Raises:
         UserError: something needed is neither given nor measured; a given number is out of bounds.
     """
-    for flag in (
-        "train_seconds",
-        "broadcast_seconds",
-        "snapshot_bytes",
-        "delta_bytes",
-        "uplink_mbps",
-        "reload_seconds",
-    ):
+    for flag in (*SECONDS, *POSITIVE):
         value = getattr(options, flag)
-        if value is not None and not (math.isfinite(value) and (value > 0 or ("seconds" in flag and value == 0))):
+        if value is not None and not (math.isfinite(value) and (value > 0 or (flag in SECONDS and value == 0))):
             raise UserError(f"--{flag.replace('_', '-')} {value} must be a positive number.")
-    sources: list[Source] = []
+    sources: list[Basis] = []
     train_seconds = _train_seconds(options, past, sources)
+    pace_seconds = max(train_seconds, _reward_seconds(config, options, past, sources))
     broadcast = _broadcast(config, options, past, sources)
     offers = tuple(load_offers(options.offers))
-    sources.append(Source("machines", f"{sum(offer.count for offer in offers)} on offer", str(options.offers)))
+    sources.append(Basis("machines", f"{sum(offer.count for offer in offers)} on offer", str(options.offers)))
     schedule, sampling = config.schedule, config.sampling
     inputs = PlanInputs(
         groups_per_step=schedule.groups_per_step,
         group_size=sampling.group_size,
         steps=config.run.max_steps,
         max_staleness=schedule.max_staleness,
-        train_seconds=train_seconds,
+        train_seconds=pace_seconds,
+        waits_for_rewards=1.0 - train_seconds / pace_seconds if pace_seconds else 0.0,
         offers=offers,
         broadcast=broadcast,
         learner_usd_per_hour=config.learner.price_usd_per_hour,
@@ -104,9 +103,9 @@ def gather(
     return inputs, sources
 
 
-def _train_seconds(options: argparse.Namespace, past: PastRun | None, sources: list[Source]) -> float:
+def _train_seconds(options: argparse.Namespace, past: PastRun | None, sources: list[Basis]) -> float:
     if options.train_seconds is not None:
-        sources.append(Source("T_train", _seconds(options.train_seconds), "--train-seconds"))
+        sources.append(Basis("T_train", duration(options.train_seconds), "--train-seconds"))
         return float(options.train_seconds)
     if past is None:
         raise UserError(
@@ -114,43 +113,57 @@ def _train_seconds(options: argparse.Namespace, past: PastRun | None, sources: l
             "DIR`, then `echo2 plan CONFIG --from DIR`; or give --train-seconds."
         )
     sources.append(
-        Source("T_train", _seconds(past.train_seconds), f"median of {past.num_steps} steps of {options.source}")
+        Basis("T_train", duration(past.train_seconds), f"median of {past.num_steps} steps of {options.source}")
     )
     return past.train_seconds
 
 
+def _reward_seconds(
+    config: configuration.Config, options: argparse.Namespace, past: PastRun | None, sources: list[Basis]
+) -> float:
+    """Seconds that the rewards of one step take on this machine, as the head's: no step is shorter."""
+    measured = past.reward_seconds if past is not None else None
+    each = options.reward_seconds if options.reward_seconds is not None else measured
+    if each is None:
+        return 0.0
+    at_once = groups_at_once(Scorer(config.reward.functions).is_async)
+    seconds = float(each) * config.schedule.groups_per_step / at_once
+    origin = "--reward-seconds" if options.reward_seconds is not None else f"time/reward of {options.source}"
+    value = f"{duration(each)} a group, {at_once} at once: {duration(seconds)} a step"
+    sources.append(Basis("rewards", value, origin))
+    return seconds
+
+
 def _broadcast(
-    config: configuration.Config, options: argparse.Namespace, past: PastRun | None, sources: list[Source]
-) -> Broadcast:
+    config: configuration.Config, options: argparse.Namespace, past: PastRun | None, sources: list[Basis]
+) -> BroadcastInputs:
     reload_seconds = options.reload_seconds or 0.0
     if options.broadcast_seconds is not None:
-        sources.append(Source("T_bcast", _seconds(options.broadcast_seconds), "--broadcast-seconds"))
-        return Broadcast(seconds=options.broadcast_seconds, reload_seconds=reload_seconds)
+        sources.append(Basis("T_bcast", duration(options.broadcast_seconds), "--broadcast-seconds"))
+        return BroadcastInputs(seconds=options.broadcast_seconds, reload_seconds=reload_seconds)
     full = options.snapshot_bytes or snapshot_bytes(Path(config.model.path), config.model.snapshot_dtype)
     origin = "--snapshot-bytes" if options.snapshot_bytes else f"{config.model.path}, {config.model.snapshot_dtype}"
-    sources.append(Source("snapshot", _bytes(full), origin))
+    sources.append(Basis("snapshot", size(full), origin))
     delta = options.delta_bytes
     if delta is not None:
-        sources.append(Source("delta", _bytes(delta), "--delta-bytes"))
+        sources.append(Basis("delta", size(delta), "--delta-bytes"))
     elif past is not None and past.delta_ratio is not None and past.delta_ratio < 1:
         delta = full * past.delta_ratio
-        sources.append(Source("delta", _bytes(delta), f"{past.delta_ratio:.2%} of a snapshot in {options.source}"))
+        sources.append(Basis("delta", size(delta), f"{past.delta_ratio:.2%} of a snapshot in {options.source}"))
     least = 0.0
     if past is not None and past.broadcast_seconds is not None:
         least = past.broadcast_seconds
-        sources.append(Source("T_bcast, at least", _seconds(least), f"measured in {options.source}"))
+        sources.append(Basis("T_bcast, at least", duration(least), f"measured in {options.source}"))
     uplink = options.uplink_mbps or DEFAULT_UPLINK_MBPS
     given = "--uplink-mbps" if options.uplink_mbps else "assumed; --uplink-mbps"
-    sources.append(Source("head's uplink", f"{uplink:.4g} Mbit/s", given))
-    scheme = config.broadcast
-    route = Route(scheme=scheme.scheme, head_up_bps=uplink * 1e6, fan_out=scheme.fan_out)
-    return Broadcast(full, delta, route, reload_seconds=reload_seconds, at_least_seconds=least)
+    sources.append(Basis("head's uplink", f"{uplink:.4g} Mbit/s", given))
+    return BroadcastInputs(full, delta, uplink * 1e6, reload_seconds=reload_seconds, at_least_seconds=least)
 
 
 # ---- for people ------------------------------------------------------------------------------------------------------
 
 
-def show(plan: Plan, choices: list[Plan], inputs: PlanInputs, sources: list[Source], console: Console) -> None:
+def show(plan: Plan, choices: list[Plan], inputs: PlanInputs, sources: list[Basis], console: Console) -> None:
     """The plan in two short tables, and what it rests on."""
     table = Table(title="Plan", show_header=False, title_justify="left", box=None, padding=(0, 2, 0, 0))
     table.add_row("machines", ", ".join(f"[bold]{n} x {name}[/bold]" for name, n in plan.machines.items()))
@@ -161,19 +174,24 @@ def show(plan: Plan, choices: list[Plan], inputs: PlanInputs, sources: list[Sour
     table.add_row("", f'publish_every = "auto" is {auto} here, with max_staleness {plan.max_staleness}')
     mean = plan.prediction.mean_staleness
     table.add_row("staleness", f"mean {mean:.2f}, bound {plan.max_staleness}   {_histogram(plan)}")
-    idle = plan.prediction.steady_idle_ratio
-    table.add_row("learner idle", f"{idle:.1%} once under way, {plan.prediction.idle_ratio:.1%} with the cold start")
+    trains = 1.0 - inputs.waits_for_rewards
+    idle, cold = (1 - trains * (1 - one) for one in (plan.prediction.steady_idle_ratio, plan.prediction.idle_ratio))
+    table.add_row("learner idle", f"{idle:.1%} once under way, {cold:.1%} with the cold start")
+    if inputs.waits_for_rewards:
+        rate = inputs.groups_per_step * inputs.group_size / inputs.train_seconds
+        told = f"your reward functions score {rate:.4g} rollouts/s at most, and more machines change nothing:"
+        table.add_row("", f"[bold]{told}[/bold] make them faster, or `async def` where they wait for somebody")
     table.add_row(
         "rate", f"{plan.rate:.4g} rollouts/s, {plan.needed_rate:.4g} needed, {plan.rate / plan.needed_rate:.2f} x"
     )
-    travels = f"T_bcast {_seconds(plan.broadcast_seconds)}"
-    table.add_row("broadcast", travels + (f" for {_bytes(plan.broadcast_bytes)}" if plan.broadcast_bytes else ""))
-    table.add_row("step", f"{_seconds(plan.prediction.step_seconds)}, run {_seconds(plan.prediction.run_seconds)}")
+    travels = f"T_bcast {duration(plan.broadcast_seconds)}"
+    table.add_row("broadcast", travels + (f" for {size(plan.broadcast_bytes)}" if plan.broadcast_bytes else ""))
+    table.add_row("step", f"{duration(plan.prediction.step_seconds)}, run {duration(plan.prediction.run_seconds)}")
     share = f"; the learner alone ${plan.floor_usd_per_step:.4g}" if plan.floor_usd_per_step else ""
     table.add_row(
         "cost", f"[bold]${plan.usd_per_step:.4g} a step, ${plan.usd:.2f} for {inputs.steps} steps[/bold]{share}"
     )
-    table.add_row("binds", f"{plan.binds}; the fleet follows from {plan.fleet_set_by}")
+    table.add_row("set by", f"the pace by the {plan.binds}, the number of machines by the {plan.fleet_set_by}")
     console.print(table, highlight=False)
     if len(choices) > 1:
         console.print(_choices(choices), highlight=False)
@@ -196,16 +214,3 @@ def _choices(plans: list[Plan]) -> Table:
 def _histogram(plan: Plan) -> str:
     shares = plan.prediction.staleness
     return "  ".join(f"{age}: {share:.0%}" for age, share in shares.items() if share >= 0.005)
-
-
-def _seconds(value: float) -> str:
-    if value >= 2 * 3600:
-        return f"{value / 3600:.1f} h"
-    return f"{value / 60:.1f} min" if value >= 120 else f"{value:.3g} s"
-
-
-def _bytes(value: float) -> str:
-    for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if value >= size:
-            return f"{value / size:.3g} {unit}"
-    return f"{value:.0f} B"

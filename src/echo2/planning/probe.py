@@ -1,37 +1,44 @@
 """`echo2 probe`: this machine's rollouts per second, with the run's own model, prompts and engine.
 
-It does what a worker does, without a head: whole batches, which the head would score. A first batch warms up and does
-not count. What the network and other machines cost is not in it.
+It does what a worker does, without a head: whole batches. A first batch warms up and does not count. What the network
+and other machines cost is not in it. The reward functions are timed apart, because the head calls them: they bound the
+rollouts a second of the whole run, however many workers there are.
 """
 
 from __future__ import annotations
 
 import argparse
+import asyncio
 import json
 import math
 import statistics
 import time
 from collections.abc import Callable
+from contextlib import aclosing
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING
 
 from echo2 import config as configuration
-from echo2.control.seeds import group_seed
 from echo2.errors import UserError
-from echo2.rollout import generate
-from echo2.rollout.engine import Engine, RequestFailure
-from echo2.rollout.engines import make_engine
-from echo2.rollout.tokenizer import encode_prompt, load_tokenizer
-from echo2.tasks.base import TaskStream
-from echo2.tasks.environment_process import open_world
-from echo2.tasks.load import load_tasks
-from echo2.types import Assignment, GroupRef, Lease, RolloutGroup, Snapshot, SnapshotRef
+from echo2.planning.local_sampler import LocalSampler, load_engine, reward_processes
+from echo2.rollout.engine import Engine
+from echo2.types import RolloutGroup
 
 if TYPE_CHECKING:
     from echo2.rollout.tokenizer import Tokenizer
 
 #: Batches that count, at least, however long they take.
 MIN_BATCHES = 2
+#: Groups whose rewards are timed.
+GROUPS_SCORED = 8
+
+
+@dataclass(frozen=True, slots=True)
+class RewardTime:
+    """`seconds`: what the run's reward functions take for a group; `groups_at_once`: on this machine."""
+
+    seconds: float
+    groups_at_once: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +55,8 @@ class Measured:
     num_batches: int
     num_rollouts: int
     seconds: float
+    group_size: int = 1
+    rewards: RewardTime | None = None
 
 
 def run(options: argparse.Namespace) -> int:
@@ -58,7 +67,10 @@ def run(options: argparse.Namespace) -> int:
     """
     if not (options.seconds > 0 and math.isfinite(options.seconds)):
         raise UserError(f"--seconds {options.seconds} must be above 0.")
-    measured = measure(_config(options), options.seconds)
+    config = _config(options)
+    slots = config.sampling.groups_per_batch * config.sampling.group_size
+    engine, tokenizer = load_engine(config, config.model.path, slots)
+    measured = measure_engine(config, engine, tokenizer, options.seconds, time.perf_counter)
     if options.json:
         print(json.dumps({"name": options.name, "price_usd_per_hour": options.price_usd_per_hour, **asdict(measured)}))
     else:
@@ -69,8 +81,16 @@ def run(options: argparse.Namespace) -> int:
 def as_offer(name: str, price_usd_per_hour: float, measured: Measured) -> str:
     """An entry for the offers file."""
     error = measured.standard_error / measured.rollouts_per_second
+    rewards = []
+    if measured.rewards is not None:
+        most = measured.rewards.groups_at_once * measured.group_size / max(1e-9, measured.rewards.seconds)
+        rewards.append(
+            f"# not in it: your reward functions take {measured.rewards.seconds:.3g} s a group; a head like "
+            f"this machine scores {most:.4g} rollouts/s at most, whatever you rent (echo2 plan --reward-seconds)"
+        )
     return "\n".join(
         (
+            *rewards,
             f"# {measured.num_rollouts} rollouts in {measured.seconds:.1f} s, {measured.num_batches} batches, "
             f"{measured.tokens_per_second:.0f} tokens/s; the rate is good to {error:.0%} (one standard error)",
             "[[offers]]",
@@ -87,122 +107,69 @@ def as_offer(name: str, price_usd_per_hour: float, measured: Measured) -> str:
 def _config(options: argparse.Namespace) -> configuration.Config:
     """The run's configuration; for a model directory, the built-in task with it."""
     if options.target.is_dir() and not (options.target / "metrics.jsonl").exists():
-        dotted = {
-            "model.path": str(options.target),
-            "tasks.source": "digit_sorting",
-            "reward.functions": '["exact_match"]',
-            **options.overrides,
+        raw = {
+            "model": {"path": str(options.target)},
+            "tasks": {"source": "digit_sorting"},
+            "reward": {"functions": ["exact_match"]},
         }
-        raw: dict[str, dict[str, object]] = {}
-        for name, value in dotted.items():
-            section, _, key = name.partition(".")
-            raw.setdefault(section, {})[key] = configuration.parse_flag(name, value)
-        config = configuration.build(raw, str(options.target))
+        config = configuration.build(raw, str(options.target), options.overrides)
     else:
         target = options.target / "config.json" if options.target.is_dir() else options.target
         config = configuration.load(target, options.overrides)
     return replace(config, workers=replace(config.workers, engine=options.engine)) if options.engine else config
 
 
-def measure(config: configuration.Config, seconds: float, clock: Callable[[], float] = time.perf_counter) -> Measured:
-    """Sample batches for so long, in this process.
-
-    Raises:
-        UserError: as `run`.
-    """
-    return measure_engine(config, *_load(config), seconds, clock)
-
-
 def measure_engine(
     config: configuration.Config, engine: Engine, tokenizer: Tokenizer, seconds: float, clock: Callable[[], float]
 ) -> Measured:
-    """As `measure`, with an engine that has its weights."""
-    probe = _Probe(config, engine, tokenizer, clock)
-    probe.batch()
-    probe.forget()
-    started = clock()
-    while len(probe.batches) < MIN_BATCHES or clock() - started < seconds:
-        probe.batch()
-    rates = [count / took for count, took in probe.batches]
-    num_rollouts, took = sum(count for count, _ in probe.batches), sum(took for _, took in probe.batches)
+    """Sample batches for so many seconds with an engine that has its weights.
+
+    Raises:
+        UserError: nothing could be sampled.
+    """
+    sampler = LocalSampler(config, "train", engine, tokenizer, clock)
+    return asyncio.run(_measure(config, sampler, seconds, clock))
+
+
+async def _measure(
+    config: configuration.Config, sampler: LocalSampler, seconds: float, clock: Callable[[], float]
+) -> Measured:
+    """Whole batches, as a worker is leased them, `MIN_BATCHES` at least, after one that does not count."""
+    size = config.sampling.groups_per_batch
+    batches: list[tuple[list[RolloutGroup], float]] = []
+    async with aclosing(sampler):
+        await _batch(sampler, range(size))
+        started = clock()
+        while len(batches) < MIN_BATCHES or clock() - started < seconds:
+            began, first = clock(), (len(batches) + 1) * size
+            groups = await _batch(sampler, range(first, first + size))
+            batches.append((groups, max(1e-9, clock() - began)))
+    groups, took = [group for batch, _ in batches for group in batch], sum(took for _, took in batches)
+    num_rollouts = sum(len(group.rollouts) for group in groups)
+    rates = [sum(len(group.rollouts) for group in batch) / took for batch, took in batches]
     return Measured(
         rollouts_per_second=num_rollouts / took,
         standard_error=statistics.stdev(rates) / math.sqrt(len(rates)),
-        spread=statistics.pstdev(math.log(one) for one in probe.group_seconds),
-        tokens_per_second=probe.num_tokens / took,
-        groups_per_batch=config.sampling.groups_per_batch,
-        num_batches=len(probe.batches),
+        spread=statistics.pstdev(math.log(max(1e-9, group.generate_seconds)) for group in groups),
+        tokens_per_second=sum(group.num_tokens for group in groups) / took,
+        groups_per_batch=size,
+        num_batches=len(batches),
         num_rollouts=num_rollouts,
         seconds=took,
+        group_size=config.sampling.group_size,
+        rewards=None if config.tasks.environment else await _reward_time(config, sampler, groups[:GROUPS_SCORED]),
     )
 
 
-def _load(config: configuration.Config) -> tuple[Engine, Tokenizer]:
-    from echo2.learner.model import DTYPES, load_policy  # here: nothing else of planning needs torch
-
-    policy = load_policy(config.model.path, config.model.dtype, config.workers.device)
-    snapshot = Snapshot(SnapshotRef(1, 0), policy.tensors(DTYPES[config.model.snapshot_dtype]), policy.files)
-    engine = make_engine(config.workers.engine, config.workers.device, "between")
-    engine.load_snapshot(snapshot)
-    return engine, load_tokenizer({name: bytes(data) for name, data in snapshot.files.items()})
+async def _batch(sampler: LocalSampler, cursors: range) -> list[RolloutGroup]:
+    groups = await sampler.sample(cursors)
+    if not groups:
+        raise UserError(f"Nothing could be sampled: {sampler.failures[-1]}.")
+    return groups
 
 
-class _Probe:
-    """`batches`: (rollouts, seconds) of each counted batch."""
-
-    def __init__(
-        self, config: configuration.Config, engine: Engine, tokenizer: Tokenizer, clock: Callable[[], float]
-    ) -> None:
-        tasks = load_tasks(config.tasks.source, config.tasks.params, config.run.seed)
-        self._config, self._engine, self._tokenizer, self._clock = config, engine, tokenizer, clock
-        self._stream = TaskStream(tasks, config.run.seed, config.tasks.shuffle)
-        environment = config.tasks.environment
-        self._worlds = {environment: open_world(environment)} if environment else {}
-        self._next = 0
-        self.forget()
-
-    def forget(self) -> None:
-        self.batches: list[tuple[int, float]] = []
-        self.group_seconds: list[float] = []
-        self.num_tokens = 0
-
-    def batch(self) -> None:
-        """One batch of groups, as a worker would be leased them."""
-        numbers = range(self._next, self._next + self._config.sampling.groups_per_batch)
-        self._next = numbers.stop
-        assignments = [self._assignment(number) for number in numbers]
-        failures: list[str] = []
-        count, started = 0, self._clock()
-
-        def sampled(group: RolloutGroup, _lease: Lease) -> None:
-            nonlocal count
-            count += len(group.rollouts)
-            self.num_tokens += group.num_tokens
-            self.group_seconds.append(max(1e-9, self._clock() - started))
-
-        def failed(_lease: Lease, failure: RequestFailure) -> None:
-            failures.append(failure.detail)
-
-        generate.sample_groups(
-            self._engine,
-            self._tokenizer,
-            assignments,
-            1,
-            "probe",
-            sampled,
-            failed,
-            clock=self._clock,
-            worlds=self._worlds,
-        )
-        if count == 0:
-            raise UserError(f"Nothing could be sampled: {failures[-1] if failures else 'no group came back'}.")
-        self.batches.append((count, max(1e-9, self._clock() - started)))
-
-    def _assignment(self, number: int) -> Assignment:
-        group = GroupRef("train", number)
-        seed = group_seed(self._config.run.seed, group)
-        lease = Lease(number, group, 0, number, self._config.sampling.group_size, 0, 0, 0.0, 0.0, seed)
-        turns = (self._config.tasks.environment, self._config.sampling.max_turns)
-        task = self._stream.task(number)
-        prompt = encode_prompt(task, self._tokenizer)
-        return generate.assignment_of(lease, task, prompt, self._config.sampling_params, *turns)
+async def _reward_time(config: configuration.Config, sampler: LocalSampler, groups: list[RolloutGroup]) -> RewardTime:
+    """What scoring these groups takes, one after the other."""
+    async with reward_processes(config) as processes:
+        took = [(await sampler.score(processes, group))[1] for group in groups]
+        return RewardTime(statistics.fmean(took), processes.most_at_once)

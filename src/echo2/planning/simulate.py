@@ -1,27 +1,26 @@
-"""`echo2 simulate`: run a scenario file, print what came out, plot it."""
+"""`echo2 simulate`: run a scenario file and print what came out."""
 
 from __future__ import annotations
 
 import argparse
 import json
 import sys
-from pathlib import Path
+from functools import partial
 from typing import Any
 
-from echo2.errors import UserError
-from echo2.planning.plots import plot_report, plot_study, require_matplotlib
-from echo2.sim import Case, Report, Study, load_study, run_scenario
+from rich.console import Console
+from rich.progress import Progress, TaskID
+
+from echo2.sim import Report, Study, load_study, run_scenario
 
 
 def run(options: argparse.Namespace) -> int:
     """The command.
 
     Raises:
-        UserError: the scenario is wrong, or a plot was asked for and cannot be drawn.
+        UserError: the scenario is wrong.
     """
     study = load_study(options.scenario)
-    if options.plot is not None:
-        require_matplotlib()
     reports = simulate(study, options.seed, quiet=options.json)
     if options.json:
         print(json.dumps(to_json(study, reports), indent=1))
@@ -29,32 +28,26 @@ def run(options: argparse.Namespace) -> int:
         print(reports[0].to_text())
     else:
         print(to_table(study, reports))
-    if options.plot is not None:
-        draw(study, reports, options.plot)
     return 0 if all(report.finished for report in reports) else 1
 
 
 def simulate(study: Study, seed: int, quiet: bool = False) -> list[Report]:
     """Every run of the study, with the same seed; a bar on the terminal says how far it is."""
-    num_steps = sum(case.scenario.max_steps for case in study.cases)
-    show = not quiet and sys.stderr.isatty()
     reports: list[Report] = []
-    for case in study.cases:
-        done = sum(report.steps for report in reports)
-
-        def progress(steps: int, case: Case = case, done: int = done) -> None:
-            if show:
-                share = (done + min(steps, case.scenario.max_steps)) / num_steps
-                bar = "#" * int(30 * share)
-                print(f"\r[{bar:<30}] {share:4.0%}  {case!s:<40.40}", end="", file=sys.stderr, flush=True)
-
-        reports.append(run_scenario(case.scenario, seed, keeps_events=False, progress=progress))
-    if show:
-        print("\r" + " " * 80 + "\r", end="", file=sys.stderr, flush=True)
+    with Progress(console=Console(stderr=True), transient=True, disable=quiet or not sys.stderr.isatty()) as bar:
+        task = bar.add_task("simulating", total=sum(case.scenario.max_steps for case in study.cases))
+        for case in study.cases:
+            tell = partial(_tell, bar, task, sum(report.steps for report in reports))
+            reports.append(run_scenario(case.scenario, seed, keeps_events=False, progress=tell))
     return reports
 
 
+def _tell(bar: Progress, task: TaskID, done: int, steps: int) -> None:
+    bar.update(task, completed=done + steps)
+
+
 def to_json(study: Study, reports: list[Report]) -> dict[str, Any]:
+    """All runs as plain values, for `--json`."""
     runs = [
         {"label": case.label, "values": dict(case.values), **report.to_dict()}
         for case, report in zip(study.cases, reports, strict=True)
@@ -77,14 +70,3 @@ def to_table(study: Study, reports: list[Report]) -> str:
         )
     lines.append("idle, s/step and wait are of the second half of the steps; the cold start is not in them.")
     return "\n".join(lines)
-
-
-def draw(study: Study, reports: list[Report], path: Path) -> None:
-    """Raises: UserError: the file cannot be written in the format that its name asks for."""
-    try:
-        if len(reports) == 1:
-            plot_report(study, reports[0], path)
-        else:
-            plot_study(study, reports, path)
-    except (OSError, ValueError) as error:
-        raise UserError(f"Cannot write the plot {path}: {error}.") from error

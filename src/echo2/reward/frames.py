@@ -1,18 +1,23 @@
-"""What the head and its reward process say to each other over `echo2/pipes.py`.
+"""What the head and a reward process say to each other, and the reward process's end of it (`sandbox/child.py`).
 
-    head -> child    {"specs", "weights"}, once; then {"task", "rollouts"} for each group
-    child -> head    {"ready": true} or {"scores": [[reward, parts], ...]} or {"failed": message}
+    setup      {"functions", "timeout_seconds"}, answered {"is_async"}
+    request    {"groups": [{"task", "rollouts"}, ...]}
+    answer     {"groups": [...]}, of each {"scores": [[reward, parts], ...]} or {"failed": message, "traceback"}
 
 Scores pass through JSON unharmed: Python writes floats with all their digits.
 """
 
 from __future__ import annotations
 
+import asyncio
 from array import array
 from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
+from echo2.errors import UserError
+from echo2.reward.score import RewardFailure, Scorer
+from echo2.sandbox.child import Handler, failed
 from echo2.types import Message, Rollout, Task
 
 
@@ -22,7 +27,7 @@ def group_message(task: Task, rollouts: Sequence[Rollout]) -> dict[str, Any]:
     return {
         "task": {"cursor": task.cursor, "prompt": prompt, "columns": task.columns},
         "rollouts": [
-            {"text": r.text, "tokens": r.tokens.tolist(), "finish": r.finish, "parts": dict(r.reward_parts)}
+            {"text": r.text, "tokens": r.tokens.tobytes().hex(), "finish": r.finish, "parts": dict(r.reward_parts)}
             for r in rollouts
         ],
     }
@@ -34,8 +39,47 @@ def group_of(message: dict[str, Any]) -> tuple[Task, list[Rollout]]:
     prompt = plain["prompt"]
     if not isinstance(prompt, str):
         prompt = tuple(Message(**item) for item in prompt)
-    rollouts = [
-        Rollout(array("i", r["tokens"]), array("f"), b"", (), r["finish"], r["text"], reward_parts=r["parts"])
-        for r in message["rollouts"]
-    ]
+    rollouts = []
+    for one in message["rollouts"]:
+        tokens = array("i", bytes.fromhex(one["tokens"]))
+        found = Rollout(tokens, array("f"), b"", (), one["finish"], one["text"], reward_parts=one["parts"])
+        rollouts.append(found)
     return Task(plain["cursor"], prompt, plain["columns"]), rollouts
+
+
+def make_handler(setup: dict[str, Any]) -> tuple[Handler, dict[str, Any]]:
+    """For `sandbox/child.py`: scores the groups of a request.
+
+    Raises:
+        UserError: the functions cannot be loaded.
+    """
+    scorer, seconds = Scorer(setup["functions"]), setup["timeout_seconds"]
+
+    def score(request: dict[str, Any]) -> dict[str, Any]:
+        return {"groups": [score_one(group) for group in request["groups"]]}
+
+    def score_one(group: dict[str, Any]) -> dict[str, Any]:
+        try:
+            return _scores(scorer.score(*group_of(group)))
+        except UserError as error:
+            return failed(error)
+
+    async def score_together(request: dict[str, Any]) -> dict[str, Any]:
+        return {"groups": await asyncio.gather(*map(score_one_async, request["groups"]))}
+
+    async def score_one_async(group: dict[str, Any]) -> dict[str, Any]:
+        task, rollouts = group_of(group)
+        try:
+            async with asyncio.timeout(seconds):
+                return _scores(await scorer.score_async(task, rollouts))
+        except TimeoutError:
+            problem = f"The reward functions took longer than {seconds:g} s for task {task.cursor}"
+            return failed(RewardFailure(f"{problem}. Make them faster, or raise reward.timeout_seconds."))
+        except UserError as error:
+            return failed(error)
+
+    return (score_together if scorer.is_async else score), {"is_async": scorer.is_async}
+
+
+def _scores(scored: Sequence[Rollout]) -> dict[str, Any]:
+    return {"scores": [[rollout.reward, dict(rollout.reward_parts)] for rollout in scored]}

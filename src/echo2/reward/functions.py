@@ -1,4 +1,4 @@
-"""Built-in rewards, in TRL's signature: `reward(completions, **columns) -> list[float | None]`, one number an attempt.
+"""Built-in rewards, in TRL's signature: `reward(completions, **columns) -> list[float | None]`, one number a rollout.
 
 All are 1.0 for right and 0.0 for wrong, except reasoning_gym, whose generators give partial credit. They read the
 column `answer` (reasoning_gym its own). A broken column raises UserError, for that is the data's fault; a completion
@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from decimal import Decimal
 from typing import Any
 
-from echo2.errors import InvariantError, UserError
+from echo2.errors import UserError
 from echo2.reward import confinement, sandbox
 
 Completion = str | Sequence[Mapping[str, str]]
@@ -69,24 +69,22 @@ def _in_sandbox(scorer: str, completions: Sequence[Completion], columns: Sequenc
     """Scores by a library that runs text, in a process without rights. A group has one task, so one column."""
     if not completions:
         return []
-    if any(column != columns[0] for column in columns):
-        raise InvariantError(f"{scorer}: the completions of one group have different columns")
     return list(sandbox.shared().score(scorer, columns[0], [text_of(completion) for completion in completions]))
 
 
 def logged_reward(
-    completions: Sequence[Completion], logged_attempts: Sequence[Mapping[str, Any]] | None = None, **_: Any
+    completions: Sequence[Completion], logged_rollouts: Sequence[Mapping[str, Any]] | None = None, **_: Any
 ) -> list[float | None]:
-    """What the log says that each attempt was worth; nothing for tasks that are not from a log."""
-    if logged_attempts is None:
+    """What the log says that each rollout was worth; nothing for tasks that are not from a log."""
+    if logged_rollouts is None:
         return [None] * len(completions)
-    return [float(column["attempts"][place]["reward"]) for place, column in enumerate(logged_attempts)]
+    return [float(column["rollouts"][place]["reward"]) for place, column in enumerate(logged_rollouts)]
 
 
 def environment_sum(
     completions: Sequence[Completion], environment_reward: Sequence[float] | None = None, **_: Any
 ) -> list[float | None]:
-    """What the environment gave for the attempt's actions, added up."""
+    """What the environment gave for the rollout's actions, added up."""
     if environment_reward is None:
         raise UserError("finds no reward of an environment: name one as tasks.environment")
     return list(environment_reward)
@@ -100,21 +98,17 @@ BUILT_IN: Mapping[str, Callable[..., list[float | None]]] = {
     "reasoning_gym": reasoning_gym_score,
     "logged": logged_reward,
 }
-# What a built-in imports when it is called, beyond echo2's own requirements: (module, how to get it).
-REQUIRES: Mapping[str, tuple[str, str]] = {
-    "math": ("math_verify", "pip install 'echo2[tasks]'"),
-    "reasoning_gym": ("reasoning_gym", "pip install 'echo2[tasks]'"),
-}
-
-#: Rewards whose library runs text: they are computed in a sandbox.
-RUN_TEXT = frozenset({"math", "reasoning_gym"})
+#: Rewards whose library runs text, and the module that it is: they are computed in a sandbox.
+RUN_TEXT: Mapping[str, str] = {"math": "math_verify", "reasoning_gym": "reasoning_gym"}
 
 
 def unusable(name: str) -> str:
     """Why a built-in reward cannot be computed here; nothing if it can."""
-    if name in REQUIRES and importlib.util.find_spec(REQUIRES[name][0]) is None:
-        return "needs {}: {}.".format(*REQUIRES[name])
-    if name in RUN_TEXT and (reason := confinement.missing()):
+    if name not in RUN_TEXT:
+        return ""
+    if importlib.util.find_spec(RUN_TEXT[name]) is None:
+        return f"needs {RUN_TEXT[name]}: pip install 'echo2[tasks]'."
+    if reason := confinement.missing():
         return (
             f"may run a completion as a program, and this machine has no sandbox for it: {reason}. Run the head on one "
             "that has, or write a reward of your own."

@@ -1,20 +1,22 @@
 """From what a user writes under `reward.functions` to a function that scores one group, whichever of two styles it has.
 
 * TRL's, one call a group: `reward(completions, prompts, completion_ids, <columns>, **others) -> list[float | None]`
-* verl's, one an attempt: `compute_score(data_source, solution_str, ground_truth, extra_info) -> float | {"score": ...}`
+* verl's, one a rollout: `compute_score(data_source, solution_str, ground_truth, extra_info) -> float | {"score": ...}`
 """
 
 from __future__ import annotations
 
+import asyncio
 import copy
 import inspect
+import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from echo2.errors import UserError, did_you_mean
-from echo2.plugins import load_named
 from echo2.reward.functions import BUILT_IN, unusable
+from echo2.sandbox.plugins import load_named
 from echo2.types import Rollout, Task
 
 VERL_PARAMETERS = ("solution_str", "ground_truth")
@@ -24,23 +26,51 @@ _KEYWORD = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_O
 @dataclass(frozen=True, slots=True)
 class RewardFunction:
     """One reward. `call(task, rollouts)` gives whatever the user's function returned, not yet checked: if it is
-    well-behaved, one value for each attempt. `name` is what metrics call it."""
+    well-behaved, one value for each rollout. `name` is what metrics call it. `is_async`: the call's value is awaited.
+    `columns`: those without which it cannot score a task; `ground_truth` may stand in `reward_model`, as verl has it.
+    """
 
     name: str
     call: Callable[[Task, Sequence[Rollout]], Any]
+    is_async: bool = False
+    columns: frozenset[str] = frozenset()
+
+    def missing_column(self, task: Task) -> str:
+        """A column that it needs and the task has not; empty: it has all."""
+        has = set(task.columns)
+        if isinstance(nested := task.columns.get("reward_model"), Mapping):
+            has |= nested.keys() & {"ground_truth"}
+        return min(self.columns - has, default="")
+
+
+def weighted(entry: str) -> tuple[float, str]:
+    """(weight, name) of an entry of `reward.functions`: "name" has weight 1, "0.2 * name" has 0.2.
+
+    Raises:
+        UserError: what stands before the * is no finite number.
+    """
+    number, star, name = entry.rpartition("*")
+    try:
+        weight = float(number) if star else 1.0
+    except ValueError:
+        weight = math.nan
+    if not math.isfinite(weight):
+        raise UserError(f"reward.functions has {entry!r}: expected a name, or a weight and a name as in '0.2 * math'.")
+    return weight, name.strip()
 
 
 def load_reward(spec: str) -> RewardFunction:
     """Find the function that `spec` names: a built-in, file.py:function or package.module:function.
 
     Raises:
-        UserError: there is no such function, it is asynchronous, or its signature fits neither style.
+        UserError: there is no such function, or its signature fits neither style.
     """
     if spec in BUILT_IN:
         if reason := unusable(spec):
             raise UserError(f"The reward {spec!r} {reason}")
         function: Callable[..., Any] = BUILT_IN[spec]
-        return RewardFunction(spec, _trl_style(function, inspect.signature(function), spec))
+        signature = inspect.signature(function)
+        return RewardFunction(spec, _trl_style(function, signature, spec), columns=_columns(signature))
     if ":" not in spec:
         hint = did_you_mean(spec, BUILT_IN)
         kinds = f"{', '.join(BUILT_IN)}, file.py:function or package.module:function"
@@ -48,11 +78,20 @@ def load_reward(spec: str) -> RewardFunction:
     function = load_named(spec)
     if not callable(function):
         raise UserError(f"The reward {spec} is no function but {type(function).__name__}.")
-    if inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__):
-        raise UserError(f"The reward {spec} is asynchronous. Make it a plain `def`: it runs in a process of its own.")
+    is_async = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
     signature = _signature(function, spec)
-    style = _verl_style if all(name in signature.parameters for name in VERL_PARAMETERS) else _trl_style
-    return RewardFunction(spec.rpartition(":")[2], style(function, signature, spec))
+    if all(name in signature.parameters for name in VERL_PARAMETERS):
+        call = _verl_style(function, signature, is_async)
+        columns = frozenset({"ground_truth"})
+    else:
+        call, columns = _trl_style(function, signature, spec), _columns(signature)
+    return RewardFunction(spec.rpartition(":")[2], call, is_async, columns)
+
+
+def _columns(signature: inspect.Signature) -> frozenset[str]:
+    """Parameters of a function in TRL's style that only a task's columns can fill."""
+    required = {p.name for p in signature.parameters.values() if p.kind in _KEYWORD and p.default is p.empty}
+    return frozenset(required - {"prompts", "completions", "completion_ids", "environment_reward"})
 
 
 def _signature(function: Callable[..., Any], spec: str) -> inspect.Signature:
@@ -65,7 +104,7 @@ def _signature(function: Callable[..., Any], spec: str) -> inspect.Signature:
 def _trl_style(
     function: Callable[..., Any], signature: inspect.Signature, spec: str
 ) -> Callable[[Task, Sequence[Rollout]], Any]:
-    """Everything is passed by name, as lists of one entry an attempt: what the function takes, or all with **kwargs."""
+    """Everything is passed by name, as lists of one entry a rollout: what the function takes, or all with **kwargs."""
     parameters = signature.parameters.values()
     takes = {parameter.name for parameter in parameters if parameter.kind in _KEYWORD}
     takes_all = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters)
@@ -86,45 +125,48 @@ def _trl_style(
 
 
 def _trl_arguments(task: Task, rollouts: Sequence[Rollout]) -> dict[str, list[Any]]:
-    """TRL's keyword arguments. Each attempt gets a copy of what the group shares, for a function may write into it."""
-    chat = not isinstance(task.prompt, str)
+    """TRL's keyword arguments. Each rollout gets a copy of what the group shares, for a function may write into it."""
+    prompt = task.prompt if isinstance(task.prompt, str) else [asdict(message) for message in task.prompt]
     played = [rollout.reward_parts["environment"] for rollout in rollouts if "environment" in rollout.reward_parts]
+    answers = [r.text if prompt is task.prompt else [{"role": "assistant", "content": r.text}] for r in rollouts]
     return {
         **{name: [copy.deepcopy(value) for _ in rollouts] for name, value in task.columns.items()},
-        "prompts": [_prompt(task) for _ in rollouts],
-        "completions": [[{"role": "assistant", "content": r.text}] if chat else r.text for r in rollouts],
+        "prompts": [copy.deepcopy(prompt) for _ in rollouts],
+        "completions": answers,
         "completion_ids": [r.tokens.tolist() for r in rollouts],
         **({"environment_reward": played} if len(played) == len(rollouts) else {}),
     }
 
 
-def _prompt(task: Task) -> str | list[dict[str, str]]:
-    if isinstance(task.prompt, str):
-        return task.prompt
-    return [{"role": message.role, "content": message.content} for message in task.prompt]
-
-
 def _verl_style(
-    function: Callable[..., Any], signature: inspect.Signature, spec: str
+    function: Callable[..., Any], signature: inspect.Signature, is_async: bool
 ) -> Callable[[Task, Sequence[Rollout]], Any]:
-    takes_all = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in signature.parameters.values())
+    """One call a rollout, all at once where they are awaited."""
 
     def call(task: Task, rollouts: Sequence[Rollout]) -> Any:
-        scores = []
-        for rollout in rollouts:
-            columns = copy.deepcopy(dict(task.columns))
-            arguments = {
-                "data_source": columns.get("data_source"),
-                "solution_str": rollout.text,
-                "ground_truth": _ground_truth(columns),
-                "extra_info": columns.get("extra_info"),
-            }
-            known = arguments if takes_all else {n: v for n, v in arguments.items() if n in signature.parameters}
-            score = function(**known)
-            scores.append(score["score"] if isinstance(score, Mapping) and "score" in score else score)
-        return scores
+        return [_verl_score(function(**_verl_arguments(signature, task, rollout))) for rollout in rollouts]
 
-    return call
+    async def call_async(task: Task, rollouts: Sequence[Rollout]) -> Any:
+        calls = [function(**_verl_arguments(signature, task, rollout)) for rollout in rollouts]
+        return [_verl_score(score) for score in await asyncio.gather(*calls)]
+
+    return call_async if is_async else call
+
+
+def _verl_arguments(signature: inspect.Signature, task: Task, rollout: Rollout) -> dict[str, Any]:
+    columns = copy.deepcopy(dict(task.columns))
+    arguments = {
+        "data_source": columns.get("data_source"),
+        "solution_str": rollout.text,
+        "ground_truth": _ground_truth(columns),
+        "extra_info": columns.get("extra_info"),
+    }
+    takes_all = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in signature.parameters.values())
+    return arguments if takes_all else {n: v for n, v in arguments.items() if n in signature.parameters}
+
+
+def _verl_score(score: Any) -> Any:
+    return score["score"] if isinstance(score, Mapping) and "score" in score else score
 
 
 def _ground_truth(columns: Mapping[str, Any]) -> Any:

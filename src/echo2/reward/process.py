@@ -1,220 +1,205 @@
-"""The user's reward functions in a process of their own beside the head, which they can neither stall nor kill.
+"""The user's reward functions in processes of their own beside the head, which they can neither stall nor kill.
 
-This is the head's side; what runs inside is `child.py`. It scores one group after the other, and groups that wait are
-sent together, so that nobody waits for a round trip. A call that takes too long is killed with everything it started; a
-process that dies is replaced at the next call; either is a `RewardFailure` of that one group.
+A process scores one group after the other, and the head starts more of them, up to one a core, where groups wait.
+Groups that wait for quick functions go in one request. Functions that are `async def` wait for somebody else (a judge
+behind an API), so that one process scores many groups at once.
 """
 
 from __future__ import annotations
 
 import asyncio
-import sys
+import math
+import os
+import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from echo2 import pipes
-from echo2.errors import InvariantError, PeerError, UserError
 from echo2.reward import frames
 from echo2.reward.score import RewardFailure
+from echo2.sandbox.process import CodeFailure, CodeProcess
 from echo2.types import Rollout, Task
 
-STARTUP_SECONDS = 120.0  # imports of the user's module: some load a judge or a word list
-EXIT_SECONDS = 1.0  # from closing its pipe to being gone, for a child that ends by itself
-REAP_SECONDS = 5.0
-MAX_LOG_BYTES = 16 << 20  # a longer log is begun anew at the next start of the process
-LOG_CHARS_SHOWN = 1500
-GROUPS_AT_ONCE = 16  # sent before the first of them is answered
+#: Processes at most, however many cores there are: each imports the user's module.
+PROCESSES_MAX = 16
+#: A group that waits so long for a free process gets another one.
+GROW_SECONDS = 0.5
+#: One request holds groups that take so long together, by the seconds of those before them; and so many at most.
+REQUEST_SECONDS = 0.05
+REQUEST_GROUPS_MAX = 64
+#: Groups in flight in one process whose functions are asynchronous.
+GROUPS_TOGETHER = 64
+#: Beyond `timeout_seconds`, for an asynchronous function to be cancelled in its process.
+CANCEL_SECONDS = 5.0
+ADVICE = "Make it faster, or raise reward.timeout_seconds."
 
 
-@dataclass(frozen=True, slots=True)
-class _Waiting:
-    """A group to be scored, as a frame; and what the child will answer."""
+def groups_at_once(is_async: bool) -> int:
+    """Groups that this machine scores side by side, at most."""
+    return GROUPS_TOGETHER if is_async else min(PROCESSES_MAX, os.cpu_count() or 1)
 
-    frame: bytes
+
+@dataclass(eq=False, slots=True)
+class _Group:
+    """A group that waits for its scores: those and the seconds that they took, or why there are none."""
+
+    message: dict[str, Any]
     doing: str
-    answer: asyncio.Future[dict[str, Any]]
+    answer: asyncio.Future[tuple[dict[str, Any], float]]
 
 
-class RewardProcess:
-    """Scores groups in a child process, which is started at the first call (or by `start`) and lives until `close`.
+class RewardProcesses:
+    """Scores groups in child processes, the first of which is started at the first call (or by `start`).
 
-    `specs` and `weights` as for `Scorer`; relative paths are relative to this process's working directory. `log_path`
-    takes what the functions print.
+    `functions` as for `Scorer`; relative paths are relative to this process's working directory. `log_path`
+    takes what the functions print. `num_processes`: at most (default: one a core).
     """
 
-    def __init__(self, specs: Sequence[str], weights: Sequence[float], timeout_seconds: float, log_path: Path) -> None:
-        self._setup = {"specs": list(specs), "weights": list(weights)}
+    def __init__(
+        self,
+        functions: Sequence[str],
+        timeout_seconds: float,
+        log_path: Path,
+        num_processes: int = 0,
+    ) -> None:
+        setup = {"functions": list(functions), "timeout_seconds": timeout_seconds}
+        self._process_arguments = ("The reward process", "echo2.reward.frames:make_handler", setup, log_path)
         self._timeout_seconds = timeout_seconds
-        self._log_path = log_path
-        self._process: asyncio.subprocess.Process | None = None
-        self._turn = asyncio.Lock()
-        self._waiting: deque[_Waiting] = deque()
+        self._most = num_processes or groups_at_once(is_async=False)
+        self._processes = [CodeProcess(*self._process_arguments)]
+        self._alone: CodeProcess | None = None
+        self._alone_turn = asyncio.Lock()
+        self._free: asyncio.LifoQueue[CodeProcess] = asyncio.LifoQueue()
+        self._is_async: bool | None = None
+        self._waiting: deque[_Group] = deque()
+        self._requests: dict[asyncio.Task[None], list[_Group]] = {}
+        self._is_asking = False  # for a process that is free
+        self._seconds = math.inf  # that the newest groups took
 
     @property
-    def pid(self) -> int | None:
-        """Of the child that is running now."""
-        alive = self._process is not None and self._process.returncode is None
-        return self._process.pid if alive and self._process is not None else None
+    def most_at_once(self) -> int:
+        """Groups that are scored side by side, at most; known once `start` has been awaited."""
+        return GROUPS_TOGETHER if self._is_async else self._most
+
+    @property
+    def pids(self) -> list[int]:
+        """Of the children that are running now."""
+        return [process.pid for process in self._all() if process.pid is not None]
 
     async def start(self) -> None:
-        """Start the child now, so that a function that cannot be loaded is known before there is anything to score.
+        """Start the first child now, so that a function that cannot be loaded is known before there is anything to
+        score.
 
         Raises:
             UserError: it cannot be loaded; the message says which and why.
         """
-        async with self._turn:
-            await self._running()
+        said = await self._processes[0].start()
+        if self._is_async is None:
+            self._is_async = bool(said["is_async"])
+            self._most = 1 if self._is_async else self._most
+            for _ in range(GROUPS_TOGETHER if self._is_async else 1):
+                self._free.put_nowait(self._processes[0])
 
-    async def score(self, task: Task, rollouts: Sequence[Rollout]) -> tuple[Rollout, ...]:
-        """The same rollouts with `reward_parts` and `reward` filled in.
+    async def score(self, task: Task, rollouts: Sequence[Rollout]) -> tuple[tuple[Rollout, ...], float]:
+        """The same rollouts with `reward_parts` and `reward` filled in, and the seconds that took in the process.
 
         Raises:
             RewardFailure: a function raised, returned no score, took over `timeout_seconds` or ended the process.
             UserError: the functions cannot be loaded.
         """
-        doing = f"scoring task {task.cursor}"
+        if self._is_async is None:
+            await self.start()
+        answer = asyncio.get_running_loop().create_future()
+        self._waiting.append(_Group(frames.group_message(task, rollouts), f"scoring task {task.cursor}", answer))
+        self._request_soon()
         try:
-            frame = pipes.encode(frames.group_message(task, rollouts))
-        except PeerError as error:
-            raise RewardFailure(f"The reward process cannot go on while {doing}: {error}.") from error
-        waiting = _Waiting(frame, doing, asyncio.get_running_loop().create_future())
-        self._waiting.append(waiting)
-        try:
-            while not waiting.answer.done():
-                async with self._turn:
-                    if not waiting.answer.done():
-                        await self._score_some()
-        finally:
-            if not waiting.answer.done():
-                self._waiting = deque(one for one in self._waiting if one is not waiting)
-        answer = waiting.answer.result()
-        if "failed" in answer:
-            raise RewardFailure(answer["failed"])
-        return tuple(
+            found, seconds = await answer
+        except asyncio.CancelledError:
+            for request, groups in self._requests.items():
+                if groups and all(group.answer.cancelled() for group in groups) and not request.cancelling():
+                    request.cancel()
+            raise
+        if "failed" in found:
+            raise RewardFailure(found["failed"], seconds, found["traceback"])
+        scored = tuple(
             replace(rollout, reward=reward, reward_parts=parts)
-            for rollout, (reward, parts) in zip(rollouts, answer["scores"], strict=True)
+            for rollout, (reward, parts) in zip(rollouts, found["scores"], strict=True)
         )
-
-    async def _score_some(self) -> None:
-        """Send the groups that waited longest and take their answers, up to the first that costs the process. Those
-        behind that one wait again.
-        """
-        process = await self._running()
-        sent = deque(self._waiting.popleft() for _ in range(min(GROUPS_AT_ONCE, len(self._waiting))))
-        writing = asyncio.ensure_future(_write(process, *(one.frame for one in sent)))
-        try:
-            while sent and self._process is process:
-                try:
-                    answer = await self._answer(process, self._timeout_seconds, sent[0].doing)
-                except RewardFailure as failure:
-                    answer = {"failed": str(failure)}
-                sent.popleft().answer.set_result(answer)
-        finally:
-            writing.cancel()
-            await asyncio.gather(writing, return_exceptions=True)  # a pipe that broke was seen by the reader too
-            self._waiting.extendleft(reversed(sent))
+        return scored, seconds
 
     async def close(self) -> None:
-        """End the child; whatever it was doing is abandoned."""
-        await self._kill()
+        """End the children; whatever they were doing is abandoned."""
+        for request in self._requests:
+            if not request.cancelling():  # again, it would not wait for its process to end
+                request.cancel()
+        await asyncio.gather(*self._requests, return_exceptions=True)
+        for process in self._all():
+            await process.close()
 
-    async def _running(self) -> asyncio.subprocess.Process:
-        if self._process is not None and self._process.returncode is None:
-            return self._process
-        self._process = process = await self._spawn()
-        writing = asyncio.ensure_future(_write(process, pipes.encode(self._setup)))
-        answer = await self._answer(process, STARTUP_SECONDS, "loading the reward functions")
-        await asyncio.gather(writing, return_exceptions=True)
-        if "failed" in answer:
-            await self._kill()
-            raise UserError(answer["failed"])
-        return process
+    def _request_soon(self) -> None:
+        """One request at a time waits for a process; what comes meanwhile may go with it."""
+        if self._waiting and not self._is_asking:
+            self._is_asking = True
+            groups: list[_Group] = []
+            request = asyncio.ensure_future(self._request(groups))
+            self._requests[request] = groups
+            request.add_done_callback(self._requests.pop)
 
-    async def _spawn(self) -> asyncio.subprocess.Process:
+    async def _request(self, groups: list[_Group]) -> None:
+        """Consumes: groups that wait. Produces: their answers. Waits for: a process that is free. A group whose process
+        ended while it held others may not be the cause: it is tried alone.
+        """
+        process = await self._take()
         try:
-            with self._open_log() as log:
-                return await asyncio.create_subprocess_exec(
-                    *(sys.executable, "-m", "echo2.reward.child"),
-                    stdin=asyncio.subprocess.PIPE,
-                    stdout=asyncio.subprocess.PIPE,
-                    stderr=log,
-                    env=pipes.child_environment(),
-                    start_new_session=True,  # a group to kill as a whole; and Ctrl-C is the head's to handle
-                )
-        except OSError as error:
-            raise UserError(f"Cannot start the reward process (log {self._log_path}): {error}.") from error
-
-    def _open_log(self) -> Any:
-        self._log_path.parent.mkdir(parents=True, exist_ok=True)
-        if self._log_path.exists() and self._log_path.stat().st_size > MAX_LOG_BYTES:
-            self._log_path.write_bytes(b"")
-        return self._log_path.open("ab")  # appending: it may be cut while it is written
-
-    async def _answer(self, process: asyncio.subprocess.Process, seconds: float, doing: str) -> dict[str, Any]:
-        """The next answer. Whatever keeps it away leaves no child behind: a late answer must not be taken for the next
-        group's."""
-        try:
-            async with asyncio.timeout(seconds):
-                return await _read(process)
-        except TimeoutError as error:
-            await self._kill()
-            raise RewardFailure(
-                f"The reward process took longer than {seconds:g} s for {doing} and was stopped. Make it faster, or "
-                f"raise reward.timeout_seconds. {self._last_words()}"
-            ) from error
-        except (EOFError, ConnectionError) as error:  # asyncio's IncompleteReadError is an EOFError
-            status = await self._kill(EXIT_SECONDS)
-            raise RewardFailure(
-                f"The reward process {pipes.ending(status)} while {doing}. {self._last_words()}"
-            ) from error
-        except PeerError as error:
-            await self._kill()
-            raise RewardFailure(f"The reward process cannot go on while {doing}: {error}.") from error
-        except BaseException:
-            await self._kill()
-            raise
-
-    async def _kill(self, grace_seconds: float = 0.0) -> int | None:
-        """End the child and everything it started. Its exit status: its own if it ended within `grace_seconds`."""
-        process, self._process = self._process, None
-        if process is None:
-            return None
-        try:
-            await asyncio.wait_for(process.wait(), grace_seconds)
-        except TimeoutError:
-            pass
+            most = max(1, min(REQUEST_GROUPS_MAX, int(REQUEST_SECONDS / self._seconds)))
+            groups += [self._waiting.popleft() for _ in range(min(most, len(self._waiting)))]
+            self._is_asking = False
+            self._request_soon()
+            left = await self._answer(process, [group for group in groups if not group.answer.done()])
         finally:
-            pipes.kill_group(process.pid)
+            self._free.put_nowait(process)
+        for group in left:
+            async with self._alone_turn:
+                self._alone = self._alone or CodeProcess(*self._process_arguments)
+                await self._answer(self._alone, [group])
+
+    async def _answer(self, process: CodeProcess, groups: Sequence[_Group]) -> Sequence[_Group]:
+        """Have these groups scored. Returns them where one of them, nobody knows which, broke the process."""
+        if not groups:
+            return ()
+        seconds = self._timeout_seconds + (CANCEL_SECONDS if self._is_async else 0.0)
+        request, began = {"groups": [group.message for group in groups]}, time.monotonic()
         try:
-            return await asyncio.wait_for(process.wait(), REAP_SECONDS)
-        except TimeoutError:
-            return None  # something that left the process group holds a pipe; the child itself is dead
+            answer = await process.call(request, seconds, groups[0].doing, ADVICE)
+            found = list(zip(groups, answer["groups"], strict=True))
+        except CodeFailure as failure:
+            if failure.is_shared or len(groups) > 1:
+                return groups
+            found = [(groups[0], {"failed": str(failure), "traceback": failure.traceback})]
+        except Exception as error:
+            for group in groups:
+                if not group.answer.done():
+                    group.answer.set_exception(error)
+            return ()
+        self._seconds = max(1e-6, (time.monotonic() - began) / len(groups))
+        for group, scores in found:
+            if not group.answer.done():
+                group.answer.set_result((scores, self._seconds))
+        return ()
 
-    def _last_words(self) -> str:
-        """The end of the log, for the message: a crash says there what it has to say."""
-        try:
-            with self._log_path.open("rb") as log:
-                log.seek(max(0, self._log_path.stat().st_size - LOG_CHARS_SHOWN))
-                text = log.read().decode(errors="replace").strip().replace("\n", " | ")
-        except OSError:
-            text = ""
-        return f"Its log {self._log_path} " + (f"ends: {text}" if text else "is empty.")
+    async def _take(self) -> CodeProcess:
+        """A process that is free; where none is for too long, one more."""
+        if self._free.empty() and len(self._processes) < self._most:
+            try:
+                async with asyncio.timeout(GROW_SECONDS):
+                    return await self._free.get()
+            except TimeoutError:
+                if len(self._processes) < self._most:
+                    self._processes.append(CodeProcess(*self._process_arguments))
+                    return self._processes[-1]
+        return await self._free.get()
 
-
-async def _write(process: asyncio.subprocess.Process, *sent: bytes) -> None:
-    if process.stdin is None:
-        raise InvariantError("the reward process was started without pipes")
-    for frame in sent:
-        process.stdin.write(frame)
-        await process.stdin.drain()
-
-
-async def _read(process: asyncio.subprocess.Process) -> dict[str, Any]:
-    if process.stdout is None:
-        raise InvariantError("the reward process was started without pipes")
-    header = await process.stdout.readexactly(pipes.HEADER.size)
-    length = pipes.checked_length(pipes.HEADER.unpack(header)[0])
-    return pipes.decode(await process.stdout.readexactly(length))
+    def _all(self) -> list[CodeProcess]:
+        return [*self._processes, *([self._alone] if self._alone is not None else [])]

@@ -7,16 +7,16 @@ completion in it is a fork without rights (`sandbox_child.py`).
 from __future__ import annotations
 
 import atexit
+import contextlib
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
-from echo2 import pipes
 from echo2.errors import PeerError, UserError
+from echo2.sandbox import pipes
 
 STARTUP_SECONDS = 120.0  # imports of the scorer's library
 SECONDS_PER_COMPLETION = 10.0  # beyond what `sandbox_child.py` lets one take
@@ -40,16 +40,20 @@ class Sandbox:
         """
         request = {"scorer": scorer, "column": column, "texts": list(texts)}
         with self._turn:
-            until = time.monotonic() + STARTUP_SECONDS + SECONDS_PER_COMPLETION * len(texts)
+            process = self._running()
+            seconds = STARTUP_SECONDS + SECONDS_PER_COMPLETION * len(texts)
+            killer = threading.Timer(seconds, process.kill)  # its pipes end by it
+            killer.start()
             try:
-                process = self._running()
-                answer = pipes.exchange(process, pipes.encode(request), until)
+                answer = _exchanged(process, request)
             except (EOFError, OSError, PeerError) as error:
                 self._kill()
                 raise UserError(f"cannot run: its process did not answer ({type(error).__name__})") from error
             except BaseException:
                 self._kill()  # a late answer must not be taken for the next group's
                 raise
+            finally:
+                killer.cancel()
         if "failed" in answer:
             raise UserError(answer["failed"])
         return [float(score) for score in answer["scores"]]
@@ -66,7 +70,6 @@ class Sandbox:
         if self._process is None:
             self._process = subprocess.Popen(
                 (sys.executable, "-P", "-m", "echo2.reward.sandbox_child"),
-                bufsize=0,
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 cwd="/",
@@ -81,7 +84,19 @@ class Sandbox:
             process.wait(EXIT_SECONDS)
             for pipe in (process.stdin, process.stdout):
                 if pipe is not None:
-                    pipe.close()
+                    with contextlib.suppress(BrokenPipeError):  # what was not sent is not wanted any more
+                        pipe.close()
+
+
+def _exchanged(process: subprocess.Popen[bytes], request: dict[str, Any]) -> dict[str, Any]:
+    assert process.stdin is not None
+    assert process.stdout is not None
+    process.stdin.write(pipes.encode(request))
+    process.stdin.flush()
+    answer = pipes.read(process.stdout)
+    if answer is None:
+        raise EOFError
+    return answer
 
 
 @cache

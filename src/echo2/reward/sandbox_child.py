@@ -18,10 +18,10 @@ import traceback
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
-from echo2 import pipes
 from echo2.errors import UserError
 from echo2.reward import confinement, expressions, text_scorers
 from echo2.reward.text_scorers import Score
+from echo2.sandbox import pipes
 
 COMPLETION_SECONDS = 5.0  # for each completion, and
 GROUP_SECONDS = 20.0  # when a group has cost so much,
@@ -35,6 +35,7 @@ _UNREADABLE = -2.0  # instead of a score: the task's own column is at fault
 
 
 def main() -> None:
+    """Answer one request after the other until standard input ends."""
     logging.disable()  # math-verify warns of its missing time limit
     inbox, outbox = pipes.take()
     unconfined = confinement.missing()  # asked here for its side effect too: what it loads, a fork could not

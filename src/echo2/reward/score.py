@@ -8,6 +8,8 @@ is lost.
 
 from __future__ import annotations
 
+import asyncio
+import inspect
 import math
 import numbers
 from collections.abc import Sequence
@@ -15,40 +17,52 @@ from dataclasses import replace
 from typing import Any
 
 from echo2.errors import UserError
-from echo2.plugins import innermost_line
-from echo2.reward.load import RewardFunction, load_reward
+from echo2.printable import shown
+from echo2.reward.load import RewardFunction, load_reward, weighted
+from echo2.sandbox.plugins import innermost_line
 from echo2.types import Rollout, Task
 
-PROMPT_CHARS_SHOWN = 120
-#: Size of a score and of a reward: beyond it, one attempt would outweigh all the others of its step. As the wire's.
+#: Size of a score and of a reward: beyond it, one rollout would outweigh all the others of its step. As the wire's.
 REWARD_MAX = 1e6
 
 
 class RewardFailure(UserError):
-    """A reward function raised, hung, died or returned what is no score. The message is for its author."""
+    """A reward function raised, hung, died or returned what is no score. The message is for its author. `seconds`:
+    what the scoring took; `traceback`: of the function, where it raised."""
+
+    def __init__(self, message: str, seconds: float = 0.0, traceback: str = "") -> None:
+        super().__init__(message)
+        self.seconds, self.traceback = seconds, traceback
 
 
 class Scorer:
-    """The run's reward functions, loaded, with a weight each (no weights: 1.0 each).
+    """The run's reward functions, loaded, each with its weight: `entries` are those of `reward.functions`.
 
     Raises:
-        UserError: no functions, a function that cannot be loaded, two of one name, or weights that don't fit.
+        UserError: no functions, a function that cannot be loaded, two of one name, or a weight that is no number.
     """
 
-    def __init__(self, specs: Sequence[str], weights: Sequence[float] = ()) -> None:
-        if not specs:
+    def __init__(self, entries: Sequence[str]) -> None:
+        if not entries:
             raise UserError("reward.functions is empty: name at least one, e.g. exact_match.")
-        if weights and len(weights) != len(specs):
-            raise UserError(f"{len(weights)} reward.weights for {len(specs)} reward.functions: give one each, or none.")
-        if not all(math.isfinite(weight) for weight in weights):
-            raise UserError(f"reward.weights = {list(weights)}: they must be finite numbers.")
-        self._functions = [load_reward(spec) for spec in specs]
-        self._weights = list(weights) or [1.0] * len(specs)
+        found = [weighted(entry) for entry in entries]
+        self._weights = [weight for weight, _ in found]
+        self._functions = [load_reward(name) for _, name in found]
         names = [function.name for function in self._functions]
         if len(set(names)) < len(names):
             raise UserError(
                 f"Two reward functions have one name, which metrics could not tell apart: {names}. Rename one."
             )
+
+    @property
+    def is_async(self) -> bool:
+        """Whether a function is a coroutine function: then `score_async` is the one to call."""
+        return any(function.is_async for function in self._functions)
+
+    def missing_columns(self, task: Task) -> list[tuple[str, str]]:
+        """(function, column) where a function needs a column that the task has not."""
+        found = [(function.name, function.missing_column(task)) for function in self._functions]
+        return [(name, column) for name, column in found if column]
 
     def score(self, task: Task, rollouts: Sequence[Rollout]) -> tuple[Rollout, ...]:
         """The same rollouts with `reward_parts` and `reward` filled in.
@@ -56,18 +70,42 @@ class Scorer:
         Raises:
             RewardFailure: see there.
         """
+        return self._added(task, rollouts, [_call(function, task, rollouts) for function in self._functions])
+
+    async def score_async(self, task: Task, rollouts: Sequence[Rollout]) -> tuple[Rollout, ...]:
+        """As `score`, all functions at once; what is asynchronous is awaited.
+
+        Raises:
+            RewardFailure: see there.
+        """
+        calls = [_call_async(function, task, rollouts) for function in self._functions]
+        try:
+            values = await asyncio.gather(*calls)
+        except asyncio.CancelledError as error:
+            asked = asyncio.current_task()
+            if asked is not None and asked.cancelling():
+                raise
+            # It came out of a function, whose own task group or judge was cancelled.
+            names = ", ".join(function.name for function in self._functions)
+            raise _failure(names, f"was cancelled at {innermost_line(error)}", task) from error
+        return self._added(task, rollouts, values)
+
+    def _added(
+        self, task: Task, rollouts: Sequence[Rollout], values: Sequence[Sequence[float | None]]
+    ) -> tuple[Rollout, ...]:
         parts: list[dict[str, float]] = [{} for _ in rollouts]
         totals = [0.0] * len(rollouts)
-        for function, weight in zip(self._functions, self._weights, strict=True):
-            for i, value in enumerate(_call(function, task, rollouts)):
+        for function, weight, column in zip(self._functions, self._weights, values, strict=True):
+            for i, value in enumerate(column):
                 if value is not None:
                     parts[i][function.name] = value
                     totals[i] += weight * value
+        names = ", ".join(function.name for function in self._functions)
         for i, found in enumerate(parts):
             if not found:
-                raise _failure("reward", f"returned None for attempt {i}: no function scores this task", task)
+                raise _failure(names, f"returned None for rollout {i}: no function scores this task", task)
             if not abs(totals[i]) <= REWARD_MAX:  # NaN is not, either
-                raise _failure("reward", f"adds up to {totals[i]}; +-{REWARD_MAX:g} is the most", task)
+                raise _failure(names, f"adds up to {totals[i]}; +-{REWARD_MAX:g} is the most", task)
         return tuple(
             replace(rollout, reward=total, reward_parts=found)
             for rollout, total, found in zip(rollouts, totals, parts, strict=True)
@@ -77,14 +115,31 @@ class Scorer:
 def _call(function: RewardFunction, task: Task, rollouts: Sequence[Rollout]) -> list[float | None]:
     try:
         returned = function.call(task, rollouts)
-    except UserError as error:
-        raise _failure(function.name, str(error), task) from error
     except Exception as error:
-        raise _failure(function.name, f"raised at {innermost_line(error)}", task) from error
+        raise _raised(function, error, task) from error
+    return _checked(function, returned, task, rollouts)
+
+
+async def _call_async(function: RewardFunction, task: Task, rollouts: Sequence[Rollout]) -> list[float | None]:
+    try:
+        returned = function.call(task, rollouts)
+        if inspect.isawaitable(returned):
+            returned = await returned
+    except Exception as error:
+        raise _raised(function, error, task) from error
+    return _checked(function, returned, task, rollouts)
+
+
+def _raised(function: RewardFunction, error: Exception, task: Task) -> RewardFailure:
+    problem = str(error) if isinstance(error, UserError) else f"raised at {innermost_line(error)}"
+    return _failure(function.name, problem, task)
+
+
+def _checked(function: RewardFunction, returned: Any, task: Task, rollouts: Sequence[Rollout]) -> list[float | None]:
     if hasattr(returned, "tolist"):  # numpy and torch
         returned = returned.tolist()
     if not isinstance(returned, list | tuple):
-        raise _failure(function.name, f"returned {_short(returned)}, not a list of floats", task)
+        raise _failure(function.name, f"returned {shown(returned)}, not a list of floats", task)
     if len(returned) != len(rollouts):
         raise _failure(function.name, f"returned {len(returned)} scores for {len(rollouts)} completions", task)
     return [_number(function.name, value, task) for value in returned]
@@ -94,7 +149,7 @@ def _number(name: str, value: Any, task: Task) -> float | None:
     if value is None:
         return None
     if not isinstance(value, numbers.Real):
-        raise _failure(name, f"returned {_short(value)} ({type(value).__name__}) as a score, not a float or None", task)
+        raise _failure(name, f"returned {shown(value)} ({type(value).__name__}) as a score, not a float or None", task)
     try:
         score = float(value)
     except OverflowError:
@@ -110,9 +165,4 @@ def _number(name: str, value: Any, task: Task) -> float | None:
 
 def _failure(name: str, problem: str, task: Task) -> RewardFailure:
     prompt = task.prompt if isinstance(task.prompt, str) else task.prompt[-1].content
-    return RewardFailure(f"The reward function {name} {problem}. Prompt (task {task.cursor}): {_short(prompt)}")
-
-
-def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= PROMPT_CHARS_SHOWN else text[: PROMPT_CHARS_SHOWN - 3] + "..."
+    return RewardFailure(f"The reward function {name} {problem}. Prompt (task {task.cursor}): {shown(prompt)}")

@@ -22,15 +22,24 @@ from torch.nn import functional
 
 from echo2.errors import PeerError
 from echo2.rollout.architecture import Architecture, Rope, read_architecture
+from echo2.rollout.decode_loop import DecodeLoop
+from echo2.rollout.engine import Engine
+from echo2.rollout.rows import Limits
 from echo2.rollout.snapshot_files import end_tokens, read_config
 from echo2.rollout.snapshot_tensors import FLOAT_DTYPES, read_tensor, require_names
-from echo2.rollout.torch_engine import Cache, Limits
+from echo2.rollout.torch_engine import Cache, TorchDecoder
 from echo2.types import Snapshot
 
 GROW_COLUMNS = 32
 """The cache grows by at least this many columns, and by half of itself: few copies, little unused memory."""
 PREFILL_TOKENS = 1 << 15
 """Prompt tokens read at once (at least one prompt); bounds the memory of long prompts."""
+
+
+def make_engine(device: str, slots: int) -> Engine:
+    """The engine `compact`."""
+    return DecodeLoop(TorchDecoder(build_compact, device), slots)
+
 
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 
@@ -49,43 +58,59 @@ class Layer:
 
 
 class CompactCache:
-    """Keys and values, [L, 2, B, K, C, E]. Columns [0, prompt_columns) hold prompts, left-aligned: a shorter one
-    leaves a gap, which is masked. The columns after it hold one sampled token each, the same column for every row."""
+    """Keys and values, [L, 2, B, K, C, E]. A row's tokens lie in its first columns; what lies behind them is finite and
+    masked, for rows are of different lengths."""
 
-    def __init__(self, kv: Tensor, used: int, prompt_columns: int, lengths_B: Tensor) -> None:
+    can_join = True
+
+    def __init__(self, kv: Tensor, lengths_B: Tensor, longest: int) -> None:
         self.kv = kv
-        self.used = used
-        self._prompt_columns = prompt_columns
-        self._lengths_B = lengths_B
-        self._has_gaps = bool((lengths_B != prompt_columns).any())
+        self.lengths_B = lengths_B
+        self.longest = longest
 
     def select(self, rows: Tensor) -> CompactCache:
         """These rows; they may repeat."""
-        return CompactCache(
-            self.kv.index_select(2, rows), self.used, self._prompt_columns, self._lengths_B.index_select(0, rows)
-        )
+        lengths_B = self.lengths_B.index_select(0, rows)
+        longest = int(lengths_B.max())
+        kv = self.kv.new_zeros(self._shape(len(rows), longest))
+        self._copy(kv, 0, rows, longest)
+        return CompactCache(kv, lengths_B, longest)
+
+    def join(self, rows: Tensor, other: Cache, other_rows: Tensor) -> CompactCache:
+        """These rows, and behind them those of another cache."""
+        assert isinstance(other, CompactCache)
+        own_B, other_B = self.lengths_B.index_select(0, rows), other.lengths_B.index_select(0, other_rows)
+        own, others = int(own_B.max()), int(other_B.max())
+        longest = max(own, others)
+        kv = self.kv.new_zeros(self._shape(len(rows) + len(other_rows), longest))
+        self._copy(kv, 0, rows, own)
+        other._copy(kv, len(rows), other_rows, others)
+        return CompactCache(kv, torch.cat((own_B, other_B)), longest)
+
+    def _shape(self, rows: int, columns: int) -> tuple[int, ...]:
+        layers, two, _, heads, _, head_dim = self.kv.shape
+        return (layers, two, rows, heads, columns + GROW_COLUMNS, head_dim)
+
+    def _copy(self, to: Tensor, first: int, rows: Tensor, columns: int) -> None:
+        """Layer by layer: what is copied twice is one layer."""
+        for source, target in zip(self.kv, to, strict=True):
+            target[:, first : first + len(rows), :, :columns] = source[:, :, :, :columns].index_select(1, rows)
 
     def open_column(self) -> None:
         """Make room for one more token per row."""
-        if self.used == self.kv.shape[4]:
-            capacity = self.used + max(GROW_COLUMNS, self.used // 2)
-            grown = self.kv.new_empty((*self.kv.shape[:4], capacity, self.kv.shape[5]))
-            grown[:, :, :, :, : self.used] = self.kv
+        if self.longest == self.kv.shape[4]:
+            layers, two, rows, heads, columns, head_dim = self.kv.shape
+            more = max(GROW_COLUMNS, columns // 2)
+            grown = self.kv.new_zeros((layers, two, rows, heads, columns + more, head_dim))
+            grown[:, :, :, :, :columns] = self.kv
             self.kv = grown
-        self.used += 1
+        self.longest += 1
 
-    @property
-    def next_position_B(self) -> Tensor:
-        """Position of the token that goes into the newest column."""
-        return self._lengths_B + (self.used - 1 - self._prompt_columns)
-
-    def mask_B11C(self) -> Tensor | None:
-        """To be added to attention scores: -inf in the gaps. None: there are no gaps."""
-        if not self._has_gaps:
-            return None
-        column_C = torch.arange(self.used, device=self.kv.device)
-        is_gap_BC = (column_C >= self._lengths_B[:, None]) & (column_C < self._prompt_columns)
-        mask_BC = torch.zeros(is_gap_BC.shape, device=self.kv.device).masked_fill_(is_gap_BC, float("-inf"))
+    def mask_B11C(self) -> Tensor:
+        """To be added to attention scores: -inf behind each row's newest token."""
+        column_C = torch.arange(self.longest, device=self.kv.device)
+        is_behind_BC = column_C > self.lengths_B[:, None]
+        mask_BC = torch.zeros(is_behind_BC.shape, device=self.kv.device).masked_fill_(is_behind_BC, float("-inf"))
         return mask_BC[:, None, None, :]
 
 
@@ -100,36 +125,26 @@ class CompactModel:
         self._head_VD = self._embed_VD if arch.tied else tensors["lm_head.weight"]
         self._layers = [_layer(arch, tensors, f"model.layers.{layer}.") for layer in range(arch.num_layers)]
         self._frequency_E = rope_frequencies(arch.rope, arch.head_dim).to(self._embed_VD.device).repeat(2)
-        self._limits = Limits(arch.vocab_size, arch.max_positions, end)
+        self.limits = Limits(arch.vocab_size, arch.max_positions, end)
+        self.architecture = (arch, self._embed_VD.dtype)
 
-    @property
-    def limits(self) -> Limits:
-        return self._limits
-
-    @property
-    def architecture(self) -> tuple[Architecture, torch.dtype]:
-        return self._arch, self._embed_VD.dtype
-
-    def prefill(self, prompts: Sequence[array[int]], max_tokens: int) -> tuple[CompactCache, Tensor]:
+    def prefill(self, prompts: Sequence[array[int]]) -> CompactCache:
         """Read the prompts, right-padded: causal attention keeps the padding from mattering."""
         arch, device = self._arch, self._embed_VD.device
         lengths = [len(prompt) for prompt in prompts]
         columns = max(lengths)
         tokens_RT = torch.zeros((len(prompts), columns), dtype=torch.long)
         for row, prompt in enumerate(prompts):
-            tokens_RT[row, : len(prompt)] = torch.tensor(prompt)
-        capacity = columns + min(max_tokens, GROW_COLUMNS)
-        kv = self._embed_VD.new_empty((arch.num_layers, 2, len(prompts), arch.num_kv_heads, capacity, arch.head_dim))
-        lengths_R = torch.tensor(lengths, device=device)
+            tokens_RT[row, : len(prompt)] = torch.tensor(prompt, dtype=torch.long)
+        kv = self._embed_VD.new_empty((arch.num_layers, 2, len(prompts), arch.num_kv_heads, columns, arch.head_dim))
         cos_sin = self._rotation(torch.arange(columns, device=device)[None])
-        logits = []
-        step = max(1, PREFILL_TOKENS // columns)
-        for start in range(0, len(prompts), step):
+        step = max(1, PREFILL_TOKENS // max(1, columns))
+        for start in range(0, len(prompts) if columns else 0, step):
             part = slice(start, min(start + step, len(prompts)))
 
             def attend(layer: int, q_BTHE: Tensor, k_BTKE: Tensor, v_BTKE: Tensor, part: slice = part) -> Tensor:
                 k_BKTE, v_BKTE = k_BTKE.transpose(1, 2), v_BTKE.transpose(1, 2)
-                kv[layer, 0, part, :, :columns], kv[layer, 1, part, :, :columns] = k_BKTE, v_BKTE
+                kv[layer, 0, part], kv[layer, 1, part] = k_BKTE, v_BKTE
                 out_BHTE = functional.scaled_dot_product_attention(
                     q_BTHE.transpose(1, 2),
                     k_BKTE,
@@ -139,33 +154,33 @@ class CompactModel:
                 )
                 return out_BHTE.transpose(1, 2)
 
-            hidden_BTD = self._run(self._embed_VD[tokens_RT[part].to(device)], cos_sin, attend)
-            last_B = lengths_R[part] - 1
-            logits.append(self._logits(hidden_BTD[torch.arange(len(last_B), device=device), last_B]))
-        return CompactCache(kv, columns, columns, lengths_R), torch.cat(logits)
+            self._run(self._embed_VD[tokens_RT[part].to(device)], cos_sin, attend)
+        return CompactCache(kv, torch.tensor(lengths, device=device), columns)
 
     def step(self, cache: Cache, tokens_B: Tensor) -> Tensor:
         """Read one token per row."""
         assert isinstance(cache, CompactCache)
         arch, rows = self._arch, len(tokens_B)
         cache.open_column()
-        mask_B11C, kv, used = cache.mask_B11C(), cache.kv, cache.used
+        mask_B11C, kv, used, position_B = cache.mask_B11C(), cache.kv, cache.longest, cache.lengths_B
+        row_B = torch.arange(rows, device=position_B.device)
         group = arch.num_heads // arch.num_kv_heads
 
         def attend(layer: int, q_BTHE: Tensor, k_BTKE: Tensor, v_BTKE: Tensor) -> Tensor:
-            kv[layer, 0, :, :, used - 1], kv[layer, 1, :, :, used - 1] = k_BTKE[:, 0], v_BTKE[:, 0]
+            kv[layer, 0, row_B, :, position_B], kv[layer, 1, row_B, :, position_B] = k_BTKE[:, 0], v_BTKE[:, 0]
             k_BKCE, v_BKCE = kv[layer, 0, :, :, :used], kv[layer, 1, :, :, :used]
             # The queries that share a key-value head are like several tokens of one head: no key is copied. Two
-            # products # are a third faster than the fused kernel here, which is made for many queries.
+            # products are a third faster than the fused kernel here, which is made for many queries.
             q_BKGE: Tensor = q_BTHE.reshape(rows, arch.num_kv_heads, group, arch.head_dim) * arch.head_dim**-0.5
             scores_BKGC = (q_BKGE @ k_BKCE.transpose(-1, -2)).float()
-            if mask_B11C is not None:
-                scores_BKGC += mask_B11C
+            scores_BKGC += mask_B11C
             out_BKGE: Tensor = scores_BKGC.softmax(-1).to(v_BKCE.dtype) @ v_BKCE
             return out_BKGE.view(rows, 1, arch.num_heads, arch.head_dim)
 
-        cos_sin = self._rotation(cache.next_position_B[:, None])
-        return self._logits(self._run(self._embed_VD[tokens_B][:, None], cos_sin, attend)[:, 0])
+        cos_sin = self._rotation(position_B[:, None])
+        logits_BV = self._logits(self._run(self._embed_VD[tokens_B][:, None], cos_sin, attend)[:, 0])
+        cache.lengths_B = position_B + 1
+        return logits_BV
 
     def _run(self, x_BTD: Tensor, cos_sin: tuple[Tensor, Tensor], attend: Attend) -> Tensor:
         """All layers. `attend(layer, queries, keys, values)` keeps the keys and values and returns the attention."""

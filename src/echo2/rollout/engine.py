@@ -1,42 +1,37 @@
 """What an engine is: something that holds one policy and samples token sequences from it. No torch here.
 
-A batch of requests is sampled together; each request's completions are handed over the moment its last one ends, so
-that a complete group can travel while the others are still being written (complete-group streaming).
+One contract for engines in this process and for token servers. A request is one rollout's tokens: prompt token ids in,
+token ids out, with the logprob and the version of every token. Requests are submitted one by one and awaited one by
+one; each ends by itself, may be aborted by itself, and new weights may come while others run.
 
-Engines: `compact` (hand-written forward pass for Llama, Qwen2 and Qwen3, the fast one), `transformers` (any Hugging
-Face causal language model), `fake` (no model at all).
+`engines.py` lists the engines.
 """
 
 from __future__ import annotations
 
+import asyncio
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Protocol
 
+from echo2.errors import Echo2Error
 from echo2.types import FinishReason, SamplingParams, Snapshot, SnapshotRef
-
-SwapMode = Literal["between", "during"]
 
 
 @dataclass(frozen=True, slots=True)
 class SampleRequest:
-    """One prompt to be continued `num_samples` times: samples `first_sample`, `first_sample` + 1, ...
+    """One prompt, to be continued once.
 
-    Sample i draws its tokens from the random stream (seed, i): what else is in the batch does not change them. It ends
-    with the model's end token or one of `stop_tokens`.
+    The tokens are drawn from the random stream (seed, sample): what else the engine samples at the time does not
+    change them. The completion ends with the model's end token, one of `stop_tokens`, or `params.max_tokens`.
     """
 
     prompt_tokens: array[int]
-    num_samples: int
     seed: int
+    sample: int
     params: SamplingParams
     stop_tokens: frozenset[int] = frozenset()
-    first_sample: int = 0
-
-    @property
-    def samples(self) -> range:
-        return range(self.first_sample, self.first_sample + self.num_samples)
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,50 +51,76 @@ class Completion:
 
 @dataclass(frozen=True, slots=True)
 class RequestFailure:
-    """This request can't be sampled; the others of its batch are. `reason` is one word, as in `control/leases.py`."""
+    """This request can't be sampled; the others are. `reason` is one word, as in `control/head/leases.py`.
+    `traceback`: of the user's environment.
+    """
 
     reason: str
     detail: str
+    traceback: str = ""
 
 
-Outcome = list[Completion] | RequestFailure
-OnFinished = Callable[[int, Outcome], None]
+class OutOfMemoryError(Echo2Error):
+    """The device has no room for a new policy beside the one that is installed, which stays."""
+
+
+Outcome = Completion | RequestFailure
 
 
 class Engine(Protocol):
-    """Holds one policy. `generate` runs in one thread at a time; `load_snapshot` may be called from another."""
+    """Holds one policy. Methods are called from one event loop and never block it."""
 
     @property
     def installed(self) -> SnapshotRef | None:
         """The snapshot that the next token is sampled with."""
 
-    def load_snapshot(self, snapshot: Snapshot) -> float:
-        """Build the new policy beside the old one, check it, then swap. Returns the seconds in which the engine could
-        not generate because of it.
+    @property
+    def slots(self) -> int:
+        """Requests that are decoded at once; further ones wait in order of arrival."""
 
-        With swap "during", a running generation goes on with the new weights from its next token; with "between" the
-        caller only calls this while nothing is generated.
+    @property
+    def free_slots(self) -> int:
+        """Slots that neither a running nor a waiting request needs."""
 
-        Raises:
-            PeerError: the snapshot is torn or wrong; the old weights stay.
-            UserError: this engine does not know the architecture.
-        """
+    def refusal(self, request: SampleRequest) -> RequestFailure | None:
+        """Why this request can't be sampled, or None. May be called from any thread."""
 
-    def generate(
-        self, requests: Sequence[SampleRequest], on_finished: OnFinished, should_stop: Callable[[], bool]
-    ) -> None:
-        """Sample all requests as one batch. `on_finished(index, outcome)` is called once per request, from this
-        thread, in the order in which they end. When `should_stop()` turns true (asked once per token), it returns at
-        once and the unfinished requests get no call.
+    def submit(self, request: SampleRequest) -> asyncio.Future[Outcome]:
+        """Sample one request. Cancelling the future, or the task that awaits it, aborts the request: its slot is free
+        at the next token.
+
+        The future raises `PeerError` where the policy gives logits that are not finite, and whatever else broke the
+        engine while the request was in it; the engine itself goes on.
 
         Raises:
             UserError: nothing is installed.
-            PeerError: the policy gives logits that are not finite.
         """
+
+    def submit_together(self, requests: Sequence[SampleRequest]) -> list[asyncio.Future[Outcome]]:
+        """Sample these requests together and alone: they start when nothing else runs, however many they are, and
+        nothing joins them. The shapes of the computation, and so its last bits, depend on these requests only.
+
+        Raises:
+            UserError: nothing is installed.
+        """
+
+    async def update_weights(self, snapshot: Snapshot) -> float:
+        """Check a new policy and put it in the place of the installed one, which goes on sampling until then. Requests
+        under way go on with the new weights from their next token. Returns the seconds in which nothing could be
+        sampled because of it.
+
+        Raises:
+            PeerError: the snapshot is torn or wrong; the old weights stay.
+            UserError: this engine does not know the architecture; the old weights stay.
+            OutOfMemoryError: there is no room for it; the old weights stay.
+        """
+
+    async def close(self) -> None:
+        """Abort all requests and give back the device."""
 
 
 def refuse_request(request: SampleRequest, vocab_size: int, max_positions: int) -> RequestFailure | None:
-    """Why this request can't be sampled, or None."""
+    """Why a model with this vocabulary and context can't sample this request, or None."""
     prompt = request.prompt_tokens
     if not prompt:
         return RequestFailure("engine_failed", "The prompt has no tokens. Give the model at least one (a start token).")

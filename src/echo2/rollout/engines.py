@@ -1,30 +1,25 @@
-"""Engines by name."""
+"""Engines by name. An engine is one module with a function `make_engine(device, slots)`, and one line in
+`config/engines.py`."""
 
 from __future__ import annotations
 
-from echo2.errors import UserError
-from echo2.rollout.engine import Engine, SwapMode
+from importlib import import_module
+
+from echo2.config.engines import ENGINES
+from echo2.errors import UserError, did_you_mean
+from echo2.rollout.decode_loop import DEFAULT_SLOTS
+from echo2.rollout.engine import Engine
 
 
-def make_engine(name: str, device: str = "auto", swap: SwapMode = "between") -> Engine:
-    """The engine called `name` (compact | transformers | fake) on `device` (cpu | cuda | cuda:0 ... | auto).
+def make_engine(name: str, device: str = "auto", slots: int = DEFAULT_SLOTS) -> Engine:
+    """The engine called `name` on `device` (cpu | cuda | cuda:0 ... | auto), which decodes up to `slots` rollouts at
+    once. Torch takes a second to import, and transformers' models take three more, so an engine's module is imported
+    here and not before.
 
     Raises:
         UserError: there is no such engine or device.
     """
-    if name == "fake":
-        from echo2.rollout.fake_engine import FakeEngine
-
-        return FakeEngine()
-    # torch takes a second to import, transformers' models three more: only where they are used.
-    if name == "compact":
-        from echo2.rollout.compact import build_compact
-        from echo2.rollout.torch_engine import TorchEngine
-
-        return TorchEngine(build_compact, device, swap)
-    if name == "transformers":
-        from echo2.rollout.hf_engine import build_transformers
-        from echo2.rollout.torch_engine import TorchEngine
-
-        return TorchEngine(build_transformers, device, swap)
-    raise UserError(f"workers.engine = {name!r} is not known. Use compact, transformers or fake.")
+    if name not in ENGINES:
+        raise UserError(f"There is no engine {name!r}.{did_you_mean(name, ENGINES)} Use {', '.join(ENGINES)}.")
+    engine: Engine = import_module(ENGINES[name]).make_engine(device, slots)
+    return engine

@@ -1,6 +1,6 @@
 """An engine without a model: tokens, lengths and logprobs are a hash of (seed, sample, position, version).
 
-For tests and the simulator. It costs next to nothing, never sleeps (it tells an injected clock how long it would have
+For tests and benchmarks. It costs next to nothing, never sleeps (it tells an injected clock how long it would have
 taken), and gives the same answer in every process. It takes any snapshot that has a config.json.
 """
 
@@ -9,11 +9,12 @@ from __future__ import annotations
 import hashlib
 import math
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from echo2.errors import PeerError, UserError
-from echo2.rollout.engine import Completion, OnFinished, SampleRequest, refuse_request
+from echo2.errors import InvariantError, PeerError, UserError
+from echo2.rollout.decode_loop import DecodeLoop
+from echo2.rollout.engine import Completion, Engine, RequestFailure, SampleRequest, refuse_request
 from echo2.rollout.snapshot_files import end_tokens, read_config
 from echo2.types import FinishReason, Snapshot, SnapshotRef
 
@@ -21,13 +22,20 @@ DEFAULT_VOCAB_SIZE = 256
 DEFAULT_MAX_POSITIONS = 1 << 20
 
 
-class FakeEngine:
-    """An `Engine`. Each sample ends after a hashed number of tokens, spread evenly over 1..max_tokens, or at a stop
+def make_engine(device: str, slots: int) -> Engine:
+    """The engine `fake`; it has no use for a device."""
+    return DecodeLoop(FakeDecoder(), slots)
+
+
+class FakeDecoder:
+    """A `Decoder`. Each sample ends after a hashed number of tokens, spread evenly over 1..max_tokens, or at a stop
     token that was hashed before.
 
-    `tokens_per_second`: speed of one batch, all rows together. `advance(seconds)` is called once per token position
-    with the time that this speed would take; a simulator moves its clock there.
+    `tokens_per_second`: speed of all rows together. `advance(seconds)` is called once for each step, in the decode
+    thread, with the time that this speed would take.
     """
+
+    can_join = True
 
     def __init__(self, tokens_per_second: float = math.inf, advance: Callable[[float], None] | None = None) -> None:
         if not tokens_per_second > 0:
@@ -35,53 +43,56 @@ class FakeEngine:
         self._tokens_per_second = tokens_per_second
         self._advance = advance
         self._installed: tuple[SnapshotRef, int, int, int] | None = None
+        self._rows: dict[int, _Row] = {}
 
     @property
     def installed(self) -> SnapshotRef | None:
+        """See `Decoder.installed`."""
         return self._installed[0] if self._installed else None
 
-    def load_snapshot(self, snapshot: Snapshot) -> float:
-        """See `Engine.load_snapshot`; takes effect at the next token."""
+    def refusal(self, request: SampleRequest) -> RequestFailure | None:
+        """See `Decoder.refusal`."""
+        _, vocab, positions, _ = self._policy()
+        return refuse_request(request, vocab, positions)
+
+    def load(self, snapshot: Snapshot) -> None:
+        """See `Decoder.load`."""
         config = read_config(snapshot.files)
         vocab = _positive(config, "vocab_size", DEFAULT_VOCAB_SIZE)
         positions = _positive(config, "max_position_embeddings", DEFAULT_MAX_POSITIONS)
         ends = end_tokens(snapshot.files)
         self._installed = (snapshot.ref, vocab, positions, ends[0] if ends and 0 <= ends[0] < vocab else vocab - 1)
-        return 0.0
 
-    def generate(
-        self, requests: Sequence[SampleRequest], on_finished: OnFinished, should_stop: Callable[[], bool]
-    ) -> None:
-        """See `Engine.generate`."""
+    def step(self, added: Mapping[int, SampleRequest], dropped: Sequence[int]) -> list[tuple[int, Completion]]:
+        """See `Decoder.step`."""
+        ref, vocab, positions, end = self._policy()
+        for number in dropped:
+            del self._rows[number]
+        for number, request in added.items():
+            room = min(request.params.max_tokens, positions - len(request.prompt_tokens))
+            self._rows[number] = _Row(request, room, end)
+        for row in self._rows.values():
+            row.step(ref.version, vocab)
+        if self._advance is not None:
+            self._advance(len(self._rows) / self._tokens_per_second)
+        ended = [number for number, row in self._rows.items() if row.is_ended]
+        return [(number, self._rows.pop(number).completion()) for number in ended]
+
+    def clear(self) -> None:
+        """See `Decoder.clear`."""
+        self._rows.clear()
+
+    def _policy(self) -> tuple[SnapshotRef, int, int, int]:
         if self._installed is None:
-            raise UserError("The engine has no weights yet: load a snapshot before generating.")
-        _, vocab, positions, end = self._installed
-        running: dict[int, list[_Row]] = {}
-        for index, request in enumerate(requests):
-            failure = refuse_request(request, vocab, positions)
-            if failure is not None:
-                on_finished(index, failure)
-            else:
-                room = min(request.params.max_tokens, positions - len(request.prompt_tokens))
-                running[index] = [_Row(request, sample, room, end) for sample in request.samples]
-        while running and not should_stop():
-            ref, vocab, _, _ = self._installed
-            num_tokens = sum(not row.is_ended for rows in running.values() for row in rows)
-            for index, rows in list(running.items()):
-                for row in rows:
-                    row.step(ref.version, vocab)
-                if all(row.is_ended for row in rows):
-                    del running[index]
-                    on_finished(index, [row.completion() for row in rows])
-            if self._advance is not None:
-                self._advance(num_tokens / self._tokens_per_second)
+            raise InvariantError("the engine was asked for tokens and has no weights")
+        return self._installed
 
 
 class _Row:
     """One sample on its way. Its last token is the end token, unless it fills all the room there is."""
 
-    def __init__(self, request: SampleRequest, sample: int, room: int, end: int) -> None:
-        self._name = (request.seed, sample)
+    def __init__(self, request: SampleRequest, room: int, end: int) -> None:
+        self._name = (request.seed, request.sample)
         self._stop_tokens = request.stop_tokens
         self._end = end
         self._length = 1 + _hash(*self._name, 0, 0) % room
@@ -94,8 +105,6 @@ class _Row:
         return len(self._tokens) >= self._length
 
     def step(self, version: int, vocab: int) -> None:
-        if self.is_ended:
-            return
         position = len(self._tokens)
         drawn = _hash(*self._name, position + 1, version)
         is_last_by_choice = position + 1 == self._length and self._finish == "stop"

@@ -1,4 +1,4 @@
-"""Leases in, rollout groups out: sample the prompts as one batch, hand over each complete group.
+"""Leases in, rollout groups out. Every rollout is a task of its own, and a group is complete when its last one is.
 
 What the engine read and wrote is what the learner trains on: nothing is tokenised again. Texts and rewards are somebody
 else's work. Imports without torch.
@@ -6,17 +6,20 @@ else's work. Imports without torch.
 
 from __future__ import annotations
 
+import asyncio
 import time
 from array import array
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
-from echo2.rollout.engine import Completion, Engine, Outcome, RequestFailure, SampleRequest
+from echo2.rollout.engine import Completion, Engine, RequestFailure, SampleRequest
+from echo2.rollout.lockstep import Lockstep
 from echo2.rollout.replay import replay, without_rewards
 from echo2.rollout.tokenizer import Tokenizer
-from echo2.rollout.turns import Play, World
-from echo2.types import LOGGED_ATTEMPTS, Assignment, Lease, Rollout, RolloutGroup, SamplingParams, Task
+from echo2.rollout.turns import Environment, play
+from echo2.types import LOGGED_ROLLOUTS, Assignment, Lease, Rollout, RolloutGroup, SamplingParams, Task
 
 
 def assignment_of(
@@ -24,98 +27,129 @@ def assignment_of(
 ) -> Assignment:
     """What whoever samples must know of the task, and no more: not its answer, unless an environment begins with it."""
     columns: Mapping[str, Any] = {}
-    if LOGGED_ATTEMPTS in task.columns:
-        columns = {LOGGED_ATTEMPTS: without_rewards(task.columns[LOGGED_ATTEMPTS])}
+    if LOGGED_ROLLOUTS in task.columns:
+        columns = {LOGGED_ROLLOUTS: without_rewards(task.columns[LOGGED_ROLLOUTS])}
     elif environment:
         columns = task.columns
     return Assignment(lease, prompt, params, columns, environment, max_turns, not isinstance(task.prompt, str))
 
 
-def sample_groups(
-    engine: Engine,
+async def sample_group(
+    engine: Engine | Lockstep,
     tokenizer: Tokenizer,
-    assignments: Sequence[Assignment],
-    lineage: int,
+    assignment: Assignment,
     worker_id: str,
-    on_group: Callable[[RolloutGroup, Lease], None],
-    on_failed: Callable[[Lease, RequestFailure], None],
-    should_stop: Callable[[], bool] = lambda: False,
-    clock: Callable[[], float] = time.perf_counter,
-    worlds: Mapping[str, World] = MappingProxyType({}),
-) -> None:
-    """Sample these leases as one batch, seeded by the leases. Each ends in exactly one call of `on_group` (no texts,
-    no rewards) or `on_failed`, as soon as it ends; none at all if `should_stop` ended the batch first. Assignments with
-    an environment are played turn by turn in the world of that name; there is one for each. Attempts that a task
-    carries are replayed.
+    environments: Mapping[str, Environment] = MappingProxyType({}),
+    on_rollout: Callable[[], None] = lambda: None,
+) -> RolloutGroup | RequestFailure:
+    """Sample the group of one lease, seeded by the lease: no texts, no rewards, no seconds. With an environment its
+    rollouts are played turn by turn in the one of that name. Rollouts that a task carries are replayed. Cancelling
+    the task aborts what is under way. `on_rollout()` is called when a rollout has been sampled or given up.
 
-    `lineage` is that of the installed snapshot. A group that was still sampled when a snapshot of another lineage came
-    is given up: one version number would mean two policies. `generate_seconds` counts from the start of the batch.
+    A group that was still sampled when a snapshot of another lineage or policy came is given up: one version number
+    would mean two sets of weights.
 
     Raises:
         UserError: the engine has no weights.
         PeerError: the policy gives logits that are not finite.
     """
+    lease, before = assignment.lease, engine.installed
+    is_logged = not is_sampled(assignment)
+    outcome: list[Rollout] | RequestFailure
+    if is_logged:
+        outcome = await asyncio.to_thread(replay, engine, tokenizer, assignment)
+    else:
+        outcome = await _rollouts(engine, tokenizer, assignment, environments, on_rollout)
+    if isinstance(outcome, RequestFailure):
+        return outcome
+    installed = engine.installed
+    if before is None or installed is None or installed.history != before.history:
+        detail = f"the group was sampled with {before}, and then with {installed}"
+        return RequestFailure("snapshot_gone", detail)
+    return RolloutGroup(
+        group=lease.group,
+        step=lease.step,
+        lineage=before.lineage,
+        cursor=lease.cursor,
+        prompt_tokens=assignment.prompt_tokens,
+        rollouts=tuple(outcome),
+        worker_id=worker_id,
+        logged=is_logged,
+    )
+
+
+async def _rollouts(
+    engine: Engine | Lockstep,
+    tokenizer: Tokenizer,
+    assignment: Assignment,
+    environments: Mapping[str, Environment],
+    on_rollout: Callable[[], None],
+) -> list[Rollout] | RequestFailure:
+    """All rollouts of a group, or the first failure: it aborts the others."""
+
+    async def one(sample: int) -> Rollout | RequestFailure:
+        if assignment.environment:
+            return await play(engine, tokenizer, environments[assignment.environment], assignment, sample)
+        seed, params = assignment.lease.seed, assignment.params
+        outcome = await engine.submit(SampleRequest(assignment.prompt_tokens, seed, sample, params))
+        return outcome if isinstance(outcome, RequestFailure) else _rollout(outcome)
+
+    tasks = [asyncio.ensure_future(one(sample)) for sample in range(assignment.lease.num_samples)]
+    for task in tasks:
+        task.add_done_callback(lambda _: on_rollout())
+    try:
+        for ended in asyncio.as_completed(tasks):
+            if isinstance(failure := await ended, RequestFailure):
+                return failure
+        return [rollout for task in tasks if isinstance(rollout := task.result(), Rollout)]
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def sample_groups(
+    engine: Engine,
+    tokenizer: Tokenizer,
+    assignments: Sequence[Assignment],
+    worker_id: str,
+    on_group: Callable[[RolloutGroup, Lease], None],
+    on_failed: Callable[[Lease, RequestFailure], None],
+    environments: Mapping[str, Environment] = MappingProxyType({}),
+    clock: Callable[[], float] = time.perf_counter,
+) -> None:
+    """Sample these leases, all at once. Each ends in exactly one call of `on_group` (as `sample_group`, with the
+    seconds since the start) or `on_failed`, as soon as it ends.
+
+    Raises:
+        UserError, PeerError: as `sample_group`.
+    """
     started = clock()
 
-    def finish(assignment: Assignment, outcome: list[Rollout] | RequestFailure, is_logged: bool) -> None:
-        installed, lease = engine.installed, assignment.lease
+    async def one(assignment: Assignment) -> None:
+        outcome = await sample_group(engine, tokenizer, assignment, worker_id, environments)
         if isinstance(outcome, RequestFailure):
-            on_failed(lease, outcome)
-        elif installed is None or installed.lineage != lineage:
-            on_failed(lease, RequestFailure("snapshot_gone", f"lineage {lineage} ended while the group was sampled"))
+            on_failed(assignment.lease, outcome)
         else:
-            on_group(
-                RolloutGroup(
-                    group=lease.group,
-                    step=lease.step,
-                    lineage=lineage,
-                    cursor=lease.cursor,
-                    prompt_tokens=assignment.prompt_tokens,
-                    rollouts=tuple(outcome),
-                    worker_id=worker_id,
-                    generate_seconds=clock() - started,
-                    logged=is_logged,
-                ),
-                lease,
-            )
+            on_group(replace(outcome, generate_seconds=clock() - started), assignment.lease)
 
-    kinds: dict[tuple[bool, str], list[Assignment]] = {}  # (whether they are replayed, environment)
-    for assignment in assignments:
-        kinds.setdefault((LOGGED_ATTEMPTS in assignment.columns, assignment.environment), []).append(assignment)
-    for (is_logged, environment), alike in kinds.items():
-
-        def ended(
-            index: int, outcome: list[Rollout] | RequestFailure, alike: Any = alike, is_logged: bool = is_logged
-        ) -> None:
-            finish(alike[index], outcome, is_logged)
-
-        if is_logged:
-            replay(engine, tokenizer, alike, ended, should_stop)
-        elif environment:
-            Play(engine, tokenizer, worlds[environment], alike, ended).run(should_stop)
-        else:
-            _sample(engine, alike, ended, should_stop)
+    tasks = [asyncio.ensure_future(one(assignment)) for assignment in assignments]
+    try:
+        await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
-def _sample(
-    engine: Engine,
-    assignments: Sequence[Assignment],
-    ended: Callable[[int, list[Rollout] | RequestFailure], None],
-    should_stop: Callable[[], bool],
-) -> None:
-    """Groups of one turn."""
+def in_lockstep(engine: Engine, assignments: Sequence[Assignment]) -> Lockstep:
+    """The engine for these leases where they are sampled together and alone (`run.deterministic`)."""
+    return Lockstep(engine, sum(one.lease.num_samples for one in assignments if is_sampled(one)))
 
-    def finished(index: int, outcome: Outcome) -> None:
-        if isinstance(outcome, RequestFailure):
-            ended(index, outcome)
-        else:
-            ended(index, [_rollout(completion) for completion in outcome])
 
-    requests = [
-        SampleRequest(one.prompt_tokens, lease.num_samples, lease.seed, one.params, first_sample=lease.first_sample)
-        for one, lease in ((assignment, assignment.lease) for assignment in assignments)
-    ]
-    engine.generate(requests, finished, should_stop)
+def is_sampled(assignment: Assignment) -> bool:
+    """Whether the policy makes the rollouts of this lease; else the task carries them."""
+    return LOGGED_ROLLOUTS not in assignment.columns
 
 
 def _rollout(completion: Completion) -> Rollout:

@@ -17,27 +17,72 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional
+from transformers import DynamicCache
+from transformers.cache_utils import DynamicLayer
 
 from echo2.errors import PeerError, UserError
+from echo2.rollout.decode_loop import DecodeLoop
+from echo2.rollout.engine import Engine
+from echo2.rollout.rows import Limits
 from echo2.rollout.snapshot_files import end_tokens, read_config
 from echo2.rollout.snapshot_tensors import FLOAT_DTYPES, read_tensor, require_names
-from echo2.rollout.torch_engine import Cache, Limits
+from echo2.rollout.torch_engine import Cache, TorchDecoder
 from echo2.types import Snapshot
 
 NO_POSITION_LIMIT = 1 << 20
 """Context length taken for models whose config.json names none (relative positions); the longest max_tokens allowed."""
 
 
+def make_engine(device: str, slots: int) -> Engine:
+    """The engine `transformers`."""
+    return DecodeLoop(TorchDecoder(build_transformers, device), slots)
+
+
 class HfCache:
-    """transformers' own cache, and which of its columns are padding."""
+    """transformers' own cache, and which of its columns are padding (0), which lies on the left of each row."""
 
     def __init__(self, past: Any, mask_BT: Tensor) -> None:
         self.past = past
         self.mask_BT = mask_BT
 
+    @property
+    def can_join(self) -> bool:
+        """Only where all layers keep all keys and values: windows and recurrent states of two caches don't fit
+        together."""
+        return all(type(layer) is DynamicLayer for layer in self.past.layers)
+
     def select(self, rows: Tensor) -> HfCache:
-        self.past.batch_select_indices(rows)
+        """These rows; they may repeat."""
+        self.past.reorder_cache(rows)
         return HfCache(self.past, self.mask_BT[rows])
+
+    def join(self, rows: Tensor, other: Cache, other_rows: Tensor) -> HfCache:
+        """These rows, and behind them those of another cache, padded to one width."""
+        assert isinstance(other, HfCache)
+        masks = self.mask_BT[rows], other.mask_BT[other_rows]
+        # Columns that only dropped rows needed go, too.
+        widths = [int(mask_BT.sum(1).max()) for mask_BT in masks]
+        width = max(widths)
+        past = DynamicCache()
+        for number, (own, others) in enumerate(zip(self.past.layers, other.past.layers, strict=True)):
+            past.update(
+                _side_by_side(own.keys, rows, others.keys, other_rows, widths),
+                _side_by_side(own.values, rows, others.values, other_rows, widths),
+                number,
+            )
+        padded = [functional.pad(mask, (width - mask.shape[1], 0)) for mask in masks]
+        return HfCache(past, torch.cat(padded))
+
+
+def _side_by_side(own: Tensor, rows: Tensor, other: Tensor, other_rows: Tensor, widths: Sequence[int]) -> Tensor:
+    """Keys or values [rows + other rows, heads, widest, head dim], the newest `widths` columns of each on the right."""
+    out = own.new_zeros((len(rows) + len(other_rows), own.shape[1], max(widths), own.shape[3]))
+    for part, (source, picked, width) in zip(
+        (out[: len(rows)], out[len(rows) :]), ((own, rows, widths[0]), (other, other_rows, widths[1])), strict=True
+    ):
+        part[:, :, part.shape[2] - width :] = source[:, :, source.shape[2] - width :][picked]
+    return out
 
 
 class HfModel:
@@ -48,31 +93,24 @@ class HfModel:
         config = module.config
         self._device: torch.device = module.device
         positions = getattr(config, "max_position_embeddings", None) or NO_POSITION_LIMIT
-        self._limits = Limits(int(config.vocab_size), int(positions), end)
-        self._takes_positions = "position_ids" in inspect.signature(module.forward).parameters
+        self.limits = Limits(int(config.vocab_size), int(positions), end)
+        takes = inspect.signature(module.forward).parameters
+        values = config.to_dict() | {"_name_or_path": ""}  # where it was read from: a directory that is gone
+        self.architecture = json.dumps([values, str(module.dtype)], sort_keys=True, default=str)
+        self._takes_positions = "position_ids" in takes
+        self._is_recurrent = "cache_params" in takes  # Mamba: its cache has another name, and a step no mask
 
-    @property
-    def limits(self) -> Limits:
-        return self._limits
-
-    @property
-    def architecture(self) -> str:
-        values = self._module.config.to_dict()
-        values.pop("_name_or_path", None)  # where it was read from: a directory that is gone
-        return json.dumps([values, str(self._module.dtype)], sort_keys=True, default=str)
-
-    def prefill(self, prompts: Sequence[array[int]], max_tokens: int) -> tuple[HfCache, Tensor]:
-        """Read the prompts. The cache grows as it goes, whatever `max_tokens`."""
-        from transformers import DynamicCache
-
-        columns = max(len(prompt) for prompt in prompts)
+    def prefill(self, prompts: Sequence[array[int]]) -> HfCache:
+        """Read the prompts. One column is read at least, which is padding where all prompts are empty."""
+        columns = max(1, *(len(prompt) for prompt in prompts))
         tokens_RT = torch.zeros((len(prompts), columns), dtype=torch.long)
         mask_RT = torch.zeros((len(prompts), columns), dtype=torch.long)
         for row, prompt in enumerate(prompts):
-            tokens_RT[row, columns - len(prompt) :] = torch.tensor(prompt)
+            tokens_RT[row, columns - len(prompt) :] = torch.tensor(prompt, dtype=torch.long)
             mask_RT[row, columns - len(prompt) :] = 1
         cache = HfCache(DynamicCache(config=self._module.config), mask_RT.to(self._device))
-        return cache, self._forward(cache, tokens_RT.to(self._device))
+        self._forward(cache, tokens_RT.to(self._device))
+        return cache
 
     def step(self, cache: Cache, tokens_B: Tensor) -> Tensor:
         """Read one token per row."""
@@ -84,15 +122,12 @@ class HfModel:
         inputs: dict[str, Any] = {}
         if self._takes_positions:
             # A row that has ended may be stepped past the last position until it is dropped; its logits are not used.
-            position_BT = (cache.mask_BT.cumsum(-1) - 1).clamp(0, self._limits.max_positions - 1)
+            position_BT = (cache.mask_BT.cumsum(-1) - 1).clamp(0, self.limits.max_positions - 1)
             inputs["position_ids"] = position_BT[:, -tokens_BT.shape[1] :]
-        output = self._module(
-            input_ids=tokens_BT,
-            attention_mask=cache.mask_BT,
-            past_key_values=cache.past,
-            use_cache=True,
-            **inputs,
-        )
+        inputs["cache_params" if self._is_recurrent else "past_key_values"] = cache.past
+        if not self._is_recurrent or tokens_BT.shape == cache.mask_BT.shape:
+            inputs["attention_mask"] = cache.mask_BT
+        output = self._module(input_ids=tokens_BT, use_cache=True, **inputs)
         logits_BV: Tensor = output.logits[:, -1].float()
         return logits_BV
 
@@ -129,9 +164,7 @@ def _empty_module(snapshot: Snapshot) -> Any:
         (Path(folder) / "config.json").write_bytes(snapshot.files["config.json"])
         try:
             config = AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
-            module = AutoModelForCausalLM.from_config(
-                config, dtype=FLOAT_DTYPES[stored.dtype], attn_implementation="sdpa", trust_remote_code=False
-            )
+            module = AutoModelForCausalLM.from_config(config, dtype=FLOAT_DTYPES[stored.dtype], trust_remote_code=False)
         except (OSError, KeyError, ValueError, TypeError, ImportError) as error:
             first_line = str(error).splitlines()[0] if str(error) else type(error).__name__
             raise UserError(

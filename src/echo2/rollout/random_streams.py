@@ -34,7 +34,7 @@ def stream_keys(seeds: Sequence[int], samples: Sequence[int]) -> Keys:
     return finalise(finalise(seed_B + _GAMMA) ^ ((sample_B + np.uint64(1)) * _GAMMA))
 
 
-def uniforms(keys_B: Keys, token_index: int) -> npt.NDArray[np.float64]:
-    """Number `token_index` of each stream: multiples of 2^-53 in [0, 1)."""
-    step = np.uint64((token_index + 1) * int(_GAMMA) & _MASK)
-    return (finalise(keys_B + step) >> np.uint64(11)).astype(np.float64) * 2.0**-53
+def uniforms(keys_B: Keys, token_B: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
+    """Number `token_B` of each stream: multiples of 2^-53 in [0, 1)."""
+    step_B = (token_B + 1).astype(np.uint64) * _GAMMA
+    return (finalise(keys_B + step_B) >> np.uint64(11)).astype(np.float64) * 2.0**-53

@@ -1,4 +1,4 @@
-"""Attempts that were logged, as rollouts: a task with the column `logged_attempts` is not sampled.
+"""Logged rollouts: a task with the column `logged_rollouts` is not sampled.
 
 Text is tokenised here, once, with the end token behind it. A logged token has no policy version. It counts as one of
 the version that this worker holds, which is what the bookkeeping of leases needs; the group is marked `logged`, and no
@@ -15,103 +15,88 @@ from __future__ import annotations
 import math
 from array import array
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
 from echo2.errors import UserError
-from echo2.rollout.engine import Engine, Outcome, RequestFailure, SampleRequest
+from echo2.rollout.engine import Engine, RequestFailure, SampleRequest
+from echo2.rollout.lockstep import Lockstep
 from echo2.rollout.tokenizer import Tokenizer
-from echo2.types import LOGGED_ATTEMPTS, Assignment, FinishReason, Rollout
+from echo2.types import LOGGED_ROLLOUTS, Assignment, FinishReason, Rollout
 
 #: The least probability that a logged token may have: smaller ones would be no choice but a misprint. As the wire's.
 LEAST_LOGPROB = -100.0
 
 
-def replay(
-    engine: Engine,
-    tokenizer: Tokenizer,
-    assignments: Sequence[Assignment],
-    ended: Callable[[int, list[Rollout] | RequestFailure], None],
-    should_stop: Callable[[], bool],
-) -> None:
-    """The groups of tasks that carry their attempts. One call of `ended` each, unless `should_stop`.
+def replay(engine: Engine | Lockstep, tokenizer: Tokenizer, assignment: Assignment) -> list[Rollout] | RequestFailure:
+    """The group of a task that carries its rollouts. Tokenises long texts: not for the event loop.
 
     Raises:
         UserError: the engine has no weights.
     """
     if engine.installed is None:
-        raise UserError("The engine has no weights yet: load a snapshot before generating.")
-    version = engine.installed.version
-    for index, assignment in enumerate(assignments):
-        if should_stop():
-            return
-        column, lease = assignment.columns[LOGGED_ATTEMPTS], assignment.lease
-        try:
-            rollouts = logged_rollouts(column, lease.num_samples, assignment.params.max_tokens, tokenizer, version)
-        except UserError as error:
-            ended(index, RequestFailure("log_unfit", str(error)))
-            continue
-        ended(index, _refusal(engine, assignment, rollouts) or rollouts)
+        raise UserError("The engine has no weights yet: update its weights before sampling.")
+    column, lease = assignment.columns[LOGGED_ROLLOUTS], assignment.lease
+    version, max_tokens = engine.installed.version, assignment.params.max_tokens
+    try:
+        rollouts = logged_rollouts(column, lease.num_samples, max_tokens, tokenizer, version)
+    except UserError as error:
+        return RequestFailure("log_unfit", str(error))
+    return _refusal(engine, assignment, rollouts) or rollouts
 
 
 def logged_rollouts(
     column: Any, num_samples: int, max_tokens: int, tokenizer: Tokenizer, version: int
 ) -> list[Rollout]:
-    """The attempts of a task's column, in the log's order: rewards go by place. They count as of this version.
+    """The rollouts of a task's column, in the log's order: rewards go by place. They count as of this version.
 
     Raises:
         UserError: they are not what is asked for, or not what `tasks/logs.py` writes.
     """
-    if not isinstance(column, Mapping) or not isinstance(column.get("attempts"), list):
-        raise UserError(f"The column {LOGGED_ATTEMPTS!r} is kept for logs: {{'attempts': [...], 'answers': {{...}}}}.")
-    attempts = column["attempts"]
-    if len(attempts) != num_samples:
+    if not isinstance(column, Mapping) or not isinstance(column.get("rollouts"), list):
+        raise UserError(f"The column {LOGGED_ROLLOUTS!r} is kept for logs: {{'rollouts': [...], 'answers': {{...}}}}.")
+    logged = column["rollouts"]
+    if len(logged) != num_samples:
         raise UserError(
-            f"The row has {len(attempts)} logged attempts, and {num_samples} are asked for. Set "
-            "tasks.params.attempts to sampling.group_size. (A log cannot be evaluated on.)"
+            f"The row has {len(logged)} logged rollouts, and {num_samples} are asked for. Set "
+            "tasks.params.rollouts to sampling.group_size. (A log cannot be evaluated on.)"
         )
     try:
         tree = _Tree(column.get("answers") or {}, tokenizer)
-        rollouts = [_rollout(attempt, tree, tokenizer, version) for attempt in attempts]
+        rollouts = [_rollout(entry, tree, tokenizer, version) for entry in logged]
     except UserError:
         raise
     except (LookupError, TypeError, ValueError, AttributeError, OverflowError) as error:  # of a class of one's own
-        raise UserError(f"The column {LOGGED_ATTEMPTS!r} is not what `tasks/logs.py` writes: {error!r}.") from error
+        raise UserError(f"The column {LOGGED_ROLLOUTS!r} is not what `tasks/logs.py` writes: {error!r}.") from error
     longest = max(len(rollout.tokens) for rollout in rollouts)
     if longest > max_tokens:
         raise UserError(
-            f"A logged attempt has {longest} tokens; sampling.max_tokens is {max_tokens}. Raise it, "
-            "or leave the attempt out of the log."
+            f"A logged rollout has {longest} tokens; sampling.max_tokens is {max_tokens}. Raise it, "
+            "or leave the rollout out of the log."
         )
     return rollouts
 
 
 def without_rewards(column: Any) -> Any:
     """The column as far as it takes to replay it."""
-    if not isinstance(column, Mapping) or not isinstance(column.get("attempts"), list):
+    if not isinstance(column, Mapping) or not isinstance(column.get("rollouts"), list):
         return column  # no log: whoever replays it says so
-    attempts = [
+    logged = [
         {name: value for name, value in one.items() if name != "reward"} if isinstance(one, Mapping) else one
-        for one in column["attempts"]
+        for one in column["rollouts"]
     ]
-    return {**column, "attempts": attempts}
+    return {**column, "rollouts": logged}
 
 
-def _refusal(engine: Engine, assignment: Assignment, rollouts: Sequence[Rollout]) -> RequestFailure | None:
-    """Why the model cannot read these attempts: too long for its context, or no tokens of its own."""
-    failures: list[RequestFailure] = []
-
-    def finished(_: int, outcome: Outcome) -> None:
-        if isinstance(outcome, RequestFailure):
-            failures.append(outcome)
-
-    # No sample is asked for: the engine checks the request and draws nothing.
-    prompt, params = assignment.prompt_tokens, assignment.params
-    read = [SampleRequest(prompt + rollout.tokens[:-1], 0, 0, params) for rollout in rollouts]
-    engine.generate(read, finished, lambda: False)
-    return replace(failures[0], detail=f"a logged attempt: {failures[0].detail}") if failures else None
+def _refusal(engine: Engine | Lockstep, assignment: Assignment, rollouts: Sequence[Rollout]) -> RequestFailure | None:
+    """Why the model cannot read these rollouts: too long for its context, or no tokens of its own."""
+    for rollout in rollouts:
+        read = SampleRequest(assignment.prompt_tokens + rollout.tokens[:-1], 0, 0, assignment.params)
+        if (failure := engine.refusal(read)) is not None:
+            return replace(failure, detail=f"a logged rollout: {failure.detail}")
+    return None
 
 
 class _Tree:
@@ -146,27 +131,27 @@ def answer_tokens(text: str, tokenizer: Tokenizer) -> list[int]:
     return tokens
 
 
-def _rollout(attempt: Mapping[str, Any], tree: _Tree, tokenizer: Tokenizer, version: int) -> Rollout:
+def _rollout(entry: Mapping[str, Any], tree: _Tree, tokenizer: Tokenizer, version: int) -> Rollout:
     finish: FinishReason = "stop"
-    if "tokens" in attempt:
-        tokens, logprobs = list(attempt["tokens"]), [float(value) for value in attempt["logprobs"]]
+    if "tokens" in entry:
+        tokens, logprobs = list(entry["tokens"]), [float(value) for value in entry["logprobs"]]
         finish = "stop" if tokens[-1] == tokenizer.eos_token_id else "length"
         if max(tokens) >= len(tokenizer):
             raise UserError(f"The log has token {max(tokens)}; this model's tokenizer has {len(tokenizer)}.")
     else:
-        tokens = answer_tokens(attempt["completion"], tokenizer)
+        tokens = answer_tokens(entry["completion"], tokenizer)
         logprobs = tree.logprobs(tokens)
-        if "logprob" in attempt:
-            logprobs = _scaled(logprobs, float(attempt["logprob"]))
-    if not isinstance(attempt.get("completion", ""), str):
-        raise UserError(f"A logged completion must be text, got {attempt['completion']!r}.")
+        if "logprob" in entry:
+            logprobs = _scaled(logprobs, float(entry["logprob"]))
+    if not isinstance(entry.get("completion", ""), str):
+        raise UserError(f"A logged completion must be text, got {entry['completion']!r}.")
     return Rollout(
         tokens=array("i", tokens),
         logprobs=array("f", [max(LEAST_LOGPROB, value) for value in logprobs]),
         loss_mask=b"\x01" * len(tokens),
         version_spans=((0, version),),
         finish=finish,
-        text=attempt.get("completion") or tokenizer.decode(tokens, skip_special_tokens=True),
+        text=entry.get("completion") or tokenizer.decode(tokens, skip_special_tokens=True),
     )
 
 

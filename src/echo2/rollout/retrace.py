@@ -1,7 +1,7 @@
-"""An attempt in an environment, gone through again with the environment itself: what it said is what it says now, and
+"""A rollout in an environment, gone through again with the environment itself: what it said is what it says now, and
 its rewards are those it gives now. Environments are deterministic, so whoever has the code can know both.
 
-The policy's turns are taken from the attempt's tokens by the rules of `turns.py`; whether they were honestly sampled is
+The policy's turns are taken from the rollout's tokens by the rules of `turns.py`; whether they were honestly sampled is
 not looked at here. Imports without torch.
 """
 
@@ -18,8 +18,8 @@ from echo2.types import Reply, Rollout
 
 @dataclass(frozen=True, slots=True)
 class TurnRules:
-    """What ends a turn and an attempt. `ends`: tokens that end a turn; `stop`: the character that does (empty: none);
-    `context`: tokens that the model can read (0: not known, and then an attempt may end after any turn).
+    """What ends a turn and a rollout. `ends`: tokens that end a turn; `stop`: the character that does (empty: none);
+    `context`: tokens that the model can read (0: not known, and then a rollout may end after any turn).
     """
 
     tokenizer: Tokenizer
@@ -38,11 +38,11 @@ async def retrace(
     rollout: Rollout,
     step: Callable[[str], Awaitable[Reply]],
 ) -> float:
-    """The reward of an attempt, by asking the environment again with `step`. `turn_tokens`: the longest turn (0: any);
+    """The reward of a rollout, by asking the environment again with `step`. `turn_tokens`: the longest turn (0: any);
     `prompt_tokens`: how many the prompt has.
 
     Raises:
-        PeerError: "malformed", the environment says something else, or the attempt did not end where it was over.
+        PeerError: "malformed", the environment says something else, or the rollout did not end where it was over.
         UserError: the environment fails.
     """
     tokens, mask = rollout.tokens, rollout.loss_mask
@@ -83,4 +83,4 @@ def _turn_end(rules: TurnRules, turn_tokens: int, prompt_tokens: int, rollout: R
 
 def _require(holds: bool, complaint: str) -> None:
     if not holds:
-        raise PeerError("malformed", f"an attempt in an environment: {complaint}")
+        raise PeerError("malformed", f"a rollout in an environment: {complaint}")

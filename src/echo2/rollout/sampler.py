@@ -56,12 +56,8 @@ class Sampler:
         kinds = np.array([_kind(p) for p in params])
         self._rows = {kind: np.flatnonzero(kinds == kind) for kind in ("greedy", "plain", "narrow")}
 
-    def keep(self, rows: Ints) -> Sampler:
-        """The sampler of these rows only."""
-        return Sampler(self._keys[rows], [self._params[row] for row in rows], self._device)
-
-    def draw(self, logits_BV: Tensor, token_index: int) -> Draw:
-        """One token per row of `logits_BV`, number `token_index` of its completion.
+    def draw(self, logits_BV: Tensor, place_B: Ints) -> Draw:
+        """One token per row of `logits_BV`; `place_B`: which of its completion's, counted from 0.
 
         Raises:
             PeerError: the logits are not finite.
@@ -74,7 +70,7 @@ class Sampler:
         for kind, rows in self._rows.items():
             for start in range(0, len(rows), slice_rows):
                 part = rows[start : start + slice_rows]
-                drawn = self._draw_kind(kind, part, logits_BV, token_index, supports)
+                drawn = self._draw_kind(kind, part, logits_BV, place_B, supports)
                 # One copy to the CPU for both: float64 holds every token id and every float32 exactly.
                 tokens_B[part], logprobs_B[part] = torch.stack([drawn[0].double(), drawn[1].double()]).cpu().numpy()
         if not np.isfinite(logprobs_B).all():
@@ -82,7 +78,7 @@ class Sampler:
         return Draw(tokens_B, logprobs_B, supports)
 
     def _draw_kind(
-        self, kind: str, rows: Ints, logits_BV: Tensor, token_index: int, supports: dict[int, npt.NDArray[np.int32]]
+        self, kind: str, rows: Ints, logits_BV: Tensor, place_B: Ints, supports: dict[int, npt.NDArray[np.int32]]
     ) -> tuple[Tensor, Tensor]:
         """Tokens and logprobs of `rows`, which are all of one kind; adds their supports."""
         index = None if len(rows) == len(self._params) else torch.from_numpy(rows).to(self._device)
@@ -93,7 +89,7 @@ class Sampler:
             return token_B1[:, 0], logprobs_BV.gather(1, token_B1)[:, 0]
         if self._is_tempered:
             logits_BV = logits_BV / (self._temperature_B1 if index is None else self._temperature_B1[index])
-        uniform_B = torch.from_numpy(uniforms(self._keys[rows], token_index)).to(self._device)
+        uniform_B = torch.from_numpy(uniforms(self._keys[rows], place_B[rows])).to(self._device)
         if kind == "plain":
             return invert(logits_BV.log_softmax(-1), uniform_B)
         top_k_B1, top_p_B1 = (x if index is None else x[index] for x in (self._top_k_B1, self._top_p_B1))

@@ -22,7 +22,7 @@ DTYPES = FLOAT_DTYPES | {
 
 
 def read_tensor(name: str, source: TensorBytes, shape: tuple[int, ...] | None = None) -> Tensor:
-    """One tensor on the CPU, a read-only view of the snapshot's bytes.
+    """One tensor on the CPU, a copy of the snapshot's bytes.
 
     Raises:
         PeerError: unknown dtype, another shape than `shape`, a wrong number of bytes, or values that are not finite.

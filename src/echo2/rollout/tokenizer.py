@@ -4,6 +4,7 @@ before one is loaded, and never torch.
 
 from __future__ import annotations
 
+import threading
 from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -21,6 +22,7 @@ TOKENIZER_SUFFIXES = frozenset({".json", ".jinja", ".txt", ".model"})
 ANSWER_MARK = "echo2-answer-mark"
 #: What a chat template's expressions raise, beside jinja2's own.
 TEMPLATE_ERRORS = (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError)
+_SEARCHING = threading.Lock()
 
 
 class Tokenizer(Protocol):
@@ -34,13 +36,16 @@ class Tokenizer(Protocol):
 
     def __hash__(self) -> int: ...
 
-    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]: ...
+    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        """The token ids of a text."""
 
-    def decode(self, token_ids: list[int], *, skip_special_tokens: bool) -> str: ...
+    def decode(self, token_ids: list[int], *, skip_special_tokens: bool) -> str:
+        """The text of token ids."""
 
     def apply_chat_template(
         self, conversation: list[dict[str, str]], *, tokenize: bool, add_generation_prompt: bool
-    ) -> str: ...
+    ) -> str:
+        """The text that the chat template makes of `{"role", "content"}` messages."""
 
 
 def load_tokenizer(files: Mapping[str, bytes]) -> Tokenizer:
@@ -108,7 +113,7 @@ def decoded(tokenizer: Tokenizer, tokens: array[int]) -> str:
 
 
 def with_texts(rollouts: Sequence[Rollout], tokenizer: Tokenizer) -> tuple[Rollout, ...]:
-    """The same attempts with their tokens decoded."""
+    """The same rollouts with their tokens decoded."""
     return tuple(replace(rollout, text=decoded(tokenizer, rollout.tokens)) for rollout in rollouts)
 
 
@@ -138,9 +143,15 @@ def reply_tokens(tokenizer: Tokenizer, is_chat: bool, text: str, last_token: int
     return _ids(tokenizer, tail, add_special_tokens=False)
 
 
-@lru_cache(maxsize=4)
 def tokens_with(tokenizer: Tokenizer, character: str) -> frozenset[int]:
-    """Every token whose text holds `character`. (A second or two for a vocabulary of 150 000, once.)"""
+    """Every token whose text holds `character`. A second or two for a vocabulary of 150,000, once: not for the event
+    loop, and not for several threads at once."""
+    with _SEARCHING:
+        return _tokens_with(tokenizer, character)
+
+
+@lru_cache(maxsize=4)
+def _tokens_with(tokenizer: Tokenizer, character: str) -> frozenset[int]:
     return frozenset(
         token for token in range(len(tokenizer)) if character in tokenizer.decode([token], skip_special_tokens=True)
     )

@@ -1,22 +1,19 @@
-"""The decode loop that the torch engines share: prefill, then draw and step until every row has ended. No forward pass.
+"""What the torch engines share: rows join a batch, are stepped, and leave it. No forward pass.
 
-A *model* is one policy, ready to run, never changed: a new snapshot is a new model, and a swap is one assignment. A
-running generation keeps its key-value cache across a swap: what was read under the old weights is not read again (as
+A *model* is one policy, ready to run, never changed: a new snapshot is a new model, and a swap is one assignment. Rows
+under way keep their key-value cache across a swap: what was read under the old weights is not read again (as
 PipelineRL, arXiv 2509.19128); the logprob of each token is the one it was really drawn with.
 
-Rows that have ended are dropped from the batch as soon as enough of them have, so that short completions stop costing.
+Rows that have ended are dropped from the batch as soon as enough of them have, or others join, so that short
+completions stop costing. Rows that join together and have the same prompt share its prefill.
 
-Shape suffixes: R = requests, B = rows (one per sample), V = vocabulary, T = tokens of the longest completion, Q = ways
-to end.
+Shape suffixes: R = prompts, B = rows (one a request), V = vocabulary.
 """
 
 from __future__ import annotations
 
-import threading
-import time
 from array import array
-from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -24,45 +21,43 @@ import torch
 from torch import Tensor
 
 from echo2.devices import pick_device
-from echo2.errors import InvariantError, PeerError, UserError
-from echo2.rollout.engine import Completion, OnFinished, SampleRequest, SwapMode, refuse_request
-from echo2.rollout.random_streams import stream_keys
-from echo2.rollout.sampler import Draw, Ints, Sampler
+from echo2.errors import InvariantError, PeerError
+from echo2.rollout.engine import Completion, OutOfMemoryError, RequestFailure, SampleRequest, refuse_request
+from echo2.rollout.rows import Limits, RowTable
 from echo2.types import Snapshot, SnapshotRef
 
-COMPACT_BELOW = 0.85
-"""Ended rows are dropped when fewer than this share of the rows still runs: copying the cache costs about a third of a
-step."""
-
-
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """What the decode loop must know of a model."""
-
-    vocab_size: int
-    max_positions: int
-    end_tokens: tuple[int, ...]
+#: How torch's allocator on the CPU words it; it has no exception of its own.
+CPU_MEMORY_IS_FULL = "can't allocate memory"
 
 
 class Cache(Protocol):
     """Keys and values of the tokens read so far, one row per sequence."""
 
+    @property
+    def can_join(self) -> bool:
+        """Whether `join` works."""
+
     def select(self, rows: Tensor) -> Cache:
         """The cache of these rows, which may repeat; this one is not used afterwards."""
+
+    def join(self, rows: Tensor, other: Cache, other_rows: Tensor) -> Cache:
+        """The cache of these rows, and behind them those rows of another cache, which may repeat; neither is used
+        afterwards."""
 
 
 class Model(Protocol):
     """One policy on a device. `architecture` is equal for models that can go on with each other's cache."""
 
     @property
-    def limits(self) -> Limits: ...
+    def limits(self) -> Limits:
+        """Sizes of the vocabulary and the context, and what ends a completion."""
 
     @property
-    def architecture(self) -> Hashable: ...
+    def architecture(self) -> Hashable:
+        """Equal for models that can go on with each other's cache."""
 
-    def prefill(self, prompts: Sequence[array[int]], max_tokens: int) -> tuple[Cache, Tensor]:
-        """Read R prompts: their cache, with room for up to `max_tokens` more tokens each (it may grow as it goes), and
-        the logits [R, V] (float32) of the token that follows each."""
+    def prefill(self, prompts: Sequence[array[int]]) -> Cache:
+        """Read R sequences of tokens, any of which may be empty."""
 
     def step(self, cache: Cache, tokens_B: Tensor) -> Tensor:
         """Read one more token per row into the cache (in place): the logits [B, V] (float32) of the next."""
@@ -71,176 +66,89 @@ class Model(Protocol):
 BuildModel = Callable[[Snapshot, torch.device], Model]
 
 
-class TorchEngine:
-    """An `Engine` around any `Model`."""
+class TorchDecoder:
+    """A `Decoder` around any `Model`."""
 
-    def __init__(self, build_model: BuildModel, device: str = "auto", swap: SwapMode = "between") -> None:
+    def __init__(self, build_model: BuildModel, device: str = "auto") -> None:
         self._build_model = build_model
-        self._device = pick_device(device, "workers.device")
-        self._swap = swap
+        self._device = pick_device(device)
         self._current: tuple[SnapshotRef, Model] | None = None
-        self._generating = threading.Lock()
+        self._cache: Cache | None = None
+        self._rows = RowTable(self._device)
 
     @property
     def installed(self) -> SnapshotRef | None:
+        """See `Decoder.installed`."""
         current = self._current
         return current[0] if current else None
 
-    def load_snapshot(self, snapshot: Snapshot) -> float:
-        """See `Engine.load_snapshot`."""
-        started = time.perf_counter()
-        is_running = self._generating.locked()
-        if is_running and self._swap == "between":
-            raise InvariantError(
-                f"snapshot {snapshot.ref} came during a generation of an engine that swaps between them"
-            )
-        with torch.inference_mode():
-            model = self._build_model(snapshot, self._device)
-        if self._current is not None and self._current[1].architecture != model.architecture:
-            raise PeerError("architecture", f"snapshot {snapshot.ref} has another architecture than the one before")
-        built = time.perf_counter()
-        self._current = (snapshot.ref, model)  # the swap: the decode loop reads this once per token
-        # While it was being built, a running generation went on under the old weights.
-        return time.perf_counter() - (built if is_running else started)
+    @property
+    def can_join(self) -> bool:
+        """See `Decoder.can_join`."""
+        return self._cache is None or self._cache.can_join
 
-    def generate(
-        self, requests: Sequence[SampleRequest], on_finished: OnFinished, should_stop: Callable[[], bool]
-    ) -> None:
-        """See `Engine.generate`."""
-        if self._current is None:
-            raise UserError("The engine has no weights yet: load a snapshot before generating.")
-        if not self._generating.acquire(blocking=False):
-            raise InvariantError("two generations at once in one engine")
+    def refusal(self, request: SampleRequest) -> RequestFailure | None:
+        """See `Decoder.refusal`."""
+        limits = self._policy()[1].limits
+        return refuse_request(request, limits.vocab_size, limits.max_positions)
+
+    def load(self, snapshot: Snapshot) -> None:
+        """See `Decoder.load`."""
         try:
             with torch.inference_mode():
-                self._generate(requests, on_finished, should_stop)
-        finally:
-            self._generating.release()
+                model = self._build_model(snapshot, self._device)
+        except (MemoryError, RuntimeError) as error:
+            is_full = isinstance(error, MemoryError | torch.OutOfMemoryError) or CPU_MEMORY_IS_FULL in str(error)
+            if not is_full:
+                raise
+            raise OutOfMemoryError(f"{self._device} has no room for a second policy") from error
+        if self._current is not None and self._current[1].architecture != model.architecture:
+            raise PeerError("architecture", f"snapshot {snapshot.ref} has another architecture than the one before")
+        self._current = (snapshot.ref, model)  # the swap: the next step reads this once
 
-    def _model(self) -> tuple[SnapshotRef, Model]:
+    def step(self, added: Mapping[int, SampleRequest], dropped: Sequence[int]) -> list[tuple[int, Completion]]:
+        """See `Decoder.step`."""
+        with torch.inference_mode():
+            ref, model = self._policy()
+            self._rows.end(dropped)
+            if added or self._rows.has_many_ended:
+                self._change(model, added)
+            if self._cache is None:
+                return []
+            logits_BV = model.step(self._cache, torch.from_numpy(self._rows.last_B).to(self._device))
+            ended = self._rows.draw(logits_BV, ref.version)
+            if not len(self._rows.running):
+                self.clear()
+            return ended
+
+    def clear(self) -> None:
+        """See `Decoder.clear`."""
+        self._cache = None
+        self._rows.clear()
+
+    def _policy(self) -> tuple[SnapshotRef, Model]:
         if self._current is None:
-            raise InvariantError("the weights went away during a generation")
+            raise InvariantError("the engine was asked for tokens and has no weights")
         return self._current
 
-    def _generate(
-        self, requests: Sequence[SampleRequest], on_finished: OnFinished, should_stop: Callable[[], bool]
-    ) -> None:
-        ref, model = self._model()
-        accepted = []
-        for index, request in enumerate(requests):
-            failure = refuse_request(request, model.limits.vocab_size, model.limits.max_positions)
-            if failure is not None:
-                on_finished(index, failure)
-            elif request.num_samples > 0:
-                accepted.append((index, request))
+    def _change(self, model: Model, added: Mapping[int, SampleRequest]) -> None:
+        """Drop the ended rows, and read all but the last token of new prompts: the next step reads that."""
+        kept = self._rows.running
+        if not len(kept):
+            self.clear()  # before there is another cache
+        if added:
+            row_of = {request.prompt_tokens.tobytes(): request.prompt_tokens for request in added.values()}
+            place_of = {prompt: place for place, prompt in enumerate(row_of)}
+            fresh = model.prefill([prompt[:-1] for prompt in row_of.values()])
+            rows = self._on_device([place_of[request.prompt_tokens.tobytes()] for request in added.values()])
+            if self._cache is None:
+                self._cache = fresh.select(rows)
             else:
-                on_finished(index, [])
-        if not accepted or should_stop():
-            return
-        batch = _Batch(accepted, model.limits, self._device, on_finished)
-        cache, logits_RV = model.prefill([request.prompt_tokens for _, request in accepted], batch.max_tokens)
-        rows = torch.from_numpy(batch.request_of_row).to(self._device)
-        cache, logits_BV = cache.select(rows), logits_RV[rows]
-        while True:
-            tokens_B, kept = batch.take(logits_BV, ref.version)
-            if not len(tokens_B) or should_stop():
-                return
-            if kept is not None:
-                cache = cache.select(torch.from_numpy(kept).to(self._device))
-            ref, model = self._model()
-            logits_BV = model.step(cache, torch.from_numpy(tokens_B).to(self._device))
+                self._cache = self._cache.join(self._on_device(kept), fresh, rows)
+        elif self._cache is not None:
+            self._cache = self._cache.select(self._on_device(kept))
+        if self._cache is not None:
+            self._rows.change(kept, added, model.limits)
 
-
-class _Batch:
-    """Every row's tokens so far, and which rows still run. Row numbers are fixed; a *place* is a row's position in the
-    tensors at the moment."""
-
-    def __init__(
-        self,
-        requests: Sequence[tuple[int, SampleRequest]],
-        limits: Limits,
-        device: torch.device,
-        on_finished: OnFinished,
-    ) -> None:
-        self._requests = [request for _, request in requests]
-        self._index_of_request = [index for index, _ in requests]
-        self._on_finished = on_finished
-        counts = [request.num_samples for request in self._requests]
-        self.request_of_row: Ints = np.repeat(np.arange(len(counts)), counts)
-        self._first_row = np.cumsum([0, *counts])
-        owners = [self._requests[i] for i in self.request_of_row]
-        samples = [sample for request in self._requests for sample in request.samples]
-        room = [min(owner.params.max_tokens, limits.max_positions - len(owner.prompt_tokens)) for owner in owners]
-        self._sampler = Sampler(
-            stream_keys([owner.seed for owner in owners], samples), [owner.params for owner in owners], device
-        )
-        self._room_B = np.array(room, dtype=np.int64)
-        self.max_tokens = max(room)
-        rules = list(dict.fromkeys(request.stop_tokens for request in self._requests))
-        self._is_end_QV = np.zeros((len(rules), limits.vocab_size), dtype=bool)
-        for is_end_V, stop_tokens in zip(self._is_end_QV, rules, strict=True):
-            is_end_V[[token for token in (*limits.end_tokens, *stop_tokens) if 0 <= token < limits.vocab_size]] = True
-        self._rule_B = np.array([rules.index(owner.stop_tokens) for owner in owners])
-        # Untouched pages of np.empty take no memory, so the longest allowed completion may be much longer than the
-        # usual.
-        self._tokens_BT = np.empty((len(owners), self.max_tokens), dtype=np.int32)
-        self._logprobs_BT = np.empty((len(owners), self.max_tokens), dtype=np.float32)
-        self._length_B = np.zeros(len(owners), dtype=np.int64)
-        self._is_running_B = np.ones(len(owners), dtype=bool)
-        self._supports: list[list[np.ndarray[tuple[int], np.dtype[np.int32]]]] = [[] for _ in owners]
-        self._rows: Ints = np.arange(len(owners))  # row at each place
-        self._num_left = list(counts)
-        self._spans: list[tuple[int, int]] = []
-        self._time = 0
-
-    def take(self, logits_BV: Tensor, version: int) -> tuple[Ints, Ints | None]:
-        """Draw a token for every place. Returns the tokens to read next, and which places to keep (None: all of
-        them)."""
-        if not self._spans or self._spans[-1][1] != version:
-            self._spans.append((self._time, version))
-        draw = self._sampler.draw(logits_BV, self._time)
-        self._record(draw)
-        running = self._is_running_B[self._rows]
-        if running.mean() >= COMPACT_BELOW:
-            return draw.tokens_B, None
-        kept = np.flatnonzero(running)
-        self._rows = self._rows[kept]
-        self._sampler = self._sampler.keep(kept)
-        return draw.tokens_B[kept], kept
-
-    def _record(self, draw: Draw) -> None:
-        """Append the drawn tokens to the rows that still run; hand over the requests that are complete."""
-        rows, time_ = self._rows, self._time
-        places = np.flatnonzero(self._is_running_B[rows])
-        running, tokens = rows[places], draw.tokens_B[places]
-        self._tokens_BT[running, time_] = tokens
-        self._logprobs_BT[running, time_] = draw.logprobs_B[places]
-        if draw.supports:
-            for place, row in zip(places.tolist(), running.tolist(), strict=True):
-                if place in draw.supports:
-                    self._supports[row].append(draw.supports[place])
-        self._time += 1
-        ended = running[self._is_end_QV[self._rule_B[running], tokens] | (self._time >= self._room_B[running])]
-        self._length_B[ended] = self._time
-        self._is_running_B[ended] = False
-        for row in ended.tolist():
-            request = int(self.request_of_row[row])
-            self._num_left[request] -= 1
-            if not self._num_left[request]:
-                members = range(self._first_row[request], self._first_row[request + 1])
-                self._on_finished(self._index_of_request[request], [self._completion(member) for member in members])
-
-    def _completion(self, row: int) -> Completion:
-        length = int(self._length_B[row])
-        tokens = array("i", self._tokens_BT[row, :length].tobytes())
-        supports, self._supports[row] = self._supports[row], []
-        return Completion(
-            tokens=tokens,
-            logprobs=array("f", self._logprobs_BT[row, :length].tobytes()),
-            version_spans=tuple(span for span in self._spans if span[0] < length),
-            finish="stop" if self._is_end_QV[self._rule_B[row], tokens[-1]] else "length",
-            support_tokens=array("i", np.concatenate(supports).tobytes()) if supports else None,
-            support_offsets=array("i", np.cumsum([0, *map(len, supports)], dtype=np.int32).tobytes())
-            if supports
-            else None,
-        )
+    def _on_device(self, rows: Sequence[int] | np.ndarray[tuple[int], np.dtype[np.int64]]) -> Tensor:
+        return torch.as_tensor(rows, dtype=torch.long).to(self._device)

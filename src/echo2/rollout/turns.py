@@ -1,64 +1,59 @@
-"""Attempts of several turns: the policy writes, an environment answers, until one of them ends it.
+"""Rollouts of several turns: the policy writes, an environment answers, until one of them ends it.
 
-Turn by turn, each turn one batch of the engine over the attempts that are not over. An attempt's prompt is then all
-that it has read and written so far: it is read again every turn (no cache is kept between turns), but never tokenised
-again. What the environment writes is tokenised alone, appended, and marked in the loss mask: it is not trained on. An
-attempt ends with a token of the policy's own.
+Each rollout is a conversation of its own: it submits a turn, awaits it, has the environment answer, and goes on; none
+waits for another. Its prompt is then all that it has read and written so far: it is read again every turn (no cache is
+kept between turns), but never tokenised again. What the environment writes is tokenised alone, appended, and marked in
+the loss mask: it is not trained on. A rollout ends with a token of the policy's own.
 
-A group is handed over when its last attempt is over; a turn lasts as long as its longest answer. Imports without torch.
+Environments answer in a process of their own, never in the event loop or the decode thread. Imports without torch.
 """
 
 from __future__ import annotations
 
+import asyncio
 from array import array
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from echo2.errors import InvariantError, UserError
-from echo2.rollout.engine import Completion, Engine, Outcome, RequestFailure, SampleRequest
+from echo2.rollout.engine import Completion, Engine, RequestFailure, SampleRequest
+from echo2.rollout.lockstep import Lockstep
 from echo2.rollout.random_streams import stream_keys
 from echo2.rollout.tokenizer import Tokenizer, decoded, reply_tokens, tokens_with
+from echo2.sandbox.plugins import traceback_of
 from echo2.types import Assignment, FinishReason, Reply, Rollout
 
 #: Sample number of the environments' own random streams: no sample of the policy's has it.
 ENVIRONMENT_SAMPLE = 1 << 32
-#: Size of the sum of an attempt's rewards; as the wire's.
-ATTEMPT_REWARD_MAX = 1e6
+#: Size of the sum of a rollout's rewards; as the wire's.
+ROLLOUT_REWARD_MAX = 1e6
 
 
-class World(Protocol):
-    """Environments of one kind, one for each attempt under way (`tasks/environments.py`).
+class Environment(Protocol):
+    """Answers the turns of rollouts, each with an instance of its own (`tasks/environment_process.py`). A rollout is
+    known to it by what `begin` returns. The coroutines raise UserError where the environment fails."""
 
-    `stop`: the character that ends a turn, beside the end token (empty: none). Methods raise UserError where the
-    environment fails.
-    """
+    async def start(self) -> str:
+        """The character that ends a turn, beside the end token (empty: none)."""
 
-    @property
-    def stop(self) -> str: ...
+    def begin(self, columns: Mapping[str, Any], seed: int) -> Any:
+        """A new rollout of a task."""
 
-    def begin(self, columns: Mapping[str, Any], seed: int) -> int:
-        """A new attempt at a task; its number."""
-
-    def turn_tokens(self, attempt: int) -> int:
+    async def turn_tokens(self, rollout: Any) -> int:
         """The longest turn (0: no limit of its own)."""
 
-    def step(self, attempt: int, action: str) -> Reply: ...
+    async def step(self, rollout: Any, action: str) -> Reply:
+        """What it answers to what the policy wrote."""
 
-    def end(self, attempt: int) -> None:
-        """Forget an attempt."""
-
-
-OnPlayed = Callable[[int, list[Rollout] | RequestFailure], None]
+    def end(self, rollout: Any) -> None:
+        """Forget a rollout."""
 
 
 @dataclass(slots=True)
-class _Attempt:
-    """What one attempt has come to. `pending`: the environment's last words, kept only if the policy gets to answer."""
+class _Conversation:
+    """What one rollout has come to. `pending`: the environment's last words, kept only if the policy gets to answer."""
 
-    index: int
-    sample: int
-    number: int
     tokens: array[int] = field(default_factory=lambda: array("i"))
     logprobs: array[float] = field(default_factory=lambda: array("f"))
     loss_mask: bytearray = field(default_factory=bytearray)
@@ -90,7 +85,7 @@ class _Attempt:
 
     def rollout(self) -> Rollout:
         if self.finish is None or not self.tokens:
-            raise InvariantError(f"attempt {self.sample} was handed over before it was over")
+            raise InvariantError("a rollout was handed over before it was over")
         return Rollout(
             tokens=self.tokens,
             logprobs=self.logprobs,
@@ -103,124 +98,67 @@ class _Attempt:
         )
 
 
-class Play:
-    """One batch of assignments in one world. `on_played(index, rollouts or failure)` is
-    called once for each assignment that ended."""
+async def play(
+    engine: Engine | Lockstep, tokenizer: Tokenizer, environment: Environment, assignment: Assignment, sample: int
+) -> Rollout | RequestFailure:
+    """One rollout of an assignment, turn by turn.
 
-    def __init__(
-        self,
-        engine: Engine,
-        tokenizer: Tokenizer,
-        world: World,
-        assignments: Sequence[Assignment],
-        on_played: OnPlayed,
-    ) -> None:
-        self._engine, self._tokenizer, self._world = engine, tokenizer, world
-        self._assignments, self._on_played = assignments, on_played
-        self._stop_tokens = tokens_with(tokenizer, world.stop) if world.stop else frozenset[int]()
-        self._groups: dict[int, list[_Attempt]] = {}
+    Raises:
+        UserError, PeerError: as `Engine.submit` and its future.
+    """
+    begun = environment.begin(assignment.columns, derived_seed(assignment.lease.seed, sample, ENVIRONMENT_SAMPLE))
+    try:
+        return await _play(engine, tokenizer, environment, begun, assignment, sample)
+    finally:
+        environment.end(begun)
 
-    def run(self, should_stop: Callable[[], bool]) -> None:
-        """Play until all groups have ended, or `should_stop`.
 
-        Raises:
-            UserError, PeerError: as `Engine.generate`.
-        """
-        try:
-            for index in range(len(self._assignments)):
-                if should_stop():
-                    return
-                self._begin(index)
-            while self._groups and not should_stop():
-                self._turn(should_stop)
-        finally:
-            for index in list(self._groups):
-                self._forget(index)
-
-    def _begin(self, index: int) -> None:
-        assignment, attempts = self._assignments[index], self._groups.setdefault(index, [])
-        if assignment.max_turns < 1:
-            self._fail(index, RequestFailure("engine_failed", f"max_turns = {assignment.max_turns}: give at least 1."))
-            return
-        try:
-            for sample in assignment.lease.samples:
-                seed = derived_seed(assignment.lease.seed, sample, ENVIRONMENT_SAMPLE)
-                attempts.append(_Attempt(index, sample, self._world.begin(assignment.columns, seed)))
-        except UserError as error:
-            self._fail(index, RequestFailure("environment_failed", str(error)))
-
-    def _turn(self, should_stop: Callable[[], bool]) -> None:
-        """One batch at the engine: the next turn of every attempt that is not over."""
-        playing = [attempt for attempts in self._groups.values() for attempt in attempts if attempt.finish is None]
-
-        def finished(place: int, outcome: Outcome) -> None:
-            attempt = playing[place]
-            if attempt.index in self._groups:  # else a sibling failed
-                self._take(attempt, outcome)
-
-        self._engine.generate([self._request(attempt) for attempt in playing], finished, should_stop)
-
-    def _request(self, attempt: _Attempt) -> SampleRequest:
-        assignment = self._assignments[attempt.index]
-        room = self._room(attempt)
-        return SampleRequest(
-            prompt_tokens=assignment.prompt_tokens + attempt.tokens + attempt.pending,
-            num_samples=1,
-            seed=derived_seed(assignment.lease.seed, attempt.sample, attempt.turns),
-            params=replace(assignment.params, max_tokens=min(room, self._world.turn_tokens(attempt.number) or room)),
-            stop_tokens=self._stop_tokens,
+async def _play(
+    engine: Engine | Lockstep,
+    tokenizer: Tokenizer,
+    environment: Environment,
+    begun: Any,
+    assignment: Assignment,
+    sample: int,
+) -> Rollout | RequestFailure:
+    try:
+        stop, turn_tokens = await environment.start(), await environment.turn_tokens(begun)
+    except UserError as error:
+        return RequestFailure("environment_failed", str(error), traceback_of(error))
+    stop_tokens = await asyncio.to_thread(tokens_with, tokenizer, stop) if stop else frozenset[int]()
+    spoken = _Conversation()
+    while spoken.finish is None:
+        room = assignment.params.max_tokens - len(spoken.tokens) - len(spoken.pending)
+        outcome = await engine.submit(
+            SampleRequest(
+                prompt_tokens=assignment.prompt_tokens + spoken.tokens + spoken.pending,
+                seed=derived_seed(assignment.lease.seed, sample, spoken.turns),
+                sample=0,
+                params=replace(assignment.params, max_tokens=min(room, turn_tokens or room)),
+                stop_tokens=stop_tokens,
+            )
         )
-
-    def _room(self, attempt: _Attempt) -> int:
-        """Tokens that the attempt may still grow by."""
-        most = self._assignments[attempt.index].params.max_tokens
-        return most - len(attempt.tokens) - len(attempt.pending)
-
-    def _take(self, attempt: _Attempt, outcome: Outcome) -> None:
-        """What the engine made of an attempt's turn."""
         if isinstance(outcome, RequestFailure):
-            if outcome.reason != "prompt_too_long" or not attempt.turns:
-                self._fail(attempt.index, outcome)
-                return
-            attempt.finish = "length"  # the context is full: what the environment said last is left away
-        else:
-            attempt.take(outcome[0])
-            try:
-                self._answer(attempt, outcome[0])
-            except UserError as error:
-                self._fail(attempt.index, RequestFailure("environment_failed", str(error)))
-                return
-        if attempt.finish is not None:
-            self._over(attempt)
-
-    def _answer(self, attempt: _Attempt, completion: Completion) -> None:
-        """Let the environment answer a turn; `finish` is set where that was the last."""
-        action = decoded(self._tokenizer, completion.tokens)
-        reply = self._world.step(attempt.number, action.partition(self._world.stop)[0] if self._world.stop else action)
-        attempt.reward += reply.reward
-        check_sum(attempt.reward)
-        if reply.done:
-            attempt.finish = "stop"
-            return
-        assignment = self._assignments[attempt.index]
-        attempt.pending = reply_tokens(self._tokenizer, assignment.is_chat, reply.text, completion.tokens[-1])
-        if attempt.turns >= assignment.max_turns or self._room(attempt) < 1:
-            attempt.finish = "length"
-
-    def _over(self, attempt: _Attempt) -> None:
-        attempts = self._groups[attempt.index]
-        if all(other.finish is not None for other in attempts):
-            rollouts = [other.rollout() for other in attempts]
-            self._forget(attempt.index)
-            self._on_played(attempt.index, rollouts)
-
-    def _fail(self, index: int, failure: RequestFailure) -> None:
-        self._forget(index)
-        self._on_played(index, failure)
-
-    def _forget(self, index: int) -> None:
-        for attempt in self._groups.pop(index):
-            self._world.end(attempt.number)
+            if outcome.reason != "prompt_too_long" or not spoken.turns:
+                return outcome
+            spoken.finish = "length"  # the context is full: what the environment said last is left away
+            break
+        spoken.take(outcome)
+        action = decoded(tokenizer, outcome.tokens)
+        try:
+            reply = await environment.step(begun, action.partition(stop)[0] if stop else action)
+            spoken.reward += reply.reward
+            check_sum(spoken.reward)
+            if reply.done:
+                spoken.finish = "stop"
+                break
+            spoken.pending = reply_tokens(tokenizer, assignment.is_chat, reply.text, outcome.tokens[-1])
+        except UserError as error:
+            return RequestFailure("environment_failed", str(error), traceback_of(error))
+        is_full = len(spoken.tokens) + len(spoken.pending) >= assignment.params.max_tokens
+        if spoken.turns >= assignment.max_turns or is_full:
+            spoken.finish = "length"
+    return spoken.rollout()
 
 
 def derived_seed(seed: int, sample: int, turn: int) -> int:
@@ -232,8 +170,8 @@ def derived_seed(seed: int, sample: int, turn: int) -> int:
 
 def check_sum(reward: float) -> None:
     """Raises UserError where an environment's rewards add up to more than a reward may be."""
-    if abs(reward) > ATTEMPT_REWARD_MAX:
+    if abs(reward) > ROLLOUT_REWARD_MAX:
         raise UserError(
-            f"The environment's rewards add up to {reward:g} over an attempt; +-{ATTEMPT_REWARD_MAX:g} is "
+            f"The environment's rewards add up to {reward:g} over a rollout; +-{ROLLOUT_REWARD_MAX:g} is "
             "the most. Scale them down."
         )

@@ -13,7 +13,7 @@ import threading
 LIFELINE_VARIABLE = "ECHO2_LIFELINE_FD"
 
 
-def hold_on() -> None:
+def end_with_supervisor() -> None:
     """End this process as soon as its supervisor is gone. Without a supervisor: nothing."""
     text = os.environ.pop(LIFELINE_VARIABLE, "")
     if text:

@@ -7,6 +7,6 @@ happened. One seed is one world: the same scenario and seed give the same events
 from echo2.sim.report import Report
 from echo2.sim.run import run_scenario
 from echo2.sim.scenario import Scenario
-from echo2.sim.study import Case, Study, load_scenario, load_study
+from echo2.sim.study import Case, Study, load_study
 
-__all__ = ["Case", "Report", "Scenario", "Study", "load_scenario", "load_study", "run_scenario"]
+__all__ = ["Case", "Report", "Scenario", "Study", "load_study", "run_scenario"]

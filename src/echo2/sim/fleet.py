@@ -1,105 +1,98 @@
-"""Simulated workers: the real relay, a pretended engine, and everything that happens to rented machines.
+"""Simulated workers: the real scheduler, a pretended engine, and everything that happens to rented machines.
 
-A group's payload is a digest of what a deterministic engine would make it of: the weights, the lease's seed, and the
-groups that were sampled beside it. Two runs that hand the learner the same payloads have the same weights.
+A group's rollouts are a digest of what a deterministic engine would make it of: the weights, the lease's seed, and the
+groups of its unit. Two runs that hand the learner the same groups have the same weights.
 """
 
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
-from echo2.control import events as ev
-from echo2.control import fetcher_events as fev
-from echo2.control import relay_commands as do
-from echo2.control import relay_events as rel
-from echo2.control.relay import Relay
+from echo2.control.broadcast import fetcher_events as fev
+from echo2.control.head import events as ev
+from echo2.control.machine import Event
+from echo2.control.worker import commands as do
+from echo2.control.worker import events as rel
+from echo2.control.worker.scheduler import WorkerScheduler
 from echo2.errors import InvariantError
-from echo2.sim.head import Arriving, Deliver, Hello, Refused
+from echo2.sim.head import Arriving, Hello, Refused, SampledBatch
 from echo2.sim.history import History
-from echo2.sim.landlord import Returned
 from echo2.sim.network import (
     SMALL_BYTES,
     Answered,
-    Network,
     Ordered,
     PeerAsked,
     PeerBroke,
     PeerGave,
+    SimNetwork,
     StreamBroke,
     TimedOut,
 )
-from echo2.sim.origin import Announced, AskChunk, AskManifest, Manifest
+from echo2.sim.origin import Announced, ChunkAsked, ManifestAsked, SimManifest
 from echo2.sim.peering import ORIGIN, FetchTick, Peering
+from echo2.sim.provider import Returned
 from echo2.sim.scenario import Scenario, WorkersSpec
-from echo2.sim.world import Actor, Kill, Start, World
+from echo2.sim.world import Actor, Kill, SimWorld, Start
 from echo2.types import Lease, PayloadId, SnapshotRef
 
 #: Seconds before a worker whose connection broke dials again.
 REDIAL_SECONDS = 1.0
 
 
-@dataclass(frozen=True, slots=True)
-class Cut:
+class Cut(Event):
     """The link of this worker passes nothing for a while (0: some random time)."""
 
     seconds: float = 0.0
 
 
-@dataclass(frozen=True, slots=True)
-class _Arrived:
-    manifest: Manifest
+class _Arrived(Event):
+    manifest: SimManifest
 
 
-@dataclass(frozen=True, slots=True)
-class _Dial:
+class _Dial(Event):
     epoch: int
 
 
-@dataclass(frozen=True, slots=True)
-class _Heartbeat:
+class _Heartbeat(Event):
     pass
 
 
-@dataclass(frozen=True, slots=True)
-class _Wake:
+class _Wake(Event):
     number: int
 
 
-@dataclass(frozen=True, slots=True)
-class _Loaded:
+class _Loaded(Event):
     payload: PayloadId
 
 
-@dataclass(frozen=True, slots=True)
-class _Sampled:
-    batch: int
+class _Sampled(Event):
     lease_id: int
     stood_seconds: float
 
 
-@dataclass(frozen=True, slots=True)
-class _Ended:
-    batch: int
-    error: str | None
+class _Broke(Event):
+    """The engine broke while it sampled this lease."""
+
+    lease_id: int
     stood_seconds: float
 
 
 @dataclass(slots=True)
-class _Batch:
-    """What the engine is at. `newest`: the snapshot it has got to."""
+class _Sampling:
+    """A lease at the engine: the snapshots that it began with and got to, and the groups of its unit."""
 
-    number: int = 0
-    leases: dict[int, Lease] = field(default_factory=dict)
-    started: SnapshotRef | None = None
-    newest: SnapshotRef | None = None
+    lease: Lease
+    started: SnapshotRef
+    newest: SnapshotRef
+    numbers: tuple[int, ...]
 
 
 class SimWorker(Actor):
-    """One worker machine: `tell` is the one place where its relay is called."""
+    """One worker machine: `tell` is the one place where its scheduler is called."""
 
     def __init__(
-        self, world: World, network: Network, name: str, spec: WorkersSpec, scenario: Scenario, history: History
+        self, world: SimWorld, network: SimNetwork, name: str, spec: WorkersSpec, scenario: Scenario, history: History
     ) -> None:
         super().__init__(world, name)
         self.network, self.spec, self.scenario, self.history = network, spec, scenario, history
@@ -110,18 +103,20 @@ class SimWorker(Actor):
         self._restart()
 
     def _restart(self) -> None:
-        self.relay = Relay(self.scenario.groups_per_batch, self.scenario.swap == "during")
-        self.leases: dict[int, Lease] = {}
-        self.results: dict[int, Deliver] = {}
+        groups = min(self.spec.capacity_groups, self.scenario.groups_per_batch)
+        self.scheduler = WorkerScheduler(
+            groups * self.scenario.group_size, self.scenario.swaps_during, self.scenario.deterministic
+        )
         self._calls: dict[int, object] = {}
         self.peering.restart()
-        self._batch = _Batch()
+        self._sampling: dict[int, _Sampling] = {}
         self._wakes = 0
         self._stands_until = self._stood_seconds = 0.0
 
     # ---- events ------------------------------------------------------------------------------------------------------
 
-    def happen(self, event: object) -> None:
+    def handle(self, event: object) -> None:
+        """Take one event of the machine, the network or the engine."""
         match event:
             case Start():
                 self._start()
@@ -136,8 +131,8 @@ class SimWorker(Actor):
                 seconds = event.seconds or self.world.around(self.spec.cut_seconds, 0.7)
                 self.network.cut(self.name, self.epoch, seconds)
             case _Heartbeat():
-                if self.relay.connected:
-                    self._call(ev.WorkerReported(self.name, self.relay.installed))
+                if self.scheduler.connected:
+                    self._call(ev.WorkerReported(self.name, self.scheduler.installed))
                 self.post(self.scenario.heartbeat_seconds, event)
             case _Wake() if event.number == self._wakes:
                 self.tell(rel.Tick())
@@ -147,10 +142,10 @@ class SimWorker(Actor):
                 self.network.reset(self.name, event.epoch)
             case StreamBroke() if event.epoch == self.epoch:
                 self.epoch += 1
-                self.tell(rel.Disconnected("the connection broke"))
-                self.peering.happen(fev.OriginLost())
+                self.tell(rel.Disconnected())
+                self.peering.handle(fev.OriginLost())
                 self.post(REDIAL_SECONDS, _Dial(self.epoch))
-            case _Dial() if event.epoch == self.epoch and not self.relay.connected:
+            case _Dial() if event.epoch == self.epoch and not self.scheduler.connected:
                 self._dial()
             case Answered():
                 body = self._calls.pop(event.number, None)
@@ -168,19 +163,20 @@ class SimWorker(Actor):
                 self.peering.tick(event)
             case PeerAsked() | PeerGave() | PeerBroke():
                 self.peering.peer(event)
-            case _Sampled() | _Ended() if event.stood_seconds < self._stood_seconds:
+            case _Sampled() | _Broke() if event.stood_seconds < self._stood_seconds:
                 owed = self._stood_seconds - event.stood_seconds
                 self.post(owed, replace(event, stood_seconds=self._stood_seconds))
             case _Sampled():
                 self._sampled(event)
-            case _Ended() if event.batch == self._batch.number:
-                self._batch = _Batch(event.batch + 1)
-                self.tell(rel.BatchEnded(event.error))
+            case _Broke() if event.lease_id in self._sampling:
+                for lease_id in list(self._sampling):
+                    del self._sampling[lease_id]
+                    self.tell(rel.LeaseAbandoned(lease_id, "engine_failed", "the engine broke"))
 
     def tell(self, event: rel.Event) -> None:
-        """Tell the relay, check it, carry out what it asks for."""
-        commands = self.relay.handle(event, self.world.now)
-        self.relay.check_invariants()
+        """Tell the scheduler, check it, carry out what it asks for."""
+        commands = self.scheduler.handle(event, self.world.now)
+        self.world.check(self.scheduler)
         for command in commands:
             self._carry_out(command)
 
@@ -219,13 +215,13 @@ class SimWorker(Actor):
 
     def _joined(self) -> ev.WorkerJoined:
         """What it says of itself."""
-        relay = self.relay
-        held = (*relay.waiting, *relay.generating, *relay.produced)
+        scheduler = self.scheduler
+        held = (*scheduler.waiting, *scheduler.generating, *scheduler.produced)
         return ev.WorkerJoined(
             self.name,
-            self.spec.capacity_groups,
+            self.scheduler.slots,
             self.spec.price_usd_per_hour,
-            relay.installed,
+            scheduler.installed,
             held,
             self.spec.offer,
             self.spec.ticket,
@@ -234,17 +230,16 @@ class SimWorker(Actor):
     def _ordered(self, body: object) -> None:
         match body:
             case rel.LeasesGranted():
-                self.leases.update((lease.lease_id, lease) for lease in body.leases)
                 self.tell(body)
             case Announced():
                 self.peering.announced(body)
             case fev.RoutesSet():
-                self.peering.happen(body)
+                self.peering.handle(body)
             case Arriving():
                 self._arriving(body)
             case rel.Connected():
                 self.tell(body)
-                self.peering.happen(fev.OriginBack())
+                self.peering.handle(fev.OriginBack())
             case rel.LeaseRevoked():
                 self.tell(body)
             case _:
@@ -260,32 +255,26 @@ class SimWorker(Actor):
             case Hello() if isinstance(value, Refused) and body.epoch == self.epoch:
                 self.epoch += 1
                 self.post(REDIAL_SECONDS, _Dial(self.epoch))
-            case Deliver():
-                self.results.pop(body.event.lease_id, None)
-                self.tell(rel.DeliveryAnswered(body.event.lease_id, value == "accepted", str(value)))
-            case ev.DeliveryMalformed():
-                self.tell(rel.DeliveryAnswered(body.lease_id, False, str(value)))
-            case AskManifest():
+            case ev.GroupDelivered() | ev.DeliveryMalformed():
+                self.tell(rel.DeliveryAnswered(body.lease_id))
+            case ManifestAsked():
                 if isinstance(value, Announced):
                     self.peering.announced(value)
                 else:
                     self.tell(rel.SnapshotUnknown(body.ref))
-            case AskChunk():
+            case ChunkAsked():
                 self.peering.got(ORIGIN, body, value)
 
     def _failed(self, body: object) -> None:
-        reason = "no answer"
         match body:
-            case Hello() if body.epoch == self.epoch and not self.relay.connected:
+            case Hello() if body.epoch == self.epoch and not self.scheduler.connected:
                 self.epoch += 1
                 self._dial()
-            case Deliver():
-                self.tell(rel.DeliveryFailed(body.event.lease_id, reason))
-            case ev.DeliveryMalformed():
-                self.tell(rel.DeliveryFailed(body.lease_id, reason))
-            case AskManifest():
-                self.tell(rel.ManifestFailed(reason))
-            case AskChunk():
+            case ev.GroupDelivered() | ev.DeliveryMalformed():
+                self.tell(rel.DeliveryFailed(body.lease_id))
+            case ManifestAsked():
+                self.tell(rel.ManifestFailed())
+            case ChunkAsked():
                 self.peering.failed(ORIGIN, body)
             case ev.LeaseFailed():
                 self._call(body)  # the head would wait for the lease's deadline otherwise
@@ -295,34 +284,38 @@ class SimWorker(Actor):
     def _carry_out(self, command: do.Command) -> None:
         match command:
             case do.AskManifest():
-                self._call(AskManifest(command.ref, command.base))
+                self._call(ManifestAsked(command.ref, command.base))
             case do.FetchSnapshot():
                 self.peering.fetch(command.payload)
             case do.StopFetching():
-                self.peering.happen(fev.PayloadUnwanted(command.payload))
+                self.peering.handle(fev.PayloadUnwanted(command.payload))
             case do.InstallSnapshot():
                 self.post(self.world.around(self.spec.install_seconds, 0.3), _Loaded(command.payload))
-            case do.StartBatch():
-                self._start_batch(command)
-            case do.CancelBatch():
-                self.post(0.05, _Ended(self._batch.number, None, self._stood_seconds))
+            case do.StartLease():
+                self._sample(command.lease, (command.lease.group.number,))
+            case do.StartUnit():
+                numbers = tuple(sorted(lease.group.number for lease in command.leases))
+                for lease in command.leases:
+                    self._sample(lease, numbers)
+            case do.AbortLease():
+                del self._sampling[command.lease_id]
             case do.Deliver():
-                self._deliver(command.lease_id)
+                self._deliver(command.lease_id, command.result)
             case do.FailLease():
                 self._call(ev.LeaseFailed(self.name, command.lease_id, command.failure, command.reason))
-            case do.Report():
-                self._call(ev.WorkerReported(self.name, self.relay.installed))
+            case do.ReportInstalled():
+                self._call(ev.WorkerReported(self.name, self.scheduler.installed))
             case do.WakeAt():
                 self._wakes += 1
                 self.post(command.at - self.world.now, _Wake(self._wakes))
             case _:
                 raise InvariantError(f"a worker does not know {command}")
 
-    def _deliver(self, lease_id: int) -> None:
+    def _deliver(self, lease_id: int, result: ev.GroupDelivered) -> None:
         if self.world.chance(self.spec.malformed_results):
             self._call(ev.DeliveryMalformed(self.name, lease_id, "malformed", "noise"))
             return
-        self._call(self.results[lease_id], self.scenario.tokens_per_group * self.scenario.bytes_per_token)
+        self._call(result, self.scenario.tokens_per_group * self.scenario.bytes_per_token)
 
     # ---- snapshots ---------------------------------------------------------------------------------------------------
 
@@ -335,58 +328,51 @@ class SimWorker(Actor):
             self._stands_until = max(self._stands_until, until)
 
     def _loaded(self, payload: PayloadId) -> None:
-        incoming = self.relay.incoming
+        incoming = self.scheduler.incoming
         refusal = self.peering.install(payload, None if incoming is None else incoming.payload)
         if refusal:
             self.tell(rel.SnapshotRefused(payload, refusal))
             return
-        self._batch.newest = payload.ref
+        for sampling in self._sampling.values():
+            sampling.newest = payload.ref
         self.tell(rel.SnapshotInstalled(payload.ref))
 
     # ---- the engine --------------------------------------------------------------------------------------------------
 
-    def _start_batch(self, command: do.StartBatch) -> None:
-        batch = self._batch
-        if self.relay.installed != command.ref:
-            raise InvariantError(f"{self.name} starts a batch with {command.ref}, installed is {self.relay.installed}")
-        if self.peering.weights != self.history.digests[command.ref]:
-            raise InvariantError(f"{self.name} samples with weights that are not those of {command.ref}")
-        batch.leases = {lease_id: self.leases[lease_id] for lease_id in command.lease_ids}
-        batch.started = batch.newest = command.ref
-        stood = self._stood_seconds
-        begin, longest = max(0.0, self._stands_until - self.world.now), 0.0
-        for lease_id in command.lease_ids:
-            seconds = self.world.around(self.group_seconds, self.spec.spread)
-            if self.world.chance(self.spec.straggler_chance):
-                seconds *= self.spec.straggler_factor
-            longest = max(longest, seconds)
-            self.post(begin + seconds, _Sampled(batch.number, lease_id, stood))
-        if self.world.chance(self.spec.engine_failures):
-            self.post(begin + self.world.rng.uniform(0.0, longest), _Ended(batch.number, "the engine broke", stood))
-        self.post(begin + longest, _Ended(batch.number, None, stood))
+    def _sample(self, lease: Lease, numbers: tuple[int, ...]) -> None:
+        installed = self.scheduler.installed
+        assert installed is not None
+        if self.peering.weights != self.history.digests[installed]:
+            raise InvariantError(f"{self.name} samples with weights that are not those of {installed}")
+        self._sampling[lease.lease_id] = _Sampling(lease, installed, installed, numbers)
+        stood, begin = self._stood_seconds, max(0.0, self._stands_until - self.world.now)
+        seconds = self.world.around(self.group_seconds, self.spec.spread)
+        if self.world.chance(self.spec.straggler_chance):
+            seconds *= self.spec.straggler_factor
+        self.post(begin + seconds, _Sampled(lease.lease_id, stood))
+        if self.world.chance(self.spec.engine_failures * self.scenario.group_size / self.scheduler.slots):
+            self.post(begin + self.world.rng.uniform(0.0, seconds), _Broke(lease.lease_id, stood))
 
     def _sampled(self, event: _Sampled) -> None:
-        batch = self._batch
-        lease = batch.leases.get(event.lease_id)
-        if event.batch != batch.number or lease is None or event.lease_id not in self.relay.generating:
-            return
+        sampling = self._sampling.pop(event.lease_id, None)
+        if sampling is None:
+            return  # aborted meanwhile
         if self.world.chance(self.spec.task_failures):
             self.tell(rel.LeaseAbandoned(event.lease_id, "environment_failed", "the environment raised"))
             return
-        assert batch.started is not None
-        assert batch.newest is not None
-        numbers = sorted(other.group.number for other in batch.leases.values())
-        self.results[event.lease_id] = Deliver(
-            ev.GroupDelivered(
-                worker_id=self.name,
-                lease_id=event.lease_id,
-                group=lease.group,
-                num_samples=lease.num_samples,
-                oldest_version=batch.started.version,
-                newest_version=batch.newest.version,
-                num_tokens=self.scenario.tokens_per_group,
-            ),
-            hashlib.sha256(self.history.digests[batch.started] + f"{lease.seed} {numbers}".encode()).digest(),
-            len(numbers),
+        lease, started, numbers = sampling.lease, sampling.started, list(sampling.numbers)
+        data = hashlib.sha256(self.history.digests[started] + f"{lease.seed} {numbers}".encode()).digest()
+        if sampling.newest.policy != started.policy:
+            raise InvariantError(f"{self.name} samples {lease.group} with {started} and then {sampling.newest}")
+        data += started.policy.encode()  # for the learner that is fed it
+        result = ev.GroupDelivered(
+            worker_id=self.name,
+            lease_id=event.lease_id,
+            group=lease.group,
+            num_samples=lease.num_samples,
+            oldest_version=started.version,
+            newest_version=sampling.newest.version,
+            num_tokens=self.scenario.tokens_per_group,
+            rollouts=SampledBatch(data, len(numbers)),
         )
-        self.tell(rel.GroupProduced(event.lease_id))
+        self.tell(rel.GroupProduced(event.lease_id, result))

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, field
 
-from echo2.control import commands as do
-from echo2.control import events as ev
-from echo2.control.groups import UNINFORMATIVE, GroupRecord
+from echo2.control.head import commands as do
+from echo2.control.head import events as ev
+from echo2.control.head.groups import UNINFORMATIVE, PlannedGroup
 from echo2.errors import InvariantError
 from echo2.types import SnapshotRef
 
@@ -39,6 +39,8 @@ class History:
     trained      every RecordStep carried out, in order; after a fall-back a step is here once a lineage
     refused, closed, retired, killed
                  deliveries refused by word, leases by outcome, groups by reason, processes killed by name
+    killed_within
+                 kills of the head inside a transaction, and between two effects of a committed one
     shapes       train group -> size of the batch it was sampled in; a set, that must have one member
     sampled      train group -> versions of the tokens of its accepted result
     flat         train groups whose rewards are all equal
@@ -61,6 +63,7 @@ class History:
     closed: Counter[str] = field(default_factory=Counter)
     retired: Counter[str] = field(default_factory=Counter)
     killed: Counter[str] = field(default_factory=Counter)
+    killed_within: Counter[str] = field(default_factory=Counter)
     shapes: dict[int, set[int]] = field(default_factory=dict)
     sampled: dict[int, set[int]] = field(default_factory=dict)
     flat: set[int] = field(default_factory=set)
@@ -84,7 +87,7 @@ class History:
     weights: str = ""
     ended: str = ""
 
-    def retire(self, record: GroupRecord | None, why: str) -> None:
+    def retire(self, record: PlannedGroup | None, why: str) -> None:
         """A group is retired; dynamic sampling may do so where its rewards are all equal."""
         self.retired[why] += 1
         if why == UNINFORMATIVE:

@@ -2,7 +2,7 @@
 
     join -> publish -> take the step's groups -> train -> report until acknowledged -> publish, checkpoint -> take ...
 
-Its weights are a digest: of the digest before and of the payloads it was fed, in the order it was fed them in
+Its weights are a digest: of the digest before and of the groups it was fed, in the order it was fed them in
 deterministic mode. A step that was trained and not acknowledged when the head went away is taken again, and reported
 without being trained again, if it has the same groups. What outlives a kill: its checkpoints. A checkpoint is written
 only when every earlier snapshot is published: a learner that came back to it could not make them again, and in
@@ -12,43 +12,40 @@ deterministic mode a step may need just those.
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass
 
-from echo2.control import events as ev
+from echo2.control.head import events as ev
+from echo2.control.machine import Event
 from echo2.errors import InvariantError
 from echo2.sim.head import Fed, Publish, Refused, StepDone, Take, Welcome
 from echo2.sim.history import History, StepTimes
-from echo2.sim.network import Answered, Network, Ordered, StreamBroke, TimedOut
+from echo2.sim.network import LEARNER, Answered, Ordered, SimNetwork, StreamBroke, TimedOut, learner_of
 from echo2.sim.scenario import Scenario
-from echo2.sim.world import Actor, Kill, Start, World
+from echo2.sim.world import Actor, Kill, SimWorld, Start
 from echo2.types import SnapshotRef
 
 #: Seconds before a learner that lost the head tries again.
 REJOIN_SECONDS = 1.0
-LEARNER = "learner"
 FIRST_DIGEST = hashlib.sha256(b"initial weights").digest()
 
 
-@dataclass(frozen=True, slots=True)
-class _Rejoin:
+class _Rejoin(Event):
     epoch: int
 
 
-@dataclass(frozen=True, slots=True)
-class _Trained:
+class _Trained(Event):
     step: int
 
 
-@dataclass(frozen=True, slots=True)
-class _Encoded:
+class _Encoded(Event):
     version: int
 
 
 class SimLearner(Actor):
-    """Actor `learner`."""
+    """The learner of one policy."""
 
-    def __init__(self, world: World, network: Network, scenario: Scenario, history: History) -> None:
-        super().__init__(world, LEARNER)
+    def __init__(self, world: SimWorld, network: SimNetwork, policy: str, scenario: Scenario, history: History) -> None:
+        super().__init__(world, learner_of(policy))
+        self.policy = policy
         self.network, self.scenario, self.history = network, scenario, history
         self.checkpoints: list[tuple[int, bytes]] = []
         self.epoch = 0
@@ -67,7 +64,8 @@ class SimLearner(Actor):
         self._unpublished: dict[int, bytes] = {}
         self._unsaved: list[tuple[int, bytes]] = []
 
-    def happen(self, event: object) -> None:
+    def handle(self, event: object) -> None:
+        """Take one event of the machine or the network."""
         match event:
             case Start():
                 self._restart()
@@ -84,7 +82,9 @@ class SimLearner(Actor):
                 self._report_step(event.step)
             case _Encoded():
                 if event.version in self._unpublished:
-                    self._call(Publish(SnapshotRef(self.lineage, event.version), self._unpublished[event.version]))
+                    self._call(
+                        Publish(SnapshotRef(self.policy, self.lineage, event.version), self._unpublished[event.version])
+                    )
             case Answered():
                 body = self._calls.pop(event.number, None)
                 if body is not None:
@@ -98,7 +98,7 @@ class SimLearner(Actor):
         self.history.killed[LEARNER] += 1
         self._stop_waiting()
         if self.taking:
-            self.network.broke(LEARNER, self.epoch)
+            self.network.broke(self.name, self.epoch)
         self.epoch += 1
         self.dies()
         self.post(self.world.around(self.scenario.learner.restart_seconds, 0.3), Start())
@@ -106,10 +106,10 @@ class SimLearner(Actor):
     # ---- calls -------------------------------------------------------------------------------------------------------
 
     def _call(self, body: object) -> None:
-        self._calls[self.network.call(LEARNER, body)] = body
+        self._calls[self.network.call(self.name, body)] = body
 
     def _join(self) -> None:
-        self._call(ev.LearnerJoined(self.version))
+        self._call(ev.LearnerJoined(self.version, self.policy))
 
     def _rejoin_later(self) -> None:
         """The head is away or does not know us: nothing that was fed counts, everything starts from `version`."""
@@ -161,11 +161,13 @@ class SimLearner(Actor):
             self._waits_since = self.world.now
         self.epoch += 1
         self.taking, self.fed = True, []
-        self._call(Take(self.epoch, self.version))
+        self._call(Take(self.epoch, self.version, self.policy))
 
     def _ordered(self, body: object) -> None:
         match body:
             case Fed():
+                if not body.data.endswith(self.policy.encode()):
+                    raise InvariantError(f"{self.name} was fed {body}, which another policy's weights sampled")
                 self.fed.append(body)
             case StepDone():
                 if body.num_groups != len(self.fed) or body.step != self.version:
@@ -180,7 +182,7 @@ class SimLearner(Actor):
             self._report_step(self.version)
             return
         items = self.fed if self.scenario.deterministic else sorted(self.fed, key=lambda item: item.number)
-        digest = hashlib.sha256(self.digest + b"".join(item.payload for item in items)).digest()
+        digest = hashlib.sha256(self.digest + b"".join(item.data for item in items)).digest()
         self.ahead = tuple(sorted(numbers)), digest
         seconds = self.world.around(self.scenario.learner.train_seconds, self.scenario.learner.spread)
         self.history.train_seconds += seconds
@@ -189,11 +191,8 @@ class SimLearner(Actor):
         self.post(seconds, _Trained(self.version))
 
     def _report_step(self, step: int) -> None:
-        spec, ess = self.scenario.learner, self.scenario.learner.ess
-        if spec.ess_spread:
-            ess = min(1.0, max(0.0, self.world.rng.uniform(ess - spec.ess_spread, ess + spec.ess_spread)))
         numbers = tuple(item.number for item in self.fed)
-        self._call(ev.StepTrained(step, numbers, busy_seconds=self._busy_seconds, ess=ess))
+        self._call(ev.StepTrained(step, numbers, busy_seconds=self._busy_seconds, policy=self.policy))
 
     def _acknowledged(self) -> None:
         assert self.ahead is not None
@@ -223,7 +222,7 @@ class SimLearner(Actor):
             self._report_checkpoint()
 
     def _report_checkpoint(self) -> None:
-        self._call(ev.CheckpointSaved(self.checkpoints[-1][0], self.checkpoints[0][0]))
+        self._call(ev.CheckpointSaved(self.checkpoints[-1][0], self.checkpoints[0][0], self.policy))
 
     def _stop_waiting(self) -> float:
         """For how long it has waited."""

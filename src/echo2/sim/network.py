@@ -9,7 +9,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from echo2.sim.world import World
+from echo2.control.machine import Event
+from echo2.sim.world import SimWorld
+from echo2.types import RUN_POLICY
 
 #: Seconds until a call without an answer counts as failed.
 CALL_SECONDS = 5.0
@@ -18,10 +20,16 @@ KEEPALIVE_SECONDS = 4.0
 #: Bytes of a message that carries no payload.
 SMALL_BYTES = 500
 HEAD = "head"
+LEARNER = "learner"
+
+
+def learner_of(policy: str) -> str:
+    """The name of the learner that trains this policy."""
+    return LEARNER if policy == RUN_POLICY else f"{LEARNER} of {policy}"
 
 
 @dataclass(slots=True)
-class Link:
+class SimLink:
     """One party's link to the head. `loss`: probability that a message breaks it."""
 
     latency_seconds: float
@@ -32,8 +40,7 @@ class Link:
     down_free_at: float = 0.0
 
 
-@dataclass(frozen=True, slots=True)
-class Asked:
+class Asked(Event):
     """A call arrives at the head."""
 
     sender: str
@@ -42,47 +49,41 @@ class Asked:
     body: object
 
 
-@dataclass(frozen=True, slots=True)
-class Answered:
+class Answered(Event):
     """A call's answer arrives at the caller."""
 
     number: int
     value: object
 
 
-@dataclass(frozen=True, slots=True)
-class TimedOut:
+class TimedOut(Event):
     """A call had no answer; whether it arrived is not known."""
 
     number: int
 
 
-@dataclass(frozen=True, slots=True)
-class Ordered:
+class Ordered(Event):
     """An item of the head's stream to one party arrives."""
 
     epoch: int
     body: object
 
 
-@dataclass(frozen=True, slots=True)
-class StreamBroke:
+class StreamBroke(Event):
     """One end notices that the stream `epoch` of `party` is dead."""
 
     party: str
     epoch: int
 
 
-@dataclass(frozen=True, slots=True)
-class PeerAsked:
+class PeerAsked(Event):
     """A worker asks another one."""
 
     sender: str
     body: object
 
 
-@dataclass(frozen=True, slots=True)
-class PeerGave:
+class PeerGave(Event):
     """What a worker sent another one: the answer to `body`, or a word without being asked."""
 
     sender: str
@@ -90,19 +91,18 @@ class PeerGave:
     value: object
 
 
-@dataclass(frozen=True, slots=True)
-class PeerBroke:
+class PeerBroke(Event):
     """The connection to this worker broke."""
 
     sender: str
 
 
-class Network:
+class SimNetwork:
     """All links, by the name of the party at their far end."""
 
-    def __init__(self, world: World) -> None:
+    def __init__(self, world: SimWorld) -> None:
         self.world = world
-        self.links: dict[str, Link] = {}
+        self.links: dict[str, SimLink] = {}
         self.askers: dict[str, dict[str, None]] = {}
         self._num_calls = 0
         self._dead: set[tuple[str, int]] = set()
@@ -118,17 +118,18 @@ class Network:
         return number
 
     def answer(self, asked: Asked, value: object, num_bytes: int = SMALL_BYTES) -> None:
+        """Send a call's answer; it may be lost."""
         if not self.world.chance(self.links[asked.sender].loss):
             self.world.post(self._down_seconds(asked.sender, num_bytes), asked.sender, Answered(asked.number, value))
 
-    def order(self, party: str, epoch: int, body: object, num_bytes: int = SMALL_BYTES) -> None:
+    def order(self, party: str, epoch: int, body: object) -> None:
         """One item of the head's stream to `party`; nothing comes after a lost one."""
         if (party, epoch) in self._dead:
             return
         if self.world.chance(self.links[party].loss):
             self.broke(party, epoch)
         else:
-            self.world.post(self._down_seconds(party, num_bytes), party, Ordered(epoch, body))
+            self.world.post(self._down_seconds(party, SMALL_BYTES), party, Ordered(epoch, body))
 
     def broke(self, party: str, epoch: int) -> None:
         """The stream is dead; each end notices in its own time."""

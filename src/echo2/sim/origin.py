@@ -10,13 +10,15 @@ import hashlib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
-from echo2.control import broadcast_commands as do
-from echo2.control import broadcast_events as bev
-from echo2.control import fetcher_events as fev
-from echo2.control.broadcast import Broadcast, BroadcastOptions
+from echo2.control.broadcast import fetcher_events as fev
+from echo2.control.broadcast import origin_commands as do
+from echo2.control.broadcast import origin_events as bev
+from echo2.control.broadcast.origin import Broadcast, BroadcastOptions
+from echo2.control.broadcast.routes import plan_routes
+from echo2.control.machine import Event
 from echo2.errors import InvariantError
 from echo2.sim.scenario import Scenario
-from echo2.sim.world import World
+from echo2.sim.world import SimWorld
 from echo2.types import PayloadId, SnapshotRef
 
 DIGEST_BYTES = 32
@@ -24,12 +26,10 @@ DIGEST_BYTES = 32
 DELTA_SHARE = 8
 #: How often the head announces a delta on the version before, whatever the worker has: what it knows may be outdated.
 STALE_CHANCE = 0.2
-#: Members up to which the machine's invariants are checked after every event.
-CHECKED_EACH_EVENT = 50
 
 
 @dataclass(frozen=True, slots=True)
-class Manifest:
+class SimManifest:
     """What a payload consists of, and the digest of the weights that it makes."""
 
     payload: PayloadId
@@ -37,24 +37,21 @@ class Manifest:
     digest: bytes
 
 
-@dataclass(frozen=True, slots=True)
-class Announced:
+class Announced(Event):
     """To a worker: this payload is to be had. `asked_for`: it asked for it."""
 
-    manifest: Manifest
+    manifest: SimManifest
     asked_for: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class AskManifest:
+class ManifestAsked(Event):
     """Lineage 0: the newest that has the version. `base`: what the asker has installed, for a delta."""
 
     ref: SnapshotRef
     base: SnapshotRef | None
 
 
-@dataclass(frozen=True, slots=True)
-class AskChunk:
+class ChunkAsked(Event):
     """One chunk of a payload, of the head or of a worker."""
 
     payload: PayloadId
@@ -80,28 +77,28 @@ class SimOrigin:
 
     def __init__(
         self,
-        world: World,
+        world: SimWorld,
         scenario: Scenario,
         store: Mapping[SnapshotRef, bytes],
         dialable: Mapping[str, bool],
         order: Callable[[str, object], None],
     ) -> None:
         self.world, self.scenario, self.store, self.dialable, self.order = world, scenario, store, dialable, order
-        self.machine = Broadcast(BroadcastOptions(scenario.peers, scenario.fan_out))
+        self.machine = Broadcast(BroadcastOptions(plan_routes if scenario.peers == "trees" else None, scenario.fan_out))
         self.installed: dict[str, SnapshotRef | None] = {}
-        self.payloads: dict[PayloadId, tuple[Manifest, dict[bytes, bytes]]] = {}
+        self.payloads: dict[PayloadId, tuple[SimManifest, dict[bytes, bytes]]] = {}
         self._has_delta: dict[PayloadId, bool] = {}
 
     def tell(self, event: bev.Event) -> None:
         """Tell the machine, check it, carry out what it asks for."""
         commands = self.machine.handle(event, self.world.now)
-        if len(self.machine.members) <= CHECKED_EACH_EVENT:
-            self.machine.check_invariants()
+        self.world.check(self.machine)
         for command in commands:
             if isinstance(command, do.SetRoutes):
                 self.order(command.worker_id, fev.RoutesSet(command.payload, command.sources))
 
     def joined(self, worker_id: str, installed: SnapshotRef | None, ticket: str = "") -> None:
+        """A worker attends, with this snapshot installed."""
         self.tell(bev.MemberJoined(worker_id, worker_id if self.dialable[worker_id] else "", ticket=ticket))
         self.holds(worker_id, installed)
 
@@ -112,6 +109,7 @@ class SimOrigin:
         self.installed[worker_id] = installed
 
     def left(self, worker_id: str) -> None:
+        """A worker attends no more."""
         self.installed.pop(worker_id, None)
         self.tell(bev.MemberLeft(worker_id, "its connection closed"))
 
@@ -121,16 +119,17 @@ class SimOrigin:
         for worker_id in worker_ids:
             base = self.installed.get(worker_id)
             if self.world.chance(STALE_CHANCE * self.scenario.delta_chance):
-                base = max((other for other in self.store if other < ref), default=None)
+                base = max((other for other in self.store if other.policy == ref.policy and other < ref), default=None)
             groups.setdefault(self._fitting(ref, base), []).append(worker_id)
         for payload, members in groups.items():
             for worker_id in members:
                 self.order(worker_id, Announced(self.manifest(payload)))
             self._assign(payload, members)
 
-    def asked(self, sender: str, body: AskManifest) -> Announced | None:
+    def asked(self, sender: str, body: ManifestAsked) -> Announced | None:
         """The manifest of a payload that fits; None: there is no such snapshot."""
-        lineages = [ref for ref in self.store if ref.version == body.ref.version]
+        asked = (body.ref.policy, body.ref.version)
+        lineages = [ref for ref in self.store if (ref.policy, ref.version) == asked]
         found = sorted(ref for ref in lineages if body.ref.lineage in (0, ref.lineage))
         if not found:
             return None
@@ -138,29 +137,31 @@ class SimOrigin:
         self._assign(payload, [sender])
         return Announced(self.manifest(payload), asked_for=True)
 
-    def chunk(self, body: AskChunk) -> bytes | None:
+    def chunk(self, body: ChunkAsked) -> bytes | None:
         """None: it is not here (any more)."""
         known = self.payloads.get(body.payload)
         return None if known is None else known[1].get(body.chunk)
 
     def dropped(self, ref: SnapshotRef) -> None:
+        """A snapshot is no longer stored."""
         for payload in [payload for payload in self.payloads if ref in (payload.ref, payload.base)]:
             del self.payloads[payload]
             self.tell(bev.PayloadDropped(payload))
 
-    def manifest(self, payload: PayloadId) -> Manifest:
+    def manifest(self, payload: PayloadId) -> SimManifest:
+        """What this payload consists of."""
         if payload not in self.payloads:
             digest, count = self.store[payload.ref], self.scenario.snapshot_chunks
             base = b"" if payload.base is None else self.store[payload.base]
             chunks = cut(digest, base, count if payload.base is None else max(1, count // DELTA_SHARE))
-            self.payloads[payload] = Manifest(payload, tuple(chunks), digest), chunks
+            self.payloads[payload] = SimManifest(payload, tuple(chunks), digest), chunks
         return self.payloads[payload][0]
 
     def _fitting(self, ref: SnapshotRef, base: SnapshotRef | None) -> PayloadId:
         delta = PayloadId(ref, base)
-        if base is None or base == ref or base not in self.store or not self._is_smaller(delta):
+        if base is None or base == ref or base.policy != ref.policy or base not in self.store:
             return PayloadId(ref)
-        return delta
+        return delta if self._is_smaller(delta) else PayloadId(ref)
 
     def _is_smaller(self, delta: PayloadId) -> bool:
         if delta not in self._has_delta:
@@ -168,5 +169,4 @@ class SimOrigin:
         return self._has_delta[delta]
 
     def _assign(self, payload: PayloadId, worker_ids: Iterable[str]) -> None:
-        count = len(self.manifest(payload).chunks)
-        self.tell(bev.PayloadAssigned(payload, tuple(worker_ids), count, count * self.scenario.chunk_bytes))
+        self.tell(bev.PayloadAssigned(payload, tuple(worker_ids), len(self.manifest(payload).chunks)))

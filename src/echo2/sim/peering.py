@@ -9,44 +9,35 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from echo2.control import broadcast_events as bev
-from echo2.control import fetcher_commands as do
-from echo2.control import fetcher_events as fev
-from echo2.control import relay_events as rel
-from echo2.control.fetcher import Fetcher
+from echo2.control.broadcast import fetcher_commands as do
+from echo2.control.broadcast import fetcher_events as fev
+from echo2.control.broadcast import origin_events as bev
+from echo2.control.broadcast.fetcher import Fetcher
+from echo2.control.machine import Event
+from echo2.control.worker import events as rel
 from echo2.sim.history import History
-from echo2.sim.network import Network, PeerAsked, PeerBroke, PeerGave
-from echo2.sim.origin import Announced, AskChunk, Manifest, apply, cut
+from echo2.sim.network import PeerAsked, PeerBroke, PeerGave, SimNetwork
+from echo2.sim.origin import Announced, ChunkAsked, SimManifest, apply, cut
 from echo2.sim.scenario import Scenario, WorkersSpec
 from echo2.sim.world import Actor
-from echo2.types import PayloadId, SnapshotRef
+from echo2.types import RUN_POLICY, PayloadId, SnapshotRef
 
 ORIGIN = ""
 #: Chunks under way from one source at a time.
 WINDOW = 4
 
 
-@dataclass(frozen=True, slots=True)
-class FetchTick:
+class FetchTick(Event):
     """The fetcher asked to be woken."""
 
     number: int
 
 
-@dataclass(frozen=True, slots=True)
-class Reported:
-    """A word on the broadcast to the head."""
-
-    event: bev.Event
-
-
-@dataclass(frozen=True, slots=True)
-class Gone:
+class Gone(Event):
     """What was asked for is not here and not expected."""
 
 
-@dataclass(frozen=True, slots=True)
-class Alive:
+class Alive(Event):
     """What was asked for is expected."""
 
 
@@ -54,17 +45,17 @@ class Alive:
 class _Line:
     """What is still to be asked of one source, and what is under way."""
 
-    queue: deque[AskChunk] = field(default_factory=deque)
-    under_way: dict[AskChunk, None] = field(default_factory=dict)
+    queue: deque[ChunkAsked] = field(default_factory=deque)
+    under_way: dict[ChunkAsked, None] = field(default_factory=dict)
 
 
 class Peering:
-    """`call` asks the head, `tell` tells the relay. `stored` is on disk and outlives the process."""
+    """`call` asks the head, `tell` tells the scheduler. `stored` is on disk and outlives the process."""
 
     def __init__(
         self,
         actor: Actor,
-        network: Network,
+        network: SimNetwork,
         spec: WorkersSpec,
         scenario: Scenario,
         history: History,
@@ -77,18 +68,19 @@ class Peering:
         self.restart()
 
     def restart(self) -> None:
+        """Forget everything but what is on disk."""
         self.fetcher = Fetcher(self.actor.name)
-        self.manifests: dict[PayloadId, Manifest] = {}
-        self.weights, self.installed = b"", PayloadId(SnapshotRef(0, 0))
+        self.manifests: dict[PayloadId, SimManifest] = {}
+        self.weights, self.installed = b"", PayloadId(SnapshotRef(RUN_POLICY, 0, 0))
         self._cut: dict[bytes, bytes] = {}
         self._lines: dict[str, _Line] = {}
-        self._waiting: dict[AskChunk, list[str]] = {}
+        self._waiting: dict[ChunkAsked, list[str]] = {}
         self._wakes = 0
 
-    def happen(self, event: fev.Event) -> None:
+    def handle(self, event: fev.Event) -> None:
         """Tell the fetcher, check it, carry out what it asks for."""
         commands = self.fetcher.handle(event, self.actor.world.now)
-        self.fetcher.check_invariants()
+        self.actor.world.check(self.fetcher)
         for command in commands:
             self._carry_out(command)
         self._serve_waiting()
@@ -97,45 +89,48 @@ class Peering:
         match command:
             case do.RequestChunks():
                 line = self._lines.setdefault(command.source, _Line())
-                line.queue.extend(AskChunk(command.payload, chunk) for chunk in command.chunks)
+                line.queue.extend(ChunkAsked(command.payload, chunk) for chunk in command.chunks)
                 self._ask(command.source)
             case do.CancelRequests():
                 self._lines.pop(command.source, None)
             case do.ReportSource():
                 failed = bev.SourceFailed(self.actor.name, command.payload, command.source, command.failure)
                 self.history.given_up[command.failure] += 1
-                self.call(Reported(failed))
+                self.call(failed)
             case do.PayloadWhole():
-                self.call(Reported(bev.PayloadReceived(self.actor.name, command.payload, command.tallies)))
+                self.call(bev.PayloadReceived(self.actor.name, command.payload, command.tallies))
                 self.tell(rel.SnapshotWhole(command.payload))
             case do.PayloadGone():
-                self.tell(rel.SnapshotGone(command.payload, command.reason))
+                self.tell(rel.SnapshotGone(command.payload))
             case do.WakeAt():
                 self._wakes += 1
                 self.actor.post(command.at - self.actor.world.now, FetchTick(self._wakes))
 
     def tick(self, event: FetchTick) -> None:
+        """The time has come at which the fetcher asked to be woken."""
         if event.number == self._wakes:
             for asker in sorted({asker for askers in self._waiting.values() for asker in askers}):
                 self._give(asker, None, Alive())
-            self.happen(fev.Tick())
+            self.handle(fev.Tick())
 
-    # ---- the relay's wishes ------------------------------------------------------------------------------------------
+    # ---- the scheduler's wishes --------------------------------------------------------------------------------------
 
     def announced(self, body: Announced) -> None:
+        """A payload is to be had: tell the scheduler."""
         self.manifests[body.manifest.payload] = body.manifest
         download = self.fetcher.download
         progress = 0.0 if download is None else 1.0 - len(download.missing) / len(download.chunks)
         self.tell(rel.SnapshotAnnounced(body.manifest.payload, body.asked_for, progress))
 
-    def arrived(self, manifest: Manifest) -> None:
+    def arrived(self, manifest: SimManifest) -> None:
         """All of it is here, however it came."""
         self.stored.update(cut(manifest.digest, b"", len(manifest.chunks)))
         self.announced(Announced(manifest))
 
     def fetch(self, payload: PayloadId) -> None:
+        """Fetch what is missing of this payload."""
         chunks = self.manifests[payload].chunks
-        self.happen(fev.PayloadWanted(payload, chunks, frozenset(chunks) - self.stored.keys()))
+        self.handle(fev.PayloadWanted(payload, chunks, frozenset(chunks) - self.stored.keys()))
 
     def install(self, payload: PayloadId, incoming: PayloadId | None) -> str:
         """Why not; empty if it is installed. Nothing is kept on disk but this one and what is on its way."""
@@ -168,10 +163,10 @@ class Peering:
             else:
                 self.network.ask_peer(self.actor.name, source, body)
 
-    def got(self, source: str, body: AskChunk | None, value: object) -> None:
+    def got(self, source: str, body: ChunkAsked | None, value: object) -> None:
         """An answer, or a sign of life, of this source."""
         if isinstance(value, Alive) or body is None:
-            self.happen(fev.SourceAlive(source))
+            self.handle(fev.SourceAlive(source))
             return
         line = self._lines.get(source)
         if line is None or body not in line.under_way:
@@ -186,9 +181,9 @@ class Peering:
                 self.history.peer_bytes += self.scenario.chunk_bytes
             self.stored[body.chunk] = value
             self._ask(source)
-            self.happen(fev.ChunkStored(source, body.chunk, self.scenario.chunk_bytes))
+            self.handle(fev.ChunkStored(source, body.chunk, self.scenario.chunk_bytes))
 
-    def failed(self, source: str, body: AskChunk | None = None) -> None:
+    def failed(self, source: str, body: ChunkAsked | None = None) -> None:
         """No answer came, or the connection broke."""
         line = self._lines.get(source)
         if line is not None and (line.under_way if body is None else body in line.under_way):
@@ -196,20 +191,21 @@ class Peering:
 
     def _fail(self, source: str, reason: str) -> None:
         self._lines.pop(source, None)
-        self.happen(fev.SourceFailed(source, reason))
+        self.handle(fev.RequestFailed(source, reason))
 
     # ---- giving ------------------------------------------------------------------------------------------------------
 
     def peer(self, event: PeerAsked | PeerGave | PeerBroke) -> None:
+        """Take what another worker asked, gave, or left open when it broke."""
         match event:
             case PeerAsked() if self.spec.mute:
                 return  # a black hole: it takes requests, and never says a word
             case PeerAsked():
-                assert isinstance(event.body, AskChunk)
+                assert isinstance(event.body, ChunkAsked)
                 self._waiting.setdefault(event.body, []).append(event.sender)
                 self._serve_waiting()
             case PeerGave():
-                assert event.body is None or isinstance(event.body, AskChunk)
+                assert event.body is None or isinstance(event.body, ChunkAsked)
                 self.got(event.sender, event.body, event.value)
             case PeerBroke():
                 self.failed(event.sender)
@@ -225,13 +221,14 @@ class Peering:
                     value = piece + b"!"
                 self._give(asker, body, value)
 
-    def _expects(self, body: AskChunk) -> bool:
+    def _expects(self, body: ChunkAsked) -> bool:
         """Is it on its way here? Of what was not announced here yet nothing is known."""
         download = self.fetcher.download
         if download is not None and download.payload == body.payload:
             return body.chunk in download.missing
-        return body.payload not in self.manifests and body.payload.ref > self.installed.ref
+        wanted, installed = body.payload.ref, self.installed.ref
+        return body.payload not in self.manifests and wanted.policy == installed.policy and wanted > installed
 
-    def _give(self, asker: str, body: AskChunk | None, value: object) -> None:
+    def _give(self, asker: str, body: ChunkAsked | None, value: object) -> None:
         num_bytes = self.scenario.chunk_bytes if isinstance(value, bytes) else 0
         self.network.give_peer(self.actor.name, asker, body, value, num_bytes)

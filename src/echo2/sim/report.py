@@ -47,10 +47,12 @@ class Report:
 
     @property
     def max_staleness(self) -> int:
+        """Largest age of the oldest token of a group, in versions."""
         return max(self.staleness, default=0)
 
     @property
     def mean_staleness(self) -> float:
+        """Mean age of the oldest token of a group, in versions."""
         total = sum(self.staleness.values())
         return sum(age * count for age, count in self.staleness.items()) / max(1, total)
 
@@ -70,7 +72,7 @@ class Report:
             f"with {self.step_seconds:.2f} s a step",
             f"  workers     {self.max_workers} at most, without work {self.idle_workers:.1%} of the time",
             f"  staleness   mean {self.mean_staleness:.2f}, max {self.max_staleness}   {_bars(self.staleness, groups)}",
-            f"  broadcast   {self.broadcast_seconds:.1f} s until 1/1.1 of the workers had it (median)",
+            f"  broadcast   {self.broadcast_seconds:.1f} s until 91 % of the workers had it (median)",
             f"  leases      {_counts(self.leases)}",
             f"  refused     {_counts(self.refused)}",
             f"  retired     {_counts(self.retired)}",

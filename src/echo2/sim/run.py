@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from echo2.buffer import Ledger
 from echo2.errors import InvariantError
 from echo2.sim.fleet import Cut, SimWorker
 from echo2.sim.head import SimHead
 from echo2.sim.history import History
-from echo2.sim.hostile import HostileWorker
-from echo2.sim.learner import LEARNER, SimLearner
-from echo2.sim.network import HEAD, Link, Network
+from echo2.sim.learner import SimLearner
+from echo2.sim.ledger import MortalLedger
+from echo2.sim.network import HEAD, SimLink, SimNetwork, learner_of
 from echo2.sim.report import Report, make_report
-from echo2.sim.scenario import Scenario
-from echo2.sim.world import Kill, Start, World
+from echo2.sim.scenario import Scenario, WorkersSpec
+from echo2.sim.world import Kill, SimWorld, Start
+from echo2.types import RUN_POLICY
 
 #: The learner stands beside the head.
 LEARNER_LATENCY_SECONDS = 0.001
@@ -27,6 +27,8 @@ JOINS_WITHIN_SECONDS = 60.0
 #: Events between two calls of `progress`.
 PROGRESS_EVENTS = 20_000
 
+MakeWorker = Callable[[SimWorld, SimNetwork, str, WorkersSpec, Scenario, History], SimWorker]
+
 
 def run_scenario(
     scenario: Scenario,
@@ -34,53 +36,95 @@ def run_scenario(
     ledger_path: Path = Path(":memory:"),
     keeps_events: bool = True,
     progress: Callable[[int], None] | None = None,
+    check: Callable[[object], None] = lambda machine: None,
+    make_worker: MakeWorker = SimWorker,
 ) -> Report:
     """Simulate one run to its end or its time limit. The same scenario and seed give the same report.
 
-    `keeps_events`: the report's history can be replayed. `progress` is told now and then how many steps are trained.
+    `keeps_events`: the report's history can be replayed. `progress` is told now and then how many steps are trained;
+    `check` is shown each machine after each of its events; `make_worker` may make workers that behave otherwise.
 
     Raises:
         InvariantError: a rule that always holds did not; the message names the seed and the time.
     """
-    world, history = World(seed), History()
-    ledger = Ledger(ledger_path)
+    (report,) = run_policies(scenario, seed, ledger_path, keeps_events, progress, check, make_worker).values()
+    return report
+
+
+def run_policies(
+    scenario: Scenario,
+    seed: int,
+    ledger_path: Path = Path(":memory:"),
+    keeps_events: bool = True,
+    progress: Callable[[int], None] | None = None,
+    check: Callable[[object], None] = lambda machine: None,
+    make_worker: MakeWorker = SimWorker,
+) -> dict[str, Report]:
+    """Likewise for a head of several policies: a report of each. Their histories share the head's events, what was
+    killed, and the snapshots' digests; what the fleet cost and sent is not theirs, and 0.
+    """
+    world, history = SimWorld(seed, check), History()
+    histories = _histories(scenario, history)
+    ledger = MortalLedger(ledger_path)
     try:
-        workers = build_world(world, scenario, seed, ledger, history, keeps_events)
+        workers = build_world(world, scenario, seed, ledger, history, histories, keeps_events, make_worker)
         while not history.ended and world.next_at <= scenario.time_limit_seconds and world.step():
             if progress is not None and world.num_events % PROGRESS_EVENTS == 0:
-                progress(len(history.trained))
+                progress(sum(len(each.trained) for each in histories.values()))
         for worker in workers:
             if worker.up:
                 worker.pay()
         if scenario.activation:
             history.usd = history.active_usd
-        history.learner_usd = world.now / 3600 * scenario.learner.price_usd_per_hour
+        for policy, mine in scenario.by_policy().items():
+            histories[policy].learner_usd = world.now / 3600 * mine.learner.price_usd_per_hour
     except InvariantError as error:
         raise InvariantError(f"scenario {scenario.name!r}, seed {seed}, at {world.now:.3f} s: {error}") from error
     finally:
         ledger.close()
-    return make_report(scenario, seed, history, world.now, world.num_events)
+    return {
+        policy: make_report(mine, seed, histories[policy], world.now, world.num_events)
+        for policy, mine in scenario.by_policy().items()
+    }
+
+
+def _histories(scenario: Scenario, shared: History) -> dict[str, History]:
+    """Of each policy; of the only one, it is the head's."""
+    if not scenario.policies:
+        return {RUN_POLICY: shared}
+    return {
+        policy: History(lives=shared.lives, killed=shared.killed, digests=shared.digests)
+        for policy in scenario.by_policy()
+    }
 
 
 def build_world(
-    world: World, scenario: Scenario, seed: int, ledger: Ledger, history: History, keeps_events: bool = True
+    world: SimWorld,
+    scenario: Scenario,
+    seed: int,
+    ledger: MortalLedger,
+    history: History,
+    histories: Mapping[str, History],
+    keeps_events: bool = True,
+    make_worker: MakeWorker = SimWorker,
 ) -> list[SimWorker]:
     """All actors, all links, and every fault that will strike before `faults_until_seconds`."""
-    network = Network(world)
-    head = SimHead(world, network, scenario, seed, ledger, history, keeps_events)
-    SimLearner(world, network, scenario, history)
-    network.links[LEARNER] = Link(LEARNER_LATENCY_SECONDS, LEARNER_BYTES_PER_SECOND)
+    network = SimNetwork(world)
+    head = SimHead(world, network, scenario, seed, ledger, history, histories, keeps_events)
+    for policy, mine in scenario.by_policy().items():
+        learner = SimLearner(world, network, policy, mine, histories[policy])
+        network.links[learner.name] = SimLink(LEARNER_LATENCY_SECONDS, LEARNER_BYTES_PER_SECOND)
     world.post(0.0, HEAD, Start())
-    world.post(0.1, LEARNER, Start())
+    for name in map(learner_of, histories):
+        world.post(0.1, name, Start())
     until = scenario.faults_until_seconds
     workers: list[SimWorker] = []
     for kind, spec in enumerate(scenario.workers):
         for index in range(spec.count):
             name = f"w{kind}-{index}"
-            kind_of = HostileWorker if spec.hostile else SimWorker
-            workers.append(kind_of(world, network, name, spec, scenario, history))
+            workers.append(make_worker(world, network, name, spec, scenario, history))
             head.dialable[name] = spec.is_dialable
-            network.links[name] = Link(spec.latency_seconds, spec.bytes_per_second, spec.loss)
+            network.links[name] = SimLink(spec.latency_seconds, spec.bytes_per_second, spec.loss)
             if spec.offer:
                 continue
             world.post(
@@ -89,12 +133,13 @@ def build_world(
             plan_faults(world, name, Kill(), spec.life_seconds, until)
             plan_faults(world, name, Cut(), spec.cut_every_seconds, until)
     plan_outages(world, scenario)
-    plan_faults(world, LEARNER, Kill(), scenario.learner.life_seconds, until)
+    for policy, mine in scenario.by_policy().items():
+        plan_faults(world, learner_of(policy), Kill(), mine.learner.life_seconds, until)
     plan_faults(world, HEAD, Kill(), scenario.head.life_seconds, until)
     return workers
 
 
-def plan_outages(world: World, scenario: Scenario) -> None:
+def plan_outages(world: SimWorld, scenario: Scenario) -> None:
     """What strikes a whole zone."""
     for outage in scenario.outages:
         for kind, spec in enumerate(scenario.workers):
@@ -103,7 +148,7 @@ def plan_outages(world: World, scenario: Scenario) -> None:
                 world.post_always(outage.at_seconds, f"w{kind}-{index}", fault)
 
 
-def plan_faults(world: World, actor: str, fault: object, mean_seconds: float, until_seconds: float) -> None:
+def plan_faults(world: SimWorld, actor: str, fault: object, mean_seconds: float, until_seconds: float) -> None:
     """Strike this actor at random times, so long apart on average, up to `until_seconds`."""
     at = world.soon(mean_seconds) if mean_seconds > 0 else until_seconds
     while at < until_seconds:

@@ -8,14 +8,16 @@ hold many runs: see `study.py`.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import math
+from dataclasses import dataclass, field, fields, replace
 from typing import Annotated, Literal
 
 from msgspec import Meta
 
-from echo2.control.activation import LoopOptions
-from echo2.control.forecast import longest_of
-from echo2.control.state import Offer, PlannerOptions
+from echo2.control.capacity.forecast import longest_of
+from echo2.control.capacity.transfer_time import chain_seconds, star_seconds
+from echo2.control.head.state import PlannerOptions, RentableOffer
+from echo2.types import RUN_POLICY
 
 #: Bounds of what a file may say. Infinity is none of them: a simulation of it would not end.
 Count = Annotated[int, Meta(ge=0, le=100_000)]
@@ -34,9 +36,7 @@ class WorkersSpec:
 
     `lies`: chunks given to other workers that are wrong; `mute`: it takes their requests and never answers.
     `rollouts_per_second` of one worker, batches back to back, takes the place of `rollout_seconds` where it is not 0.
-    `ticket`: by which strangers joined; empty for machines of the run's owner. `hostile`: holds its leases, or some of
-    them, to their deadline, fails them at once, delivers only what is malformed, sends junk for leases that it does not
-    hold, or claims leases, a snapshot and a capacity that it does not have, and holds what it gets.
+    `ticket`: by which strangers joined; empty for machines of the run's owner.
     `zone`: what `[[outages]]` strike together. `offer`: these are there only when the planner rents them, one after
     `restart_seconds`; it takes their rate from `rollouts_per_second`.
     """
@@ -66,14 +66,13 @@ class WorkersSpec:
     mute: bool = False
     price_usd_per_hour: Usd = 0.3
     ticket: str = ""
-    hostile: Literal["", "holds", "holds_some", "fails", "malformed", "junk", "claims"] = ""
     zone: str = ""
     offer: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class LearnerSpec:
-    """The learner. `ess`: ESS / B of each step, drawn evenly from `ess_spread` around it, and never above 1."""
+    """The learner."""
 
     train_seconds: Duration = 2.0
     spread: Spread = 0.1
@@ -83,15 +82,14 @@ class LearnerSpec:
     life_seconds: Seconds = 0.0
     restart_seconds: Seconds = 5.0
     price_usd_per_hour: Usd = 0.0
-    ess: Share = 1.0
-    ess_spread: Share = 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class HeadSpec:
-    """The head."""
+    """The head. `pass_seconds`: so long reports and scores wait, to share a transaction with what comes meanwhile."""
 
     score_seconds: Seconds = 0.002
+    pass_seconds: Seconds = 0.0
     life_seconds: Seconds = 0.0
     restart_seconds: Seconds = 3.0
 
@@ -103,10 +101,11 @@ class BroadcastSpec:
     chunks  each worker fetches its chunks (`snapshot_chunks`, `chunk_bytes`) from the head and, as `peers` says, from
             other workers, as in a real run; `delta_chance`: how often a snapshot also comes as a small delta
     fixed   every worker has it `seconds` after it was announced
-    star    the head sends it whole to each of n workers: max(G / B_w, n G / B_0)
-    chain   chains of workers that relay, as many as the head's link feeds: G / B_w + (depth - 1) c / B_w
+    star    the head sends it whole to each worker
+    chain   chains of workers that relay, as many as the head's link feeds
 
-    G = snapshot_bytes, c = relay_bytes, B_0 = uplink_bytes_per_second of the head, B_w = worker_bytes_per_second.
+    For the last two, control/capacity/transfer_time.py has the formulas: G = snapshot_bytes, c = relay_bytes, B0 =
+    uplink_bytes_per_second of the head, Bw = worker_bytes_per_second.
     """
 
     scheme: Literal["chunks", "fixed", "star", "chain"] = "chunks"
@@ -118,13 +117,12 @@ class BroadcastSpec:
 
     def arrival_seconds(self, index: int, num_workers: int) -> float:
         """When the `index`-th of so many workers has the snapshot, in seconds from its announcement."""
-        own_link = self.snapshot_bytes / self.worker_bytes_per_second
+        head_bps, worker_bps = 8 * self.uplink_bytes_per_second, 8 * self.worker_bytes_per_second
         match self.scheme:
             case "star":
-                return max(own_link, num_workers * self.snapshot_bytes / self.uplink_bytes_per_second)
+                return star_seconds(self.snapshot_bytes, num_workers, head_bps, worker_bps)
             case "chain":
-                num_chains = max(1, int(self.uplink_bytes_per_second // self.worker_bytes_per_second))
-                return own_link + index // num_chains * self.relay_bytes / self.worker_bytes_per_second
+                return chain_seconds(self.snapshot_bytes, index + 1, worker_bps, head_bps, self.relay_bytes)
         return self.seconds
 
 
@@ -139,11 +137,26 @@ class OutageSpec:
 
 
 @dataclass(frozen=True, slots=True)
+class PolicySpec:
+    """One of several policies that share head and fleet: what differs from the scenario."""
+
+    policy: str
+    max_steps: Positive = 20
+    groups_per_step: Positive = 16
+    max_staleness: Count = 1
+    publish_every: Positive = 1
+    eval_size: Count = 0
+    eval_every: Count = 0
+    learner: LearnerSpec = field(default_factory=LearnerSpec)
+
+
+@dataclass(frozen=True, slots=True)
 class Scenario:
     """A run and its world. Nothing fails after `faults_until_seconds`; a run that has not ended at `time_limit_seconds`
     is reported as not finished. `generate_during_broadcast = false` is ECHO-2's model: a worker stands still from the
     publication until it has the snapshot. `activation`: workers stand by until they are needed, and are paid for only
-    while they are active. `flat_share`: of the groups, those whose rewards are all equal.
+    while they are active. `flat_share`: of the groups, those whose rewards are all equal. `policies`: where several are
+    trained, by one head and one fleet; then those say what their steps are.
     """
 
     name: str = ""
@@ -152,27 +165,21 @@ class Scenario:
     group_size: Positive = 8
     max_staleness: Count = 1
     publish_every: Positive = 1
-    ess_floor: Share = 0.0
     dynamic_sampling: bool = False
-    max_resampled: Annotated[float, Meta(gt=0, le=1000)] = 2.0
     flat_share: Share = 0.0
     deterministic: bool = False
     groups_per_batch: Positive = 4
-    swap: Literal["between", "during"] = "between"
+    swap: Literal["auto", "between", "during"] = "auto"
     order: Literal["any", "frontier"] = "any"
-    hand_over: Literal["group", "step"] = "group"
-    second_lease_after: float = 0.0
-    workers_per_group: Positive = 1
     lease_seconds: Duration = 60.0
     heartbeat_seconds: Duration = 2.0
-    lost_after_seconds: Duration = 10.0
     max_failures: Positive = 8
     eval_size: Count = 0
     eval_every: Count = 0
     snapshot_chunks: Positive = 8
     chunk_bytes: Positive = 1 << 20
     delta_chance: Share = 0.0
-    peers: Literal["star", "chain", "trees"] = "star"
+    peers: Literal["star", "trees"] = "star"
     fan_out: Positive = 8
     tokens_per_group: Positive = 2000
     bytes_per_token: Positive = 9
@@ -185,50 +192,54 @@ class Scenario:
     head: HeadSpec = field(default_factory=HeadSpec)
     broadcast: BroadcastSpec = field(default_factory=BroadcastSpec)
     outages: tuple[OutageSpec, ...] = ()
+    policies: tuple[PolicySpec, ...] = ()
 
-    def planner_options(self, seed: int) -> PlannerOptions:
-        return PlannerOptions(
-            groups_per_step=self.groups_per_step,
-            group_size=self.group_size,
-            max_steps=self.max_steps,
-            max_staleness=self.max_staleness,
-            publish_every=self.publish_every,
-            ess_floor=self.ess_floor,
-            dynamic_sampling=self.dynamic_sampling,
-            max_resampled=self.max_resampled,
-            deterministic=self.deterministic,
-            groups_per_batch=self.groups_per_batch,
-            order=self.order,
-            hand_over=self.hand_over,
-            second_lease_after=self.second_lease_after,
-            workers_per_group=self.workers_per_group,
-            lease_seconds=self.lease_seconds,
-            lost_after_seconds=self.lost_after_seconds,
-            grace_seconds=min(self.heartbeat_seconds, self.lost_after_seconds),
-            max_failures=self.max_failures,
-            seed=seed,
-            eval_size=self.eval_size,
-            eval_every=self.eval_every,
-            activation=LoopOptions() if self.activation else None,
-            offers=tuple(
-                Offer(spec.offer, self.worker_rate(spec), spec.price_usd_per_hour, spec.count)
-                for spec in self.workers
-                if spec.offer
-            ),
+    def by_policy(self) -> dict[str, Scenario]:
+        """The scenario as each policy sees it."""
+        if not self.policies:
+            return {RUN_POLICY: self}
+        return {spec.policy: self._as_seen_by(spec) for spec in self.policies}
+
+    def _as_seen_by(self, spec: PolicySpec) -> Scenario:
+        changes = {entry.name: getattr(spec, entry.name) for entry in fields(spec) if entry.name != "policy"}
+        return replace(self, policies=(), **changes)
+
+    def planner_options(self, seed: int, policy: str = RUN_POLICY) -> PlannerOptions:
+        """What the head's planner of this policy is told."""
+        alike = {entry.name for entry in fields(PlannerOptions)} & {entry.name for entry in fields(self)}
+        offers = (
+            RentableOffer(spec.offer, self.worker_rate(spec), spec.price_usd_per_hour, spec.count)
+            for spec in self.workers
+            if spec.offer
         )
+        settings = {name: getattr(self, name) for name in alike}
+        return PlannerOptions(policy=policy, seed=seed, offers=tuple(offers), **settings)
 
-    def is_flat(self, payload: bytes) -> bool:
-        """Whether all rewards of the group with this payload are equal: as good as chance, and always the same."""
-        return int.from_bytes(payload[:4], "big") < self.flat_share * (1 << 32)
+    def is_flat(self, rollouts: bytes) -> bool:
+        """Whether all rewards of the group with these rollouts are equal: as good as chance, and always the same."""
+        return int.from_bytes(rollouts[:4], "big") < self.flat_share * (1 << 32)
+
+    @property
+    def swaps_during(self) -> bool:
+        """Whether weights are swapped between two tokens; "auto": as a run has it (`Config.swap`)."""
+        if self.swap == "auto":
+            return self.max_staleness > 0 and not self.deterministic
+        return self.swap == "during"
 
     def group_seconds(self, spec: WorkersSpec) -> float:
-        """Median duration of one group in a batch at this kind of worker."""
+        """Median duration of one group at this kind of worker, whose slots are all taken."""
         if not spec.rollouts_per_second:
             return spec.rollout_seconds
-        num_groups = min(spec.capacity_groups, self.groups_per_batch)
-        return num_groups * self.group_size / spec.rollouts_per_second / longest_of(num_groups, spec.spread)
+        return self._rollouts_per_median(spec) / spec.rollouts_per_second
 
     def worker_rate(self, spec: WorkersSpec) -> float:
-        """Rollouts a second of one worker of this kind, batches back to back and without stragglers."""
+        """Rollouts a second of one worker of this kind that always has work, without stragglers."""
+        return self._rollouts_per_median(spec) / self.group_seconds(spec)
+
+    def _rollouts_per_median(self, spec: WorkersSpec) -> float:
+        """Rollouts of one worker in the median duration of a group. A group's slots go to the next one as soon as it
+        ends; in deterministic mode, when the longest of its unit does.
+        """
         num_groups = min(spec.capacity_groups, self.groups_per_batch)
-        return num_groups * self.group_size / self.group_seconds(spec) / longest_of(num_groups, spec.spread)
+        mean = longest_of(num_groups, spec.spread) if self.deterministic else math.exp(spec.spread**2 / 2)
+        return num_groups * self.group_size / mean

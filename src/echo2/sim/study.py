@@ -8,7 +8,7 @@
     "broadcast.scheme" = "star"
 
 A key is a path in the file: `max_staleness`, `learner.train_seconds`, `workers.count` (the first kind of worker) or
-`workers.1.count` (the second). `publish_every = "auto"`: the largest that `max_staleness` allows, by the file's times.
+`workers.1.count` (the second).
 """
 
 from __future__ import annotations
@@ -16,14 +16,13 @@ from __future__ import annotations
 import copy
 import itertools
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from echo2.control.capacity import choose_publish_every
-from echo2.documents import parse_toml
+from echo2.documents import read_tables, refuse_unknown
 from echo2.errors import UserError, did_you_mean
 from echo2.sim.scenario import BroadcastSpec, HeadSpec, LearnerSpec, OutageSpec, Scenario, WorkersSpec
 
@@ -61,13 +60,7 @@ def load_study(path: Path) -> Study:
     Raises:
         UserError: the file is missing, is not TOML, or holds a key or value that is not allowed.
     """
-    try:
-        text = path.read_text(encoding="utf-8")
-        raw = parse_toml(text)
-    except OSError as error:
-        raise UserError(f"Cannot read the scenario {path}: {error.strerror}.") from error
-    except ValueError as error:
-        raise UserError(f"{path} is not valid TOML: {error}.") from error
+    raw = read_tables(path, "the scenario")
     sweep, variants = raw.pop("sweep", {}), raw.pop("variants", [{}])
     _check_tables(raw, str(path))
     sweep = _flatten(sweep) if isinstance(sweep, dict) else sweep
@@ -84,20 +77,9 @@ def load_study(path: Path) -> Study:
             cases.append(Case(label, swept, _scenario(raw, {**changes, **dict(swept)}, path)))
             if len(cases) > MAX_RUNS:
                 raise UserError(f"{path} asks for more than {MAX_RUNS} runs.")
-    about = " ".join(line.lstrip("# ") for line in itertools.takewhile(lambda x: x.startswith("#"), text.splitlines()))
+    comment = itertools.takewhile(lambda line: line.startswith("#"), path.read_text(encoding="utf-8").splitlines())
+    about = " ".join(line.lstrip("# ") for line in comment)
     return Study(path.stem, about, tuple(cases))
-
-
-def load_scenario(path: Path) -> Scenario:
-    """Read a scenario file that holds one run.
-
-    Raises:
-        UserError: as `load_study`, and if there are several runs.
-    """
-    study = load_study(path)
-    if len(study.cases) != 1:
-        raise UserError(f"{path} holds {len(study.cases)} runs, not one.")
-    return study.cases[0].scenario
 
 
 def _scenario(raw: dict[str, Any], changes: Mapping[str, Any], path: Path) -> Scenario:
@@ -105,34 +87,12 @@ def _scenario(raw: dict[str, Any], changes: Mapping[str, Any], path: Path) -> Sc
     for key, value in changes.items():
         _change(changed, key, value, path)
     _check_tables(changed, str(path))
-    is_auto = changed.get("publish_every") == "auto"
-    if is_auto:
-        changed["publish_every"] = 1
     try:
         scenario = msgspec.convert({"name": path.stem, **changed}, type=Scenario)
     except msgspec.ValidationError as error:
         raise UserError(f"{path}: {error}") from error
-    if is_auto:
-        scenario = replace(scenario, publish_every=_auto_publish_every(scenario, path))
     _check_sense(scenario, path)
     return scenario
-
-
-def _auto_publish_every(scenario: Scenario, path: Path) -> int:
-    """The largest that keeps the bound, by the times of the scenario."""
-    counts = [spec.count for spec in scenario.workers]
-    if scenario.broadcast.scheme == "chunks" and scenario.max_staleness:
-        raise UserError(
-            f'{path}: publish_every = "auto" needs broadcast.scheme = fixed, star or chain: with chunks, how long a '
-            "broadcast takes is only known afterwards."
-        )
-    arrives = scenario.broadcast.arrival_seconds(max(0, sum(counts) - 1), sum(counts))
-    loads = max((spec.install_seconds for spec in scenario.workers if spec.count), default=0.0)
-    seconds = scenario.learner.publish_seconds + arrives + loads
-    try:
-        return choose_publish_every(scenario.max_staleness, scenario.learner.train_seconds, seconds)
-    except UserError as error:
-        raise UserError(f"{path}: {error}") from error
 
 
 def _check_sense(scenario: Scenario, path: Path) -> None:
@@ -141,19 +101,14 @@ def _check_sense(scenario: Scenario, path: Path) -> None:
             f"{path}: max_staleness = {scenario.max_staleness} with publish_every = {scenario.publish_every} waits for "
             f"ever; max_staleness must be {scenario.publish_every - 1} or more."
         )
-    excluded = ("dynamic_sampling", "ess_floor", "second_lease_after")
-    set_so = [name for name in excluded if scenario.deterministic and getattr(scenario, name)]
+    set_so = ["dynamic_sampling"] if scenario.deterministic and scenario.dynamic_sampling else []
     set_so += ['order = "frontier"'] if scenario.deterministic and scenario.order == "frontier" else []
     if set_so:
         raise UserError(f"{path}: deterministic = true excludes {' and '.join(set_so)}, as in a run.")
-    if scenario.workers_per_group > 1 and scenario.order != "frontier":
-        raise UserError(f'{path}: workers_per_group needs order = "frontier", as in a run.')
-    if scenario.order == "frontier" and scenario.hand_over == "step":
-        raise UserError(f'{path}: order = "frontier" with hand_over = "step" has no use, as in a run.')
+    if scenario.policies:
+        raise UserError(f"{path}: policies: a scenario file describes runs, and a run trains one policy.")
     if not any(spec.count for spec in scenario.workers):
         raise UserError(f"{path}: there is no worker: set workers.count.")
-    if scenario.lost_after_seconds <= scenario.heartbeat_seconds:
-        raise UserError(f"{path}: lost_after_seconds must exceed heartbeat_seconds, or healthy workers count as lost.")
     offers = [spec.offer for spec in scenario.workers if spec.offer]
     if offers and (not scenario.activation or len(set(offers)) != len(offers)):
         raise UserError(f"{path}: offers need activation = true and a name each.")
@@ -193,18 +148,10 @@ def _change(raw: dict[str, Any], key: str, value: Any, path: Path) -> None:
 
 
 def _check_tables(raw: Mapping[str, Any], where: str) -> None:
-    _check_keys(raw, Scenario, where)
-    for section, kind in _SECTIONS.items():
-        _check_keys(raw.get(section, {}), kind, f"{where}: [{section}]")
+    tables = [(raw, Scenario, where)]
+    tables += [(raw.get(section, {}), kind, f"{where}: [{section}]") for section, kind in _SECTIONS.items()]
     for section, kind in _LISTS.items():
         entries = raw.get(section, ())
-        for spec in entries if isinstance(entries, list) else ():
-            _check_keys(spec, kind, f"{where}: [[{section}]]")
-
-
-def _check_keys(raw: Any, kind: type[Any], where: str) -> None:
-    known = [entry.name for entry in fields(kind)]
-    for key in raw if isinstance(raw, dict) else ():
-        if key not in known:
-            hint = did_you_mean(key, known) or f" Known: {', '.join(known)}."
-            raise UserError(f"{where}: unknown key {key!r}.{hint}")
+        tables += [(spec, kind, f"{where}: [[{section}]]") for spec in (entries if isinstance(entries, list) else ())]
+    for table, kind, place in tables:
+        refuse_unknown(table if isinstance(table, dict) else (), [entry.name for entry in fields(kind)], place)

@@ -9,26 +9,26 @@ from __future__ import annotations
 import heapq
 import random
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from collections.abc import Callable
+
+from echo2.control.machine import Event
 
 #: Events after which a simulation counts as running in circles.
 MAX_EVENTS = 500_000_000
 
 
-@dataclass(frozen=True, slots=True)
-class Kill:
+class Kill(Event):
     """kill -9."""
 
 
-@dataclass(frozen=True, slots=True)
-class Start:
+class Start(Event):
     """The process starts (again), with nothing but what was durable."""
 
 
 class Actor(ABC):
     """A process: up or down, with a name and a number of lives so far."""
 
-    def __init__(self, world: World, name: str) -> None:
+    def __init__(self, world: SimWorld, name: str) -> None:
         self.world = world
         self.name = name
         self.life = 0
@@ -40,7 +40,7 @@ class Actor(ABC):
         self.world.post(delay_seconds, self.name, event)
 
     @abstractmethod
-    def happen(self, event: object) -> None:
+    def handle(self, event: object) -> None:
         """Take one event at `world.now`."""
 
     def starts(self) -> None:
@@ -49,15 +49,19 @@ class Actor(ABC):
         self.up = True
 
     def dies(self) -> None:
+        """The life ends; what was sent to it is dropped."""
         self.life += 1
         self.up = False
 
 
-class World:
-    """The clock, the queue, the actors, and the one source of chance."""
+class SimWorld:
+    """The clock, the queue, the actors, and the one source of chance. `check` is shown each machine of `control/` after
+    each of its events.
+    """
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, check: Callable[[object], None] = lambda machine: None) -> None:
         self.now = 0.0
+        self.check = check
         self.rng = random.Random(seed)
         self.actors: dict[str, Actor] = {}
         self.num_events = 0
@@ -86,7 +90,7 @@ class World:
         if life in (None, actor.life) and actor.up != isinstance(event, Start):
             if isinstance(event, Start):
                 actor.starts()
-            actor.happen(event)
+            actor.handle(event)
         return True
 
     @property
@@ -103,4 +107,5 @@ class World:
         return median_seconds * self.rng.lognormvariate(0.0, spread)
 
     def chance(self, probability: float) -> bool:
+        """Whether something of this probability happens."""
         return probability > 0 and self.rng.random() < probability

@@ -14,7 +14,8 @@ from collections.abc import Mapping
 from typing import Any, Protocol
 
 from echo2.errors import UserError
-from echo2.plugins import innermost_line
+from echo2.printable import shown
+from echo2.sandbox.plugins import innermost_line
 from echo2.types import Message, Task
 
 MAX_PROMPT_CHARS = 1 << 20
@@ -62,13 +63,14 @@ class TaskStream:
         """
         epoch, position = divmod(cursor, self._length)
         index = permute(position, self._length, f"{self._seed}/{epoch}") if self._shuffle else position
+        where = f"{type(self._source).__name__} row {index}"
         try:
-            row = self._source[index]
+            where = row_name(self._source, index)
+            return task_from_row(self._source[index], cursor, where)
         except UserError:
             raise
-        except Exception as error:
-            raise UserError(f"{row_name(self._source, index)} could not be read: {innermost_line(error)}") from error
-        return task_from_row(row, cursor, row_name(self._source, index))
+        except Exception as error:  # of the user's source, its `where` or its mappings
+            raise UserError(f"{where} could not be read: {innermost_line(error)}") from error
 
 
 def row_name(source: TaskSource, index: int) -> str:
@@ -104,7 +106,7 @@ def task_from_row(row: Any, cursor: int, where: str) -> Task:
         UserError: naming the row (`where`), what is wrong and what to do.
     """
     if not isinstance(row, Mapping):
-        raise UserError(f"{where}: a row must be a mapping with a 'prompt', got {type(row).__name__} {_short(row)}.")
+        raise UserError(f"{where}: a row must be a mapping with a 'prompt', got {type(row).__name__} {shown(row)}.")
     if "prompt" not in row:
         raise UserError(f"{where}: no column 'prompt' (columns: {', '.join(map(str, row)) or 'none'}). Rename yours.")
     prompt = _prompt(row["prompt"], where)
@@ -120,7 +122,7 @@ def _prompt(prompt: Any, where: str) -> str | tuple[Message, ...]:
         text = "".join(message.content for message in checked)
     else:
         raise UserError(
-            f"{where}: 'prompt' must be text or a list of chat messages, got {type(prompt).__name__} {_short(prompt)}."
+            f"{where}: 'prompt' must be text or a list of chat messages, got {type(prompt).__name__} {shown(prompt)}."
         )
     if not checked or not text.strip():
         raise UserError(f"{where}: 'prompt' is empty. Remove the row or give it text.")
@@ -137,7 +139,7 @@ def _prompt(prompt: Any, where: str) -> str | tuple[Message, ...]:
 
 def _message(item: Any, where: str) -> Message:
     if not isinstance(item, Mapping) or not all(isinstance(item.get(key), str) for key in ("role", "content")):
-        raise UserError(f'{where} must be {{"role": text, "content": text}}, got {_short(item)}.')
+        raise UserError(f'{where} must be {{"role": text, "content": text}}, got {shown(item)}.')
     extra = [name for name, value in item.items() if name not in ("role", "content") and value is not None]
     if extra:
         raise UserError(f"{where} has {extra[0]!r}, which would be lost: a message holds a role and a content only.")
@@ -164,8 +166,3 @@ def _columns(columns: dict[Any, Any], where: str) -> dict[str, Any]:
         )
     plain: dict[str, Any] = json.loads(text)
     return plain
-
-
-def _short(value: Any, limit: int = 80) -> str:
-    text = repr(value)
-    return text if len(text) <= limit else text[: limit - 3] + "..."

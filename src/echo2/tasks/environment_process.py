@@ -1,36 +1,33 @@
-"""An environment of the user's own, in a process beside the engine: it can stall that for one call, and not kill it.
+"""A run's environment, in a process of its own: it can stall that for one call, and neither an engine nor a head.
 
-This is the worker's side; what runs inside is `environment_child.py`. A call that takes too long is killed with
+`make_handler` is what runs inside (`sandbox/child.py`). A call that takes too long is killed with
 everything it started, a process that dies is replaced, and either costs the group that made the call. The other
-attempts go on: environments are deterministic, so each is begun anew in the next process and its actions done again.
+rollouts go on: environments are deterministic, so each is begun anew in the next process and its actions done again.
 """
 
 from __future__ import annotations
 
+import asyncio
 import logging
-import subprocess
-import sys
-import threading
-import time
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Coroutine, Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any, TypeVar
 
-from echo2 import pipes
-from echo2.errors import PeerError, UserError
-from echo2.tasks.environments import BUILT_IN, LocalWorld, OpenWorld
+from echo2.errors import UserError
+from echo2.sandbox.child import Handler
+from echo2.sandbox.process import CodeProcess
+from echo2.tasks.environments import LocalEnvironment
 from echo2.types import Reply
 
 log = logging.getLogger(__name__)
 
-STARTUP_SECONDS = 120.0  # imports of the user's module: some load a game or a word list
-CALL_SECONDS = 30.0  # to begin an attempt, or to answer an action
-EXIT_SECONDS = 5.0
+CALL_SECONDS = 30.0  # to begin a rollout, or to answer an action
+T = TypeVar("T")
 
 
 @dataclass(slots=True)
-class _Attempt:
-    """What it takes to begin an attempt anew. `inside`: the process that has it, and its number there."""
+class Begun:
+    """What it takes to begin a rollout anew. `inside`: the process that has it, and its number there."""
 
     columns: Mapping[str, Any]
     seed: int
@@ -39,155 +36,126 @@ class _Attempt:
     turn_tokens: int = 0
 
 
-class ProcessWorld:
-    """Environments of one kind in a child process, which is started at once (`rollout/turns.py` calls it a world).
-
-    Raises:
-        UserError: the environment cannot be loaded; the message says why.
-    """
+class EnvironmentProcess:
+    """An `Environment` of `rollout/turns.py`: instances of one class in a child process, which is started at the first
+    call. For one event loop. The child takes one call after the other. A call that nobody awaits any more goes on: else
+    the child would have to be killed for a rollout that was given up."""
 
     def __init__(self, spec: str, call_seconds: float = CALL_SECONDS) -> None:
         self._spec, self._call_seconds = spec, call_seconds
-        self._attempts: dict[int, _Attempt] = {}
-        self._next = self._number = 0
+        name = f"The process of the environment {spec}"
+        self._process = CodeProcess(name, "echo2.tasks.environment_process:make_handler", {"spec": spec})
+        self._turn = asyncio.Lock()
+        self._under_way: set[asyncio.Future[Any]] = set()
         self._closed = False
-        self._lock = threading.RLock()  # against `close`, which another thread may call
-        self._process: subprocess.Popen[bytes] | None = None
-        self._stop = str(self._start()["stop"])
 
-    @property
-    def stop(self) -> str:
-        return self._stop
+    async def start(self) -> str:
+        """Start the child unless it runs; the character that ends a turn beside the end token (empty: none).
 
-    @property
-    def pid(self) -> int | None:
-        return self._process.pid if self._process is not None else None
+        Raises:
+            UserError: the environment cannot be loaded; the message says why.
+        """
+        self._check_open()
+        return str((await self._process.start())["stop"])
 
-    def begin(self, columns: Mapping[str, Any], seed: int) -> int:
-        """A new attempt; its number.
+    def begin(self, columns: Mapping[str, Any], seed: int) -> Begun:
+        """A new rollout. Its instance is made when it is first asked for something."""
+        return Begun(columns, seed)
+
+    async def turn_tokens(self, rollout: Begun) -> int:
+        """The longest turn of a rollout in tokens (0: no limit of its own).
 
         Raises:
             UserError: the class raised, hung, or ended its process.
         """
-        with self._lock:
-            attempt = _Attempt(columns, seed)
-            self._enter(attempt)
-            self._next += 1
-            self._attempts[self._next] = attempt
-            return self._next
+        await self._finished(self._begin(rollout))
+        return rollout.turn_tokens
 
-    def turn_tokens(self, attempt: int) -> int:
-        return self._attempts[attempt].turn_tokens
-
-    def step(self, attempt: int, action: str) -> Reply:
+    async def step(self, rollout: Begun, action: str) -> Reply:
         """What the environment answers.
 
         Raises:
             UserError: it raised, hung, ended its process, or answered what is no answer.
         """
-        with self._lock:
-            played = self._attempts[attempt]
-            number = self._enter(played)
-            played.actions.append(action)
-            answer = self._call({"step": number, "action": action})
+        return await self._finished(self._step(rollout, action))
+
+    def end(self, rollout: Begun) -> None:
+        """Forget a rollout. A process that is found dead or hanging here is replaced at the next call."""
+        self._finished(self._end(rollout))
+
+    async def close(self) -> None:
+        """End the child; whatever it was doing is abandoned."""
+        self._closed = True
+        await self._process.close()  # a call under way ends by it
+        async with self._turn:
+            await self._process.close()  # it was being started then
+
+    async def _begin(self, rollout: Begun) -> None:
+        async with self._turn:
+            await self._number(rollout)
+
+    async def _step(self, rollout: Begun, action: str) -> Reply:
+        async with self._turn:
+            number = await self._number(rollout)
+            rollout.actions.append(action)
+            answer = await self._call({"step": number, "action": action})
             return Reply(answer["text"], answer["reward"], answer["done"])
 
-    def end(self, attempt: int) -> None:
-        """Forget an attempt. A process that is found dead or hanging here is replaced at the next call."""
-        with self._lock:
-            inside = self._attempts.pop(attempt).inside
-            if inside is not None and self._process is not None and inside[0] == self._number:
+    async def _end(self, rollout: Begun) -> None:
+        async with self._turn:
+            if rollout.inside is not None and self._is_inside(rollout.inside) and not self._closed:
                 try:
-                    self._call({"end": inside[1]})
+                    await self._call({"end": rollout.inside[1]})
                 except UserError as error:
                     log.warning("%s", error)
 
-    def close(self) -> None:
-        """End the child; whatever it was doing is abandoned."""
-        self._closed, process = True, self._process
-        if process is not None:
-            pipes.kill_group(process.pid)  # a call under way ends by it
-        with self._lock:
-            self._kill()
+    async def _number(self, rollout: Begun) -> int:
+        """The rollout's number in the process that runs now."""
+        if rollout.inside is None or not self._is_inside(rollout.inside):
+            begun = await self._call({"begin": dict(rollout.columns), "seed": rollout.seed})
+            number, rollout.turn_tokens = begun["number"], begun["turn_tokens"]
+            rollout.inside = (self._process.num_started, number)
+            for action in rollout.actions:
+                await self._call({"step": number, "action": action})
+        return rollout.inside[1]
 
-    def _enter(self, attempt: _Attempt) -> int:
-        """The attempt's number in the process that runs now."""
-        if self._process is None:
-            self._start()
-        if attempt.inside is None or attempt.inside[0] != self._number:
-            begun = self._call({"begin": dict(attempt.columns), "seed": attempt.seed})
-            number, attempt.turn_tokens = begun["number"], begun["turn_tokens"]
-            attempt.inside = (self._number, number)
-            for action in attempt.actions:
-                self._call({"step": number, "action": action})
-        return attempt.inside[1]
+    def _is_inside(self, inside: tuple[int, int]) -> bool:
+        """Whether the process that runs now is that one."""
+        return self._process.pid is not None and inside[0] == self._process.num_started
 
-    def _start(self) -> dict[str, Any]:
+    async def _call(self, request: dict[str, Any]) -> dict[str, Any]:
+        self._check_open()
+        return await self._process.call(request, self._call_seconds, f"answering {next(iter(request))!r}")
+
+    def _check_open(self) -> None:
         if self._closed:
-            raise UserError(f"The environment {self._spec} is closed: the worker ends.")
-        try:
-            self._process = subprocess.Popen(
-                (sys.executable, "-m", "echo2.tasks.environment_child"),
-                bufsize=0,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                env=pipes.child_environment(),
-                start_new_session=True,  # a group to kill as a whole; and Ctrl-C is the worker's to handle
-            )
-        except OSError as error:
-            raise UserError(f"Cannot start the process of the environment {self._spec}: {error}.") from error
-        self._number += 1
-        try:
-            if self._closed:  # by another thread, which may have found no process to kill
-                raise UserError(f"The environment {self._spec} is closed: the worker ends.")
-            return self._call({"spec": self._spec}, STARTUP_SECONDS)
-        except BaseException:
-            self._kill()
-            raise
+            raise UserError(f"The environment {self._spec} is closed: its worker or head ends.")
 
-    def _call(self, request: dict[str, Any], seconds: float | None = None) -> dict[str, Any]:
-        """Send one frame and await its answer. Whatever keeps it away leaves no child behind."""
-        process, limit = self._process, seconds or self._call_seconds
-        if process is None:
-            raise UserError(f"The process of the environment {self._spec} was ended.")
-        try:
-            answer = pipes.exchange(process, pipes.encode(request), time.monotonic() + limit)
-        except TimeoutError as error:
-            self._kill()
-            raise UserError(f"The environment {self._spec} took longer than {limit:g} s and was stopped.") from error
-        except (EOFError, OSError) as error:
-            ending = pipes.ending(self._kill(EXIT_SECONDS))
-            raise UserError(
-                f"The process of the environment {self._spec} {ending}; its worker's log says more."
-            ) from error
-        except PeerError as error:
-            self._kill()
-            raise UserError(f"The environment {self._spec} cannot go on: {error}.") from error
-        if "failed" in answer:
-            raise UserError(str(answer["failed"]))
-        return answer
-
-    def _kill(self, grace_seconds: float = 0.0) -> int | None:
-        """End the child and everything it started. Its exit status: its own if it ended within `grace_seconds`."""
-        process, self._process = self._process, None
-        if process is None:
-            return None
-        try:
-            process.wait(grace_seconds)
-        except subprocess.TimeoutExpired:
-            pipes.kill_group(process.pid)
-            process.wait(EXIT_SECONDS)
-        pipes.kill_group(process.pid)
-        for pipe in (process.stdin, process.stdout):
-            if pipe is not None:
-                pipe.close()
-        return process.returncode
+    def _finished(self, work: Coroutine[Any, Any, T]) -> asyncio.Future[T]:
+        """The outcome of this work, which goes on though nobody awaits it any more."""
+        task = asyncio.ensure_future(work)
+        self._under_way.add(task)
+        task.add_done_callback(self._under_way.discard)
+        task.add_done_callback(lambda done: done.cancelled() or done.exception())  # nobody may ask
+        return asyncio.shield(task)
 
 
-def open_world(spec: str) -> OpenWorld:
-    """The world of an environment for a worker: a built-in here, any other in a process.
+def make_handler(setup: dict[str, Any]) -> tuple[Handler, dict[str, Any]]:
+    """For `sandbox/child.py`: {"begin": columns, "seed"} is answered by {"number", "turn_tokens"}, {"step": number,
+    "action"} by {"text", "reward", "done"}, {"end": number} by {}.
 
     Raises:
-        UserError: there is no such environment.
+        UserError: the environment cannot be loaded.
     """
-    return LocalWorld(spec) if spec in BUILT_IN else ProcessWorld(spec)
+    environment = LocalEnvironment(setup["spec"])
+
+    def answer(request: dict[str, Any]) -> dict[str, Any]:
+        if "begin" in request:
+            number = environment.begin(request["begin"], request["seed"])
+            return {"number": number, "turn_tokens": environment.turn_tokens(number)}
+        if "step" in request:
+            return asdict(environment.step(request["step"], request["action"]))
+        environment.end(request["end"])
+        return {}
+
+    return answer, {"stop": environment.stop}

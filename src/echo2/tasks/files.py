@@ -45,6 +45,7 @@ class JsonlRows:
         return self._parse(line, self._lines[index])
 
     def where(self, index: int) -> str:
+        """The row's file and line, from 1."""
         return f"{self._path}:{self._lines[index]}"
 
     def _read_lines(self) -> Iterator[tuple[int, int, bytes]]:
@@ -107,4 +108,5 @@ class ParquetRows:
         return row
 
     def where(self, index: int) -> str:
+        """The row's file and number, from 0."""
         return f"{self._path} row {index}"

@@ -57,6 +57,7 @@ class ReasoningGymRows:
         return {"prompt": entry["question"], "answer": entry["answer"], "reasoning_gym": column}
 
     def where(self, index: int) -> str:
+        """The row's generator and number, from 0."""
         return f"reasoning_gym:{self._name} row {index}"
 
 

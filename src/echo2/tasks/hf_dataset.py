@@ -41,6 +41,7 @@ class HfRows:
         return row
 
     def where(self, index: int) -> str:
+        """The row's dataset, split and number, from 0."""
         return f"{self._name} row {index}"
 
 

@@ -9,17 +9,16 @@ from pathlib import Path
 from typing import Any
 
 from echo2.errors import UserError, did_you_mean
-from echo2.plugins import innermost_line, load_named
+from echo2.sandbox.plugins import innermost_line, load_named
 from echo2.tasks.base import TaskSource
 from echo2.tasks.digit_sorting import DigitSorting
 from echo2.tasks.files import JsonlRows, ParquetRows
 from echo2.tasks.gym import ReasoningGymRows
 from echo2.tasks.hf_dataset import HfRows
-from echo2.tasks.logs import LoggedAttempts
-from echo2.tasks.sokoban import Sokoban
+from echo2.tasks.logs import LoggedRollouts
 from echo2.tasks.templates import TemplateRows
 
-BUILT_IN = {"digit_sorting": DigitSorting, "sokoban": Sokoban}
+BUILT_IN = {"digit_sorting": DigitSorting}
 KINDS = (
     "rows.jsonl, rows.parquet, a Hugging Face dataset directory, hub:owner/name[/configuration], reasoning_gym:<name>, "
     f"logs:hands.jsonl, file.py:Class, package.module:Class or {', '.join(BUILT_IN)}"
@@ -53,7 +52,7 @@ def _made_rows(name: str, split: str, params: Mapping[str, Any], seed: int) -> T
     if name.startswith("reasoning_gym:"):
         return ReasoningGymRows(name.removeprefix("reasoning_gym:"), params, seed, split)
     if name.startswith("logs:"):
-        return _construct(partial(LoggedAttempts, Path(name.removeprefix("logs:"))), name, split, params, seed)
+        return _construct(partial(LoggedRollouts, Path(name.removeprefix("logs:"))), name, split, params, seed)
     if ":" in name and not name.startswith("hub:") and not Path(name).exists():
         return _construct(load_named(name), name, split, params, seed)
     return None

@@ -1,6 +1,6 @@
-"""Rows from a log of attempts that somebody made before: `logs:hands.jsonl`. What is trained on is the log.
+"""Rows from a log of rollouts that somebody made before: `logs:hands.jsonl`. What is trained on is the log.
 
-One JSON object a line, one attempt:
+One JSON object a line, one rollout:
 
     prompt      text, or chat messages, as in any row
     completion  what was answered, as text
@@ -9,7 +9,7 @@ One JSON object a line, one attempt:
     tokens, logprobs
                 the answer's token ids and their logprobs, where the log is an engine's own (in place of `logprob`)
 
-A row is `attempts` of the attempts at one prompt, drawn without replacement in an order that the seed gives: in one
+A row is `rollouts` of the rollouts at one prompt, drawn without replacement in an order that the seed gives: in one
 epoch each is trained on at most once. What is left over at the end of a prompt, less than a row, is left out.
 
 Where the log has no probabilities, how often each answer was given to a prompt is the estimate of them (Hanna, Niekum
@@ -31,45 +31,45 @@ from typing import Any
 from echo2.errors import UserError
 from echo2.tasks.base import permute
 from echo2.tasks.files import JsonlRows
-from echo2.types import DEFAULT_LOGGED_ATTEMPTS, LOGGED_ATTEMPTS
+from echo2.types import DEFAULT_LOGGED_ROLLOUTS, LOGGED_ROLLOUTS
 
 log = logging.getLogger(__name__)
 
-#: Attempts at a prompt for each different answer to it, on average, from which frequencies count as probabilities.
+#: Rollouts at a prompt for each different answer to it, on average, from which frequencies count as probabilities.
 LEAST_REPEATS = 4
 #: Characters of all the different answers to one prompt, up to which their frequencies travel with each of its rows.
 MAX_ANSWERS_CHARS = 1 << 16
 
 
-class LoggedAttempts:
-    """The rows of a log. `attempts` must be `sampling.group_size`.
+class LoggedRollouts:
+    """The rows of a log. `rollouts` must be `sampling.group_size`.
 
     Raises:
-        UserError: the log cannot be read, has a bad line (named), no prompt with enough attempts, or neither
+        UserError: the log cannot be read, has a bad line (named), no prompt with enough rollouts, or neither
             probabilities nor answers that repeat.
     """
 
-    def __init__(self, path: Path, seed: int, attempts: Any = DEFAULT_LOGGED_ATTEMPTS) -> None:
-        if not isinstance(attempts, int) or attempts < 2:
-            raise UserError(f"tasks.params.attempts = {attempts!r}: a group needs at least 2 attempts.")
+    def __init__(self, path: Path, seed: int, rollouts: Any = DEFAULT_LOGGED_ROLLOUTS) -> None:
+        if not isinstance(rollouts, int) or rollouts < 2:
+            raise UserError(f"tasks.params.rollouts = {rollouts!r}: a group needs at least 2 rollouts.")
         self._lines = JsonlRows(path)
-        self._path, self._seed, self._attempts = path, seed, attempts
+        self._path, self._seed, self._rollouts = path, seed, rollouts
         self._of_prompt: list[array[int]] = []  # the lines that have each prompt
         self._answers: list[Counter[str] | None] = []  # of prompts whose probabilities are estimated
         self._rows: list[tuple[int, int]] = []  # (prompt, number of the row among those of the prompt)
         self._gather()
-        log.info("%s: %d rows; %d attempts are in none", path, len(self), self.num_left_out)
+        log.info("%s: %d rows; %d rollouts are in none", path, len(self), self.num_left_out)
         if not self._rows:
             most = max((len(lines) for lines in self._of_prompt), default=0)
             raise UserError(
-                f"{path}: no prompt has {attempts} attempts (at most {most}), so there is nothing to compare. Log more "
-                "attempts at the same prompt, or lower sampling.group_size and tasks.params.attempts."
+                f"{path}: no prompt has {rollouts} rollouts (at most {most}), so there is nothing to compare. Log more "
+                "rollouts at the same prompt, or lower sampling.group_size and tasks.params.rollouts."
             )
 
     @property
     def num_left_out(self) -> int:
         """Attempts of the log that no row has."""
-        return len(self._lines) - len(self._rows) * self._attempts
+        return len(self._lines) - len(self._rows) * self._rollouts
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -77,14 +77,15 @@ class LoggedAttempts:
     def __getitem__(self, index: int) -> Mapping[str, Any]:
         prompt, number = self._rows[index]
         lines, answers = self._of_prompt[prompt], self._answers[prompt]
-        places = range(number * self._attempts, (number + 1) * self._attempts)
+        places = range(number * self._rollouts, (number + 1) * self._rollouts)
         chosen = [self._lines[lines[permute(place, len(lines), f"{self._seed}/{prompt}")]] for place in places]
-        column: dict[str, Any] = {"attempts": [_attempt(line) for line in chosen]}
+        column: dict[str, Any] = {"rollouts": [_logged(line) for line in chosen]}
         if answers is not None:
             column["answers"] = dict(answers)
-        return {"prompt": chosen[0]["prompt"], LOGGED_ATTEMPTS: column}
+        return {"prompt": chosen[0]["prompt"], LOGGED_ROLLOUTS: column}
 
     def where(self, index: int) -> str:
+        """The row's number among those of its prompt, and the line where that stands first."""
         prompt, number = self._rows[index]
         return f"row {number} of the prompt at {self._lines.where(self._of_prompt[prompt][0])}"
 
@@ -102,27 +103,27 @@ class LoggedAttempts:
                 answers.append(Counter())
             if (kind == "none") != (kinds[prompt] == "none"):
                 raise UserError(
-                    f"{where}: some attempts at this prompt have probabilities and some have none, which cannot be "
+                    f"{where}: some rollouts at this prompt have probabilities and some have none, which cannot be "
                     "compared. Give all of them, or none."
                 )
             self._of_prompt[prompt].append(index)
             if kind != "tokens":
                 answers[prompt][line["completion"]] += 1
         for prompt, lines in enumerate(self._of_prompt):
-            has_row = len(lines) >= self._attempts
+            has_row = len(lines) >= self._rollouts
             if has_row and kinds[prompt] == "none":
                 self._check_repeats(lines, answers[prompt])
             # Of logged probabilities of whole answers too: they say which of an answer's tokens was the choice.
             travels = has_row and kinds[prompt] != "tokens" and _is_short(answers[prompt])
             self._answers.append(answers[prompt] if travels else None)
-            self._rows += [(prompt, number) for number in range(len(lines) // self._attempts)]
+            self._rows += [(prompt, number) for number in range(len(lines) // self._rollouts)]
 
     def _check_repeats(self, lines: array[int], answers: Counter[str]) -> None:
         if len(lines) < LEAST_REPEATS * len(answers) or not _is_short(answers):
             raise UserError(
                 f"{self._lines.where(lines[0])}: this log has no probabilities, and they cannot be estimated: "
-                f"{len(lines)} attempts at this prompt gave {len(answers)} different answers, of "
-                f"{sum(map(len, answers))} characters; {LEAST_REPEATS} attempts each are needed, and no more than "
+                f"{len(lines)} rollouts at this prompt gave {len(answers)} different answers, of "
+                f"{sum(map(len, answers))} characters; {LEAST_REPEATS} rollouts each are needed, and no more than "
                 f"{MAX_ANSWERS_CHARS} characters. Log `logprob`, or `tokens` with `logprobs`."
             )
 
@@ -132,7 +133,7 @@ def _is_short(answers: Mapping[str, int]) -> bool:
 
 
 def _check(line: Mapping[str, Any], where: str) -> str:
-    """Whether a line is an attempt; its probabilities are of "tokens", of the "whole" answer, or "none"."""
+    """Whether a line is a rollout; its probabilities are of "tokens", of the "whole" answer, or "none"."""
     for name in ("prompt", "reward"):
         if name not in line:
             raise UserError(f"{where}: no {name!r} (columns: {', '.join(line) or 'none'}).")
@@ -164,6 +165,6 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
 
 
-def _attempt(line: Mapping[str, Any]) -> dict[str, Any]:
+def _logged(line: Mapping[str, Any]) -> dict[str, Any]:
     names = ("tokens", "logprobs", "completion", "logprob", "reward")
     return {name: line[name] for name in names if line.get(name) is not None}

@@ -38,6 +38,7 @@ class TemplateRows:
         return {**row, "prompt": [{"role": "user", "content": text}] if self._chat else text}
 
     def where(self, index: int) -> str:
+        """What the rows themselves call this one."""
         return row_name(self._rows, index)
 
     def _column(self, row: Mapping[str, Any], name: str | None, index: int) -> str:

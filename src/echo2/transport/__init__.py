@@ -1,8 +1,8 @@
 """Links between processes: typed, versioned, bounded messages over authenticated and encrypted connections.
 
-`base` is the interface (unary calls and server streams), `grpc_link` and `grpc_server` the real backend, `memory` the
-one for tests and simulation, `messages` the wire form of `echo2.types`, `chunks` that of chunks, `identity` who is who,
-`tickets` what lets somebody in, `door` and `budgets` what bounds strangers and members.
+`base` is the interface (unary calls and server streams), `grpc_link` and `grpc_server` the two ends of it over gRPC,
+`messages` the wire form of `echo2.types`, `chunks` that of chunks, `identity` who is who, `tickets` what lets somebody
+in, `door` and `budgets` what bounds strangers and members.
 """
 
 import os

@@ -59,6 +59,7 @@ def _methods() -> dict[str, Method]:
         ("Enrol", wire.EnrolRequest, wire.EnrolReply, False, joining),
         ("Attend", wire.WorkerHello, wire.Order, True, worker),
         ("Report", wire.WorkerReport, wire.Empty, False, worker),
+        ("Leave", wire.Empty, wire.Empty, False, worker),  # good-bye: grant its leases to others
         ("FailLease", wire.LeaseFailed, wire.Empty, False, worker),
         ("Deliver", wire.Deliveries, wire.DeliveryReplies, False, worker),
         ("FetchManifest", wire.ManifestRequest, wire.SnapshotNotice, False, worker),
@@ -69,11 +70,11 @@ def _methods() -> dict[str, Method]:
         # Worker to worker, dialled by one that can't be dialled itself: it is told what is wanted of it, and gives.
         ("AskWanted", wire.Empty, wire.ChunkRequest, True, worker),
         ("GiveChunk", wire.Chunk, wire.Empty, False, worker),
-        ("LearnerHello", wire.LearnerHello, wire.LearnerWelcome, False, learner),
+        ("LearnerHello", wire.LearnerHello, wire.LearnerWelcome, True, learner),
         ("TakeGroups", wire.TakeGroups, wire.FedGroups, True, learner),
         ("ReportStep", wire.StepReport, wire.Empty, False, learner),
-        ("OfferSnapshot", wire.PublishRequest, wire.MissingChunks, False, learner),
-        ("PutChunk", wire.Chunk, wire.Empty, False, learner),
+        ("OfferChunks", wire.ChunkOffer, wire.MissingChunks, False, learner),
+        ("PutChunk", wire.OfferedChunk, wire.Empty, False, learner),
         ("Publish", wire.PublishRequest, wire.Empty, False, learner),
         ("ReportCheckpoint", wire.CheckpointReport, wire.Empty, False, learner),
         ("LearnerReport", wire.LearnerReport, wire.Empty, False, learner),

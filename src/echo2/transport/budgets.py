@@ -9,8 +9,9 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import AsyncGenerator, Iterator
-from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
+from weakref import WeakValueDictionary
 
 from echo2.transport import limits
 
@@ -73,7 +74,7 @@ class Budgets:
     def __init__(self) -> None:
         self._calls, self._bytes, self._unread = Buckets(), Buckets(), Buckets()
         self._under_way: Counter[str] = Counter()
-        self._slots: dict[str, _Slots] = {}
+        self._turns: WeakValueDictionary[str, asyncio.Semaphore] = WeakValueDictionary()  # of those who read
 
     def called(self, parties: tuple[Party, ...]) -> None:
         """Count a call.
@@ -113,11 +114,21 @@ class Budgets:
         for party in parties:
             if (owed := -self._charge(party, 0.0)) > 0:
                 await asyncio.sleep(owed / party.bytes_per_second)
-        async with AsyncExitStack() as held:
-            for party in parties:
-                if party.reads:
-                    await held.enter_async_context(self._slot(party))
+        turns, num_held = [self._turns_of(party) for party in parties if party.reads], 0
+        try:
+            for each in turns:
+                await each.acquire()
+                num_held += 1
             yield
+        finally:
+            for each in turns[:num_held]:
+                each.release()
+
+    def _turns_of(self, party: Party) -> asyncio.Semaphore:
+        turns = self._turns.get(party.name)
+        if turns is None:
+            turns = self._turns[party.name] = asyncio.Semaphore(party.reads)
+        return turns
 
     def has_read(self, parties: tuple[Party, ...], num_bytes: int) -> None:
         """Count the bytes of a body, which waits no longer."""
@@ -145,21 +156,3 @@ class Budgets:
             return 0.0
         now, rate, burst = asyncio.get_running_loop().time(), party.bytes_per_second, party.bytes_burst
         return self._bytes.take(party.name, rate, burst, now, num_bytes, debt_max=burst)
-
-    @asynccontextmanager
-    async def _slot(self, party: Party) -> AsyncGenerator[None]:
-        slots = self._slots.setdefault(party.name, _Slots(asyncio.Semaphore(party.reads)))
-        slots.users += 1
-        try:
-            async with slots.semaphore:
-                yield
-        finally:
-            slots.users -= 1
-            if not slots.users:
-                del self._slots[party.name]
-
-
-@dataclass(slots=True)
-class _Slots:
-    semaphore: asyncio.Semaphore
-    users: int = 0

@@ -27,6 +27,7 @@ Key = ec.EllipticCurvePrivateKey
 
 
 def make_key() -> Key:
+    """A new private key on P-256."""
     return ec.generate_private_key(ec.SECP256R1())
 
 
@@ -136,19 +137,23 @@ def requested_key(csr_der: bytes) -> ec.EllipticCurvePublicKey:
 
 
 def fingerprint(key: ec.EllipticCurvePublicKey) -> str:
+    """SHA-256 of the public key, in hexadecimal: the peer's identity."""
     der = key.public_bytes(serialization.Encoding.DER, serialization.PublicFormat.SubjectPublicKeyInfo)
     return hashlib.sha256(der).hexdigest()
 
 
 def certificate_der(certificate: x509.Certificate) -> bytes:
+    """The certificate in DER."""
     return certificate.public_bytes(serialization.Encoding.DER)
 
 
 def certificate_pem(certificate: x509.Certificate) -> bytes:
+    """The certificate in PEM."""
     return certificate.public_bytes(serialization.Encoding.PEM)
 
 
 def key_pem(key: Key) -> bytes:
+    """The private key in PEM (PKCS 8), not encrypted."""
     plain = serialization.NoEncryption()
     return key.private_bytes(serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, plain)
 

@@ -223,6 +223,7 @@ class Door:
     # ---- told by connections -----------------------------------------------------------------------------------------
 
     def came(self, connection: Connection) -> None:
+        """Count a caller that was just taken; nobody knows yet who it is."""
         self._open.add(connection)
         self._unproven.add(connection)
         self._by_address[connection.network] += 1
@@ -247,14 +248,17 @@ class Door:
         return int(transport.get_extra_info("sockname")[1])
 
     def entered(self, connection: Connection, inner_port: int) -> None:
+        """The server knows this caller by this port."""
         self._inside[inner_port] = connection
 
     def proven(self, connection: Connection) -> None:
+        """This caller has completed its handshake."""
         if connection in self._unproven:
             self._unproven.discard(connection)
             _count_down(self._unproven_by_address, connection.network)
 
     def connections(self) -> list[Connection]:
+        """All callers, whoever they are."""
         return list(self._open)
 
     def named(self, connection: Connection, name: str) -> int:
@@ -267,6 +271,7 @@ class Door:
         return self._by_name[name]
 
     def went(self, connection: Connection, inner_port: int) -> None:
+        """Forget a caller that is gone."""
         self.proven(connection)
         self._open.discard(connection)
         _count_down(self._by_address, connection.network)
@@ -295,6 +300,7 @@ class Connection:
         door.came(self)
 
     def start(self, taken: socket.socket) -> None:
+        """Begin to read what this caller sends."""
         self._task = asyncio.get_running_loop().create_task(self._take(taken))
 
     async def _take(self, taken: socket.socket) -> None:
@@ -375,6 +381,7 @@ class Connection:
         self.cut()
 
     def cut(self) -> None:
+        """End it now."""
         for end in (self.outer, self.inner):
             if end.transport is not None:
                 end.transport.abort()

@@ -22,7 +22,7 @@ from echo2.transport import grpc_options, limits
 from echo2.transport import wire_pb2 as wire
 from echo2.transport.base import METHODS, Handlers, Method, packed, parse
 from echo2.transport.grpc_server import SERVICE, PeerServer
-from echo2.transport.identity import SERVER_NAME, PeerIdentity, has_peer_name, peer_name
+from echo2.transport.identity import SERVER_NAME, PeerIdentity, peer_name
 from echo2.transport.tickets import Credentials, Ticket
 
 #: How long joining keeps trying while the head is away.
@@ -46,6 +46,7 @@ class GrpcLink:
         return make(path, request_serializer=packed, response_deserializer=None)
 
     async def call(self, method: str, request: Any, timeout_seconds: float) -> Any:
+        """See `Link.call`."""
         try:
             spec, header = METHODS[method], None
             if spec.in_header:
@@ -59,11 +60,13 @@ class GrpcLink:
             raise
 
     async def stream(self, method: str, request: Any) -> AsyncIterator[Any]:
+        """See `Link.stream`."""
         async with aclosing(self.frames(method, request)) as replies:
             async for reply in replies:
                 yield parse(METHODS[method].reply, reply)
 
     async def frames(self, method: str, request: Any) -> AsyncGenerator[bytes, None]:
+        """See `Link.frames`."""
         under_way = None
         try:
             under_way = self._calls[method](request)
@@ -79,9 +82,11 @@ class GrpcLink:
                 under_way.cancel()
 
     def open(self) -> None:
+        """See `Link.open`."""
         self._channel.get_state(try_to_connect=True)
 
     async def close(self) -> None:
+        """See `Link.close`."""
         self._is_closed = True
         await self._channel.close()
 
@@ -118,6 +123,7 @@ class Membership:
         return GrpcLink(self.address, self.credentials)
 
     def network(self) -> GrpcNetwork:
+        """What the machine can open connections with, and serve others by."""
         return GrpcNetwork(self.credentials, self.address)
 
 
@@ -129,16 +135,20 @@ class GrpcNetwork:
         self._server: PeerServer | None = None
 
     def to_head(self) -> GrpcLink:
+        """See `Network.to_head`."""
         return GrpcLink(self._head_address, self._credentials)
 
     def to_peer(self, peer_id: str, address: str) -> GrpcLink:
+        """See `Network.to_peer`."""
         return GrpcLink(address, self._credentials, peer_name(peer_id))
 
     async def listen(self, host: str, port: int, handlers: Handlers, check_not_revoked: Callable[[str], None]) -> int:
+        """See `Network.listen`."""
         self._server = PeerServer(host, port, self._credentials, handlers, check_not_revoked)
         return await self._server.start()
 
     async def close(self) -> None:
+        """See `Network.close`."""
         if self._server is not None:
             await self._server.stop()
 
@@ -153,8 +163,7 @@ async def connect(
 
 async def join(ticket_text: str, state_directory: Path, patience_seconds: float = JOIN_SECONDS) -> Membership:
     """Join the run that a ticket names. Enrols at the first time; key and certificate are kept below
-    `state_directory`, so that a restarted process is the same peer. Who enrolled when certificates did not yet say
-    whom others dial gets a new one where the ticket still admits it, and else just can't be dialled.
+    `state_directory`, so that a restarted process is the same peer.
 
     Raises:
         UserError: the ticket is no ticket, is expired or used up, or the state directory can't be written.
@@ -163,17 +172,14 @@ async def join(ticket_text: str, state_directory: Path, patience_seconds: float 
     ticket = Ticket.parse(ticket_text)
     identity = PeerIdentity(state_directory / f"{ticket.run_id}-{ticket.role}")
     known = identity.load()
-    if known is None or not has_peer_name(known[1].certificate_pem):
+    if known is None:
         joining = GrpcLink(ticket.address, ticket.credentials)
         try:
             request = wire.EnrolRequest(protocol=limits.PROTOCOL_VERSION, csr_der=identity.request())
-            reply = await _patiently(joining, request, patience_seconds if known is None else 0.0)
-            known = identity.keep(ticket.credentials.ca_pem, reply.certificate_der)
-        except (UserError, LinkError):
-            if known is None:
-                raise
+            reply = await _patiently(joining, request, patience_seconds)
         finally:
             await joining.close()
+        known = identity.keep(ticket.credentials.ca_pem, reply.certificate_der)
     peer_id, credentials = known
     return Membership(peer_id, ticket.address, credentials)
 

@@ -22,7 +22,7 @@ from echo2.transport import wire_pb2 as wire
 from echo2.transport.base import METHODS, Handler, Handlers, Method, Peer, check_role, packed, parse
 from echo2.transport.budgets import Budgets, OverBudget, Party
 from echo2.transport.door import LOOPBACK, Connection, Door
-from echo2.transport.identity import Member, RunIdentity
+from echo2.transport.identity import Enrolment, RunIdentity
 from echo2.transport.tickets import Credentials
 
 log = logging.getLogger(__name__)
@@ -80,6 +80,7 @@ class PeerServer:
             ) from error
 
     async def stop(self) -> None:
+        """Take nobody any more; what is under way has `GRACE_SECONDS` to end."""
         self._door.shut()
         await self._server.stop(grace=GRACE_SECONDS)
         await self._door.close()
@@ -131,7 +132,7 @@ class PeerServer:
         if caller is None:
             raise PeerError("forbidden", "call the port that the ticket names")
         peer = Peer(peer_id, role, caller.host)
-        parties = self._parties(peer)
+        parties = caller.parties if caller.name == name else self._parties(peer)
         self._count(name, caller, parties)
         check_role(method, peer)
         try:
@@ -208,7 +209,7 @@ class GrpcServer(PeerServer):
             {**handlers, "Enrol": self._enrol},
             identity.check_not_revoked,
             on_error,
-            "Set head.port to another port (0 takes any free one) or head.host to an address of this machine.",
+            "Set head.listen to an address of this machine and another port (0 takes any free one).",
             limits.MESSAGE_BYTES_MAX,
         )
 
@@ -232,7 +233,7 @@ class GrpcServer(PeerServer):
         try:
             member = self._identity.member(peer.peer_id)
         except PeerError:  # its certificate is of this run, and the list of members older
-            member = Member("", is_own=False)
+            member = Enrolment("", is_own=False)
         if member.is_own:
             return own, Party("machines of the owner", reads=limits.READS_MAX, unread=limits.UNREAD_MAX)
         rate, burst, reads = limits.TICKET_CALLS_PER_SECOND_MAX, limits.TICKET_CALLS_BURST, limits.READS_PER_TICKET_MAX

@@ -30,7 +30,7 @@ from echo2.documents import parse_json
 from echo2.errors import PeerError, UserError
 from echo2.transport import certificates
 from echo2.transport.certificates import Key
-from echo2.transport.tickets import OWN_TICKET_USES, Credentials, Terms, TermsFiles, ticket_text
+from echo2.transport.tickets import Credentials, Terms, TermsFiles, ticket_text
 
 #: The name in the head's certificate; links check it instead of an address, which may change.
 SERVER_NAME = "head.echo2"
@@ -43,7 +43,7 @@ _MANIFEST_DOMAIN = b"echo2 manifest\0"
 
 
 @dataclass(frozen=True, slots=True)
-class Member:
+class Enrolment:
     """By which ticket a peer enrolled, and whether that is for machines of the run's owner."""
 
     ticket_id: str
@@ -68,7 +68,7 @@ class RunIdentity:
         self.credentials = credentials
         self.run_id = certificates.common_name(ca).removeprefix("echo2 ")
         self._terms = TermsFiles(directory / _TICKETS)
-        self._members = _read_members(directory / "members.json", self._terms)
+        self._members = _read_members(directory / "members.json")
         self._own: dict[str, bool] = {}
 
     @staticmethod
@@ -107,8 +107,7 @@ class RunIdentity:
         certificate = certificates.issue(f"join-{role}:{ticket_id}", key.public_key(), self._ca.subject, self._ca_key)
         valid_until = now + certificates.CERTIFICATE_DAYS * 86_400.0
         self._write(ticket_id, Terms(role, uses, now + hours * 3600, is_own, valid_until))
-        ca_der, der = certificates.certificate_der(self._ca), certificates.certificate_der(certificate)
-        return ticket_text(self.run_id, address, role, ca_der, der, key)
+        return ticket_text(address, self._ca, certificate, key)
 
     def renew_ticket(self, ticket_id: str, uses: int, hours: float) -> None:
         """Let a ticket admit `uses` more peers, within `hours` from now; its text stays the same. One that was closed
@@ -214,7 +213,7 @@ class RunIdentity:
             del self._members[peer_id]
             raise PeerError("busy", f"the head can't write down who joins: {error.strerror}") from error
 
-    def member(self, peer_id: str) -> Member:
+    def member(self, peer_id: str) -> Enrolment:
         """Whose machine an enrolled peer is.
 
         Raises:
@@ -223,7 +222,7 @@ class RunIdentity:
         entry = self._members.get(peer_id)
         if entry is None:
             raise PeerError("unknown", f"nobody enrolled as {peer_id}")
-        return Member(entry["ticket"], self._is_own(entry["ticket"]))
+        return Enrolment(entry["ticket"], self._is_own(entry["ticket"]))
 
     def _is_own(self, ticket_id: str) -> bool:
         if ticket_id not in self._own:  # never changes
@@ -352,17 +351,6 @@ def peer_name(peer_id: str) -> str:
     return f"{peer_id}.echo2"
 
 
-def has_peer_name(certificate_pem: bytes) -> bool:
-    """Whether others can dial the holder: certificates of earlier versions, and damaged ones, name nobody that could be
-    dialled."""
-    try:
-        certificate = certificates.read_pem(certificate_pem)
-        certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName)
-    except (x509.ExtensionNotFound, ValueError):
-        return False
-    return True
-
-
 def verify_manifest(ca_pem: bytes, manifest: bytes, signature: bytes) -> None:
     """Raises PeerError("signature") unless the head of the run with this CA signed the manifest."""
     key = certificates.read_pem(ca_pem).public_key()
@@ -385,19 +373,14 @@ def _create(directory: Path) -> None:
     certificates.write_private(directory / "server.pem", certificates.certificate_pem(server))
 
 
-def _read_members(path: Path, terms: TermsFiles) -> dict[str, dict[str, Any]]:
+def _read_members(path: Path) -> dict[str, dict[str, Any]]:
     """Raises ValueError and OSError."""
     try:
-        book = parse_json(path.read_bytes())
-        members: dict[str, dict[str, Any]] = book["members"]
-        used = [entry["ticket"] for entry in members.values()]
-        for ticket_id, old in book.get("tickets", {}).items():  # of an earlier version, which counted what is left
-            if terms.read(ticket_id) is None:
-                uses = used.count(ticket_id) + min(int(old["uses"]), OWN_TICKET_USES)
-                expires, is_own = float(old["expires"]), bool(old.get("is_own"))
-                terms.write(ticket_id, Terms(old["role"], uses, expires, is_own, valid_until=expires))
+        members: dict[str, dict[str, Any]] = parse_json(path.read_bytes())["members"]
+        if not all(isinstance(entry["ticket"], str) and isinstance(entry["key"], str) for entry in members.values()):
+            raise TypeError("a member without a ticket or key")
     except FileNotFoundError:
         return {}
-    except (KeyError, TypeError, AttributeError, OverflowError) as error:
+    except (KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{path.name} is damaged: {error!r}") from error
     return members

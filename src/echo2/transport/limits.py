@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 #: Spoken by both ends; a different number is refused at hello.
-PROTOCOL_VERSION = 5
+PROTOCOL_VERSION = 6
 #: One message: a group of 64 rollouts of 64k tokens (12 bytes a token with logprob, mask and text) fits.
 MESSAGE_BYTES_MAX = 64 << 20
 #: One message to a worker: a chunk, or a request for 4,096 of them, with room to spare.
@@ -83,7 +83,7 @@ NAME_CHARS_MAX = 200
 VERSION_SPANS_MAX = 10_000
 #: Tokens that one token may have been drawn from: where top-k and top-p leave more, the sampler cuts there.
 SUPPORT_WIDTH_MAX = 4096
-#: Turns of an attempt in an environment; as `sampling.max_turns`.
+#: Turns of a rollout in an environment; as `sampling.max_turns`.
 TURNS_MAX = 10_000
 #: Whole numbers that fit SQLite, JSON readers and signed 64 bits alike.
 NUMBER_MAX = 2**53

@@ -12,6 +12,7 @@ from dataclasses import replace
 from typing import Any, Literal, cast
 
 import numpy as np
+from google.protobuf.message import DecodeError
 
 from echo2.errors import PeerError
 from echo2.transport import limits
@@ -25,14 +26,38 @@ from echo2.types import (
     Rollout,
     RolloutGroup,
     SamplingParams,
+    SnapshotRef,
+    is_policy_id,
 )
+
+# ---- snapshots -------------------------------------------------------------------------------------------------------
+
+#: Messages that name a snapshot by the same three fields.
+NamesSnapshot = wire.SnapshotId | wire.SnapshotNotice | wire.ManifestRequest
+
+
+def encode_ref(ref: SnapshotRef) -> wire.SnapshotId:
+    """The wire form of a snapshot's name."""
+    return wire.SnapshotId(policy=ref.policy, lineage=ref.lineage, version=ref.version)
+
+
+def decode_ref(message: NamesSnapshot) -> SnapshotRef:
+    """The snapshot that a message names.
+
+    Raises:
+        PeerError: "malformed".
+    """
+    lineage, version = whole_number("lineage", message.lineage), whole_number("version", message.version)
+    return SnapshotRef(policy_id(message.policy), lineage, version)
+
 
 # ---- groups ----------------------------------------------------------------------------------------------------------
 
 
 def encode_group(group: RolloutGroup) -> wire.RolloutGroup:
-    """The wire form of a group."""
+    """The wire form of a group, with its scores if it has them. No texts: tokens can be decoded again."""
     return wire.RolloutGroup(
+        policy=group.group.policy,
         kind=group.group.kind,
         number=group.group.number,
         step=group.step,
@@ -43,15 +68,23 @@ def encode_group(group: RolloutGroup) -> wire.RolloutGroup:
         worker_id=group.worker_id,
         generate_seconds=group.generate_seconds,
         logged=group.logged,
+        scores=_encode_scores(group.rollouts) if group.is_scored else (),
     )
+
+
+def encode_scores(rollouts: Sequence[Rollout]) -> bytes:
+    """The scores alone: behind the bytes of a group that had none, they make those of the scored group."""
+    return wire.RolloutGroup(scores=_encode_scores(rollouts)).SerializeToString()
+
+
+def _encode_scores(rollouts: Sequence[Rollout]) -> list[wire.Score]:
+    return [wire.Score(reward=rollout.reward, reward_parts=rollout.reward_parts) for rollout in rollouts]
 
 
 def _encode_rollout(rollout: Rollout) -> wire.Rollout:
     message: wire.Rollout = _encode_sample(rollout, wire.Rollout)
-    message.text = rollout.text
-    message.reward_parts.update(rollout.reward_parts)
-    if rollout.reward is not None:
-        message.reward = rollout.reward
+    if rollout.reward is None:
+        message.reward_parts.update(rollout.reward_parts)
     return message
 
 
@@ -61,26 +94,49 @@ def decode_group(message: wire.RolloutGroup) -> RolloutGroup:
     Raises:
         PeerError: "oversized" or "malformed", saying what is wrong.
     """
-    _bound_samples(len(message.rollouts))
+    if len(message.rollouts) > limits.SAMPLES_MAX:
+        raise PeerError("oversized", f"{len(message.rollouts)} rollouts; the limit is {limits.SAMPLES_MAX}")
+    _require(len(message.rollouts) > 0, "a group without rollouts")
     _bound_seconds(message.generate_seconds)
     _bound_chars("worker_id", message.worker_id, limits.NAME_CHARS_MAX)
+    rollouts = _decode_samples(message.rollouts)
+    if any(rollout.reward_parts for rollout in message.rollouts):
+        parts = map(_reward_parts, message.rollouts)
+        rollouts = tuple(replace(rollout, reward_parts=part) for rollout, part in zip(rollouts, parts, strict=True))
+    if message.scores:
+        _require(len(message.scores) == len(rollouts), f"{len(message.scores)} scores, {len(rollouts)} rollouts")
+        rollouts = tuple(map(_with_score, rollouts, message.scores))
     return RolloutGroup(
-        group=GroupRef(_kind(message.kind), whole_number("number", message.number)),
+        group=_group_ref(message),
         step=whole_number("step", message.step),
         lineage=whole_number("lineage", message.lineage),
         cursor=whole_number("cursor", message.cursor),
         prompt_tokens=_token_ids("prompt_tokens", message.prompt_tokens),
-        rollouts=tuple(_decode_rollout(rollout) for rollout in message.rollouts),
+        rollouts=rollouts,
         worker_id=message.worker_id,
         generate_seconds=message.generate_seconds,
         logged=message.logged,
     )
 
 
+def parse_group(data: bytes) -> RolloutGroup:
+    """A group as the ledger holds it and as the learner is fed it, from its bytes.
+
+    Raises:
+        PeerError: "oversized" or "malformed", saying what is wrong.
+    """
+    try:
+        message = wire.RolloutGroup.FromString(data)
+    except DecodeError as error:
+        raise PeerError("malformed", f"{len(data)} bytes are not a rollout group: {error}") from error
+    return decode_group(message)
+
+
 def encode_delivery(lease_id: int, group: RolloutGroup) -> wire.Delivery:
     """What a worker sends of the group that it sampled under this lease: what nobody else can know."""
     return wire.Delivery(
         lease_id=lease_id,
+        policy=group.group.policy,
         kind=group.group.kind,
         number=group.group.number,
         lineage=group.lineage,
@@ -90,7 +146,7 @@ def encode_delivery(lease_id: int, group: RolloutGroup) -> wire.Delivery:
 
 
 def _encode_sample(rollout: Rollout, kind: type[Any] = wire.Sample) -> Any:
-    """What both forms of an attempt hold: its tokens, and how they were drawn."""
+    """What both forms of a rollout hold: its tokens, and how they were drawn."""
     message = kind(
         tokens=rollout.tokens.tobytes(),
         logprobs=rollout.logprobs.tobytes(),
@@ -110,16 +166,19 @@ def delivered_group(message: wire.Delivery) -> GroupRef:
     Raises:
         PeerError: "malformed".
     """
-    return GroupRef(_kind(message.kind), whole_number("number", message.number))
+    return _group_ref(message)
 
 
 def decode_delivery(message: wire.Delivery, lease: Lease, prompt_tokens: array[int], worker_id: str) -> RolloutGroup:
-    """A group from a stranger: its samples are the stranger's, all else is the head's. Without texts and rewards.
+    """A group from a stranger: its samples are the stranger's, as many as leased, all else is the head's. Without texts
+    and rewards.
 
     Raises:
         PeerError: "oversized" or "malformed", saying what is wrong.
     """
-    _bound_samples(len(message.samples))
+    _require(
+        len(message.samples) == lease.num_samples, f"leased {lease.num_samples} rollouts, got {len(message.samples)}"
+    )
     _bound_seconds(message.generate_seconds)
     return RolloutGroup(
         group=delivered_group(message),
@@ -127,16 +186,10 @@ def decode_delivery(message: wire.Delivery, lease: Lease, prompt_tokens: array[i
         lineage=whole_number("lineage", message.lineage),
         cursor=lease.cursor,
         prompt_tokens=prompt_tokens,
-        rollouts=tuple(_decode_sample(sample) for sample in message.samples),
+        rollouts=_decode_samples(message.samples),
         worker_id=worker_id,
         generate_seconds=message.generate_seconds,
     )
-
-
-def _bound_samples(num_samples: int) -> None:
-    if num_samples > limits.SAMPLES_MAX:
-        raise PeerError("oversized", f"{num_samples} rollouts; the limit is {limits.SAMPLES_MAX}")
-    _require(num_samples > 0, "a group without rollouts")
 
 
 def _bound_seconds(seconds: float) -> None:
@@ -151,13 +204,13 @@ def check_lengths(group: RolloutGroup, max_tokens: int) -> None:
 
 
 def check_turns(group: RolloutGroup, max_turns: int) -> None:
-    """Raises PeerError("malformed") where an attempt does not begin and end with the policy's tokens, or has more turns
+    """Raises PeerError("malformed") where a rollout does not begin and end with the policy's tokens, or has more turns
     than were leased. One turn: no token is an environment's."""
     for rollout in group.rollouts:
         mask = rollout.loss_mask
-        _require(mask[0] == mask[-1] == 1, "an attempt does not begin and end with a sampled token")
+        _require(mask[0] == mask[-1] == 1, "a rollout does not begin and end with a sampled token")
         turns = 1 + mask.count(b"\x00\x01")
-        _require(turns <= max_turns, f"an attempt of {turns} turns; {max_turns} were leased")
+        _require(turns <= max_turns, f"a rollout of {turns} turns; {max_turns} were leased")
 
 
 def check_support(group: RolloutGroup, params: SamplingParams, vocab_size: int) -> None:
@@ -182,57 +235,64 @@ def check_vocabulary(group: RolloutGroup, vocab_size: int) -> None:
                 raise PeerError("malformed", f"token {max(tokens)} is outside the vocabulary of {vocab_size}")
 
 
-def _decode_rollout(message: wire.Rollout) -> Rollout:
-    _bound_chars("text", message.text, limits.TEXT_CHARS_MAX)
-    reward = message.reward if message.HasField("reward") else None
-    _require(reward is None or abs(reward) <= limits.REWARD_MAX, "the reward is not finite, or beyond all measure")
-    return replace(_decode_sample(message), text=message.text, reward=reward, reward_parts=_reward_parts(message))
+def _with_score(rollout: Rollout, score: wire.Score) -> Rollout:
+    _require(abs(score.reward) <= limits.REWARD_MAX, "the reward is not finite, or beyond all measure")
+    return replace(rollout, reward=score.reward, reward_parts=_reward_parts(score))
 
 
-def _decode_sample(message: wire.Sample | wire.Rollout) -> Rollout:
-    """What the worker says of an attempt; the fields have the same names in both messages."""
-    tokens = _token_ids("tokens", message.tokens)
-    _require(len(tokens) > 0, "a rollout without tokens")
-    mask = message.loss_mask
-    _require(len(mask) == len(tokens), f"{len(mask)} mask bytes for {len(tokens)} tokens")
-    _require(not mask.translate(None, b"\x00\x01"), "a loss mask holds bytes other than 0 and 1")
-    _require(message.finish in ("stop", "length"), "finish is neither stop nor length")
-    support = _support(message, tokens)
+def _decode_samples(messages: Sequence[wire.Sample | wire.Rollout]) -> tuple[Rollout, ...]:
+    """What the worker says of the rollouts; the fields have the same names in both messages. What holds for each token
+    is checked for the tokens of all of them at once."""
+    masks = [message.loss_mask for message in messages]
+    tokens, logprobs = [message.tokens for message in messages], [message.logprobs for message in messages]
+    for token_data, logprob_data, mask in zip(tokens, logprobs, masks, strict=True):
+        _require(len(token_data) > 0, "a rollout without tokens")
+        _bound_entries("tokens", token_data)
+        _require(4 * len(mask) == len(token_data), f"{len(mask)} mask bytes for {len(token_data) // 4} tokens")
+        _require(len(logprob_data) == len(token_data), f"{len(logprob_data)} bytes of logprobs for {len(mask)} tokens")
+    _check_tokens("tokens", b"".join(tokens))
+    _check_logprobs(b"".join(logprobs), b"".join(masks))
+    return tuple(map(_decode_sample, messages, tokens, logprobs, masks))
+
+
+def _decode_sample(message: wire.Sample | wire.Rollout, tokens: bytes, logprobs: bytes, mask: bytes) -> Rollout:
+    finish, drawn = message.finish, array("i", tokens)
+    _require(finish in ("stop", "length"), "finish is neither stop nor length")
+    support = _support(message, drawn)
     return Rollout(
-        tokens=tokens,
-        logprobs=_logprobs(message.logprobs, mask),
+        tokens=drawn,
+        logprobs=array("f", logprobs),
         loss_mask=mask,
-        version_spans=_version_spans(message.version_spans, len(tokens)),
-        finish=cast(FinishReason, message.finish),
+        version_spans=_version_spans(message.version_spans, len(drawn)),
+        finish=cast(FinishReason, finish),
         support_tokens=support[0] if support else None,
         support_offsets=support[1] if support else None,
     )
 
 
-def _logprobs(data: bytes, mask: bytes) -> array[float]:
-    _require(len(data) == 4 * len(mask), f"{len(data)} bytes of logprobs for {len(mask)} tokens")
+def _check_logprobs(data: bytes, mask: bytes) -> None:
+    _require(not mask.translate(None, b"\x00\x01"), "a loss mask holds bytes other than 0 and 1")
     values = np.frombuffer(data, dtype="<f4")
     _require(bool(np.isfinite(values).all()), "a logprob is not finite")
     _require(bool((values <= limits.LOGPROB_SLACK).all()), "a logprob is above 0")
     _require(bool((values >= limits.LOGPROB_MIN).all()), f"a logprob is below {limits.LOGPROB_MIN:g}")
     unsampled = np.frombuffer(mask, dtype=np.uint8) == 0
     _require(bool((values[unsampled] == 0).all()), "a token that was not sampled has a logprob")
-    return array("f", data)
 
 
 def _version_spans(spans: Sequence[wire.VersionSpan], num_tokens: int) -> tuple[tuple[int, int], ...]:
     if len(spans) > limits.VERSION_SPANS_MAX:
         raise PeerError("oversized", f"{len(spans)} version spans; the limit is {limits.VERSION_SPANS_MAX}")
-    _require(len(spans) > 0 and spans[0].start == 0, "version spans do not begin at the first token")
-    last = -1
-    for span in spans:
-        _require(last < span.start < num_tokens, "version spans do not ascend within the rollout")
-        whole_number("version", span.version)
-        last = span.start
-    return tuple((span.start, span.version) for span in spans)
+    found, last = tuple((span.start, span.version) for span in spans), -1
+    _require(bool(found) and found[0][0] == 0, "version spans do not begin at the first token")
+    for start, version in found:
+        _require(last < start < num_tokens, "version spans do not ascend within the rollout")
+        _require(version <= limits.NUMBER_MAX, "a version span's version is out of range")
+        last = start
+    return found
 
 
-def _reward_parts(message: wire.Rollout) -> dict[str, float]:
+def _reward_parts(message: wire.Rollout | wire.Score) -> dict[str, float]:
     parts = dict(message.reward_parts)
     if len(parts) > limits.REWARD_PARTS_MAX:
         raise PeerError("oversized", f"{len(parts)} reward parts; the limit is {limits.REWARD_PARTS_MAX}")
@@ -275,6 +335,7 @@ def encode_assignment(assignment: Assignment) -> wire.Lease:
     lease, params = assignment.lease, assignment.params
     message = wire.Lease(
         lease_id=lease.lease_id,
+        policy=lease.group.policy,
         kind=lease.group.kind,
         number=lease.group.number,
         step=lease.step,
@@ -290,7 +351,6 @@ def encode_assignment(assignment: Assignment) -> wire.Lease:
         max_tokens=params.max_tokens,
         environment=assignment.environment,
         max_turns=assignment.max_turns,
-        first_sample=lease.first_sample,
         prompt_tokens=assignment.prompt_tokens.tobytes(),
         columns_json=json.dumps(dict(assignment.columns)) if assignment.columns else "",
         is_chat=assignment.is_chat,
@@ -307,7 +367,6 @@ def decode_assignment(message: wire.Lease) -> Assignment:
         PeerError: "oversized" or "malformed".
     """
     _require(0 < message.num_samples <= limits.SAMPLES_MAX, f"{message.num_samples} samples leased")
-    _require(message.first_sample < limits.SAMPLES_MAX, f"samples leased from {message.first_sample} on")
     _require(0 < message.max_tokens <= limits.TOKENS_MAX, f"max_tokens = {message.max_tokens}")
     _require(math.isfinite(message.temperature) and message.temperature >= 0, "temperature is not a number >= 0")
     _require(0 < message.top_p <= 1, f"top_p = {message.top_p}")
@@ -317,7 +376,7 @@ def decode_assignment(message: wire.Lease) -> Assignment:
     _bound_chars("environment", message.environment, limits.NAME_CHARS_MAX)
     lease = Lease(
         lease_id=whole_number("lease_id", message.lease_id),
-        group=GroupRef(_kind(message.kind), whole_number("number", message.number)),
+        group=_group_ref(message),
         step=whole_number("step", message.step),
         cursor=whole_number("cursor", message.cursor),
         num_samples=message.num_samples,
@@ -328,7 +387,6 @@ def decode_assignment(message: wire.Lease) -> Assignment:
         deadline=message.deadline,
         seconds=message.seconds,
         seed=message.seed,
-        first_sample=message.first_sample,
     )
     params = SamplingParams(message.temperature, message.top_p, message.top_k, message.max_tokens)
     return Assignment(
@@ -372,14 +430,32 @@ def whole_number(what: str, value: int) -> int:
     return value
 
 
+def policy_id(text: str) -> str:
+    """A policy's id. Raises PeerError("malformed") where it can be none."""
+    _require(is_policy_id(text), f"{text[:80]!r} is no policy id")
+    return text
+
+
+def _group_ref(message: wire.RolloutGroup | wire.Lease | wire.Delivery) -> GroupRef:
+    return GroupRef(policy_id(message.policy), _kind(message.kind), whole_number("number", message.number))
+
+
 def _kind(text: str) -> GroupKind:
     _require(text in ("train", "eval"), "a group is of kind train or eval")
     return cast(Literal["train", "eval"], text)
 
 
 def _token_ids(what: str, data: bytes, most: int = limits.TOKENS_MAX) -> array[int]:
+    _bound_entries(what, data, most)
+    _check_tokens(what, data)
+    return array("i", data)
+
+
+def _bound_entries(what: str, data: bytes, most: int = limits.TOKENS_MAX) -> None:
     _require(len(data) % 4 == 0, f"{what}: {len(data)} bytes are not whole 32-bit integers")
     if len(data) // 4 > most:
         raise PeerError("oversized", f"{what}: {len(data) // 4} entries; the limit is {most}")
+
+
+def _check_tokens(what: str, data: bytes) -> None:
     _require(bool((np.frombuffer(data, dtype="<i4") >= 0).all()), f"{what}: a negative entry")
-    return array("i", data)

@@ -16,13 +16,14 @@ import re
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from cryptography import x509
 from cryptography.hazmat.primitives.asymmetric import ec
 
 from echo2.errors import UserError
 from echo2.transport import certificates
 
 TICKET_PREFIX = "echo2-"
-TICKET_VERSION = 1
+TICKET_VERSION = 2
 TICKET_CHARS_MAX = 8192
 TICKET_ROLES = ("worker", "learner")
 #: Machines that the owner's ticket admits. (`echo2 invite` has its own number.)
@@ -69,19 +70,17 @@ class Ticket:
 
 
 def ticket_text(
-    run_id: str, address: str, role: str, ca_der: bytes, certificate_der: bytes, key: ec.EllipticCurvePrivateKey
+    address: str, ca: x509.Certificate, certificate: x509.Certificate, key: ec.EllipticCurvePrivateKey
 ) -> str:
     """What `Ticket.parse` reads."""
     number = key.private_numbers().private_value
-    plain = {
-        "v": TICKET_VERSION,
-        "run": run_id,
-        "addr": address,
-        "role": role,
-        "ca": base64.b64encode(ca_der).decode(),
-        "cert": base64.b64encode(certificate_der).decode(),
-        "key": base64.b64encode(number.to_bytes(32, "big")).decode(),
+    der = {
+        "ca": certificates.certificate_der(ca),
+        "cert": certificates.certificate_der(certificate),
+        "key": number.to_bytes(32, "big"),
     }
+    coded = {name: base64.b64encode(data).decode() for name, data in der.items()}
+    plain = {"v": TICKET_VERSION, "addr": address, **coded}
     return TICKET_PREFIX + base64.urlsafe_b64encode(json.dumps(plain, separators=(",", ":")).encode()).decode()
 
 
@@ -101,17 +100,17 @@ def _parse_ticket(text: str) -> Ticket:
     plain = json.loads(base64.b64decode(text.removeprefix(TICKET_PREFIX), b"-_", validate=True))
     if plain["v"] != TICKET_VERSION:
         raise ValueError(f"it is of version {plain['v']}, this program knows {TICKET_VERSION}")
-    run_id, address, role = str(plain["run"]), str(plain["addr"]), str(plain["role"])
-    if not RUN_ID.fullmatch(run_id) or role not in TICKET_ROLES:  # both become part of a path
-        raise ValueError("its run or role is none")
+    address = str(plain["addr"])
     if not _ADDRESS.fullmatch(address):
         raise ValueError("its address is none")
     der = {name: base64.b64decode(plain[name], validate=True) for name in ("ca", "cert", "key")}
     key = ec.derive_private_key(int.from_bytes(der["key"], "big"), ec.SECP256R1())
     ca, certificate = (certificates.read_der(der[name]) for name in ("ca", "cert"))
+    run_id = certificates.common_name(ca).removeprefix("echo2 ")
     named, _, ticket_id = certificates.common_name(certificate).partition(":")
-    if named != f"join-{role}" or not TICKET_ID.fullmatch(ticket_id):
-        raise ValueError("its certificate is none to join with")
+    role = named.removeprefix("join-")
+    if not RUN_ID.fullmatch(run_id) or role not in TICKET_ROLES or not TICKET_ID.fullmatch(ticket_id):
+        raise ValueError("its certificates are none to join with")  # run and role become part of a path
     shown = Credentials(
         certificates.certificate_pem(ca), certificates.certificate_pem(certificate), certificates.key_pem(key)
     )

@@ -31,7 +31,7 @@ class VersionSpan(_message.Message):
     def __init__(self, start: _Optional[int] = ..., version: _Optional[int] = ...) -> None: ...
 
 class Rollout(_message.Message):
-    __slots__ = ("tokens", "logprobs", "loss_mask", "version_spans", "finish", "text", "reward_parts", "reward", "support_tokens", "support_offsets")
+    __slots__ = ("tokens", "logprobs", "loss_mask", "version_spans", "finish", "reward_parts", "support_tokens", "support_offsets")
     class RewardPartsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -44,9 +44,7 @@ class Rollout(_message.Message):
     LOSS_MASK_FIELD_NUMBER: _ClassVar[int]
     VERSION_SPANS_FIELD_NUMBER: _ClassVar[int]
     FINISH_FIELD_NUMBER: _ClassVar[int]
-    TEXT_FIELD_NUMBER: _ClassVar[int]
     REWARD_PARTS_FIELD_NUMBER: _ClassVar[int]
-    REWARD_FIELD_NUMBER: _ClassVar[int]
     SUPPORT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     SUPPORT_OFFSETS_FIELD_NUMBER: _ClassVar[int]
     tokens: bytes
@@ -54,15 +52,28 @@ class Rollout(_message.Message):
     loss_mask: bytes
     version_spans: _containers.RepeatedCompositeFieldContainer[VersionSpan]
     finish: str
-    text: str
     reward_parts: _containers.ScalarMap[str, float]
-    reward: float
     support_tokens: bytes
     support_offsets: bytes
-    def __init__(self, tokens: _Optional[bytes] = ..., logprobs: _Optional[bytes] = ..., loss_mask: _Optional[bytes] = ..., version_spans: _Optional[_Iterable[_Union[VersionSpan, _Mapping]]] = ..., finish: _Optional[str] = ..., text: _Optional[str] = ..., reward_parts: _Optional[_Mapping[str, float]] = ..., reward: _Optional[float] = ..., support_tokens: _Optional[bytes] = ..., support_offsets: _Optional[bytes] = ...) -> None: ...
+    def __init__(self, tokens: _Optional[bytes] = ..., logprobs: _Optional[bytes] = ..., loss_mask: _Optional[bytes] = ..., version_spans: _Optional[_Iterable[_Union[VersionSpan, _Mapping]]] = ..., finish: _Optional[str] = ..., reward_parts: _Optional[_Mapping[str, float]] = ..., support_tokens: _Optional[bytes] = ..., support_offsets: _Optional[bytes] = ...) -> None: ...
+
+class Score(_message.Message):
+    __slots__ = ("reward", "reward_parts")
+    class RewardPartsEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: float
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[float] = ...) -> None: ...
+    REWARD_FIELD_NUMBER: _ClassVar[int]
+    REWARD_PARTS_FIELD_NUMBER: _ClassVar[int]
+    reward: float
+    reward_parts: _containers.ScalarMap[str, float]
+    def __init__(self, reward: _Optional[float] = ..., reward_parts: _Optional[_Mapping[str, float]] = ...) -> None: ...
 
 class RolloutGroup(_message.Message):
-    __slots__ = ("kind", "number", "step", "lineage", "cursor", "prompt_tokens", "rollouts", "worker_id", "generate_seconds", "logged")
+    __slots__ = ("kind", "number", "step", "lineage", "cursor", "prompt_tokens", "rollouts", "worker_id", "generate_seconds", "logged", "policy", "scores")
     KIND_FIELD_NUMBER: _ClassVar[int]
     NUMBER_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
@@ -73,6 +84,8 @@ class RolloutGroup(_message.Message):
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     GENERATE_SECONDS_FIELD_NUMBER: _ClassVar[int]
     LOGGED_FIELD_NUMBER: _ClassVar[int]
+    POLICY_FIELD_NUMBER: _ClassVar[int]
+    SCORES_FIELD_NUMBER: _ClassVar[int]
     kind: str
     number: int
     step: int
@@ -83,10 +96,12 @@ class RolloutGroup(_message.Message):
     worker_id: str
     generate_seconds: float
     logged: bool
-    def __init__(self, kind: _Optional[str] = ..., number: _Optional[int] = ..., step: _Optional[int] = ..., lineage: _Optional[int] = ..., cursor: _Optional[int] = ..., prompt_tokens: _Optional[bytes] = ..., rollouts: _Optional[_Iterable[_Union[Rollout, _Mapping]]] = ..., worker_id: _Optional[str] = ..., generate_seconds: _Optional[float] = ..., logged: _Optional[bool] = ...) -> None: ...
+    policy: str
+    scores: _containers.RepeatedCompositeFieldContainer[Score]
+    def __init__(self, kind: _Optional[str] = ..., number: _Optional[int] = ..., step: _Optional[int] = ..., lineage: _Optional[int] = ..., cursor: _Optional[int] = ..., prompt_tokens: _Optional[bytes] = ..., rollouts: _Optional[_Iterable[_Union[Rollout, _Mapping]]] = ..., worker_id: _Optional[str] = ..., generate_seconds: _Optional[float] = ..., logged: _Optional[bool] = ..., policy: _Optional[str] = ..., scores: _Optional[_Iterable[_Union[Score, _Mapping]]] = ...) -> None: ...
 
 class Lease(_message.Message):
-    __slots__ = ("lease_id", "kind", "number", "step", "cursor", "num_samples", "min_version", "exact_version", "deadline", "seconds", "seed", "temperature", "top_p", "top_k", "max_tokens", "environment", "max_turns", "first_sample", "prompt_tokens", "columns_json", "is_chat")
+    __slots__ = ("lease_id", "kind", "number", "step", "cursor", "num_samples", "min_version", "exact_version", "deadline", "seconds", "seed", "temperature", "top_p", "top_k", "max_tokens", "environment", "max_turns", "prompt_tokens", "columns_json", "is_chat", "policy")
     LEASE_ID_FIELD_NUMBER: _ClassVar[int]
     KIND_FIELD_NUMBER: _ClassVar[int]
     NUMBER_FIELD_NUMBER: _ClassVar[int]
@@ -104,10 +119,10 @@ class Lease(_message.Message):
     MAX_TOKENS_FIELD_NUMBER: _ClassVar[int]
     ENVIRONMENT_FIELD_NUMBER: _ClassVar[int]
     MAX_TURNS_FIELD_NUMBER: _ClassVar[int]
-    FIRST_SAMPLE_FIELD_NUMBER: _ClassVar[int]
     PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     COLUMNS_JSON_FIELD_NUMBER: _ClassVar[int]
     IS_CHAT_FIELD_NUMBER: _ClassVar[int]
+    POLICY_FIELD_NUMBER: _ClassVar[int]
     lease_id: int
     kind: str
     number: int
@@ -125,19 +140,16 @@ class Lease(_message.Message):
     max_tokens: int
     environment: str
     max_turns: int
-    first_sample: int
     prompt_tokens: bytes
     columns_json: str
     is_chat: bool
-    def __init__(self, lease_id: _Optional[int] = ..., kind: _Optional[str] = ..., number: _Optional[int] = ..., step: _Optional[int] = ..., cursor: _Optional[int] = ..., num_samples: _Optional[int] = ..., min_version: _Optional[int] = ..., exact_version: _Optional[int] = ..., deadline: _Optional[float] = ..., seconds: _Optional[float] = ..., seed: _Optional[int] = ..., temperature: _Optional[float] = ..., top_p: _Optional[float] = ..., top_k: _Optional[int] = ..., max_tokens: _Optional[int] = ..., environment: _Optional[str] = ..., max_turns: _Optional[int] = ..., first_sample: _Optional[int] = ..., prompt_tokens: _Optional[bytes] = ..., columns_json: _Optional[str] = ..., is_chat: _Optional[bool] = ...) -> None: ...
+    policy: str
+    def __init__(self, lease_id: _Optional[int] = ..., kind: _Optional[str] = ..., number: _Optional[int] = ..., step: _Optional[int] = ..., cursor: _Optional[int] = ..., num_samples: _Optional[int] = ..., min_version: _Optional[int] = ..., exact_version: _Optional[int] = ..., deadline: _Optional[float] = ..., seconds: _Optional[float] = ..., seed: _Optional[int] = ..., temperature: _Optional[float] = ..., top_p: _Optional[float] = ..., top_k: _Optional[int] = ..., max_tokens: _Optional[int] = ..., environment: _Optional[str] = ..., max_turns: _Optional[int] = ..., prompt_tokens: _Optional[bytes] = ..., columns_json: _Optional[str] = ..., is_chat: _Optional[bool] = ..., policy: _Optional[str] = ...) -> None: ...
 
 class WorkerHello(_message.Message):
-    __slots__ = ("protocol", "capacity_groups", "price_usd_per_hour", "installed_version", "installed_lineage", "held_leases", "engine", "device", "pid", "host", "listen_port", "advertise", "offer", "environments")
+    __slots__ = ("protocol", "price_usd_per_hour", "held_leases", "engine", "device", "pid", "host", "listen_port", "advertise", "offer", "environments", "installed", "slots")
     PROTOCOL_FIELD_NUMBER: _ClassVar[int]
-    CAPACITY_GROUPS_FIELD_NUMBER: _ClassVar[int]
     PRICE_USD_PER_HOUR_FIELD_NUMBER: _ClassVar[int]
-    INSTALLED_VERSION_FIELD_NUMBER: _ClassVar[int]
-    INSTALLED_LINEAGE_FIELD_NUMBER: _ClassVar[int]
     HELD_LEASES_FIELD_NUMBER: _ClassVar[int]
     ENGINE_FIELD_NUMBER: _ClassVar[int]
     DEVICE_FIELD_NUMBER: _ClassVar[int]
@@ -147,11 +159,10 @@ class WorkerHello(_message.Message):
     ADVERTISE_FIELD_NUMBER: _ClassVar[int]
     OFFER_FIELD_NUMBER: _ClassVar[int]
     ENVIRONMENTS_FIELD_NUMBER: _ClassVar[int]
+    INSTALLED_FIELD_NUMBER: _ClassVar[int]
+    SLOTS_FIELD_NUMBER: _ClassVar[int]
     protocol: int
-    capacity_groups: int
     price_usd_per_hour: float
-    installed_version: int
-    installed_lineage: int
     held_leases: _containers.RepeatedScalarFieldContainer[int]
     engine: str
     device: str
@@ -161,7 +172,9 @@ class WorkerHello(_message.Message):
     advertise: str
     offer: str
     environments: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, protocol: _Optional[int] = ..., capacity_groups: _Optional[int] = ..., price_usd_per_hour: _Optional[float] = ..., installed_version: _Optional[int] = ..., installed_lineage: _Optional[int] = ..., held_leases: _Optional[_Iterable[int]] = ..., engine: _Optional[str] = ..., device: _Optional[str] = ..., pid: _Optional[int] = ..., host: _Optional[str] = ..., listen_port: _Optional[int] = ..., advertise: _Optional[str] = ..., offer: _Optional[str] = ..., environments: _Optional[_Iterable[str]] = ...) -> None: ...
+    installed: SnapshotId
+    slots: int
+    def __init__(self, protocol: _Optional[int] = ..., price_usd_per_hour: _Optional[float] = ..., held_leases: _Optional[_Iterable[int]] = ..., engine: _Optional[str] = ..., device: _Optional[str] = ..., pid: _Optional[int] = ..., host: _Optional[str] = ..., listen_port: _Optional[int] = ..., advertise: _Optional[str] = ..., offer: _Optional[str] = ..., environments: _Optional[_Iterable[str]] = ..., installed: _Optional[_Union[SnapshotId, _Mapping]] = ..., slots: _Optional[int] = ...) -> None: ...
 
 class Order(_message.Message):
     __slots__ = ("settings", "leases", "snapshot", "revoked", "stop", "routes", "dial", "revoked_peers")
@@ -184,12 +197,14 @@ class Order(_message.Message):
     def __init__(self, settings: _Optional[_Union[RunSettings, _Mapping]] = ..., leases: _Optional[_Union[LeaseBatch, _Mapping]] = ..., snapshot: _Optional[_Union[SnapshotNotice, _Mapping]] = ..., revoked: _Optional[_Union[LeaseRevoked, _Mapping]] = ..., stop: _Optional[_Union[Stop, _Mapping]] = ..., routes: _Optional[_Union[Routes, _Mapping]] = ..., dial: _Optional[_Union[DialPeer, _Mapping]] = ..., revoked_peers: _Optional[_Union[RevokedPeers, _Mapping]] = ...) -> None: ...
 
 class SnapshotId(_message.Message):
-    __slots__ = ("lineage", "version")
+    __slots__ = ("lineage", "version", "policy")
     LINEAGE_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
+    POLICY_FIELD_NUMBER: _ClassVar[int]
     lineage: int
     version: int
-    def __init__(self, lineage: _Optional[int] = ..., version: _Optional[int] = ...) -> None: ...
+    policy: str
+    def __init__(self, lineage: _Optional[int] = ..., version: _Optional[int] = ..., policy: _Optional[str] = ...) -> None: ...
 
 class PayloadId(_message.Message):
     __slots__ = ("ref", "base")
@@ -232,16 +247,20 @@ class RevokedPeers(_message.Message):
     def __init__(self, peer_ids: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class RunSettings(_message.Message):
-    __slots__ = ("run_id", "heartbeat_seconds", "swap", "groups_per_batch")
+    __slots__ = ("run_id", "heartbeat_seconds", "swap", "slots", "engine", "deterministic")
     RUN_ID_FIELD_NUMBER: _ClassVar[int]
     HEARTBEAT_SECONDS_FIELD_NUMBER: _ClassVar[int]
     SWAP_FIELD_NUMBER: _ClassVar[int]
-    GROUPS_PER_BATCH_FIELD_NUMBER: _ClassVar[int]
+    SLOTS_FIELD_NUMBER: _ClassVar[int]
+    ENGINE_FIELD_NUMBER: _ClassVar[int]
+    DETERMINISTIC_FIELD_NUMBER: _ClassVar[int]
     run_id: str
     heartbeat_seconds: float
     swap: str
-    groups_per_batch: int
-    def __init__(self, run_id: _Optional[str] = ..., heartbeat_seconds: _Optional[float] = ..., swap: _Optional[str] = ..., groups_per_batch: _Optional[int] = ...) -> None: ...
+    slots: int
+    engine: str
+    deterministic: bool
+    def __init__(self, run_id: _Optional[str] = ..., heartbeat_seconds: _Optional[float] = ..., swap: _Optional[str] = ..., slots: _Optional[int] = ..., engine: _Optional[str] = ..., deterministic: _Optional[bool] = ...) -> None: ...
 
 class LeaseBatch(_message.Message):
     __slots__ = ("leases",)
@@ -250,16 +269,18 @@ class LeaseBatch(_message.Message):
     def __init__(self, leases: _Optional[_Iterable[_Union[Lease, _Mapping]]] = ...) -> None: ...
 
 class SnapshotNotice(_message.Message):
-    __slots__ = ("lineage", "version", "manifest", "signature")
+    __slots__ = ("lineage", "version", "manifest", "signature", "policy")
     LINEAGE_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     MANIFEST_FIELD_NUMBER: _ClassVar[int]
     SIGNATURE_FIELD_NUMBER: _ClassVar[int]
+    POLICY_FIELD_NUMBER: _ClassVar[int]
     lineage: int
     version: int
     manifest: bytes
     signature: bytes
-    def __init__(self, lineage: _Optional[int] = ..., version: _Optional[int] = ..., manifest: _Optional[bytes] = ..., signature: _Optional[bytes] = ...) -> None: ...
+    policy: str
+    def __init__(self, lineage: _Optional[int] = ..., version: _Optional[int] = ..., manifest: _Optional[bytes] = ..., signature: _Optional[bytes] = ..., policy: _Optional[str] = ...) -> None: ...
 
 class LeaseRevoked(_message.Message):
     __slots__ = ("lease_id", "reason")
@@ -276,24 +297,24 @@ class Stop(_message.Message):
     def __init__(self, reason: _Optional[str] = ...) -> None: ...
 
 class WorkerReport(_message.Message):
-    __slots__ = ("installed_version", "installed_lineage", "doing", "tokens_generated", "bytes_received", "pause_seconds", "busy_seconds", "bytes_sent")
-    INSTALLED_VERSION_FIELD_NUMBER: _ClassVar[int]
-    INSTALLED_LINEAGE_FIELD_NUMBER: _ClassVar[int]
+    __slots__ = ("doing", "tokens_generated", "bytes_received", "pause_seconds", "busy_seconds", "bytes_sent", "installed", "refused")
     DOING_FIELD_NUMBER: _ClassVar[int]
     TOKENS_GENERATED_FIELD_NUMBER: _ClassVar[int]
     BYTES_RECEIVED_FIELD_NUMBER: _ClassVar[int]
     PAUSE_SECONDS_FIELD_NUMBER: _ClassVar[int]
     BUSY_SECONDS_FIELD_NUMBER: _ClassVar[int]
     BYTES_SENT_FIELD_NUMBER: _ClassVar[int]
-    installed_version: int
-    installed_lineage: int
+    INSTALLED_FIELD_NUMBER: _ClassVar[int]
+    REFUSED_FIELD_NUMBER: _ClassVar[int]
     doing: str
     tokens_generated: int
     bytes_received: int
     pause_seconds: float
     busy_seconds: float
     bytes_sent: int
-    def __init__(self, installed_version: _Optional[int] = ..., installed_lineage: _Optional[int] = ..., doing: _Optional[str] = ..., tokens_generated: _Optional[int] = ..., bytes_received: _Optional[int] = ..., pause_seconds: _Optional[float] = ..., busy_seconds: _Optional[float] = ..., bytes_sent: _Optional[int] = ...) -> None: ...
+    installed: SnapshotId
+    refused: str
+    def __init__(self, doing: _Optional[str] = ..., tokens_generated: _Optional[int] = ..., bytes_received: _Optional[int] = ..., pause_seconds: _Optional[float] = ..., busy_seconds: _Optional[float] = ..., bytes_sent: _Optional[int] = ..., installed: _Optional[_Union[SnapshotId, _Mapping]] = ..., refused: _Optional[str] = ...) -> None: ...
 
 class LeaseFailed(_message.Message):
     __slots__ = ("lease_id", "reason", "detail")
@@ -328,20 +349,22 @@ class Sample(_message.Message):
     def __init__(self, tokens: _Optional[bytes] = ..., logprobs: _Optional[bytes] = ..., loss_mask: _Optional[bytes] = ..., version_spans: _Optional[_Iterable[_Union[VersionSpan, _Mapping]]] = ..., finish: _Optional[str] = ..., support_tokens: _Optional[bytes] = ..., support_offsets: _Optional[bytes] = ...) -> None: ...
 
 class Delivery(_message.Message):
-    __slots__ = ("lease_id", "kind", "number", "lineage", "samples", "generate_seconds")
+    __slots__ = ("lease_id", "kind", "number", "lineage", "samples", "generate_seconds", "policy")
     LEASE_ID_FIELD_NUMBER: _ClassVar[int]
     KIND_FIELD_NUMBER: _ClassVar[int]
     NUMBER_FIELD_NUMBER: _ClassVar[int]
     LINEAGE_FIELD_NUMBER: _ClassVar[int]
     SAMPLES_FIELD_NUMBER: _ClassVar[int]
     GENERATE_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    POLICY_FIELD_NUMBER: _ClassVar[int]
     lease_id: int
     kind: str
     number: int
     lineage: int
     samples: _containers.RepeatedCompositeFieldContainer[Sample]
     generate_seconds: float
-    def __init__(self, lease_id: _Optional[int] = ..., kind: _Optional[str] = ..., number: _Optional[int] = ..., lineage: _Optional[int] = ..., samples: _Optional[_Iterable[_Union[Sample, _Mapping]]] = ..., generate_seconds: _Optional[float] = ...) -> None: ...
+    policy: str
+    def __init__(self, lease_id: _Optional[int] = ..., kind: _Optional[str] = ..., number: _Optional[int] = ..., lineage: _Optional[int] = ..., samples: _Optional[_Iterable[_Union[Sample, _Mapping]]] = ..., generate_seconds: _Optional[float] = ..., policy: _Optional[str] = ...) -> None: ...
 
 class DeliveryReply(_message.Message):
     __slots__ = ("accepted", "reason")
@@ -364,14 +387,16 @@ class DeliveryReplies(_message.Message):
     def __init__(self, items: _Optional[_Iterable[_Union[DeliveryReply, _Mapping]]] = ...) -> None: ...
 
 class ManifestRequest(_message.Message):
-    __slots__ = ("lineage", "version", "base")
+    __slots__ = ("lineage", "version", "base", "policy")
     LINEAGE_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     BASE_FIELD_NUMBER: _ClassVar[int]
+    POLICY_FIELD_NUMBER: _ClassVar[int]
     lineage: int
     version: int
     base: SnapshotId
-    def __init__(self, lineage: _Optional[int] = ..., version: _Optional[int] = ..., base: _Optional[_Union[SnapshotId, _Mapping]] = ...) -> None: ...
+    policy: str
+    def __init__(self, lineage: _Optional[int] = ..., version: _Optional[int] = ..., base: _Optional[_Union[SnapshotId, _Mapping]] = ..., policy: _Optional[str] = ...) -> None: ...
 
 class ChunkRequest(_message.Message):
     __slots__ = ("hashes", "payload")
@@ -428,82 +453,104 @@ class ProbeRequest(_message.Message):
     def __init__(self, num_bytes: _Optional[int] = ...) -> None: ...
 
 class LearnerHello(_message.Message):
-    __slots__ = ("protocol", "version", "pid", "host", "device", "resumed", "vocab_size")
+    __slots__ = ("protocol", "version", "pid", "host", "device", "vocab_size", "policy", "epoch")
     PROTOCOL_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     PID_FIELD_NUMBER: _ClassVar[int]
     HOST_FIELD_NUMBER: _ClassVar[int]
     DEVICE_FIELD_NUMBER: _ClassVar[int]
-    RESUMED_FIELD_NUMBER: _ClassVar[int]
     VOCAB_SIZE_FIELD_NUMBER: _ClassVar[int]
+    POLICY_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
     protocol: int
     version: int
     pid: int
     host: str
     device: str
-    resumed: bool
     vocab_size: int
-    def __init__(self, protocol: _Optional[int] = ..., version: _Optional[int] = ..., pid: _Optional[int] = ..., host: _Optional[str] = ..., device: _Optional[str] = ..., resumed: _Optional[bool] = ..., vocab_size: _Optional[int] = ...) -> None: ...
+    policy: str
+    epoch: int
+    def __init__(self, protocol: _Optional[int] = ..., version: _Optional[int] = ..., pid: _Optional[int] = ..., host: _Optional[str] = ..., device: _Optional[str] = ..., vocab_size: _Optional[int] = ..., policy: _Optional[str] = ..., epoch: _Optional[int] = ...) -> None: ...
 
 class LearnerWelcome(_message.Message):
-    __slots__ = ("lineage", "max_steps", "published")
+    __slots__ = ("lineage", "max_steps", "published", "epoch", "stop")
     LINEAGE_FIELD_NUMBER: _ClassVar[int]
     MAX_STEPS_FIELD_NUMBER: _ClassVar[int]
     PUBLISHED_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    STOP_FIELD_NUMBER: _ClassVar[int]
     lineage: int
     max_steps: int
     published: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, lineage: _Optional[int] = ..., max_steps: _Optional[int] = ..., published: _Optional[_Iterable[int]] = ...) -> None: ...
+    epoch: int
+    stop: str
+    def __init__(self, lineage: _Optional[int] = ..., max_steps: _Optional[int] = ..., published: _Optional[_Iterable[int]] = ..., epoch: _Optional[int] = ..., stop: _Optional[str] = ...) -> None: ...
 
 class TakeGroups(_message.Message):
-    __slots__ = ("step",)
+    __slots__ = ("step", "epoch")
     STEP_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
     step: int
-    def __init__(self, step: _Optional[int] = ...) -> None: ...
+    epoch: int
+    def __init__(self, step: _Optional[int] = ..., epoch: _Optional[int] = ...) -> None: ...
 
 class FedGroups(_message.Message):
     __slots__ = ("groups", "done")
     GROUPS_FIELD_NUMBER: _ClassVar[int]
     DONE_FIELD_NUMBER: _ClassVar[int]
-    groups: _containers.RepeatedCompositeFieldContainer[RolloutGroup]
+    groups: _containers.RepeatedScalarFieldContainer[bytes]
     done: StepDone
-    def __init__(self, groups: _Optional[_Iterable[_Union[RolloutGroup, _Mapping]]] = ..., done: _Optional[_Union[StepDone, _Mapping]] = ...) -> None: ...
+    def __init__(self, groups: _Optional[_Iterable[bytes]] = ..., done: _Optional[_Union[StepDone, _Mapping]] = ...) -> None: ...
 
 class StepDone(_message.Message):
-    __slots__ = ("cursor", "num_groups", "stop", "reason")
+    __slots__ = ("cursor", "stop", "reason")
     CURSOR_FIELD_NUMBER: _ClassVar[int]
-    NUM_GROUPS_FIELD_NUMBER: _ClassVar[int]
     STOP_FIELD_NUMBER: _ClassVar[int]
     REASON_FIELD_NUMBER: _ClassVar[int]
     cursor: int
-    num_groups: int
     stop: bool
     reason: str
-    def __init__(self, cursor: _Optional[int] = ..., num_groups: _Optional[int] = ..., stop: _Optional[bool] = ..., reason: _Optional[str] = ...) -> None: ...
+    def __init__(self, cursor: _Optional[int] = ..., stop: _Optional[bool] = ..., reason: _Optional[str] = ...) -> None: ...
 
 class StepReport(_message.Message):
-    __slots__ = ("step", "groups", "metrics_json")
+    __slots__ = ("step", "groups", "metrics_json", "epoch")
     STEP_FIELD_NUMBER: _ClassVar[int]
     GROUPS_FIELD_NUMBER: _ClassVar[int]
     METRICS_JSON_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
     step: int
     groups: _containers.RepeatedScalarFieldContainer[int]
     metrics_json: str
-    def __init__(self, step: _Optional[int] = ..., groups: _Optional[_Iterable[int]] = ..., metrics_json: _Optional[str] = ...) -> None: ...
+    epoch: int
+    def __init__(self, step: _Optional[int] = ..., groups: _Optional[_Iterable[int]] = ..., metrics_json: _Optional[str] = ..., epoch: _Optional[int] = ...) -> None: ...
+
+class ChunkOffer(_message.Message):
+    __slots__ = ("hashes", "epoch")
+    HASHES_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    hashes: _containers.RepeatedScalarFieldContainer[bytes]
+    epoch: int
+    def __init__(self, hashes: _Optional[_Iterable[bytes]] = ..., epoch: _Optional[int] = ...) -> None: ...
+
+class OfferedChunk(_message.Message):
+    __slots__ = ("hash", "data", "epoch")
+    HASH_FIELD_NUMBER: _ClassVar[int]
+    DATA_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    hash: bytes
+    data: bytes
+    epoch: int
+    def __init__(self, hash: _Optional[bytes] = ..., data: _Optional[bytes] = ..., epoch: _Optional[int] = ...) -> None: ...
 
 class PublishRequest(_message.Message):
-    __slots__ = ("lineage", "version", "manifest", "delta", "encode_seconds")
-    LINEAGE_FIELD_NUMBER: _ClassVar[int]
-    VERSION_FIELD_NUMBER: _ClassVar[int]
+    __slots__ = ("manifest", "encode_seconds", "epoch")
     MANIFEST_FIELD_NUMBER: _ClassVar[int]
-    DELTA_FIELD_NUMBER: _ClassVar[int]
     ENCODE_SECONDS_FIELD_NUMBER: _ClassVar[int]
-    lineage: int
-    version: int
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
     manifest: bytes
-    delta: bytes
     encode_seconds: float
-    def __init__(self, lineage: _Optional[int] = ..., version: _Optional[int] = ..., manifest: _Optional[bytes] = ..., delta: _Optional[bytes] = ..., encode_seconds: _Optional[float] = ...) -> None: ...
+    epoch: int
+    def __init__(self, manifest: _Optional[bytes] = ..., encode_seconds: _Optional[float] = ..., epoch: _Optional[int] = ...) -> None: ...
 
 class MissingChunks(_message.Message):
     __slots__ = ("hashes",)
@@ -512,15 +559,19 @@ class MissingChunks(_message.Message):
     def __init__(self, hashes: _Optional[_Iterable[bytes]] = ...) -> None: ...
 
 class CheckpointReport(_message.Message):
-    __slots__ = ("version", "oldest_kept")
+    __slots__ = ("version", "oldest_kept", "epoch")
     VERSION_FIELD_NUMBER: _ClassVar[int]
     OLDEST_KEPT_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
     version: int
     oldest_kept: int
-    def __init__(self, version: _Optional[int] = ..., oldest_kept: _Optional[int] = ...) -> None: ...
+    epoch: int
+    def __init__(self, version: _Optional[int] = ..., oldest_kept: _Optional[int] = ..., epoch: _Optional[int] = ...) -> None: ...
 
 class LearnerReport(_message.Message):
-    __slots__ = ("doing",)
+    __slots__ = ("doing", "epoch")
     DOING_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
     doing: str
-    def __init__(self, doing: _Optional[str] = ...) -> None: ...
+    epoch: int
+    def __init__(self, doing: _Optional[str] = ..., epoch: _Optional[int] = ...) -> None: ...

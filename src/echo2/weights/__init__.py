@@ -1,22 +1,3 @@
-"""Weights: a policy as content-addressed bytes. `snapshot` names them, `codec` makes and reads whole ones, `delta` what
-changed between two, `store` keeps them."""
-
-from echo2.weights.codec import chunk_bytes_for, content_digest, cut, decode, encode
-from echo2.weights.delta import apply_delta, encode_delta
-from echo2.weights.snapshot import ChunkEntry, FileEntry, Manifest, TensorEntry
-from echo2.weights.store import ChunkStore
-
-__all__ = [
-    "ChunkEntry",
-    "ChunkStore",
-    "FileEntry",
-    "Manifest",
-    "TensorEntry",
-    "apply_delta",
-    "chunk_bytes_for",
-    "content_digest",
-    "cut",
-    "decode",
-    "encode",
-    "encode_delta",
-]
+"""Weights: a policy as content-addressed bytes. `manifest` names them, `segments` codes one piece, `encoder` makes a
+payload, `content` is made of payloads, `chain` joins payloads without reading any, `store` keeps chunks, `kept` is a
+worker's content in memory and on disk."""

@@ -1,11 +1,8 @@
 """The change of one array of items as a record: measured, written in the form that is smallest, and applied again.
 
-    same           nothing changed
     sparse steps   positions of the items that changed, and how far each went as an integer
-    sparse values  positions and new values: may be applied twice, or to a base that already has them
     dense steps    the step of every item, in symbols of 2, 4 or 8 bits
-    step, xor      the steps, or the exclusive or with the base, as byte planes
-    full, raw      the new items, as byte planes or as they are
+    step planes    the step of every item, as byte planes
     split          the items whose magnitude is below a bound by themselves, then the others: a weight near zero changes
                    far more often than a large one, since it is stored more finely
 
@@ -22,7 +19,6 @@ from numpy.typing import NDArray
 from echo2.weights.planes import (
     BLOCK_ITEMS,
     Items,
-    Positions,
     Reader,
     Writer,
     read_item_planes,
@@ -37,7 +33,7 @@ from echo2.weights.planes import (
     zigzag,
 )
 
-SAME, SPARSE_STEPS, SPARSE_VALUES, DENSE_STEPS, STEP_PLANES, XOR_PLANES, FULL_PLANES, RAW, SPLIT = range(9)
+SPARSE_STEPS, DENSE_STEPS, STEP_PLANES, SPLIT = range(4)
 STEP_BITS = (2, 4, 8)
 
 SPARSE_BELOW = 0.05  # share of changed items below which nothing but a sparse form is tried
@@ -55,11 +51,11 @@ SPLIT_SAVES = 1 / 4096  # of the bytes of the items: below that sending them tak
 MAX_SPLITS = 4
 
 
-def encode_items(base: Items, target: Items, idempotent: bool = False, splits: int = MAX_SPLITS) -> bytes:
-    """The record that turns `base` into `target`. `idempotent`: one that may be applied again to its own result."""
+def encode_items(base: Items, target: Items, splits: int = MAX_SPLITS) -> bytes:
+    """The record that turns `base` into `target`, each [num_items]. It may be longer than `target` itself."""
     sample = _sample(base.size, SAMPLE_ITEMS)
     base_sample, target_sample = _take(base, sample), _take(target, sample)
-    bound = _bound(base_sample, base_sample != target_sample) if splits and not idempotent else 0
+    bound = _bound(base_sample, base_sample != target_sample) if splits else 0
     out = Writer()
     is_low = _is_low(base, bound) if bound else None
     if is_low is not None:
@@ -72,14 +68,13 @@ def encode_items(base: Items, target: Items, idempotent: bool = False, splits: i
     form, bits = SPARSE_STEPS, 0
     if changed >= SPARSE_BELOW:
         trial = _sample(base_sample.size, TRIAL_ITEMS)
-        form, bits = _smallest_form(_take(base_sample, trial), _take(target_sample, trial), changed, idempotent)
+        form, bits = _smallest_form(_take(base_sample, trial), _take(target_sample, trial), changed)
     if form == SPARSE_STEPS:
-        out.raw(_sparse(base, target, idempotent, is_low))
+        out.raw(_sparse(base, target, is_low))
     else:
         others = target if is_low is None else np.where(is_low, base, target)
         out.raw(_dense(form, bits, base, others))
-    record = out.record()
-    return record if len(record) <= target.nbytes else bytes((RAW,)) + target.tobytes()
+    return out.record()
 
 
 def _magnitudes(items: Items) -> Items:
@@ -129,8 +124,6 @@ def apply_items(reader: Reader, items: Items, splits: int = MAX_SPLITS) -> None:
         PeerError: "corrupt", where the record cannot be one of such items.
     """
     form = reader.byte()
-    if form == SAME:
-        return
     if form == SPLIT:
         require(splits > 0, f"more than {MAX_SPLITS} splits")
         low = where(_is_low(items, reader.byte()))
@@ -139,71 +132,44 @@ def apply_items(reader: Reader, items: Items, splits: int = MAX_SPLITS) -> None:
         apply_items(reader, items, 0)
         items[low] = items_low
         return
-    if form in (SPARSE_STEPS, SPARSE_VALUES):
-        _apply_sparse(reader, form, items)
-    elif form == DENSE_STEPS:
+    if form in (SPARSE_STEPS, DENSE_STEPS):
+        is_sparse = form == SPARSE_STEPS
+        count = reader.number(items.size) if is_sparse else items.size
+        positions = read_positions(reader, count, items.size) if is_sparse else None
 
         def add(start: int, steps: Items) -> None:
-            items[start : start + steps.size] += steps
+            part = slice(start, start + steps.size)
+            items[part if positions is None else positions[part]] += steps
 
-        read_steps(reader, _bits(reader), items.size, items.itemsize, add)
-    elif form == RAW:
-        items[:] = np.frombuffer(reader.raw(items.nbytes), items.dtype)
+        bits = reader.byte()
+        require(bits in STEP_BITS, f"symbols of {bits} bits")
+        read_steps(reader, bits, count, items.itemsize, add)
     else:
-        require(form in (STEP_PLANES, XOR_PLANES, FULL_PLANES), f"a record of form {form}")
+        require(form == STEP_PLANES, f"a record of form {form}")
         planes = read_item_planes(reader, items.size, items.itemsize)
         for part in _blocks(items.size):
-            if form == STEP_PLANES:
-                items[part] += unzigzag(planes[part])
-            elif form == XOR_PLANES:
-                items[part] ^= planes[part]
-            else:
-                items[part] = planes[part]
+            items[part] += unzigzag(planes[part])
 
 
-def changes(base: Items, target: Items, low: NDArray[np.bool_] | None = None) -> tuple[Positions, Items]:
-    """(positions, steps) of the items that differ and are not `low`."""
+def _sparse(base: Items, target: Items, low: NDArray[np.bool_] | None = None) -> bytes:
+    """The positions and steps of the items that differ and are not `low`."""
     differs = np.empty(base.size, np.bool_)
     for part in _blocks(base.size):
         np.not_equal(base[part], target[part], out=differs[part])
         if low is not None:
             np.greater(differs[part], low[part], out=differs[part])
     positions = where(differs)
-    return positions, target[positions] - base[positions]
-
-
-def _sparse(base: Items, target: Items, idempotent: bool, low: NDArray[np.bool_] | None = None) -> bytes:
-    positions, steps = changes(base, target, low)
-    if not positions.size:
-        return bytes((SAME,))
-    trial = _sample(positions.size, TRIAL_STEPS)
-    sizes = {bits: len(_steps(_take(steps, trial), bits)) for bits in STEP_BITS}
-    bits = min(sizes, key=lambda bits: sizes[bits])
-    is_stepping = not idempotent and sizes[bits] <= len(_planes(target[_take(positions, trial)]))
+    steps = target[positions] - base[positions]
+    trial = _take(steps, _sample(steps.size, TRIAL_STEPS))
+    records = {bits: _steps(trial, bits) for bits in STEP_BITS}
+    bits = min(records, key=lambda bits: len(records[bits]))
     out = Writer()
-    out.byte(SPARSE_STEPS if is_stepping else SPARSE_VALUES)
+    out.byte(SPARSE_STEPS)
     out.number(positions.size)
     write_positions(out, positions, base.size)
-    if is_stepping:
-        out.byte(bits)
-        write_steps(out, bits, steps.size, lambda start, stop: steps[start:stop])
-    else:
-        write_item_planes(out, target[positions])
+    out.byte(bits)
+    out.raw(_steps(steps, bits))
     return out.record()
-
-
-def _apply_sparse(reader: Reader, form: int, items: Items) -> None:
-    count = reader.number(items.size)
-    positions = read_positions(reader, count, items.size)
-    if form == SPARSE_VALUES:
-        items[positions] = read_item_planes(reader, count, items.itemsize)
-        return
-
-    def add(start: int, steps: Items) -> None:
-        where = positions[start : start + steps.size]
-        items[where] += steps
-
-    read_steps(reader, _bits(reader), count, items.itemsize, add)
 
 
 def _dense(form: int, bits: int, base: Items, target: Items) -> bytes:
@@ -213,24 +179,19 @@ def _dense(form: int, bits: int, base: Items, target: Items) -> bytes:
         out.byte(bits)
         write_steps(out, bits, base.size, lambda start, stop: target[start:stop] - base[start:stop])
         return out.record()
-    if form == FULL_PLANES:
-        write_item_planes(out, target)
-        return out.record()
-    change = np.empty_like(target)
+    steps = np.empty_like(target)
     for part in _blocks(base.size):
-        change[part] = zigzag(target[part] - base[part]) if form == STEP_PLANES else target[part] ^ base[part]
-    write_item_planes(out, change)
+        steps[part] = zigzag(target[part] - base[part])
+    write_item_planes(out, steps)
     return out.record()
 
 
-def _smallest_form(base: Items, target: Items, changed: float, idempotent: bool) -> tuple[int, int]:
+def _smallest_form(base: Items, target: Items, changed: float) -> tuple[int, int]:
     """(form, bits a symbol) that is smallest on this sample; of forms about as small the one that is faster."""
-    forms = [(FULL_PLANES, 0)]
-    if not idempotent:
-        forms = [(STEP_PLANES, 0), *((DENSE_STEPS, bits) for bits in STEP_BITS), (XOR_PLANES, 0), *forms]
+    forms = [(STEP_PLANES, 0), *((DENSE_STEPS, bits) for bits in STEP_BITS)]
     sizes = {form: len(_dense(*form, base, target)) for form in forms}
     if changed <= SPARSE_UP_TO:
-        sizes[SPARSE_STEPS, 0] = len(_sparse(base, target, idempotent))
+        sizes[SPARSE_STEPS, 0] = len(_sparse(base, target))
     limit = WORTH_WAITING * min(sizes.values())
     return next(form for form, size in sizes.items() if size <= limit)
 
@@ -239,18 +200,6 @@ def _steps(steps: Items, bits: int) -> bytes:
     out = Writer()
     write_steps(out, bits, steps.size, lambda start, stop: steps[start:stop])
     return out.record()
-
-
-def _planes(items: Items) -> bytes:
-    out = Writer()
-    write_item_planes(out, items)
-    return out.record()
-
-
-def _bits(reader: Reader) -> int:
-    bits = reader.byte()
-    require(bits in STEP_BITS, f"symbols of {bits} bits")
-    return bits
 
 
 def _sample(num_items: int, wanted: int) -> list[slice]:

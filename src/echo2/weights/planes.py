@@ -55,12 +55,15 @@ class Writer:
         self._parts: list[bytes] = []
 
     def number(self, value: int) -> None:
+        """Add an unsigned 32-bit number."""
         self._parts.append(_NUMBER.pack(value))
 
     def byte(self, value: int) -> None:
+        """Add one byte."""
         self._parts.append(bytes((value,)))
 
     def raw(self, data: bytes) -> None:
+        """Add these bytes as they are."""
         self._parts.append(data)
 
     def plane(self, plane: NDArray[np.uint8]) -> None:
@@ -73,6 +76,7 @@ class Writer:
             self._parts.append(frame)
 
     def record(self) -> bytes:
+        """All parts, in the order in which they were added."""
         return b"".join(self._parts)
 
 
@@ -87,14 +91,17 @@ class Reader:
         self._rest = data
 
     def number(self, limit: int) -> int:
+        """Take an unsigned 32-bit number, at most `limit`."""
         (value,) = _NUMBER.unpack(self.raw(_NUMBER.size))
         require(value <= limit, f"the number {value}, where at most {limit} is possible")
         return int(value)
 
     def byte(self) -> int:
+        """Take one byte."""
         return self.raw(1)[0]
 
     def raw(self, num_bytes: int) -> memoryview:
+        """Take so many bytes as they are."""
         require(num_bytes <= self._rest.nbytes, f"{self._rest.nbytes} bytes left of {num_bytes}")
         taken, self._rest = self._rest[:num_bytes], self._rest[num_bytes:]
         return taken
@@ -114,10 +121,12 @@ class Reader:
         return np.frombuffer(data, np.uint8)
 
     def end(self) -> None:
+        """Nothing may be left."""
         require(not self._rest.nbytes, f"{self._rest.nbytes} bytes too many")
 
 
 def require(is_true: bool, complaint: str) -> None:
+    """Raises: PeerError: the delta is corrupt."""
     if not is_true:
         raise PeerError("corrupt", f"delta: {complaint}")
 
@@ -196,6 +205,7 @@ def write_item_planes(out: Writer, items: Items) -> None:
 
 
 def read_item_planes(reader: Reader, count: int, width: int) -> Items:
+    """`count` items of `width` bytes from their byte planes, lowest first."""
     items = np.zeros(count, UNSIGNED[width])
     for shift in range(0, 8 * width, 8):
         plane = reader.plane(count)
@@ -211,6 +221,7 @@ def zigzag(steps: Items) -> Items:
 
 
 def unzigzag(numbers: Items) -> Items:
+    """The inverse of `zigzag`: 0, 1, 2, 3 as 0, -1, 1, -2."""
     return (numbers >> 1) ^ (~(numbers & 1) + 1)
 
 

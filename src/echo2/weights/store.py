@@ -1,8 +1,8 @@
 """Chunks and manifests on disk, by content. One process owns a store; its caller does the fetching.
 
-    <directory>/chunks/<hash in hex>      manifests/<lineage>.<version>[-over-<lineage>.<version>].json      tmp/
+    <directory>/chunks/<hash in hex>      manifests/<ref>[-over-<ref>].json      tmp/
 
-One snapshot may be listed as several payloads: whole, and as deltas over others. Each comes to the same content.
+One snapshot may be listed as several payloads: over no base, and over others. Each comes to the same content.
 
 A file is written under tmp/ and renamed into place: at any instant, also under ``kill -9``, every name outside tmp/ is
 whole. Files are not synced one by one, so after a *power* failure some may be empty; sizes are checked at opening and
@@ -22,13 +22,8 @@ from pathlib import Path
 from blake3 import blake3
 
 from echo2.errors import InvariantError, PeerError, UserError, write_failed
-from echo2.types import PayloadId, Snapshot, SnapshotRef
-from echo2.weights.codec import decode, decode_files
-from echo2.weights.delta import apply_delta
-from echo2.weights.snapshot import HASH_BYTES, MAX_CHUNK_BYTES, Manifest
-
-MAX_DELTAS = 64
-"""How many deltas over each other `load` applies; whoever publishes puts a whole snapshot in between in time."""
+from echo2.types import PayloadId, SnapshotRef
+from echo2.weights.manifest import HASH_BYTES, MAX_CHUNK_BYTES, MAX_DELTAS, Manifest
 
 _CHUNK_NAME = re.compile(rf"[0-9a-f]{{{2 * HASH_BYTES}}}")
 
@@ -61,6 +56,7 @@ class ChunkStore:
             raise UserError(f"Cannot open the snapshot store {directory}: {error.strerror}.") from error
 
     def has(self, hash_: bytes) -> bool:
+        """Whether this chunk is here."""
         return hash_ in self._sizes
 
     def put(self, hash_: bytes, data: bytes | memoryview) -> None:
@@ -99,8 +95,7 @@ class ChunkStore:
 
     def missing(self, manifest: Manifest) -> tuple[bytes, ...]:
         """Hashes of the manifest's chunks that are not here, distinct, in stream order."""
-        absent = (entry.hash for entry in manifest.chunks if self._sizes.get(entry.hash) != entry.num_bytes)
-        return tuple(dict.fromkeys(absent))
+        return tuple(hash_ for hash_, size in manifest.chunk_bytes.items() if self._sizes.get(hash_) != size)
 
     def put_manifest(self, manifest: Manifest) -> None:
         """List a manifest whose chunks are all here.
@@ -112,9 +107,9 @@ class ChunkStore:
         absent = self.missing(manifest)
         if absent:
             raise InvariantError(f"payload {manifest.payload} misses {len(absent)} chunks, first {absent[0].hex()}")
-        if any(m.ref == manifest.ref and m.digest != manifest.digest for m in list(self._whole.values())):
-            raise InvariantError(f"snapshot {manifest.ref} is immutable, but came again with another digest")
-        self._write(self._manifest_path(manifest.payload), manifest.to_bytes())
+        if any(m.ref == manifest.ref and m.root != manifest.root for m in list(self._whole.values())):
+            raise InvariantError(f"snapshot {manifest.ref} is immutable, but came again with another content")
+        self._write(self._manifest_path(manifest.payload), manifest.text)
         self._whole[manifest.payload] = manifest
 
     def manifest(self, payload: PayloadId) -> Manifest | None:
@@ -123,41 +118,26 @@ class ChunkStore:
         return None if manifest is None or self.missing(manifest) else manifest
 
     def manifests(self) -> list[Manifest]:
-        """The manifests that are whole, oldest first; of one snapshot the whole before the deltas."""
+        """The manifests that are whole, oldest first; of one snapshot those without a base first."""
         found = (self.manifest(payload) for payload in sorted(self._whole, key=_age))
         return [manifest for manifest in found if manifest is not None]
 
-    def load(self, ref: SnapshotRef, base: Snapshot | None = None) -> Snapshot:
-        """The content of a snapshot, verified: decoded whole, or by deltas from the nearest listed one, or from `base`.
-
-        Raises:
-            PeerError: "missing", when nothing here leads to it; "corrupt", when the disk altered a chunk.
-            UserError: it does not fit into memory.
-        """
-        have = None if base is None else base.ref
-        steps = self._way_to(ref, have)
-        if steps is None:
-            raise PeerError("missing", f"nothing in this store leads to snapshot {ref}")
-        snapshot = base
-        for manifest in steps:
-            if manifest.base is None:
-                snapshot = decode(manifest, self.get)
-            elif snapshot is not None:
-                snapshot = apply_delta(manifest, snapshot, self.get)
-        if snapshot is None or snapshot.ref != ref:
-            raise InvariantError(f"the way to snapshot {ref} led to {snapshot.ref if snapshot else None}")
-        return snapshot
-
-    def files(self, ref: SnapshotRef) -> dict[str, bytes]:
-        """The files of a snapshot that is stored whole, without its tensors.
-
-        Raises:
-            PeerError: "missing", when it is not; "corrupt", when the disk altered a chunk.
-        """
-        manifest = self.manifest(PayloadId(ref))
-        if manifest is None:
-            raise PeerError("missing", f"snapshot {ref} is not stored whole")
-        return decode_files(manifest, self.get)
+    def chain(self, ref: SnapshotRef, over: SnapshotRef | None = None) -> list[Manifest] | None:
+        """The payloads, in the order of applying, that lead to `ref` from nothing, or from `over`; None: there are
+        none, or more than one payload may be made of. From nothing, the nearest payload without a base is taken."""
+        steps: list[Manifest] = []
+        while len(steps) <= MAX_DELTAS:
+            whole = None if over is not None else self.manifest(PayloadId(ref))
+            deltas = (m for m in list(self._whole.values()) if m.ref == ref and m.base is not None)
+            step = whole or next((delta for delta in deltas if not self.missing(delta)), None)
+            if step is None:
+                return None
+            steps.insert(0, step)
+            if step.base == over:
+                return steps
+            assert step.base is not None
+            ref = step.base
+        return None
 
     def drop_manifest(self, payload: PayloadId) -> None:
         """Forget a manifest, if it is listed. Its chunks stay until `retain`."""
@@ -169,27 +149,25 @@ class ChunkStore:
         for payload in [payload for payload in list(self._whole) if payload.ref == ref]:
             self.drop_manifest(payload)
 
-    def retain(self, manifests: Iterable[Manifest]) -> int:
-        """Keep what these manifests (listed, or still being fetched) and their bases name and delete the rest.
+    def retain(self, manifests: Iterable[Manifest], chunks: Iterable[bytes] = ()) -> int:
+        """Keep what these manifests (listed, or still being fetched) name, and these chunks; delete the rest.
 
-        Returns the number of bytes freed. Other manifests go first: one that is listed is whole at any instant. Where a
-        kept delta is over a snapshot that none of these is, what is listed that leads to that one is kept too.
+        Returns the number of bytes freed. Other manifests go first: one that is listed is whole at any instant.
         """
-        let_go = self.let_go(manifests)
+        let_go = self.let_go(manifests, chunks)
         self.sweep(let_go)
         return sum(let_go.values())
 
-    def let_go(self, manifests: Iterable[Manifest]) -> dict[bytes, int]:
+    def let_go(self, manifests: Iterable[Manifest], chunks: Iterable[bytes] = ()) -> dict[bytes, int]:
         """The quick half of `retain`: from now on the rest is not here, but its chunks' files are, until `sweep`.
         Returns these chunks and their sizes.
         """
-        kept = {manifest.payload: manifest for manifest in manifests}
-        for manifest in list(kept.values()):
-            if manifest.base is not None:
-                kept.update({step.payload: step for step in self._way_to(manifest.base) or ()})
-        for payload in [payload for payload in list(self._whole) if payload not in kept]:
+        payloads, used = set(), set(chunks)
+        for manifest in manifests:
+            payloads.add(manifest.payload)
+            used.update(manifest.chunk_bytes)
+        for payload in [payload for payload in list(self._whole) if payload not in payloads]:
             self.drop_manifest(payload)
-        used = {hash_ for manifest in kept.values() for hash_ in manifest.hashes}
         return {hash_: self._sizes.pop(hash_, 0) for hash_ in list(self._sizes) if hash_ not in used}
 
     def sweep(self, hashes: Iterable[bytes]) -> None:
@@ -203,21 +181,6 @@ class ChunkStore:
                         (self._chunks / hash_.hex()).unlink(missing_ok=True)
         except OSError as error:
             raise UserError(f"Cannot delete in the snapshot store {self.directory}: {error.strerror}.") from error
-
-    def _way_to(self, ref: SnapshotRef, have: SnapshotRef | None = None) -> list[Manifest] | None:
-        """The fewest payloads that lead to `ref`, in the order of applying, from nothing or from `have`."""
-        listed = self.manifests()
-        ways: list[list[Manifest]] = [[]]
-        seen = {ref}
-        for way in ways:
-            wanted = way[0].base if way else ref
-            if wanted == have or wanted is None:
-                return way
-            for manifest in listed:
-                if manifest.ref == wanted and manifest.base not in seen and len(way) <= MAX_DELTAS:
-                    seen |= {manifest.base} if manifest.base else set()
-                    ways.append([manifest, *way])
-        return None
 
     def _drop_chunk(self, hash_: bytes) -> None:
         with self._placing, suppress(OSError):  # it counts as missing also where such a disk does not let it go

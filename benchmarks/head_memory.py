@@ -1,0 +1,97 @@
+"""Memory of the head's part in snapshots, by the size of the model: it should not depend on it.
+
+    python benchmarks/head_memory.py [--mb 10 200]
+
+For each size a model of random bfloat16 numbers is published by the learner's encoder: whole, and three deltas in which
+a hundredth of the numbers moved. A process of its own does with them what the head does: takes the chunks one by one,
+lists the payloads, joins them for a newcomer and for a laggard, signs nothing, drops old versions, and is opened again
+as after a restart. Reported is the most memory that this process ever had, the interpreter and its modules included.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import numpy as np
+
+from echo2.runtime.head.archive import Archive
+from echo2.types import RUN_POLICY, Snapshot, SnapshotRef, TensorBytes
+from echo2.weights.encoder import Encoder
+from echo2.weights.manifest import Manifest
+from echo2.weights.store import ChunkStore
+
+VERSIONS = 4
+
+
+def publish(directory: Path, num_bytes: int) -> None:
+    """What the learner sends, as files: chunks by their hash, manifests by their version."""
+    draw = np.random.default_rng(0)
+    weights = draw.integers(0, 1 << 16, num_bytes // 2, dtype=np.uint16)
+    base: Snapshot | None = None
+    for version in range(VERSIONS):
+        tensors = {"w": TensorBytes("BF16", weights.shape, weights.data)}
+        target = Snapshot(SnapshotRef(RUN_POLICY, 1, version), tensors, {"config.json": b"{}"})
+        encoder = Encoder(target, base)
+        for chunks in encoder.parts():
+            for hash_, chunk in chunks.items():
+                (directory / hash_.hex()).write_bytes(chunk)
+        (directory / f"{version}.json").write_bytes(encoder.manifest().text)
+        base = target
+        weights = weights + (draw.random(weights.size, np.float32) < 0.01).astype(np.uint16)
+
+
+async def receive(sent: Path, directory: Path) -> None:
+    """The head's part."""
+    archive = Archive(ChunkStore(directory))
+    for version in range(VERSIONS):
+        manifest = Manifest.from_bytes((sent / f"{version}.json").read_bytes())
+        for hash_ in archive.offer(manifest.hashes):
+            await archive.put(hash_, (sent / hash_.hex()).read_bytes())
+        await archive.take(manifest)
+        for base in (None, SnapshotRef(RUN_POLICY, 1, 0)):
+            archive.payload(manifest.ref, base).to_wire()
+        archive.files(manifest.ref)
+        if version > 1:
+            await archive.drop(SnapshotRef(RUN_POLICY, 1, version - 2))
+    archive.close()
+    archive = Archive(ChunkStore(directory))
+    assert len(archive.retained) == VERSIONS
+    archive.close()
+
+
+def own_peak_bytes() -> int:
+    """The most bytes of memory that this process ever had. What getrusage says includes its parent's."""
+    return 1024 * int(Path("/proc/self/status").read_text().split("VmHWM:")[1].split()[0])
+
+
+def peak_bytes(num_bytes: int) -> int:
+    """The most bytes of memory of a head whose model has `num_bytes`, measured in a process of its own."""
+    with tempfile.TemporaryDirectory() as folder:
+        sent, directory = Path(folder) / "sent", Path(folder) / "head"
+        sent.mkdir()
+        publish(sent, num_bytes)
+        command = [sys.executable, __file__, "--receive", str(sent), str(directory)]
+        return int(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+
+
+def main() -> None:
+    """Measure, or be what is measured."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--mb", type=int, nargs="+", default=[10, 200], help="sizes of the model")
+    parser.add_argument("--receive", nargs=2, metavar=("SENT", "DIRECTORY"), help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.receive:
+        asyncio.run(receive(*map(Path, options.receive)))
+        print(own_peak_bytes())
+        return
+    for megabytes in options.mb:
+        print(f"{megabytes:6d} MB model: {peak_bytes(megabytes * 1_000_000) / 1e6:7.1f} MB at the head")
+
+
+if __name__ == "__main__":
+    main()

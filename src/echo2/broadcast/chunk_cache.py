@@ -1,0 +1,80 @@
+"""What a node can give away: chunks that just arrived, and chunks on disk.
+
+Each chunk is handed out as the message that carries it (`transport.chunks`), so that one that is passed on to many is
+hashed, read and packed once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable
+from concurrent.futures import Executor
+
+from echo2.errors import PeerError
+from echo2.transport import chunks
+from echo2.weights.store import ChunkStore
+
+log = logging.getLogger(__name__)
+
+#: Messages kept in memory: what the children of a relay lag behind it by.
+RECENT_BYTES = 64 << 20
+
+
+class ChunkCache:
+    """Reads run on `disk` threads; all else on the event loop."""
+
+    def __init__(self, store: ChunkStore, disk: Executor) -> None:
+        self._store, self._disk = store, disk
+        self._recent: OrderedDict[bytes, bytes] = OrderedDict()
+        self._recent_bytes = 0
+        self._waiting: defaultdict[bytes, set[Callable[[bytes], None]]] = defaultdict(set)
+
+    def has(self, hash_: bytes) -> bool:
+        """Whether this chunk can be given now."""
+        return hash_ in self._recent or self._store.has(hash_)
+
+    async def message(self, hash_: bytes) -> bytes:
+        """The message with this chunk.
+
+        Raises:
+            PeerError: "missing", also when the disk altered it: who asks is to go elsewhere, and to call nobody a liar.
+        """
+        message = self._recent.get(hash_)
+        if message is not None:
+            return message
+        try:
+            data = await asyncio.get_running_loop().run_in_executor(self._disk, self._store.get, hash_)
+        except PeerError as error:
+            log.warning("a chunk is not given: %s", error)
+            raise PeerError("missing", str(error)) from error
+        message = chunks.pack(hash_, data)
+        self._remember(hash_, message)
+        return message
+
+    def arrived(self, hash_: bytes, message: bytes) -> None:
+        """A chunk was verified and stored: those who wait for it are told."""
+        self._remember(hash_, message)
+        for tell in self._waiting.pop(hash_, ()):
+            tell(hash_)
+
+    def wait_for(self, hash_: bytes, tell: Callable[[bytes], None]) -> None:
+        """Call `tell` once, when the chunk arrives."""
+        self._waiting[hash_].add(tell)
+
+    def forget(self, hash_: bytes, tell: Callable[[bytes], None]) -> None:
+        """Undo `wait_for`."""
+        waiting = self._waiting.get(hash_)
+        if waiting is not None:
+            waiting.discard(tell)
+            if not waiting:
+                del self._waiting[hash_]
+
+    def _remember(self, hash_: bytes, message: bytes) -> None:
+        if hash_ in self._recent:
+            return
+        self._recent[hash_] = message
+        self._recent_bytes += len(message)
+        while self._recent_bytes > RECENT_BYTES:
+            self._recent_bytes -= len(self._recent.popitem(last=False)[1])

@@ -1,0 +1,208 @@
+"""The one way from an event to its consequences: planner, ledger, then the world. The head and the simulator use it.
+
+    events -> planners -> commands -> (one transaction) ledger -> (one by one) effects
+
+Events that wait at the same moment share the transaction. What must be durable is on disk before anything leaves the
+process. A kill loses the whole transaction, or any number of the last effects; a restart begins with what the ledger
+holds, and every party asks again for what it did not get.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from echo2.buffer.ledger import Ledger
+from echo2.buffer.records import LedgerState
+from echo2.control.head import commands as do
+from echo2.control.head import events as ev
+from echo2.control.head.planner import Planner
+from echo2.control.head.policies import Policies
+from echo2.control.head.state import PlannerOptions
+from echo2.errors import InvariantError, UserError
+from echo2.types import Attachment, GroupRef, SnapshotRef
+
+#: Commands that the ledger records.
+_RECORDED = frozenset(
+    {
+        do.IssueGroup,
+        do.GrantLeases,
+        do.CloseLease,
+        do.AcceptDelivery,
+        do.RefuseDelivery,
+        do.KeepScores,
+        do.RetireGroup,
+        do.RecordStep,
+        do.RecordLearner,
+        do.RecordCheckpoint,
+    }
+)
+
+
+class Effects(Protocol):
+    """What the driver's owner does with the planner's commands. Neither method may call the driver."""
+
+    def decided(self, event: ev.Event, now: float, commands: Sequence[do.Command]) -> None:
+        """The planner has answered; nothing is recorded yet."""
+
+    def carry_out(self, command: do.Command, now: float) -> None:
+        """Everything of a command but what the ledger records, which it has by now."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """What outlives a head beside its ledger: snapshots, evaluated versions, rented machines."""
+
+    published: tuple[SnapshotRef, ...] = ()
+    evaluated: tuple[int, ...] = ()
+    machines: tuple[ev.RecoveredMachine, ...] = ()
+
+
+class Driver:
+    """Owns the planner of each policy that the head holds. `start` comes first, once."""
+
+    def __init__(self, options: Sequence[PlannerOptions], ledger: Ledger, effects: Effects) -> None:
+        self.policies = Policies(options)
+        self._ledger, self._effects = ledger, effects
+        self._ledgers = {policy: ledger.of(policy) for policy in self.policies.planners}
+
+    @property
+    def planner(self) -> Planner:
+        """The planner of a head that holds one policy."""
+        (planner,) = self.policies.planners.values()
+        return planner
+
+    def start(self, stored: Mapping[str, Stored], now: float) -> list[do.Command]:
+        """Tell the planners where their policies stand. `stored`: by policy.
+
+        Raises:
+            UserError: the ledger's run can't go on with these options.
+        """
+        found = {policy: ledger.recover() for policy, ledger in self._ledgers.items()}
+        for policy, state in found.items():
+            _check_options(state, self.policies.planners[policy].options)
+        events = [_head_started(policy, state, stored[policy]) for policy, state in found.items()]
+        return [command for event in events for command in self.handle(event, now)]
+
+    def handle(self, event: ev.Event, now: float) -> list[do.Command]:
+        """As `handle_all`, for one event; what the planner answered."""
+        return self.handle_all((event,), now)[0]
+
+    def handle_all(self, events: Sequence[ev.Event], now: float) -> list[list[do.Command]]:
+        """Ask the planner about one event after the other, record all its commands in one transaction, then carry them
+        out in order. Returns the commands of each event.
+
+        Raises:
+            UserError: the ledger can't be written; nothing was recorded or carried out.
+            InvariantError: a command contradicts the ledger; likewise.
+        """
+        answers = []
+        for event in events:
+            answers.append(self.policies.handle(event, now))
+            self._effects.decided(event, now, answers[-1])
+        commands = [command for answer in answers for command in answer]
+        recorded = [command for command in commands if type(command) in _RECORDED]
+        if recorded:
+            with self._ledger.together():
+                for command in recorded:
+                    self._record(command, now)
+        for command in commands:
+            self._effects.carry_out(command, now)
+        return answers
+
+    def _record(self, command: do.Command, now: float) -> None:
+        """Into the ledger. It knows no evaluations, but that their lease ids are used up."""
+        if not isinstance(command, do.PolicyCommand):
+            return
+        ledger = self._ledgers[command.policy]
+        match command:
+            case do.IssueGroup():
+                ledger.issue(command.number, command.step, command.number, now)
+            case do.GrantLeases():
+                for lease in command.leases:
+                    if lease.group.kind == "train":
+                        what = (lease.lease_id, lease.group.number, command.worker_id, now, lease.deadline)
+                        ledger.grant(*what, lease.num_samples)
+                    else:
+                        ledger.use_lease_ids(lease.lease_id)
+            case do.CloseLease() if command.group.kind == "train":
+                ledger.close_lease(command.lease_id, command.outcome, now)
+            case do.AcceptDelivery() if command.group.kind == "train":
+                ledger.deliver(
+                    number=command.group.number,
+                    rollouts=_data(command.group, command.rollouts),
+                    worker_id=command.worker_id,
+                    oldest_version=command.oldest_version,
+                    newest_version=command.newest_version,
+                    num_tokens=command.num_tokens,
+                    seconds=command.seconds,
+                    now=now,
+                )
+            case do.RefuseDelivery() if command.group is None or command.group.kind == "train":
+                number = command.group.number if command.group is not None else 0
+                cost = (command.num_tokens, command.seconds)
+                ledger.refuse(command.lease_id, number, command.worker_id, command.refusal, *cost, now)
+            case do.KeepScores() if command.group.kind == "train":
+                ledger.score(command.group.number, _data(command.group, command.scores), command.is_flat, now)
+            case do.RetireGroup():
+                ledger.retire(command.number, command.why, now)
+            case do.RecordStep():
+                ledger.train(command.step, command.lineage, command.numbers, now)
+            case do.RecordLearner():
+                ledger.learner_joined(command.version, command.lineage, now)
+            case do.RecordCheckpoint():
+                ledger.checkpoint(command.version, command.oldest_kept)
+
+
+def _data(group: GroupRef, attachment: Attachment | None) -> bytes:
+    if attachment is None:
+        raise InvariantError(f"{group} came without what is to be stored of it")
+    return attachment.data
+
+
+def _check_options(state: LedgerState, options: PlannerOptions) -> None:
+    """Raises UserError where the run in the ledger can't go on with these options."""
+    if state.version > options.max_steps:
+        raise UserError(
+            f"run.max_steps = {options.max_steps}, but {state.version} steps are trained already. "
+            f"Set it to {state.version} or more."
+        )
+    for lease in state.leases:
+        if lease.num_samples != options.group_size:
+            raise UserError(
+                f"sampling.group_size = {options.group_size}, but group {lease.number} is under way with "
+                f"{lease.num_samples} rollouts. Resume with the size that the run had."
+            )
+
+
+def _head_started(policy: str, state: LedgerState, stored: Stored) -> ev.HeadStarted:
+    """What the planner is told after a restart."""
+    return ev.HeadStarted(
+        version=state.version,
+        lineage=max(1, state.lineage),
+        checkpoint_version=state.checkpoint_version,
+        oldest_kept=state.oldest_kept,
+        next_number=state.next_number,
+        next_lease_id=state.next_lease_id,
+        groups=tuple(
+            ev.RecoveredGroup(
+                number=group.number,
+                step=group.step,
+                state=group.state,
+                oldest_version=group.oldest_version,
+                worker_id=group.worker_id,
+                why=group.reason,
+                is_flat=bool(group.is_flat),
+            )
+            for group in state.groups
+        ),
+        leases=tuple(
+            ev.RecoveredLease(lease.lease_id, lease.number, lease.worker_id, lease.deadline) for lease in state.leases
+        ),
+        published=tuple(sorted(stored.published)),
+        # After a fall-back that a kill cut short, later ones may be told that count no more.
+        evaluated=tuple(sorted(version for version in stored.evaluated if version <= state.version)),
+        machines=stored.machines,
+        policy=policy,
+    )

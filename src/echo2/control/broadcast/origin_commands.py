@@ -1,0 +1,40 @@
+"""Everything a broadcast's machine can ask of its driver at the origin.
+
+A payload's distinct chunks, numbered 0.. in stream order, are dealt to `len(sources)` stripes: chunk i is of stripe
+i % len(sources). A route names the source of each stripe; "" is the origin.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from echo2.control.machine import Command as Command  # part of this module's vocabulary, too
+from echo2.types import PayloadId
+
+ORIGIN = ""
+
+
+class SetRoutes(Command):
+    """Tell this worker where to take each stripe from, from now on. `addresses`: of the named sources that it dials
+    itself; the others dial it (`DialPeer`).
+    """
+
+    worker_id: str
+    payload: PayloadId
+    sources: tuple[str, ...]
+    addresses: Mapping[str, str]
+
+
+class DialPeer(Command):
+    """Tell this worker, which can't be dialled, to dial a peer that wants chunks of it."""
+
+    worker_id: str
+    peer_id: str
+    address: str
+
+
+class NameSuspect(Command):
+    """A peer sent wrong bytes: it is avoided from now on, and people are told."""
+
+    worker_id: str
+    accused_by: str

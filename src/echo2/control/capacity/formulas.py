@@ -1,0 +1,248 @@
+"""How much rollout capacity keeps the learner busy, and how stale that makes its data: ECHO-2's section 3, extended.
+
+Equation numbers are the paper's; `docs/capacity.md` derives them. T = seconds of a training step, Tb = seconds from a
+publication until workers can generate with it, kappa = publish_every, S = max_staleness, R = rollouts of a step,
+mu = rollouts per second of all active workers. The paper lets every worker pause for all of Tb; workers that go on with
+the old version (`generate_during_broadcast`) pause only while they load. A fluid model: `forecast.py` has the grains.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+from echo2.errors import UserError
+
+#: Safety factor between the smallest sufficient rate and the one to aim for (section 3.1).
+GAMMA = 1.1
+#: Share of the active workers that must have installed a snapshot for its broadcast to count as over (section 4.2).
+INSTALLED_QUANTILE = 1 / GAMMA
+_SLACK = 1e-9  # of quotients that are whole numbers but for rounding
+
+
+@dataclass(frozen=True, slots=True)
+class Demand:
+    """What the learner asks of its workers. `reload_seconds`: the part of a broadcast in which a worker cannot
+    generate whatever the mode; `rollout_seconds`: one group from start to delivery, where the fluid model minds.
+    """
+
+    groups_per_step: int
+    group_size: int
+    publish_every: int
+    max_staleness: int
+    train_seconds: float
+    broadcast_seconds: float
+    generate_during_broadcast: bool = True
+    reload_seconds: float = 0.0
+    rollout_seconds: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name in ("groups_per_step", "group_size", "publish_every", "train_seconds"):
+            if not (getattr(self, name) > 0 and math.isfinite(getattr(self, name))):
+                raise UserError(f"{name} = {getattr(self, name)} must be a positive number.")
+        for name in ("max_staleness", "broadcast_seconds", "reload_seconds", "rollout_seconds"):
+            if not (getattr(self, name) >= 0 and math.isfinite(getattr(self, name))):
+                raise UserError(f"{name} = {getattr(self, name)} must be a number that is not negative.")
+        if self.max_staleness < self.publish_every - 1:
+            raise UserError(
+                f"max_staleness = {self.max_staleness} with publish_every = {self.publish_every} would wait for ever: "
+                f"set max_staleness >= {self.publish_every - 1} or publish_every <= {self.max_staleness + 1}."
+            )
+
+    @property
+    def rollouts_per_step(self) -> int:
+        """R: rollouts that a step trains on."""
+        return self.groups_per_step * self.group_size
+
+    @property
+    def period_seconds(self) -> float:
+        """kappa * T: what one publication period lasts with a learner that never waits."""
+        return self.publish_every * self.train_seconds
+
+    @property
+    def pause_seconds(self) -> float:
+        """Of each period, the time in which workers do not generate."""
+        return min(self.reload_seconds, self.broadcast_seconds) if self.overlaps else self.broadcast_seconds
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether workers go on sampling while a snapshot travels."""
+        return self.generate_during_broadcast and self.max_staleness > 0
+
+    @property
+    def lead_seconds(self) -> float:
+        """From a version's installation to the moment the learner wants the first step that needs it: (S - kappa + 1) T
+        - Tb, less one rollout. The window of staleness allows workers so long for that step.
+        """
+        slack = (self.max_staleness - self.publish_every + 1) * self.train_seconds
+        return slack - self.broadcast_seconds - self.rollout_seconds
+
+
+# ---- rates -----------------------------------------------------------------------------------------------------------
+
+
+def mu_min(demand: Demand) -> float:
+    """Equation (2): kappa R / (kappa T - pause), rollouts per second below which a period cannot fill.
+
+    Raises:
+        UserError: kappa T <= pause: no fleet is large enough.
+    """
+    room = demand.period_seconds - demand.pause_seconds
+    if room <= 0:
+        raise UserError(_no_room(demand))
+    return demand.publish_every * demand.rollouts_per_step / room
+
+
+def mu_window(demand: Demand) -> float:
+    """R / ((S - kappa + 1) T - Tb): below it the window of S steps makes the learner wait for each new version.
+
+    It is equation (7) <= S solved for mu; in the paper's mode with kappa = S - 1 and Tb < T equation (2) implies it.
+
+    Raises:
+        UserError: the window closes before the snapshot arrives: no fleet is large enough.
+    """
+    if demand.lead_seconds <= 0:
+        raise UserError(_no_window(demand))
+    return demand.rollouts_per_step / demand.lead_seconds
+
+
+def mu_needed(demand: Demand) -> float:
+    """The least rate, in rollouts per second, at which the learner never waits.
+
+    Raises:
+        UserError: there is none; the message has the missing number and what would supply it.
+    """
+    if demand.max_staleness == 0:
+        raise UserError(
+            "max_staleness = 0 (on-policy) leaves the learner waiting at any rate: each step is broadcast "
+            f"({demand.broadcast_seconds:.4g} s) + sampling + training ({demand.train_seconds:.4g} s), one after the "
+            "other. Set max_staleness >= 1."
+        )
+    return max(mu_min(demand), mu_window(demand))
+
+
+def mu_target(demand: Demand) -> float:
+    """gamma * mu_needed: the rate to aim for."""
+    return GAMMA * mu_needed(demand)
+
+
+# ---- staleness -------------------------------------------------------------------------------------------------------
+
+
+def staleness_bound(publish_every: int, train_seconds: float, broadcast_seconds: float) -> int:
+    """Equation (12): kappa + ceil((1 - 1/kappa) Tb / T), the largest staleness of a pool that meets (1).
+
+    Raises:
+        UserError: kappa T <= Tb, where (1) cannot be met.
+    """
+    if publish_every * train_seconds <= broadcast_seconds:
+        raise UserError(
+            f"publish_every x train_seconds = {publish_every * train_seconds:.4g} s does not exceed broadcast_seconds ="
+            f" {broadcast_seconds:.4g}: no bound holds. Publish every {_least_kappa(train_seconds, broadcast_seconds)} "
+            "steps or more, or make snapshots smaller."
+        )
+    return publish_every + _ceil((1 - 1 / publish_every) * broadcast_seconds / train_seconds)
+
+
+def allows(publish_every: int, max_staleness: int, train_seconds: float, broadcast_seconds: float) -> bool:
+    """Whether the bound (12) of this kappa is at most S, and kappa T > Tb."""
+    return (
+        publish_every * train_seconds > broadcast_seconds
+        and staleness_bound(publish_every, train_seconds, broadcast_seconds) <= max_staleness
+    )
+
+
+def choose_publish_every(max_staleness: int, train_seconds: float, broadcast_seconds: float) -> int:
+    """`publish_every = "auto"`: the largest kappa >= 1 whose bound (12) is at most S; 1 where S = 0.
+
+    Raises:
+        UserError: there is none, with the S or the broadcast that would do.
+    """
+    if max_staleness == 0:
+        return 1
+    for publish_every in range(max_staleness, 0, -1):
+        if allows(publish_every, max_staleness, train_seconds, broadcast_seconds):
+            return publish_every
+    least = _least_kappa(train_seconds, broadcast_seconds)
+    needed = staleness_bound(least, train_seconds, broadcast_seconds)
+    raise UserError(
+        f"max_staleness = {max_staleness} is below what this broadcast allows: {broadcast_seconds:.4g} s against "
+        f"{train_seconds:.4g} s of training a step need max_staleness >= {needed} (publish_every = {least}), or a "
+        f"broadcast under {train_seconds:.4g} s."
+    )
+
+
+# ---- waiting ---------------------------------------------------------------------------------------------------------
+
+
+def step_seconds(demand: Demand, mu: float) -> float:
+    """Mean seconds of a step in the steady state: the slowest of three loops that feed themselves.
+
+    The learner (T); the workers (R / mu + pause / kappa); and version -> broadcast -> first m steps that need it ->
+    training up to the next version, for each m. Exact for a fluid without pauses; with pauses a lower bound (a pause
+    may fall into the third loop), where kappa T > pause.
+    """
+    kappa, sampling = demand.publish_every, demand.rollouts_per_step / mu
+    slowest = max(demand.train_seconds, sampling + demand.pause_seconds / kappa)
+    ahead = demand.max_staleness - kappa
+    for num_steps in range(1, kappa + 1):
+        periods = max(1, -(-(ahead + num_steps + 1) // kappa))
+        loop = demand.broadcast_seconds + demand.rollout_seconds + num_steps * sampling
+        loop += (periods * kappa - ahead - num_steps) * demand.train_seconds
+        slowest = max(slowest, loop / (periods * kappa))
+    return slowest
+
+
+def idle_ratio(demand: Demand, mu: float) -> float:
+    """Share of the time that the learner waits, in the steady state."""
+    return 1 - demand.train_seconds / step_seconds(demand, mu)
+
+
+def binding(demand: Demand, mu: float) -> str:
+    """What sets the pace at this rate: learner, rollouts, broadcast or staleness."""
+    pace = step_seconds(demand, mu)
+    if pace <= demand.train_seconds * (1 + _SLACK):
+        return "learner"
+    if step_seconds(replace(demand, broadcast_seconds=0.0), mu) <= demand.train_seconds * (1 + _SLACK):
+        return "broadcast"
+    if step_seconds(replace(demand, max_staleness=demand.max_staleness + demand.publish_every), mu) < pace:
+        return "staleness"
+    return "rollouts"
+
+
+# ---- refusals --------------------------------------------------------------------------------------------------------
+
+
+def _no_room(demand: Demand) -> str:
+    least = _least_kappa(demand.train_seconds, demand.pause_seconds)
+    return (
+        f"The broadcast cannot be hidden: publish_every x train_seconds = {demand.publish_every} x "
+        f"{demand.train_seconds:.4g} s does not exceed the {demand.pause_seconds:.4g} s in which workers do not "
+        f"generate; {demand.pause_seconds - demand.period_seconds:.4g} s are missing. Publish every {least} steps "
+        f"(then max_staleness >= {staleness_bound(least, demand.train_seconds, demand.pause_seconds)}), make snapshots "
+        "smaller (deltas, bfloat16), or let workers generate during the broadcast."
+    )
+
+
+def _no_window(demand: Demand) -> str:
+    late = demand.broadcast_seconds + demand.rollout_seconds
+    window = (demand.max_staleness - demand.publish_every + 1) * demand.train_seconds
+    needed = demand.publish_every + math.floor(late / demand.train_seconds + _SLACK)
+    freshest = demand.max_staleness - math.floor(late / demand.train_seconds + _SLACK)
+    fixes = [f"Set max_staleness >= {needed}"]
+    if 1 <= freshest < demand.publish_every:
+        fixes.append(f"publish_every <= {freshest}")
+    fixes.append(f"or shorten broadcast and rollout by {late - window:.4g} s")
+    return (
+        f"{', '.join(fixes)}. With max_staleness = {demand.max_staleness} and publish_every = {demand.publish_every} a "
+        f"new version has {window:.4g} s to arrive and to sample a step, and takes {late:.4g} s before the first "
+        "rollout is done: no number of workers helps."
+    )
+
+
+def _least_kappa(train_seconds: float, broadcast_seconds: float) -> int:
+    return math.floor(broadcast_seconds / train_seconds + _SLACK) + 1
+
+
+def _ceil(value: float) -> int:
+    return math.ceil(value - _SLACK)

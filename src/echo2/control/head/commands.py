@@ -1,0 +1,222 @@
+"""Everything the planner can ask for. `cause` is the number of the event that led here, `reason` is for people, and
+`policy` is the id of the policy whose groups, versions and steps the command's numbers count.
+
+The driver carries commands out in order. Those marked *durable* must be on disk before the next command is carried
+out: that is what makes every group exactly-once through a kill at any instant.
+"""
+
+from __future__ import annotations
+
+from dataclasses import field
+
+from echo2.control.machine import Command as Command
+from echo2.control.machine import WakeAt as WakeAt
+from echo2.types import Attachment, GroupRef, Lease, SnapshotRef
+
+
+class PolicyCommand(Command):
+    """Base: a command on behalf of one policy."""
+
+    policy: str
+
+
+class IssueGroup(PolicyCommand):
+    """Durable: group `number` exists from now on, bound to training step `step`."""
+
+    number: int
+    step: int
+
+
+class GrantLeases(PolicyCommand):
+    """Durable, then sent. In deterministic mode the worker samples these groups together and alone."""
+
+    worker_id: str
+    leases: tuple[Lease, ...]
+
+
+class CloseLease(PolicyCommand):
+    """Durable: the lease ended this way (accepted, expired, lost, failed, ...)."""
+
+    lease_id: int
+    group: GroupRef
+    worker_id: str
+    outcome: str
+
+
+class RevokeLease(PolicyCommand):
+    """Sent to the worker: stop working on these leases."""
+
+    worker_id: str
+    lease_ids: tuple[int, ...]
+
+
+class AcceptDelivery(PolicyCommand):
+    """Durable, then answered: the rollouts are this group's. `seconds`: what sampling it took."""
+
+    worker_id: str
+    lease_id: int
+    group: GroupRef
+    oldest_version: int
+    newest_version: int
+    num_tokens: int
+    seconds: float
+    rollouts: Attachment | None = field(compare=False)
+
+
+class RefuseDelivery(PolicyCommand):
+    """Durable, then answered: `refusal` is one word (late, duplicate, stale, malformed, oversized, ...). `num_tokens`
+    and `seconds`: what sampling it cost, where that is known.
+    """
+
+    worker_id: str
+    lease_id: int
+    group: GroupRef | None
+    refusal: str
+    num_tokens: int = 0
+    seconds: float = 0.0
+
+
+class ScoreGroup(PolicyCommand):
+    """The reward process beside the head is to score this delivered group. `rollouts` None: the ledger has them."""
+
+    group: GroupRef
+    rollouts: Attachment | None = field(compare=False)
+
+
+class KeepScores(PolicyCommand):
+    """Durable: the rewards of this delivered group, which is ready for the learner now."""
+
+    group: GroupRef
+    is_flat: bool
+    scores: Attachment | None = field(compare=False)
+
+
+class RetireGroup(PolicyCommand):
+    """Durable: the group will never be trained on. `why` is one word, counted by the audit."""
+
+    number: int
+    why: str
+
+
+class FeedGroup(PolicyCommand):
+    """To the learner: this group belongs to the step it waits for."""
+
+    step: int
+    number: int
+
+
+class EndStep(PolicyCommand):
+    """To the learner: the step has all its groups. `cursor`: the first task that no step up to this one has used."""
+
+    step: int
+    num_groups: int
+    cursor: int
+
+
+class RecordStep(PolicyCommand):
+    """Durable: the step was trained on exactly these groups."""
+
+    step: int
+    lineage: int
+    numbers: tuple[int, ...]
+
+
+class RecordLearner(PolicyCommand):
+    """Durable: the learner stands at `version` in `lineage`; groups of later steps are ready again, for the same
+    steps.
+    """
+
+    version: int
+    lineage: int
+
+
+class RefuseLearner(PolicyCommand):
+    """Answered: this learner can't continue the run."""
+
+
+class AnnounceSnapshot(PolicyCommand):
+    """Sent to the workers: this snapshot is the newest."""
+
+    ref: SnapshotRef
+    worker_ids: tuple[str, ...]
+
+
+class DropSnapshot(PolicyCommand):
+    """Nobody needs this snapshot any more."""
+
+    ref: SnapshotRef
+
+
+class RecordCheckpoint(PolicyCommand):
+    """Durable: rollouts of steps below `oldest_kept` are covered by a checkpoint and may go."""
+
+    version: int
+    oldest_kept: int
+
+
+class StartEval(PolicyCommand):
+    """An evaluation of this snapshot begins."""
+
+    ref: SnapshotRef
+
+
+class FinishEval(PolicyCommand):
+    """The evaluation of this version has all its results (`num_failed` tasks had none)."""
+
+    version: int
+    num_failed: int
+
+
+class SkipEval(PolicyCommand):
+    """The evaluation of this version is given up: there is no machine that it may count from."""
+
+    version: int
+
+
+class WorkerGone(PolicyCommand):
+    """The worker counts as lost from now on."""
+
+    worker_id: str
+
+
+class ExpelWorker(PolicyCommand):
+    """For so many seconds this worker is refused at the door; `num_refused` refusals led to it."""
+
+    worker_id: str
+    seconds: float
+    num_refused: int
+
+
+class ActivateWorker(PolicyCommand):
+    """It stood by, and works from now on."""
+
+    worker_id: str
+
+
+class ReleaseWorker(PolicyCommand):
+    """It finishes what it has, then stands by: it gets no leases and is not told of snapshots."""
+
+    worker_id: str
+
+
+class RentMachine(PolicyCommand):
+    """To the offer's hook: rent one more machine of this kind, and start a worker there."""
+
+    offer: str
+
+
+class ReturnMachine(PolicyCommand):
+    """To the offer's hook: this worker's machine is not needed any more. `worker_id` empty: one whose worker has not
+    joined.
+    """
+
+    offer: str
+    worker_id: str
+
+
+class StopRun(PolicyCommand):
+    """The run can't go on; nothing is lost, and `--resume` continues it once the reason is gone."""
+
+
+class FinishRun(PolicyCommand):
+    """Every step is trained, checkpointed and evaluated."""

@@ -1,0 +1,243 @@
+"""Everything that can happen to the planner (the head's machine). Facts, in the past tense; plain data, so that a run
+can be replayed. What names no group and no snapshot of a policy says by `policy` whose numbers it means.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from echo2.control.machine import Event as _Event
+from echo2.control.machine import Tick as Tick  # part of this module's vocabulary, too
+from echo2.types import RUN_POLICY, Attachment, GroupRef, SnapshotRef
+
+
+@dataclass(frozen=True, slots=True)
+class RecoveredGroup:
+    """A group as the ledger remembers it. `state`: open, delivered (not yet scored), ready, trained or retired; `why`
+    that was. `is_flat`: its rewards are all equal, where that is looked at.
+    """
+
+    number: int
+    step: int
+    state: str
+    oldest_version: int | None = None
+    worker_id: str = ""
+    why: str = ""
+    is_flat: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class RecoveredLease:
+    """A lease that was open when the head stopped."""
+
+    lease_id: int
+    number: int
+    worker_id: str
+    deadline: float
+
+
+@dataclass(frozen=True, slots=True)
+class RecoveredMachine:
+    """A machine that an earlier head rented and has not given back. `worker_id`: empty if none has joined from it."""
+
+    offer: str
+    worker_id: str = ""
+
+
+class PlannerEvent(_Event):
+    """Base of everything that can happen to the planner."""
+
+
+class HeadStarted(PlannerEvent):
+    """The head (re)started with what the ledger and the snapshot store hold; on a fresh run everything is empty."""
+
+    version: int = 0
+    lineage: int = 1
+    checkpoint_version: int = -1
+    oldest_kept: int = 0
+    next_number: int = 0
+    next_lease_id: int = 1
+    groups: tuple[RecoveredGroup, ...] = ()
+    leases: tuple[RecoveredLease, ...] = ()
+    published: tuple[SnapshotRef, ...] = ()
+    evaluated: tuple[int, ...] = ()
+    machines: tuple[RecoveredMachine, ...] = ()
+    policy: str = RUN_POLICY
+
+
+class LearnerJoined(PlannerEvent):
+    """The learner connected, holding the weights after `version` steps (lower than ours after a fall-back to a
+    checkpoint).
+    """
+
+    version: int
+    policy: str = RUN_POLICY
+
+
+class LearnerLost(PlannerEvent):
+    """The learner's connection closed."""
+
+    reason: str
+    policy: str = RUN_POLICY
+
+
+class GroupsWanted(PlannerEvent):
+    """The learner is ready for the groups of this step."""
+
+    step: int
+    policy: str = RUN_POLICY
+
+
+class StepTrained(PlannerEvent):
+    """The learner finished a step with exactly these groups; its version is now step + 1. `busy_seconds`: what it took
+    without waiting, as the learner says; 0: it does not say.
+    """
+
+    step: int
+    numbers: tuple[int, ...]
+    busy_seconds: float = 0.0
+    policy: str = RUN_POLICY
+
+
+class SnapshotPublished(PlannerEvent):
+    """A snapshot is whole in the origin's store."""
+
+    ref: SnapshotRef
+    num_bytes: int
+
+
+class CheckpointSaved(PlannerEvent):
+    """A checkpoint of `version` is durable; the oldest one kept is of `oldest_kept`."""
+
+    version: int
+    oldest_kept: int
+    policy: str = RUN_POLICY
+
+
+class WorkerJoined(PlannerEvent):
+    """A worker attends (again). `slots`: rollouts that it decodes at once. `held_leases` are leases it still works on;
+    `offer` what its machine was rented as, if the planner asked for it. `ticket`: by which a stranger joined; empty for
+    machines of the run's owner.
+    """
+
+    worker_id: str
+    slots: int
+    price_usd_per_hour: float
+    installed: SnapshotRef | None
+    held_leases: tuple[int, ...] = ()
+    offer: str = ""
+    ticket: str = ""
+
+
+class WorkersHeard(PlannerEvent):
+    """These workers live, and say nothing new."""
+
+    worker_ids: tuple[str, ...]
+
+
+class WorkerReported(PlannerEvent):
+    """The worker lives and has this snapshot installed. `refused`: the newer one that it did not install, and why."""
+
+    worker_id: str
+    installed: SnapshotRef | None
+    refused: str = ""
+
+
+class WorkerDetached(PlannerEvent):
+    """The worker's connection closed. It may come back: its leases live until the grace period ends."""
+
+    worker_id: str
+    reason: str
+
+
+class WorkerWithdrawn(PlannerEvent):
+    """The worker is to work for another policy: it gets no more leases here, and is taken away when it has none."""
+
+    worker_id: str
+
+
+class WorkerLeft(PlannerEvent):
+    """The worker said good-bye, or was revoked: its leases end now."""
+
+    worker_id: str
+    reason: str
+
+
+class GroupDelivered(PlannerEvent):
+    """A well-formed result came in. `seconds`: what sampling it took. `rollouts` go on with `AcceptDelivery` and
+    `ScoreGroup`.
+    """
+
+    worker_id: str
+    lease_id: int
+    group: GroupRef
+    num_samples: int
+    oldest_version: int
+    newest_version: int
+    num_tokens: int
+    seconds: float = 0.0
+    rollouts: Attachment | None = field(default=None, compare=False)
+
+
+class DeliveryMalformed(PlannerEvent):
+    """A result that broke the wire format or its bounds."""
+
+    worker_id: str
+    lease_id: int
+    reason: str
+    detail: str
+
+
+class LeaseFailed(PlannerEvent):
+    """The worker could not produce the group. `reason` is one of `leases.FAILURES`. `traceback`: of the user's
+    environment, for people.
+    """
+
+    worker_id: str
+    lease_id: int
+    reason: str
+    detail: str
+    traceback: str = ""
+
+
+class GroupScored(PlannerEvent):
+    """A reward process scored a delivered group. `is_flat`: its rewards are all equal. `seconds`: what it took.
+    `scores` go on with `KeepScores`.
+    """
+
+    group: GroupRef
+    is_flat: bool = False
+    seconds: float = 0.0
+    scores: Attachment | None = field(default=None, compare=False)
+
+
+class GroupUnfit(PlannerEvent):
+    """The head found by itself that a group is of no use: its prompt can't be made, or its reward function failed.
+    `seconds`: how long that took. `traceback`: of the user's code, for people.
+    """
+
+    group: GroupRef
+    reason: str
+    detail: str
+    seconds: float = 0.0
+    traceback: str = ""
+
+
+class RentFailed(PlannerEvent):
+    """The offer's hook got no machine."""
+
+    offer: str
+    reason: str
+
+
+class DiskFull(PlannerEvent):
+    """There is just enough room on the head's disk for what is under way; `reason` names disk and sizes."""
+
+    reason: str
+
+
+class DiskFreed(PlannerEvent):
+    """There is room again."""
+
+
+Event = PlannerEvent | Tick

@@ -1,0 +1,239 @@
+"""The workers as the planner sees them: who attends, what each has installed, when each counts as lost, and who is
+next to get work.
+
+Nothing here looks at every worker when one changes: `file` puts a worker where `granting` will find it, by the
+snapshot that it has installed, because workers with the same one may sample the same steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from echo2.control.head.lazy_heap import LazyHeap
+from echo2.types import SnapshotRef
+
+
+@dataclass(slots=True)
+class Worker:
+    """One attending worker. `slots`: rollouts that it decodes at once. `first_groups`: with how many groups it begins a
+    step, until one of them is in (`frontier`); None: with as many as it takes. `detached`: its connection is closed, it
+    may return. `ticket`: by which a stranger joined; empty for machines of the run's owner. `standby`: it waits to be
+    chosen and gets no leases. `offer`: what it was rented as; `returned`: its machine is being given back. `samples`:
+    asked of it and not delivered yet. `rate`: rollouts a second while it has work, 0 until it is known, and its
+    variance; the four behind them are what `gauge` takes them from. `refused`: the snapshot that it did not
+    install, and why.
+    """
+
+    worker_id: str
+    slots: int
+    price_usd_per_hour: float
+    installed: SnapshotRef | None
+    joined_at: float
+    ticket: str = ""
+    detached: bool = False
+    detached_at: float = 0.0
+    failures_in_a_row: int = 0
+    idle_since: float | None = None
+    standby: bool = False
+    standby_since: float | None = None
+    offer: str = ""
+    returned: bool = False
+    samples: int = 0
+    rate: float = 0.0
+    rate_variance: float = 0.0
+    done_samples: int = 0
+    busy_seconds: float = 0.0
+    busy_since: float | None = None
+    occupancy: float = 0.0
+    unmeasured_samples: int = 0
+    refused: str = ""
+    first_groups: int | None = None
+
+    @property
+    def is_own(self) -> bool:
+        """Whether it is a machine of the run's owner."""
+        return not self.ticket
+
+
+#: A worker that fails its leases rests before it gets more: this long, doubled at each failure in a row, up to the
+#: last.
+REST_SECONDS = (1.0, 60.0)
+
+#: A worker counts as lost after so many heartbeats without a report: a busy machine or a slow link may swallow some.
+LOST_AFTER_HEARTBEATS = 5
+#: And after so many where its connection closed: one that only lost its link is back within a heartbeat or two.
+GRACE_HEARTBEATS = 3
+
+#: Workers that may be given the same: by what they have installed, and a stranger's ticket ("": the owner's).
+Kind = tuple[SnapshotRef | None, str]
+#: Groups that a worker may hold, as a multiple of those that fill its slots: rollouts of a group end one by one, which
+#: leaves slots free while others of it are under way; and a round trip to the head shall cost the worker nothing.
+LOOK_AHEAD = 2
+#: Workers by load: samples asked for, a stranger's failures in a row, time of joining, worker id.
+Ranking = LazyHeap[str, tuple[int, int, float, str]]
+#: Where a worker is indexed: as having free slots (0), or room for groups that wait (1); and by its kind.
+Place = tuple[int, Kind]
+
+
+@dataclass(slots=True)
+class Fleet:
+    """Attending workers by id, in order of joining. `silence`: when each counts as lost; `rests`: until when those rest
+    that failed a lease.
+    """
+
+    heartbeat_seconds: float
+    group_size: int = 1
+    groups_per_unit: int = 1
+    num_attending: int = 0
+    num_active: int = 0
+    num_resting: int = 0
+    num_free: int = 0
+    active_groups: int = 0
+    most_groups: int | None = None
+    _workers: dict[str, Worker] = field(default_factory=dict)
+    silence: LazyHeap[str, float] = field(default_factory=LazyHeap)
+    rests: LazyHeap[str, float] = field(default_factory=LazyHeap)
+    _places: dict[str, Place] = field(default_factory=dict)
+    _rankings: tuple[dict[Kind, Ranking], ...] = field(default_factory=lambda: ({}, {}))
+    _counted: dict[str, tuple[bool, bool, bool, bool, int]] = field(default_factory=dict)
+
+    def join(self, worker: Worker, now: float) -> None:
+        """Take a worker in, in the place of an earlier one of its id."""
+        self._workers[worker.worker_id] = worker
+        self.heard(worker.worker_id, now)
+        self.file(worker)
+
+    def get(self, worker_id: str) -> Worker | None:
+        """The worker of this id, or None."""
+        return self._workers.get(worker_id)
+
+    def heard(self, worker_id: str, now: float) -> None:
+        """The worker lives: it counts as lost only after another silence."""
+        self.silence.set(worker_id, now + LOST_AFTER_HEARTBEATS * self.heartbeat_seconds)
+
+    def detach(self, worker: Worker, now: float) -> None:
+        """Its connection closed: it counts as lost after the grace period unless it comes back."""
+        worker.detached, worker.detached_at = True, now
+        self.silence.set(worker.worker_id, now + GRACE_HEARTBEATS * self.heartbeat_seconds)
+        self.file(worker)
+
+    def rest(self, worker: Worker, now: float) -> None:
+        """It failed a lease: others, where there are any, get the next ones. The failures of one batch count once."""
+        resting = self.is_resting(worker)
+        others = self.num_active - self.num_resting - (not (resting or worker.detached or worker.standby))
+        if others > 0 and not resting:
+            seconds = min(REST_SECONDS[1], REST_SECONDS[0] * 2.0 ** min(worker.failures_in_a_row, 10))
+            worker.failures_in_a_row += 1
+            self.rests.set(worker.worker_id, now + seconds)
+            self.file(worker)
+
+    def is_resting(self, worker: Worker) -> bool:
+        """Whether it gets no leases for a while because it failed one."""
+        return self.rests.get(worker.worker_id) is not None
+
+    def end_rests(self, now: float) -> bool:
+        """Whether anybody's rest has ended."""
+        rested = self.rests.pop_until(now)
+        for worker_id in rested:
+            if (worker := self._workers.get(worker_id)) is not None:
+                self.file(worker)
+        return bool(rested)
+
+    def remove(self, worker_id: str) -> None:
+        """Forget the worker of this id, if it is here."""
+        if self._workers.pop(worker_id, None) is not None:
+            self._count(worker_id, (False, False, False, False, 0))
+            self._place(worker_id, None)
+        self.silence.drop(worker_id)
+
+    # ---- the files -------------------------------------------------------------------------------------------------
+
+    def file(self, worker: Worker) -> None:
+        """Put it where it belongs now: to be called whenever one of its fields has changed."""
+        here = not worker.detached and not worker.standby
+        free = here and not worker.samples
+        resting = here and self.rests.get(worker.worker_id) is not None
+        self._count(worker.worker_id, (not worker.detached, here, resting, free, self.at_once(worker) if here else 0))
+        depth = self._depth_of(worker) if here and not resting else None
+        if depth is None:
+            self._place(worker.worker_id, None)
+            return
+        place = (depth, (worker.installed, worker.ticket))
+        self._place(worker.worker_id, place)
+        ranking = self._rankings[place[0]].setdefault(place[1], LazyHeap())
+        failures = 0 if worker.is_own else worker.failures_in_a_row
+        rank = (worker.samples, failures, worker.joined_at, worker.worker_id)
+        ranking.set(worker.worker_id, rank)
+
+    def at_once(self, worker: Worker) -> int:
+        """Groups that this worker decodes at once now: as many as fill its slots, a unit at least."""
+        groups = -(-worker.slots // self.group_size)
+        return max(self.groups_per_unit, groups if self.most_groups is None else min(groups, self.most_groups))
+
+    def room(self, worker: Worker, depth: int) -> int:
+        """Rollouts that this worker may be asked for besides those it holds: to fill its slots (depth 0), and to wait
+        at it (1)."""
+        groups = (depth + 1) * self.at_once(worker) if worker.first_groups is None else worker.first_groups
+        return groups * self.group_size - worker.samples
+
+    def _depth_of(self, worker: Worker) -> int | None:
+        """The least depth at which there is room for a unit; None: at none."""
+        unit = self.groups_per_unit * self.group_size
+        return next((depth for depth in range(LOOK_AHEAD) if self.room(worker, depth) >= unit), None)
+
+    def limit(self, most_groups: int) -> None:
+        """A worker decodes so many groups at once at most, from now on."""
+        if most_groups != self.most_groups:
+            self.most_groups = most_groups
+            for worker in self._workers.values():
+                self.file(worker)
+
+    def _place(self, worker_id: str, place: Place | None) -> None:
+        old = self._places.get(worker_id)
+        if old == place:
+            return
+        if old is not None:
+            ranking = self._rankings[old[0]][old[1]]
+            ranking.drop(worker_id)
+            if not ranking:
+                del self._rankings[old[0]][old[1]]
+        if place is None:
+            del self._places[worker_id]
+        else:
+            self._places[worker_id] = place
+
+    def _count(self, worker_id: str, new: tuple[bool, bool, bool, bool, int]) -> None:
+        """`new`: whether it attends, is active, rests, has nothing to do; and its capacity if it is active."""
+        old = self._counted.get(worker_id, (False, False, False, False, 0))
+        if old == new:
+            return
+        self.num_attending += new[0] - old[0]
+        self.num_active += new[1] - old[1]
+        self.num_resting += new[2] - old[2]
+        self.num_free += new[3] - old[3]
+        self.active_groups += new[4] - old[4]
+        if new[0]:
+            self._counted[worker_id] = new
+        else:
+            self._counted.pop(worker_id, None)
+
+    def rankings(self, depth: int) -> dict[Kind, Ranking]:
+        """By kind, who may be given a group: those with free slots (0), or with room for more to wait (1)."""
+        return self._rankings[depth]
+
+    # ---- looking in ------------------------------------------------------------------------------------------------
+
+    def attending(self) -> list[Worker]:
+        """Workers that can be sent something, in order of joining."""
+        return [worker for worker in self._workers.values() if not worker.detached]
+
+    def active(self) -> list[Worker]:
+        """Those of them that work, or would if there were any."""
+        return [worker for worker in self._workers.values() if not worker.detached and not worker.standby]
+
+    def __iter__(self) -> Iterator[Worker]:
+        return iter(self._workers.values())
+
+    def __len__(self) -> int:
+        return len(self._workers)

@@ -1,0 +1,77 @@
+"""How many groups a worker decodes at once, where the first groups of a step are wanted soon.
+
+Many at once are quick per group and late with the first one; the learner waits for that. Which number ends a step
+soonest depends on the engines (their time may grow with it, or not), on the fleet and on the learner. So it is found
+by trial: from the largest downwards until the two below the best were no better, and now and then a neighbour of the
+best again.
+
+Workers that begin a step together would also end their first groups together, and the learner would be given groups in
+bursts. So they begin with different numbers of groups, the fewest first, until one of these is in.
+"""
+
+from __future__ import annotations
+
+#: Weight of a new measurement against what was known of a width.
+NEW_SECONDS = 0.5
+#: Steps between two trials of another width, once the best is found.
+TRIAL_EVERY = 12
+
+
+class Frontier:
+    """`width`: groups a worker decodes at once now, at most."""
+
+    def __init__(self, most_groups: int) -> None:
+        self.widths = [most_groups]
+        while self.widths[-1] > 1:
+            self.widths.append((2 * self.widths[-1]) // 3)
+        self._at = 0
+        self._seconds: dict[int, float] = {}
+        self._began: dict[int, float] = {}
+        self._num_begun: dict[int, int] = {}
+        self._ended: float | None = None
+        self._num_choices = 0
+
+    @property
+    def width(self) -> int:
+        """Groups that a worker decodes at once now, at most."""
+        return self.widths[self._at]
+
+    def begin(self, step: int, num_workers: int) -> int | None:
+        """With how many groups a worker that has none begins this step; None if each of `num_workers` has begun it."""
+        num_begun = self._num_begun[step] = self._num_begun.get(step, 0) + 1
+        return max(1, -(-self.width * num_begun // num_workers)) if num_begun <= num_workers else None
+
+    def leased(self, step: int, now: float) -> None:
+        """A group of this step was leased."""
+        self._began.setdefault(step, now)
+
+    def step_trained(self, step: int, now: float) -> None:
+        """A step took from its first lease to here, or from the end of the step before where that is later. The first
+        one is not measured: its workers were still starting.
+        """
+        began, before, self._ended = self._began.pop(step, None), self._ended, now
+        self._began = {later: at for later, at in self._began.items() if later > step}
+        self._num_begun = {later: count for later, count in self._num_begun.items() if later > step}
+        if began is None or before is None:
+            return
+        seconds, known = now - max(began, before), self._seconds.get(self._at)
+        self._seconds[self._at] = seconds if known is None else known + NEW_SECONDS * (seconds - known)
+        self._choose()
+
+    def interrupted(self) -> None:
+        """The step under way does not show what its width is worth."""
+        self._began.clear()
+        self._num_begun.clear()
+        self._ended = None
+
+    def _choose(self) -> None:
+        best = min(self._seconds, key=self._seconds.__getitem__)
+        neighbours = [at for at in (best + 1, best - 1) if 0 <= at < len(self.widths)]
+        self._num_choices += 1
+        trial, is_due = divmod(self._num_choices, TRIAL_EVERY)
+        below = [at for at in (best + 1, best + 2) if at < len(self.widths) and at not in self._seconds]
+        self._at = best
+        if below:
+            self._at = below[0]
+        elif is_due == 0 and neighbours:
+            self._at = neighbours[trial % len(neighbours)]

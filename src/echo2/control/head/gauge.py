@@ -1,0 +1,148 @@
+"""What the running fleet and learner really do, measured from the planner's own events: the symbols of `formulas.py`.
+
+A worker's rate is of the time in which it holds leases, so that one that has nothing to do does not look slow.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections import deque
+from dataclasses import dataclass, field
+
+from echo2.control.capacity.formulas import INSTALLED_QUANTILE
+from echo2.control.head.fleet import Worker
+from echo2.types import SnapshotRef
+
+#: Batches of a worker after which its rate is taken anew; the first time, one will do.
+BATCHES_PER_RATE = 4
+#: Weight of the new rate against what was known before.
+NEW_RATE = 0.5
+#: Steps and broadcasts that are remembered.
+NUM_REMEMBERED = 15
+
+
+@dataclass(slots=True)
+class Gauge:
+    """`train_seconds`: of the last steps; `replaced`: their groups that dynamic sampling retired. `broadcasts`: seconds
+    from a publication until enough workers had it.
+    """
+
+    train_seconds: deque[float] = field(default_factory=lambda: deque(maxlen=NUM_REMEMBERED))
+    broadcasts: deque[float] = field(default_factory=lambda: deque(maxlen=NUM_REMEMBERED))
+    replaced: deque[int] = field(default_factory=lambda: deque(maxlen=NUM_REMEMBERED))
+    num_broadcasts: int = 0
+    batch_seconds: float = 0.0
+    lease_seconds: float = 0.0
+    num_leases: int = 0
+    _training_since: float | None = None
+    _spreading: tuple[SnapshotRef, float] | None = None
+    _num_installed: int = 0
+
+    def step_fed(self, now: float) -> None:
+        """The learner has all groups of its step."""
+        self._training_since = now
+
+    def step_trained(self, busy_seconds: float, now: float, num_replaced: int = 0) -> None:
+        """Where the learner does not say how long it was busy, it trained since it had all groups; a learner that
+        begins with the first ones was busy for longer.
+        """
+        self.replaced.append(num_replaced)
+        if busy_seconds > 0:
+            self.train_seconds.append(busy_seconds)
+        elif self._training_since is not None:
+            self.train_seconds.append(now - self._training_since)
+        self._training_since = None
+
+    def published(self, ref: SnapshotRef, now: float) -> None:
+        """A newer snapshot ends the measurement of an unfinished broadcast: it lasted this long at least. What comes
+        before the first step finds workers that are still starting, and is not measured.
+        """
+        if self._spreading is not None:
+            self._broadcast_over(now)
+        self._spreading, self._num_installed = (ref, now) if self.train_seconds else None, 0
+
+    def installed(self, ref: SnapshotRef, num_active: int, now: float) -> None:
+        """One more worker has it."""
+        if self._spreading is not None and ref == self._spreading[0]:
+            self._num_installed += 1
+            if self._num_installed >= INSTALLED_QUANTILE * num_active:
+                self._broadcast_over(now)
+
+    def fewer_active(self, num_active: int, now: float) -> None:
+        """Some are waited for no longer."""
+        if self._spreading is not None and 0 < self._num_installed >= INSTALLED_QUANTILE * num_active:
+            self._broadcast_over(now)
+
+    def _broadcast_over(self, now: float) -> None:
+        assert self._spreading is not None
+        self.broadcasts.append(now - self._spreading[1])
+        self.num_broadcasts += 1
+        self._spreading = None
+
+    def typical_replaced(self) -> int:
+        """Groups that a step takes beyond its size, because dynamic sampling replaces some."""
+        return math.ceil(statistics.mean(self.replaced)) if self.replaced else 0
+
+    def typical_train_seconds(self) -> float | None:
+        """Median seconds of a training step; None before the first."""
+        return statistics.median(self.train_seconds) if self.train_seconds else None
+
+    def typical_broadcast_seconds(self) -> float:
+        """The quantile 1 / 1.1 of the last ones, as section 4.2 takes it over workers; 0 while none is known."""
+        known = sorted(self.broadcasts)
+        return known[math.ceil(INSTALLED_QUANTILE * len(known)) - 1] if known else 0.0
+
+    def lease_done(self, seconds: float) -> None:
+        """A lease gave a result after so long."""
+        self.num_leases += 1
+        self.lease_seconds += (seconds - self.lease_seconds) * max(0.05, 1.0 / self.num_leases)
+
+    def delivered(
+        self, worker: Worker, num_samples: int, samples_per_batch: int, is_continuous: bool, now: float
+    ) -> None:
+        """A worker's result came in. What it had when it joined was begun before that, and shows no rate."""
+        if worker.unmeasured_samples > 0:
+            worker.unmeasured_samples -= num_samples
+            worker.done_samples, worker.busy_seconds = 0, 0.0
+            worker.busy_since = None if worker.busy_since is None else now
+            return
+        worker.done_samples += num_samples
+        if worker.done_samples < (BATCHES_PER_RATE if worker.rate else 1) * samples_per_batch:
+            return
+        seconds = busy_seconds(worker, now)
+        if seconds > 0:
+            # At first its slots were empty; now what is in them is half done, on average. Later the two cancel out.
+            begun = min(worker.samples, samples_per_batch) / 2 if is_continuous and not worker.rate else 0.0
+            rate = (worker.done_samples + begun) / seconds
+            known, difference = worker.rate > 0, rate - worker.rate
+            worker.rate += difference * (NEW_RATE if known else 1.0)
+            if known:
+                worker.rate_variance = (1 - NEW_RATE) * (worker.rate_variance + NEW_RATE * difference**2)
+            batch = seconds * samples_per_batch / worker.done_samples
+            self.batch_seconds += (batch - self.batch_seconds) * (0.1 if self.batch_seconds else 1.0)
+        worker.done_samples, worker.busy_seconds = 0, 0.0
+        worker.busy_since = None if worker.busy_since is None else now
+
+
+def busy_seconds(worker: Worker, now: float) -> float:
+    """Seconds for which its slots have been taken since its rate was last found; half of them taken, half a second a
+    second. So a worker that lacks work for some of its slots does not look slow.
+    """
+    return worker.busy_seconds + ((now - worker.busy_since) * worker.occupancy if worker.busy_since is not None else 0)
+
+
+def is_occupied(worker: Worker, num_slots: int, now: float) -> None:
+    """Note how many of its `num_slots` slots are taken from now on."""
+    worker.busy_seconds = busy_seconds(worker, now)
+    worker.occupancy = min(1.0, worker.samples / num_slots)
+    worker.busy_since = now if worker.samples else None
+
+
+def rate_now(worker: Worker, assumed_rate: float, samples_per_batch: int, now: float) -> float:
+    """Rollouts a second: as measured, or assumed; less where what it has now takes longer than that allows. A measured
+    worker may have a batch and a part of another under way; one that has never given a result is at its first.
+    """
+    rate, seconds = worker.rate or assumed_rate, busy_seconds(worker, now)
+    under_way = (2 if worker.rate else 1) * samples_per_batch
+    return min(rate, (worker.done_samples + under_way) / seconds) if seconds > 0 else rate

@@ -1,0 +1,274 @@
+"""Which train group is where. One record a group; one table says which moves are legal.
+
+    pending --lease--> leased --result--> delivered --score--> ready --feed--> fed --step--> trained
+       ^------expiry------'                                      ^------------- fall-back -----'
+    any of the first four --> retired (with a reason)
+
+`delivered` waits for a reward process beside the head. A group stays bound to the step it was issued for through every
+move. Trained groups are remembered until a checkpoint covers their step, because a learner that falls back trains the
+same groups at the same step again.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+
+from echo2.errors import InvariantError
+
+MOVES: dict[str, frozenset[str]] = {
+    "pending": frozenset({"leased", "delivered", "retired"}),
+    "leased": frozenset({"pending", "delivered", "retired"}),
+    "delivered": frozenset({"ready", "retired"}),
+    "ready": frozenset({"fed", "retired"}),
+    "fed": frozenset({"trained", "ready"}),
+    "trained": frozenset({"ready"}),
+    "retired": frozenset(),
+}
+
+
+#: Why a group is retired whose rewards are all equal: it has no gradient, and dynamic sampling replaces it.
+UNINFORMATIVE = "uninformative"
+#: All machines of the run's owner, where strangers are told apart by their tickets.
+OWN = ""
+
+
+@dataclass(slots=True)
+class PlannedGroup:
+    """What the planner knows of one group. `why` it was retired; `is_flat`: its rewards are all equal. `tried_by`:
+    whose leases on it brought nothing, `OWN` or a stranger's ticket; `failed_by`: who said that it can't be produced.
+    `supplied_by`: samples that strangers hold or have delivered, by ticket.
+    """
+
+    number: int
+    step: int
+    state: str = "pending"
+    attempts: int = 0
+    failed_by: dict[str, None] = field(default_factory=dict)
+    tried_by: dict[str, None] = field(default_factory=dict)
+    supplied_by: dict[str, int] = field(default_factory=dict)
+    oldest_version: int | None = None
+    worker_id: str = ""
+    is_flat: bool = False
+    why: str = ""
+
+
+@dataclass(slots=True)
+class StepGroups:
+    """The groups of one step in issue order, and what would take a look at each of them: how many are not retired, how
+    many are fed and how many were uninformative, those that are ready, in the order in which they became so, and the
+    samples that strangers supply, by ticket.
+    """
+
+    records: list[PlannedGroup] = field(default_factory=list)
+    num_live: int = 0
+    num_fed: int = 0
+    num_uninformative: int = 0
+    ready: OrderedDict[int, PlannedGroup] = field(default_factory=OrderedDict)
+    supplied: dict[str, int] = field(default_factory=dict)
+
+
+#: Of a step of which nothing was issued.
+NO_GROUPS = StepGroups()
+
+
+@dataclass(slots=True)
+class GroupBook:
+    """All groups that are not covered by a checkpoint yet, by number and by step.
+
+    `groups_per_unit` groups make a *unit*, the smallest thing that is leased: 1, or in deterministic mode the fixed
+    batch.
+    """
+
+    groups_per_unit: int = 1
+    next_number: int = 0
+    _records: dict[int, PlannedGroup] = field(default_factory=dict)
+    _by_step: dict[int, StepGroups] = field(default_factory=dict)
+    _pending: list[tuple[int, int]] = field(default_factory=list)
+    _is_pending: set[tuple[int, int]] = field(default_factory=set)
+
+    def issue(self, step: int) -> PlannedGroup:
+        """A new group for `step`, pending."""
+        record = PlannedGroup(self.next_number, step)
+        self._add(record)
+        self.push_pending(record)
+        return record
+
+    def restore(self, record: PlannedGroup) -> None:
+        """A group from the ledger."""
+        self._add(record)
+        if record.state == "pending":
+            self.push_pending(record)
+
+    def _add(self, record: PlannedGroup) -> None:
+        if record.number in self._records:
+            raise InvariantError(f"group {record.number} issued twice")
+        self._records[record.number] = record
+        of_step = self._by_step.setdefault(record.step, StepGroups())
+        of_step.records.append(record)
+        of_step.num_live += record.state != "retired"
+        of_step.num_fed += record.state == "fed"
+        of_step.num_uninformative += record.why == UNINFORMATIVE
+        if record.state == "ready":
+            of_step.ready[record.number] = record
+        self.next_number = max(self.next_number, record.number + 1)
+
+    def get(self, number: int) -> PlannedGroup | None:
+        """The group of this number, or None where it is not remembered."""
+        return self._records.get(number)
+
+    def num_alike(self, number: int) -> int:
+        """Groups issued one after the other, this one among them, that were retired for the same reason."""
+        why = self._records[number].why
+
+        def is_alike(other: int) -> bool:
+            return other in self._records and self._records[other].why == why
+
+        first = next(before for before in itertools.count(number, -1) if not is_alike(before - 1))
+        return next(after for after in itertools.count(number) if not is_alike(after)) - first
+
+    def of_step(self, step: int) -> list[PlannedGroup]:
+        """Groups bound to this step in issue order, retired ones too."""
+        return list(self._by_step.get(step, NO_GROUPS).records)
+
+    def num_issued(self, step: int) -> int:
+        """Groups that were issued for this step, retired ones too."""
+        return len(self._by_step.get(step, NO_GROUPS).records)
+
+    def num_live(self, step: int) -> int:
+        """Issued and not retired."""
+        return self._by_step.get(step, NO_GROUPS).num_live
+
+    def num_fed(self, step: int) -> int:
+        """Groups of this step that the learner has and has not trained on."""
+        return self._by_step.get(step, NO_GROUPS).num_fed
+
+    def num_uninformative(self, step: int) -> int:
+        """Retired because their rewards were all equal."""
+        return self._by_step.get(step, NO_GROUPS).num_uninformative
+
+    def supplied(self, step: int) -> Mapping[str, int]:
+        """Samples of this step that strangers hold or have delivered, by ticket; not of retired groups."""
+        return self._by_step.get(step, NO_GROUPS).supplied
+
+    def supply(self, record: PlannedGroup, ticket: str, num_samples: int) -> None:
+        """A stranger has so many more samples of this group in hand; less, where it lost them."""
+        if record.state != "retired":
+            _add(record.supplied_by, ticket, num_samples)
+            _add(self._by_step[record.step].supplied, ticket, num_samples)
+
+    def first_ready(self, step: int) -> PlannedGroup | None:
+        """Of the groups that are ready, the one that became so first."""
+        return next(iter(self._by_step.get(step, NO_GROUPS).ready.values()), None)
+
+    def nth(self, step: int, index: int) -> PlannedGroup | None:
+        """The group that was issued for this step after `index` others."""
+        records = self._by_step.get(step, NO_GROUPS).records
+        return records[index] if index < len(records) else None
+
+    def highest_number(self, last_step: int) -> int | None:
+        """Of all groups of steps up to `last_step` that are remembered."""
+        highest = [max(r.number for r in of.records) for step, of in self._by_step.items() if step <= last_step]
+        return max(highest, default=None)
+
+    def move(self, record: PlannedGroup, state: str) -> None:
+        """Change a record's state.
+
+        Raises:
+            InvariantError: the table has no such move.
+        """
+        if state not in MOVES[record.state]:
+            raise InvariantError(
+                f"group {record.number} of step {record.step}: {record.state} -> {state} is no legal move"
+            )
+        of_step = self._by_step[record.step]
+        if record.state == "ready":
+            del of_step.ready[record.number]
+        elif record.state == "fed":
+            of_step.num_fed -= 1
+        record.state = state
+        if state == "pending":
+            self.push_pending(record)
+        elif state == "ready":
+            of_step.ready[record.number] = record
+        elif state == "fed":
+            of_step.num_fed += 1
+        elif state == "retired":
+            of_step.num_live -= 1
+
+    def retire(self, record: PlannedGroup, why: str) -> None:
+        """It will never be trained on.
+
+        Raises:
+            InvariantError: it is fed, trained or retired already.
+        """
+        for ticket, num_samples in list(record.supplied_by.items()):
+            self.supply(record, ticket, -num_samples)
+        self.move(record, "retired")
+        record.why = why
+        self._by_step[record.step].num_uninformative += why == UNINFORMATIVE
+
+    def unit_of(self, record: PlannedGroup) -> tuple[int, int]:
+        """The unit that a group is leased with: its step and its first number."""
+        return record.step, record.number - record.number % self.groups_per_unit
+
+    def push_pending(self, record: PlannedGroup) -> None:
+        """Queue the record's unit for a lease, earliest step first, then in issue order."""
+        unit = self.unit_of(record)
+        if unit not in self._is_pending:
+            self._is_pending.add(unit)
+            heapq.heappush(self._pending, unit)
+
+    @property
+    def num_queued(self) -> int:
+        """Groups of the units in the queue, at most: some may be retired."""
+        return len(self._pending) * self.groups_per_unit
+
+    def first_pending(self) -> tuple[int, int] | None:
+        """(step, first number) of the next unit to lease; units with nothing pending are dropped on the way."""
+        while self._pending:
+            unit = self._pending[0]
+            if any(record.state == "pending" for record in self.unit_records(unit)):
+                return unit
+            self._drop_first()
+        return None
+
+    def pop_unit(self) -> list[PlannedGroup]:
+        """Take the first unit: its groups that are not retired. In a unit of several, groups with a result are
+        sampled again for the sake of the batch's shape, and their second result is refused as a duplicate.
+        """
+        unit = self._drop_first()
+        return [record for record in self.unit_records(unit) if record.state != "retired"]
+
+    def _drop_first(self) -> tuple[int, int]:
+        unit = heapq.heappop(self._pending)
+        self._is_pending.discard(unit)
+        return unit
+
+    def unit_records(self, unit: tuple[int, int]) -> list[PlannedGroup]:
+        """The groups of a unit that are remembered."""
+        step, first = unit
+        numbers = range(first, first + self.groups_per_unit)
+        return [r for r in (self._records.get(n) for n in numbers) if r is not None and r.step == step]
+
+    def forget_below(self, step: int) -> None:
+        """Drop the groups of steps below `step`: a checkpoint covers them."""
+        for old in [key for key in self._by_step if key < step]:
+            for record in self._by_step.pop(old).records:
+                del self._records[record.number]
+
+    def __iter__(self) -> Iterator[PlannedGroup]:
+        return iter(self._records.values())
+
+    def __len__(self) -> int:
+        return len(self._records)
+
+
+def _add(counts: dict[str, int], key: str, count: int) -> None:
+    """Zeros are not kept."""
+    counts[key] = counts.get(key, 0) + count
+    if not counts[key]:
+        del counts[key]

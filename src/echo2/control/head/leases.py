@@ -1,0 +1,96 @@
+"""Who holds which group until when. A lease is granted, and closed exactly once, with an outcome."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from echo2.control.head.lazy_heap import LazyHeap
+from echo2.errors import InvariantError
+from echo2.types import GroupRef, Lease
+
+#: Why a worker may fail a lease, and whether another try can help (a prompt stays too long, an engine may recover).
+FAILURES: dict[str, bool] = {
+    "prompt_too_long": False,
+    "environment_failed": False,
+    "log_unfit": False,
+    "engine_failed": True,
+    "snapshot_gone": True,
+    "revoked": True,
+    "busy": True,
+}
+#: Tries (expired, lost or failed leases) after which a group is given up: it may be what kills its workers.
+MAX_ATTEMPTS = 5
+
+
+@dataclass(slots=True)
+class LeaseIds:
+    """Numbers leases; all planners of a head take their ids from one."""
+
+    next_id: int = 1
+
+    def take(self) -> int:
+        """An id that no lease has had."""
+        self.next_id += 1
+        return self.next_id - 1
+
+
+@dataclass(slots=True)
+class LeaseTable:
+    """The open leases, by id, by group and by worker. One whose deadline has passed is open until it is closed."""
+
+    ids: LeaseIds = field(default_factory=LeaseIds)
+    _open: dict[int, tuple[str, Lease]] = field(default_factory=dict)
+    _by_group: dict[GroupRef, dict[int, None]] = field(default_factory=dict)
+    _by_worker: dict[str, dict[int, None]] = field(default_factory=dict)
+    _samples: dict[str, int] = field(default_factory=dict)
+    deadlines: LazyHeap[int, float] = field(default_factory=LazyHeap)
+
+    def add(self, worker_id: str, lease: Lease) -> None:
+        """A worker holds this lease from now on.
+
+        Raises:
+            InvariantError: it is granted already.
+        """
+        if lease.lease_id in self._open:
+            raise InvariantError(f"lease {lease.lease_id} granted twice")
+        self._open[lease.lease_id] = (worker_id, lease)
+        self._by_group.setdefault(lease.group, {})[lease.lease_id] = None
+        self._by_worker.setdefault(worker_id, {})[lease.lease_id] = None
+        self._samples[worker_id] = self._samples.get(worker_id, 0) + lease.num_samples
+        self.deadlines.set(lease.lease_id, lease.deadline)
+
+    def get(self, lease_id: int) -> tuple[str, Lease] | None:
+        """(worker, lease) while it is open."""
+        return self._open.get(lease_id)
+
+    def close(self, lease_id: int) -> tuple[str, Lease]:
+        """Take an open lease out and return (worker, lease)."""
+        worker_id, lease = self._open.pop(lease_id)
+        self.deadlines.drop(lease_id)
+        self._samples[worker_id] -= lease.num_samples
+        del self._by_group[lease.group][lease_id]
+        if not self._by_group[lease.group]:
+            del self._by_group[lease.group]
+        del self._by_worker[worker_id][lease_id]
+        if not self._by_worker[worker_id]:
+            del self._by_worker[worker_id], self._samples[worker_id]
+        return worker_id, lease
+
+    def of_group(self, group: GroupRef) -> tuple[int, ...]:
+        """Ids of the open leases on this group."""
+        return tuple(self._by_group.get(group, ()))
+
+    def of_worker(self, worker_id: str) -> tuple[int, ...]:
+        """Ids of the open leases of this worker."""
+        return tuple(self._by_worker.get(worker_id, ()))
+
+    def samples_of(self, worker_id: str) -> int:
+        """Samples that the worker has been asked for and not delivered yet."""
+        return self._samples.get(worker_id, 0)
+
+    def open_leases(self) -> list[tuple[str, Lease]]:
+        """(worker, lease) of every open lease."""
+        return list(self._open.values())
+
+    def __len__(self) -> int:
+        return len(self._open)

@@ -1,0 +1,93 @@
+"""How the fleet measures up: what is needed, what is there, and how long the learner should wait, by what is measured.
+
+The numbers of `echo2 status` and of the metrics, from the same model that plans a run (`capacity`, `forecast`) and that
+chooses workers (`standby`).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from echo2.control.capacity.activation import num_short
+from echo2.control.capacity.forecast import WorkerPace, forecast
+from echo2.control.capacity.formulas import choose_publish_every
+from echo2.control.head.fleet import Worker
+from echo2.control.head.standby import list_candidates, live_demand, needed_rate
+from echo2.control.head.state import PlannerState
+from echo2.errors import UserError
+
+#: Steps that a forecast walks: enough to forget the start, few enough to cost the head some milliseconds.
+STEPS = 40
+
+
+@dataclass(frozen=True, slots=True)
+class Outlook:
+    """Rates in rollouts a second. `needed_rate`: None until a step is trained, infinite where no rate is enough.
+    `rate_sd`: standard deviation of the active rate, from how much each worker's changes between its batches. `short`:
+    workers missing; negative: that could be released; None where it is not known.
+    """
+
+    active: int
+    standby: int
+    rate: float
+    rate_sd: float
+    needed_rate: float | None
+    short: int | None
+
+    @property
+    def text(self) -> str:
+        """What is missing, for people."""
+        if self.needed_rate is None:
+            return "not known before a step is trained"
+        if self.short is None:
+            return "the learner is faster than these workers can be: add some"
+        workers = f"{abs(self.short)} worker{'s' if abs(self.short) > 1 else ''}"
+        return f"{workers} {'short' if self.short > 0 else 'over'}" if self.short else "enough workers"
+
+
+def outlook(state: PlannerState, now: float) -> Outlook:
+    """Count and compare. Costs a look at every worker."""
+    active = [one for one in list_candidates(state, now) if one.is_active]
+    needed = needed_rate(state)
+    workers = state.fleet.active()
+    rated = needed is not None and needed < math.inf and any(one.rate > 0 for one in active)
+    return Outlook(
+        active=len(workers),
+        standby=state.fleet.num_attending - len(workers),
+        rate=math.fsum(one.rate for one in active),
+        rate_sd=math.sqrt(math.fsum(worker.rate_variance for worker in workers)),
+        needed_rate=needed,
+        short=num_short(active, needed) if rated and needed is not None else None,
+    )
+
+
+def auto_publish_every(state: PlannerState) -> int | None:
+    """What `publish_every = "auto"` would be by what is measured; None while it is not known, or where none will do."""
+    demand = live_demand(state)
+    if demand is None or not state.gauge.broadcasts:
+        return None
+    try:
+        return choose_publish_every(state.options.max_staleness, demand.train_seconds, demand.broadcast_seconds)
+    except UserError:
+        return None
+
+
+def predicted_idle_ratio(state: PlannerState, now: float) -> float | None:
+    """Share of the time that the learner should wait with these workers, once under way; None while it is not known."""
+    demand = live_demand(state)
+    rates = {one.worker_id: one.rate for one in list_candidates(state, now) if one.is_active and one.rate > 0}
+    workers = [worker for worker in state.fleet.active() if worker.worker_id in rates]
+    if demand is None or not workers:
+        return None
+    most = state.options.groups_per_batch
+    paces = [
+        WorkerPace(rates[worker.worker_id], 1, min(state.fleet.at_once(worker), most), _spread(worker))
+        for worker in workers
+    ]
+    return forecast(demand, paces, max(STEPS, 4 * demand.publish_every)).steady_idle_ratio
+
+
+def _spread(worker: Worker) -> float:
+    """Standard deviation of the logarithm of its durations, as far as its rate shows it."""
+    return min(1.0, math.sqrt(worker.rate_variance) / worker.rate) if worker.rate > 0 else 0.0

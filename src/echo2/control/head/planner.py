@@ -1,0 +1,391 @@
+"""The head's machine: which group is sampled by whom, with what, until when; what the learner is fed; when the run is
+over.
+
+`handle(event, now)` is the only way in, the returned commands the only way out. It composes the tables beside it:
+`groups` (which group is where), `leases` (who holds what), `fleet` (who attends), `evaluation`, and the rule in
+`staleness`. Read `granting` first. Sources: ECHO-2 sections 4 and 4.1 (versioned execution), RolloutPipe
+(complete groups, frontier first).
+
+A run's order of things, for step t:  IssueGroup (bound to t) -> GrantLeases -> AcceptDelivery -> ScoreGroup ->
+KeepScores -> FeedGroup -> EndStep -> RecordStep.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from echo2.control.head import commands as do
+from echo2.control.head import events as ev
+from echo2.control.head import granting, results, second_leases, staleness, standby, workers
+from echo2.control.head.fleet import Worker
+from echo2.control.head.groups import PlannedGroup
+from echo2.control.head.leases import LeaseIds
+from echo2.control.head.state import PlannerOptions, PlannerState
+from echo2.control.head.waits import list_waits
+from echo2.errors import InvariantError
+from echo2.types import SnapshotRef, Wait
+
+#: Deadlines of a lease that an evaluation waits for a machine of the owner.
+EVAL_WAIT_LEASES = 2.0
+
+
+class Planner(PlannerState):
+    """The state, and what each kind of event does to it. `lease_ids`: shared with other policies' planners."""
+
+    def __init__(self, options: PlannerOptions, lease_ids: LeaseIds | None = None) -> None:
+        super().__init__(options, lease_ids or LeaseIds())
+        self._num_passed = 0
+
+    # ---- the door --------------------------------------------------------------------------------------------------
+
+    def handle(self, event: ev.Event, now: float) -> list[do.Command]:
+        """Take one event at time `now` (seconds, never decreasing) and say what is to be done, in order."""
+        self.begin(event)
+        self.now = now
+        any_change = self.has_unsettled or not isinstance(event, ev.WorkerReported | ev.WorkersHeard)
+        if isinstance(event, ev.WorkersHeard):
+            workers.workers_heard(self, event.worker_ids, now)
+        if isinstance(event, ev.WorkerReported) and workers.worker_reported(self, event, now):
+            any_change = True
+        # First: what comes at its deadline is late, whether or not the timer fired yet.
+        if workers.expire(self, now) or any_change:
+            self._take(event, now)
+            self._advance(now)
+        standby.look(self, now)
+        self._ask_for_wake()
+        return self.out
+
+    def _take(self, event: ev.Event, now: float) -> None:
+        match event:
+            case ev.HeadStarted():
+                self._start(event, now)
+            case ev.LearnerJoined():
+                self._learner_joined(event.version)
+            case ev.LearnerLost():
+                self.learner_joined, self.wanted_step, self.wanted_since = False, None, now
+            case ev.GroupsWanted():
+                self._groups_wanted(event.step, now)
+            case ev.StepTrained():
+                self._step_trained(event, now)
+            case ev.SnapshotPublished():
+                self._snapshot_published(event.ref, now)
+            case ev.CheckpointSaved():
+                self._checkpoint_saved(event)
+            case ev.WorkerJoined():
+                workers.worker_joined(self, event, now)
+            case ev.WorkerDetached():
+                if (worker := self.fleet.get(event.worker_id)) is not None:
+                    self.fleet.detach(worker, now)
+            case ev.WorkerWithdrawn():
+                workers.withdraw(self, event.worker_id, now)
+            case ev.WorkerLeft():
+                workers.lose_worker(self, event.worker_id, event.reason, now)
+            case ev.GroupDelivered() | ev.DeliveryMalformed() | ev.LeaseFailed() if self._is_expelled(event):
+                pass  # nothing is taken of it, not even to refuse it
+            case ev.GroupDelivered():
+                results.delivered(self, event, now)
+            case ev.DeliveryMalformed():
+                results.delivery_malformed(self, event)
+            case ev.LeaseFailed():
+                results.lease_failed(self, event, now)
+            case ev.GroupScored():
+                results.scored(self, event)
+            case ev.GroupUnfit():
+                results.give_up(self, event.group, event.reason, event.detail, event.seconds)
+            case ev.RentFailed():
+                standby.rent_failed(self, event.offer, now)
+            case ev.DiskFull():
+                self.paused = Wait("head", "disk", now, None, event.reason)
+            case ev.DiskFreed():
+                self.paused = None
+
+    def _advance(self, now: float) -> None:
+        """What any event may have made possible."""
+        workers.expel_exhausted(self, now)
+        self._finish_evals(now)
+        self.settle(now)
+        if self.over is None and self.paused is None:
+            granting.grant(self, now)
+            second_leases.grant_backup_leases(self, now)
+            self._feed(now)
+        if self.over is None:
+            self._finish()
+
+    def _ask_for_wake(self) -> None:
+        heaps = (self.leases.deadlines, self.fleet.silence, self.fleet.rests, self.standings.rests)
+        dues = [at for heap in heaps if (at := heap.first()) is not None]
+        if self.evaluation.rounds and self.skips_evals_at is not None:
+            dues.append(self.skips_evals_at)
+        if self.options.offers and self.learner_joined and self.activation is not None and self.over is None:
+            dues.append(self.activation.next_at)  # nobody else may be there to report
+        if self.paused is None and (late_at := second_leases.next_at(self)) is not None:
+            dues.append(late_at)
+        if dues:
+            self.wake_at(min(dues), "next deadline of a lease or of a silent worker")
+
+    # ---- start, learner --------------------------------------------------------------------------------------------
+
+    def _start(self, event: ev.HeadStarted, now: float) -> None:
+        self.version, self.lineage, self.oldest_kept = event.version, event.lineage, event.oldest_kept
+        self.highest_version = max([event.version, *(ref.version for ref in event.published)])
+        self.checkpoint_version, self.wanted_since = event.checkpoint_version, now
+        self.groups.next_number = event.next_number
+        self.leases.ids.next_id = max(self.leases.ids.next_id, event.next_lease_id)
+        self.first_lease_id = event.next_lease_id
+        self.evaluation.evaluated = set(event.evaluated)
+        self.published = {ref.version: ref for ref in sorted(event.published) if ref.version <= event.version}
+        for ref in event.published:
+            if self.published.get(ref.version) != ref:
+                self.emit(do.DropSnapshot, "of a history that was abandoned", ref=ref)
+        self.retained = dict(self.published)
+        standby.recover(self, event.machines, now)
+        for old in event.groups:
+            record = PlannedGroup(
+                old.number,
+                old.step,
+                "pending" if old.state == "open" else old.state,
+                oldest_version=old.oldest_version,
+                worker_id=old.worker_id,
+                is_flat=old.is_flat,
+                why=old.why,
+            )
+            self.groups.restore(record)
+            if record.state == "delivered":
+                reason = "delivered before the restart, not scored yet"
+                self.emit(do.ScoreGroup, reason, group=self.train_group(old.number), rollouts=None)
+        for lease in event.leases:
+            self._restore_lease(lease, now)
+        granting.mend_units(self)
+        for record in list(self.groups):
+            results.replace_flat(self, record)  # scored, and the kill came before it was retired
+        for ref in self.retained.values():
+            if self.evaluation.is_due(ref.version):
+                self._start_eval(ref, now)
+
+    def _restore_lease(self, old: ev.RecoveredLease, now: float) -> None:
+        """The worker may still be at it: the lease lives on, and so does its worker, detached, until it comes back or
+        is lost.
+        """
+        record = self.groups.get(old.number)
+        if record is None:
+            raise InvariantError(f"lease {old.lease_id} is of group {old.number}, which the ledger does not hold open")
+        lease = granting.lease_of(self, record, now)
+        self.open_lease(old.worker_id, replace(lease, lease_id=old.lease_id, deadline=old.deadline))
+        if record.state == "pending":
+            self.groups.move(record, "leased")
+        if (worker := self.fleet.get(old.worker_id)) is None:
+            worker = Worker(old.worker_id, 1, 0.0, None, now, detached=True)
+            worker.ticket = "unknown"  # until it comes back
+            self.fleet.join(worker, now)
+        worker.unmeasured_samples += lease.num_samples
+
+    def _learner_joined(self, version: int) -> None:
+        if version > self.version:
+            reason = (
+                f"the learner holds version {version}, the ledger knows {self.version} trained steps: "
+                "this checkpoint belongs to another run or to a newer ledger"
+            )
+            self.emit(do.RefuseLearner, reason)
+            return
+        if version < self.oldest_kept:
+            reason = (
+                f"the learner holds version {version}; the groups of steps before {self.oldest_kept} were let go when "
+                f"checkpoint {self.oldest_kept} covered them: resume from that one or a later one"
+            )
+            self.emit(do.RefuseLearner, reason)
+            return
+        self.learner_joined, self.wanted_step = True, None
+        if self.frontier is not None:
+            self.frontier.interrupted()
+        if version < self.version:
+            self._fall_back(version)
+        else:
+            reason = f"the learner stands at version {version}"
+            self.emit(do.RecordLearner, reason, version=version, lineage=self.lineage)
+
+    def _fall_back(self, version: int) -> None:
+        """The steps from `version` on are trained again, with the same groups; what came of them counts no more."""
+        reason = f"the learner fell back from version {self.version} to its checkpoint {version}"
+        self.version, self.lineage = version, self.lineage + 1
+        for record in list(self.groups):
+            if record.step >= version and record.state == "trained":
+                self.groups.move(record, "ready")
+        for later in [v for v in self.published if v > version]:
+            del self.published[later]
+            if later in self.retained:
+                self.emit(do.DropSnapshot, "its step is trained again", ref=self.retained.pop(later))
+        self.evaluation.forget_after(version)
+        self.checkpoint_version = min(self.checkpoint_version, version)
+        self.emit(do.RecordLearner, reason, version=version, lineage=self.lineage)
+        attending = tuple(worker.worker_id for worker in self.fleet.active())
+        workers.announce_newest(self, "later ones count no more", attending)
+
+    def _groups_wanted(self, step: int, now: float) -> None:
+        if step != self.version or not self.learner_joined:
+            self.emit(
+                do.RefuseLearner, f"the learner asks for the groups of step {step}; the run stands at {self.version}"
+            )
+            return
+        self.wanted_step, self.wanted_since, self.step_ended = step, now, False
+        self._num_passed = 0
+        for record in self.groups.of_step(step):
+            if record.state == "fed":
+                self.groups.move(record, "ready")
+
+    def _step_trained(self, event: ev.StepTrained, now: float) -> None:
+        if event.step < self.version:
+            return  # reported again, because our answer to the first report was lost
+        fed = tuple(sorted(record.number for record in self.groups.of_step(event.step) if record.state == "fed"))
+        if event.step != self.version or tuple(sorted(event.numbers)) != fed or not self.step_ended:
+            raise InvariantError(
+                f"the learner reports step {event.step} with groups {event.numbers}; step {self.version} was fed {fed}"
+            )
+        self.emit(
+            do.RecordStep, "the learner finished the step", step=event.step, lineage=self.lineage, numbers=event.numbers
+        )
+        self.gauge.step_trained(event.busy_seconds, now, self.groups.num_uninformative(event.step))
+        if self.frontier is not None:
+            self.frontier.step_trained(event.step, now)
+            self.fleet.limit(self.frontier.width)
+        for number in fed:
+            record = self.groups.get(number)
+            assert record is not None
+            self.groups.move(record, "trained")
+        self.version, self.wanted_step = event.step + 1, None
+        self.highest_version = max(self.highest_version, self.version)
+
+    def _snapshot_published(self, ref: SnapshotRef, now: float) -> None:
+        if ref.lineage != self.lineage or ref.version > self.version:
+            self.emit(do.DropSnapshot, f"published for lineage {ref.lineage}; the run is at {self.lineage}", ref=ref)
+            return
+        self.published[ref.version] = self.retained[ref.version] = ref
+        self.published_at = now
+        self.gauge.published(ref, now)
+        if self.evaluation.is_due(ref.version):
+            self._start_eval(ref, now)
+        if ref.version == max(self.retained):
+            reason = f"version {ref.version} is published"
+            workers.announce_newest(self, reason, tuple(worker.worker_id for worker in self.fleet.active()))
+        self._drop_snapshots()
+
+    def _drop_snapshots(self) -> None:
+        """Keep the newest few, what an evaluation needs, and in deterministic mode what open steps are still sampled
+        with.
+        """
+        options = self.options
+        keep = set(sorted(self.retained)[-options.keep_snapshots :]) | set(self.evaluation.rounds)
+        oldest = self.version
+        if options.deterministic:
+            oldest = staleness.fixed_version(self.version, options.max_staleness, options.publish_every)
+        for version in sorted(self.retained):
+            if version not in keep and version < oldest:
+                self.emit(do.DropSnapshot, "no open step or evaluation needs it", ref=self.retained.pop(version))
+        for version in [
+            v for v in self.published if v < self.version - options.max_staleness - 2 * options.publish_every
+        ]:
+            if version not in self.retained:
+                del self.published[version]
+
+    def _checkpoint_saved(self, event: ev.CheckpointSaved) -> None:
+        # Reports may come twice and out of order; only the newest counts.
+        self.checkpoint_version = max(self.checkpoint_version, event.version)
+        self.oldest_kept = max(self.oldest_kept, event.oldest_kept)
+        self.emit(
+            do.RecordCheckpoint,
+            f"a checkpoint of version {event.version} is durable",
+            version=self.checkpoint_version,
+            oldest_kept=self.oldest_kept,
+        )
+        self.groups.forget_below(self.oldest_kept)
+
+    # ---- feeding ---------------------------------------------------------------------------------------------------
+
+    def _feed(self, now: float) -> None:
+        """Hand the learner what is ready of the step it waits for: as it comes, or in deterministic mode in issue
+        order.
+        """
+        step = self.wanted_step
+        if step is None or self.step_ended or step >= self.options.max_steps:
+            return
+        while (record := self._next_to_feed(step)) is not None:
+            if not staleness.may_train(step, record.oldest_version or 0, self.options.max_staleness):
+                self.groups.retire(record, "stale")
+                detail = f"its oldest token is of version {record.oldest_version}, {self.options.max_staleness} allowed"
+                self.emit(do.RetireGroup, detail, number=record.number, why="stale")
+                granting.grant(self, now)
+                continue
+            self.groups.move(record, "fed")
+            self.emit(do.FeedGroup, f"the learner trains step {step}", step=step, number=record.number)
+        self._end_step(step, now)
+
+    def _next_to_feed(self, step: int) -> PlannedGroup | None:
+        """The next group that is ready: the first that became so, in deterministic mode the next in issue order."""
+        if not self.options.deterministic:
+            return self.groups.first_ready(step)
+        while (record := self.groups.nth(step, self._num_passed)) is not None and record.state in ("fed", "retired"):
+            self._num_passed += 1
+        return record if record is not None and record.state == "ready" else None
+
+    def _end_step(self, step: int, now: float) -> None:
+        if granting.room(self, step) > 0 or self.groups.num_fed(step) < self.groups.num_live(step):
+            return
+        live = [record for record in self.groups.of_step(step) if record.state != "retired"]
+        if not live:
+            results.stop(self, f"no group of step {step} gave a result: there is nothing to train on")
+            return
+        for record in live:
+            results.release(self, self.train_group(record.number), "its step has all its groups")
+        self.step_ended, self.wanted_since = True, None
+        self.gauge.step_fed(now)
+        last = self.groups.highest_number(step)
+        cursor = self.groups.next_number if last is None else last + 1
+        self.emit(do.EndStep, "every group of the step is fed", step=step, num_groups=len(live), cursor=cursor)
+
+    # ---- evaluation, end -------------------------------------------------------------------------------------------
+
+    def _start_eval(self, ref: SnapshotRef, now: float) -> None:
+        self.evaluation.start(ref, now)
+        if self.frontier is not None:
+            self.frontier.interrupted()
+        self.emit(do.StartEval, f"version {ref.version} is due for evaluation", ref=ref)
+
+    def _finish_evals(self, now: float) -> None:
+        if self.evaluation.rounds and self._lacks_own(now):
+            seconds = EVAL_WAIT_LEASES * self.options.lease_seconds
+            reason = f"no machine of the owner has attended for {seconds:.0f} s, and no other's word counts"
+            for version in list(self.evaluation.rounds):
+                self.evaluation.skip(version)
+                self.emit(do.SkipEval, reason, version=version)
+        for version in [v for v, round_ in self.evaluation.rounds.items() if round_.is_finished]:
+            round_ = self.evaluation.rounds.pop(version)
+            self.evaluation.evaluated.add(version)
+            self.emit(do.FinishEval, "every held-out task has a result", version=version, num_failed=round_.num_failed)
+
+    def _lacks_own(self, now: float) -> bool:
+        """Whether no machine of the owner has been here to evaluate for too long."""
+        if any(worker.is_own and not worker.detached and not worker.standby for worker in self.fleet):
+            self.skips_evals_at = None
+            return False
+        if self.skips_evals_at is None:
+            self.skips_evals_at = now + EVAL_WAIT_LEASES * self.options.lease_seconds
+        return now >= self.skips_evals_at
+
+    def _finish(self) -> None:
+        last = self.options.max_steps
+        evaluated = not self.options.eval_size or last in self.evaluation.evaluated | self.evaluation.skipped
+        if self.version >= last and self.checkpoint_version >= last and evaluated and not self.evaluation.rounds:
+            self.over = "all steps are trained"
+            self.emit(do.FinishRun, self.over)
+
+    # ---- looking in ------------------------------------------------------------------------------------------------
+
+    def _is_expelled(self, event: ev.GroupDelivered | ev.DeliveryMalformed | ev.LeaseFailed) -> bool:
+        return self.conducts.expelled_until(event.worker_id, self.now) is not None
+
+    def expelled_until(self, worker_id: str, now: float) -> float | None:
+        """Until when nothing is to be taken of this worker; None: it is not expelled."""
+        return self.conducts.expelled_until(worker_id, now)
+
+    def waits(self, now: float) -> list[Wait]:
+        """Who waits for whom, since when, until when, and why."""
+        return list_waits(self, now)

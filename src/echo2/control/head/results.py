@@ -1,0 +1,282 @@
+"""What becomes of a lease: a result that is accepted or refused, or an end without one."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+from echo2.control.head import commands as do
+from echo2.control.head import events as ev
+from echo2.control.head import strangers
+from echo2.control.head.delivery import has_result, judge
+from echo2.control.head.fleet import Worker
+from echo2.control.head.groups import OWN, UNINFORMATIVE, PlannedGroup
+from echo2.control.head.leases import FAILURES, MAX_ATTEMPTS
+from echo2.control.head.standings import MALFORMED_COST, REFUSED_COST
+from echo2.control.head.state import PlannerState
+from echo2.types import GroupRef
+
+#: Weight of the newest group in the running mean of seconds that rewards take.
+REWARD_MEAN_SHARE = 0.1
+
+#: Groups that dynamic sampling replaces for one step, at most, in sizes of a step. A step must end even if every task
+#: is too easy or too hard; tasks of which two in three teach nothing should rather be chosen anew.
+RESAMPLED_MAX = 2.0
+
+
+def end_lease(state: PlannerState, lease_id: int, outcome: str, reason: str) -> None:
+    """Close a lease that gave no result, and put its group back in the queue (or give it up after too many tries).
+    Nothing, if the group was just given up with another of its leases.
+    """
+    if state.leases.get(lease_id) is None:
+        return
+    worker_id, lease = state.close_lease(lease_id)
+    state.emit(do.CloseLease, reason, lease_id=lease_id, group=lease.group, worker_id=worker_id, outcome=outcome)
+    if lease.group.kind == "eval":
+        if state.evaluation.put_back(lease.group) >= MAX_ATTEMPTS and outcome != "retired":
+            give_up(state, lease.group, "gave_up", f"{MAX_ATTEMPTS} leases brought no result; the last: {reason}")
+        return
+    worker = state.fleet.get(worker_id)
+    if outcome not in strangers.NO_FAULT:
+        strangers.failed(state, worker, strangers.held_seconds(state, lease))
+    record = state.groups.get(lease.group.number)
+    if record is None or record.state not in ("pending", "leased"):
+        return
+    if record.state == "leased" and not state.leases.of_group(lease.group):
+        state.groups.move(record, "pending")
+    if outcome not in ("revoked", "superseded"):  # which say nothing about the group
+        strangers.count_attempt(state, record, worker)
+    if record.attempts >= MAX_ATTEMPTS:
+        give_up(state, lease.group, "gave_up", f"{record.attempts} leases brought no result; the last: {reason}")
+
+
+def release(state: PlannerState, group: GroupRef, reason: str) -> None:
+    """Take back every lease on a group whose result nobody waits for any more."""
+    take_back(state, state.leases.of_group(group), reason, "revoked")
+
+
+def take_back(state: PlannerState, lease_ids: Iterable[int], reason: str, outcome: str) -> None:
+    """End these leases and tell their workers."""
+    for lease_id in lease_ids:
+        worker_id, _ = state.leases.get(lease_id) or ("", None)
+        end_lease(state, lease_id, outcome, reason)
+        state.emit(do.RevokeLease, reason, worker_id=worker_id, lease_ids=(lease_id,))
+
+
+def delivered(state: PlannerState, event: ev.GroupDelivered, now: float) -> None:
+    """A worker delivered a group: refuse it with a reason, or accept it and ask for its rewards."""
+    refusal = judge(state, event)
+    if refusal is not None:
+        word, reason = refusal
+        cost = MALFORMED_COST if word == "malformed" else REFUSED_COST
+        _refuse(state, event, word, reason, cost, event.group, event.num_tokens, event.seconds)
+        return
+    _, lease = state.close_lease(event.lease_id, is_in=True)
+    worker = state.fleet.get(event.worker_id)
+    is_usual = worker is None or worker.is_own or not strangers.own_can_work(state)
+    if is_usual and event.group.kind == "train":  # a held-out task is one rollout, and so much quicker
+        state.gauge.lease_done(now - (lease.deadline - lease.seconds))
+    strangers.brought(state, worker)
+    if worker is not None:
+        worker.failures_in_a_row = 0
+        worker.first_groups = None
+        slots = state.fleet.at_once(worker) * state.options.group_size
+        state.gauge.delivered(worker, event.num_samples, slots, not state.options.deterministic, now)
+    record = state.groups.get(event.group.number) if event.group.kind == "train" else None
+    _accept(state, event)
+    if record is not None:
+        record.oldest_version, record.worker_id = event.oldest_version, event.worker_id
+        state.groups.move(record, "delivered")
+        if not state.options.deterministic:  # there the others keep their batch's shape
+            take_back(state, state.leases.of_group(event.group), "another result came first", "superseded")
+    state.emit(do.ScoreGroup, "all its rollouts are in", group=event.group, rollouts=event.rollouts)
+
+
+def _accept(state: PlannerState, event: ev.GroupDelivered) -> None:
+    """The result is its group's, and its lease is over."""
+    reason = "the first valid result for this group"
+    state.emit(
+        do.AcceptDelivery,
+        reason,
+        worker_id=event.worker_id,
+        lease_id=event.lease_id,
+        group=event.group,
+        oldest_version=event.oldest_version,
+        newest_version=event.newest_version,
+        num_tokens=event.num_tokens,
+        seconds=event.seconds,
+        rollouts=event.rollouts,
+    )
+    state.emit(
+        do.CloseLease, reason, lease_id=event.lease_id, group=event.group, worker_id=event.worker_id, outcome="accepted"
+    )
+
+
+def delivery_malformed(state: PlannerState, event: ev.DeliveryMalformed) -> None:
+    """A delivery broke the protocol: refuse it, count it against its worker, and lease the group again."""
+    held = state.leases.get(event.lease_id)
+    group = held[1].group if held is not None and held[0] == event.worker_id else None
+    _refuse(state, event, event.reason, event.detail, MALFORMED_COST, group)
+
+
+def _refuse(
+    state: PlannerState,
+    event: ev.GroupDelivered | ev.DeliveryMalformed,
+    word: str,
+    reason: str,
+    cost: float,
+    group: GroupRef | None,
+    num_tokens: int = 0,
+    seconds: float = 0.0,
+) -> None:
+    """Refuse a result and end its lease. Where that is the worker's fault it rests, so that others try."""
+    state.emit(
+        do.RefuseDelivery,
+        reason,
+        worker_id=event.worker_id,
+        lease_id=event.lease_id,
+        group=group,
+        refusal=word,
+        num_tokens=num_tokens,
+        seconds=seconds,
+    )
+    if cost == MALFORMED_COST or event.lease_id >= state.first_lease_id:  # else an earlier head may have granted it
+        state.conducts.refused(event.worker_id, cost, reason, state.now)
+    held = state.leases.get(event.lease_id)
+    if held is not None and held[0] == event.worker_id:
+        worker = state.fleet.get(event.worker_id)
+        if worker is not None and word not in strangers.NO_FAULT:
+            state.fleet.rest(worker, state.now)
+        end_lease(state, event.lease_id, word, reason)
+
+
+def lease_failed(state: PlannerState, event: ev.LeaseFailed, now: float) -> None:
+    """The worker says it can't. One machine's word does not retire a group while another could try: the machine may be
+    what is broken. It rests, so that the others do try.
+    """
+    held = state.leases.get(event.lease_id)
+    if held is None or held[0] != event.worker_id:
+        detail = f"lease {event.lease_id} failed, which it does not hold"
+        state.conducts.refused(event.worker_id, REFUSED_COST, detail, now)
+        return
+    group = held[1].group
+    reason = event.reason if event.reason in FAILURES else "engine_failed"
+    end_lease(state, event.lease_id, "failed", f"{reason}: {event.detail}")
+    worker = state.fleet.get(event.worker_id)
+    if worker is not None:
+        state.fleet.rest(worker, now)
+    if FAILURES[reason] or has_result(state, group):
+        return
+    failed_by = _failed_by(state, group)
+    failed_by[_voice(worker, event.worker_id)] = None
+    is_heard = worker is None or worker.is_own or not strangers.own_can_work(state)
+    others = (one for one in state.fleet.active() if one.is_own or group.kind == "train")
+    if (len(failed_by) > 1 and is_heard) or all(_voice(one, one.worker_id) in failed_by for one in others):
+        give_up(state, group, reason, event.detail)
+
+
+def _voice(worker: Worker | None, worker_id: str) -> str:
+    """Each machine of the owner speaks for itself, all of a stranger's ticket with one voice."""
+    return worker_id if worker is None or worker.is_own else f"ticket {worker.ticket}"
+
+
+def _failed_by(state: PlannerState, group: GroupRef) -> dict[str, None]:
+    """Who reported that this group can't be produced."""
+    if group.kind == "eval":
+        place = state.evaluation.locate(group)
+        return place[0].failed_by.setdefault(place[1], {}) if place is not None else {}
+    record = state.groups.get(group.number)
+    return record.failed_by if record is not None else {}
+
+
+def scored(state: PlannerState, event: ev.GroupScored) -> None:
+    """A group has its rewards: it may be fed, unless it is flat and to be replaced. Nothing, if it was given up or
+    scored meanwhile.
+    """
+    group, before = event.group, state.reward_seconds
+    share = REWARD_MEAN_SHARE if before is not None else 1.0
+    state.reward_seconds = (1.0 - share) * (before or 0.0) + share * event.seconds
+    state.failures_in_a_row = state.failed_at_strangers = 0
+    place = state.evaluation.locate(group) if group.kind == "eval" else None
+    record = state.groups.get(group.number) if group.kind == "train" else None
+    if (place is None or place[1] in place[0].done) and (record is None or record.state != "delivered"):
+        return
+    state.emit(do.KeepScores, "its rewards are known", group=group, is_flat=event.is_flat, scores=event.scores)
+    if place is not None:
+        place[0].done.add(place[1])
+    if record is not None:
+        state.groups.move(record, "ready")
+        record.is_flat = event.is_flat
+        replace_flat(state, record)
+
+
+def replace_flat(state: PlannerState, record: PlannedGroup) -> None:
+    """Dynamic sampling (DAPO, arXiv 2503.14476): a group whose rewards are all equal has no gradient; it is retired,
+    and its step needs one more. A step may do so `RESAMPLED_MAX` times its size; after that such groups are kept.
+    """
+    most = math.ceil(RESAMPLED_MAX * state.options.groups_per_step)
+    if not (state.options.dynamic_sampling and record.is_flat and record.state == "ready"):
+        return
+    if state.groups.num_uninformative(record.step) >= most:
+        return
+    reason = "its rewards are all equal: there is nothing to learn from it"
+    state.groups.retire(record, UNINFORMATIVE)
+    release(state, state.train_group(record.number), reason)
+    state.emit(do.RetireGroup, reason, number=record.number, why=UNINFORMATIVE)
+
+
+def give_up(state: PlannerState, group: GroupRef, why: str, detail: str, seconds: float = 0.0) -> None:
+    """No try can help: the group is retired (an eval task counts as failed). Too many in a row that machines of the
+    owner failed stop the run; what only strangers failed is replaced, and the run waits for good work. `seconds`: what
+    the head spent on finding out.
+    """
+    is_own_word = True
+    if group.kind == "eval":
+        place = state.evaluation.locate(group)
+        if place is not None and place[1] not in place[0].done:
+            place[0].done.add(place[1])
+            place[0].num_failed += 1
+            place[0].waiting.pop(place[1], None)
+        take_back(state, state.leases.of_group(group), detail, "retired")
+    else:
+        record = state.groups.get(group.number)
+        if record is None or record.state not in ("pending", "leased", "delivered"):
+            return
+        is_own_word = _is_own_word(record, why)
+        if record.state == "delivered":
+            if len(record.supplied_by) == 1 and sum(record.supplied_by.values()) >= state.options.group_size:
+                strangers.blame(state, next(iter(record.supplied_by)), seconds, int(seconds))
+        elif not is_own_word and state.options.deterministic and state.groups.num_live(record.step) == 1:
+            record.attempts = 0  # the last one of a step that can't be replaced is never given up on strangers' word
+            record.failed_by.clear()
+            return
+        state.groups.retire(record, why)
+        take_back(state, state.leases.of_group(group), detail, "retired")
+        state.emit(do.RetireGroup, detail, number=group.number, why=why)
+    if not is_own_word:
+        state.failed_at_strangers, state.last_failure = state.failed_at_strangers + 1, f"{why}: {detail}"
+        return
+    if why == "bad_task":  # known before anything is sampled: rows that are fit take longer, and come after it
+        num_in_a_row = state.groups.num_alike(group.number) if group.kind == "train" else 0
+    else:
+        num_in_a_row = state.failures_in_a_row = state.failures_in_a_row + 1
+    if num_in_a_row >= state.options.max_failures:
+        stop(state, f"{num_in_a_row} groups failed in a row ({why}). The last: {detail}")
+
+
+def _is_own_word(record: PlannedGroup, why: str) -> bool:
+    """Whether the head or machines of the owner failed this group; or, where its results are what is wrong, whether
+    they are its only samplers.
+    """
+    if why == "bad_task":
+        return True
+    if record.state == "delivered":
+        return not record.supplied_by
+    return OWN in record.tried_by
+
+
+def stop(state: PlannerState, reason: str) -> None:
+    """The run can't go on; the first reason counts."""
+    if state.over is None:
+        state.over = reason
+        state.emit(do.StopRun, reason)

@@ -1,0 +1,225 @@
+"""Who works and who stands by: the capacity model and the activation loop, fed with what is measured.
+
+A worker that stands by attends, is sent no leases and need not fetch snapshots. Until a first step is trained nothing
+is known, and everybody works. Machines on offer are rented when all that attend are too few, and those that nobody has
+needed for a while are returned.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Iterable
+
+from echo2.control.capacity.activation import Candidate, aim, choose
+from echo2.control.capacity.formulas import Demand, mu_target
+from echo2.control.head import commands as do
+from echo2.control.head import events as ev
+from echo2.control.head.fleet import Worker
+from echo2.control.head.gauge import rate_now
+from echo2.control.head.state import Activation, PlannerState
+from echo2.control.head.workers import announce_newest, stand_by
+from echo2.errors import UserError
+
+#: Seconds between two looks at the fleet: each costs as much as the fleet is large.
+LOOK_SECONDS = 5.0
+#: Seconds after which a machine that was rented and has not joined is no longer waited for.
+RENT_SECONDS = 900.0
+#: Seconds that a rented machine stands by, or has lost its worker, before it is returned.
+RETURN_SECONDS = 300.0
+#: Seconds that the learner waits with nobody there before the first machine is rented for it.
+ALONE_SECONDS = 60.0
+#: Seconds between two tries of an offer whose hook fails, doubled at each failure up to the last.
+RETRY_SECONDS = (15.0, 900.0)
+#: Of R / T: a window so narrow that it takes more is one that no rate is enough for. Money does not widen it.
+MOST_FACTOR = 10.0
+#: Rollouts a second that are asked for when nobody attends and nothing is known: the cheapest machine.
+LEAST_RATE = 1e-9
+
+
+def recover(state: PlannerState, machines: Iterable[ev.RecoveredMachine], now: float) -> None:
+    """Machines that an earlier head rented: one without a worker is still waited for; a worker is away until it is back
+    and its machine is returned where it stays away.
+    """
+    activation = state.activation
+    if activation is None:
+        return
+    for machine in machines:
+        if machine.worker_id:
+            activation.gone[machine.worker_id] = (machine.offer, now)
+        else:
+            activation.rents.setdefault(machine.offer, []).append(now)
+
+
+def look(state: PlannerState, now: float) -> None:
+    """Activate and release, rent and return, if it is time to look."""
+    activation = state.activation
+    if activation is None or now < activation.next_at:
+        return
+    if state.options.offers:
+        activation.next_at = now + LOOK_SECONDS
+        _return_unneeded(state, activation, now)
+    if not len(state.fleet) and state.options.offers:
+        since = state.wanted_since
+        if state.wanted_step is not None and since is not None and now - since >= ALONE_SECONDS:
+            _rent(state, activation, activation.needed_rate or LEAST_RATE, now)
+    if not len(state.fleet):
+        return
+    activation.next_at = now + LOOK_SECONDS
+    needed, candidates = needed_rate(state), list_candidates(state, now)
+    if needed is None or not any(one.rate > 0 for one in candidates):
+        return
+    is_first, activation.needed_rate = activation.needed_rate is None, needed
+    if is_first:
+        _release_unneeded(state, candidates, needed, now)
+        candidates = list_candidates(state, now)
+    change = activation.loop.update(now, needed, candidates)
+    for worker_id in change.activate:
+        activate(state, worker_id, change.reason)
+    for worker_id in change.release:
+        release(state, worker_id, change.reason, now)
+    if change.activate:
+        announce_newest(state, "newest when the workers were activated", change.activate)
+    if state.options.offers and change.short_rate > 0:
+        _rent(state, activation, change.short_rate, now)
+
+
+def _release_unneeded(state: PlannerState, candidates: list[Candidate], rate: float, now: float) -> None:
+    """Everybody has worked until now; from the first measurement on, the cheapest sufficient set does."""
+    found = choose(candidates, aim(rate))
+    chosen = set(found.worker_ids)
+    for one in candidates:
+        if one.is_active and one.worker_id not in chosen:
+            release(state, one.worker_id, f"{rate:.4g} rollouts/s are needed; cheaper ones have {found.rate:.4g}", now)
+
+
+def live_demand(state: PlannerState) -> Demand | None:
+    """What the learner asks for, by what is measured; None until a step is trained."""
+    options, gauge = state.options, state.gauge
+    train_seconds = gauge.typical_train_seconds()
+    if not train_seconds:
+        return None
+    return Demand(
+        groups_per_step=options.groups_per_step + gauge.typical_replaced(),
+        group_size=options.group_size,
+        publish_every=options.publish_every,
+        max_staleness=state.options.max_staleness,
+        train_seconds=train_seconds,
+        broadcast_seconds=gauge.typical_broadcast_seconds(),
+        rollout_seconds=gauge.batch_seconds,
+    )
+
+
+def needed_rate(state: PlannerState) -> float | None:
+    """1.1 times what the learner needs in order never to wait, in rollouts a second."""
+    demand = live_demand(state)
+    if demand is None:
+        return None
+    try:
+        target = mu_target(demand)
+    except UserError:
+        return math.inf  # on-policy, or the broadcast cannot be hidden: everybody helps
+    plain = demand.rollouts_per_step / demand.train_seconds
+    return target if target <= MOST_FACTOR * plain else math.inf
+
+
+def list_candidates(state: PlannerState, now: float) -> list[Candidate]:
+    """All that attend, and the active ones that may come back. A rate that is not measured yet is taken from the
+    others', by their slots.
+    """
+    known = [worker.rate / worker.slots for worker in state.fleet if worker.rate]
+    each = statistics.median(known) if known else 0.0
+    return [
+        Candidate(
+            worker.worker_id,
+            rate_now(worker, each * worker.slots, state.fleet.at_once(worker) * state.options.group_size, now),
+            worker.price_usd_per_hour,
+            not worker.standby,
+        )
+        for worker in state.fleet
+        if not (worker.returned or (worker.detached and worker.standby))
+    ]
+
+
+def activate(state: PlannerState, worker_id: str, reason: str) -> None:
+    """Let a worker that stands by have leases again."""
+    worker = state.fleet.get(worker_id)
+    if worker is not None and worker.standby:
+        worker.standby, worker.standby_since = False, None
+        state.fleet.file(worker)
+        state.emit(do.ActivateWorker, reason, worker_id=worker_id)
+
+
+def release(state: PlannerState, worker_id: str, reason: str, now: float) -> None:
+    """It finishes what it has and gets nothing more. The last machine of the owner stays: nobody else evaluates, and
+    beside it strangers supply a bounded share.
+    """
+    worker = state.fleet.get(worker_id)
+    if worker is not None and not worker.standby and not _is_last_own(state, worker):
+        stand_by(state, worker, now)
+        state.emit(do.ReleaseWorker, reason, worker_id=worker_id)
+
+
+def _is_last_own(state: PlannerState, worker: Worker) -> bool:
+    has_strangers = not all(one.is_own for one in state.fleet)
+    return worker.is_own and has_strangers and sum(one.is_own for one in state.fleet.active()) == 1
+
+
+def rent_failed(state: PlannerState, offer: str, now: float) -> None:
+    """The offer is left alone for a while, longer at each failure in a row; others may be asked instead."""
+    activation = state.activation
+    if activation is None:
+        return
+    if rents := activation.rents.get(offer):
+        rents.pop()
+    num_failures = activation.failures.get(offer, (0, 0.0))[0] + 1
+    seconds = min(RETRY_SECONDS[1], RETRY_SECONDS[0] * 2.0 ** (num_failures - 1))
+    activation.failures[offer] = (num_failures, now + seconds)
+
+
+def _rent(state: PlannerState, activation: Activation, short_rate: float, now: float) -> None:
+    """The cheapest machines on offer that close the gap, less those that are on their way. Where no rate is enough, it
+    is not tried with everything that can be bought.
+    """
+    if short_rate == math.inf and len(state.fleet):
+        return
+    present = [worker.offer for worker in state.fleet]
+    pool, coming = [], 0.0
+    for offer in state.options.offers:
+        rents = activation.rents.setdefault(offer.name, [])
+        coming += offer.rate * len(rents)
+        if now < activation.failures.get(offer.name, (0, 0.0))[1]:
+            continue
+        num_away = sum(1 for name, _ in activation.gone.values() if name == offer.name)
+        num_left = offer.count - len(rents) - present.count(offer.name) - num_away
+        pool += [Candidate(f"{offer.name}/{n}", offer.rate, offer.price_usd_per_hour) for n in range(num_left)]
+    missing = LEAST_RATE if short_rate == math.inf else short_rate
+    if missing <= coming or not pool:
+        return
+    for machine in choose(pool, missing - coming).worker_ids:
+        name = machine.rpartition("/")[0]
+        activation.rents[name].append(now)
+        reason = f"all that attend are {missing:.4g} rollouts/s short" if present else "nobody attends"
+        state.emit(do.RentMachine, reason, offer=name)
+
+
+def _return_unneeded(state: PlannerState, activation: Activation, now: float) -> None:
+    for name, rents in activation.rents.items():
+        while rents and now - rents[0] >= RENT_SECONDS:
+            del rents[0]
+            state.emit(do.ReturnMachine, f"no worker joined within {RENT_SECONDS:.0f} s", offer=name, worker_id="")
+    for worker in state.fleet:
+        since = worker.standby_since
+        if worker.offer and worker.standby and not worker.returned and _is_long_ago(since, now):
+            worker.returned = True  # asked for once
+            reason = f"it has stood by for {RETURN_SECONDS:.0f} s"
+            state.emit(do.ReturnMachine, reason, offer=worker.offer, worker_id=worker.worker_id)
+    for worker_id, (offer, since) in list(activation.gone.items()):
+        if _is_long_ago(since, now):
+            del activation.gone[worker_id]
+            reason = f"its worker has been lost for {RETURN_SECONDS:.0f} s"
+            state.emit(do.ReturnMachine, reason, offer=offer, worker_id=worker_id)
+
+
+def _is_long_ago(since: float | None, now: float) -> bool:
+    return since is not None and now - since >= RETURN_SECONDS

@@ -1,0 +1,130 @@
+"""What is remembered of those who may misbehave, as plain data: of each stranger's ticket its credit, of each worker
+its patience. It outlives their connections, and is forgotten when the head restarts. The rules are in `strangers`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from echo2.control.head.lazy_heap import LazyHeap
+
+#: Refusals that a worker may cause at once, what each lease that it was granted adds to them, and how many come back
+#: in a second. An honest worker's result is refused once for a lease at most (late, duplicate), or twice where the
+#: answer was lost.
+PATIENCE, PATIENCE_PER_LEASE, PATIENCE_PER_SECOND = 64.0, 2.0, 0.1
+#: What a refusal costs of it: of a result that no honest worker sends, and of any other.
+MALFORMED_COST, REFUSED_COST = 3.0, 1.0
+#: Seconds of the first expulsion, doubled at each further one, up to the last.
+EXPELLED_SECONDS = (60.0, 3600.0)
+#: Accepted results that make up for one rest of a ticket: its next one is half as long.
+RESULTS_PER_PARDON = 16
+#: Workers whose conduct is remembered; those heard of longest ago go first.
+CONDUCTS_MAX = 10_000
+
+
+@dataclass(slots=True)
+class Standing:
+    """One ticket's. `credit`: leases that it may hold at once; `num_rests`: rests that are not made up for yet."""
+
+    credit: int = 1
+    num_held: int = 0
+    num_rests: int = 0
+    num_good: int = 0
+
+
+@dataclass(slots=True)
+class Standings:
+    """By ticket. `rests`: until when those rest that do, in seconds."""
+
+    _of: dict[str, Standing] = field(default_factory=dict)
+    _held: dict[int, str] = field(default_factory=dict)
+    rests: LazyHeap[str, float] = field(default_factory=LazyHeap)
+
+    def of(self, ticket: str) -> Standing:
+        """The standing of this ticket; a new one where nothing is known of it."""
+        return self._of.setdefault(ticket, Standing())
+
+    def opened(self, ticket: str, lease_id: int) -> None:
+        """A stranger's worker was granted this lease."""
+        self._held[lease_id] = ticket
+        self.of(ticket).num_held += 1
+
+    def closed(self, lease_id: int) -> str | None:
+        """The ticket whose lease this was; None where it was no stranger's."""
+        ticket = self._held.pop(lease_id, None)
+        if ticket is not None:
+            self.of(ticket).num_held -= 1
+        return ticket
+
+    def rest(self, ticket: str, until: float) -> None:
+        """The ticket gets no leases until then."""
+        self.of(ticket).num_rests += 1
+        self.rests.set(ticket, until)
+
+    def end_rests(self, now: float) -> bool:
+        """Whether the rest of any ticket has ended: it may hold a lease again."""
+        rested = self.rests.pop_until(now)
+        for ticket in rested:
+            self.of(ticket).credit = max(1, self.of(ticket).credit)
+        return bool(rested)
+
+
+@dataclass(slots=True)
+class Conduct:
+    """One worker's. `patience` as it was at `at`; `num_failed`: leases in a row without a result, of a stranger;
+    `num_refused` since it was last expelled.
+    """
+
+    patience: float = PATIENCE
+    at: float = 0.0
+    num_failed: int = 0
+    num_refused: int = 0
+    num_expelled: int = 0
+    expelled_until: float = 0.0
+
+
+@dataclass(slots=True)
+class Conducts:
+    """By worker. `exhausted`: who is to be expelled now, and what was refused last."""
+
+    exhausted: dict[str, str] = field(default_factory=dict)
+    _of: dict[str, Conduct] = field(default_factory=dict)
+
+    def of(self, worker_id: str) -> Conduct:
+        """The conduct of this worker; a new one where nothing is known of it."""
+        conduct = self._of.pop(worker_id, None) or Conduct()
+        self._of[worker_id] = conduct
+        if len(self._of) > CONDUCTS_MAX:
+            del self._of[next(iter(self._of))]
+        return conduct
+
+    def granted(self, worker_id: str) -> None:
+        """The worker got a lease, and may cause the refusals that one may bring."""
+        self.of(worker_id).patience += PATIENCE_PER_LEASE
+
+    def refused(self, worker_id: str, cost: float, reason: str, now: float) -> None:
+        """Something that this worker sent was refused."""
+        conduct = self.of(worker_id)
+        back = max(0.0, min(PATIENCE - conduct.patience, (now - conduct.at) * PATIENCE_PER_SECOND))
+        conduct.patience += back - cost
+        conduct.at, conduct.num_refused = now, conduct.num_refused + 1
+        if conduct.patience < 0:
+            self.exhausted[worker_id] = reason
+
+    def expel(self, worker_id: str, now: float) -> tuple[float, int]:
+        """For how many seconds it is to stay away, and how many refusals led to it."""
+        conduct = self.of(worker_id)
+        seconds = min(EXPELLED_SECONDS[1], EXPELLED_SECONDS[0] * 2.0 ** min(conduct.num_expelled, 10))
+        num_refused = conduct.num_refused
+        conduct.num_refused, conduct.num_expelled = 0, conduct.num_expelled + 1
+        conduct.patience, conduct.at, conduct.expelled_until = PATIENCE, now, now + seconds
+        return seconds, num_refused
+
+    def expelled_until(self, worker_id: str, now: float) -> float | None:
+        """Until when it is expelled; None if it is not."""
+        conduct = self._of.get(worker_id)
+        return conduct.expelled_until if conduct is not None and conduct.expelled_until > now else None
+
+    def expelled(self, now: float) -> list[tuple[str, Conduct]]:
+        """Who is."""
+        return [(name, conduct) for name, conduct in self._of.items() if conduct.expelled_until > now]

@@ -1,0 +1,177 @@
+"""What the planner knows: the tables, the run's position, and the commands of the event in hand. Decisions are beside
+it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from echo2.control.capacity.activation import ActivationLoop
+from echo2.control.head import commands as do
+from echo2.control.head.evaluation import Evaluation
+from echo2.control.head.fleet import Fleet
+from echo2.control.head.frontier import Frontier
+from echo2.control.head.gauge import Gauge, is_occupied
+from echo2.control.head.groups import GroupBook
+from echo2.control.head.leases import LeaseIds, LeaseTable
+from echo2.control.head.standings import Conducts, Standings
+from echo2.control.machine import StateMachine
+from echo2.types import RUN_POLICY, GroupRef, Lease, SnapshotRef, Wait
+
+
+@dataclass(frozen=True, slots=True)
+class RentableOffer:
+    """Machines that can be rented while the run goes on: up to `count`, with this rate in rollouts a second each."""
+
+    name: str
+    rate: float
+    price_usd_per_hour: float
+    count: int
+
+
+@dataclass(frozen=True, slots=True)
+class PlannerOptions:
+    """What the planner needs to know of the configuration; names as there. `policy`: id of the policy it plans for.
+    `activation`: False, and everybody works.
+
+    `heartbeat_seconds` between two reports of a worker, and `max_failures`, of groups in a row that stop the run, are
+    not settings: a run has the defaults. Simulated worlds with other time scales, and machines that fail, have others.
+    """
+
+    groups_per_step: int
+    group_size: int
+    max_steps: int
+    max_staleness: int = 1
+    publish_every: int = 1
+    dynamic_sampling: bool = False
+    deterministic: bool = False
+    groups_per_batch: int = 8
+    lease_seconds: float = 120.0
+    order: str = "any"
+    heartbeat_seconds: float = 2.0
+    max_failures: int = 8
+    seed: int = 0
+    policy: str = RUN_POLICY
+    eval_size: int = 0
+    eval_every: int = 0
+    keep_snapshots: int = 2
+    activation: bool = False
+    offers: tuple[RentableOffer, ...] = ()
+
+
+@dataclass(slots=True)
+class Activation:
+    """What `standby` remembers. `needed_rate`: rollouts a second, None while it is not known, infinite where no rate is
+    enough. `rents`: when each machine that has not joined yet was rented, by offer. `failures`: of each offer's hook in
+    a row, and until when it is left alone. `gone`: rented machines whose worker is lost, by worker, with the offer and
+    since when.
+    """
+
+    loop: ActivationLoop = field(default_factory=ActivationLoop)
+    next_at: float = 0.0
+    needed_rate: float | None = None
+    rents: dict[str, list[float]] = field(default_factory=dict)
+    failures: dict[str, tuple[int, float]] = field(default_factory=dict)
+    gone: dict[str, tuple[str, float]] = field(default_factory=dict)
+
+
+class PlannerState(StateMachine):
+    """All of it is plain data. Only the functions of this package change it, and only while an event is handled.
+
+    published   versions of the surviving history that a worker may have installed
+    retained    those of them that the origin still stores
+    wanted_step the step whose groups the learner waits for; `step_ended` once it has them all
+    over        why the run ended, once it has
+    now         time of the event in hand, in seconds
+    published_at  when the newest snapshot was published
+    skips_evals_at  until when evaluations wait for a machine of the owner, while none works
+    failed_at_strangers, last_failure
+                groups in a row that only strangers failed, and why the last of them was given up
+    first_lease_id  that this head granted: earlier ones it may not know
+    reward_seconds  that the reward functions take for a group: a running mean, None before the first
+    paused      what keeps the run from leasing and feeding groups, while something does
+    highest_version  reached in any lineage: tokens of a later one are made up
+    """
+
+    def __init__(self, options: PlannerOptions, lease_ids: LeaseIds) -> None:
+        super().__init__()
+        self.options = options
+        self.version = 0
+        self.highest_version = 0
+        self.lineage = 1
+        self.checkpoint_version = -1
+        self.oldest_kept = 0
+        self.groups = GroupBook(options.groups_per_batch if options.deterministic else 1)
+        self.leases = LeaseTable(lease_ids)
+        self.fleet = Fleet(options.heartbeat_seconds, options.group_size, self.groups.groups_per_unit)
+        self.evaluation = Evaluation(options.policy, options.eval_size, options.eval_every, options.max_steps)
+        self.gauge = Gauge()
+        self.frontier = Frontier(options.groups_per_batch) if options.order == "frontier" else None
+        self.activation = Activation() if options.activation else None
+        self.published: dict[int, SnapshotRef] = {}
+        self.retained: dict[int, SnapshotRef] = {}
+        self.wanted_step: int | None = None
+        self.wanted_since: float | None = None
+        self.step_ended = False
+        self.learner_joined = False
+        self.over: str | None = None
+        self.paused: Wait | None = None
+        self.failures_in_a_row = 0
+        self.failed_at_strangers, self.last_failure = 0, ""
+        self.reward_seconds: float | None = None
+        self.standings = Standings()
+        self.conducts = Conducts()
+        self.now = self.published_at = 0.0
+        self.skips_evals_at: float | None = None
+        self.first_lease_id = 1
+        self._touched: dict[str, None] = {}
+
+    def open_lease(self, worker_id: str, lease: Lease) -> None:
+        """The worker holds this lease from now on."""
+        self.leases.add(worker_id, lease)
+        self._touched[worker_id] = None
+        self.conducts.granted(worker_id)
+        worker = self.fleet.get(worker_id)
+        if worker is not None and not worker.is_own:
+            self.standings.opened(worker.ticket, lease.lease_id)
+            self._supply(lease, worker.ticket, lease.num_samples)
+
+    def close_lease(self, lease_id: int, is_in: bool = False) -> tuple[str, Lease]:
+        """Nobody holds this lease any more: (worker, lease). `is_in`: its result is the group's."""
+        worker_id, lease = self.leases.close(lease_id)
+        self._touched[worker_id] = None
+        ticket = self.standings.closed(lease_id)
+        if ticket is not None and not is_in:
+            self._supply(lease, ticket, -lease.num_samples)
+        return worker_id, lease
+
+    def _supply(self, lease: Lease, ticket: str, num_samples: int) -> None:
+        record = self.groups.get(lease.group.number) if lease.group.kind == "train" else None
+        if record is not None:
+            self.groups.supply(record, ticket, num_samples)
+
+    def settle(self, now: float) -> None:
+        """File the workers whose leases have changed, and note since when they have none."""
+        for worker_id in self._touched:
+            worker = self.fleet.get(worker_id)
+            if worker is not None:
+                worker.samples = self.leases.samples_of(worker_id)
+                self.fleet.file(worker)
+                is_occupied(worker, self.fleet.at_once(worker) * self.options.group_size, now)
+                if not worker.detached:
+                    idle_since = now if worker.idle_since is None else worker.idle_since
+                    worker.idle_since = None if worker.samples else idle_since
+        self._touched.clear()
+
+    @property
+    def has_unsettled(self) -> bool:
+        """Whether leases have ended that `settle` has not seen."""
+        return bool(self._touched)
+
+    def train_group(self, number: int) -> GroupRef:
+        """The name of this policy's train group of that number."""
+        return GroupRef(self.options.policy, "train", number)
+
+    def emit(self, kind: type[do.Command], reason: str, **fields: object) -> None:
+        """Add a command of this policy, caused by the event in hand."""
+        super().emit(kind, reason, policy=self.options.policy, **fields)

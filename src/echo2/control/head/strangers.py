@@ -1,0 +1,172 @@
+"""What strangers may hold and supply, and what follows when they bring nothing. A stranger is a worker that joined by a
+ticket which is not for machines of the run's owner; all workers of one ticket count as one.
+
+credit    leases that a ticket may hold at once: 1 at first, one more for each accepted result, two less for each lease
+          without one, and one less for each second that the head spends on a reward which fails. At 0 the ticket
+          rests for as long as it held that lease, doubled at each rest; then it has 1.
+share     while a machine of the owner can work, a ticket supplies half of a step at most, or one batch if batches of a
+          fixed shape are larger than that.
+attempts  what a ticket tried and failed is left to others that can try, and counts once against the group.
+junk      who causes more refusals than `standings` allows is expelled.
+
+What strangers fail never stops a run: see `results.give_up`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from echo2.control.head import commands as do
+from echo2.control.head.fleet import Worker
+from echo2.control.head.groups import OWN, PlannedGroup
+from echo2.control.head.standings import RESULTS_PER_PARDON
+from echo2.control.head.state import PlannerState
+from echo2.types import Lease
+
+#: What a lease without a result costs of a ticket's credit; a result earns 1. A ticket of which more than a third of
+#: the leases fails is given less and less.
+LOST_CREDIT = 2
+#: A ticket without credit rests so long at least; at most; and at most where nobody else can work.
+REST_SECONDS, MOST_REST_SECONDS, MOST_REST_ALONE_SECONDS = 1.0, 3600.0, 60.0
+#: Leases in a row without a result after which a machine of the owner counts as one that can't work.
+OWN_FAILURES_MAX = 3
+#: Ends of a lease that say nothing against its worker.
+NO_FAULT = frozenset({"accepted", "revoked", "retired", "duplicate", "late"})
+
+
+def owner_of(worker: Worker | None) -> str:
+    """The ticket of a stranger, or `OWN`. Who is not here any more counts as a stranger."""
+    return "unknown" if worker is None else worker.ticket
+
+
+# ---- who can work ------------------------------------------------------------------------------------------------
+
+
+def own_can_work(state: PlannerState) -> bool:
+    """Whether any machine of the owner is here, works, and brings results. One that has not installed what is newest
+    counts as long as a lease lasts: a snapshot takes its time.
+    """
+    return any(worker.is_own and _can_work(state, worker) for worker in state.fleet)
+
+
+def _can_work(state: PlannerState, worker: Worker) -> bool:
+    if worker.detached or worker.standby or worker.failures_in_a_row >= OWN_FAILURES_MAX:
+        return False
+    since = max(worker.joined_at, state.published_at)
+    return _can_sample(state, worker, state.version) or state.now - since < state.options.lease_seconds
+
+
+def _can_sample(state: PlannerState, worker: Worker, step: int) -> bool:
+    """Whether it may sample this step with what it has installed."""
+    if state.options.deterministic:
+        return True
+    ref = worker.installed
+    is_valid = ref is not None and state.published.get(ref.version) == ref
+    return is_valid and ref is not None and ref.version + state.options.max_staleness >= step
+
+
+def others_can_try(state: PlannerState, owner: str, step: int, tried_by: Iterable[str] = ()) -> bool:
+    """Whether anybody else could sample a group of this step who has not failed it yet."""
+    failed = {owner, *tried_by}
+    if OWN not in failed and own_can_work(state):
+        return True
+    return any(
+        owner_of(worker) not in failed and not is_resting(state, worker) and _can_sample(state, worker, step)
+        for worker in state.fleet
+        if not (worker.is_own or worker.detached or worker.standby)
+    )
+
+
+def is_resting(state: PlannerState, worker: Worker) -> bool:
+    """Whether the worker's ticket gets no leases for a while."""
+    return state.standings.rests.get(worker.ticket) is not None
+
+
+# ---- what one may have -------------------------------------------------------------------------------------------
+
+
+def has_credit(state: PlannerState, worker: Worker) -> bool:
+    """Whether its ticket may hold another lease."""
+    if worker.is_own or is_resting(state, worker):
+        return worker.is_own
+    standing = state.standings.of(worker.ticket)
+    return standing.credit > standing.num_held
+
+
+def may_supply(state: PlannerState, worker: Worker, step: int) -> bool:
+    """Whether its ticket may have another unit of this step."""
+    if worker.is_own:
+        return True
+    used = state.groups.supplied(step).get(worker.ticket, 0)
+    unit = state.groups.groups_per_unit * state.options.group_size
+    most = max(unit, state.options.groups_per_step * state.options.group_size // 2)
+    return used == 0 or used + unit <= most or not own_can_work(state)
+
+
+def leaves_to_others(state: PlannerState, worker: Worker, unit: Iterable[PlannedGroup]) -> bool:
+    """Whether this worker's ticket failed one of these groups, and somebody else can try it."""
+    return not worker.is_own and any(
+        worker.ticket in record.tried_by and others_can_try(state, worker.ticket, record.step, record.tried_by)
+        for record in unit
+    )
+
+
+# ---- what follows ------------------------------------------------------------------------------------------------
+
+
+def brought(state: PlannerState, worker: Worker | None) -> None:
+    """One of its results was accepted."""
+    if worker is None or worker.is_own:
+        return
+    state.conducts.of(worker.worker_id).num_failed = 0
+    standing = state.standings.of(worker.ticket)
+    most = state.options.groups_per_step * (state.options.max_staleness + 1)
+    standing.credit = min(standing.credit + 1, max(2, most))
+    standing.num_good += 1
+    if standing.num_good >= RESULTS_PER_PARDON:
+        standing.num_good, standing.num_rests = 0, max(0, standing.num_rests - 1)
+
+
+def failed(state: PlannerState, worker: Worker | None, held_seconds: float) -> None:
+    """A lease of its came to nothing: it rests, and others of its ticket are tried before it."""
+    if worker is not None and not worker.is_own:
+        state.fleet.rest(worker, state.now)
+        conduct = state.conducts.of(worker.worker_id)
+        conduct.num_failed += 1
+        worker.failures_in_a_row = conduct.num_failed
+        state.fleet.file(worker)
+        blame(state, worker.ticket, held_seconds)
+
+
+def blame(state: PlannerState, ticket: str, held_seconds: float, more: int = 0) -> None:
+    """Less credit for this ticket, and `more` less; a rest once there is none."""
+    standing = state.standings.of(ticket)
+    standing.credit = max(0, standing.credit - LOST_CREDIT - more)
+    standing.num_good = 0
+    if standing.credit == 0 and state.standings.rests.get(ticket) is None:
+        is_alone = not others_can_try(state, ticket, state.version)
+        most = MOST_REST_ALONE_SECONDS if is_alone else MOST_REST_SECONDS
+        seconds = min(most, max(REST_SECONDS, held_seconds) * 2.0 ** min(standing.num_rests, 20))
+        state.standings.rest(ticket, state.now + seconds)
+
+
+def count_attempt(state: PlannerState, record: PlannedGroup, worker: Worker | None) -> None:
+    """A lease on this group brought nothing. A ticket's tries count once while others can try."""
+    owner = owner_of(worker)
+    is_again = owner != OWN and owner in record.tried_by
+    if not (is_again and others_can_try(state, owner, record.step, record.tried_by)):
+        record.attempts += 1
+    record.tried_by[owner] = None
+
+
+def held_seconds(state: PlannerState, lease: Lease) -> float:
+    """How long this lease has been out."""
+    return max(0.0, state.now - (lease.deadline - lease.seconds))
+
+
+def expel(state: PlannerState, worker_id: str, last: str) -> str:
+    """Nothing is taken of this worker for a while. Returns the reason, for those who end its leases."""
+    seconds, num_refused = state.conducts.expel(worker_id, state.now)
+    reason = f"{num_refused} of its results and reports were refused, too many for its leases; the last: {last}"
+    state.emit(do.ExpelWorker, reason, worker_id=worker_id, seconds=seconds, num_refused=num_refused)
+    return f"expelled for {seconds:.0f} s: {reason}"

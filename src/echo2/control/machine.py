@@ -1,0 +1,65 @@
+"""What all machines share: `handle(event, now) -> list[Command]`. Timers are commands, and come back as events.
+
+Every kind of event and of command is a frozen dataclass, made one by its base class.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import dataclass_transform
+
+
+@dataclass_transform(frozen_default=True)
+class Event:
+    """Base of everything that can happen."""
+
+    def __init_subclass__(cls) -> None:
+        dataclass(frozen=True)(cls)
+
+
+class Tick(Event):
+    """The time asked for by `WakeAt` has come."""
+
+
+@dataclass_transform(frozen_default=True, kw_only_default=True)
+@dataclass(frozen=True, kw_only=True)
+class Command:
+    """Base of everything that can be asked for: the number of the event that led to it, and the reason for people."""
+
+    cause: int
+    reason: str
+
+    def __init_subclass__(cls) -> None:
+        dataclass(frozen=True, kw_only=True)(cls)
+
+
+class WakeAt(Command):
+    """Send a `Tick` at this time (a later `WakeAt` replaces an earlier one)."""
+
+    at: float
+
+
+class StateMachine:
+    """What every machine has: the number of the event in hand, the commands that it led to, and one timer."""
+
+    def __init__(self) -> None:
+        self.num_events = 0
+        self.out: list[Command] = []
+        self._wake_at: float | None = None
+
+    def begin(self, event: Event) -> None:
+        """Take the next event in hand."""
+        self.num_events += 1
+        self.out = []
+        if isinstance(event, Tick):
+            self._wake_at = None
+
+    def emit(self, kind: type[Command], reason: str, **fields: object) -> None:
+        """Add a command, caused by the event in hand."""
+        self.out.append(kind(cause=self.num_events, reason=reason, **fields))
+
+    def wake_at(self, at: float, reason: str) -> None:
+        """Ask for a `Tick` at this time, unless one comes as early."""
+        if self._wake_at is None or at < self._wake_at:
+            self._wake_at = at
+            self.out.append(WakeAt(cause=self.num_events, reason=reason, at=at))

@@ -1,0 +1,444 @@
+"""A worker's machine: what to fetch, when to swap weights, what to sample next, what to deliver again.
+
+It holds leases in order of arrival, as many of them at the engine as its slots take, results until the head has
+answered for them, and at most one snapshot on its way in. New weights go in when nothing is sampled: until then no
+lease starts (with swap = "during" they go in at once, between two tokens). Like the planner it is pure: events in,
+commands out.
+
+A worker works for one policy at a time: the one whose snapshot the head announced last. Leases are sampled with weights
+of their own policy, and none is under way while weights of another go in.
+
+    announced -> fetching (from the origin and peers, while the engine generates) -> whole -> installing -> installed
+    lease:  waiting -> generating -> produced -> answered
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from echo2.control.machine import StateMachine
+from echo2.control.worker import commands as do
+from echo2.control.worker import events as ev
+from echo2.errors import InvariantError, UserError
+from echo2.types import Lease, PayloadId, SnapshotRef
+
+#: Times a snapshot is fetched in a row although it proved corrupt.
+MAX_FETCHES = 3
+#: Seconds before a snapshot that proved corrupt so often is asked for again, unless a newer one comes first. (Never to
+#: ask again would be a deadlock where the learner waits for this worker and so publishes nothing newer.)
+REFUSED_SECONDS = 30.0
+#: Seconds between tries to deliver a result that the head did not answer for.
+REDELIVER_SECONDS = 2.0
+#: Seconds before a manifest that did not come is asked for again.
+RETRY_SECONDS = 1.0
+#: An unfinished snapshot of which this share is here is finished first, though a newer one is announced.
+NEARLY_WHOLE = 0.5
+
+
+@dataclass(slots=True)
+class Held:
+    """A lease that is here. `assignment`: its `types.Assignment`, which nobody reads here. `grant`: number of the
+    event that brought it. `num_running`: rollouts of it that need a slot."""
+
+    lease: Lease
+    assignment: Any
+    grant: int
+    num_running: int = 0
+
+
+@dataclass(slots=True)
+class Produced:
+    """A result that the head has not answered for. It is delivered again at `due_at`."""
+
+    result: Any
+    due_at: float = float("inf")
+
+
+@dataclass(slots=True)
+class Incoming:
+    """The snapshot on its way in."""
+
+    payload: PayloadId
+    is_nearly_whole: bool = False
+    is_whole: bool = False
+
+    @property
+    def ref(self) -> SnapshotRef:
+        """The snapshot that the payload makes."""
+        return self.payload.ref
+
+
+class WorkerScheduler(StateMachine):
+    """State, and one method a kind of event. `slots`: rollouts that the engine decodes at once. `deterministic`: leases
+    are sampled grant by grant, because the shape of a batch is part of what they ask for."""
+
+    def __init__(self, slots: int, swap_during: bool, deterministic: bool) -> None:
+        super().__init__()
+        self.slots = slots
+        self.swap_during = swap_during
+        self.deterministic = deterministic
+        self.connected = False
+        self.installed: SnapshotRef | None = None
+        self.newest: SnapshotRef | None = None
+        self.incoming: Incoming | None = None
+        self.installing: SnapshotRef | None = None
+        self.waiting: dict[int, Held] = {}
+        self.generating: dict[int, Held] = {}
+        self.produced: dict[int, Produced] = {}
+        self.refused = ""
+        self._asked_manifest = False
+        self._has_superseded = False
+        self._refusals: tuple[SnapshotRef | None, int] = (None, 0)
+        self._retry_at = 0.0
+
+    def handle(self, event: ev.Event, now: float) -> list[do.Command]:
+        """Take one event at time `now` (seconds of the worker's clock) and say what is to be done, in order."""
+        self.begin(event)
+        match event:
+            case ev.Connected():
+                self._connected(now)
+            case ev.Disconnected():
+                self.connected = False
+            case ev.LeasesGranted():
+                self._granted(event)
+            case ev.LeaseRevoked():
+                self._revoked(event.lease_id, event.reason)
+            case ev.SnapshotAnnounced():
+                self._announced(event)
+            case ev.SnapshotUnknown():
+                self._unknown(event.ref)
+            case ev.ManifestFailed():
+                self._asked_manifest, self._retry_at = False, now + RETRY_SECONDS
+            case ev.SnapshotWhole():
+                if self.incoming is not None and self.incoming.payload == event.payload:
+                    self.incoming.is_whole = True
+            case ev.SnapshotGone():
+                self._gone(event.payload, now)
+            case ev.SnapshotRefused():
+                self._refused(event, now)
+            case ev.SnapshotInstalled():
+                self._installed(event.ref)
+            case ev.SnapshotTooLarge():
+                self._too_large(event, now)
+            case ev.RolloutEnded():
+                if (held := self.generating.get(event.lease_id)) is not None:
+                    held.num_running = max(0, held.num_running - 1)
+            case ev.GroupProduced():
+                self._produced(event)
+            case ev.LeaseAbandoned():
+                self._abandoned(event)
+            case ev.DeliveryAnswered():
+                self.produced.pop(event.lease_id, None)
+            case ev.DeliveryFailed():
+                if (produced := self.produced.get(event.lease_id)) is not None:
+                    produced.due_at = now + REDELIVER_SECONDS
+        self._advance(now)
+        return self.out
+
+    def _advance(self, now: float) -> None:
+        self._redeliver(now)
+        self._install()
+        self._ask(now)
+        self._stop_unwanted()
+        self._start_leases()
+        dues = [at for at in (self._retry_at, *(produced.due_at for produced in self.produced.values())) if at > now]
+        if dues and self.connected and min(dues) < float("inf"):
+            self.wake_at(min(dues), "next try to deliver or to fetch")
+
+    # ---- leases and results ------------------------------------------------------------------------------------------
+
+    def _connected(self, now: float) -> None:
+        self.connected = True
+        self._asked_manifest = False
+        for produced in self.produced.values():
+            produced.due_at = now
+
+    def _granted(self, event: ev.LeasesGranted) -> None:
+        for lease, assignment in zip(event.leases, event.assignments, strict=True):
+            if lease.lease_id not in self.generating and lease.lease_id not in self.produced:
+                self.waiting[lease.lease_id] = Held(lease, assignment, self.num_events)
+
+    def _revoked(self, lease_id: int, reason: str) -> None:
+        self.waiting.pop(lease_id, None)
+        self.produced.pop(lease_id, None)
+        if self.generating.pop(lease_id, None) is not None:
+            self.emit(do.AbortLease, reason, lease_id=lease_id)
+
+    def _produced(self, event: ev.GroupProduced) -> None:
+        if self.generating.pop(event.lease_id, None) is None:
+            return  # revoked meanwhile
+        self.produced[event.lease_id] = Produced(event.result)
+        self.emit(do.Deliver, "the group is complete", lease_id=event.lease_id, result=event.result)
+
+    def _abandoned(self, event: ev.LeaseAbandoned) -> None:
+        if self.generating.pop(event.lease_id, None) is not None:
+            self.emit(do.FailLease, event.detail, lease_id=event.lease_id, failure=event.failure)
+
+    def _redeliver(self, now: float) -> None:
+        if not self.connected:
+            return
+        for lease_id, produced in self.produced.items():
+            if produced.due_at <= now:
+                produced.due_at = float("inf")
+                reason = "the head has not answered for it yet"
+                self.emit(do.Deliver, reason, lease_id=lease_id, result=produced.result)
+
+    # ---- snapshots ---------------------------------------------------------------------------------------------------
+
+    def _announced(self, event: ev.SnapshotAnnounced) -> None:
+        self._asked_manifest = False
+        ref, before = event.payload.ref, self.newest
+        if not event.asked_for:
+            # The head's word counts, not the order of names: after a fall-back an older one may be the newest.
+            self.newest = ref
+            if before is not None and ref != before:
+                self._retry_at = 0.0
+                self._fell_back(ref, before)
+        if ref in (self.installed, self.installing) or (self.incoming is not None and self.incoming.ref == ref):
+            return
+        if self.incoming is not None:
+            self.incoming.is_nearly_whole |= event.progress > NEARLY_WHOLE
+        if self._is_wanted(ref) and not self._finishes_first() and self._fits_base(event.payload):
+            self._begin(event.payload, f"{event.payload} is announced")  # else `_ask` asks for it when it is its turn
+
+    def _begin(self, payload: PayloadId, reason: str) -> None:
+        """A newer snapshot takes the place of an unfinished one; chunks they share are stored already."""
+        self._has_superseded |= self.incoming is not None and not self.incoming.is_whole
+        self._retry_at = 0.0
+        self.incoming = Incoming(payload)
+        self.emit(do.FetchSnapshot, reason, payload=payload)
+
+    def _finishes_first(self) -> bool:
+        """Is the unfinished snapshot to be installed before the newest is begun? If much of it is here; and always if
+        it has itself taken the place of another, or a publisher that is faster than the link would starve the engine.
+        """
+        incoming = self.incoming
+        if incoming is None or self._demanded() is not None:
+            return False
+        if self.newest is not None and incoming.ref.history != self.newest.history:
+            return False  # nothing made with it could be trained on
+        return incoming.is_whole or incoming.is_nearly_whole or self._has_superseded
+
+    def _fits_base(self, payload: PayloadId) -> bool:
+        if payload.base is None:
+            return True
+        return payload.base == (self.installing or self.installed) and self._refusals[0] != payload.ref
+
+    def _fell_back(self, ref: SnapshotRef, before: SnapshotRef) -> None:
+        """If the learner came back to an older version, what was granted before may wait for one that never comes; so
+        it does if this worker works for another policy now.
+        """
+        if ref.history == before.history and ref.version > before.version:
+            return
+        for lease_id in [key for key, held in self.waiting.items() if held.lease.group.policy != ref.policy]:
+            self._fail_waiting(lease_id, f"the worker works for policy {ref.policy} now")
+        for lease_id in [key for key, held in self.waiting.items() if held.lease.min_version > ref.version]:
+            least = self.waiting[lease_id].lease.min_version
+            self._fail_waiting(lease_id, f"the learner fell back to {ref}; version {least} is not to be had")
+
+    def _fail_waiting(self, lease_id: int, detail: str) -> None:
+        del self.waiting[lease_id]
+        self.emit(do.FailLease, detail, lease_id=lease_id, failure="snapshot_gone")
+
+    def _demanded(self) -> SnapshotRef | None:
+        """What the first waiting lease demands exactly, if it does; of whichever lineage (0) has the version."""
+        first = next(iter(self.waiting.values()), None)
+        if first is None or first.lease.exact_version is None:
+            return None
+        return SnapshotRef(first.lease.group.policy, 0, first.lease.exact_version)
+
+    def _is_wanted(self, ref: SnapshotRef) -> bool:
+        """Is this the snapshot to have next: the one demanded, else the newest?"""
+        demanded = self._demanded()
+        return ref == self.newest if demanded is None else _is_same_version(ref, demanded)
+
+    def _unknown(self, ref: SnapshotRef) -> None:
+        """The origin has no such snapshot (any more)."""
+        self._asked_manifest = False
+        if self.newest == ref:
+            self.newest = self.installed
+        newest = -1 if self.newest is None else self.newest.version
+        leases = [held.lease for held in self.waiting.values()]
+        mine = [(lease.lease_id, lease) for lease in leases if lease.group.policy == ref.policy]
+        for lease_id, lease in mine:
+            gone = lease.exact_version == ref.version
+            if gone or (lease.min_version == ref.version and newest < lease.min_version):
+                self._fail_waiting(lease_id, f"no snapshot of version {ref.version} is to be had")
+
+    def _ask(self, now: float) -> None:
+        """Ask for the manifest of what is wanted and is neither here nor on its way."""
+        if not self.connected or now < self._retry_at or self.newest is None or self._asked_manifest:
+            return
+        if any(ref is not None and self._is_wanted(ref) for ref in (self.installed, self.installing)):
+            return
+        if self.incoming is not None and (self._is_wanted(self.incoming.ref) or self._finishes_first()):
+            return
+        demanded = self._demanded()
+        ref = self.newest if demanded is None or _is_same_version(self.newest, demanded) else demanded
+        refused, base = self._refusals[0], self.installing or self.installed
+        if (refused and _is_same_version(refused, ref)) or (base and base.policy != ref.policy):
+            base = None
+        self._asked_manifest = True
+        self.emit(do.AskManifest, f"version {ref.version} is needed", ref=ref, base=base)
+
+    def _gone(self, payload: PayloadId, now: float) -> None:
+        """What comes next is announced, or asked for anew."""
+        if self.incoming is not None and self.incoming.payload == payload and self.installing != payload.ref:
+            self.incoming, self._retry_at = None, now + RETRY_SECONDS
+
+    def _refused(self, event: ev.SnapshotRefused, now: float) -> None:
+        """It was whole and did not verify, or the engine would not take it: never installed, fetched again; whole, if
+        it was a delta.
+        """
+        if self.installing == event.payload.ref:
+            self.installing = None
+        if self.incoming is None or self.incoming.payload != event.payload:
+            return
+        self._say(f"{event.payload}: {event.reason}")
+        ref, count = self._refusals
+        count = count + 1 if ref == event.payload.ref else 1
+        self._refusals = (event.payload.ref, count)
+        if count >= MAX_FETCHES:
+            self.incoming, self._retry_at = None, now + REFUSED_SECONDS
+            self._refusals = (event.payload.ref, 0)
+        elif event.payload.base is not None:
+            self.incoming = None
+        else:
+            self.incoming = Incoming(event.payload)
+            self.emit(do.FetchSnapshot, f"it was refused: {event.reason}", payload=event.payload)
+
+    def _too_large(self, event: ev.SnapshotTooLarge, now: float) -> None:
+        """The worker goes on with what it has, and tries again with the next snapshot; or with this one after a while,
+        because the learner may wait for this worker and so publish no other.
+
+        Raises:
+            UserError: it has nothing to go on with.
+        """
+        if self.installed is None:
+            raise UserError(
+                f"The device has no room for this model: {event.reason}. Free its memory, or join with a larger one."
+            )
+        if self.installing == event.payload.ref:
+            self.installing = None
+        if self.incoming is not None and self.incoming.payload == event.payload:
+            self.incoming, self._retry_at = None, now + REFUSED_SECONDS
+        self._say(f"{event.payload}: no room for it beside {self.installed}: {event.reason}")
+
+    def _say(self, refused: str) -> None:
+        """Have the head know which snapshot was not installed, and why."""
+        self.refused = refused
+        self.emit(do.ReportInstalled, refused)
+
+    def _install(self) -> None:
+        incoming = self.incoming
+        if self.installing is not None or incoming is None or not incoming.is_whole or not self._is_due(incoming.ref):
+            return
+        base = incoming.payload.base
+        if base is not None and base != self.installed:
+            self._refusals = (incoming.ref, 0)
+            self.incoming = None
+            return  # it stands on weights that are not here; `_ask` asks for all of it
+        if self._is_kept_out(incoming.ref):
+            return
+        self.installing = incoming.ref
+        when = "between two tokens" if self.generating else "while nothing is sampled"
+        self.emit(do.InstallSnapshot, f"{incoming.payload} is whole; swapped {when}", payload=incoming.payload)
+
+    def _is_kept_out(self, ref: SnapshotRef) -> bool:
+        """Must these weights wait for what is being sampled?"""
+        if not self.generating:
+            return False
+        is_exact = any(held.lease.exact_version is not None for held in self.generating.values())
+        return not self.swap_during or is_exact or self._is_of_other_policy(ref)
+
+    def _is_of_other_policy(self, ref: SnapshotRef) -> bool:
+        return self.installed is not None and ref.policy != self.installed.policy
+
+    def _is_due(self, ref: SnapshotRef) -> bool:
+        """May this one, which is whole, go in now? What a lease demands keeps others out until it is sampled."""
+        if self._demanded() is not None or self.newest is None:
+            return self._is_wanted(ref)
+        return ref == self.newest or (ref.history == self.newest.history and self.installed != self.newest)
+
+    def _stop_unwanted(self) -> None:
+        incoming = self.incoming
+        if incoming is None or self._demanded() is not None or self.newest in (incoming.ref, None):
+            return
+        if self.newest in (self.installed, self.installing):
+            self.incoming = None
+            self.emit(do.StopFetching, f"{self.newest} is the newest, and is here", payload=incoming.payload)
+
+    def _installed(self, ref: SnapshotRef) -> None:
+        if self.installing != ref:
+            raise InvariantError(f"{ref} was installed, {self.installing} was asked for")
+        self.installed, self.installing = ref, None
+        self._has_superseded, self.refused = False, ""
+        if self._refusals[0] == ref:
+            self._refusals = (None, 0)
+        if self.incoming is not None and self.incoming.ref == ref:
+            self.incoming = None
+        self.emit(do.ReportInstalled, f"{ref} is installed")
+
+    # ---- generating --------------------------------------------------------------------------------------------------
+
+    def _start_leases(self) -> None:
+        """Give the engine what waits, in order, as far as the installed version may sample it and a slot is free. A
+        lease that waits for newer weights is passed over; one that demands its version, or another policy, is next."""
+        if self.installed is None or self._is_swap_next():
+            return
+        if self.deterministic:
+            self._start_unit(self.installed)
+            return
+        for lease in [held.lease for held in self.waiting.values()]:
+            if sum(held.num_running for held in self.generating.values()) >= self.slots:
+                return
+            is_torn = self.installing is not None and lease.exact_version is not None
+            if is_torn or not _fits(lease, self.installed):
+                if lease.exact_version is not None or lease.group.policy != self.installed.policy:
+                    return
+                continue
+            held = self._start(lease.lease_id)
+            reason = f"a slot is free, and {self.installed} is installed"
+            self.emit(do.StartLease, reason, lease=lease, assignment=held.assignment)
+
+    def _start_unit(self, installed: SnapshotRef) -> None:
+        """A grant, when the one before it has ended."""
+        if self.generating or not self.waiting or self.installing is not None:
+            return
+        grant = next(iter(self.waiting.values())).grant
+        unit = [held for held in self.waiting.values() if held.grant == grant]
+        if not all(_fits(held.lease, installed) for held in unit):
+            return
+        for held in unit:
+            self._start(held.lease.lease_id)
+        leases, assignments = tuple(held.lease for held in unit), tuple(held.assignment for held in unit)
+        reason = f"nothing is sampled, and {installed} is installed"
+        self.emit(do.StartUnit, reason, leases=leases, assignments=assignments)
+
+    def _start(self, lease_id: int) -> Held:
+        held = self.generating[lease_id] = self.waiting.pop(lease_id)
+        held.num_running = held.lease.num_samples
+        return held
+
+    def _is_swap_next(self) -> bool:
+        """Are weights going in, or waiting for what is sampled to end, so that no more may start?"""
+        if self.installing is not None:
+            return not self.swap_during or self._is_of_other_policy(self.installing)
+        incoming = self.incoming
+        if incoming is None or not incoming.is_whole or not self._is_due(incoming.ref):
+            return False
+        return not self.swap_during or self._is_of_other_policy(incoming.ref)
+
+
+def _fits(lease: Lease, installed: SnapshotRef) -> bool:
+    """Whether weights that are installed may sample this lease."""
+    if installed.policy != lease.group.policy:
+        return False
+    exact, version = lease.exact_version, installed.version
+    return version >= lease.min_version if exact is None else version == exact
+
+
+def _is_same_version(one: SnapshotRef, other: SnapshotRef) -> bool:
+    """Whether both name the same version of a policy, of any lineage."""
+    return (one.policy, one.version) == (other.policy, other.version)

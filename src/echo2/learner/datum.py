@@ -1,0 +1,42 @@
+"""What the learner trains on: one sequence of tokens, which of them count, and what a loss needs to know of each."""
+
+from __future__ import annotations
+
+from array import array
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Datum:
+    """One sequence of P prompt tokens and T tokens after them. Prompt tokens are read and never predicted.
+
+    prompt_tokens       'i' [P], P >= 1. Neighbours with equal prompts share its computation
+    tokens              'i' [T], T >= 1
+    loss_mask           [T], 1 where the token is predicted and counts; at least one is
+    weights             'd' [T], factor of each token's loss; None: 1. Gradients are sums of weighted token losses
+    advantages          'd' [T], for policy gradients; None: 0
+    behaviour_logprobs  'f' [T], of the sampler, at the temperature and the supports it drew from; None: 0
+    reference_logprobs  'd' [T], of a reference policy, for losses that pull towards one; None: 0
+    version_spans       (first token, policy version that sampled from there on), ascending; empty: no version did
+    version             the policy version that is trained: lags count from it
+    source              who made it, for statistics
+    support_*           as in `types.Rollout`: the tokens that each could have been, where sampling was narrowed
+    """
+
+    prompt_tokens: array[int]
+    tokens: array[int]
+    loss_mask: bytes
+    weights: array[float] | None = None
+    advantages: array[float] | None = None
+    behaviour_logprobs: array[float] | None = None
+    reference_logprobs: array[float] | None = None
+    version_spans: tuple[tuple[int, int], ...] = ()
+    version: int = 0
+    source: str = ""
+    support_tokens: array[int] | None = None
+    support_offsets: array[int] | None = None
+
+    @property
+    def num_inputs(self) -> int:
+        """Tokens after the prompt that are run: nothing is predicted after the last token that counts."""
+        return self.loss_mask.rindex(1)

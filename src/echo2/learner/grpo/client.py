@@ -1,0 +1,245 @@
+"""Training steps on scored groups, made of the trainer's verbs.
+
+    forward_backward(groups)    add the groups' gradients; any number of times, any split
+    optim_step()                one AdamW step on what was added; the version grows by one
+    update()                    the same within a training step: the version stays (`updates_per_step`)
+    save_state / load_state     weights, optimizer, and where the run stands
+
+Groups become data (`data.py`), the policy loss and the pull to a reference become one loss (`GrpoLoss`), the schedule
+and the effective sample size become the learning rate. The rate, not the gradient, is scaled by sqrt(min(1, ESS / B))
+(VCPO, arXiv 2602.17616): Adam would cancel the other.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+import msgspec
+import torch
+from torch import Tensor
+
+from echo2.config import Config
+from echo2.errors import InvariantError, UserError
+from echo2.learner.batch import Layout
+from echo2.learner.grpo.data import GroupData, divisor_of, group_data
+from echo2.learner.grpo.loss_stats import LossStats, measure
+from echo2.learner.grpo.reference import frozen_copy, token_kl
+from echo2.learner.losses import LossTokens, PolicyLoss, log_ratio, make_loss
+from echo2.learner.model import Policy
+from echo2.learner.trainer import AdamParams, Trainer
+from echo2.types import RolloutGroup, TensorBytes
+
+POLICY, REFERENCE = "the policy", "its reference"
+
+
+@dataclass(frozen=True, slots=True)
+class StepStats:
+    """One training step. `num_tokens` is N; `divisor` is what the sums were divided by; `grad_norm` is before
+    clipping; `skipped`: nothing to learn from, weights and optimizer untouched (the version grew all the same).
+
+    Of `num_updates` in one step, `a + b`: the later `lr`, the larger `grad_norm`, sums of the rest.
+    """
+
+    lr: float
+    grad_norm: float
+    num_tokens: int
+    skipped: bool
+    losses: LossStats
+    divisor: float = 1.0
+    num_updates: int = 1
+
+    def __add__(self, other: StepStats) -> StepStats:
+        return StepStats(
+            lr=other.lr,
+            grad_norm=max(self.grad_norm, other.grad_norm),
+            num_tokens=self.num_tokens + other.num_tokens,
+            skipped=self.skipped and other.skipped,
+            losses=self.losses + other.losses,
+            divisor=self.divisor + other.divisor,
+            num_updates=self.num_updates + other.num_updates,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class RunPosition:
+    """Where a run stands: completed training steps, lineage, the position in the task stream, and what the loss keeps
+    of the last step (`LossKind.remember`). A checkpoint holds it beside the weights.
+    """
+
+    version: int
+    lineage: int = 0
+    cursor: int = 0
+    loss_memory: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class GrpoLoss:
+    """A policy loss with `reference_kl` times the pull to the reference. The trainer gives back, of each micro-batch,
+    its statistics and what the loss is to remember: log ratios and advantages [2, n], None where it keeps nothing.
+    """
+
+    policy_loss: PolicyLoss
+    reference_kl: float
+
+    def __call__(self, logp_n: Tensor, tokens: LossTokens) -> tuple[Tensor, tuple[LossStats, Tensor | None]]:
+        found = self.policy_loss(logp_n, tokens)
+        loss_n, reference_kl = found.loss_n, None
+        if self.reference_kl > 0.0:
+            kl_n = token_kl(logp_n, tokens, found.vetoed_S)
+            loss_n, reference_kl = loss_n + self.reference_kl * kl_n, kl_n.detach().sum()
+        remembered = None
+        if self.policy_loss.kind.remember is not None:
+            remembered = torch.stack([log_ratio(logp_n.detach(), tokens), tokens.advantage_n]).cpu()
+        loss = (loss_n.detach() * tokens.weight_n).sum()
+        return loss_n, (measure(loss, logp_n, tokens, found, reference_kl), remembered)
+
+
+class GrpoClient:
+    """One policy's training on scored groups. `version` = completed training steps."""
+
+    def __init__(self, policy: Policy, config: Config, layout: Layout = "auto") -> None:
+        """Raises: UserError, where there is no room for the reference."""
+        self.policy = policy
+        self.config = config
+        self.version = 0
+        self._loss = make_loss(config.learner.loss, config.learner.loss_params)
+        self._trainer = Trainer(config.learner.tokens_per_microbatch, layout)
+        self._trainer.add(POLICY, policy)
+        if config.learner.reference_kl > 0.0:
+            self._trainer.add(REFERENCE, frozen_copy(policy), is_trained=False)
+        self._before: StepStats | None = None  # of the updates that this step has had
+        self._forget_sums()
+
+    def why_unfit(self, group: RolloutGroup) -> str:
+        """Why the model can't read the group; empty: it can. The head checks the rest when a result comes in, and knows
+        the context of most models; one that it missed would be fed again after every death of the learner.
+        """
+        prompt, longest = len(group.prompt_tokens), max(len(rollout.tokens) for rollout in group.rollouts)
+        most = self.policy.max_positions
+        if most is None or prompt + longest <= most:
+            return ""
+        return f"{prompt} + {longest} tokens, where the model has {most} positions"
+
+    def num_tokens_run(self, group: RolloutGroup) -> int:
+        """Tokens that training on the group runs, prompts included; 0 where it has nothing to teach.
+
+        Raises:
+            InvariantError: the group is unscored.
+        """
+        return self._trainer.num_tokens_run(POLICY, self._data_of(group).data)
+
+    def forward_backward(self, groups: Sequence[RolloutGroup]) -> LossStats:
+        """Add the gradient sums of whole groups; statistics of these groups alone.
+
+        Raises:
+            InvariantError: a group is unscored or has an empty prompt.
+        """
+        parts = [self._data_of(group) for group in groups]
+        self._num_tokens += sum(part.num_tokens for part in parts)
+        self._num_rollouts += sum(part.num_rollouts for part in parts)
+        data = [datum for part in parts for datum in part.data]
+        temperature, stats = self.config.sampling.temperature, LossStats()
+        if self.config.learner.reference_kl > 0.0:
+            reference = self._trainer.forward(REFERENCE, data, temperature)
+            data = [replace(datum, reference_logprobs=logp) for datum, logp in zip(data, reference, strict=True)]
+        loss = GrpoLoss(self._loss, self.config.learner.reference_kl)
+        for measured, remembered in self._trainer.forward_backward(POLICY, data, loss, temperature).outputs:
+            stats += measured
+            self._stats += measured  # one by one: the same sums however the calls were cut
+            if remembered is not None:
+                self._remembered.append(remembered)
+        return stats
+
+    @property
+    def is_within_step(self) -> bool:
+        """Whether the weights are no version's: a step has been updated with a part of its groups."""
+        return self._before is not None
+
+    def optim_step(self) -> StepStats:
+        """One AdamW step on the gradients added so far, which ends the training step; statistics of all of it.
+
+        Raises:
+            UserError: the gradient is not finite (training has diverged); the weights are those of before the update.
+        """
+        if self._before is None or self._num_rollouts:
+            self.update()
+        assert self._before is not None
+        result, self._before = self._before, None
+        self.version += 1
+        return result
+
+    def update(self) -> None:
+        """One AdamW step on the gradients added so far, with more groups of the same training step to come.
+
+        Raises:
+            UserError: as `optim_step`.
+        """
+        learner, lr = self.config.learner, self._scheduled_lr()
+        if learner.loss != "none":  # the negative control corrects nothing
+            lr *= math.sqrt(self._stats.ess_ratio)
+        max_tokens = self.config.sampling.max_tokens
+        divisor = divisor_of(learner.normalisation, self._num_tokens, self._num_rollouts, max_tokens)
+        adam = AdamParams(lr, weight_decay=learner.weight_decay, grad_clip=learner.grad_clip)
+        step = self._trainer.optim_step(POLICY, adam, divisor)
+        done = StepStats(
+            lr, step.grad_norm, self._num_tokens, not step.updated, self._stats, divisor, int(step.updated)
+        )
+        if self._remembered:
+            self._loss = replace(self._loss, memory=self._loss.remember(*torch.cat(self._remembered, dim=1)))
+        self._forget_sums()
+        self._before = done if self._before is None else self._before + done
+
+    def save_weights_for_sampler(self) -> tuple[Mapping[str, TensorBytes], Mapping[str, bytes]]:
+        """A copy of the weights (in `snapshot_dtype`) and the files that make them a model."""
+        return self._trainer.save_weights_for_sampler(POLICY, self.config.model.snapshot_dtype)
+
+    def save_state(self, directory: Path, lineage: int = 0, cursor: int = 0) -> Future[None]:
+        """Begin to write a checkpoint to `directory`, whole or not at all; to be called between steps. The next step
+        trains meanwhile; its `optim_step` waits for the end of it. The result raises as `Trainer.save_state`'s.
+
+        Raises:
+            InvariantError: it is called within a step.
+        """
+        if self.is_within_step:
+            raise InvariantError(f"a checkpoint within step {self.version} would be trained on its groups again")
+        position = RunPosition(self.version, lineage, cursor, self._loss.memory)
+        return self._trainer.save_state(POLICY, directory, asdict(position))
+
+    def load_state(self, directory: Path) -> RunPosition:
+        """Go on from a checkpoint: weights, optimizer and version as they were.
+
+        Raises:
+            UserError: there is no whole checkpoint, or it is of another model or of no run.
+        """
+        client = self._trainer.load_state(POLICY, directory)
+        try:
+            position = msgspec.convert(client, RunPosition)
+        except msgspec.ValidationError as error:
+            raise UserError(f"{directory} is no checkpoint of a run: {error}. Name a checkpoints/step_N.") from error
+        self._forget_sums()
+        self._before = None
+        self.version, self._loss = position.version, replace(self._loss, memory=position.loss_memory)
+        return position
+
+    def _forget_sums(self) -> None:
+        self._num_tokens, self._num_rollouts, self._stats = 0, 0, LossStats()
+        self._remembered: list[Tensor] = []
+
+    def _data_of(self, group: RolloutGroup) -> GroupData:
+        learner = self.config.learner
+        keeps_flat = learner.reference_kl > 0.0
+        return group_data(group, self.version, learner.advantage, learner.normalisation, keeps_flat)
+
+    def _scheduled_lr(self) -> float:
+        learner, max_steps = self.config.learner, self.config.run.max_steps
+        if self.version < learner.warmup_steps:
+            return learner.lr * (self.version + 1) / learner.warmup_steps
+        if learner.lr_schedule == "constant":
+            return learner.lr
+        done = (self.version - learner.warmup_steps) / max(1, max_steps - learner.warmup_steps)
+        left = 1.0 - min(1.0, done)
+        return learner.lr * (left if learner.lr_schedule == "linear" else 0.5 - 0.5 * math.cos(math.pi * left))

@@ -1,0 +1,123 @@
+"""Which groups the learner was training on when it died, kept over its restarts.
+
+A group that is fed is in the ledger and is fed again, so one that kills the learner (out of memory, a kernel's crash)
+would kill the next one too, for ever. After TOGETHER_MAX deaths in a micro-batch its groups are trained on one by one;
+one that the learner has died on ALONE_MAX times, alone, is left out for good and named. What is trained on without a
+death is forgotten here. A learner that dies on one group after the other is not the groups' fault, and says so.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+import msgspec
+
+from echo2.errors import UserError
+from echo2.types import RolloutGroup
+
+log = logging.getLogger(__name__)
+
+TOGETHER_MAX = 2
+#: With those together, one less than the restarts in a minute that end a run.
+ALONE_MAX = 2
+#: Groups left out in a row, before the machine is to blame.
+LEFT_OUT_MAX = 3
+
+
+@dataclass(slots=True)
+class _Deaths:
+    """As it is stored. `together`, `alone`: deaths by group; `at_work`: what is trained on at the moment."""
+
+    together: dict[int, int] = field(default_factory=dict)
+    alone: dict[int, int] = field(default_factory=dict)
+    left_out: list[int] = field(default_factory=list)
+    num_in_a_row: int = 0
+    at_work: list[int] = field(default_factory=list)
+
+
+class CrashRecord:
+    """Reads what the learner before left in `path`, and counts its death if it died while it trained.
+
+    Raises:
+        UserError: the learner dies on one group after the other.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._deaths = deaths = _read(path)
+        counts = deaths.alone if len(deaths.at_work) == 1 else deaths.together
+        for number in deaths.at_work:
+            counts[number] = counts.get(number, 0) + 1
+        for number in [number for number, count in deaths.alone.items() if count >= ALONE_MAX]:
+            del deaths.alone[number]
+            deaths.left_out.append(number)
+            deaths.num_in_a_row += 1
+        is_hopeless = deaths.num_in_a_row > LEFT_OUT_MAX
+        if is_hopeless:
+            deaths.num_in_a_row, deaths.left_out = 0, []  # none of them was to blame: --resume tries all again
+        if deaths.at_work:
+            self._write([])
+        if is_hopeless:
+            raise UserError(
+                f"The learner died on {LEFT_OUT_MAX + 1} groups in a row, each trained on alone: this machine can't "
+                "train on what the run samples. See its log; lower sampling.max_tokens or take a larger machine, and "
+                "--resume."
+            )
+
+    def why_unfit(self, group: RolloutGroup) -> str:
+        """Why the group is to be left out; empty: it is not."""
+        is_fit = group.group.number not in self._deaths.left_out
+        return "" if is_fit else f"the learner died {ALONE_MAX} times while it trained on this group alone"
+
+    @property
+    def summary(self) -> str:
+        """For people, after what the learner does: deaths that it has not trained past yet, and what they cost."""
+        deaths = max([0, *self._deaths.together.values(), *self._deaths.alone.values()])
+        left_out = ", ".join(f"train-{number}" for number in self._deaths.left_out[-LEFT_OUT_MAX:])
+        died = f"; it died {deaths} times on groups that it trains again" if deaths else ""
+        return died + (f"; left out, for it died of them: {left_out}" if left_out else "")
+
+    def batches(self, groups: Sequence[RolloutGroup]) -> list[list[RolloutGroup]]:
+        """What to train on together: those without suspicion, and each of the others alone."""
+        suspects = [group for group in groups if self._deaths.together.get(group.group.number, 0) >= TOGETHER_MAX]
+        others = [group for group in groups if group not in suspects]
+        return [*([others] if others else []), *([group] for group in suspects)]
+
+    @contextmanager
+    def training(self, groups: Sequence[RolloutGroup]) -> Iterator[None]:
+        """These groups are trained on inside; who leaves otherwise than by the end has died of it."""
+        numbers = [group.group.number for group in groups]
+        self._write(numbers)
+        yield
+        for number in numbers:
+            self._deaths.together.pop(number, None)
+            self._deaths.alone.pop(number, None)
+        self._deaths.num_in_a_row = 0
+        self._write([])
+
+    def _write(self, at_work: list[int]) -> None:
+        """A disk that refuses costs the record, not the step."""
+        self._deaths.at_work = at_work
+        temporary = self._path.with_name(f"{self._path.name}.tmp")
+        try:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            temporary.write_text(json.dumps(asdict(self._deaths)), encoding="utf-8")
+            os.replace(temporary, self._path)
+        except OSError as error:
+            log.warning("deaths are not counted: cannot write %s: %s", self._path, error.strerror)
+
+
+def _read(path: Path) -> _Deaths:
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=_Deaths)
+    except FileNotFoundError:
+        return _Deaths()
+    except (OSError, msgspec.MsgspecError, RecursionError) as error:
+        log.warning("deaths are counted from nothing: %s is damaged: %s", path, error)
+        return _Deaths()

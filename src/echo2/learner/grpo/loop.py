@@ -1,0 +1,201 @@
+"""The learner's life, on one screen. Read this first.
+
+Step t takes the groups that the head feeds for it, micro-batch by micro-batch as they come, and makes version t + 1.
+Four orders must hold:
+
+1. the head has *recorded* step t before anything builds on it: the groups of t + 1, its snapshot, its checkpoint;
+2. a checkpoint is durable before the head is told, because it lets go of the groups that it covers; it is written
+   while the groups of the next step come in, and the weights wait for it. A stop leaves one, whenever it comes;
+3. a snapshot is a copy: it is encoded and sent in the background while the next step trains;
+4. what was fed is checked again (staleness, order, size) before it is trained on; what can't be is left out and named.
+
+Torch works in this thread; the network lives in `session.HeadSession`'s.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from echo2.errors import LinkError, PeerError
+from echo2.learner import checkpoint
+from echo2.learner.grpo.client import GrpoClient
+from echo2.learner.grpo.crash_record import CrashRecord
+from echo2.learner.grpo.saving import Checkpoints
+from echo2.learner.grpo.step_meter import StepMeter
+from echo2.learner.head_client import OVER
+from echo2.learner.session import HeadSession
+from echo2.transport import wire_pb2 as wire
+from echo2.types import RolloutGroup
+
+log = logging.getLogger(__name__)
+
+#: Beside the checkpoints: what the learner is training on.
+CRASH_RECORD = "training.json"
+
+
+def resume(client: GrpoClient, checkpoints: Path) -> bool:
+    """Load the newest whole checkpoint, if there is one; damaged newer ones are set aside."""
+    newest = checkpoint.recover(checkpoints)
+    if newest is not None:
+        client.load_state(newest)
+    return newest is not None
+
+
+def train(client: GrpoClient, head: HeadSession, checkpoints: Path) -> str:
+    """Train from where `client` and `head` stand to the last step, or until the head says stop; why it ended.
+    `checkpoints` is the directory of the step_N directories.
+
+    Raises:
+        LinkError: the head was away for longer than the session's patience.
+        UserError: training diverged, the learner dies on whatever it trains on, or a checkpoint can't be written (room
+            is waited for).
+        InvariantError: the head fed what must not be trained on.
+    """
+    if client.config.run.deterministic and client.policy.device.type == "cuda":  # on the CPU all algorithms are
+        torch.use_deterministic_algorithms(True)
+    saves = Checkpoints(checkpoints, client.config.learner.keep_checkpoints, client, head)
+    recorded = _Recorded(client.version)
+    try:
+        reason = _train_steps(client, head, CrashRecord(checkpoints / CRASH_RECORD), saves, recorded)
+    except (LinkError, PeerError) as error:
+        _leave(client, saves, recorded)
+        reason = head.stop_reason or (error.detail if isinstance(error, PeerError) and error.reason == OVER else "")
+        if not reason:
+            raise
+        return reason
+    _leave(client, saves, recorded)
+    return reason
+
+
+@dataclass(slots=True)
+class _Recorded:
+    """The version whose step the head has recorded last, and the position in the task stream after it."""
+
+    version: int
+    cursor: int = 0
+
+
+def _leave(client: GrpoClient, saves: Checkpoints, recorded: _Recorded) -> None:
+    """Save what was trained since the last checkpoint. A step that is under way is dropped; what can't be saved is the
+    version of a step that the head has not recorded: a run can't go on from there.
+    """
+    if client.is_within_step or client.version != recorded.version:
+        log.warning(
+            "no checkpoint of the step under way: %s; the run goes on from the newest one before",
+            "it has had a part of its updates" if client.is_within_step else "the head has not recorded it",
+        )
+        return
+    saves.save_last(recorded.cursor)
+
+
+def _train_steps(
+    client: GrpoClient, head: HeadSession, record: CrashRecord, saves: Checkpoints, recorded: _Recorded
+) -> str:
+    config = client.config
+    meter = StepMeter(client.version, config)
+    saves.report_again()
+    if client.version < head.max_steps:
+        head.want_groups(client.version)
+    _publish_if_due(client, head, meter)
+
+    while (step := client.version) < head.max_steps:
+        end = _train_on_groups(client, head, meter, record, saves)
+        with meter.time("checkpoint"):
+            saves.finish(tells_head=not end.stop)
+        if end.stop or head.stop_reason:
+            return head.stop_reason or end.reason
+        with meter.time("train"):
+            stats = client.optim_step()
+        head.doing = f"reporting step {step}"
+        head.report_step(step, meter.numbers, meter.metrics(stats))
+        recorded.version, recorded.cursor = client.version, end.cursor
+
+        meter = StepMeter(client.version, config)
+        is_last = client.version >= head.max_steps
+        if not is_last:
+            head.want_groups(client.version)
+        _publish_if_due(client, head, meter)
+        if is_last or client.version % config.learner.checkpoint_every == 0:
+            # A learner that comes back to this checkpoint can make this version's snapshot again, but no earlier one,
+            # and steps may need it.
+            with meter.time("publish_wait"):
+                head.finish_publishing(but=client.version)
+            saves.begin(recorded.cursor)
+
+    saves.finish()
+    head.doing = "sending the last snapshot"
+    head.finish_publishing()
+    return "all steps are trained"
+
+
+def _train_on_groups(
+    client: GrpoClient, head: HeadSession, meter: StepMeter, record: CrashRecord, saves: Checkpoints
+) -> wire.StepDone:
+    """Gradients of one step, a micro-batch as soon as another group like the last would not fit into it; what ended
+    the step.
+
+    Where the cuts are follows from the arrivals alone: the same arrivals give the same sums, and in deterministic mode
+    the arrivals are in order of issue. With several updates a step the step is cut into as many parts, no micro-batch
+    crosses them, and each is an update of its own; `optim_step` ends the last.
+    """
+    learner = client.config.learner
+    groups_per_update = client.config.schedule.groups_per_step // learner.updates_per_step
+    waiting: list[RolloutGroup] = []
+    num_tokens = 0
+    arrivals = head.groups()
+    while True:
+        if head.stop_reason:
+            return wire.StepDone(stop=True, reason=head.stop_reason)
+        head.doing = f"waiting for groups of step {client.version} ({len(meter.numbers)} came)"
+        with meter.time("wait_for_batch"):
+            item = next(arrivals)
+        is_full = is_end = isinstance(item, wire.StepDone)
+        if isinstance(item, RolloutGroup):
+            problem = client.why_unfit(item) or record.why_unfit(item)
+            meter.see(item, is_fit=not problem)
+            if problem:
+                log.warning("%s of %s is left out of step %d: %s", item.group, item.worker_id, item.step, problem)
+            else:
+                waiting.append(item)
+                more = client.num_tokens_run(item)
+                num_tokens += more
+                is_full = num_tokens + more > learner.tokens_per_microbatch
+        is_part = learner.updates_per_step > 1 and not is_end and len(meter.numbers) % groups_per_update == 0
+        if waiting and (is_full or is_part):
+            head.doing = f"training step {client.version}{record.summary}"
+            with meter.time("train"):
+                for batch in record.batches(waiting):
+                    with record.training(batch):
+                        client.forward_backward(batch)
+            waiting, num_tokens = [], 0
+        if is_part:
+            with meter.time("checkpoint"):
+                saves.finish()
+            with meter.time("train"):
+                client.update()
+        if isinstance(item, wire.StepDone):
+            return item
+
+
+def _publish_if_due(client: GrpoClient, head: HeadSession, meter: StepMeter) -> None:
+    """Send the weights if the schedule asks for it and workers cannot have them yet.
+
+    After a resume between two publications the newest due one may be gone from the head; then the present weights take
+    its place, or the workers would wait for ever.
+    """
+    version, published = client.version, head.published
+    newest_due = version - version % client.config.schedule.kappa
+    is_due = version == newest_due or version == head.max_steps
+    if version in published or (not is_due and any(newest_due <= have < version for have in published)):
+        return
+    head.doing = f"publishing version {version}"
+    with meter.time("publish_wait"):
+        head.make_room()
+    with meter.time("publish"):
+        if version not in head.published:
+            tensors, files = client.save_weights_for_sampler()
+            head.publish(version, tensors, files)

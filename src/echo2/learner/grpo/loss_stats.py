@@ -1,0 +1,150 @@
+"""What a step's loss did and how far the data was from the policy, as sums that add up over any split of the step.
+
+k3 is Schulman's estimate of KL(mu || pi), r - 1 - l. All log ratios are clamped to +-20. Kept for the step, for each
+range of lags and for each worker: one bad machine, or one bad lag, does not show in a mean over all.
+
+Shape suffixes: n = loss tokens, S = sequences, q = quantities of `Mismatch`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from echo2.learner.losses import LOGGED_LAG, LossTokens, TokenLosses, log_ratio
+
+LAG_BOUNDS = (LOGGED_LAG, 0, 1, 2, 4, 8, 16, 32)
+LAG_NAMES = ("logged", "0", "1", "2", "3_4", "5_8", "9_16", "17_32", "33_up")
+LOG_WEIGHT_LIMIT = math.log(10.0)  # of a sequence, in the effective sample size
+MAX_WORKERS_NAMED = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Mismatch:
+    """Sums over some of the tokens. `dropped_*`: without a policy gradient, by sign of the advantage."""
+
+    tokens: float = 0.0
+    abs_log_ratio: float = 0.0
+    k3: float = 0.0
+    dropped_positive: float = 0.0
+    dropped_negative: float = 0.0
+
+    def __add__(self, other: Self) -> Self:
+        return type(self)(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
+
+
+@dataclass(frozen=True, slots=True)
+class LossStats(Mismatch):
+    """Sums over loss tokens and sequences (and two maxima): `a + b` describes both parts together.
+
+    `loss` is weighted as the normalisation asks. `weight*` are sums of the sequences' importance weights and their
+    squares, for the effective sample size. `by_lag` has the names of `LAG_NAMES`.
+    """
+
+    sequences: float = 0.0
+    loss: float = 0.0
+    capped: float = 0.0
+    vetoed_sequences: float = 0.0
+    weight: float = 0.0
+    weight_squared: float = 0.0
+    reference_kl: float = 0.0
+    ratio_max: float = 0.0
+    k3_max: float = 0.0
+    by_lag: Mapping[str, Mismatch] = field(default_factory=dict)
+    by_worker: Mapping[str, Mismatch] = field(default_factory=dict)
+
+    def __add__(self, other: Self) -> Self:
+        maxima = {name: max(getattr(self, name), getattr(other, name)) for name in ("ratio_max", "k3_max")}
+        tables = {name: _merged(getattr(self, name), getattr(other, name)) for name in ("by_lag", "by_worker")}
+        special = maxima | tables
+        sums = {f.name: getattr(self, f.name) + getattr(other, f.name) for f in fields(self) if f.name not in special}
+        return type(self)(**sums, **special)
+
+    @property
+    def ess_ratio(self) -> float:
+        """Effective sample size over the number of sequences, (sum w)^2 / (B sum w^2), at most 1; 1 without
+        sequences.
+        """
+        if self.weight_squared == 0.0:
+            return 1.0
+        return min(1.0, self.weight**2 / (self.weight_squared * self.sequences))
+
+
+@torch.no_grad()
+def measure(
+    loss: Tensor, logp_n: Tensor, tokens: LossTokens, found: TokenLosses, reference_kl: Tensor | None
+) -> LossStats:
+    """Statistics of one forward pass. `loss` and `reference_kl` are its sums."""
+    log_n = log_ratio(logp_n, tokens).double()
+    ratio_n = log_n.exp()
+    k3_n = ratio_n - 1.0 - log_n
+    up_n, down_n = found.dropped_n & (tokens.advantage_n > 0), found.dropped_n & (tokens.advantage_n < 0)
+    quantities_nq = torch.stack([torch.ones_like(log_n), log_n.abs(), k3_n, up_n.double(), down_n.double()], dim=1)
+    bounds = torch.tensor(LAG_BOUNDS, device=log_n.device)
+    lags = _table(quantities_nq, torch.bucketize(tokens.lag_n, bounds), len(LAG_NAMES))
+    workers = _table(quantities_nq, tokens.source_S[tokens.sequence_n], len(tokens.sources))
+    log_weight_S = log_n.new_zeros(tokens.num_sequences).index_add_(0, tokens.sequence_n, log_n)
+    # Clamped: a single lucky sequence must not stop the learning.
+    weight_S = log_weight_S.clamp(-LOG_WEIGHT_LIMIT, LOG_WEIGHT_LIMIT).exp()
+    scalars = {
+        "loss": loss.double(),
+        "capped": found.capped_n.sum().double(),
+        "vetoed_sequences": found.vetoed_S.sum().double(),
+        "weight": weight_S.sum(),
+        "weight_squared": weight_S.square().sum(),
+        "reference_kl": log_n.new_zeros(()) if reference_kl is None else reference_kl.double(),
+        "ratio_max": ratio_n.max(),
+        "k3_max": k3_n.max(),
+    }
+    # One transfer from the device for all of them.
+    values: list[float] = torch.cat([lags.flatten(), workers.flatten(), torch.stack(list(scalars.values()))]).tolist()
+    by_lag, values = _take(values, LAG_NAMES)
+    by_worker, values = _take(values, tokens.sources)
+    total = sum(by_lag.values(), Mismatch())
+    return LossStats(
+        sequences=float(tokens.num_sequences),
+        by_lag=by_lag,
+        by_worker=by_worker,
+        **{f.name: getattr(total, f.name) for f in fields(Mismatch)},
+        **dict(zip(scalars, values, strict=True)),
+    )
+
+
+def breakdown(stats: LossStats) -> dict[str, float]:
+    """The mismatch by lag and by worker, as means a token under the names that `metrics.jsonl` has for them.
+
+    The workers that add most to the step's mismatch are named; the rest is `others`.
+    """
+    ranked = sorted(stats.by_worker, key=lambda name: (-stats.by_worker[name].abs_log_ratio, name))
+    named = {name: stats.by_worker[name] for name in ranked[:MAX_WORKERS_NAMED]}
+    rest = sum((stats.by_worker[name] for name in ranked[MAX_WORKERS_NAMED:]), Mismatch())
+    parts = {f"lag_{name}": part for name, part in stats.by_lag.items()}
+    parts |= {f"worker/{name}": part for name, part in named.items()} | {"worker/others": rest}
+    row: dict[str, float] = {}
+    for name, part in parts.items():
+        if part.tokens:
+            row[f"mismatch_kl/{name}"] = part.k3 / part.tokens
+            row[f"mismatch/abs_log_ratio/{name}"] = part.abs_log_ratio / part.tokens
+            row[f"loss/dropped_positive/{name}"] = part.dropped_positive / part.tokens
+            row[f"loss/dropped_negative/{name}"] = part.dropped_negative / part.tokens
+    return row
+
+
+def _merged(left: Mapping[str, Mismatch], right: Mapping[str, Mismatch]) -> dict[str, Mismatch]:
+    return {name: left.get(name, Mismatch()) + right.get(name, Mismatch()) for name in {**left, **right}}
+
+
+def _table(quantities_nq: Tensor, row_n: Tensor, num_rows: int) -> Tensor:
+    return quantities_nq.new_zeros(num_rows, quantities_nq.shape[1]).index_add_(0, row_n, quantities_nq)
+
+
+def _take(values: list[float], names: tuple[str, ...]) -> tuple[dict[str, Mismatch], list[float]]:
+    """The first rows of `values` by name, without the empty ones; and what is left of `values`."""
+    width = len(fields(Mismatch))
+    rows = {name: Mismatch(*values[i * width : (i + 1) * width]) for i, name in enumerate(names)}
+    return {name: row for name, row in rows.items() if row.tokens}, values[len(names) * width :]

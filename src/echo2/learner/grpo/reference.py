@@ -1,0 +1,53 @@
+"""The pull towards a reference policy: the weights that training began with, held once more and never changed.
+
+Per token, with rho the reference, x = log rho - log pi and r = pi / mu at most 10:
+
+    r (exp(x) - 1 - x)
+
+Schulman's k3 of KL(pi || rho), weighted because mu sampled the token and not pi. Its gradient is r (log pi - log rho)
+times that of log pi: unbiased below the cap, and without the exponential that k3 alone has where pi << rho
+(DeepSeek-V3.2, arXiv 2512.02556). It is written out, so that it is bounded at the cap too, by 10 * 20: mu is a
+worker's word.
+
+Shape suffixes: n = loss tokens, S = sequences.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+
+import torch
+from torch import Tensor
+
+from echo2.errors import UserError
+from echo2.learner.losses import LOG_RATIO_LIMIT, LossTokens
+from echo2.learner.model import Policy
+
+LOG_CAP = math.log(10.0)
+
+
+def frozen_copy(policy: Policy) -> Policy:
+    """The policy as it is now: as much memory again as its weights take.
+
+    Raises:
+        UserError: the device has no room for them.
+    """
+    try:
+        module = copy.deepcopy(policy.module)
+    except torch.OutOfMemoryError as error:
+        size_gb = sum(tensor.numel() * tensor.element_size() for tensor in policy.state().values()) / 1e9
+        raise UserError(
+            f"learner.reference_kl > 0 keeps a second copy of the weights, {size_gb:.1f} GB, and {policy.device} has "
+            "no room for it. Set learner.reference_kl = 0 or take a larger device."
+        ) from error
+    return Policy(module.requires_grad_(False), policy.files, policy.device)
+
+
+def token_kl(logp_n: Tensor, tokens: LossTokens, vetoed_S: Tensor) -> Tensor:
+    """The term of each token; 0 in sequences that the loss vetoed."""
+    ratio_n = (logp_n - tokens.behaviour_n).clamp(-LOG_RATIO_LIMIT, LOG_CAP).exp()
+    x_n = (tokens.reference_n - logp_n).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+    with torch.no_grad():
+        value_n, slope_n = ratio_n * (x_n.exp() - 1.0 - x_n), -ratio_n * x_n
+    return ~vetoed_S[tokens.sequence_n] * (value_n + slope_n * (logp_n - logp_n.detach()))

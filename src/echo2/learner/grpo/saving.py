@@ -1,0 +1,89 @@
+"""The run's checkpoints: written beside the training, durable before the head is told, the newest few kept."""
+
+from __future__ import annotations
+
+import logging
+import time
+from concurrent.futures import Future
+from pathlib import Path
+
+from echo2.errors import NoRoomError
+from echo2.learner import checkpoint
+from echo2.learner.grpo.client import GrpoClient
+from echo2.learner.session import HeadSession
+
+log = logging.getLogger(__name__)
+
+#: Between two tries to save a checkpoint on a full disk.
+NO_ROOM_SECONDS = 2.0
+#: That a learner which is to end waits for room, in all.
+LAST_ROOM_SECONDS = 60.0
+
+
+class Checkpoints:
+    """Writes one checkpoint at a time, in the background: from `begin` on, and `finish` waits for its end."""
+
+    def __init__(self, root: Path, keep: int, client: GrpoClient, head: HeadSession) -> None:
+        self._root = root
+        self._keep = keep
+        self._client = client
+        self._head = head
+        self._writing: Future[None] | None = None
+        self._cursor = 0
+        self._give_up_at: float | None = None
+
+    def begin(self, cursor: int) -> None:
+        """Begin to write the checkpoint of the version at hand; the step must have ended."""
+        directory = checkpoint.step_directory(self._root, self._client.version)
+        self._cursor = cursor
+        self._writing = self._client.save_state(directory, self._head.lineage, cursor)
+
+    def finish(self, tells_head: bool = True) -> None:
+        """Wait until the checkpoint under way is durable, and for room on a full disk: all since the checkpoint before
+        would be trained again. Without one under way there is nothing to do. A learner that is to end gives the
+        checkpoint up after `LAST_ROOM_SECONDS`.
+
+        Raises:
+            UserError: it can't be written where it belongs.
+            LinkError: the head was away for too long.
+        """
+        while self._writing is not None:
+            try:
+                self._writing.result()
+                self._writing = None
+            except NoRoomError as error:
+                if (self._head.stop_reason or not tells_head) and self._has_waited():
+                    log.error(
+                        "version %d has no checkpoint; resuming goes on before it: %s", self._client.version, error
+                    )
+                    self._writing = None
+                    return
+                self._head.doing = f"waiting for room: {error}"
+                log.warning("waiting for room: %s", error)
+                time.sleep(NO_ROOM_SECONDS)
+                self.begin(self._cursor)
+            else:
+                oldest = checkpoint.prune(self._root, self._keep)
+                if tells_head:
+                    self._head.report_checkpoint(self._client.version, oldest)
+
+    def save_last(self, cursor: int) -> None:
+        """Save the version at hand, unless that is done, for a head that is going away."""
+        self._head.doing = f"saving version {self._client.version}, the last one"
+        self.finish(tells_head=False)
+        if not checkpoint.is_whole(checkpoint.step_directory(self._root, self._client.version)):
+            self.begin(cursor)
+            self.finish(tells_head=False)
+
+    def _has_waited(self) -> bool:
+        """Whether room has been waited for long enough since the learner was to end."""
+        now = time.monotonic()
+        if self._give_up_at is None:
+            self._give_up_at = now + LAST_ROOM_SECONDS
+        return now >= self._give_up_at
+
+    def report_again(self) -> None:
+        """Tell the head which checkpoints there are: the last report may have been lost."""
+        oldest = checkpoint.prune(self._root, self._keep)
+        if checkpoint.read_state(checkpoint.step_directory(self._root, self._client.version)) is not None:
+            self._head.report_checkpoint(self._client.version, oldest)

@@ -1,0 +1,131 @@
+"""What one training step saw and how long its parts took: the learner's share of a row of `metrics.jsonl`.
+
+The step's window runs from the report of the step before to this step's own, so the parts add up: `time/step` =
+`time/wait_for_batch` + `time/train` + `time/publish` (the copy of the weights) + `time/publish_wait` (for the
+publications before, where two are not through yet) + `time/checkpoint` + a little rest.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from echo2.config import Config
+from echo2.errors import InvariantError
+from echo2.learner.grpo.client import StepStats
+from echo2.learner.grpo.loss_stats import breakdown
+from echo2.types import RolloutGroup
+
+#: Reward functions that get a column of their own.
+PARTS_NAMED_MAX = 64
+PARTS = ("wait_for_batch", "train", "publish", "publish_wait", "checkpoint")
+
+
+class StepMeter:
+    """Collects while a step runs; starts its clock when made."""
+
+    def __init__(self, step: int, config: Config) -> None:
+        self._step = step
+        self._max_staleness = config.schedule.max_staleness
+        self._in_order = config.run.deterministic
+        self._started = time.monotonic()
+        self._seconds = dict.fromkeys(PARTS, 0.0)
+        self._rewards: list[list[float]] = []
+        self._parts: dict[str, list[float]] = {}
+        self._staleness: list[int] = []
+        self._lengths: list[int] = []
+        self._num_truncated = 0
+        self._num_logged = 0
+        self._num_unfit = 0
+        self.numbers: list[int] = []
+
+    @contextmanager
+    def time(self, part: str) -> Iterator[None]:
+        """Add the time spent inside to `part`."""
+        started = time.monotonic()
+        try:
+            yield
+        finally:
+            self._seconds[part] += time.monotonic() - started
+
+    def see(self, group: RolloutGroup, is_fit: bool = True) -> None:
+        """Take a scored group into account, and check once more that it may be trained on now. One that is not fit
+        counts as that and nothing else.
+
+        Raises:
+            InvariantError: it is of another step, too stale, or (deterministic mode) out of order.
+        """
+        staleness = [self._step - rollout.oldest_version for rollout in group.rollouts]
+        if group.step != self._step or max(staleness) > self._max_staleness or min(staleness) < 0:
+            raise InvariantError(
+                f"{group.group} (step {group.step}, versions {group.oldest_version}..{group.newest_version}) was fed "
+                f"to step {self._step} with max_staleness {self._max_staleness}"
+            )
+        if self._in_order and self.numbers and group.group.number <= self.numbers[-1]:
+            raise InvariantError(f"{group.group} came after train-{self.numbers[-1]} in deterministic mode")
+        self.numbers.append(group.group.number)
+        if not is_fit:
+            self._num_unfit += 1
+            return
+        if group.logged:
+            self._num_logged += len(group.rollouts)
+        else:
+            self._staleness += staleness
+        self._rewards.append([rollout.reward for rollout in group.rollouts if rollout.reward is not None])
+        for rollout in group.rollouts:
+            self._lengths.append(len(rollout.tokens))
+            self._num_truncated += rollout.finish == "length"
+            for name, value in rollout.reward_parts.items():
+                if name in self._parts or len(self._parts) < PARTS_NAMED_MAX:
+                    self._parts.setdefault(name, []).append(value)
+
+    def metrics(self, stats: StepStats) -> dict[str, float]:
+        """Everything about the step, under the names that `metrics.jsonl` has for it."""
+        seconds = time.monotonic() - self._started
+        losses, rewards = stats.losses, [reward for group in self._rewards for reward in group]
+        flat = sum(1 for group in self._rewards if max(group) == min(group))
+        per_token = 1.0 / max(1.0, losses.tokens)
+        return {
+            "reward/mean": _mean(rewards),
+            "reward/std": statistics.pstdev(rewards) if rewards else 0.0,
+            "groups/unfit": self._num_unfit,
+            "reward/frac_zero_std": flat / max(1, len(self._rewards)),
+            **{f"reward/{name}/mean": _mean(values) for name, values in sorted(self._parts.items())},
+            **self._off_policy(),
+            "mismatch_kl/mean": losses.k3 * per_token,
+            "mismatch_kl/max": losses.k3_max,
+            "mismatch/abs_log_ratio": losses.abs_log_ratio * per_token,
+            "mismatch/ratio_max": losses.ratio_max,
+            "ess": losses.ess_ratio,
+            "kl/mean": losses.reference_kl * per_token,
+            "loss/mean": losses.loss / stats.divisor,
+            "loss/dropped_positive": losses.dropped_positive * per_token,
+            "loss/dropped_negative": losses.dropped_negative * per_token,
+            "clip_ratio/mean": (losses.dropped_positive + losses.dropped_negative) * per_token,
+            "loss/capped": losses.capped * per_token,
+            "loss/vetoed_sequences": losses.vetoed_sequences,
+            **breakdown(losses),
+            "completions/mean_length": _mean(self._lengths),
+            "completions/clipped_ratio": self._num_truncated / max(1, len(self._lengths)),
+            "optim/lr": stats.lr,
+            "optim/grad_norm": stats.grad_norm,
+            "optim/skipped": float(stats.skipped),
+            "optim/updates": stats.num_updates,
+            "time/step": seconds,
+            **{f"time/{part}": value for part, value in self._seconds.items()},
+            "perf/tokens_per_s": sum(self._lengths) / max(seconds, 1e-9),
+            "learner/idle_ratio": self._seconds["wait_for_batch"] / max(seconds, 1e-9),
+        }
+
+    def _off_policy(self) -> dict[str, float]:
+        """Logged rollouts have no age; a step of nothing else reports none, for 0 would say that it was on-policy."""
+        share = {"off_policy/logged": self._num_logged / max(1, len(self._lengths))}
+        if not self._staleness:
+            return share if self._num_logged else share | {"off_policy/mean": 0.0, "off_policy/max": 0}
+        return share | {"off_policy/mean": _mean(self._staleness), "off_policy/max": max(self._staleness)}
+
+
+def _mean(values: list[float] | list[int]) -> float:
+    return sum(values) / max(1, len(values))

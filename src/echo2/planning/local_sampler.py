@@ -1,0 +1,127 @@
+"""Groups sampled and scored on this machine without a head: what `echo2 probe` times and `echo2 eval` judges."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable, Iterable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING
+
+from echo2 import config as configuration
+from echo2.control.seeds import group_seed
+from echo2.errors import UserError
+from echo2.reward.process import RewardProcesses
+from echo2.rollout import generate
+from echo2.rollout.engine import Engine
+from echo2.rollout.engines import make_engine
+from echo2.rollout.tokenizer import encode_prompt, load_tokenizer, with_texts
+from echo2.tasks.base import TaskStream
+from echo2.tasks.environment_process import EnvironmentProcess
+from echo2.tasks.load import load_tasks
+from echo2.types import RUN_POLICY, Assignment, GroupKind, GroupRef, Lease, Rollout, RolloutGroup, Snapshot, SnapshotRef
+
+if TYPE_CHECKING:
+    from echo2.rollout.tokenizer import Tokenizer
+
+
+def load_engine(config: configuration.Config, model: str, slots: int) -> tuple[Engine, Tokenizer]:
+    """The run's engine with the weights of `model` (a directory or a hub id), and the tokenizer beside them.
+
+    Raises:
+        UserError: there is no such model, or the engine cannot run it.
+    """
+    from echo2.learner.model import DTYPES, load_policy  # here: nothing else of planning needs torch
+
+    policy = load_policy(model, "float32", "auto")
+    tensors = policy.tensors(DTYPES[config.model.snapshot_dtype])
+    engine = make_engine(config.workers.engine, slots=slots)
+    asyncio.run(engine.update_weights(Snapshot(SnapshotRef(RUN_POLICY, 1, 0), tensors, policy.files)))
+    return engine, load_tokenizer({name: bytes(data) for name, data in policy.files.items()})
+
+
+@asynccontextmanager
+async def reward_processes(config: configuration.Config) -> AsyncIterator[RewardProcesses]:
+    """The run's reward functions, ready to score; what they print is not kept.
+
+    Raises:
+        UserError: a function cannot be loaded.
+    """
+    with TemporaryDirectory() as folder:
+        log_path = Path(folder) / "reward.log"
+        processes = RewardProcesses(config.reward.functions, config.reward.timeout_seconds, log_path)
+        try:
+            await processes.start()
+            yield processes
+        finally:
+            await processes.close()
+
+
+class LocalSampler:
+    """Samples groups as a worker does: of the training tasks in their shuffled order (`kind` "train"), or one rollout
+    at each held-out task ("eval"). `failures`: why groups are missing, in the order of their failing.
+    """
+
+    def __init__(
+        self,
+        config: configuration.Config,
+        kind: GroupKind,
+        engine: Engine,
+        tokenizer: Tokenizer,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        is_eval = kind == "eval"
+        section = config.eval if is_eval and config.eval.source else config.tasks
+        tasks = load_tasks(section.source, section.params, config.run.seed)
+        self.num_tasks = len(tasks)
+        self.failures: list[str] = []
+        self._config, self._kind, self._engine, self._tokenizer, self._clock = config, kind, engine, tokenizer, clock
+        self._stream = TaskStream(tasks, config.run.seed, shuffle=not is_eval)
+        self._num_samples = 1 if is_eval else config.sampling.group_size
+        self._params = config.eval_params if is_eval else config.sampling_params
+        name = config.tasks.environment
+        self._environments = {name: EnvironmentProcess(name)} if name else {}
+
+    async def sample(self, cursors: Iterable[int]) -> list[RolloutGroup]:
+        """The groups at these tasks, sampled all at once, in the order in which they ended."""
+        assignments: list[Assignment] = []
+        for cursor in cursors:
+            try:
+                assignments.append(self._assignment(cursor))
+            except UserError as error:  # the prompt of this one
+                self.failures.append(str(error))
+        groups: list[RolloutGroup] = []
+        await generate.sample_groups(
+            self._engine,
+            self._tokenizer,
+            assignments,
+            "local",
+            lambda group, _: groups.append(group),
+            lambda _, failure: self.failures.append(failure.detail),
+            self._environments,
+            self._clock,
+        )
+        return groups
+
+    async def score(self, processes: RewardProcesses, group: RolloutGroup) -> tuple[tuple[Rollout, ...], float]:
+        """The group's rollouts with texts and rewards, and the seconds that scoring took.
+
+        Raises:
+            RewardFailure: as `RewardProcesses.score`.
+        """
+        rollouts = with_texts(group.rollouts, self._tokenizer)
+        return await processes.score(self._stream.task(group.cursor), rollouts)
+
+    async def aclose(self) -> None:
+        """End the environment's process."""
+        for environment in self._environments.values():
+            await environment.close()
+
+    def _assignment(self, cursor: int) -> Assignment:
+        group, task = GroupRef(RUN_POLICY, self._kind, cursor), self._stream.task(cursor)
+        seed = group_seed(self._config.run.seed, group)
+        lease = Lease(cursor, group, 0, cursor, self._num_samples, 0, 0, 0.0, 0.0, seed)
+        turns = (self._config.tasks.environment, self._config.sampling.max_turns)
+        return generate.assignment_of(lease, task, encode_prompt(task, self._tokenizer), self._params, *turns)

@@ -1,0 +1,62 @@
+"""What an earlier run measured, from its metrics: seconds of a step, of a broadcast, and how small its deltas are."""
+
+from __future__ import annotations
+
+import math
+import statistics
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from echo2.control.capacity.formulas import INSTALLED_QUANTILE
+from echo2.errors import UserError
+from echo2.rundir import RunDir, read_metrics
+
+
+@dataclass(frozen=True, slots=True)
+class PastRun:
+    """`train_seconds`: median over steps. `broadcast_seconds`: at quantile 1 / 1.1 of the publications, or None.
+    `delta_ratio`: bytes sent over bytes of the whole, median, or None. `reward_seconds`: what the reward functions take
+    for a group, or None.
+    """
+
+    num_steps: int
+    train_seconds: float
+    broadcast_seconds: float | None
+    delta_ratio: float | None
+    reward_seconds: float | None = None
+
+
+def read_past_run(directory: Path) -> PastRun:
+    """Read `metrics.jsonl` of a run directory; its first step, which warms up, does not count where there are more.
+
+    Raises:
+        UserError: it is damaged, or there is no trained step in it.
+    """
+    rows = read_metrics(RunDir(directory).metrics, refuses_damage=True)
+    steps = [row for row in rows if _number(row.get("time/train")) is not None]
+    if not steps:
+        raise UserError(
+            f"{directory} has no trained step yet: no row of {directory / 'metrics.jsonl'} has time/train. Name the "
+            "directory of a run that has trained."
+        )
+    warm = steps[1:] or steps
+    broadcasts = sorted(_numbers(warm, "broadcast/t_bcast"))
+    ratios, rewards = _numbers(warm, "broadcast/delta_ratio"), _numbers(warm, "time/reward")
+    return PastRun(
+        num_steps=len(steps),
+        train_seconds=statistics.median(_numbers(warm, "time/train")),
+        broadcast_seconds=broadcasts[math.ceil(len(broadcasts) * INSTALLED_QUANTILE) - 1] if broadcasts else None,
+        delta_ratio=statistics.median(ratios) if ratios else None,
+        reward_seconds=statistics.median(rewards) if rewards else None,
+    )
+
+
+def _numbers(rows: list[dict[str, Any]], key: str) -> list[float]:
+    return [value for row in rows if (value := _number(row.get(key))) is not None]
+
+
+def _number(value: Any) -> float | None:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
+    return float(value) if is_number else None

@@ -1,0 +1,240 @@
+"""Continuous batching for engines in this process: one decode thread, which requests join and leave between two tokens.
+
+`DecodeLoop` is the engine as the event loop sees it: futures, queue, slots. A `Decoder` is what runs on the thread: it
+knows the model and decides nothing. The thread is there while there are requests. No torch here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import threading
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from echo2.errors import UserError
+from echo2.rollout.engine import Completion, Outcome, RequestFailure, SampleRequest
+from echo2.types import Snapshot, SnapshotRef
+
+#: Slots of an engine that was asked for no number.
+DEFAULT_SLOTS = 64
+#: Waiting requests join when so great a share of the slots is free, or when all of them fit: joining copies the cache,
+#: which costs about a third of a step, and reads the prompts, which is faster for many at once.
+JOIN_SHARE = 0.15
+#: Tokens between two joins, for the same reason.
+JOIN_EVERY_TOKENS = 4
+#: Seconds without requests after which the thread ends.
+LINGER_SECONDS = 5.0
+
+
+class Decoder(Protocol):
+    """Rows of tokens under way, of one policy. `step` and `clear` are called by the decode thread, the others by any
+    thread at any time."""
+
+    @property
+    def installed(self) -> SnapshotRef | None:
+        """The snapshot of the policy."""
+
+    @property
+    def can_join(self) -> bool:
+        """Whether rows may be added while others run."""
+
+    def refusal(self, request: SampleRequest) -> RequestFailure | None:
+        """As `Engine.refusal`."""
+
+    def load(self, snapshot: Snapshot) -> None:
+        """Build the new policy beside the old one, check it, then swap: the next step takes the new one.
+
+        Raises:
+            PeerError, UserError, OutOfMemoryError: as `Engine.update_weights`.
+        """
+
+    def step(self, added: Mapping[int, SampleRequest], dropped: Sequence[int]) -> list[tuple[int, Completion]]:
+        """Take these rows in, by number, let those go, and sample one token for each row. Returns the rows that have
+        ended with it."""
+
+    def clear(self) -> None:
+        """Let all rows go."""
+
+
+@dataclass(slots=True)
+class _Ticket:
+    """A request on its way. `unit`: the number of those it runs together and alone with; 0: it runs with any."""
+
+    request: SampleRequest
+    unit: int
+    future: asyncio.Future[Outcome]
+    loop: asyncio.AbstractEventLoop
+
+
+class DecodeLoop:
+    """An `Engine` around a `Decoder`."""
+
+    def __init__(self, decoder: Decoder, slots: int = DEFAULT_SLOTS) -> None:
+        if slots < 1:
+            raise UserError(f"slots = {slots}: give at least 1.")
+        self._decoder, self.slots = decoder, slots
+        self._changed = threading.Condition()
+        self._queue: deque[_Ticket] = deque()
+        self._running: dict[int, _Ticket] = {}
+        self._numbers, self._units = itertools.count(1), itertools.count(1)
+        self._tokens_since_join = 0
+        self._thread: threading.Thread | None = None
+        self._is_closed = False
+
+    @property
+    def installed(self) -> SnapshotRef | None:
+        """See `Engine.installed`."""
+        return self._decoder.installed
+
+    @property
+    def free_slots(self) -> int:
+        """See `Engine.free_slots`."""
+        with self._changed:
+            return max(0, self.slots - len(self._running) - len(self._queue))
+
+    def refusal(self, request: SampleRequest) -> RequestFailure | None:
+        """See `Engine.refusal`."""
+        return self._decoder.refusal(request)
+
+    def submit(self, request: SampleRequest) -> asyncio.Future[Outcome]:
+        """See `Engine.submit`."""
+        return self._submit([request], 0)[0]
+
+    def submit_together(self, requests: Sequence[SampleRequest]) -> list[asyncio.Future[Outcome]]:
+        """See `Engine.submit_together`."""
+        return self._submit(requests, next(self._units))
+
+    def _submit(self, requests: Sequence[SampleRequest], unit: int) -> list[asyncio.Future[Outcome]]:
+        if self._decoder.installed is None:
+            raise UserError("The engine has no weights yet: update its weights before sampling.")
+        loop = asyncio.get_running_loop()
+        tickets = [_Ticket(request, unit, loop.create_future(), loop) for request in requests]
+        for ticket in tickets:
+            if (failure := self._decoder.refusal(ticket.request)) is not None:
+                ticket.future.set_result(failure)
+        with self._changed:
+            if self._is_closed:
+                raise UserError("The engine is closed.")
+            self._queue.extend(ticket for ticket in tickets if not ticket.future.done())
+        loop.call_soon(self._wake)  # not now: what is submitted in this turn of the event loop joins together
+        return [ticket.future for ticket in tickets]
+
+    def _wake(self) -> None:
+        """Have the decode thread look at the queue."""
+        with self._changed:
+            if self._thread is None and self._queue and not self._is_closed:
+                self._thread = threading.Thread(target=self._run, name="decode", daemon=True)
+                self._thread.start()
+            self._changed.notify_all()
+
+    async def update_weights(self, snapshot: Snapshot) -> float:
+        """See `Engine.update_weights`. The new policy is built in a thread of its own, beside the decode thread."""
+        is_sampling, started = self.free_slots < self.slots, time.perf_counter()
+        await asyncio.to_thread(self._decoder.load, snapshot)
+        return 0.0 if is_sampling else time.perf_counter() - started
+
+    async def close(self) -> None:
+        """See `Engine.close`. Waits for the token that is being sampled."""
+        with self._changed:
+            self._is_closed, thread = True, self._thread
+            left = [] if thread is not None else list(self._queue)
+            self._changed.notify_all()
+        _deliver([(ticket, None) for ticket in left])
+        if thread is not None:
+            await asyncio.to_thread(thread.join)
+
+    # ---- the decode thread -------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        while self._has_work():
+            try:
+                self._token()
+            except Exception as error:  # whoever awaits a request is told, and knows what it means
+                with self._changed:
+                    failed = list(self._running.values())
+                    self._running.clear()
+                _settle([(ticket, error) for ticket in failed])
+                self._decoder.clear()
+
+    def _has_work(self) -> bool:
+        """Wait for requests; False ends the thread."""
+        with self._changed:
+            if not self._queue and not self._running and not self._is_closed:
+                self._changed.wait(LINGER_SECONDS)
+            if (self._queue or self._running) and not self._is_closed:
+                return True
+            left = [*self._running.values(), *self._queue]
+            self._running.clear()
+            self._queue.clear()
+            self._decoder.clear()  # before another thread can start on it
+            self._thread = None
+        _settle([(ticket, None) for ticket in left])
+        return False
+
+    def _token(self) -> None:
+        """Let aborted requests go and waiting ones in, then sample one token for each."""
+        with self._changed:
+            dropped = [number for number, ticket in self._running.items() if ticket.future.cancelled()]
+            for number in dropped:
+                del self._running[number]
+            added = {next(self._numbers): ticket for ticket in self._joining()}
+            self._running |= added
+        if not self._running and not dropped:
+            return
+        self._tokens_since_join = 0 if added else self._tokens_since_join + 1
+        ended = self._decoder.step({number: ticket.request for number, ticket in added.items()}, dropped)
+        with self._changed:
+            settled = [(self._running.pop(number), completion) for number, completion in ended]
+        _settle(settled)
+
+    def _joining(self) -> list[_Ticket]:
+        """Take from the queue what joins now; what runs together and alone as a whole, when nothing else runs."""
+        while self._queue and self._queue[0].future.cancelled():
+            self._queue.popleft()
+        if not self._queue:
+            return []
+        unit, free = self._queue[0].unit, self.slots - len(self._running)
+        if unit or any(ticket.unit for ticket in self._running.values()):
+            return [] if self._running else self._take(unit, len(self._queue))
+        if not self._running:
+            return self._take(0, free)
+        waiting = sum(1 for _ in itertools.takewhile(lambda ticket: not ticket.unit, self._queue))
+        is_worth_it = free >= min(waiting, max(1.0, JOIN_SHARE * self.slots))
+        if free < 1 or not is_worth_it or self._tokens_since_join < JOIN_EVERY_TOKENS or not self._decoder.can_join:
+            return []
+        return self._take(0, free)
+
+    def _take(self, unit: int, most: int) -> list[_Ticket]:
+        taken: list[_Ticket] = []
+        while self._queue and self._queue[0].unit == unit and len(taken) < most:
+            ticket = self._queue.popleft()
+            if not ticket.future.cancelled():
+                taken.append(ticket)
+        return taken
+
+
+def _settle(settled: Sequence[tuple[_Ticket, Outcome | Exception | None]]) -> None:
+    """From the decode thread: give the futures their results (None: cancel them), one call for each event loop."""
+    by_loop: dict[asyncio.AbstractEventLoop, list[tuple[_Ticket, Outcome | Exception | None]]] = {}
+    for ticket, outcome in settled:
+        by_loop.setdefault(ticket.loop, []).append((ticket, outcome))
+    for loop, of_loop in by_loop.items():
+        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
+            loop.call_soon_threadsafe(_deliver, of_loop)
+
+
+def _deliver(settled: Sequence[tuple[_Ticket, Outcome | Exception | None]]) -> None:
+    for ticket, outcome in settled:
+        if ticket.future.done():
+            continue  # aborted meanwhile
+        if outcome is None:
+            ticket.future.cancel()
+        elif isinstance(outcome, Exception):
+            ticket.future.set_exception(outcome)
+        else:
+            ticket.future.set_result(outcome)

@@ -1,0 +1,162 @@
+"""The rows that a torch engine decodes: what each has drawn so far, which still run, and what each gives in the end.
+
+Shape suffixes: B = rows (one a request), V = vocabulary, T = tokens of the longest completion so far, Q = ways to end.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from echo2.rollout.engine import Completion, SampleRequest
+from echo2.rollout.random_streams import stream_keys
+from echo2.rollout.sampler import Draw, Ints, Sampler
+
+DROP_BELOW = 0.85
+"""Ended rows are dropped when fewer than this share of the rows still runs: copying the cache costs about a third of a
+step."""
+FIRST_TOKENS = 64
+"""Tokens that a completion has room for at first; the room is doubled when it is full."""
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What the decode loop must know of a model."""
+
+    vocab_size: int
+    max_positions: int
+    end_tokens: tuple[int, ...]
+
+
+@dataclass(slots=True)
+class _Row:
+    """What of a row is not a number in a table."""
+
+    number: int
+    request: SampleRequest
+    spans: list[tuple[int, int]] = field(default_factory=list)
+    supports: list[npt.NDArray[np.int32]] = field(default_factory=list)
+
+
+class RowTable:
+    """Rows by place, in the order of the tensors."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget all rows."""
+        self._rows: list[_Row] = []
+        self._length_B: Ints = np.zeros(0, dtype=np.int64)
+        self._is_running_B = np.zeros(0, dtype=bool)
+        self._room_B: Ints = np.zeros(0, dtype=np.int64)
+        self._tokens_BT = np.zeros((0, FIRST_TOKENS), dtype=np.int32)
+        self._logprobs_BT = np.zeros((0, FIRST_TOKENS), dtype=np.float32)
+        self.last_B: Ints = np.zeros(0, dtype=np.int64)
+        self._version: int | None = None
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    @property
+    def running(self) -> Ints:
+        """Places whose rows have not ended."""
+        return np.flatnonzero(self._is_running_B)
+
+    @property
+    def has_many_ended(self) -> bool:
+        """Whether dropping the ended rows pays."""
+        return len(self._rows) > 0 and bool(self._is_running_B.mean() < DROP_BELOW)
+
+    def end(self, numbers: Sequence[int]) -> None:
+        """These rows are wanted no more."""
+        unwanted = set(numbers)
+        for place, row in enumerate(self._rows):
+            if row.number in unwanted:
+                self._is_running_B[place] = False
+
+    def change(self, kept: Ints, added: Mapping[int, SampleRequest], limits: Limits) -> None:
+        """Only the rows at the places `kept`, in this order, and behind them new ones, by number."""
+        requests = list(added.values())
+        zeros = np.zeros(len(requests), dtype=np.int64)
+        self._rows = [self._rows[place] for place in kept]
+        self._rows += [_Row(number, request) for number, request in added.items()]
+        self._length_B = np.concatenate((self._length_B[kept], zeros))
+        self._is_running_B = np.concatenate((self._is_running_B[kept], zeros == 0))
+        rooms = [
+            min(request.params.max_tokens, limits.max_positions - len(request.prompt_tokens)) for request in requests
+        ]
+        self._room_B = np.concatenate((self._room_B[kept], np.array(rooms, dtype=np.int64)))
+        self.last_B = np.concatenate((self.last_B[kept], [request.prompt_tokens[-1] for request in requests])).astype(
+            np.int64
+        )
+        columns = self._tokens_BT.shape[1]
+        self._tokens_BT = np.concatenate((self._tokens_BT[kept], np.zeros((len(requests), columns), np.int32)))
+        self._logprobs_BT = np.concatenate((self._logprobs_BT[kept], np.zeros((len(requests), columns), np.float32)))
+        self._prepare([row.request for row in self._rows], limits)
+
+    def _prepare(self, requests: Sequence[SampleRequest], limits: Limits) -> None:
+        keys = stream_keys([request.seed for request in requests], [request.sample for request in requests])
+        self._sampler = Sampler(keys, [request.params for request in requests], self._device)
+        rules = list(dict.fromkeys(request.stop_tokens for request in requests))
+        self._rule_B = np.array([rules.index(request.stop_tokens) for request in requests], dtype=np.int64)
+        self._is_end_QV = np.zeros((len(rules), limits.vocab_size), dtype=bool)
+        for is_end_V, stop_tokens in zip(self._is_end_QV, rules, strict=True):
+            is_end_V[[token for token in (*limits.end_tokens, *stop_tokens) if 0 <= token < limits.vocab_size]] = True
+        self._version = None  # new rows have no version yet
+
+    def draw(self, logits_BV: Tensor, version: int) -> list[tuple[int, Completion]]:
+        """Draw a token for every row, from a policy of this version. Returns the rows that have ended with it.
+
+        Raises:
+            PeerError: the logits are not finite.
+        """
+        running = self.running
+        if version != self._version:
+            self._version = version
+            for place in running.tolist():
+                spans = self._rows[place].spans
+                if not spans or spans[-1][1] != version:
+                    spans.append((int(self._length_B[place]), version))
+        drawn = self._sampler.draw(logits_BV, self._length_B)
+        self._record(drawn, running)
+        self.last_B = drawn.tokens_B
+        tokens = drawn.tokens_B[running]
+        is_over = self._is_end_QV[self._rule_B[running], tokens] | (self._length_B[running] >= self._room_B[running])
+        ended = running[is_over]
+        self._is_running_B[ended] = False
+        return [(self._rows[place].number, self._completion(place)) for place in ended.tolist()]
+
+    def _record(self, drawn: Draw, running: Ints) -> None:
+        at = self._length_B[running]
+        if len(at) and int(at.max()) >= self._tokens_BT.shape[1]:
+            self._tokens_BT = np.concatenate((self._tokens_BT, np.zeros_like(self._tokens_BT)), axis=1)
+            self._logprobs_BT = np.concatenate((self._logprobs_BT, np.zeros_like(self._logprobs_BT)), axis=1)
+        self._tokens_BT[running, at] = drawn.tokens_B[running]
+        self._logprobs_BT[running, at] = drawn.logprobs_B[running]
+        self._length_B[running] += 1
+        if drawn.supports:
+            for place in running.tolist():
+                if place in drawn.supports:
+                    self._rows[place].supports.append(drawn.supports[place])
+
+    def _completion(self, place: int) -> Completion:
+        row, length = self._rows[place], int(self._length_B[place])
+        tokens, supports = array("i", self._tokens_BT[place, :length].tobytes()), row.supports
+        return Completion(
+            tokens=tokens,
+            logprobs=array("f", self._logprobs_BT[place, :length].tobytes()),
+            version_spans=tuple(row.spans),
+            finish="stop" if self._is_end_QV[self._rule_B[place], tokens[-1]] else "length",
+            support_tokens=array("i", np.concatenate(supports).tobytes()) if supports else None,
+            support_offsets=array("i", np.cumsum([0, *map(len, supports)], dtype=np.int32).tobytes())
+            if supports
+            else None,
+        )

@@ -1,0 +1,1 @@
+"""The head's process: the planner's real driver, and what it looks after."""

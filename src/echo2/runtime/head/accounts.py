@@ -1,0 +1,146 @@
+"""Dollars: what each machine has cost so far, and what of it was wasted, by cause.
+
+A machine of the run's owner costs its price for as long as it attends, a stranger for the time of its accepted results
+alone. Of that time, what it spent on results is useful, or waste under the word they were refused with; groups that
+are sampled together share their batch's time. A lease that ended without a result is charged the worker's mean time
+for a group (never more than the lease lasted), as an estimate. The rest is standby or idle. A worker that comes back
+at another price opens a second account. `planning/bill.py` itemises.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+
+@dataclass(slots=True)
+class MachineCost:
+    """One machine's account at one price, in seconds; `wasted_seconds` by cause. `counted_until`: up to here its time
+    is useful or waste already. `is_own`: a machine of the run's owner; strangers are paid for results that were
+    accepted, and their time is the time of those.
+    """
+
+    price_usd_per_hour: float = 0.0
+    attended_seconds: float = 0.0
+    attending_since: float | None = None
+    useful_seconds: float = 0.0
+    useful_groups: int = 0
+    wasted_seconds: dict[str, float] = field(default_factory=dict)
+    standby_seconds: float = 0.0
+    standing_by_since: float | None = None
+    counted_until: float = float("-inf")
+    is_own: bool = True
+
+    def seconds(self, now: float) -> float:
+        return self.attended_seconds + (now - self.attending_since if self.attending_since is not None else 0.0)
+
+    def standby(self, now: float) -> float:
+        return self.standby_seconds + (now - self.standing_by_since if self.standing_by_since is not None else 0.0)
+
+    def claim(self, seconds: float, now: float | None) -> float:
+        """Of the `seconds` up to `now`, those that no other result has claimed."""
+        if now is None:
+            return seconds
+        claimed = max(0.0, min(seconds, now - self.counted_until))
+        self.counted_until = max(self.counted_until, now)
+        return claimed
+
+    def usd(self, now: float) -> float:
+        return self.seconds(now) / 3600 * self.price_usd_per_hour
+
+    def wasted_usd(self) -> float:
+        return sum(self.wasted_seconds.values()) / 3600 * self.price_usd_per_hour
+
+
+class CostBook:
+    """All machines of a run. `to_plain` and the constructor carry it over a restart of the head."""
+
+    def __init__(self, plain: dict[str, Any] | None = None) -> None:
+        self.machines = {name: MachineCost(**values) for name, values in (plain or {}).items()}
+
+    def to_plain(self, now: float) -> dict[str, Any]:
+        plain = {}
+        for name, machine in self.machines.items():
+            values = {**asdict(machine), "attended_seconds": machine.seconds(now), "attending_since": None}
+            values |= {"standby_seconds": machine.standby(now), "standing_by_since": None}
+            del values["counted_until"]  # of a clock that the next head does not have
+            plain[name] = values
+        return plain
+
+    def joined(self, name: str, price_usd_per_hour: float, now: float, is_own: bool = True) -> None:
+        machine = self.machines.setdefault(name, MachineCost(price_usd_per_hour))
+        if machine.price_usd_per_hour != price_usd_per_hour:
+            self.left(name, now)
+            self._put_away(name)
+            machine = self.machines.setdefault(name, MachineCost(price_usd_per_hour))
+        machine.is_own = is_own
+        if not is_own:
+            machine.counted_until = max(machine.counted_until, now)  # what it did before this it was paid for
+        elif machine.attending_since is None:
+            machine.attending_since = now
+
+    def _put_away(self, name: str) -> None:
+        """Close the account of a price that is over."""
+        machine = self.machines.pop(name)
+        old = self.machines.setdefault(
+            f"{name} at ${machine.price_usd_per_hour:g}/h", MachineCost(machine.price_usd_per_hour)
+        )
+        old.attended_seconds += machine.attended_seconds
+        old.useful_seconds += machine.useful_seconds
+        old.useful_groups += machine.useful_groups
+        old.standby_seconds += machine.standby_seconds
+        for cause, seconds in machine.wasted_seconds.items():
+            old.wasted_seconds[cause] = old.wasted_seconds.get(cause, 0.0) + seconds
+
+    def left(self, name: str, now: float) -> None:
+        machine = self.machines.get(name)
+        if machine is not None:
+            self.activated(name, now)
+            machine.attended_seconds, machine.attending_since = machine.seconds(now), None
+
+    def stands_by(self, name: str, now: float) -> None:
+        """It attends and is not to work."""
+        machine = self.machines.get(name)
+        if machine is not None and machine.attending_since is not None and machine.standing_by_since is None:
+            machine.standing_by_since = now
+
+    def activated(self, name: str, now: float) -> None:
+        machine = self.machines.get(name)
+        if machine is not None:
+            machine.standby_seconds, machine.standing_by_since = machine.standby(now), None
+
+    def useful(self, name: str, seconds: float, now: float | None = None) -> None:
+        """A result counts that took `seconds` up to `now`; without `now`, all of them are its own."""
+        machine = self.machines.setdefault(name, MachineCost())
+        claimed = machine.claim(seconds, now)
+        machine.useful_seconds += claimed
+        machine.useful_groups += 1
+        machine.attended_seconds += 0.0 if machine.is_own else claimed
+
+    def wasted(self, name: str, cause: str, seconds: float, now: float | None = None) -> None:
+        machine = self.machines.setdefault(name, MachineCost())
+        if not machine.is_own:
+            return  # nothing is paid for it
+        wasted = machine.claim(seconds, now)
+        machine.wasted_seconds[cause] = machine.wasted_seconds.get(cause, 0.0) + wasted
+
+    def wasted_lease(self, name: str, cause: str, lasted_seconds: float) -> None:
+        """A lease that ended without a result: the mean time of this worker's groups, at most what the lease lasted."""
+        machine = self.machines.setdefault(name, MachineCost())
+        mean = machine.useful_seconds / machine.useful_groups if machine.useful_groups else lasted_seconds
+        self.wasted(name, cause, min(mean, lasted_seconds))
+
+    def count_as_wasted(self, name: str, cause: str) -> None:
+        """A result that counted as useful is not trained on after all: the mean time of this worker's groups."""
+        machine = self.machines.setdefault(name, MachineCost())
+        if machine.useful_groups:
+            seconds = machine.useful_seconds / machine.useful_groups
+            machine.useful_seconds -= seconds
+            machine.useful_groups -= 1
+            machine.wasted_seconds[cause] = machine.wasted_seconds.get(cause, 0.0) + seconds
+
+    def cum_usd(self, now: float) -> float:
+        return sum(machine.usd(now) for machine in self.machines.values())
+
+    def wasted_usd(self) -> float:
+        return sum(machine.wasted_usd() for machine in self.machines.values())

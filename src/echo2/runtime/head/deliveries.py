@@ -1,0 +1,79 @@
+"""What a worker delivers, and what the head makes of it: the samples are the worker's word, all else the head's own.
+
+A delivery that the run's configuration does not make possible is refused here, before the planner is asked. Texts and
+rewards come later (`scoring.py`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from echo2.control.head import events as ev
+from echo2.errors import PeerError, UserError
+from echo2.runtime.head.head import Head
+from echo2.transport import messages
+from echo2.transport import wire_pb2 as wire
+from echo2.transport.limits import MESSAGE_BYTES_MAX
+from echo2.types import LOGGED_ROLLOUTS, Attachment, Lease, RolloutGroup, Task
+
+#: Bytes of groups that the learner is sent in one message, unless a single group is larger.
+FEED_BYTES = 8 << 20
+#: Bytes of a group as it is stored, without its scores: the learner is sent both in one message.
+GROUP_BYTES_MAX = MESSAGE_BYTES_MAX - FEED_BYTES - (1 << 20)
+
+
+async def read_delivery(head: Head, worker_id: str, lease: Lease, delivery: wire.Delivery) -> ev.GroupDelivered:
+    """What the planner is told: the group with the prompt that was leased, checked, and as it will be stored and fed.
+    Which lease it is of, and whether its versions may be, is the planner's to judge.
+
+    Raises:
+        PeerError: "malformed" or "oversized", saying what could not have been sampled under this lease.
+        UserError: the environment fails.
+    """
+    task, config = await head.tasks.task(lease.group, lease.cursor), head.config
+    params = config.sampling_params if lease.group.kind == "train" else config.eval_params
+    prompt = head.reader.prompt(lease.group.kind, task)
+    group = messages.decode_delivery(delivery, lease, prompt, worker_id)
+    seconds = min(group.generate_seconds, head.effects.seconds_of(lease.lease_id, head.clock.now()))
+    group = replace(group, generate_seconds=seconds)
+    if not 0 < group.lineage <= head.planner.lineage:
+        raise PeerError("malformed", f"sampled in lineage {group.lineage}; the run is in {head.planner.lineage}")
+    head.reader.check_lengths(group, params.max_tokens)
+    messages.check_turns(group, config.sampling.max_turns if head.referee is not None else 1)
+    if head.vocab_size is not None:  # else no learner was ever here, and nothing is leased
+        messages.check_support(group, params, head.vocab_size)
+        messages.check_vocabulary(group, head.vocab_size)
+    if LOGGED_ROLLOUTS in task.columns:
+        group = _as_logged(head, task, group, params.max_tokens)
+    elif head.referee is not None:
+        is_chat = not isinstance(task.prompt, str)
+        rules = head.reader.turn_rules(await head.referee.stop(), is_chat, config.sampling.max_turns, params.max_tokens)
+        group = await head.referee.judged(rules, lease, task, group)
+    else:
+        head.reader.check_ends(group, params.max_tokens)
+    stored = messages.encode_group(group).SerializeToString()
+    if len(stored) > GROUP_BYTES_MAX:
+        raise PeerError("oversized", f"a group of {len(stored)} bytes; the limit is {GROUP_BYTES_MAX}")
+    return ev.GroupDelivered(
+        worker_id=worker_id,
+        lease_id=lease.lease_id,
+        group=group.group,
+        num_samples=len(group.rollouts),
+        oldest_version=group.oldest_version,
+        newest_version=group.newest_version,
+        num_tokens=group.num_tokens,
+        seconds=group.generate_seconds,
+        rollouts=Attachment(stored, group),
+    )
+
+
+def _as_logged(head: Head, task: Task, group: RolloutGroup, max_tokens: int) -> RolloutGroup:
+    """The rollouts as the head reads them in the log itself; the worker's say whether its model can read them."""
+    try:
+        logged = head.reader.logged(task, len(group.rollouts), max_tokens, group.newest_version)
+    except UserError as error:
+        raise PeerError("malformed", f"the log has no such rollouts: {error}") from error
+    for place, (said, known) in enumerate(zip(group.rollouts, logged, strict=True)):
+        if said.tokens != known.tokens or said.finish != known.finish:
+            raise PeerError("malformed", f"rollout {place} is not what the log says")
+    return replace(group, rollouts=tuple(logged), logged=True)

@@ -1,0 +1,126 @@
+"""How snapshots leave the head: which payload each worker is told of, signed, and the origin that sends its chunks.
+
+A worker that has an older version is told of the deltas that lead from it to the newest, anybody else of a whole
+content and the deltas since. Nothing has to be made for that but a list of what is stored.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable
+from typing import Protocol
+
+from echo2.broadcast.origin import OriginNode
+from echo2.control.head.fleet import Worker
+from echo2.errors import PeerError
+from echo2.runtime.head.archive import JOINED_MAX, Archive
+from echo2.transport import messages
+from echo2.transport import wire_pb2 as wire
+from echo2.types import PayloadId, SnapshotRef
+from echo2.weights.manifest import Manifest
+
+log = logging.getLogger(__name__)
+
+#: Payloads of one version that are joined because one worker asks for them.
+JOINS_MAX = 3
+
+Order = Callable[[str, wire.Order], None]
+
+
+class Signer(Protocol):
+    """The part of `RunIdentity` that is needed here."""
+
+    def sign_manifest(self, manifest: bytes) -> bytes: ...
+
+
+class Distribution:
+    """Tells workers of payloads. `attending` gives a worker that can be told something now, or None."""
+
+    def __init__(
+        self,
+        archive: Archive,
+        origin: OriginNode,
+        signer: Signer,
+        order: Order,
+        attending: Callable[[str], Worker | None],
+    ) -> None:
+        self.archive, self.origin = archive, origin
+        self._signer, self._order, self._attending = signer, order, attending
+        self._notices: dict[PayloadId, wire.SnapshotNotice] = {}
+        self._joins: defaultdict[SnapshotRef, Counter[str]] = defaultdict(Counter)
+        archive.on_dropped = self._dropped
+
+    def announce(self, ref: SnapshotRef, worker_ids: Iterable[str]) -> None:
+        """Tell these workers that `ref` is the newest."""
+        with_base: defaultdict[SnapshotRef | None, list[str]] = defaultdict(list)
+        for worker_id in worker_ids:
+            worker = self._attending(worker_id)
+            if worker is not None:
+                with_base[worker.installed].append(worker_id)
+        for base, told in with_base.items():
+            try:
+                manifest = self.archive.payload(ref, base)
+            except PeerError as error:
+                log.warning("%d workers with %s are not told of %s: %s", len(told), base, ref, error)
+                continue
+            self._tell(manifest, told)
+
+    def _tell(self, manifest: Manifest, worker_ids: list[str]) -> None:
+        notice = self._notice(manifest)
+        for worker_id in worker_ids:
+            self._order(worker_id, wire.Order(snapshot=notice))
+        wanting = tuple(w for w in worker_ids if self._lacks(w, manifest.ref))
+        if wanting:
+            self.origin.assign(manifest.payload, wanting, manifest)
+
+    def _lacks(self, worker_id: str, ref: SnapshotRef) -> bool:
+        worker = self._attending(worker_id)
+        return worker is not None and worker.installed != ref
+
+    def fetch_manifest(self, worker_id: str, request: wire.ManifestRequest) -> wire.SnapshotNotice:
+        """A worker asks for a version by itself, perhaps over what it has. Beyond `JOINS_MAX` it is told of the payload
+        that needs no base.
+
+        Raises:
+            PeerError: "unknown_snapshot", where there is none (any more); "malformed".
+        """
+        asked = messages.decode_ref(request)
+        ref = self.archive.find(asked)
+        if ref is None:
+            raise PeerError("unknown_snapshot", f"no snapshot {asked} is stored")
+        base = messages.decode_ref(request.base) if request.HasField("base") else None
+        manifest = self.archive.payload(ref, base if self._may_ask(worker_id, ref, base) else None)
+        self.origin.assign(manifest.payload, (worker_id,), manifest)
+        return self._notice(manifest)
+
+    def _may_ask(self, worker_id: str, ref: SnapshotRef, base: SnapshotRef | None) -> bool:
+        """Whether the payload is remembered, or this worker had few others joined."""
+        if base is None or self.archive.is_joined(PayloadId(ref, base)):
+            return True
+        joins = self._joins[ref]
+        joins[worker_id] += 1
+        return joins[worker_id] <= JOINS_MAX
+
+    def _notice(self, manifest: Manifest) -> wire.SnapshotNotice:
+        notice = self._notices.get(manifest.payload)
+        if notice is None:
+            ref, raw = manifest.ref, manifest.to_wire()
+            signature = self._signer.sign_manifest(raw)
+            notice = wire.SnapshotNotice(
+                policy=ref.policy, lineage=ref.lineage, version=ref.version, manifest=raw, signature=signature
+            )
+            while len(self._notices) >= JOINED_MAX:
+                del self._notices[next(iter(self._notices))]
+            self._notices[manifest.payload] = notice
+        return notice
+
+    def _dropped(self, payload: PayloadId) -> None:
+        self._notices.pop(payload, None)
+        if self.archive.find(payload.ref) is None:
+            self._joins.pop(payload.ref, None)
+        self.origin.dropped(payload)
+
+    async def close(self) -> None:
+        await self.origin.close()
+        self.archive.close()

@@ -1,0 +1,170 @@
+"""What the head does with the planner's commands, once the ledger has what is durable of them."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from echo2.control.head import commands as do
+from echo2.control.head import events as ev
+from echo2.errors import InvariantError, UserError
+from echo2.runtime.head import farewell
+from echo2.runtime.head.scoring import score
+from echo2.transport import messages
+from echo2.transport import wire_pb2 as wire
+from echo2.transport.messages import with_rollouts
+
+if TYPE_CHECKING:
+    from echo2.runtime.head.head import Head
+
+log = logging.getLogger(__name__)
+
+#: Outcomes of leases that brought nothing: the worker's time is wasted, under this cause.
+_WASTED = {"expired": "expired", "lost": "lost", "failed": "failed", "superseded": "duplicate"}
+
+
+class HeadEffects:
+    """The driver's `Effects`, over links, books, metrics and machines."""
+
+    def __init__(self, head: Head) -> None:
+        self._head = head
+        self._granted: dict[int, tuple[str, float]] = {}  # open leases of this head: worker, since when
+        self._wake: asyncio.TimerHandle | None = None
+
+    def decided(self, event: ev.Event, now: float, commands: Sequence[do.Command]) -> None:
+        self._head.log.add(now, event, commands)
+
+    def carry_out(self, command: do.Command, now: float) -> None:
+        """Raises InvariantError for a command that it does not know."""
+        head = self._head
+        match command:
+            case do.IssueGroup() | do.RecordStep() | do.RecordCheckpoint() | do.RefuseLearner():
+                pass  # the ledger has it, or whoever asked reads it in the answer
+            case do.GrantLeases():
+                self._grant(command, now)
+            case do.CloseLease():
+                self._close_lease(command, now)
+            case do.RevokeLease():
+                for lease_id in command.lease_ids:
+                    revoked = wire.LeaseRevoked(lease_id=lease_id, reason=command.reason)
+                    head.order(command.worker_id, wire.Order(revoked=revoked))
+            case do.AcceptDelivery():
+                head.costs.useful(command.worker_id, min(command.seconds, head.options.lease_seconds), now)
+            case do.RefuseDelivery():
+                head.costs.wasted(command.worker_id, command.refusal, command.seconds, now)
+            case do.ScoreGroup():
+                head.spawn(score(head, command))
+            case do.KeepScores():
+                if command.group.kind == "eval" and command.scores is not None and command.scores.group is not None:
+                    head.evals.keep(command.scores.group)
+            case do.RetireGroup():
+                record = head.planner.groups.get(command.number)
+                if record is not None and record.worker_id:  # its result came, and counted as useful so far
+                    head.costs.count_as_wasted(record.worker_id, command.why)
+            case do.FeedGroup() | do.EndStep():
+                self._feed(command)
+            case do.RecordLearner():
+                head.metrics.truncate(command.version)
+            case do.AnnounceSnapshot():
+                head.distribution.announce(command.ref, command.worker_ids)
+            case do.DropSnapshot():
+                head.spawn(head.distribution.archive.drop(command.ref))
+            case do.StartEval() | do.FinishEval() | do.SkipEval():
+                self._evaluate(command)
+            case do.WakeAt():
+                self._wake_at(command.at, now)
+            case do.StopRun():
+                farewell.stop(head, command.reason)
+            case do.FinishRun():
+                head.end("finished", command.reason)
+            case _:
+                self._manage_fleet(command, now)
+
+    def _manage_fleet(self, command: do.Command, now: float) -> None:
+        """Workers that come and go, and the machines they are on."""
+        head = self._head
+        match command:
+            case do.WorkerGone():
+                self._worker_gone(command, now)
+            case do.ExpelWorker():
+                log.warning("%s is expelled for %.0f s: %s", command.worker_id, command.seconds, command.reason)
+            case do.ActivateWorker():
+                head.costs.activated(command.worker_id, now)
+            case do.ReleaseWorker():
+                head.costs.stands_by(command.worker_id, now)
+                head.broadcast.gone(command.worker_id)  # it need not fetch what is on its way
+            case do.RentMachine():
+                head.machines.rent(command.offer)
+            case do.ReturnMachine():
+                head.order(command.worker_id, wire.Order(stop=wire.Stop(reason="its machine is given back")))
+                head.machines.give_back(command.offer, command.worker_id)
+            case _:
+                raise InvariantError(f"the head does not know {command}")
+
+    def seconds_of(self, lease_id: int, now: float) -> float:
+        """Since an open lease was granted; one that was granted by an earlier head has all its length."""
+        granted = self._granted.get(lease_id)
+        return self._head.options.lease_seconds if granted is None else now - granted[1]
+
+    def _grant(self, command: do.GrantLeases, now: float) -> None:
+        for lease in command.leases:
+            self._granted[lease.lease_id] = (command.worker_id, now)
+        self._head.grant(command.worker_id, command.leases)
+
+    def _close_lease(self, command: do.CloseLease, now: float) -> None:
+        worker_id, granted_at = self._granted.pop(command.lease_id, ("", now))
+        if worker_id and command.outcome in _WASTED:
+            self._head.costs.wasted_lease(worker_id, _WASTED[command.outcome], now - granted_at)
+
+    def _feed(self, command: do.FeedGroup | do.EndStep) -> None:
+        head = self._head
+        feed = head.learner.feed if head.learner is not None else None
+        if isinstance(command, do.EndStep):
+            if feed is not None:
+                feed.put_nowait(wire.StepDone(cursor=command.cursor))
+            return
+        group = head.ledger.rollouts(command.number)
+        if feed is not None:
+            feed.put_nowait(group)
+        if head.rollout_log.claim(command.step + 1):
+            head.spawn(self._log_rollouts(command.step + 1, group))
+
+    async def _log_rollouts(self, step: int, data: bytes) -> None:
+        head, group = self._head, messages.parse_group(data)
+        try:
+            task = await head.tasks.task(group.group, group.cursor)
+            read = with_rollouts(group, head.reader.read(group, task))
+        except UserError as error:
+            log.warning("%s is not in rollouts/: %s", group.group, error)
+            return
+        head.rollout_log.write(step, read, task)
+
+    def _evaluate(self, command: do.StartEval | do.FinishEval | do.SkipEval) -> None:
+        head = self._head
+        match command:
+            case do.StartEval():
+                head.evals.start(command.ref.version)
+            case do.FinishEval():
+                head.metrics.amend(command.version, head.evals.finish(command.version, command.num_failed))
+            case do.SkipEval():
+                why = f"version {command.version} is not evaluated: {command.reason}; `echo2 eval DIR` makes up for it"
+                log.warning("%s", why)
+                head.metrics.amend(command.version, head.evals.skip(command.version, command.reason))
+
+    def _wake_at(self, at: float, now: float) -> None:
+        if self._wake is not None:
+            self._wake.cancel()
+        delay = max(0.0, at - now)
+        self._wake = asyncio.get_running_loop().call_later(delay, self._head.tell, ev.Tick())
+
+    def _worker_gone(self, command: do.WorkerGone, now: float) -> None:
+        head = self._head
+        head.counters["workers_lost"] += 1
+        head.costs.left(command.worker_id, now)
+        head.broadcast.gone(command.worker_id)
+        head.distribution.origin.left(command.worker_id, command.reason)
+        presence = head.workers.pop(command.worker_id, None)
+        if presence is not None:
+            presence.outbox.put_nowait(None)

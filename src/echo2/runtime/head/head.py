@@ -1,0 +1,340 @@
+"""The head: one run's control plane, around the driver (`buffer/driver.py`) that planner and ledger are behind.
+
+It never imports torch, so that no training step can stall a heartbeat. `service` answers the links and turns what they
+say into events, `effects` carries the planner's commands out, `scoring` and `evals` look after results, `report` tells
+people.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from echo2.broadcast.origin import OriginNode
+from echo2.buffer import Ledger
+from echo2.buffer.driver import Driver, Stored
+from echo2.config import Config
+from echo2.config.offers import Offer
+from echo2.control.broadcast.origin import BroadcastOptions
+from echo2.control.head import commands as do
+from echo2.control.head import events as ev
+from echo2.control.head.fleet import Worker
+from echo2.errors import NoRoomError, UserError
+from echo2.reward.process import RewardProcesses
+from echo2.rundir import RunDir
+from echo2.runtime.clock import Clock
+from echo2.runtime.head import farewell
+from echo2.runtime.head.accounts import CostBook
+from echo2.runtime.head.archive import Archive
+from echo2.runtime.head.broadcast_meter import BroadcastMeter
+from echo2.runtime.head.distribution import Distribution
+from echo2.runtime.head.effects import HeadEffects
+from echo2.runtime.head.evals import Evals
+from echo2.runtime.head.eventlog import EventLog
+from echo2.runtime.head.failures import Failures
+from echo2.runtime.head.machines import Machines
+from echo2.runtime.head.metrics import Metrics, Sink, TensorBoardSink, WandbSink
+from echo2.runtime.head.planner_options import planner_options, read_offers
+from echo2.runtime.head.presence import LearnerPresence, Presence
+from echo2.runtime.head.reading import RunTokenizer
+from echo2.runtime.head.referee import Referee
+from echo2.runtime.head.rollout_log import RolloutLog
+from echo2.runtime.head.task_reader import TaskReader
+from echo2.tasks.base import TaskStream
+from echo2.tasks.load import load_tasks
+from echo2.transport import wire_pb2 as wire
+from echo2.transport.grpc_link import GrpcNetwork
+from echo2.transport.identity import RunIdentity
+from echo2.types import Lease, SnapshotRef
+from echo2.weights.store import ChunkStore
+
+log = logging.getLogger(__name__)
+
+#: Orders that may wait for one worker; one that reads so slowly is cut off and comes back.
+OUTBOX_ORDERS_MAX = 1024
+
+
+class Head:
+    """The parts of a head, and `dispatch(event)`, by which everything happens."""
+
+    def __init__(self, rundir: RunDir, config: Config, identity: RunIdentity) -> None:
+        self.rundir, self.config, self.identity = rundir, config, identity
+        self.clock = Clock()
+        train = load_tasks(config.tasks.source, config.tasks.params, config.run.seed)
+        evaluation, eval_size = self._load_eval()
+        self.tasks = TaskReader(TaskStream(train, config.run.seed, shuffle=True), evaluation)
+        self.ledger = Ledger(rundir.ledger)
+        self.run_id = self._meta("run_id", lambda: secrets.token_hex(6))
+        offers = read_offers(config)
+        self.options = planner_options(config, eval_size, offers)
+        self.effects = HeadEffects(self)
+        self.driver = Driver([self.options], self.ledger, self.effects)
+        self.planner = self.driver.planner
+        self.log = EventLog(rundir.events, self.options)
+        self.metrics = Metrics(rundir.metrics, self._sinks())
+        self.costs = CostBook(self.ledger.get_meta("costs"))
+        self.counters: dict[str, int] = {"workers_lost": 0, **self.ledger.get_meta("counters", {})}
+        self._traffic_before = {name: self.counters.pop(name, 0) for name in ("origin_bytes", "peer_bytes")}
+        self.failures = Failures(self.ledger.get_meta("failures"))
+        self.vocab_size: int | None = self.ledger.get_meta("vocab_size")
+        self.idle_predicted: tuple[float, float] | None = None  # when, and the ratio
+        self.evals, self.turned_away = Evals(), dict[str, str]()
+        self.broadcast = BroadcastMeter()
+        self.reader = RunTokenizer()
+        self.referee = Referee(config.tasks.environment) if config.tasks.environment else None
+        self.rollout_log = RolloutLog(rundir.rollouts)
+        self.reward = RewardProcesses(
+            config.reward.functions, config.reward.timeout_seconds, rundir.logs / "reward.log"
+        )
+        self.workers: dict[str, Presence] = {}
+        self.learner: LearnerPresence | None = None
+        self.started_at = self.clock.now() - self.ledger.get_meta("seconds", 0.0)  # of all heads of this run together
+        self.stopping = ""  # why it is about to end
+        self.was_told_to_stop = False  # by a signal
+        self.outcome: tuple[str, str] | None = None
+        self.distribution = self._distribution()
+        self.over = asyncio.Event()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._heard: dict[str, None] = {}
+        self._waiting: list[tuple[ev.Event, asyncio.Future[list[do.Command]]]] = []
+        self.machines = self._machines(offers)
+
+    def _load_eval(self) -> tuple[TaskStream | None, int]:
+        config = self.config
+        if not config.eval.source:
+            return None, 0
+        source = load_tasks(config.eval.source, config.eval.params, config.run.seed)
+        return TaskStream(source, config.run.seed, False), min(config.eval.limit, len(source))
+
+    def _distribution(self) -> Distribution:
+        store = ChunkStore(self.rundir.snapshots)
+        archive = Archive(store)
+        dial = GrpcNetwork(self.identity.credentials).to_peer
+        origin = OriginNode(store, BroadcastOptions(), self.order, dial, self.fail)
+        return Distribution(archive, origin, self.identity, self.order, self.attending)
+
+    def _machines(self, offers: Mapping[str, Offer]) -> Machines:
+        return Machines(
+            offers,
+            self.run_id,
+            self.rundir.ticket,
+            self.rundir.logs / "machines.log",
+            self.ledger.get_meta("machines", {}),
+            lambda plain: self.ledger.set_meta("machines", plain),
+            lambda offer, reason: self.tell(ev.RentFailed(offer, reason)),
+            self.spawn,
+        )
+
+    def _sinks(self) -> list[Sink]:
+        sinks: list[Sink] = []
+        for target in self.config.run.log_to:
+            kind, _, project = target.partition(":")
+            if kind == "tensorboard":
+                sinks.append(TensorBoardSink(self.rundir.path / "tensorboard"))
+            else:
+                sinks.append(WandbSink(project, self.run_id, self.rundir.path, asdict(self.config)))
+        return sinks
+
+    def _meta(self, key: str, make: Callable[[], Any]) -> Any:
+        """A value that is made once and kept over restarts."""
+        value = self.ledger.get_meta(key)
+        if value is None:
+            value = make()
+            self.ledger.set_meta(key, value)
+        return value
+
+    # ---- the one place where things happen -----------------------------------------------------------------------
+
+    def tell(self, event: ev.Event) -> asyncio.Future[list[do.Command]]:
+        """Let the driver handle an event with all others that wait by then; the planner's answer. Nothing happens once
+        the run is over.
+        """
+        loop = asyncio.get_running_loop()
+        if not self._waiting:
+            loop.call_soon(self._handle_waiting)
+        answer: asyncio.Future[list[do.Command]] = loop.create_future()
+        self._waiting.append((event, answer))
+        return answer
+
+    def dispatch(self, event: ev.Event) -> list[do.Command]:
+        """Likewise, at once.
+
+        Raises:
+            UserError: ledger or log can't be written.
+            InvariantError: a command contradicts the ledger.
+        """
+        answer = self.tell(event)
+        self._handle_waiting()
+        return answer.result()
+
+    def heard(self, worker_id: str) -> None:
+        """A worker lives and says nothing new. The planner hears so of all that did within half a heartbeat at once."""
+        if not self._heard:
+            asyncio.get_running_loop().call_later(self.options.heartbeat_seconds / 2, self._tell_heard)
+        self._heard[worker_id] = None
+
+    def _tell_heard(self) -> None:
+        heard, self._heard = self._heard, {}
+        self.tell(ev.WorkersHeard(tuple(heard)))
+
+    def _handle_waiting(self) -> None:
+        """One pass: a transaction and a write of the log for all events that wait."""
+        waiting, self._waiting = self._waiting, []
+        if not waiting:
+            return
+        events = [event for event, _ in waiting]
+        try:
+            answers = self._handle(events) if self.outcome is None else [[] for _ in events]
+        except Exception as error:
+            self.fail(error)
+            for _, answer in waiting:
+                if not answer.done():
+                    answer.set_exception(error)
+                    answer.exception()  # whoever asked may not want to know
+            return
+        for (_, answer), commands in zip(waiting, answers, strict=True):
+            if not answer.done():
+                answer.set_result(commands)
+
+    def _handle(self, events: Sequence[ev.Event]) -> list[list[do.Command]]:
+        try:
+            answers = self.driver.handle_all(events, self.clock.now())
+        finally:
+            self.log.flush()
+        for event, commands in zip(events, answers, strict=True):
+            self.failures.see(event, commands)
+        return answers
+
+    async def start(self) -> None:
+        """Tell the planner what the ledger and the snapshot store hold.
+
+        Raises:
+            UserError: the run has done more steps than it now is to do, or groups of another size are under way.
+        """
+        published = self.distribution.archive.retained
+        if published:
+            await self.read_files(max(published))
+        evaluated = tuple(self.metrics.evaluated())
+        machines = tuple(ev.RecoveredMachine(one.offer, one.worker_id) for one in self.machines.kept())
+        stored = Stored(tuple(published), evaluated, machines)
+        self.driver.start({self.options.policy: stored}, self.clock.now())
+        self.log.flush()
+        self.metrics.truncate(self.planner.version)  # a kill may have come between a fall-back and this
+
+    async def read_files(self, ref: SnapshotRef) -> None:
+        """Load the tokenizer that comes with a snapshot, unless there is one.
+
+        Raises:
+            PeerError: the store is damaged.
+            UserError: transformers can't read the tokenizer.
+        """
+        if not self.reader.is_loaded:
+            stop = await self.referee.stop() if self.referee is not None else ""
+            await self.reader.load(self.distribution.archive.files(ref), stop)
+
+    def spawn(self, coroutine: Any) -> asyncio.Task[Any]:
+        """Run something beside the handlers; its failure stops the run instead of vanishing."""
+        task: asyncio.Task[Any] = asyncio.ensure_future(coroutine)
+        self._tasks.add(task)
+        task.add_done_callback(self._spawned_ended)
+        return task
+
+    def _spawned_ended(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self.fail(error)
+
+    def fail(self, error: BaseException) -> None:
+        """The run can't go on."""
+        log.error("the run stops", exc_info=error)
+        kind = "no_room" if isinstance(error, NoRoomError) else "user_error" if isinstance(error, UserError) else "bug"
+        self.end(kind, str(error) or repr(error))
+
+    def end(self, kind: str, reason: str) -> None:
+        """The first end counts. `kind`: finished, stopped, user_error, no_room (of this head, not the run) or bug."""
+        if self.outcome is None:
+            self.outcome = (kind, reason)
+            self.over.set()
+
+    def check_budget(self) -> None:
+        """End the run once its budget is spent."""
+        budget = self.config.fleet.budget_usd
+        if budget and self.costs.cum_usd(self.clock.now()) >= budget:
+            farewell.stop(self, f"the budget of ${budget:g} is spent; raise fleet.budget_usd to go on with --resume")
+
+    def save_books(self) -> None:
+        self.ledger.set_meta("costs", self.costs.to_plain(self.clock.now()))
+        self.ledger.set_meta("counters", {**self.counters, **self.traffic()})
+        self.ledger.set_meta("failures", self.failures.to_plain())
+        self.ledger.set_meta("seconds", self.clock.now() - self.started_at)
+
+    def traffic(self) -> dict[str, int]:
+        """Bytes of chunks since the run began: sent by the origin, and by workers to each other."""
+        origin = self.distribution.origin
+        before = self._traffic_before
+        return {
+            "origin_bytes": before["origin_bytes"] + origin.origin_bytes,
+            "peer_bytes": before["peer_bytes"] + origin.peer_bytes,
+        }
+
+    async def close(self) -> None:
+        """Tell everybody that it is over and let go of all files."""
+        kind, reason = self.outcome or ("stopped", "the head is closing")
+        if kind not in ("user_error", "no_room"):
+            for presence in self.workers.values():
+                self._put(presence, wire.Order(stop=wire.Stop(reason=reason)))
+        if self.learner is not None and kind != "no_room":
+            self.learner.orders.put_nowait(wire.LearnerWelcome(stop=reason))
+        for task in list(self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)  # those that score end their process first
+        await self.reward.close()
+        self.tasks.close()
+        if self.referee is not None:
+            await self.referee.close()
+        try:
+            self.save_books()
+        except UserError:
+            log.exception("the books of the last step could not be saved")
+        self.ledger.close()
+        self.metrics.close()
+        self.log.close()
+
+    # ---- what its parts ask of it ----------------------------------------------------------------------------------
+
+    def order(self, worker_id: str, order: wire.Order) -> None:
+        """Send an order to a worker, if it attends."""
+        presence = self.workers.get(worker_id)
+        if presence is not None:
+            self._put(presence, order)
+
+    def grant(self, worker_id: str, leases: Sequence[Lease]) -> None:
+        """Send leases to a worker, if it attends: with those that wait for it already, unless the run is deterministic.
+        There, what is granted together is sampled together.
+        """
+        presence = self.workers.get(worker_id)
+        if presence is None:
+            return
+        if presence.unsent is not None and not self.config.run.deterministic:
+            presence.unsent.extend(leases)
+        else:
+            presence.unsent = list(leases)
+            self._put(presence, presence.unsent)
+
+    @staticmethod
+    def _put(presence: Presence, order: wire.Order | list[Lease]) -> None:
+        if presence.outbox.qsize() >= OUTBOX_ORDERS_MAX:
+            while not presence.outbox.empty():
+                presence.outbox.get_nowait()
+            presence.outbox.put_nowait(None)  # ends its stream; it reconnects and is told everything anew
+            return
+        presence.outbox.put_nowait(order)
+
+    def attending(self, worker_id: str) -> Worker | None:
+        """The worker, if it can be told something now."""
+        worker = self.planner.fleet.get(worker_id)
+        return worker if worker is not None and worker_id in self.workers else None

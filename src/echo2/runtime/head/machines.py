@@ -1,0 +1,195 @@
+"""Machines that the run rents while it goes on: each offer's `rent` and `release` commands, and who is out.
+
+A command is the user's own; its words are those of `shlex`, no shell sees it, and what is filled in stays one word. It
+gets {name}, {ticket} and {offer}, and the same in its environment. The list of machines is durable: a head that is
+started again still knows what it has to give back. A rent that fails is the planner's to try again, a return is ours.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import shlex
+import signal
+from collections.abc import Callable, Coroutine, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from echo2.config.offers import Offer
+
+log = logging.getLogger(__name__)
+
+#: Seconds that a command may take; then it is killed, with all it started.
+HOOK_SECONDS = 900.0
+#: Seconds between two tries to give a machine back, doubled up to the last.
+RETRY_SECONDS = (5.0, 600.0)
+#: Tries to give a machine back once the run is over.
+LAST_TRIES = 3
+
+
+@dataclass(slots=True)
+class Machine:
+    """One rented machine. `worker_id`: empty until its worker has joined. `leaving`: it is being given back."""
+
+    name: str
+    offer: str
+    worker_id: str = ""
+    leaving: bool = False
+
+
+class Machines:
+    """`save` keeps the list over restarts; `failed(offer, reason)` is called when a command got no machine."""
+
+    def __init__(
+        self,
+        offers: Mapping[str, Offer],
+        run_id: str,
+        ticket: Path,
+        log_path: Path,
+        saved: Mapping[str, Any],
+        save: Callable[[dict[str, Any]], None],
+        failed: Callable[[str, str], object],
+        spawn: Callable[[Coroutine[Any, Any, None]], object],
+    ) -> None:
+        self.offers, self._run_id, self._ticket, self._log_path = offers, run_id, ticket, log_path
+        self._save, self._failed, self._spawn = save, failed, spawn
+        self._number: int = saved.get("number", 0)
+        self._busy: dict[str, asyncio.Lock] = {}
+        self._out = {plain["name"]: Machine(**plain) for plain in saved.get("machines", [])}
+
+    def start(self) -> None:
+        """Go on giving back what an earlier head was giving back."""
+        for machine in self._out.values():
+            if machine.leaving:
+                self._spawn(self._return(machine))
+
+    def rent(self, offer: str) -> None:
+        """Get one more machine of this kind, beside."""
+        self._number += 1
+        machine = Machine(f"{offer}-{self._run_id[:6]}-{self._number}", offer)
+        self._out[machine.name] = machine
+        self._remember()
+        self._spawn(self._rent(machine))
+
+    def bind(self, name: str, worker_id: str) -> Offer | None:
+        """The offer of the machine on which this worker says it runs; None where it is no machine of ours."""
+        machine = self._out.get(name)
+        if machine is None or machine.leaving or machine.worker_id not in ("", worker_id):
+            return None
+        if not machine.worker_id:
+            machine.worker_id = worker_id
+            self._remember()
+        return self.offers.get(machine.offer)
+
+    def give_back(self, offer: str, worker_id: str) -> None:
+        """Give back the machine of this worker; without one, a machine of the offer that no worker has joined from."""
+        for machine in self._out.values():
+            if machine.offer == offer and machine.worker_id == worker_id and not machine.leaving:
+                machine.leaving = True
+                self._remember()
+                self._spawn(self._return(machine))
+                return
+
+    def names(self) -> list[str]:
+        """Machines that are out."""
+        return list(self._out)
+
+    def kept(self) -> list[Machine]:
+        """Machines that are out and not being given back."""
+        return [machine for machine in self._out.values() if not machine.leaving]
+
+    async def close(self) -> None:
+        """The run is over: give back all of them, at once."""
+        await asyncio.gather(*(self._return(machine, LAST_TRIES) for machine in list(self._out.values())))
+        if self._out:
+            log.error("these machines could not be given back and may still cost money: %s", ", ".join(self._out))
+
+    async def _rent(self, machine: Machine) -> None:
+        problem = await self._run("rent", machine)
+        if problem and machine.name in self._out:
+            log.warning("no machine of offer %s: %s", machine.offer, problem)
+            machine.leaving = True  # what a failed command has left behind, if anything, is to go
+            self._remember()
+            self._failed(machine.offer, problem)
+            await self._return(machine)
+
+    async def _return(self, machine: Machine, tries: int | None = None) -> None:
+        """Try until it is done, or so many times."""
+        pause, tried = RETRY_SECONDS[0], 0
+        while machine.name in self._out:
+            problem = await self._run("release", machine)
+            tried += 1
+            if not problem:
+                self._out.pop(machine.name, None)
+                self._remember()
+                return
+            log.warning("%s could not be given back: %s", machine.name, problem)
+            if tried == tries:
+                return
+            await asyncio.sleep(pause)
+            pause = min(2 * pause, RETRY_SECONDS[1])
+
+    async def _run(self, verb: str, machine: Machine) -> str:
+        """Run a command of its offer once no other of this machine runs; what went wrong, or nothing."""
+        offer = self.offers.get(machine.offer)
+        if offer is None:
+            return f"the offer {machine.offer!r} is not in the offers file any more"
+        async with self._busy.setdefault(machine.name, asyncio.Lock()):
+            if machine.name not in self._out:
+                return ""  # given back meanwhile
+            return await self._execute(verb, offer, machine)
+
+    async def _execute(self, verb: str, offer: Offer, machine: Machine) -> str:
+        values = {"name": machine.name, "offer": machine.offer, "ticket": self._ticket.read_text("utf-8").strip()}
+        words = [_filled(word, values) for word in shlex.split(offer.rent if verb == "rent" else offer.release)]
+        if not words:
+            return ""
+        environment = {
+            **os.environ,
+            "ECHO2_MACHINE": machine.name,
+            "ECHO2_OFFER": machine.offer,
+            "ECHO2_TICKET": values["ticket"],
+            "ECHO2_WORKER_ID": machine.worker_id,
+        }
+        log.info("%s %s", verb, machine.name)
+        with self._output(f"--- {verb} {machine.name}\n") as output:
+            try:
+                process = await asyncio.create_subprocess_exec(
+                    *words,
+                    stdin=asyncio.subprocess.DEVNULL,
+                    stdout=output,
+                    stderr=output,
+                    env=environment,
+                    start_new_session=True,  # it goes on to its end if the head is killed
+                )
+            except OSError as error:
+                return f"cannot start {words[0]!r}: {error.strerror}"
+        return await _ended(process, f"`{verb}` of offer {machine.offer}; see {self._log_path}")
+
+    def _output(self, title: str) -> BinaryIO:
+        output = open(self._log_path, "ab")  # noqa: SIM115 (the caller closes it)
+        output.write(title.encode())
+        output.flush()
+        return output
+
+    def _remember(self) -> None:
+        self._save({"number": self._number, "machines": [asdict(machine) for machine in self._out.values()]})
+
+
+async def _ended(process: asyncio.subprocess.Process, what: str) -> str:
+    """Wait for it, within bounds; what went wrong, or nothing."""
+    try:
+        status = await asyncio.wait_for(process.wait(), HOOK_SECONDS)
+    except TimeoutError:
+        os.killpg(process.pid, signal.SIGKILL)
+        await process.wait()
+        return f"no end after {HOOK_SECONDS:.0f} s of {what}"
+    return f"exit status {status} of {what}" if status else ""
+
+
+def _filled(word: str, values: Mapping[str, str]) -> str:
+    for name, value in values.items():
+        word = word.replace("{" + name + "}", value)
+    return word

@@ -1,0 +1,50 @@
+"""From the configuration to what the planner decides by."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from echo2.config import Config
+from echo2.config.offers import Offer, load_offers
+from echo2.control.head.state import PlannerOptions, RentableOffer
+
+
+def read_offers(config: Config) -> dict[str, Offer]:
+    """Offers by name.
+
+    Raises:
+        UserError: the offers file is wrong.
+    """
+    found = load_offers(Path(config.fleet.offers)) if config.fleet.offers else []
+    return {offer.name: offer for offer in found}
+
+
+def planner_options(config: Config, eval_size: int, offers: Mapping[str, Offer] | None = None) -> PlannerOptions:
+    """The part of the configuration that decisions rest on.
+
+    Raises:
+        UserError: an offer that can be rented has no rate.
+    """
+    schedule, sampling = config.schedule, config.sampling
+    return PlannerOptions(
+        groups_per_step=schedule.groups_per_step,
+        group_size=sampling.group_size,
+        max_steps=config.run.max_steps,
+        max_staleness=schedule.max_staleness,
+        publish_every=schedule.kappa,
+        dynamic_sampling=schedule.dynamic_sampling,
+        deterministic=config.run.deterministic,
+        groups_per_batch=sampling.groups_per_batch,
+        order=schedule.order,
+        lease_seconds=schedule.lease_seconds,
+        seed=config.run.seed,
+        eval_size=eval_size,
+        eval_every=config.eval.every,
+        activation=bool(config.fleet.offers),
+        offers=tuple(
+            RentableOffer(offer.name, offer.effective_rate, offer.price_usd_per_hour, offer.count)
+            for offer in (offers or {}).values()
+            if offer.rent
+        ),
+    )

@@ -1,0 +1,128 @@
+"""`echo2 head DIR`: opens the run, listens, and lives until the run is over."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import json
+import logging
+import os
+import signal
+import sys
+
+from echo2.control.head import events as ev
+from echo2.disk import DiskWatch, checkpoint_bytes
+from echo2.errors import InvariantError, NoRoomError, UserError
+from echo2.rundir import RunDir, claimed, write_atomically
+from echo2.runtime import rotation
+from echo2.runtime.head import report as head_report
+from echo2.runtime.head.farewell import told_to_stop
+from echo2.runtime.head.head import Head
+from echo2.runtime.head.service import Service
+from echo2.runtime.head.tickets import OwnTickets
+from echo2.transport.door import is_out_of_descriptors
+from echo2.transport.grpc_server import GrpcServer
+from echo2.transport.identity import RunIdentity
+
+log = logging.getLogger(__name__)
+
+#: Seconds between two writings of status.json.
+STATUS_SECONDS = 0.5
+#: Seconds that workers and learner have to hear that the run is over.
+FAREWELL_SECONDS = 1.0
+TOLD_TO_STOP = "the head was told to stop"
+
+
+async def run_head(rundir: RunDir) -> None:
+    """Serve the run in this directory until it is finished or told to stop.
+
+    Raises:
+        NoRoomError: the disk is full; the run can go on with another head when there is room.
+        UserError: the run can't go on (failing rewards, port in use, another head here, ...).
+        InvariantError: a bug of ours stopped it.
+    """
+    with claimed(rundir.path, "head"):
+        await _serve(rundir)
+
+
+def forbid_torch() -> None:
+    """For the whole process: it would take seconds and hundreds of megabytes. `transformers` reads tokenizers without
+    it, and says so on each start unless it is told not to.
+    """
+    sys.modules.setdefault("torch", None)  # type: ignore[arg-type]  # Python's own way to stop an import
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
+
+
+async def _serve(rundir: RunDir) -> None:
+    config = rundir.read_config()
+    rundir.outcome.unlink(missing_ok=True)  # that of an earlier head
+    identity = RunIdentity.create_or_load(rundir.identity)
+    head = Head(rundir, config, identity)
+    host, port = config.head.address
+    port = port or head.ledger.get_meta("port", 0)
+    service = Service(head)
+    server = GrpcServer(host, port, identity, service.handlers(), head.fail)
+    await head.reward.start()  # a reward file that does not load is found before anything is sampled
+    await head.start()  # before anybody can call: what the ledger holds comes first
+    bound = await server.start()
+    gc.collect()
+    gc.freeze()  # modules and libraries live as long as the process: nobody need look through them again
+    head.ledger.set_meta("port", bound)
+    address = f"{config.head.advertise or host}:{bound}"
+    tickets = OwnTickets(identity, rundir, address)
+    tickets.keep()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, told_to_stop, head, TOLD_TO_STOP)
+    log.info("listening on %s", address)
+    head.machines.start()
+    head.spawn(_keep_reporting(head, service, identity, tickets))
+    await head.over.wait()
+    assert head.outcome is not None
+    log.info("the run is over: %s", head.outcome)
+    if head.outcome[0] != "no_room":  # the run is not over: it waits for room
+        await head.machines.close()
+        _write_end(head)
+    await head.close()
+    await asyncio.sleep(FAREWELL_SECONDS)
+    await server.stop()
+    await head.distribution.close()
+    kind, reason = head.outcome
+    if kind == "finished" or reason == TOLD_TO_STOP:
+        return
+    if kind == "no_room":
+        raise NoRoomError(reason)
+    raise UserError(reason) if kind in ("stopped", "user_error") else InvariantError(reason)
+
+
+async def _keep_reporting(head: Head, service: Service, identity: RunIdentity, tickets: OwnTickets) -> None:
+    """Consumes: the planner's tables; what `echo2 revoke` wrote. Produces: status.json; expulsions; tickets in place of
+    those that admit nobody any more. Waits for: the clock.
+    """
+    disk = DiskWatch(head.rundir.path)
+    while True:
+        try:
+            if disk.look(head.broadcast.snapshot_bytes, checkpoint_bytes(head.rundir.checkpoints)):
+                log.warning("%s", f"paused: {disk.reason}" if disk.reason else "there is room on the disk: going on")
+                head.dispatch(ev.DiskFull(disk.reason) if disk.reason else ev.DiskFreed())
+            service.expel(identity.revoked())
+            tickets.keep()
+            head.check_budget()
+            head_report.write_status(head)
+            for name in ("reward.log", "machines.log"):  # of children; the supervisor looks after our own
+                rotation.cut_log(head.rundir.logs / name)
+        except UserError as error:
+            if is_out_of_descriptors(error):
+                log.warning("%s", error)
+            else:
+                head.fail(error)
+        await asyncio.sleep(STATUS_SECONDS)
+
+
+def _write_end(head: Head) -> None:
+    try:
+        head_report.write_status(head)
+        write_atomically(head.rundir.summary, json.dumps(head_report.summary(head)))
+        write_atomically(head.rundir.outcome, json.dumps({"kind": head.outcome[0], "reason": head.outcome[1]}))  # type: ignore[index]
+    except UserError:
+        log.exception("the run's end could not be written")

@@ -1,0 +1,134 @@
+"""The head's own reading: prompts become tokens and tokens become text here, so that no worker is asked for either.
+
+The tokenizer comes with the snapshots, by way of `rollout/tokenizer.py`, and without torch.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from array import array
+from collections import OrderedDict
+from collections.abc import Mapping
+from dataclasses import replace
+
+from echo2.errors import PeerError, UserError
+from echo2.rollout.replay import logged_rollouts
+from echo2.rollout.retrace import TurnRules
+from echo2.rollout.snapshot_files import end_tokens, read_config
+from echo2.rollout.tokenizer import Tokenizer, encode_prompt, load_tokenizer, tokens_with, with_texts
+from echo2.transport.messages import check_lengths
+from echo2.types import LOGGED_ROLLOUTS, GroupKind, Rollout, RolloutGroup, Task
+
+#: Tokens of all prompts that are kept: a delivery wants its lease's again, and so does a second lease. 16 MiB.
+KEPT_PROMPT_TOKENS = 4 << 20
+
+
+class RunTokenizer:
+    """The run's tokenizer: `load` comes first, once. One for all snapshots of a run: its files do not change."""
+
+    def __init__(self) -> None:
+        self._tokenizer: Tokenizer | None = None
+        self._ends, self._context = frozenset[int](), 0
+        self._loaded = asyncio.Event()
+        self._prompts: OrderedDict[tuple[GroupKind, int], array[int]] = OrderedDict()
+        self._num_kept = 0
+
+    async def load(self, files: Mapping[str, bytes], stop: str = "") -> None:
+        """Read the tokenizer among a snapshot's files, beside the event loop: it takes a second. `stop`: the character
+        that ends a turn in the run's environment.
+
+        Raises:
+            UserError: there is none that transformers can read.
+        """
+        try:
+            self._tokenizer, self._ends, self._context = await asyncio.to_thread(_load, files, stop)
+        except PeerError as error:
+            raise UserError(f"The model's tokenizer can't be used: {error.detail}.") from error
+        self._loaded.set()
+
+    @property
+    def is_loaded(self) -> bool:
+        return self._loaded.is_set()
+
+    async def loaded(self) -> None:
+        """Wait until there is a tokenizer: the learner publishes it with its first snapshot."""
+        await self._loaded.wait()
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """Raises UserError while nothing is loaded."""
+        if self._tokenizer is None:
+            raise UserError("No snapshot was published yet, so there is no tokenizer.")
+        return self._tokenizer
+
+    def prompt(self, kind: GroupKind, task: Task) -> array[int]:
+        """Token ids of a task's prompt.
+
+        Raises:
+            UserError: it has no tokens, or the chat template does not write it; the message names the task.
+        """
+        found = self._prompts.get((kind, task.cursor))
+        if found is None:
+            found = encode_prompt(task, self.tokenizer)
+            if not found:
+                raise UserError(
+                    f"Task {task.cursor}: its prompt has no tokens. Give it text, or the model a start token."
+                )
+            self._keep((kind, task.cursor), found)
+        return found
+
+    def _keep(self, key: tuple[GroupKind, int], prompt: array[int]) -> None:
+        self._prompts[key] = prompt
+        self._num_kept += len(prompt)
+        while self._num_kept > KEPT_PROMPT_TOKENS:
+            self._num_kept -= len(self._prompts.popitem(last=False)[1])
+
+    def turn_rules(self, stop: str, is_chat: bool, max_turns: int, max_tokens: int) -> TurnRules:
+        """How rollouts in the environment are to be gone through."""
+        return TurnRules(self.tokenizer, self._ends, stop, is_chat, max_turns, max_tokens, self._context)
+
+    def check_lengths(self, group: RolloutGroup, max_tokens: int) -> None:
+        """Raises PeerError where a rollout is longer than was leased, or than the model can read."""
+        room = self._context - len(group.prompt_tokens) if self._context else max_tokens
+        check_lengths(group, min(max_tokens, room))
+
+    def check_ends(self, group: RolloutGroup, max_tokens: int) -> None:
+        """Raises PeerError("malformed") where a rollout of one turn does not end as one does: with its only end token,
+        or where it was cut off for its length. Nothing is said of a model without end tokens.
+        """
+        if not self._ends:
+            return
+        for rollout in group.rollouts:
+            *before, last = rollout.tokens
+            if not self._ends.isdisjoint(before):
+                raise PeerError("malformed", "a rollout goes on behind an end token")
+            if (rollout.finish == "stop") != (last in self._ends):
+                raise PeerError("malformed", f"a rollout whose last token is {last} did not end by {rollout.finish!r}")
+            length = len(rollout.tokens)
+            is_full = not self._context or len(group.prompt_tokens) + length >= self._context
+            if rollout.finish == "length" and length < max_tokens and not is_full:
+                raise PeerError("malformed", f"a rollout was cut off after {length} of {max_tokens} tokens")
+
+    def read(self, group: RolloutGroup, task: Task) -> tuple[Rollout, ...]:
+        """The group's rollouts with their text: what their tokens say, or the log that they come from."""
+        if group.logged:
+            longest = max(len(rollout.tokens) for rollout in group.rollouts)
+            logged = self.logged(task, len(group.rollouts), longest, group.newest_version)
+            return tuple(replace(one, text=known.text) for one, known in zip(group.rollouts, logged, strict=True))
+        return with_texts(group.rollouts, self.tokenizer)
+
+    def logged(self, task: Task, num_samples: int, max_tokens: int, version: int) -> list[Rollout]:
+        """The rollouts that the task's log holds, with their text. They count as of `version`.
+
+        Raises:
+            UserError: they are not what is asked for.
+        """
+        return logged_rollouts(task.columns[LOGGED_ROLLOUTS], num_samples, max_tokens, self.tokenizer, version)
+
+
+def _load(files: Mapping[str, bytes], stop: str) -> tuple[Tokenizer, frozenset[int], int]:
+    """The tokenizer, the tokens that end a turn, and how many the model can read (0: it does not say)."""
+    tokenizer = load_tokenizer(files)
+    ends = frozenset(end_tokens(files)) | (tokens_with(tokenizer, stop) if stop else frozenset())
+    context = read_config(files).get("max_position_embeddings") if "config.json" in files else None
+    return tokenizer, ends, context if isinstance(context, int) else 0

@@ -1,0 +1,85 @@
+"""What the head lets strangers say of themselves: whose machine it is, what it asks, what it holds, who it is.
+
+A stranger joined by a ticket that is not for machines of the run's owner. What follows from what it does is decided in
+`control/head/strangers.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from echo2.config import Config
+from echo2.config.offers import Offer
+from echo2.control.head import events as ev
+from echo2.control.head.workers import possible_claims
+from echo2.errors import PeerError
+from echo2.transport.limits import PRICE_MAX_USD_PER_HOUR
+
+if TYPE_CHECKING:
+    from echo2.runtime.head.head import Head
+
+#: Largest process number that Linux gives; other systems stay below it.
+PID_MAX = 2**22
+#: Workers turned away for their price that `echo2 status` names.
+TURNED_AWAY_MAX = 20
+
+
+def check_not_expelled(head: Head, worker_id: str) -> None:
+    """Raises PeerError("expelled") while nothing is taken of this worker."""
+    now = head.clock.now()
+    until = head.planner.expelled_until(worker_id, now)
+    if until is not None:
+        detail = f"{worker_id} may come back in {until - now:.0f} s: too much of what it sent was refused"
+        raise PeerError("expelled", detail)
+
+
+def known(head: Head, joined: ev.WorkerJoined) -> ev.WorkerJoined:
+    """The same, with whose machine it is, and of the leases that it says it holds those that may be its own.
+
+    Raises:
+        PeerError: it is expelled, or asks more than this run pays strangers.
+    """
+    check_not_expelled(head, joined.worker_id)
+    member = head.identity.member(joined.worker_id)
+    if not member.is_own:
+        known_as = head.costs.machines.get(joined.worker_id)  # its first price stays: each has an account of its own
+        joined = replace(joined, price_usd_per_hour=known_as.price_usd_per_hour) if known_as else joined
+        try:
+            check_price(joined.price_usd_per_hour, most_paid(head.config, head.machines.offers))
+        except PeerError as error:
+            head.turned_away.pop(joined.worker_id, None)
+            head.turned_away[joined.worker_id] = error.detail
+            if len(head.turned_away) > TURNED_AWAY_MAX:
+                del head.turned_away[next(iter(head.turned_away))]
+            raise
+        head.turned_away.pop(joined.worker_id, None)
+    held = possible_claims(head.planner, joined.held_leases)
+    return replace(joined, ticket="" if member.is_own else member.ticket_id, held_leases=held)
+
+
+def most_paid(config: Config, offers: Mapping[str, Offer]) -> float:
+    """Dollars an hour that a stranger may ask. A run with a budget pays the highest price that its configuration names
+    for a worker, and no more than lasts the budget for an hour; without one, prices are only written down.
+    """
+    if not config.fleet.budget_usd:
+        return PRICE_MAX_USD_PER_HOUR
+    prices = [config.workers.price_usd_per_hour, *(offer.price_usd_per_hour for offer in offers.values())]
+    return min(max(prices), config.fleet.budget_usd)
+
+
+def check_price(price_usd_per_hour: float, most: float) -> None:
+    """Raises PeerError("too_dear") where a stranger asks more than that."""
+    if price_usd_per_hour > most:
+        raise PeerError(
+            "too_dear",
+            f"it asks ${price_usd_per_hour:g} an hour, and this run pays strangers ${most:g} at most. Ask for less, or "
+            "ask the run's owner to raise workers.price_usd_per_hour, to list such machines as offers, or for a ticket "
+            "for own machines",
+        )
+
+
+def process_id(pid: int) -> int:
+    """As a worker says it; 0 where it can be none."""
+    return pid if 0 < pid <= PID_MAX else 0

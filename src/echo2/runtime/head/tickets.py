@@ -1,0 +1,134 @@
+"""The tickets of a run's owner, which the head keeps usable, and what the commands about tickets show.
+
+`<out>/ticket` is for workers on machines of the owner: those that `echo2 run` starts, and those that the run rents. One
+that is half used up (who was given it may be on the way), has expired or was closed is replaced by another, never
+renewed by itself: whoever has a copy of the old text gets no further by it.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from echo2.errors import UserError
+from echo2.rundir import RunDir, write_atomically
+from echo2.transport.identity import KnownTicket, RunIdentity
+from echo2.transport.tickets import OWN_TICKET_USES, Ticket
+
+log = logging.getLogger(__name__)
+
+OWN_TICKET_HOURS = 24 * 90.0
+
+
+class OwnTickets:
+    """The files `ticket` and `learner-ticket` of a run, for a head at this address."""
+
+    def __init__(self, identity: RunIdentity, rundir: RunDir, address: str) -> None:
+        self._identity, self._address = identity, address
+        self._files = {rundir.ticket: "worker", rundir.learner_ticket: "learner"}
+        self._known: dict[Path, str] = {}
+
+    def keep(self) -> None:
+        """Write those anew that would not let a machine in, or not to this head.
+
+        Raises:
+            UserError: they can't be read or written.
+        """
+        for path, role in self._files.items():
+            why = self._flaw(path)
+            if why:
+                text = self._identity.make_ticket(role, self._address, OWN_TICKET_USES, OWN_TICKET_HOURS, is_own=True)
+                write_atomically(path, text, mode=0o600)
+                self._known[path] = Ticket.parse(text).ticket_id
+                log.info("wrote a new %s: %s", path.name, why)
+
+    def _flaw(self, path: Path) -> str:
+        if not path.exists():
+            return "there was none"
+        if path not in self._known:  # of an earlier head
+            try:
+                ticket = Ticket.parse(f"@{path}")
+                self._identity.ticket(ticket.ticket_id)
+            except UserError as error:
+                return str(error)
+            if ticket.run_id != self._identity.run_id or ticket.address != self._address:
+                return f"the last one named the head at {ticket.address}"
+            self._known[path] = ticket.ticket_id
+        known = self._identity.ticket(self._known[path])
+        if known.refuses:
+            return f"the last one is {known.refuses}"
+        return "the last one is half used up" if 2 * len(known.members) > known.terms.uses else ""
+
+
+def open_identity(directory: Path) -> RunIdentity:
+    """The identity of a run that exists.
+
+    Raises:
+        UserError: this run has had no head yet.
+    """
+    rundir = RunDir(directory)
+    if not rundir.ticket.is_file():
+        raise UserError(f"{directory} is no run that has had a head: there is no {rundir.ticket}. Start it first.")
+    return RunIdentity.create_or_load(rundir.identity)
+
+
+def invite(directory: Path, uses: int, days: float) -> str:
+    """A ticket for machines of others, which are believed less than the owner's.
+
+    Raises:
+        UserError: this run has had no head yet, or the numbers make no sense.
+    """
+    _check(uses, days)
+    identity = open_identity(directory)
+    address = Ticket.parse(f"@{RunDir(directory).ticket}").address
+    return identity.make_ticket("worker", address, uses, days * 24)
+
+
+def renew(directory: Path, ticket_id: str, uses: int, days: float) -> None:
+    """Let a ticket admit so many more machines, for so long from now.
+
+    Raises:
+        UserError: there is no such ticket, it was revoked, or the numbers make no sense.
+    """
+    _check(uses, days)
+    open_identity(directory).renew_ticket(ticket_id, uses, days * 24)
+
+
+def _check(uses: int, days: float) -> None:
+    if uses < 1 or not 0 < days <= 3650:
+        raise UserError(f"A ticket for {uses} machines and {days:g} days: give it at least 1, and at most 3650 days.")
+
+
+def describe(ticket: KnownTicket) -> dict[str, Any]:
+    """For `echo2 tickets --json`."""
+    terms = ticket.terms
+    return {
+        "id": ticket.ticket_id,
+        "role": terms.role,
+        "own": terms.is_own,
+        "used": len(ticket.members),
+        "uses": terms.uses,
+        "expires": terms.expires,
+        "refuses": ticket.refuses,
+        "members": list(ticket.members),
+    }
+
+
+def show(tickets: list[KnownTicket], console: Console) -> None:
+    """A table for people."""
+    table = Table(box=None, pad_edge=False)
+    for name in ("ticket", "for", "used", "expires", "admits", "members"):
+        table.add_column(name, no_wrap=name in ("ticket", "used", "expires"))
+    for ticket in tickets:
+        terms = ticket.terms
+        expires = time.strftime("%Y-%m-%d %H:%M", time.localtime(terms.expires))
+        whose = f"{terms.role}s of {'the owner' if terms.is_own else 'others'}"
+        members = " ".join(ticket.members[:4]) + (" ..." if len(ticket.members) > 4 else "")
+        used = f"{len(ticket.members)}/{terms.uses}"
+        table.add_row(ticket.ticket_id, whose, used, expires, ticket.refuses or "yes", members)
+    console.print(table, highlight=False)

@@ -1,0 +1,1 @@
+"""From a configuration file to a run: check, start, supervise, judge."""

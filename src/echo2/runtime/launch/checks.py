@@ -1,0 +1,210 @@
+"""What `--dry-run` and every start look at before a process is started: the user's mistakes, in one sentence each."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import socket
+import sys
+from collections import Counter
+from collections.abc import Iterable
+from pathlib import Path
+
+from echo2.config import Config
+from echo2.config.offers import Offer
+from echo2.errors import UserError
+from echo2.reward.load import weighted
+from echo2.reward.score import Scorer
+from echo2.rollout.architecture import read_architecture
+from echo2.rollout.tokenizer import TOKENIZER_SUFFIXES
+from echo2.rundir import read_json
+from echo2.runtime.head.planner_options import planner_options, read_offers
+from echo2.runtime.head.reading import RunTokenizer
+from echo2.tasks.base import TaskSource, TaskStream
+from echo2.tasks.environments import load_environment
+from echo2.tasks.load import load_tasks
+
+#: Rows of a file that are checked before a run starts; the others when their turn comes.
+ROWS_CHECKED_MAX = 10_000
+ANY_HOST = ("0.0.0.0", "::")
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
+#: What a target of run.log_to imports.
+LOG_PACKAGES = {"tensorboard": "tensorboardX", "wandb": "wandb"}
+
+
+def check(config: Config) -> None:
+    """Find the user's mistakes before processes are started, as `--dry-run` does and every start. What is doubtful and
+    no mistake is printed.
+
+    Raises:
+        UserError: the first mistake found.
+    """
+    check_model(config.model.path, config.workers.engine)
+    check_machine(config)
+    if not config.tasks.source:
+        raise UserError(
+            "tasks.source is empty: name your tasks (rows.jsonl, reasoning_gym:<name>, file.py:Class, ...)."
+        )
+    if not config.reward.functions:
+        raise UserError('reward.functions is empty: name at least one, for example ["exact_match"].')
+    scorer = Scorer(config.reward.functions)
+    for section in (config.tasks, config.eval):
+        if section.source:
+            check_tasks(load_tasks(section.source, section.params, config.run.seed), scorer, section.source)
+    if config.tasks.environment:
+        load_environment(config.tasks.environment)
+    elif any(name == "environment" for _, name in map(weighted, config.reward.functions)):
+        raise UserError(
+            'reward.functions has "environment", and tasks.environment is empty: name one, or another reward.'
+        )
+    offers = read_offers(config)
+    planner_options(config, 0, offers)
+    check_budget(config, offers.values())
+
+
+def check_budget(config: Config, offers: Iterable[Offer]) -> None:
+    """A budget is of no use where nothing costs anything. Workers that only join later bring their own prices.
+
+    Raises:
+        UserError: with the settings that have the prices.
+    """
+    prices = [config.learner.price_usd_per_hour, *(offer.price_usd_per_hour for offer in offers if offer.rent)]
+    if config.workers.count:
+        prices.append(config.workers.price_usd_per_hour)
+    are_known = config.workers.count or len(prices) > 1
+    if config.fleet.budget_usd and are_known and not any(prices):
+        raise UserError(
+            f"fleet.budget_usd = {config.fleet.budget_usd:g} would never be spent: learner, workers and offers cost "
+            "$0. Set learner.price_usd_per_hour, workers.price_usd_per_hour or an offer's price, or leave the budget "
+            "out."
+        )
+
+
+def check_tasks(tasks: TaskSource, scorer: Scorer, source: str) -> None:
+    """Find bad rows, and rows without a column that a reward needs. Rows that lie in a file are all looked at, up to a
+    limit; of those that are made, the first.
+
+    Raises:
+        UserError: naming the first bad row, or the column that no row has.
+    """
+    stream, missing = TaskStream(tasks, 0, False), Counter[tuple[str, str]]()
+    num_rows = min(len(tasks), ROWS_CHECKED_MAX) if hasattr(tasks, "where") else 1
+    for cursor in range(num_rows):
+        missing.update(scorer.missing_columns(stream.task(cursor)))
+    for (function, column), count in missing.items():
+        if count == num_rows:
+            has = sorted(stream.task(0).columns)
+            raise UserError(
+                f"The reward {function} needs the column {column!r}, which no row of {source} has (the first has "
+                f"{', '.join(has) or 'none'}). Rename the column or the function's parameter."
+            )
+        where = f"{count} of {num_rows} rows of {source}"
+        print(f"warning: {where} lack the column {column!r}: their groups will fail in {function}", file=sys.stderr)
+
+
+def check_prompts(config: Config) -> None:
+    """Find what the head would find with the first task: a tokenizer that cannot be read, a prompt that cannot be made.
+    Of a model directory, not of a hub id. Loads transformers, which takes seconds.
+
+    Raises:
+        UserError: naming the model's tokenizer or the task.
+    """
+    where, reader = Path(config.model.path), RunTokenizer()
+    if where.is_dir():
+        files = {path.name: path.read_bytes() for path in where.iterdir() if path.suffix in TOKENIZER_SUFFIXES}
+        asyncio.run(reader.load(files))
+        tasks = load_tasks(config.tasks.source, config.tasks.params, config.run.seed)
+        reader.prompt("train", TaskStream(tasks, config.run.seed, True).task(0))
+
+
+def check_machine(config: Config) -> None:
+    """Find what this machine lacks: an address for tickets, packages for logs.
+
+    Raises:
+        UserError: naming the setting.
+    """
+    host, _ = config.head.address
+    if host in ANY_HOST and not config.head.advertise:
+        raise UserError(
+            f"head.listen = {config.head.listen!r} lets other machines join, and tickets would name {host}, which "
+            "nobody can call. Set head.advertise to a name or address of this machine that they can reach."
+        )
+    for target in config.run.log_to:
+        package = LOG_PACKAGES[target.partition(":")[0]]
+        if importlib.util.find_spec(package) is None:
+            raise UserError(
+                f"run.log_to has {target}, which needs the package {package}: pip install {package}, or leave it out."
+            )
+
+
+def check_port(config: Config) -> None:
+    """Find that another process has the head's port. Not for a run that may be the one that has it.
+
+    Raises:
+        UserError: naming the setting.
+    """
+    host, port = config.head.address
+    if not port:
+        return
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as tried:
+        tried.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            tried.bind((host, port))
+        except OSError as error:
+            raise UserError(
+                f"head.listen = {config.head.listen!r} cannot be had: {error.strerror}. Choose another port, or 0."
+            ) from error
+
+
+def check_model(path: str, engine: str) -> None:
+    """Find a model that can't be loaded, as far as that shows without torch.
+
+    Raises:
+        UserError: no path, no model at it, a model that the engine cannot run, no tokenizer, or a hub id that is not
+            in the cache while the hub is switched off.
+    """
+    if not path:
+        raise UserError("model.path is empty: name a Hugging Face model directory or hub id.")
+    where = Path(path)
+    if where.is_dir():
+        if not (where / "config.json").is_file():
+            raise UserError(f"model.path = {path!r}: that directory holds no model (no config.json). Check the path.")
+        check_model_directory(where, engine)
+    elif path.startswith(("/", ".", "~")) or path.count("/") != 1 or where.parent.is_dir():
+        raise UserError(
+            f"model.path = {path!r}: there is no such directory below {Path.cwd()}, and it is no hub id (owner/name)."
+        )
+    elif not _is_reachable(path):
+        raise UserError(
+            f"model.path = {path!r}: no such directory, and the hub's cache does not hold it while HF_HUB_OFFLINE is "
+            "set. Unset that to download the model, or name a model directory."
+        )
+
+
+def check_model_directory(where: Path, engine: str) -> None:
+    """Raises UserError where a model directory lacks tokenizer or weights, or is nothing that the engine can run."""
+    if not any((where / name).is_file() for name in TOKENIZER_FILES) and not any(where.glob("*.model")):
+        raise UserError(
+            f"model.path = {str(where)!r}: that directory holds no tokenizer (none of {', '.join(TOKENIZER_FILES)}). "
+            "Save the model's tokenizer beside it: tokenizer.save_pretrained(DIR)."
+        )
+    if not any(where.glob("*.safetensors")) and not any(where.glob("*.bin")):
+        raise UserError(
+            f"model.path = {str(where)!r}: that directory holds no weights (no *.safetensors). Save the model there: "
+            "model.save_pretrained(DIR)."
+        )
+    config = read_json(where / "config.json")
+    if not isinstance(config, dict):
+        raise UserError(f"model.path = {str(where)!r}: its config.json holds no object.")
+    if engine == "compact":
+        read_architecture(config)
+
+
+def _is_reachable(hub_id: str) -> bool:
+    """Whether a hub id is worth a try. Only the learner needs the hub, and only its machine has the hub's package."""
+    try:
+        from huggingface_hub import constants, try_to_load_from_cache
+    except ImportError:
+        return True
+    return not constants.HF_HUB_OFFLINE or isinstance(try_to_load_from_cache(hub_id, "config.json"), str)

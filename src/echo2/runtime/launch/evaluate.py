@@ -1,0 +1,112 @@
+"""`echo2 eval` and `echo2 export`: a checkpoint, judged or handed on, without any head."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import statistics
+import sys
+from collections.abc import Mapping
+from contextlib import aclosing
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import track
+
+from echo2 import config as configuration
+from echo2.errors import UserError
+from echo2.learner import checkpoint
+from echo2.planning.local_sampler import LocalSampler, load_engine, reward_processes
+from echo2.printable import printable
+from echo2.reward.process import RewardProcesses
+from echo2.reward.score import RewardFailure
+from echo2.rundir import RunDir
+from echo2.types import RolloutGroup
+
+#: Tasks sampled together, and then scored.
+BATCH_TASKS = 64
+#: Files of a checkpoint that are the learner's own, not the model's.
+LEARNER_FILES = ("optimizer.safetensors", "state.json")
+
+
+def checkpoint_directory(rundir: RunDir, step: int | None) -> Path:
+    """The checkpoint of `step`, or the newest.
+
+    Raises:
+        UserError: there is none, or this is no run directory.
+    """
+    rundir.read_config()
+    steps = rundir.checkpoints
+    found = checkpoint.latest(steps) if step is None else checkpoint.step_directory(steps, step)
+    if found is None or not found.is_dir():
+        have = sorted(entry.name for entry in rundir.checkpoints.glob("step_*"))
+        wanted = "" if step is None else f" step_{step}"
+        raise UserError(f"{rundir.path} has no checkpoint{wanted}; there are: {', '.join(have) or 'none yet'}.")
+    return found
+
+
+def evaluate(target: Path, step: int | None, model: str, overrides: Mapping[str, str]) -> dict[str, Any]:
+    """Sample the held-out tasks once each and score them as a run does.
+
+    Raises:
+        UserError: no such run, model or tasks; no task could be evaluated.
+    """
+    rundir = RunDir(target) if target.is_dir() else None
+    config = configuration.load(rundir.config if rundir is not None else target, overrides)
+    where = model or (str(checkpoint_directory(rundir, step)) if rundir is not None else config.model.path)
+    sampler = LocalSampler(config, "eval", *load_engine(config, where, BATCH_TASKS))
+    rewards = asyncio.run(_rewards(config, sampler))
+    failures = sampler.failures
+    if not rewards:
+        raise UserError(
+            f"No held-out task could be evaluated. The last failure: {failures[-1] if failures else 'none'}"
+        )
+    if failures:
+        print(f"warning: {len(failures)} tasks failed; the last: {printable(failures[-1])}", file=sys.stderr)
+    return {
+        "model": where,
+        "eval/accuracy": statistics.fmean(rewards),
+        "eval/num_tasks": len(rewards),
+        "eval/num_failed": len(failures),
+    }
+
+
+async def _rewards(config: configuration.Config, sampler: LocalSampler) -> list[float]:
+    """Of all held-out tasks that could be sampled and scored, task by task."""
+    size, console = min(config.eval.limit, sampler.num_tasks), Console(stderr=True)
+    rewards: list[float] = []
+    batches = [range(first, min(first + BATCH_TASKS, size)) for first in range(0, size, BATCH_TASKS)]
+
+    async def score(processes: RewardProcesses, group: RolloutGroup) -> None:
+        try:
+            rollouts, _ = await sampler.score(processes, group)
+        except RewardFailure as failure:
+            sampler.failures.append(str(failure))
+        else:
+            rewards.extend(rollout.reward for rollout in rollouts if rollout.reward is not None)
+
+    async with aclosing(sampler), reward_processes(config) as processes:
+        for cursors in track(batches, "evaluating", console=console, transient=True, disable=not console.is_terminal):
+            groups = await sampler.sample(cursors)
+            await asyncio.gather(*(score(processes, group) for group in groups))
+    return rewards
+
+
+def export(directory: Path, step: int | None, to: Path) -> str:
+    """Copy the model part of a checkpoint to `to`, a directory that must not exist; the checkpoint's name.
+
+    Raises:
+        UserError: no such checkpoint; the target exists or can't be written.
+    """
+    source = checkpoint_directory(RunDir(directory), step)
+    if to.exists():
+        raise UserError(f"{to} exists already. Choose another directory with --to.")
+    partial = to.with_name(f".{to.name}.partial")
+    try:
+        shutil.copytree(source, partial, ignore=shutil.ignore_patterns(*LEARNER_FILES))
+        partial.rename(to)
+    except OSError as error:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise UserError(f"Cannot write {to}: {error.strerror or error}. Nothing was exported.") from error
+    return source.name

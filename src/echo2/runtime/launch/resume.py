@@ -1,0 +1,44 @@
+"""What a resumed run may change: every change is named, and what its ledger and checkpoints rest on is refused."""
+
+from __future__ import annotations
+
+import json
+
+from echo2 import config as configuration
+from echo2.config import Config
+from echo2.errors import UserError
+
+#: Settings that a run keeps, and why.
+FIXED = {
+    "model.path": "the checkpoints are of that model",
+    "sampling.group_size": "delivered groups have that many rollouts",
+    "run.seed": "the tasks of issued groups follow from it",
+    "tasks.source": "issued groups are of its tasks",
+    "tasks.params": "issued groups are of the tasks that follow from it",
+    "tasks.environment": "delivered groups were played in it",
+}
+
+
+def changes(old: Config, new: Config) -> list[str]:
+    """One line for each setting that differs: `learner.lr: 1e-06 -> 2e-06`.
+
+    Raises:
+        UserError: a setting that can't change has changed, or max_staleness was lowered.
+    """
+    found = []
+    for section, key, *_ in configuration.all_fields():
+        name = f"{section}.{key}"
+        before, after = (getattr(getattr(config, section), key) for config in (old, new))
+        if before == after:
+            continue
+        change = f"{name}: {json.dumps(before)} -> {json.dumps(after)}"
+        if name in FIXED:
+            raise UserError(f"--resume cannot change {change}: {FIXED[name]}. Set it back, or start another --out.")
+        found.append(change)
+    before, after = old.schedule.max_staleness, new.schedule.max_staleness
+    if after < before:
+        raise UserError(
+            f"--resume cannot lower schedule.max_staleness ({before} -> {after}): groups that are sampled "
+            f"already would be thrown away, and `echo2 audit` would find older ones. Set it to {before} or more."
+        )
+    return found

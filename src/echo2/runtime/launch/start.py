@@ -1,0 +1,133 @@
+"""From a configuration file to a run: resolve, check what can be checked beforehand, start, show, sum up."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+from rich.console import Console
+from rich.markup import escape
+
+from echo2 import config as configuration
+from echo2.config import Config
+from echo2.rundir import RunDir, check_directory, claimed, create, read_json
+from echo2.runtime.launch.checks import check, check_port, check_prompts
+from echo2.runtime.launch.publish_every import settle
+from echo2.runtime.launch.resume import changes
+from echo2.runtime.launch.supervisor import Supervisor
+from echo2.runtime.process_log import keep_private
+from echo2.views import display
+
+
+def resolve(
+    path: Path, overrides: Mapping[str, str], out: Path | None, resume: bool = False, like: Path | None = None
+) -> tuple[Config, Path]:
+    """The configuration, with a number for "auto" and absolute paths, and the run directory it names: both mean the
+    same wherever a command of the run is started. A resumed run's changes are printed.
+
+    Raises:
+        UserError: the configuration is wrong, or a resumed run can't go on with it.
+    """
+    config = absolute(configuration.load(path, overrides))
+    where = (out or Path("outputs") / path.stem).resolve()
+    settled = settle(config, where, resume, like)
+    if settled.reason:
+        number = settled.config.schedule.publish_every
+        print(f'schedule.publish_every = "auto" is {number}: {settled.reason}', file=sys.stderr)
+    if resume and RunDir(where).config.is_file():
+        for change in changes(RunDir(where).read_config(), settled.config):
+            print(f"resumed with {change}", file=sys.stderr)
+    return settled.config, where
+
+
+def absolute(config: Config) -> Config:
+    """The same with absolute paths wherever a setting names a file or directory that exists here."""
+
+    def named(text: str) -> str:
+        """`name`, `name#split` or `file.py:Name`, with a weight before it or none."""
+        weight, star, name = text.rpartition("*")
+        for mark in ("", "#", ":"):
+            file, _, rest = name.strip().partition(mark) if mark else (name.strip(), "", "")
+            if ("/" in file or "." in file) and Path(file).exists():  # else it may be a built-in's name
+                found = str(Path(file).resolve()) + (mark + rest if rest else "")
+                return f"{weight.strip()} * {found}" if star else found
+        return text
+
+    model = Path(config.model.path or "/nowhere")
+    return replace(
+        config,
+        model=replace(config.model, path=str(model.resolve()) if model.is_dir() else config.model.path),
+        tasks=replace(config.tasks, source=named(config.tasks.source), environment=named(config.tasks.environment)),
+        eval=replace(config.eval, source=named(config.eval.source)),
+        reward=replace(config.reward, functions=[named(entry) for entry in config.reward.functions]),
+        fleet=replace(config.fleet, offers=named(config.fleet.offers)),
+    )
+
+
+def open_run(
+    target: Path, out: Path | None, resume: bool, overrides: Mapping[str, str], like: Path | None = None
+) -> RunDir:
+    """A run directory that exists, or a new one from a configuration file."""
+    if target.is_dir():
+        rundir = RunDir(target)
+        rundir.read_config()
+        return rundir
+    config, where = resolve(target, overrides, out, resume, like)
+    check(config)
+    if not resume:
+        check_port(config)
+    return create(where, config, resume)
+
+
+def run(
+    path: Path,
+    out: Path | None,
+    resume: bool,
+    dry_run: bool,
+    overrides: Mapping[str, str],
+    as_json: bool,
+    like: Path | None = None,
+) -> int:
+    """`echo2 run`. Returns the exit status."""
+    keep_private()
+    config, where = resolve(path, overrides, out, resume, like)
+    check(config)
+    if dry_run:
+        check_directory(where, resume)
+        check_port(config)
+        check_prompts(config)
+        print(configuration.to_json(config))
+        return 0
+    with claimed(where, "run"):
+        if not resume:  # else the killed head of this run may still listen: the next one waits for it
+            check_port(config)
+        rundir = create(where, config, resume)
+        outcome = _supervise(rundir, config)
+    summary = read_json(rundir.summary)
+    if as_json:
+        print(json.dumps(summary))
+    elif summary is not None:
+        display.show_summary(summary, Console())
+    if outcome["kind"] != "finished":
+        print(f"error: {outcome['reason']}", file=sys.stderr)
+        return 2 if outcome["kind"] in ("stopped", "user_error") else 1
+    return 0
+
+
+def _supervise(rundir: RunDir, config: Config) -> dict[str, str]:
+    """Start the run's processes, show how it goes, and wait for its end."""
+    workers = config.workers
+    arguments = ["--price-usd-per-hour", str(workers.price_usd_per_hour)]
+    if config.tasks.environment:
+        arguments += ["--allow-environment", config.tasks.environment]
+    supervisor = Supervisor(rundir, workers.count, arguments)
+    console = Console(stderr=True)
+    where, ticket = escape(str(rundir.path)), escape(str(rundir.ticket))
+    told = f"run directory [bold]{where}[/bold]   your other machines join with: echo2 worker @{ticket}"
+    told += f"   those of others: echo2 invite {where}"
+    console.print(told, highlight=False, soft_wrap=True)
+    with display.RunDisplay(rundir, config.run.max_steps, console) as shown:
+        return supervisor.run(shown.poll)

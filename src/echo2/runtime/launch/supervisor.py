@@ -1,0 +1,292 @@
+"""`echo2 run`: starts head, learner and workers on this machine, over the wire they use between continents, and looks
+after them.
+
+A process that dies is started again (the head from its ledger, the learner from its checkpoint, a worker afresh), up
+to a limit. A process that ends with the user's mistake ends the run, with its one-line error; one that ends for lack of
+room on the disk is started again when there is room. When the supervisor
+itself dies, its children end too (`lifeline`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+
+from echo2 import disk
+from echo2.errors import Echo2Error, NoRoomError, UserError
+from echo2.rundir import RunDir, newest_checkpoint, read_json, write_atomically
+from echo2.runtime import rotation
+from echo2.runtime.lifeline import LIFELINE_VARIABLE
+
+#: Restarts of one process within the window that show that restarting does not help.
+RESTARTS_MAX = 5
+RESTART_WINDOW_SECONDS = 60.0
+#: Seconds a process has to end by itself once the run is over.
+FAREWELL_SECONDS = 10.0
+#: Seconds after which a stop that waits for the learner's checkpoint says so.
+PATIENCE_SECONDS = 3.0
+#: Seconds the others have left once the head is gone.
+STRAGGLER_SECONDS = 3.0
+#: Seconds the head has to start listening.
+HEAD_START_SECONDS = 180.0
+POLL_SECONDS = 0.1
+#: Exit status of a process that ended because of the user's mistake; its log ends with the error.
+USER_ERROR_STATUS = 2
+#: Exit status of a process that ended because its disk is full.
+NO_ROOM_STATUS = 3
+ERROR_PREFIX = "error: "
+#: With less than this left, a disk counts as full.
+FULL_DISK_BYTES = 1 << 16
+
+
+class ProcessFailed(Echo2Error):
+    """A process of the run keeps dying; the message names it and its log."""
+
+
+@dataclass(slots=True)
+class Child:
+    """One local process of the run."""
+
+    name: str
+    arguments: list[str]
+    process: subprocess.Popen[bytes] | None = None
+    log_start: int = 0
+    waits_for_room: bool = False
+    full_at: float | None = None
+    restarts: deque[float] = field(default_factory=lambda: deque(maxlen=RESTARTS_MAX))
+
+
+class Supervisor:
+    """Owns the local processes of one run."""
+
+    def __init__(self, rundir: RunDir, num_workers: int, worker_arguments: list[str]) -> None:
+        self.rundir = rundir
+        path = str(rundir.path)
+        self.head = Child("head", ["head", path])
+        self.others = [Child("learner", ["learner", path])]
+        for number in range(num_workers):
+            name, device = f"worker-{number}", f"auto:{number + 1}"  # the learner has the first
+            places = ["--state", str(rundir.path / "workers" / name), "--device", device]
+            self.others.append(Child(name, ["worker", f"@{rundir.ticket}", *places, *worker_arguments]))
+        self._lifeline = os.pipe()
+        self._signalled: int | None = None
+        self._num_signals = 0
+        self._listed = ""
+
+    @property
+    def children(self) -> list[Child]:
+        """All local processes, the head first."""
+        return [self.head, *self.others]
+
+    def run(self, on_poll: Callable[[], None]) -> dict[str, str]:
+        """Run until the run is over; returns its outcome ({"kind", "reason"}).
+
+        Raises:
+            UserError: the user's mistake, as the process that met it worded it.
+            ProcessFailed: a process keeps dying.
+            KeyboardInterrupt: the run was stopped by a signal; it can be resumed.
+        """
+        previous = {number: signal.signal(number, self._on_signal) for number in (signal.SIGINT, signal.SIGTERM)}
+        failure: Echo2Error | None = None
+        try:
+            self._start(self.head)
+            self._wait_for_head()
+            for child in self.others:
+                self._start(child)
+            while (outcome := self._outcome()) is None:
+                if self._signalled is not None:
+                    raise KeyboardInterrupt
+                self._look_after()
+                self._list()
+                on_poll()
+                time.sleep(POLL_SECONDS)
+            return outcome
+        except (UserError, ProcessFailed) as error:
+            failure = error
+            raise
+        finally:
+            self._end_all()
+            self._write_end(failure)
+            for number, handler in previous.items():
+                signal.signal(number, handler)
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        self._signalled = number
+        self._num_signals += 1
+
+    def _outcome(self) -> dict[str, str] | None:
+        outcome: dict[str, str] | None = read_json(self.rundir.outcome)
+        return outcome
+
+    def _start(self, child: Child) -> None:
+        reading, _ = self._lifeline
+        environment = {**os.environ, LIFELINE_VARIABLE: str(reading), "PYTHONUNBUFFERED": "1"}
+        environment.setdefault("PYTHONHASHSEED", "0")  # what iterates over sets makes the same tasks everywhere
+        environment.setdefault("OMP_NUM_THREADS", "1")  # processes share the cores: see docs/operations.md
+        with open(self._log(child), "ab") as log:
+            child.log_start = log.tell()  # what an earlier process wrote is not this one's
+            child.process = subprocess.Popen(
+                [sys.executable, "-m", "echo2", *child.arguments],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                env=environment,
+                pass_fds=(reading,),
+                start_new_session=True,  # Ctrl-C is the supervisor's to handle
+            )
+        self._list()
+
+    def _list(self) -> None:
+        """Write down which processes there are, where that has changed; later, where the disk has no room."""
+        listing = [("supervisor", "run", os.getpid())]
+        listing += [(c.arguments[0], c.name, c.process.pid) for c in self.children if c.process is not None]
+        plain = json.dumps([{"role": role, "name": name, "pid": pid} for role, name, pid in listing])
+        if plain != self._listed:
+            with contextlib.suppress(NoRoomError):
+                write_atomically(self.rundir.processes, plain)
+                self._listed = plain
+
+    def _wait_for_head(self) -> None:
+        deadline = time.monotonic() + HEAD_START_SECONDS
+        while read_json(self.rundir.status) is None:
+            assert self.head.process is not None
+            if self.head.process.poll() is not None:
+                self._died(self.head)
+            if time.monotonic() > deadline:
+                raise ProcessFailed(
+                    f"The head did not start within {HEAD_START_SECONDS:.0f} s; see {self._log(self.head)}."
+                )
+            if self._signalled is not None:
+                raise KeyboardInterrupt
+            time.sleep(POLL_SECONDS)
+
+    def _look_after(self) -> None:
+        for child in self.children:
+            if rotation.cut_log(self._log(child)):
+                child.log_start = 0
+            status = child.process.poll() if child.process is not None else None
+            is_done = status == 0 and child is not self.head  # the learner has trained all steps; evaluation goes on
+            if status is not None and not is_done and self._outcome() is None:
+                self._died(child)
+
+    def _died(self, child: Child) -> None:
+        """Start a dead child again, or give up on the run."""
+        assert child.process is not None
+        status = child.process.returncode
+        now = time.monotonic()
+        if status == NO_ROOM_STATUS and self._may_wait_for_room(child, now):
+            return
+        if status in (USER_ERROR_STATUS, NO_ROOM_STATUS):
+            raise UserError(last_error(self._log(child), child.log_start) or self._silent(child))
+        child.restarts.append(now)
+        if len(child.restarts) == RESTARTS_MAX and now - child.restarts[0] < RESTART_WINDOW_SECONDS:
+            raise ProcessFailed(
+                f"{child.name} died {RESTARTS_MAX} times within {RESTART_WINDOW_SECONDS:.0f} s (last exit status "
+                f"{status}). Nothing is lost: see {self._log(child)}, then continue with --resume."
+            )
+        self._start(child)
+
+    def _may_wait_for_room(self, child: Child, now: float) -> bool:
+        """Start it again when there is room. False for one that finds none again, soon after it was started with room:
+        its disk is another, or it has a quota.
+        """
+        free = disk.free_bytes(self.rundir.path)
+        if free < disk.FLOOR_BYTES:
+            if not child.waits_for_room:
+                word = f"{child.name} waits for room on the disk that holds {self.rundir.path}"
+                print(f"paused: {word} ({free >> 20} MiB free, {disk.FLOOR_BYTES >> 20} needed)", file=sys.stderr)
+            child.waits_for_room = True
+            return True
+        if child.full_at is not None and now - child.full_at < RESTART_WINDOW_SECONDS and not child.waits_for_room:
+            return False
+        child.waits_for_room, child.full_at = False, now
+        self._start(child)
+        return True
+
+    def _silent(self, child: Child) -> str:
+        """What to say of a child that refused to run and left no word: a full disk takes no log line either."""
+        free = disk.free_bytes(self.rundir.path)
+        if free < FULL_DISK_BYTES:
+            return f"The disk of {self.rundir.path} is full ({free} bytes left). Free some space, then --resume."
+        return f"{child.name} refused to run; see {self._log(child)}."
+
+    def _log(self, child: Child) -> Path:
+        return self.rundir.logs / f"{child.name}.log"
+
+    def _head_tells(self) -> bool:
+        """Whether the head tells the others that it is over; without an outcome, it is asked to."""
+        outcome = self._outcome()
+        if outcome is not None:
+            return outcome["kind"] in ("finished", "stopped")
+        if self.head.process is None or self.head.process.poll() is not None:
+            return False
+        self.head.process.terminate()
+        return True
+
+    def _wait_for_checkpoint(self) -> None:
+        """The head ends the run once the learner has saved, however long that takes; a second signal: at once."""
+        learner, started, num_signals, said = self.others[0].process, time.monotonic(), self._num_signals, False
+        while self._outcome() is None and self.head.process is not None and self.head.process.poll() is None:
+            if self._num_signals > num_signals or learner is None or learner.poll() is not None:
+                self.head.process.terminate()  # nobody is left to save anything, or nobody wants to wait
+                return
+            if not said and time.monotonic() - started > PATIENCE_SECONDS:
+                print("stopping: the learner saves a checkpoint; interrupt again to stop at once", file=sys.stderr)
+                said = True
+            time.sleep(POLL_SECONDS)
+
+    def _write_end(self, failure: Echo2Error | None) -> None:
+        """What outcome.json does not say yet: the error that ended the run, and steps that no checkpoint covers."""
+        outcome = self._outcome() or {"kind": "failed", "reason": "the head ended without a word; see logs/head.log"}
+        if failure is not None:
+            kind = "user_error" if isinstance(failure, UserError) else "failed"
+            outcome = {"kind": kind, "reason": str(failure)}
+        version = (read_json(self.rundir.status) or {}).get("version", 0)
+        saved = newest_checkpoint(self.rundir.checkpoints)
+        if version and saved != version and outcome["kind"] != "finished":
+            has = "there is none" if saved is None else f"the newest is of step {saved}"
+            why = last_error(self._log(self.others[0])) or "the learner was ended before it had saved"
+            outcome["checkpoint"] = f"no checkpoint of step {version}: {has}. {why}. --resume trains the rest again."
+            print(outcome["checkpoint"], file=sys.stderr)
+        with contextlib.suppress(UserError):  # a full disk: the error is on the terminal
+            write_atomically(self.rundir.outcome, json.dumps(outcome))
+
+    def _end_all(self) -> None:
+        """Let the others go first by themselves where the head tells them, then ask, then insist."""
+        told = self._head_tells()
+        if told:
+            self._wait_for_checkpoint()
+        deadline = time.monotonic() + (FAREWELL_SECONDS if told else 0.0)
+        started = [(child, child.process) for child in self.children if child.process is not None]
+        for child, process in started:
+            try:
+                process.wait(max(0.1, deadline - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                process.terminate()
+            if child is self.head:  # who has not heard it from the head by now never will
+                deadline = min(deadline, time.monotonic() + STRAGGLER_SECONDS)
+        for _, process in started:
+            try:
+                process.wait(2.0)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+        for descriptor in self._lifeline:
+            os.close(descriptor)
+
+
+def last_error(log: Path, start: int = 0) -> str | None:
+    """The last line of a log, from byte `start` on, that tells an error to people."""
+    text = log.read_bytes()[start:].decode("utf-8", errors="replace")
+    errors = [line.removeprefix(ERROR_PREFIX) for line in text.splitlines() if line.startswith(ERROR_PREFIX)]
+    return errors[-1] if errors else None

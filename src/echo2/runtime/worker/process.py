@@ -1,0 +1,400 @@
+"""`echo2 worker TICKET`: one rollout worker. The scheduler decides, this drives it: the link here, leases at the engine
+in `sampling`, and `weights` fetches, installs and gives on.
+
+Things run at once, so that none delays another: the event loop (link, heartbeats, chunks), the engine's decode thread,
+a process for each environment, and a loading thread (apply and verify a snapshot beside the old one). Results wait with
+the scheduler until the head has answered for them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import socket
+import time
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from echo2.config.engines import NO_SLOT_LIMIT
+from echo2.control.worker import commands as do
+from echo2.control.worker import events as ev
+from echo2.control.worker.scheduler import WorkerScheduler
+from echo2.errors import InvariantError, LinkError, PeerError
+from echo2.rollout.engine import Engine
+from echo2.rollout.engines import make_engine
+from echo2.rollout.tokenizer import load_tokenizer
+from echo2.runtime.clock import Clock
+from echo2.runtime.worker.sampling import LeaseSampler
+from echo2.runtime.worker.weights import WorkerWeights, listen_address
+from echo2.tasks.environment_process import EnvironmentProcess
+from echo2.transport import messages
+from echo2.transport import wire_pb2 as wire
+from echo2.transport.grpc_link import Membership
+from echo2.transport.limits import PROTOCOL_VERSION
+from echo2.types import PayloadId, Snapshot, SnapshotRef
+
+log = logging.getLogger(__name__)
+
+CALL_SECONDS = 60.0
+#: Seconds that a worker whose owner ends it waits to be let go.
+LEAVE_SECONDS = 2.0
+#: Pause before the first try to reconnect, doubled up to the last.
+RECONNECT_SECONDS = (0.2, 5.0)
+#: Bytes of results sent in one call, unless a single one is larger; far below the limit of a message.
+DELIVER_BYTES = 8 << 20
+#: Leases that a worker keeps; far above what a head grants.
+LEASES_MAX = 100_000
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerOptions:
+    """What the owner of the machine decides. `listen`: HOST:PORT for other workers (empty: any port); `advertise`:
+    where they dial it (empty: where the head sees it); `relays`: whether it gives them chunks at all. `offer`: name of
+    its machine, if the run rented it. `engine`: "auto" is the run's; `slots`: rollouts to decode at once at most (0: as
+    the run asks).
+    """
+
+    engine: str = "auto"
+    device: str = "auto"
+    price_usd_per_hour: float = 0.0
+    slots: int = 0
+    allow_environments: tuple[str, ...] = ()
+    patience_seconds: float = 600.0
+    listen: str = ""
+    advertise: str = ""
+    relays: bool = True
+    offer: str = ""
+
+
+class WorkerProcess:
+    """Drives one scheduler. `run` returns when the head says stop."""
+
+    def __init__(
+        self,
+        member: Membership,
+        directory: Path,
+        options: WorkerOptions,
+        environments: Mapping[str, EnvironmentProcess],
+    ) -> None:
+        self._worker_id, self._options, self._environments = member.peer_id, options, environments
+        self._link, self._clock = member.link(), Clock()
+        listen = listen_address(options.listen, options.relays, member.address)
+        self._weights = WorkerWeights(
+            member, self._link, directory, listen, options.relays, self._dispatch, self._give_up
+        )
+        self._scheduler: WorkerScheduler | None = None
+        self._sampler: LeaseSampler | None = None
+        self._engine: Engine | None = None
+        self._tokenizer_files: dict[str, bytes] = {}
+        self._outgoing: deque[do.Deliver] = deque()
+        self._delivering = False
+        self._pause_seconds = 0.0
+        self._joined_at = time.monotonic()
+        self._loop = asyncio.get_running_loop()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._stopped: asyncio.Future[str] = self._loop.create_future()
+        self._wake: asyncio.TimerHandle | None = None
+
+    async def run(self) -> str:
+        """Attend until the run is over; returns why.
+
+        Raises:
+            LinkError: the head was away for longer than `patience_seconds`.
+            UserError: the engine can't run this model, the disk is full, or the address to listen on can't be had.
+        """
+        await self._weights.start()
+        attending: asyncio.Future[Any] = asyncio.ensure_future(self._keep_attending())
+        stopped: asyncio.Future[Any] = self._stopped
+        try:
+            await asyncio.wait({attending, stopped}, return_when=asyncio.FIRST_COMPLETED)
+            if attending.done() and not self._stopped.done():
+                attending.result()
+            return self._stopped.result()
+        finally:
+            if not self._stopped.done() and self._scheduler is not None and self._scheduler.connected:
+                await self._leave()  # the owner ends it
+            attending.cancel()
+            for task in list(self._tasks):
+                task.cancel()
+            if self._sampler is not None:
+                await self._sampler.close()
+            await self._weights.close()
+            await self._link.close()
+
+    # ---- the one place where things happen -----------------------------------------------------------------------
+
+    def _dispatch(self, event: ev.Event) -> None:
+        if self._scheduler is None or self._stopped.done():
+            return
+        try:
+            for command in self._scheduler.handle(event, self._clock.now()):
+                self._carry_out(command)
+        except Exception as error:  # called by timers and callbacks too, from where it would only be logged
+            self._give_up(error)
+
+    def _carry_out(self, command: do.Command) -> None:
+        assert self._sampler is not None
+        match command:
+            case do.AskManifest():
+                self._spawn(self._weights.ask(command.ref, command.base))
+            case do.FetchSnapshot():
+                self._weights.fetch(command.payload)
+            case do.StopFetching():
+                self._weights.node.stop_fetching(command.payload)
+            case do.InstallSnapshot():
+                self._spawn(self._install(command.payload))
+            case do.StartLease():
+                self._sampler.start(command.assignment)
+            case do.StartUnit():
+                self._sampler.start_unit(command.assignments)
+            case do.AbortLease():
+                self._sampler.abort(command.lease_id)
+            case do.Deliver():
+                self._deliver(command)
+            case do.FailLease():
+                self._spawn(self._fail_lease(command.lease_id, command.failure, command.reason))
+            case do.ReportInstalled():
+                self._spawn(self._report())
+            case do.WakeAt():
+                self._wake_at(command)
+            case _:
+                raise InvariantError(f"a worker does not know {command}")
+
+    def _spawn(self, coroutine: Any) -> None:
+        task: asyncio.Task[None] = asyncio.ensure_future(coroutine)
+        self._tasks.add(task)
+        task.add_done_callback(self._ended)
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self._give_up(error)
+
+    def _give_up(self, error: BaseException) -> None:
+        if not self._stopped.done():
+            self._stopped.set_exception(error)
+
+    def _stop(self, reason: str) -> None:
+        if not self._stopped.done():
+            self._stopped.set_result(reason)
+
+    def _wake_at(self, command: do.WakeAt) -> None:
+        if self._wake is not None:
+            self._wake.cancel()
+        delay = max(0.0, command.at - self._clock.now())
+        self._wake = self._loop.call_later(delay, self._dispatch, ev.Tick())
+
+    # ---- attending -----------------------------------------------------------------------------------------------
+
+    async def _keep_attending(self) -> None:
+        """Consumes: orders. Waits for: the head. Unblocked by: its stream. Produces: events. Reconnects for ever,
+        but gives up after `patience_seconds` without the head."""
+        away_since, pause = time.monotonic(), RECONNECT_SECONDS[0]
+        while True:
+            beating: asyncio.Task[None] | None = None
+            try:
+                async for order in self._link.stream("Attend", self._hello()):
+                    away_since, pause = 0.0, RECONNECT_SECONDS[0]
+                    if order.HasField("settings"):
+                        beating = beating or asyncio.ensure_future(self._beat(order.settings.heartbeat_seconds))
+                        await self._start(order.settings)
+                    else:
+                        self._obey(order)
+                reason = "the head ended the stream"
+            except LinkError as error:
+                reason = str(error)
+            except PeerError as error:
+                if error.reason != "expelled":
+                    raise
+                reason, pause = str(error), RECONNECT_SECONDS[1]
+            finally:
+                if beating is not None:
+                    beating.cancel()
+            away_since = away_since or time.monotonic()
+            if time.monotonic() - away_since > self._options.patience_seconds:
+                raise LinkError(f"no head for {self._options.patience_seconds:.0f} s: {reason}")
+            log.info("not connected (%s); trying again", reason)
+            self._weights.node.disconnected()
+            self._dispatch(ev.Disconnected())
+            await asyncio.sleep(pause)
+            pause = min(2 * pause, RECONNECT_SECONDS[1])
+
+    def _hello(self) -> wire.WorkerHello:
+        scheduler = self._scheduler
+        hello = wire.WorkerHello(
+            protocol=PROTOCOL_VERSION,
+            slots=self._options.slots or NO_SLOT_LIMIT,
+            price_usd_per_hour=self._options.price_usd_per_hour,
+            engine=self._options.engine,
+            device=self._options.device,
+            pid=os.getpid(),
+            host=socket.gethostname(),
+            offer=self._options.offer,
+            environments=sorted(self._environments),
+            listen_port=self._weights.port,
+            advertise=self._options.advertise,
+        )
+        if scheduler is not None:
+            hello.held_leases.extend([*scheduler.waiting, *scheduler.generating, *scheduler.produced])
+        if (installed := self._installed()) is not None:
+            hello.installed.CopyFrom(messages.encode_ref(installed))
+        return hello
+
+    def _installed(self) -> SnapshotRef | None:
+        """What is installed; before the engine is there, what an earlier process had and will be, in a moment."""
+        if self._scheduler is not None:
+            return self._scheduler.installed
+        return self._weights.content.ref
+
+    async def _start(self, settings: wire.RunSettings) -> None:
+        """The first time: make the engine, the run's unless the owner named one."""
+        if self._scheduler is None:
+            name = settings.engine if self._options.engine == "auto" else self._options.engine
+            slots = max(1, min(settings.slots, self._options.slots or NO_SLOT_LIMIT))
+            make = partial(make_engine, name, self._options.device, slots)
+            self._engine = await asyncio.to_thread(make)  # importing torch takes seconds
+            self._sampler = LeaseSampler(
+                self._engine, self._worker_id, self._environments, self._dispatch, self._give_up
+            )
+            installed = await self._weights.reload(self._load)
+            self._scheduler = WorkerScheduler(slots, settings.swap == "during", settings.deterministic)
+            self._scheduler.installed = installed
+            await self._report()
+        self._weights.node.connected()
+        self._dispatch(ev.Connected())
+
+    def _obey(self, order: wire.Order) -> None:
+        if order.HasField("leases"):
+            granted = tuple(messages.decode_assignment(lease) for lease in order.leases.leases)
+            if self._scheduler is not None and len(self._scheduler.waiting) + len(granted) > LEASES_MAX:
+                raise PeerError("oversized", f"more than {LEASES_MAX} leases granted")
+            self._dispatch(ev.LeasesGranted(tuple(assignment.lease for assignment in granted), granted))
+        elif order.HasField("snapshot"):
+            self._weights.announced(order.snapshot)
+        elif order.HasField("revoked"):
+            self._dispatch(ev.LeaseRevoked(order.revoked.lease_id, order.revoked.reason))
+        elif order.HasField("stop"):
+            self._stop(order.stop.reason)
+        else:
+            self._weights.node.obey(order)
+
+    async def _beat(self, heartbeat_seconds: float) -> None:
+        while True:
+            await asyncio.sleep(heartbeat_seconds)
+            await self._report()
+
+    async def _report(self) -> None:
+        report = wire.WorkerReport(doing="joining", pause_seconds=self._pause_seconds)
+        if self._sampler is not None and self._scheduler is not None:
+            report.doing, report.refused = self._sampler.doing, self._scheduler.refused
+            report.tokens_generated, report.busy_seconds = self._sampler.num_tokens, self._sampler.busy_seconds
+        node = self._weights.node
+        report.bytes_received, report.bytes_sent = node.bytes_received, node.bytes_sent
+        if (installed := self._installed()) is not None:
+            report.installed.CopyFrom(messages.encode_ref(installed))
+        try:
+            await self._link.call("Report", report, CALL_SECONDS)
+        except (LinkError, PeerError) as error:
+            log.info("heartbeat not taken: %s", error)
+
+    async def _leave(self) -> None:
+        """Say goodbye, so that the head grants our leases to others at once."""
+        try:
+            await self._link.call("Leave", wire.Empty(), LEAVE_SECONDS)
+        except (LinkError, PeerError) as error:
+            log.info("goodbye not taken: %s", error)
+
+    # ---- snapshots -----------------------------------------------------------------------------------------------
+
+    async def _install(self, payload: PayloadId) -> None:
+        pause = await self._weights.install(payload, self._load)
+        if pause is not None:
+            self._pause_seconds += pause
+            self._dispatch(ev.SnapshotInstalled(payload.ref))
+            log.info("%s", self._progress(payload))
+            await self._weights.keep(payload)
+
+    def _progress(self, payload: PayloadId) -> str:
+        """One line for the owner of the machine."""
+        assert self._sampler is not None
+        hours = (time.monotonic() - self._joined_at) / 3600
+        rate = self._sampler.num_tokens / max(1e-9, self._sampler.busy_seconds)
+        price = self._options.price_usd_per_hour
+        cost = f", {price * hours:.2f} dollars" if price else ""
+        return f"{payload} installed; {self._sampler.num_groups} groups, {rate:.0f} tokens/s{cost} so far"
+
+    async def _load(self, snapshot: Snapshot) -> float:
+        """Load a verified snapshot beside the old weights, and swap."""
+        assert self._engine is not None
+        assert self._sampler is not None
+        files = {name: bytes(data) for name, data in snapshot.files.items()}
+        is_other = files != self._tokenizer_files
+        tokenizer = await asyncio.to_thread(load_tokenizer, files) if is_other else self._sampler.tokenizer
+        pause = await self._engine.update_weights(snapshot)
+        self._sampler.tokenizer, self._tokenizer_files = tokenizer, files  # not before: the engine may refuse
+        return pause
+
+    # ---- delivering ----------------------------------------------------------------------------------------------
+
+    def _deliver(self, command: do.Deliver) -> None:
+        self._outgoing.append(command)
+        if not self._delivering:
+            self._delivering = True
+            self._spawn(self._deliver_all())
+
+    async def _deliver_all(self) -> None:
+        """Send what waits, together; what becomes ready meanwhile goes with the next call."""
+        try:
+            while self._outgoing:
+                batch, size = wire.Deliveries(), 0
+                while self._outgoing and (size < DELIVER_BYTES or not batch.items):
+                    command = self._outgoing.popleft()
+                    batch.items.append(messages.encode_delivery(command.lease_id, command.result))
+                    size += batch.items[-1].ByteSize()
+                await self._send(batch)
+        finally:
+            self._delivering = False
+
+    async def _send(self, batch: wire.Deliveries) -> None:
+        lease_ids = [item.lease_id for item in batch.items]
+        try:
+            replies = await self._link.call("Deliver", batch, CALL_SECONDS)
+        except (LinkError, PeerError):
+            for lease_id in lease_ids:
+                self._dispatch(ev.DeliveryFailed(lease_id))
+            return
+        for lease_id, reply in zip(lease_ids, replies.items, strict=True):
+            if not reply.accepted:
+                log.info("lease %d refused: %s", lease_id, reply.reason)
+            self._dispatch(ev.DeliveryAnswered(lease_id))
+
+    async def _fail_lease(self, lease_id: int, failure: str, detail: str) -> None:
+        failed = wire.LeaseFailed(lease_id=lease_id, reason=failure, detail=detail)
+        try:
+            await self._link.call("FailLease", failed, CALL_SECONDS)
+        except (LinkError, PeerError) as error:
+            log.info("lease %d: failure not taken: %s", lease_id, error)  # its deadline will tell the head
+
+
+async def join(ticket: str, directory: Path | None, options: WorkerOptions) -> str:
+    """Enrol with the ticket, attend until the run is over, and say why it ended."""
+    from echo2.transport import grpc_link
+
+    state = directory or Path(os.environ.get("XDG_STATE_HOME", Path.home() / ".local" / "state")) / "echo2"
+    member = await grpc_link.join(ticket, state, options.patience_seconds)
+    log.info("joined as %s", member.peer_id)
+    environments = {spec: EnvironmentProcess(spec) for spec in options.allow_environments}
+    for environment in environments.values():
+        await environment.start()  # what can't be loaded is known before the head is told of it
+    process = WorkerProcess(member, state / member.peer_id, options, environments)
+    return await process.run()
+
+
+def run_worker(ticket: str, directory: Path | None, options: WorkerOptions) -> str:
+    """The whole life of a worker process."""
+    return asyncio.run(partial(join, ticket, directory, options)())

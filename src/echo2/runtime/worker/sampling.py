@@ -1,0 +1,144 @@
+"""A worker's leases at the engine: one task for each, from its start to its group.
+
+Nothing here blocks the event loop: the engine decodes in its own thread, and environments answer in processes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+
+from echo2.control.worker import events as ev
+from echo2.errors import PeerError, UserError
+from echo2.rollout import generate
+from echo2.rollout.engine import Engine, RequestFailure
+from echo2.rollout.lockstep import Lockstep
+from echo2.rollout.tokenizer import Tokenizer
+from echo2.tasks.environment_process import EnvironmentProcess
+from echo2.types import Assignment
+
+log = logging.getLogger(__name__)
+
+#: Characters of an error that the head is told.
+ERROR_CHARS = 500
+
+
+class LeaseSampler:
+    """Samples leases with one engine. `dispatch` takes the scheduler's events, `fail` what can't be gone on from."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        worker_id: str,
+        environments: Mapping[str, EnvironmentProcess],
+        dispatch: Callable[[ev.Event], None],
+        fail: Callable[[BaseException], None],
+    ) -> None:
+        self._engine, self._worker_id, self._dispatch, self._fail = engine, worker_id, dispatch, fail
+        self._environments = environments
+        self._tasks: dict[int, asyncio.Task[None]] = {}
+        self._charged_until = 0.0
+        self._busy_before = 0.0
+        self._busy_since: float | None = None
+        self.tokenizer: Tokenizer | None = None
+        self.num_tokens = self.num_groups = 0
+
+    @property
+    def busy_seconds(self) -> float:
+        """Seconds in which at least one lease was being sampled."""
+        return self._busy_before + (0.0 if self._busy_since is None else time.monotonic() - self._busy_since)
+
+    @property
+    def doing(self) -> str:
+        """One line for people."""
+        if not self._tasks:
+            return "waiting"
+        num_running = self._engine.slots - self._engine.free_slots
+        return f"sampling {num_running} rollouts of {len(self._tasks)} groups with {self._engine.installed}"
+
+    def start(self, assignment: Assignment) -> None:
+        """Sample this lease beside the others."""
+        self._begin(assignment, None)
+
+    def start_unit(self, assignments: Sequence[Assignment]) -> None:
+        """Sample these leases together and alone."""
+        lockstep = generate.in_lockstep(self._engine, assignments)
+        for assignment in assignments:
+            self._begin(assignment, lockstep)
+
+    def abort(self, lease_id: int) -> None:
+        """End the rollouts of this lease. Their slots are free at the next token."""
+        if (task := self._tasks.get(lease_id)) is not None:
+            task.cancel()
+
+    async def close(self) -> None:
+        """Abort everything, end the environments, and give back the device. Nothing is told any more: the slots of what
+        is aborted would go to leases that wait."""
+        self._dispatch = lambda event: None
+        for task in self._tasks.values():
+            task.cancel()
+        for environment in self._environments.values():
+            await environment.close()
+        await self._engine.close()
+
+    def _begin(self, assignment: Assignment, lockstep: Lockstep | None) -> None:
+        if self._busy_since is None:
+            self._busy_since = self._charged_until = time.monotonic()
+        lease_id, num_left = assignment.lease.lease_id, assignment.lease.num_samples
+
+        def left() -> None:
+            nonlocal num_left
+            num_left -= 1
+            if lockstep is not None:
+                lockstep.leave()
+            self._dispatch(ev.RolloutEnded(lease_id))
+
+        task = asyncio.ensure_future(self._sample(assignment, lockstep or self._engine, left))
+        self._tasks[lease_id] = task
+
+        def ended(done: asyncio.Task[None]) -> None:
+            if lockstep is not None and generate.is_sampled(assignment):
+                for _ in range(num_left):
+                    lockstep.leave()  # aborted before they began
+            self._ended(lease_id, done)
+
+        task.add_done_callback(ended)
+
+    async def _sample(self, assignment: Assignment, engine: Engine | Lockstep, on_rollout: Callable[[], None]) -> None:
+        """A group is charged the time since the one before it, so that all groups add up to the busy time."""
+        lease_id = assignment.lease.lease_id
+        try:
+            if assignment.environment and assignment.environment not in self._environments:
+                raise PeerError("malformed", f"this worker does not run the environment {assignment.environment!r}")
+            if self.tokenizer is None:
+                raise PeerError("malformed", "a lease came before any snapshot")
+            outcome = await generate.sample_group(
+                engine, self.tokenizer, assignment, self._worker_id, self._environments, on_rollout
+            )
+        except UserError:
+            raise
+        except Exception as error:  # of whatever kind: it costs this lease alone, and the head is told
+            log.error("lease %d failed", lease_id, exc_info=error)
+            self._dispatch(
+                ev.LeaseAbandoned(lease_id, "engine_failed", f"{type(error).__name__}: {error}"[:ERROR_CHARS])
+            )
+            return
+        if isinstance(outcome, RequestFailure):
+            told = f"{outcome.detail}\n{outcome.traceback}".rstrip()
+            self._dispatch(ev.LeaseAbandoned(lease_id, outcome.reason, told))
+            return
+        seconds, self._charged_until = time.monotonic() - self._charged_until, time.monotonic()
+        self.num_tokens += outcome.num_tokens
+        self.num_groups += 1
+        self._dispatch(ev.GroupProduced(lease_id, replace(outcome, generate_seconds=seconds)))
+
+    def _ended(self, lease_id: int, task: asyncio.Task[None]) -> None:
+        if self._tasks.get(lease_id) is task:
+            del self._tasks[lease_id]
+        if not self._tasks and self._busy_since is not None:
+            self._busy_before, self._busy_since = self.busy_seconds, None
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self._fail(error)

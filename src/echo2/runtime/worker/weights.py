@@ -1,0 +1,181 @@
+"""A worker's weights: which payload is fetched, what is installed and kept, and what others are given of it.
+
+The installed content stays in memory, on the CPU: the next payload is applied to it in place, segment by segment. On
+disk lies what leads to it (a whole content and the deltas since), so that a worker that was restarted goes on from
+there and late joiners are served the same chunks.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from echo2.broadcast.peer import PeerNode
+from echo2.control.worker import events as ev
+from echo2.errors import LinkError, PeerError, UserError
+from echo2.rollout.engine import OutOfMemoryError
+from echo2.transport import messages
+from echo2.transport import wire_pb2 as wire
+from echo2.transport.base import Link
+from echo2.transport.grpc_link import Membership
+from echo2.transport.identity import verify_manifest
+from echo2.types import PayloadId, Snapshot, SnapshotRef
+from echo2.weights.kept import KeptContent
+from echo2.weights.manifest import Manifest
+from echo2.weights.store import ChunkStore
+
+log = logging.getLogger(__name__)
+
+CALL_SECONDS = 60.0
+#: Manifests of announced payloads that are remembered.
+MANIFESTS_MAX = 8
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
+
+
+def listen_address(listen: str, relays: bool, head_address: str) -> tuple[str, int] | None:
+    """Where to listen for other workers; None: not at all. By default any free port: on all addresses, or on this
+    machine's own where the head is on it too.
+
+    Raises:
+        UserError: `listen` is not HOST:PORT.
+    """
+    if not relays:
+        return None
+    if not listen:
+        return ("127.0.0.1" if head_address.rpartition(":")[0] in LOOPBACK else "0.0.0.0", 0)
+    host, _, port = listen.rpartition(":")
+    if not host or not port.isdecimal() or int(port) > 65535:
+        raise UserError(f"--listen {listen}: expected HOST:PORT, for example 0.0.0.0:7342.")
+    return host, int(port)
+
+
+class WorkerWeights:
+    """`dispatch` takes the scheduler's events, `fail` what can't be gone on from. `node`: its part of the broadcast;
+    `port`: where others can dial it (0: nowhere)."""
+
+    def __init__(
+        self,
+        member: Membership,
+        link: Link,
+        directory: Path,
+        listen: tuple[str, int] | None,
+        relays: bool,
+        dispatch: Callable[[ev.Event], None],
+        fail: Callable[[BaseException], None],
+    ) -> None:
+        self._link, self._dispatch = link, dispatch
+        self._ca_pem = member.credentials.ca_pem
+        self._store = ChunkStore(directory / "snapshots")
+        self.node = PeerNode(
+            member.peer_id,
+            self._store,
+            member.network(),
+            link,
+            on_whole=lambda payload: dispatch(ev.SnapshotWhole(payload)),
+            on_gone=lambda payload: dispatch(ev.SnapshotGone(payload)),
+            on_error=fail,
+            listen=listen,
+            relays=relays,
+        )
+        self._manifests: dict[PayloadId, Manifest] = {}
+        self._incoming: PayloadId | None = None
+        self._loading = ThreadPoolExecutor(1, thread_name_prefix="loading")
+        self.port = 0
+        self.content = KeptContent(self._store)
+
+    async def start(self) -> None:
+        """Listen, and load what an earlier process had installed.
+
+        Raises:
+            UserError: the address can't be had, or the content does not fit into memory.
+        """
+        self.port = await self.node.start()
+        await asyncio.get_running_loop().run_in_executor(self._loading, self.content.restore)
+
+    # ---- fetching ------------------------------------------------------------------------------------------------
+
+    def announced(self, notice: wire.SnapshotNotice, asked_for: bool = False) -> None:
+        """Raises PeerError where the notice is not the head's, or no notice."""
+        verify_manifest(self._ca_pem, notice.manifest, notice.signature)
+        manifest = Manifest.from_wire(notice.manifest)
+        self._manifests.pop(manifest.payload, None)
+        self._manifests[manifest.payload] = manifest
+        if len(self._manifests) > MANIFESTS_MAX:
+            del self._manifests[next(payload for payload in self._manifests if payload != self._incoming)]
+        _, stored, total = self.node.progress or (None, 0, 1)
+        self._dispatch(ev.SnapshotAnnounced(manifest.payload, asked_for, stored / max(1, total)))
+
+    async def ask(self, ref: SnapshotRef, base: SnapshotRef | None) -> None:
+        """Ask the head for a payload of `ref`, over `base` where it can."""
+        over = None if base is None else messages.encode_ref(base)
+        request = wire.ManifestRequest(policy=ref.policy, lineage=ref.lineage, version=ref.version, base=over)
+        try:
+            self.announced(await self._link.call("FetchManifest", request, CALL_SECONDS), asked_for=True)
+        except PeerError as error:
+            log.info("no manifest of %s: %s", ref, error)
+            is_unknown = error.reason == "unknown_snapshot"  # else it does not know us, or its answer was no manifest
+            self._dispatch(ev.SnapshotUnknown(ref) if is_unknown else ev.ManifestFailed())
+        except LinkError:
+            self._dispatch(ev.ManifestFailed())
+
+    def fetch(self, payload: PayloadId) -> None:
+        """Fetch a payload that was announced."""
+        self._incoming = payload
+        self.node.fetch(self._manifests[payload])
+
+    # ---- installing ----------------------------------------------------------------------------------------------
+
+    async def install(self, payload: PayloadId, load: Callable[[Snapshot], Awaitable[float]]) -> float | None:
+        """Apply the payload, verify it, have it loaded; the seconds of pause that took. None: it was refused,
+        or there is no room for it, and the scheduler knows.
+
+        Raises:
+            UserError: it does not fit into memory, or the disk is full.
+        """
+        manifest, loop = self._manifests[payload], asyncio.get_running_loop()
+        try:
+            await loop.run_in_executor(self._loading, self.content.take, manifest)
+            pause = await load(self.content.snapshot())
+        except (OutOfMemoryError, MemoryError) as error:
+            log.warning("no room for snapshot %s: %s", payload, error)
+            self._dispatch(ev.SnapshotTooLarge(payload, str(error)))
+            return None
+        except PeerError as error:
+            log.warning("snapshot %s refused: %s", payload, error)
+            self._dispatch(ev.SnapshotRefused(payload, str(error)))
+            return None
+        return pause
+
+    async def reload(self, load: Callable[[Snapshot], Awaitable[float]]) -> SnapshotRef | None:
+        """Have the content of an earlier process loaded; what is installed then."""
+        if self.content.ref is None:
+            return None
+        try:
+            await load(self.content.snapshot())
+        except PeerError as error:
+            log.warning("the stored snapshot %s is not used: %s", self.content.ref, error)
+            return None
+        return self.content.ref
+
+    async def keep(self, payload: PayloadId) -> None:
+        """Keep on disk what leads to the installed content, and throw the rest away.
+
+        Raises:
+            UserError: the disk is full.
+        """
+        manifest = self._manifests.get(payload)
+        if manifest is None:
+            return
+        kept = await asyncio.get_running_loop().run_in_executor(self._loading, self.content.keep, manifest)
+        if kept is not None:
+            incoming = self._manifests.get(self._incoming or payload, manifest)
+            let_go = self._store.let_go([*kept, incoming])  # between two events: no fetch counts on what goes
+            await asyncio.to_thread(self._store.sweep, let_go)  # thousands of files
+
+    async def close(self) -> None:
+        """Fetch and give nothing more."""
+        self._loading.shutdown(wait=False, cancel_futures=True)
+        await self.node.close()

@@ -1,0 +1,101 @@
+"""The process that runs the user's code itself (`python -m echo2.sandbox.child module:function`).
+
+    parent -> child    {"id", **setup}, once; then {"id", **request}
+    child -> parent    {"id", **what it says of itself}; {"id", **answer}; or {"id", "failed": message, "traceback"}
+
+The function named on the command line is ours: from the setup it makes a handler (request -> answer) and what the child
+says of itself. A handler that is a coroutine function has many requests in flight, any other has one.
+
+The user's code may print, read its stdin and hang; none of it may disturb the frames. So the two pipes are moved to
+other descriptors first, and a thread of its own reads the frames, which ends the process when the parent is gone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import faulthandler
+import importlib
+import inspect
+import queue
+import sys
+import threading
+from collections.abc import Callable
+from typing import Any, BinaryIO
+
+from echo2.errors import UserError
+from echo2.sandbox import pipes
+from echo2.sandbox.plugins import traceback_of
+
+#: From a request to its answer, now or to be awaited.
+Handler = Callable[[dict[str, Any]], Any]
+MAX_WAITING_REQUESTS = 2  # read ahead; the others wait in the pipe
+
+
+def main() -> None:
+    """Load the handler, then answer requests until the other end closes the pipe."""
+    inbox, outbox = pipes.take()
+    faulthandler.enable()  # a crash in the user's native code leaves its Python line in the log
+    requests: queue.Queue[dict[str, Any]] = queue.Queue(MAX_WAITING_REQUESTS)
+    threading.Thread(target=pipes.receive, args=(inbox, requests), daemon=True, name="frames").start()
+    setup = requests.get()
+    try:
+        handler, said = _handler(sys.argv[1], setup)
+    except UserError as error:
+        _send(outbox, setup, failed(error))
+        return
+    _send(outbox, setup, said)
+    if inspect.iscoroutinefunction(handler):
+        asyncio.run(_serve_together(handler, requests, outbox))
+    while True:
+        request = requests.get()
+        try:
+            answer = handler(request)
+        except UserError as error:
+            answer = failed(error)
+        _send(outbox, request, answer)
+
+
+def _handler(entry: str, setup: dict[str, Any]) -> tuple[Handler, dict[str, Any]]:
+    module, _, name = entry.partition(":")
+    made: tuple[Handler, dict[str, Any]] = getattr(importlib.import_module(module), name)(setup)
+    return made
+
+
+async def _serve_together(handler: Handler, requests: queue.Queue[dict[str, Any]], outbox: BinaryIO) -> None:
+    """Consumes: requests. Produces: answers, in the order in which they are ready. Waits for: the parent."""
+    tasks: set[asyncio.Task[None]] = set()
+    while True:
+        request = await asyncio.to_thread(requests.get)
+        task = asyncio.ensure_future(_answer_later(handler, request, outbox))
+        tasks.add(task)
+        task.add_done_callback(tasks.discard)
+
+
+async def _answer_later(handler: Handler, request: dict[str, Any], outbox: BinaryIO) -> None:
+    try:
+        answer = await handler(request)
+    except UserError as error:
+        answer = failed(error)
+    _send(outbox, request, answer)
+
+
+def failed(error: UserError) -> dict[str, Any]:
+    """What the user's code raised goes to the log in full; the parent gets the end of it."""
+    text = traceback_of(error)
+    if text:
+        print(text, file=sys.stderr, flush=True)
+    return {"failed": str(error), "traceback": text}
+
+
+def _send(outbox: BinaryIO, request: dict[str, Any], answer: dict[str, Any]) -> None:
+    sys.stdout.flush()  # what the user's code printed reaches the log before the parent acts on the answer
+    try:
+        frame = pipes.encode({**answer, "id": request["id"]})
+    except (TypeError, ValueError) as error:  # what the user's code gave is no JSON
+        frame = pipes.encode({"failed": f"gave what cannot be sent: {error}", "id": request["id"]})
+    outbox.write(frame)
+    outbox.flush()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,114 @@
+"""A process of ours that runs the user's code, and the pipes to it: a 4-byte length, then that many bytes of JSON.
+
+Such a process may print, read its stdin, hang and die; none of it may disturb the frames or who started it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import signal
+import struct
+from pathlib import Path
+from typing import IO, Any, BinaryIO
+
+import echo2
+from echo2.documents import parse_json
+from echo2.errors import PeerError
+
+MAX_FRAME_BYTES = 256 << 20
+HEADER = struct.Struct("<I")
+PACKAGE_ROOT = str(Path(echo2.__file__).resolve().parent.parent)  # the child imports the same echo2
+
+
+def encode(message: dict[str, Any]) -> bytes:
+    """One frame.
+
+    Raises:
+        PeerError: "oversized".
+    """
+    body = json.dumps(message).encode()
+    return HEADER.pack(checked_length(len(body))) + body
+
+
+def checked_length(length: int) -> int:
+    """Raises: PeerError: a frame of so many bytes is over the limit."""
+    if length > MAX_FRAME_BYTES:
+        raise PeerError("oversized", f"a frame of {length} bytes; the limit is {MAX_FRAME_BYTES}")
+    return length
+
+
+def decode(body: bytes) -> dict[str, Any]:
+    """The message in a frame.
+
+    Raises:
+        PeerError: "malformed".
+    """
+    try:
+        message = parse_json(body)
+    except ValueError as error:
+        raise PeerError("malformed", f"a frame of {len(body)} bytes is not JSON: {error}") from error
+    if not isinstance(message, dict):
+        raise PeerError("malformed", f"a frame holds a {type(message).__name__}, not an object")
+    return message
+
+
+def read(stream: IO[bytes]) -> dict[str, Any] | None:
+    """The next frame; None at the end of the stream (a frame cut short counts as the end).
+
+    Raises:
+        PeerError: "oversized" or "malformed".
+    """
+    header = stream.read(HEADER.size)
+    if len(header) < HEADER.size:
+        return None
+    length = checked_length(HEADER.unpack(header)[0])
+    body = stream.read(length)
+    if len(body) < length:
+        return None
+    return decode(body)
+
+
+# ---- of the process that starts the other ----------------------------------------------------------------------------
+
+
+def child_environment() -> dict[str, str]:
+    """Environment variables with which a child imports the same echo2."""
+    paths = [PACKAGE_ROOT, os.environ.get("PYTHONPATH", "")]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in paths if path)}
+
+
+def kill_group(group: int) -> None:
+    """Kill a child with all that it started."""
+    try:
+        os.killpg(group, signal.SIGKILL)
+    except ProcessLookupError:
+        pass  # the child is gone, and so is everything it started
+
+
+def ending(status: int | None) -> str:
+    """How a process ended, in words."""
+    if status is None:
+        return "went away"
+    return f"was killed by {signal.Signals(-status).name}" if status < 0 else f"exited with status {status}"
+
+
+# ---- of the process that is started ----------------------------------------------------------------------------------
+
+
+def take() -> tuple[BinaryIO, BinaryIO]:
+    """The pipes from and to the parent; stdin is empty from now on, and what is printed goes to stderr."""
+    inbox, outbox = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(nothing, 0)
+    os.close(nothing)
+    os.dup2(2, 1)
+    return inbox, outbox
+
+
+def receive(inbox: BinaryIO, messages: queue.Queue[dict[str, Any]]) -> None:
+    """For a thread of its own: put every frame in the queue, and end this process when the parent is gone."""
+    while (message := read(inbox)) is not None:
+        messages.put(message)
+    os._exit(0)  # the main thread may be inside the user's code

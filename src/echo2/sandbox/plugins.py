@@ -1,0 +1,93 @@
+"""The user's own code by name: `file.py:Name` or `package.module:Name`. Not a plugin registry: nothing is discovered.
+
+Shared by tasks (classes) and rewards (functions), which do not know each other.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import importlib.util
+import sys
+import traceback
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from echo2.errors import UserError, did_you_mean
+
+MAX_LINE_CHARS = 500
+TRACEBACK_CHARS = 4000
+
+
+def load_named(spec: str) -> Any:
+    """The object called `spec`, after running its module. A file is run once per process, however often it is named.
+
+    The working directory and the file's own directory become importable (behind everything else), as they would be
+    for a script.
+
+    Raises:
+        UserError: no such file, module or name in it, or the module raised while it was imported.
+    """
+    where, colon, name = spec.rpartition(":")
+    if not colon or not where or not name:
+        raise UserError(f"{spec!r} names no code: write file.py:Name or package.module:Name.")
+    module = _from_file(Path(where)) if where.endswith(".py") else _from_package(where)
+    if not hasattr(module, name):
+        hint = did_you_mean(name, [other for other in vars(module) if not other.startswith("_")])
+        raise UserError(f"{where} has no {name!r}.{hint}")
+    return getattr(module, name)
+
+
+def innermost_line(error: BaseException) -> str:
+    """`file.py:12 in name: TypeError: ...`: where the user's code broke, on one line."""
+    frames = traceback.extract_tb(error.__traceback__)
+    place = f"{frames[-1].filename}:{frames[-1].lineno} in {frames[-1].name}: " if frames else ""
+    line = place + "".join(traceback.format_exception_only(error)).strip().replace("\n", " ")
+    return line if len(line) <= MAX_LINE_CHARS else line[: MAX_LINE_CHARS - 3] + "..."
+
+
+def traceback_of(error: UserError) -> str:
+    """Of the user's code whose failure this error tells, its end; empty: none is known."""
+    raised = error.__cause__
+    text = "".join(traceback.format_exception(raised)) if raised is not None else ""
+    return (getattr(error, "traceback", "") or text)[-TRACEBACK_CHARS:]
+
+
+def _from_file(path: Path) -> ModuleType:
+    if not path.is_file():
+        raise UserError(f"There is no file {path} (looked in {Path.cwd()}).")
+    path = path.resolve()
+    # Two files of one name in two directories are two modules.
+    module_name = f"echo2_user_{path.stem}_{hashlib.blake2b(str(path).encode(), digest_size=4).hexdigest()}"
+    if module_name in sys.modules:
+        return sys.modules[module_name]
+    _make_importable(path.parent)
+    spec = importlib.util.spec_from_file_location(module_name, path)
+    if spec is None or spec.loader is None:
+        raise UserError(f"{path} cannot be imported as a Python module.")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[module_name] = module  # before it runs: dataclasses look their module up
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        del sys.modules[module_name]
+        raise UserError(f"{path} could not be imported: {innermost_line(error)}") from error
+    return module
+
+
+def _from_package(name: str) -> ModuleType:
+    _make_importable(Path.cwd())
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        raise UserError(
+            f"There is no module {error.name!r} (wanted for {name}; looked in {Path.cwd()} too)."
+        ) from error
+    except Exception as error:
+        raise UserError(f"The module {name} could not be imported: {innermost_line(error)}") from error
+
+
+def _make_importable(directory: Path) -> None:
+    if str(directory) not in sys.path:
+        sys.path.append(str(directory))

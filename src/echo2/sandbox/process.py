@@ -1,0 +1,222 @@
+"""A child process that runs the user's code (rewards, environments), which can neither stall nor kill who asks it.
+
+This is the parent's side; `child.py` is the other. Calls may be in flight together; the child answers in any order. A
+call that takes too long, and a child that dies, cost every call that was in flight: the child is killed with everything
+it started, and the next call starts another.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, Any
+
+from echo2.errors import InvariantError, PeerError, UserError
+from echo2.sandbox import pipes
+
+STARTUP_SECONDS = 120.0  # imports of the user's module: some load a judge, a game or a word list
+EXIT_SECONDS = 1.0  # from closing its pipe to being gone, for a child that ends by itself
+REAP_SECONDS = 5.0
+MAX_LOG_BYTES = 16 << 20  # a longer log is begun anew at the next start of the process
+LOG_CHARS_SHOWN = 1500
+
+
+class CodeFailure(UserError):
+    """The user's code raised, hung, or ended its process. `is_shared`: other calls were in flight in that process, so
+    that any of them may be the one to blame. `traceback`: of the user's code, where it raised."""
+
+    def __init__(self, message: str, is_shared: bool = False, traceback: str = "") -> None:
+        super().__init__(message)
+        self.is_shared, self.traceback = is_shared, traceback
+
+
+@dataclass(slots=True)
+class _Call:
+    doing: str
+    answer: asyncio.Future[dict[str, Any]]
+
+
+@dataclass(slots=True)
+class _Child:
+    """One life of the process. `calls`: those in flight, by number."""
+
+    process: asyncio.subprocess.Process
+    calls: dict[int, _Call] = field(default_factory=dict)
+    next_number: int = 0
+    reader: asyncio.Task[None] | None = None
+
+
+class CodeProcess:
+    """A child that is started at the first call (or by `start`) and lives until `close`. For one event loop.
+
+    `entry` names the function of ours that makes the child's handler (`child.py`) from `setup`. `name` is what errors
+    call the process. `log_path` takes what the user's code prints; None: the log of this process.
+    """
+
+    def __init__(self, name: str, entry: str, setup: Mapping[str, Any], log_path: Path | None = None) -> None:
+        self._name, self._entry, self._setup, self._log_path = name, entry, dict(setup), log_path
+        self._child: _Child | None = None
+        self._said: dict[str, Any] = {}
+        self._turn = asyncio.Lock()
+        self.num_started = 0
+
+    @property
+    def pid(self) -> int | None:
+        """Of the child that is running now."""
+        alive = self._child is not None and self._child.process.returncode is None
+        return self._child.process.pid if alive and self._child is not None else None
+
+    async def start(self) -> dict[str, Any]:
+        """Start the child unless it runs; what it says of itself.
+
+        Raises:
+            UserError: the user's code cannot be loaded; the message says which and why.
+        """
+        await self._running()
+        return self._said
+
+    async def call(self, request: Mapping[str, Any], seconds: float, doing: str, advice: str = "") -> dict[str, Any]:
+        """The child's answer. `doing` says in errors what was asked; `advice`, what to do if it takes too long.
+
+        Raises:
+            CodeFailure: the user's code failed, took over `seconds`, or ended its process.
+            UserError: it cannot be loaded.
+        """
+        return await self._ask(await self._running(), request, seconds, doing, advice)
+
+    async def close(self) -> None:
+        """End the child; whatever it was doing is abandoned."""
+        if self._child is not None:
+            await self._lose(self._child, "was closed")
+
+    async def _running(self) -> _Child:
+        async with self._turn:
+            if self._child is not None and self._child.process.returncode is None:
+                return self._child
+            if self._child is not None:  # it died between two calls
+                await self._lose(self._child, "went away")
+            self._child = child = _Child(await self._spawn())
+            self.num_started += 1
+            child.reader = asyncio.ensure_future(self._read_answers(child))
+            try:
+                self._said = await self._ask(child, self._setup, STARTUP_SECONDS, "loading the user's code")
+            except BaseException:
+                await self._lose(child, "was closed")
+                raise
+            return child
+
+    async def _spawn(self) -> asyncio.subprocess.Process:
+        log = self._open_log()
+        try:
+            return await asyncio.create_subprocess_exec(
+                *(sys.executable, "-m", "echo2.sandbox.child", self._entry),
+                stdin=asyncio.subprocess.PIPE,
+                stdout=asyncio.subprocess.PIPE,
+                stderr=log,
+                env=pipes.child_environment(),
+                start_new_session=True,  # a group to kill as a whole; and Ctrl-C is the parent's to handle
+            )
+        except OSError as error:
+            raise UserError(f"Cannot start {self._name}: {error}.") from error
+        finally:
+            if log is not None:
+                log.close()
+
+    def _open_log(self) -> IO[bytes] | None:
+        if self._log_path is None:
+            return None
+        self._log_path.parent.mkdir(parents=True, exist_ok=True)
+        if self._log_path.exists() and self._log_path.stat().st_size > MAX_LOG_BYTES:
+            self._log_path.write_bytes(b"")
+        return self._log_path.open("ab")  # appending: it may be cut while it is written
+
+    async def _ask(
+        self, child: _Child, request: Mapping[str, Any], seconds: float, doing: str, advice: str = ""
+    ) -> dict[str, Any]:
+        number, child.next_number = child.next_number, child.next_number + 1
+        try:
+            frame = pipes.encode({**request, "id": number})
+        except PeerError as error:
+            raise CodeFailure(f"{self._name} cannot go on while {doing}: {error}.") from error
+        if child.process.stdin is None:
+            raise InvariantError("the child was started without pipes")
+        call = child.calls[number] = _Call(doing, asyncio.get_running_loop().create_future())
+        child.process.stdin.write(frame)  # never awaited: a child that does not read is one that takes too long
+        try:
+            await asyncio.wait([call.answer], timeout=seconds)
+            if not call.answer.done():
+                await self._lose(child, f"took longer than {seconds:g} s", advice)
+            answer = call.answer.result()
+        except asyncio.CancelledError:
+            if list(child.calls) == [number]:  # nobody else's answer is lost with the child
+                await self._lose(child, "was closed")
+            raise
+        finally:
+            child.calls.pop(number, None)
+        if "failed" in answer:
+            raise CodeFailure(str(answer["failed"]), traceback=str(answer.get("traceback", "")))
+        return answer
+
+    async def _read_answers(self, child: _Child) -> None:
+        """Consumes: the child's answers. Produces: those of the calls in flight. Waits for: the child."""
+        try:
+            while True:
+                answer = await _read(child.process)
+                call = child.calls.pop(answer.get("id", -1), None)
+                if call is not None and not call.answer.done():
+                    call.answer.set_result(answer)
+        except (EOFError, ConnectionError):  # asyncio's IncompleteReadError is an EOFError
+            await self._lose(child, "", grace_seconds=EXIT_SECONDS)
+        except PeerError as error:
+            await self._lose(child, f"sent {error}")
+
+    async def _lose(self, child: _Child, problem: str, advice: str = "", grace_seconds: float = 0.0) -> None:
+        """End this child; its calls in flight fail by `problem` (empty: by how it ended)."""
+        if self._child is child:
+            self._child = None
+        calls, child.calls = child.calls, {}
+        status = await _kill(child.process, grace_seconds)
+        if child.reader is not None and child.reader is not asyncio.current_task():
+            child.reader.cancel()
+        for call in calls.values():
+            if not call.answer.done():
+                words = f"{self._name} {problem or pipes.ending(status)} while {call.doing}. {advice}"
+                call.answer.set_exception(CodeFailure(f"{words.strip()} {self._last_words()}", len(calls) > 1))
+                call.answer.exception()  # its caller may be gone
+
+    def _last_words(self) -> str:
+        """The end of the log, for the message: a crash says there what it has to say."""
+        if self._log_path is None:
+            return "What it printed is in this process's log."
+        try:
+            with self._log_path.open("rb") as log:
+                log.seek(max(0, self._log_path.stat().st_size - LOG_CHARS_SHOWN))
+                text = log.read().decode(errors="replace").strip().replace("\n", " | ")
+        except OSError:
+            text = ""
+        return f"Its log {self._log_path} " + (f"ends: {text}" if text else "is empty.")
+
+
+async def _kill(process: asyncio.subprocess.Process, grace_seconds: float) -> int | None:
+    """End the child and everything it started. Its exit status: its own if it ended within `grace_seconds`."""
+    try:
+        await asyncio.wait_for(process.wait(), grace_seconds)
+    except TimeoutError:
+        pass
+    finally:
+        pipes.kill_group(process.pid)
+    try:
+        return await asyncio.wait_for(process.wait(), REAP_SECONDS)
+    except TimeoutError:
+        return None  # something that left the process group holds a pipe; the child itself is dead
+
+
+async def _read(process: asyncio.subprocess.Process) -> dict[str, Any]:
+    if process.stdout is None:
+        raise InvariantError("the child was started without pipes")
+    header = await process.stdout.readexactly(pipes.HEADER.size)
+    length = pipes.checked_length(pipes.HEADER.unpack(header)[0])
+    return pipes.decode(await process.stdout.readexactly(length))

@@ -1,0 +1,1 @@
+"""What people look at: the status of a run, and its display."""

@@ -1,0 +1,287 @@
+"""What a person sees of a run: a progress display while it goes on, and the summary at its end."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.markup import escape
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Table
+from rich.text import Text
+
+from echo2.printable import LINE_CHARS_MAX, printable
+from echo2.rundir import RunDir, read_json, read_metrics
+
+#: Without a terminal: one line every so many seconds.
+PLAIN_SECONDS = 5.0
+#: How often files are read for the display.
+REFRESH_SECONDS = 0.3
+#: By whether the process lives; None: it runs on another machine.
+PROCESS_STATES = {True: "[green]alive[/green]", False: "[red]gone[/red]", None: "remote"}
+#: Of a reason or a state; the longest of ours have half of it.
+REASON_CHARS = 1000
+#: What failed, by kind, and the log that has every one.
+FAILURE_WORDS = {
+    "reward_failed": ("groups were lost to your reward function", "reward.log"),
+    "environment_failed": ("groups were lost to your environment", "head.log"),
+    "bad_task": ("groups were lost to rows that are no tasks", "head.log"),
+    "prompt_too_long": ("groups have prompts that are too long for the model", "head.log"),
+    "log_unfit": ("groups have logged rollouts that the model cannot read", "head.log"),
+    "snapshot_refused": ("snapshots were refused by workers", "head.log"),
+    "engine_failed": ("leases failed in the worker's engine", "head.log"),
+}
+_BLOCKS = "▁▂▃▄▅▆▇█"
+
+
+class RunDisplay:
+    """Reads the run directory and shows how the run goes: live in a terminal, else a line now and then."""
+
+    def __init__(self, rundir: RunDir, max_steps: int, console: Console | None = None) -> None:
+        self._rundir = rundir
+        self._console = console or Console(stderr=True)
+        self._progress = Progress(
+            TextColumn("[bold]training"),
+            BarColumn(bar_width=40),
+            MofNCompleteColumn(),
+            TextColumn("steps"),
+            TimeElapsedColumn(),
+            TextColumn("left"),
+            TimeRemainingColumn(),
+            console=self._console,
+        )
+        self._bar = self._progress.add_task("training", total=max_steps)
+        self._live = Live(self._progress, console=self._console, refresh_per_second=4, transient=True)
+        self._read_at = self._printed_at = 0.0
+        self._size = -1
+        self._rows: list[dict[str, Any]] = []
+
+    def __enter__(self) -> RunDisplay:
+        if self._console.is_terminal:
+            self._live.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._console.is_terminal:
+            self._live.stop()
+
+    def poll(self) -> None:
+        """Look whether there is news, at most a few times a second."""
+        now = time.monotonic()
+        if now - self._read_at < REFRESH_SECONDS:
+            return
+        self._read_at = now
+        path = self._rundir.metrics
+        size = path.stat().st_size if path.exists() else 0
+        if size != self._size:
+            self._rows, self._size = read_metrics(path), size
+        status = read_json(self._rundir.status) or {}
+        if self._console.is_terminal:
+            self._progress.update(self._bar, completed=status.get("version", 0))
+            self._live.update(Group(self._progress, _news(self._rows, status)))
+        elif now - self._printed_at > PLAIN_SECONDS:
+            self._printed_at = now
+            news = "  ".join(_news(self._rows, status).plain.splitlines())
+            where = f"step {status.get('version', 0)}/{status.get('max_steps', '?')}"
+            self._console.print(Text(f"{where}  {news}".rstrip()), soft_wrap=True)
+
+
+def sparkline(values: Sequence[float], width: int = 40) -> str:
+    """The newest finite values as small bars, the last one at the right."""
+    values = [value for value in values if math.isfinite(value)][-width:]
+    low, high = min(values, default=0.0), max(values, default=0.0)
+    span = (high / 2 - low / 2) or 1.0  # halves: the difference of two finite numbers need not be finite
+    return "".join(_BLOCKS[int((value / 2 - low / 2) / span * (len(_BLOCKS) - 1))] for value in values)
+
+
+def _news(rows: list[dict[str, Any]], status: dict[str, Any]) -> Text:
+    steps = [row for row in rows if "reward/mean" in row]
+    text = Text()
+    if status.get("paused"):
+        text.append(f"paused: {printable(status['paused'], REASON_CHARS)}\n", style="bold red")
+    if steps:
+        last = steps[-1]
+        text.append(f"reward {last['reward/mean']:.3f} {sparkline([row['reward/mean'] for row in steps])}\n")
+        idle = last.get("learner/idle_ratio", 0.0)
+        text.append(f"learner idle {idle:.0%}  ")
+        if last.get("off_policy/logged") == 1.0:
+            text.append("from a log, of no age")
+        else:
+            text.append(f"staleness {last.get('off_policy/mean', 0.0):.2f}")
+            text.append(f" (max {last.get('off_policy/max', 0)}, bound {last.get('off_policy/bound', '?')})")
+        text.append(f"  workers {last.get('workers/active', 0)}  ${last.get('cost/cum_usd', 0.0):.4f}\n")
+    evals = [row for row in rows if "eval/accuracy" in row]
+    if evals:
+        text.append("held-out " + "  ".join(f"{row['step']}: {row['eval/accuracy']:.3f}" for row in evals[-6:]) + "\n")
+    for line in failure_lines(status):
+        text.append(f"{line}\n", style="red")
+    if broadcast := _broadcast_line(status):
+        text.append(f"weights {printable(broadcast, REASON_CHARS)}\n")
+    for wait in status.get("waits", [])[:2]:
+        line = printable(f"{wait['waiter']} waits for {wait['waits_for']}: {wait['reason']}", REASON_CHARS)
+        text.append(f"{line}\n", style="dim")
+    return text
+
+
+def fleet_line(fleet: dict[str, Any] | None) -> str:
+    """Whether the workers suffice, and how long the learner should wait and does."""
+    if not fleet:
+        return ""
+    words = f"{fleet['active']} active"
+    if fleet["standby"]:
+        words += f", {fleet['standby']} standing by"
+    if fleet["rented"]:
+        words += f", {len(fleet['rented'])} rented"
+    words += f"  {fleet['text']}"
+    if fleet["needed_rate"] is not None:
+        words += f": {fleet['rate']:.3g} of {fleet['needed_rate']:.3g} rollouts/s that are needed"
+    if fleet["idle_predicted"] is not None and fleet["idle_ratio"] is not None:
+        steps = fleet.get("idle_steps", 1)
+        over = f" over the last {steps} steps" if steps > 1 else ""
+        words += f"  learner idle {fleet['idle_ratio']:.1%}{over}, predicted {fleet['idle_predicted']:.1%}"
+    auto = fleet.get("auto_publish_every")
+    if auto is not None and auto != fleet["publish_every"]:
+        words += f"  publish_every {fleet['publish_every']}, auto would be {auto}"
+    return words
+
+
+def _broadcast_line(status: dict[str, Any]) -> str:
+    """Who has the newest weights, how far the others are, and how long the last broadcast took."""
+    workers, newest = status.get("workers", []), status.get("published")
+    if newest is None or not workers:
+        return ""
+    done = sum(1 for worker in workers if str(worker.get("installed")).rpartition(".")[2] == str(newest))
+    waiting = len(workers) - done
+    words = [f"version {newest} at {done} workers" + (f", on its way to {waiting}" if waiting else "")]
+    under_way = [worker["fetching"] for worker in workers if worker.get("fetching")]
+    shares = [each["bytes_stored"] / max(1, each["bytes_total"]) for each in under_way]
+    if shares:
+        words.append(f"{len(shares)} fetching, the slowest {min(shares):.0%}")
+    broadcast = status.get("broadcast", {})
+    if broadcast.get("broadcast/t_bcast") is not None:
+        words.append(f"new weights reach the workers in {broadcast['broadcast/t_bcast']:.1f} s")
+    if broadcast.get("suspects"):
+        words.append("suspected: " + ", ".join(sorted(broadcast["suspects"])))
+    return "  ".join(words)
+
+
+def strangers_lines(status: dict[str, Any]) -> list[str]:
+    """Which evaluations were given up, what strangers ask, and who was turned away for that."""
+    lines = []
+    if versions := sorted(status.get("not_evaluated") or {}, key=int):
+        names = ", ".join(versions)
+        lines.append(f"not evaluated: version {names}: no machine of yours attends; run `echo2 eval DIR`")
+    asks = {w["id"]: w["price_usd_per_hour"] for w in status.get("workers", []) if w.get("is_own") is False}
+    if asks := {worker_id: price for worker_id, price in asks.items() if price}:
+        lines.append("strangers ask: " + ", ".join(f"{worker_id} ${price:g}/h" for worker_id, price in asks.items()))
+    return lines + [f"turned away: {name}: {why}" for name, why in (status.get("turned_away") or {}).items()]
+
+
+def failure_lines(status: dict[str, Any], with_tracebacks: bool = False) -> list[str]:
+    """Of each kind of failure: how many, the first in full, and which log has the others."""
+    lines = []
+    for failure in status.get("failures") or []:
+        what, log = FAILURE_WORDS.get(failure["kind"], (f"groups failed ({failure['kind']})", "head.log"))
+        line = f"{failure['count']} {what}; logs/{log} has all. The first: {failure['message']}"
+        lines.append(printable(line, REASON_CHARS))
+        if with_tracebacks:
+            lines += [printable(one, REASON_CHARS) for one in failure["traceback"].rstrip().split("\n") if one]
+    return lines
+
+
+def show_summary(summary: dict[str, Any], console: Console) -> None:
+    """The closing tables."""
+    groups = summary["groups"]
+    retired = ", ".join(f"{count} {_safe(why)}" for why, count in groups["retired"].items()) or "0"
+    refused = ", ".join(f"{count} {_safe(why)}" for why, count in groups["refused"].items()) or "0"
+    before, after = summary["eval_before"], summary["eval_after"]
+    table = Table(title="Run summary", show_header=False, title_justify="left")
+    table.add_column(style="bold")
+    table.add_column()
+    if before is not None:
+        table.add_row(
+            "held-out accuracy", f"{before:.3f} before, [green]{after:.3f} after[/green] {summary['steps']} steps"
+        )
+    for line in strangers_lines({"not_evaluated": summary.get("not_evaluated")}):
+        table.add_row("held-out accuracy", escape(line))
+    for line in failure_lines(summary):
+        table.add_row("failed", escape(line), style="red")
+    table.add_row("learner idle ratio", f"{summary['learner_idle_ratio']:.1%}")
+    staleness = (
+        f"mean {summary['staleness_mean']:.2f}, max {summary['staleness_max']}, bound {summary['staleness_bound']}"
+    )
+    table.add_row("staleness (versions)", "none: all from a log" if summary.get("all_logged") else staleness)
+    table.add_row("groups", f"{groups['trained']} trained, retired: {retired}; deliveries refused: {refused}")
+    shipped = (
+        f"{summary['origin_bytes'] / 1e6:.1f} MB from the head, {summary['peer_bytes'] / 1e6:.1f} MB between workers"
+    )
+    table.add_row("weights sent", shipped)
+    table.add_row("time", f"{summary['seconds']:.0f} s")
+    table.add_row("cost", f"${summary['cost_usd']:.4f}, of it wasted ${summary['wasted_usd']:.4f}")
+    console.print(table)
+    machines = Table(title="Machines", title_justify="left")
+    for column in ("machine", "groups*", "busy", "connected", "dollars", "wasted"):
+        machines.add_column(column, justify="left" if column == "machine" else "right")
+    for name, machine in summary["machines"].items():
+        wasted = ", ".join(f"{_safe(cause)} {seconds:.1f} s" for cause, seconds in machine["wasted_seconds"].items())
+        machines.add_row(
+            _safe(name),
+            f"{machine['useful_groups']:,.0f}" if machine["useful_groups"] else "-",
+            f"{machine['useful_seconds']:.0f} s" if machine["useful_groups"] else "-",
+            f"{machine['seconds']:.0f} s",
+            f"${machine['usd']:.4f}",
+            f"${machine['wasted_usd']:.4f}" + (f" ({wasted})" if wasted else ""),
+        )
+    console.print(machines)
+    console.print("* with those of evaluations", highlight=False)
+    for line in next_steps(summary):
+        console.print(escape(line), highlight=False, soft_wrap=True)
+
+
+def next_steps(summary: dict[str, Any]) -> list[str]:
+    """Where the model is, and what to do with it."""
+    where, version = summary.get("directory"), summary.get("checkpoint")
+    if not where or version is None:
+        return []
+    return [
+        f"The model after step {version} is in {where}/checkpoints/step_{version}, a Hugging Face directory.",
+        f"Export it: echo2 export {where} --to DIR   Judge it: echo2 eval {where}   Read rollouts: {where}/rollouts",
+    ]
+
+
+def _safe(text: str, chars_max: int = LINE_CHARS_MAX) -> str:
+    """What a peer may have worded, in a table: no control characters, no markup."""
+    return escape(printable(text, chars_max))
+
+
+def show_status(status: dict[str, Any], console: Console) -> None:
+    """`echo2 status`: where the run stands, who waits for whom, and the local processes."""
+    done = f"step {status['version']} of {status['max_steps']}, lineage {status['lineage']}"
+    published = f"snapshot {status['published']}, checkpoint {status['checkpoint']}"
+    where, state = escape(status["directory"]), _safe(status["state"], REASON_CHARS)
+    console.print(f"[bold]{where}[/bold]  {state}  {done}  {published}  ${status['cost_usd']:.4f}", highlight=False)
+    if fleet := fleet_line(status.get("fleet")):
+        console.print(f"fleet: {_safe(fleet, REASON_CHARS)}", highlight=False)
+    for line in failure_lines(status, with_tracebacks=True):
+        console.print(escape(line), style="red", highlight=False)
+    for line in strangers_lines(status):
+        console.print(escape(line), highlight=False)
+    waits = Table("who", "waits for", "since", "until", "why", title="Waits", title_justify="left")
+    now = status["time"]
+    for wait in status["waits"]:
+        since = f"{max(0.0, now - wait['since']):.1f} s" if wait["since"] else "-"
+        until = f"in {wait['until'] - now:.1f} s" if wait["until"] is not None else "-"
+        waits.add_row(
+            _safe(wait["waiter"]), _safe(wait["waits_for"]), since, until, _safe(wait["reason"], REASON_CHARS)
+        )
+    console.print(waits if status["waits"] else "nobody waits")
+    table = Table("role", "id", "pid", "state", "weights", "doing", title="Processes", title_justify="left")
+    for process in status["processes"]:
+        state = PROCESS_STATES[process["alive"]] if process["host"] else "away"
+        pid, weights, doing = str(process["pid"] or "-"), _safe(process.get("weights", "")), _safe(process["doing"])
+        table.add_row(process["role"], _safe(process["id"]), pid, state, weights, doing)
+    console.print(table)

@@ -1,0 +1,75 @@
+"""Payloads in a row as one payload: no weights are read, none are decoded.
+
+Each record of a segment is applied to what the one before it made, so a chain of deltas is one payload that has their
+records behind each other. A raw record needs nothing that came before it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import pairwise
+
+from echo2.errors import PeerError, UserError
+from echo2.weights.manifest import MAX_DELTAS, RAW, FileEntry, Manifest, Record, Segment
+
+
+def compose(steps: Sequence[Manifest]) -> Manifest:
+    """One payload that does what these do one after the other: of a single one, itself. Each is over the one before it.
+
+    Raises:
+        PeerError: "base", they do not fit together, or are too many or too large for one payload.
+    """
+    if len(steps) == 1:
+        return steps[0]
+    for first, second in pairwise(steps):
+        if second.base != first.ref:
+            raise PeerError("base", f"payload {second.payload} is not over {first.ref}")
+        if (first.tensors, first.extents) != (second.tensors, second.extents):
+            raise PeerError("base", f"{second.payload} has other tensors than {first.payload}, or cuts them otherwise")
+    segments = zip(*(step.segments for step in steps), strict=True)
+    try:
+        return replace(
+            steps[-1],
+            base=steps[0].base,
+            files=tuple(_sent_file(entry, steps) for entry in steps[-1].files),
+            segments=tuple(_joined(parts) for parts in segments),
+        )
+    except UserError as error:
+        raise PeerError("base", f"{steps[-1].payload} after {len(steps) - 1} others: {error}") from error
+
+
+def is_anchor_due(steps: Sequence[Manifest]) -> bool:
+    """Whether the next payload without a base should be raw throughout: these, which lead to the newest snapshot from
+    nothing, are as many or have as many deltas as one payload may have, or the deltas are as large as the content."""
+    try:
+        whole = compose(steps)
+    except PeerError:  # they do not fit into one payload
+        return True
+    num_deltas = max((_num_deltas(segment) for segment in whole.segments), default=0)
+    is_large = num_deltas > 0 and whole.total_bytes >= 2 * whole.content_bytes
+    return is_large or max(num_deltas, len(steps) - 1) >= MAX_DELTAS
+
+
+def _num_deltas(segment: Segment) -> int:
+    return sum(record.codec != RAW for record in segment.records)
+
+
+def _sent_file(entry: FileEntry, steps: Sequence[Manifest]) -> FileEntry:
+    """The entry of the newest step that sends this file; that of the first, where none does and it is the base's."""
+    for step in reversed(steps):
+        found = next((one for one in step.files if one.name == entry.name and one.digest == entry.digest), None)
+        if found is None:
+            break
+        if found.record is not None or step is steps[0]:
+            return found
+    raise PeerError("base", f"{steps[0].payload} does not lead to the file {entry.name!r}")
+
+
+def _joined(parts: Sequence[Segment]) -> Segment:
+    """One segment of each step as one: a raw record needs nothing that came before it."""
+    records: list[Record] = []
+    for part in parts:
+        starts_anew = bool(part.records) and part.records[0].codec == RAW
+        records = [*(() if starts_anew else records), *part.records]
+    return replace(parts[-1], records=tuple(records))

@@ -1,0 +1,70 @@
+"""A worker's content, in memory and on disk: what is installed, and the payloads that lead to it after a restart.
+
+Nothing here runs by itself or waits for anything: the caller fetches, and says when to apply, list and throw away.
+"""
+
+from __future__ import annotations
+
+import logging
+
+from echo2.errors import PeerError
+from echo2.weights.chain import compose, is_anchor_due
+from echo2.weights.content import Content
+from echo2.weights.encoder import Encoder
+from echo2.weights.manifest import Manifest
+from echo2.weights.store import ChunkStore
+
+log = logging.getLogger(__name__)
+
+
+class KeptContent(Content):
+    """The content of one worker, and its store."""
+
+    def __init__(self, store: ChunkStore) -> None:
+        super().__init__()
+        self._store = store
+
+    def restore(self) -> None:
+        """Make the newest content that the store leads to. One that is damaged is forgotten.
+
+        Raises:
+            UserError: it does not fit into memory.
+        """
+        newest = max((manifest.ref for manifest in self._store.manifests()), default=None)
+        if newest is None:
+            return
+        try:
+            steps = self._store.chain(newest)
+            if steps is None:
+                raise PeerError("missing", "nothing leads to it")
+            self.apply(compose(steps), self._store.get)
+        except PeerError as error:
+            log.warning("the stored snapshot %s is not used: %s", newest, error)
+            self._store.drop_snapshot(newest)
+
+    def take(self, manifest: Manifest) -> None:
+        """Turn what is here into the content of this payload, whose chunks are stored; see `Content.apply`."""
+        if self.ref != manifest.ref:  # else an engine refused it, and it is tried again
+            self.apply(manifest, self._store.get)
+
+    def keep(self, manifest: Manifest) -> list[Manifest] | None:
+        """List the payload that led here. Returns what leads to the content now: all else may go.
+
+        Where that has become long, the whole content is written, in the chunks that the learner makes of it. Nothing
+        may go then (None): others may still want the newest delta.
+
+        Raises:
+            UserError: the disk is full.
+        """
+        if self.ref != manifest.ref or self._store.missing(manifest):
+            return None
+        self._store.put_manifest(manifest)
+        steps = self._store.chain(manifest.ref)
+        if steps is not None and not is_anchor_due(steps):
+            return steps
+        encoder = Encoder(self.snapshot(), extents=manifest.extents)
+        for chunks in encoder.parts():
+            for hash_, chunk in chunks.items():
+                self._store.put(hash_, chunk)
+        self._store.put_manifest(encoder.manifest())
+        return None

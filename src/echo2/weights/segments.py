@@ -1,0 +1,186 @@
+"""One segment at a time: its bytes as a record and chunks, and back. Neither side needs any other segment for it.
+
+So whoever holds a shard of a tensor encodes that shard alone, several do so in parallel, and nobody needs memory for
+more than the segment, its base, and what lies between them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import groupby
+from typing import Any
+
+import numpy as np
+from blake3 import blake3
+from numpy.typing import NDArray
+
+from echo2.errors import PeerError, UserError
+from echo2.types import TensorBytes
+from echo2.weights.items import apply_items, encode_items
+from echo2.weights.manifest import (
+    DELTA,
+    MAX_CHUNK_BYTES,
+    RAW,
+    Record,
+    Segment,
+    TensorEntry,
+    item_bytes,
+    stream_order,
+)
+from echo2.weights.planes import UNSIGNED, Reader
+
+SEGMENT_BYTES = 16 << 20
+MIN_CHUNK_BYTES = 32 << 10
+CHUNKS_AIMED_AT = 1024
+"""Enough to spread over many links, few enough to name: 256 MiB go in chunks of 256 KiB."""
+
+Bytes = NDArray[np.uint8]
+ReadChunk = Callable[[bytes], bytes | memoryview]
+"""The bytes of a chunk by its hash, which whoever keeps it has checked (`ChunkStore.get`)."""
+
+
+def chunk_bytes_for(num_bytes: int) -> int:
+    """The size of the chunks (but the last) of a payload of `num_bytes`: a power of two, 32 KiB to 1 MiB."""
+    wanted = max(1, num_bytes // CHUNKS_AIMED_AT)
+    return min(max(MIN_CHUNK_BYTES, 1 << (wanted - 1).bit_length()), MAX_CHUNK_BYTES)
+
+
+def tensor_index(tensors: Mapping[str, TensorBytes]) -> tuple[TensorEntry, ...]:
+    """The tensors in the order of the tensor stream.
+
+    Raises:
+        UserError: a dtype that snapshots cannot carry, or more or fewer bytes than the shape needs.
+    """
+    names = sorted(tensors, key=lambda name: stream_order(name, tensors[name].dtype))
+    entries = tuple(TensorEntry(name, tensors[name].dtype, tuple(tensors[name].shape)) for name in names)
+    for entry in entries:
+        num_bytes = memoryview(tensors[entry.name].data).nbytes
+        if num_bytes != entry.num_bytes:
+            raise UserError(
+                f"Tensor {entry.name!r} has {num_bytes} bytes; its shape, {entry.dtype} {list(entry.shape)}, needs "
+                f"{entry.num_bytes}."
+            )
+    return entries
+
+
+def cut_stream(entries: Iterable[TensorEntry]) -> tuple[int, ...]:
+    """Bytes of each segment where one process holds all tensors: large tensors are cut, small neighbours of one item
+    width share a segment."""
+    extents: list[int] = []
+    for _, group in groupby(entries, key=lambda entry: item_bytes(entry.dtype)):
+        last = 0  # bytes of the segment that the next tensor of this width may share
+        for num_bytes in (entry.num_bytes for entry in group):
+            whole, rest = divmod(num_bytes, SEGMENT_BYTES)
+            if not whole and last and last + rest <= SEGMENT_BYTES:
+                extents[-1] = last = last + rest
+                continue
+            extents += [SEGMENT_BYTES] * whole + [rest] * (rest > 0)
+            last = rest or (last if not whole else 0)
+    return tuple(extents)
+
+
+def gather(tensors: Mapping[str, TensorBytes], extents: Iterable[int]) -> Iterator[Bytes]:
+    """The bytes of each segment: a view where they lie in one piece, else a copy."""
+    pieces = (flat_bytes(tensors[entry.name].data) for entry in tensor_index(tensors))
+    rest = np.empty(0, np.uint8)
+    for extent in extents:
+        parts: list[Bytes] = []
+        while extent:
+            rest = rest if rest.size else next(pieces)
+            parts.append(rest[:extent])
+            rest, extent = rest[extent:], extent - parts[-1].size
+        parts = [part for part in parts if part.size]
+        yield parts[0] if len(parts) == 1 else np.concatenate(parts)
+
+
+def flat_bytes(data: bytes | memoryview) -> Bytes:
+    """The bytes of a tensor as they lie, of any format and shape, without a copy."""
+    view = memoryview(data)
+    return np.frombuffer(view.cast("B") if view.nbytes else b"", np.uint8)
+
+
+def encode_segment(
+    target: Bytes, width: int, base: Bytes | None = None, chunk_bytes: Callable[[int], int] = chunk_bytes_for
+) -> tuple[Segment, dict[bytes, memoryview]]:
+    """A segment as one record, and its distinct chunks by hash: what changed since `base`, or its bytes as they are
+    where there is no base or they take no more.
+
+    target, base  [num_bytes] the bytes of the segment; the chunks of a raw record are views of `target`
+    width         bytes of one item
+    chunk_bytes   the size of the chunks of a record of so many bytes
+    """
+    digest = blake3(target.data).digest()
+    if base is not None and np.array_equal(base, target):
+        return Segment(target.size, digest, ()), {}
+    encoded = None if base is None else encode_items(base.view(UNSIGNED[width]), target.view(UNSIGNED[width]))
+    if encoded is None or len(encoded) >= target.size:
+        record, chunks = cut_record(RAW, target.data, chunk_bytes(target.size))
+    else:
+        record, chunks = cut_record(DELTA, memoryview(encoded), chunk_bytes(len(encoded)))
+    return Segment(target.size, digest, (record,)), chunks
+
+
+def cut_record(codec: str, data: memoryview, chunk_bytes: int) -> tuple[Record, dict[bytes, memoryview]]:
+    """The record of these encoded bytes, and its distinct chunks by hash."""
+    named = []
+    for start in range(0, data.nbytes, chunk_bytes):
+        chunk = data[start : start + chunk_bytes]
+        named.append((blake3(chunk).digest(), chunk))
+    return Record(codec, data.nbytes, chunk_bytes, b"".join(hash_ for hash_, _ in named)), dict(named)
+
+
+def apply_segment(segment: Segment, width: int, base: Bytes, read_chunk: ReadChunk) -> Bytes:
+    """The bytes of a segment, verified. `base` stays as it is.
+
+    base          [num_bytes] what was there before, whatever it was where the first record is raw
+    read_chunk    gives the bytes of a chunk by its hash
+
+    Raises:
+        PeerError: "corrupt", when a chunk does not have its size, a record cannot be one, or the result is not what
+            the segment says.
+        Whatever `read_chunk` raises.
+    """
+    now = base
+    for record in segment.records:
+        data = join_record(record, read_chunk)
+        if record.codec == RAW:
+            now = data
+            continue
+        now = now.copy() if now is base else now
+        reader = Reader(data.data)
+        apply_items(reader, now.view(UNSIGNED[width]))
+        reader.end()
+    digest = blake3(now.data).digest()
+    if digest != segment.digest:
+        raise PeerError("corrupt", f"a segment has digest {digest.hex()}, not {segment.digest.hex()}")
+    return now
+
+
+def join_record(record: Record, read_chunk: ReadChunk) -> NDArray[Any]:
+    """The encoded bytes of a record; an array of its own. What becomes of them has a digest, a segment's or a file's.
+
+    Raises:
+        PeerError: "corrupt", when a chunk does not have its size.
+        Whatever `read_chunk` raises.
+    """
+    data = empty_bytes(record.num_bytes)
+    offset = 0
+    for hash_, size in record.chunks():
+        chunk = read_chunk(hash_)
+        if len(chunk) != size:
+            raise PeerError("corrupt", f"chunk {hash_.hex()} has {len(chunk)} bytes, not {size}")
+        data[offset : offset + size] = np.frombuffer(chunk, np.uint8)
+        offset += size
+    return data
+
+
+def empty_bytes(num_bytes: int) -> Bytes:
+    """A buffer to be filled. Its pages cost no memory until they are written: a manifest's claim alone does not.
+
+    Raises:
+        UserError: it does not fit into memory.
+    """
+    try:
+        return np.empty(num_bytes, np.uint8)
+    except (MemoryError, ValueError) as error:  # ValueError: more than an address can hold
+        raise UserError(f"A snapshot of {num_bytes} bytes does not fit into this machine's memory.") from error

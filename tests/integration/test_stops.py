@@ -1,0 +1,49 @@
+"""A run that is stopped leaves a checkpoint of its last step or says why not."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+
+import pytest
+
+from real_runs import Run, read
+
+pytestmark = pytest.mark.timeout(300)
+
+
+def test_a_stop_leaves_a_checkpoint_of_the_last_step(tmp_path: Path, sort_model: Path) -> None:
+    """Several stops of one run, each at another moment of a step; no step ends by `checkpoint_every`."""
+    run = Run(tmp_path / "run", sort_model, "--learner.checkpoint_every", "1000", "--run.max_steps", "1000")
+    run.start()
+    for target, signum in ((2, signal.SIGINT), (5, signal.SIGTERM)):
+        run.wait_version(target)
+        assert run.process is not None
+        run.process.send_signal(signum)
+        _, errors = run.process.communicate(timeout=100)
+        assert run.process.returncode == 130, errors
+        version = run.status()["version"]
+        assert (run.out / "checkpoints" / f"step_{version}" / "state.json").is_file(), errors + run.logs()
+        outcome = read(run.out / "outcome.json")
+        assert outcome["kind"] == "stopped"
+        assert "checkpoint" not in outcome
+        assert "not recorded" not in (run.out / "logs" / "learner.log").read_text()
+        if target < 5:
+            run.start("--resume")
+    audit = run.command("audit")
+    assert audit["lost"] == audit["doubled"] == 0
+
+
+def test_a_learner_that_was_killed_while_it_saved_is_said_in_the_outcome(tmp_path: Path, sort_model: Path) -> None:
+    run = Run(tmp_path / "run", sort_model, "--learner.checkpoint_every", "1000", "--run.max_steps", "1000")
+    run.start()
+    run.wait_version(2)
+    assert run.process is not None
+    (run.out / "checkpoints").chmod(0o500)
+    (run.out / "checkpoints").rename(run.out / "elsewhere")
+    (run.out / "checkpoints").write_text("no directory")
+    run.process.send_signal(signal.SIGINT)
+    run.process.communicate(timeout=100)
+    said = read(run.out / "outcome.json")["checkpoint"]
+    assert "there is none" in said
+    assert "--resume trains the rest again" in said

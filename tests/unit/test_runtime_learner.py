@@ -1,0 +1,133 @@
+"""Two learners with one run's ticket: one trains, the other changes nothing, and is told who is there."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from echo2.errors import PeerError
+from echo2.rundir import read_metrics
+from echo2.transport import wire_pb2 as wire
+from echo2.transport.limits import PROTOCOL_VERSION
+from echo2.types import RUN_POLICY
+from head_cases import LEARNER, OpenHead, delivery, rows, sample, settings, until
+from rollout_cases import END
+
+RIGHT = [5, 7, END]
+STALE: dict[str, Any] = {
+    "report_step": wire.StepReport(step=0, metrics_json="{}"),
+    "offer_chunks": wire.ChunkOffer(hashes=[bytes(32)]),
+    "put_chunk": wire.OfferedChunk(hash=bytes(32)),
+    "publish": wire.PublishRequest(),
+    "report_checkpoint": wire.CheckpointReport(version=0),
+    "learner_report": wire.LearnerReport(doing="lying"),
+}
+
+
+def run(scenario: Coroutine[Any, Any, None]) -> None:
+    asyncio.run(asyncio.wait_for(scenario, 60.0))
+
+
+def one_task(path: Path) -> OpenHead:
+    return OpenHead(path, settings(rows(path / "rows.jsonl", "53=")))
+
+
+def hello(epoch: int = 0, version: int = 0) -> wire.LearnerHello:
+    return wire.LearnerHello(
+        protocol=PROTOCOL_VERSION, policy=RUN_POLICY, version=version, vocab_size=8, host="other", pid=77, epoch=epoch
+    )
+
+
+async def train_step(one: OpenHead, step: int) -> wire.StepReport:
+    """A worker samples the step's group, and its report is recorded."""
+    async with one.attending(version=0) as leases:
+        await until(lambda: leases)
+        await one.deliver(delivery(leases[0], [sample(RIGHT)] * 4))
+        await until(lambda: len(one.fed) == step + 1)
+    report = wire.StepReport(step=step, groups=[one.fed[-1].group.number], metrics_json="{}", epoch=one.epoch)
+    await one.service.report_step(LEARNER, report)
+    return report
+
+
+def standing(one: OpenHead) -> tuple[Any, ...]:
+    """All that a second learner could spoil."""
+    planner = one.head.planner
+    published, rows_ = dict(planner.published), [row["step"] for row in read_metrics(one.head.rundir.metrics)]
+    return planner.version, planner.lineage, published, rows_, planner.checkpoint_version, one.head.outcome
+
+
+def test_a_copy_of_the_learner_is_refused_and_the_run_goes_on(tmp_path: Path) -> None:
+    """It holds version 0, as a copy does that has no checkpoint: the run fell back to it, and its rows were gone."""
+
+    async def scenario() -> None:
+        async with one_task(tmp_path) as one:
+            await train_step(one, 0)
+            before = standing(one)
+            for epoch in (0, one.epoch + 1):
+                with pytest.raises(PeerError, match="the run has a learner, process 0 on") as refused:
+                    await anext(one.service.learner_hello(LEARNER, hello(epoch)))
+                assert refused.value.reason == "taken"
+            assert standing(one) == before
+            assert before[3] == [1]
+
+    run(scenario())
+
+
+@pytest.mark.parametrize("method", STALE)
+def test_a_call_of_another_epoch_changes_nothing(method: str, tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with one_task(tmp_path) as one:
+            await train_step(one, 0)
+            before, learner = standing(one), one.head.learner
+            assert learner is not None
+            for epoch in (0, one.epoch - 1, one.epoch + 1):
+                request = type(STALE[method])()
+                request.CopyFrom(STALE[method])
+                request.epoch = epoch
+                with pytest.raises(PeerError, match="unknown_learner"):
+                    await getattr(one.service, method)(LEARNER, request)
+                with pytest.raises(PeerError, match="unknown_learner"):
+                    await anext(one.service.take_groups(LEARNER, wire.TakeGroups(step=1, epoch=epoch)))
+            assert (standing(one), learner.doing) == (before, "")
+
+    run(scenario())
+
+
+def test_a_learner_that_comes_back_ends_its_own_old_streams(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with one_task(tmp_path) as one:
+            feed = one.service.take_groups(LEARNER, wire.TakeGroups(step=0, epoch=one.epoch))
+            waiting = asyncio.ensure_future(anext(feed))
+            await until(lambda: one.head.learner is not None and one.head.learner.feed is not None)
+            again = one.service.learner_hello(LEARNER, hello(one.epoch))
+            welcome = await anext(again)
+            assert welcome.epoch > one.epoch
+            with pytest.raises(PeerError, match="unknown_learner"):
+                await waiting
+            with pytest.raises(StopAsyncIteration):
+                await anext(one.session)
+            assert one.head.learner is not None
+            assert (one.head.learner.epoch, one.head.planner.learner_joined) == (welcome.epoch, True)
+            await again.aclose()
+            assert (one.head.learner, one.head.planner.learner_joined) == (None, False)
+
+    run(scenario())
+
+
+def test_another_learner_may_come_once_the_first_is_gone_and_no_epoch_is_given_twice(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        epochs = []
+        for _ in range(2):  # the second time of a head that was restarted
+            async with one_task(tmp_path) as one:
+                epochs.append(one.epoch)
+                await one.session.aclose()
+                other = one.service.learner_hello(LEARNER, hello())
+                epochs.append((await anext(other)).epoch)
+                await other.aclose()
+        assert epochs == sorted(set(epochs))
+
+    run(scenario())
