@@ -21,7 +21,10 @@ STARTUP_SECONDS = 120.0  # imports of the user's module: some load a judge, a ga
 EXIT_SECONDS = 1.0  # from closing its pipe to being gone, for a child that ends by itself
 REAP_SECONDS = 5.0
 MAX_LOG_BYTES = 16 << 20  # a longer log is begun anew at the next start of the process
+LOG_BYTES_READ = 16 << 10
 LOG_CHARS_SHOWN = 1500
+#: What Python prints of a crash begins so; the stacks of all threads follow it.
+CRASH_LINE = "Fatal Python error:"
 
 
 class CodeFailure(UserError):
@@ -188,15 +191,17 @@ class CodeProcess:
                 call.answer.exception()  # its caller may be gone
 
     def _last_words(self) -> str:
-        """The end of the log, for the message: a crash says there what it has to say."""
+        """The end of the log, for the message: a crash says there what it has to say, the cause before its stacks."""
         if self._log_path is None:
             return "What it printed is in this process's log."
         try:
             with self._log_path.open("rb") as log:
-                log.seek(max(0, self._log_path.stat().st_size - LOG_CHARS_SHOWN))
-                text = log.read().decode(errors="replace").strip().replace("\n", " | ")
+                log.seek(max(0, self._log_path.stat().st_size - LOG_BYTES_READ))
+                end = log.read().decode(errors="replace").strip().replace("\n", " | ")
         except OSError:
-            text = ""
+            end = ""
+        crash = end.rfind(CRASH_LINE)
+        text = end[-LOG_CHARS_SHOWN:] if crash < 0 else end[crash : crash + LOG_CHARS_SHOWN]
         return f"Its log {self._log_path} " + (f"ends: {text}" if text else "is empty.")
 
 
