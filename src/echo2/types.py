@@ -24,6 +24,8 @@ FinishReason = Literal["stop", "length"]
 RUN_POLICY = "policy"
 #: What a policy id may be. Ids become file names, also on disks that do not tell upper from lower case.
 _POLICY_ID = re.compile(r"[a-z0-9][a-z0-9_-]{0,63}")
+#: Policy id of a base model: 16 hex digits of the digest of its content (`weights/manifest.py`).
+_BASE_MODEL_ID = re.compile(r"base-[0-9a-f]{16}")
 
 #: Column of a task whose rollouts were made long ago and are not sampled (`tasks/logs.py`).
 LOGGED_ROLLOUTS = "logged_rollouts"
@@ -61,6 +63,11 @@ class SnapshotRef:
     def history(self) -> tuple[str, int]:
         """(policy, lineage): within it, a version number means one set of weights, and versions only grow."""
         return self.policy, self.lineage
+
+    @property
+    def is_base_model(self) -> bool:
+        """Whether it names a frozen model that adapters are laid over: it has one snapshot, and a name by content."""
+        return not self.lineage and not self.version and _BASE_MODEL_ID.fullmatch(self.policy) is not None
 
     def __str__(self) -> str:
         return f"{self.policy}@{self.lineage}.{self.version}"
@@ -280,9 +287,13 @@ class Snapshot:
     """Weights for workers, whole and verified: `tensors` by Hugging Face parameter name, and the `files` that make them
     a model (config.json, tokenizer.json, chat_template.jinja, ...), so that a worker needs no hub.
 
+    `base_model`: None, it is a whole model. Else it is a LoRA adapter over that frozen model, named and described as
+    PEFT does (`adapter_model.safetensors`, adapter_config.json); its other files are the base model's.
+
     On a worker the tensors are views of its one copy on the CPU, which the next payload changes: whoever needs one
     for longer than it loads it must copy it."""
 
     ref: SnapshotRef
     tensors: Mapping[str, TensorBytes]
     files: Mapping[str, bytes]
+    base_model: SnapshotRef | None = None

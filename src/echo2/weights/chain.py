@@ -27,6 +27,8 @@ def compose(steps: Sequence[Manifest]) -> Manifest:
             raise PeerError("base", f"payload {second.payload} is not over {first.ref}")
         if (first.tensors, first.extents) != (second.tensors, second.extents):
             raise PeerError("base", f"{second.payload} has other tensors than {first.payload}, or cuts them otherwise")
+        if first.base_model != second.base_model:
+            raise PeerError("base", f"{second.payload} is an adapter of another base model than {first.payload}")
     segments = zip(*(step.segments for step in steps), strict=True)
     try:
         return replace(

@@ -24,6 +24,7 @@ class Content:
         self._tensors: tuple[TensorEntry, ...] = ()
         self._stream = np.empty(0, np.uint8)
         self._files: dict[str, bytes] = {}
+        self._base_model: SnapshotRef | None = None
 
     def apply(self, manifest: Manifest, read_chunk: ReadChunk) -> None:
         """Turn what is here into the manifest's content. `read_chunk` gives the bytes of a chunk by its hash.
@@ -34,7 +35,8 @@ class Content:
             UserError: the snapshot does not fit into memory.
             Whatever `read_chunk` raises.
         """
-        if manifest.base is not None and (manifest.base != self.ref or manifest.tensors != self._tensors):
+        here = (self.ref, self._tensors, self._base_model)
+        if manifest.base is not None and here != (manifest.base, manifest.tensors, manifest.base_model):
             raise PeerError("base", f"payload {manifest.payload} cannot be applied to snapshot {self.ref}")
         files = read_files(manifest, read_chunk, self._files)
         self.ref = None
@@ -44,10 +46,10 @@ class Content:
             self._tensors = manifest.tensors
         start = 0
         for segment, width in zip(manifest.segments, widths_of(manifest.tensors, manifest.extents), strict=True):
-            here = self._stream[start : start + segment.num_bytes]
-            here[:] = apply_segment(segment, width, here, read_chunk)
+            part = self._stream[start : start + segment.num_bytes]
+            part[:] = apply_segment(segment, width, part, read_chunk)
             start += segment.num_bytes
-        self._files, self.ref = files, manifest.ref
+        self._files, self._base_model, self.ref = files, manifest.base_model, manifest.ref
 
     def snapshot(self) -> Snapshot:
         """What is here. The tensors are read-only views: they change with the next `apply`.
@@ -63,7 +65,7 @@ class Content:
             data = stream[start : start + entry.num_bytes]
             tensors[entry.name] = TensorBytes(entry.dtype, entry.shape, data)
             start += entry.num_bytes
-        return Snapshot(self.ref, tensors, self._files)
+        return Snapshot(self.ref, tensors, self._files, self._base_model)
 
 
 def read_files(manifest: Manifest, read_chunk: ReadChunk, base: dict[str, bytes] | None = None) -> dict[str, bytes]:

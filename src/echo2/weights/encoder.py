@@ -74,7 +74,15 @@ class Encoder:
             UserError: a name, shape or size that a manifest cannot carry.
         """
         base = None if self._base is None else self._base.ref
-        return Manifest(FORMAT, self._target.ref, base, tuple(self._files), self._tensors, tuple(self._segments))
+        return Manifest(
+            FORMAT,
+            self._target.ref,
+            base,
+            tuple(self._files),
+            self._tensors,
+            tuple(self._segments),
+            self._target.base_model,
+        )
 
     def _bases(self) -> Iterator[Bytes | None]:
         return gather(self._base.tensors, self._extents) if self._base is not None else repeat(None, len(self._extents))

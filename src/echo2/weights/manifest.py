@@ -15,12 +15,15 @@ hash. A file is sent whole, or is the base's.
 renamed, missing, swapped or altered tensor changes it. There is one JSON text for one manifest (sorted keys, hashes in
 base64); anything else is refused. `to_bytes()` is that text: the learner sends it to the head. `to_wire()` is the text
 compressed: the head signs it and sends it to workers.
+
+An adapter's manifest names its `base_model`, the frozen model that the tensors belong to. A base model is a snapshot of
+a policy of its own, which has no other and is named by its content: whoever has the bytes can tell the name.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from types import MappingProxyType
@@ -32,7 +35,7 @@ from blake3 import blake3
 from echo2.errors import PeerError, UserError
 from echo2.types import PayloadId, SnapshotRef, is_policy_id
 
-FORMAT = 5
+FORMAT = 6
 RAW = "raw"
 DELTA = "delta"
 HASH_BYTES = 32
@@ -127,12 +130,14 @@ class Manifest:
     files: tuple[FileEntry, ...]
     tensors: tuple[TensorEntry, ...]
     segments: tuple[Segment, ...]
+    base_model: SnapshotRef | None = None
 
     def __post_init__(self) -> None:
         _check_head(self)
         _check_files(self.files, self.base)
         _check_tensors(self.tensors)
         _check_segments(self)
+        _check_base_model(self)
         limit = MAX_CONTENTS * self.content_bytes
         _require(self.total_bytes <= limit, f"{self.total_bytes} bytes lead to {self.content_bytes}; limit {limit}")
         _require(len(self.chunk_bytes) <= MAX_CHUNKS, f"{len(self.chunk_bytes)} chunks; the limit is {MAX_CHUNKS}")
@@ -176,11 +181,12 @@ class Manifest:
 
     @cached_property
     def root(self) -> bytes:
-        """BLAKE3 of what the snapshot consists of: every file and tensor, and the digest of every segment. The same for
-        every payload that leads to the same content, if its tensors are cut in the same way."""
+        """BLAKE3 of what the snapshot consists of: every file and tensor, the digest of every segment, and the base
+        model. The same for every payload that leads to the same content, if its tensors are cut in the same way."""
         files = [(entry.name, entry.num_bytes, entry.digest) for entry in self.files]
         segments = [(segment.num_bytes, segment.digest) for segment in self.segments]
-        return blake3(msgspec.json.encode([files, self.tensors, segments], order="sorted")).digest()
+        content = [files, self.tensors, segments, self.base_model]
+        return blake3(msgspec.json.encode(content, order="sorted")).digest()
 
     def records(self) -> Iterator[Record]:
         """Everything that is sent, in stream order."""
@@ -278,6 +284,18 @@ def widths_of(tensors: Iterable[TensorEntry], extents: Iterable[int]) -> Iterato
     _require(not left and not any(entry.num_bytes for entry in entries), "segments end before the tensors do")
 
 
+def name_base_model(
+    tensors: Sequence[TensorEntry], segments: Iterable[tuple[int, bytes]], config_digest: bytes
+) -> SnapshotRef:
+    """The name of a base model: one byte more, less or other in a tensor or in config.json makes another.
+
+    segments       (bytes, BLAKE3 digest) of each segment of the tensor stream, as `segments.cut_stream` cuts it
+    config_digest  BLAKE3 of config.json
+    """
+    content = msgspec.json.encode([config_digest, tensors, list(segments)], order="sorted")
+    return SnapshotRef(f"base-{blake3(content).hexdigest()[:16]}", 0, 0)
+
+
 def _require(is_true: bool, complaint: str) -> None:
     if not is_true:
         raise UserError(f"Snapshot refused: {complaint}.")
@@ -353,6 +371,18 @@ def _check_segments(manifest: Manifest) -> None:
         _require(is_raw or manifest.base is not None, "a segment that has no raw record, over no base")
         count = len(segment.records) - is_raw
         _require(count <= MAX_DELTAS, f"{count} deltas of one segment; the limit is {MAX_DELTAS}")
+
+
+def _check_base_model(manifest: Manifest) -> None:
+    base_model = manifest.base_model
+    _require(base_model is None or base_model.is_base_model, f"an adapter of {base_model}, which is no base model")
+    if not manifest.ref.policy.startswith("base-"):
+        return
+    _require(base_model is None, f"{manifest.ref} is a base model and an adapter")
+    digest = next((entry.digest for entry in manifest.files if entry.name == "config.json"), b"")
+    segments = ((segment.num_bytes, segment.digest) for segment in manifest.segments)
+    name = name_base_model(manifest.tensors, segments, digest)
+    _require(manifest.ref == name, f"{manifest.ref} is the name of another base model; this one's is {name}")
 
 
 def _check_record(record: Record, decoded_bytes: int) -> None:

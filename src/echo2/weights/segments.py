@@ -15,7 +15,7 @@ from blake3 import blake3
 from numpy.typing import NDArray
 
 from echo2.errors import PeerError, UserError
-from echo2.types import TensorBytes
+from echo2.types import SnapshotRef, TensorBytes
 from echo2.weights.items import apply_items, encode_items
 from echo2.weights.manifest import (
     DELTA,
@@ -25,6 +25,7 @@ from echo2.weights.manifest import (
     Segment,
     TensorEntry,
     item_bytes,
+    name_base_model,
     stream_order,
 )
 from echo2.weights.planes import UNSIGNED, Reader
@@ -91,6 +92,18 @@ def gather(tensors: Mapping[str, TensorBytes], extents: Iterable[int]) -> Iterat
             rest, extent = rest[extent:], extent - parts[-1].size
         parts = [part for part in parts if part.size]
         yield parts[0] if len(parts) == 1 else np.concatenate(parts)
+
+
+def base_model_of(tensors: Mapping[str, TensorBytes], config: bytes) -> SnapshotRef:
+    """The name of the base model that these tensors and this config.json are: reads all bytes, a segment at a time.
+
+    Raises:
+        UserError: as `tensor_index`.
+    """
+    index = tensor_index(tensors)
+    extents = cut_stream(index)
+    digests = (blake3(segment.data).digest() for segment in gather(tensors, extents))
+    return name_base_model(index, zip(extents, digests, strict=True), blake3(config).digest())
 
 
 def flat_bytes(data: bytes | memoryview) -> Bytes:

@@ -288,6 +288,7 @@ class Service:
             max_steps=planner.options.max_steps,
             published=sorted(planner.retained),
             epoch=epoch,
+            base_models=[ref.policy for ref in head.distribution.archive.retained if ref.is_base_model],
         )
         try:
             yield welcome
