@@ -5,9 +5,9 @@
     python benchmarks/real_size.py --shape qwen3-0.6b --lora-rank 16
 
 Weights are random and made on the spot, in the shape of Qwen3; the reward is the text's checksum, so that groups
-have a gradient. Head, learner and one worker are processes of their own and talk over the real transport. Memory is `VmHWM`,
-what the kernel says that each process had at most, its interpreter and its modules included; files that are mapped
-count while they are in memory.
+have a gradient. Head, learner and one worker are processes of their own and talk over the real transport. Memory is
+`VmHWM`, what the kernel says that each process had at most, its interpreter and its modules included; files that are
+mapped count while they are in memory.
 """
 
 from __future__ import annotations
