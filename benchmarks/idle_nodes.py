@@ -124,9 +124,9 @@ def run_worker(settings: Mapping[str, Any]) -> None:
     from echo2.types import Snapshot
 
     class SlowDecoder(FakeDecoder):
-        def load(self, snapshot: Snapshot) -> None:
+        def load(self, snapshot: Snapshot) -> float:
             time.sleep(settings["broadcast_seconds"])
-            super().load(snapshot)
+            return super().load(snapshot)
 
     worker.make_engine = lambda name, device, slots: DecodeLoop(
         SlowDecoder(settings["rate"] * MEAN_TOKENS, time.sleep), slots

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
     from echo2.learner.grpo.loss_stats import LossStats
     from echo2.rollout.rows import Limits
+    from echo2.rollout.snapshot_tensors import Places
     from echo2.rollout.torch_engine import Cache, Model
     from echo2.types import RolloutGroup, Snapshot
 
@@ -63,6 +64,10 @@ class PacedModel:
     @property
     def architecture(self) -> Hashable:
         return self._model.architecture
+
+    @property
+    def places(self) -> Places:
+        return self._model.places
 
     def prefill(self, prompts: Sequence[array[int]]) -> Cache:
         with self._pace():

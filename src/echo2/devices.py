@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from echo2.errors import UserError
@@ -33,3 +35,16 @@ def nth_device(name: str, num_gpus: int) -> str:
     if kind != "auto" or not (number or "0").isdecimal():
         return name
     return f"cuda:{int(number or 0) % num_gpus}" if num_gpus else "cpu"
+
+
+def free_memory_bytes(device: torch.device) -> int:
+    """What may still be taken of a device's memory; of the machine's for a CPU, as far as it says."""
+    import torch
+
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        return int(free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device))
+    meminfo = Path("/proc/meminfo")
+    lines = meminfo.read_text(encoding="ascii").splitlines() if meminfo.exists() else []
+    available = [int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:")]
+    return available[0] if available else os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

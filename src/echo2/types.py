@@ -281,6 +281,15 @@ class TensorBytes:
     shape: tuple[int, ...]
     data: bytes | memoryview
 
+    @property
+    def num_bytes(self) -> int:
+        """Bytes that are there."""
+        return memoryview(self.data).nbytes
+
+    def read_into(self, start: int, buffer: memoryview) -> None:
+        """Fill the buffer, one of bytes, with those from `start` on."""
+        buffer[:] = memoryview(self.data).cast("B")[start : start + len(buffer)]
+
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:

@@ -14,6 +14,7 @@ from echo2.errors import UserError
 from echo2.rollout.architecture import read_architecture
 from echo2.rollout.compact import build_compact
 from echo2.rollout.hf_engine import build_transformers
+from echo2.rollout.snapshot_tensors import copy_tensors
 from rollout_cases import FAMILIES, VOCAB, hf_logits, snapshot_of, tiny_module
 
 CPU = torch.device("cpu")
@@ -35,13 +36,20 @@ VARIANTS: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
+def filled(build: Any, snapshot: Any) -> Any:
+    with torch.inference_mode():
+        model = build(snapshot, CPU)
+        copy_tensors(snapshot, model.places)
+    return model
+
+
 @pytest.mark.parametrize("build", [build_compact, build_transformers])
 @pytest.mark.parametrize(("family", "changes"), VARIANTS)
 def test_prefill_and_steps_give_the_logprobs_of_transformers(family: str, changes: dict[str, Any], build: Any) -> None:
     """Prompts of different lengths, rows repeated, dropped and joined by others on the way, more steps than the cache
     first has room for."""
     module = tiny_module(family, **changes)
-    model = build(snapshot_of(module), CPU)
+    model = filled(build, snapshot_of(module))
     generator = torch.Generator().manual_seed(1)
     prompts = [torch.randint(VOCAB, (length,), generator=generator).tolist() for length in (3, 9, 5)]
     rows = [list(prompts[i]) for i in (0, 0, 1, 2)]
@@ -81,7 +89,7 @@ def test_bfloat16_weights_are_computed_in_bfloat16_with_float32_logits() -> None
         )
         for name, source in snapshot.tensors.items()
     }
-    model = build_compact(Snapshot(snapshot.ref, tensors, snapshot.files), CPU)
+    model = filled(build_compact, Snapshot(snapshot.ref, tensors, snapshot.files))
     with torch.inference_mode():
         logits = model.step(model.prefill([array("i", [3, 4])]), torch.tensor([5]))
     assert logits.dtype is torch.float32

@@ -13,20 +13,19 @@ from __future__ import annotations
 
 import math
 from array import array
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from echo2.errors import PeerError
 from echo2.rollout.architecture import Architecture, Rope, read_architecture
 from echo2.rollout.decode_loop import DecodeLoop
 from echo2.rollout.engine import Engine
 from echo2.rollout.rows import Limits
 from echo2.rollout.snapshot_files import end_tokens, read_config
-from echo2.rollout.snapshot_tensors import FLOAT_DTYPES, read_tensor, require_names
+from echo2.rollout.snapshot_tensors import computing_dtype
 from echo2.rollout.torch_engine import Cache, TorchDecoder
 from echo2.types import Snapshot
 
@@ -117,13 +116,16 @@ class CompactCache:
 class CompactModel:
     """One policy. Implements `torch_engine.Model`."""
 
-    def __init__(self, arch: Architecture, tensors: Mapping[str, Tensor], end: tuple[int, ...]) -> None:
-        """`tensors`: all of `arch.tensor_shapes()`, on the device and in the dtype to compute in."""
+    def __init__(self, arch: Architecture, dtype: torch.dtype, device: torch.device, end: tuple[int, ...]) -> None:
         self._arch = arch
-        self._embed_VD = tensors["model.embed_tokens.weight"]
-        self._final_norm_D = tensors["model.norm.weight"]
-        self._head_VD = self._embed_VD if arch.tied else tensors["lm_head.weight"]
-        self._layers = [_layer(arch, tensors, f"model.layers.{layer}.") for layer in range(arch.num_layers)]
+        weights = _Weights(arch, dtype, device)
+        self.places = weights.places
+        self._embed_VD = weights.new("model.embed_tokens.weight")
+        self._final_norm_D = weights.new("model.norm.weight")
+        self._head_VD = self._embed_VD if arch.tied else weights.new("lm_head.weight")
+        if arch.tied:
+            self.places["lm_head.weight"] = self.places["model.embed_tokens.weight"]
+        self._layers = [weights.layer(f"model.layers.{layer}.") for layer in range(arch.num_layers)]
         self._frequency_E = rope_frequencies(arch.rope, arch.head_dim).to(self._embed_VD.device).repeat(2)
         self.limits = Limits(arch.vocab_size, arch.max_positions, end)
         self.architecture = (arch, self._embed_VD.dtype)
@@ -238,44 +240,55 @@ def rope_frequencies(rope: Rope, head_dim: int) -> Tensor:
     return frequency
 
 
-def _layer(arch: Architecture, tensors: Mapping[str, Tensor], prefix: str) -> Layer:
-    def fuse(*names: str) -> tuple[Tensor, Tensor | None]:
-        biases = [tensors[f"{prefix}{name}.bias"] for name in names if f"{prefix}{name}.bias" in tensors]
-        return torch.cat([tensors[f"{prefix}{name}.weight"] for name in names]), torch.cat(biases) if biases else None
+class _Weights:
+    """Room for weights: `places` by name in a snapshot, several of which may be parts of one tensor."""
 
-    def norm(name: str) -> Tensor:
-        return tensors[f"{prefix}{name}.weight"]
+    def __init__(self, arch: Architecture, dtype: torch.dtype, device: torch.device) -> None:
+        self._arch, self._dtype, self._device = arch, dtype, device
+        self._shapes = arch.tensor_shapes()
+        self.places: dict[str, tuple[Tensor, ...]] = {}
 
-    qk_norm_HE = None
-    if arch.qk_norm:
-        q_norm, k_norm = norm("self_attn.q_norm"), norm("self_attn.k_norm")
-        qk_norm_HE = torch.stack([q_norm] * arch.num_heads + [k_norm] * arch.num_kv_heads)
-    return Layer(
-        norm("input_layernorm"),
-        fuse("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
-        qk_norm_HE,
-        fuse("self_attn.o_proj"),
-        norm("post_attention_layernorm"),
-        fuse("mlp.gate_proj", "mlp.up_proj"),
-        fuse("mlp.down_proj"),
-    )
+    def new(self, *names: str) -> Tensor:
+        """One tensor for these, behind each other."""
+        shapes = [self._shapes[name] for name in names]
+        whole = torch.empty((sum(shape[0] for shape in shapes), *shapes[0][1:]), dtype=self._dtype, device=self._device)
+        parts = whole.split([shape[0] for shape in shapes])
+        self.places.update((name, (part,)) for name, part in zip(names, parts, strict=True))
+        return whole
+
+    def layer(self, prefix: str) -> Layer:
+        """The layer whose names begin so."""
+
+        def fused(*names: str) -> tuple[Tensor, Tensor | None]:
+            has_bias = f"{prefix}{names[0]}.bias" in self._shapes
+            matrix = self.new(*(f"{prefix}{name}.weight" for name in names))
+            return matrix, self.new(*(f"{prefix}{name}.bias" for name in names)) if has_bias else None
+
+        return Layer(
+            self.new(f"{prefix}input_layernorm.weight"),
+            fused("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+            self._qk_norm(f"{prefix}self_attn.") if self._arch.qk_norm else None,
+            fused("self_attn.o_proj"),
+            self.new(f"{prefix}post_attention_layernorm.weight"),
+            fused("mlp.gate_proj", "mlp.up_proj"),
+            fused("mlp.down_proj"),
+        )
+
+    def _qk_norm(self, prefix: str) -> Tensor:
+        """The norm of queries for each of their heads, and that of keys for each of theirs."""
+        heads, kv_heads = self._arch.num_heads, self._arch.num_kv_heads
+        norm_HE = torch.empty((heads + kv_heads, self._arch.head_dim), dtype=self._dtype, device=self._device)
+        self.places[f"{prefix}q_norm.weight"] = norm_HE[:heads].unbind()
+        self.places[f"{prefix}k_norm.weight"] = norm_HE[heads:].unbind()
+        return norm_HE
 
 
 def build_compact(snapshot: Snapshot, device: torch.device) -> CompactModel:
-    """The model of a snapshot, in the dtype of its embedding.
+    """The model of a snapshot, in the dtype of its largest tensor, its weights yet to be filled in.
 
     Raises:
-        PeerError: the snapshot is torn or wrong.
+        PeerError: the snapshot's files are wrong.
         UserError: the architecture is not one that is computed here.
     """
     arch = read_architecture(read_config(snapshot.files))
-    shapes = arch.tensor_shapes()
-    require_names(snapshot, set(shapes), {"lm_head.weight"} if arch.tied else set())
-    stored = snapshot.tensors["model.embed_tokens.weight"].dtype
-    if stored not in FLOAT_DTYPES:
-        raise PeerError("bad_snapshot", f"the weights are {stored}; compact computes in {', '.join(FLOAT_DTYPES)}")
-    dtype = FLOAT_DTYPES[stored]
-    tensors = {
-        name: read_tensor(name, snapshot.tensors[name], shape).to(device, dtype) for name, shape in shapes.items()
-    }
-    return CompactModel(arch, tensors, end_tokens(snapshot.files))
+    return CompactModel(arch, computing_dtype(snapshot), device, end_tokens(snapshot.files))

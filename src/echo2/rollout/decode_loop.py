@@ -46,8 +46,9 @@ class Decoder(Protocol):
     def refusal(self, request: SampleRequest) -> RequestFailure | None:
         """As `Engine.refusal`."""
 
-    def load(self, snapshot: Snapshot) -> None:
-        """Build the new policy beside the old one, check it, then swap: the next step takes the new one.
+    def load(self, snapshot: Snapshot) -> float:
+        """Check the new policy and put it in the place of the old one: the next step takes the new one. Returns the
+        seconds for which no step could be made meanwhile.
 
         Raises:
             PeerError, UserError, OutOfMemoryError: as `Engine.update_weights`.
@@ -133,10 +134,10 @@ class DecodeLoop:
             self._changed.notify_all()
 
     async def update_weights(self, snapshot: Snapshot) -> float:
-        """See `Engine.update_weights`. The new policy is built in a thread of its own, beside the decode thread."""
+        """See `Engine.update_weights`. The new policy is read in a thread of its own, beside the decode thread."""
         is_sampling, started = self.free_slots < self.slots, time.perf_counter()
-        await asyncio.to_thread(self._decoder.load, snapshot)
-        return 0.0 if is_sampling else time.perf_counter() - started
+        pause_seconds = await asyncio.to_thread(self._decoder.load, snapshot)
+        return pause_seconds if is_sampling else time.perf_counter() - started
 
     async def close(self) -> None:
         """See `Engine.close`. Waits for the token that is being sampled."""

@@ -61,7 +61,7 @@ class RequestFailure:
 
 
 class OutOfMemoryError(Echo2Error):
-    """The device has no room for a new policy beside the one that is installed, which stays."""
+    """The device has no room for this policy."""
 
 
 Outcome = Completion | RequestFailure
@@ -106,11 +106,13 @@ class Engine(Protocol):
 
     async def update_weights(self, snapshot: Snapshot) -> float:
         """Check a new policy and put it in the place of the installed one, which goes on sampling until then. Requests
-        under way go on with the new weights from their next token. Returns the seconds in which nothing could be
-        sampled because of it.
+        under way go on with the new weights from their next token. The engine decides whether the new weights come
+        beside the old ones for a while or are copied over them between two tokens. Returns the seconds in which nothing
+        could be sampled because of it.
 
         Raises:
-            PeerError: the snapshot is torn or wrong; the old weights stay.
+            PeerError: the snapshot is torn or wrong; the old weights stay, except where its bytes, which were checked,
+                could not be read again half-way through copying: then nothing is installed.
             UserError: this engine does not know the architecture; the old weights stay.
             OutOfMemoryError: there is no room for it; the old weights stay.
         """

@@ -55,13 +55,14 @@ class FakeDecoder:
         _, vocab, positions, _ = self._policy()
         return refuse_request(request, vocab, positions)
 
-    def load(self, snapshot: Snapshot) -> None:
+    def load(self, snapshot: Snapshot) -> float:
         """See `Decoder.load`."""
         config = read_config(snapshot.files)
         vocab = _positive(config, "vocab_size", DEFAULT_VOCAB_SIZE)
         positions = _positive(config, "max_position_embeddings", DEFAULT_MAX_POSITIONS)
         ends = end_tokens(snapshot.files)
         self._installed = (snapshot.ref, vocab, positions, ends[0] if ends and 0 <= ends[0] < vocab else vocab - 1)
+        return 0.0
 
     def step(self, added: Mapping[int, SampleRequest], dropped: Sequence[int]) -> list[tuple[int, Completion]]:
         """See `Decoder.step`."""

@@ -21,12 +21,12 @@ from torch.nn import functional
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
-from echo2.errors import PeerError, UserError
+from echo2.errors import UserError
 from echo2.rollout.decode_loop import DecodeLoop
 from echo2.rollout.engine import Engine
 from echo2.rollout.rows import Limits
 from echo2.rollout.snapshot_files import end_tokens, read_config
-from echo2.rollout.snapshot_tensors import FLOAT_DTYPES, read_tensor, require_names
+from echo2.rollout.snapshot_tensors import computing_dtype
 from echo2.rollout.torch_engine import Cache, TorchDecoder
 from echo2.types import Snapshot
 
@@ -91,6 +91,7 @@ class HfModel:
     def __init__(self, module: Any, end: tuple[int, ...]) -> None:
         self._module = module
         config = module.config
+        self.places = {name: (weight,) for name, weight in module.state_dict(keep_vars=True).items()}
         self._device: torch.device = module.device
         positions = getattr(config, "max_position_embeddings", None) or NO_POSITION_LIMIT
         self.limits = Limits(int(config.vocab_size), int(positions), end)
@@ -133,43 +134,28 @@ class HfModel:
 
 
 def build_transformers(snapshot: Snapshot, device: torch.device) -> HfModel:
-    """The model of a snapshot, in the dtype of its largest tensor (config.json names the learner's).
+    """The model of a snapshot, in the dtype of its largest tensor (config.json names the learner's), its weights yet
+    to be filled in.
 
     Raises:
-        PeerError: the snapshot is torn or wrong.
+        PeerError: the snapshot's files are wrong.
         UserError: transformers does not know the architecture.
     """
-    module = _empty_module(snapshot)
-    state: dict[str, Tensor] = module.state_dict()
-    # Tied weights are one tensor under several names; a snapshot holds it under one of them.
-    names_of: dict[tuple[int, tuple[int, ...]], list[str]] = {}
-    for name, tensor in state.items():
-        names_of.setdefault((tensor.data_ptr(), tuple(tensor.shape)), []).append(name)
-    wanted = {next((name for name in names if name in snapshot.tensors), names[0]) for names in names_of.values()}
-    require_names(snapshot, wanted, set(state))
-    for name in sorted(wanted):
-        state[name].copy_(read_tensor(name, snapshot.tensors[name], tuple(state[name].shape)))
-    return HfModel(module.to(device).eval(), end_tokens(snapshot.files))
-
-
-def _empty_module(snapshot: Snapshot) -> Any:
-    """The architecture with weights yet to be filled in."""
     from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers.initialization import no_init_weights
 
     read_config(snapshot.files)
-    stored = max(snapshot.tensors.values(), key=lambda tensor: memoryview(tensor.data).nbytes, default=None)
-    if stored is None or stored.dtype not in FLOAT_DTYPES:
-        raise PeerError("bad_snapshot", "there are no floating-point weights")
+    dtype = computing_dtype(snapshot)
     with TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_bytes(snapshot.files["config.json"])
         try:
             config = AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
-            module = AutoModelForCausalLM.from_config(config, dtype=FLOAT_DTYPES[stored.dtype], trust_remote_code=False)
+            with torch.device(device), no_init_weights():
+                module = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
         except (OSError, KeyError, ValueError, TypeError, ImportError) as error:
             first_line = str(error).splitlines()[0] if str(error) else type(error).__name__
             raise UserError(
                 f"transformers cannot build this model: {first_line}. Models with code of their own are not run."
             ) from error
-    if any(tensor.is_meta for tensor in module.state_dict().values()):
-        raise PeerError("bad_snapshot", "the architecture leaves tensors without memory")
-    return module
+    module.tie_weights()  # else done as weights are initialised
+    return HfModel(module.eval(), end_tokens(snapshot.files))

@@ -1,7 +1,8 @@
 """What the torch engines share: rows join a batch, are stepped, and leave it. No forward pass.
 
-A *model* is one policy, ready to run, never changed: a new snapshot is a new model, and a swap is one assignment. Rows
-under way keep their key-value cache across a swap: what was read under the old weights is not read again (as
+A *model* is one policy. Where there is room a new snapshot is a new model, built beside the old one, and the swap is
+one assignment; else, when all of it has been checked, it is copied over the old weights between two tokens.
+Rows under way keep their key-value cache across a swap: what was read under the old weights is not read again (as
 PipelineRL, arXiv 2509.19128); the logprob of each token is the one it was really drawn with.
 
 Rows that have ended are dropped from the batch as soon as enough of them have, or others join, so that short
@@ -12,6 +13,9 @@ Shape suffixes: R = prompts, B = rows (one a request), V = vocabulary.
 
 from __future__ import annotations
 
+import logging
+import threading
+import time
 from array import array
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Protocol
@@ -20,12 +24,20 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from echo2.devices import pick_device
+from echo2.devices import free_memory_bytes, pick_device
 from echo2.errors import InvariantError, PeerError
 from echo2.rollout.engine import Completion, OutOfMemoryError, RequestFailure, SampleRequest, refuse_request
 from echo2.rollout.rows import Limits, RowTable
+from echo2.rollout.snapshot_tensors import Places, check_tensors, copy_tensors
 from echo2.types import Snapshot, SnapshotRef
 
+log = logging.getLogger(__name__)
+
+#: New weights are built beside the old ones where they take no more than this share of the free memory. A GPU is the
+#: engine's own, and leaves as much for keys and values; a machine's memory is wanted by others, and copying is quick.
+GPU_SHARE = 1 / 2
+CPU_SHARE = 1 / 32
+META = torch.device("meta")
 #: How torch's allocator on the CPU words it; it has no exception of its own.
 CPU_MEMORY_IS_FULL = "can't allocate memory"
 
@@ -56,6 +68,10 @@ class Model(Protocol):
     def architecture(self) -> Hashable:
         """Equal for models that can go on with each other's cache."""
 
+    @property
+    def places(self) -> Places:
+        """Where the tensors of a snapshot go."""
+
     def prefill(self, prompts: Sequence[array[int]]) -> Cache:
         """Read R sequences of tokens, any of which may be empty."""
 
@@ -64,6 +80,8 @@ class Model(Protocol):
 
 
 BuildModel = Callable[[Snapshot, torch.device], Model]
+"""The model of a snapshot by its files and its largest tensor, the weights yet to be filled in. On the device "meta" it
+takes no memory and can only be looked at."""
 
 
 class TorchDecoder:
@@ -72,9 +90,12 @@ class TorchDecoder:
     def __init__(self, build_model: BuildModel, device: str = "auto") -> None:
         self._build_model = build_model
         self._device = pick_device(device)
-        self._current: tuple[SnapshotRef, Model] | None = None
+        self._current: tuple[SnapshotRef, Model, Limits] | None = None
         self._cache: Cache | None = None
         self._rows = RowTable(self._device)
+        # The weights are used or changed by whoever holds `_using`. Who is next holds `_next`: else the decode thread,
+        # which gives `_using` back only for an instant, would keep others out.
+        self._next, self._using = threading.Lock(), threading.Lock()
 
     @property
     def installed(self) -> SnapshotRef | None:
@@ -89,49 +110,87 @@ class TorchDecoder:
 
     def refusal(self, request: SampleRequest) -> RequestFailure | None:
         """See `Decoder.refusal`."""
-        limits = self._policy()[1].limits
+        limits = self._policy()[2]
         return refuse_request(request, limits.vocab_size, limits.max_positions)
 
-    def load(self, snapshot: Snapshot) -> None:
+    def load(self, snapshot: Snapshot) -> float:
         """See `Decoder.load`."""
+        with torch.inference_mode():
+            outline = self._build_model(snapshot, META)
+            if self._current is not None and self._current[1].architecture != outline.architecture:
+                raise PeerError("architecture", f"snapshot {snapshot.ref} has another architecture than the one before")
+            check_tensors(snapshot, outline.places)
+            if self._load_beside(snapshot):
+                return 0.0
+            return self._load_in_place(snapshot, outline.limits)
+
+    def _load_beside(self, snapshot: Snapshot) -> bool:
+        """Whether there was room to. Without weights before there must be."""
+        num_bytes, free = sum(tensor.num_bytes for tensor in snapshot.tensors.values()), free_memory_bytes(self._device)
+        share = GPU_SHARE if self._device.type == "cuda" else CPU_SHARE
+        if self._current is not None and num_bytes > share * free:
+            return False
         try:
-            with torch.inference_mode():
-                model = self._build_model(snapshot, self._device)
+            model = self._build_model(snapshot, self._device)
+            copy_tensors(snapshot, model.places)
         except (MemoryError, RuntimeError) as error:
             is_full = isinstance(error, MemoryError | torch.OutOfMemoryError) or CPU_MEMORY_IS_FULL in str(error)
             if not is_full:
                 raise
-            raise OutOfMemoryError(f"{self._device} has no room for a second policy") from error
-        if self._current is not None and self._current[1].architecture != model.architecture:
-            raise PeerError("architecture", f"snapshot {snapshot.ref} has another architecture than the one before")
-        self._current = (snapshot.ref, model)  # the swap: the next step reads this once
+            if self._current is not None:
+                return False
+            raise OutOfMemoryError(f"{self._device} has no room for {num_bytes / 1e6:,.0f} MB of weights") from error
+        self._current = (snapshot.ref, model, model.limits)  # the swap: the next step reads this once
+        return True
+
+    def _load_in_place(self, snapshot: Snapshot, limits: Limits) -> float:
+        """Copy over the weights that are there. Returns the seconds for which they could not be used."""
+        with self._next, self._using:
+            started, (_, model, _) = time.perf_counter(), self._policy()
+            try:
+                copy_tensors(snapshot, model.places)
+            except BaseException:
+                self._current = None  # a mixture of two policies is none
+                raise
+            self._current = (snapshot.ref, model, limits)
+        seconds = time.perf_counter() - started
+        log.info("weights of %s copied over the old ones in %.2f s: no room beside them", snapshot.ref, seconds)
+        return seconds
 
     def step(self, added: Mapping[int, SampleRequest], dropped: Sequence[int]) -> list[tuple[int, Completion]]:
         """See `Decoder.step`."""
-        with torch.inference_mode():
-            ref, model = self._policy()
-            self._rows.end(dropped)
-            if added or self._rows.has_many_ended:
-                self._change(model, added)
-            if self._cache is None:
-                return []
-            logits_BV = model.step(self._cache, torch.from_numpy(self._rows.last_B).to(self._device))
-            ended = self._rows.draw(logits_BV, ref.version)
-            if not len(self._rows.running):
-                self.clear()
-            return ended
+        with self._next:
+            self._using.acquire()
+        try:
+            with torch.inference_mode():
+                return self._step(added, dropped)
+        finally:
+            self._using.release()
+
+    def _step(self, added: Mapping[int, SampleRequest], dropped: Sequence[int]) -> list[tuple[int, Completion]]:
+        ref, model, limits = self._policy()
+        self._rows.end(dropped)
+        if added or self._rows.has_many_ended:
+            self._change(model, limits, added)
+        if self._cache is None:
+            return []
+        logits_BV = model.step(self._cache, torch.from_numpy(self._rows.last_B).to(self._device))
+        ended = self._rows.draw(logits_BV, ref.version)
+        if not len(self._rows.running):
+            self.clear()
+        return ended
 
     def clear(self) -> None:
         """See `Decoder.clear`."""
         self._cache = None
         self._rows.clear()
 
-    def _policy(self) -> tuple[SnapshotRef, Model]:
+    def _policy(self) -> tuple[SnapshotRef, Model, Limits]:
         if self._current is None:
             raise InvariantError("the engine was asked for tokens and has no weights")
         return self._current
 
-    def _change(self, model: Model, added: Mapping[int, SampleRequest]) -> None:
+    def _change(self, model: Model, limits: Limits, added: Mapping[int, SampleRequest]) -> None:
         """Drop the ended rows, and read all but the last token of new prompts: the next step reads that."""
         kept = self._rows.running
         if not len(kept):
@@ -148,7 +207,7 @@ class TorchDecoder:
         elif self._cache is not None:
             self._cache = self._cache.select(self._on_device(kept))
         if self._cache is not None:
-            self._rows.change(kept, added, model.limits)
+            self._rows.change(kept, added, limits)
 
     def _on_device(self, rows: Sequence[int] | np.ndarray[tuple[int], np.dtype[np.int64]]) -> Tensor:
         return torch.as_tensor(rows, dtype=torch.long).to(self._device)
