@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Mapping
 
 from echo2.types import Snapshot, SnapshotRef, TensorBytes
 from echo2.weights.content import Content
 from echo2.weights.encoder import Encoder
 from echo2.weights.manifest import Manifest
-from echo2.weights.segments import ReadChunk
+from echo2.weights.segments import ReadChunk, base_model_of
 
 Encoded = tuple[Manifest, dict[bytes, memoryview]]
 
@@ -31,6 +32,13 @@ def payload(encoder: Encoder) -> Encoded:
     for part in encoder.parts():
         chunks |= part
     return encoder.manifest(), chunks
+
+
+def base_model(seed: int = 0, num_items: int = 50_000) -> Snapshot:
+    """A whole model under the name that its content has."""
+    tensors = {"w": TensorBytes("I16", (num_items,), random.Random(f"base model {seed}").randbytes(2 * num_items))}
+    files = {"config.json": b"{}", "tokenizer.json": b"words"}
+    return Snapshot(base_model_of(tensors, files["config.json"]), tensors, files)
 
 
 def holding(snapshot: Snapshot) -> Content:

@@ -218,6 +218,8 @@ def check_scheduler(scheduler: WorkerScheduler) -> None:
     policies = {held.lease.group.policy for held in scheduler.generating.values()}
     if policies - {scheduler.installed.policy if scheduler.installed else ""}:
         raise InvariantError(f"leases of another policy are generating with {scheduler.installed}")
+    if scheduler.missing_base in scheduler.base_models and scheduler.missing_base is not None:
+        raise InvariantError(f"{scheduler.missing_base} is here, and is to be fetched")
     running = [held.num_running for held in scheduler.generating.values()]
     largest = max((held.lease.num_samples for held in scheduler.generating.values()), default=0)
     if not scheduler.deterministic and sum(running) >= scheduler.slots + max(1, largest):

@@ -33,6 +33,7 @@ def _random_policy(name: str, scenario: Scenario, rng: random.Random) -> PolicyS
         publish_every=rng.randint(1, max_staleness + 1),
         eval_size=scenario.eval_size,
         eval_every=rng.randint(0, 3),
+        base_model=random.Random(f"base model of {name} in {scenario.name}").randint(0, 2),
         learner=replace(scenario.learner, train_seconds=rng.uniform(0.1, 5.0)),
     )
 

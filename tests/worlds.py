@@ -69,6 +69,9 @@ def random_scenario(seed: int) -> Scenario:
         head=HeadSpec(score_seconds=rng.uniform(0.0, 2.0), life_seconds=rng.choice([0.0, 10.0, 60.0])),
     )
     passes = random.Random(f"passes of {seed}").choice([0.0, 0.0, 0.1, 1.0])
+    adapters = random.Random(f"base model of {seed}")
+    base_model, base_chunks = adapters.choice([0, 1]), adapters.choice([1, 10, 60])
+    scenario = replace(scenario, base_model=base_model, base_chunks=base_chunks)
     return with_dials(replace(scenario, head=replace(scenario.head, pass_seconds=passes)), seed)
 
 

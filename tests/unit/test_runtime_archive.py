@@ -13,13 +13,14 @@ import pytest
 from blake3 import blake3
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from weights_cases import bytes_of, encode, encode_delta, holding
+from weights_cases import base_model, bytes_of, decode, encode, encode_delta, holding, payload
 
 from echo2.errors import PeerError
-from echo2.runtime.head.archive import OFFER_CHUNKS_MAX, Archive, reachable, worth_keeping
+from echo2.runtime.head.archive import BASE_MODELS_MAX, OFFER_CHUNKS_MAX, Archive, reachable, worth_keeping
 from echo2.types import RUN_POLICY, PayloadId, Snapshot, SnapshotRef, TensorBytes
 from echo2.weights.chain import is_anchor_due
 from echo2.weights.content import Content
+from echo2.weights.encoder import Encoder
 from echo2.weights.manifest import MAX_DELTAS, Manifest, Record
 from echo2.weights.store import ChunkStore
 
@@ -330,5 +331,49 @@ def test_what_is_taken_for_a_caller_that_goes_away_is_not_handed_out(tmp_path: P
         await archive.take(manifest)
         assert archive.retained == [ref(0)]
         archive.close()
+
+    asyncio.run(story())
+
+
+async def publish_adapters(archive: Archive, last: int) -> list[Snapshot]:
+    """A base model, and adapters over it as the learner sends them; each is dropped when the next one is there."""
+    base = base_model()
+    await publish(archive, *payload(Encoder(base)))
+    made: list[Snapshot] = []
+    for version in range(last + 1):
+        made.append(replace(content(version), files={"adapter_config.json": b"{}"}, base_model=base.ref))
+        await publish(archive, *payload(Encoder(made[-1], made[-2] if version else None)))
+        if version:
+            await archive.drop(ref(version - 1))
+    return made
+
+
+def test_a_base_model_stays_while_adapters_over_it_come_and_go_and_over_restarts(tmp_path: Path) -> None:
+    async def story() -> None:
+        archive, base = Archive(ChunkStore(tmp_path)), base_model()
+        with pytest.raises(PeerError, match="base_model"):
+            await publish(archive, *payload(Encoder(replace(content(0), base_model=base.ref))))
+        await publish_adapters(archive, 4)
+        for again in (archive, Archive(ChunkStore(tmp_path))):
+            await again.tidy()
+            assert base.ref in again.retained
+            assert again.find(base.ref) == base.ref
+            assert again.base_model(ref(4)) == base.ref
+            assert again.base_model(base.ref) is None
+            manifest = again.payload(base.ref, None)
+            assert bytes_of(decode(manifest, again.store.get)) == bytes_of(base)
+            assert again.files(ref(4)) == {"adapter_config.json": b"{}", **base.files}
+
+    asyncio.run(story())
+
+
+def test_a_run_has_few_base_models(tmp_path: Path) -> None:
+    async def story() -> None:
+        archive = Archive(ChunkStore(tmp_path))
+        for seed in range(BASE_MODELS_MAX):
+            await publish(archive, *payload(Encoder(base_model(seed))))
+        await publish(archive, *payload(Encoder(base_model(0))))
+        with pytest.raises(PeerError, match="oversized"):
+            await publish(archive, *payload(Encoder(base_model(BASE_MODELS_MAX))))
 
     asyncio.run(story())

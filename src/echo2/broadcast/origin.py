@@ -149,10 +149,11 @@ class OriginNode:
             self._progress[worker_id] = Progress(payload, 0, num_bytes)
         self._happen(ev.PayloadAssigned(payload, ids, len(manifest.chunk_bytes)))
 
-    def held(self, worker_id: str, ref: SnapshotRef) -> None:
-        """This worker has this content installed."""
+    def held(self, worker_id: str, ref: SnapshotRef, base_model: SnapshotRef | None = None) -> None:
+        """This worker has this content installed, over that base model if it is an adapter."""
         if worker_id in self._members:
-            self._happen(ev.SnapshotHeld(worker_id, PayloadId(ref)))
+            base = None if base_model is None else PayloadId(base_model)
+            self._happen(ev.SnapshotHeld(worker_id, PayloadId(ref), base))
 
     def dropped(self, payload: PayloadId) -> None:
         """It is not stored here any more."""

@@ -109,6 +109,7 @@ class SimWorker(Actor):
         )
         self._calls: dict[int, object] = {}
         self.peering.restart()
+        self.scheduler.base_models = self.peering.whole_base_models()
         self._sampling: dict[int, _Sampling] = {}
         self._wakes = 0
         self._stands_until = self._stood_seconds = 0.0
@@ -329,13 +330,11 @@ class SimWorker(Actor):
 
     def _loaded(self, payload: PayloadId) -> None:
         incoming = self.scheduler.incoming
-        refusal = self.peering.install(payload, None if incoming is None else incoming.payload)
-        if refusal:
-            self.tell(rel.SnapshotRefused(payload, refusal))
-            return
-        for sampling in self._sampling.values():
-            sampling.newest = payload.ref
-        self.tell(rel.SnapshotInstalled(payload.ref))
+        outcome = self.peering.install(payload, None if incoming is None else incoming.payload)
+        if isinstance(outcome, rel.SnapshotInstalled):
+            for sampling in self._sampling.values():
+                sampling.newest = payload.ref
+        self.tell(outcome)
 
     # ---- the engine --------------------------------------------------------------------------------------------------
 
@@ -344,6 +343,9 @@ class SimWorker(Actor):
         assert installed is not None
         if self.peering.weights != self.history.digests[installed]:
             raise InvariantError(f"{self.name} samples with weights that are not those of {installed}")
+        if (base_model := self.scenario.base_of(installed.policy)) is not None:
+            if self.peering.base != (base_model, self.history.digests[base_model]):
+                raise InvariantError(f"{self.name} samples with {installed} over {self.peering.base[0]}")
         self._sampling[lease.lease_id] = _Sampling(lease, installed, installed, numbers)
         stood, begin = self._stood_seconds, max(0.0, self._stands_until - self.world.now)
         seconds = self.world.around(self.group_seconds, self.spec.spread)

@@ -6,6 +6,7 @@ What outlives a kill: the ledger, the published snapshots, and the evaluations t
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -145,7 +146,9 @@ class SimHead(Actor):
             self.sides[policy] = Side(mine, histories[policy], ledger.of(policy), meter)
         self.learners = {learner_of(policy): side for policy, side in self.sides.items()}
         self.options = [side.scenario.planner_options(seed, policy) for policy, side in self.sides.items()]
-        self.store: dict[SnapshotRef, bytes] = {}
+        base_models = filter(None, map(scenario.base_of, histories))  # their learners published them before they came
+        self.store = {ref: hashlib.sha256(str(ref).encode()).digest() for ref in base_models}
+        self.history.digests.update(self.store)
         self.dialable: dict[str, bool] = {}
         self._doomed, self._any_carried_out, self._effects_left = False, False, 0
         self._commands: list[do.Command] = []

@@ -30,11 +30,12 @@ STALE_CHANCE = 0.2
 
 @dataclass(frozen=True, slots=True)
 class SimManifest:
-    """What a payload consists of, and the digest of the weights that it makes."""
+    """What a payload consists of, and the digest of the weights that it makes. `base_model`: what they are over."""
 
     payload: PayloadId
     chunks: tuple[bytes, ...]
     digest: bytes
+    base_model: SnapshotRef | None = None
 
 
 class Announced(Event):
@@ -105,7 +106,9 @@ class SimOrigin:
     def holds(self, worker_id: str, installed: SnapshotRef | None) -> None:
         """A worker says what it has installed."""
         if self.installed.get(worker_id) != installed and installed in self.store and installed is not None:
-            self.tell(bev.SnapshotHeld(worker_id, PayloadId(installed)))
+            base_model = self.scenario.base_of(installed.policy)
+            base = None if base_model is None else PayloadId(base_model)
+            self.tell(bev.SnapshotHeld(worker_id, PayloadId(installed), base))
         self.installed[worker_id] = installed
 
     def left(self, worker_id: str) -> None:
@@ -151,10 +154,12 @@ class SimOrigin:
     def manifest(self, payload: PayloadId) -> SimManifest:
         """What this payload consists of."""
         if payload not in self.payloads:
-            digest, count = self.store[payload.ref], self.scenario.snapshot_chunks
+            digest, is_base = self.store[payload.ref], payload.ref.is_base_model
+            count = self.scenario.base_chunks if is_base else self.scenario.snapshot_chunks
             base = b"" if payload.base is None else self.store[payload.base]
             chunks = cut(digest, base, count if payload.base is None else max(1, count // DELTA_SHARE))
-            self.payloads[payload] = SimManifest(payload, tuple(chunks), digest), chunks
+            base_model = self.scenario.base_of(payload.ref.policy)
+            self.payloads[payload] = SimManifest(payload, tuple(chunks), digest, base_model), chunks
         return self.payloads[payload][0]
 
     def _fitting(self, ref: SnapshotRef, base: SnapshotRef | None) -> PayloadId:

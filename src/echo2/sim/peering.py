@@ -65,6 +65,7 @@ class Peering:
         self.actor, self.network, self.spec, self.scenario = actor, network, spec, scenario
         self.history, self.call, self.tell = history, call, tell
         self.stored: dict[bytes, bytes] = {}
+        self.base_models: dict[SnapshotRef, SimManifest] = {}  # whole, and listed on disk
         self.restart()
 
     def restart(self) -> None:
@@ -72,6 +73,7 @@ class Peering:
         self.fetcher = Fetcher(self.actor.name)
         self.manifests: dict[PayloadId, SimManifest] = {}
         self.weights, self.installed = b"", PayloadId(SnapshotRef(RUN_POLICY, 0, 0))
+        self.base: tuple[SnapshotRef | None, bytes] = (None, b"")  # what the engine holds below an adapter
         self._cut: dict[bytes, bytes] = {}
         self._lines: dict[str, _Line] = {}
         self._waiting: dict[ChunkAsked, list[str]] = {}
@@ -99,6 +101,8 @@ class Peering:
                 self.call(failed)
             case do.PayloadWhole():
                 self.call(bev.PayloadReceived(self.actor.name, command.payload, command.tallies))
+                if command.payload.ref.is_base_model:
+                    self.base_models[command.payload.ref] = self.manifests[command.payload]
                 self.tell(rel.SnapshotWhole(command.payload))
             case do.PayloadGone():
                 self.tell(rel.SnapshotGone(command.payload))
@@ -120,7 +124,8 @@ class Peering:
         self.manifests[body.manifest.payload] = body.manifest
         download = self.fetcher.download
         progress = 0.0 if download is None else 1.0 - len(download.missing) / len(download.chunks)
-        self.tell(rel.SnapshotAnnounced(body.manifest.payload, body.asked_for, progress))
+        manifest = body.manifest
+        self.tell(rel.SnapshotAnnounced(manifest.payload, body.asked_for, progress, manifest.base_model))
 
     def arrived(self, manifest: SimManifest) -> None:
         """All of it is here, however it came."""
@@ -132,24 +137,39 @@ class Peering:
         chunks = self.manifests[payload].chunks
         self.handle(fev.PayloadWanted(payload, chunks, frozenset(chunks) - self.stored.keys()))
 
-    def install(self, payload: PayloadId, incoming: PayloadId | None) -> str:
-        """Why not; empty if it is installed. Nothing is kept on disk but this one and what is on its way."""
+    def whole_base_models(self) -> set[SnapshotRef]:
+        """Those on disk of which no chunk is torn."""
+        return {ref for ref, manifest in self.base_models.items() if self.stored.keys() >= set(manifest.chunks)}
+
+    def install(self, payload: PayloadId, incoming: PayloadId | None) -> rel.SnapshotRefused | rel.SnapshotInstalled:
+        """Load it, and before it the base model that it is over where the engine has another. Nothing is kept on disk
+        but this one, what is on its way, and base models."""
         manifest = self.manifests[payload]
-        if self.actor.world.chance(self.spec.corrupt_snapshots):
-            self.stored.pop(manifest.chunks[0], None)
-            return "a chunk is torn"
-        if not self.stored.keys() >= set(manifest.chunks):
-            return "a chunk is missing"  # it was torn while another snapshot that shares it went in
-        weights = apply(self.weights, (self.stored[chunk] for chunk in manifest.chunks))
-        if weights != manifest.digest:
-            return "the digest does not match"
+        if manifest.base_model is not None and manifest.base_model != self.base[0]:
+            digest, refusal = self._decode(self.base_models[manifest.base_model], b"")
+            if refusal:
+                return rel.SnapshotRefused(PayloadId(manifest.base_model), refusal)
+            self.base = manifest.base_model, digest
+        weights, refusal = self._decode(manifest, self.weights)
+        if refusal:
+            return rel.SnapshotRefused(payload, refusal)
         self.weights, self.installed = weights, payload
         self._cut = cut(weights, b"", self.scenario.snapshot_chunks)
         known = [payload, incoming, list(self.manifests)[-1]]
         self.manifests = {key: value for key, value in self.manifests.items() if key in known}
-        kept = {chunk for key in self.manifests for chunk in self.manifests[key].chunks}
+        kept = {chunk for one in (*self.manifests.values(), *self.base_models.values()) for chunk in one.chunks}
         self.stored = {chunk: piece for chunk, piece in self.stored.items() if chunk in kept}
-        return ""
+        return rel.SnapshotInstalled(payload.ref)
+
+    def _decode(self, manifest: SimManifest, over: bytes) -> tuple[bytes, str]:
+        """The digest of the weights that a payload makes of these; and why it is refused, or nothing."""
+        if self.actor.world.chance(self.spec.corrupt_snapshots):
+            self.stored.pop(manifest.chunks[0], None)
+            return b"", "a chunk is torn"
+        if not self.stored.keys() >= set(manifest.chunks):
+            return b"", "a chunk is missing"  # it was torn while another snapshot that shares it went in
+        weights = apply(over, (self.stored[chunk] for chunk in manifest.chunks))
+        return weights, "" if weights == manifest.digest else "the digest does not match"
 
     # ---- taking ------------------------------------------------------------------------------------------------------
 

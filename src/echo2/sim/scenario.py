@@ -17,7 +17,7 @@ from msgspec import Meta
 from echo2.control.capacity.forecast import longest_of
 from echo2.control.capacity.transfer_time import chain_seconds, star_seconds
 from echo2.control.head.state import PlannerOptions, RentableOffer
-from echo2.types import RUN_POLICY
+from echo2.types import RUN_POLICY, SnapshotRef
 
 #: Bounds of what a file may say. Infinity is none of them: a simulation of it would not end.
 Count = Annotated[int, Meta(ge=0, le=100_000)]
@@ -147,6 +147,7 @@ class PolicySpec:
     publish_every: Positive = 1
     eval_size: Count = 0
     eval_every: Count = 0
+    base_model: Count = 0
     learner: LearnerSpec = field(default_factory=LearnerSpec)
 
 
@@ -156,7 +157,8 @@ class Scenario:
     is reported as not finished. `generate_during_broadcast = false` is ECHO-2's model: a worker stands still from the
     publication until it has the snapshot. `activation`: workers stand by until they are needed, and are paid for only
     while they are active. `flat_share`: of the groups, those whose rewards are all equal. `policies`: where several are
-    trained, by one head and one fleet; then those say what their steps are.
+    trained, by one head and one fleet; then those say what their steps are. `base_model`: snapshots are adapters over
+    the base model of this number, of `base_chunks`; 0: they are whole models.
     """
 
     name: str = ""
@@ -179,6 +181,8 @@ class Scenario:
     snapshot_chunks: Positive = 8
     chunk_bytes: Positive = 1 << 20
     delta_chance: Share = 0.0
+    base_model: Count = 0
+    base_chunks: Positive = 8
     peers: Literal["star", "trees"] = "star"
     fan_out: Positive = 8
     tokens_per_group: Positive = 2000
@@ -214,6 +218,11 @@ class Scenario:
         )
         settings = {name: getattr(self, name) for name in alike}
         return PlannerOptions(policy=policy, seed=seed, offers=tuple(offers), **settings)
+
+    def base_of(self, policy: str) -> SnapshotRef | None:
+        """The base model of a policy's snapshots; None: they are whole models."""
+        seen = self.by_policy().get(policy)
+        return SnapshotRef(f"base-{seen.base_model:016x}", 0, 0) if seen is not None and seen.base_model else None
 
     def is_flat(self, rollouts: bytes) -> bool:
         """Whether all rewards of the group with these rollouts are equal: as good as chance, and always the same."""

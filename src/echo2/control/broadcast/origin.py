@@ -62,7 +62,7 @@ class Broadcast(StateMachine):
         self.members: dict[str, Receiver] = {}
         self.bias: dict[str, float] = {}
         self.plans: dict[PayloadId, RoutePlan] = {}
-        self.held: dict[str, PayloadId] = {}
+        self.held: dict[str, tuple[PayloadId | None, ...]] = {}
         self.suspects: set[str] = set()
         self.failed_pairs: dict[str, dict[str, None]] = {}
         self.accused: dict[str, set[str]] = {}
@@ -85,7 +85,7 @@ class Broadcast(StateMachine):
                 self._assigned(event)
             case ev.PayloadDropped():
                 self.plans.pop(event.payload, None)
-                self.held = {key: value for key, value in self.held.items() if value != event.payload}
+                self.held = {key: value for key, value in self.held.items() if event.payload not in value}
             case ev.PayloadReceived():
                 self._received(event)
             case ev.SnapshotHeld():
@@ -201,7 +201,7 @@ class Broadcast(StateMachine):
         if plan is None:
             stripes = max(1, min(MAX_STRIPES, event.num_chunks))
             plan = self.plans[event.payload] = RoutePlan(event.payload, stripes)
-            plan.whole.update(key for key, payload in self.held.items() if payload == event.payload)
+            plan.whole.update(key for key, payloads in self.held.items() if event.payload in payloads)
             self._forget_old_plans()
         self._reason = f"{event.payload} is to be sent"
         wanted = [key for key in dict.fromkeys(event.worker_ids) if key in self.members]
@@ -280,9 +280,8 @@ class Broadcast(StateMachine):
     def _holds(self, event: ev.SnapshotHeld) -> None:
         if event.worker_id not in self.members:
             return
-        self.held[event.worker_id] = event.payload
-        plan = self.plans.get(event.payload)
-        if plan is not None:
+        self.held[event.worker_id] = event.payload, event.base_model
+        for plan in [plan for payload, plan in self.plans.items() if payload in self.held[event.worker_id]]:
             plan.received(event.worker_id)
 
     # ---- failures ----------------------------------------------------------------------------------------------------

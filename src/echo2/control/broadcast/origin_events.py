@@ -80,10 +80,12 @@ class PayloadReceived(BroadcastEvent):
 
 
 class SnapshotHeld(BroadcastEvent):
-    """A worker has this content whole (installed), so it can serve the whole payload of it to those who join late."""
+    """A worker has this content whole (installed), so it can serve the whole payload of it to those who join late; and
+    that of the base model which it is an adapter over."""
 
     worker_id: str
     payload: PayloadId
+    base_model: PayloadId | None = None
 
 
 class SourceFailed(BroadcastEvent):

@@ -31,7 +31,8 @@ class StopFetching(Command):
 
 
 class InstallSnapshot(Command):
-    """Decode (over the installed weights, if it is a delta), verify the digest, load into a shadow, swap."""
+    """Decode (over the installed weights, if it is a delta), verify the digest, load into a shadow, swap. An adapter's
+    base model is stored; it is loaded before it where the engine has another."""
 
     payload: PayloadId
 

@@ -41,12 +41,13 @@ class LeaseRevoked(SchedulerEvent):
 
 class SnapshotAnnounced(SchedulerEvent):
     """A manifest came: of the snapshot that is the newest from now on, or one that was asked for. `progress`: the share
-    of the payload being fetched that is stored already (0 where none is).
+    of the payload being fetched that is stored already (0 where none is). `base_model`: what it is an adapter over.
     """
 
     payload: PayloadId
     asked_for: bool = False
     progress: float = 0.0
+    base_model: SnapshotRef | None = None
 
 
 class SnapshotUnknown(SchedulerEvent):
@@ -72,8 +73,8 @@ class SnapshotGone(SchedulerEvent):
 
 
 class SnapshotRefused(SchedulerEvent):
-    """A whole payload did not verify, does not fit the installed weights, or the engine would not take it. What is not
-    stored any more of it is fetched again.
+    """A whole payload, or the base model that it went in over, did not verify, does not fit the installed weights, or
+    the engine would not take it. What is not stored any more of it is fetched again.
     """
 
     payload: PayloadId

@@ -9,6 +9,9 @@ A worker works for one policy at a time: the one whose snapshot the head announc
 of their own policy, and none is under way while weights of another go in.
 
     announced -> fetching (from the origin and peers, while the engine generates) -> whole -> installing -> installed
+
+An adapter goes in over its base model, which is fetched before it where it is not here yet, in the same way, and then
+stays. What is the newest by then is asked for anew.
     lease:  waiting -> generating -> produced -> answered
 """
 
@@ -60,6 +63,7 @@ class Incoming:
     """The snapshot on its way in."""
 
     payload: PayloadId
+    base_model: SnapshotRef | None = None
     is_nearly_whole: bool = False
     is_whole: bool = False
 
@@ -81,6 +85,8 @@ class WorkerScheduler(StateMachine):
         self.connected = False
         self.installed: SnapshotRef | None = None
         self.newest: SnapshotRef | None = None
+        self.base_models: set[SnapshotRef] = set()  # that are whole on disk
+        self.missing_base: SnapshotRef | None = None  # of what is wanted, to be fetched before it
         self.incoming: Incoming | None = None
         self.installing: SnapshotRef | None = None
         self.waiting: dict[int, Held] = {}
@@ -107,12 +113,11 @@ class WorkerScheduler(StateMachine):
             case ev.SnapshotAnnounced():
                 self._announced(event)
             case ev.SnapshotUnknown():
-                self._unknown(event.ref)
+                self._unknown(event.ref, now)
             case ev.ManifestFailed():
                 self._asked_manifest, self._retry_at = False, now + RETRY_SECONDS
             case ev.SnapshotWhole():
-                if self.incoming is not None and self.incoming.payload == event.payload:
-                    self.incoming.is_whole = True
+                self._whole(event.payload)
             case ev.SnapshotGone():
                 self._gone(event.payload, now)
             case ev.SnapshotRefused():
@@ -189,6 +194,10 @@ class WorkerScheduler(StateMachine):
     def _announced(self, event: ev.SnapshotAnnounced) -> None:
         self._asked_manifest = False
         ref, before = event.payload.ref, self.newest
+        if ref == self.missing_base:
+            if self.incoming is None or self.incoming.ref != ref:
+                self._begin(event, f"{self.newest} is an adapter over {ref}")
+            return
         if not event.asked_for:
             # The head's word counts, not the order of names: after a fall-back an older one may be the newest.
             self.newest = ref
@@ -200,14 +209,26 @@ class WorkerScheduler(StateMachine):
         if self.incoming is not None:
             self.incoming.is_nearly_whole |= event.progress > NEARLY_WHOLE
         if self._is_wanted(ref) and not self._finishes_first() and self._fits_base(event.payload):
-            self._begin(event.payload, f"{event.payload} is announced")  # else `_ask` asks for it when it is its turn
+            is_ready = event.base_model is None or event.base_model in self.base_models
+            self.missing_base = None if is_ready else event.base_model
+            if is_ready:
+                self._begin(event, f"{event.payload} is announced")  # else `_ask` asks for it when it is its turn
 
-    def _begin(self, payload: PayloadId, reason: str) -> None:
+    def _begin(self, event: ev.SnapshotAnnounced, reason: str) -> None:
         """A newer snapshot takes the place of an unfinished one; chunks they share are stored already."""
-        self._has_superseded |= self.incoming is not None and not self.incoming.is_whole
+        before = self.incoming
+        self._has_superseded |= before is not None and not before.is_whole and not before.ref.is_base_model
         self._retry_at = 0.0
-        self.incoming = Incoming(payload)
-        self.emit(do.FetchSnapshot, reason, payload=payload)
+        self.incoming = Incoming(event.payload, event.base_model)
+        self.emit(do.FetchSnapshot, reason, payload=event.payload)
+
+    def _whole(self, payload: PayloadId) -> None:
+        if self.incoming is None or self.incoming.payload != payload:
+            return
+        self.incoming.is_whole = True
+        if payload.ref.is_base_model:
+            self.base_models.add(payload.ref)
+            self.incoming = self.missing_base = None
 
     def _finishes_first(self) -> bool:
         """Is the unfinished snapshot to be installed before the newest is begun? If much of it is here; and always if
@@ -253,9 +274,11 @@ class WorkerScheduler(StateMachine):
         demanded = self._demanded()
         return ref == self.newest if demanded is None else _is_same_version(ref, demanded)
 
-    def _unknown(self, ref: SnapshotRef) -> None:
+    def _unknown(self, ref: SnapshotRef, now: float) -> None:
         """The origin has no such snapshot (any more)."""
         self._asked_manifest = False
+        if ref == self.missing_base:
+            self.missing_base, self._retry_at = None, now + RETRY_SECONDS
         if self.newest == ref:
             self.newest = self.installed
         newest = -1 if self.newest is None else self.newest.version
@@ -272,7 +295,14 @@ class WorkerScheduler(StateMachine):
             return
         if any(ref is not None and self._is_wanted(ref) for ref in (self.installed, self.installing)):
             return
-        if self.incoming is not None and (self._is_wanted(self.incoming.ref) or self._finishes_first()):
+        on_its_way = None if self.incoming is None else self.incoming.ref
+        if on_its_way is not None and (self._is_wanted(on_its_way) or self._finishes_first()):
+            return
+        if self.missing_base is not None:
+            if on_its_way != self.missing_base:
+                self._asked_manifest = True
+                reason = f"what is wanted is an adapter over {self.missing_base}"
+                self.emit(do.AskManifest, reason, ref=self.missing_base)
             return
         demanded = self._demanded()
         ref = self.newest if demanded is None or _is_same_version(self.newest, demanded) else demanded
@@ -289,12 +319,14 @@ class WorkerScheduler(StateMachine):
 
     def _refused(self, event: ev.SnapshotRefused, now: float) -> None:
         """It was whole and did not verify, or the engine would not take it: never installed, fetched again; whole, if
-        it was a delta.
+        it was a delta. A base model is refused as an adapter goes in over it; that is asked for anew behind it.
         """
-        if self.installing == event.payload.ref:
+        is_base = event.payload.ref in self.base_models
+        if self.installing == event.payload.ref or is_base:
             self.installing = None
-        if self.incoming is None or self.incoming.payload != event.payload:
+        if not is_base and (self.incoming is None or self.incoming.payload != event.payload):
             return
+        self.base_models.discard(event.payload.ref)
         self._say(f"{event.payload}: {event.reason}")
         ref, count = self._refusals
         count = count + 1 if ref == event.payload.ref else 1
@@ -302,7 +334,7 @@ class WorkerScheduler(StateMachine):
         if count >= MAX_FETCHES:
             self.incoming, self._retry_at = None, now + REFUSED_SECONDS
             self._refusals = (event.payload.ref, 0)
-        elif event.payload.base is not None:
+        elif event.payload.base is not None or is_base:
             self.incoming = None
         else:
             self.incoming = Incoming(event.payload)
@@ -339,6 +371,9 @@ class WorkerScheduler(StateMachine):
             self._refusals = (incoming.ref, 0)
             self.incoming = None
             return  # it stands on weights that are not here; `_ask` asks for all of it
+        if incoming.base_model is not None and incoming.base_model not in self.base_models:
+            self.incoming = None
+            return  # it was refused meanwhile; `_ask` asks for both
         if self._is_kept_out(incoming.ref):
             return
         self.installing = incoming.ref

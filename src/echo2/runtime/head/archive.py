@@ -4,6 +4,8 @@ The learner sends whole contents (anchors) and deltas over the version that it p
 come. A worker is given one payload: the deltas that lead from what it has to the newest version, joined, or an anchor
 and the deltas since. To join payloads is to copy lists of hashes; the head never holds or computes a weight.
 
+An adapter comes after its base model, which stays as long as the run: the planner knows nothing of it.
+
 What the planner retains can be had from nothing. What it drops stays as *history*: the newest deltas, so that a worker
 that was away for some versions is sent what changed.
 
@@ -29,6 +31,8 @@ from echo2.weights.store import ChunkStore
 OFFER_CHUNKS_MAX = 4096
 #: Joined payloads that are remembered: one each for a newcomer and for the laggards of a few versions.
 JOINED_MAX = 8
+#: Base models of one run; each is as large as a model.
+BASE_MODELS_MAX = 4
 
 T = TypeVar("T")
 
@@ -80,8 +84,14 @@ class Archive:
 
         Raises:
             PeerError: "base", it is over what can't be had here, so the whole content is needed; "missing", some chunks
-                never came, or were thrown away before they were offered.
+                never came, or were thrown away before they were offered; "base_model", it is an adapter over one that
+                is not here; "oversized", it is one base model too many.
         """
+        base_models = {ref for ref in self._retained if ref.is_base_model}
+        if manifest.base_model is not None and manifest.base_model not in base_models:
+            raise PeerError("base_model", f"{manifest.ref} is an adapter over {manifest.base_model}, which is not here")
+        if manifest.ref.is_base_model and len(base_models | {manifest.ref}) > BASE_MODELS_MAX:
+            raise PeerError("oversized", f"more than {BASE_MODELS_MAX} base models in one run")
         was_retained = manifest.ref in self._retained
         self._retained.add(manifest.ref)  # first: what is thrown away from now on is not this
         try:
@@ -136,13 +146,20 @@ class Archive:
         """Whether this payload is remembered: handing it out costs next to nothing."""
         return payload in self._joined
 
+    def base_model(self, ref: SnapshotRef) -> SnapshotRef | None:
+        """What this snapshot is an adapter over; None where it is a whole model, or is not here."""
+        steps = self.store.chain(ref)
+        return steps[-1].base_model if steps else None
+
     def files(self, ref: SnapshotRef) -> dict[str, bytes]:
-        """The files of a snapshot, without its tensors.
+        """The files of a snapshot, without its tensors; with those of its base model.
 
         Raises:
             PeerError: "base", it can't be had here; "corrupt", the disk altered a chunk.
         """
-        return read_files(compose(self._steps(PayloadId(ref))), self.store.get)
+        manifest = compose(self._steps(PayloadId(ref)))
+        below = {} if manifest.base_model is None else self.files(manifest.base_model)
+        return below | read_files(manifest, self.store.get)
 
     def _steps(self, payload: PayloadId) -> list[Manifest]:
         steps = self.store.chain(payload.ref, payload.base)

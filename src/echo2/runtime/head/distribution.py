@@ -51,6 +51,10 @@ class Distribution:
         self._joins: defaultdict[SnapshotRef, Counter[str]] = defaultdict(Counter)
         archive.on_dropped = self._dropped
 
+    def held(self, worker_id: str, installed: SnapshotRef) -> None:
+        """A worker says that it has this installed."""
+        self.origin.held(worker_id, installed, self.archive.base_model(installed))
+
     def announce(self, ref: SnapshotRef, worker_ids: Iterable[str]) -> None:
         """Tell these workers that `ref` is the newest."""
         with_base: defaultdict[SnapshotRef | None, list[str]] = defaultdict(list)

@@ -215,7 +215,7 @@ class Head:
         Raises:
             UserError: the run has done more steps than it now is to do, or groups of another size are under way.
         """
-        published = self.distribution.archive.retained
+        published = [ref for ref in self.distribution.archive.retained if not ref.is_base_model]
         if published:
             await self.read_files(max(published))
         evaluated = tuple(self.metrics.evaluated())

@@ -102,7 +102,7 @@ class Service:
         head.workers[peer.peer_id] = presence
         head.distribution.origin.joined(peer.peer_id, hello, peer.host, joined.ticket)
         if joined.installed is not None:
-            head.distribution.origin.held(peer.peer_id, joined.installed)
+            head.distribution.held(peer.peer_id, joined.installed)
         head.costs.joined(peer.peer_id, joined.price_usd_per_hour, head.clock.now(), is_own=not joined.ticket)
         presence.outbox.put_nowait(wire.Order(settings=self._settings()))
         if self._revoked:
@@ -159,7 +159,7 @@ class Service:
         presence.report, presence.installed = report, installed
         if installed is not None:
             if is_new:
-                self._head.distribution.origin.held(peer.peer_id, installed)
+                self._head.distribution.held(peer.peer_id, installed)
             self._head.broadcast.installed(peer.peer_id, installed, self._head.clock.now())
         if is_new or is_refused:
             await self._head.tell(ev.WorkerReported(peer.peer_id, installed, report.refused))
@@ -364,11 +364,18 @@ class Service:
         return wire.Empty()
 
     async def publish(self, peer: Peer, request: wire.PublishRequest) -> wire.Empty:
-        """All chunks of a payload are here: it is announced, unless its version is known already."""
+        """All chunks of a payload are here: it is announced, unless its version is known already. A base model is not:
+        workers ask for it when they are told of an adapter over it.
+        """
         self._learner(request.epoch)
         head, manifest = self._head, await asyncio.to_thread(Manifest.from_bytes, request.manifest)
         if not 0 <= request.encode_seconds < math.inf:
             raise PeerError("malformed", f"encode_seconds is {request.encode_seconds}")
+        if manifest.ref.is_base_model:
+            await head.distribution.archive.take(manifest)
+            return wire.Empty()
+        if manifest.ref.policy != head.options.policy:
+            raise PeerError("malformed", f"a snapshot of {manifest.ref.policy}; this run's is {head.options.policy}")
         is_known = head.planner.published.get(manifest.ref.version) == manifest.ref
         await head.distribution.archive.take(manifest)
         await head.read_files(manifest.ref)
