@@ -343,9 +343,9 @@ class SimWorker(Actor):
         assert installed is not None
         if self.peering.weights != self.history.digests[installed]:
             raise InvariantError(f"{self.name} samples with weights that are not those of {installed}")
-        if (base_model := self.scenario.base_of(installed.policy)) is not None:
-            if self.peering.base != (base_model, self.history.digests[base_model]):
-                raise InvariantError(f"{self.name} samples with {installed} over {self.peering.base[0]}")
+        base_model = self.scenario.base_of(installed.policy)
+        if base_model is not None and self.peering.base != (base_model, self.history.digests[base_model]):
+            raise InvariantError(f"{self.name} samples with {installed} over {self.peering.base[0]}")
         self._sampling[lease.lease_id] = _Sampling(lease, installed, installed, numbers)
         stood, begin = self._stood_seconds, max(0.0, self._stands_until - self.world.now)
         seconds = self.world.around(self.group_seconds, self.spec.spread)
