@@ -20,7 +20,6 @@ from echo2.errors import InvariantError, UserError
 from echo2.learner import checkpoint
 from echo2.learner.batch import collate
 from echo2.learner.grpo.client import GrpoClient
-from echo2.learner.logprobs import token_logprobs
 from echo2.learner.model import Policy, load_policy
 from learner_cases import (
     config_of,
@@ -73,7 +72,7 @@ def test_logprobs_equal_one_rollout_at_a_time(seed: int, top_k: int) -> None:
                 expected.append(float(row[token] - row[allowed].logsumexp(0)))
     for layout in ("shared", "plain"):
         batch = collate(kept, layout, policy.pair_cost).to(torch.device("cpu"), torch.float64)
-        found = token_logprobs(policy.logits(batch), batch, 0.7)
+        found = policy.logprobs(batch, 0.7)[0].detach()
         assert sorted(found.tolist()) == pytest.approx(sorted(expected), abs=1e-8)
 
 
@@ -81,7 +80,7 @@ def test_a_distribution_of_one_token_is_certain() -> None:
     sure = group(0, [1, 2], [rollout([5, 6], support=[[5], [6]], logprobs=[0.0, 0.0])])
     policy = tiny_policy()
     batch = collate(data_of(sure), "auto", 0.01).to(policy.device, torch.float64)
-    assert token_logprobs(policy.logits(batch), batch, 1.0).tolist() == pytest.approx([0.0, 0.0], abs=1e-12)
+    assert policy.logprobs(batch, 1.0)[0].tolist() == pytest.approx([0.0, 0.0], abs=1e-12)
 
 
 def test_one_wide_support_does_not_widen_the_others() -> None:

@@ -4,26 +4,52 @@ The sampler divides logits by the temperature and may narrow them (top-k, top-p)
 means something if the learner does the same: a narrowed token's log-softmax runs over the support that the rollout
 carries, because a token outside could not have happened.
 
-Shape suffixes: u = positions, V = vocabulary, n = loss tokens, m = those of them with a support, W = widest support.
+Shape suffixes: u = positions, n = loss tokens, m = those of them with a support, or without, W = widest support.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
 from echo2.learner.batch import PackedBatch
+from echo2.learner.output_layer import Choice, Scores
+
+#: (choices, whether the normaliser over the vocabulary is wanted) -> the policy's scores at the batch's positions.
+Scorer = Callable[[Sequence[Choice], bool], Scores]
 
 
-def token_logprobs(logits_uV: Tensor, batch: PackedBatch, temperature: float) -> Tensor:
-    """Log-probability [n] of each loss token, at least in float32."""
-    if logits_uV.dtype in (torch.bfloat16, torch.float16):
-        logits_uV = logits_uV.float()
-    if temperature != 1.0:
-        logits_uV = logits_uV / temperature
-    log_total_n = logits_uV.logsumexp(-1)[batch.position_n]
+def token_logprobs(scorer: Scorer, batch: PackedBatch) -> tuple[Tensor, Tensor]:
+    """Of each loss token its log-probability [n], and the entropy [n, without gradient] of what it was drawn from."""
+    is_wide_n = torch.ones_like(batch.position_n, dtype=torch.bool)
     for support in batch.supports:
-        logits_mW = logits_uV[batch.position_n[support.rows_m, None], support.tokens_mW]
-        logits_mW = logits_mW.masked_fill(~support.valid_mW, float("-inf"))
-        log_total_n = log_total_n.index_copy(0, support.rows_m, logits_mW.logsumexp(-1))
-    return logits_uV[batch.position_n, batch.target_n] - log_total_n
+        is_wide_n[support.rows_m] = False
+    wide_m = is_wide_n.nonzero()[:, 0]
+    # The drawn token first, then what else could have come.
+    choices = [Choice(batch.position_n[wide_m], batch.target_n[wide_m, None])] + [
+        Choice(batch.position_n[rows], torch.cat([batch.target_n[rows, None], support.tokens_mW], dim=1))
+        for support in batch.supports
+        for rows in (support.rows_m,)
+    ]
+    scores = scorer(choices, len(wide_m) > 0)
+    logits_mW, *narrowed = scores.chosen
+    position_m = batch.position_n[wide_m]
+    logp_n = logits_mW.new_zeros(len(batch.target_n)).index_copy(
+        0, wide_m, logits_mW[:, 0] - scores.log_total_u[position_m]
+    )
+    entropy_n = torch.zeros_like(logp_n.detach()).index_copy_(0, wide_m, scores.entropy_u[position_m])
+    for support, logits_mW in zip(batch.supports, narrowed, strict=True):
+        allowed_mW = logits_mW[:, 1:].masked_fill(~support.valid_mW, float("-inf"))
+        log_total_m = allowed_mW.logsumexp(-1)
+        logp_n = logp_n.index_copy(0, support.rows_m, logits_mW[:, 0] - log_total_m)
+        entropy_n.index_copy_(0, support.rows_m, _entropy(allowed_mW.detach()))
+    return logp_n, entropy_n
+
+
+def _entropy(logits_mW: Tensor) -> Tensor:
+    """Of softmax over each row; -inf has no part in it."""
+    logp_mW = logits_mW.log_softmax(-1)
+    minus_mW = logp_mW.exp() * logp_mW.clamp(min=torch.finfo(logp_mW.dtype).min)
+    return -minus_mW.sum(-1)

@@ -1,16 +1,19 @@
 """The policy network: a Hugging Face causal language model, loaded once, trained in place.
 
 It is not a model definition: the forward pass is transformers' own. What is added is what training needs and generation
-does not: logits at chosen positions only, prefix-tree rows, weights as bytes, and the files that make weights a model.
+does not: scores at chosen positions only, prefix-tree rows, weights as bytes, and the files that make weights a model.
 Code that comes with a model (`trust_remote_code`) is never run.
 
-Shape suffixes: B = rows, T = row length, D = hidden size, u = positions that predict something, V = vocabulary.
+Shape suffixes: B = rows, T = row length, D = hidden size, u = positions that predict something, V = vocabulary,
+n = loss tokens.
 """
 
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Mapping
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +24,11 @@ from echo2.devices import pick_device
 from echo2.errors import UserError
 from echo2.learner.batch import PackedBatch
 from echo2.learner.checkpoint import StoredTensor
+from echo2.learner.logprobs import token_logprobs
+from echo2.learner.output_layer import OutputLayer, plain_scores, tiled_scores
 from echo2.types import TensorBytes
+
+log = logging.getLogger(__name__)
 
 # What a snapshot carries beside the weights, so that a worker needs no hub.
 MODEL_FILES = (
@@ -37,9 +44,12 @@ MODEL_FILES = (
     "chat_template.jinja",
     "chat_template.json",
 )
-# Decoders known to honour a mask and position ids of our own and to be logits = lm_head(last hidden state), nothing
-# after. Others run in the plain layout with all their logits.
-PLAIN_DECODERS = frozenset({"llama", "mistral", "qwen2", "qwen3"})
+# Decoders known to honour a mask and position ids of our own. Others run in the plain layout.
+MASKED_DECODERS = frozenset(
+    {"arcee", "ernie4_5", "gemma", "glm", "glm4", "granite", "helium", "hunyuan_v1_dense", "llama", "mistral"}
+    | {"mixtral", "olmo", "olmo2", "olmoe", "phi3", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "seed_oss", "smollm3"}
+    | {"stablelm", "starcoder2"}
+)
 # A pair of tokens costs more per floating-point operation than a matrix product does (softmax, memory traffic).
 ATTENTION_SLOWDOWN = 3.0
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
@@ -68,8 +78,9 @@ class Policy:
         config: Any = module.config
         layer_types = getattr(config, "layer_types", None) or ["full_attention"]
         sliding = getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True)
-        self._is_plain_decoder = config.model_type in PLAIN_DECODERS
-        self.honours_masks = self._is_plain_decoder and set(layer_types) == {"full_attention"} and not sliding
+        self.honours_masks = (
+            config.model_type in MASKED_DECODERS and set(layer_types) == {"full_attention"} and not sliding
+        )
         self.max_positions: int | None = getattr(config, "max_position_embeddings", None)
         self.pair_cost = _pair_cost(self.module)
 
@@ -85,8 +96,10 @@ class Policy:
         module: Any = self.module
         return int(module.get_input_embeddings().num_embeddings)
 
-    def logits(self, batch: PackedBatch) -> Tensor:
-        """Logits [u, V] at `batch.predict_u`; `batch` is on this device."""
+    def logprobs(self, batch: PackedBatch, temperature: float) -> tuple[Tensor, Tensor]:
+        """Log-probability [n] of each loss token of `batch`, which is on this device, and the entropy [n] where it was
+        drawn (`logprobs.token_logprobs`); logits are divided by `temperature`.
+        """
         inputs: dict[str, Any] = {"input_ids": batch.tokens_BT, "use_cache": False}
         if batch.positions_BT is not None and batch.visible_BTT is not None:
             hidden_by_mask = ~batch.visible_BTT[:, None]
@@ -94,12 +107,65 @@ class Policy:
             mask = torch.zeros(hidden_by_mask.shape, dtype=self.dtype, device=self.device)
             inputs["attention_mask"] = mask.masked_fill_(hidden_by_mask, float("-inf"))
             inputs["position_ids"] = batch.positions_BT
-        if self._is_plain_decoder:
+        if self.ends_with_output_layer:
             hidden_BTD: Tensor = self.module.base_model(**inputs).last_hidden_state
-            logits_uV: Tensor = self.module.get_output_embeddings()(hidden_BTD.flatten(0, 1)[batch.predict_u])
-            return logits_uV
-        logits_BTV: Tensor = self.module(**inputs).logits
-        return logits_BTV.flatten(0, 1)[batch.predict_u]
+            hidden_uD = hidden_BTD.flatten(0, 1)[batch.predict_u]
+            layer = self.output_layer()
+            return token_logprobs(
+                lambda choices, wants_total: tiled_scores(hidden_uD, layer, choices, temperature, wants_total), batch
+            )
+        logits_uV: Tensor = self.module(**inputs).logits.flatten(0, 1)[batch.predict_u]
+        return token_logprobs(lambda choices, wants_total: plain_scores(logits_uV, choices, temperature), batch)
+
+    def output_layer(self) -> OutputLayer:
+        """What follows the last hidden states, where the model `ends_with_output_layer`. Its weight is the parameter
+        itself, whole.
+        """
+        config, linear = self.module.config.get_text_config(), self.module.get_output_embeddings()
+        scale = getattr(config, "logit_scale", None) or 1.0 / (getattr(config, "logits_scaling", None) or 1.0)
+        softcap = getattr(config, "final_logit_softcapping", None)
+        return OutputLayer(linear.weight, linear.bias, scale, softcap or None)
+
+    @cached_property
+    def ends_with_output_layer(self) -> bool:
+        """Whether logits are `output_layer` of the last hidden states and nothing else: then they need not all exist.
+
+        Found by a pass over two tokens in which known numbers take the place of the layer's products.
+        """
+        linear: Any = self.module.get_output_embeddings()
+        seen: dict[str, Any] = {}
+
+        def known(_: nn.Module, inputs: tuple[Tensor, ...], product: Tensor) -> Any:
+            seen.update(
+                read=inputs[0], product=torch.linspace(-50, 50, product.shape[-1]).to(product).expand_as(product)
+            )
+            return seen["product"]
+
+        def made(_: nn.Module, __: Any, output: Any) -> None:
+            seen.update(made=getattr(output, "last_hidden_state", None))
+
+        hooks = [linear.register_forward_hook(known), self.module.base_model.register_forward_hook(made)]
+        try:
+            with torch.no_grad():
+                logits = self.module(torch.tensor([[0, 1]], device=self.device), use_cache=False).logits
+        finally:
+            for hook in hooks:
+                hook.remove()
+        close = 4 * torch.finfo(logits.dtype).eps
+        is_all = (
+            isinstance(linear, nn.Linear)
+            and seen.get("made") is not None
+            and torch.equal(seen["made"].to(linear.weight.dtype), seen["read"].to(linear.weight.dtype))
+            and torch.allclose(self.output_layer().finish(seen["product"]).to(logits), logits, rtol=close, atol=close)
+        )
+        if not is_all:
+            log.warning(
+                "A %s makes more of its last hidden states than its output layer does: all logits of a pass are held, "
+                "%d values a token",
+                self.module.config.model_type,
+                self.vocab_size,
+            )
+        return is_all
 
     def state(self) -> dict[str, Tensor]:
         """The weights themselves by Hugging Face name, tied weights once (under their first name)."""

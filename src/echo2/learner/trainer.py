@@ -34,7 +34,6 @@ from echo2.errors import InvariantError, PeerError, UserError
 from echo2.learner import checkpoint
 from echo2.learner.batch import Layout, PackedBatch, collate, microbatches, num_tokens_run
 from echo2.learner.datum import Datum
-from echo2.learner.logprobs import token_logprobs
 from echo2.learner.losses import LossTokens
 from echo2.learner.model import DTYPES, Policy, stored
 from echo2.rollout.snapshot_files import read_config
@@ -127,7 +126,7 @@ class Trainer:
         with torch.no_grad():
             for part in self._cut(trained, data):
                 batch = self._packed(trained, part)
-                found += _by_datum(token_logprobs(trained.policy.logits(batch), batch, temperature), batch, part)
+                found += _by_datum(trained.policy.logprobs(batch, temperature)[0], batch, part)
         return found
 
     def forward_backward(
@@ -146,7 +145,7 @@ class Trainer:
         outputs: list[T] = []
         for part in self._cut(trained, data):
             batch = self._packed(trained, part)
-            logp_n = token_logprobs(trained.policy.logits(batch), batch, temperature)
+            logp_n, _ = trained.policy.logprobs(batch, temperature)
             loss_n, output = loss(logp_n, batch.loss_tokens)
             (loss_n * batch.loss_tokens.weight_n).sum().backward()
             logprobs += _by_datum(logp_n.detach(), batch, part)

@@ -1,0 +1,295 @@
+"""Logits of chosen tokens, and the normaliser over all, from hidden states: [positions, vocabulary] never exists.
+
+Logits are made tile by tile (some positions, some of the vocabulary), summed up and forgotten; the backward pass makes
+them again, from the normaliser that was kept and only where the weight has a gradient. The gradient of a hidden state
+needs no second pass: d log sum exp(logits) / d hidden is the mean of the weight's rows under the probabilities. It is
+summed beside the normaliser and rescaled as that grows (online softmax, arXiv 1805.02867, with these rows as values).
+Logits of chosen tokens are products with the rows of these tokens alone.
+
+Factors are of the hidden states' dtype; what comes of them and all sums are float32 (float64 where hidden states are).
+
+Shape suffixes: u = positions, D = hidden size, V = vocabulary, R, C = positions and tokens of a tile, m = choices,
+W = tokens of a choice, c = some choices, k = the distinct tokens in them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+#: Positions and tokens of the vocabulary in a tile: its logits are 32 MiB in float32. See benchmarks/output_layer.py.
+TILE = (1024, 8192)
+#: Choices are taken together while they hold no more tokens than this, within bounds: neighbours choose alike, and the
+#: row of a token is read once for all of them.
+CHOSEN_TOGETHER, CHOICES_TOGETHER = 16_384, (64, 2048)
+
+
+@dataclass(frozen=True, slots=True)
+class OutputLayer:
+    """What makes logits of a decoder's last hidden states: scale * (weight hidden + bias), and with a `softcap` c,
+    c tanh(that / c).
+    """
+
+    weight_VD: Tensor
+    bias_V: Tensor | None = None
+    scale: float = 1.0
+    softcap: float | None = None
+
+    def finish(self, product: Tensor) -> Tensor:
+        """Logits of weight hidden + bias."""
+        return _Curve(self.scale, self.softcap).bend_(product.clone())
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """Of which tokens logits are wanted: tokens_mW[i] at position_m[i]."""
+
+    position_m: Tensor
+    tokens_mW: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Scores:
+    """Of logits divided by the temperature: log sum exp [u] and entropy [u, without gradient] over the vocabulary, and
+    each choice's own [m, W]. The first two are not to be read where they were not wanted.
+    """
+
+    log_total_u: Tensor
+    entropy_u: Tensor
+    chosen: tuple[Tensor, ...]
+
+
+def tiled_scores(
+    hidden_uD: Tensor,
+    layer: OutputLayer,
+    choices: Sequence[Choice],
+    temperature: float = 1.0,
+    wants_total: bool = True,
+    tile: tuple[int, int] = TILE,
+) -> Scores:
+    """Scores from hidden states. Without `wants_total` the vocabulary is not gone through."""
+    device = hidden_uD.device.type
+    if torch.is_autocast_enabled(device):
+        hidden_uD = hidden_uD.to(torch.get_autocast_dtype(device))
+    curve = _Curve(layer.scale / temperature, None if layer.softcap is None else layer.softcap / temperature)
+    cut = _Cut(tuple(choices), wants_total, *tile)
+    apply: Any = _Tiled.apply
+    log_total_u, entropy_u, *chosen = apply(hidden_uD, layer.weight_VD, layer.bias_V, curve, cut)
+    return Scores(log_total_u, entropy_u, tuple(chosen))
+
+
+def plain_scores(logits_uV: Tensor, choices: Sequence[Choice], temperature: float = 1.0) -> Scores:
+    """The same from all logits, where a model gives nothing else."""
+    if logits_uV.dtype in (torch.bfloat16, torch.float16):
+        logits_uV = logits_uV.float()
+    if temperature != 1.0:
+        logits_uV = logits_uV / temperature
+    log_total_u = logits_uV.logsumexp(-1)
+    with torch.no_grad():
+        entropy_u = log_total_u - torch.linalg.vecdot(logits_uV.softmax(-1), logits_uV)
+    chosen = tuple(logits_uV[choice.position_m[:, None], choice.tokens_mW] for choice in choices)
+    return Scores(log_total_u, entropy_u, chosen)
+
+
+@dataclass(frozen=True, slots=True)
+class _Curve:
+    """From a product x to a logit over the temperature: gain x, or limit tanh(gain x / limit)."""
+
+    gain: float
+    limit: float | None
+
+    def bend_(self, product: Tensor) -> Tensor:
+        """In place."""
+        if self.limit is not None:
+            return product.mul_(self.gain / self.limit).tanh_().mul_(self.limit)
+        return product if self.gain == 1.0 else product.mul_(self.gain)
+
+    def slope(self, logits: Tensor) -> Tensor | float:
+        """d logit / d product, by the logit."""
+        return self.gain if self.limit is None else (logits / self.limit).square_().neg_().add_(1.0).mul_(self.gain)
+
+
+@dataclass(frozen=True, slots=True)
+class _Cut:
+    """What is wanted, and in which pieces it is made."""
+
+    choices: tuple[Choice, ...]
+    wants_total: bool
+    num_positions: int
+    num_tokens: int
+
+
+class _Tiled(torch.autograd.Function):
+    """(hidden_uD, weight_VD, bias_V, curve, cut) -> (log_total_u, entropy_u, the logits_mW of each choice)."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden_uD: Tensor, weight_VD: Tensor, bias_V: Tensor | None, curve: _Curve, cut: _Cut
+    ) -> tuple[Tensor, ...]:
+        with torch.autocast(hidden_uD.device.type, enabled=False):
+            made = _Logits(hidden_uD, weight_VD, bias_V, curve, cut)
+            total_u, entropy_u, mean_row_uD = made.normalisers(wants_gradient=ctx.needs_input_grad[0])
+            chosen = [made.chosen(choice) for choice in cut.choices]
+        ctx.save_for_backward(hidden_uD, weight_VD, bias_V, total_u, mean_row_uD, *chosen)
+        ctx.curve, ctx.cut = curve, cut
+        ctx.mark_non_differentiable(entropy_u)
+        ctx.set_materialize_grads(False)
+        return total_u, entropy_u, *chosen
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        hidden_uD, weight_VD, bias_V, total_u, mean_row_uD, *chosen = ctx.saved_tensors
+        made = _Logits(hidden_uD, weight_VD, bias_V, ctx.curve, ctx.cut)
+        inputs = (hidden_uD, weight_VD, bias_V)
+        into = _Gradients(
+            *(
+                torch.zeros_like(tensor, dtype=made.sums) if needed else None
+                for tensor, needed in zip(inputs, ctx.needs_input_grad[:3], strict=True)
+            )
+        )
+        grad_total_u, _, *grads_chosen = grads
+        with torch.autocast(hidden_uD.device.type, enabled=False):
+            if grad_total_u is not None:
+                if into.hidden_uD is not None:
+                    torch.mul(mean_row_uD, grad_total_u[:, None], out=into.hidden_uD)
+                made.add_total_gradients(into, total_u, grad_total_u)
+            for choice, logits_mW, grad_mW in zip(ctx.cut.choices, chosen, grads_chosen, strict=True):
+                if grad_mW is not None:
+                    made.add_chosen_gradients(into, choice, grad_mW * ctx.curve.slope(logits_mW))
+        found = (into.hidden_uD, into.weight_VD, into.bias_V)
+        cast = (None if grad is None else grad.to(tensor.dtype) for grad, tensor in zip(found, inputs, strict=True))
+        return *cast, None, None
+
+
+@dataclass(frozen=True, slots=True)
+class _Gradients:
+    """Sums; None where they are not wanted."""
+
+    hidden_uD: Tensor | None
+    weight_VD: Tensor | None
+    bias_V: Tensor | None
+
+
+@dataclass(frozen=True, slots=True)
+class _Logits:
+    """Makes pieces of the logits, and adds gradients of pieces."""
+
+    hidden_uD: Tensor
+    weight_VD: Tensor
+    bias_V: Tensor | None
+    curve: _Curve
+    cut: _Cut
+
+    @property
+    def sums(self) -> torch.dtype:
+        """Of sums."""
+        return torch.float64 if self.hidden_uD.dtype == torch.float64 else torch.float32
+
+    def normalisers(self, wants_gradient: bool) -> tuple[Tensor, Tensor, Tensor | None]:
+        """log sum exp [u], entropy [u] and, if wanted, the slope of the first by the hidden states [u, D]."""
+        total_u, mean_u = self.hidden_uD.new_zeros((2, len(self.hidden_uD)), dtype=self.sums)
+        mean_row_uD = torch.zeros_like(self.hidden_uD, dtype=self.sums) if wants_gradient else None
+        total_u.fill_(float("-inf"))
+        for at, _, weight_CD, logits_RC in self._tiles():
+            top_R1 = logits_RC.amax(1, keepdim=True)
+            part_RC = (logits_RC - top_R1).exp_()
+            sum_R = part_RC.sum(1)
+            new_R = torch.logaddexp(total_u[at], sum_R.log() + top_R1[:, 0])
+            kept_R, scale_R = (total_u[at] - new_R).exp_(), (top_R1[:, 0] - new_R).exp_()
+            total_u[at] = new_R
+            mean_u[at] = kept_R * mean_u[at] + scale_R * torch.linalg.vecdot(part_RC, logits_RC)
+            if mean_row_uD is not None:
+                slope = self.curve.slope(logits_RC)
+                part_RC.mul_(scale_R[:, None]).mul_(slope)
+                _add_product(mean_row_uD[at].mul_(kept_R[:, None]), part_RC.to(weight_CD.dtype), weight_CD)
+        return total_u, total_u - mean_u, mean_row_uD
+
+    def add_total_gradients(self, into: _Gradients, total_u: Tensor, grad_u: Tensor) -> None:
+        """Of weight and bias, through log sum exp."""
+        if into.weight_VD is None and into.bias_V is None:
+            return
+        for at, ids, weight_CD, logits_RC in self._tiles():
+            slope = self.curve.slope(logits_RC)
+            grad_RC = logits_RC.sub_(total_u[at, None]).exp_().mul_(grad_u[at, None]).mul_(slope)
+            if into.weight_VD is not None:
+                _add_product(into.weight_VD[ids], grad_RC.to(weight_CD.dtype).t(), self.hidden_uD[at])
+            if into.bias_V is not None:
+                into.bias_V[ids] += grad_RC.sum(0)
+
+    def chosen(self, choice: Choice) -> Tensor:
+        """Its logits [m, W]."""
+        logits_mW = self.hidden_uD.new_empty(choice.tokens_mW.shape, dtype=self.sums)
+        for some, tokens_k, place_cW in self._pieces(choice):
+            hidden_cD = self.hidden_uD[choice.position_m[some]]
+            parts = [self._of_tokens(hidden_cD, ids)[1] for ids in tokens_k.split(self.cut.num_tokens)]
+            torch.gather(torch.cat(parts, 1), 1, place_cW, out=logits_mW[some])
+        return logits_mW
+
+    def add_chosen_gradients(self, into: _Gradients, choice: Choice, grad_mW: Tensor) -> None:
+        """Through the products at chosen tokens."""
+        for some, tokens_k, place_cW in self._pieces(choice):
+            position_c = choice.position_m[some]
+            hidden_cD = self.hidden_uD[position_c]
+            grad_ck = grad_mW.new_zeros((len(hidden_cD), len(tokens_k))).scatter_add_(1, place_cW, grad_mW[some])
+            grad_cD = torch.zeros_like(hidden_cD, dtype=self.sums)
+            for ids, grad_cC in zip(
+                *(all_k.split(self.cut.num_tokens, -1) for all_k in (tokens_k, grad_ck)), strict=True
+            ):
+                factor_cC = grad_cC.to(hidden_cD.dtype)
+                _add_product(grad_cD, factor_cC, self.weight_VD[ids].to(hidden_cD.dtype))
+                if into.weight_VD is not None:
+                    into.weight_VD.index_add_(0, ids, _product(factor_cC.t(), hidden_cD))
+                if into.bias_V is not None:
+                    into.bias_V.index_add_(0, ids, grad_cC.sum(0))
+            if into.hidden_uD is not None:
+                into.hidden_uD.index_put_((position_c,), grad_cD, accumulate=True)
+
+    def _tiles(self) -> Iterator[tuple[slice, slice, Tensor, Tensor]]:
+        """Positions, tokens, the weight's rows for these [C, D] and logits [R, C], which the taker may write over."""
+        if not self.cut.wants_total:
+            return
+        for start in range(0, len(self.weight_VD), self.cut.num_tokens):
+            ids = slice(start, start + self.cut.num_tokens)
+            for first in range(0, len(self.hidden_uD), self.cut.num_positions):
+                at = slice(first, first + self.cut.num_positions)
+                yield at, ids, *self._of_tokens(self.hidden_uD[at], ids)
+
+    def _of_tokens(self, hidden_RD: Tensor, ids: slice | Tensor) -> tuple[Tensor, Tensor]:
+        """The weight's rows [C, D] for the tokens, in the hidden states' dtype, and the logits [R, C]."""
+        weight_CD = self.weight_VD[ids].to(hidden_RD.dtype)
+        product_RC = _product(hidden_RD, weight_CD.t())
+        if self.bias_V is not None:
+            product_RC += self.bias_V[ids]
+        return weight_CD, self.curve.bend_(product_RC)
+
+    def _pieces(self, choice: Choice) -> Iterator[tuple[slice, Tensor, Tensor]]:
+        """Some choices: which, their distinct tokens [k] in order, and the place of each token among those [c, W]."""
+        num_choices, width = choice.tokens_mW.shape
+        fewest, most = CHOICES_TOGETHER
+        together = min(max(CHOSEN_TOGETHER // width, fewest), most)
+        for first in range(0, num_choices, together):
+            some = slice(first, first + together)
+            tokens_cW = choice.tokens_mW[some]
+            is_chosen_V = torch.zeros(len(self.weight_VD), dtype=torch.bool, device=tokens_cW.device)
+            is_chosen_V[tokens_cW.flatten()] = True
+            yield some, is_chosen_V.nonzero()[:, 0], (is_chosen_V.cumsum(0) - 1)[tokens_cW]
+
+
+def _product(left: Tensor, right: Tensor) -> Tensor:
+    """left @ right, never rounded to less than float32."""
+    if left.dtype in (torch.float32, torch.float64):
+        return left @ right
+    if left.is_cuda:
+        return torch.mm(left, right, out_dtype=torch.float32)
+    return left.float() @ right.float()
+
+
+def _add_product(into: Tensor, left: Tensor, right: Tensor) -> None:
+    if left.dtype == into.dtype:
+        into.addmm_(left, right)
+    else:
+        into.add_(_product(left, right))
