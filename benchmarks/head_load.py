@@ -28,6 +28,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 
 from echo2.errors import LinkError, PeerError
 from echo2.learner.head_client import LearnerInfo, join_head
+from echo2.learner.publication import LentWeights, Publisher
 from echo2.rundir import RunDir
 from echo2.transport import wire_pb2 as wire
 from echo2.transport.grpc_link import GrpcLink, connect
@@ -160,9 +161,10 @@ async def learner(directory: Path, ready: asyncio.Event, marks: list[tuple[int, 
     async def connect_head() -> GrpcLink:
         return (await connect(f"@{RunDir(directory / 'run').learner_ticket}", directory / "learner"))[0]
 
-    client = await join_head(await connect_head(), 0, LearnerInfo("cpu", VOCAB), 60.0, print)
+    publisher = Publisher(directory / "learner")
+    client = await join_head(await connect_head(), 0, LearnerInfo("cpu", VOCAB), publisher, 60.0, print)
     files = tokenizer_files()
-    await client.publish(0, {"w": TensorBytes("I16", (4,), bytes(8))}, files)
+    await client.publish(0, LentWeights({"w": TensorBytes("I16", (4,), bytes(8))}, files))
     ready.set()
     for step in range(1_000_000):
         numbers = [item.group.number async for item in client.take_groups(step) if isinstance(item, RolloutGroup)]
@@ -170,7 +172,7 @@ async def learner(directory: Path, ready: asyncio.Event, marks: list[tuple[int, 
         marks.append((len(numbers), time.perf_counter()))
         if (step + 1) % PUBLISH_STEPS == 0:
             weights = (step + 1).to_bytes(8, "little")
-            await client.publish(step + 1, {"w": TensorBytes("I16", (4,), weights)}, files)
+            await client.publish(step + 1, LentWeights({"w": TensorBytes("I16", (4,), weights)}, files))
         if step % CHECKPOINT_STEPS == 0:
             await client.report_checkpoint(step + 1, max(0, step + 1 - CHECKPOINT_STEPS))
 

@@ -28,7 +28,7 @@ from echo2.config import Config
 from echo2.config.sections import LearnerConfig, RunConfig, SamplingConfig
 from echo2.control.seeds import group_seed
 from echo2.learner.grpo.client import GrpoClient
-from echo2.learner.model import load_policy
+from echo2.learner.model import DTYPES, load_policy
 from echo2.reward.score import Scorer
 from echo2.rollout import generate
 from echo2.rollout.engines import make_engine
@@ -91,7 +91,8 @@ class Sampler:
         self._tokenizer: Tokenizer | None = None
 
     def load(self, trainer: GrpoClient) -> None:
-        tensors, files = trainer.save_weights_for_sampler()
+        tensors = trainer.policy.tensors(DTYPES[trainer.config.model.snapshot_dtype])
+        files = trainer.policy.files
         snapshot = Snapshot(SnapshotRef(RUN_POLICY, 1, trainer.version), tensors, files)
         asyncio.run(self._engine.update_weights(snapshot))
         self._tokenizer = self._tokenizer or load_tokenizer({name: bytes(data) for name, data in files.items()})

@@ -20,7 +20,7 @@ from echo2.config import Config
 from echo2.control.seeds import group_seed
 from echo2.errors import InvariantError, UserError
 from echo2.learner.grpo.client import GrpoClient, StepStats
-from echo2.learner.model import load_policy
+from echo2.learner.model import DTYPES, load_policy
 from echo2.reward.score import Scorer
 from echo2.rollout.engines import make_engine
 from echo2.rollout.generate import assignment_of, sample_groups
@@ -48,7 +48,8 @@ class Sampling:
 
     def keep(self, trainer: GrpoClient, oldest: int) -> None:
         """Take the trainer's weights; forget versions before `oldest`."""
-        tensors, files = trainer.save_weights_for_sampler()
+        policy = trainer.policy
+        tensors, files = policy.tensors(DTYPES[self._config.model.snapshot_dtype]), policy.files
         if not self._snapshots:
             self._tokenizer = load_tokenizer(files)
         ref = SnapshotRef(RUN_POLICY, 0, trainer.version)

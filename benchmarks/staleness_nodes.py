@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from echo2.rollout.rows import Limits
     from echo2.rollout.snapshot_tensors import Places
     from echo2.rollout.torch_engine import Cache, Model
-    from echo2.types import RolloutGroup, Snapshot
+    from echo2.types import RolloutGroup, Snapshot, SnapshotRef
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,8 +99,8 @@ def run_worker(settings: Mapping[str, Any]) -> None:
 
 
 def run_learner(settings: Mapping[str, Any]) -> None:
-    from echo2.learner import head_client
     from echo2.learner.grpo.client import GrpoClient
+    from echo2.learner.publication import LentWeights, Payload, Publisher
     from echo2.rundir import RunDir
     from echo2.runtime.learner import process as learner_process
 
@@ -113,13 +113,13 @@ def run_learner(settings: Mapping[str, Any]) -> None:
             time.sleep(max(0.0, until - time.monotonic()))
             return stats
 
-    class PacedDeltaBase(head_client.DeltaBase):
-        def delta(self, target: Snapshot) -> Any:
+    class PacedPublisher(Publisher):
+        def payload(self, ref: SnapshotRef, weights: LentWeights) -> Payload:
             time.sleep(settings["broadcast_seconds"])  # in the thread that publishes: training goes on
-            return super().delta(target)
+            return super().payload(ref, weights)
 
     learner_process.GrpoClient = PacedTrainer
-    head_client.DeltaBase = PacedDeltaBase
+    learner_process.Publisher = PacedPublisher
     learner_process.run_learner(RunDir(Path(settings["run"])), "")
 
 

@@ -286,9 +286,13 @@ class TensorBytes:
         """Bytes that are there."""
         return memoryview(self.data).nbytes
 
+    def read(self, start: int, stop: int) -> memoryview:
+        """A view of the bytes from `start` to `stop`."""
+        return memoryview(self.data).cast("B")[start:stop]
+
     def read_into(self, start: int, buffer: memoryview) -> None:
         """Fill the buffer, one of bytes, with those from `start` on."""
-        buffer[:] = memoryview(self.data).cast("B")[start : start + len(buffer)]
+        buffer[:] = self.read(start, start + len(buffer))
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,14 +18,14 @@ from hypothesis import strategies as st
 from weights_cases import bytes_of, decode
 
 from echo2.errors import PeerError
-from echo2.learner.publication import DeltaBase
+from echo2.learner.publication import LentWeights, Payload, Publisher
 from echo2.runtime.head.archive import Archive
 from echo2.types import RUN_POLICY, Snapshot, SnapshotRef, TensorBytes
 from echo2.weights.content import Content
 from echo2.weights.encoder import Encoder
 from echo2.weights.kept import KeptContent
 from echo2.weights.manifest import FORMAT, Manifest, widths_of
-from echo2.weights.segments import encode_segment, flat_bytes, tensor_index
+from echo2.weights.segments import encode_segment, tensor_index
 from echo2.weights.store import ChunkStore
 
 #: Steps of one story; stories.
@@ -55,7 +55,7 @@ class Story:
     def __init__(self, directory: Path, rng: random.Random) -> None:
         self.directory, self.rng = directory, rng
         self.archive = Archive(ChunkStore(directory / "head"))
-        self.delta_base = DeltaBase()
+        self.publisher = Publisher(directory / "learner")
         self.ref = SnapshotRef(RUN_POLICY, 1, -1)
         self.weights = np.frombuffer(rng.randbytes(2 * ITEMS), np.uint16)
         self.scale = np.frombuffer(rng.randbytes(4 * 50), np.uint32)
@@ -73,7 +73,7 @@ class Story:
             self.archive = Archive(ChunkStore(self.directory / "head"))
             assert set(self.published) <= set(self.archive.retained), "a restarted head has all that it had"
         elif chance < 0.48:
-            self.delta_base = DeltaBase()
+            self.publisher = Publisher(self.directory / "learner")
             self.ref = SnapshotRef(RUN_POLICY, self.ref.lineage + 1, self.ref.version)
         elif chance < 0.55:
             self.rng.choice(self.workers).start()
@@ -97,23 +97,24 @@ class Story:
         files = {"config.json": b"{}", "notes.txt": self.rng.choice([b"one", b"two"])}
         target = Snapshot(self.ref, tensors, files)
         self.truth[self.ref] = target
-        delta = self.delta_base.delta(target)
-        sent = await self.send(delta or Encoder(target))
-        if self.delta_base.published(target, sent):
-            assert not self.delta_base.published(target, await self.send(Encoder(target)))
+        lent = LentWeights(tensors, files)
+        sent = await self.send(self.publisher.payload(self.ref, lent))
+        assert lent.returned.done()
+        if self.publisher.published(sent):
+            assert not self.publisher.published(await self.send(self.publisher.whole(self.ref)))
             self.paths.add("anchor after delta")
         self.published.append(self.ref)
         while len(self.published) > 4:
             await self.archive.drop(self.published.pop(0))
 
-    async def send(self, encoder: Encoder) -> Manifest:
-        for chunks in encoder.parts():
-            for name in self.archive.offer(chunks):
-                await self.archive.put(name, bytes(chunks[name]))
+    async def send(self, payload: Payload) -> Manifest:
+        for names in payload.parts():
+            for name in self.archive.offer(names):
+                await self.archive.put(name, payload.chunk(name))
             if self.rng.random() < 0.1:
                 await self.archive.tidy()
-        await self.archive.take(encoder.manifest())
-        return encoder.manifest()
+        await self.archive.take(payload.manifest)
+        return payload.manifest
 
     def install(self, worker: Worker) -> None:
         ref = self.rng.choice([self.published[-1], self.rng.choice(self.published)])
@@ -211,7 +212,7 @@ def test_two_ranks_encode_their_shards_and_a_worker_applies_both(
     segments = {}
     for rank, shard in enumerate((slice(0, at), slice(at, rows))):  # in any order, on any machine
         for place, name in enumerate(("a", "b")):
-            old, new = (flat_bytes(arrays[name][shard].tobytes()) for arrays in (before, after))
+            old, new = (np.frombuffer(arrays[name][shard].tobytes(), np.uint8) for arrays in (before, after))
             segments[2 * place + rank], encoded = encode_segment(new, 4, old)
             chunks |= encoded
     codecs = [[record.codec for record in segments[place].records] for place in range(4)]

@@ -26,7 +26,8 @@ from echo2.learner.grpo.loop import resume, train
 from echo2.learner.grpo.loss_stats import LossStats
 from echo2.learner.grpo.step_meter import StepMeter
 from echo2.learner.head_client import LearnerInfo
-from echo2.learner.model import load_policy
+from echo2.learner.model import DTYPES, load_policy
+from echo2.learner.publication import Publisher
 from echo2.learner.session import HeadSession
 from echo2.transport import messages
 from echo2.transport import wire_pb2 as wire
@@ -186,7 +187,7 @@ def run(head: ScriptedHead, trainer: GrpoClient, root: Path, **options: Any) -> 
     trainer.config = config_of(trainer.config, **options)
     resume(trainer, root)
     info = LearnerInfo("cpu", trainer.policy.vocab_size)
-    session = HeadSession(connect, trainer.version, info, patience_seconds)
+    session = HeadSession(connect, trainer.version, info, Publisher(root / "learner"), patience_seconds)
     try:
         return train(trainer, session, root)
     finally:
@@ -306,7 +307,8 @@ class SlowHead(ScriptedHead):
 
 
 def content(of: GrpoClient | Snapshot) -> dict[str, bytes]:
-    tensors = of.tensors if isinstance(of, Snapshot) else of.save_weights_for_sampler()[0]
+    dtype = None if isinstance(of, Snapshot) else DTYPES[of.config.model.snapshot_dtype]
+    tensors = of.tensors if isinstance(of, Snapshot) else of.policy.tensors(dtype)
     return {name: bytes(memoryview(tensor.data)) for name, tensor in tensors.items()}
 
 
@@ -319,7 +321,7 @@ def test_metrics_of_a_step(tmp_path: Path) -> None:
     lengths = [len(r.tokens) for g in step_groups(0) for r in g.rollouts]
     assert row["completions/mean_length"] == pytest.approx(sum(lengths) / len(lengths))
     assert row["off_policy/max"] == 0
-    parts = sum(row[f"time/{part}"] for part in ("wait_for_batch", "train", "publish", "publish_wait", "checkpoint"))
+    parts = sum(row[f"time/{part}"] for part in ("wait_for_batch", "train", "publish_wait", "checkpoint"))
     assert 0 < parts <= row["time/step"] + 1e-9
     assert 0 <= row["learner/idle_ratio"] <= 1
     named = {"reward/std", "reward/frac_zero_std", "mismatch_kl/mean", "mismatch/abs_log_ratio", "ess", "optim/lr"}

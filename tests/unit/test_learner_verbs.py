@@ -44,7 +44,9 @@ def flat_gradient(trainer: Trainer, name: str) -> Tensor:
 
 
 def bits(trainer: Trainer, name: str) -> dict[str, bytes]:
-    return {key: bytes(t.data) for key, t in trainer.save_weights_for_sampler(name, "float64")[0].items()}
+    lent = trainer.save_weights_for_sampler(name, "float64")
+    lent.give_back()
+    return {key: bytes(tensor.read(0, tensor.num_bytes)) for key, tensor in lent.tensors.items()}
 
 
 def made(*names: str, tokens: int = 1000, seed: int = 0) -> Trainer:

@@ -31,20 +31,21 @@ log = logging.getLogger(__name__)
 
 FORMAT = 2
 STATE_FILE = "state.json"
+PIECE_BYTES = 16 << 20  # that are in memory for a tensor that is on a device
 _STEP_NAME = re.compile(r"step_(\d+)")
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """A tensor that is to be written. `read` gives its `num_bytes` little-endian bytes, row-major, when they are
-    needed: one tensor at a time is in memory for it, and none where the bytes are the tensor's own.
+    """A tensor that is to be written or sent. `read` gives its little-endian bytes, row-major, from one place to
+    another, when they are needed; both are multiples of an item's. Nothing is copied where they are the tensor's own.
     """
 
     dtype: str
     shape: tuple[int, ...]
     num_bytes: int
-    read: Callable[[], bytes | memoryview]
+    read: Callable[[int, int], bytes | memoryview]
 
 
 def step_directory(root: Path, version: int) -> Path:
@@ -171,7 +172,8 @@ def safetensors_pieces(tensors: Mapping[str, StoredTensor]) -> Iterable[bytes | 
     yield len(text).to_bytes(8, "little")
     yield text
     for tensor in tensors.values():
-        yield tensor.read()
+        for start in range(0, tensor.num_bytes, PIECE_BYTES):
+            yield tensor.read(start, min(start + PIECE_BYTES, tensor.num_bytes))
 
 
 def _newest_first(root: Path) -> list[Path]:

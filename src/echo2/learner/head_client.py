@@ -19,19 +19,18 @@ import json
 import logging
 import os
 import socket
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
 from echo2.errors import InvariantError, LinkError, PeerError, UserError
-from echo2.learner.publication import DeltaBase
+from echo2.learner.publication import LentWeights, Payload, Publisher
 from echo2.transport import wire_pb2 as wire
 from echo2.transport.base import Link
 from echo2.transport.limits import PROTOCOL_VERSION
 from echo2.transport.messages import parse_group
-from echo2.types import RUN_POLICY, RolloutGroup, Snapshot, SnapshotRef, TensorBytes
-from echo2.weights.encoder import Encoder
+from echo2.types import RUN_POLICY, RolloutGroup, SnapshotRef
 from echo2.weights.manifest import Manifest
 
 log = logging.getLogger(__name__)
@@ -70,11 +69,12 @@ class HeadClient:
         link: Link,
         version: int,
         info: LearnerInfo,
+        publisher: Publisher,
         patience_seconds: float,
         on_stop: Callable[[str], None],
     ) -> None:
         self._link = link
-        self._delta_base = DeltaBase()
+        self._publisher = publisher
         self._version = version  # the last one that the head acknowledged
         self._info = info
         self._patience_seconds = patience_seconds
@@ -145,32 +145,28 @@ class HeadClient:
         await self._patiently("ReportStep", attempt)
         self._version = step + 1
 
-    async def publish(self, version: int, tensors: Mapping[str, TensorBytes], files: Mapping[str, bytes]) -> None:
-        """Encode a snapshot, send the chunks that the head lacks, and have it announced; one after the other.
-
-        `tensors` stay in memory as the base of the next delta.
+    async def publish(self, version: int, weights: LentWeights) -> None:
+        """Encode a snapshot, send the chunks that the head lacks, and have it announced; one after the other. The
+        weights are given back when they are encoded.
         """
         started = asyncio.get_running_loop().time()
         async with self._publish_lock:
             while version not in self.published:
-                await self._publish(Snapshot(SnapshotRef(RUN_POLICY, self.lineage, version), tensors, files), started)
+                await self._publish(SnapshotRef(RUN_POLICY, self.lineage, version), weights, started)
 
-    async def _publish(self, target: Snapshot, started: float) -> None:
-        delta, manifest = self._delta_base.delta(target), None
-        if delta is not None:
-            try:
-                manifest = await self._send(delta, started)
-            except PeerError as error:
-                if error.reason != UNUSABLE_DELTA:
-                    raise
-                log.warning("version %d goes whole: %s", target.ref.version, error)
-        if manifest is None:
-            manifest = await self._send(Encoder(target), started)
-        if target.ref.lineage != self.lineage:
+    async def _publish(self, ref: SnapshotRef, weights: LentWeights, started: float) -> None:
+        try:
+            sent = await self._send(self._publisher.payload(ref, weights), started)
+        except PeerError as error:
+            if error.reason != UNUSABLE_DELTA:
+                raise
+            log.warning("version %d goes whole: %s", ref.version, error)
+            sent = await self._send(self._publisher.whole(ref), started)
+        if ref.lineage != self.lineage:
             return  # the head fell back meanwhile, and has dropped what was published under the old one
-        if self._delta_base.published(target, manifest):
-            self._delta_base.published(target, await self._send(Encoder(target), started))
-        self.published.add(target.ref.version)
+        if self._publisher.published(sent):
+            self._publisher.published(await self._send(self._publisher.whole(ref), started))
+        self.published.add(ref.version)
 
     async def report_checkpoint(self, version: int, oldest_kept: int) -> None:
         """A checkpoint of `version` is durable; none older than `oldest_kept` exists any more."""
@@ -276,34 +272,42 @@ class HeadClient:
         request.epoch = self._epoch
         await self._link.call("ReportStep", request, CALL_SECONDS)
 
-    async def _send(self, encoder: Encoder, started: float) -> Manifest:
-        """Send a payload and have it announced. `started`: when the copy of the weights was there. What the head threw
-        away meanwhile is sent again."""
+    async def _send(self, payload: Payload, started: float) -> Manifest:
+        """Send a payload and have it announced. `started`: when the weights were lent. What the head threw away
+        meanwhile is sent again."""
+        await self._send_parts(payload)
+        manifest = payload.manifest
         for sends_left in reversed(range(SENDS_MAX)):
-            await self._send_parts(encoder.parts())
-            manifest = encoder.manifest()
             try:
                 await self._patiently("Publish", partial(self._announce, manifest, started))
                 return manifest
             except PeerError as error:
                 if error.reason != MISSING or not sends_left:
                     raise
+            await self._patiently("PutChunk", partial(self._upload, payload, payload.names))
         raise InvariantError("a payload is sent at least once")
 
-    async def _send_parts(self, parts: Iterator[Mapping[bytes, memoryview]]) -> None:
-        """Each part while the next one is encoded. Encoding takes as long as a few copies: it runs beside the loop, so
-        that arriving groups do not wait for it."""
-        upcoming = asyncio.ensure_future(asyncio.to_thread(next, parts, None))
-        try:
-            while (chunks := await upcoming) is not None:
-                upcoming = asyncio.ensure_future(asyncio.to_thread(next, parts, None))
-                await self._patiently("PutChunk", partial(self._upload, chunks))
-        finally:
-            upcoming.cancel()
+    async def _send_parts(self, payload: Payload) -> None:
+        """Each part when it is encoded. Encoding runs beside the loop, so that arriving groups do not wait for it, and
+        waits for no link: the weights are lent until its end."""
+        loop = asyncio.get_running_loop()
+        encoded: asyncio.Queue[list[bytes] | None] = asyncio.Queue()
 
-    async def _upload(self, chunks: Mapping[bytes, memoryview]) -> None:
+        def encode() -> None:
+            for names in payload.parts():
+                loop.call_soon_threadsafe(encoded.put_nowait, names)
+
+        encoding = asyncio.ensure_future(asyncio.to_thread(encode))
+        encoding.add_done_callback(lambda _: encoded.put_nowait(None))
+        try:
+            while (names := await encoded.get()) is not None:
+                await self._patiently("PutChunk", partial(self._upload, payload, names))
+        finally:
+            await asyncio.wait([encoding])  # the next payload is written over the same content
+        encoding.result()
+
+    async def _upload(self, payload: Payload, names: Sequence[bytes]) -> None:
         """Those chunks that the head lacks."""
-        names = list(chunks)
         missing: list[bytes] = []
         for start in range(0, len(names), OFFER_CHUNKS):
             offer = wire.ChunkOffer(hashes=names[start : start + OFFER_CHUNKS], epoch=self._epoch)
@@ -312,7 +316,7 @@ class HeadClient:
 
         async def put(name: bytes) -> None:
             async with at_once:
-                chunk = wire.OfferedChunk(hash=name, data=bytes(chunks[name]), epoch=self._epoch)
+                chunk = wire.OfferedChunk(hash=name, data=payload.chunk(name), epoch=self._epoch)
                 await self._link.call("PutChunk", chunk, CALL_SECONDS)
 
         try:
@@ -354,7 +358,12 @@ class HeadClient:
 
 
 async def join_head(
-    link: Link, version: int, info: LearnerInfo, patience_seconds: float, on_stop: Callable[[str], None]
+    link: Link,
+    version: int,
+    info: LearnerInfo,
+    publisher: Publisher,
+    patience_seconds: float,
+    on_stop: Callable[[str], None],
 ) -> HeadClient:
     """Say hello; the client that can be used from then on. `on_stop` is told why the run is over.
 
@@ -362,7 +371,7 @@ async def join_head(
         LinkError: the head did not come within `patience_seconds`.
         UserError: the run does not stand where this learner does.
     """
-    client = HeadClient(link, version, info, patience_seconds, on_stop)
+    client = HeadClient(link, version, info, publisher, patience_seconds, on_stop)
     try:
         await client._patiently("LearnerHello", lambda: client._join_again(0))
     except PeerError as error:

@@ -175,24 +175,32 @@ class Policy:
             first.setdefault((tensor.data_ptr(), tuple(tensor.shape)), name)
         return {name: tensors[name] for name in first.values()}
 
+    def weights(self, dtype: torch.dtype | None = None) -> dict[str, StoredTensor]:
+        """The weights themselves as bytes, floating-point ones cast to `dtype` when they are read."""
+        return {
+            name: stored(tensor, dtype if tensor.is_floating_point() else None) for name, tensor in self.state().items()
+        }
+
     def tensors(self, dtype: torch.dtype | None = None) -> dict[str, TensorBytes]:
         """A copy of the weights as bytes, floating-point ones cast to `dtype`."""
         return {
-            name: tensor_bytes(tensor, dtype if tensor.is_floating_point() else None)
-            for name, tensor in self.state().items()
+            name: TensorBytes(tensor.dtype, tensor.shape, bytes(tensor.read(0, tensor.num_bytes)))
+            for name, tensor in self.weights(dtype).items()
         }
 
 
-def tensor_bytes(tensor: Tensor, dtype: torch.dtype | None = None) -> TensorBytes:
-    """A copy of one tensor as row-major bytes, cast to `dtype` if given."""
-    copy = tensor.detach().to("cpu", dtype or tensor.dtype, copy=True)
-    return TensorBytes(SAFETENSORS_NAMES[copy.dtype], tuple(copy.shape), _raw_bytes(copy))
+def stored(tensor: Tensor, dtype: torch.dtype | None = None) -> StoredTensor:
+    """The tensor itself, to be written to a file or sent: read when that is done, and copied only where it is on a
+    device or cast to `dtype`.
+    """
+    dtype = dtype or tensor.dtype
+    width = dtype.itemsize
 
+    def read(start: int, stop: int) -> memoryview:
+        items = tensor.detach().reshape(-1)[start // width : stop // width]
+        return _raw_bytes(items.to("cpu", dtype))
 
-def stored(tensor: Tensor) -> StoredTensor:
-    """The tensor itself, to be written to a file: read when it is written, and copied only if it is on a device."""
-    dtype, num_bytes = SAFETENSORS_NAMES[tensor.dtype], tensor.numel() * tensor.element_size()
-    return StoredTensor(dtype, tuple(tensor.shape), num_bytes, lambda: _raw_bytes(tensor.detach().to("cpu")))
+    return StoredTensor(SAFETENSORS_NAMES[dtype], tuple(tensor.shape), tensor.numel() * width, read)
 
 
 def _raw_bytes(tensor: Tensor) -> memoryview:

@@ -16,11 +16,11 @@ from typing import Any, TypeVar
 
 from echo2.errors import LinkError, PeerError
 from echo2.learner.head_client import HeadClient, LearnerInfo, join_head
+from echo2.learner.publication import LentWeights, Publisher
 from echo2.transport import wire_pb2 as wire
 from echo2.transport.base import Link
-from echo2.types import RolloutGroup, TensorBytes
+from echo2.types import RolloutGroup
 
-PUBLICATIONS_MAX = 2  # one on its way and one that waits for it: each is a copy of the weights
 DOING_SECONDS = 1.0  # how often the head hears what the learner does
 T = TypeVar("T")
 
@@ -36,6 +36,7 @@ class HeadSession:
         connect: Callable[[], Awaitable[Link]],
         version: int,
         info: LearnerInfo,
+        publisher: Publisher,
         patience_seconds: float = 120.0,
     ) -> None:
         """Connect and say hello.
@@ -46,12 +47,13 @@ class HeadSession:
         """
 
         async def join() -> HeadClient:
-            return await join_head(await connect(), version, info, patience_seconds, self.stop)
+            return await join_head(await connect(), version, info, publisher, patience_seconds, self.stop)
 
         self.doing = "starting"
         self.stop_reason = ""  # why training is to end; empty: it is not
         self._loop = asyncio.new_event_loop()
         self._joined: HeadClient | None = None
+        self._publisher = publisher
         self._thread = threading.Thread(target=self._loop.run_forever, name="head-session", daemon=True)
         self._thread.start()
         self._feed: queue.SimpleQueue[RolloutGroup | wire.StepDone | Exception] = queue.SimpleQueue()
@@ -68,6 +70,7 @@ class HeadSession:
         if not self.stop_reason:
             self.stop_reason = reason
             self._feed.put(wire.StepDone(stop=True, reason=reason))
+            self._publisher.stop()
             if self._joined is not None:
                 self._joined.is_stopping = True
 
@@ -104,16 +107,14 @@ class HeadSession:
         """Wait until the head has recorded the step."""
         self._wait(self._client.report_step(step, numbers, metrics))
 
-    def make_room(self) -> None:
-        """Wait until another snapshot may be published: as a rule not at all."""
-        for version in list(self._publications):
-            if self._publications[version].done() or len(self._publications) >= PUBLICATIONS_MAX:
-                self._publications.pop(version).result()
-
-    def publish(self, version: int, tensors: Mapping[str, TensorBytes], files: Mapping[str, bytes]) -> None:
-        """Send a snapshot in the background, after those before. `tensors` must not change any more."""
-        self.make_room()
-        self._publications[version] = self._start(self._client.publish(version, tensors, files))
+    def publish(self, version: int, weights: LentWeights) -> None:
+        """Send a snapshot in the background, after those before; at most one waits, since the weights can't change
+        before they are given back."""
+        publication = self._start(self._client.publish(version, weights))
+        publication.add_done_callback(lambda _: weights.give_back())  # also where it was never begun
+        for before in [before for before, sent in self._publications.items() if sent.done()]:
+            self._publications.pop(before).result()
+        self._publications[version] = publication
 
     def finish_publishing(self, but: int = -1) -> None:
         """Wait for the snapshots under way, except that of version `but`."""
@@ -127,6 +128,7 @@ class HeadSession:
 
     def close(self) -> None:
         """End the session; what is still under way is abandoned."""
+        self._publisher.stop()
         self._wait(self._abandon())
         self._stop_loop()
 
@@ -145,8 +147,9 @@ class HeadSession:
     async def _report_doing(self) -> None:
         told, told_at = "", 0.0
         while True:
-            if self.doing != told or time.monotonic() - told_at > DOING_SECONDS * 10:
-                told, told_at = self.doing, time.monotonic()
+            doing = self._publisher.trouble or self.doing
+            if doing != told or time.monotonic() - told_at > DOING_SECONDS * 10:
+                told, told_at = doing, time.monotonic()
                 try:
                     await self._client.report_doing(told)
                 except (LinkError, PeerError):

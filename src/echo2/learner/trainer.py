@@ -3,7 +3,7 @@
     forward(policy, data)                   logprobs of the data, no gradients
     forward_backward(policy, data, loss)    add the data's gradients; any number of times, any split
     optim_step(policy, adam, divisor)       one AdamW step on what was added
-    save_weights_for_sampler(policy)        weights and files of a snapshot
+    save_weights_for_sampler(policy)        weights and files of a snapshot, read beside what follows
     save_state / load_state                 everything needed to go on, bit for bit
 
 It knows policies, data and optimizers. Groups, advantages, schedules, versions and steps are a client's
@@ -22,7 +22,7 @@ import math
 from array import array
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -36,8 +36,8 @@ from echo2.learner.batch import Layout, PackedBatch, collate, microbatches, num_
 from echo2.learner.datum import Datum
 from echo2.learner.losses import LossTokens
 from echo2.learner.model import DTYPES, Policy, stored
+from echo2.learner.publication import LentWeights
 from echo2.rollout.snapshot_files import read_config
-from echo2.types import TensorBytes
 
 T = TypeVar("T")
 
@@ -76,13 +76,15 @@ class OptimStep:
 
 @dataclass(slots=True)
 class _Trained:
-    """A policy, its optimizer (None: it is never trained) and the checkpoint of it that is being written."""
+    """A policy, its optimizer (None: it is never trained), and who reads the weights beside the training: a checkpoint
+    that is being written, a snapshot that is being encoded. Their results are for others.
+    """
 
     policy: Policy
     layout: Layout
     parameters: dict[str, torch.nn.Parameter]
     optimizer: torch.optim.AdamW | None
-    saving: Future[None] | None = None
+    readers: list[Future[None]] = field(default_factory=list)
 
 
 class Trainer:
@@ -160,7 +162,7 @@ class Trainer:
                 forgotten, the weights as they were.
         """
         trained = self._policy(name)
-        self._finish_saving(trained)
+        self.finish_reading(name)
         grads = [parameter.grad for parameter in trained.parameters.values() if parameter.grad is not None]
         optimizer = trained.optimizer
         if not grads or optimizer is None:
@@ -179,10 +181,20 @@ class Trainer:
             )
         return OptimStep(norm, True)
 
-    def save_weights_for_sampler(self, name: str, dtype: str) -> tuple[Mapping[str, TensorBytes], Mapping[str, bytes]]:
-        """A copy of the weights by Hugging Face name, in `dtype`, and the files that make them a model."""
-        policy = self._policy(name).policy
-        return policy.tensors(DTYPES[dtype]), policy.files
+    def save_weights_for_sampler(self, name: str, dtype: str) -> LentWeights:
+        """The weights by Hugging Face name, in `dtype`, and the files that make them a model: to be read beside the
+        training, not copied. `optim_step` and `load_state` wait until they are given back; everything else goes on.
+        """
+        trained = self._policy(name)
+        lent = LentWeights(trained.policy.weights(DTYPES[dtype]), trained.policy.files)
+        trained.readers.append(lent.returned)
+        return lent
+
+    def finish_reading(self, name: str) -> None:
+        """Wait until nobody reads the weights any more. Whether that went well is told by who holds the future."""
+        readers = self._policy(name).readers
+        wait(readers)
+        readers.clear()
 
     def save_state(self, name: str, directory: Path, client: Mapping[str, Any]) -> Future[None]:
         """Begin to write a checkpoint of the policy to `directory`, whole or not at all; `client` is kept with it.
@@ -193,7 +205,6 @@ class Trainer:
             UserError: the place cannot be written.
         """
         trained = self._policy(name)
-        self._finish_saving(trained)
         moments = {} if trained.optimizer is None else trained.optimizer.state
         contents = {
             "model.safetensors": {key: stored(tensor) for key, tensor in trained.policy.state().items()},
@@ -205,8 +216,9 @@ class Trainer:
             },
         }
         files = trained.policy.files
-        trained.saving = self._writer.submit(checkpoint.write_checkpoint, directory, client, files, contents)
-        return trained.saving
+        saving = self._writer.submit(checkpoint.write_checkpoint, directory, client, files, contents)
+        trained.readers.append(saving)
+        return saving
 
     def load_state(self, name: str, directory: Path) -> dict[str, Any]:
         """Weights and optimizer as they were saved, gradients forgotten; what the client kept with them.
@@ -215,7 +227,7 @@ class Trainer:
             UserError: there is no whole checkpoint, or it is of another model.
         """
         trained = self._policy(name)
-        self._finish_saving(trained)
+        self.finish_reading(name)
         client = checkpoint.read_client(directory)
         weights = load_file(directory / "model.safetensors")
         missing = set(trained.policy.state()) ^ set(weights)
@@ -248,13 +260,6 @@ class Trainer:
         policy = trained.policy
         dtype = policy.dtype if policy.dtype == torch.float64 else torch.float32
         return collate(part, trained.layout, policy.pair_cost, self._tokens_max).to(policy.device, dtype)
-
-    @staticmethod
-    def _finish_saving(trained: _Trained) -> None:
-        """Wait until nothing reads the weights any more. Whether that went well is told by who holds the future."""
-        if trained.saving is not None:
-            wait([trained.saving])
-            trained.saving = None
 
 
 def _by_datum(logp_n: Tensor, batch: PackedBatch, part: Sequence[Datum]) -> list[array[float]]:

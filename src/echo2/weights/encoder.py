@@ -2,31 +2,62 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from itertools import repeat
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from itertools import accumulate, repeat
+from typing import Protocol
 
 from blake3 import blake3
 
 from echo2.errors import InvariantError
-from echo2.types import Snapshot
+from echo2.types import SnapshotRef
 from echo2.weights.manifest import FORMAT, RAW, FileEntry, Manifest, Segment, widths_of
 from echo2.weights.segments import (
     SEGMENT_BYTES,
     Bytes,
+    TensorSource,
     chunk_bytes_for,
     cut_record,
     cut_stream,
     encode_segment,
     gather,
+    readers,
     tensor_index,
 )
+
+Chunks = dict[bytes, memoryview]
+Keep = Callable[[int, Bytes, Segment, Chunks], None]
+"""(place in the tensor stream, the segment's bytes there, what becomes of them, its distinct chunks by hash)"""
+
+
+class SnapshotSource(Protocol):
+    """A snapshot whose tensors may be anywhere until they are read."""
+
+    @property
+    def ref(self) -> SnapshotRef:
+        """Its name."""
+
+    @property
+    def tensors(self) -> Mapping[str, TensorSource]:
+        """By Hugging Face parameter name."""
+
+    @property
+    def files(self) -> Mapping[str, bytes]:
+        """What makes the tensors a model."""
+
+    @property
+    def base_model(self) -> SnapshotRef | None:
+        """Of an adapter: the frozen model that its tensors belong to."""
 
 
 class Encoder:
     """The payload of `target`, over `base` where one is given.
 
     `extents`: bytes of each segment, as `Manifest.extents`; by default as one process cuts them. `chunk_bytes`: the
-    size of all chunks; by default as suits the payload.
+    size of all chunks; by default as suits the payload. `num_threads`: segments that are encoded at once. The target is
+    read in the order of its stream by whoever takes the parts, a segment or two ahead; the base by the threads. `keep`
+    is called by them with every segment that is encoded, before its chunks are among the parts.
 
     Raises:
         UserError: a dtype that snapshots cannot carry.
@@ -34,32 +65,34 @@ class Encoder:
 
     def __init__(
         self,
-        target: Snapshot,
-        base: Snapshot | None = None,
+        target: SnapshotSource,
+        base: SnapshotSource | None = None,
         *,
         extents: Sequence[int] | None = None,
         chunk_bytes: int | None = None,
+        num_threads: int = 1,
+        keep: Keep | None = None,
     ) -> None:
         self._target, self._base = target, base
         self._tensors = tensor_index(target.tensors)
         self._extents = cut_stream(self._tensors) if extents is None else tuple(extents)
         self._chunk_bytes = chunk_bytes
+        self._num_threads = num_threads
+        self._keep = keep
         self._content_bytes = sum(self._extents) + sum(map(len, target.files.values()))
         self._files: list[FileEntry] = []
         self._segments: list[Segment] = []
         if base is not None and tensor_index(base.tensors) != self._tensors:
             raise InvariantError(f"{base.ref} has other tensors than {target.ref}: there is no delta between them")
 
-    def parts(self) -> Iterator[dict[bytes, memoryview]]:
+    def parts(self) -> Iterator[Chunks]:
         """Distinct chunks by hash, about `SEGMENT_BYTES` at a time: all together those that the manifest names.
 
         The chunks are views of what is encoded, or of the target's tensors.
         """
         self._files, self._segments = [], []
         chunks = self._encode_files()
-        targets, bases = gather(self._target.tensors, self._extents), self._bases()
-        for width, target, base in zip(widths_of(self._tensors, self._extents), targets, bases, strict=True):
-            segment, named = encode_segment(target, width, base, self._size_of_chunks)
+        for segment, named in self._encode_segments():
             self._segments.append(segment)
             chunks.update(named)
             if sum(chunk.nbytes for chunk in chunks.values()) >= SEGMENT_BYTES:
@@ -84,8 +117,29 @@ class Encoder:
             self._target.base_model,
         )
 
-    def _bases(self) -> Iterator[Bytes | None]:
-        return gather(self._base.tensors, self._extents) if self._base is not None else repeat(None, len(self._extents))
+    def _encode_segments(self) -> Iterator[tuple[Segment, Chunks]]:
+        """In order. One segment more than there are threads is read and not encoded yet, or encoded and not taken."""
+        under_way: deque[Future[tuple[Segment, Chunks]]] = deque()
+        starts = accumulate(self._extents, initial=0)
+        widths = widths_of(self._tensors, self._extents)
+        bases = repeat(None) if self._base is None else readers(self._base.tensors, self._extents)
+        with ThreadPoolExecutor(self._num_threads, thread_name_prefix="encoder") as threads:
+            for target in gather(self._target.tensors, self._extents):
+                work = (next(starts), target, next(widths), next(bases))
+                under_way.append(threads.submit(self._encode_segment, *work))
+                if len(under_way) > self._num_threads:
+                    yield under_way.popleft().result()
+            while under_way:
+                yield under_way.popleft().result()
+
+    def _encode_segment(
+        self, start: int, target: Bytes, width: int, read_base: Callable[[], Bytes] | None
+    ) -> tuple[Segment, Chunks]:
+        base = None if read_base is None else read_base()
+        segment, chunks = encode_segment(target, width, base, self._size_of_chunks)
+        if self._keep is not None:
+            self._keep(start, target, segment, chunks)
+        return segment, chunks
 
     def _size_of_chunks(self, record_bytes: int) -> int:
         """How to cut a record: as if all others were as large, or so that all whole payloads of it are cut alike."""
@@ -94,8 +148,8 @@ class Encoder:
         total = self._content_bytes if self._base is None else record_bytes * len(self._extents)
         return chunk_bytes_for(total)
 
-    def _encode_files(self) -> dict[bytes, memoryview]:
-        chunks: dict[bytes, memoryview] = {}
+    def _encode_files(self) -> Chunks:
+        chunks: Chunks = {}
         for name in sorted(self._target.files):
             data = self._target.files[name]
             if self._base is not None and self._base.files.get(name) == data:

@@ -7,15 +7,16 @@ more than the segment, its base, and what lies between them.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from itertools import groupby
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from blake3 import blake3
 from numpy.typing import NDArray
 
 from echo2.errors import PeerError, UserError
-from echo2.types import SnapshotRef, TensorBytes
+from echo2.types import SnapshotRef
 from echo2.weights.items import apply_items, encode_items
 from echo2.weights.manifest import (
     DELTA,
@@ -40,13 +41,33 @@ ReadChunk = Callable[[bytes], bytes | memoryview]
 """The bytes of a chunk by its hash, which whoever keeps it has checked (`ChunkStore.get`)."""
 
 
+class TensorSource(Protocol):
+    """A tensor whose bytes may be anywhere until they are read: in memory, on a device, in a file."""
+
+    @property
+    def dtype(self) -> str:
+        """As in safetensors."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the tensor."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all items."""
+
+    @property
+    def read(self) -> Callable[[int, int], bytes | memoryview]:
+        """Gives the bytes from one place to another, little-endian and row-major; both are multiples of an item's."""
+
+
 def chunk_bytes_for(num_bytes: int) -> int:
     """The size of the chunks (but the last) of a payload of `num_bytes`: a power of two, 32 KiB to 1 MiB."""
     wanted = max(1, num_bytes // CHUNKS_AIMED_AT)
     return min(max(MIN_CHUNK_BYTES, 1 << (wanted - 1).bit_length()), MAX_CHUNK_BYTES)
 
 
-def tensor_index(tensors: Mapping[str, TensorBytes]) -> tuple[TensorEntry, ...]:
+def tensor_index(tensors: Mapping[str, TensorSource]) -> tuple[TensorEntry, ...]:
     """The tensors in the order of the tensor stream.
 
     Raises:
@@ -55,7 +76,7 @@ def tensor_index(tensors: Mapping[str, TensorBytes]) -> tuple[TensorEntry, ...]:
     names = sorted(tensors, key=lambda name: stream_order(name, tensors[name].dtype))
     entries = tuple(TensorEntry(name, tensors[name].dtype, tuple(tensors[name].shape)) for name in names)
     for entry in entries:
-        num_bytes = memoryview(tensors[entry.name].data).nbytes
+        num_bytes = tensors[entry.name].num_bytes
         if num_bytes != entry.num_bytes:
             raise UserError(
                 f"Tensor {entry.name!r} has {num_bytes} bytes; its shape, {entry.dtype} {list(entry.shape)}, needs "
@@ -80,21 +101,34 @@ def cut_stream(entries: Iterable[TensorEntry]) -> tuple[int, ...]:
     return tuple(extents)
 
 
-def gather(tensors: Mapping[str, TensorBytes], extents: Iterable[int]) -> Iterator[Bytes]:
-    """The bytes of each segment: a view where they lie in one piece, else a copy."""
-    pieces = (flat_bytes(tensors[entry.name].data) for entry in tensor_index(tensors))
-    rest = np.empty(0, np.uint8)
+def gather(tensors: Mapping[str, TensorSource], extents: Iterable[int]) -> Iterator[Bytes]:
+    """The bytes of each segment, read when it is its turn: as they are where they lie in one piece, else a copy."""
+    return (read() for read in readers(tensors, extents))
+
+
+def readers(tensors: Mapping[str, TensorSource], extents: Iterable[int]) -> Iterator[Callable[[], Bytes]]:
+    """What reads the bytes of each segment, at any time and in any thread that the tensors can be read in."""
+    entries = iter(tensor_index(tensors))
+    source, at, end = None, 0, 0  # the tensor at hand, and how much of it is taken
     for extent in extents:
-        parts: list[Bytes] = []
+        parts: list[tuple[TensorSource, int, int]] = []
         while extent:
-            rest = rest if rest.size else next(pieces)
-            parts.append(rest[:extent])
-            rest, extent = rest[extent:], extent - parts[-1].size
-        parts = [part for part in parts if part.size]
-        yield parts[0] if len(parts) == 1 else np.concatenate(parts)
+            if source is None or at == end:
+                source, at = tensors[next(entries).name], 0
+                end = source.num_bytes
+                continue
+            size = min(extent, end - at)
+            parts.append((source, at, at + size))
+            at, extent = at + size, extent - size
+        yield partial(_read, parts)
 
 
-def base_model_of(tensors: Mapping[str, TensorBytes], config: bytes) -> SnapshotRef:
+def _read(parts: Iterable[tuple[TensorSource, int, int]]) -> Bytes:
+    pieces = [np.frombuffer(source.read(start, stop), np.uint8) for source, start, stop in parts]
+    return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
+
+
+def base_model_of(tensors: Mapping[str, TensorSource], config: bytes) -> SnapshotRef:
     """The name of the base model that these tensors and this config.json are: reads all bytes, a segment at a time.
 
     Raises:
@@ -104,12 +138,6 @@ def base_model_of(tensors: Mapping[str, TensorBytes], config: bytes) -> Snapshot
     extents = cut_stream(index)
     digests = (blake3(segment.data).digest() for segment in gather(tensors, extents))
     return name_base_model(index, zip(extents, digests, strict=True), blake3(config).digest())
-
-
-def flat_bytes(data: bytes | memoryview) -> Bytes:
-    """The bytes of a tensor as they lie, of any format and shape, without a copy."""
-    view = memoryview(data)
-    return np.frombuffer(view.cast("B") if view.nbytes else b"", np.uint8)
 
 
 def encode_segment(

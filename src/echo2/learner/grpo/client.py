@@ -13,7 +13,7 @@ and the effective sample size become the learning rate. The rate, not the gradie
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -30,8 +30,9 @@ from echo2.learner.grpo.loss_stats import LossStats, measure
 from echo2.learner.grpo.reference import frozen_copy, token_kl
 from echo2.learner.losses import LossTokens, PolicyLoss, log_ratio, make_loss
 from echo2.learner.model import Policy
+from echo2.learner.publication import LentWeights
 from echo2.learner.trainer import AdamParams, Trainer
-from echo2.types import RolloutGroup, TensorBytes
+from echo2.types import RolloutGroup
 
 POLICY, REFERENCE = "the policy", "its reference"
 
@@ -193,9 +194,14 @@ class GrpoClient:
         self._forget_sums()
         self._before = done if self._before is None else self._before + done
 
-    def save_weights_for_sampler(self) -> tuple[Mapping[str, TensorBytes], Mapping[str, bytes]]:
-        """A copy of the weights (in `snapshot_dtype`) and the files that make them a model."""
+    def save_weights_for_sampler(self) -> LentWeights:
+        """The weights (in `snapshot_dtype`) and the files that make them a model; the next update waits until they are
+        given back."""
         return self._trainer.save_weights_for_sampler(POLICY, self.config.model.snapshot_dtype)
+
+    def finish_reading(self) -> None:
+        """Wait for who reads the weights beside the training, as the next update would."""
+        self._trainer.finish_reading(POLICY)
 
     def save_state(self, directory: Path, lineage: int = 0, cursor: int = 0) -> Future[None]:
         """Begin to write a checkpoint to `directory`, whole or not at all; to be called between steps. The next step

@@ -6,7 +6,8 @@ Four orders must hold:
 1. the head has *recorded* step t before anything builds on it: the groups of t + 1, its snapshot, its checkpoint;
 2. a checkpoint is durable before the head is told, because it lets go of the groups that it covers; it is written
    while the groups of the next step come in, and the weights wait for it. A stop leaves one, whenever it comes;
-3. a snapshot is a copy: it is encoded and sent in the background while the next step trains;
+3. a snapshot is read from the weights themselves, in the background while the next step's gradients are made: the
+   update waits until the last of it is encoded (but not sent);
 4. what was fed is checked again (staleness, order, size) before it is trained on; what can't be is left out and named.
 
 Torch works in this thread; the network lives in `session.HeadSession`'s.
@@ -100,7 +101,7 @@ def _train_steps(
     saves.report_again()
     if client.version < head.max_steps:
         head.want_groups(client.version)
-    _publish_if_due(client, head, meter)
+    _publish_if_due(client, head)
 
     while (step := client.version) < head.max_steps:
         end = _train_on_groups(client, head, meter, record, saves)
@@ -108,6 +109,8 @@ def _train_steps(
             saves.finish(tells_head=not end.stop)
         if end.stop or head.stop_reason:
             return head.stop_reason or end.reason
+        with meter.time("publish_wait"):
+            client.finish_reading()
         with meter.time("train"):
             stats = client.optim_step()
         head.doing = f"reporting step {step}"
@@ -118,7 +121,7 @@ def _train_steps(
         is_last = client.version >= head.max_steps
         if not is_last:
             head.want_groups(client.version)
-        _publish_if_due(client, head, meter)
+        _publish_if_due(client, head)
         if is_last or client.version % config.learner.checkpoint_every == 0:
             # A learner that comes back to this checkpoint can make this version's snapshot again, but no earlier one,
             # and steps may need it.
@@ -175,13 +178,15 @@ def _train_on_groups(
         if is_part:
             with meter.time("checkpoint"):
                 saves.finish()
+            with meter.time("publish_wait"):
+                client.finish_reading()
             with meter.time("train"):
                 client.update()
         if isinstance(item, wire.StepDone):
             return item
 
 
-def _publish_if_due(client: GrpoClient, head: HeadSession, meter: StepMeter) -> None:
+def _publish_if_due(client: GrpoClient, head: HeadSession) -> None:
     """Send the weights if the schedule asks for it and workers cannot have them yet.
 
     After a resume between two publications the newest due one may be gone from the head; then the present weights take
@@ -193,9 +198,4 @@ def _publish_if_due(client: GrpoClient, head: HeadSession, meter: StepMeter) -> 
     if version in published or (not is_due and any(newest_due <= have < version for have in published)):
         return
     head.doing = f"publishing version {version}"
-    with meter.time("publish_wait"):
-        head.make_room()
-    with meter.time("publish"):
-        if version not in head.published:
-            tensors, files = client.save_weights_for_sampler()
-            head.publish(version, tensors, files)
+    head.publish(version, client.save_weights_for_sampler())

@@ -10,12 +10,11 @@ from pathlib import Path
 from echo2.errors import NoRoomError
 from echo2.learner import checkpoint
 from echo2.learner.grpo.client import GrpoClient
+from echo2.learner.publication import NO_ROOM_SECONDS
 from echo2.learner.session import HeadSession
 
 log = logging.getLogger(__name__)
 
-#: Between two tries to save a checkpoint on a full disk.
-NO_ROOM_SECONDS = 2.0
 #: That a learner which is to end waits for room, in all.
 LAST_ROOM_SECONDS = 60.0
 

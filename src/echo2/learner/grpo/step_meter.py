@@ -1,8 +1,8 @@
 """What one training step saw and how long its parts took: the learner's share of a row of `metrics.jsonl`.
 
 The step's window runs from the report of the step before to this step's own, so the parts add up: `time/step` =
-`time/wait_for_batch` + `time/train` + `time/publish` (the copy of the weights) + `time/publish_wait` (for the
-publications before, where two are not through yet) + `time/checkpoint` + a little rest.
+`time/wait_for_batch` + `time/train` + `time/publish_wait` (before the update: for the snapshot that is encoded, which
+waits for the publication before) + `time/checkpoint` + a little rest.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from echo2.types import RolloutGroup
 
 #: Reward functions that get a column of their own.
 PARTS_NAMED_MAX = 64
-PARTS = ("wait_for_batch", "train", "publish", "publish_wait", "checkpoint")
+PARTS = ("wait_for_batch", "train", "publish_wait", "checkpoint")
 
 
 class StepMeter:

@@ -10,6 +10,7 @@ from echo2.learner.grpo import loop
 from echo2.learner.grpo.client import GrpoClient
 from echo2.learner.head_client import LearnerInfo
 from echo2.learner.model import load_policy
+from echo2.learner.publication import Publisher
 from echo2.learner.session import HeadSession
 from echo2.rundir import RunDir, claimed
 from echo2.transport.base import Link
@@ -48,7 +49,7 @@ def _train(rundir: RunDir, ticket: str) -> int:
         return link
 
     info = LearnerInfo(str(policy.device), policy.vocab_size)
-    session = HeadSession(connect_head, client.version, info)
+    session = HeadSession(connect_head, client.version, info, Publisher(rundir.path / "learner"))
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: session.stop(TOLD_TO_STOP))
     try:

@@ -1,0 +1,145 @@
+"""Publications: the weights of their version and no others, whatever training does meanwhile and the disk says."""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+from weights_cases import bytes_of
+
+from echo2.errors import LinkError, UserError
+from echo2.learner.checkpoint import StoredTensor
+from echo2.learner.publication import LentWeights, Payload, Publisher
+from echo2.learner.trainer import AdamParams, Trainer
+from echo2.types import RUN_POLICY, Snapshot, SnapshotRef, TensorBytes
+from echo2.weights.content import Content
+from echo2.weights.segments import SEGMENT_BYTES
+from learner_cases import tiny_policy
+
+ITEMS = SEGMENT_BYTES  # of two bytes: two segments
+
+
+def ref(version: int, lineage: int = 1) -> SnapshotRef:
+    return SnapshotRef(RUN_POLICY, lineage, version)
+
+
+def weights(version: int) -> np.ndarray:
+    """Some items more have changed in every version."""
+    items = np.arange(ITEMS, dtype=np.uint32).astype(np.uint16)
+    items[:: 1000 - version] += np.uint16(version)
+    return items
+
+
+def lent(items: np.ndarray) -> LentWeights:
+    return LentWeights({"w": TensorBytes("BF16", items.shape, items.data)}, {"config.json": b"{}"})
+
+
+def take(content: Content, payload: Payload) -> None:
+    """Read all of it, and apply it as a worker does."""
+    for _ in payload.parts():
+        pass
+    content.apply(payload.manifest, payload.chunk)
+
+
+def test_each_version_is_what_was_lent_by_deltas_and_whole(tmp_path: Path) -> None:
+    publisher, by_deltas = Publisher(tmp_path), Content()
+    for version in range(3):
+        items = weights(version)
+        tensor = TensorBytes("BF16", items.shape, items.tobytes())
+        expected = Snapshot(ref(version), {"w": tensor}, {"config.json": b"{}"})
+        loan = lent(items)
+        payload = publisher.payload(ref(version), loan)
+        assert not loan.returned.done()
+        take(by_deltas, payload)
+        assert loan.returned.done()
+        assert (payload.manifest.base is None) == (version == 0)
+        items[:] = 0  # the next update
+        assert bytes_of(by_deltas.snapshot()) == bytes_of(expected)
+        whole = Content()
+        take(whole, publisher.whole(ref(version)))
+        assert bytes_of(whole.snapshot()) == bytes_of(expected)
+    assert not any(path.is_file() for path in tmp_path.iterdir()), "a kill leaves nothing behind"
+
+
+def test_after_the_head_fell_back_the_same_weights_go_whole_under_the_new_lineage(tmp_path: Path) -> None:
+    publisher, content, items = Publisher(tmp_path), Content(), weights(1)
+    loan = lent(items)
+    take(content, publisher.payload(ref(1), loan))
+    items[:] = 0
+    again = publisher.payload(ref(1, lineage=2), loan)
+    take(content, again)
+    assert again.manifest.ref == ref(1, lineage=2)
+    assert again.manifest.base is None
+    assert bytes(content.snapshot().tensors["w"].data) == weights(1).tobytes()
+    other = publisher.payload(ref(2, lineage=3), lent(weights(2)))
+    take(content, other)
+    assert other.manifest.base is None, "a lineage begins with the whole content"
+
+
+def test_what_broke_off_is_no_base(tmp_path: Path) -> None:
+    publisher = Publisher(tmp_path)
+    take(Content(), publisher.payload(ref(0), lent(weights(0))))
+
+    def torn(start: int, stop: int) -> bytes:
+        if start:
+            raise UserError("gone")
+        return weights(1).tobytes()[start:stop]
+
+    loan = LentWeights({"w": StoredTensor("BF16", (ITEMS,), 2 * ITEMS, torn)}, {"config.json": b"{}"})
+    with pytest.raises(UserError, match="gone"):
+        take(Content(), publisher.payload(ref(1), loan))
+    assert loan.returned.done()
+    content, payload = Content(), publisher.payload(ref(2), lent(weights(2)))
+    take(content, payload)
+    assert payload.manifest.base is None
+    assert bytes(content.snapshot().tensors["w"].data) == weights(2).tobytes()
+
+
+def test_an_update_waits_until_the_weights_are_given_back(tmp_path: Path) -> None:
+    trainer = Trainer(1000)
+    trainer.add("a", tiny_policy())
+    loan = trainer.save_weights_for_sampler("a", "float32")
+    updating = threading.Thread(target=trainer.optim_step, args=("a", AdamParams(lr=1.0)))
+    updating.start()
+    saving = trainer.save_state("a", tmp_path / "step_1", {})
+    saving.result()  # another reader waits for nobody
+    updating.join(0.05)
+    assert updating.is_alive()
+    loan.give_back()
+    updating.join()
+
+
+@pytest.mark.parametrize("is_stopped", [False, True])
+def test_a_full_disk_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_stopped: bool) -> None:
+    """The disk has room again at the third try. A learner that is to stop waits no more."""
+    publisher, content = Publisher(tmp_path), Content()
+    monkeypatch.setattr("echo2.learner.publication.NO_ROOM_SECONDS", 0.0)
+    write, troubles = os.pwrite, list[str]()
+
+    def full(file: int, data: memoryview, at: int) -> int:
+        if len(troubles) < 3:
+            troubles.append(publisher.trouble)
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return write(file, data, at)
+
+    monkeypatch.setattr(os, "pwrite", full)
+    loan = lent(weights(1))
+    if is_stopped:
+        publisher.stop()
+        with pytest.raises(LinkError, match="is to stop"):
+            take(content, publisher.payload(ref(1), loan))
+        assert loan.returned.done()
+        return
+    take(content, publisher.payload(ref(1), loan))
+    assert len(troubles) == 3
+    assert bytes(content.snapshot().tensors["w"].data) == weights(1).tobytes()
+
+
+def test_a_directory_that_cannot_be_written_is_the_users(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"")
+    with pytest.raises(UserError, match="Cannot write the weights"):
+        Publisher(tmp_path / "file" / "learner")
