@@ -29,6 +29,7 @@ from echo2.runtime.head import service
 from echo2.transport import chunks, identity, limits, messages, tickets
 from echo2.transport import wire_pb2 as wire
 from echo2.transport.base import METHODS, Peer, packed, parse
+from echo2.transport.top_logprobs import check_top
 from echo2.types import (
     RUN_POLICY,
     Assignment,
@@ -110,6 +111,7 @@ def _check(found: RolloutGroup) -> None:
     messages.check_lengths(found, 64)
     messages.check_vocabulary(found, VOCABULARY)
     messages.check_support(found, _PARAMS, VOCABULARY)
+    check_top(found, _PARAMS.top_logprobs, VOCABULARY)
     messages.check_turns(found, 4)
 
 

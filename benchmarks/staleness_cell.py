@@ -27,7 +27,7 @@ from echo2.rollout.generate import assignment_of, sample_groups
 from echo2.rollout.tokenizer import encode_prompt, load_tokenizer, with_texts
 from echo2.tasks.base import TaskStream
 from echo2.tasks.load import load_tasks
-from echo2.types import RUN_POLICY, GroupRef, Lease, RolloutGroup, SamplingParams, Snapshot, SnapshotRef, Task
+from echo2.types import RUN_POLICY, GroupRef, Lease, RolloutGroup, Snapshot, SnapshotRef, Task
 
 EVAL_ATTEMPTS = 4  # of each held-out problem
 
@@ -37,7 +37,7 @@ class Sampling:
 
     def __init__(self, config: Config, seed: int) -> None:
         self._config, self._seed = config, seed
-        self._params = SamplingParams(temperature=config.sampling.temperature, max_tokens=config.sampling.max_tokens)
+        self._params = config.sampling_params
         self._engine = make_engine("compact", "cpu")
         self._scorer = Scorer(config.reward.functions)
         self._snapshots: dict[int, Snapshot] = {}
@@ -93,7 +93,7 @@ class Sampling:
                 ),
                 task,
                 encode_prompt(task, self._tokenizer),
-                self._params,
+                self._params if kind == "train" else replace(self._params, top_logprobs=0),
             )
             for ref, task in zip(refs, tasks, strict=True)
         ]

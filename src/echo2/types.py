@@ -153,6 +153,10 @@ class Rollout:
     support_tokens, support_offsets
                   where top-k or top-p narrowed the distribution: the token ids that token t was drawn from are
                   support_tokens[support_offsets[t]:support_offsets[t + 1]]  (offsets have T + 1 entries); else None
+    top_tokens, top_logprobs
+                  where the run asks for them: the k most likely tokens of the distribution that each sampled token was
+                  drawn from, one row after the other [loss_mask.count(1) * k], and their logprobs (float16,
+                  little-endian); k is the vocabulary's size where that is less; else empty
     """
 
     tokens: array[int]
@@ -165,6 +169,8 @@ class Rollout:
     reward_parts: Mapping[str, float] = field(default_factory=dict)
     support_tokens: array[int] | None = None
     support_offsets: array[int] | None = None
+    top_tokens: array[int] = field(default_factory=lambda: array("i"))
+    top_logprobs: bytes = b""
 
     @property
     def oldest_version(self) -> int:
@@ -235,12 +241,15 @@ class Attachment:
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How tokens are drawn. `top_k` = 0 and `top_p` = 1.0: no narrowing; `temperature` = 0.0: greedy (eval only)."""
+    """How tokens are drawn. `top_k` = 0 and `top_p` = 1.0: no narrowing; `temperature` = 0.0: greedy (eval only).
+    `top_logprobs`: how many of the most likely tokens come back with each that is drawn (only without narrowing).
+    """
 
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0
     max_tokens: int = 256
+    top_logprobs: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -84,11 +84,12 @@ def test_no_unknown_key_passes(section: str, name: str) -> None:
         ),
         (
             {"learner": {"loss": "ppo", "loss_params": {"clip_hi": 0.2}}},
-            "my.toml: learner.loss_params.clip_hi: the loss 'ppo' takes clip_low, clip_high. Did you mean clip_high?",
+            "my.toml: learner.loss_params.clip_hi: the loss 'ppo' takes clip_low, clip_high, score_centering, "
+            "max_binary_kl. Did you mean clip_high?",
         ),
         (
             {"learner": {"loss": "none", "loss_params": {"cap": 2}}},
-            "my.toml: learner.loss_params.cap: the loss 'none' takes no parameters.",
+            "my.toml: learner.loss_params.cap: the loss 'none' takes score_centering, max_binary_kl.",
         ),
         (
             {"learner": {"loss": "tis", "loss_params": {"cap": -1.0}}},
@@ -115,6 +116,11 @@ def test_a_wrong_value_is_named_with_its_path_and_what_is_allowed(raw: dict[str,
         ({"head": {"listen": "127.0.0.1:65536"}}, ["head.listen = '127.0.0.1:65536'", "HOST:PORT"]),
         ({"head": {"listen": "7341"}}, ["head.listen = '7341'", "HOST:PORT"]),
         ({"run": {"log_to": ["tensorboard", "wandb"]}}, ["run.log_to has 'wandb'", "wandb:<project>"]),
+        (
+            {"learner": {"loss_params": {"score_centering": 8}}, "sampling": {"top_p": 0.9}},
+            ["top_p = 0.9", "top_p = 1."],
+        ),
+        ({"learner": {"loss_params": {"score_centering": 8}}, "tasks": {"source": "logs:a"}}, ["'logs:a'", "Leave it"]),
     ],
 )
 def test_settings_that_are_impossible_together_are_refused(raw: dict[str, object], words: list[str]) -> None:

@@ -21,7 +21,15 @@ from echo2.errors import InvariantError, UserError
 from echo2.learner.grpo.advantages import group_advantages
 from echo2.learner.grpo.loss_stats import LossStats, measure
 from echo2.learner.grpo.reference import token_kl
-from echo2.learner.losses import LOG_RATIO_LIMIT, LOSSES, RATIO_LIMIT, LossTokens, make_loss, second_moment_cut
+from echo2.learner.losses import (
+    LOG_RATIO_LIMIT,
+    LOSSES,
+    RATIO_LIMIT,
+    LossTokens,
+    make_loss,
+    mean_binary_kl,
+    second_moment_cut,
+)
 from echo2.transport import limits
 from learner_cases import loss_tokens
 
@@ -244,6 +252,50 @@ def test_on_policy_all_losses_are_the_policy_gradient(name: str) -> None:
     assert stats.ess_ratio == pytest.approx(1.0)
 
 
+def test_score_centering_by_hand() -> None:
+    # p = .5 .25 (.25 left), q = .25 .25 (.5 left): rho = 2. Without weights: A (q - 2 p) = 3 (-.75, -.25)
+    top = torch.tensor([[0.25, 0.25]], dtype=torch.float64).log()
+    leaf = torch.tensor([[0.5, 0.25]], dtype=torch.float64).log().requires_grad_()
+    tokens = loss_tokens([math.log(0.25)], [3.0], top=(top, leaf))
+    logp = torch.tensor([0.5], dtype=torch.float64).log()
+    for name, expected in (
+        ("none", [-2.25, -0.75]),
+        ("tis", [0.0, 0.0]),  # p - rho (p / q in the tail) p = p - p: below its cap, the weight itself centres
+    ):
+        (grad,) = torch.autograd.grad(make_loss(name, {"score_centering": 2})(logp, tokens).loss_n.sum(), leaf)
+        assert grad[0].tolist() == close(expected)
+    # capped at 1.5: q (1.5, 1) - rho .5 p
+    (grad,) = torch.autograd.grad(make_loss("tis", {"score_centering": 2, "cap": 1.5})(logp, tokens).loss_n.sum(), leaf)
+    assert grad[0].tolist() == close([3 * (0.375 - 0.5), 0.0])
+
+
+def test_a_vetoed_sequence_is_not_centred_either() -> None:
+    leaf = torch.tensor([[-1.0], [-1.0]], dtype=torch.float64, requires_grad=True)
+    top = torch.full((2, 1), -2.0, dtype=torch.float64)
+    tokens = loss_tokens([-0.1, -0.1], [1.0, 1.0], [0, 1], top=(top, leaf))
+    found = make_loss("dppo", {"score_centering": 1, "tv_high": 0.01})(torch.tensor([-12.0, -0.2]).double(), tokens)
+    (grad,) = torch.autograd.grad(found.loss_n.sum(), leaf)
+    assert grad[0].tolist() == [0.0]
+    assert grad[1].tolist() != [0.0]
+
+
+def test_sequences_beyond_the_mean_binary_kl_are_dropped_whole() -> None:
+    # KL(.5, .25) = .5 log 2 + .5 log(.5 / .75) = .1438; with a token that did not move, the mean is half of it
+    kl = 0.5 * math.log(2.0) + 0.5 * math.log(0.5 / 0.75)
+    tokens = loss_tokens([math.log(0.5)] * 4, [1.0, 1.0, 1.0, -1.0], [0, 0, 1, 2])
+    logp = torch.tensor([0.25, 0.5, 0.25, 0.5], dtype=torch.float64).log()
+    assert mean_binary_kl(logp, tokens).tolist() == close([kl / 2, kl, 0.0])
+    for limit, expected, vetoed in (
+        (0.99 * kl, [-0.5, -1.0, 0.0, 1.0], 1),
+        (1.01 * kl, [-0.5, -1.0, -0.5, 1.0], 0),
+        (0.49 * kl, [0.0, 0.0, 0.0, 1.0], 2),
+    ):
+        _, stats, grad = evaluate("tis", logp, tokens, max_binary_kl=limit)
+        assert grad == close(expected)
+        assert stats.vetoed_sequences == vetoed
+    assert evaluate("dppo", logp, tokens, max_binary_kl=0.49 * kl)[0][:3] == [0.0, 0.0, 0.0]  # its square neither
+
+
 #: The most that |d loss / d logp| of one token may be, for |A| = 1: from each loss's own parameters.
 INFLUENCE: dict[str, Callable[[Mapping[str, float]], float]] = {
     "dppo": lambda p: p["cap"],
@@ -372,8 +424,14 @@ def test_what_a_loss_does_not_take_is_refused() -> None:
         make_loss("grpo")
     with pytest.raises(UserError, match="'tis' takes cap"):
         make_loss("tis", {"clip_low": 0.1})
-    with pytest.raises(UserError, match="no parameters"):
+    with pytest.raises(UserError, match="'none' takes score_centering"):
         make_loss("none", {"cap": 2.0})
+    with pytest.raises(UserError, match=r"score_centering = 0\.5: expected how many"):
+        make_loss("tis", {"score_centering": 0.5})
+    with pytest.raises(UserError, match="a whole number up to 1024"):
+        make_loss("tis", {"score_centering": 1025})
+    with pytest.raises(UserError, match='"gspo" has one weight'):
+        make_loss("gspo", {"score_centering": 8})
     with pytest.raises(UserError, match="low = 6"):
         make_loss("icepop", {"low": 6.0})
     with pytest.raises(UserError, match=">= 0"):

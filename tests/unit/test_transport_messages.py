@@ -42,6 +42,7 @@ def rollouts(draw: st.DrawFn, is_scored: bool) -> Rollout:
     for support in supports:
         offsets.append(offsets[-1] + len(support))
     is_narrowed = draw(st.booleans())
+    tops = draw(st.lists(TOKEN_IDS, max_size=4))
     return Rollout(
         tokens=array("i", tokens),
         logprobs=array("f", [draw(logprob) if m else 0.0 for m in mask]),
@@ -52,6 +53,8 @@ def rollouts(draw: st.DrawFn, is_scored: bool) -> Rollout:
         reward_parts=draw(st.dictionaries(NAMES, FINITE, max_size=3)),
         support_tokens=array("i", [token for support in supports for token in support]) if is_narrowed else None,
         support_offsets=array("i", offsets) if is_narrowed else None,
+        top_tokens=array("i", tops),
+        top_logprobs=draw(st.binary(min_size=2 * len(tops), max_size=2 * len(tops))),
     )
 
 
@@ -264,6 +267,9 @@ BAD_ROLLOUTS: dict[str, Spoil] = {
     "token not in its support": lambda r: setattr(r, "support_tokens", ints(4, 6, 7)),
     "token in the other's support": lambda r: setattr(r, "support_tokens", ints(7, 6, 5)),
     "negative support": lambda r: setattr(r, "support_tokens", ints(5, -6, 7)),
+    "top tokens without logprobs": lambda r: setattr(r, "top_tokens", ints(5)),
+    "half a top logprob": lambda r: setattr(r, "top_logprobs", b"\0"),
+    "negative top token": lambda r: r.MergeFrom(wire.Rollout(top_tokens=ints(-1), top_logprobs=b"\0\0")),
 }
 
 
@@ -297,6 +303,11 @@ LARGE_GROUPS: dict[str, Spoil] = {
     "part name": lambda g: g.rollouts[0].reward_parts.update({"a" * (limits.NAME_CHARS_MAX + 1): 0.0}),
     "offsets": lambda g: setattr(g.rollouts[0], "support_offsets", bytes(4 * (limits.TOKENS_MAX + 2))),
     "support": lambda g: setattr(g.rollouts[0], "support_tokens", bytes(limits.MESSAGE_BYTES_MAX + 4)),
+    "top tokens": lambda g: g.rollouts[0].MergeFrom(
+        wire.Rollout(
+            top_tokens=bytes(limits.MESSAGE_BYTES_MAX + 4), top_logprobs=bytes(limits.MESSAGE_BYTES_MAX // 2 + 2)
+        )
+    ),
 }
 
 

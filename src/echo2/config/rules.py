@@ -26,6 +26,10 @@ LOSS_PARAMS: Mapping[str, Mapping[str, float]] = {
     "m2po": {"second_moment": 0.04, "clip_low": 0.3, "clip_high": 0.5},
     "none": {},
 }
+#: What every loss takes beside its own; 0: off. docs/losses.md.
+SHARED_LOSS_PARAMS: Mapping[str, float] = {"score_centering": 0.0, "max_binary_kl": 0.0}
+#: Most of `score_centering`: 6 KiB a token.
+TOP_LOGPROBS_MAX = 1024
 
 
 def loss_params(loss: str, given: Mapping[str, float]) -> dict[str, float]:
@@ -36,18 +40,28 @@ def loss_params(loss: str, given: Mapping[str, float]) -> dict[str, float]:
     """
     if loss not in LOSS_PARAMS:
         raise UserError(f"learner.loss = {loss!r}: expected one of {', '.join(LOSS_PARAMS)}.")
-    known = LOSS_PARAMS[loss]
+    known = {**LOSS_PARAMS[loss], **SHARED_LOSS_PARAMS}
     for name, value in given.items():
         if name not in known:
-            takes = f"takes {', '.join(known)}" if known else "takes no parameters"
             hint = did_you_mean(name, known)
-            raise UserError(f"learner.loss_params.{name}: the loss {loss!r} {takes}.{hint}")
+            raise UserError(f"learner.loss_params.{name}: the loss {loss!r} takes {', '.join(known)}.{hint}")
         if not math.isfinite(value) or value < 0.0:
             raise UserError(f"learner.loss_params.{name} = {value}: expected a number >= 0.")
     values = {**known, **given}
     for low, high in (("low", "high"), ("floor", "cap")):
         if values.get(low, 0.0) > values.get(high, math.inf):
             raise UserError(f"learner.loss_params: {low} = {values[low]} is above {high} = {values[high]}.")
+    top = values["score_centering"]
+    if top % 1 or top > TOP_LOGPROBS_MAX:
+        raise UserError(
+            f"learner.loss_params.score_centering = {top}: expected how many of the sampler's most likely tokens it "
+            f"looks at, a whole number up to {TOP_LOGPROBS_MAX}; more than the vocabulary has is all of it."
+        )
+    if top and loss == "gspo":
+        raise UserError(
+            'learner.loss_params.score_centering: loss = "gspo" has one weight a sequence, and the correction needs '
+            "one for every token that could have come. Take another loss, or leave it out."
+        )
     return values
 
 
@@ -85,6 +99,23 @@ def _check_logs(config: Config) -> None:
         raise UserError(f"tasks.environment = {config.tasks.environment!r} cannot answer rollouts from a log.")
 
 
+def _check_centering(config: Config) -> None:
+    """`score_centering` needs the sampler's own distribution, over the whole vocabulary."""
+    if not config.sampling_params.top_logprobs:
+        return
+    sampling = config.sampling
+    if sampling.top_k or sampling.top_p < 1.0:
+        raise UserError(
+            f"learner.loss_params.score_centering with sampling.top_k = {sampling.top_k} and sampling.top_p = "
+            f"{sampling.top_p}: its tail is modelled over the whole vocabulary. Set top_k = 0 and top_p = 1."
+        )
+    if config.tasks.source.startswith("logs:"):
+        raise UserError(
+            f"learner.loss_params.score_centering with tasks.source = {config.tasks.source!r}: a log says nothing of "
+            "the tokens that were not drawn. Leave it out."
+        )
+
+
 def check_together(config: Config) -> None:
     """Refuse settings that are each fine and impossible together.
 
@@ -95,6 +126,7 @@ def check_together(config: Config) -> None:
     loss_params(config.learner.loss, config.learner.loss_params)
     _check_deterministic(config)
     _check_logs(config)
+    _check_centering(config)
     for section in fields(config):
         for setting in fields(getattr(config, section.name)):
             value = getattr(getattr(config, section.name), setting.name)

@@ -239,7 +239,8 @@ class Config:
     def sampling_params(self) -> SamplingParams:
         """How training rollouts are drawn."""
         sampling = self.sampling
-        return SamplingParams(sampling.temperature, sampling.top_p, sampling.top_k, sampling.max_tokens)
+        top_logprobs = int(self.learner.loss_params.get("score_centering", 0))
+        return SamplingParams(sampling.temperature, sampling.top_p, sampling.top_k, sampling.max_tokens, top_logprobs)
 
     @property
     def eval_params(self) -> SamplingParams:

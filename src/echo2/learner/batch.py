@@ -300,6 +300,7 @@ def _loss_side(strips: Sequence[_Strip]) -> tuple[Tensor, LossTokens, tuple[Supp
         return torch.from_numpy(np.concatenate(pieces))
 
     sources = tuple(sorted({datum.source for datum in data}))
+    top_tokens_nk, top_behaviour_nk = _top(data, losses)
     loss_tokens = LossTokens(
         behaviour_n=column("behaviour_logprobs", np.float32),
         advantage_n=column("advantages", np.float64),
@@ -309,6 +310,9 @@ def _loss_side(strips: Sequence[_Strip]) -> tuple[Tensor, LossTokens, tuple[Supp
         sources=sources,
         weight_n=column("weights", np.float64, default=1.0),
         reference_n=column("reference_logprobs", np.float64),
+        top_tokens_nk=top_tokens_nk,
+        top_behaviour_nk=top_behaviour_nk,
+        top_policy_nk=top_behaviour_nk,
     )
     target_n = column("tokens", np.int32).to(torch.int64)
     return target_n, loss_tokens, _supports(data, losses)
@@ -321,6 +325,20 @@ def _lags(datum: Datum, at: Ints) -> Ints:
     starts, versions = (np.asarray(column, dtype=np.int64) for column in zip(*datum.version_spans, strict=True))
     lags: Ints = datum.version - versions[np.searchsorted(starts, at, side="right") - 1]
     return lags
+
+
+def _top(data: Sequence[Datum], losses: Sequence[Ints]) -> tuple[Tensor, Tensor]:
+    """The sampler's most likely tokens [n, k] and their logprobs, -inf where a datum has fewer than another."""
+    widths = [len(datum.top_tokens) // len(at) for datum, at in zip(data, losses, strict=True)]
+    shape = sum(map(len, losses)), max(widths)
+    tokens_nk, logprobs_nk = np.zeros(shape, np.int64), np.full(shape, -np.inf, np.float32)
+    start = 0
+    for datum, at, width in zip(data, losses, widths, strict=True):
+        rows = slice(start, start + len(at))
+        tokens_nk[rows, :width] = np.frombuffer(datum.top_tokens, np.int32).reshape(len(at), width)
+        logprobs_nk[rows, :width] = np.frombuffer(datum.top_logprobs, "<f2").reshape(len(at), width)
+        start += len(at)
+    return torch.from_numpy(tokens_nk), torch.from_numpy(logprobs_nk)
 
 
 def _supports(data: Sequence[Datum], losses: Sequence[Ints]) -> tuple[Support, ...]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,6 +21,7 @@ class Datum:
     version             the policy version that is trained: lags count from it
     source              who made it, for statistics
     support_*           as in `types.Rollout`: the tokens that each could have been, where sampling was narrowed
+    top_*               as in `types.Rollout`: the sampler's most likely tokens and their logprobs; empty: not known
     """
 
     prompt_tokens: array[int]
@@ -35,6 +36,8 @@ class Datum:
     source: str = ""
     support_tokens: array[int] | None = None
     support_offsets: array[int] | None = None
+    top_tokens: array[int] = field(default_factory=lambda: array("i"))
+    top_logprobs: bytes = b""
 
     @property
     def num_inputs(self) -> int:

@@ -4,7 +4,8 @@ The sampler divides logits by the temperature and may narrow them (top-k, top-p)
 means something if the learner does the same: a narrowed token's log-softmax runs over the support that the rollout
 carries, because a token outside could not have happened.
 
-Shape suffixes: u = positions, n = loss tokens, m = those of them with a support, or without, W = widest support.
+Shape suffixes: u = positions, n = loss tokens, m = those of them with a support, or without, W = widest support,
+k = the sampler's most likely tokens (score centering; only without a support).
 """
 
 from __future__ import annotations
@@ -21,14 +22,17 @@ from echo2.learner.output_layer import Choice, Scores
 Scorer = Callable[[Sequence[Choice], bool], Scores]
 
 
-def token_logprobs(scorer: Scorer, batch: PackedBatch) -> tuple[Tensor, Tensor]:
-    """Of each loss token its log-probability [n], and the entropy [n, without gradient] of what it was drawn from."""
+def token_logprobs(scorer: Scorer, batch: PackedBatch) -> tuple[Tensor, Tensor, Tensor]:
+    """Of each loss token its log-probability [n], the entropy [n, without gradient] of what it was drawn from, and the
+    log-probabilities [n, k] of `LossTokens.top_tokens_nk`."""
     is_wide_n = torch.ones_like(batch.position_n, dtype=torch.bool)
     for support in batch.supports:
         is_wide_n[support.rows_m] = False
     wide_m = is_wide_n.nonzero()[:, 0]
     # The drawn token first, then what else could have come.
-    choices = [Choice(batch.position_n[wide_m], batch.target_n[wide_m, None])] + [
+    top_tokens_nk = batch.loss_tokens.top_tokens_nk
+    drawn_or_likely_mW = torch.cat([batch.target_n[wide_m, None], top_tokens_nk[wide_m]], dim=1)
+    choices = [Choice(batch.position_n[wide_m], drawn_or_likely_mW)] + [
         Choice(batch.position_n[rows], torch.cat([batch.target_n[rows, None], support.tokens_mW], dim=1))
         for support in batch.supports
         for rows in (support.rows_m,)
@@ -36,16 +40,16 @@ def token_logprobs(scorer: Scorer, batch: PackedBatch) -> tuple[Tensor, Tensor]:
     scores = scorer(choices, len(wide_m) > 0)
     logits_mW, *narrowed = scores.chosen
     position_m = batch.position_n[wide_m]
-    logp_n = logits_mW.new_zeros(len(batch.target_n)).index_copy(
-        0, wide_m, logits_mW[:, 0] - scores.log_total_u[position_m]
-    )
+    logp_mW = logits_mW - scores.log_total_u[position_m, None]
+    logp_n = logits_mW.new_zeros(len(batch.target_n)).index_copy(0, wide_m, logp_mW[:, 0])
+    top_nk = logits_mW.new_zeros(top_tokens_nk.shape).index_copy(0, wide_m, logp_mW[:, 1:])
     entropy_n = torch.zeros_like(logp_n.detach()).index_copy_(0, wide_m, scores.entropy_u[position_m])
     for support, logits_mW in zip(batch.supports, narrowed, strict=True):
         allowed_mW = logits_mW[:, 1:].masked_fill(~support.valid_mW, float("-inf"))
         log_total_m = allowed_mW.logsumexp(-1)
         logp_n = logp_n.index_copy(0, support.rows_m, logits_mW[:, 0] - log_total_m)
         entropy_n.index_copy_(0, support.rows_m, _entropy(allowed_mW.detach()))
-    return logp_n, entropy_n
+    return logp_n, entropy_n, top_nk
 
 
 def _entropy(logits_mW: Tensor) -> Tensor:

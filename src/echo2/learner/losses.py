@@ -32,7 +32,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -41,6 +41,8 @@ from echo2.config.rules import loss_params
 
 LOG_RATIO_LIMIT = 20.0  # exp(20) is still far from overflow in float32
 RATIO_LIMIT = 10.0  # the most that a token counts for, against one that the policy itself sampled just now
+TAIL_LEAST = 1e-6  # mass of a tail, of rounding error where there is none
+TAIL_LOGPROB = -50.0  # of any token in it: all that matters is the ratio
 LOGGED_LAG = -1  # of tokens from a log: no version of this run sampled them
 Params = Mapping[str, float]
 
@@ -55,6 +57,9 @@ class LossTokens:
     source_S     which of `sources` made the sequence
     weight_n     what the token's loss is multiplied with before it is summed (the loss itself need not look)
     reference_n  a reference policy's logprobs
+    top_tokens_nk     the sampler's k most likely tokens wherever a token was drawn; k may be 0
+    top_behaviour_nk  its logprobs of them, -inf where there are fewer
+    top_policy_nk     the policy's own, with gradient: here they come from the trainer, after the forward pass
     """
 
     behaviour_n: Tensor
@@ -65,6 +70,9 @@ class LossTokens:
     sources: tuple[str, ...]
     weight_n: Tensor
     reference_n: Tensor
+    top_tokens_nk: Tensor
+    top_behaviour_nk: Tensor
+    top_policy_nk: Tensor
 
     @property
     def num_sequences(self) -> int:
@@ -112,8 +120,16 @@ class PolicyLoss:
     memory: float | None = None
 
     def __call__(self, logp_n: Tensor, tokens: LossTokens) -> TokenLosses:
-        kept = {} if self.memory is None else {"memory": self.memory}
-        return self.kind.function(logp_n, tokens, {**self.params, **kept})
+        params = {**self.params, **({} if self.memory is None else {"memory": self.memory})}
+        found = self.kind.function(logp_n, tokens, params)
+        if params["score_centering"]:
+            centering_n = score_centering(self.kind.function, tokens, params)
+            found = replace(found, loss_n=found.loss_n + ~found.vetoed_S[tokens.sequence_n] * centering_n)
+        if params["max_binary_kl"]:
+            refused_S = mean_binary_kl(logp_n, tokens) > params["max_binary_kl"]
+            loss_n = ~refused_S[tokens.sequence_n] * found.loss_n
+            found = replace(found, loss_n=loss_n, vetoed_S=found.vetoed_S | refused_S)
+        return found
 
     def remember(self, log_ratio_n: Tensor, advantage_n: Tensor) -> float | None:
         """What the next step needs to know of this one."""
@@ -128,6 +144,42 @@ def make_loss(name: str, params: Params | None = None) -> PolicyLoss:
     """
     values = loss_params(name, params or {})
     return PolicyLoss(LOSSES[name], values)
+
+
+def score_centering(function: LossFunction, tokens: LossTokens, p: Params) -> Tensor:
+    """What takes from each token's gradient the mean that a token drawn from the sampler has there: sum over the k of
+    sg(rho g' p - q g) log p, with g the slope that the loss has at each of them had it been drawn, q and p the
+    sampler's and the policy's probabilities, and g' the slope in the tail, taken to be q = rho p.
+
+    The regulariser and the veto of dppo are no part of the slope.
+    """
+    logp_nk, logq_nk = tokens.top_policy_nk.detach(), tokens.top_behaviour_nk
+    q_nk, p_nk = logq_nk.exp(), logp_nk.exp() * logq_nk.isfinite()
+    left_n = 1.0 - torch.stack([q_nk, p_nk]).sum(-1)
+    rho_n = (left_n[0] / left_n[1].clamp(min=TAIL_LEAST)).clamp(TAIL_LEAST, RATIO_LIMIT)
+    tail_n = torch.full_like(rho_n, TAIL_LOGPROB)
+    leaf_nk = torch.cat([logp_nk, (tail_n - rho_n.log())[:, None]], dim=1).requires_grad_()
+    width = leaf_nk.shape[1]
+    drawn = replace(
+        tokens,
+        behaviour_n=torch.cat([logq_nk, tail_n[:, None]], dim=1).flatten(),
+        advantage_n=tokens.advantage_n.repeat_interleave(width),
+        lag_n=tokens.lag_n.repeat_interleave(width),
+        sequence_n=torch.zeros_like(tokens.sequence_n).repeat_interleave(width),
+    )
+    with torch.enable_grad():
+        found = function(leaf_nk.flatten(), drawn, {**p, "square": 0.0, "veto": 0.0})
+        (slope_nk,) = torch.autograd.grad(found.loss_n.sum(), leaf_nk)
+    weight_nk = rho_n[:, None] * slope_nk[:, -1:] * p_nk - slope_nk[:, :-1] * q_nk
+    return (weight_nk * tokens.top_policy_nk).sum(-1)
+
+
+@torch.no_grad()
+def mean_binary_kl(logp_n: Tensor, tokens: LossTokens) -> Tensor:
+    """Mean over each sequence [S] of KL(mu, pi) between "this token" and "another", both at least 1e-6 likely."""
+    mu_n, pi_n = (logprobs.exp().clamp(1e-6, 1.0 - 1e-6) for logprobs in (tokens.behaviour_n, logp_n))
+    kl_n = mu_n * (mu_n / pi_n).log() + (1.0 - mu_n) * ((1.0 - mu_n) / (1.0 - pi_n)).log()
+    return _sum_S(kl_n, tokens) / _sum_S(torch.ones_like(logp_n), tokens).clamp(min=1.0)
 
 
 def log_ratio(logp_n: Tensor, tokens: LossTokens) -> Tensor:

@@ -96,9 +96,10 @@ class Policy:
         module: Any = self.module
         return int(module.get_input_embeddings().num_embeddings)
 
-    def logprobs(self, batch: PackedBatch, temperature: float) -> tuple[Tensor, Tensor]:
-        """Log-probability [n] of each loss token of `batch`, which is on this device, and the entropy [n] where it was
-        drawn (`logprobs.token_logprobs`); logits are divided by `temperature`.
+    def logprobs(self, batch: PackedBatch, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
+        """Log-probability [n] of each loss token of `batch`, which is on this device, the entropy [n] where it was
+        drawn, and log-probabilities [n, k] of what was likely there (`logprobs.token_logprobs`); logits are divided by
+        `temperature`.
         """
         inputs: dict[str, Any] = {"input_ids": batch.tokens_BT, "use_cache": False}
         if batch.positions_BT is not None and batch.visible_BTT is not None:

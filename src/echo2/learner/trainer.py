@@ -22,7 +22,7 @@ import math
 from array import array
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -147,8 +147,8 @@ class Trainer:
         outputs: list[T] = []
         for part in self._cut(trained, data):
             batch = self._packed(trained, part)
-            logp_n, _ = trained.policy.logprobs(batch, temperature)
-            loss_n, output = loss(logp_n, batch.loss_tokens)
+            logp_n, _, top_policy_nk = trained.policy.logprobs(batch, temperature)
+            loss_n, output = loss(logp_n, replace(batch.loss_tokens, top_policy_nk=top_policy_nk))
             (loss_n * batch.loss_tokens.weight_n).sum().backward()
             logprobs += _by_datum(logp_n.detach(), batch, part)
             outputs.append(output)

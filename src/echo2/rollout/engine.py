@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from echo2.errors import Echo2Error
@@ -47,6 +47,8 @@ class Completion:
     finish: FinishReason
     support_tokens: array[int] | None = None
     support_offsets: array[int] | None = None
+    top_tokens: array[int] = field(default_factory=lambda: array("i"))
+    top_logprobs: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)

@@ -162,4 +162,6 @@ def _rollout(completion: Completion) -> Rollout:
         finish=completion.finish,
         support_tokens=completion.support_tokens,
         support_offsets=completion.support_offsets,
+        top_tokens=completion.top_tokens,
+        top_logprobs=completion.top_logprobs,
     )

@@ -26,19 +26,24 @@ from echo2.types import SamplingParams
 
 MAX_SUPPORT_TOKENS = 4096
 """Widest support. A wider top-k, or a nucleus that needs more tokens, is cut here; the support says so exactly."""
+LEAST_LOGPROB = -100.0
+"""Of the most likely tokens that are reported: a tiny vocabulary has some that are less likely."""
 MAX_SAMPLER_ITEMS = 1 << 26
 """Logits worked on at once (rows x vocabulary); more rows are done in slices. Bounds the sampler's memory."""
 
 Ints = npt.NDArray[np.int64]
+Top = tuple[npt.NDArray[np.int32], npt.NDArray[np.float16]]
 
 
 @dataclass(frozen=True, slots=True)
 class Draw:
-    """One token for each row. `supports[row]` is there for narrowed rows only."""
+    """One token for each row. `supports[row]` is there for narrowed rows only, `tops[row]` (the most likely tokens and
+    their logprobs) for those that ask for it and are not narrowed."""
 
     tokens_B: Ints
     logprobs_B: npt.NDArray[np.float32]
     supports: dict[int, npt.NDArray[np.int32]]
+    tops: dict[int, Top]
 
 
 class Sampler:
@@ -66,21 +71,28 @@ class Sampler:
         tokens_B = np.empty(num_rows, dtype=np.int64)
         logprobs_B = np.empty(num_rows, dtype=np.float32)
         supports: dict[int, npt.NDArray[np.int32]] = {}
+        tops: dict[int, Top] = {}
         slice_rows = max(1, MAX_SAMPLER_ITEMS // vocab)
         for kind, rows in self._rows.items():
             for start in range(0, len(rows), slice_rows):
                 part = rows[start : start + slice_rows]
-                drawn = self._draw_kind(kind, part, logits_BV, place_B, supports)
+                drawn = self._draw_kind(kind, part, logits_BV, place_B, supports, tops)
                 # One copy to the CPU for both: float64 holds every token id and every float32 exactly.
                 tokens_B[part], logprobs_B[part] = torch.stack([drawn[0].double(), drawn[1].double()]).cpu().numpy()
         if not np.isfinite(logprobs_B).all():
             raise PeerError("not_finite", "The policy gives logits that are not finite; its training has diverged.")
-        return Draw(tokens_B, logprobs_B, supports)
+        return Draw(tokens_B, logprobs_B, supports, tops)
 
     def _draw_kind(
-        self, kind: str, rows: Ints, logits_BV: Tensor, place_B: Ints, supports: dict[int, npt.NDArray[np.int32]]
+        self,
+        kind: str,
+        rows: Ints,
+        logits_BV: Tensor,
+        place_B: Ints,
+        supports: dict[int, npt.NDArray[np.int32]],
+        tops: dict[int, Top],
     ) -> tuple[Tensor, Tensor]:
-        """Tokens and logprobs of `rows`, which are all of one kind; adds their supports."""
+        """Tokens and logprobs of `rows`, which are all of one kind; adds their supports and tops."""
         index = None if len(rows) == len(self._params) else torch.from_numpy(rows).to(self._device)
         logits_BV = logits_BV if index is None else logits_BV[index]
         if kind == "greedy":
@@ -91,7 +103,9 @@ class Sampler:
             logits_BV = logits_BV / (self._temperature_B1 if index is None else self._temperature_B1[index])
         uniform_B = torch.from_numpy(uniforms(self._keys[rows], place_B[rows])).to(self._device)
         if kind == "plain":
-            return invert(logits_BV.log_softmax(-1), uniform_B)
+            logprobs_BV = logits_BV.log_softmax(-1)
+            self._add_tops(rows, logprobs_BV, tops)
+            return invert(logprobs_BV, uniform_B)
         top_k_B1, top_p_B1 = (x if index is None else x[index] for x in (self._top_k_B1, self._top_p_B1))
         logits_BW, ids_BW = narrow(logits_BV, top_k_B1, top_p_B1)
         kept_BW = logits_BW.isfinite()
@@ -99,6 +113,16 @@ class Sampler:
         supports.update((int(row), ids[i][kept[i]]) for i, row in enumerate(rows))
         rank_B, logprob_B = invert(logits_BW.log_softmax(-1), uniform_B)
         return ids_BW.gather(1, rank_B[:, None])[:, 0], logprob_B
+
+    def _add_tops(self, rows: Ints, logprobs_BV: Tensor, tops: dict[int, Top]) -> None:
+        widest = min(max(self._params[row].top_logprobs for row in rows), logprobs_BV.shape[1])
+        if not widest:
+            return
+        logprobs_BW, ids_BW = logprobs_BV.topk(widest, dim=-1)
+        ids, logprobs = ids_BW.int().cpu().numpy(), logprobs_BW.clamp(min=LEAST_LOGPROB).half().cpu().numpy()
+        for place, row in enumerate(rows.tolist()):
+            if width := self._params[row].top_logprobs:
+                tops[row] = ids[place, :width], logprobs[place, :width]
 
 
 def _kind(params: SamplingParams) -> str:

@@ -60,6 +60,8 @@ class _Conversation:
     spans: list[tuple[int, int]] = field(default_factory=list)
     support_tokens: array[int] | None = None
     support_offsets: array[int] = field(default_factory=lambda: array("i", [0]))
+    top_tokens: array[int] = field(default_factory=lambda: array("i"))
+    top_logprobs: bytearray = field(default_factory=bytearray)
     pending: array[int] = field(default_factory=lambda: array("i"))
     turns: int = 0
     reward: float = 0.0
@@ -80,6 +82,8 @@ class _Conversation:
             self.support_offsets.extend([before] * len(self.pending))
             self.support_offsets.extend(before + offset for offset in completion.support_offsets[1:])
             self.support_tokens = (self.support_tokens or array("i")) + completion.support_tokens
+        self.top_tokens += completion.top_tokens
+        self.top_logprobs += completion.top_logprobs
         self.pending = array("i")
         self.turns += 1
 
@@ -95,6 +99,8 @@ class _Conversation:
             reward_parts={"environment": self.reward},
             support_tokens=self.support_tokens,
             support_offsets=self.support_offsets if self.support_tokens is not None else None,
+            top_tokens=self.top_tokens,
+            top_logprobs=bytes(self.top_logprobs),
         )
 
 

@@ -83,6 +83,8 @@ NAME_CHARS_MAX = 200
 VERSION_SPANS_MAX = 10_000
 #: Tokens that one token may have been drawn from: where top-k and top-p leave more, the sampler cuts there.
 SUPPORT_WIDTH_MAX = 4096
+#: Most likely tokens told with each that is drawn; as `learner.loss_params.score_centering`.
+TOP_WIDTH_MAX = 1024
 #: Turns of a rollout in an environment; as `sampling.max_turns`.
 TURNS_MAX = 10_000
 #: Whole numbers that fit SQLite, JSON readers and signed 64 bits alike.
@@ -97,3 +99,5 @@ PRICE_MAX_USD_PER_HOUR = 10_000.0
 LOGPROB_MIN = -100.0
 #: Floating error a logprob may have above 0.
 LOGPROB_SLACK = 1e-4
+#: Relative error of a sampler's most likely tokens, which travel as float16, and of their sum.
+TOP_ERROR = 5e-3

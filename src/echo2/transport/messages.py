@@ -153,6 +153,8 @@ def _encode_sample(rollout: Rollout, kind: type[Any] = wire.Sample) -> Any:
         loss_mask=rollout.loss_mask,
         version_spans=[wire.VersionSpan(start=start, version=version) for start, version in rollout.version_spans],
         finish=rollout.finish,
+        top_tokens=rollout.top_tokens.tobytes(),
+        top_logprobs=rollout.top_logprobs,
     )
     if rollout.support_tokens is not None and rollout.support_offsets is not None:
         message.support_tokens = rollout.support_tokens.tobytes()
@@ -259,6 +261,7 @@ def _decode_sample(message: wire.Sample | wire.Rollout, tokens: bytes, logprobs:
     finish, drawn = message.finish, array("i", tokens)
     _require(finish in ("stop", "length"), "finish is neither stop nor length")
     support = _support(message, drawn)
+    _require(len(message.top_tokens) == 2 * len(message.top_logprobs), "not as many top tokens as logprobs")
     return Rollout(
         tokens=drawn,
         logprobs=array("f", logprobs),
@@ -267,6 +270,8 @@ def _decode_sample(message: wire.Sample | wire.Rollout, tokens: bytes, logprobs:
         finish=cast(FinishReason, finish),
         support_tokens=support[0] if support else None,
         support_offsets=support[1] if support else None,
+        top_tokens=_token_ids("top_tokens", message.top_tokens, limits.MESSAGE_BYTES_MAX // 4),
+        top_logprobs=message.top_logprobs,
     )
 
 
@@ -348,6 +353,7 @@ def encode_assignment(assignment: Assignment) -> wire.Lease:
         temperature=params.temperature,
         top_p=params.top_p,
         top_k=params.top_k,
+        top_logprobs=params.top_logprobs,
         max_tokens=params.max_tokens,
         environment=assignment.environment,
         max_turns=assignment.max_turns,
@@ -388,7 +394,8 @@ def decode_assignment(message: wire.Lease) -> Assignment:
         seconds=message.seconds,
         seed=message.seed,
     )
-    params = SamplingParams(message.temperature, message.top_p, message.top_k, message.max_tokens)
+    _require(message.top_logprobs <= limits.TOP_WIDTH_MAX, f"{message.top_logprobs} top logprobs asked for")
+    params = SamplingParams(message.temperature, message.top_p, message.top_k, message.max_tokens, message.top_logprobs)
     return Assignment(
         lease,
         _token_ids("prompt_tokens", message.prompt_tokens),

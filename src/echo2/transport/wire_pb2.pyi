@@ -31,7 +31,7 @@ class VersionSpan(_message.Message):
     def __init__(self, start: _Optional[int] = ..., version: _Optional[int] = ...) -> None: ...
 
 class Rollout(_message.Message):
-    __slots__ = ("tokens", "logprobs", "loss_mask", "version_spans", "finish", "reward_parts", "support_tokens", "support_offsets")
+    __slots__ = ("tokens", "logprobs", "loss_mask", "version_spans", "finish", "reward_parts", "support_tokens", "support_offsets", "top_tokens", "top_logprobs")
     class RewardPartsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -47,6 +47,8 @@ class Rollout(_message.Message):
     REWARD_PARTS_FIELD_NUMBER: _ClassVar[int]
     SUPPORT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     SUPPORT_OFFSETS_FIELD_NUMBER: _ClassVar[int]
+    TOP_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    TOP_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     tokens: bytes
     logprobs: bytes
     loss_mask: bytes
@@ -55,7 +57,9 @@ class Rollout(_message.Message):
     reward_parts: _containers.ScalarMap[str, float]
     support_tokens: bytes
     support_offsets: bytes
-    def __init__(self, tokens: _Optional[bytes] = ..., logprobs: _Optional[bytes] = ..., loss_mask: _Optional[bytes] = ..., version_spans: _Optional[_Iterable[_Union[VersionSpan, _Mapping]]] = ..., finish: _Optional[str] = ..., reward_parts: _Optional[_Mapping[str, float]] = ..., support_tokens: _Optional[bytes] = ..., support_offsets: _Optional[bytes] = ...) -> None: ...
+    top_tokens: bytes
+    top_logprobs: bytes
+    def __init__(self, tokens: _Optional[bytes] = ..., logprobs: _Optional[bytes] = ..., loss_mask: _Optional[bytes] = ..., version_spans: _Optional[_Iterable[_Union[VersionSpan, _Mapping]]] = ..., finish: _Optional[str] = ..., reward_parts: _Optional[_Mapping[str, float]] = ..., support_tokens: _Optional[bytes] = ..., support_offsets: _Optional[bytes] = ..., top_tokens: _Optional[bytes] = ..., top_logprobs: _Optional[bytes] = ...) -> None: ...
 
 class Score(_message.Message):
     __slots__ = ("reward", "reward_parts")
@@ -101,7 +105,7 @@ class RolloutGroup(_message.Message):
     def __init__(self, kind: _Optional[str] = ..., number: _Optional[int] = ..., step: _Optional[int] = ..., lineage: _Optional[int] = ..., cursor: _Optional[int] = ..., prompt_tokens: _Optional[bytes] = ..., rollouts: _Optional[_Iterable[_Union[Rollout, _Mapping]]] = ..., worker_id: _Optional[str] = ..., generate_seconds: _Optional[float] = ..., logged: _Optional[bool] = ..., policy: _Optional[str] = ..., scores: _Optional[_Iterable[_Union[Score, _Mapping]]] = ...) -> None: ...
 
 class Lease(_message.Message):
-    __slots__ = ("lease_id", "kind", "number", "step", "cursor", "num_samples", "min_version", "exact_version", "deadline", "seconds", "seed", "temperature", "top_p", "top_k", "max_tokens", "environment", "max_turns", "prompt_tokens", "columns_json", "is_chat", "policy")
+    __slots__ = ("lease_id", "kind", "number", "step", "cursor", "num_samples", "min_version", "exact_version", "deadline", "seconds", "seed", "temperature", "top_p", "top_k", "max_tokens", "environment", "max_turns", "prompt_tokens", "columns_json", "is_chat", "policy", "top_logprobs")
     LEASE_ID_FIELD_NUMBER: _ClassVar[int]
     KIND_FIELD_NUMBER: _ClassVar[int]
     NUMBER_FIELD_NUMBER: _ClassVar[int]
@@ -123,6 +127,7 @@ class Lease(_message.Message):
     COLUMNS_JSON_FIELD_NUMBER: _ClassVar[int]
     IS_CHAT_FIELD_NUMBER: _ClassVar[int]
     POLICY_FIELD_NUMBER: _ClassVar[int]
+    TOP_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     lease_id: int
     kind: str
     number: int
@@ -144,7 +149,8 @@ class Lease(_message.Message):
     columns_json: str
     is_chat: bool
     policy: str
-    def __init__(self, lease_id: _Optional[int] = ..., kind: _Optional[str] = ..., number: _Optional[int] = ..., step: _Optional[int] = ..., cursor: _Optional[int] = ..., num_samples: _Optional[int] = ..., min_version: _Optional[int] = ..., exact_version: _Optional[int] = ..., deadline: _Optional[float] = ..., seconds: _Optional[float] = ..., seed: _Optional[int] = ..., temperature: _Optional[float] = ..., top_p: _Optional[float] = ..., top_k: _Optional[int] = ..., max_tokens: _Optional[int] = ..., environment: _Optional[str] = ..., max_turns: _Optional[int] = ..., prompt_tokens: _Optional[bytes] = ..., columns_json: _Optional[str] = ..., is_chat: _Optional[bool] = ..., policy: _Optional[str] = ...) -> None: ...
+    top_logprobs: int
+    def __init__(self, lease_id: _Optional[int] = ..., kind: _Optional[str] = ..., number: _Optional[int] = ..., step: _Optional[int] = ..., cursor: _Optional[int] = ..., num_samples: _Optional[int] = ..., min_version: _Optional[int] = ..., exact_version: _Optional[int] = ..., deadline: _Optional[float] = ..., seconds: _Optional[float] = ..., seed: _Optional[int] = ..., temperature: _Optional[float] = ..., top_p: _Optional[float] = ..., top_k: _Optional[int] = ..., max_tokens: _Optional[int] = ..., environment: _Optional[str] = ..., max_turns: _Optional[int] = ..., prompt_tokens: _Optional[bytes] = ..., columns_json: _Optional[str] = ..., is_chat: _Optional[bool] = ..., policy: _Optional[str] = ..., top_logprobs: _Optional[int] = ...) -> None: ...
 
 class WorkerHello(_message.Message):
     __slots__ = ("protocol", "price_usd_per_hour", "held_leases", "engine", "device", "pid", "host", "listen_port", "advertise", "offer", "environments", "installed", "slots")
@@ -331,7 +337,7 @@ class Empty(_message.Message):
     def __init__(self) -> None: ...
 
 class Sample(_message.Message):
-    __slots__ = ("tokens", "logprobs", "loss_mask", "version_spans", "finish", "support_tokens", "support_offsets")
+    __slots__ = ("tokens", "logprobs", "loss_mask", "version_spans", "finish", "support_tokens", "support_offsets", "top_tokens", "top_logprobs")
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     LOSS_MASK_FIELD_NUMBER: _ClassVar[int]
@@ -339,6 +345,8 @@ class Sample(_message.Message):
     FINISH_FIELD_NUMBER: _ClassVar[int]
     SUPPORT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     SUPPORT_OFFSETS_FIELD_NUMBER: _ClassVar[int]
+    TOP_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    TOP_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     tokens: bytes
     logprobs: bytes
     loss_mask: bytes
@@ -346,7 +354,9 @@ class Sample(_message.Message):
     finish: str
     support_tokens: bytes
     support_offsets: bytes
-    def __init__(self, tokens: _Optional[bytes] = ..., logprobs: _Optional[bytes] = ..., loss_mask: _Optional[bytes] = ..., version_spans: _Optional[_Iterable[_Union[VersionSpan, _Mapping]]] = ..., finish: _Optional[str] = ..., support_tokens: _Optional[bytes] = ..., support_offsets: _Optional[bytes] = ...) -> None: ...
+    top_tokens: bytes
+    top_logprobs: bytes
+    def __init__(self, tokens: _Optional[bytes] = ..., logprobs: _Optional[bytes] = ..., loss_mask: _Optional[bytes] = ..., version_spans: _Optional[_Iterable[_Union[VersionSpan, _Mapping]]] = ..., finish: _Optional[str] = ..., support_tokens: _Optional[bytes] = ..., support_offsets: _Optional[bytes] = ..., top_tokens: _Optional[bytes] = ..., top_logprobs: _Optional[bytes] = ...) -> None: ...
 
 class Delivery(_message.Message):
     __slots__ = ("lease_id", "kind", "number", "lineage", "samples", "generate_seconds", "policy")

@@ -63,6 +63,8 @@ def group_data(
             source=group.worker_id,
             support_tokens=rollout.support_tokens,
             support_offsets=rollout.support_offsets,
+            top_tokens=rollout.top_tokens,
+            top_logprobs=rollout.top_logprobs,
         )
         data.append((count, datum))
     has_gradient = keeps_flat or any(advantages)

@@ -14,6 +14,7 @@ from echo2.runtime.head.head import Head
 from echo2.transport import messages
 from echo2.transport import wire_pb2 as wire
 from echo2.transport.limits import MESSAGE_BYTES_MAX
+from echo2.transport.top_logprobs import check_top
 from echo2.types import LOGGED_ROLLOUTS, Attachment, Lease, RolloutGroup, Task
 
 #: Bytes of groups that the learner is sent in one message, unless a single group is larger.
@@ -43,6 +44,7 @@ async def read_delivery(head: Head, worker_id: str, lease: Lease, delivery: wire
     if head.vocab_size is not None:  # else no learner was ever here, and nothing is leased
         messages.check_support(group, params, head.vocab_size)
         messages.check_vocabulary(group, head.vocab_size)
+        check_top(group, params.top_logprobs, head.vocab_size)
     if LOGGED_ROLLOUTS in task.columns:
         group = _as_logged(head, task, group, params.max_tokens)
     elif head.referee is not None:
