@@ -74,6 +74,7 @@ def test_no_unknown_key_passes(section: str, name: str) -> None:
         ({"run": {"max_steps": 0}}, "my.toml: run.max_steps = 0: expected `int` >= 1."),
         ({"run": {"max_steps": "10"}}, "my.toml: run.max_steps = '10': expected `int`, got `str`."),
         ({"run": {"deterministic": 1}}, "my.toml: run.deterministic = 1: expected `bool`, got `int`."),
+        ({"lora": {"rank": -1}}, "my.toml: lora.rank = -1: expected `int` >= 0."),
         ({"sampling": {"top_p": 1.5}}, "my.toml: sampling.top_p = 1.5: expected `float` <= 1.0."),
         ({"sampling": {"group_size": 1}}, "my.toml: sampling.group_size = 1: expected `int` >= 2."),
         (
@@ -115,6 +116,8 @@ def test_a_wrong_value_is_named_with_its_path_and_what_is_allowed(raw: dict[str,
         ({"learner": {"loss": "icepop", "loss_params": {"low": 6.0}}}, ["low = 6.0 is above high = 5.0"]),
         ({"head": {"listen": "127.0.0.1:65536"}}, ["head.listen = '127.0.0.1:65536'", "HOST:PORT"]),
         ({"head": {"listen": "7341"}}, ["head.listen = '7341'", "HOST:PORT"]),
+        ({"lora": {"targets": ["q_proj"]}}, ["lora.rank = 0 trains the whole model", "leave out the rest"]),
+        ({"lora": {"rank": 4, "targets": []}}, ["lora.targets is empty", "all-linear"]),
         ({"run": {"log_to": ["tensorboard", "wandb"]}}, ["run.log_to has 'wandb'", "wandb:<project>"]),
         (
             {"learner": {"loss_params": {"score_centering": 8}}, "sampling": {"top_p": 0.9}},

@@ -8,7 +8,9 @@ import socket
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 from echo2 import rundir as run_directories
 from echo2.buffer.audit import audit
@@ -95,6 +97,18 @@ def test_a_model_without_a_tokenizer_is_refused(raw: dict[str, Any]) -> None:
 def test_a_model_without_weights_is_refused(raw: dict[str, Any]) -> None:
     (Path(raw["model"]["path"]) / "model.safetensors").unlink()
     assert "holds no weights" in refusal(raw)
+
+
+def test_adapters_of_layers_that_the_model_lacks_are_refused(raw: dict[str, Any]) -> None:
+    weights = {f"model.layers.0.{name}.weight": np.zeros((2, 2)) for name in ("self_attn.q_proj", "mlp.up_proj")}
+    weights |= {"lm_head.weight": np.zeros((2, 2)), "model.norm.weight": np.zeros(2)}
+    save_file(weights, Path(raw["model"]["path"]) / "model.safetensors")
+    lacks = raw | {"lora": {"rank": 2, "targets": ["q_proj", "query"]}}
+    linear = "q_proj, up_proj; "
+    assert f"lora.targets has 'query', and no linear layer of the model has that name. There are: {linear}" in refusal(
+        lacks
+    )
+    check(build(raw | {"lora": {"rank": 2, "targets": ["q_proj", "mlp.up_proj"]}}, "my.toml"))
 
 
 @pytest.mark.parametrize(

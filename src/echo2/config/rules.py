@@ -116,6 +116,14 @@ def _check_centering(config: Config) -> None:
         )
 
 
+def _check_lora(config: Config) -> None:
+    lora = config.lora
+    if not lora.targets:
+        raise UserError('lora.targets is empty: name linear layers, or write ["all-linear"].')
+    if not lora.rank and (lora.alpha or lora.targets != ["all-linear"]):
+        raise UserError("lora.rank = 0 trains the whole model: set lora.rank, or leave out the rest of [lora].")
+
+
 def check_together(config: Config) -> None:
     """Refuse settings that are each fine and impossible together.
 
@@ -127,6 +135,7 @@ def check_together(config: Config) -> None:
     _check_deterministic(config)
     _check_logs(config)
     _check_centering(config)
+    _check_lora(config)
     for section in fields(config):
         for setting in fields(getattr(config, section.name)):
             value = getattr(getattr(config, section.name), setting.name)

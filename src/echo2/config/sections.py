@@ -44,6 +44,22 @@ class ModelConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class LoraConfig:
+    """An adapter that is trained in place of the model."""
+
+    rank: Annotated[int, _doc("Rank of the adapter (0: there is none, the whole model is trained).", ge=0, le=4096)] = 0
+    alpha: Annotated[int, _doc("Its product is scaled by alpha / rank (0: alpha is twice the rank).", ge=0)] = 0
+    targets: Annotated[
+        list[str], _doc('Linear layers that have one, by the end of their names; ["all-linear"]: all but the head.')
+    ] = field(default_factory=lambda: ["all-linear"])
+
+    @property
+    def scaled_alpha(self) -> int:
+        """`alpha`, or its default."""
+        return self.alpha or 2 * self.rank
+
+
+@dataclass(frozen=True, slots=True)
 class TasksConfig:
     """What to solve."""
 
@@ -222,6 +238,7 @@ class Config:
 
     run: RunConfig = field(default_factory=RunConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
+    lora: LoraConfig = field(default_factory=LoraConfig)
     tasks: TasksConfig = field(default_factory=TasksConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
     reward: RewardConfig = field(default_factory=RewardConfig)

@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -26,24 +27,11 @@ from echo2.learner.batch import PackedBatch
 from echo2.learner.checkpoint import StoredTensor
 from echo2.learner.logprobs import token_logprobs
 from echo2.learner.output_layer import OutputLayer, plain_scores, tiled_scores
-from echo2.types import TensorBytes
+from echo2.types import SnapshotRef, TensorBytes
+from echo2.weights.model_files import find_model, model_files
 
 log = logging.getLogger(__name__)
 
-# What a snapshot carries beside the weights, so that a worker needs no hub.
-MODEL_FILES = (
-    "config.json",
-    "generation_config.json",
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "merges.txt",
-    "tokenizer.model",
-    "chat_template.jinja",
-    "chat_template.json",
-)
 # Decoders known to honour a mask and position ids of our own. Others run in the plain layout.
 MASKED_DECODERS = frozenset(
     {"arcee", "ernie4_5", "gemma", "glm", "glm4", "granite", "helium", "hunyuan_v1_dense", "llama", "mistral"}
@@ -69,7 +57,13 @@ SAFETENSORS_NAMES = {
 
 class Policy:
     """A causal language model on a device, with its files. Never in training mode: dropout would make the learner's
-    logprobs differ from the sampler's."""
+    logprobs differ from the sampler's.
+
+    `weights_file`: that of a checkpoint. `base_model`: the frozen model below, where these weights are an adapter's.
+    """
+
+    weights_file = "model.safetensors"
+    base_model: SnapshotRef | None = None
 
     def __init__(self, module: nn.Module, files: Mapping[str, bytes], device: torch.device) -> None:
         self.module: Any = module.to(device).eval()
@@ -182,6 +176,31 @@ class Policy:
             name: stored(tensor, dtype if tensor.is_floating_point() else None) for name, tensor in self.state().items()
         }
 
+    def trained_parameters(self) -> dict[str, nn.Parameter]:
+        """What an optimizer changes, by name."""
+        return dict(self.module.named_parameters())
+
+    def load(self, weights: Mapping[str, Tensor]) -> None:
+        """Take these weights, named as in `state`. Raises RuntimeError where a shape does not fit."""
+        self.module.load_state_dict(weights, strict=False)
+
+    def engaged(self) -> AbstractContextManager[None]:
+        """To be entered before forward and backward passes: policies that share a module take turns."""
+        return nullcontext()
+
+    def check_checkpoint(self, directory: Path, base_model: str | None) -> None:
+        """Refuse a checkpoint of something else than this. `base_model`: the one that it names.
+
+        Raises:
+            UserError: says what it is of.
+        """
+        if not (directory / self.weights_file).is_file():
+            what = "a whole model" if base_model is None else f"an adapter over {base_model}"
+            raise UserError(
+                f"{directory} is a checkpoint of {what}, and holds no {self.weights_file}. Set lora.rank back, or "
+                "start another --out."
+            )
+
     def tensors(self, dtype: torch.dtype | None = None) -> dict[str, TensorBytes]:
         """A copy of the weights as bytes, floating-point ones cast to `dtype`."""
         return {
@@ -221,7 +240,8 @@ def _pair_cost(module: Any) -> float:
 
 
 def load_policy(path: str, dtype: str, device: str) -> Policy:
-    """Load a model directory, or a hub id (from the local cache where it is complete, else downloaded).
+    """Load a model directory, or a hub id (from the local cache where it is complete, else downloaded). `dtype`: one of
+    `DTYPES`, or "stored": as the weights are stored.
 
     Raises:
         UserError: nothing usable is there, or the device is not.
@@ -231,10 +251,10 @@ def load_policy(path: str, dtype: str, device: str) -> Policy:
 
     disable_progress_bar()  # the learner's stderr is a log file
     place = pick_device(device)
-    directory = _model_directory(path)
+    directory = find_model(path)
     try:
         module = AutoModelForCausalLM.from_pretrained(
-            directory, dtype=DTYPES[dtype], trust_remote_code=False, local_files_only=True
+            directory, dtype=DTYPES.get(dtype, "auto"), trust_remote_code=False, local_files_only=True
         )
     except (OSError, ValueError, KeyError, RuntimeError) as error:
         raise UserError(
@@ -242,8 +262,9 @@ def load_policy(path: str, dtype: str, device: str) -> Policy:
             f"{str(error).splitlines()[0] if str(error) else type(error).__name__}. It needs config.json and "
             "model.safetensors; models with code of their own are not supported."
         ) from error
-    files = {name: (directory / name).read_bytes() for name in MODEL_FILES if (directory / name).is_file()}
-    files["config.json"] = _with_dtype(files["config.json"], dtype)
+    files = model_files(directory)
+    if dtype in DTYPES:
+        files["config.json"] = _with_dtype(files["config.json"], dtype)
     return Policy(module, files, place)
 
 
@@ -252,24 +273,3 @@ def _with_dtype(config: bytes, dtype: str) -> bytes:
     values = json.loads(config)
     values.pop("torch_dtype", None)
     return json.dumps(values | {"dtype": dtype}, indent=2, sort_keys=True).encode()
-
-
-def _model_directory(path: str) -> Path:
-    if Path(path).is_dir():
-        return Path(path)
-    if path.startswith(("/", ".", "~")) or path.count("/") != 1:
-        raise UserError(
-            f"model.path = {path!r}: there is no such directory, and it is not a hub id (owner/name). "
-            "Give a directory with config.json and model.safetensors, or a hub id."
-        )
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
-
-    try:
-        patterns = [*MODEL_FILES, "*.safetensors", "*.safetensors.index.json"]
-        return Path(snapshot_download(path, allow_patterns=patterns))
-    except (OSError, HfHubHTTPError, HFValidationError, LocalEntryNotFoundError) as error:
-        raise UserError(
-            f"model.path = {path!r}: no such directory, and the hub does not give it ({type(error).__name__}; "
-            "HF_HUB_OFFLINE or no network?). Check the name, or download the model and give its directory."
-        ) from error

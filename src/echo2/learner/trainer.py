@@ -7,7 +7,7 @@
     save_state / load_state                 everything needed to go on, bit for bit
 
 It knows policies, data and optimizers. Groups, advantages, schedules, versions and steps are a client's
-(`learner/grpo/`). Policies share nothing: what is done to one leaves the others as they are.
+(`learner/grpo/`). What is done to one policy leaves the others as they are: they share nothing, or a frozen model.
 
 Gradients are *un-normalised sums* over loss tokens, each times its weight. They are divided once, at the step, and
 clipped after that. So a step that was streamed equals the step on the whole batch (up to the order of float sums).
@@ -45,6 +45,8 @@ T = TypeVar("T")
 #: Called once a micro-batch. Nothing in it may depend on how the data is cut: see `learner/losses.py`.
 Loss = Callable[[Tensor, LossTokens], tuple[Tensor, T]]
 MOMENTS = ("exp_avg", "exp_avg_sq", "step")
+#: Beside what the client keeps with a checkpoint of an adapter: the policy id of its base model.
+BASE_MODEL = "base_model"
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +106,7 @@ class Trainer:
         """
         if name in self._policies:
             raise UserError(f"There is a policy {name!r} already: give the other one another name.")
-        parameters = dict(policy.module.named_parameters())
+        parameters = policy.trained_parameters()
         layout: Layout = self._layout if policy.honours_masks else "plain"
         optimizer = None
         if is_trained:
@@ -125,7 +127,7 @@ class Trainer:
         """
         found: list[array[float]] = []
         trained = self._policy(name)
-        with torch.no_grad():
+        with torch.no_grad(), trained.policy.engaged():
             for part in self._cut(trained, data):
                 batch = self._packed(trained, part)
                 found += _by_datum(trained.policy.logprobs(batch, temperature)[0], batch, part)
@@ -145,13 +147,14 @@ class Trainer:
             raise InvariantError(f"policy {name!r} is not trained: it was added to answer `forward` alone")
         logprobs: list[array[float]] = []
         outputs: list[T] = []
-        for part in self._cut(trained, data):
-            batch = self._packed(trained, part)
-            logp_n, _, top_policy_nk = trained.policy.logprobs(batch, temperature)
-            loss_n, output = loss(logp_n, replace(batch.loss_tokens, top_policy_nk=top_policy_nk))
-            (loss_n * batch.loss_tokens.weight_n).sum().backward()
-            logprobs += _by_datum(logp_n.detach(), batch, part)
-            outputs.append(output)
+        with trained.policy.engaged():
+            for part in self._cut(trained, data):
+                batch = self._packed(trained, part)
+                logp_n, _, top_policy_nk = trained.policy.logprobs(batch, temperature)
+                loss_n, output = loss(logp_n, replace(batch.loss_tokens, top_policy_nk=top_policy_nk))
+                (loss_n * batch.loss_tokens.weight_n).sum().backward()
+                logprobs += _by_datum(logp_n.detach(), batch, part)
+                outputs.append(output)
         return ForwardBackward(logprobs, outputs)
 
     def optim_step(self, name: str, adam: AdamParams, divisor: float = 1.0) -> OptimStep:
@@ -207,7 +210,7 @@ class Trainer:
         trained = self._policy(name)
         moments = {} if trained.optimizer is None else trained.optimizer.state
         contents = {
-            "model.safetensors": {key: stored(tensor) for key, tensor in trained.policy.state().items()},
+            trained.policy.weights_file: {key: stored(tensor) for key, tensor in trained.policy.state().items()},
             "optimizer.safetensors": {
                 f"{kind}.{key}": stored(moments[parameter][kind])
                 for key, parameter in trained.parameters.items()
@@ -215,8 +218,9 @@ class Trainer:
                 for kind in MOMENTS
             },
         }
-        files = trained.policy.files
-        saving = self._writer.submit(checkpoint.write_checkpoint, directory, client, files, contents)
+        files, base = trained.policy.files, trained.policy.base_model
+        kept = client if base is None else {**client, BASE_MODEL: base.policy}
+        saving = self._writer.submit(checkpoint.write_checkpoint, directory, kept, files, contents)
         trained.readers.append(saving)
         return saving
 
@@ -229,7 +233,8 @@ class Trainer:
         trained = self._policy(name)
         self.finish_reading(name)
         client = checkpoint.read_client(directory)
-        weights = load_file(directory / "model.safetensors")
+        trained.policy.check_checkpoint(directory, client.pop(BASE_MODEL, None))
+        weights = load_file(directory / trained.policy.weights_file)
         missing = set(trained.policy.state()) ^ set(weights)
         if missing:
             theirs = _model_type({path.name: path.read_bytes() for path in directory.glob("config.json")})
@@ -239,7 +244,7 @@ class Trainer:
                 f"{sorted(missing)[0]}. Set model.path back, or start another --out."
             )
         try:
-            trained.policy.module.load_state_dict(weights, strict=False)
+            trained.policy.load(weights)
         except RuntimeError as error:
             raise UserError(f"{directory} is a checkpoint of another model: {error}") from error
         if trained.optimizer is not None:

@@ -27,7 +27,7 @@ from echo2.errors import InvariantError, UserError
 from echo2.learner.batch import Layout
 from echo2.learner.grpo.data import GroupData, divisor_of, group_data
 from echo2.learner.grpo.loss_stats import LossStats, measure
-from echo2.learner.grpo.reference import frozen_copy, token_kl
+from echo2.learner.grpo.reference import reference_of, token_kl
 from echo2.learner.losses import LossTokens, PolicyLoss, log_ratio, make_loss
 from echo2.learner.model import Policy
 from echo2.learner.publication import LentWeights
@@ -111,7 +111,7 @@ class GrpoClient:
         self._trainer = Trainer(config.learner.tokens_per_microbatch, layout)
         self._trainer.add(POLICY, policy)
         if config.learner.reference_kl > 0.0:
-            self._trainer.add(REFERENCE, frozen_copy(policy), is_trained=False)
+            self._trainer.add(REFERENCE, reference_of(policy), is_trained=False)
         self._before: StepStats | None = None  # of the updates that this step has had
         self._forget_sums()
 

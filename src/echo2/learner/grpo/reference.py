@@ -21,10 +21,20 @@ import torch
 from torch import Tensor
 
 from echo2.errors import UserError
+from echo2.learner.adapters import Adapter
 from echo2.learner.losses import LOG_RATIO_LIMIT, LossTokens
 from echo2.learner.model import Policy
 
 LOG_CAP = math.log(10.0)
+
+
+def reference_of(policy: Policy) -> Policy:
+    """The policy that training begins with: an adapter's base model, or a frozen copy of a whole model.
+
+    Raises:
+        UserError: as `frozen_copy`.
+    """
+    return policy.base.alone() if isinstance(policy, Adapter) else frozen_copy(policy)
 
 
 def frozen_copy(policy: Policy) -> Policy:

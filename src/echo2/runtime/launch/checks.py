@@ -23,6 +23,8 @@ from echo2.runtime.head.reading import RunTokenizer
 from echo2.tasks.base import TaskSource, TaskStream
 from echo2.tasks.environments import load_environment
 from echo2.tasks.load import load_tasks
+from echo2.weights.adapter_files import lora_targets
+from echo2.weights.model_files import tensor_shapes
 
 #: Rows of a file that are checked before a run starts; the others when their turn comes.
 ROWS_CHECKED_MAX = 10_000
@@ -40,6 +42,7 @@ def check(config: Config) -> None:
         UserError: the first mistake found.
     """
     check_model(config.model.path, config.workers.engine)
+    check_lora(config)
     check_machine(config)
     if not config.tasks.source:
         raise UserError(
@@ -180,6 +183,17 @@ def check_model(path: str, engine: str) -> None:
             f"model.path = {path!r}: no such directory, and the hub's cache does not hold it while HF_HUB_OFFLINE is "
             "set. Unset that to download the model, or name a model directory."
         )
+
+
+def check_lora(config: Config) -> None:
+    """Raises UserError where lora.targets match nothing, as far as the files of a local model tell."""
+    where = Path(config.model.path)
+    if not config.lora.rank or not where.is_dir():
+        return
+    shapes = {name: shape for file in where.glob("*.safetensors") for name, shape in tensor_shapes(file).items()}
+    ends = ("embed_tokens", "lm_head")
+    linear = [name.removesuffix(".weight") for name, shape in shapes.items() if len(shape) == 2]
+    lora_targets([name for name in linear if not name.endswith(ends)], config.lora.targets)
 
 
 def check_model_directory(where: Path, engine: str) -> None:

@@ -11,6 +11,9 @@ from echo2.errors import UserError
 #: Settings that a run keeps, and why.
 FIXED = {
     "model.path": "the checkpoints are of that model",
+    "lora.rank": "the checkpoints are of an adapter of that rank, or of a whole model",
+    "lora.alpha": "the adapter in the checkpoints is scaled by it",
+    "lora.targets": "the adapter in the checkpoints is of these layers",
     "sampling.group_size": "delivered groups have that many rollouts",
     "run.seed": "the tasks of issued groups follow from it",
     "tasks.source": "issued groups are of its tasks",

@@ -1,0 +1,197 @@
+"""LoRA: adapters over one frozen model that is held once, however many they are.
+
+W x + (alpha / rank) B A x in each targeted linear layer (arXiv 2106.09685), by `peft`, whose layers are put into the
+model itself: it stays transformers' own class. Each adapter is a `Policy` with parameters of its own; while one is
+engaged, the others are as if they were not there. B begins as 0, so version 0 is the base model. Adapter parameters are
+float32 whatever the base model is stored in: an update of one is never rounded away.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+from echo2.config.sections import LoraConfig
+from echo2.documents import parse_json
+from echo2.errors import UserError
+from echo2.learner.model import Policy, load_policy
+from echo2.types import Snapshot
+from echo2.weights.adapter_files import ADAPTER_CONFIG, ADAPTER_WEIGHTS, adapter_config, lora_targets
+from echo2.weights.model_files import find_model, map_base_model
+
+PREFIX = "base_model.model."
+"""Of every tensor name in PEFT's files."""
+
+
+class BaseModel:
+    """A frozen model, its name and bytes (`snapshot`), and which adapter over it computes now.
+
+    Raises:
+        UserError: transformers gives its tensors other names than its files do: workers could not tell them.
+    """
+
+    def __init__(self, policy: Policy, snapshot: Snapshot) -> None:
+        others = set(policy.state()) ^ set(snapshot.tensors)
+        if others:
+            raise UserError(
+                f"model.path: LoRA needs a model whose files name its tensors as transformers does; {len(others)} "
+                f"differ, for example {sorted(others)[0]}. Load it with transformers and save it again."
+            )
+        policy.module.requires_grad_(False)
+        self.policy, self.snapshot = policy, snapshot
+        head = policy.module.get_output_embeddings()
+        self._linear = [
+            name for name, part in policy.module.named_modules() if isinstance(part, nn.Linear) and part is not head
+        ]
+        self._tuner: Any = None
+        self._num_adapters = 0
+
+    def adapter(self, lora: LoraConfig, seed: int) -> Adapter:
+        """A new adapter: the same for the same settings and seed, on every device.
+
+        Raises:
+            UserError: a target matches no linear layer.
+        """
+        from peft import LoraConfig as PeftConfig  # two seconds: only where there are adapters
+        from peft import LoraModel
+
+        targets = lora_targets(self._linear, lora.targets)
+        name, module = f"adapter{self._num_adapters}", self.policy.module
+        peft_config = PeftConfig(
+            r=lora.rank, lora_alpha=lora.scaled_alpha, target_modules=targets, task_type="CAUSAL_LM"
+        )
+        if self._tuner is None:
+            self._tuner = LoraModel(module, peft_config, name)
+        else:
+            self._tuner.peft_config[name] = peft_config
+            self._tuner.inject_adapter(module, name)
+        self._num_adapters += 1
+        files = {**self.snapshot.files, ADAPTER_CONFIG: adapter_config(lora, targets, self.snapshot.ref)}
+        return Adapter(self, name, files, seed)
+
+    def alone(self) -> Policy:
+        """The base model as a policy, whatever adapters it has."""
+        return _Alone(self)
+
+    def engage(self, name: str | None) -> None:
+        """From now on this adapter computes, or none."""
+        from peft.tuners.tuners_utils import BaseTunerLayer
+
+        for layer in self.policy.module.modules():
+            if isinstance(layer, BaseTunerLayer):
+                layer.enable_adapters(name is not None)
+                if name is not None:
+                    layer.set_adapter(name)
+
+
+class Adapter(Policy):
+    """A LoRA adapter over a base model. Its tensors are named as in PEFT's adapter_model.safetensors."""
+
+    weights_file = ADAPTER_WEIGHTS
+
+    def __init__(self, base: BaseModel, name: str, files: Mapping[str, bytes], seed: int) -> None:
+        super().__init__(base.policy.module, files, base.policy.device)
+        self.base, self.base_model = base, base.snapshot.ref
+        self._name = name
+        own = f".{name}."
+        self._parameters = {
+            PREFIX + key.replace(own, "."): parameter for key, parameter in self.module.named_parameters() if own in key
+        }
+        generator = torch.Generator().manual_seed(seed)
+        for key in sorted(self._parameters):
+            parameter = self._parameters[key]
+            wide = torch.promote_types(parameter.dtype, torch.float32)
+            drawn = torch.zeros(parameter.shape, dtype=wide)
+            if "lora_A" in key:
+                bound = 1.0 / math.sqrt(parameter.shape[-1])
+                drawn.uniform_(-bound, bound, generator=generator)
+            parameter.data = drawn.to(self.device)
+
+    def trained_parameters(self) -> dict[str, nn.Parameter]:
+        return dict(self._parameters)
+
+    def state(self) -> dict[str, Tensor]:
+        return {name: parameter.detach() for name, parameter in self._parameters.items()}
+
+    def load(self, weights: Mapping[str, Tensor]) -> None:
+        with torch.no_grad():
+            for name, parameter in self._parameters.items():
+                parameter.copy_(weights[name])
+
+    @contextmanager
+    def engaged(self) -> Iterator[None]:
+        self.base.engage(self._name)
+        yield
+
+    def check_checkpoint(self, directory: Path, base_model: str | None) -> None:
+        super().check_checkpoint(directory, base_model)
+        ref = self.base.snapshot.ref
+        if base_model != ref.policy:
+            raise UserError(
+                f"{directory} is a checkpoint of an adapter over {base_model}; model.path holds "
+                f"{ref.policy}. Set model.path back, or start another --out."
+            )
+        ours, theirs = (parse_json(text) for text in (self.files[ADAPTER_CONFIG], _read(directory / ADAPTER_CONFIG)))
+        for key, setting in (("r", "rank"), ("lora_alpha", "alpha"), ("target_modules", "targets")):
+            if ours[key] != theirs.get(key):
+                raise UserError(
+                    f"{directory} is a checkpoint of an adapter with {key} = {theirs.get(key)}; lora.{setting} makes "
+                    f"it {ours[key]}. Set lora.{setting} back, or start another --out."
+                )
+
+
+class _Alone(Policy):
+    """The base model without any adapter."""
+
+    def __init__(self, base: BaseModel) -> None:
+        super().__init__(base.policy.module, base.policy.files, base.policy.device)
+        self._base = base
+
+    @contextmanager
+    def engaged(self) -> Iterator[None]:
+        self._base.engage(None)
+        yield
+
+
+def load_base(path: str, device: str) -> BaseModel:
+    """The model in a directory, or of a hub id, in the precision that it is stored in.
+
+    Raises:
+        UserError: nothing usable is there, or the device is not.
+    """
+    directory = find_model(path)
+    snapshot = map_base_model(directory)
+    return BaseModel(load_policy(str(directory), "stored", device), snapshot)
+
+
+def load_merged(base: str, adapter: Path, device: str) -> Policy:
+    """The whole model that the adapter in the directory `adapter` makes of the model `base`, in float32.
+
+    Raises:
+        UserError: there is no such model, or the adapter does not fit it.
+    """
+    policy = load_policy(base, "float32", device)
+    values = parse_json(_read(adapter / ADAPTER_CONFIG))
+    factors, weights = load_file(adapter / ADAPTER_WEIGHTS), policy.state()
+    try:
+        for name in [name for name in factors if ".lora_A." in name]:
+            down, up = (factors[key].to(policy.device) for key in (name, name.replace(".lora_A.", ".lora_B.")))
+            target = weights[name.removeprefix(PREFIX).replace(".lora_A.", ".")]
+            target += (up @ down) * (values["lora_alpha"] / values["r"])
+    except (KeyError, TypeError, RuntimeError) as error:
+        raise UserError(f"{adapter} is no adapter of {base}: {error!r}.") from error
+    return policy
+
+
+def _read(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise UserError(f"{path} cannot be read: {error.strerror}.") from error

@@ -1,0 +1,51 @@
+"""What makes a directory a PEFT adapter: its file names, adapter_config.json, and which layers its targets are."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Sequence
+from typing import TYPE_CHECKING
+
+from echo2.errors import UserError
+from echo2.types import SnapshotRef
+
+if TYPE_CHECKING:
+    from echo2.config.sections import LoraConfig
+
+ADAPTER_WEIGHTS, ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"
+ALL_LINEAR = "all-linear"
+
+
+def adapter_config(lora: LoraConfig, targets: Sequence[str], base_model: SnapshotRef) -> bytes:
+    """The adapter's adapter_config.json. It names the base model by content, not where this machine has it."""
+    values = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base_model.policy,
+        "r": lora.rank,
+        "lora_alpha": lora.scaled_alpha,
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "target_modules": list(targets),
+        "inference_mode": True,
+    }
+    return json.dumps(values, indent=2, sort_keys=True).encode()
+
+
+def lora_targets(linear: Collection[str], targets: Sequence[str]) -> list[str]:
+    """The targets as PEFT takes them, sorted: ends of the names of linear layers. `linear`: the names of all that there
+    are but the model's head.
+
+    Raises:
+        UserError: one matches no linear layer.
+    """
+    ends = sorted({name.rpartition(".")[2] for name in linear})
+    if list(targets) == [ALL_LINEAR]:
+        return ends
+    for target in targets:
+        if not any(name == target or name.endswith(f".{target}") for name in linear):
+            raise UserError(
+                f"lora.targets has {target!r}, and no linear layer of the model has that name. There are: "
+                f'{", ".join(ends)}; ["{ALL_LINEAR}"] is all of them.'
+            )
+    return sorted(set(targets))

@@ -1,0 +1,226 @@
+"""LoRA in the learner: version 0 is the base, adapters do not touch each other, and PEFT reads what is saved."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from echo2.config import Config
+from echo2.config.sections import LoraConfig
+from echo2.errors import UserError
+from echo2.learner import checkpoint
+from echo2.learner.adapters import Adapter, BaseModel, load_base, load_merged
+from echo2.learner.datum import Datum
+from echo2.learner.grpo.client import GrpoClient
+from echo2.learner.model import Policy, load_policy
+from echo2.learner.trainer import AdamParams, Trainer
+from echo2.weights.model_files import map_base_model
+from learner_cases import config_of, data_of, model_directory, random_group
+
+LORA = LoraConfig(rank=2)
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    return model_directory(tmp_path / "model")
+
+
+def some_data(seed: int = 0) -> list[Datum]:
+    rng = random.Random(seed)
+    return [datum for number in range(4) for datum in data_of(random_group(rng, number))]
+
+
+def trained(trainer: Trainer, name: str, steps: int = 2) -> None:
+    for step in range(steps):
+        trainer.forward_backward(name, some_data(step), lambda logp, tokens: (-logp * tokens.advantage_n, None))
+        assert trainer.optim_step(name, AdamParams(1e-2)).updated
+
+
+def logits(module: torch.nn.Module) -> torch.Tensor:
+    with torch.no_grad():
+        found: torch.Tensor = module(torch.arange(12)[None]).logits
+    return found
+
+
+def computed(policy: Policy) -> torch.Tensor:
+    with policy.engaged():
+        return logits(policy.module)
+
+
+def lora_config(**changes: int) -> Config:
+    return replace(config_of(lr=1e-2, groups_per_step=4), lora=LoraConfig(rank=2, **changes))
+
+
+def test_version_0_is_the_base_and_a_seed_is_an_adapter(model: Path) -> None:
+    base = load_base(str(model), "cpu")
+    one, same, other = (base.adapter(LORA, seed) for seed in (1, 1, 2))
+    plain = logits(load_policy(str(model), "float32", "cpu").module)
+    assert all(torch.equal(computed(policy), plain) for policy in (one, same, other, base.alone()))
+    assert one.state().keys() == other.state().keys()
+    assert all(torch.equal(one.state()[name], same.state()[name]) for name in one.state())
+    assert not all(torch.equal(one.state()[name], other.state()[name]) for name in one.state())
+    assert {tensor.dtype for tensor in one.state().values()} == {torch.float32}
+
+
+def test_training_one_adapter_leaves_the_others_and_the_base_bit_for_bit(model: Path) -> None:
+    base = load_base(str(model), "cpu")
+    before = {name: tensor.clone() for name, tensor in base.policy.state().items() if "lora" not in name}
+    trainer = Trainer(64)
+    for seed, name in enumerate(("one", "other")):
+        trainer.add(name, base.adapter(LORA, seed))
+    trainer.add("base", base.alone(), is_trained=False)
+    trained(trainer, "other")
+    data = some_data(7)
+    others = trainer.forward("other", data)
+    bases = trainer.forward("base", data)
+    trained(trainer, "one")
+    assert trainer.forward("one", data) != others
+    assert trainer.forward("other", data) == others
+    assert trainer.forward("base", data) == bases != others
+    now = base.policy.state()
+    assert {name.replace(".base_layer", "") for name in now if "lora" not in name} == set(before)
+    assert all(torch.equal(now[name.replace("proj.", "proj.base_layer.")], old) for name, old in before.items())
+
+
+def test_gradients_of_two_adapters_do_not_mix_within_a_step(model: Path) -> None:
+    def steps(name: str, others: bool) -> dict[str, torch.Tensor]:
+        base = load_base(str(model), "cpu")
+        trainer, policies = Trainer(64), {key: base.adapter(LORA, 3) for key in ("one", "other")}
+        for key, policy in policies.items():
+            trainer.add(key, policy)
+        for step in range(3):
+            for key in ("one", "other") if others else (name,):
+                data = some_data(step + 10 * (key == "other"))
+                trainer.forward_backward(key, data, lambda logp, tokens: (-logp * tokens.advantage_n, None))
+            for key in ("one", "other") if others else (name,):
+                trainer.optim_step(key, AdamParams(1e-2))
+        return policies[name].state()
+
+    for name in ("one", "other"):
+        alone, together = steps(name, False), steps(name, True)
+        assert all(torch.equal(alone[key], together[key]) for key in alone)
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # PEFT asks for it
+def test_a_checkpoint_goes_on_bit_for_bit_and_is_a_peft_directory(model: Path, tmp_path: Path) -> None:
+    from peft import PeftModel
+
+    def client() -> GrpoClient:
+        return GrpoClient(load_base(str(model), "cpu").adapter(LORA, 0), lora_config())
+
+    rng = random.Random(5)
+    groups = [random_group(rng, number) for number in range(4)]
+    first = client()
+    first.forward_backward(groups)
+    first.optim_step()
+    saved = tmp_path / "checkpoints" / "step_1"
+    first.save_state(saved, lineage=1, cursor=9).result()
+    again = client()
+    assert again.load_state(saved).cursor == 9
+    for one in (first, again):
+        one.forward_backward(groups)
+        one.optim_step()
+    state = again.policy.state()
+    assert all(torch.equal(tensor, state[name]) for name, tensor in first.policy.state().items())
+
+    first.save_state(tmp_path / "step_2").result()
+    assert checkpoint.is_whole(tmp_path / "step_2")
+    peft = PeftModel.from_pretrained(load_policy(str(model), "float32", "cpu").module, str(tmp_path / "step_2")).eval()
+    torch.testing.assert_close(logits(peft), computed(first.policy), rtol=0, atol=1e-6)
+    assert not torch.equal(logits(peft), computed(client().policy))
+    merged = load_merged(str(model), tmp_path / "step_2", "cpu")
+    assert not any("lora" in name for name in merged.state())
+    torch.testing.assert_close(logits(merged.module), computed(first.policy), rtol=0, atol=1e-5)
+
+
+def test_checkpoints_of_something_else_are_refused(model: Path, tmp_path: Path) -> None:
+    def saved(policy: Policy, name: str) -> Path:
+        GrpoClient(policy, Config()).save_state(tmp_path / name).result()
+        return tmp_path / name
+
+    other_model = model_directory(tmp_path / "other", seed=1)
+    base = load_base(str(model), "cpu")
+    mine = base.adapter(LORA, 0)
+    whole = load_policy(str(model), "float32", "cpu")
+    cases = [
+        (
+            mine,
+            saved(load_base(str(other_model), "cpu").adapter(LORA, 0), "a"),
+            "an adapter over base-.*model.path holds",
+        ),
+        (mine, saved(base.adapter(LoraConfig(rank=3), 0), "b"), "r = 3; lora.rank makes it 2"),
+        (mine, saved(base.adapter(LoraConfig(rank=2, alpha=9), 0), "c"), "lora_alpha = 9; lora.alpha makes it 4"),
+        (mine, saved(base.adapter(LoraConfig(rank=2, targets=["q_proj"]), 0), "d"), "lora.targets makes"),
+        (mine, saved(whole, "e"), "a whole model, and holds no adapter_model"),
+        (whole, saved(mine, "f"), "an adapter over base-.*, and holds no model"),
+    ]
+    for policy, directory, complaint in cases:
+        with pytest.raises(UserError, match=complaint):
+            GrpoClient(policy, Config()).load_state(directory)
+
+
+def test_targets(model: Path) -> None:
+    base = load_base(str(model), "cpu")
+    with pytest.raises(UserError, match=r"'query'.* There are: down_proj, gate_proj, .*v_proj"):
+        base.adapter(LoraConfig(rank=2, targets=["q_proj", "query"]), 0)
+    with pytest.raises(UserError, match="'lm_head'"):
+        base.adapter(LoraConfig(rank=2, targets=["lm_head"]), 0)
+    narrow = base.adapter(LoraConfig(rank=2, targets=["q_proj"]), 0)
+    assert {name.split(".")[-3] for name in narrow.state()} == {"q_proj"}
+    wide = base.adapter(LORA, 0)
+    ends = {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
+    assert {name.split(".")[-3] for name in wide.state()} == ends
+    assert len(narrow.state()) == 4  # the first adapter did not grow with the second
+
+
+def test_the_reference_of_an_adapter_is_its_base(model: Path) -> None:
+    config = replace(lora_config(), learner=replace(lora_config().learner, reference_kl=0.1))
+    base = load_base(str(model), "cpu")
+    client = GrpoClient(base.adapter(LORA, 0), config)
+    num_base = sum(p.numel() for p in load_policy(str(model), "float32", "cpu").module.parameters())
+    frozen = sum(p.numel() for name, p in client.policy.module.named_parameters() if "lora" not in name)
+    assert frozen == num_base
+    rng = random.Random(1)
+    groups = [random_group(rng, number) for number in range(4)]
+    first = client.forward_backward(groups)
+    assert first.reference_kl == 0.0
+    client.optim_step()
+    assert client.forward_backward(groups).reference_kl > 0.0
+
+
+def test_the_base_model_is_what_the_directory_holds(model: Path, tmp_path: Path) -> None:
+    base = load_base(str(model), "cpu")
+    assert base.snapshot.ref == map_base_model(model).ref
+    assert base.snapshot.ref != map_base_model(model_directory(tmp_path / "other", seed=1)).ref
+    tensors = base.policy.tensors()
+    assert {name: bytes(one.data) for name, one in tensors.items()} == {
+        name: bytes(one.data) for name, one in base.snapshot.tensors.items()
+    }
+
+
+def test_a_model_in_bfloat16_stays_in_bfloat16_and_its_adapter_does_not(model: Path, tmp_path: Path) -> None:
+    policy = load_policy(str(model), "bfloat16", "cpu")
+    policy.module.save_pretrained(tmp_path / "half")
+    base = load_base(str(tmp_path / "half"), "cpu")
+    assert isinstance(base, BaseModel)
+    adapter = base.adapter(LORA, 0)
+    assert isinstance(adapter, Adapter)
+    assert base.policy.dtype == torch.bfloat16
+    assert {one.dtype for one in base.snapshot.tensors.values()} == {"BF16"}
+    trainer = Trainer(64)
+    trainer.add("one", adapter)
+    trained(trainer, "one")
+    assert {tensor.dtype for tensor in adapter.state().values()} == {torch.float32}
+
+
+def test_directories_without_readable_weights(tmp_path: Path, model: Path) -> None:
+    with pytest.raises(UserError, match="no model in safetensors"):
+        map_base_model(tmp_path)
+    weights = model / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-10])
+    with pytest.raises(UserError, match="lies outside of the file"):
+        map_base_model(model)
