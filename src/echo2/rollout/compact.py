@@ -11,15 +11,17 @@ E = head dim, F = ffn, L = layers, C = columns of the cache (token slots), V = v
 
 from __future__ import annotations
 
+import copy
 import math
 from array import array
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
+from echo2.rollout.adapter import Adapter, LowRank, join
 from echo2.rollout.architecture import Architecture, Rope, read_architecture
 from echo2.rollout.decode_loop import DecodeLoop
 from echo2.rollout.engine import Engine
@@ -31,6 +33,8 @@ from echo2.types import Snapshot
 
 GROW_COLUMNS = 32
 """The cache grows by at least this many columns, and by half of itself: few copies, little unused memory."""
+QKV, GATE_UP = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), ("mlp.gate_proj", "mlp.up_proj")
+OUT, DOWN = "self_attn.o_proj", "mlp.down_proj"
 PREFILL_TOKENS = 1 << 15
 """Prompt tokens read at once (at least one prompt); bounds the memory of long prompts."""
 
@@ -45,7 +49,8 @@ Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """Weights of one layer; `qk_norm_HE` is the norm of queries and keys, one row per head."""
+    """Weights of one layer; `qk_norm_HE` is the norm of queries and keys, one row per head. Linear maps that are fused
+    have their adapters fused."""
 
     attention_norm_D: Tensor
     qkv: tuple[Tensor, Tensor | None]
@@ -54,6 +59,10 @@ class Layer:
     ffn_norm_D: Tensor
     gate_up: tuple[Tensor, Tensor | None]
     down: tuple[Tensor, Tensor | None]
+    qkv_adapter: LowRank | None = None
+    out_adapter: LowRank | None = None
+    gate_up_adapter: LowRank | None = None
+    down_adapter: LowRank | None = None
 
 
 class CompactCache:
@@ -129,6 +138,27 @@ class CompactModel:
         self._frequency_E = rope_frequencies(arch.rope, arch.head_dim).to(self._embed_VD.device).repeat(2)
         self.limits = Limits(arch.vocab_size, arch.max_positions, end)
         self.architecture = (arch, self._embed_VD.dtype)
+        shapes = arch.tensor_shapes().items()
+        self.linears = {name[:-7]: (shape[0], shape[1]) for name, shape in shapes if name.endswith("_proj.weight")}
+
+    def adapted(self, adapter: Adapter) -> CompactModel:
+        """See `Model.adapted`."""
+        model = copy.copy(self)
+
+        def fused(prefix: str, *names: str) -> LowRank | None:
+            return join([(adapter.get(prefix + name), self.linears[prefix + name][0]) for name in names])
+
+        model._layers = [
+            replace(
+                layer,
+                qkv_adapter=fused(f"model.layers.{at}.", *QKV),
+                out_adapter=fused(f"model.layers.{at}.", OUT),
+                gate_up_adapter=fused(f"model.layers.{at}.", *GATE_UP),
+                down_adapter=fused(f"model.layers.{at}.", DOWN),
+            )
+            for at, layer in enumerate(self._layers)
+        ]
+        return model
 
     def prefill(self, prompts: Sequence[array[int]]) -> CompactCache:
         """Read the prompts, right-padded: causal attention keeps the padding from mattering."""
@@ -190,7 +220,7 @@ class CompactModel:
         rows, columns, _ = x_BTD.shape
         heads, kv_heads, head_dim, eps = arch.num_heads, arch.num_kv_heads, arch.head_dim, arch.rms_eps
         for index, layer in enumerate(self._layers):
-            qkv = functional.linear(rms_norm(x_BTD, layer.attention_norm_D, eps), *layer.qkv)
+            qkv = linear(rms_norm(x_BTD, layer.attention_norm_D, eps), layer.qkv, layer.qkv_adapter)
             qkv_BTHE = qkv.view(rows, columns, heads + 2 * kv_heads, head_dim)
             qk_BTHE, v_BTKE = qkv_BTHE.split((heads + kv_heads, kv_heads), dim=2)
             if layer.qk_norm_HE is not None:
@@ -198,10 +228,10 @@ class CompactModel:
             qk_BTHE = rotate(qk_BTHE, *cos_sin)
             q_BTHE, k_BTKE = qk_BTHE.split((heads, kv_heads), dim=2)
             attended = attend(index, q_BTHE, k_BTKE, v_BTKE).reshape(rows, columns, heads * head_dim)
-            x_BTD = x_BTD + functional.linear(attended, *layer.out)
-            gate_up_BTF = functional.linear(rms_norm(x_BTD, layer.ffn_norm_D, eps), *layer.gate_up)
+            x_BTD = x_BTD + linear(attended, layer.out, layer.out_adapter)
+            gate_up_BTF = linear(rms_norm(x_BTD, layer.ffn_norm_D, eps), layer.gate_up, layer.gate_up_adapter)
             gate_BTF, up_BTF = gate_up_BTF.chunk(2, dim=-1)
-            x_BTD = x_BTD + functional.linear(functional.silu(gate_BTF) * up_BTF, *layer.down)
+            x_BTD = x_BTD + linear(functional.silu(gate_BTF) * up_BTF, layer.down, layer.down_adapter)
         return x_BTD
 
     def _logits(self, hidden_BD: Tensor) -> Tensor:
@@ -211,6 +241,12 @@ class CompactModel:
         """cos and sin [B, T, 1, E] in the computing dtype; the angles are float32, as in transformers."""
         angle_BT1E = position_BT[..., None, None].float() * self._frequency_E
         return angle_BT1E.cos().to(self._embed_VD.dtype), angle_BT1E.sin().to(self._embed_VD.dtype)
+
+
+def linear(x: Tensor, weights: tuple[Tensor, Tensor | None], adapter: LowRank | None) -> Tensor:
+    """x [..., I] through a linear map, and its adapter where it has one: [..., O]."""
+    y = functional.linear(x, *weights)
+    return y if adapter is None else adapter.add(y, x)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -266,12 +302,12 @@ class _Weights:
 
         return Layer(
             self.new(f"{prefix}input_layernorm.weight"),
-            fused("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+            fused(*QKV),
             self._qk_norm(f"{prefix}self_attn.") if self._arch.qk_norm else None,
-            fused("self_attn.o_proj"),
+            fused(OUT),
             self.new(f"{prefix}post_attention_layernorm.weight"),
-            fused("mlp.gate_proj", "mlp.up_proj"),
-            fused("mlp.down_proj"),
+            fused(*GATE_UP),
+            fused(DOWN),
         )
 
     def _qk_norm(self, prefix: str) -> Tensor:

@@ -40,13 +40,17 @@ class Decoder(Protocol):
         """The snapshot of the policy."""
 
     @property
+    def base_model(self) -> SnapshotRef | None:
+        """As `Engine.base_model`."""
+
+    @property
     def can_join(self) -> bool:
         """Whether rows may be added while others run."""
 
     def refusal(self, request: SampleRequest) -> RequestFailure | None:
         """As `Engine.refusal`."""
 
-    def load(self, snapshot: Snapshot) -> float:
+    def load(self, snapshot: Snapshot, base: Snapshot | None = None) -> float:
         """Check the new policy and put it in the place of the old one: the next step takes the new one. Returns the
         seconds for which no step could be made meanwhile.
 
@@ -93,6 +97,11 @@ class DecodeLoop:
         return self._decoder.installed
 
     @property
+    def base_model(self) -> SnapshotRef | None:
+        """See `Engine.base_model`."""
+        return self._decoder.base_model
+
+    @property
     def free_slots(self) -> int:
         """See `Engine.free_slots`."""
         with self._changed:
@@ -133,10 +142,10 @@ class DecodeLoop:
                 self._thread.start()
             self._changed.notify_all()
 
-    async def update_weights(self, snapshot: Snapshot) -> float:
+    async def update_weights(self, snapshot: Snapshot, base: Snapshot | None = None) -> float:
         """See `Engine.update_weights`. The new policy is read in a thread of its own, beside the decode thread."""
         is_sampling, started = self.free_slots < self.slots, time.perf_counter()
-        pause_seconds = await asyncio.to_thread(self._decoder.load, snapshot)
+        pause_seconds = await asyncio.to_thread(self._decoder.load, snapshot, base)
         return pause_seconds if is_sampling else time.perf_counter() - started
 
     async def close(self) -> None:

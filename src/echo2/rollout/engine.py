@@ -77,6 +77,10 @@ class Engine(Protocol):
         """The snapshot that the next token is sampled with."""
 
     @property
+    def base_model(self) -> SnapshotRef | None:
+        """The base model that it holds below an adapter; None: the policy is a whole model, or there is none."""
+
+    @property
     def slots(self) -> int:
         """Requests that are decoded at once; further ones wait in order of arrival."""
 
@@ -106,15 +110,18 @@ class Engine(Protocol):
             UserError: nothing is installed.
         """
 
-    async def update_weights(self, snapshot: Snapshot) -> float:
+    async def update_weights(self, snapshot: Snapshot, base: Snapshot | None = None) -> float:
         """Check a new policy and put it in the place of the installed one, which goes on sampling until then. Requests
         under way go on with the new weights from their next token. The engine decides whether the new weights come
         beside the old ones for a while or are copied over them between two tokens. Returns the seconds in which nothing
         could be sampled because of it.
 
+        `base`: the base model of an adapter, where the engine does not hold it (`base_model`).
+
         Raises:
-            PeerError: the snapshot is torn or wrong; the old weights stay, except where its bytes, which were checked,
-                could not be read again half-way through copying: then nothing is installed.
+            PeerError: the snapshot is torn or wrong, or an adapter that does not fit its base model; the old weights
+                stay, except where its bytes, which were checked, could not be read again half-way through copying: then
+                nothing is installed.
             UserError: this engine does not know the architecture; the old weights stay.
             OutOfMemoryError: there is no room for it; the old weights stay.
         """

@@ -44,6 +44,7 @@ class FakeDecoder:
         self._advance = advance
         self._installed: tuple[SnapshotRef, int, int, int] | None = None
         self._rows: dict[int, _Row] = {}
+        self.base_model: SnapshotRef | None = None
 
     @property
     def installed(self) -> SnapshotRef | None:
@@ -57,12 +58,13 @@ class FakeDecoder:
             return RequestFailure("engine_failed", "The fake engine has no distribution to tell of (score_centering).")
         return refuse_request(request, vocab, positions)
 
-    def load(self, snapshot: Snapshot) -> float:
+    def load(self, snapshot: Snapshot, base: Snapshot | None = None) -> float:
         """See `Decoder.load`."""
         config = read_config(snapshot.files)
         vocab = _positive(config, "vocab_size", DEFAULT_VOCAB_SIZE)
         positions = _positive(config, "max_position_embeddings", DEFAULT_MAX_POSITIONS)
         ends = end_tokens(snapshot.files)
+        self.base_model = snapshot.base_model
         self._installed = (snapshot.ref, vocab, positions, ends[0] if ends and 0 <= ends[0] < vocab else vocab - 1)
         return 0.0
 

@@ -7,10 +7,12 @@ Shape suffixes: R = prompts, B = rows, T = tokens of a row, V = vocabulary.
 
 from __future__ import annotations
 
+import copy
 import inspect
 import json
 from array import array
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -20,8 +22,10 @@ from torch import Tensor
 from torch.nn import functional
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
+from transformers.pytorch_utils import Conv1D
 
 from echo2.errors import UserError
+from echo2.rollout.adapter import Adapter, LowRank
 from echo2.rollout.decode_loop import DecodeLoop
 from echo2.rollout.engine import Engine
 from echo2.rollout.rows import Limits
@@ -98,8 +102,25 @@ class HfModel:
         takes = inspect.signature(module.forward).parameters
         values = config.to_dict() | {"_name_or_path": ""}  # where it was read from: a directory that is gone
         self.architecture = json.dumps([values, str(module.dtype)], sort_keys=True, default=str)
+        self.linears = {name: shape for name, part in module.named_modules() if (shape := _linear_shape(part))}
+        self._adapter: Adapter = {}
+        self._applied: dict[str, LowRank] = {}  # by all that share the module: of the one that runs
+        self._hooked: set[str] = set()
         self._takes_positions = "position_ids" in takes
         self._is_recurrent = "cache_params" in takes  # Mamba: its cache has another name, and a step no mask
+
+    def adapted(self, adapter: Adapter) -> HfModel:
+        """See `Model.adapted`. Hooks add the adapter's part to what the module's linear maps give."""
+        model = copy.copy(self)
+        model._adapter = adapter
+        for name in adapter.keys() - self._hooked:
+            self._module.get_submodule(name).register_forward_hook(partial(self._add, name))
+            self._hooked.add(name)
+        return model
+
+    def _add(self, name: str, module: Any, inputs: tuple[Tensor], output: Tensor) -> Tensor:
+        low = self._applied.get(name)
+        return output if low is None else low.add(output, inputs[0])
 
     def prefill(self, prompts: Sequence[array[int]]) -> HfCache:
         """Read the prompts. One column is read at least, which is padding where all prompts are empty."""
@@ -121,6 +142,8 @@ class HfModel:
 
     def _forward(self, cache: HfCache, tokens_BT: Tensor) -> Tensor:
         inputs: dict[str, Any] = {}
+        self._applied.clear()
+        self._applied.update(self._adapter)
         if self._takes_positions:
             # A row that has ended may be stepped past the last position until it is dropped; its logits are not used.
             position_BT = (cache.mask_BT.cumsum(-1) - 1).clamp(0, self.limits.max_positions - 1)
@@ -131,6 +154,13 @@ class HfModel:
         output = self._module(input_ids=tokens_BT, use_cache=True, **inputs)
         logits_BV: Tensor = output.logits[:, -1].float()
         return logits_BV
+
+
+def _linear_shape(part: Any) -> tuple[int, int] | None:
+    """(outputs, inputs) of a linear map; None: it is something else."""
+    if isinstance(part, torch.nn.Linear):
+        return part.out_features, part.in_features
+    return (part.nf, part.nx) if isinstance(part, Conv1D) else None
 
 
 def build_transformers(snapshot: Snapshot, device: torch.device) -> HfModel:

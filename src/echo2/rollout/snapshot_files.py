@@ -15,10 +15,15 @@ def read_config(files: Mapping[str, bytes]) -> dict[str, Any]:
     Raises:
         PeerError: it is missing or is not a JSON object.
     """
-    return _read_object(files, "config.json")
+    return read_object(files, "config.json")
 
 
-def _read_object(files: Mapping[str, bytes], name: str) -> dict[str, Any]:
+def read_object(files: Mapping[str, bytes], name: str) -> dict[str, Any]:
+    """The JSON object in one file of a snapshot.
+
+    Raises:
+        PeerError: it is missing or is not one.
+    """
     try:
         value = parse_json(files[name])
     except (KeyError, ValueError) as error:
@@ -37,7 +42,7 @@ def end_tokens(files: Mapping[str, bytes]) -> tuple[int, ...]:
     for name in ("generation_config.json", "config.json"):
         if name not in files:
             continue
-        ids = _read_object(files, name).get("eos_token_id")
+        ids = read_object(files, name).get("eos_token_id")
         if ids is not None:
             listed = ids if isinstance(ids, list) else [ids]
             if not all(isinstance(token, int) for token in listed):

@@ -5,6 +5,9 @@ one assignment; else, when all of it has been checked, it is copied over the old
 Rows under way keep their key-value cache across a swap: what was read under the old weights is not read again (as
 PipelineRL, arXiv 2509.19128); the logprob of each token is the one it was really drawn with.
 
+An adapter is a model that shares the weights of its base model, whose own are never changed by it: the swap to another
+adapter over the same base model is one assignment, too.
+
 Rows that have ended are dropped from the batch as soon as enough of them have, or others join, so that short
 completions stop costing. Rows that join together and have the same prompt share its prefill.
 
@@ -26,6 +29,7 @@ from torch import Tensor
 
 from echo2.devices import free_memory_bytes, pick_device
 from echo2.errors import InvariantError, PeerError
+from echo2.rollout.adapter import Adapter, read_adapter
 from echo2.rollout.engine import Completion, OutOfMemoryError, RequestFailure, SampleRequest, refuse_request
 from echo2.rollout.rows import Limits, RowTable
 from echo2.rollout.snapshot_tensors import Places, check_tensors, copy_tensors
@@ -72,6 +76,13 @@ class Model(Protocol):
     def places(self) -> Places:
         """Where the tensors of a snapshot go."""
 
+    @property
+    def linears(self) -> Mapping[str, tuple[int, int]]:
+        """(outputs, inputs) of the linear maps that may have an adapter, by module."""
+
+    def adapted(self, adapter: Adapter) -> Model:
+        """The model that shares these weights and has this adapter, in the place of another, over them."""
+
     def prefill(self, prompts: Sequence[array[int]]) -> Cache:
         """Read R sequences of tokens, any of which may be empty."""
 
@@ -91,6 +102,7 @@ class TorchDecoder:
         self._build_model = build_model
         self._device = pick_device(device)
         self._current: tuple[SnapshotRef, Model, Limits] | None = None
+        self.base_model: SnapshotRef | None = None
         self._cache: Cache | None = None
         self._rows = RowTable(self._device)
         # The weights are used or changed by whoever holds `_using`. Who is next holds `_next`: else the decode thread,
@@ -113,18 +125,33 @@ class TorchDecoder:
         limits = self._policy()[2]
         return refuse_request(request, limits.vocab_size, limits.max_positions)
 
-    def load(self, snapshot: Snapshot) -> float:
+    def load(self, snapshot: Snapshot, base: Snapshot | None = None) -> float:
         """See `Decoder.load`."""
+        whole = snapshot if snapshot.base_model is None else base
         with torch.inference_mode():
-            outline = self._build_model(snapshot, META)
-            if self._current is not None and self._current[1].architecture != outline.architecture:
-                raise PeerError("architecture", f"snapshot {snapshot.ref} has another architecture than the one before")
-            check_tensors(snapshot, outline.places)
-            if self._load_beside(snapshot):
+            if whole is None:
+                self._load_adapter(snapshot)
                 return 0.0
-            return self._load_in_place(snapshot, outline.limits)
+            outline = self._build_model(whole, META)
+            if self._current is not None and self._current[1].architecture != outline.architecture:
+                raise PeerError("architecture", f"snapshot {whole.ref} has another architecture than the one before")
+            check_tensors(whole, outline.places)
+            adapter = {} if whole is snapshot else read_adapter(snapshot, outline.linears, self._device)
+            seconds = 0.0
+            if not self._load_beside(snapshot.ref, whole, adapter):
+                seconds = self._load_in_place(snapshot.ref, whole, adapter, outline.limits)
+            self.base_model = snapshot.base_model
+            return seconds
 
-    def _load_beside(self, snapshot: Snapshot) -> bool:
+    def _load_adapter(self, snapshot: Snapshot) -> None:
+        """Over the base model that is here."""
+        if snapshot.base_model != self.base_model:
+            raise InvariantError(f"{snapshot.ref} is over {snapshot.base_model}; the engine holds {self.base_model}")
+        _, model, limits = self._policy()
+        adapter = read_adapter(snapshot, model.linears, self._device)
+        self._current = (snapshot.ref, model.adapted(adapter), limits)
+
+    def _load_beside(self, ref: SnapshotRef, snapshot: Snapshot, adapter: Adapter) -> bool:
         """Whether there was room to. Without weights before there must be."""
         num_bytes, free = sum(tensor.num_bytes for tensor in snapshot.tensors.values()), free_memory_bytes(self._device)
         share = GPU_SHARE if self._device.type == "cuda" else CPU_SHARE
@@ -140,19 +167,19 @@ class TorchDecoder:
             if self._current is not None:
                 return False
             raise OutOfMemoryError(f"{self._device} has no room for {num_bytes / 1e6:,.0f} MB of weights") from error
-        self._current = (snapshot.ref, model, model.limits)  # the swap: the next step reads this once
+        self._current = (ref, model.adapted(adapter), model.limits)  # the swap: the next step reads this once
         return True
 
-    def _load_in_place(self, snapshot: Snapshot, limits: Limits) -> float:
+    def _load_in_place(self, ref: SnapshotRef, snapshot: Snapshot, adapter: Adapter, limits: Limits) -> float:
         """Copy over the weights that are there. Returns the seconds for which they could not be used."""
         with self._next, self._using:
             started, (_, model, _) = time.perf_counter(), self._policy()
             try:
                 copy_tensors(snapshot, model.places)
             except BaseException:
-                self._current = None  # a mixture of two policies is none
+                self._current = self.base_model = None  # a mixture of two policies is none
                 raise
-            self._current = (snapshot.ref, model, limits)
+            self._current = (ref, model.adapted(adapter), limits)
         seconds = time.perf_counter() - started
         log.info("weights of %s copied over the old ones in %.2f s: no room beside them", snapshot.ref, seconds)
         return seconds

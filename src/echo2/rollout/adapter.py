@@ -1,0 +1,134 @@
+"""A LoRA adapter as the torch engines compute it: beside each linear map of the base model, not merged into it.
+
+    y = W x + b + B (A x) scale
+
+Names and configuration are PEFT's. What is not this formula is refused. The base model's weights are untouched, so many
+adapters can be over one of them, and a swap costs what the adapter weighs.
+
+Source: Hu et al., LoRA (arXiv 2106.09685); for `use_rslora`, Kalajdzievski (arXiv 2312.03732).
+
+Shape suffixes: R = rank, I = inputs, O = outputs.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from echo2.errors import PeerError
+from echo2.rollout.snapshot_files import read_object
+from echo2.rollout.snapshot_tensors import FLOAT_DTYPES, check_tensors, copy_tensors
+from echo2.types import Snapshot
+
+RANK_MAX = 4096
+CONFIG_FILE = "adapter_config.json"
+PREFIX, DOWN, UP = "base_model.model.", ".lora_A.weight", ".lora_B.weight"
+#: Entries of adapter_config.json that change nothing in what a given A and B compute. Others have to be empty.
+HARMLESS = {
+    *("auto_mapping", "base_model_name_or_path", "bias", "ensure_weight_tying", "exclude_modules", "fan_in_fan_out"),
+    *("inference_mode", "init_lora_weights", "layers_pattern", "layers_to_transform", "lora_alpha", "lora_dropout"),
+    *("megatron_core", "peft_type", "peft_version", "qalora_group_size", "r", "revision", "target_modules"),
+    *("task_type", "use_rslora"),
+}
+
+
+class LowRank(NamedTuple):
+    """A and B of one linear map, in the adapter's dtype; B is multiplied by the scale."""
+
+    a_RI: Tensor
+    b_OR: Tensor
+
+    def add(self, y: Tensor, x: Tensor) -> Tensor:
+        """y [..., O] of the base model plus the adapter's part for x [..., I]; the sum is rounded to y's dtype once."""
+        low = functional.linear(functional.linear(x.to(self.a_RI.dtype), self.a_RI), self.b_OR)
+        return (y + low).to(y.dtype)
+
+
+Adapter = Mapping[str, LowRank]
+"""By module of the base model; empty: there is none."""
+
+
+def read_adapter(
+    snapshot: Snapshot, linears: Mapping[str, tuple[int, int]], device: torch.device
+) -> dict[str, LowRank]:
+    """The adapter of a snapshot, by module of the base model.
+
+    linears  (outputs, inputs) of the base model's linear maps, by module
+
+    Raises:
+        PeerError: it is no LoRA adapter, not of this base model, or torn.
+    """
+    rank, scale = _read_scale(snapshot)
+    modules = {name.removeprefix(PREFIX).removesuffix(DOWN).removesuffix(UP) for name in snapshot.tensors}
+    unknown = sorted(modules - linears.keys())
+    if unknown or not modules:
+        known = ", ".join(sorted(linears)[:3])
+        first = unknown[0] if unknown else "nothing"
+        raise PeerError("bad_adapter", f"{snapshot.ref} is over {first}; the base model has {known} and others")
+    wanted = {PREFIX + module + part for module in modules for part in (DOWN, UP)}
+    if wanted != set(snapshot.tensors):
+        odd = min(wanted ^ set(snapshot.tensors))
+        raise PeerError("bad_adapter", f"{snapshot.ref} has one half of a LoRA pair only, or something else: {odd}")
+    found: dict[str, LowRank] = {}
+    places: dict[str, tuple[Tensor]] = {}
+    for module in sorted(modules):
+        (outputs, inputs), dtype = linears[module], snapshot.tensors[PREFIX + module + DOWN].dtype
+        if dtype not in FLOAT_DTYPES or snapshot.tensors[PREFIX + module + UP].dtype != dtype:
+            raise PeerError("bad_adapter", f"{module} of {snapshot.ref} has A and B that are not floats of one kind")
+        empty = partial(torch.empty, dtype=FLOAT_DTYPES[dtype], device=device)
+        low = found[module] = LowRank(empty((rank, inputs)), empty((outputs, rank)))
+        places[PREFIX + module + DOWN], places[PREFIX + module + UP] = (low.a_RI,), (low.b_OR,)
+    check_tensors(snapshot, places)
+    copy_tensors(snapshot, places)
+    for low in found.values():
+        low.b_OR.mul_(scale)
+    return found
+
+
+def join(parts: list[tuple[LowRank | None, int]]) -> LowRank | None:
+    """The adapters of linear maps whose outputs lie behind each other, as of one map: a block for each.
+
+    parts  for each map its adapter, if it has one, and the number of its outputs
+    """
+    there = [part for part, _ in parts if part is not None]
+    if not there:
+        return None
+    a_RI = torch.cat([part.a_RI for part in there])
+    b_OR = a_RI.new_zeros((sum(outputs for _, outputs in parts), len(a_RI)))
+    row = column = 0
+    for part, outputs in parts:
+        if part is not None:
+            rank = part.b_OR.shape[1]
+            b_OR[row : row + outputs, column : column + rank] = part.b_OR
+            column += rank
+        row += outputs
+    return LowRank(a_RI, b_OR)
+
+
+def _read_scale(snapshot: Snapshot) -> tuple[int, float]:
+    """Rank, and what B (A x) is multiplied by."""
+    config = read_object(snapshot.files, CONFIG_FILE)
+    rank, alpha = config.get("r"), config.get("lora_alpha")
+    _require(snapshot, config.get("peft_type") == "LORA", "peft_type", config.get("peft_type"))
+    is_rank = isinstance(rank, int) and not isinstance(rank, bool) and 1 <= rank <= RANK_MAX
+    _require(snapshot, is_rank, "r", rank)
+    is_alpha = isinstance(alpha, int | float) and math.isfinite(alpha)
+    _require(snapshot, is_alpha, "lora_alpha", alpha)
+    _require(snapshot, config.get("bias", "none") == "none", "bias", config.get("bias"))
+    for key in sorted(config.keys() - HARMLESS):
+        _require(snapshot, not config[key], key, config[key])
+    assert isinstance(rank, int)
+    assert isinstance(alpha, int | float)
+    return rank, alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
+
+
+def _require(snapshot: Snapshot, is_known: bool, key: str, value: Any) -> None:
+    if not is_known:
+        shown = repr(value)[:80]
+        raise PeerError("bad_adapter", f"{CONFIG_FILE} of {snapshot.ref} has {key} = {shown}, which no engine computes")
