@@ -9,7 +9,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -127,8 +126,8 @@ def test_prefix_tree_runs_shared_tokens_once() -> None:
     assert batch.tokens_BT.tolist() == [[1, 2, 3, 5, 6, 7]]
     assert batch.positions_BT is not None
     assert batch.positions_BT.tolist() == [[0, 1, 2, 3, 4, 4]]
-    assert batch.visible_BTT is not None
-    assert np.flatnonzero(batch.visible_BTT[0, 5].numpy()).tolist() == [0, 1, 2, 3, 5]
+    assert batch.ends_BT is not None
+    assert batch.ends_BT.tolist() == [[6, 6, 6, 6, 5, 6]], "7 does not see 6, whose descendants end before it"
     assert len(batch.target_n) == 9
     assert len(batch.predict_u) == 4
 
@@ -137,8 +136,8 @@ def test_long_rollouts_run_plain() -> None:
     rng = random.Random(0)
     long = [rollout([rng.randrange(13) for _ in range(60)]) for _ in range(8)]
     data = data_of(group(0, [1], long))
-    assert collate(data, "auto", 1.0).visible_BTT is None
-    assert collate(data, "auto", 1e-9).visible_BTT is not None
+    assert collate(data, "auto", 1.0).ends_BT is None
+    assert collate(data, "auto", 1e-9).ends_BT is not None
 
 
 def test_zero_variance_groups_are_skipped_but_counted() -> None:

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from echo2.errors import InvariantError, UserError
+from echo2.learner import batch
 from echo2.learner.batch import collate, microbatches, num_tokens_run
 from echo2.learner.datum import Datum
 from echo2.learner.losses import LossTokens
@@ -180,7 +181,21 @@ def test_a_microbatch_runs_no_more_tokens_than_allowed_unless_it_is_one_datum(
         assert num_tokens_run([*before, after[0]], shares_prompts) > tokens, "no part is cut short"
     for part in parts:
         packed = collate(part, "auto" if shares_prompts else "plain", 0.01, tokens)
-        assert packed.tokens_BT.numel() <= tokens or len(part) == 1 or packed.visible_BTT is not None
+        assert packed.tokens_BT.numel() <= tokens or len(part) == 1 or packed.ends_BT is not None
+
+
+@given(st.integers(0, 10**6), st.integers(3, 30))
+@settings(max_examples=60, deadline=None)
+def test_no_row_with_a_mask_is_longer_than_allowed_unless_it_is_one_datum(seed: int, most: int) -> None:
+    """A mask takes the square of its row, so the bound in tokens is one in bytes a token."""
+    data = random_data(random.Random(seed))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(batch, "SHARED_ROW_TOKENS", most)
+        parts = microbatches(data, 200, shares_prompts=True)
+        assert [datum for part in parts for datum in part] == data
+        for part in parts:
+            packed = collate(part, "shared", 0.01)
+            assert packed.tokens_BT.shape[1] <= max(most, *(len(d.prompt_tokens) + d.num_inputs for d in part))
 
 
 def test_a_long_group_is_split_where_it_was_one_pass_before() -> None:

@@ -5,13 +5,15 @@
 *shared*: one strip for neighbouring data with equal prompts that holds their *prefix tree*: the prompt once, and of
 every datum only the tokens after the point where it leaves those before it. Each token sees its ancestors and itself;
 position ids say how deep it sits. A token's hidden state depends on its ancestors only, so this is the plain
-computation with the repetitions left out. Strips are packed into rows of about equal length, because padding costs as
+computation with the repetitions left out. Descendants follow a token without a gap, so one number a token, where they
+end, says who sees whom. Strips are packed into rows of about equal length, because padding costs as
 much as tokens do.
 
 Attention is quadratic in the row, so long data are cheaper plain: `auto` takes the layout with the lower estimated
 cost. In both, the tokens after which no loss token follows (the last one of every datum) are not run at all.
 
 Micro-batches are cut by the tokens that are run, never by groups: what a forward pass takes in memory grows with them.
+A mask grows with the square of its rows, so neither a strip nor strips in one row go beyond SHARED_ROW_TOKENS.
 
 Shape suffixes: B = rows, T = longest row, n = loss tokens, S = sequences (data), u = distinct positions that predict
 loss tokens, W = widest support.
@@ -37,6 +39,8 @@ from echo2.learner.losses import LOGGED_LAG, LossTokens
 Layout = Literal["auto", "shared", "plain"]
 Ints = npt.NDArray[np.int64]
 MOST_STRIPS_PER_ROW = 8
+#: In a row with a mask: at most 16 KiB of mask, in float32, for each token that is run; a fraction of its activations.
+SHARED_ROW_TOKENS = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,14 +61,14 @@ class Support:
 class PackedBatch:
     """One forward pass.
 
-    positions_BT and visible_BTT (True: row's token may look at column's) are None in the plain layout.
+    positions_BT and ends_BT are None in the plain layout. Else a row's token i may look at j <= i if i < ends[j].
     predict_u indexes the flattened B * T positions; loss token i is predicted at predict_u[position_n[i]]. Sequence s
     is datum data_S[s] of those that were packed.
     """
 
     tokens_BT: Tensor
     positions_BT: Tensor | None
-    visible_BTT: Tensor | None
+    ends_BT: Tensor | None
     predict_u: Tensor
     position_n: Tensor
     target_n: Tensor
@@ -88,14 +92,14 @@ class PackedBatch:
 
 @dataclass(frozen=True, slots=True)
 class _Strip:
-    """Tokens that go into one row together. `pieces` are (start, stop, ancestors): tokens start..stop see `ancestors`
-    and, causally, each other. `losses` and `predict` hold, datum by datum, which tokens are loss tokens and where each
-    is predicted; `places` are the data's indices.
+    """Tokens that go into one row together. A token's descendants are those after it and before `ends`. `losses` and
+    `predict` hold, datum by datum, which tokens are loss tokens and where each is predicted; `places` are the data's
+    indices.
     """
 
     tokens: Ints
     positions: Ints
-    pieces: tuple[tuple[int, int, Ints], ...]
+    ends: Ints
     predict: tuple[Ints, ...]
     data: tuple[Datum, ...]
     losses: tuple[Ints, ...]
@@ -123,23 +127,24 @@ def num_tokens_run(data: Sequence[Datum], shares_prompts: bool) -> int:
 
 
 def microbatches(data: Sequence[Datum], tokens_max: int, shares_prompts: bool) -> list[list[Datum]]:
-    """The data in order, cut so that no part runs more than `tokens_max` tokens (`num_tokens_run`), but for a datum
-    that has more by itself.
+    """The data in order, cut so that no part runs more than `tokens_max` tokens (`num_tokens_run`), and that data which
+    share a prompt have no more than SHARED_ROW_TOKENS, but for a datum that has more by itself.
     """
     parts: list[list[Datum]] = []
-    num_tokens = longest = 0
+    num_tokens = longest = strip = 0
     prompt = None
     for datum in data:
         row = len(datum.prompt_tokens) + datum.num_inputs
+        grown = strip + datum.num_inputs if datum.prompt_tokens == prompt else row
         if shares_prompts:
             added = num_tokens + (datum.num_inputs if datum.prompt_tokens == prompt else row)
         else:
             added = (len(parts[-1]) + 1 if parts else 1) * max(longest, row)
-        if not parts or added > tokens_max:
+        if not parts or added > tokens_max or (shares_prompts and grown > max(row, SHARED_ROW_TOKENS)):
             parts.append([])
-            added, longest = row, 0
+            added, grown, longest = row, row, 0
         parts[-1].append(datum)
-        num_tokens, longest, prompt = added, max(longest, row), datum.prompt_tokens
+        num_tokens, strip, longest, prompt = added, grown, max(longest, row), datum.prompt_tokens
     return parts
 
 
@@ -186,26 +191,28 @@ def _prefix_tree(family: _Family) -> _Strip:
     order = sorted(range(len(inputs)), key=lambda index: inputs[index])
     roots = np.arange(len(prompt))
     tokens, positions = [prompt], [roots]
-    pieces: list[tuple[int, int, Ints]] = [(0, len(prompt), roots[:0])]
+    left: list[tuple[Ints, int]] = []  # tokens whose descendants end here
     predict: list[Ints] = []
     previous, path, size = prompt[:0], roots[-1:], len(prompt)  # path: last prompt token, then one entry per input
     for index in order:
         own = _int_array(inputs[index])
         common = _common_prefix(previous, own)
         grown = len(own) - common
-        if grown or len(own) != len(previous):
-            path = np.concatenate([path[: common + 1], np.arange(size, size + grown)])
         if grown:
+            left.append((path[common + 1 :], size))
+            path = np.concatenate([path[: common + 1], np.arange(size, size + grown)])
             tokens.append(own[common:])
             positions.append(np.arange(len(prompt) + common, len(prompt) + len(own)))
-            pieces.append((size, size + grown, np.concatenate([roots, path[1 : common + 1]])))
             size += grown
         predict.append(path[losses[index]])
         previous = own
+    ends = np.full(size, size)
+    for indices, end in left:
+        ends[indices] = end
     return _Strip(
         np.concatenate(tokens),
         np.concatenate(positions),
-        tuple(pieces),
+        ends,
         tuple(predict),
         tuple(data[index] for index in order),
         tuple(losses[index] for index in order),
@@ -232,7 +239,9 @@ def _pack(strips: Sequence[_Strip], pair_cost: float) -> list[list[_Strip]]:
     """Rows of about equal length: longest strip first, always into the shortest row; as many rows as cost least."""
     ordered = sorted(strips, key=lambda strip: -len(strip.tokens))
     counts = sorted({-(-len(strips) // share) for share in range(1, MOST_STRIPS_PER_ROW + 1)}, reverse=True)
-    return min((_spread(ordered, count) for count in counts), key=lambda rows: _cost(_row_lengths(rows), pair_cost))
+    longest = max(len(ordered[0].tokens), SHARED_ROW_TOKENS)
+    spread = [rows for rows in (_spread(ordered, count) for count in counts) if max(_row_lengths(rows)) <= longest]
+    return min(spread, key=lambda rows: _cost(_row_lengths(rows), pair_cost))
 
 
 def _spread(ordered: Sequence[_Strip], num_rows: int) -> list[list[_Strip]]:
@@ -249,7 +258,8 @@ def _tensors(rows: Sequence[Sequence[_Strip]], masked: bool) -> PackedBatch:
     longest = max(_row_lengths(rows))
     tokens_BT = np.zeros((len(rows), longest), dtype=np.int64)
     positions_BT = np.zeros_like(tokens_BT)
-    visible_BTT = np.zeros((len(rows), longest, longest) if masked else (0, 0, 0), dtype=np.bool_)
+    # Padding sees itself, because a softmax over nothing is NaN.
+    ends_BT = np.tile(np.arange(longest) + 1, (len(rows), 1))
     predict: list[Ints] = []
     for index, row in enumerate(rows):
         start = 0
@@ -257,13 +267,9 @@ def _tensors(rows: Sequence[Sequence[_Strip]], masked: bool) -> PackedBatch:
             stop = start + len(strip.tokens)
             tokens_BT[index, start:stop] = strip.tokens
             positions_BT[index, start:stop] = strip.positions
-            if masked:
-                _reveal(visible_BTT[index, start:stop, start:stop], strip)
+            ends_BT[index, start:stop] = strip.ends + start
             predict.extend(index * longest + start + where for where in strip.predict)
             start = stop
-    if masked:
-        # Padding sees itself, because a softmax over nothing is NaN.
-        visible_BTT[:, np.arange(longest), np.arange(longest)] = True
     predict_u, position_n = np.unique(np.concatenate(predict), return_inverse=True)
     strips = [strip for row in rows for strip in row]
     target_n, loss_tokens, supports = _loss_side(strips)
@@ -271,7 +277,7 @@ def _tensors(rows: Sequence[Sequence[_Strip]], masked: bool) -> PackedBatch:
     return PackedBatch(
         torch.from_numpy(tokens_BT),
         torch.from_numpy(positions_BT) if masked else None,
-        torch.from_numpy(visible_BTT) if masked else None,
+        torch.from_numpy(ends_BT) if masked else None,
         torch.from_numpy(predict_u),
         torch.from_numpy(position_n),
         target_n,
@@ -279,12 +285,6 @@ def _tensors(rows: Sequence[Sequence[_Strip]], masked: bool) -> PackedBatch:
         supports,
         places,
     )
-
-
-def _reveal(visible_TT: npt.NDArray[np.bool_], strip: _Strip) -> None:
-    for start, stop, ancestors in strip.pieces:
-        visible_TT[start:stop, ancestors] = True
-        visible_TT[start:stop, start:stop] = np.tri(stop - start, dtype=np.bool_)
 
 
 def _loss_side(strips: Sequence[_Strip]) -> tuple[Tensor, LossTokens, tuple[Support, ...]]:

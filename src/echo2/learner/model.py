@@ -96,11 +96,8 @@ class Policy:
         `temperature`.
         """
         inputs: dict[str, Any] = {"input_ids": batch.tokens_BT, "use_cache": False}
-        if batch.positions_BT is not None and batch.visible_BTT is not None:
-            hidden_by_mask = ~batch.visible_BTT[:, None]
-            # As numbers, once: SDPA would turn a boolean mask into this again in every layer.
-            mask = torch.zeros(hidden_by_mask.shape, dtype=self.dtype, device=self.device)
-            inputs["attention_mask"] = mask.masked_fill_(hidden_by_mask, float("-inf"))
+        if batch.positions_BT is not None and batch.ends_BT is not None:
+            inputs["attention_mask"] = _tree_mask(batch.ends_BT, _compute_dtype(self.dtype, self.device))
             inputs["position_ids"] = batch.positions_BT
         if self.ends_with_output_layer:
             hidden_BTD: Tensor = self.module.base_model(**inputs).last_hidden_state
@@ -207,6 +204,25 @@ class Policy:
             name: TensorBytes(tensor.dtype, tensor.shape, bytes(tensor.read(0, tensor.num_bytes)))
             for name, tensor in self.weights(dtype).items()
         }
+
+
+def _compute_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
+    """Of attention: autocast's where it is on, else that of the weights."""
+    return torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else dtype
+
+
+def _tree_mask(ends_BT: Tensor, dtype: torch.dtype) -> Tensor:
+    """What is added to attention scores [B, 1, T, T]: 0 where `PackedBatch.ends_BT` lets a token look, else -inf.
+
+    As numbers of their dtype, because SDPA would make these of a boolean mask in every layer; row by row, because all
+    of that mask beside these would be a quarter more.
+    """
+    num_rows, length = ends_BT.shape
+    mask_B1TT = torch.full((num_rows, 1, length, length), float("-inf"), dtype=dtype, device=ends_BT.device)
+    at_T1 = torch.arange(length, device=ends_BT.device)[:, None]
+    for mask_TT, ends_T in zip(mask_B1TT[:, 0], ends_BT, strict=True):
+        mask_TT.masked_fill_((at_T1 < ends_T).tril_(), 0.0)
+    return mask_B1TT
 
 
 def stored(tensor: Tensor, dtype: torch.dtype | None = None) -> StoredTensor:
