@@ -1,8 +1,9 @@
-"""A device by name, for the learner and for the engines. Loads torch only when it is called."""
+"""A device by name, for the learner and for the engines, and what memory there is. Loads torch only when called."""
 
 from __future__ import annotations
 
 import os
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -10,6 +11,47 @@ from echo2.errors import UserError
 
 if TYPE_CHECKING:
     import torch
+
+#: How torch's allocator on the CPU words it; it has no exception of its own.
+CPU_MEMORY_IS_FULL = "can't allocate memory"
+NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")
+
+
+@dataclass(frozen=True, slots=True)
+class Hardware:
+    """Bytes of memory in all, and of each GPU: none of it is asked for what is free."""
+
+    memory_bytes: int
+    gpus: tuple[int, ...] = ()
+
+
+def this_machine() -> Hardware:
+    """Memory of this machine, or of the container that bounds it; torch is asked where there is an NVIDIA driver."""
+    total = _first_number(Path("/proc/meminfo")) * 1024
+    bound = _first_number(Path("/sys/fs/cgroup/memory.max"))
+    memory_bytes = min(total, bound) if bound else total
+    if not NVIDIA_DRIVER.exists():
+        return Hardware(memory_bytes)
+    import torch
+
+    devices = range(torch.cuda.device_count())
+    return Hardware(memory_bytes, tuple(torch.cuda.get_device_properties(device).total_memory for device in devices))
+
+
+def _first_number(path: Path) -> int:
+    """The first whole number in a file's first line; 0 where there is none."""
+    try:
+        words = path.read_text().partition("\n")[0].split()
+    except OSError:
+        return 0
+    return next((int(word) for word in words if word.isdecimal()), 0)
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an error says that a device, or the machine, has no memory left."""
+    import torch
+
+    return isinstance(error, MemoryError | torch.OutOfMemoryError) or CPU_MEMORY_IS_FULL in str(error)
 
 
 def pick_device(name: str) -> torch.device:

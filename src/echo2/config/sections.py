@@ -174,8 +174,9 @@ class LearnerConfig:
         Literal["grpo", "dr_grpo", "rloo"], _doc("Group baseline: mean and std, mean only, leave-one-out mean.")
     ] = "dr_grpo"
     tokens_per_microbatch: Annotated[
-        int, _doc("Tokens in one forward and backward pass: lower it when memory runs out.", ge=1)
-    ] = 2048
+        Annotated[int, Meta(ge=1)] | Literal["auto"],
+        _doc('Tokens in one forward and backward pass. "auto": as many as fit the machine; echo2 plan says how many.'),
+    ] = "auto"
     updates_per_step: Annotated[
         int, _doc("Updates a step makes, each with an equal part of its groups. Above 1 it is not on-policy.", ge=1)
     ] = 1

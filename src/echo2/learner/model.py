@@ -14,12 +14,13 @@ import json
 import logging
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from echo2.devices import pick_device
 from echo2.errors import UserError
@@ -89,6 +90,20 @@ class Policy:
         """Token ids are below this."""
         module: Any = self.module
         return int(module.get_input_embeddings().num_embeddings)
+
+    def checkpoint_activations(self) -> bool:
+        """From now on keep the inputs of layers alone for the backward pass, and compute the rest again: a third more
+        time, the same gradients. Whether there were layers that can.
+
+        transformers' own switch works in training mode only, and that has dropout.
+        """
+        from transformers.modeling_layers import GradientCheckpointingLayer
+
+        layers = [layer for layer in self.module.modules() if isinstance(layer, GradientCheckpointingLayer)]
+        for layer in layers:
+            again = partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)
+            layer.forward = again  # of this layer: hooks stay outside
+        return bool(layers)
 
     def logprobs(self, batch: PackedBatch, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
         """Log-probability [n] of each loss token of `batch`, which is on this device, the entropy [n] where it was

@@ -12,16 +12,20 @@ It knows policies, data and optimizers. Groups, advantages, schedules, versions 
 Gradients are *un-normalised sums* over loss tokens, each times its weight. They are divided once, at the step, and
 clipped after that. So a step that was streamed equals the step on the whole batch (up to the order of float sums).
 Micro-batches are cut by tokens, so memory does not grow with the data of a call; only a single datum is never cut.
+Where memory runs out, they are halved from there on, and the data of the one that failed are trained again: parameters
+that its backward pass had reached already (it goes from the output to the input) have their gradient and take none.
 
 Same data in the same order and calls give the same bits on the same machine (one thread count, one torch).
 """
 
 from __future__ import annotations
 
+import logging
 import math
 from array import array
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Generic, TypeVar
@@ -30,6 +34,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from echo2.devices import is_out_of_memory
 from echo2.errors import InvariantError, PeerError, UserError
 from echo2.learner import checkpoint
 from echo2.learner.batch import Layout, PackedBatch, collate, microbatches, num_tokens_run
@@ -38,6 +43,8 @@ from echo2.learner.losses import LossTokens
 from echo2.learner.model import DTYPES, Policy, stored
 from echo2.learner.publication import LentWeights
 from echo2.rollout.snapshot_files import read_config
+
+log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -79,7 +86,8 @@ class OptimStep:
 @dataclass(slots=True)
 class _Trained:
     """A policy, its optimizer (None: it is never trained), and who reads the weights beside the training: a checkpoint
-    that is being written, a snapshot that is being encoded. Their results are for others.
+    that is being written, a snapshot that is being encoded. Their results are for others. `reached`: parameters that
+    have had their gradient from the backward pass under way.
     """
 
     policy: Policy
@@ -87,13 +95,14 @@ class _Trained:
     parameters: dict[str, torch.nn.Parameter]
     optimizer: torch.optim.AdamW | None
     readers: list[Future[None]] = field(default_factory=list)
+    reached: set[Tensor] = field(default_factory=set)
 
 
 class Trainer:
     """Owns policies, their gradients and their optimizers. For one thread."""
 
     def __init__(self, tokens_per_microbatch: int, layout: Layout = "auto") -> None:
-        self._tokens_max = tokens_per_microbatch
+        self.tokens_per_microbatch = tokens_per_microbatch  # less where memory has run out
         self._layout = layout
         self._policies: dict[str, _Trained] = {}
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
@@ -112,7 +121,10 @@ class Trainer:
         if is_trained:
             is_fused = policy.device.type in ("cpu", "cuda")
             optimizer = torch.optim.AdamW(list(parameters.values()), fused=is_fused)
-        self._policies[name] = _Trained(policy, layout, parameters, optimizer)
+        trained = self._policies[name] = _Trained(policy, layout, parameters, optimizer)
+        with policy.engaged():  # what is not, takes no gradients
+            for parameter in parameters.values() if is_trained else ():
+                parameter.register_post_accumulate_grad_hook(trained.reached.add)
 
     def num_tokens_run(self, name: str, data: Sequence[Datum]) -> int:
         """Tokens in forward passes over the data: what micro-batches are cut by."""
@@ -125,13 +137,14 @@ class Trainer:
             UserError: there is no such policy.
             InvariantError: a datum has an empty prompt.
         """
-        found: list[array[float]] = []
         trained = self._policy(name)
-        with torch.no_grad(), trained.policy.engaged():
-            for part in self._cut(trained, data):
+
+        def run(part: Sequence[Datum]) -> list[array[float]]:
+            with torch.no_grad():
                 batch = self._packed(trained, part)
-                found += _by_datum(trained.policy.logprobs(batch, temperature)[0], batch, part)
-        return found
+                return _by_datum(trained.policy.logprobs(batch, temperature)[0], batch, part)
+
+        return [logprobs for part in self._passes(trained, data, run) for logprobs in part]
 
     def forward_backward(
         self, name: str, data: Sequence[Datum], loss: Loss[T], temperature: float = 1.0
@@ -145,17 +158,16 @@ class Trainer:
         trained = self._policy(name)
         if trained.optimizer is None:
             raise InvariantError(f"policy {name!r} is not trained: it was added to answer `forward` alone")
-        logprobs: list[array[float]] = []
-        outputs: list[T] = []
-        with trained.policy.engaged():
-            for part in self._cut(trained, data):
-                batch = self._packed(trained, part)
-                logp_n, _, top_policy_nk = trained.policy.logprobs(batch, temperature)
-                loss_n, output = loss(logp_n, replace(batch.loss_tokens, top_policy_nk=top_policy_nk))
-                (loss_n * batch.loss_tokens.weight_n).sum().backward()
-                logprobs += _by_datum(logp_n.detach(), batch, part)
-                outputs.append(output)
-        return ForwardBackward(logprobs, outputs)
+
+        def run(part: Sequence[Datum]) -> tuple[list[array[float]], T]:
+            batch = self._packed(trained, part)
+            logp_n, _, top_policy_nk = trained.policy.logprobs(batch, temperature)
+            loss_n, output = loss(logp_n, replace(batch.loss_tokens, top_policy_nk=top_policy_nk))
+            (loss_n * batch.loss_tokens.weight_n).sum().backward()
+            return _by_datum(logp_n.detach(), batch, part), output
+
+        done = self._passes(trained, data, run)
+        return ForwardBackward([each for logprobs, _ in done for each in logprobs], [output for _, output in done])
 
     def optim_step(self, name: str, adam: AdamParams, divisor: float = 1.0) -> OptimStep:
         """Divide the gradients added so far, clip them, make one AdamW step, and forget them.
@@ -258,13 +270,59 @@ class Trainer:
             raise UserError(f"There is no policy {name!r}; there are {sorted(self._policies)}.")
         return found
 
-    def _cut(self, trained: _Trained, data: Sequence[Datum]) -> list[list[Datum]]:
-        return microbatches(data, self._tokens_max, trained.layout != "plain")
+    def _passes(self, trained: _Trained, data: Sequence[Datum], run: Callable[[Sequence[Datum]], T]) -> list[T]:
+        """What `run` gives for each micro-batch, in the data's order; halved where memory runs out."""
+        shares_prompts = trained.layout != "plain"
+        done: list[T] = []
+        waiting: list[tuple[Sequence[Datum], frozenset[Tensor]]] = [(data, frozenset())]
+        while waiting:
+            part, reached = waiting.pop()
+            pieces = microbatches(part, self.tokens_per_microbatch, shares_prompts)
+            if len(pieces) != 1:
+                waiting += [(piece, reached) for piece in reversed(pieces)]
+                continue
+            trained.reached.clear()
+            try:
+                with trained.policy.engaged(), _gradients_left(reached):
+                    done.append(run(part))
+                continue
+            except (MemoryError, RuntimeError) as error:
+                if not is_out_of_memory(error):
+                    raise
+                if len(part) == 1:
+                    raise _too_large(part[0], trained.policy) from error
+            # Here the error is gone, and with it what its frames held.
+            if trained.policy.device.type == "cuda":
+                torch.cuda.empty_cache()
+            self.tokens_per_microbatch = num_tokens_run(part, shares_prompts) // 2
+            log.warning("memory ran out: micro-batches of %d tokens from now on", self.tokens_per_microbatch)
+            waiting.append((part, reached | trained.reached))
+        return done
 
     def _packed(self, trained: _Trained, part: Sequence[Datum]) -> PackedBatch:
         policy = trained.policy
         dtype = policy.dtype if policy.dtype == torch.float64 else torch.float32
-        return collate(part, trained.layout, policy.pair_cost, self._tokens_max).to(policy.device, dtype)
+        return collate(part, trained.layout, policy.pair_cost, self.tokens_per_microbatch).to(policy.device, dtype)
+
+
+@contextmanager
+def _gradients_left(reached: frozenset[Tensor]) -> Iterator[None]:
+    """Inside, these parameters take no gradients: they have those of the data."""
+    for parameter in reached:
+        parameter.requires_grad_(False)
+    try:
+        yield
+    finally:
+        for parameter in reached:
+            parameter.requires_grad_(True)
+
+
+def _too_large(datum: Datum, policy: Policy) -> UserError:
+    tokens = len(datum.prompt_tokens) + datum.num_inputs
+    return UserError(
+        f"{policy.device} has no memory for one rollout of {tokens} tokens: a micro-batch cannot be smaller. Lower "
+        "sampling.max_tokens, or take a larger machine; `echo2 plan` says what is needed."
+    )
 
 
 def _by_datum(logp_n: Tensor, batch: PackedBatch, part: Sequence[Datum]) -> list[array[float]]:

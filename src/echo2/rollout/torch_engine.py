@@ -27,7 +27,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from echo2.devices import free_memory_bytes, pick_device
+from echo2.devices import free_memory_bytes, is_out_of_memory, pick_device
 from echo2.errors import InvariantError, PeerError
 from echo2.rollout.adapter import Adapter, read_adapter
 from echo2.rollout.engine import Completion, OutOfMemoryError, RequestFailure, SampleRequest, refuse_request
@@ -42,8 +42,6 @@ log = logging.getLogger(__name__)
 GPU_SHARE = 1 / 2
 CPU_SHARE = 1 / 32
 META = torch.device("meta")
-#: How torch's allocator on the CPU words it; it has no exception of its own.
-CPU_MEMORY_IS_FULL = "can't allocate memory"
 
 
 class Cache(Protocol):
@@ -161,8 +159,7 @@ class TorchDecoder:
             model = self._build_model(snapshot, self._device)
             copy_tensors(snapshot, model.places)
         except (MemoryError, RuntimeError) as error:
-            is_full = isinstance(error, MemoryError | torch.OutOfMemoryError) or CPU_MEMORY_IS_FULL in str(error)
-            if not is_full:
+            if not is_out_of_memory(error):
                 raise
             if self._current is not None:
                 return False

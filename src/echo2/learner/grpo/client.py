@@ -12,6 +12,7 @@ and the effective sample size become the learning rate. The rate, not the gradie
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Sequence
 from concurrent.futures import Future
@@ -23,6 +24,9 @@ import torch
 from torch import Tensor
 
 from echo2.config import Config
+from echo2.control.capacity.fitting import settle
+from echo2.control.capacity.memory import MICROBATCH_TOKENS_MAX, read_shape
+from echo2.devices import this_machine
 from echo2.errors import InvariantError, UserError
 from echo2.learner.batch import Layout
 from echo2.learner.grpo.data import GroupData, divisor_of, group_data
@@ -33,6 +37,8 @@ from echo2.learner.model import Policy
 from echo2.learner.publication import LentWeights
 from echo2.learner.trainer import AdamParams, Trainer
 from echo2.types import RolloutGroup
+
+log = logging.getLogger(__name__)
 
 POLICY, REFERENCE = "the policy", "its reference"
 
@@ -108,7 +114,7 @@ class GrpoClient:
         self.config = config
         self.version = 0
         self._loss = make_loss(config.learner.loss, config.learner.loss_params)
-        self._trainer = Trainer(config.learner.tokens_per_microbatch, layout)
+        self._trainer = Trainer(_settle_microbatch(policy, config), layout)
         self._trainer.add(POLICY, policy)
         if config.learner.reference_kl > 0.0:
             self._trainer.add(REFERENCE, reference_of(policy), is_trained=False)
@@ -154,6 +160,11 @@ class GrpoClient:
             if remembered is not None:
                 self._remembered.append(remembered)
         return stats
+
+    @property
+    def tokens_per_microbatch(self) -> int:
+        """As settled at the start, or less, where memory has run out."""
+        return self._trainer.tokens_per_microbatch
 
     @property
     def is_within_step(self) -> bool:
@@ -249,3 +260,20 @@ class GrpoClient:
         done = (self.version - learner.warmup_steps) / max(1, max_steps - learner.warmup_steps)
         left = 1.0 - min(1.0, done)
         return learner.lr * (left if learner.lr_schedule == "linear" else 0.5 - 0.5 * math.cos(math.pi * left))
+
+
+def _settle_microbatch(policy: Policy, config: Config) -> int:
+    """Tokens of a micro-batch, with activation checkpointing switched on where the forecast of memory says so."""
+    machine, given = this_machine(), config.learner.tokens_per_microbatch
+    if policy.device.type != "cuda":
+        machine = replace(machine, gpus=())
+    shape = read_shape(policy.module.config.to_dict())
+    if shape is None:
+        tokens = MICROBATCH_TOKENS_MAX["cpu"] if given == "auto" else given
+        log.warning("micro-batches of %d tokens: what memory such a model needs is not known", tokens)
+        return tokens
+    settled = settle(config, shape, machine)
+    checkpointing = settled.checkpointing and policy.checkpoint_activations()
+    how = "activations are computed again" if checkpointing else "activations are kept"
+    log.info("micro-batches of %d tokens at most; %s", settled.tokens, how)
+    return settled.tokens

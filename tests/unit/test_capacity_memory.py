@@ -1,0 +1,188 @@
+"""The forecast of memory, against what autograd really keeps and what whole processes really take."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from echo2.control.capacity.memory import GB, LearnerSetup, ModelShape, read_shape, settle_microbatch, worker_parts
+
+SIZES = {"hidden_size": 64, "intermediate_size": 192, "num_attention_heads": 4, "num_key_value_heads": 2}
+QWEN3_0_6B = {
+    "model_type": "qwen3",
+    "vocab_size": 151_936,
+    "hidden_size": 1024,
+    "intermediate_size": 3072,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "tie_word_embeddings": True,
+    "max_position_embeddings": 40_960,
+}
+
+
+def shape_of(config: dict[str, Any]) -> ModelShape:
+    shape = read_shape(config)
+    assert shape is not None
+    return shape
+
+
+def model(kind: str, layers: int, tied: bool = True, **sizes: int) -> Any:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    values = {**SIZES, "num_hidden_layers": layers, "vocab_size": 97, "max_position_embeddings": 1024, **sizes}
+    config = AutoConfig.for_model(kind, tie_word_embeddings=tied, **values)
+    return AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").eval()
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3", "mistral"])
+def test_parameters_are_those_of_the_model(kind: str, tied: bool) -> None:
+    module = model(kind, 3, tied)
+    real = sum(parameter.numel() for parameter in module.parameters())
+    assert 0.98 * real <= shape_of(module.config.to_dict()).parameters <= real
+
+
+def test_qwen3_of_the_smallest_size_has_596_million() -> None:
+    assert shape_of(QWEN3_0_6B).parameters == pytest.approx(596_049_920, rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [{}, {**QWEN3_0_6B, "num_experts": 8}, {**QWEN3_0_6B, "hidden_size": "wide"}, {**QWEN3_0_6B, "vocab_size": -1}],
+)
+def test_what_is_no_plain_decoder_is_not_forecast(config: dict[str, Any]) -> None:
+    assert read_shape(config) is None
+
+
+def kept_bytes(module: Any, tokens: int, is_bfloat16: bool) -> int:
+    """Bytes that autograd keeps of a forward pass under a mask, parameters and their casts left out."""
+    sizes: dict[int, int] = {}
+    kept: list[torch.Tensor] = []  # so that no address is used twice
+    ours = {parameter.untyped_storage().data_ptr() for parameter in module.parameters()}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        is_cast = tensor.dim() == 2 and tensor.shape[0] != tokens and tensor.dtype == torch.bfloat16
+        if storage.data_ptr() not in ours and not is_cast:
+            sizes[storage.data_ptr()] = storage.nbytes()
+            kept.append(tensor)
+        return tensor
+
+    later = torch.ones(tokens, tokens).triu(1).bool()
+    mask = torch.zeros(1, 1, tokens, tokens).masked_fill_(later, float("-inf"))
+    mask = mask.to(torch.bfloat16 if is_bfloat16 else torch.float32)  # else every layer would cast it
+    inputs = {"input_ids": torch.zeros(1, tokens, dtype=torch.long), "attention_mask": mask, "use_cache": False}
+    with (
+        torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor),
+        torch.autocast("cpu", torch.bfloat16, enabled=is_bfloat16),
+    ):
+        module.base_model(**inputs)
+    return sum(sizes.values())
+
+
+@pytest.mark.parametrize("is_bfloat16", [False, True])
+@pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3", "mistral"])
+def test_activations_of_a_layer_are_what_autograd_keeps(kind: str, is_bfloat16: bool) -> None:
+    few, more = model(kind, 1), model(kind, 3)
+    real = (kept_bytes(more, 200, is_bfloat16) - kept_bytes(few, 200, is_bfloat16)) / 2 / 200
+    forecast = LearnerSetup(shape_of(more.config.to_dict()), is_bfloat16).layer_token_bytes
+    assert 0.95 * forecast <= real <= 1.05 * forecast
+
+
+TRAINED = """
+import json, random, sys
+import torch
+from array import array
+from transformers import AutoConfig, AutoModelForCausalLM
+from echo2.learner.datum import Datum
+from echo2.learner.model import Policy
+from echo2.learner.trainer import AdamParams, Trainer
+
+def peak():
+    lines = open("/proc/self/status").read().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM"))
+
+torch.set_num_threads(1)
+sizes, tokens, checkpointing = json.loads(sys.argv[1])
+config = AutoConfig.for_model(**sizes)
+policy = Policy(AutoModelForCausalLM.from_config(config, attn_implementation="sdpa"), {}, torch.device("cpu"))
+if checkpointing:
+    policy.checkpoint_activations()
+trainer = Trainer(tokens)
+trainer.add("it", policy)
+rows = [array("i", [random.randrange(100) for _ in range(tokens // 4)]) for _ in range(4)]
+data = [Datum(row[:8], row[8:], b"\\x01" * (len(row) - 8)) for row in rows]
+loss = lambda logp_n, tokens: (-logp_n, None)
+for _ in range(2):  # the first makes gradients and moments, the second adds to them
+    trainer.forward_backward("it", data, loss)
+    trainer.forward_backward("it", data, loss)
+    trainer.optim_step("it", AdamParams(1e-6))
+print(peak())
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize(("hidden", "layers", "tokens"), [(512, 8, 1024), (768, 12, 2048)])
+def test_the_peak_of_a_learner_is_within_a_quarter_of_the_forecast(
+    hidden: int, layers: int, tokens: int, checkpointing: bool
+) -> None:
+    sizes = {**QWEN3_0_6B, "hidden_size": hidden, "intermediate_size": 3 * hidden, "num_hidden_layers": layers}
+    sizes |= {"num_attention_heads": hidden // 64, "num_key_value_heads": hidden // 128, "vocab_size": 16_384}
+    command = [sys.executable, "-c", TRAINED, json.dumps([sizes, tokens, checkpointing])]
+    found = subprocess.run(command, capture_output=True, text=True, check=True)
+    peak, forecast = int(found.stdout), LearnerSetup(shape_of(sizes)).needed(tokens, checkpointing)
+    print(f"{hidden} x {layers}, {tokens} tokens, {checkpointing=}: {peak / GB:.2f} GB, forecast {forecast / GB:.2f}")
+    assert 0.75 * forecast <= peak <= 1.05 * forecast
+
+
+SHAPES = st.builds(
+    ModelShape,
+    st.integers(100, 200_000),
+    st.sampled_from([64, 1024, 8192]),
+    st.sampled_from([128, 4096, 32_768]),
+    st.integers(1, 100),
+    st.sampled_from([64, 8192]),
+    st.sampled_from([64, 1024]),
+    st.booleans(),
+    st.booleans(),
+    st.just(40_960),
+)
+SETUPS = st.builds(
+    LearnerSetup, SHAPES, st.booleans(), st.integers(1, 64), st.integers(0, 128), st.sampled_from([2, 4]), st.booleans()
+)
+
+
+@given(SETUPS, st.integers(0, 200 * GB), st.sampled_from(["cpu", "gpu"]), st.none() | st.integers(1, 100_000))
+def test_what_is_settled_fits_or_nothing_does(setup: LearnerSetup, memory: int, place: Any, given: int | None) -> None:
+    settled = settle_microbatch(setup, memory, place, given)
+    assert settled == settle_microbatch(setup, memory, place, given)
+    if given is not None:
+        assert settled.tokens == given
+    elif setup.needed(settled.tokens, settled.checkpointing) > memory:
+        assert settled.tokens == 1
+        assert min(setup.needed(1, False), setup.needed(1, True)) > memory
+
+
+@given(SETUPS, st.integers(1, 20_000), st.booleans())
+def test_needs_grow_with_tokens_and_shrink_with_ranks(setup: LearnerSetup, tokens: int, checkpointing: bool) -> None:
+    parts = setup.parts(tokens, checkpointing)
+    assert min(parts.values()) >= 0
+    assert setup.needed(tokens + 1, checkpointing) > setup.needed(tokens, checkpointing)
+
+
+def test_a_worker_in_place_needs_its_weights_once() -> None:
+    shape = shape_of(QWEN3_0_6B)
+    beside, within = (worker_parts(shape, 2, 64, 1024, is_beside) for is_beside in (True, False))
+    assert beside["swap"] == beside["weights"] == 2 * shape.parameters
+    assert within["swap"] == 0
+    assert within["keys and values"] == 1.5 * 2 * 28 * 1024 * 2 * 64 * 1024
