@@ -230,6 +230,7 @@ def _add_plan(add: Add) -> None:
         ("--delta-bytes", "D", "bytes of an update, where deltas are sent"),
         ("--uplink-mbps", "B0", "the head's upload (default: 1000)"),
         ("--reload-seconds", "L", "a worker's pause to load a snapshot"),
+        ("--learner-memory-gb", "M", "memory of each of the learner's GPUs (default: this machine's)"),
     ):
         given.add_argument(flag, type=float, metavar=symbol, help=what)
     mode = parser.add_argument_group("what may be chosen")

@@ -180,9 +180,8 @@ def test_needs_grow_with_tokens_and_shrink_with_ranks(setup: LearnerSetup, token
     assert setup.needed(tokens + 1, checkpointing) > setup.needed(tokens, checkpointing)
 
 
-def test_a_worker_in_place_needs_its_weights_once() -> None:
+def test_a_worker_needs_its_weights_once_and_two_values_a_layer_of_every_token() -> None:
     shape = shape_of(QWEN3_0_6B)
-    beside, within = (worker_parts(shape, 2, 64, 1024, is_beside) for is_beside in (True, False))
-    assert beside["swap"] == beside["weights"] == 2 * shape.parameters
-    assert within["swap"] == 0
-    assert within["keys and values"] == 1.5 * 2 * 28 * 1024 * 2 * 64 * 1024
+    parts = worker_parts(shape, 2, 64, 1024)
+    assert parts["weights"] == 2 * shape.parameters
+    assert parts["keys and values"] == 2 * 28 * 1024 * 2 * 64 * 1024

@@ -36,7 +36,8 @@ Positive = Annotated[float, Meta(gt=0.0, le=NUMBER_MAX)]
 class Offer:
     """`count` equal machines. `spread`: standard deviation of the logarithm of one group's duration. `groups_per_batch`
     0: as the run has it. `reliability`: share of its rollouts that count. `mean_life_hours` 0: it stays until released;
-    a lost one is back, or replaced, after `replace_seconds`. `rent` and `release`: commands, without a shell, that get
+    a lost one is back, or replaced, after `replace_seconds`. `memory_gb`: of the GPU that a worker has there, or of the
+    machine without one; 0: not known. `rent` and `release`: commands, without a shell, that get
     one machine, start `echo2 worker {ticket} --offer {name}` there, and give it back.
     """
 
@@ -51,6 +52,7 @@ class Offer:
     mean_life_hours: Amount = 0.0
     replace_seconds: Amount = 300.0
     count: Annotated[int, Meta(ge=1, le=COUNT_MAX)] = 1
+    memory_gb: Amount = 0.0
     rent: str = ""
     release: str = ""
 

@@ -13,7 +13,11 @@ from rich.table import Table
 
 from echo2 import config as configuration
 from echo2.config.offers import load_offers
+from echo2.control.capacity.fitting import LearnerMemoryNeed, MemoryNeed
+from echo2.control.capacity.memory import GB
+from echo2.devices import Hardware, this_machine
 from echo2.errors import UserError
+from echo2.planning.memory_needs import memory_needs, model_shape, needs_as_dict, needs_table
 from echo2.planning.past_run import PastRun, read_past_run
 from echo2.planning.plan import BroadcastInputs, Plan, PlanInputs, by_staleness, make_plan
 from echo2.planning.rehearsal import rehearse
@@ -25,7 +29,7 @@ from echo2.reward.score import Scorer
 DEFAULT_UPLINK_MBPS = 1000.0
 #: Flags that take a number: seconds may be 0, what is left must be above it.
 SECONDS = ("train_seconds", "reward_seconds", "broadcast_seconds", "reload_seconds")
-POSITIVE = ("snapshot_bytes", "delta_bytes", "uplink_mbps")
+POSITIVE = ("snapshot_bytes", "delta_bytes", "uplink_mbps", "learner_memory_gb")
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,14 +50,19 @@ def run(options: argparse.Namespace) -> int:
     config = configuration.load(options.config, options.overrides)
     past = read_past_run(options.source) if options.source is not None else None
     inputs, sources = gather(config, options, past)
+    needs = _memory(config, options)
     plan = make_plan(inputs)
     rehearsal = rehearse(plan, inputs) if options.rehearse else None
     if options.json:
         rests = {one.name: [one.value, one.origin] for one in sources}
-        print(json.dumps({**plan.to_dict(), "inputs": rests, "rehearsal": rehearsal and rehearsal.to_dict()}))
+        memory = needs_as_dict(*needs) if needs else None
+        told = {"inputs": rests, "rehearsal": rehearsal and rehearsal.to_dict(), "memory": memory}
+        print(json.dumps({**plan.to_dict(), **told}))
         return 0
     console = Console()
     show(plan, by_staleness(inputs), inputs, sources, console)
+    unknown = f"Memory: not known, for {config.model.path!r} is here neither as a directory nor in the hub's cache."
+    console.print(needs_table(*needs) if needs else unknown, highlight=False)
     if rehearsal is not None:
         console.print(
             f"Rehearsed: {rehearsal.steps} simulated steps, idle {rehearsal.steady_idle_ratio:.1%} once under way, "
@@ -63,6 +72,19 @@ def run(options: argparse.Namespace) -> int:
             highlight=False,
         )
     return 0
+
+
+def _memory(config: configuration.Config, options: argparse.Namespace) -> tuple[LearnerMemoryNeed, MemoryNeed] | None:
+    """What learner and workers need, as far as the model is known.
+
+    Raises:
+        UserError: it cannot fit.
+    """
+    shape, given = model_shape(config.model.path), options.learner_memory_gb
+    if shape is None:
+        return None
+    hardware = this_machine() if given is None else Hardware(int(given * GB), (int(given * GB),))
+    return memory_needs(config, shape, hardware, load_offers(options.offers))
 
 
 def gather(

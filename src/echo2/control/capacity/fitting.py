@@ -26,7 +26,7 @@ from echo2.errors import UserError
 #: The head's memory: it does not grow with the model.
 HEAD_BYTES = 500_000_000
 #: Tokens of a prompt where nobody has looked at the tasks.
-PROMPT_TOKENS = 512
+PROMPT_TOKENS = 128
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,31 +61,34 @@ def learner_setup(config: Config, shape: ModelShape, on_gpu: bool) -> LearnerSet
 
 
 def settle(config: Config, shape: ModelShape, machine: Hardware) -> Microbatch:
-    """The learner's micro-batch on this machine."""
+    """The learner's micro-batch on this machine; no less than the longest row, which is never cut."""
     given = config.learner.tokens_per_microbatch
     setup = learner_setup(config, shape, bool(machine.gpus))
     place: Literal["cpu", "gpu"] = "gpu" if machine.gpus else "cpu"
     room = USABLE * learner_bytes(config, shape, machine)
-    return settle_microbatch(setup, room, place, None if given == "auto" else given)
+    if given != "auto":
+        return settle_microbatch(setup, room, place, given)
+    settled = settle_microbatch(setup, room, place)
+    return Microbatch(max(settled.tokens, row_tokens(config, shape)), settled.checkpointing)
 
 
 def learner_bytes(config: Config, shape: ModelShape, machine: Hardware) -> int:
     """What a learner's process may use of the machine: what head and local workers leave."""
-    local = sum(worker_need(config, shape, machine).parts.values())
+    ranks, count = 1, config.workers.count
+    local = worker_need(config, shape, machine).total
     if not machine.gpus:
-        return machine.memory_bytes - HEAD_BYTES - config.workers.count * local
-    return min(machine.gpus) - local * (config.workers.count // len(machine.gpus))
+        return (machine.memory_bytes - HEAD_BYTES - count * local) // ranks
+    sharing = -(-(ranks + count) // len(machine.gpus)) - 1  # of those on the fullest GPU
+    return min(machine.gpus) - sharing * local
 
 
 def worker_need(config: Config, shape: ModelShape, machine: Hardware) -> MemoryNeed:
-    """A worker on such a machine. Weights are swapped beside the old ones where both fit, else in place."""
+    """A worker on such a machine: where two copies of the weights don't fit, it takes new ones in place."""
     sampling = config.sampling
     rollouts, length = sampling.groups_per_batch * sampling.group_size, row_tokens(config, shape)
     available = min(machine.gpus, default=machine.memory_bytes)
     bytes_per_value = {"float32": 4, "bfloat16": 2}[config.model.snapshot_dtype]
-    parts = worker_parts(shape, bytes_per_value, rollouts, length, is_beside=True)
-    if sum(parts.values()) > USABLE * available:
-        parts = worker_parts(shape, bytes_per_value, rollouts, length, is_beside=False)
+    parts = worker_parts(shape, bytes_per_value, rollouts, length)
     return MemoryNeed(parts, available, "a GPU" if machine.gpus else "the machine")
 
 
@@ -113,17 +116,3 @@ def check_fits(what: str, need: MemoryNeed, remedies: str) -> None:
         f"{what} needs {need.total / GB:.1f} GB ({told}, ...), and {need.place} has {max(0, need.available) / GB:.1f} "
         f"GB for it. {remedies}"
     )
-
-
-def learner_remedies(config: Config) -> str:
-    """What would make a learner fit."""
-    return (
-        "Set a lower learner.tokens_per_microbatch, sampling.max_tokens or workers.count (local workers), or take a "
-        "larger machine."
-    )
-
-
-def worker_remedies(config: Config) -> str:
-    """What would make a worker fit."""
-    rounded = "" if config.model.snapshot_dtype == "bfloat16" else 'model.snapshot_dtype = "bfloat16", '
-    return f"Set {rounded}a lower sampling.groups_per_batch or sampling.max_tokens, or offer larger machines."

@@ -190,18 +190,15 @@ def settle_microbatch(
     return Microbatch(tokens, checkpointing)
 
 
-def worker_parts(
-    shape: ModelShape, bytes_per_value: int, rollouts: int, length: int, is_beside: bool
-) -> dict[str, int]:
-    """Bytes by part of a worker that decodes so many rollouts of `length` tokens, prompts included; `is_beside`: a new
-    snapshot's weights are built beside the old ones. Caches grow by halves, and are copied when they do.
+def worker_parts(shape: ModelShape, bytes_per_value: int, rollouts: int, length: int) -> dict[str, int]:
+    """Bytes by part of a worker that decodes so many rollouts of `length` tokens, prompts included. A swap needs the
+    weights again where there is room for them, and nothing in place.
     """
     weights = bytes_per_value * shape.parameters
     cache = 2 * shape.layers * shape.kv_width * bytes_per_value * rollouts * min(length, shape.max_positions)
     return {
         "process": PROCESS_BYTES,
         "weights": weights,
-        "swap": weights if is_beside else 0,
-        "keys and values": cache * 3 // 2,
+        "keys and values": cache,
         "logits": 16 * rollouts * shape.vocab,
     }

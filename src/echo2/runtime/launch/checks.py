@@ -12,7 +12,9 @@ from pathlib import Path
 
 from echo2.config import Config
 from echo2.config.offers import Offer
+from echo2.devices import this_machine
 from echo2.errors import UserError
+from echo2.planning.memory_needs import learner_that_fits, model_shape, worker_that_fits
 from echo2.reward.load import weighted
 from echo2.reward.score import Scorer
 from echo2.rollout.architecture import read_architecture
@@ -44,6 +46,7 @@ def check(config: Config) -> None:
     check_model(config.model.path, config.workers.engine)
     check_lora(config)
     check_machine(config)
+    check_memory(config)
     if not config.tasks.source:
         raise UserError(
             "tasks.source is empty: name your tasks (rows.jsonl, reasoning_gym:<name>, file.py:Class, ...)."
@@ -138,6 +141,20 @@ def check_machine(config: Config) -> None:
             raise UserError(
                 f"run.log_to has {target}, which needs the package {package}: pip install {package}, or leave it out."
             )
+
+
+def check_memory(config: Config) -> None:
+    """Find a model that this machine cannot train, or its local workers cannot hold, as far as config.json says.
+
+    Raises:
+        UserError: with what is needed, what there is, and what would help.
+    """
+    shape = model_shape(config.model.path)
+    if shape is not None:
+        hardware = this_machine()
+        if config.workers.count:
+            worker_that_fits(config, shape, hardware)
+        learner_that_fits(config, shape, hardware)
 
 
 def check_port(config: Config) -> None:

@@ -1,0 +1,117 @@
+"""What memory a run's learner and workers will need, by part, before anything is started; what can't fit is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+
+from echo2.config import Config
+from echo2.config.offers import Offer
+from echo2.control.capacity.fitting import LearnerMemoryNeed, MemoryNeed, check_fits, learner_need, worker_need
+from echo2.control.capacity.memory import GB, ModelShape, read_shape
+from echo2.devices import Hardware
+from echo2.planning.units import size
+from echo2.rundir import read_json
+
+#: Parts smaller than this share of the whole are shown together.
+SHOWN = 0.01
+
+
+def model_shape(path: str) -> ModelShape | None:
+    """The shape of a model directory, or of a hub id in the hub's cache; None where neither says."""
+    config = Path(path) / "config.json"
+    if not config.is_file():
+        try:
+            from huggingface_hub import try_to_load_from_cache
+            from huggingface_hub.errors import HFValidationError
+        except ImportError:
+            return None
+        try:
+            cached = try_to_load_from_cache(path, "config.json")
+        except HFValidationError:
+            return None
+        if not isinstance(cached, str):
+            return None
+        config = Path(cached)
+    values = read_json(config)
+    return read_shape(values) if isinstance(values, dict) else None
+
+
+def learner_that_fits(config: Config, shape: ModelShape, hardware: Hardware) -> LearnerMemoryNeed:
+    """What the learner needs on this hardware.
+
+    Raises:
+        UserError: it cannot fit.
+    """
+    need = learner_need(config, shape, hardware)
+    check_fits("The learner", need, _learner_remedies(config, need))
+    return need
+
+
+def worker_that_fits(config: Config, shape: ModelShape, hardware: Hardware, which: str = "A worker") -> MemoryNeed:
+    """What a worker needs on this hardware.
+
+    Raises:
+        UserError: it cannot fit.
+    """
+    need = worker_need(config, shape, hardware)
+    rounded = "" if config.model.snapshot_dtype == "bfloat16" else 'model.snapshot_dtype = "bfloat16", '
+    remedies = f"Set {rounded}a lower sampling.groups_per_batch or sampling.max_tokens, or take larger machines."
+    check_fits(which, need, remedies)
+    return need
+
+
+def _learner_remedies(config: Config, need: LearnerMemoryNeed) -> str:
+    fewer = "" if config.learner.tokens_per_microbatch == "auto" else "a lower learner.tokens_per_microbatch, "
+    local = "fewer local workers (workers.count), " if config.workers.count else ""
+    return f"Set {fewer}{local}a lower sampling.max_tokens, or take a larger machine."
+
+
+def memory_needs(
+    config: Config, shape: ModelShape, hardware: Hardware, offers: Sequence[Offer]
+) -> tuple[LearnerMemoryNeed, MemoryNeed]:
+    """Of the learner on this hardware, and of a worker, which every offer that names its memory must hold.
+
+    Raises:
+        UserError: one of them cannot fit.
+    """
+    learner = learner_that_fits(config, shape, hardware)
+    for offer in offers:
+        if offer.memory_gb:
+            machine = Hardware(int(offer.memory_gb * GB), (int(offer.memory_gb * GB),))
+            worker_that_fits(config, shape, machine, f"A worker on {offer.name!r}")
+    return learner, worker_need(config, shape, hardware)
+
+
+def needs_as_dict(learner: LearnerMemoryNeed, worker: MemoryNeed) -> dict[str, Any]:
+    """Plain values, in bytes, for `--json`."""
+    return {
+        "learner": {
+            "parts": learner.parts,
+            "bytes": learner.total,
+            "available": learner.available,
+            "tokens_per_microbatch": learner.microbatch.tokens,
+            "checkpointing": learner.microbatch.checkpointing,
+        },
+        "worker": {"parts": worker.parts, "bytes": worker.total},
+    }
+
+
+def needs_table(learner: LearnerMemoryNeed, worker: MemoryNeed) -> Table:
+    """For people: one row for the learner, one for a worker."""
+    table = Table(title="Memory", show_header=False, title_justify="left", box=None, padding=(0, 2, 0, 0))
+    how = "computed again" if learner.microbatch.checkpointing else "kept"
+    cut = f"micro-batches of {learner.microbatch.tokens} tokens, activations {how}"
+    table.add_row("learner", f"[bold]{size(learner.total)}[/bold] of {size(learner.available)}: {_by_part(learner)}")
+    table.add_row("", cut)
+    table.add_row("worker", f"[bold]{size(worker.total)}[/bold]: {_by_part(worker)}")
+    return table
+
+
+def _by_part(need: MemoryNeed) -> str:
+    parts = sorted(need.parts.items(), key=lambda part: -part[1])
+    shown = [(name, num_bytes) for name, num_bytes in parts if num_bytes >= SHOWN * need.total]
+    return ", ".join(f"{name} {size(num_bytes)}" for name, num_bytes in shown)
