@@ -47,7 +47,7 @@ def learner_that_fits(config: Config, shape: ModelShape, hardware: Hardware) -> 
         UserError: it cannot fit.
     """
     need = learner_need(config, shape, hardware)
-    check_fits("The learner", need, _learner_remedies(config, need))
+    check_fits("The learner", need, _learner_remedies(config))
     return need
 
 
@@ -64,10 +64,11 @@ def worker_that_fits(config: Config, shape: ModelShape, hardware: Hardware, whic
     return need
 
 
-def _learner_remedies(config: Config, need: LearnerMemoryNeed) -> str:
+def _learner_remedies(config: Config) -> str:
     fewer = "" if config.learner.tokens_per_microbatch == "auto" else "a lower learner.tokens_per_microbatch, "
     local = "fewer local workers (workers.count), " if config.workers.count else ""
-    return f"Set {fewer}{local}a lower sampling.max_tokens, or take a larger machine."
+    adapter = "" if config.lora.rank else "lora.rank = 16 (an adapter instead of the whole model), "
+    return f"Set {adapter}{fewer}{local}a lower sampling.max_tokens, or take a larger machine."
 
 
 def memory_needs(

@@ -57,7 +57,12 @@ def row_tokens(config: Config, shape: ModelShape) -> int:
 
 def learner_setup(config: Config, shape: ModelShape, on_gpu: bool) -> LearnerSetup:
     """What the learner's memory follows from."""
-    return LearnerSetup(shape, keeps_reference=config.learner.reference_kl > 0.0)
+    return LearnerSetup(
+        shape,
+        lora_rank=config.lora.rank,
+        base_bytes=shape.stored_bytes,
+        keeps_reference=config.learner.reference_kl > 0.0,
+    )
 
 
 def settle(config: Config, shape: ModelShape, machine: Hardware) -> Microbatch:

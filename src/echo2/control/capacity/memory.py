@@ -34,7 +34,9 @@ USABLE = 0.9
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
-    """A decoder's sizes. `heads_width`, `kv_width`: values of all heads' queries, and keys, of a token (H and K)."""
+    """A decoder's sizes. `heads_width`, `kv_width`: values of all heads' queries, and keys, of a token (H and K);
+    `stored_bytes`: of a parameter, as the model is stored.
+    """
 
     vocab: int
     hidden: int
@@ -45,6 +47,7 @@ class ModelShape:
     tied: bool
     qk_norm: bool
     max_positions: int
+    stored_bytes: int = 4
 
     @property
     def vocabulary(self) -> int:
@@ -84,7 +87,9 @@ def read_shape(config: Mapping[str, Any]) -> ModelShape | None:
     if min(vocab, hidden, ffn, layers, heads, kv_heads, head_dim, max_positions) < 1:
         return None
     tied = bool(config.get("tie_word_embeddings", False))
-    return ModelShape(vocab, hidden, ffn, layers, heads * head_dim, kv_heads * head_dim, tied, is_qwen3, max_positions)
+    stored = 2 if str(config.get("dtype") or config.get("torch_dtype")).endswith(("float16", "bfloat16")) else 4
+    widths = heads * head_dim, kv_heads * head_dim
+    return ModelShape(vocab, hidden, ffn, layers, *widths, tied, is_qwen3, max_positions, stored)
 
 
 @dataclass(frozen=True, slots=True)
