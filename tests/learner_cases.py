@@ -27,7 +27,7 @@ VOCAB = 13
 SECTIONS = {
     **dict.fromkeys(("max_steps", "deterministic"), "run"),
     **dict.fromkeys(("temperature", "max_tokens"), "sampling"),
-    "snapshot_dtype": "model",
+    **dict.fromkeys(("snapshot_dtype", "compute_dtype"), "model"),
     **dict.fromkeys(("groups_per_step", "publish_every", "max_staleness"), "schedule"),
 }
 

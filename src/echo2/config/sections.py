@@ -41,6 +41,10 @@ class ModelConfig:
         Literal["float32", "bfloat16"],
         _doc("Precision of the weights that workers get. The learner keeps its own in float32."),
     ] = "float32"
+    compute_dtype: Annotated[
+        Literal["auto", "float32", "bfloat16"],
+        _doc('Precision of the learner\'s matrix products. "auto": bfloat16 on a GPU that has it, else float32.'),
+    ] = "auto"
 
 
 @dataclass(frozen=True, slots=True)

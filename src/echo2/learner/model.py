@@ -78,6 +78,7 @@ class Policy:
         )
         self.max_positions: int | None = getattr(config, "max_position_embeddings", None)
         self.pair_cost = _pair_cost(self.module)
+        self.computes_in_bfloat16 = False
 
     @property
     def dtype(self) -> torch.dtype:
@@ -110,6 +111,11 @@ class Policy:
         drawn, and log-probabilities [n, k] of what was likely there (`logprobs.token_logprobs`); logits are divided by
         `temperature`.
         """
+        # Weights are cast where they are used, and once a pass: a cache of all of them would be a copy of the model.
+        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.computes_in_bfloat16, cache_enabled=False):
+            return self._logprobs(batch, temperature)
+
+    def _logprobs(self, batch: PackedBatch, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
         inputs: dict[str, Any] = {"input_ids": batch.tokens_BT, "use_cache": False}
         if batch.positions_BT is not None and batch.ends_BT is not None:
             inputs["attention_mask"] = _tree_mask(batch.ends_BT, _compute_dtype(self.dtype, self.device))

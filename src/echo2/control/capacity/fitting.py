@@ -59,6 +59,7 @@ def learner_setup(config: Config, shape: ModelShape, on_gpu: bool) -> LearnerSet
     """What the learner's memory follows from."""
     return LearnerSetup(
         shape,
+        is_bfloat16=config.model.compute_dtype == "bfloat16" or (config.model.compute_dtype == "auto" and on_gpu),
         lora_rank=config.lora.rank,
         base_bytes=shape.stored_bytes,
         keeps_reference=config.learner.reference_kl > 0.0,

@@ -34,6 +34,7 @@ from echo2.learner.grpo.loss_stats import LossStats, measure
 from echo2.learner.grpo.reference import reference_of, token_kl
 from echo2.learner.losses import LossTokens, PolicyLoss, log_ratio, make_loss
 from echo2.learner.model import Policy
+from echo2.learner.precision import computes_in_bfloat16, refuse_vanishing_updates
 from echo2.learner.publication import LentWeights
 from echo2.learner.trainer import AdamParams, Trainer
 from echo2.types import RolloutGroup
@@ -109,15 +110,20 @@ class GrpoClient:
     """One policy's training on scored groups. `version` = completed training steps."""
 
     def __init__(self, policy: Policy, config: Config, layout: Layout = "auto") -> None:
-        """Raises: UserError, where there is no room for the reference."""
+        """Raises: UserError, where there is no room for the reference, or the weights' precision is too coarse."""
         self.policy = policy
         self.config = config
         self.version = 0
         self._loss = make_loss(config.learner.loss, config.learner.loss_params)
-        self._trainer = Trainer(_settle_microbatch(policy, config), layout)
+        policy.computes_in_bfloat16 = computes_in_bfloat16(config.model.compute_dtype, policy.device)
+        refuse_vanishing_updates(policy.trained_parameters(), config.learner.lr)
+        self._settled = _settle_microbatch(policy, config)
+        self._trainer = Trainer(self._settled, layout)
         self._trainer.add(POLICY, policy)
         if config.learner.reference_kl > 0.0:
-            self._trainer.add(REFERENCE, reference_of(policy), is_trained=False)
+            reference = reference_of(policy)
+            reference.computes_in_bfloat16 = policy.computes_in_bfloat16
+            self._trainer.add(REFERENCE, reference, is_trained=False)
         self._before: StepStats | None = None  # of the updates that this step has had
         self._forget_sums()
 
@@ -165,6 +171,12 @@ class GrpoClient:
     def tokens_per_microbatch(self) -> int:
         """As settled at the start, or less, where memory has run out."""
         return self._trainer.tokens_per_microbatch
+
+    @property
+    def memory_summary(self) -> str:
+        """For people, after what the learner does: that memory has run out."""
+        left = self.tokens_per_microbatch
+        return f"; memory ran out: micro-batches of {left} tokens" if left < self._settled else ""
 
     @property
     def is_within_step(self) -> bool:

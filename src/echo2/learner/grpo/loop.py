@@ -114,7 +114,7 @@ def _train_steps(
         with meter.time("train"):
             stats = client.optim_step()
         head.doing = f"reporting step {step}"
-        head.report_step(step, meter.numbers, meter.metrics(stats))
+        head.report_step(step, meter.numbers, meter.metrics(stats) | {"perf/microbatch": client.tokens_per_microbatch})
         recorded.version, recorded.cursor = client.version, end.cursor
 
         meter = StepMeter(client.version, config)
@@ -169,7 +169,7 @@ def _train_on_groups(
                 is_full = num_tokens + more > client.tokens_per_microbatch
         is_part = learner.updates_per_step > 1 and not is_end and len(meter.numbers) % groups_per_update == 0
         if waiting and (is_full or is_part):
-            head.doing = f"training step {client.version}{record.summary}"
+            head.doing = f"training step {client.version}{record.summary}{client.memory_summary}"
             with meter.time("train"):
                 for batch in record.batches(waiting):
                     with record.training(batch):
