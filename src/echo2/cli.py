@@ -160,6 +160,8 @@ def _add_worker(parser: argparse.ArgumentParser) -> None:
     flag("--price-usd-per-hour", type=float, default=0.0, help="what this machine costs")
     flag("--offer", default="", metavar="NAME", help="name of this machine, as the rent command of an offer got it")
     flag("--slots", type=_num_slots, default=0, help="rollouts to decode at once at most (0: as the run asks)")
+    text = "directory or hub id of the model that the run's adapters are over (default: it is fetched from the run)"
+    flag("--base", default="", metavar="MODEL", help=text)
     text = "an environment installed here that the run may play"
     flag("--allow-environment", dest="allow_environments", action="append", default=[], metavar="SPEC", help=text)
     text = "where other workers reach this one (default: any free port)"

@@ -7,11 +7,12 @@ import random
 import threading
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from weights_cases import bytes_of, encode, encode_delta, holding
+from weights_cases import base_model, bytes_of, encode, encode_delta, holding, payload
 
 from broadcast_fleet import fail
 from echo2.broadcast.origin import OriginNode
@@ -31,6 +32,7 @@ from echo2.transport.identity import RunIdentity
 from echo2.types import RUN_POLICY, PayloadId, Snapshot, SnapshotRef, TensorBytes
 from echo2.weights.chain import compose
 from echo2.weights.content import Content
+from echo2.weights.encoder import Encoder
 from echo2.weights.manifest import MAX_DELTAS, Manifest
 from echo2.weights.store import ChunkStore
 from memory_links import MemoryNetwork
@@ -124,11 +126,17 @@ class Machine:
     """A worker's machine: fetches what is announced, installs what is whole. `outcomes` has a word for each."""
 
     def __init__(
-        self, path: Path, member: Membership, load: Callable[[Snapshot], float] = lambda snapshot: 0.0
+        self,
+        path: Path,
+        member: Membership,
+        load: Callable[[Snapshot], float] = lambda snapshot: 0.0,
+        own_base: Snapshot | None = None,
     ) -> None:
         self.link, self.load = member.link(), load
         self.outcomes: asyncio.Queue[str] = asyncio.Queue()
-        self.weights = WorkerWeights(member, self.link, path, ("127.0.0.1", 0), True, self._happen, self._failed)
+        self.weights = WorkerWeights(
+            member, self.link, path, ("127.0.0.1", 0), True, self._happen, self._failed, own_base
+        )
         self.tasks: list[asyncio.Task[None]] = []
 
     def _happen(self, event: ev.Event) -> None:
@@ -170,8 +178,10 @@ async def joined(path: Path) -> AsyncIterator[tuple[Head, Membership]]:
 
 
 @asynccontextmanager
-async def attending(head: Head, member: Membership, path: Path, **more: Any) -> AsyncIterator[Machine]:
-    machine = Machine(path / "worker", member, **more)
+async def attending(
+    head: Head, member: Membership, path: Path, kind: type[Machine] = Machine, **more: Any
+) -> AsyncIterator[Machine]:
+    machine = kind(path / "worker", member, **more)
     head.weights = machine.weights
     await machine.weights.start()
     assert head.worker is not None
@@ -331,5 +341,94 @@ def test_old_files_are_deleted_beside_the_event_loop(tmp_path: Path, monkeypatch
             assert threading.main_thread() not in threads
             folder = tmp_path / "worker" / "snapshots" / "chunks"
             assert {path.name for path in folder.iterdir()} == {hash_.hex() for hash_ in whole(5)[0].hashes}
+
+    asyncio.run(story())
+
+
+async def take_base(head: Head, machine: Machine, base: Snapshot) -> str:
+    """As the scheduler has it done: ask, fetch; what came of it."""
+    await machine.weights.ask(base.ref, None)
+    return await asyncio.wait_for(machine.outcomes.get(), SECONDS)
+
+
+class BaseTaker(Machine):
+    """Says when a base model is whole."""
+
+    def _happen(self, event: ev.Event) -> None:
+        if isinstance(event, ev.SnapshotWhole):
+            self.outcomes.put_nowait(str(event.payload))
+        else:
+            super()._happen(event)
+
+
+@asynccontextmanager
+async def taking(head: Head, member: Membership, path: Path, own: Snapshot | None = None) -> AsyncIterator[Machine]:
+    async with attending(head, member, path, kind=BaseTaker, own_base=own) as machine:
+        yield machine
+
+
+def test_a_base_model_is_fetched_once_and_survives_adapters_and_restarts(tmp_path: Path) -> None:
+    async def story() -> None:
+        base = base_model()
+        async with joined(tmp_path) as (head, member):
+            await head.archive.take(await stored(head, payload(Encoder(base))))
+            async with taking(head, member, tmp_path) as machine:
+                assert machine.weights.base_models == set()
+                assert await take_base(head, machine, base) == str(base.ref)
+            async with attending(head, member, tmp_path) as machine:
+                for version in range(4):
+                    now = replace(content(version), base_model=base.ref)
+                    await head.publish(*payload(Encoder(now)))
+                    assert await asyncio.wait_for(machine.outcomes.get(), SECONDS) == str(PayloadId(ref(version)))
+                    head.worker.installed = None  # type: ignore[union-attr]
+            async with attending(head, member, tmp_path) as machine:
+                assert machine.weights.content.ref == ref(3)
+                assert machine.weights.base_models == {base.ref}
+                assert bytes_of(await machine.weights.base(base.ref)) == bytes_of(base)
+                assert machine.weights.node.bytes_received == 0
+
+    asyncio.run(story())
+
+
+def test_a_base_model_that_the_disk_altered_is_said_to_be_it(tmp_path: Path) -> None:
+    async def story() -> None:
+        base = base_model()
+        async with joined(tmp_path) as (head, member):
+            await head.archive.take(await stored(head, payload(Encoder(base))))
+            async with taking(head, member, tmp_path) as machine:
+                await take_base(head, machine, base)
+                folder = tmp_path / "worker" / "snapshots" / "chunks"
+                (folder / payload(Encoder(base))[0].hashes[-1].hex()).write_bytes(b"damage")
+                with pytest.raises(PeerError, match="base_model"):
+                    await machine.weights.base(base.ref)
+                assert await take_base(head, machine, base) == str(base.ref)
+                assert bytes_of(await machine.weights.base(base.ref)) == bytes_of(base)
+
+    asyncio.run(story())
+
+
+def test_of_a_base_model_that_the_owner_has_only_the_small_files_are_fetched(tmp_path: Path) -> None:
+    async def story() -> None:
+        base = base_model()
+        async with joined(tmp_path) as (head, member):
+            await head.archive.take(await stored(head, payload(Encoder(base))))
+            async with taking(head, member, tmp_path, own=replace(base, files={})) as machine:
+                assert await take_base(head, machine, base) == str(base.ref)
+                assert bytes_of(await machine.weights.base(base.ref)) == bytes_of(base)
+                assert machine.weights.node.bytes_received == sum(map(len, base.files.values()))
+
+    asyncio.run(story())
+
+
+def test_a_base_model_of_the_owner_that_is_another_is_one_clear_error(tmp_path: Path) -> None:
+    async def story() -> None:
+        base, other = base_model(0), base_model(1)
+        async with joined(tmp_path) as (head, member):
+            await head.archive.take(await stored(head, payload(Encoder(base))))
+            async with taking(head, member, tmp_path, own=other) as machine:
+                said = await take_base(head, machine, base)
+                assert base.ref.policy in said
+                assert other.ref.policy in said
+                assert "leave --base out" in said
 
     asyncio.run(story())

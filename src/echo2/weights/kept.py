@@ -8,21 +8,50 @@ from __future__ import annotations
 import logging
 
 from echo2.errors import PeerError
+from echo2.types import PayloadId, Snapshot, SnapshotRef
 from echo2.weights.chain import compose, is_anchor_due
 from echo2.weights.content import Content
 from echo2.weights.encoder import Encoder
 from echo2.weights.manifest import Manifest
+from echo2.weights.segments import gather
 from echo2.weights.store import ChunkStore
 
 log = logging.getLogger(__name__)
 
 
 class KeptContent(Content):
-    """The content of one worker, and its store."""
+    """The content of one worker, its store, and what of it adapters go in over."""
 
     def __init__(self, store: ChunkStore) -> None:
         super().__init__()
         self._store = store
+
+    def base(self, ref: SnapshotRef) -> Snapshot:
+        """A base model, whose chunks are stored.
+
+        Raises:
+            PeerError: it is not whole here, or the disk altered it.
+            UserError: it does not fit into memory.
+        """
+        manifest = self._store.manifest(PayloadId(ref))
+        if manifest is None:
+            raise PeerError("missing", f"base model {ref} is not whole here")
+        base = Content()
+        base.apply(manifest, self._store.get)
+        return base.snapshot()
+
+    def take_base(self, manifest: Manifest, own: Snapshot) -> None:
+        """Store the chunks of a base model that are in tensors which somebody has.
+
+        Raises:
+            UserError: the disk is full.
+        """
+        for segment, data in zip(manifest.segments, gather(own.tensors, manifest.extents), strict=True):
+            start = 0
+            for hash_, num_bytes in segment.records[0].chunks():
+                if not self._store.has(hash_):
+                    self._store.put(hash_, data[start : start + num_bytes].data)
+                start += num_bytes
 
     def restore(self) -> None:
         """Make the newest content that the store leads to. One that is damaged is forgotten.
@@ -30,7 +59,8 @@ class KeptContent(Content):
         Raises:
             UserError: it does not fit into memory.
         """
-        newest = max((manifest.ref for manifest in self._store.manifests()), default=None)
+        refs = (manifest.ref for manifest in self._store.manifests())
+        newest = max((ref for ref in refs if not ref.is_base_model), default=None)
         if newest is None:
             return
         try:
@@ -48,7 +78,7 @@ class KeptContent(Content):
             self.apply(manifest, self._store.get)
 
     def keep(self, manifest: Manifest) -> list[Manifest] | None:
-        """List the payload that led here. Returns what leads to the content now: all else may go.
+        """List the payload that led here. Returns what leads to the content now, and base models: all else may go.
 
         Where that has become long, the whole content is written, in the chunks that the learner makes of it. Nothing
         may go then (None): others may still want the newest delta.
@@ -61,7 +91,7 @@ class KeptContent(Content):
         self._store.put_manifest(manifest)
         steps = self._store.chain(manifest.ref)
         if steps is not None and not is_anchor_due(steps):
-            return steps
+            return [*steps, *(one for one in self._store.manifests() if one.ref.is_base_model)]
         encoder = Encoder(self.snapshot(), extents=manifest.extents)
         for chunks in encoder.parts():
             for hash_, chunk in chunks.items():

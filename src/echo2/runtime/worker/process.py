@@ -37,6 +37,7 @@ from echo2.transport import wire_pb2 as wire
 from echo2.transport.grpc_link import Membership
 from echo2.transport.limits import PROTOCOL_VERSION
 from echo2.types import PayloadId, Snapshot, SnapshotRef
+from echo2.weights.model_files import find_model, map_base_model
 
 log = logging.getLogger(__name__)
 
@@ -56,7 +57,8 @@ class WorkerOptions:
     """What the owner of the machine decides. `listen`: HOST:PORT for other workers (empty: any port); `advertise`:
     where they dial it (empty: where the head sees it); `relays`: whether it gives them chunks at all. `offer`: name of
     its machine, if the run rented it. `engine`: "auto" is the run's; `slots`: rollouts to decode at once at most (0: as
-    the run asks).
+    the run asks). `base`: directory or hub id of the model that the run's adapters are over (empty: it is fetched from
+    the run).
     """
 
     engine: str = "auto"
@@ -69,6 +71,7 @@ class WorkerOptions:
     advertise: str = ""
     relays: bool = True
     offer: str = ""
+    base: str = ""
 
 
 class WorkerProcess:
@@ -80,12 +83,13 @@ class WorkerProcess:
         directory: Path,
         options: WorkerOptions,
         environments: Mapping[str, EnvironmentProcess],
+        own_base: Snapshot | None = None,
     ) -> None:
         self._worker_id, self._options, self._environments = member.peer_id, options, environments
         self._link, self._clock = member.link(), Clock()
         listen = listen_address(options.listen, options.relays, member.address)
         self._weights = WorkerWeights(
-            member, self._link, directory, listen, options.relays, self._dispatch, self._give_up
+            member, self._link, directory, listen, options.relays, self._dispatch, self._give_up, own_base
         )
         self._scheduler: WorkerScheduler | None = None
         self._sampler: LeaseSampler | None = None
@@ -263,7 +267,7 @@ class WorkerProcess:
             )
             installed = await self._weights.reload(self._load)
             self._scheduler = WorkerScheduler(slots, settings.swap == "during", settings.deterministic)
-            self._scheduler.installed = installed
+            self._scheduler.installed, self._scheduler.base_models = installed, self._weights.base_models
             await self._report()
         self._weights.node.connected()
         self._dispatch(ev.Connected())
@@ -329,13 +333,17 @@ class WorkerProcess:
         return f"{payload} installed; {self._sampler.num_groups} groups, {rate:.0f} tokens/s{cost} so far"
 
     async def _load(self, snapshot: Snapshot) -> float:
-        """Load a verified snapshot beside the old weights, and swap."""
+        """Load a verified snapshot beside the old weights, and swap; before an adapter its base model, where the engine
+        has another."""
         assert self._engine is not None
         assert self._sampler is not None
         files = {name: bytes(data) for name, data in snapshot.files.items()}
         is_other = files != self._tokenizer_files
         tokenizer = await asyncio.to_thread(load_tokenizer, files) if is_other else self._sampler.tokenizer
-        pause = await self._engine.update_weights(snapshot)
+        base = None
+        if snapshot.base_model is not None and snapshot.base_model != self._engine.base_model:
+            base = await self._weights.base(snapshot.base_model)
+        pause = await self._engine.update_weights(snapshot, base)
         self._sampler.tokenizer, self._tokenizer_files = tokenizer, files  # not before: the engine may refuse
         return pause
 
@@ -381,8 +389,18 @@ class WorkerProcess:
             log.info("lease %d: failure not taken: %s", lease_id, error)  # its deadline will tell the head
 
 
+def _read_base(path: str) -> Snapshot:
+    base = map_base_model(find_model(path, "--base"))
+    log.info("the base model %s of --base is at hand", base.ref.policy)
+    return base
+
+
 async def join(ticket: str, directory: Path | None, options: WorkerOptions) -> str:
-    """Enrol with the ticket, attend until the run is over, and say why it ended."""
+    """Enrol with the ticket, attend until the run is over, and say why it ended.
+
+    Raises:
+        UserError: an environment can't be loaded, or `base` is no model; and as `WorkerProcess.run`.
+    """
     from echo2.transport import grpc_link
 
     state = directory or Path(os.environ.get("XDG_STATE_HOME", Path.home() / ".local" / "state")) / "echo2"
@@ -391,7 +409,8 @@ async def join(ticket: str, directory: Path | None, options: WorkerOptions) -> s
     environments = {spec: EnvironmentProcess(spec) for spec in options.allow_environments}
     for environment in environments.values():
         await environment.start()  # what can't be loaded is known before the head is told of it
-    process = WorkerProcess(member, state / member.peer_id, options, environments)
+    own_base = await asyncio.to_thread(_read_base, options.base) if options.base else None
+    process = WorkerProcess(member, state / member.peer_id, options, environments, own_base)
     return await process.run()
 
 

@@ -54,7 +54,8 @@ def listen_address(listen: str, relays: bool, head_address: str) -> tuple[str, i
 
 class WorkerWeights:
     """`dispatch` takes the scheduler's events, `fail` what can't be gone on from. `node`: its part of the broadcast;
-    `port`: where others can dial it (0: nowhere)."""
+    `port`: where others can dial it (0: nowhere). `own_base`: the base model that the owner of the machine has; its
+    bytes need not be fetched."""
 
     def __init__(
         self,
@@ -65,8 +66,9 @@ class WorkerWeights:
         relays: bool,
         dispatch: Callable[[ev.Event], None],
         fail: Callable[[BaseException], None],
+        own_base: Snapshot | None = None,
     ) -> None:
-        self._link, self._dispatch = link, dispatch
+        self._link, self._dispatch, self._fail, self._own_base = link, dispatch, fail, own_base
         self._ca_pem = member.credentials.ca_pem
         self._store = ChunkStore(directory / "snapshots")
         self.node = PeerNode(
@@ -74,7 +76,7 @@ class WorkerWeights:
             self._store,
             member.network(),
             link,
-            on_whole=lambda payload: dispatch(ev.SnapshotWhole(payload)),
+            on_whole=self._whole,
             on_gone=lambda payload: dispatch(ev.SnapshotGone(payload)),
             on_error=fail,
             listen=listen,
@@ -83,6 +85,7 @@ class WorkerWeights:
         self._manifests: dict[PayloadId, Manifest] = {}
         self._incoming: PayloadId | None = None
         self._loading = ThreadPoolExecutor(1, thread_name_prefix="loading")
+        self._taking: asyncio.Task[None] | None = None
         self.port = 0
         self.content = KeptContent(self._store)
 
@@ -106,7 +109,8 @@ class WorkerWeights:
         if len(self._manifests) > MANIFESTS_MAX:
             del self._manifests[next(payload for payload in self._manifests if payload != self._incoming)]
         _, stored, total = self.node.progress or (None, 0, 1)
-        self._dispatch(ev.SnapshotAnnounced(manifest.payload, asked_for, stored / max(1, total)))
+        progress = stored / max(1, total)
+        self._dispatch(ev.SnapshotAnnounced(manifest.payload, asked_for, progress, manifest.base_model))
 
     async def ask(self, ref: SnapshotRef, base: SnapshotRef | None) -> None:
         """Ask the head for a payload of `ref`, over `base` where it can."""
@@ -124,7 +128,51 @@ class WorkerWeights:
     def fetch(self, payload: PayloadId) -> None:
         """Fetch a payload that was announced."""
         self._incoming = payload
-        self.node.fetch(self._manifests[payload])
+        if payload.ref.is_base_model and self._own_base is not None:
+            self._taking = asyncio.ensure_future(self._take_own(self._manifests[payload], self._own_base))
+        else:
+            self.node.fetch(self._manifests[payload])
+
+    async def _take_own(self, manifest: Manifest, own: Snapshot) -> None:
+        """What the owner has of a base model; the rest, its smaller files, is fetched."""
+        try:
+            if own.ref != manifest.ref:
+                ours, theirs = own.ref.policy, manifest.ref.policy
+                raise UserError(
+                    f"--base holds {ours}, and the run's adapters are over {theirs}: these differ, if only by a byte. "
+                    "Give the model that the learner has, or leave --base out to fetch it."
+                )
+            await asyncio.get_running_loop().run_in_executor(self._loading, self.content.take_base, manifest, own)
+        except UserError as error:
+            self._fail(error)
+            return
+        if self._incoming == manifest.payload:
+            self.node.fetch(manifest)
+
+    def _whole(self, payload: PayloadId) -> None:
+        if payload.ref.is_base_model:  # listed now: it is nobody's content yet, and is to outlive this process
+            self._store.put_manifest(self._manifests[payload])
+            log.info("the base model %s is here", payload.ref.policy)
+        self._dispatch(ev.SnapshotWhole(payload))
+
+    # ---- base models ---------------------------------------------------------------------------------------------
+
+    @property
+    def base_models(self) -> set[SnapshotRef]:
+        """Those that are whole on disk."""
+        return {manifest.ref for manifest in self._store.manifests() if manifest.ref.is_base_model}
+
+    async def base(self, ref: SnapshotRef) -> Snapshot:
+        """One of those, to be loaded now.
+
+        Raises:
+            PeerError: "base_model", it is not what it is said to be: it has to be fetched again.
+            UserError: the disk is full.
+        """
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._loading, self.content.base, ref)
+        except PeerError as error:
+            raise PeerError("base_model", error.detail) from error
 
     # ---- installing ----------------------------------------------------------------------------------------------
 
@@ -145,7 +193,8 @@ class WorkerWeights:
             return None
         except PeerError as error:
             log.warning("snapshot %s refused: %s", payload, error)
-            self._dispatch(ev.SnapshotRefused(payload, str(error)))
+            below = manifest.base_model if error.reason == "base_model" else None
+            self._dispatch(ev.SnapshotRefused(payload if below is None else PayloadId(below), str(error)))
             return None
         return pause
 
