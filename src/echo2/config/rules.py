@@ -141,6 +141,12 @@ def check_together(config: Config) -> None:
             value = getattr(getattr(config, section.name), setting.name)
             if isinstance(value, float) and not math.isfinite(value):
                 raise UserError(f"{section.name}.{setting.name} = {value} is not a finite number.")
+    rollouts = schedule.groups_per_step * config.sampling.group_size
+    if config.learner.ranks > rollouts:
+        raise UserError(
+            f"learner.ranks = {config.learner.ranks}: a step has {rollouts} rollouts (schedule.groups_per_step times "
+            f"sampling.group_size), so some ranks would have nothing to do. Set learner.ranks = {rollouts} or less."
+        )
     if schedule.groups_per_step % parts:
         raise UserError(
             f"learner.updates_per_step = {parts} does not divide schedule.groups_per_step = "

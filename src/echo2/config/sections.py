@@ -181,6 +181,9 @@ class LearnerConfig:
         Annotated[int, Meta(ge=1)] | Literal["auto"],
         _doc('Tokens in one forward and backward pass. "auto": as many as fit the machine; echo2 plan says how many.'),
     ] = "auto"
+    ranks: Annotated[
+        int, _doc("Processes that hold the model in shares, a GPU each. Under torchrun: as many as it starts.", ge=1)
+    ] = 1
     updates_per_step: Annotated[
         int, _doc("Updates a step makes, each with an equal part of its groups. Above 1 it is not on-policy.", ge=1)
     ] = 1

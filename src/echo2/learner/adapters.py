@@ -120,11 +120,6 @@ class Adapter(Policy):
     def state(self) -> dict[str, Tensor]:
         return {name: parameter.detach() for name, parameter in self._parameters.items()}
 
-    def load(self, weights: Mapping[str, Tensor]) -> None:
-        with torch.no_grad():
-            for name, parameter in self._parameters.items():
-                parameter.copy_(weights[name])
-
     @contextmanager
     def engaged(self) -> Iterator[None]:
         self.base.engage(self._name)

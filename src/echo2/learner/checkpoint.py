@@ -2,6 +2,7 @@
 
     config.json, tokenizer files, model.safetensors     a Hugging Face model directory
     optimizer.safetensors                               AdamW's moments and step counts, by parameter name
+    ... of several ranks, each its rows                 model.0-of-2.safetensors ..., see `shard_files.py`
     state.json                                          what the client of the verbs keeps (`client`), and the size and
                                                         BLAKE3 digest of every other file
 
@@ -17,7 +18,8 @@ import logging
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -137,16 +139,50 @@ def write_checkpoint(
     Raises:
         NoRoomError: no room. UserError: the place cannot be written. What was there before is untouched.
     """
-    partial = directory.with_name(f".{directory.name}.partial")
-    try:
+    begin_checkpoint(directory)
+    commit_checkpoint(directory, client, write_part(directory, files, tensors))
+
+
+def begin_checkpoint(directory: Path) -> None:
+    """Make the place where the parts of a checkpoint are written; what an attempt before left there is gone.
+
+    Raises: as `write_checkpoint`.
+    """
+    with _cleaned_up(directory) as partial:
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
+
+
+def write_part(
+    directory: Path, files: Mapping[str, bytes], tensors: Mapping[str, Mapping[str, StoredTensor]]
+) -> dict[str, Any]:
+    """Write some files of a checkpoint that was begun; the entries of state.json for them.
+
+    Raises: as `write_checkpoint`.
+    """
+    with _cleaned_up(directory) as partial:
         index = {name: _write(partial / name, [data]) for name, data in files.items()}
-        index |= {name: _write(partial / name, safetensors_pieces(content)) for name, content in tensors.items()}
-        state = {"format": FORMAT, "client": dict(client), "files": index}
+        return index | {name: _write(partial / name, safetensors_pieces(content)) for name, content in tensors.items()}
+
+
+def commit_checkpoint(directory: Path, client: Mapping[str, Any], index: Mapping[str, Any]) -> None:
+    """Make a checkpoint of which all files are written, those of `index`, one that is there.
+
+    Raises: as `write_checkpoint`.
+    """
+    with _cleaned_up(directory) as partial:
+        state = {"format": FORMAT, "client": dict(client), "files": dict(index)}
         _write(partial / STATE_FILE, [json.dumps(state, indent=2).encode()])
         _sync_directory(partial)
         _replace(partial, directory)
+
+
+@contextmanager
+def _cleaned_up(directory: Path) -> Iterator[Path]:
+    """Where the checkpoint is written; what is there goes if that fails."""
+    partial = directory.with_name(f".{directory.name}.partial")
+    try:
+        yield partial
     except OSError as error:
         shutil.rmtree(partial, ignore_errors=True)
         what = "is out of room" if error.errno in _NO_ROOM else f"cannot be written ({error.strerror})"

@@ -182,11 +182,8 @@ class Policy:
 
     def state(self) -> dict[str, Tensor]:
         """The weights themselves by Hugging Face name, tied weights once (under their first name)."""
-        first: dict[tuple[int, tuple[int, ...]], str] = {}
-        tensors: dict[str, Tensor] = self.module.state_dict()
-        for name, tensor in tensors.items():
-            first.setdefault((tensor.data_ptr(), tuple(tensor.shape)), name)
-        return {name: tensors[name] for name in first.values()}
+        tied = dict(self.module.named_parameters(remove_duplicate=False)).keys() - dict(self.module.named_parameters())
+        return {name: tensor for name, tensor in self.module.state_dict().items() if name not in tied}
 
     def weights(self, dtype: torch.dtype | None = None) -> dict[str, StoredTensor]:
         """The weights themselves as bytes, floating-point ones cast to `dtype` when they are read."""
@@ -198,10 +195,6 @@ class Policy:
         """What an optimizer changes, by name."""
         return dict(self.module.named_parameters())
 
-    def load(self, weights: Mapping[str, Tensor]) -> None:
-        """Take these weights, named as in `state`. Raises RuntimeError where a shape does not fit."""
-        self.module.load_state_dict(weights, strict=False)
-
     def engaged(self) -> AbstractContextManager[None]:
         """To be entered before forward and backward passes: policies that share a module take turns."""
         return nullcontext()
@@ -212,7 +205,8 @@ class Policy:
         Raises:
             UserError: says what it is of.
         """
-        if not (directory / self.weights_file).is_file():
+        stem, suffix = self.weights_file.split(".")
+        if not any(directory.glob(f"{stem}*.{suffix}")):
             what = "a whole model" if base_model is None else f"an adapter over {base_model}"
             raise UserError(
                 f"{directory} is a checkpoint of {what}, and holds no {self.weights_file}. Set lora.rank back, or "

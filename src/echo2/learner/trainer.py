@@ -16,10 +16,15 @@ Where memory runs out, they are halved from there on, and the data of the one th
 that its backward pass had reached already (it goes from the output to the input) have their gradient and take none.
 
 Same data in the same order and calls give the same bits on the same machine (one thread count, one torch).
+
+With several ranks (`learner/mesh.py`) every rank makes the same calls. Each runs its share of a call's data, in as many
+passes as the rank that has most; gradients, norms and logprobs are of all.
 """
 
 from __future__ import annotations
 
+import itertools
+import json
 import logging
 import math
 from array import array
@@ -27,21 +32,25 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 import torch
-from safetensors.torch import load_file
 from torch import Tensor
 
 from echo2.devices import is_out_of_memory
 from echo2.errors import InvariantError, PeerError, UserError
 from echo2.learner import checkpoint
 from echo2.learner.batch import Layout, PackedBatch, collate, microbatches, num_tokens_run
+from echo2.learner.checkpoint import StoredTensor
 from echo2.learner.datum import Datum
 from echo2.learner.losses import LossTokens
+from echo2.learner.mesh import Mesh, Run, shares
 from echo2.learner.model import DTYPES, Policy, stored
 from echo2.learner.publication import LentWeights
+from echo2.learner.shard_files import ShardedTensors, open_tensors
+from echo2.learner.state import MOMENTS, OPTIMIZER_FILE, Saving, begin_saving, load_moments, load_weights
 from echo2.rollout.snapshot_files import read_config
 
 log = logging.getLogger(__name__)
@@ -51,7 +60,6 @@ T = TypeVar("T")
 #: (logp [n] with gradient, what is known of the n tokens) -> (losses [n] with gradient, what the client wants back).
 #: Called once a micro-batch. Nothing in it may depend on how the data is cut: see `learner/losses.py`.
 Loss = Callable[[Tensor, LossTokens], tuple[Tensor, T]]
-MOMENTS = ("exp_avg", "exp_avg_sq", "step")
 #: Beside what the client keeps with a checkpoint of an adapter: the policy id of its base model.
 BASE_MODEL = "base_model"
 
@@ -69,7 +77,8 @@ class AdamParams:
 
 @dataclass(frozen=True, slots=True)
 class ForwardBackward(Generic[T]):
-    """`logprobs[i]` is 'd' [T] of datum i, 0 where it is not predicted; `outputs` the loss's, one a micro-batch."""
+    """`logprobs[i]` is 'd' [T] of datum i, 0 where it is not predicted; `outputs` the loss's, one for each
+    micro-batch of this rank."""
 
     logprobs: list[array[float]]
     outputs: list[T]
@@ -85,25 +94,27 @@ class OptimStep:
 
 @dataclass(slots=True)
 class _Trained:
-    """A policy, its optimizer (None: it is never trained), and who reads the weights beside the training: a checkpoint
-    that is being written, a snapshot that is being encoded. Their results are for others. `reached`: parameters that
-    have had their gradient from the backward pass under way.
+    """A policy, what its weights are used through, its optimizer (None: it is never trained), and who reads the weights
+    beside the training: a checkpoint that is being written, a snapshot that is being encoded. Their results are for
+    others. `reached`: parameters that have had their gradient from the backward pass under way.
     """
 
     policy: Policy
+    run: Run
     layout: Layout
     parameters: dict[str, torch.nn.Parameter]
     optimizer: torch.optim.AdamW | None
-    readers: list[Future[None]] = field(default_factory=list)
+    readers: list[Future[Any]] = field(default_factory=list)
     reached: set[Tensor] = field(default_factory=set)
 
 
 class Trainer:
     """Owns policies, their gradients and their optimizers. For one thread."""
 
-    def __init__(self, tokens_per_microbatch: int, layout: Layout = "auto") -> None:
+    def __init__(self, tokens_per_microbatch: int, layout: Layout = "auto", mesh: Mesh | None = None) -> None:
         self.tokens_per_microbatch = tokens_per_microbatch  # less where memory has run out
         self._layout = layout
+        self._mesh = mesh or Mesh()
         self._policies: dict[str, _Trained] = {}
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
 
@@ -111,17 +122,18 @@ class Trainer:
         """Take a policy in under a name of its own. `is_trained` False: it only answers `forward`.
 
         Raises:
-            UserError: there is one of that name.
+            UserError: there is one of that name, or more ranks than it can be cut into.
         """
         if name in self._policies:
             raise UserError(f"There is a policy {name!r} already: give the other one another name.")
+        run = self._mesh.shard(policy.module)
         parameters = policy.trained_parameters()
         layout: Layout = self._layout if policy.honours_masks else "plain"
         optimizer = None
         if is_trained:
             is_fused = policy.device.type in ("cpu", "cuda")
             optimizer = torch.optim.AdamW(list(parameters.values()), fused=is_fused)
-        trained = self._policies[name] = _Trained(policy, layout, parameters, optimizer)
+        trained = self._policies[name] = _Trained(policy, run, layout, parameters, optimizer)
         with policy.engaged():  # what is not, takes no gradients
             for parameter in parameters.values() if is_trained else ():
                 parameter.register_post_accumulate_grad_hook(trained.reached.add)
@@ -140,11 +152,13 @@ class Trainer:
         trained = self._policy(name)
 
         def run(part: Sequence[Datum]) -> list[array[float]]:
-            with torch.no_grad():
-                batch = self._packed(trained, part)
-                return _by_datum(trained.policy.logprobs(batch, temperature)[0], batch, part)
+            batch = self._packed(trained, part)
+            logp_n, *_ = trained.run(partial(trained.policy.logprobs, batch, temperature))
+            return _by_datum(logp_n, batch, part)
 
-        return [logprobs for part in self._passes(trained, data, run) for logprobs in part]
+        with torch.no_grad():
+            found = [logprobs for part in self._passes(trained, data, run) for logprobs in part]
+        return self._of_all_ranks(found, data)
 
     def forward_backward(
         self, name: str, data: Sequence[Datum], loss: Loss[T], temperature: float = 1.0
@@ -161,13 +175,14 @@ class Trainer:
 
         def run(part: Sequence[Datum]) -> tuple[list[array[float]], T]:
             batch = self._packed(trained, part)
-            logp_n, _, top_policy_nk = trained.policy.logprobs(batch, temperature)
+            logp_n, _, top_policy_nk = trained.run(partial(trained.policy.logprobs, batch, temperature))
             loss_n, output = loss(logp_n, replace(batch.loss_tokens, top_policy_nk=top_policy_nk))
             (loss_n * batch.loss_tokens.weight_n).sum().backward()
             return _by_datum(logp_n.detach(), batch, part), output
 
         done = self._passes(trained, data, run)
-        return ForwardBackward([each for logprobs, _ in done for each in logprobs], [output for _, output in done])
+        found = [each for logprobs, _ in done for each in logprobs]
+        return ForwardBackward(self._of_all_ranks(found, data), [output for _, output in done])
 
     def optim_step(self, name: str, adam: AdamParams, divisor: float = 1.0) -> OptimStep:
         """Divide the gradients added so far, clip them, make one AdamW step, and forget them.
@@ -182,8 +197,10 @@ class Trainer:
         optimizer = trained.optimizer
         if not grads or optimizer is None:
             return OptimStep(0.0, False)
+        self._mesh.sum(grads)
         torch._foreach_div_(grads, divisor)
-        norm = float(torch.nn.utils.clip_grad_norm_(trained.parameters.values(), adam.grad_clip or math.inf))
+        clipped = torch.nn.utils.clip_grad_norm_(trained.parameters.values(), adam.grad_clip or math.inf)
+        norm = float(self._mesh.whole(clipped))
         if math.isfinite(norm):
             settings = {"lr": adam.lr, "betas": adam.betas, "eps": adam.eps, "weight_decay": adam.weight_decay}
             optimizer.param_groups[0].update(settings)
@@ -201,9 +218,22 @@ class Trainer:
         training, not copied. `optim_step` and `load_state` wait until they are given back; everything else goes on.
         """
         trained = self._policy(name)
-        lent = LentWeights(trained.policy.weights(DTYPES[dtype]), trained.policy.files)
-        trained.readers.append(lent.returned)
+        policy, kind = trained.policy, DTYPES[dtype]
+        lent = LentWeights(policy.weights(kind) if self._mesh.size == 1 else self._gathered(policy, kind), policy.files)
+        if self._mesh.rank == 0:
+            trained.readers.append(lent.returned)
         return lent
+
+    def _gathered(self, policy: Policy, dtype: torch.dtype) -> dict[str, StoredTensor]:
+        """A copy of the weights on the first rank, none on the others: only all ranks together can read them, so nobody
+        can beside the training. One at a time is whole on the device, in its final precision.
+        """
+        copies = {}
+        for key, tensor in policy.state().items():
+            whole = self._mesh.whole(tensor.to(dtype) if tensor.is_floating_point() else tensor)
+            if self._mesh.rank == 0:
+                copies[key] = stored(whole.to("cpu", copy=not self._mesh.is_cut(tensor)))
+        return copies
 
     def finish_reading(self, name: str) -> None:
         """Wait until nobody reads the weights any more. Whether that went well is told by who holds the future."""
@@ -211,7 +241,7 @@ class Trainer:
         wait(readers)
         readers.clear()
 
-    def save_state(self, name: str, directory: Path, client: Mapping[str, Any]) -> Future[None]:
+    def save_state(self, name: str, directory: Path, client: Mapping[str, Any]) -> Saving:
         """Begin to write a checkpoint of the policy to `directory`, whole or not at all; `client` is kept with it.
 
         It is written beside the training, from the weights and moments themselves and not from a copy: `optim_step` and
@@ -221,10 +251,10 @@ class Trainer:
         """
         trained = self._policy(name)
         moments = {} if trained.optimizer is None else trained.optimizer.state
-        contents = {
-            trained.policy.weights_file: {key: stored(tensor) for key, tensor in trained.policy.state().items()},
-            "optimizer.safetensors": {
-                f"{kind}.{key}": stored(moments[parameter][kind])
+        contents: dict[str, Mapping[str, Tensor]] = {
+            trained.policy.weights_file: trained.policy.state(),
+            OPTIMIZER_FILE: {
+                f"{kind}.{key}": moments[parameter][kind]
                 for key, parameter in trained.parameters.items()
                 if parameter in moments
                 for kind in MOMENTS
@@ -232,8 +262,8 @@ class Trainer:
         }
         files, base = trained.policy.files, trained.policy.base_model
         kept = client if base is None else {**client, BASE_MODEL: base.policy}
-        saving = self._writer.submit(checkpoint.write_checkpoint, directory, kept, files, contents)
-        trained.readers.append(saving)
+        reader, saving = begin_saving(self._writer, self._mesh, directory, kept, files, contents)
+        trained.readers.append(reader)
         return saving
 
     def load_state(self, name: str, directory: Path) -> dict[str, Any]:
@@ -244,10 +274,21 @@ class Trainer:
         """
         trained = self._policy(name)
         self.finish_reading(name)
-        client = checkpoint.read_client(directory)
+        client: dict[str, Any] = json.loads(
+            self._mesh.broadcast(b"" if self._mesh.rank else json.dumps(checkpoint.read_client(directory)).encode())
+        )
         trained.policy.check_checkpoint(directory, client.pop(BASE_MODEL, None))
-        weights = load_file(directory / trained.policy.weights_file)
-        missing = set(trained.policy.state()) ^ set(weights)
+        with open_tensors(directory, trained.policy.weights_file) as tensors:
+            self._load_weights(trained, directory, tensors)
+        if trained.optimizer is not None:
+            with open_tensors(directory, OPTIMIZER_FILE) as tensors:
+                load_moments(self._mesh, trained.optimizer, trained.parameters, tensors)
+            trained.optimizer.zero_grad(set_to_none=True)
+        return client
+
+    def _load_weights(self, trained: _Trained, directory: Path, tensors: ShardedTensors) -> None:
+        state = trained.policy.state()
+        missing = set(state) ^ set(tensors.shapes)
         if missing:
             theirs = _model_type({path.name: path.read_bytes() for path in directory.glob("config.json")})
             raise UserError(
@@ -255,14 +296,7 @@ class Trainer:
                 f"{_model_type(trained.policy.files)}, and {len(missing)} tensors are in one of them only, for example "
                 f"{sorted(missing)[0]}. Set model.path back, or start another --out."
             )
-        try:
-            trained.policy.load(weights)
-        except RuntimeError as error:
-            raise UserError(f"{directory} is a checkpoint of another model: {error}") from error
-        if trained.optimizer is not None:
-            _load_moments(trained, load_file(directory / "optimizer.safetensors"))
-            trained.optimizer.zero_grad(set_to_none=True)
-        return client
+        load_weights(self._mesh, directory, state, tensors)
 
     def _policy(self, name: str) -> _Trained:
         found = self._policies.get(name)
@@ -271,10 +305,14 @@ class Trainer:
         return found
 
     def _passes(self, trained: _Trained, data: Sequence[Datum], run: Callable[[Sequence[Datum]], T]) -> list[T]:
-        """What `run` gives for each micro-batch, in the data's order; halved where memory runs out."""
+        """What `run` gives for each micro-batch of this rank's share, in order; halved where memory runs out.
+
+        Every pass takes all ranks: one that has fewer than another runs the shortest datum instead, for nothing.
+        """
         shares_prompts = trained.layout != "plain"
+        parts = shares(data, self._mesh.size)
         done: list[T] = []
-        waiting: list[tuple[Sequence[Datum], frozenset[Tensor]]] = [(data, frozenset())]
+        waiting: list[tuple[Sequence[Datum], frozenset[Tensor]]] = [(parts[self._mesh.rank], frozenset())]
         while waiting:
             part, reached = waiting.pop()
             pieces = microbatches(part, self.tokens_per_microbatch, shares_prompts)
@@ -289,6 +327,8 @@ class Trainer:
             except (MemoryError, RuntimeError) as error:
                 if not is_out_of_memory(error):
                     raise
+                if self._mesh.size > 1:  # the others are in the middle of the same pass
+                    raise _too_large_for_rank(self._mesh.rank, self.tokens_per_microbatch) from error
                 if len(part) == 1:
                     raise _too_large(part[0], trained.policy) from error
             # Here the error is gone, and with it what its frames held.
@@ -297,7 +337,25 @@ class Trainer:
             self.tokens_per_microbatch = num_tokens_run(part, shares_prompts) // 2
             log.warning("memory ran out: micro-batches of %d tokens from now on", self.tokens_per_microbatch)
             waiting.append((part, reached | trained.reached))
+        if self._mesh.size > 1:
+            cuts = [len(microbatches(part, self.tokens_per_microbatch, shares_prompts)) for part in parts]
+            for _ in range(len(done), max(cuts)):
+                self._run_for_nothing(trained, min(data, key=lambda datum: len(datum.prompt_tokens) + datum.num_inputs))
         return done
+
+    def _run_for_nothing(self, trained: _Trained, datum: Datum) -> None:
+        with trained.policy.engaged():
+            logp_n, *_ = trained.run(partial(trained.policy.logprobs, self._packed(trained, [datum]), 1.0))
+            if logp_n.requires_grad:
+                (logp_n * 0.0).sum().backward()
+
+    def _of_all_ranks(self, logprobs: list[array[float]], data: Sequence[Datum]) -> list[array[float]]:
+        """The logprobs of all the data, of those of this rank's share."""
+        if self._mesh.size == 1:
+            return logprobs
+        joined = memoryview(b"".join(self._mesh.gather(b"".join(map(bytes, logprobs)))))
+        ends = list(itertools.accumulate((8 * len(datum.tokens) for datum in data), initial=0))
+        return [array("d", joined[start:end].tobytes()) for start, end in itertools.pairwise(ends)]
 
     def _packed(self, trained: _Trained, part: Sequence[Datum]) -> PackedBatch:
         policy = trained.policy
@@ -315,6 +373,13 @@ def _gradients_left(reached: frozenset[Tensor]) -> Iterator[None]:
     finally:
         for parameter in reached:
             parameter.requires_grad_(True)
+
+
+def _too_large_for_rank(rank: int, tokens: int) -> UserError:
+    return UserError(
+        f"Rank {rank} has no memory for a micro-batch of {tokens} tokens. Set learner.tokens_per_microbatch = "
+        f"{max(1, tokens // 2)} or take more ranks, and --resume."
+    )
 
 
 def _too_large(datum: Datum, policy: Policy) -> UserError:
@@ -342,14 +407,3 @@ def _model_type(files: Mapping[str, bytes]) -> str:
         return str(read_config(files).get("model_type", "not given"))
     except PeerError:
         return "not given"
-
-
-def _load_moments(trained: _Trained, tensors: Mapping[str, Tensor]) -> None:
-    assert trained.optimizer is not None
-    state = {
-        index: {kind: tensors[f"{kind}.{key}"] for kind in MOMENTS}
-        for index, key in enumerate(trained.parameters)
-        if f"step.{key}" in tensors
-    }
-    groups = trained.optimizer.state_dict()["param_groups"]
-    trained.optimizer.load_state_dict({"state": state, "param_groups": groups})

@@ -15,7 +15,6 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Sequence
-from concurrent.futures import Future
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -33,15 +32,19 @@ from echo2.learner.grpo.data import GroupData, divisor_of, group_data
 from echo2.learner.grpo.loss_stats import LossStats, measure
 from echo2.learner.grpo.reference import reference_of, token_kl
 from echo2.learner.losses import LossTokens, PolicyLoss, log_ratio, make_loss
+from echo2.learner.mesh import Mesh
 from echo2.learner.model import Policy
 from echo2.learner.precision import computes_in_bfloat16, refuse_vanishing_updates
 from echo2.learner.publication import LentWeights
+from echo2.learner.state import Saving
 from echo2.learner.trainer import AdamParams, Trainer
 from echo2.types import RolloutGroup
 
 log = logging.getLogger(__name__)
 
 POLICY, REFERENCE = "the policy", "its reference"
+#: Of a micro-batch: its statistics, and what the loss remembers of it.
+Output = tuple[LossStats, Tensor | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,23 +112,30 @@ class GrpoLoss:
 class GrpoClient:
     """One policy's training on scored groups. `version` = completed training steps."""
 
-    def __init__(self, policy: Policy, config: Config, layout: Layout = "auto") -> None:
+    def __init__(self, policy: Policy, config: Config, layout: Layout = "auto", mesh: Mesh | None = None) -> None:
         """Raises: UserError, where there is no room for the reference, or the weights' precision is too coarse."""
         self.policy = policy
         self.config = config
         self.version = 0
         self._loss = make_loss(config.learner.loss, config.learner.loss_params)
+        self._mesh = mesh or Mesh()
         policy.computes_in_bfloat16 = computes_in_bfloat16(config.model.compute_dtype, policy.device)
         refuse_vanishing_updates(policy.trained_parameters(), config.learner.lr)
-        self._settled = _settle_microbatch(policy, config)
-        self._trainer = Trainer(self._settled, layout)
+        tokens = _settle_microbatch(policy, config)
+        self._settled = min(map(int, self._mesh.gather(str(tokens).encode()))) if self._mesh.size > 1 else tokens
+        self._trainer = Trainer(self._settled, layout, self._mesh)
+        reference = reference_of(policy) if config.learner.reference_kl > 0.0 else None  # before it is cut over ranks
         self._trainer.add(POLICY, policy)
-        if config.learner.reference_kl > 0.0:
-            reference = reference_of(policy)
+        if reference is not None:
             reference.computes_in_bfloat16 = policy.computes_in_bfloat16
             self._trainer.add(REFERENCE, reference, is_trained=False)
         self._before: StepStats | None = None  # of the updates that this step has had
         self._forget_sums()
+
+    @property
+    def tokens_per_call(self) -> int:
+        """Tokens with which one call of `forward_backward` gives every rank a full micro-batch."""
+        return self._trainer.tokens_per_microbatch * self._mesh.size
 
     def why_unfit(self, group: RolloutGroup) -> str:
         """Why the model can't read the group; empty: it can. The head checks the rest when a result comes in, and knows
@@ -160,7 +170,8 @@ class GrpoClient:
             reference = self._trainer.forward(REFERENCE, data, temperature)
             data = [replace(datum, reference_logprobs=logp) for datum, logp in zip(data, reference, strict=True)]
         loss = GrpoLoss(self._loss, self.config.learner.reference_kl)
-        for measured, remembered in self._trainer.forward_backward(POLICY, data, loss, temperature).outputs:
+        done = self._trainer.forward_backward(POLICY, data, loss, temperature)
+        for measured, remembered in self._of_all_ranks(done.outputs):
             stats += measured
             self._stats += measured  # one by one: the same sums however the calls were cut
             if remembered is not None:
@@ -190,7 +201,7 @@ class GrpoClient:
             UserError: the gradient is not finite (training has diverged); the weights are those of before the update.
         """
         if self._before is None or self._num_rollouts:
-            self.update()
+            self._update()
         assert self._before is not None
         result, self._before = self._before, None
         self.version += 1
@@ -202,6 +213,9 @@ class GrpoClient:
         Raises:
             UserError: as `optim_step`.
         """
+        self._update()
+
+    def _update(self) -> None:
         learner, lr = self.config.learner, self._scheduled_lr()
         if learner.loss != "none":  # the negative control corrects nothing
             lr *= math.sqrt(self._stats.ess_ratio)
@@ -226,7 +240,7 @@ class GrpoClient:
         """Wait for who reads the weights beside the training, as the next update would."""
         self._trainer.finish_reading(POLICY)
 
-    def save_state(self, directory: Path, lineage: int = 0, cursor: int = 0) -> Future[None]:
+    def save_state(self, directory: Path, lineage: int = 0, cursor: int = 0) -> Saving:
         """Begin to write a checkpoint to `directory`, whole or not at all; to be called between steps. The next step
         trains meanwhile; its `optim_step` waits for the end of it. The result raises as `Trainer.save_state`'s.
 
@@ -253,6 +267,21 @@ class GrpoClient:
         self._before = None
         self.version, self._loss = position.version, replace(self._loss, memory=position.loss_memory)
         return position
+
+    def _of_all_ranks(self, outputs: list[Output]) -> list[Output]:
+        """What the loss gave back on every rank, the first rank's first."""
+        if self._mesh.size == 1:
+            return outputs
+        rows = [(stats, None if kept is None else kept.tolist()) for stats, kept in outputs]
+        gathered = self._mesh.gather(msgspec.msgpack.encode(rows))
+        decoded = [
+            msgspec.msgpack.decode(data, type=list[tuple[LossStats, list[list[float]] | None]]) for data in gathered
+        ]
+        return [
+            (stats, None if kept is None else torch.tensor(kept, dtype=torch.float64))
+            for part in decoded
+            for stats, kept in part
+        ]
 
     def _forget_sums(self) -> None:
         self._num_tokens, self._num_rollouts, self._stats = 0, 0, LossStats()

@@ -166,7 +166,7 @@ def _train_on_groups(
                 waiting.append(item)
                 more = client.num_tokens_run(item)
                 num_tokens += more
-                is_full = num_tokens + more > client.tokens_per_microbatch
+                is_full = num_tokens + more > client.tokens_per_call
         is_part = learner.updates_per_step > 1 and not is_end and len(meter.numbers) % groups_per_update == 0
         if waiting and (is_full or is_part):
             head.doing = f"training step {client.version}{record.summary}{client.memory_summary}"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import time
-from concurrent.futures import Future
 from pathlib import Path
 
 from echo2.errors import NoRoomError
@@ -12,6 +11,7 @@ from echo2.learner import checkpoint
 from echo2.learner.grpo.client import GrpoClient
 from echo2.learner.publication import NO_ROOM_SECONDS
 from echo2.learner.session import HeadSession
+from echo2.learner.state import Saving
 
 log = logging.getLogger(__name__)
 
@@ -27,7 +27,7 @@ class Checkpoints:
         self._keep = keep
         self._client = client
         self._head = head
-        self._writing: Future[None] | None = None
+        self._writing: Saving | None = None
         self._cursor = 0
         self._give_up_at: float | None = None
 

@@ -6,8 +6,9 @@ import asyncio
 import shutil
 import statistics
 import sys
-from collections.abc import Mapping
-from contextlib import aclosing
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import aclosing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,9 @@ from echo2.types import RolloutGroup
 BATCH_TASKS = 64
 #: Files of a checkpoint that are the learner's own, not the model's.
 LEARNER_FILES = ("optimizer.safetensors", "state.json")
+MODEL_FILE = "model.safetensors"
+#: What each of several ranks wrote.
+PARTS = "*.*-of-*.safetensors"
 
 
 def checkpoint_directory(rundir: RunDir, step: int | None) -> Path:
@@ -55,7 +59,8 @@ def evaluate(target: Path, step: int | None, model: str, overrides: Mapping[str,
     rundir = RunDir(target) if target.is_dir() else None
     config = configuration.load(rundir.config if rundir is not None else target, overrides)
     where = model or (str(checkpoint_directory(rundir, step)) if rundir is not None else config.model.path)
-    sampler = LocalSampler(config, "eval", *load_engine(config, where, BATCH_TASKS))
+    with _whole(where) as directory:
+        sampler = LocalSampler(config, "eval", *load_engine(config, directory, BATCH_TASKS))
     rewards = asyncio.run(_rewards(config, sampler))
     failures = sampler.failures
     if not rewards:
@@ -70,6 +75,30 @@ def evaluate(target: Path, step: int | None, model: str, overrides: Mapping[str,
         "eval/num_tasks": len(rewards),
         "eval/num_failed": len(failures),
     }
+
+
+@contextmanager
+def _whole(where: str) -> Iterator[str]:
+    """A model directory, or a checkpoint of several ranks as one."""
+    if not any(Path(where).glob(PARTS)):
+        yield where
+        return
+    with tempfile.TemporaryDirectory() as directory:
+        copy_model(Path(where), Path(directory))
+        yield directory
+
+
+def copy_model(source: Path, to: Path) -> None:
+    """Copy the model part of a checkpoint to the directory `to`, what several ranks wrote as one file.
+
+    Raises:
+        UserError: not all ranks' parts are there.
+    """
+    from echo2.learner.shard_files import write_whole
+
+    shutil.copytree(source, to, ignore=shutil.ignore_patterns(*LEARNER_FILES, PARTS), dirs_exist_ok=True)
+    if any(source.glob(PARTS)):
+        write_whole(source, MODEL_FILE, to / MODEL_FILE)
 
 
 async def _rewards(config: configuration.Config, sampler: LocalSampler) -> list[float]:
@@ -104,7 +133,7 @@ def export(directory: Path, step: int | None, to: Path) -> str:
         raise UserError(f"{to} exists already. Choose another directory with --to.")
     partial = to.with_name(f".{to.name}.partial")
     try:
-        shutil.copytree(source, partial, ignore=shutil.ignore_patterns(*LEARNER_FILES))
+        copy_model(source, partial)
         partial.rename(to)
     except OSError as error:
         shutil.rmtree(partial, ignore_errors=True)

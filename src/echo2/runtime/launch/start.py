@@ -123,7 +123,7 @@ def _supervise(rundir: RunDir, config: Config) -> dict[str, str]:
     arguments = ["--price-usd-per-hour", str(workers.price_usd_per_hour)]
     if config.tasks.environment:
         arguments += ["--allow-environment", config.tasks.environment]
-    supervisor = Supervisor(rundir, workers.count, arguments)
+    supervisor = Supervisor(rundir, workers.count, arguments, config.learner.ranks)
     console = Console(stderr=True)
     where, ticket = escape(str(rundir.path)), escape(str(rundir.ticket))
     told = f"run directory [bold]{where}[/bold]   your other machines join with: echo2 worker @{ticket}"

@@ -69,13 +69,13 @@ class Child:
 class Supervisor:
     """Owns the local processes of one run."""
 
-    def __init__(self, rundir: RunDir, num_workers: int, worker_arguments: list[str]) -> None:
+    def __init__(self, rundir: RunDir, num_workers: int, worker_arguments: list[str], num_ranks: int = 1) -> None:
         self.rundir = rundir
         path = str(rundir.path)
         self.head = Child("head", ["head", path])
         self.others = [Child("learner", ["learner", path])]
         for number in range(num_workers):
-            name, device = f"worker-{number}", f"auto:{number + 1}"  # the learner has the first
+            name, device = f"worker-{number}", f"auto:{number + num_ranks}"  # the learner has the first
             places = ["--state", str(rundir.path / "workers" / name), "--device", device]
             self.others.append(Child(name, ["worker", f"@{rundir.ticket}", *places, *worker_arguments]))
         self._lifeline = os.pipe()

@@ -5,14 +5,18 @@ from __future__ import annotations
 import logging
 import signal
 
+from echo2.devices import pick_device
 from echo2.errors import UserError
 from echo2.learner.grpo import loop
 from echo2.learner.grpo.client import GrpoClient
+from echo2.learner.grpo.ranks import LeadingClient, follow
 from echo2.learner.head_client import LearnerInfo
+from echo2.learner.mesh import Mesh, Place, join, place
 from echo2.learner.model import load_policy
 from echo2.learner.publication import Publisher
 from echo2.learner.session import HeadSession
 from echo2.rundir import RunDir, claimed
+from echo2.runtime.learner.ranks import started
 from echo2.transport.base import Link
 from echo2.transport.grpc_link import connect
 
@@ -30,16 +34,41 @@ def run_learner(rundir: RunDir, ticket: str) -> int:
         UserError: the model can't be loaded, the disk is full, the head does not take this learner.
         LinkError: the head stayed away.
     """
+    here = place()
+    if here is not None and here.rank:
+        return _follow(rundir, here)
     with claimed(rundir.path, "learner"):
-        return _train(rundir, ticket)
+        size = rundir.read_config().learner.ranks
+        if here is not None or size == 1:
+            return _train(rundir, ticket, here)
+        with started(rundir, size) as here:
+            return _train(rundir, ticket, here)
 
 
-def _train(rundir: RunDir, ticket: str) -> int:
+def _follow(rundir: RunDir, here: Place) -> int:
+    """As another rank than the first, which takes the signals for all. The exit status."""
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, signal.SIG_IGN)
+    config, device = rundir.read_config(), pick_device(f"auto:{here.local_rank}")
+    mesh = join(here, device)
+    client = GrpoClient(load_policy(config.model.path, "float32", str(device)), config, mesh=mesh)
+    try:
+        follow(client, mesh)
+    except RuntimeError as error:
+        log.warning("rank %d ends, for another is gone: %s", here.rank, error)
+        return 1
+    return 0
+
+
+def _train(rundir: RunDir, ticket: str, here: Place | None) -> int:
     config = rundir.read_config()
     if not ticket and not rundir.learner_ticket.is_file():
         raise UserError(f"{rundir.learner_ticket} is missing: start the head first, or give its ticket with --ticket.")
-    policy = load_policy(config.model.path, "float32", "auto")
-    client = GrpoClient(policy, config)
+    device = pick_device("auto")
+    leads = here is not None and here.size > 1
+    mesh = join(here, device) if here is not None and leads else Mesh()
+    policy = load_policy(config.model.path, "float32", str(device))
+    client = LeadingClient(policy, config, mesh=mesh) if leads else GrpoClient(policy, config)
     resumed = loop.resume(client, rundir.checkpoints)
     log.info("%s at version %d on %s", "resumed" if resumed else "fresh", client.version, policy.device)
 
@@ -48,13 +77,15 @@ def _train(rundir: RunDir, ticket: str) -> int:
         log.info("joined as %s", learner_id)
         return link
 
-    info = LearnerInfo(str(policy.device), policy.vocab_size)
+    info = LearnerInfo(f"{mesh.size} x {policy.device}" if leads else str(policy.device), policy.vocab_size)
     session = HeadSession(connect_head, client.version, info, Publisher(rundir.path / "learner"))
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: session.stop(TOLD_TO_STOP))
     try:
         reason = loop.train(client, session, rundir.checkpoints)
         log.info("the run is over: %s", reason)
+        if isinstance(client, LeadingClient):
+            client.end()
     finally:
         session.close()
     return STOPPED_STATUS if reason == TOLD_TO_STOP else 0

@@ -1,0 +1,115 @@
+"""Several ranks, one client: the first talks to the head and tells the others each verb before it does it.
+
+All hold the same client in the same state and do the same verbs in the same order with the same groups; what each of
+them runs of a call is the trainer's to cut. A rank that dies takes all with it: the run goes on from the checkpoint.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+
+from echo2.errors import InvariantError
+from echo2.learner.grpo.client import GrpoClient, RunPosition, StepStats
+from echo2.learner.grpo.loss_stats import LossStats
+from echo2.learner.mesh import Mesh
+from echo2.learner.publication import LentWeights
+from echo2.learner.state import Saving
+from echo2.transport.messages import encode_group, parse_group
+from echo2.types import RolloutGroup
+
+
+class Order(msgspec.Struct, frozen=True):
+    """A verb for all ranks, and what it is called with."""
+
+    verb: str
+    groups: list[bytes] = []
+    directory: str = ""
+    lineage: int = 0
+    cursor: int = 0
+
+
+class LeadingClient(GrpoClient):
+    """The first rank's client. Verbs are those of `GrpoClient`, done by all ranks."""
+
+    def forward_backward(self, groups: Sequence[RolloutGroup]) -> LossStats:
+        self._tell(Order("forward_backward", [encode_group(group).SerializeToString() for group in groups]))
+        return super().forward_backward(groups)
+
+    def optim_step(self) -> StepStats:
+        self._tell(Order("optim_step"))
+        return super().optim_step()
+
+    def update(self) -> None:
+        self._tell(Order("update"))
+        super().update()
+
+    def save_weights_for_sampler(self) -> LentWeights:
+        self._tell(Order("save_weights_for_sampler"))
+        return super().save_weights_for_sampler()
+
+    def save_state(self, directory: Path, lineage: int = 0, cursor: int = 0) -> Saving:
+        self._tell(Order("save_state", [], str(directory), lineage, cursor))
+        return _ToldSaving(self, super().save_state(directory, lineage, cursor))
+
+    def load_state(self, directory: Path) -> RunPosition:
+        self._tell(Order("load_state", [], str(directory)))
+        return super().load_state(directory)
+
+    def end(self) -> None:
+        """Let the other ranks go."""
+        self._tell(Order("end"))
+        self._mesh.leave()
+
+    def _tell(self, order: Order) -> None:
+        self._mesh.broadcast(msgspec.msgpack.encode(order))
+
+
+@dataclass(frozen=True, slots=True)
+class _ToldSaving:
+    """A checkpoint for whose end the other ranks are called when the first one waits for it."""
+
+    client: LeadingClient
+    saving: Saving
+
+    def result(self) -> None:
+        self.client._tell(Order("finish_saving"))
+        self.saving.result()
+
+
+def follow(client: GrpoClient, mesh: Mesh) -> None:
+    """Do what the first rank tells until it says that it is over.
+
+    Raises:
+        RuntimeError: it has gone without a word.
+        UserError: as the verbs.
+    """
+    if client.config.run.deterministic and client.policy.device.type == "cuda":
+        torch.use_deterministic_algorithms(True)
+    saving: Saving | None = None
+    while (order := msgspec.msgpack.decode(mesh.broadcast(), type=Order)).verb != "end":
+        if order.verb == "save_state":
+            saving = client.save_state(Path(order.directory), order.lineage, order.cursor)
+        elif order.verb == "finish_saving" and saving is not None:
+            saving.result()
+        else:
+            _do(client, order)
+    mesh.leave()
+
+
+def _do(client: GrpoClient, order: Order) -> None:
+    verbs: dict[str, Any] = {
+        "forward_backward": lambda: client.forward_backward([parse_group(data) for data in order.groups]),
+        "load_state": lambda: client.load_state(Path(order.directory)),
+        "optim_step": client.optim_step,
+        "update": client.update,
+        "save_weights_for_sampler": client.save_weights_for_sampler,
+    }
+    if order.verb not in verbs:
+        raise InvariantError(f"the first rank told {order.verb!r}")
+    verbs[order.verb]()

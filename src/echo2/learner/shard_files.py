@@ -1,0 +1,112 @@
+"""The tensors of a checkpoint, whichever number of ranks wrote it and reads it.
+
+One rank writes `model.safetensors`; of n ranks each writes its own rows, `model.0-of-2.safetensors` and so on: together
+they are the whole, first rank first. What is not cut is in the first file alone. Rows are read from where they lie, so
+a rank needs memory for its own alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from echo2.errors import UserError
+from echo2.learner.checkpoint import StoredTensor, safetensors_pieces
+from echo2.learner.model import stored
+
+SUFFIX = ".safetensors"
+
+
+def file_name(name: str, rank: int, size: int) -> str:
+    """What a rank calls its part of the file `name`."""
+    return name if size == 1 else f"{name.removesuffix(SUFFIX)}.{rank}-of-{size}{SUFFIX}"
+
+
+def part_paths(directory: Path, name: str) -> list[Path]:
+    """The file `name`, or the ranks' parts of it; none where there is neither."""
+    whole = directory / name
+    size = len(list(directory.glob(f"{name.removesuffix(SUFFIX)}.*-of-*{SUFFIX}")))
+    return [whole] if whole.is_file() else [directory / file_name(name, rank, size) for rank in range(size)]
+
+
+class ShardedTensors:
+    """Open files of one kind. `shapes`: of the whole tensors by name."""
+
+    def __init__(self, files: list[Any]) -> None:
+        self._pieces: dict[str, list[Any]] = {}
+        for file in files:
+            for name in file.keys():  # noqa: SIM118 (it is no mapping)
+                self._pieces.setdefault(name, []).append(file.get_slice(name))
+        self.shapes = {name: _shape(pieces) for name, pieces in self._pieces.items()}
+
+    def read(self, name: str, start: int = 0, stop: int | None = None) -> Tensor:
+        """Rows `start` to `stop` (all) of a tensor; a tensor without dimensions whole."""
+        pieces = self._pieces[name]
+        if not self.shapes[name]:
+            scalar: Tensor = pieces[0][...]
+            return scalar
+        stop, before, found = self.shapes[name][0] if stop is None else stop, 0, []
+        for piece in pieces:
+            rows = piece.get_shape()[0]
+            first, last = max(start - before, 0), min(stop - before, rows)
+            if first < last:
+                found.append(piece[first:last])
+            before += rows
+        if not found:
+            return pieces[0][0:0] if pieces[0].get_shape()[0] else torch.cat([piece[:] for piece in pieces])[0:0]
+        return found[0] if len(found) == 1 else torch.cat(found)
+
+
+@contextmanager
+def open_tensors(directory: Path, name: str) -> Iterator[ShardedTensors]:
+    """The tensors of the file `name` of a checkpoint, or of the ranks' parts of it.
+
+    Raises:
+        UserError: there are none, or not of all ranks.
+    """
+    with ExitStack() as stack:
+        try:
+            files = [stack.enter_context(safe_open(path, "pt")) for path in part_paths(directory, name)]
+        except (OSError, SafetensorError) as error:
+            raise UserError(f"{directory} holds no whole {name}: {error}. Name a checkpoint.") from error
+        if not files:
+            raise UserError(f"{directory} holds no {name}. Name a checkpoints/step_N of a run.")
+        yield ShardedTensors(files)
+
+
+def write_whole(directory: Path, name: str, to: Path) -> None:
+    """Write the ranks' parts of the file `name` as one file, a piece at a time in memory.
+
+    Raises:
+        UserError: as `open_tensors`.
+        OSError: it can't be written.
+    """
+    with open_tensors(directory, name) as tensors, to.open("wb") as file:
+        for piece in safetensors_pieces({key: _stored(tensors, key) for key in tensors.shapes}):
+            file.write(piece)
+
+
+def _stored(tensors: ShardedTensors, name: str) -> StoredTensor:
+    shape = tensors.shapes[name]
+    if not shape:
+        return stored(tensors.read(name))
+    sample = stored(tensors.read(name, 0, 1))
+    row_bytes = max(sample.num_bytes, 1)
+
+    def read(start: int, stop: int) -> bytes | memoryview:
+        rows = stored(tensors.read(name, start // row_bytes, -(-stop // row_bytes)))
+        skipped = start // row_bytes * row_bytes
+        return rows.read(0, rows.num_bytes)[start - skipped : stop - skipped]
+
+    return StoredTensor(sample.dtype, shape, sample.num_bytes * shape[0], read)
+
+
+def _shape(pieces: list[Any]) -> tuple[int, ...]:
+    first, *rest = pieces[0].get_shape() or [None]
+    return () if first is None else (sum(piece.get_shape()[0] for piece in pieces), *rest)

@@ -1,0 +1,139 @@
+"""A policy's weights and moments to the files of a checkpoint and back, on one rank or several.
+
+Every rank writes its own rows beside the training, from the weights and moments themselves. The ranks meet twice:
+before they write, when the place is there, and when all have written; the first rank then makes it a checkpoint. A rank
+that dies in between leaves none. Whatever number of ranks wrote it, each rank that reads takes its own rows.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from concurrent.futures import Executor, Future
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from echo2.errors import NoRoomError, UserError
+from echo2.learner import checkpoint
+from echo2.learner.mesh import Mesh
+from echo2.learner.model import stored
+from echo2.learner.shard_files import ShardedTensors, file_name
+
+MOMENTS = ("exp_avg", "exp_avg_sq", "step")
+OPTIMIZER_FILE = "optimizer.safetensors"
+
+
+class Saving(Protocol):
+    """A checkpoint that is being written."""
+
+    def result(self) -> None:
+        """Wait until it is there."""
+
+
+@dataclass(frozen=True, slots=True)
+class RankSaving:
+    """A checkpoint of which every rank writes its part."""
+
+    mesh: Mesh
+    directory: Path
+    client: Mapping[str, Any]
+    part: Future[dict[str, Any]]
+
+    def result(self) -> None:
+        """Wait until all ranks have written theirs; all call it at the same point.
+
+        Raises: on the first rank, as `begin_saving`.
+        """
+        answer: dict[str, Any]
+        try:
+            answer = {"index": self.part.result()}
+        except UserError as error:
+            answer = {"no_room" if isinstance(error, NoRoomError) else "failed": str(error)}
+        found = [json.loads(text) for text in self.mesh.gather(json.dumps(answer).encode())]
+        if self.mesh.rank:
+            return
+        for kind, name in ((NoRoomError, "no_room"), (UserError, "failed")):
+            for each in found:
+                if name in each:
+                    raise kind(each[name])
+        index = {name: entry for each in found for name, entry in each["index"].items()}
+        checkpoint.commit_checkpoint(self.directory, self.client, index)
+
+
+def begin_saving(
+    writer: Executor,
+    mesh: Mesh,
+    directory: Path,
+    client: Mapping[str, Any],
+    files: Mapping[str, bytes],
+    contents: Mapping[str, Mapping[str, Tensor]],
+) -> tuple[Future[Any], Saving]:
+    """Begin to write a checkpoint in `writer`'s thread: what this rank writes of it, and all of it.
+
+    `contents`: of model and optimizer, by the file of one rank, their tensors by name; they must not change until the
+    first is done. Both raise:
+        NoRoomError: no room; what was there before is untouched.
+        UserError: the place cannot be written.
+    """
+    parts = {}
+    for file, tensors in contents.items():
+        is_cut = any(map(mesh.is_cut, tensors.values()))
+        if is_cut or mesh.rank == 0:
+            parts[file_name(file, mesh.rank, mesh.size if is_cut else 1)] = {
+                key: stored(mesh.own(tensor)) for key, tensor in tensors.items() if not mesh.rank or mesh.is_cut(tensor)
+            }
+    if mesh.size == 1:
+        whole = writer.submit(checkpoint.write_checkpoint, directory, client, files, parts)
+        return whole, whole
+    part: Future[dict[str, Any]] = Future()
+    try:
+        if mesh.rank == 0:
+            checkpoint.begin_checkpoint(directory)
+    except UserError as error:
+        part.set_exception(error)
+    mesh.gather(b"")  # now the place is there, or no rank can write
+    if not part.done():
+        part = writer.submit(checkpoint.write_part, directory, {} if mesh.rank else files, parts)
+    return part, RankSaving(mesh, directory, client, part)
+
+
+def load_weights(mesh: Mesh, directory: Path, state: Mapping[str, Tensor], tensors: ShardedTensors) -> None:
+    """Read the weights of `state` in place; `tensors` has all of them.
+
+    Raises:
+        UserError: one has another shape. None is changed then.
+    """
+    for key, tensor in state.items():
+        if tensors.shapes[key] != tuple(tensor.shape):
+            raise UserError(
+                f"{directory} is a checkpoint of another model: its {key} has the shape {list(tensors.shapes[key])}, "
+                f"that of model.path {list(tensor.shape)}. Set model.path back, or start another --out."
+            )
+    with torch.no_grad():
+        for key, tensor in state.items():
+            mesh.own(tensor).copy_(_own_rows(mesh, tensors, key, tensor))
+
+
+def load_moments(
+    mesh: Mesh, optimizer: torch.optim.Optimizer, parameters: Mapping[str, Tensor], tensors: ShardedTensors
+) -> None:
+    """Give the optimizer of `parameters`, in their order, the moments that `tensors` has."""
+    state = {}
+    for index, (key, parameter) in enumerate(parameters.items()):
+        if f"step.{key}" in tensors.shapes:
+            rows = {kind: _own_rows(mesh, tensors, f"{kind}.{key}", parameter) for kind in MOMENTS}
+            state[index] = {
+                kind: mesh.cut_like(parameter, values) if values.dim() else values for kind, values in rows.items()
+            }
+    groups = optimizer.state_dict()["param_groups"]
+    optimizer.load_state_dict({"state": state, "param_groups": groups})
+
+
+def _own_rows(mesh: Mesh, tensors: ShardedTensors, key: str, like: Tensor) -> Tensor:
+    """This rank's rows of a stored tensor that is cut as `like` is."""
+    is_cut = mesh.is_cut(like) and bool(tensors.shapes[key])
+    return tensors.read(key, *mesh.rows(like.shape[0])) if is_cut else tensors.read(key)

@@ -1,0 +1,73 @@
+"""The other ranks of a learner on one machine, started and watched by the first, which `torchrun` would else do.
+
+All end together: the others with the first one's lifeline, and the first as soon as one of the others has died. What
+looks after the learner then starts it again, from the checkpoint.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from echo2.learner.mesh import Place
+from echo2.rundir import RunDir
+from echo2.runtime.lifeline import LIFELINE_VARIABLE
+
+log = logging.getLogger(__name__)
+
+#: Seconds that the others have to end by themselves when they were let go.
+FAREWELL_SECONDS = 10.0
+#: Exit statuses that say whose fault it was; any other death is one.
+TELLING_STATUSES = (2, 3)
+
+
+@contextmanager
+def started(rundir: RunDir, size: int) -> Iterator[Place]:
+    """The first rank's place; the others run meanwhile, and are to be let go before the end."""
+    is_over = threading.Event()
+    reading, writing = os.pipe()
+    with tempfile.TemporaryDirectory(prefix="echo2-ranks-") as meeting:
+        rendezvous = (Path(meeting) / "store").as_uri()
+        processes = [_start(rundir, Place(rank, size, rank, rendezvous), reading) for rank in range(1, size)]
+        watchers = [
+            threading.Thread(target=_watch, args=(rank, process, is_over), name=f"rank-{rank}", daemon=True)
+            for rank, process in enumerate(processes, 1)
+        ]
+        for watcher in watchers:
+            watcher.start()
+        try:
+            yield Place(0, size, 0, rendezvous)
+            is_over.set()
+            for watcher in watchers:
+                watcher.join(FAREWELL_SECONDS)
+        finally:
+            is_over.set()
+            os.close(writing)  # whoever is still there ends now
+            os.close(reading)
+            for watcher in watchers:
+                watcher.join(FAREWELL_SECONDS)
+
+
+def _start(rundir: RunDir, place: Place, lifeline: int) -> subprocess.Popen[bytes]:
+    process = subprocess.Popen(
+        [sys.executable, "-m", "echo2", "learner", str(rundir.path)],
+        stdin=subprocess.DEVNULL,
+        env={**os.environ, **place.environment(), LIFELINE_VARIABLE: str(lifeline)},
+        pass_fds=(lifeline,),
+    )
+    log.info("rank %d of %d is process %d", place.rank, place.size, process.pid)
+    return process
+
+
+def _watch(rank: int, process: subprocess.Popen[bytes], is_over: threading.Event) -> None:
+    status = process.wait()
+    if not is_over.is_set():
+        log.error("rank %d ended with status %d, and with it this learner", rank, status)
+        os._exit(status if status in TELLING_STATUSES else 1)

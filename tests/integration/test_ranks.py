@@ -1,0 +1,46 @@
+"""A run whose learner is two processes, each of them killed for real: nothing is lost, nothing is doubled."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+from pathlib import Path
+
+import pytest
+
+import real_runs
+from real_runs import Run, is_running, pause
+
+pytestmark = pytest.mark.timeout(600)
+
+
+def rank_pids(run: Run) -> list[int]:
+    """Of the other ranks of every learner so far, the newest last."""
+    log = (run.out / "logs" / "learner.log").read_text(encoding="utf-8")
+    return [int(pid) for pid in re.findall(r"rank 1 of 2 is process (\d+)", log)]
+
+
+def test_a_run_of_two_ranks_survives_the_death_of_each(
+    tmp_path: Path, sort_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(real_runs, "STUCK_SECONDS", 150.0)  # a learner of two processes starts three times
+    run = Run(tmp_path / "run", sort_model, "--learner.ranks", "2").start()
+    run.wait_version(4)
+    os.kill(rank_pids(run)[-1], signal.SIGKILL)
+    run.wait_version(9)
+    other = rank_pids(run)[-1]
+    run.kill("learner")
+    run.wait_version(12)
+    for _ in range(500):
+        if not is_running(other):
+            break
+        pause()
+    assert not is_running(other), "a rank outlives the first one"
+    summary = run.finish(300.0)
+    audit = run.command("audit")
+    assert audit["trained"] == summary["groups"]["trained"] == 24 * 16
+    assert audit["lost"] == audit["doubled"] == 0
+    assert len(rank_pids(run)) == 3
+    newest = max((run.out / "checkpoints").iterdir(), key=lambda path: path.stat().st_mtime)
+    assert {"model.0-of-2.safetensors", "model.1-of-2.safetensors"} <= {path.name for path in newest.iterdir()}

@@ -1,0 +1,235 @@
+"""A learner of two processes (gloo, on the CPU) beside one of a single process."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import subprocess
+import sys
+import textwrap
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from blake3 import blake3
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file
+
+from echo2.config.sections import LoraConfig
+from echo2.errors import UserError
+from echo2.learner import checkpoint
+from echo2.learner.adapters import load_base
+from echo2.learner.grpo.client import GrpoClient
+from echo2.learner.mesh import Mesh, Place, join, place, shares
+from echo2.learner.model import load_policy
+from echo2.runtime.launch.evaluate import copy_model
+from echo2.types import RolloutGroup
+from learner_cases import config_of, data_of, model_directory, random_group
+
+STEPS = 20
+pytestmark = pytest.mark.timeout(300)  # three processes that load torch
+#: m2po remembers a step's log ratios; the pull to the reference is a second, frozen policy.
+OPTIONS = config_of(lr=3e-3, weight_decay=0.1, tokens_per_microbatch=80, loss="m2po", reference_kl=0.05)
+
+
+def groups_of(step: int) -> list[list[RolloutGroup]]:
+    """Calls of a step: of many passes, of one, of one rollout, so that a rank has fewer than the other, or none."""
+    rng = random.Random(step)
+    groups = [random_group(rng, number, samples=6, longest=12) for number in range(4)]
+    alone = replace(groups[3], rollouts=groups[3].rollouts[:1])
+    return [groups[:2], groups[2:3], [alone]]
+
+
+def train(client: GrpoClient, versions: range) -> list[dict[str, float]]:
+    rows = []
+    for version in versions:
+        for call in groups_of(version):
+            client.forward_backward(call)
+        done = client.optim_step()
+        row = {"norm": done.grad_norm, "tokens": done.num_tokens, "divisor": done.divisor, "lr": done.lr}
+        losses = done.losses
+        row |= {"loss": losses.loss, "kl": losses.reference_kl, "k3": losses.k3, "ess": losses.ess_ratio}
+        row |= {f"lag_{name}": part.tokens for name, part in losses.by_lag.items()}
+        rows.append(row | {"counted": losses.tokens, "rollouts": losses.sequences})
+    return rows
+
+
+def digests(client: GrpoClient) -> dict[str, str]:
+    """Of a snapshot's tensors."""
+    lent = client.save_weights_for_sampler()
+    lent.give_back()
+    return {name: blake3(bytes(each.read(0, each.num_bytes))).hexdigest() for name, each in lent.tensors.items()}
+
+
+def adapted(where: Path, mesh: Mesh | None = None) -> GrpoClient:
+    """Of a new adapter over the model; its reference is the model itself."""
+    return GrpoClient(load_base(str(where / "model"), "cpu").adapter(LoraConfig(rank=4), seed=1), OPTIONS, mesh=mesh)
+
+
+def two_ranks(directory: str, rank: int) -> None:
+    """What each of the two processes does; the first writes down what it found."""
+    where, found = Path(directory), dict[str, Any](is_loaded_before="torch.distributed.fsdp" in sys.modules)
+    mesh = join(Place(rank, 2, rank, (where / "store").as_uri()), torch.device("cpu"))
+    found["words"] = [mesh.broadcast(b"word" if rank == 0 else b"").decode(), mesh.broadcast().decode()]
+    found["gathered"] = [data.decode() for data in mesh.gather(b"x" * rank)] + [str(mesh.gather(b""))]
+    with pytest.raises(UserError, match="can be cut into 1 parts at most") as refused:
+        mesh.shard(torch.nn.Linear(3, 1))
+    found["refused"] = str(refused.value)
+
+    policy = load_policy(str(where / "model"), "float32", "cpu")
+    client = GrpoClient(policy, OPTIONS, mesh=mesh)
+    found["first"] = digests(client)
+    found["rows"] = train(client, range(STEPS))
+    found["last"] = digests(client)
+    client.save_state(where / "of_two", lineage=1, cursor=9).result()
+
+    found["position"] = client.load_state(where / "of_one").version
+    found["loaded"] = digests(client)
+    client.save_state(where / "of_one_by_two", lineage=2, cursor=5).result()
+    found["resumed_rows"] = train(client, range(5, 7))
+    data = [datum for group in groups_of(3)[0] for datum in data_of(group)]
+    found["logprobs"] = [list(logp) for logp in client._trainer.forward("the policy", data)]
+
+    client = adapted(where, mesh)
+    found["adapter_rows"] = train(client, range(3))
+    client.save_state(where / "adapter").result()
+    found["adapter"] = digests(client)
+    if rank == 0:
+        (where / "found.json").write_text(json.dumps(found))
+    mesh.leave()
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+    """Where two ranks worked, and what the first wrote down."""
+    where = tmp_path_factory.mktemp("ranks")
+    client = GrpoClient(load_policy(str(model_directory(where / "model")), "float32", "cpu"), OPTIONS)
+    train(client, range(5))
+    client.save_state(where / "of_one", lineage=2, cursor=5).result()
+    code = textwrap.dedent(f"""
+        import sys
+        sys.path[:0] = {[str(Path(__file__).parent), *sys.path]!r}
+        from test_learner_ranks import two_ranks
+        two_ranks({str(where)!r}, int(sys.argv[1]))
+    """)
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    ranks = [
+        subprocess.Popen([sys.executable, "-c", code, str(rank)], env=environment, stderr=subprocess.PIPE, text=True)
+        for rank in range(2)
+    ]
+    errors = [rank.communicate(timeout=200)[1] for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [0, 0], "\n".join(errors)
+    return where, json.loads((where / "found.json").read_text())
+
+
+def fresh(where: Path) -> GrpoClient:
+    return GrpoClient(load_policy(str(where / "model"), "float32", "cpu"), OPTIONS)
+
+
+def test_losses_norms_and_counts_are_those_of_one_process(pair: tuple[Path, dict[str, Any]]) -> None:
+    where, found = pair
+    expected = train(fresh(where), range(STEPS))
+    for mine, theirs in zip(expected, found["rows"], strict=True):
+        assert theirs == pytest.approx(mine, rel=1e-5, abs=1e-6)
+    assert len({row["norm"] for row in expected}) == STEPS
+
+
+def test_a_snapshot_has_the_bytes_of_one_process(pair: tuple[Path, dict[str, Any]]) -> None:
+    where, found = pair
+    client = fresh(where)
+    assert found["first"] == digests(client)
+    client.load_state(where / "of_two")
+    assert found["last"] == digests(client) != found["first"]
+
+
+def test_one_process_goes_on_where_two_were_and_two_where_one_was(pair: tuple[Path, dict[str, Any]]) -> None:
+    """From one to two and back: the same files, bit for bit."""
+    where, found = pair
+    client = fresh(where)
+    assert found["position"] == client.load_state(where / "of_one").version == 5
+    assert found["loaded"] == digests(client)
+    names = {path.name for path in (where / "of_one_by_two").iterdir()}
+    assert {"model.0-of-2.safetensors", "model.1-of-2.safetensors", "state.json", "chat_template.jinja"} <= names
+    assert "model.safetensors" not in names
+    assert checkpoint.is_whole(where / "of_one_by_two")
+    back = fresh(where)
+    assert back.load_state(where / "of_one_by_two").cursor == 5
+    back.save_state(where / "back", lineage=2, cursor=5).result()
+    for path in (where / "of_one").iterdir():
+        assert (where / "back" / path.name).read_bytes() == path.read_bytes(), path.name
+    for mine, theirs in zip(train(client, range(5, 7)), found["resumed_rows"], strict=True):
+        assert theirs == pytest.approx(mine, rel=1e-5, abs=1e-6)
+    data = [datum for group in groups_of(3)[0] for datum in data_of(group)]
+    logprobs = [list(logp) for logp in client._trainer.forward("the policy", data)]
+    for one, two in zip(logprobs, found["logprobs"], strict=True):
+        assert two == pytest.approx(one, abs=1e-4)
+
+
+def test_a_checkpoint_of_two_ranks_is_exported_as_one_model(pair: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
+    where, _ = pair
+    copy_model(where / "of_one_by_two", tmp_path / "model")
+    whole, expected = (load_file(at / "model.safetensors") for at in (tmp_path / "model", where / "of_one"))
+    assert whole.keys() == expected.keys()
+    assert all(torch.equal(whole[name], expected[name]) for name in expected)
+    assert not any("-of-" in path.name for path in (tmp_path / "model").iterdir())
+    GrpoClient(load_policy(str(tmp_path / "model"), "float32", "cpu"), OPTIONS)
+    (tmp_path / "model.1-of-2.safetensors").write_bytes((where / "of_two" / "model.1-of-2.safetensors").read_bytes())
+    with pytest.raises(UserError, match=r"no whole model\.safetensors"):
+        copy_model(tmp_path, tmp_path / "torn")
+
+
+def test_an_adapter_over_a_cut_model_is_that_of_one_process(pair: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
+    where, found = pair
+    client = adapted(where)
+    for mine, theirs in zip(train(client, range(3)), found["adapter_rows"], strict=True):
+        assert theirs == pytest.approx(mine, rel=1e-5, abs=1e-6)
+    client.save_state(tmp_path / "step_3").result()
+    names = {path.name for path in (tmp_path / "step_3").iterdir()}
+    assert names == {path.name for path in (where / "adapter").iterdir()}
+    mine, theirs = (load_file(at / "adapter_model.safetensors") for at in (tmp_path / "step_3", where / "adapter"))
+    assert mine.keys() == theirs.keys()
+    for name in mine:
+        torch.testing.assert_close(theirs[name], mine[name], rtol=1e-4, atol=1e-6)
+    client.load_state(where / "adapter")
+    assert digests(client) == found["adapter"]
+
+
+def test_ranks_hear_each_other_and_too_many_are_refused(pair: tuple[Path, dict[str, Any]]) -> None:
+    _, found = pair
+    assert found["words"] == ["word", ""]
+    assert found["gathered"] == ["", "x", "[b'', b'']"]
+    assert "learner.ranks = 2" in found["refused"]
+    with pytest.raises(UserError, match=r"learner\.ranks = 9: a step has 8 rollouts"):
+        config_of(ranks=9, groups_per_step=1)
+
+
+def test_a_place_is_read_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert place() is None
+    for name, value in Place(1, 2, 1, "file:///x").environment().items():
+        monkeypatch.setenv(name, value)
+    assert place() == Place(1, 2, 1, "file:///x")
+    monkeypatch.delenv("ECHO2_RENDEZVOUS")
+    assert place() == Place(1, 2, 1, "env://")
+
+
+def test_one_process_needs_no_torch_distributed(pair: tuple[Path, dict[str, Any]]) -> None:
+    assert not pair[1]["is_loaded_before"]
+    assert Mesh().gather(b"x") == [b"x"]
+
+
+@given(st.integers(0, 10**6), st.integers(1, 9))
+@settings(max_examples=50, deadline=None)
+def test_every_datum_is_in_one_share_and_shares_are_about_equal(seed: int, num_ranks: int) -> None:
+    rng = random.Random(seed)
+    data = [datum for number in range(rng.randrange(5)) for datum in data_of(random_group(rng, number))]
+    parts = shares(data, num_ranks)
+    assert [datum for part in parts for datum in part] == data
+    assert len(parts) == num_ranks
+    lengths = [len(datum.prompt_tokens) + datum.num_inputs for datum in data]
+    for part in parts:
+        size = sum(len(datum.prompt_tokens) + datum.num_inputs for datum in part)
+        assert abs(size - sum(lengths) / num_ranks) <= max(lengths, default=0)
