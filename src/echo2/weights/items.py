@@ -47,7 +47,9 @@ SAMPLE_RUN = 1 << 10
 SPLIT_FROM = 1 << 14  # items below which nothing is split off
 SPLIT_UP_TO = 0.2  # largest share to be split off
 SPLIT_COSTS = 0.125  # bits that must be saved for each item that is split off: it is gathered and scattered by itself
-SPLIT_SAVES = 1 / 4096  # of the bytes of the items: below that sending them takes less time than the split
+SPLIT_SAVES = (
+    1 / 256
+)  # of the bytes of the items: below that 100 Mbit/s send them before four cores have made the split
 MAX_SPLITS = 4
 
 
@@ -57,9 +59,8 @@ def encode_items(base: Items, target: Items, splits: int = MAX_SPLITS) -> bytes:
     base_sample, target_sample = _take(base, sample), _take(target, sample)
     bound = _bound(base_sample, base_sample != target_sample) if splits else 0
     out = Writer()
-    is_low = _is_low(base, bound) if bound else None
-    if is_low is not None:
-        low = where(is_low)
+    if bound:
+        low = where(_is_low(base, bound))
         out.byte(SPLIT)
         out.byte(bound)
         out.raw(encode_items(base[low], target[low], splits=splits - 1))
@@ -70,9 +71,9 @@ def encode_items(base: Items, target: Items, splits: int = MAX_SPLITS) -> bytes:
         trial = _sample(base_sample.size, TRIAL_ITEMS)
         form, bits = _smallest_form(_take(base_sample, trial), _take(target_sample, trial), changed)
     if form == SPARSE_STEPS:
-        out.raw(_sparse(base, target, is_low))
+        out.raw(_sparse(base, target, bound))
     else:
-        others = target if is_low is None else np.where(is_low, base, target)
+        others = np.where(_is_low(base, bound), base, target) if bound else target
         out.raw(_dense(form, bits, base, others))
     return out.record()
 
@@ -90,6 +91,10 @@ def _is_low(items: Items, bound: int) -> NDArray[np.bool_]:
     return low
 
 
+def _exponents(items: Items) -> NDArray[np.uint8]:
+    return (_magnitudes(items) >> (8 * items.itemsize - 8)).astype(np.uint8)
+
+
 def _bound(base: Items, is_changed: NDArray[np.bool_]) -> int:
     """The exponent below which items are best coded by themselves; 0 where that saves too little.
 
@@ -98,7 +103,7 @@ def _bound(base: Items, is_changed: NDArray[np.bool_]) -> int:
     """
     if base.size < SPLIT_FROM:
         return 0
-    exponents = (_magnitudes(base) >> (8 * base.itemsize - 8)).astype(np.uint8)
+    exponents = _exponents(base)
     items = np.bincount(exponents, minlength=256).astype(np.float64)
     changed = np.bincount(exponents[is_changed], minlength=256).astype(np.float64)
     items_below = np.concatenate([[0.0], np.cumsum(items)[:-1]])
@@ -151,15 +156,17 @@ def apply_items(reader: Reader, items: Items, splits: int = MAX_SPLITS) -> None:
             items[part] += unzigzag(planes[part])
 
 
-def _sparse(base: Items, target: Items, low: NDArray[np.bool_] | None = None) -> bytes:
-    """The positions and steps of the items that differ and are not `low`."""
+def _sparse(base: Items, target: Items, bound: int = 0) -> bytes:
+    """The positions and steps of the items that differ and are not below `bound`."""
     differs = np.empty(base.size, np.bool_)
     for part in _blocks(base.size):
         np.not_equal(base[part], target[part], out=differs[part])
-        if low is not None:
-            np.greater(differs[part], low[part], out=differs[part])
     positions = where(differs)
-    steps = target[positions] - base[positions]
+    before = base[positions]
+    if bound:
+        is_kept = _exponents(before) >= bound
+        positions, before = positions[is_kept], before[is_kept]
+    steps = target[positions] - before
     trial = _take(steps, _sample(steps.size, TRIAL_STEPS))
     records = {bits: _steps(trial, bits) for bits in STEP_BITS}
     bits = min(records, key=lambda bits: len(records[bits]))
