@@ -15,6 +15,7 @@ from weights_cases import apply_delta, decode, encode, encode_delta, holding
 
 from echo2.errors import InvariantError, PeerError
 from echo2.types import RUN_POLICY, PayloadId, Snapshot, SnapshotRef, TensorBytes
+from echo2.weights.encoder import Encoder
 from echo2.weights.items import (
     DENSE_STEPS,
     SPARSE_STEPS,
@@ -312,3 +313,26 @@ def test_applying_takes_memory_for_a_segment_and_not_for_the_content() -> None:
     finally:
         tracemalloc.stop()
     assert plain(content.snapshot()) == plain(new)
+
+
+def test_threads_change_nothing() -> None:
+    """Twenty segments, in which nothing, little or everything changed: the same payload however many work on it."""
+    target = {"a": stepped(weights(1), 0.01, 3), "b": weights(9, 300)}
+    target["a"][2000:4000] = weights(1)[2000:4000]
+    extents = [2000] * 20 + [600]
+    seen = []
+    for num_threads in (1, 4):
+        kept: dict[int, bytes] = {}
+        encoder = Encoder(
+            snapshot(2, target),
+            BASE,
+            extents=extents,
+            num_threads=num_threads,
+            keep=lambda start, items, segment, chunks, kept=kept: kept.update({start: items.tobytes()}),
+        )
+        chunks = {name: bytes(data) for part in encoder.parts() for name, data in part.items()}
+        seen.append((encoder.manifest(), chunks, kept))
+    assert seen[0] == seen[1]
+    manifest, _, kept = seen[0]
+    assert b"".join(kept[start] for start in sorted(kept)) == target["a"].tobytes() + target["b"].tobytes()
+    assert {len(segment.records) for segment in manifest.segments} == {0, 1}
