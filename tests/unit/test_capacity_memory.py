@@ -162,15 +162,22 @@ SETUPS = st.builds(
 )
 
 
-@given(SETUPS, st.integers(0, 200 * GB), st.sampled_from(["cpu", "gpu"]), st.none() | st.integers(1, 100_000))
-def test_what_is_settled_fits_or_nothing_does(setup: LearnerSetup, memory: int, place: Any, given: int | None) -> None:
-    settled = settle_microbatch(setup, memory, place, given)
-    assert settled == settle_microbatch(setup, memory, place, given)
-    if given is not None:
-        assert settled.tokens == given
-    elif setup.needed(settled.tokens, settled.checkpointing) > memory:
-        assert settled.tokens == 1
-        assert min(setup.needed(1, False), setup.needed(1, True)) > memory
+@given(
+    SETUPS,
+    st.integers(0, 200 * GB),
+    st.sampled_from(["cpu", "gpu"]),
+    st.integers(1, 20_000),
+    st.none() | st.integers(1, 100_000),
+)
+def test_what_is_settled_fits_or_nothing_does(
+    setup: LearnerSetup, memory: int, place: Any, longest: int, given: int | None
+) -> None:
+    settled = settle_microbatch(setup, memory, place, longest, given)
+    assert settled == settle_microbatch(setup, memory, place, longest, given)
+    assert settled.tokens == given or settled.tokens >= longest
+    if setup.needed(max(longest, settled.tokens), settled.checkpointing) > memory:
+        assert settled.tokens in (longest, given)
+        assert min(setup.needed(max(longest, settled.tokens), each) for each in (False, True)) > memory
 
 
 @given(SETUPS, st.integers(1, 20_000), st.booleans())

@@ -67,15 +67,12 @@ def learner_setup(config: Config, shape: ModelShape, on_gpu: bool) -> LearnerSet
 
 
 def settle(config: Config, shape: ModelShape, machine: Hardware) -> Microbatch:
-    """The learner's micro-batch on this machine; no less than the longest row, which is never cut."""
+    """The learner's micro-batch on this machine."""
     given = config.learner.tokens_per_microbatch
     setup = learner_setup(config, shape, bool(machine.gpus))
     place: Literal["cpu", "gpu"] = "gpu" if machine.gpus else "cpu"
     room = USABLE * learner_bytes(config, shape, machine)
-    if given != "auto":
-        return settle_microbatch(setup, room, place, given)
-    settled = settle_microbatch(setup, room, place)
-    return Microbatch(max(settled.tokens, row_tokens(config, shape)), settled.checkpointing)
+    return settle_microbatch(setup, room, place, row_tokens(config, shape), None if given == "auto" else given)
 
 
 def learner_bytes(config: Config, shape: ModelShape, machine: Hardware) -> int:

@@ -157,9 +157,10 @@ class LearnerSetup:
         shape = self.shape
         whole = not (self.ranks > 1 or checkpointing)
         parameters = shape.parameters if whole else 2 * shape.layer_parameters + shape.vocabulary
-        if not self.is_bfloat16:
-            return 4 * parameters if self.ranks > 1 else 0
-        return 2 * parameters
+        if self.is_bfloat16:
+            is_as_stored = self.lora_rank and self.base_bytes == 2
+            return 0 if is_as_stored and self.ranks == 1 else 2 * parameters
+        return 4 * parameters if self.ranks > 1 else 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,12 +172,13 @@ class Microbatch:
 
 
 def settle_microbatch(
-    setup: LearnerSetup, memory_bytes: float, place: Literal["cpu", "gpu"], given: int | None = None
+    setup: LearnerSetup, memory_bytes: float, place: Literal["cpu", "gpu"], longest: int, given: int | None = None
 ) -> Microbatch:
-    """The micro-batch for a rank that may use so many bytes: `given`, or as many tokens as fit. Activations are
-    checkpointed where too few fit without. One token at least: what does not fit is told by `needed`.
+    """The micro-batch for a rank that may use so many bytes: `given` tokens, or as many as fit, and no fewer than the
+    longest row has, which is never cut. Activations are checkpointed where too few fit without. What does not fit at
+    all is told by `needed`.
     """
-    wanted = given if given is not None else MICROBATCH_TOKENS_MAX[place]
+    wanted = max(longest, MICROBATCH_TOKENS_MAX[place] if given is None else given)
 
     def fitting(checkpointing: bool) -> int:
         low, high = 0, wanted
@@ -189,10 +191,10 @@ def settle_microbatch(
         return low
 
     plain, checkpointed = fitting(False), fitting(True)
-    enough = wanted if given is not None else min(wanted, CHECKPOINT_BELOW_TOKENS)
+    enough = max(longest, min(wanted, CHECKPOINT_BELOW_TOKENS)) if given is None else wanted
     checkpointing = plain < enough and checkpointed > plain
-    tokens = wanted if given is not None else max(1, checkpointed if checkpointing else plain)
-    return Microbatch(tokens, checkpointing)
+    fits = max(longest, checkpointed if checkpointing else plain)
+    return Microbatch(fits if given is None else given, checkpointing)
 
 
 def worker_parts(shape: ModelShape, bytes_per_value: int, rollouts: int, length: int) -> dict[str, int]:
