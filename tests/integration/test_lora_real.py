@@ -31,10 +31,17 @@ def join(run: Run, state: Path, *more: str) -> subprocess.Popen[str]:
     )
 
 
+def wait_for_learner(run: Run) -> None:
+    """It imports PEFT, which takes long on a busy machine."""
+    log = run.out / "logs" / "learner.log"
+    run.wait(lambda: log.exists() and "joined as" in log.read_text(), "learner")
+
+
 def test_workers_get_the_base_model_once_also_those_that_are_killed_or_join_late(
     tmp_path: Path, sort_model: Path
 ) -> None:
     run = Run(tmp_path / "run", sort_model, *LORA).start()
+    wait_for_learner(run)
     run.wait_version(2)
     own, late = join(run, tmp_path / "own", "--base", str(sort_model)), join(run, tmp_path / "late")
     run.kill("worker-0")
@@ -62,6 +69,7 @@ def test_a_base_model_that_differs_by_a_byte_is_refused_by_name(tmp_path: Path, 
     weights = other / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1] + bytes([weights.read_bytes()[-1] ^ 1]))
     run = Run(tmp_path / "run", sort_model, *LORA, "--run.max_steps", "200").start()
+    wait_for_learner(run)
     run.wait_version(1)
     worker = join(run, tmp_path / "state", "--base", str(other))
     said, _ = worker.communicate(timeout=100)

@@ -249,6 +249,17 @@ def test_those_who_hold_the_content_serve_it_though_it_was_sent_otherwise() -> N
     assert set(bench.routes["w2"]) == {"w1"}
 
 
+def test_those_who_have_an_adapter_serve_the_base_model_that_it_is_over() -> None:
+    bench = Bench(3)
+    adapter, base = PayloadId(SnapshotRef(RUN_POLICY, 1, 5)), PayloadId(SnapshotRef("base-" + "0" * 16, 0, 0))
+    bench.tell(ev.SnapshotHeld("w0", adapter, base), ev.SnapshotHeld("w1", adapter, base))
+    for payload in (base, adapter):
+        bench.assign("w2", payload=payload)
+        assert set(bench.routes["w2"]) == {"w0", "w1"}
+    bench.tell(ev.PayloadDropped(adapter))
+    assert bench.machine.held == {"w0": (base,), "w1": (base,)}
+
+
 def test_a_lagging_relay_is_given_less_next_time() -> None:
     bench = mesh(10)
     slow = tuple(ev.Tally(f"w{at}", 1 << 24, 40.0 if at == 3 else 20.0) for at in range(10))

@@ -5,6 +5,7 @@ answered.
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -428,24 +429,40 @@ def test_no_order_of_events_breaks_its_invariants_and_it_is_deterministic(seed: 
     rng = random.Random(seed)
     bench = Bench(rng.randint(1, 6), rng.random() < 0.5, rng.random() < 0.3)
     twin = WorkerScheduler(bench.scheduler.slots, bench.scheduler.swap_during, bench.scheduler.deterministic)
+    over: dict[PayloadId, SnapshotRef | None] = {}  # the base models of what was announced
     for _ in range(200):
         bench.now += rng.random()
-        if (event := random_event(rng, bench.scheduler)) is not None:
-            assert twin.handle(event, bench.now) == bench.scheduler.handle(event, bench.now)
-            check(bench.scheduler)
+        if (event := random_event(rng, bench.scheduler)) is None:
+            continue
+        if isinstance(event, ev.SnapshotAnnounced):
+            over.setdefault(event.payload, event.base_model)
+            event = replace(event, base_model=over[event.payload])
+        commands = bench.scheduler.handle(event, bench.now)
+        assert twin.handle(event, bench.now) == commands
+        check(bench.scheduler)
+        for command in commands:
+            if isinstance(command, do.InstallSnapshot | do.FetchSnapshot):
+                assert over[command.payload] in (None, *bench.scheduler.base_models)
+
+
+BASE_MODELS = tuple(SnapshotRef(f"base-{number:016x}", 0, 0) for number in range(2))
 
 
 def random_event(rng: random.Random, scheduler: WorkerScheduler) -> ev.Event | None:
     """Any event, in any order, that a driver could send; answers only to what was asked."""
     ref, number = SnapshotRef(RUN_POLICY, rng.randint(1, 2), rng.randint(0, 4)), rng.randint(1, 8)
     exact, base = rng.choice([None, None, rng.randint(0, 4)]), rng.choice([None, scheduler.installed])
-    incoming = scheduler.incoming
+    incoming, missing = scheduler.incoming, scheduler.missing_base
+    base_model = rng.choice([None, *BASE_MODELS])
     events: list[ev.Event | None] = [
         ev.Connected(),
         ev.Disconnected(),
         granted(tuple(lease(n, rng.randint(0, 4), exact) for n in range(number, number + rng.randint(1, 3)))),
         ev.LeaseRevoked(number, "why"),
         announced(ref, base, rng.random() < 0.3, rng.random()),
+        ev.SnapshotAnnounced(PayloadId(ref), rng.random() < 0.3, rng.random(), base_model),
+        None if missing is None else ev.SnapshotAnnounced(PayloadId(missing), asked_for=True),
+        None if missing is None else ev.SnapshotUnknown(missing),
         ev.SnapshotUnknown(ref),
         ev.ManifestFailed(),
         None if incoming is None else ev.SnapshotWhole(incoming.payload),
@@ -458,6 +475,7 @@ def random_event(rng: random.Random, scheduler: WorkerScheduler) -> ev.Event | N
         ev.Tick(),
         None if scheduler.installing is None else ev.SnapshotInstalled(scheduler.installing),
         None if scheduler.installing is None or incoming is None else ev.SnapshotRefused(incoming.payload, "torn"),
+        None if base_model not in scheduler.base_models else ev.SnapshotRefused(PayloadId(base_model), "torn"),
         None if scheduler.installing is None or incoming is None else ev.SnapshotTooLarge(incoming.payload, "full"),
     ]
     if scheduler.installed is None:

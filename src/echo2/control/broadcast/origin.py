@@ -62,7 +62,7 @@ class Broadcast(StateMachine):
         self.members: dict[str, Receiver] = {}
         self.bias: dict[str, float] = {}
         self.plans: dict[PayloadId, RoutePlan] = {}
-        self.held: dict[str, tuple[PayloadId | None, ...]] = {}
+        self.held: dict[str, tuple[PayloadId, ...]] = {}
         self.suspects: set[str] = set()
         self.failed_pairs: dict[str, dict[str, None]] = {}
         self.accused: dict[str, set[str]] = {}
@@ -85,7 +85,8 @@ class Broadcast(StateMachine):
                 self._assigned(event)
             case ev.PayloadDropped():
                 self.plans.pop(event.payload, None)
-                self.held = {key: value for key, value in self.held.items() if event.payload not in value}
+                left = {key: tuple(set(value) - {event.payload}) for key, value in self.held.items()}
+                self.held = {key: value for key, value in left.items() if value}
             case ev.PayloadReceived():
                 self._received(event)
             case ev.SnapshotHeld():
@@ -280,9 +281,11 @@ class Broadcast(StateMachine):
     def _holds(self, event: ev.SnapshotHeld) -> None:
         if event.worker_id not in self.members:
             return
-        self.held[event.worker_id] = event.payload, event.base_model
-        for plan in [plan for payload, plan in self.plans.items() if payload in self.held[event.worker_id]]:
-            plan.received(event.worker_id)
+        below = () if event.base_model is None else (event.base_model,)
+        self.held[event.worker_id] = (event.payload, *below)
+        for payload in self.held[event.worker_id]:
+            if (plan := self.plans.get(payload)) is not None:
+                plan.received(event.worker_id)
 
     # ---- failures ----------------------------------------------------------------------------------------------------
 
