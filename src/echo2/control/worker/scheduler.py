@@ -63,7 +63,6 @@ class Incoming:
     """The snapshot on its way in."""
 
     payload: PayloadId
-    base_model: SnapshotRef | None = None
     is_nearly_whole: bool = False
     is_whole: bool = False
 
@@ -219,7 +218,7 @@ class WorkerScheduler(StateMachine):
         before = self.incoming
         self._has_superseded |= before is not None and not before.is_whole and not before.ref.is_base_model
         self._retry_at = 0.0
-        self.incoming = Incoming(event.payload, event.base_model)
+        self.incoming = Incoming(event.payload)
         self.emit(do.FetchSnapshot, reason, payload=event.payload)
 
     def _whole(self, payload: PayloadId) -> None:
@@ -371,9 +370,6 @@ class WorkerScheduler(StateMachine):
             self._refusals = (incoming.ref, 0)
             self.incoming = None
             return  # it stands on weights that are not here; `_ask` asks for all of it
-        if incoming.base_model is not None and incoming.base_model not in self.base_models:
-            self.incoming = None
-            return  # it was refused meanwhile; `_ask` asks for both
         if self._is_kept_out(incoming.ref):
             return
         self.installing = incoming.ref
