@@ -144,6 +144,7 @@ def main() -> None:
     parser.add_argument("--trl-python", help="Python of an environment with TRL; without it TRL is left out")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--rounds", type=int, default=3, help="of the small size, the sides in turn")
+    parser.add_argument("--small-tokens", type=int, default=SMALL[0], help="loss tokens of the small size")
     parser.add_argument("--only-small", action="store_true")
     parser.add_argument("--out", type=Path, help="result file (default: benchmarks/results/...)")
     options = parser.parse_args()
@@ -154,7 +155,8 @@ def main() -> None:
     from recording import save
 
     sides = [side for side in SIDES if side != "trl" or options.trl_python]
-    small = [measure(side, SMALL, options) for _ in range(options.rounds) for side in sides]
+    small_size = (options.small_tokens, *SMALL[1:])
+    small = [measure(side, small_size, options) for _ in range(options.rounds) for side in sides]
     # Plain would need some 4.9 * tokens * vocabulary * 4 bytes: 49 GB at the full size.
     full = [] if options.only_small else [measure(side, FULL, options) for side in sides if side != "plain"]
     time_ratios = {side: ratios(small, side) for side in sides if side != "tiled"}

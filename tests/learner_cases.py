@@ -168,6 +168,7 @@ def loss_tokens(
         top_tokens_nk=torch.zeros(top[0].shape, dtype=torch.long),
         top_behaviour_nk=top[0],
         top_policy_nk=top[1],
+        entropy_n=torch.ones(len(behaviour), dtype=torch.float64),
     )
 
 

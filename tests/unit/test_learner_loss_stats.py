@@ -71,6 +71,7 @@ def test_any_split_adds_up(seed: int) -> None:
     for name in (
         "tokens",
         "sequences",
+        "entropy",
         "loss",
         "k3",
         "abs_log_ratio",

@@ -69,11 +69,13 @@ def test_logprobs_equal_one_rollout_at_a_time(seed: int, top_k: int) -> None:
                 allowed = list(range(len(row)))
                 if datum.support_tokens is not None and datum.support_offsets is not None:
                     allowed = list(datum.support_tokens[datum.support_offsets[t] : datum.support_offsets[t + 1]])
-                expected.append(float(row[token] - row[allowed].logsumexp(0)))
+                entropy = torch.distributions.Categorical(logits=row[sorted(set(allowed))]).entropy()
+                expected.append((float(row[token] - row[allowed].logsumexp(0)), float(entropy)))
     for layout in ("shared", "plain"):
         batch = collate(kept, layout, policy.pair_cost).to(torch.device("cpu"), torch.float64)
-        found = policy.logprobs(batch, 0.7)[0].detach()
-        assert sorted(found.tolist()) == pytest.approx(sorted(expected), abs=1e-8)
+        found = policy.logprobs(batch, 0.7)[:2]
+        for ours, theirs in zip(found, zip(*expected, strict=True), strict=True):
+            assert sorted(ours.tolist()) == pytest.approx(sorted(theirs), abs=1e-8)
 
 
 @given(st.integers(0, 10**6))

@@ -313,6 +313,7 @@ def _loss_side(strips: Sequence[_Strip]) -> tuple[Tensor, LossTokens, tuple[Supp
         top_tokens_nk=top_tokens_nk,
         top_behaviour_nk=top_behaviour_nk,
         top_policy_nk=top_behaviour_nk,
+        entropy_n=torch.zeros(sum(len(at) for at in losses)),
     )
     target_n = column("tokens", np.int32).to(torch.int64)
     return target_n, loss_tokens, _supports(data, losses)

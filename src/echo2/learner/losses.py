@@ -60,6 +60,7 @@ class LossTokens:
     top_tokens_nk     the sampler's k most likely tokens wherever a token was drawn; k may be 0
     top_behaviour_nk  its logprobs of them, -inf where there are fewer
     top_policy_nk     the policy's own, with gradient: here they come from the trainer, after the forward pass
+    entropy_n    of what the policy would have drawn the token from; from the trainer too
     """
 
     behaviour_n: Tensor
@@ -73,6 +74,7 @@ class LossTokens:
     top_tokens_nk: Tensor
     top_behaviour_nk: Tensor
     top_policy_nk: Tensor
+    entropy_n: Tensor
 
     @property
     def num_sequences(self) -> int:

@@ -175,8 +175,9 @@ class Trainer:
 
         def run(part: Sequence[Datum]) -> tuple[list[array[float]], T]:
             batch = self._packed(trained, part)
-            logp_n, _, top_policy_nk = trained.run(partial(trained.policy.logprobs, batch, temperature))
-            loss_n, output = loss(logp_n, replace(batch.loss_tokens, top_policy_nk=top_policy_nk))
+            logp_n, entropy_n, top_policy_nk = trained.run(partial(trained.policy.logprobs, batch, temperature))
+            tokens = replace(batch.loss_tokens, top_policy_nk=top_policy_nk, entropy_n=entropy_n)
+            loss_n, output = loss(logp_n, tokens)
             (loss_n * batch.loss_tokens.weight_n).sum().backward()
             return _by_datum(logp_n.detach(), batch, part), output
 

@@ -47,6 +47,7 @@ class LossStats(Mismatch):
     """
 
     sequences: float = 0.0
+    entropy: float = 0.0
     loss: float = 0.0
     capped: float = 0.0
     vetoed_sequences: float = 0.0
@@ -92,6 +93,7 @@ def measure(
     # Clamped: a single lucky sequence must not stop the learning.
     weight_S = log_weight_S.clamp(-LOG_WEIGHT_LIMIT, LOG_WEIGHT_LIMIT).exp()
     scalars = {
+        "entropy": tokens.entropy_n.sum().double(),
         "loss": loss.double(),
         "capped": found.capped_n.sum().double(),
         "vetoed_sequences": found.vetoed_S.sum().double(),

@@ -99,6 +99,7 @@ class StepMeter:
             "mismatch/abs_log_ratio": losses.abs_log_ratio * per_token,
             "mismatch/ratio_max": losses.ratio_max,
             "ess": losses.ess_ratio,
+            "entropy/mean": losses.entropy * per_token,
             "kl/mean": losses.reference_kl * per_token,
             "loss/mean": losses.loss / stats.divisor,
             "loss/dropped_positive": losses.dropped_positive * per_token,
