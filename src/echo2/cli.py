@@ -213,6 +213,8 @@ def _add_model_commands(add: Add) -> None:
     parser = add("export", "Write a checkpoint as a Hugging Face model directory.", _export, directory="run directory")
     parser.add_argument("--to", type=Path, required=True, metavar="PATH")
     parser.add_argument("--step", type=int, help="checkpoint to export (default: the newest)")
+    text = "of an adapter: the whole model that it makes of its base, in float32, in place of a PEFT directory"
+    parser.add_argument("--merged", action="store_true", help=text)
 
 
 def _add_plan(add: Add) -> None:
@@ -416,5 +418,5 @@ def _eval(options: argparse.Namespace) -> int:
 def _export(options: argparse.Namespace) -> int:
     from echo2.runtime.launch.evaluate import export
 
-    print(f"exported {export(options.directory, options.step, options.to)} to {options.to}")
+    print(f"exported {export(options.directory, options.step, options.to, options.merged)} to {options.to}")
     return 0

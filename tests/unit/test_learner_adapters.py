@@ -9,15 +9,17 @@ from pathlib import Path
 import pytest
 import torch
 
-from echo2.config import Config
+from echo2.config import Config, to_json
 from echo2.config.sections import LoraConfig
 from echo2.errors import UserError
 from echo2.learner import checkpoint
-from echo2.learner.adapters import Adapter, BaseModel, load_base, load_merged
+from echo2.learner.adapters import Adapter, BaseModel, load_base, load_merged, load_trained
 from echo2.learner.datum import Datum
 from echo2.learner.grpo.client import GrpoClient
 from echo2.learner.model import Policy, load_policy
 from echo2.learner.trainer import AdamParams, Trainer
+from echo2.rundir import RunDir
+from echo2.runtime.launch.evaluate import export
 from echo2.weights.model_files import map_base_model
 from learner_cases import config_of, data_of, model_directory, random_group
 
@@ -135,6 +137,38 @@ def test_a_checkpoint_goes_on_bit_for_bit_and_is_a_peft_directory(model: Path, t
     merged = load_merged(str(model), tmp_path / "step_2", "cpu")
     assert not any("lora" in name for name in merged.state())
     torch.testing.assert_close(logits(merged.module), computed(first.policy), rtol=0, atol=1e-5)
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # PEFT asks for it
+def test_export_is_a_peft_directory_or_a_whole_model(model: Path, tmp_path: Path) -> None:
+    from peft import AutoPeftModelForCausalLM
+
+    rundir = RunDir(tmp_path / "run")
+    rundir.path.mkdir()
+    config = replace(lora_config(), model=replace(Config().model, path=str(model)))
+    rundir.config.write_text(to_json(config))
+    client = GrpoClient(load_trained(config, "cpu"), config)
+    rng = random.Random(5)
+    client.forward_backward([random_group(rng, number) for number in range(4)])
+    client.optim_step()
+    client.save_state(rundir.checkpoints / "step_1").result()
+    export(rundir.path, None, tmp_path / "adapter")
+    export(rundir.path, None, tmp_path / "whole", is_merged=True)
+    assert not (tmp_path / "adapter" / "optimizer.safetensors").exists()
+    adapter = AutoPeftModelForCausalLM.from_pretrained(str(tmp_path / "adapter")).eval()
+    torch.testing.assert_close(logits(adapter), computed(client.policy), rtol=0, atol=1e-6)
+    whole = load_policy(str(tmp_path / "whole"), "float32", "cpu")
+    assert whole.files["chat_template.jinja"] == client.policy.files["chat_template.jinja"]
+    torch.testing.assert_close(logits(whole.module), computed(client.policy), rtol=0, atol=1e-5)
+
+
+def test_a_whole_model_has_nothing_to_merge(model: Path, tmp_path: Path) -> None:
+    rundir = RunDir(tmp_path / "run")
+    rundir.path.mkdir()
+    rundir.config.write_text(to_json(Config()))
+    GrpoClient(load_policy(str(model), "float32", "cpu"), Config()).save_state(rundir.checkpoints / "step_0").result()
+    with pytest.raises(UserError, match="a whole model already"):
+        export(rundir.path, None, tmp_path / "whole", is_merged=True)
 
 
 def test_checkpoints_of_something_else_are_refused(model: Path, tmp_path: Path) -> None:

@@ -13,11 +13,11 @@ from weights_cases import bytes_of
 
 from echo2.errors import LinkError, UserError
 from echo2.learner.checkpoint import StoredTensor
-from echo2.learner.publication import LentWeights, Payload, Publisher
+from echo2.learner.publication import BasePayload, LentWeights, Payload, Publisher
 from echo2.learner.trainer import AdamParams, Trainer
 from echo2.types import RUN_POLICY, Snapshot, SnapshotRef, TensorBytes
 from echo2.weights.content import Content
-from echo2.weights.segments import SEGMENT_BYTES
+from echo2.weights.segments import SEGMENT_BYTES, base_model_of
 from learner_cases import tiny_policy
 
 ITEMS = SEGMENT_BYTES  # of two bytes: two segments
@@ -38,7 +38,7 @@ def lent(items: np.ndarray) -> LentWeights:
     return LentWeights({"w": TensorBytes("BF16", items.shape, items.data)}, {"config.json": b"{}"})
 
 
-def take(content: Content, payload: Payload) -> None:
+def take(content: Content, payload: Payload | BasePayload) -> None:
     """Read all of it, and apply it as a worker does."""
     for _ in payload.parts():
         pass
@@ -143,3 +143,17 @@ def test_a_directory_that_cannot_be_written_is_the_users(tmp_path: Path) -> None
     (tmp_path / "file").write_bytes(b"")
     with pytest.raises(UserError, match="Cannot write the weights"):
         Publisher(tmp_path / "file" / "learner")
+
+
+def test_a_base_model_is_sent_from_where_it_lies() -> None:
+    """Large tensors, small ones that share a segment, two widths of items; every chunk is read a second time."""
+    draw = np.random.default_rng(0)
+    sizes = {"large": SEGMENT_BYTES // 4 + 77, "small": 333, "middle": 70_000}
+    tensors = {name: TensorBytes("F32", (size,), draw.bytes(4 * size)) for name, size in sizes.items()}
+    tensors["half"] = TensorBytes("BF16", (77_777,), draw.bytes(2 * 77_777))
+    files = {"config.json": b"{}", "tokenizer.json": b"words"}
+    base_model = Snapshot(base_model_of(tensors, files["config.json"]), tensors, files)
+    payload, content = BasePayload(base_model), Content()
+    take(content, payload)
+    assert bytes_of(content.snapshot()) == bytes_of(base_model)
+    assert set(payload.names) == set(payload.manifest.hashes)

@@ -18,7 +18,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from echo2.config.sections import LoraConfig
+from echo2.config.sections import Config, LoraConfig
 from echo2.documents import parse_json
 from echo2.errors import UserError
 from echo2.learner.model import Policy, load_policy
@@ -164,6 +164,17 @@ def load_base(path: str, device: str) -> BaseModel:
     directory = find_model(path)
     snapshot = map_base_model(directory)
     return BaseModel(load_policy(str(directory), "stored", device), snapshot)
+
+
+def load_trained(config: Config, device: str) -> Policy:
+    """What a run trains, as it is at version 0: the model, or an adapter over it.
+
+    Raises:
+        UserError: the model can't be loaded, or a target matches nothing.
+    """
+    if not config.lora.rank:
+        return load_policy(config.model.path, "float32", device)
+    return load_base(config.model.path, device).adapter(config.lora, config.run.seed)
 
 
 def load_merged(base: str, adapter: Path, device: str) -> Policy:

@@ -25,7 +25,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from echo2.errors import InvariantError, LinkError, PeerError, UserError
-from echo2.learner.publication import LentWeights, Payload, Publisher
+from echo2.learner.publication import BasePayload, LentWeights, Payload, Publisher
 from echo2.transport import wire_pb2 as wire
 from echo2.transport.base import Link
 from echo2.transport.limits import PROTOCOL_VERSION
@@ -89,6 +89,7 @@ class HeadClient:
         self.lineage = 0
         self.max_steps = 0
         self.published: set[int] = set()
+        self._base_models: set[str] = set()  # that the head has, by policy id
 
     async def take_groups(self, step: int) -> AsyncIterator[RolloutGroup | wire.StepDone]:
         """The groups of `step` as they become available, each once, then a StepDone: no more come for this step, or,
@@ -155,6 +156,10 @@ class HeadClient:
                 await self._publish(SnapshotRef(RUN_POLICY, self.lineage, version), weights, started)
 
     async def _publish(self, ref: SnapshotRef, weights: LentWeights, started: float) -> None:
+        base_model = self._publisher.base_model
+        if base_model is not None and base_model.ref.policy not in self._base_models:
+            await self._send(BasePayload(base_model), started)
+            self._base_models.add(base_model.ref.policy)
         try:
             sent = await self._send(self._publisher.payload(ref, weights), started)
         except PeerError as error:
@@ -225,6 +230,7 @@ class HeadClient:
         self._session = asyncio.ensure_future(self._attend(session))
         self._epoch = welcome.epoch
         self.lineage, self.max_steps, self.published = welcome.lineage, welcome.max_steps, set(welcome.published)
+        self._base_models = set(welcome.base_models)
         self._joins += 1
 
     async def _attend(self, session: AsyncIterator[wire.LearnerWelcome]) -> None:
@@ -272,7 +278,7 @@ class HeadClient:
         request.epoch = self._epoch
         await self._link.call("ReportStep", request, CALL_SECONDS)
 
-    async def _send(self, payload: Payload, started: float) -> Manifest:
+    async def _send(self, payload: Payload | BasePayload, started: float) -> Manifest:
         """Send a payload and have it announced. `started`: when the weights were lent. What the head threw away
         meanwhile is sent again."""
         await self._send_parts(payload)
@@ -287,7 +293,7 @@ class HeadClient:
             await self._patiently("PutChunk", partial(self._upload, payload, payload.names))
         raise InvariantError("a payload is sent at least once")
 
-    async def _send_parts(self, payload: Payload) -> None:
+    async def _send_parts(self, payload: Payload | BasePayload) -> None:
         """Each part when it is encoded. Encoding runs beside the loop, so that arriving groups do not wait for it, and
         waits for no link: the weights are lent until its end."""
         loop = asyncio.get_running_loop()
@@ -306,7 +312,7 @@ class HeadClient:
             await asyncio.wait([encoding])  # the next payload is written over the same content
         encoding.result()
 
-    async def _upload(self, payload: Payload, names: Sequence[bytes]) -> None:
+    async def _upload(self, payload: Payload | BasePayload, names: Sequence[bytes]) -> None:
         """Those chunks that the head lacks."""
         missing: list[bytes] = []
         for start in range(0, len(names), OFFER_CHUNKS):

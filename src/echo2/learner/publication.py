@@ -24,6 +24,7 @@ from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import accumulate
 from pathlib import Path
 
 from echo2.errors import InvariantError, LinkError, NoRoomError, UserError, write_failed
@@ -32,7 +33,7 @@ from echo2.types import SnapshotRef
 from echo2.weights.chain import is_anchor_due
 from echo2.weights.encoder import Chunks, Encoder, SnapshotSource
 from echo2.weights.manifest import RAW, Manifest, Segment
-from echo2.weights.segments import Bytes, TensorSource, tensor_index
+from echo2.weights.segments import Bytes, TensorSource, cut_stream, readers, tensor_index
 
 log = logging.getLogger(__name__)
 
@@ -75,10 +76,12 @@ class _Source:
 class Publisher:
     """The payloads of one learner, one after the other: each is read to its end before the next is begun, and its
     chunks can be had until then. `directory` has room for a snapshot and a delta; a full disk is waited for.
+    `base_model`: what the published adapters are over.
     """
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, base_model: SnapshotSource | None = None) -> None:
         """Raises: UserError, the directory can't be written."""
+        self.base_model = base_model
         self.trouble = ""  # what is waited for, for people
         self._stopped = threading.Event()
         self.content, self.spool = (_NamelessFile(directory, self._wait_for_room) for _ in range(2))
@@ -198,6 +201,52 @@ class Payload:
             for name, num_bytes in record.chunks():
                 self._places[name] = (file, at, num_bytes)
                 at += num_bytes
+
+
+class BasePayload:
+    """A base model as a payload: it is frozen, so its chunks are read where it lies, once more when they are sent."""
+
+    def __init__(self, base_model: SnapshotSource) -> None:
+        self._tensors = base_model.tensors
+        self._encoder = Encoder(base_model, keep=self._keep)
+        self._reads: dict[int, Callable[[], Bytes]] = {}  # by place in the tensor stream
+        self._chunks: dict[bytes, Callable[[], Bytes]] = {}
+        self._files: Chunks = {}
+
+    def parts(self) -> Iterator[list[bytes]]:
+        """As `Payload.parts`."""
+        for chunks in self._encoder.parts():
+            self._files.update((name, chunk) for name, chunk in chunks.items() if name not in self._chunks)
+            yield list(chunks)
+
+    @property
+    def manifest(self) -> Manifest:
+        """The manifest, when all parts were taken."""
+        return self._encoder.manifest()
+
+    @property
+    def names(self) -> list[bytes]:
+        """Of all chunks whose parts were taken."""
+        return [*self._files, *self._chunks]
+
+    def chunk(self, name: bytes) -> bytes:
+        """The bytes of a chunk."""
+        return bytes(self._files[name] if name in self._files else self._chunks[name]())
+
+    def _keep(self, start: int, _: Bytes, segment: Segment, __: Chunks) -> None:
+        for record in segment.records:
+            if not self._reads:
+                extents = cut_stream(tensor_index(self._tensors))
+                sizes = [
+                    min(record.chunk_bytes, extent - at)
+                    for extent in extents
+                    for at in range(0, extent, record.chunk_bytes)
+                ]
+                places = accumulate(sizes, initial=0)
+                self._reads = dict(zip(places, readers(self._tensors, sizes), strict=False))
+            for name, num_bytes in record.chunks():
+                self._chunks[name] = self._reads[start]
+                start += num_bytes
 
 
 class _NamelessFile:

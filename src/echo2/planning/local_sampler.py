@@ -22,20 +22,26 @@ from echo2.tasks.base import TaskStream
 from echo2.tasks.environment_process import EnvironmentProcess
 from echo2.tasks.load import load_tasks
 from echo2.types import RUN_POLICY, Assignment, GroupKind, GroupRef, Lease, Rollout, RolloutGroup, Snapshot, SnapshotRef
+from echo2.weights.adapter_files import ADAPTER_CONFIG
 
 if TYPE_CHECKING:
     from echo2.rollout.tokenizer import Tokenizer
 
 
 def load_engine(config: configuration.Config, model: str, slots: int) -> tuple[Engine, Tokenizer]:
-    """The run's engine with the weights of `model` (a directory or a hub id), and the tokenizer beside them.
+    """The run's engine with the weights of `model` (a directory or a hub id), and the tokenizer beside them. An adapter
+    is merged into the run's model.
 
     Raises:
         UserError: there is no such model, or the engine cannot run it.
     """
-    from echo2.learner.model import DTYPES, load_policy  # here: nothing else of planning needs torch
+    from echo2.learner.adapters import load_merged  # here: nothing else of planning needs torch
+    from echo2.learner.model import DTYPES, load_policy
 
-    policy = load_policy(model, "float32", "auto")
+    if (Path(model) / ADAPTER_CONFIG).is_file():
+        policy = load_merged(config.model.path, Path(model), "auto")
+    else:
+        policy = load_policy(model, "float32", "auto")
     tensors = policy.tensors(DTYPES[config.model.snapshot_dtype])
     engine = make_engine(config.workers.engine, slots=slots)
     asyncio.run(engine.update_weights(Snapshot(SnapshotRef(RUN_POLICY, 1, 0), tensors, policy.files)))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import shutil
 import statistics
 import sys
@@ -16,6 +17,7 @@ from rich.console import Console
 from rich.progress import track
 
 from echo2 import config as configuration
+from echo2.documents import parse_json
 from echo2.errors import UserError
 from echo2.learner import checkpoint
 from echo2.planning.local_sampler import LocalSampler, load_engine, reward_processes
@@ -24,6 +26,7 @@ from echo2.reward.process import RewardProcesses
 from echo2.reward.score import RewardFailure
 from echo2.rundir import RunDir
 from echo2.types import RolloutGroup
+from echo2.weights.adapter_files import ADAPTER_CONFIG
 
 #: Tasks sampled together, and then scored.
 BATCH_TASKS = 64
@@ -122,18 +125,35 @@ async def _rewards(config: configuration.Config, sampler: LocalSampler) -> list[
     return rewards
 
 
-def export(directory: Path, step: int | None, to: Path) -> str:
-    """Copy the model part of a checkpoint to `to`, a directory that must not exist; the checkpoint's name.
+def export(directory: Path, step: int | None, to: Path, is_merged: bool = False) -> str:
+    """Copy the model part of a checkpoint to `to`, a directory that must not exist; the checkpoint's name. An adapter's
+    is a PEFT directory; `is_merged`: the whole model that it makes of its base, in float32.
 
     Raises:
-        UserError: no such checkpoint; the target exists or can't be written.
+        UserError: no such checkpoint; the target exists or can't be written; there is nothing to merge.
     """
-    source = checkpoint_directory(RunDir(directory), step)
+    rundir = RunDir(directory)
+    source, base = checkpoint_directory(rundir, step), rundir.read_config().model.path
     if to.exists():
         raise UserError(f"{to} exists already. Choose another directory with --to.")
+    is_adapter = (source / ADAPTER_CONFIG).is_file()
+    if is_merged and not is_adapter:
+        raise UserError(f"--merged: {source.name} is a whole model already, not an adapter. Leave --merged out.")
     partial = to.with_name(f".{to.name}.partial")
     try:
-        copy_model(source, partial)
+        if is_merged:
+            from echo2.learner.adapters import load_merged  # with torch, which a copy does not need
+
+            policy = load_merged(base, source, "cpu")
+            policy.module.save_pretrained(partial)
+            for name, data in policy.files.items():
+                (partial / name).write_bytes(data)
+        else:
+            copy_model(source, partial)
+        if is_adapter and not is_merged:
+            values = parse_json((partial / ADAPTER_CONFIG).read_bytes())
+            text = json.dumps(values | {"base_model_name_or_path": base}, indent=2, sort_keys=True)
+            (partial / ADAPTER_CONFIG).write_text(text)
         partial.rename(to)
     except OSError as error:
         shutil.rmtree(partial, ignore_errors=True)

@@ -7,12 +7,12 @@ import signal
 
 from echo2.devices import pick_device
 from echo2.errors import UserError
+from echo2.learner.adapters import Adapter, load_trained
 from echo2.learner.grpo import loop
 from echo2.learner.grpo.client import GrpoClient
 from echo2.learner.grpo.ranks import LeadingClient, follow
 from echo2.learner.head_client import LearnerInfo
 from echo2.learner.mesh import Mesh, Place, join, place
-from echo2.learner.model import load_policy
 from echo2.learner.publication import Publisher
 from echo2.learner.session import HeadSession
 from echo2.rundir import RunDir, claimed
@@ -51,7 +51,7 @@ def _follow(rundir: RunDir, here: Place) -> int:
         signal.signal(number, signal.SIG_IGN)
     config, device = rundir.read_config(), pick_device(f"auto:{here.local_rank}")
     mesh = join(here, device)
-    client = GrpoClient(load_policy(config.model.path, "float32", str(device)), config, mesh=mesh)
+    client = GrpoClient(load_trained(config, str(device)), config, mesh=mesh)
     try:
         follow(client, mesh)
     except RuntimeError as error:
@@ -67,7 +67,7 @@ def _train(rundir: RunDir, ticket: str, here: Place | None) -> int:
     device = pick_device("auto")
     leads = here is not None and here.size > 1
     mesh = join(here, device) if here is not None and leads else Mesh()
-    policy = load_policy(config.model.path, "float32", str(device))
+    policy = load_trained(config, str(device))
     client = LeadingClient(policy, config, mesh=mesh) if leads else GrpoClient(policy, config)
     resumed = loop.resume(client, rundir.checkpoints)
     log.info("%s at version %d on %s", "resumed" if resumed else "fresh", client.version, policy.device)
@@ -78,7 +78,9 @@ def _train(rundir: RunDir, ticket: str, here: Place | None) -> int:
         return link
 
     info = LearnerInfo(f"{mesh.size} x {policy.device}" if leads else str(policy.device), policy.vocab_size)
-    session = HeadSession(connect_head, client.version, info, Publisher(rundir.path / "learner"))
+    base_model = policy.base.snapshot if isinstance(policy, Adapter) else None
+    publisher = Publisher(rundir.path / "learner", base_model)
+    session = HeadSession(connect_head, client.version, info, publisher)
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: session.stop(TOLD_TO_STOP))
     try:
