@@ -28,7 +28,7 @@ def record(*accuracies: float, diverged: str | None = None) -> dict[str, Any]:
 
 def test_every_cell_comes_once_and_the_important_ones_first() -> None:
     cells = grid.all_cells([0, 1, 2])
-    assert len(cells) == len(set(cells)) == 3 * (3 * 7 + 6 * 3)
+    assert len(cells) == len(set(cells)) == 3 * (3 * 7 + 6 * 3 + 6 * 2)
     assert [str(cell) for cell in cells[:6]] == ["dppo:0:0", "dppo:0:1", "dppo:0:2", "dppo:8:0", "dppo:8:1", "dppo:8:2"]
     first = cells[: 3 * len(grid.FIRST)]
     assert {(cell.loss, cell.staleness) for cell in first} == set(grid.FIRST)

@@ -20,6 +20,7 @@ from echo2.reward.score import Scorer
 from echo2.rollout.architecture import read_architecture
 from echo2.rollout.tokenizer import TOKENIZER_SUFFIXES
 from echo2.rundir import read_json
+from echo2.runtime.head.deliveries import GROUP_BYTES_MAX
 from echo2.runtime.head.planner_options import planner_options, read_offers
 from echo2.runtime.head.reading import RunTokenizer
 from echo2.tasks.base import TaskSource, TaskStream
@@ -66,6 +67,24 @@ def check(config: Config) -> None:
     offers = read_offers(config)
     planner_options(config, 0, offers)
     check_budget(config, offers.values())
+    check_group_bytes(config)
+
+
+def check_group_bytes(config: Config) -> None:
+    """The longest group with its likely tokens must fit where groups are kept, or it is sampled again and again.
+
+    Raises:
+        UserError: it does not.
+    """
+    sampling, top = config.sampling, config.sampling_params.top_logprobs
+    token_bytes = 9 + 6 * top
+    num_bytes = sampling.group_size * sampling.max_tokens * token_bytes
+    if top and num_bytes > GROUP_BYTES_MAX:
+        raise UserError(
+            f"learner.loss_params.score_centering = {top} makes a token {token_bytes} bytes: {num_bytes / 2**20:.0f} "
+            f"MiB for {sampling.group_size} rollouts of {sampling.max_tokens} tokens, where a group may have "
+            f"{GROUP_BYTES_MAX / 2**20:.0f}. Lower one of the three (more than the vocabulary has is all of it)."
+        )
 
 
 def check_budget(config: Config, offers: Iterable[Offer]) -> None:
