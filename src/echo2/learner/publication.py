@@ -37,8 +37,8 @@ from echo2.weights.segments import Bytes, TensorSource, cut_stream, readers, ten
 
 log = logging.getLogger(__name__)
 
-#: Segments that are encoded at once; each takes about 50 MB.
-THREADS_MAX = 8
+#: Segments that are encoded at once; each takes about 100 MB.
+THREADS_MAX = 4
 #: Between two tries to write to a full disk.
 NO_ROOM_SECONDS = 2.0
 
