@@ -16,6 +16,7 @@ from typing import Any
 
 from broadcast_schemes import SCHEMES
 from wan.lines import content, described, digest, hear, say
+from weights_cases import new_content
 
 from echo2.broadcast.origin import OriginNode
 from echo2.broadcast.peer import PeerNode
@@ -28,7 +29,6 @@ from echo2.transport.grpc_server import GrpcServer
 from echo2.transport.identity import RunIdentity, verify_manifest
 from echo2.transport.limits import PROTOCOL_VERSION
 from echo2.types import RUN_POLICY, PayloadId, Snapshot, SnapshotRef, TensorBytes
-from echo2.weights.content import Content
 from echo2.weights.encoder import Encoder
 from echo2.weights.manifest import Manifest
 from echo2.weights.store import ChunkStore
@@ -201,10 +201,10 @@ class Worker:
 
     def _digest(self) -> str:
         assert self._manifest is not None
-        applied = Content()
+        applied = new_content()
         applied.apply(self._manifest, self._store.get)
         snapshot = applied.snapshot()
-        return digest(snapshot.tensors[name].data for name in sorted(snapshot.tensors))
+        return digest(tensor.read(0, tensor.num_bytes) for _, tensor in sorted(snapshot.tensors.items()))
 
 
 def _failed(error: BaseException) -> None:

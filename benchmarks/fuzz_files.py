@@ -38,7 +38,7 @@ from echo2.tasks.base import TaskStream
 from echo2.tasks.files import JsonlRows, ParquetRows
 from echo2.tasks.logs import LoggedRollouts
 from echo2.tasks.templates import TemplateRows
-from echo2.types import Message, Task
+from echo2.types import Message, StoredTensor, Task
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 TOML_WORDS = (
@@ -327,7 +327,7 @@ def _learner_files() -> list[Target]:
     linear = {**model, "model_type": "llama", "rope_parameters": {"rope_type": "linear", "factor": 2.0}}
     models = (json.dumps(model).encode(), json.dumps(linear).encode())
     words = (*JSON_WORDS, b'"head_dim": ', b'"sliding_window": ', b'"layer_types": ', b'"rope_scaling": ')
-    tensors = {"a": checkpoint.StoredTensor("F32", (2, 3), 24, lambda: bytes(24))}
+    tensors = {"a": StoredTensor("F32", (2, 3), 24, lambda start, stop: bytes(stop - start))}
     header = b"".join(bytes(piece) for piece in checkpoint.safetensors_pieces(tensors))
     sizes = from_file("model/model.safetensors", lambda path: snapshot_bytes(path.parent, "bfloat16"))
     return [

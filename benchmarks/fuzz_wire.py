@@ -20,7 +20,7 @@ from cryptography.x509.oid import NameOID
 from fuzz_inputs import filled
 from fuzz_target import Target, folder, text
 from google.protobuf.message import Message as WireMessage
-from weights_cases import apply_delta, encode, encode_delta
+from weights_cases import apply_delta, encode, encode_delta, new_content
 
 from echo2.broadcast import addresses, payloads
 from echo2.config.sections import SamplingConfig
@@ -43,7 +43,6 @@ from echo2.types import (
     TensorBytes,
 )
 from echo2.weights.chain import compose
-from echo2.weights.content import Content
 from echo2.weights.items import apply_items, encode_items
 from echo2.weights.manifest import DELTA, MAX_CHUNK_BYTES, Manifest, Record
 from echo2.weights.planes import Reader, Writer
@@ -431,7 +430,7 @@ def _read_listed(data: bytes) -> None:
     for each in store.manifests():
         steps = store.chain(each.ref)
         if steps is not None:
-            Content().apply(compose(steps), store.get)
+            new_content().apply(compose(steps), store.get)
 
 
 def _read_stored(data: bytes) -> None:

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import atexit
 import random
+import tempfile
 from collections.abc import Mapping
+from functools import cache
+from itertools import count
+from pathlib import Path
 
 from echo2.types import Snapshot, SnapshotRef, TensorBytes
 from echo2.weights.content import Content
@@ -41,17 +46,32 @@ def base_model(seed: int = 0, num_items: int = 50_000) -> Snapshot:
     return Snapshot(base_model_of(tensors, files["config.json"]), tensors, files)
 
 
+_NUMBERS = count()
+
+
+@cache
+def _folder() -> Path:
+    folder = tempfile.TemporaryDirectory(prefix="contents-")
+    atexit.register(folder.cleanup)
+    return Path(folder.name)
+
+
+def new_content() -> Content:
+    """Empty, in a file that goes when the process ends."""
+    return Content(_folder() / str(next(_NUMBERS)))
+
+
 def holding(snapshot: Snapshot) -> Content:
     """A worker's content that is this snapshot."""
     manifest, chunks = encode(snapshot.ref, snapshot.tensors, snapshot.files)
-    content = Content()
+    content = new_content()
     content.apply(manifest, chunks.__getitem__)
     return content
 
 
 def decode(manifest: Manifest, read_chunk: ReadChunk) -> Snapshot:
     """What a payload without a base comes to."""
-    content = Content()
+    content = new_content()
     content.apply(manifest, read_chunk)
     return content.snapshot()
 
@@ -65,5 +85,5 @@ def apply_delta(manifest: Manifest, base: Snapshot, read_chunk: ReadChunk) -> Sn
 
 def bytes_of(snapshot: Snapshot) -> tuple[dict[str, tuple[str, tuple[int, ...], bytes]], dict[str, bytes]]:
     """The content of a snapshot as values that can be compared."""
-    tensors = {name: (t.dtype, tuple(t.shape), memoryview(t.data).tobytes()) for name, t in snapshot.tensors.items()}
+    tensors = {name: (t.dtype, tuple(t.shape), bytes(t.read(0, t.num_bytes))) for name, t in snapshot.tensors.items()}
     return tensors, dict(snapshot.files)

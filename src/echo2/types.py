@@ -13,9 +13,9 @@ from __future__ import annotations
 
 import re
 from array import array
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 GroupKind = Literal["train", "eval"]
 FinishReason = Literal["stop", "length"]
@@ -282,6 +282,38 @@ class Assignment:
     is_chat: bool = False
 
 
+class TensorSource(Protocol):
+    """A tensor whose bytes may be anywhere until they are read: in memory, on a device, in a file."""
+
+    @property
+    def dtype(self) -> str:
+        """As in safetensors."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the tensor."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all items."""
+
+    @property
+    def read(self) -> Callable[[int, int], bytes | memoryview]:
+        """Gives the bytes from one place to another, little-endian and row-major; both are multiples of an item's."""
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """A tensor that is to be written or sent. `read` gives its little-endian bytes, row-major, from one place to
+    another, when they are needed; both are multiples of an item's. Nothing is copied where they are the tensor's own.
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+    num_bytes: int
+    read: Callable[[int, int], bytes | memoryview]
+
+
 @dataclass(frozen=True, slots=True)
 class TensorBytes:
     """One tensor as stored and sent: little-endian bytes, row-major. `dtype` as in safetensors: F32, BF16, I64 ..."""
@@ -292,16 +324,12 @@ class TensorBytes:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes that are there."""
+        """Bytes of all its items."""
         return memoryview(self.data).nbytes
 
     def read(self, start: int, stop: int) -> memoryview:
         """A view of the bytes from `start` to `stop`."""
         return memoryview(self.data).cast("B")[start:stop]
-
-    def read_into(self, start: int, buffer: memoryview) -> None:
-        """Fill the buffer, one of bytes, with those from `start` on."""
-        buffer[:] = self.read(start, start + len(buffer))
 
 
 @dataclass(frozen=True, slots=True)
@@ -312,10 +340,9 @@ class Snapshot:
     `base_model`: None, it is a whole model. Else it is a LoRA adapter over that frozen model, named and described as
     PEFT does (`adapter_model.safetensors`, adapter_config.json); its other files are the base model's.
 
-    On a worker the tensors are views of its one copy on the CPU, which the next payload changes: whoever needs one
-    for longer than it loads it must copy it."""
+    On a worker the tensors are read from disk each time, and the next payload changes them there."""
 
     ref: SnapshotRef
-    tensors: Mapping[str, TensorBytes]
+    tensors: Mapping[str, TensorSource]
     files: Mapping[str, bytes]
     base_model: SnapshotRef | None = None

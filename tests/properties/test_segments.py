@@ -15,13 +15,12 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from weights_cases import bytes_of, decode
+from weights_cases import bytes_of, decode, new_content
 
 from echo2.errors import PeerError
 from echo2.learner.publication import LentWeights, Payload, Publisher
 from echo2.runtime.head.archive import Archive
 from echo2.types import RUN_POLICY, Snapshot, SnapshotRef, TensorBytes
-from echo2.weights.content import Content
 from echo2.weights.encoder import Encoder
 from echo2.weights.kept import KeptContent
 from echo2.weights.manifest import FORMAT, Manifest, widths_of
@@ -76,7 +75,14 @@ class Story:
             self.publisher = Publisher(self.directory / "learner")
             self.ref = SnapshotRef(RUN_POLICY, self.ref.lineage + 1, self.ref.version)
         elif chance < 0.55:
-            self.rng.choice(self.workers).start()
+            worker = self.rng.choice(self.workers)
+            if worker.kept.path.exists() and self.rng.random() < 0.5:  # killed while it wrote, or a disk's damage
+                worker.kept.path.write_bytes(worker.kept.path.read_bytes()[: self.rng.randrange(2 * ITEMS)] + b"torn")
+                self.paths.add("torn")
+            worker.start()
+            assert worker.installed is None or bytes_of(worker.kept.snapshot()) == bytes_of(
+                self.truth[worker.installed]
+            )
         elif chance < 0.6 and len(self.published) > 1:
             gone = self.published.pop(self.rng.randrange(len(self.published) - 1))
             await self.archive.drop(gone)
@@ -182,7 +188,7 @@ def test_the_stories_take_every_path(tmp_path: Path) -> None:
             run.archive.close()
         return found
 
-    assert asyncio.run(paths()) >= {"delta", "delta chain", "whole", "whole chain", "anchor after delta"}
+    assert asyncio.run(paths()) >= {"torn", "delta", "delta chain", "whole", "whole chain", "anchor after delta"}
 
 
 @settings(max_examples=40, deadline=None)
@@ -221,7 +227,7 @@ def test_two_ranks_encode_their_shards_and_a_worker_applies_both(
     index = tensor_index(target.tensors)
     manifest = Manifest(FORMAT, target.ref, base.ref, (), index, tuple(segments[at] for at in range(4)))
     assert list(widths_of(index, manifest.extents)) == [4] * 4
-    content = Content()
+    content = new_content()
     content.apply(whole.manifest(), chunks.__getitem__)
     content.apply(Manifest.from_wire(manifest.to_wire()), chunks.__getitem__)
     assert bytes_of(content.snapshot()) == bytes_of(target)

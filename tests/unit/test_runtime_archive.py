@@ -13,13 +13,12 @@ import pytest
 from blake3 import blake3
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from weights_cases import base_model, bytes_of, decode, encode, encode_delta, holding, payload
+from weights_cases import base_model, bytes_of, decode, encode, encode_delta, holding, new_content, payload
 
 from echo2.errors import PeerError
 from echo2.runtime.head.archive import BASE_MODELS_MAX, OFFER_CHUNKS_MAX, Archive, reachable, worth_keeping
 from echo2.types import RUN_POLICY, PayloadId, Snapshot, SnapshotRef, TensorBytes
 from echo2.weights.chain import is_anchor_due
-from echo2.weights.content import Content
 from echo2.weights.encoder import Encoder
 from echo2.weights.manifest import MAX_DELTAS, Manifest, Record
 from echo2.weights.store import ChunkStore
@@ -72,7 +71,7 @@ async def publish_many(archive: Archive, last: int, keep: int = 2) -> None:
 
 def applied(archive: Archive, manifest: Manifest) -> Snapshot:
     """What a worker makes of a payload."""
-    made = Content() if manifest.base is None else holding(content(manifest.base.version))
+    made = new_content() if manifest.base is None else holding(content(manifest.base.version))
     made.apply(manifest, archive.store.get)
     return made.snapshot()
 

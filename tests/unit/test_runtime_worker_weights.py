@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from weights_cases import base_model, bytes_of, encode, encode_delta, holding, payload
+from weights_cases import base_model, bytes_of, encode, encode_delta, holding, new_content, payload
 
 from broadcast_fleet import fail
 from echo2.broadcast.origin import OriginNode
@@ -31,7 +31,6 @@ from echo2.transport.grpc_server import GrpcServer
 from echo2.transport.identity import RunIdentity
 from echo2.types import RUN_POLICY, PayloadId, Snapshot, SnapshotRef, TensorBytes
 from echo2.weights.chain import compose
-from echo2.weights.content import Content
 from echo2.weights.encoder import Encoder
 from echo2.weights.manifest import MAX_DELTAS, Manifest
 from echo2.weights.store import ChunkStore
@@ -240,7 +239,7 @@ def test_the_disk_of_a_worker_is_bounded(tmp_path: Path) -> None:
             assert anchor == whole(MAX_DELTAS)[0], "the whole content was written, in the chunks that the learner made"
             assert len(deltas) == last - MAX_DELTAS
             assert len(store.manifests()) == 1 + len(deltas)
-            again = Content()
+            again = new_content()
             again.apply(compose([anchor, *deltas]), store.get)
             assert bytes_of(again.snapshot()) == bytes_of(content(last))
 

@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from echo2.errors import PeerError, UserError
 from echo2.types import RUN_POLICY, Snapshot, SnapshotRef, TensorBytes
 from echo2.weights.chain import compose
-from echo2.weights.content import Content
 from echo2.weights.encoder import Encoder
 from echo2.weights.manifest import Manifest
 from echo2.weights.segments import base_model_of
@@ -35,7 +34,7 @@ def adapter(version: int, base_model: SnapshotRef = BASE) -> Snapshot:
 
 def test_a_base_model_is_what_its_name_says() -> None:
     manifest, chunks = payload(Snapshot(BASE, TENSORS, FILES))
-    content = Content()
+    content = weights_cases.new_content()
     content.apply(Manifest.from_wire(manifest.to_wire()), chunks.__getitem__)
     snapshot = content.snapshot()
     assert snapshot.ref == BASE == base_model_of(snapshot.tensors, snapshot.files["config.json"])
@@ -75,7 +74,7 @@ def test_an_adapter_names_its_base_model_through_every_payload() -> None:
     joined = compose([whole, delta])
     assert joined.base_model == BASE
     assert whole.root != payload(adapter(0, OTHER))[0].root
-    content = Content()
+    content = weights_cases.new_content()
     content.apply(Manifest.from_wire(joined.to_wire()), {**chunks, **more}.__getitem__)
     assert content.snapshot().base_model == BASE
 
@@ -85,7 +84,7 @@ def test_no_delta_leads_from_one_base_model_to_another() -> None:
     foreign, more = payload(adapter(1, OTHER), adapter(0, OTHER))
     with pytest.raises(PeerError, match="another base model"):
         compose([whole, foreign])
-    content = Content()
+    content = weights_cases.new_content()
     content.apply(whole, chunks.__getitem__)
     with pytest.raises(PeerError, match="cannot be applied"):
         content.apply(foreign, more.__getitem__)

@@ -5,15 +5,18 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from blake3 import blake3
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from weights_cases import decode, encode
+from weights_cases import bytes_of, decode, encode, holding, new_content
 
 from echo2.errors import PeerError, UserError
 from echo2.types import RUN_POLICY, Snapshot, SnapshotRef, TensorBytes
+from echo2.weights.content import Content
+from echo2.weights.encoder import Encoder
 from echo2.weights.manifest import ITEM_BYTES, Manifest
 
 REF = SnapshotRef(RUN_POLICY, lineage=2, version=7)
@@ -36,7 +39,7 @@ contents = st.tuples(
 
 
 def plain(snapshot: Snapshot) -> tuple[object, ...]:
-    tensors = {name: (t.dtype, t.shape, bytes(t.data)) for name, t in snapshot.tensors.items()}
+    tensors = {name: (t.dtype, t.shape, bytes(t.read(0, t.num_bytes))) for name, t in snapshot.tensors.items()}
     return snapshot.ref, tensors, dict(snapshot.files)
 
 
@@ -83,7 +86,7 @@ def test_encoding_does_not_depend_on_the_order_of_the_mappings() -> None:
 def test_memoryviews_of_any_format_are_taken() -> None:
     view = memoryview(bytes(range(16))).cast("f", (2, 2))
     manifest, chunks = encode(REF, {"w": TensorBytes("F32", (2, 2), view)}, {})
-    assert bytes(decode(manifest, chunks.__getitem__).tensors["w"].data) == bytes(range(16))
+    assert bytes_of(decode(manifest, chunks.__getitem__))[0]["w"][2] == bytes(range(16))
 
 
 def test_unchanged_files_keep_their_chunks() -> None:
@@ -108,11 +111,35 @@ def test_different_contents_have_different_roots(
     assert (encode(REF, *one)[0].root == encode(REF, *other)[0].root) == is_same
 
 
-def test_tensors_come_out_read_only() -> None:
+def test_a_file_that_was_damaged_is_mended_from_chunks_and_nothing_else_is_read_again() -> None:
+    tensors = {name: TensorBytes("U8", (4,), name.encode() * 4) for name in "abc"}
+    snapshot = Snapshot(REF, tensors, {})
+    encoder = Encoder(snapshot, extents=(4, 4, 4))
+    chunks = {hash_: bytes(data) for part in encoder.parts() for hash_, data in part.items()}
+    content, manifest, asked = new_content(), encoder.manifest(), list[bytes]()
+    content.apply(manifest, chunks.__getitem__)
+    path = content.path
+    path.write_bytes(path.read_bytes()[:4] + b"bxbb" + b"c")
+    again = Content(path)
+    again.apply(manifest, lambda hash_: (asked.append(hash_), chunks[hash_])[1])
+    assert plain(again.snapshot()) == plain(snapshot)
+    assert asked == [hash_ for segment in manifest.segments[1:] for hash_, _ in segment.records[0].chunks()]
+
+
+@pytest.mark.parametrize("damage", [lambda path: path.write_bytes(b"short"), lambda path: path.unlink()])
+def test_a_file_that_cannot_be_read_is_no_content(damage: Callable[[Path], object]) -> None:
+    content = holding(Snapshot(REF, {"w": TensorBytes("U8", (9,), b"123456789")}, {}))
+    snapshot = content.snapshot()
+    damage(content.path)
+    with pytest.raises(PeerError, match="missing"):
+        snapshot.tensors["w"].read(0, 9)
+    assert content.ref is None
+
+
+def test_a_directory_that_cannot_be_written_is_the_users_matter(tmp_path: Path) -> None:
     manifest, chunks = encode(REF, *example())
-    view = decode(manifest, chunks.__getitem__).tensors["a.weight"].data
-    assert isinstance(view, memoryview)
-    assert view.readonly
+    with pytest.raises(UserError, match="No such file"):
+        Content(tmp_path / "gone" / "content").apply(manifest, chunks.__getitem__)
 
 
 def refuse(manifest: Manifest, read_chunk: Callable[[bytes], bytes]) -> str:

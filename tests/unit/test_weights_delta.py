@@ -51,7 +51,7 @@ def snapshot(version: int, arrays: dict[str, NDArray[Any]], files: dict[str, byt
 
 
 def plain(snapshot: Snapshot) -> tuple[object, ...]:
-    tensors = {name: (t.dtype, tuple(t.shape), bytes(t.data)) for name, t in snapshot.tensors.items()}
+    tensors = {name: (t.dtype, tuple(t.shape), bytes(t.read(0, t.num_bytes))) for name, t in snapshot.tensors.items()}
     return snapshot.ref, tensors, dict(snapshot.files)
 
 
@@ -301,7 +301,8 @@ def test_segments_of_large_tensors_meet() -> None:
     assert plain(apply_delta(manifest, old, chunks.__getitem__)) == plain(target)
 
 
-def test_applying_takes_memory_for_a_segment_and_not_for_the_content() -> None:
+def test_applying_takes_memory_for_a_segment_a_thread_and_not_for_the_content(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("echo2.weights.content.THREADS_MAX", 1)
     base = weights(1, 3 * SEGMENT_BYTES)
     old, new = snapshot(1, {"w": base}), snapshot(2, {"w": stepped(base, 0.001, 2)})
     manifest, chunks = delta(old, new)
@@ -309,7 +310,7 @@ def test_applying_takes_memory_for_a_segment_and_not_for_the_content() -> None:
     tracemalloc.start()
     try:
         content.apply(manifest, chunks.__getitem__)
-        assert tracemalloc.get_traced_memory()[1] < 2 * SEGMENT_BYTES < base.nbytes / 2
+        assert tracemalloc.get_traced_memory()[1] < 2.5 * SEGMENT_BYTES < base.nbytes / 2
     finally:
         tracemalloc.stop()
     assert plain(content.snapshot()) == plain(new)

@@ -16,12 +16,11 @@ import pytest
 from blake3 import blake3
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from weights_cases import decode, encode, encode_delta
+from weights_cases import bytes_of, decode, encode, encode_delta, new_content
 
 from echo2.errors import InvariantError, PeerError, UserError
 from echo2.types import RUN_POLICY, PayloadId, Snapshot, SnapshotRef, TensorBytes
 from echo2.weights.chain import compose
-from echo2.weights.content import Content
 from echo2.weights.manifest import MAX_DELTAS, Manifest
 from echo2.weights.store import ChunkStore
 
@@ -59,7 +58,7 @@ def test_what_is_put_is_got_also_after_opening_again(tmp_path: Path) -> None:
     store = ChunkStore(tmp_path)
     assert store.manifests() == [manifest]
     assert store.missing(manifest) == ()
-    assert bytes(decode(manifest, store.get).tensors["w"].data) == b"abcdefghij"
+    assert bytes_of(decode(manifest, store.get))[0]["w"][2] == b"abcdefghij"
 
 
 def test_missing_shrinks_as_chunks_come(tmp_path: Path) -> None:
@@ -126,7 +125,7 @@ def test_files_emptied_by_a_power_failure_count_as_missing(tmp_path: Path, damag
     store = ChunkStore(tmp_path)
     assert store.manifests() == []
     manifest = fill(store, 1, b"abcdefghij")
-    assert bytes(decode(manifest, ChunkStore(tmp_path).get).tensors["w"].data) == b"abcdefghij"
+    assert bytes_of(decode(manifest, ChunkStore(tmp_path).get))[0]["w"][2] == b"abcdefghij"
 
 
 def test_leftovers_of_a_killed_process_are_cleared(tmp_path: Path) -> None:
@@ -275,7 +274,7 @@ def put(store: ChunkStore, encoded: tuple[Manifest, dict[bytes, memoryview]] | N
 
 
 def weights_of(snapshot: Snapshot) -> bytes:
-    return bytes(snapshot.tensors["w"].data)
+    return bytes_of(snapshot)[0]["w"][2]
 
 
 def test_payloads_of_one_snapshot_stand_beside_each_other(tmp_path: Path) -> None:
@@ -306,7 +305,7 @@ def loaded(store: ChunkStore, ref: SnapshotRef) -> Snapshot:
     """What the payloads in a store come to."""
     steps = store.chain(ref)
     assert steps is not None
-    content = Content()
+    content = new_content()
     content.apply(compose(steps), store.get)
     return content.snapshot()
 

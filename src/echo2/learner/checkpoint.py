@@ -18,9 +18,8 @@ import logging
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +27,7 @@ from blake3 import blake3
 
 from echo2.documents import parse_json
 from echo2.errors import UserError, write_failed
+from echo2.types import StoredTensor
 
 log = logging.getLogger(__name__)
 
@@ -36,18 +36,6 @@ STATE_FILE = "state.json"
 PIECE_BYTES = 16 << 20  # that are in memory for a tensor that is on a device
 _STEP_NAME = re.compile(r"step_(\d+)")
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-
-
-@dataclass(frozen=True, slots=True)
-class StoredTensor:
-    """A tensor that is to be written or sent. `read` gives its little-endian bytes, row-major, from one place to
-    another, when they are needed; both are multiples of an item's. Nothing is copied where they are the tensor's own.
-    """
-
-    dtype: str
-    shape: tuple[int, ...]
-    num_bytes: int
-    read: Callable[[int, int], bytes | memoryview]
 
 
 def step_directory(root: Path, version: int) -> Path:

@@ -25,10 +25,9 @@ from torch.utils.checkpoint import checkpoint
 from echo2.devices import pick_device
 from echo2.errors import UserError
 from echo2.learner.batch import PackedBatch
-from echo2.learner.checkpoint import StoredTensor
 from echo2.learner.logprobs import token_logprobs
 from echo2.learner.output_layer import OutputLayer, plain_scores, tiled_scores
-from echo2.types import SnapshotRef, TensorBytes
+from echo2.types import SnapshotRef, StoredTensor, TensorBytes
 from echo2.weights.model_files import find_model, model_files
 
 log = logging.getLogger(__name__)

@@ -28,12 +28,11 @@ from itertools import accumulate
 from pathlib import Path
 
 from echo2.errors import InvariantError, LinkError, NoRoomError, UserError, write_failed
-from echo2.learner.checkpoint import StoredTensor
-from echo2.types import SnapshotRef
+from echo2.types import SnapshotRef, StoredTensor, TensorSource
 from echo2.weights.chain import is_anchor_due
 from echo2.weights.encoder import Chunks, Encoder, SnapshotSource
 from echo2.weights.manifest import RAW, Manifest, Segment
-from echo2.weights.segments import Bytes, TensorSource, cut_stream, readers, tensor_index
+from echo2.weights.segments import Bytes, cut_stream, readers, tensor_index
 
 log = logging.getLogger(__name__)
 

@@ -17,8 +17,9 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from echo2.errors import UserError
-from echo2.learner.checkpoint import StoredTensor, safetensors_pieces
+from echo2.learner.checkpoint import safetensors_pieces
 from echo2.learner.model import stored
+from echo2.types import StoredTensor
 
 SUFFIX = ".safetensors"
 

@@ -43,7 +43,6 @@ from echo2.devices import is_out_of_memory
 from echo2.errors import InvariantError, PeerError, UserError
 from echo2.learner import checkpoint
 from echo2.learner.batch import Layout, PackedBatch, collate, microbatches, num_tokens_run
-from echo2.learner.checkpoint import StoredTensor
 from echo2.learner.datum import Datum
 from echo2.learner.losses import LossTokens
 from echo2.learner.mesh import Mesh, Run, shares
@@ -52,6 +51,7 @@ from echo2.learner.publication import LentWeights
 from echo2.learner.shard_files import ShardedTensors, open_tensors
 from echo2.learner.state import MOMENTS, OPTIMIZER_FILE, Saving, begin_saving, load_moments, load_weights
 from echo2.rollout.snapshot_files import read_config
+from echo2.types import StoredTensor
 
 log = logging.getLogger(__name__)
 

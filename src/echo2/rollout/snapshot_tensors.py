@@ -7,11 +7,12 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from echo2.errors import PeerError
-from echo2.types import Snapshot, TensorBytes
+from echo2.types import Snapshot, TensorSource
 
 FLOAT_DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 DTYPES = FLOAT_DTYPES | {
@@ -100,10 +101,11 @@ def _buffer() -> Tensor:
     return torch.empty(PIECE_BYTES, dtype=torch.uint8)
 
 
-def _pieces(source: TensorBytes, buffer: Tensor) -> Iterator[tuple[int, Tensor]]:
+def _pieces(source: TensorSource, buffer: Tensor) -> Iterator[tuple[int, Tensor]]:
     """(first item, items) of one piece of a tensor after the other, all in the same buffer."""
     dtype = DTYPES[source.dtype]
     for start in range(0, source.num_bytes, PIECE_BYTES):
-        part = buffer[: min(PIECE_BYTES, source.num_bytes - start)]
-        source.read_into(start, part.numpy().data)
+        stop = min(source.num_bytes, start + PIECE_BYTES)
+        part = buffer[: stop - start]
+        part.numpy()[:] = np.frombuffer(source.read(start, stop), np.uint8)  # bytes that are read-only, and not aligned
         yield start // dtype.itemsize, part.view(dtype)

@@ -11,12 +11,11 @@ from typing import Protocol
 from blake3 import blake3
 
 from echo2.errors import InvariantError
-from echo2.types import SnapshotRef
+from echo2.types import SnapshotRef, TensorSource
 from echo2.weights.manifest import FORMAT, RAW, FileEntry, Manifest, Segment, widths_of
 from echo2.weights.segments import (
     SEGMENT_BYTES,
     Bytes,
-    TensorSource,
     chunk_bytes_for,
     cut_record,
     cut_stream,

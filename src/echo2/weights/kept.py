@@ -1,4 +1,4 @@
-"""A worker's content, in memory and on disk: what is installed, and the payloads that lead to it after a restart.
+"""A worker's content and the payloads that lead to it: what others are given, and what mends it after a crash.
 
 Nothing here runs by itself or waits for anything: the caller fetches, and says when to apply, list and throw away.
 """
@@ -23,7 +23,7 @@ class KeptContent(Content):
     """The content of one worker, its store, and what of it adapters go in over."""
 
     def __init__(self, store: ChunkStore) -> None:
-        super().__init__()
+        super().__init__(store.directory / "content")
         self._store = store
 
     def base(self, ref: SnapshotRef) -> Snapshot:
@@ -31,12 +31,12 @@ class KeptContent(Content):
 
         Raises:
             PeerError: it is not whole here, or the disk altered it.
-            UserError: it does not fit into memory.
+            UserError: the disk is full.
         """
         manifest = self._store.manifest(PayloadId(ref))
         if manifest is None:
             raise PeerError("missing", f"base model {ref} is not whole here")
-        base = Content()
+        base = Content(self._store.directory / "base")
         base.apply(manifest, self._store.get)
         return base.snapshot()
 
@@ -57,7 +57,7 @@ class KeptContent(Content):
         """Make the newest content that the store leads to. One that is damaged is forgotten.
 
         Raises:
-            UserError: it does not fit into memory.
+            UserError: the disk is full.
         """
         refs = (manifest.ref for manifest in self._store.manifests())
         newest = max((ref for ref in refs if not ref.is_base_model), default=None)

@@ -9,14 +9,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from itertools import groupby
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from blake3 import blake3
 from numpy.typing import NDArray
 
 from echo2.errors import PeerError, UserError
-from echo2.types import SnapshotRef
+from echo2.types import SnapshotRef, TensorSource
 from echo2.weights.items import apply_items, encode_items
 from echo2.weights.manifest import (
     DELTA,
@@ -40,26 +40,6 @@ CHUNKS_AIMED_AT = 1024
 Bytes = NDArray[np.uint8]
 ReadChunk = Callable[[bytes], bytes | memoryview]
 """The bytes of a chunk by its hash, which whoever keeps it has checked (`ChunkStore.get`)."""
-
-
-class TensorSource(Protocol):
-    """A tensor whose bytes may be anywhere until they are read: in memory, on a device, in a file."""
-
-    @property
-    def dtype(self) -> str:
-        """As in safetensors."""
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Of the tensor."""
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of all items."""
-
-    @property
-    def read(self) -> Callable[[int, int], bytes | memoryview]:
-        """Gives the bytes from one place to another, little-endian and row-major; both are multiples of an item's."""
 
 
 def chunk_bytes_for(num_bytes: int) -> int:

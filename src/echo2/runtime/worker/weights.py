@@ -1,8 +1,8 @@
 """A worker's weights: which payload is fetched, what is installed and kept, and what others are given of it.
 
-The installed content stays in memory, on the CPU: the next payload is applied to it in place, segment by segment. On
-disk lies what leads to it (a whole content and the deltas since), so that a worker that was restarted goes on from
-there and late joiners are served the same chunks.
+The content lies in a file: the next payload is applied to it in place, segment by segment, and the engine reads its
+weights from there. Beside it lies what leads to it (a whole content and the deltas since): late joiners are served the
+same chunks, and a worker that was killed half-way mends its content with them.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ class WorkerWeights:
         """Listen, and load what an earlier process had installed.
 
         Raises:
-            UserError: the address can't be had, or the content does not fit into memory.
+            UserError: the address can't be had, or the disk is full.
         """
         self.port = await self.node.start()
         await asyncio.get_running_loop().run_in_executor(self._loading, self.content.restore)
@@ -181,7 +181,7 @@ class WorkerWeights:
         or there is no room for it, and the scheduler knows.
 
         Raises:
-            UserError: it does not fit into memory, or the disk is full.
+            UserError: the disk is full.
         """
         manifest, loop = self._manifests[payload], asyncio.get_running_loop()
         if self._own_base is not None and manifest.base_model is None:
