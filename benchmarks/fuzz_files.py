@@ -269,6 +269,20 @@ def _read_model_config(data: bytes) -> None:
     read_architecture(read_config(files)).tensor_shapes()
 
 
+_ADAPTER_CONFIG = b'{"peft_type": "LORA", "r": 8, "lora_alpha": 16, "bias": "none", "use_rslora": true}'
+
+
+def _read_adapter_config(data: bytes) -> None:
+    """Of an adapter without tensors: it is refused whatever the file says."""
+    import torch
+
+    from echo2.rollout.adapter import CONFIG_FILE, read_adapter
+    from echo2.types import RUN_POLICY, Snapshot, SnapshotRef
+
+    ref = SnapshotRef(RUN_POLICY, 1, 0)
+    read_adapter(Snapshot(ref, {}, {CONFIG_FILE: data}), {"q_proj": (4, 4)}, torch.device("cpu"))
+
+
 def tokenizer_files() -> dict[str, bytes]:
     """A small tokenizer that writes digits too."""
     from tokenizers import Regex, Tokenizer, models, pre_tokenizers
@@ -333,6 +347,7 @@ def _learner_files() -> list[Target]:
     return [
         Target("checkpoint", _read_checkpoint, (_checkpoint(),), words=JSON_WORDS, share=0.2),
         Target("model_config", _read_model_config, models, words=words),
+        Target("adapter_config", _read_adapter_config, (_ADAPTER_CONFIG,), words=JSON_WORDS, share=0.3),
         Target("safetensors", sizes, (header,), words=JSON_WORDS, share=0.3),
     ]
 

@@ -27,6 +27,7 @@ from echo2.rollout.snapshot_tensors import FLOAT_DTYPES, check_tensors, copy_ten
 from echo2.types import Snapshot
 
 RANK_MAX = 4096
+ALPHA_MAX = 1e6
 CONFIG_FILE = "adapter_config.json"
 PREFIX, DOWN, UP = "base_model.model.", ".lora_A.weight", ".lora_B.weight"
 #: Entries of adapter_config.json that change nothing in what a given A and B compute. Others have to be empty.
@@ -118,7 +119,7 @@ def _read_scale(snapshot: Snapshot) -> tuple[int, float]:
     _require(snapshot, config.get("peft_type") == "LORA", "peft_type", config.get("peft_type"))
     is_rank = isinstance(rank, int) and not isinstance(rank, bool) and 1 <= rank <= RANK_MAX
     _require(snapshot, is_rank, "r", rank)
-    is_alpha = isinstance(alpha, int | float) and math.isfinite(alpha)
+    is_alpha = isinstance(alpha, int | float) and abs(alpha) <= ALPHA_MAX
     _require(snapshot, is_alpha, "lora_alpha", alpha)
     _require(snapshot, config.get("bias", "none") == "none", "bias", config.get("bias"))
     for key in sorted(config.keys() - HARMLESS):
