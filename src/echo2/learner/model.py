@@ -29,6 +29,7 @@ from echo2.learner.logprobs import token_logprobs
 from echo2.learner.output_layer import OutputLayer, plain_scores, tiled_scores
 from echo2.types import SnapshotRef, StoredTensor, TensorBytes
 from echo2.weights.model_files import find_model, model_files
+from echo2.weights.segments import passing_bytes
 
 log = logging.getLogger(__name__)
 
@@ -248,7 +249,11 @@ def stored(tensor: Tensor, dtype: torch.dtype | None = None) -> StoredTensor:
 
     def read(start: int, stop: int) -> memoryview:
         items = tensor.detach().reshape(-1)[start // width : stop // width]
-        return _raw_bytes(items.to("cpu", dtype))
+        if items.device.type == "cpu" and items.dtype == dtype:
+            return _raw_bytes(items)
+        buffer = passing_bytes(stop - start)
+        torch.frombuffer(buffer, dtype=dtype).copy_(items)
+        return buffer
 
     return StoredTensor(SAFETENSORS_NAMES[dtype], tuple(tensor.shape), tensor.numel() * width, read)
 

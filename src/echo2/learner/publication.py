@@ -32,11 +32,11 @@ from echo2.types import SnapshotRef, StoredTensor, TensorSource
 from echo2.weights.chain import is_anchor_due
 from echo2.weights.encoder import Chunks, Encoder, SnapshotSource
 from echo2.weights.manifest import RAW, Manifest, Segment
-from echo2.weights.segments import Bytes, cut_stream, readers, tensor_index
+from echo2.weights.segments import Bytes, cut_stream, passing_bytes, readers, tensor_index
 
 log = logging.getLogger(__name__)
 
-#: Segments that are encoded at once; each takes about 100 MB.
+#: Segments that are encoded at once; each takes about 30 MB.
 THREADS_MAX = 4
 #: Between two tries to write to a full disk.
 NO_ROOM_SECONDS = 2.0
@@ -265,7 +265,7 @@ class _NamelessFile:
 
     def read(self, at: int, start: int, stop: int) -> memoryview:
         """The bytes from `start` to `stop` of what was written at `at`."""
-        data = memoryview(bytearray(stop - start))
+        data = passing_bytes(stop - start)
         done = 0
         while done < data.nbytes:
             got = os.preadv(self._file, [data[done:]], at + start + done)

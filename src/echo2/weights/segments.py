@@ -6,7 +6,9 @@ more than the segment, its base, and what lies between them.
 
 from __future__ import annotations
 
+import mmap
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from functools import partial
 from itertools import groupby
 from typing import Any
@@ -33,6 +35,7 @@ from echo2.weights.planes import UNSIGNED, Reader
 
 SEGMENT_BYTES = 16 << 20
 MIN_CHUNK_BYTES = 32 << 10
+PASSING_BYTES = 4 << 20  # from which on a buffer is asked of the system
 PEEK_BYTES = 64 << 10  # compared first: as a rule something has changed there
 CHUNKS_AIMED_AT = 1024
 """Enough to spread over many links, few enough to name: 256 MiB go in chunks of 256 KiB."""
@@ -194,6 +197,18 @@ def join_record(record: Record, read_chunk: ReadChunk) -> NDArray[Any]:
         data[offset : offset + size] = np.frombuffer(chunk, np.uint8)
         offset += size
     return data
+
+
+def passing_bytes(num_bytes: int) -> memoryview:
+    """A buffer that goes back to the system as soon as nobody has it: what several threads take from malloc for one
+    segment after the other and give back, stays with the process, up to a byte a parameter."""
+    if num_bytes < PASSING_BYTES:
+        return memoryview(bytearray(num_bytes))
+    buffer = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        with suppress(OSError):  # a kernel without large pages: small ones take four times as long, and do
+            buffer.madvise(mmap.MADV_HUGEPAGE)
+    return memoryview(buffer)
 
 
 def empty_bytes(num_bytes: int) -> Bytes:
