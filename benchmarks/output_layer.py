@@ -145,7 +145,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--rounds", type=int, default=3, help="of the small size, the sides in turn")
     parser.add_argument("--small-tokens", type=int, default=SMALL[0], help="loss tokens of the small size")
-    parser.add_argument("--only-small", action="store_true")
+    parser.add_argument("--full-vocabulary", type=int, default=FULL[2], help="less, where there is no hour to wait")
     parser.add_argument("--out", type=Path, help="result file (default: benchmarks/results/...)")
     options = parser.parse_args()
     if options.child:
@@ -158,12 +158,14 @@ def main() -> None:
     small_size = (options.small_tokens, *SMALL[1:])
     small = [measure(side, small_size, options) for _ in range(options.rounds) for side in sides]
     # Plain would need some 4.9 * tokens * vocabulary * 4 bytes: 49 GB at the full size.
-    full = [] if options.only_small else [measure(side, FULL, options) for side in sides if side != "plain"]
+    full_size = (*FULL[:2], options.full_vocabulary)
+    full = [measure(side, full_size, options) for side in sides if side != "plain"]
     time_ratios = {side: ratios(small, side) for side in sides if side != "tiled"}
     for side, found in time_ratios.items():
         print(f"CPU time, tiled over {side}: {statistics.median(found):.2f} [{found[0]:.2f}, {found[-1]:.2f}]")
     figures = {
         "threads": options.threads,
+        "sizes": {"small": small_size, "full": full_size},
         "small": [asdict(one) for one in small],
         "full": [asdict(one) for one in full],
         "cpu_seconds_over": time_ratios,
