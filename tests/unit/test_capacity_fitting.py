@@ -14,7 +14,7 @@ from echo2.cli import main
 from echo2.config import Config
 from echo2.config.offers import load_offers
 from echo2.control.capacity.fitting import learner_need, learner_setup, row_tokens, settle, worker_need
-from echo2.control.capacity.memory import GB, ModelShape, read_shape, settle_microbatch
+from echo2.control.capacity.memory import GB, ModelShape, read_shape
 from echo2.devices import Hardware
 from echo2.errors import UserError
 from echo2.planning.memory_needs import learner_that_fits, memory_needs, model_shape, worker_that_fits
@@ -22,6 +22,7 @@ from echo2.runtime.launch.checks import check_memory
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 A100, RTX5090 = Hardware(1000 * GB, (80 * GB,)), Hardware(64 * GB, (32 * GB,))
+FOUR_A100 = Hardware(1000 * GB, (80 * GB,) * 4)
 QWEN3 = {"model_type": "qwen3", "vocab_size": 151_936, "num_key_value_heads": 8, "head_dim": 128, "dtype": "bfloat16"}
 SIZES: dict[str, dict[str, Any]] = {
     "qwen3_4b": {
@@ -48,6 +49,7 @@ SIZES: dict[str, dict[str, Any]] = {
     },
 }
 PARAMETERS = {"qwen3_4b": 4.02e9, "qwen3_8b": 8.19e9, "qwen3_32b_lora": 32.8e9}
+LEARNER = {"qwen3_4b": FOUR_A100, "qwen3_8b": FOUR_A100, "qwen3_32b_lora": Hardware(1000 * GB, (141 * GB,))}
 WORKER = {"qwen3_4b": RTX5090, "qwen3_8b": RTX5090, "qwen3_32b_lora": A100}
 
 
@@ -65,18 +67,20 @@ def example(name: str) -> Config:
 def test_the_papers_sizes_fit_their_machines(name: str) -> None:
     shape, config = shape_of(name), example(name)
     assert shape.parameters == pytest.approx(PARAMETERS[name], rel=0.01)
-    setup = replace(learner_setup(config, shape, on_gpu=True), ranks=4)
-    longest = row_tokens(config, shape)
-    settled = settle_microbatch(setup, 0.9 * A100.gpus[0], "gpu", longest)
-    assert settled.tokens >= longest
-    assert setup.needed(settled.tokens, settled.checkpointing) <= 0.9 * A100.gpus[0]
+    hardware = LEARNER[name]
+    assert config.learner.ranks == len(hardware.gpus)
+    learner = learner_that_fits(config, shape, hardware)
+    assert learner.microbatch.tokens >= row_tokens(config, shape)
+    assert learner.total <= 0.9 * hardware.gpus[0]
     assert worker_that_fits(config, shape, WORKER[name]).total <= WORKER[name].gpus[0]
 
 
 def test_what_the_examples_say_does_not_fit_does_not() -> None:
-    whole = replace(example("qwen3_32b_lora"), lora=configuration.Config().lora)
-    setup = replace(learner_setup(whole, shape_of("qwen3_32b_lora"), on_gpu=True), ranks=4)
-    assert setup.needed(1, True) > 130 * GB
+    adapter = example("qwen3_32b_lora")
+    whole = replace(adapter, lora=Config().lora, learner=replace(adapter.learner, ranks=4))
+    assert learner_setup(whole, shape_of("qwen3_32b_lora"), on_gpu=True).needed(1, True) > 130 * GB
+    with pytest.raises(UserError, match=r"The learner needs 1\d\d\.\d GB .*learner\.ranks = 8"):
+        learner_that_fits(whole, shape_of("qwen3_32b_lora"), FOUR_A100)
     config = example("qwen3_8b")
     longer = replace(config, sampling=replace(config.sampling, max_tokens=8192))
     with pytest.raises(UserError, match=r"A worker needs 3\d\.\d GB .* and a GPU has 32\.0 GB"):
@@ -87,12 +91,13 @@ def test_an_offer_that_cannot_hold_a_worker_is_named() -> None:
     offers = load_offers(EXAMPLES / "offers.toml")
     config, shape = example("qwen3_32b_lora"), shape_of("qwen3_32b_lora")
     with pytest.raises(UserError, match=r"A worker on 'rtx5090' needs"):
-        memory_needs(config, shape, Hardware(GB, (192 * GB,)), offers)
+        memory_needs(config, shape, LEARNER["qwen3_32b_lora"], offers)
 
 
 def test_a_learner_that_cannot_fit_is_told_what_would_help() -> None:
+    one = replace(example("qwen3_8b"), learner=replace(example("qwen3_8b").learner, ranks=1))
     with pytest.raises(UserError, match=r"The learner needs 1\d\d\.\d GB .*moments.* has 80\.0 GB .*lora\.rank"):
-        learner_that_fits(example("qwen3_8b"), shape_of("qwen3_8b"), A100)
+        learner_that_fits(one, shape_of("qwen3_8b"), A100)
 
 
 def test_the_micro_batch_is_the_same_on_every_start_and_never_below_the_longest_row() -> None:
@@ -125,15 +130,15 @@ def test_plan_says_it_for_people_and_for_programs_and_refuses(
     assert shape == shape_of("qwen3_4b")
     words = ["plan", str(EXAMPLES / "gpu" / "qwen3_4b.toml"), "--offers", str(EXAMPLES / "offers.toml")]
     words += ["--train-seconds", "1600", "--snapshot-bytes", "8e9", "--model.path", str(model)]
-    assert main([*words, "--learner-memory-gb", "192", "--json"]) == 0
+    assert main([*words, "--learner-memory-gb", "80", "--json"]) == 0
     memory = json.loads(capsys.readouterr().out)["memory"]
-    assert memory["learner"]["bytes"] == sum(memory["learner"]["parts"].values()) <= 192 * GB
+    assert memory["learner"]["bytes"] == sum(memory["learner"]["parts"].values()) <= 80 * GB
     tokens = memory["learner"]["tokens_per_microbatch"]
     assert tokens >= 8192
     assert memory["worker"]["parts"]["weights"] == 2 * shape.parameters
-    assert main([*words, "--learner-memory-gb", "192"]) == 0
+    assert main([*words, "--learner-memory-gb", "80"]) == 0
     assert f"micro-batches of {tokens} tokens" in capsys.readouterr().out
-    assert main([*words, "--learner-memory-gb", "40"]) == 2
+    assert main([*words, "--learner-memory-gb", "16"]) == 2
     assert "The learner needs" in capsys.readouterr().err
 
 

@@ -67,7 +67,10 @@ def worker_that_fits(config: Config, shape: ModelShape, hardware: Hardware, whic
 def _learner_remedies(config: Config) -> str:
     fewer = "" if config.learner.tokens_per_microbatch == "auto" else "a lower learner.tokens_per_microbatch, "
     local = "fewer local workers (workers.count), " if config.workers.count else ""
-    adapter = "" if config.lora.rank else "lora.rank = 16 (an adapter instead of the whole model), "
+    adapter = ""
+    if not config.lora.rank:
+        ranks = 2 * config.learner.ranks
+        adapter = f"lora.rank = 16 (an adapter over a frozen model), learner.ranks = {ranks} (the model in shares), "
     return f"Set {adapter}{fewer}{local}a lower sampling.max_tokens, or take a larger machine."
 
 

@@ -83,7 +83,7 @@ def _memory(config: configuration.Config, options: argparse.Namespace) -> tuple[
     shape, given = model_shape(config.model.path), options.learner_memory_gb
     if shape is None:
         return None
-    hardware = this_machine() if given is None else Hardware(int(given * GB), (int(given * GB),))
+    hardware = this_machine() if given is None else Hardware(int(given * GB), (int(given * GB),) * config.learner.ranks)
     return memory_needs(config, shape, hardware, load_offers(options.offers))
 
 

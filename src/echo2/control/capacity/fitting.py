@@ -60,6 +60,7 @@ def learner_setup(config: Config, shape: ModelShape, on_gpu: bool) -> LearnerSet
     return LearnerSetup(
         shape,
         is_bfloat16=config.model.compute_dtype == "bfloat16" or (config.model.compute_dtype == "auto" and on_gpu),
+        ranks=config.learner.ranks,
         lora_rank=config.lora.rank,
         base_bytes=shape.stored_bytes,
         keeps_reference=config.learner.reference_kl > 0.0,
@@ -77,10 +78,11 @@ def settle(config: Config, shape: ModelShape, machine: Hardware) -> Microbatch:
 
 def learner_bytes(config: Config, shape: ModelShape, machine: Hardware) -> int:
     """What a learner's process may use of the machine: what head and local workers leave."""
-    ranks, count = 1, config.workers.count
+    ranks, count = config.learner.ranks, config.workers.count
     local = worker_need(config, shape, machine).total
     if not machine.gpus:
         return (machine.memory_bytes - HEAD_BYTES - count * local) // ranks
+    ranks = min(ranks, len(machine.gpus))  # the others are elsewhere
     sharing = -(-(ranks + count) // len(machine.gpus)) - 1  # of those on the fullest GPU
     return min(machine.gpus) - sharing * local
 

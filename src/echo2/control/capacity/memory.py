@@ -19,12 +19,13 @@ from typing import Any, Literal
 
 GB = 1_000_000_000
 #: Python, torch and transformers before a model; on a GPU its context and kernels' workspaces.
-PROCESS_BYTES = 700_000_000
+PROCESS_BYTES = 500_000_000
 #: Tiles of logits that are made at once (`learner/output_layer.py`), and what becomes of them.
 LOGITS_BYTES = 200_000_000
 #: Snapshots and checkpoints are read from the weights by segments of 16 MB, a few at a time.
 PUBLISHING_BYTES = 200_000_000
-#: More tokens at once make a step no faster, and the learner begins later: benchmarks/microbatch.py.
+#: The learner begins to train when a micro-batch is full, and more than fill a device make no step faster
+#: (benchmarks/microbatch.py).
 MICROBATCH_TOKENS_MAX: Mapping[str, int] = {"cpu": 2048, "gpu": 16_384}
 #: Below this many tokens activations are checkpointed, where that makes more fit.
 CHECKPOINT_BELOW_TOKENS = 2048
@@ -192,7 +193,7 @@ def settle_microbatch(
 
     plain, checkpointed = fitting(False), fitting(True)
     enough = max(longest, min(wanted, CHECKPOINT_BELOW_TOKENS)) if given is None else wanted
-    checkpointing = plain < enough and checkpointed > plain
+    checkpointing = plain < enough and checkpointed >= plain
     fits = max(longest, checkpointed if checkpointing else plain)
     return Microbatch(fits if given is None else given, checkpointing)
 

@@ -121,7 +121,8 @@ class GrpoClient:
         self._mesh = mesh or Mesh()
         policy.computes_in_bfloat16 = computes_in_bfloat16(config.model.compute_dtype, policy.device)
         refuse_vanishing_updates(policy.trained_parameters(), config.learner.lr)
-        tokens = _settle_microbatch(policy, config)
+        sized = replace(config, learner=replace(config.learner, ranks=self._mesh.size))  # torchrun may have said
+        tokens = _settle_microbatch(policy, sized)
         self._settled = min(map(int, self._mesh.gather(str(tokens).encode()))) if self._mesh.size > 1 else tokens
         self._trainer = Trainer(self._settled, layout, self._mesh)
         reference = reference_of(policy) if config.learner.reference_kl > 0.0 else None  # before it is cut over ranks
