@@ -19,8 +19,9 @@ import torch
 from echo2.config import Config
 from echo2.control.seeds import group_seed
 from echo2.errors import InvariantError, UserError
+from echo2.learner.adapters import Adapter, load_trained
 from echo2.learner.grpo.client import GrpoClient, StepStats
-from echo2.learner.model import DTYPES, load_policy
+from echo2.learner.model import DTYPES
 from echo2.reward.score import Scorer
 from echo2.rollout.engines import make_engine
 from echo2.rollout.generate import assignment_of, sample_groups
@@ -52,8 +53,9 @@ class Sampling:
         tensors, files = policy.tensors(DTYPES[self._config.model.snapshot_dtype]), policy.files
         if not self._snapshots:
             self._tokenizer = load_tokenizer(files)
+            self._base = policy.base.snapshot if isinstance(policy, Adapter) else None
         ref = SnapshotRef(RUN_POLICY, 0, trainer.version)
-        self._snapshots[trainer.version] = Snapshot(ref, tensors, files)
+        self._snapshots[trainer.version] = Snapshot(ref, tensors, files, policy.base_model)
         self._snapshots = {version: kept for version, kept in self._snapshots.items() if version >= oldest}
 
     def step_groups(self, step: int, version: int) -> list[RolloutGroup]:
@@ -72,7 +74,8 @@ class Sampling:
         self, kind: Any, tasks: Sequence[Task], step: int, version: int, num_samples: int, batch: int
     ) -> list[RolloutGroup]:
         if self._engine.installed != (snapshot := self._snapshots[version]).ref:
-            asyncio.run(self._engine.update_weights(snapshot))
+            base = None if self._engine.base_model == snapshot.base_model else self._base
+            asyncio.run(self._engine.update_weights(snapshot, base))
         refs = [
             GroupRef(RUN_POLICY, kind, task.cursor if kind == "train" else version * batch + task.cursor)
             for task in tasks
@@ -116,7 +119,7 @@ def train_cell(config: Config, staleness: int, seed: int, steps: int) -> dict[st
     torch.set_num_threads(1)
     torch.manual_seed(seed)
     config = replace(config, run=replace(config.run, max_steps=steps))
-    trainer = GrpoClient(load_policy(config.model.path, "float32", "cpu"), config)
+    trainer = GrpoClient(load_trained(config, "cpu"), config)
     sampling = Sampling(config, seed)
     sampling.keep(trainer, 0)
     started = time.process_time()
