@@ -219,7 +219,7 @@ def test_five_steps(tmp_path: Path, undisturbed: dict[str, bytes]) -> None:
     for event in ("checkpoint 2", "published 2"):
         assert head.log.index("trained 1") < head.log.index(event)
     snapshot = head.snapshots[SnapshotRef(RUN_POLICY, 1, 5)]
-    assert {name: bytes(tensor.data) for name, tensor in snapshot.tensors.items()} == {
+    assert {name: bytes(tensor.read(0, tensor.num_bytes)) for name, tensor in snapshot.tensors.items()} == {
         name: bytes(tensor.data) for name, tensor in trainer.policy.tensors(torch.float32).items()
     }
 
@@ -309,7 +309,7 @@ class SlowHead(ScriptedHead):
 def content(of: GrpoClient | Snapshot) -> dict[str, bytes]:
     dtype = None if isinstance(of, Snapshot) else DTYPES[of.config.model.snapshot_dtype]
     tensors = of.tensors if isinstance(of, Snapshot) else of.policy.tensors(dtype)
-    return {name: bytes(memoryview(tensor.data)) for name, tensor in tensors.items()}
+    return {name: bytes(tensor.read(0, tensor.num_bytes)) for name, tensor in tensors.items()}
 
 
 def test_metrics_of_a_step(tmp_path: Path) -> None:
