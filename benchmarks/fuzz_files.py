@@ -269,18 +269,20 @@ def _read_model_config(data: bytes) -> None:
     read_architecture(read_config(files)).tensor_shapes()
 
 
-_ADAPTER_CONFIG = b'{"peft_type": "LORA", "r": 8, "lora_alpha": 16, "bias": "none", "use_rslora": true}'
+_ADAPTER_CONFIG = b'{"peft_type": "LORA", "r": 2, "lora_alpha": 16, "bias": "none", "use_rslora": true}'
 
 
 def _read_adapter_config(data: bytes) -> None:
-    """Of an adapter without tensors: it is refused whatever the file says."""
+    """Of an adapter of rank 2: with any other it is refused."""
     import torch
 
-    from echo2.rollout.adapter import CONFIG_FILE, read_adapter
-    from echo2.types import RUN_POLICY, Snapshot, SnapshotRef
+    from echo2.rollout.adapter import CONFIG_FILE, DOWN, PREFIX, UP, read_adapter
+    from echo2.types import RUN_POLICY, Snapshot, SnapshotRef, TensorBytes
 
-    ref = SnapshotRef(RUN_POLICY, 1, 0)
-    read_adapter(Snapshot(ref, {}, {CONFIG_FILE: data}), {"q_proj": (4, 4)}, torch.device("cpu"))
+    shapes = {DOWN: (2, 4), UP: (4, 2)}
+    tensors = {f"{PREFIX}q_proj{part}": TensorBytes("F32", shape, bytes(32)) for part, shape in shapes.items()}
+    snapshot = Snapshot(SnapshotRef(RUN_POLICY, 1, 0), tensors, {CONFIG_FILE: data})
+    read_adapter(snapshot, {"q_proj": (4, 4)}, torch.device("cpu"))
 
 
 def tokenizer_files() -> dict[str, bytes]:

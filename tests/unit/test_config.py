@@ -117,7 +117,6 @@ def test_a_wrong_value_is_named_with_its_path_and_what_is_allowed(raw: dict[str,
         ({"head": {"listen": "127.0.0.1:65536"}}, ["head.listen = '127.0.0.1:65536'", "HOST:PORT"]),
         ({"head": {"listen": "7341"}}, ["head.listen = '7341'", "HOST:PORT"]),
         ({"lora": {"targets": ["q_proj"]}}, ["lora.rank = 0 trains the whole model", "leave out the rest"]),
-        ({"lora": {"rank": 4}, "learner": {"ranks": 2}}, ["lora.rank = 4", "learner.ranks = 2", "one rank"]),
         ({"lora": {"rank": 4, "targets": []}}, ["lora.targets is empty", "all-linear"]),
         ({"run": {"log_to": ["tensorboard", "wandb"]}}, ["run.log_to has 'wandb'", "wandb:<project>"]),
         (

@@ -120,11 +120,6 @@ def _check_lora(config: Config) -> None:
     lora = config.lora
     if not lora.targets:
         raise UserError('lora.targets is empty: name linear layers, or write ["all-linear"].')
-    if lora.rank and config.learner.ranks > 1:
-        raise UserError(
-            f"lora.rank = {lora.rank} with learner.ranks = {config.learner.ranks}: an adapter is trained by one rank. "
-            "Set learner.ranks = 1, or lora.rank = 0."
-        )
     if not lora.rank and (lora.alpha or lora.targets != ["all-linear"]):
         raise UserError("lora.rank = 0 trains the whole model: set lora.rank, or leave out the rest of [lora].")
 

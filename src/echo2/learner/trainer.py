@@ -122,12 +122,10 @@ class Trainer:
         """Take a policy in under a name of its own. `is_trained` False: it only answers `forward`.
 
         Raises:
-            UserError: there is one of that name, more ranks than it can be cut into, or several for an adapter.
+            UserError: there is one of that name, or more ranks than it can be cut into.
         """
         if name in self._policies:
             raise UserError(f"There is a policy {name!r} already: give the other one another name.")
-        if policy.base_model is not None and self._mesh.size > 1:
-            raise UserError("An adapter is trained by one rank: set learner.ranks = 1, or lora.rank = 0.")
         run = self._mesh.shard(policy.module)
         parameters = policy.trained_parameters()
         layout: Layout = self._layout if policy.honours_masks else "plain"
