@@ -112,6 +112,7 @@ class HeadSession:
         before they are given back."""
         publication = self._start(self._client.publish(version, weights))
         publication.add_done_callback(lambda _: weights.give_back())  # also where it was never begun
+        publication.add_done_callback(self._end_waiting)
         for before in [before for before, sent in self._publications.items() if sent.done()]:
             self._publications.pop(before).result()
         self._publications[version] = publication
@@ -131,6 +132,12 @@ class HeadSession:
         self._publisher.stop()
         self._wait(self._abandon())
         self._stop_loop()
+
+    def _end_waiting(self, publication: Future[None]) -> None:
+        """Whoever waits for groups of a snapshot that can't be sent would wait for ever."""
+        error = None if publication.cancelled() else publication.exception()
+        if isinstance(error, Exception):
+            self._feed.put(error)
 
     async def _abandon(self) -> None:
         for task in asyncio.all_tasks() - {asyncio.current_task()}:
