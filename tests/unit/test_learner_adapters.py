@@ -236,14 +236,14 @@ def test_the_base_model_is_what_the_directory_holds(model: Path, tmp_path: Path)
     }
 
 
-def test_a_model_in_bfloat16_stays_in_bfloat16_and_its_adapter_does_not(model: Path, tmp_path: Path) -> None:
+def test_a_model_in_bfloat16_is_published_as_it_is_and_computed_in_float32_on_a_cpu(model: Path, tmp_path: Path) -> None:
     policy = load_policy(str(model), "bfloat16", "cpu")
     policy.module.save_pretrained(tmp_path / "half")
     base = load_base(str(tmp_path / "half"), "cpu")
     assert isinstance(base, BaseModel)
     adapter = base.adapter(LORA, 0)
     assert isinstance(adapter, Adapter)
-    assert base.policy.dtype == torch.bfloat16
+    assert base.policy.dtype == torch.float32
     assert {one.dtype for one in base.snapshot.tensors.values()} == {"BF16"}
     trainer = Trainer(64)
     trainer.add("one", adapter)
