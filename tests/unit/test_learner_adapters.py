@@ -236,7 +236,9 @@ def test_the_base_model_is_what_the_directory_holds(model: Path, tmp_path: Path)
     }
 
 
-def test_a_model_in_bfloat16_is_published_as_it_is_and_computed_in_float32_on_a_cpu(model: Path, tmp_path: Path) -> None:
+def test_a_model_in_bfloat16_is_published_as_it_is_and_computed_in_float32_on_a_cpu(
+    model: Path, tmp_path: Path
+) -> None:
     policy = load_policy(str(model), "bfloat16", "cpu")
     policy.module.save_pretrained(tmp_path / "half")
     base = load_base(str(tmp_path / "half"), "cpu")
