@@ -140,8 +140,10 @@ class HeadSession:
             self._feed.put(error)
 
     async def _abandon(self) -> None:
-        for task in asyncio.all_tasks() - {asyncio.current_task()}:
+        tasks = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in tasks:
             task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)  # what is being encoded comes to its end
         await self._client.close()
 
     async def _pump(self, step: int) -> None:
