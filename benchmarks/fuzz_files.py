@@ -12,7 +12,7 @@ from typing import Any
 from fuzz_target import Target, folder, from_file, text
 from fuzz_wire import JSON_WORDS
 
-from echo2 import config
+from echo2 import config, documents
 from echo2.buffer import Ledger
 from echo2.buffer.audit import audit
 from echo2.buffer.schema import open_for_reading
@@ -344,7 +344,7 @@ def _learner_files() -> list[Target]:
     models = (json.dumps(model).encode(), json.dumps(linear).encode())
     words = (*JSON_WORDS, b'"head_dim": ', b'"sliding_window": ', b'"layer_types": ', b'"rope_scaling": ')
     tensors = {"a": StoredTensor("F32", (2, 3), 24, lambda start, stop: bytes(stop - start))}
-    header = b"".join(bytes(piece) for piece in checkpoint.safetensors_pieces(tensors))
+    header = b"".join(bytes(piece) for piece in documents.safetensors_pieces(tensors))
     sizes = from_file("model/model.safetensors", lambda path: snapshot_bytes(path.parent, "bfloat16"))
     return [
         Target("checkpoint", _read_checkpoint, (_checkpoint(),), words=JSON_WORDS, share=0.2),

@@ -68,6 +68,7 @@ _WORKERS = (
     "Report",
     "FailLease",
     "Deliver",
+    "ReportCheck",
     "FetchManifest",
     "FetchChunks",
     "ReportFetch",
@@ -133,7 +134,7 @@ class World:
 
     def replace_expelled(self) -> None:
         """Nothing more is taken of an expelled worker: another takes its place."""
-        if self.head.planner.expelled_until(self.peer.peer_id, self.head.clock.now()) is not None:
+        if self.head.planner.conducts.expulsion(self.peer.peer_id, self.head.clock.now()) is not None:
             self.sender += 1
             self.loop.run_until_complete(self._attend(self.peer))
 
@@ -312,6 +313,7 @@ def _seeds(method: Method) -> tuple[bytes, ...]:
             wire.Deliveries(items=[_delivery(1, 1)]),
             wire.Deliveries(items=[_delivery(0, 0), _delivery(2, 2)]),
         ],
+        "ReportCheck": [wire.CheckReport(policy=RUN_POLICY, number=0, num_tokens=9, fault="9 of 9 tokens")],
         "FetchManifest": [wire.ManifestRequest(policy=RUN_POLICY, lineage=1, version=0)],
         "FetchChunks": [wire.ChunkRequest(hashes=list(content), payload=payload)],
         "ReportFetch": [

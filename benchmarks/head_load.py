@@ -20,7 +20,8 @@ import sys
 import tempfile
 import time
 from array import array
-from contextlib import suppress
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -251,8 +252,12 @@ class RealHead:
         self._log.close()
 
 
-async def measure(head: RealHead, count: int, options: argparse.Namespace) -> dict[str, Any]:
-    ready, marks = asyncio.Event(), list[tuple[int, float]]()
+@asynccontextmanager
+async def at_work(
+    head: RealHead, count: int, options: argparse.Namespace, marks: list[tuple[int, float]]
+) -> AsyncIterator[None]:
+    """The learner, which ends with this, and so many workers, from the first trained step on."""
+    ready = asyncio.Event()
     learning = asyncio.ensure_future(learner(head.directory, ready, marks))
     try:
         while not ready.is_set():
@@ -261,16 +266,23 @@ async def measure(head: RealHead, count: int, options: argparse.Namespace) -> di
             await asyncio.sleep(0.05)
         head.start_workers(count, options)
         until = time.perf_counter() + options.join_seconds
-        while (attending := head.attending()) < count and time.perf_counter() < until:  # noqa: ASYNC110
+        while head.attending() < count and time.perf_counter() < until:  # noqa: ASYNC110
             await asyncio.sleep(0.5)
         while not marks and not learning.done():  # noqa: ASYNC110
             await asyncio.sleep(0.05)
+        yield
+    finally:
+        learning.cancel()
+
+
+async def measure(head: RealHead, count: int, options: argparse.Namespace) -> dict[str, Any]:
+    marks = list[tuple[int, float]]()
+    async with at_work(head, count, options, marks):
+        attending = head.attending()
         pid = head.process.pid
         before = cpu_seconds(pid), num_events(head.run), len(marks), time.perf_counter(), mebibytes(pid)
         await asyncio.sleep(options.seconds)
         after = cpu_seconds(pid), num_events(head.run), len(marks), time.perf_counter(), mebibytes(pid)
-    finally:
-        learning.cancel()
     cpu, events, seconds = after[0] - before[0], after[1] - before[1], after[3] - before[3]
     groups = sum(number for number, _ in marks[before[2] : after[2]])
     return {

@@ -21,7 +21,6 @@ from typing import Any
 from recording import HERE, save
 
 CONFIG = HERE.parent / "examples" / "sort.toml"
-MODEL = HERE.parent / "examples" / "digit_sorting" / "build_model.py"
 
 
 def main() -> None:
@@ -33,7 +32,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         model = options.model or Path(folder) / "model"
         if options.model is None:
-            subprocess.run([sys.executable, str(MODEL), "--out", str(model)], check=True)
+            subprocess.run([sys.executable, "-m", "echo2.demo.digit_sorting", "--out", str(model)], check=True)
         runs = {ranks: train(Path(folder) / f"of_{ranks}", model, ranks, options.steps) for ranks in (1, 2)}
     for ranks, run in runs.items():
         print(f"{ranks} ranks: reward {run['reward_first']:.3f} -> {run['reward_last']:.3f}, accuracy", end=" ")

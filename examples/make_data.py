@@ -1,9 +1,10 @@
-"""Write the data files and models that some examples read. Deterministic; takes half a minute at most.
+"""Write the data files and models that some examples read. Deterministic; takes a minute at most.
 
     python examples/make_data.py            # into outputs/data and outputs/models
 
 Rows are those of the demo's task, in each of the formats, and a log of poker hands. Models are made from the demo's:
 digit_sorting_chat has a chat template, ascii reads every printable character and longer prompts, poker plays poker.
+Those of sokoban and calculator are made anew.
 """
 
 import argparse
@@ -91,6 +92,7 @@ if __name__ == "__main__":
     datasets.disable_progress_bars()
     make_data(options.out)
     run_script("sokoban/build_model.py", "--out", str(options.model.with_name("sokoban")))
+    run_script("calculator/build_model.py", "--out", str(options.model.with_name("calculator")))
     if options.model.is_dir():
         make_chat_model(options.model, options.model.with_name(options.model.name + "_chat"))
         make_ascii_model(options.model, options.model.with_name("ascii"))

@@ -114,6 +114,9 @@ def check_planner(planner: Planner) -> None:
     check_leases(planner.leases)
     if not planner.has_unsettled:
         check_fleet(planner.fleet)
+    overdue_at = [check.until for check in planner.trust.open.values()]
+    if overdue_at != sorted(overdue_at):
+        raise InvariantError(f"open checks are overdue at {overdue_at}, not the oldest first")
     live: dict[int, int] = {}
     for record in planner.groups:
         live[record.step] = live.get(record.step, 0) + (record.state != "retired")
@@ -130,6 +133,8 @@ def check_planner(planner: Planner) -> None:
 
 
 def _check_group(planner: Planner, record: PlannedGroup) -> None:
+    if record.is_held and record.state in ("delivered", "ready") and record.number not in planner.trust.open:
+        raise InvariantError(f"group {record.number} is held, and no check of it is under way")
     num_leases = len(planner.leases.of_group(planner.train_group(record.number)))
     if record.state == "pending" and num_leases:
         raise InvariantError(f"group {record.number} is pending and leased")
@@ -163,6 +168,8 @@ def check_fleet(fleet: Fleet) -> None:
     kept = (fleet.num_attending, fleet.num_active, fleet.num_resting, fleet.num_free, fleet.active_groups)
     if counts != kept:
         raise InvariantError(f"the fleet is {counts} and was counted as {kept}")
+    if fleet._own != {worker.worker_id: worker for worker in fleet if worker.is_own}:
+        raise InvariantError(f"machines of the owner are kept as {fleet._own}")
     filed = {
         worker.worker_id: (depth, (worker.installed, worker.ticket))
         for worker in here
@@ -179,7 +186,8 @@ def check_groups(book: GroupBook) -> None:
     """What is counted and queued is what a look at every group finds."""
     for step, of_step in book._by_step.items():
         states = [record.state for record in of_step.records]
-        counts = (len(states) - states.count("retired"), states.count("fed"), states.count("ready"))
+        num_ready = sum(record.state == "ready" and not record.is_held for record in of_step.records)
+        counts = (len(states) - states.count("retired"), states.count("fed"), num_ready)
         if counts != (of_step.num_live, of_step.num_fed, len(of_step.ready)):
             raise InvariantError(f"step {step}: {counts} groups are live, fed and ready, and counted otherwise")
         supplied: Counter[str] = Counter()

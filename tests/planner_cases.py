@@ -52,14 +52,14 @@ class Desk:
     def open(self) -> list[int]:
         return [lease.lease_id for _, lease in self.planner.leases.open_leases()]
 
-    def train(self, step: int) -> list[do.Command]:
+    def train(self, step: int, mismatches: tuple[ev.WorkerMismatch, ...] = ()) -> list[do.Command]:
         """The learner takes the step, the workers deliver whatever is open of it, the learner reports it."""
         fed = of(do.FeedGroup, self.tell(ev.GroupsWanted(step)))
         for lease_id in self.open():
             held = self.planner.leases.get(lease_id)
             if held is not None and held[1].step == step:
                 fed += of(do.FeedGroup, self.deliver(lease_id, self.leases[lease_id][1].min_version))
-        return self.tell(ev.StepTrained(step, tuple(command.number for command in fed)))
+        return self.tell(ev.StepTrained(step, tuple(command.number for command in fed), 0.0, mismatches))
 
 
 def of(kind: type[Kind], commands: list[do.Command]) -> list[Kind]:

@@ -16,10 +16,16 @@ from worlds import judge, random_scenario
 
 
 def policies_scenario(seed: int) -> Scenario:
-    """A random world of two or three policies, each with its own bound, steps, evaluations and learner."""
+    """A random world of two or three policies, each with its own bound, steps, evaluations and learner; in some,
+    strangers forge what they deliver, and are checked.
+    """
     scenario, rng = random_scenario(seed), random.Random(f"policies of {seed}")
     names = rng.choice((("a", "b"), ("a", "b"), ("a", "b", "c")))
     specs = tuple(_random_policy(name, scenario, rng) for name in names)
+    if not scenario.deterministic and random.Random(f"forgers of {seed}").random() < 0.5:
+        own = tuple(replace(spec, draws=True) for spec in scenario.workers)
+        forger = replace(own[0], ticket="a", forges=True)
+        scenario = replace(scenario, check_seed=seed, workers=(*own, forger))
     return replace(scenario, policies=specs, time_limit_seconds=scenario.time_limit_seconds * len(specs))
 
 

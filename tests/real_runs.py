@@ -64,7 +64,7 @@ class Run:
         )
         return self
 
-    def finish(self, seconds: float = 100.0) -> dict[str, Any]:
+    def finish(self, seconds: float = 180.0) -> dict[str, Any]:
         """Wait for a good end; the summary."""
         assert self.process is not None
         output, errors = self.process.communicate(timeout=seconds)
@@ -98,12 +98,20 @@ class Run:
         self.wait(lambda: self.status().get("version", -1) >= version, f"version {version}")
 
     def wait(self, holds: Callable[[], bool], what: str) -> None:
-        deadline = time.monotonic() + STUCK_SECONDS
+        deadline, seen = 0.0, None
         while not holds():
+            if (now := self._progress()) != seen:
+                deadline, seen = time.monotonic() + STUCK_SECONDS, now
             assert time.monotonic() < deadline, f"no {what}: {self.status().get('waits')}\n{self.logs()}"
             assert self.process is not None
             assert self.process.poll() is None, f"the run ended before {what}\n{self.logs()}"
             pause()
+
+    def _progress(self) -> object:
+        """Differs after anything has happened: a step, another reason to wait, a line of a log."""
+        status = self.status()
+        waits = [(wait["waiter"], wait["reason"]) for wait in status.get("waits", ())]
+        return status.get("version"), waits, [path.stat().st_size for path in sorted(self.out.glob("logs/*.log"))]
 
     def logs(self) -> str:
         return "\n".join(f"{path.name}: {path.read_text()[-1500:]}" for path in sorted(self.out.glob("logs/*.log")))

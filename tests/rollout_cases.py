@@ -8,6 +8,7 @@ import random
 from array import array
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -85,6 +86,14 @@ def tokenizer_files() -> dict[str, bytes]:
     core.add_special_tokens(["<pad>", "<eos>"])
     settings = b'{"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<eos>", "pad_token": "<pad>"}'
     return {"tokenizer.json": core.to_str().encode(), "tokenizer_config.json": settings}
+
+
+def tiny_directory(path: Path) -> Path:
+    """A random Qwen3 with that tokenizer, as a model directory."""
+    tiny_module("qwen3").save_pretrained(path)
+    for name, data in tokenizer_files().items():
+        (path / name).write_bytes(data)
+    return path
 
 
 @lru_cache(maxsize=1)

@@ -17,14 +17,17 @@ import pytest
 import house
 from echo2 import config
 
-MAX_CONFIG_FIELDS = 55
+MAX_CONFIG_FIELDS = 60
 HELP_CPU_SECONDS = 1.5  # `--help` promises one second; half as much again for a loaded machine
 MARKDOWN = sorted([*house.REPOSITORY.glob("*.md"), *(house.REPOSITORY / "docs").rglob("*.md")])
 CLI = house.SOURCE / house.PACKAGE / "cli.py"
 
 # What may load torch when imported: the learner and the process that runs it, and the engines. The modules of rollout/
 # named below are what every worker has, with whatever engine.
-HEAVY_MODULES = re.compile(r"echo2\.(learner(\..*)?|rollout\..*|runtime\.learner(\..*)?)")
+HEAVY_MODULES = re.compile(
+    r"echo2\.(learner(\..*)?|rollout\..*|(runtime|service)\.learner(\..*)?|service\.sampler(\..*)?"
+    r"|demo\.(digit_sorting|small_models)|runtime\.launch\.sft)"
+)
 LIGHT_ROLLOUT = ("echo2.rollout", "echo2.rollout.engine", "echo2.rollout.fake_engine", "echo2.rollout.generate")
 
 Rule = Callable[[house.Source], list[str]]

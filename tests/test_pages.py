@@ -1,14 +1,15 @@
-"""What the pages name exists: links and their headings, files, constants, settings, and flags of our commands."""
+"""What the pages name exists: links and their headings, files, constants, settings, our commands and their flags."""
 
 from __future__ import annotations
 
+import ast
 import re
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from echo2 import config
+from echo2 import __version__, config
 from echo2.cli import build_parser
 from house import PACKAGE, REPOSITORY, SOURCE
 
@@ -54,17 +55,36 @@ def missing_names(page: Path) -> Iterator[str]:
 
 
 def unknown_settings(page: Path) -> Iterator[str]:
-    text = page.read_text()
-    for setting in re.findall(rf"(?<![\w./-])(?:--)?((?:{SECTIONS})\.[a-z][a-z_]*)\b(?!/)", text):
+    text = re.sub(
+        r"^```python\n.*?^```", "", page.read_text(), flags=re.DOTALL | re.MULTILINE
+    )  # attributes are no settings
+    for setting in re.findall(rf"(?<![\w./-])(?:--)?((?:{SECTIONS})\.[a-z][a-z_]*)\b(?![/(])", text):
         is_file = setting.rpartition(".")[2] in ("py", "toml", "log", "jsonl", "json", "md")
         if setting not in SETTINGS and not is_file:
             yield setting
 
 
+def blocks(page: Path, *languages: str) -> list[str]:
+    """The fenced blocks in these languages."""
+    found = re.findall(r"^```(\w*)\n(.*?)^```$", page.read_text(), re.DOTALL | re.MULTILINE)
+    return [text for language, text in found if language in languages]
+
+
+def command_lines(page: Path) -> Iterator[str]:
+    """What stands behind `echo2` in the blocks of a shell, comments aside."""
+    prose = re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
+    shell = [*blocks(page, "bash", "console", "sh", ""), *re.findall(r"^    .*$", prose, re.MULTILINE)]
+    for line in "\n".join(shell).replace("\\\n", " ").splitlines():
+        for command in re.split(r"&&|;|\|", line.partition(" #")[0]):
+            if found := re.match(r"\s*(?:\S+=\S+ )*(?:\S*/|\S*python -m )?echo2 (.*)", command):
+                yield found[1]
+
+
 def unknown_flags(page: Path) -> Iterator[str]:
-    """Of `echo2 COMMAND ...`, on one line."""
+    """Of `echo2 COMMAND ...`, on one line; and commands of a shell's blocks that we do not have."""
     commands = build_parser()._subparsers._group_actions[0].choices  # type: ignore[union-attr]
-    for line in re.findall(r"echo2 ([^`\n]+)", page.read_text()):
+    yield from (line for line in command_lines(page) if line.split()[0] not in {*commands, "--help", "--version"})  # type: ignore[misc]
+    for line in [*re.findall(r"echo2 ([^`\n]+)", page.read_text()), *command_lines(page)]:
         parser = commands.get(line.split()[0])  # type: ignore[union-attr]
         if parser is not None:
             known = parser._option_string_actions
@@ -78,3 +98,73 @@ def test_what_a_page_names_exists(page: Path) -> None:
     if page.name not in HISTORY:
         found += [*missing_names(page), *unknown_settings(page), *unknown_flags(page)]
     assert found == []
+
+
+def test_a_command_that_does_not_exist_is_found(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text(
+        "```bash\nX=1 .venv/bin/echo2 trian my.toml && echo2 run my.toml \\\n  --oot here\n```\n\n    echo2 statsu\n"
+    )
+    assert list(unknown_flags(page)) == ["trian my.toml ", "statsu", "run --oot"]
+
+
+def cases(page: str) -> dict[str, str]:
+    """The settings of each table of docs/settings.md, as TOML, by the heading above it."""
+    sections = re.split(r"^## ", page, flags=re.MULTILINE)[1:]
+    found = {
+        text.partition("\n")[0]: re.findall(r"^\| `([a-z_.]+ = [^`]+)` \|", text, re.MULTILINE) for text in sections
+    }
+    return {name: "\n".join(settings) for name, settings in found.items() if settings}
+
+
+@pytest.mark.parametrize(("name", "settings"), cases((REPOSITORY / "docs" / "settings.md").read_text()).items())
+def test_the_settings_of_a_case_go_together(name: str, settings: str, tmp_path: Path) -> None:
+    path = tmp_path / "case.toml"
+    path.write_text(settings)
+    assert config.load(path) != config.Config(), name
+
+
+@pytest.mark.parametrize("page", sorted((REPOSITORY / "docs").glob("from-*.md")), ids=lambda page: page.name)
+def test_the_configuration_that_a_migration_ends_with_is_one(page: Path, tmp_path: Path) -> None:
+    (text,) = blocks(page, "toml")
+    path = tmp_path / "migrated.toml"
+    path.write_text(text)
+    assert config.load(path).model.path
+
+
+def test_every_page_has_its_place_in_the_site() -> None:
+    """`make docs` refuses a page that mkdocs.yml does not name; this says so sooner."""
+    docs = REPOSITORY / "docs"
+    named = re.findall(r"^ +- (?:.*: )?(\S+\.md)$", (REPOSITORY / "mkdocs.yml").read_text(), re.MULTILINE)
+    assert set(named) - {"index.md", "changelog.md", "contributing.md"} == {
+        str(page.relative_to(docs)) for page in docs.rglob("*.md")
+    }
+
+
+def test_the_citation_is_of_this_version() -> None:
+    assert f"\nversion: {__version__}\n" in (REPOSITORY / "CITATION.cff").read_text()
+
+
+def literals(folder: Path) -> Iterator[str]:
+    """Every text that the code says, with `…` for what it fills in."""
+    for path in folder.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.JoinedStr):
+                yield "".join(part.value if isinstance(part, ast.Constant) else "…" for part in node.values)  # type: ignore[misc]
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                yield node.value
+
+
+def test_what_the_symptoms_quote_is_said() -> None:
+    """What is in backquotes in a first column is a text of ours, in that order, or a metric of docs/operations.md."""
+    page = (REPOSITORY / "docs" / "symptoms.md").read_text()
+    quotes = re.findall("`([^`]+)`", "\n".join(re.findall(r"^\| (`[^|]+) \|", page, re.MULTILINE)))
+    metrics = (REPOSITORY / "docs" / "operations.md").read_text()
+    said = list(literals(SOURCE))
+    assert len(quotes) > 40
+    missing = [quote for quote in quotes if not any(_says(text, quote) for text in said) and f"`{quote}" not in metrics]
+    assert missing == []
+
+
+def _says(text: str, quote: str) -> bool:
+    return re.search(".*".join(map(re.escape, quote.split("…"))), text, re.DOTALL) is not None

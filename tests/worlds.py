@@ -16,6 +16,7 @@ from hostile_workers import HostileSpec
 from echo2.control.head import commands as do
 from echo2.control.head import events as ev
 from echo2.control.head import staleness
+from echo2.control.head.checks import UNTRUSTED
 from echo2.control.head.planner import Planner
 from echo2.control.head.results import RESAMPLED_MAX
 from echo2.errors import InvariantError
@@ -177,6 +178,63 @@ def judge_hostile(seed: int) -> list[str]:
     honest = {f"w{at}-{n}" for at, spec in kinds for n in range(spec.count)}
     expelled = {command.worker_id for command in commands if isinstance(command, do.ExpelWorker)}
     return wrong + [f"{worker_id} is honest and was expelled" for worker_id in sorted(expelled & honest)]
+
+
+def forging_scenario(seed: int) -> Scenario:
+    """A random world whose own workers check strangers, honest ones and such that forge all they deliver."""
+    scenario, rng = random_scenario(seed), random.Random(f"forgers of {seed}")
+    quiet = {"joins_at_seconds": 0.0, "life_seconds": 0.0, "cut_every_seconds": 0.0, "loss": 0.0}
+    own = tuple(replace(spec, draws=True, **quiet) for spec in calm(scenario).workers)
+    forgers = [
+        replace(rng.choice(own), count=rng.randint(1, 4), ticket=rng.choice("ab"), forges=True)
+        for _ in range(rng.randint(1, 2))
+    ]
+    honest = [replace(rng.choice(own), ticket="honest")] if rng.random() < 0.5 else []
+    return replace(
+        scenario,
+        max_failures=3,
+        deterministic=False,
+        check_seed=seed,
+        workers=(*own, *honest, *forgers),
+        time_limit_seconds=scenario.faults_until_seconds + 5 * CALM_SECONDS,
+    )
+
+
+def judge_forging(seed: int) -> list[str]:
+    """What is wrong with the world of forgers of this seed: what a check could find is not trained, whoever is honest
+    stays, and the run ends. (A killed head forgets whom it trusts, a verdict may be overdue, and nobody waits for one
+    while no machine of the owner can check.)
+    """
+    scenario = forging_scenario(seed)
+    try:
+        report = run_scenario(scenario, seed)
+    except InvariantError as error:
+        return [str(error)]
+    wrong = judge(report, scenario) + judge_replay(report, scenario)
+    steps = [step for life in report.history.lives for step in life]
+    specs = {f"w{at}-{n}": spec for at, spec in enumerate(scenario.workers) for n in range(spec.count)}
+    sampled: dict[int, str] = {}
+    asked, overdue = set[int](), 0
+    for event, _, commands in steps:
+        for command in commands:
+            if isinstance(command, do.AcceptDelivery) and command.group.kind == "train":
+                sampled[command.group.number] = command.worker_id
+            elif isinstance(command, do.CheckGroup):
+                asked.add(command.group.number)
+            elif isinstance(command, do.ExpelWorker) and not specs[command.worker_id].forges:
+                wrong.append(f"{command.worker_id} is honest and was expelled")
+            elif isinstance(command, do.RetireGroup) and command.why == UNTRUSTED:
+                wrong += [
+                    f"group {command.number} of {worker_id}, which is honest, was retired"
+                    for worker_id in [sampled[command.number]]
+                    if not specs[worker_id].forges
+                ]
+        overdue += isinstance(event, ev.Tick) and any(isinstance(command, do.FeedGroup) for command in commands)
+    trained = [number for done in report.history.trained for number in done.numbers if number in asked]
+    forged = [number for number in trained if specs[sampled[number]].forges]
+    if len(forged) > overdue and "head" not in report.killed:
+        wrong.append(f"forged groups {forged} were trained, and {overdue} verdicts were overdue at most")
+    return wrong
 
 
 def random_workers(rng: random.Random, faulty: bool) -> WorkersSpec:

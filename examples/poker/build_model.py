@@ -16,9 +16,10 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
-from torch.nn.functional import cross_entropy
 from transformers import AutoTokenizer, PreTrainedTokenizerFast, Qwen3ForCausalLM
 from transformers.utils.logging import disable_progress_bar
+
+from echo2.demo.small_models import UNTAUGHT, answer_loss, update
 
 sys.path.insert(0, str(Path(__file__).parent))
 from kuhn import Decisions
@@ -28,39 +29,32 @@ LR = 2e-3
 ENOUGH = 0.02  # nats an answer above what habits leave open
 
 
-def all_answers(tokenizer: PreTrainedTokenizerFast) -> tuple[Tensor, Tensor, Tensor, float]:
-    """Either move of every decision as rows [B, T] of prompt + move + <eos>, right padded; labels, -100 where there is
-    no answer; how often each answer is given [B]; and how many nats that leaves open."""
+def all_answers(tokenizer: PreTrainedTokenizerFast) -> tuple[list[list[int]], list[list[int]], Tensor, float]:
+    """Either move of every decision: rows of prompt + move + <eos>, their labels, how often each answer is given
+    [rows], and how many nats that leaves open."""
     rows, labels, chances = [], [], []
     for decision in map(Decisions().__getitem__, range(12)):
         prompt = tokenizer.encode(decision["prompt"])
         for move, chance in decision["habits"].items():
             answer = [*tokenizer.encode(move), tokenizer.eos_token_id]
             rows.append(prompt + answer)
-            labels.append([-100] * len(prompt) + answer)
+            labels.append([UNTAUGHT] * len(prompt) + answer)
             chances.append(chance / 12)
-    longest = max(map(len, rows))
-    tokens_BT = torch.tensor([row + [tokenizer.pad_token_id] * (longest - len(row)) for row in rows])
-    labels_BT = torch.tensor([row + [-100] * (longest - len(row)) for row in labels])
-    return tokens_BT, labels_BT, torch.tensor(chances), -sum(chance * math.log(12 * chance) for chance in chances)
+    return rows, labels, torch.tensor(chances), -sum(chance * math.log(12 * chance) for chance in chances)
 
 
 def teach(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast) -> tuple[int, float]:
     """Until it answers as the careless player does: steps done, and nats an answer too many."""
-    tokens_BT, labels_BT, chances_B, least = all_answers(tokenizer)
+    rows, labels, chances_B, least = all_answers(tokenizer)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR)
     nats = math.inf
     for step in range(1, MOST_STEPS + 1):
-        logits_BTV = model(input_ids=tokens_BT, use_cache=False).logits[:, :-1]
-        loss_BT = cross_entropy(logits_BTV.transpose(1, 2), labels_BT[:, 1:], reduction="none")
+        loss_BT = answer_loss(model, rows, labels, reduction="none")
         loss = (loss_BT.sum(dim=1) * chances_B).sum()
         nats = loss.item() - least
         if nats < ENOUGH:
             return step, nats
-        optimizer.zero_grad()
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
+        update(model, optimizer, loss)
     raise SystemExit(f"After {MOST_STEPS} steps an answer still has {nats:.2f} nats too many.")
 
 

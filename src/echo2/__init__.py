@@ -1,3 +1,32 @@
-"""echo2: one learner you own, kept busy by rollouts from cheap machines anywhere."""
+"""echo2: one learner you own, kept busy by rollouts from cheap machines anywhere.
+
+    run = echo2.train(model, tasks, reward)     train, with a progress bar (api/train.py)
+    run = echo2.start(model, tasks, reward)     the same in the background
+    run = echo2.load(directory)                 a run that exists
+
+They are imported when they are first used: this package itself loads nothing.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from echo2.api.run import Run as Run
+    from echo2.api.train import load as load
+    from echo2.api.train import start as start
+    from echo2.api.train import train as train
 
 __version__ = "0.1.0"
+_API = {"Run": "echo2.api.run", "load": "echo2.api.train", "start": "echo2.api.train", "train": "echo2.api.train"}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _API:
+        raise AttributeError(f"module 'echo2' has no attribute {name!r}")
+    return getattr(import_module(_API[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_API})

@@ -82,6 +82,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"echo2 {__version__}")
     add = partial(_add, parser.add_subparsers(title="commands", required=True, metavar="COMMAND"))
+    _add_demo(add)
     _add_run(add)
     _add_processes(add)
     _add_views(add)
@@ -89,6 +90,7 @@ def build_parser() -> argparse.ArgumentParser:
     _add_model_commands(add)
     _add_plan(add)
     _add_planning(add)
+    _add_service(add)
     return parser
 
 
@@ -126,10 +128,19 @@ def _add_run(add: Add) -> None:
     )
     parser.add_argument("--out", type=Path, help="run directory (default: outputs/<name of the file>)")
     parser.add_argument("--resume", action="store_true", help="continue the run in that directory")
+    parser.add_argument("--view", action="store_true", help="serve a page that shows the run, as `echo2 view` does")
+    parser.add_argument("--no-learner", action="store_true", help="start none: `echo2 learner --ticket` joins, or TRL")
     parser.add_argument(
         "--dry-run", action="store_true", help="check everything, print the resolved configuration, start nothing"
     )
     _add_from(parser)
+
+
+def _add_demo(add: Add) -> None:
+    text = "A model of 0.3 M parameters learns to sort digits on this machine: two minutes, no download."
+    parser = add("demo", text, _module("demo.command"), has_json=True)
+    parser.set_defaults(interrupted="interrupted; continue the run with `echo2 run --resume`")
+    parser.add_argument("--out", type=Path, metavar="DIR", help="run directory (default: outputs/demo-<time>)")
 
 
 def _add_from(parser: argparse.ArgumentParser) -> None:
@@ -156,6 +167,12 @@ def _add_worker(parser: argparse.ArgumentParser) -> None:
     flag("ticket", metavar="TICKET", help="the ticket, or @FILE that holds it")
     engines = ["auto", *ENGINES]
     flag("--engine", default="auto", choices=engines, help="what samples tokens (default: the run's engine)")
+    text = "Python of the environment that has the token server (default: $ECHO2_ENGINE_PYTHON, else this one)"
+    flag("--engine-python", default="", metavar="PATH", help=text)
+    text = "a token server that runs already, on a disk in common with the worker, instead of one that it starts"
+    flag("--engine-url", default="", metavar="URL", help=text)
+    text = 'more arguments for the token server, for example --engine-args="--max-model-len 8192"'
+    flag("--engine-args", default="", metavar="ARGS", help=text)
     flag("--device", default="auto", help="cpu | cuda | cuda:0 ... | auto (a GPU if there is one)")
     flag("--price-usd-per-hour", type=float, default=0.0, help="what this machine costs")
     flag("--offer", default="", metavar="NAME", help="name of this machine, as the rent command of an offer got it")
@@ -184,42 +201,75 @@ def _add_views(add: Add) -> None:
     parser = add("status", "Who waits for whom, since when, until when, and why.", _status, has_json=True)
     where = "run directory (default: the newest below outputs/)"
     parser.add_argument("directory", type=Path, nargs="?", metavar="DIR", help=where)
+    text = "A page in your browser: how runs go, who waits for whom, what it costs, and their rollouts token by token."
+    parser = add("view", text, _view)
+    where = "run directories, side by side (default: the newest below outputs/)"
+    parser.add_argument("directories", type=Path, nargs="*", metavar="DIR", help=where)
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen on (127.0.0.1: this machine alone)")
+    parser.add_argument("--port", type=int, default=0, help="port to listen on (0: any that is free)")
     text = "Count every group of a run's ledger: trained, retired, open, lost, doubled."
-    add("audit", text, _audit, directory="run directory", has_json=True)
+    add("audit", text, _module("views.audit"), directory="run directory", has_json=True)
     text = "Feed a run's logged events to the planner again and compare its commands."
     add("replay", text, _replay, directory="run directory", has_json=True)
 
 
 def _add_tickets(add: Add) -> None:
     where = "run directory, on the head's machine"
-    parser = add("invite", "Print a ticket for machines of others, or renew one.", _invite, directory=where)
+    invite, show, revoke = (_module("runtime.head.ticket_commands", name) for name in ("invite", "show", "revoke"))
+    parser = add("invite", "Print a ticket for machines of others, or renew one.", invite, directory=where)
     parser.add_argument("--uses", type=int, default=20, help="machines that it admits (with --renew: more of them)")
     parser.add_argument("--days", type=float, default=30.0, help="how long from now")
     text = "let this one admit more, or open it again; its text stays"
     parser.add_argument("--renew", default="", metavar="TICKET_ID", help=text)
     text = "The tickets of a run: whose, used, until when, who came by them."
-    add("tickets", text, _tickets, directory=where, has_json=True)
+    add("tickets", text, show, directory=where, has_json=True)
+    text = "What is wrong with this machine for a run, or for a ticket, and what to do."
+    parser = add("doctor", text, _module("planning.doctor"), has_json=True)
+    parser.add_argument("ticket", nargs="?", default="", metavar="TICKET", help="a ticket, or @FILE that holds it")
+    text = "Whose rollouts are believed, what checks of them found, and who is in quarantine."
+    add("trust", text, _trust, directory=where, has_json=True)
     text = "Shut a worker, or all who came by a ticket, out of a run, now and for good; their leases go to others."
-    parser = add("revoke", text, _revoke, directory=where)
+    parser = add("revoke", text, revoke, directory=where, has_json=True)
     parser.add_argument("id", metavar="ID", help="w-..., as `echo2 status` shows it, or of a ticket")
 
 
 def _add_model_commands(add: Add) -> None:
     text = "Evaluate a checkpoint of a run, or any model, on the run's held-out tasks."
-    parser = add("eval", text, _eval, takes_settings=True, has_json=True)
+    parser = add("eval", text, _module("runtime.launch.evaluate"), takes_settings=True, has_json=True)
     parser.add_argument("target", type=Path, metavar="DIR|CONFIG", help="run directory, or configuration file")
-    parser.add_argument("--step", type=int, help="checkpoint to evaluate (default: the newest)")
+    parser.add_argument("--step", type=_step, help="checkpoint to evaluate: a step, or best (default: the newest)")
     parser.add_argument("--model", default="", help="a model directory or hub id instead of a checkpoint")
-    parser = add("export", "Write a checkpoint as a Hugging Face model directory.", _export, directory="run directory")
-    parser.add_argument("--to", type=Path, required=True, metavar="PATH")
-    parser.add_argument("--step", type=int, help="checkpoint to export (default: the newest)")
-    text = "of an adapter: the whole model that it makes of its base, in float32, in place of a PEFT directory"
+    text = "Write a checkpoint as a Hugging Face model directory."
+    parser = add("export", text, _module("runtime.launch.export"), directory="run directory", has_json=True)
+    parser.add_argument("--to", type=Path, required=True, metavar="PATH", help="directory to write")
+    parser.add_argument("--step", type=_step, help="checkpoint to export: a step, or best (default: the newest)")
+    text = "of an adapter: the whole model that it makes of its base, in place of a PEFT directory"
     parser.add_argument("--merged", action="store_true", help=text)
+    text = "of the weights (default: as the checkpoint stores them, float32; bfloat16 takes half as much room)"
+    parser.add_argument("--dtype", default="", choices=["float32", "bfloat16", "float16"], help=text)
+    text = "upload it to the Hugging Face hub, too, with a model card; a new repository is private"
+    parser.add_argument("--push", default="", metavar="OWNER/NAME", help=text)
+    parser.add_argument("--public", action="store_true", help="of --push: into a repository that all may read")
+    text = "Teach a model by answers, before a run rewards its own: the tasks of CONFIG, with the answer in a column."
+    parser = add("sft", text, _module("runtime.launch.sft"), takes_settings=True, has_json=True)
+    parser.add_argument("config", type=Path, metavar="CONFIG", help="a run's file; set --learner.lr for it")
+    parser.add_argument("--to", type=Path, required=True, metavar="PATH", help="model directory to write")
+    parser.add_argument("--column", default="completion", help="that has the answers (default: completion)")
+    parser.add_argument("--steps", type=int, required=True, help="of --rows-per-step rows each")
+    parser.add_argument("--rows-per-step", type=int, default=32)
+    parser.add_argument("--resume", action="store_true", help="go on with what was stopped")
+    text = "Talk to a checkpoint of a run, or to any model; piped text is one message."
+    parser = add("chat", text, _module("runtime.launch.chat"), has_json=True)
+    parser.add_argument("target", type=Path, metavar="DIR|MODEL", help="run directory, model directory or hub id")
+    parser.add_argument("--step", type=_step, help="checkpoint of the run: a step, or best (default: the newest)")
+    parser.add_argument("--device", default="auto", help="cpu | cuda | cuda:0 ... | auto (a GPU if there is one)")
+    parser.add_argument("--temperature", type=float, default=1.0, help="0: always the most likely token (default: 1)")
+    parser.add_argument("--max-tokens", type=int, default=512, help="of one answer")
 
 
 def _add_plan(add: Add) -> None:
     text = "What a run needs: the cheapest machines that keep the learner busy, and the bill."
-    parser = add("plan", text, _planning("plan_command"), takes_settings=True, has_json=True)
+    parser = add("plan", text, _module("planning.plan_command"), takes_settings=True, has_json=True)
     parser.add_argument("config", type=Path, metavar="CONFIG", help="configuration file of the run")
     parser.add_argument("--offers", type=Path, default=Path("offers.toml"), help="machines on offer (TOML)")
     parser.add_argument("--budget", type=float, metavar="USD", help="most that the whole run may cost")
@@ -245,7 +295,7 @@ def _add_plan(add: Add) -> None:
 
 def _add_planning(add: Add) -> None:
     text = "Measure this machine's rollouts per second, as an entry for the offers file."
-    parser = add("probe", text, _planning("probe"), takes_settings=True, has_json=True)
+    parser = add("probe", text, _module("planning.probe"), takes_settings=True, has_json=True)
     what = "configuration file, or a model directory"
     parser.add_argument("target", type=Path, metavar="CONFIG|MODEL_DIR", help=what)
     parser.add_argument("--engine", default="", choices=["", *ENGINES])
@@ -253,12 +303,32 @@ def _add_planning(add: Add) -> None:
     parser.add_argument("--name", default="this-machine", help="name of the offer")
     parser.add_argument("--price-usd-per-hour", type=float, default=0.0)
     text = "Run a scenario: the real control code, virtual machines, a virtual clock."
-    parser = add("simulate", text, _planning("simulate"), has_json=True)
+    parser = add("simulate", text, _module("planning.simulate"), has_json=True)
     what = "scenario file (TOML), as in simulations/"
     parser.add_argument("scenario", type=Path, metavar="SCENARIO", help=what)
     parser.add_argument("--seed", type=int, default=0, help="of all chance in it (0)")
     text = "What a run has cost: dollars by worker and by cause."
-    add("cost", text, _planning("cost_report"), directory="run directory", has_json=True)
+    add("cost", text, _module("planning.cost_report"), directory="run directory", has_json=True)
+
+
+def _add_service(add: Add) -> None:
+    text = "RL as a service: train and sample with the Tinker and Logits SDKs on machines of your own."
+    parser = add("serve", text, _serve, has_json=True)
+    parser.set_defaults(interrupted="")
+    text = "the service's file, as examples/serve.toml; or `status`: who waits, who spent what (--port: as a page)"
+    parser.add_argument("config", type=Path, metavar="CONFIG", help=text)
+    parser.add_argument("--port", type=int, help="in place of the file's (0: any that is free)")
+    where = "what it keeps: models, store, first API key (default: outputs/service)"
+    parser.add_argument("--out", type=Path, default=Path("outputs/service"), metavar="DIR", help=where)
+    parser.add_argument("--database", default="", metavar="URL", help="of status: if it is not SQLite in DIR")
+    text = "The API keys of a service: list, add, revoke."
+    parser = add("keys", text, _module("service.keys_command"), directory="directory of the service", has_json=True)
+    parser.add_argument("--add", default="", metavar="TENANT", help="print a new key of this tenant")
+    parser.add_argument("--scopes", default="train,sample", help="what it may do (train,sample)")
+    parser.add_argument("--days", type=float, help="how long from now (default: for ever)")
+    parser.add_argument("--per-minute", type=int, default=100_000, help="calls that it may make (100000)")
+    parser.add_argument("--revoke", default="", metavar="KEY_ID", help="refuse this key from now on")
+    parser.add_argument("--database", default="", metavar="URL", help="if it is not SQLite in the directory")
 
 
 # ---- commands ----------------------------------------------------------------------------------------------------
@@ -266,15 +336,16 @@ def _add_planning(add: Add) -> None:
 
 def _run(options: argparse.Namespace) -> int:
     from echo2.runtime.launch.start import run
+    from echo2.runtime.lifeline import end_with_supervisor
 
-    return run(
-        options.config, options.out, options.resume, options.dry_run, options.overrides, options.json, options.like
-    )
+    end_with_supervisor(may_save=True)  # the session that called echo2.start
+    given = options.config, options.out, options.resume, options.dry_run, options.overrides, options.json, options.like
+    return run(*given, has_page=options.view, has_learner=not options.no_learner)
 
 
-def _planning(module: str) -> Command:
-    """`run` of a module of planning, which is imported when it runs."""
-    return lambda options: int(import_module(f"echo2.planning.{module}").run(options))
+def _module(name: str, function: str = "run") -> Command:
+    """A function of a module, which is imported when it runs."""
+    return lambda options: int(getattr(import_module(f"echo2.{name}"), function)(options))
 
 
 def _begin() -> None:
@@ -310,14 +381,40 @@ def _learner(options: argparse.Namespace) -> int:
 
 def _worker(options: argparse.Namespace) -> int:
     from echo2.runtime.worker.process import WorkerOptions, run_worker
+    from echo2.transport.tickets import Ticket
 
-    signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))  # either way it takes its leave
+    ended: list[int] = []  # by SIGTERM, as who looks after machines ends them: no error
+
+    def end(number: int, _frame: object) -> None:
+        ended.append(number)
+        if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as of a process that a script started with "&"
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+        signal.raise_signal(signal.SIGINT)  # either way it takes its leave
+
+    signal.signal(signal.SIGTERM, end)
     _begin()
     names = [entry.name for entry in fields(WorkerOptions)]
     worker_options = WorkerOptions(**{name: getattr(options, name) for name in names})
-    reason = run_worker(options.ticket, options.state, worker_options)
+    try:
+        run = run_worker
+        if Ticket.parse(options.ticket).role == "sampler":
+            from echo2.service.sampler.machine import run_machine as run
+        reason = run(options.ticket, options.state, worker_options)
+    except KeyboardInterrupt:
+        if not ended:
+            raise
+        print(options.interrupted, file=sys.stderr)
+        return 0
     print(f"the run is over: {printable(reason)}")
     return 0
+
+
+def _view(options: argparse.Namespace) -> int:
+    from echo2.runtime import lifeline
+    from echo2.views import serve
+
+    lifeline.end_with_supervisor()  # that of `echo2 run --view`
+    return serve.run(options)
 
 
 def _status(options: argparse.Namespace) -> int:
@@ -336,25 +433,6 @@ def _status(options: argparse.Namespace) -> int:
     return 0
 
 
-def _audit(options: argparse.Namespace) -> int:
-    from echo2.buffer.audit import audit
-    from echo2.rundir import RunDir
-
-    rundir = RunDir(options.directory)
-    found = audit(rundir.ledger)
-    bound = rundir.read_config().schedule.max_staleness if rundir.config.is_file() else None
-    is_too_old = bound is not None and found.max_staleness > bound
-    if options.json:
-        print(json.dumps(found.to_dict()))
-    else:
-        for key, value in found.to_dict().items():
-            counts = value.items() if isinstance(value, dict) else ()
-            print(f"{key:>14}  {', '.join(f'{count} {why}' for why, count in counts) or value or 0}")
-    if is_too_old:
-        print(f"error: a group was trained {found.max_staleness} versions old; the bound is {bound}", file=sys.stderr)
-    return 0 if found.lost == found.doubled == 0 and not is_too_old else 1
-
-
 def _replay(options: argparse.Namespace) -> int:
     from echo2.rundir import RunDir
     from echo2.runtime.head.eventlog import replay
@@ -371,52 +449,33 @@ def _replay(options: argparse.Namespace) -> int:
     return 0 if not found.num_different else 1
 
 
-def _invite(options: argparse.Namespace) -> int:
-    from echo2.runtime.head import tickets
+def _trust(options: argparse.Namespace) -> int:
+    from echo2.rundir import RunDir
+    from echo2.views import trust
+    from echo2.views.status import read_status
 
-    if options.renew:
-        tickets.renew(options.directory, options.renew, options.uses, options.days)
-        print(f"{options.renew} admits {options.uses} more, for {options.days:g} days")
-    else:
-        print(tickets.invite(options.directory, options.uses, options.days))
-    return 0
-
-
-def _tickets(options: argparse.Namespace) -> int:
-    from echo2.runtime.head import tickets
-
-    found = tickets.open_identity(options.directory).tickets()
+    found = trust.rows(read_status(RunDir(options.directory)))
     if options.json:
-        print(json.dumps([tickets.describe(ticket) for ticket in found]))
+        print(json.dumps(found))
         return 0
     from rich.console import Console
 
-    tickets.show(found, Console())
+    trust.show(found, Console())
     return 0
 
 
-def _revoke(options: argparse.Namespace) -> int:
-    from echo2.runtime.head import tickets
-
-    closed = tickets.open_identity(options.directory).revoke(options.id)
-    told = f"; ticket {closed}, by which it came, admits nobody any more" if closed else ""
-    print(f"{options.id} is revoked{told}")
-    return 0
-
-
-def _eval(options: argparse.Namespace) -> int:
-    from echo2.runtime.launch.evaluate import evaluate
-
-    values = evaluate(options.target, options.step, options.model, options.overrides)
-    if options.json:
-        print(json.dumps(values))
-    else:
-        print(f"accuracy {values['eval/accuracy']:.4f} on {values['eval/num_tasks']} tasks ({values['model']})")
-    return 0
+def _step(text: str) -> int | str:
+    if text == "best":
+        return text
+    if text.isdecimal():
+        return int(text)
+    raise argparse.ArgumentTypeError(f"{text!r} is neither a step nor `best`")
 
 
-def _export(options: argparse.Namespace) -> int:
-    from echo2.runtime.launch.evaluate import export
+def _serve(options: argparse.Namespace) -> int:
+    if options.config == Path("status"):
+        return _module("service.status_command")(options)
+    from echo2.service.serve import serve
 
-    print(f"exported {export(options.directory, options.step, options.to, options.merged)} to {options.to}")
-    return 0
+    _begin()
+    return serve(options.config, options.out, options.port)

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from echo2.errors import UserError
+from echo2.types import Hardware
 
 if TYPE_CHECKING:
     import torch
@@ -15,14 +15,6 @@ if TYPE_CHECKING:
 #: How torch's allocator on the CPU words it; it has no exception of its own.
 CPU_MEMORY_IS_FULL = "can't allocate memory"
 NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")
-
-
-@dataclass(frozen=True, slots=True)
-class Hardware:
-    """Bytes of memory in all, and of each GPU: none of it is asked for what is free."""
-
-    memory_bytes: int
-    gpus: tuple[int, ...] = ()
 
 
 def this_machine() -> Hardware:

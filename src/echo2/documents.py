@@ -1,4 +1,4 @@
-"""JSON and TOML that somebody else wrote: parsed, or a ValueError that says why not.
+"""JSON and TOML that somebody else wrote: parsed, or a ValueError that says why not; and safetensors, written.
 
 The parsers of the standard library raise RecursionError for what is nested too deep, and so do many things done with
 what just passes them (copying, printing, writing it again); so depth has a limit of its own.
@@ -8,14 +8,17 @@ from __future__ import annotations
 
 import json
 import tomllib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from echo2.errors import UserError, did_you_mean
+from echo2.types import TensorSource
 
 #: Brackets within brackets; no file of anybody's has a tenth of it.
 DEPTH_MAX = 100
+#: Bytes that are in memory at once of a tensor that is elsewhere.
+PIECE_BYTES = 16 << 20
 
 
 def parse_json(text: str | bytes | bytearray, with_nan: bool = True) -> Any:
@@ -65,6 +68,25 @@ def read_tables(path: Path, what: str) -> dict[str, Any]:
     if not isinstance(found, dict):
         raise UserError(f"{path} must hold an object, not {found!r}.")
     return found
+
+
+def safetensors_pieces(tensors: Mapping[str, TensorSource]) -> Iterable[bytes | memoryview]:
+    """The bytes of a safetensors file, piece by piece, so that weights are never in memory twice (the library's own
+    writer takes them all at once).
+    """
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    offset = 0
+    for name, tensor in tensors.items():
+        end = offset + tensor.num_bytes
+        header[name] = {"dtype": tensor.dtype, "shape": list(tensor.shape), "data_offsets": [offset, end]}
+        offset = end
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    yield len(text).to_bytes(8, "little")
+    yield text
+    for tensor in tensors.values():
+        for start in range(0, tensor.num_bytes, PIECE_BYTES):
+            yield tensor.read(start, min(start + PIECE_BYTES, tensor.num_bytes))
 
 
 def refuse_unknown(keys: Iterable[str], known: Iterable[str], where: str) -> None:

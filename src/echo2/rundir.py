@@ -7,6 +7,7 @@
     logs/             one file a process                identity/       the run's keys (private)
     ticket            what `echo2 worker` needs to join processes.json  local processes with their pids
     outcome.json      how the run ended                 summary.json    the numbers of its closing table
+    inputs/           rows, functions and a model that Python gave (`echo2.train`)
 
 Small files are replaced whole (`write_atomically`), so that a reader never sees half of one.
 """
@@ -18,7 +19,7 @@ import os
 import shutil
 import sqlite3
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,6 +29,9 @@ from echo2 import config as configuration
 from echo2.documents import parse_json
 from echo2.errors import UserError, write_failed
 
+#: In metrics.jsonl, before a worker's name: mean |log ratio| of its tokens at lag 0, and how many they are.
+FRESH_SURPRISE = "mismatch/surprise/lag_0/worker/"
+FRESH_MISMATCH, FRESH_TOKENS = "mismatch/abs_log_ratio/lag_0/worker/", "mismatch/tokens/lag_0/worker/"
 #: How long a claim waits for a predecessor that is about to die (children outlive a killed supervisor by a moment).
 CLAIM_SECONDS = 3.0
 
@@ -63,6 +67,7 @@ class RunDir:
     snapshots = _Entry("snapshots")
     rollouts = _Entry("rollouts")
     logs = _Entry("logs")
+    inputs = _Entry("inputs")
 
     def read_config(self) -> configuration.Config:
         """The resolved configuration of this run.
@@ -77,7 +82,7 @@ class RunDir:
 
 @contextmanager
 def claimed(path: Path, role: str) -> Iterator[None]:
-    """Be the only `role` (run or head) of a run directory; the system lets go of the claim when the process dies.
+    """Be the only `role` (run, head, serve) of a directory; the system lets go of the claim when the process dies.
 
     Raises:
         UserError: another process is.
@@ -178,6 +183,17 @@ def newest_checkpoint(checkpoints: Path) -> int | None:
     return max((int(version) for version in versions if version.isdecimal()), default=None)
 
 
+def accuracies(rows: Iterable[Mapping[str, Any]]) -> dict[int, float]:
+    """Held-out accuracy by version, of the rows of a metrics file that have one."""
+    return {row["step"]: row["eval/accuracy"] for row in rows if "eval/accuracy" in row}
+
+
+def best_version(versions: Iterable[int], accuracies: Mapping[int, float]) -> int | None:
+    """The most accurate of `versions`, the newest of equals; None: none of them was evaluated."""
+    evaluated = (version for version in versions if version in accuracies)
+    return max(evaluated, key=lambda version: (accuracies[version], version), default=None)
+
+
 def write_atomically(path: Path, text: str, mode: int = 0o644) -> None:
     """Replace a small file whole: a reader sees the old text or the new, never half of it.
 
@@ -236,13 +252,19 @@ def read_metrics(path: Path, refuses_damage: bool = False) -> list[dict[str, Any
     rows: list[dict[str, Any]] = []
     lines = path.read_bytes().splitlines() if path.is_file() else []
     for number, line in enumerate(lines, 1):
-        try:
-            row = parse_json(line)
-        except ValueError:  # no JSON, or a character cut in two
-            row = None
-        if not isinstance(row, dict) or type(row.get("step")) is not int:
+        row = parse_row(line)
+        if row is None:
             if refuses_damage and number < len(lines):
                 raise UserError(f"{path}, line {number} is damaged: it is no JSON object with a whole number `step`.")
             break
         rows.append(row)
     return rows
+
+
+def parse_row(line: bytes) -> dict[str, Any] | None:
+    """A row of a metrics file; None where the line is damaged."""
+    try:
+        row = parse_json(line)
+    except ValueError:  # no JSON, or a character cut in two
+        return None
+    return row if isinstance(row, dict) and type(row.get("step")) is int else None

@@ -30,6 +30,8 @@ _BASE_MODEL_ID = re.compile(r"base-[0-9a-f]{16}")
 #: Column of a task whose rollouts were made long ago and are not sampled (`tasks/logs.py`).
 LOGGED_ROLLOUTS = "logged_rollouts"
 DEFAULT_LOGGED_ROLLOUTS = 8
+#: Strings that end a rollout, and characters of each.
+STOP_STRINGS_MAX, STOP_CHARS_MAX = 16, 128
 
 
 def is_policy_id(text: str) -> bool:
@@ -146,7 +148,8 @@ class Rollout:
                   top-p); 0.0 where `loss_mask` is 0
     loss_mask     [T] one byte a token: 1 = sampled by the policy (trained on), 0 = written by the environment
     version_spans ((first token index, policy version), ...): the version of each token, run-length coded, ascending
-    finish        "stop" (end token, or the environment ended it) or "length" (cut off at max_tokens or max_turns)
+    finish        "stop" (end token, stop string, or the environment ended it) or "length" (cut off at max_tokens or
+                  max_turns)
     text          the decoded tokens, for rewards and people; empty until the head has decoded them
     reward        weighted sum of `reward_parts`; None until scored
     reward_parts  by name of the function; before scoring, `environment` alone: what the environment gave
@@ -189,6 +192,7 @@ class RolloutGroup:
     `worker_id`: who sampled them.
 
     `logged`: they come from a log and not from a policy of this run. Their versions are bookkeeping, not an age.
+    `by_harness`: a harness played them, so that prompt and rewards are its worker's word (not kept: the head knows).
     """
 
     group: GroupRef
@@ -200,6 +204,7 @@ class RolloutGroup:
     worker_id: str = ""
     generate_seconds: float = 0.0
     logged: bool = False
+    by_harness: bool = False
 
     @property
     def oldest_version(self) -> int:
@@ -241,8 +246,10 @@ class Attachment:
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How tokens are drawn. `top_k` = 0 and `top_p` = 1.0: no narrowing; `temperature` = 0.0: greedy (eval only).
+    """How tokens are drawn. `top_k` = 0, `top_p` = 1.0 and `min_p` = 0.0 (the least probability that a token may have,
+    as a share of the most likely one's): no narrowing; `temperature` = 0.0: greedy (eval only).
     `top_logprobs`: how many of the most likely tokens come back with each that is drawn (only without narrowing).
+    `stop`: strings that end a rollout of one turn (`rollout/stop_strings.py`).
     """
 
     temperature: float = 1.0
@@ -250,6 +257,13 @@ class SamplingParams:
     top_k: int = 0
     max_tokens: int = 256
     top_logprobs: int = 0
+    min_p: float = 0.0
+    stop: tuple[str, ...] = ()
+
+    @property
+    def is_narrow(self) -> bool:
+        """Whether tokens are drawn from a part of the distribution, which must then be told with each."""
+        return self.temperature > 0.0 and (self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -346,3 +360,11 @@ class Snapshot:
     tensors: Mapping[str, TensorSource]
     files: Mapping[str, bytes]
     base_model: SnapshotRef | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Hardware:
+    """Bytes of memory in all, and of each GPU: none of it is asked for what is free."""
+
+    memory_bytes: int
+    gpus: tuple[int, ...] = ()

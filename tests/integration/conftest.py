@@ -1,4 +1,4 @@
-"""The demo's model, built once a session by the script that users run."""
+"""The demo's model, built once a session as `echo2 demo` builds it."""
 
 from __future__ import annotations
 
@@ -14,6 +14,6 @@ from real_runs import REPOSITORY
 @pytest.fixture(scope="session")
 def sort_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("models") / "digit_sorting"
-    script = REPOSITORY / "examples" / "digit_sorting" / "build_model.py"
-    subprocess.run([sys.executable, str(script), "--out", str(out)], check=True, capture_output=True, cwd=REPOSITORY)
+    command = [sys.executable, "-m", "echo2.demo.digit_sorting", "--out", str(out)]
+    subprocess.run(command, check=True, capture_output=True, cwd=REPOSITORY)
     return out

@@ -50,6 +50,7 @@ def calm(tmp_path_factory: pytest.TempPathFactory, sort_model: Path) -> Run:
     return run
 
 
+@pytest.mark.slow
 def test_relays_and_the_head_killed_in_mid_broadcast(calm: Run, tmp_path: Path, sort_model: Path) -> None:
     """Each kill comes when a version was just trained, so that its broadcast is under way."""
     run = Run(tmp_path / "killed", sort_model, *FIXED).start()

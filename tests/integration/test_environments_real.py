@@ -49,6 +49,26 @@ def settings(own: Path) -> tuple[str, ...]:
     )
 
 
+def invited(run: Run) -> str:
+    """A ticket for strangers."""
+    command = [sys.executable, "-m", "echo2", "invite", str(run.out)]
+    return subprocess.run(command, capture_output=True, text=True, check=True, cwd=REPOSITORY).stdout.split()[-1]
+
+
+def worker(ticket: str, folder: Path, *flags: str) -> subprocess.CompletedProcess[str]:
+    """A worker that is expected to end by itself."""
+    command = [sys.executable, "-m", "echo2", "worker", ticket, "--engine", "fake", *flags]
+    return subprocess.run(
+        [*command, "--state", str(folder / "stranger")],
+        cwd=REPOSITORY,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=100,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+
+
 def test_an_environment_that_raises_or_dies_costs_its_own_groups(sort_model: Path, tmp_path: Path) -> None:
     own = tmp_path / "own.py"
     own.write_text(OWN)
@@ -80,16 +100,7 @@ def test_a_worker_that_does_not_run_the_environment_is_turned_away(sort_model: P
     run = Run(tmp_path / "run", sort_model, *settings(own), rewards, "--run.max_steps=500").start()
     try:
         run.wait_version(0)
-        command = [sys.executable, "-m", "echo2", "worker", f"@{run.out / 'ticket'}", "--engine", "fake"]
-        done = subprocess.run(
-            [*command, "--state", str(tmp_path / "stranger")],
-            cwd=REPOSITORY,
-            capture_output=True,
-            text=True,
-            check=False,
-            timeout=100,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-        )
+        done = worker(f"@{run.out / 'ticket'}", tmp_path)
         assert done.returncode != 0
         assert f"no_environment: this run plays {own}:Odd" in done.stderr
         assert f"--allow-environment {own}:Odd" in done.stderr
@@ -98,3 +109,49 @@ def test_a_worker_that_does_not_run_the_environment_is_turned_away(sort_model: P
         assert run.process is not None
         run.process.terminate()
         run.process.communicate(timeout=60)
+
+
+HARNESS = """
+class Rows:
+    def __len__(self): return 12
+    def __getitem__(self, index): return {"prompt": f"{index}=", "do": index}
+
+class Asking:
+    def __init__(self, columns, seed):
+        self.do = columns["do"]
+
+    async def run(self, policy):
+        said, own = [3, 4, 5 + self.do % 3], 0
+        for turn in range(3):
+            choice = await policy.generate(said, max_tokens=4)
+            own += len(choice["token_ids"])
+            said += [*choice["token_ids"], 6]
+            if self.do == 1 and turn == 1: raise KeyError("no square")
+        return float(own)
+"""
+
+
+def test_a_harness_plays_on_own_machines_and_costs_what_it_fails_at(sort_model: Path, tmp_path: Path) -> None:
+    own = tmp_path / "own.py"
+    own.write_text(HARNESS)
+    changed = {
+        f"--tasks.source={own}:Rows",
+        f"--tasks.environment=harness:{own}:Asking",
+        '--reward.functions=["environment"]',
+    }
+    keys = {flag.partition("=")[0] for flag in changed}
+    kept = [flag for flag in settings(own) if flag.partition("=")[0] not in keys]
+    run = Run(tmp_path / "run", sort_model, *kept, *sorted(changed)).start()
+    run.wait_version(0)
+    refused = worker(invited(run), tmp_path, "--allow-environment", f"harness:{own}:Asking")
+    assert refused.returncode != 0
+    assert "not_own: this run's rollouts are played by harness:" in refused.stderr
+    summary = run.finish(150)
+    assert summary["groups"]["trained"] == 18
+    assert set(summary["groups"]["retired"]) == {"environment_failed"}
+    audit = run.command("audit")
+    assert (audit["trained"], audit["lost"], audit["doubled"], audit["open"]) == (18, 0, 0, 0)
+    lines = [line for path in (run.out / "rollouts").glob("*.jsonl") for line in path.read_text().splitlines()]
+    rewards = [rollout["reward"] for line in lines for rollout in json.loads(line)["rollouts"]]
+    assert rewards
+    assert all(3 <= reward <= 12 for reward in rewards)

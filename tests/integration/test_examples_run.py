@@ -15,7 +15,8 @@ from real_runs import REPOSITORY
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
 
-EXAMPLES = sorted({path.stem for path in (REPOSITORY / "examples").glob("*.toml")} - {"offers"})  # machines, not a run
+#: Neither machines nor a service are a run.
+EXAMPLES = sorted({path.stem for path in (REPOSITORY / "examples").glob("*.toml")} - {"offers", "serve"})
 SMALL = {
     "run.max_steps": "2",
     "schedule.groups_per_step": "4",

@@ -135,6 +135,7 @@ async def claim_and_send_junk(ticket: str, state: Path, seconds: float) -> tuple
     return num_attended, num_sent
 
 
+@pytest.mark.slow
 def test_claims_and_junk_cost_the_head_kilobytes(tmp_path: Path, sort_model: Path) -> None:
     run = Run(tmp_path / "run", sort_model, "--schedule.lease_seconds", "5").start()
     run.wait(lambda: run.status().get("version", -1) >= 1, "first step")

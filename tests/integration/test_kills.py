@@ -73,6 +73,7 @@ def _check_books(run: Run, num_groups: int, max_staleness: int) -> None:
     assert replay["num_events"] > 100
 
 
+@pytest.mark.slow
 def test_a_free_running_run_survives_kills_within_its_bound(tmp_path: Path, sort_model: Path) -> None:
     """With groups that are replaced: the head must know how many."""
     settings = ("--schedule.max_staleness", "1", "--schedule.order", "frontier")

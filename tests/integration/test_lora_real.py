@@ -61,6 +61,7 @@ def test_workers_get_the_base_model_once_also_those_that_are_killed_or_join_late
     assert run.command("replay")["num_different"] == 0
 
 
+@pytest.mark.slow
 def test_a_base_model_that_differs_by_a_byte_is_refused_by_name(tmp_path: Path, sort_model: Path) -> None:
     other = tmp_path / "other"
     other.mkdir()

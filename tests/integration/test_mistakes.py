@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from real_runs import REPOSITORY, Run
 
 SMALL = ("--run.max_steps=6", "--learner.checkpoint_every=2")
@@ -48,6 +50,7 @@ def test_a_reward_that_raises_stops_the_run_and_a_repaired_one_goes_on(sort_mode
     assert_whole(run, summary["groups"]["trained"])
 
 
+@pytest.mark.slow
 def test_a_full_disk_stops_the_run_and_loses_nothing(sort_model: Path, tmp_path: Path) -> None:
     """No file of the run may grow beyond what a few steps need, as on a disk that fills up."""
     run = Run(tmp_path / "run", sort_model, *SMALL)
@@ -63,6 +66,7 @@ def test_a_full_disk_stops_the_run_and_loses_nothing(sort_model: Path, tmp_path:
     assert_whole(run, 6 * 16)
 
 
+@pytest.mark.slow
 def test_a_disk_that_fills_up_after_some_steps_loses_no_group(sort_model: Path, tmp_path: Path) -> None:
     """The metrics of the first step can't be written: `metrics.jsonl` is a device without room."""
     run = Run(tmp_path / "run", sort_model, *SMALL)
@@ -76,6 +80,7 @@ def test_a_disk_that_fills_up_after_some_steps_loses_no_group(sort_model: Path, 
     assert_whole(run, 6 * 16)
 
 
+@pytest.mark.slow
 def test_a_port_in_use_is_named_and_another_one_goes_on(sort_model: Path, tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
@@ -98,6 +103,7 @@ def test_a_head_alone_tells_its_users_the_same(sort_model: Path, tmp_path: Path)
     assert [line for line in done.stderr.splitlines() if line.startswith("error: ")] == done.stderr.splitlines()[-1:]
 
 
+@pytest.mark.slow
 def test_fewer_steps_than_were_trained_are_refused(sort_model: Path, tmp_path: Path) -> None:
     run = Run(tmp_path / "run", sort_model, *SMALL)
     assert run.start().finish()["steps"] == 6
@@ -107,6 +113,7 @@ def test_fewer_steps_than_were_trained_are_refused(sort_model: Path, tmp_path: P
     assert run.command("status")["state"] == "finished: all steps are trained"
 
 
+@pytest.mark.slow
 def test_an_export_is_a_model_and_is_never_written_over(sort_model: Path, tmp_path: Path) -> None:
     run = Run(tmp_path / "run", sort_model, "--run.max_steps=1")
     run.start().finish()

@@ -13,6 +13,7 @@ pytestmark = pytest.mark.timeout(300)
 ON_POLICY = ("--schedule.max_staleness", "0", "--run.max_steps", "6", "--learner.checkpoint_every", "6")
 
 
+@pytest.mark.slow
 def test_a_frontier_run_keeps_every_rule_and_can_be_replayed(tmp_path: Path, sort_model: Path) -> None:
     settings = ("--schedule.order", "frontier")
     run = Run(tmp_path / "run", sort_model, *ON_POLICY, *settings).start()

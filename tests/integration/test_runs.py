@@ -32,6 +32,8 @@ def test_forty_on_policy_steps_learn_to_sort(tmp_path: Path, sort_model: Path) -
     assert max(row["mismatch/abs_log_ratio"] for row in rows) < 1e-5
     evaluated = run.command("eval")
     assert abs(evaluated["eval/accuracy"] - summary["eval_after"]) < 0.12
+    answers = [json.loads(line) for line in (run.out / "rollouts" / "eval_40.jsonl").read_text().splitlines()]
+    assert sum(answer["rollouts"][0]["reward"] for answer in answers) / 256 == pytest.approx(summary["eval_after"])
 
 
 def test_a_worker_that_joins_late_is_used(tmp_path: Path, sort_model: Path) -> None:
@@ -59,6 +61,7 @@ def test_a_worker_that_joins_late_is_used(tmp_path: Path, sort_model: Path) -> N
     )
 
 
+@pytest.mark.slow
 def test_weights_can_be_swapped_between_two_tokens(tmp_path: Path, sort_model: Path) -> None:
     """One worker with the slower engine and large batches: it generates whenever a version comes."""
     settings = ("--schedule.max_staleness", "3")

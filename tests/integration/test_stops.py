@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -32,6 +34,26 @@ def test_a_stop_leaves_a_checkpoint_of_the_last_step(tmp_path: Path, sort_model:
             run.start("--resume")
     audit = run.command("audit")
     assert audit["lost"] == audit["doubled"] == 0
+
+
+def test_a_learner_that_somebody_else_started_is_waited_for(tmp_path: Path, sort_model: Path) -> None:
+    run = Run(tmp_path / "run", sort_model, "--learner.checkpoint_every", "1000", "--run.max_steps", "1000")
+    run.start("--no-learner")
+    run.wait((run.out / "identity" / "learner-ticket").is_file, "learner's ticket")
+    with subprocess.Popen([sys.executable, "-m", "echo2", "learner", run.out]) as learner:
+        run.wait_version(2)
+        assert run.process is not None
+        assert run.process.stderr is not None
+        learner.send_signal(signal.SIGSTOP)  # it saves, but not yet
+        try:
+            run.process.send_signal(signal.SIGINT)
+            while "stopping: the learner saves" not in (line := run.process.stderr.readline()):
+                assert line, f"the run did not wait\n{run.logs()}"
+        finally:
+            learner.send_signal(signal.SIGCONT)
+        run.process.communicate(timeout=100)
+    version = run.status()["version"]
+    assert (run.out / "checkpoints" / f"step_{version}" / "state.json").is_file(), run.logs()
 
 
 def test_a_learner_that_was_killed_while_it_saved_is_said_in_the_outcome(tmp_path: Path, sort_model: Path) -> None:

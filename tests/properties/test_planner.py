@@ -16,8 +16,9 @@ from pathlib import Path
 import pytest
 
 from echo2.buffer.audit import audit
+from echo2.sim import run_scenario as run_unchecked
 from invariants import run_scenario
-from worlds import HOSTILE, calm, hostile_scenario, judge_hostile, judge_seed, random_scenario
+from worlds import HOSTILE, calm, hostile_scenario, judge_forging, judge_hostile, judge_seed, random_scenario
 
 SEEDS_A_BLOCK = 25
 
@@ -51,6 +52,23 @@ def test_nor_do_they_in_more_worlds(first: int) -> None:
     assert not wrong, "\n".join(f"seed {seed}: {found}" for seed, found in wrong.items())
 
 
+@pytest.mark.parametrize("first", range(0, 25, SEEDS_A_BLOCK))
+def test_what_strangers_forge_is_not_trained_and_the_honest_stay(first: int) -> None:
+    wrong = {seed: found for seed in range(first, first + SEEDS_A_BLOCK) if (found := judge_forging(seed))}
+    assert not wrong, "\n".join(f"seed {seed}: {found}" for seed, found in wrong.items())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("first", range(300_000, 301_000, SEEDS_A_BLOCK))
+def test_nor_is_it_in_more_worlds(first: int) -> None:
+    wrong = {seed: found for seed in range(first, first + SEEDS_A_BLOCK) if (found := judge_forging(seed))}
+    assert not wrong, "\n".join(f"seed {seed}: {found}" for seed, found in wrong.items())
+
+
+def test_what_one_forged_who_did_not_come_back_to_a_new_head_is_not_held_against_the_others() -> None:
+    assert judge_forging(300_185) == []
+
+
 def test_the_hostile_worlds_hold_every_kind_of_harm() -> None:
     kinds = {getattr(spec, "hostile", "") for seed in range(30) for spec in hostile_scenario(seed).workers}
     assert kinds == {"", *HOSTILE}
@@ -82,10 +100,10 @@ def test_faults_do_not_change_the_weights_of_a_deterministic_run() -> None:
         scenario = random_scenario(seed)
         if not scenario.deterministic or scenario == calm(scenario):
             continue
-        faulty = run_scenario(scenario, seed)
+        faulty = run_unchecked(scenario, seed)
         if faulty.finished and not faulty.retired:
             num_compared += 1
-            assert faulty.history.weights == run_scenario(calm(scenario), seed).history.weights, f"seed {seed}"
+            assert faulty.history.weights == run_unchecked(calm(scenario), seed).history.weights, f"seed {seed}"
     assert num_compared > 15
 
 
@@ -96,7 +114,7 @@ def test_the_same_seed_is_the_same_world() -> None:
 
 def test_the_random_worlds_reach_what_they_are_meant_to_attack() -> None:
     """Guards the generator: if nothing ever died or fell back, the tests above would prove nothing."""
-    reports = [run_scenario(random_scenario(seed), seed) for seed in range(80)]
+    reports = [run_unchecked(random_scenario(seed), seed) for seed in range(80)]
     killed = {name for report in reports for name in report.killed}
     refused = {word for report in reports for word in report.refused}
     outcomes = {name for report in reports for name in report.leases}

@@ -8,10 +8,11 @@ from pathlib import Path
 import pytest
 
 from echo2.buffer import audit
+from echo2.control.head import commands as do
 from echo2.sim import Scenario
 from echo2.sim.scenario import HeadSpec, LearnerSpec, PolicySpec, WorkersSpec
 from invariants import run_policies
-from policy_worlds import judge_crossing, judge_policies, moves, policies_scenario
+from policy_worlds import commands_of, judge_crossing, judge_policies, moves, policies_scenario
 from worlds import calm
 
 ON_POLICY = PolicySpec("on-policy", 10, 6, max_staleness=0, learner=LearnerSpec(train_seconds=1.0, life_seconds=25.0))
@@ -83,13 +84,15 @@ def test_who_shares_the_fleet_does_not_change_the_weights_of_a_deterministic_pol
 
 def test_these_worlds_reach_what_they_are_meant_to_attack() -> None:
     """If no worker ever moved, or nobody was ever killed, the tests above would prove nothing."""
-    killed, num_moves, num_scarce = set[str](), 0, 0
+    killed, num_moves, num_scarce, num_checks = set[str](), 0, 0, 0
     for seed in range(20):
         scenario = policies_scenario(seed)
         reports = run_policies(scenario, seed)
         killed |= set(next(iter(reports.values())).killed)
         num_moves += moves(reports)
+        num_checks += sum(isinstance(command, do.CheckGroup) for command in commands_of(reports))
         num_scarce += sum(spec.count for spec in scenario.workers) < len(scenario.policies)
     assert killed == {"head", "learner", "worker"}
     assert num_moves > 100
     assert num_scarce > 0
+    assert num_checks > 0

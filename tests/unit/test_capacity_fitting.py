@@ -15,10 +15,10 @@ from echo2.config import Config
 from echo2.config.offers import load_offers
 from echo2.control.capacity.fitting import learner_need, learner_setup, row_tokens, settle, worker_need
 from echo2.control.capacity.memory import GB, ModelShape, read_shape
-from echo2.devices import Hardware
 from echo2.errors import UserError
 from echo2.planning.memory_needs import learner_that_fits, memory_needs, model_shape, worker_that_fits
 from echo2.runtime.launch.checks import check_memory
+from echo2.types import Hardware
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 A100, RTX5090 = Hardware(1000 * GB, (80 * GB,)), Hardware(64 * GB, (32 * GB,))

@@ -10,7 +10,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 from microbatch import SMALL, case
 
-from echo2.control.capacity.memory import GB, LearnerSetup, ModelShape, read_shape, settle_microbatch, worker_parts
+from echo2.control.capacity import memory
+from echo2.control.capacity.memory import (
+    GB,
+    LearnerSetup,
+    ModelShape,
+    engine_parts,
+    read_shape,
+    settle_microbatch,
+    worker_parts,
+)
+from echo2.rollout import kept_rows, torch_engine
 
 SIZES = {"hidden_size": 64, "intermediate_size": 192, "num_attention_heads": 4, "num_key_value_heads": 2}
 QWEN3_0_6B = {
@@ -147,6 +157,13 @@ def test_needs_grow_with_tokens_and_shrink_with_ranks(setup: LearnerSetup, token
     parts = setup.parts(tokens, checkpointing)
     assert min(parts.values()) >= 0
     assert setup.needed(tokens + 1, checkpointing) > setup.needed(tokens, checkpointing)
+
+
+def test_what_an_engine_takes_for_speed_is_a_share_of_what_is_free() -> None:
+    assert (memory.KEPT_SHARE, memory.COPY_SHARE) == (kept_rows.KEPT_SHARE, torch_engine.CPU_SHARE)
+    assert set(engine_parts(10, 319, True, False).values()) == {0}
+    assert engine_parts(10, 320, True, True) == {"packed and coming weights": 30, "rows kept between turns": 20}
+    assert engine_parts(10, 320, False, True) == {"packed and coming weights": 0, "rows kept between turns": 20}
 
 
 def test_a_worker_needs_its_weights_once_and_two_values_a_layer_of_every_token() -> None:

@@ -15,8 +15,10 @@ import pytest
 from echo2 import __version__, cli
 from echo2.cli import build_parser, main
 from echo2.config import all_fields, build
+from echo2.learner import checkpoint
 from echo2.rundir import RunDir, create
 from echo2.runtime.worker import process
+from echo2.transport.identity import RunIdentity
 from model_cases import model_directory
 
 COMMANDS = ("run", "head", "learner", "worker", "status", "audit", "replay", "eval", "export")
@@ -179,6 +181,19 @@ def test_a_run_without_a_checkpoint_has_nothing_to_evaluate_or_export(
     assert "no checkpoint step_3" in mistake(capsys, "eval", str(empty_run.path), "--step", "3")
 
 
+def test_the_best_checkpoint_is_of_the_most_accurate_version_that_has_one(
+    capsys: pytest.CaptureFixture[str], empty_run: RunDir, tmp_path: Path
+) -> None:
+    for version in (20, 30):
+        checkpoint.write_checkpoint(checkpoint.step_directory(empty_run.checkpoints, version), {}, {}, {})
+    export = ("export", str(empty_run.path), "--to", str(tmp_path / "model"), "--step")
+    assert "no checkpoint of a version that was evaluated" in mistake(capsys, *export, "best")
+    rows = [{"step": 10, "eval/accuracy": 0.9}, {"step": 20, "eval/accuracy": 0.5}, {"step": 30, "eval/accuracy": 0.4}]
+    empty_run.metrics.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert main([*export, "best"]) == 0
+    assert capsys.readouterr().out == f"exported step_20 to {tmp_path / 'model'}\n"
+
+
 def test_status_takes_the_newest_run(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -198,10 +213,16 @@ def test_an_interrupted_command_says_how_to_go_on(
     assert "--resume" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 0)])
 def test_a_worker_takes_its_leave_when_it_is_told_to_end(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, number: signal.Signals
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    number: signal.Signals,
+    status: int,
 ) -> None:
+    ticket = RunIdentity.create_or_load(tmp_path).make_ticket("worker", "127.0.0.1:1", 1, 1.0)
+
     def run_worker(*_: object) -> str:
         signal.raise_signal(number)
         raise AssertionError("it goes on")
@@ -210,7 +231,7 @@ def test_a_worker_takes_its_leave_when_it_is_told_to_end(
     monkeypatch.setattr(cli, "_begin", lambda: None)
     monkeypatch.setattr(process, "run_worker", run_worker)
     try:
-        assert main(["worker", "TICKET"]) == 130
+        assert main(["worker", ticket]) == status
     finally:
         signal.signal(signal.SIGTERM, before)
     assert capsys.readouterr().err == "left the run; its leases go to other workers\n"

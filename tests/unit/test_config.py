@@ -119,11 +119,14 @@ def test_a_wrong_value_is_named_with_its_path_and_what_is_allowed(raw: dict[str,
         ({"lora": {"targets": ["q_proj"]}}, ["lora.rank = 0 trains the whole model", "leave out the rest"]),
         ({"lora": {"rank": 4, "targets": []}}, ["lora.targets is empty", "all-linear"]),
         ({"run": {"log_to": ["tensorboard", "wandb"]}}, ["run.log_to has 'wandb'", "wandb:<project>"]),
+        ({"run": {"log_to": ["wandb+rollouts:"]}}, ["run.log_to has 'wandb+rollouts:'", "wandb+rollouts:<project>"]),
         (
             {"learner": {"loss_params": {"score_centering": 8}}, "sampling": {"top_p": 0.9}},
-            ["top_p = 0.9", "top_p = 1."],
+            ["top_p = 0.9", "Set 0, 1 and 0."],
         ),
         ({"learner": {"loss_params": {"score_centering": 8}}, "tasks": {"source": "logs:a"}}, ["'logs:a'", "Leave it"]),
+        ({"sampling": {"stop": ["a"]}, "tasks": {"source": "logs:a"}}, ["sampling.stop = ['a']", "'logs:a'", "Leave"]),
+        ({"sampling": {"stop": ["a"]}, "tasks": {"environment": "b:C"}}, ["'b:C'", "a `stop` of its own"]),
     ],
 )
 def test_settings_that_are_impossible_together_are_refused(raw: dict[str, object], words: list[str]) -> None:
@@ -144,7 +147,7 @@ def test_flags_win_over_the_file_and_the_file_over_defaults(tmp_path: Path) -> N
         "run.seed": "3",
         "run.deterministic": "true",
         "learner.loss": "ppo",
-        "run.log_to": '["wandb:mine", "tensorboard"]',
+        "run.log_to": '["wandb+rollouts:mine", "tensorboard"]',
         "learner.loss_params": "{clip_high = 1}",
         "tasks.params": '{split = "train"}',
         "reward.functions": '["exact_match"]',
@@ -155,7 +158,7 @@ def test_flags_win_over_the_file_and_the_file_over_defaults(tmp_path: Path) -> N
     assert (config.run.seed, config.run.deterministic, config.learner.loss) == (3, True, "ppo")
     assert (config.tasks.params, config.tasks.source) == ({"split": "train"}, "rows.jsonl")
     assert config.reward.functions == ["exact_match"]
-    assert config.run.log_to == ["wandb:mine", "tensorboard"]
+    assert config.run.log_to == ["wandb+rollouts:mine", "tensorboard"]
     assert config.learner.loss_params == {"clip_high": 1.0}
 
 

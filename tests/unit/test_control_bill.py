@@ -15,9 +15,11 @@ from rich.console import Console
 
 from echo2.buffer import Ledger
 from echo2.cli import main
+from echo2.control.head.trust import Trust
 from echo2.errors import UserError
 from echo2.planning import cost_report
 from echo2.planning.bill import Bill, itemise, total
+from echo2.planning.check_costs import CHECK_PER_SAMPLED
 from echo2.planning.cost_report import read_report
 from echo2.runtime.head.accounts import CostBook
 
@@ -111,20 +113,28 @@ def test_the_command_reads_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[s
     ledger = Ledger(tmp_path / "ledger.sqlite")
     with pytest.raises(UserError, match="no accounts yet"):
         read_report(tmp_path)
+    book.joined("w-2", 7.2, now=0.0, is_own=False)
+    for at in (1000.0, 2000.0):
+        book.useful("w-2", 1000.0, now=at)  # for two dollars each
     ledger.set_meta("costs", book.to_plain(3600.0))
+    ledger.keep_trust("t", asdict(Trust(num_passed=3, num_failed=1)))
     ledger.close()
     rows = [{"step": at, "time/step": 100.0, "time/wait_for_batch": 25.0} for at in (1, 2, 3)]
     (tmp_path / "metrics.jsonl").write_text('{"step": 0}\n' + "".join(json.dumps(row) + "\n" for row in rows))
     report = read_report(tmp_path)
-    assert report["total"]["usd"] == pytest.approx(12.36)
-    assert report["usd_per_step"] == pytest.approx(4.12)
+    assert report["total"]["usd"] == pytest.approx(16.36)
+    assert report["usd_per_step"] == pytest.approx(16.36 / 3)
     assert report["total"]["by_cause"]["training"] == pytest.approx(9.0)
     assert report["total"]["by_cause"]["stale"] == pytest.approx(0.01)
     assert report["total"]["by_cause"]["idle"] == pytest.approx(3.0 + 0.26)
     assert main(["cost", str(tmp_path)]) == 0
     text = capsys.readouterr().out
+    strangers = report["strangers"]
+    assert [strangers[name] for name in ("tickets", "groups", "checks", "failed")] == [1, 2, 4, 1]
+    assert strangers["cheat_usd"] == pytest.approx(40.0)
+    assert strangers["checks_usd"] == pytest.approx(4 * 2.0 * CHECK_PER_SAMPLED)
     assert [report["total"]["by_cause"][cause] for cause in ("failed", "duplicate")] == [0.0, 0.0]  # named all the same
-    for part in ("learner", "w-1", "stale", "failed", "duplicate", "idle", "12.36", "a step"):
+    for part in ("learner", "w-1", "stale", "failed", "duplicate", "idle", "16.36", "a step", "of them false"):
         assert part in text
     assert main(["cost", str(tmp_path), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["steps"] == 3
@@ -134,6 +144,7 @@ def test_the_bill_is_readable_in_a_narrow_terminal() -> None:
     causes = {"training": 1.0, "useful": 2.0, "idle": 0.5, "stale": 0.25, "lost": 0.25}
     bill = asdict(Bill("w-1", 4.0, 60.0, causes, 8))
     report = {"steps": 2, "usd_per_step": 2.0, "usd_per_mtok": None, "total": bill, "machines": [bill]}
+    report["strangers"] = None
     on = Console(file=io.StringIO(), width=80)
     cost_report.show(report, on)
     text = on.file.getvalue()  # type: ignore[attr-defined]

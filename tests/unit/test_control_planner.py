@@ -454,6 +454,14 @@ def test_unfit_rows_end_a_run_only_where_no_row_between_them_is_fit() -> None:
     assert [stop.reason for stop in unfit(4)] == ["4 groups failed in a row (bad_task). The last: no prompt"]
 
 
+def test_an_evaluation_may_take_several_rollouts_of_each_task() -> None:
+    desk = Desk(replace(OPTIONS, eval_size=3, eval_samples=5))
+    desk.tell(ev.LearnerJoined(0), ev.GroupsWanted(0))
+    desk.publish(0)
+    leases = [lease for grant in of(do.GrantLeases, desk.join()) for lease in grant.leases]
+    assert {lease.num_samples for lease in leases if lease.group.kind == "eval"} == {5}
+
+
 def test_an_evaluation_waits_for_its_samples_or_for_your_rewards_and_an_ended_learner_for_nobody() -> None:
     desk = Desk(replace(OPTIONS, max_steps=1, eval_size=3))
     desk.tell(ev.LearnerJoined(0))

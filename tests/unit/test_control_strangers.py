@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -12,10 +13,10 @@ from hypothesis import strategies as st
 from echo2.control.head import commands as do
 from echo2.control.head import events as ev
 from echo2.control.head.leases import MAX_ATTEMPTS
-from echo2.control.head.standings import EXPELLED_SECONDS, PATIENCE, Conducts
+from echo2.control.head.standings import EXPELLED_SECONDS, MISMATCH_MAX, MISMATCH_TOKENS, PATIENCE, Conducts
 from echo2.control.head.state import PlannerOptions
 from echo2.types import RUN_POLICY, GroupRef, SnapshotRef
-from planner_cases import OPTIONS, Desk, of
+from planner_cases import OPTIONS, Desk, of, running
 
 FIRST = SnapshotRef(RUN_POLICY, 1, 0)
 WIDE = replace(OPTIONS, groups_per_step=8, groups_per_batch=4, heartbeat_seconds=1e6, max_staleness=0)
@@ -244,14 +245,14 @@ def test_who_sends_junk_is_expelled_its_leases_end_and_each_time_it_is_for_longe
         while not found:
             found = of(do.ExpelWorker, junk(desk, "s"))
         (expelled,) = found
-        assert expelled.num_refused <= PATIENCE
+        assert int(expelled.reason.split()[0]) <= PATIENCE
         assert not held_by(desk, "s")
-        assert desk.planner.expelled_until("s", desk.now) == desk.now + expelled.seconds
+        assert desk.planner.conducts.of("s").expelled_until == desk.now + expelled.seconds
         assert not of(do.RefuseDelivery, junk(desk, "s"))  # what is under way is not even recorded
         assert any(one.waiter == "s" and "expelled" in one.reason for one in desk.planner.waits(desk.now))
         seconds.append(expelled.seconds)
         desk.now += expelled.seconds
-        assert desk.planner.expelled_until("s", desk.now) is None
+        assert desk.planner.conducts.expulsion("s", desk.now) is None
         joins(desk, "s", "t")
         joins(desk, "own")
     assert seconds == [min(EXPELLED_SECONDS[1], 60.0 * 2**at) for at in range(9)]
@@ -273,7 +274,40 @@ def test_whose_results_come_late_twice_for_each_lease_is_never_expelled(rounds: 
         now += seconds
         for _ in range(num_leases * num_refused):
             conducts.refused("w", 1.0, "late", now)
-    assert not conducts.exhausted
+    assert not conducts.to_expel
+
+
+# ---- mismatch ------------------------------------------------------------------------------------------------------
+
+
+def measured(conducts: Conducts, worker_id: str, means: Sequence[float], tokens: float) -> None:
+    for mean in means:
+        conducts.measured(worker_id, tokens, mean * tokens)
+
+
+@given(st.lists(st.floats(0.0, MISMATCH_MAX), min_size=1), st.floats(1.0, 5e4))
+def test_logprobs_within_the_allowed_mismatch_expel_nobody(means: list[float], tokens: float) -> None:
+    conducts = Conducts()
+    measured(conducts, "w", means, tokens)
+    assert not conducts.to_expel or max(means) > MISMATCH_MAX * (1 - 1e-9)  # rounding
+
+
+@given(st.lists(st.floats(0.11, 20.0), min_size=1), st.floats(1.0, 5e4))
+def test_wrong_logprobs_expel_after_enough_tokens_and_not_before(means: list[float], tokens: float) -> None:
+    conducts = Conducts()
+    measured(conducts, "w", means, tokens)
+    assert bool(conducts.to_expel) == (tokens * len(means) >= MISMATCH_TOKENS)
+
+
+def test_an_engine_that_samples_from_other_weights_is_turned_away_with_the_figure() -> None:
+    desk = running()
+    (expelled,) = of(do.ExpelWorker, desk.train(0, (ev.WorkerMismatch("a", 2000, 700.0),)))
+    assert expelled.worker_id == "a"
+    assert "0.35 nats a token" in expelled.reason
+    assert "2000 tokens" in expelled.reason
+    assert not held_by(desk, "a")
+    assert desk.planner.conducts.mismatch("a") == pytest.approx(0.35)
+    assert any(one.waiter == "a" and "0.35" in one.reason for one in desk.planner.waits(desk.now))
 
 
 # ---- evaluation ------------------------------------------------------------------------------------------------------

@@ -19,8 +19,8 @@ from echo2.learner.grpo.client import GrpoClient
 from echo2.learner.model import Policy, load_policy
 from echo2.learner.trainer import AdamParams, Trainer
 from echo2.rundir import RunDir
-from echo2.runtime.launch.evaluate import export
-from echo2.weights.model_files import map_base_model
+from echo2.runtime.launch.export import export
+from echo2.weights.model_files import read_base_model
 from learner_cases import config_of, data_of, model_directory, random_group
 
 LORA = LoraConfig(rank=2)
@@ -228,11 +228,11 @@ def test_the_reference_of_an_adapter_is_its_base(model: Path) -> None:
 
 def test_the_base_model_is_what_the_directory_holds(model: Path, tmp_path: Path) -> None:
     base = load_base(str(model), "cpu")
-    assert base.snapshot.ref == map_base_model(model).ref
-    assert base.snapshot.ref != map_base_model(model_directory(tmp_path / "other", seed=1)).ref
+    assert base.snapshot.ref == read_base_model(model).ref
+    assert base.snapshot.ref != read_base_model(model_directory(tmp_path / "other", seed=1)).ref
     tensors = base.policy.tensors()
     assert {name: bytes(one.data) for name, one in tensors.items()} == {
-        name: bytes(one.data) for name, one in base.snapshot.tensors.items()
+        name: bytes(one.read(0, one.num_bytes)) for name, one in base.snapshot.tensors.items()
     }
 
 
@@ -255,8 +255,8 @@ def test_a_model_in_bfloat16_is_published_as_it_is_and_computed_in_float32_on_a_
 
 def test_directories_without_readable_weights(tmp_path: Path, model: Path) -> None:
     with pytest.raises(UserError, match="no model in safetensors"):
-        map_base_model(tmp_path)
+        read_base_model(tmp_path)
     weights = model / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-10])
     with pytest.raises(UserError, match="lies outside of the file"):
-        map_base_model(model)
+        read_base_model(model)

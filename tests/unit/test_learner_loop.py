@@ -73,6 +73,7 @@ class ScriptedHead:
         self.counts: dict[str, int] = {}
         self.metrics: dict[int, dict[str, Any]] = {}
         self.checkpoints: list[tuple[int, int]] = []
+        self.best: set[int] = set()
         self.groups: Callable[[int], list[RolloutGroup]] = step_groups
         self.stop_at: int | None = None
 
@@ -168,11 +169,11 @@ class ScriptedHead:
             self.log.append(f"published {manifest.ref.version}")
         return wire.Empty()
 
-    def _ReportCheckpoint(self, request: wire.CheckpointReport) -> wire.Empty:
+    def _ReportCheckpoint(self, request: wire.CheckpointReport) -> wire.CheckpointReply:
         assert request.version <= self.version, "a checkpoint of a step that is not recorded"
         self.checkpoints.append((request.version, request.oldest_kept))
         self.log.append(f"checkpoint {request.version}")
-        return wire.Empty()
+        return wire.CheckpointReply(spared=self.best & set(request.versions))
 
     def _LearnerReport(self, request: wire.LearnerReport) -> wire.Empty:
         return wire.Empty()

@@ -11,6 +11,7 @@ import torch
 
 from echo2.learner.grpo.loss_stats import MAX_WORKERS_NAMED, LossStats, Mismatch, breakdown, measure
 from echo2.learner.losses import make_loss
+from echo2.rundir import FRESH_MISMATCH, FRESH_SURPRISE, FRESH_TOKENS
 from learner_cases import loss_tokens
 
 
@@ -47,7 +48,9 @@ def test_by_lag_and_by_worker() -> None:
     assert stats.by_lag["3_4"].k3 == pytest.approx(k3(-0.2, 0.4))
     assert stats.by_lag["3_4"].dropped_positive == 1  # exp(.4) > 1.28
     assert stats.by_worker["b"].abs_log_ratio == pytest.approx(0.1 + 0.2 + 0.0 + 0.3)
-    assert stats.by_worker["a"] == Mismatch(1.0, pytest.approx(0.4), pytest.approx(k3(0.4)), 1.0, 0.0)
+    assert stats.by_worker["a"] == Mismatch(
+        1.0, pytest.approx(0.4), pytest.approx(k3(0.4)), 1.0, 0.0, pytest.approx(0.6)
+    )
     row = breakdown(stats)
     assert row["mismatch_kl/worker/a"] == pytest.approx(k3(0.4))
     assert row["mismatch/abs_log_ratio/worker/b"] == pytest.approx(0.6 / 4)
@@ -81,10 +84,21 @@ def test_any_split_adds_up(seed: int) -> None:
         "k3_max",
     ):
         assert getattr(sums, name) == pytest.approx(getattr(whole, name)), (name, seed)
-    for table in ("by_lag", "by_worker"):
+    for table in ("by_lag", "by_worker", "fresh"):
         left, right = getattr(sums, table), getattr(whole, table)
         assert left.keys() == right.keys(), seed
         assert all(left[key].k3 == pytest.approx(right[key].k3) for key in left), (table, seed)
+
+
+def test_at_lag_0_a_worker_is_measured_alone() -> None:
+    stats = stats_of([0.1, -0.2, 0.4, 0.0, 0.3], [0, 0, 1, 2, 2], [0, 3, 0, 0, 1], [1, 0, 1])
+    row = breakdown(stats)
+    assert row[FRESH_MISMATCH + "a"] == pytest.approx(0.4)
+    assert row[FRESH_MISMATCH + "b"] == pytest.approx((0.1 + 0.0) / 2)
+    assert (row[FRESH_TOKENS + "a"], row[FRESH_TOKENS + "b"]) == (1, 2)
+    assert not stats_of([0.1], [0], [1], [0]).fresh
+    # Every logprob is its log ratio - 2, and the entropies are 1.
+    assert row[FRESH_SURPRISE + "b"] == pytest.approx((0.9 + 1.0) / 2)
 
 
 def test_a_row_names_few_workers_the_worst_of_all() -> None:

@@ -90,6 +90,26 @@ def test_a_damaged_checkpoint_does_not_take_the_place_of_the_one_that_was_resume
     assert head.checkpoints == [(2, 2)]
 
 
+def test_the_newest_checkpoints_stay_and_the_best_and_every_nth(tmp_path: Path) -> None:
+    class JudgingHead(ScriptedHead):
+        def _ReportCheckpoint(self, request: wire.CheckpointReport) -> wire.CheckpointReply:
+            self.best = {1} if request.version < 5 else {5}
+            assert {*range(3, request.version, 3), request.version} <= set(request.versions)
+            return super()._ReportCheckpoint(request)
+
+    def stands() -> list[int]:
+        return checkpoint.versions(tmp_path)
+
+    trainer = GrpoClient(tiny_policy(), OPTIONS)
+    run(JudgingHead(max_steps=4), trainer, tmp_path, checkpoint_every=1, keep_checkpoints=1, keep_every=3)
+    assert stands() == [4, 3, 1]
+    head = JudgingHead(max_steps=7)
+    head.version = 4
+    run(head, trainer, tmp_path, checkpoint_every=1, keep_checkpoints=1, keep_every=3)
+    assert stands() == [7, 6, 5, 3]
+    assert [oldest for _, oldest in head.checkpoints] == [4, 5, 6, 7]  # what is spared is not to resume from
+
+
 def test_a_learner_that_is_told_to_stop_waits_for_room_for_a_while_only(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -333,8 +333,9 @@ def test_latest_passes_over_torn_checkpoints_and_prune_keeps_the_newest(tmp_path
     assert checkpoint.latest(tmp_path) == tmp_path / "step_2"
     with pytest.raises(UserError, match="whole checkpoint"):
         trainer.load_state(tmp_path / "step_3")
-    assert checkpoint.prune(tmp_path, keep=1) == 3
-    assert not (tmp_path / "step_1").exists()
+    assert checkpoint.versions(tmp_path) == [3, 2, 1]
+    checkpoint.prune(tmp_path, keep=1, spared=[1])
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step_1", "step_3", "step_4"]
     assert checkpoint.latest(tmp_path / "nowhere") is None
 
 

@@ -26,6 +26,10 @@ def chat(prompts, completions, **kw):
 def compute_score(data_source, solution_str, ground_truth, extra_info=None):
     extra_info["touched"] = extra_info.get("touched", 0) + 1
     return {"score": float(solution_str == ground_truth and data_source == "gsm8k") * extra_info["touched"], "acc": 1}
+def verl_dict(data_source, solution_str, ground_truth, extra_info):
+    right = solution_str == ground_truth
+    return {"score": float(right), "length": len(solution_str), "right": right, "why": "text", "odd": float("nan")}
+
 def verl_short(solution_str, ground_truth):
     return solution_str == ground_truth
 def writes(completions, tags):
@@ -91,6 +95,21 @@ def test_trl_style_chat(own: str) -> None:
     assert rewards([f"{own}:chat"], task, "abc") == [5.0]
 
 
+def test_what_verls_functions_return_beside_the_score_is_kept_and_counts_for_nothing(own: str) -> None:
+    (scored,) = Scorer([f"0.5 * {own}:verl_dict"]).score(Task(0, "x", {"ground_truth": "2"}), rollouts("2"))
+    assert scored.reward == 0.5
+    assert scored.reward_parts == {"verl_dict": 1.0, "verl_dict.length": 1.0, "verl_dict.right": 1.0}
+
+
+def test_functions_are_timed_by_name(own: str) -> None:
+    scorer = Scorer(["exact_match", f"{own}:verl_short"])
+    scorer.score(Task(0, "x", {"ground_truth": "2", "answer": "2"}), rollouts("2"))
+    taken = scorer.take_seconds()
+    assert taken.keys() == {"exact_match", "verl_short"}
+    assert min(taken.values()) > 0.0
+    assert scorer.take_seconds() == {}
+
+
 def test_verl_style(own: str) -> None:
     columns = {"data_source": "gsm8k", "reward_model": {"style": "rule", "ground_truth": "2"}, "extra_info": {}}
     assert rewards([f"{own}:compute_score"], Task(0, "x", columns), "2", "3", "2") == [1.0, 0.0, 1.0]
@@ -110,7 +129,8 @@ def test_what_a_function_writes_stays_with_the_attempt(own: str) -> None:
 
 def test_package_function_and_callable_object(own: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(Path(own).parent)
-    assert rewards(["2 * own:array_of", "4*own.py:judge"], Task(0, "x"), "a") == [4.0]
+    Path("scores_of_a_package.py").write_text(OWN)  # a name that no other test has made importable
+    assert rewards(["2 * scores_of_a_package:array_of", "4*own.py:judge"], Task(0, "x"), "a") == [4.0]
 
 
 def test_parts_weights_and_not_applicable(own: str) -> None:

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from echo2.errors import UserError
+from echo2.rollout import compact, linear
 from echo2.rollout.architecture import read_architecture
 from echo2.rollout.compact import build_compact
 from echo2.rollout.hf_engine import build_transformers
@@ -43,13 +44,20 @@ def filled(build: Any, snapshot: Any) -> Any:
     return model
 
 
-@pytest.mark.parametrize("build", [build_compact, build_transformers])
+@pytest.mark.parametrize("kind", ["compact", "packed", "in blocks", "transformers"])
 @pytest.mark.parametrize(("family", "changes"), VARIANTS)
-def test_prefill_and_steps_give_the_logprobs_of_transformers(family: str, changes: dict[str, Any], build: Any) -> None:
+def test_prefill_and_steps_give_the_logprobs_of_transformers(
+    family: str, changes: dict[str, Any], kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Prompts of different lengths, rows repeated, dropped and joined by others on the way, more steps than the cache
     first has room for."""
     module = tiny_module(family, **changes)
-    model = filled(build, snapshot_of(module))
+    model = filled(build_transformers if kind == "transformers" else build_compact, snapshot_of(module))
+    if kind == "in blocks":
+        monkeypatch.setattr(compact, "SPLIT_ITEMS", 1)
+    if kind == "packed":
+        monkeypatch.setattr(linear, "PACK_ITEMS", 1)
+        model.pack()
     generator = torch.Generator().manual_seed(1)
     prompts = [torch.randint(VOCAB, (length,), generator=generator).tolist() for length in (3, 9, 5)]
     rows = [list(prompts[i]) for i in (0, 0, 1, 2)]
@@ -75,6 +83,17 @@ def test_prefill_and_steps_give_the_logprobs_of_transformers(family: str, change
 def _assert_same(module: Any, rows: list[list[int]], logits: torch.Tensor) -> None:
     wanted = torch.stack([hf_logits(module, row)[-1] for row in rows]).log_softmax(-1)
     assert (logits.log_softmax(-1) - wanted).abs().max() < 1e-4
+
+
+def test_weights_that_are_copied_over_packed_ones_are_computed_with(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(linear, "PACK_ITEMS", 1)
+    model = filled(build_compact, snapshot_of(tiny_module("qwen3")))
+    model.pack()
+    module = tiny_module("qwen3", seed=1)
+    with torch.inference_mode():
+        model.unpack()
+        copy_tensors(snapshot_of(module), model.places)
+        _assert_same(module, [[3, 4, 5]], model.step(model.prefill([array("i", [3, 4])]), torch.tensor([5])))
 
 
 def test_bfloat16_weights_are_computed_in_bfloat16_with_float32_logits() -> None:

@@ -414,7 +414,7 @@ def test_processes_of_one_machine_share_its_gpus_in_turn() -> None:
     assert [nth_device(name, 2) for name in ("cuda:5", "cpu", "auto:x")] == ["cuda:5", "cpu", "auto:x"]
 
 
-@pytest.mark.parametrize(("name", "device"), [("vllm", "cpu"), ("compact", "cuda:99"), ("compact", "gpu")])
+@pytest.mark.parametrize(("name", "device"), [("llama", "cpu"), ("compact", "cuda:99"), ("compact", "gpu")])
 def test_unknown_engines_and_devices_are_named(name: str, device: str) -> None:
     with pytest.raises(UserError, match=name if device == "cpu" else device):
         make_engine(name, device)

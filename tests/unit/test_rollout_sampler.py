@@ -95,18 +95,19 @@ def reference(logits: torch.Tensor, params: SamplingParams) -> np.ndarray:
     st.floats(0.05, 3.0),
     st.integers(0, 14),
     st.floats(0.01, 1.0),
+    st.floats(0.0, 0.99),
     st.integers(0, MASK),
 )
 def test_a_token_is_always_in_its_support_with_its_logprob_over_it(
-    values: list[float], temperature: float, top_k: int, top_p: float, seed: int
+    values: list[float], temperature: float, top_k: int, top_p: float, min_p: float, seed: int
 ) -> None:
-    params = SamplingParams(temperature, top_p, top_k)
+    params = SamplingParams(temperature, top_p, top_k, min_p=min_p)
     logits = torch.tensor([values], dtype=torch.float32)
     drawn = draw(logits, params, seed)
     token, logprob = int(drawn.tokens_B[0]), float(drawn.logprobs_B[0])
     assert 0 <= token < len(values)
     assert logprob <= 0.0
-    if top_k == 0 and top_p == 1.0:
+    if top_k == 0 and top_p == 1.0 and min_p == 0.0:
         assert drawn.supports == {}
         support = list(range(len(values)))
     else:
@@ -114,8 +115,18 @@ def test_a_token_is_always_in_its_support_with_its_logprob_over_it(
         assert len(set(support)) == len(support) <= (top_k or len(values))
     assert token in support
     scaled = logits[0].double() / temperature
+    if min_p:
+        assert float(scaled[support].min()) >= float(scaled.max()) + math.log(min_p) - 1e-4
     wanted = scaled[token] - scaled[support].logsumexp(0)
     assert logprob == pytest.approx(float(wanted), abs=1e-4)
+
+
+def test_min_p_leaves_what_is_likely_enough_beside_the_likeliest() -> None:
+    logits = torch.tensor([[0.5, 0.3, 0.1, 0.06, 0.04]]).log()
+    for min_p, left in ((0.05, 5), (0.1, 4), (0.19, 3), (0.5, 2), (0.7, 1)):
+        assert draw(logits, SamplingParams(min_p=min_p)).supports[0].tolist() == list(range(left))
+    both = draw(logits, SamplingParams(min_p=0.15, top_p=0.7)).supports[0].tolist()
+    assert both == [0, 1]
 
 
 def test_greedy_takes_the_likeliest_and_reports_the_plain_logprob() -> None:
@@ -151,7 +162,10 @@ def test_rows_with_different_parameters_do_not_disturb_each_other() -> None:
 
 def test_the_nucleus_of_a_flat_distribution_is_cut_at_the_named_limit() -> None:
     logits, _ = narrow(
-        torch.zeros((1, MAX_SUPPORT_TOKENS * 2)), torch.tensor([[MAX_SUPPORT_TOKENS]]), torch.tensor([[0.9]])
+        torch.zeros((1, MAX_SUPPORT_TOKENS * 2)),
+        torch.tensor([[MAX_SUPPORT_TOKENS]]),
+        torch.tensor([[0.9]]),
+        torch.tensor([[0.0]]),
     )
     assert int(logits.isfinite().sum()) == MAX_SUPPORT_TOKENS
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from echo2.errors import PeerError, UserError
+from echo2.rollout import linear
 from echo2.rollout.compact import build_compact
 from echo2.rollout.decode_loop import DecodeLoop
 from echo2.rollout.engine import OutOfMemoryError
@@ -50,9 +51,10 @@ def test_no_room_for_a_first_policy_is_said(error: Exception) -> None:
 @pytest.mark.parametrize("name", BUILDERS)
 @pytest.mark.parametrize("changes", [{}, {"tie_word_embeddings": False, "attention_bias": True}])
 def test_weights_without_room_beside_the_old_ones_are_copied_over_them_between_two_tokens(
-    name: str, changes: dict[str, Any]
+    name: str, changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The tokens are those of an engine that had room, and what runs is held up for no longer than it says."""
+    monkeypatch.setattr(linear, "PACK_ITEMS", 1)
     old, new = (snapshot_of(tiny_module("qwen3", seed=seed, **changes), seed) for seed in (0, 1))
     asked, found, pauses = requests(0, samples=8, max_tokens=40), [], []
     for decoder in (cramped(name, MemoryError()), TorchDecoder(BUILDERS[name], "cpu")):

@@ -19,7 +19,7 @@ from echo2.errors import UserError
 from echo2.rollout.engine import RequestFailure
 from echo2.rollout.engines import make_engine
 from echo2.rollout.generate import sample_group, sample_groups
-from echo2.rollout.tokenizer import load_tokenizer, reply_tokens, tokens_with
+from echo2.rollout.tokenizer import decoded, encode_prompt, load_tokenizer, reply_tokens, tokens_with
 from echo2.rollout.turns import derived_seed
 from echo2.transport import limits, messages
 from echo2.types import (
@@ -156,7 +156,7 @@ def test_policy_and_environment_take_turns(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["compact", "transformers"])
-@pytest.mark.parametrize("narrowing", [{}, {"top_k": 4, "top_p": 0.9}])
+@pytest.mark.parametrize("narrowing", [{}, {"top_k": 4, "top_p": 0.9}, {"min_p": 0.1}])
 def test_logprobs_are_those_of_the_whole_text_read_at_once(name: str, narrowing: dict[str, Any]) -> None:
     engine, tokenizer = loaded(name)
     module = tiny_module("qwen3")
@@ -398,6 +398,15 @@ def test_a_new_lineage_ends_the_group() -> None:
     groups, failures = play(engine, load_tokenizer(snapshot.files), Counting(), assignment(0))
     assert groups == {}
     assert failures[0].reason == "snapshot_gone"
+
+
+def test_the_chat_template_gets_the_runs_arguments() -> None:
+    thinks = b"{{ messages[0].content }}{% if thinks is defined and not thinks %}0{% endif %}{{ sign }}="
+    files = tokenizer_files() | {"chat_template.jinja": thinks}
+    plain, told = load_tokenizer(files), load_tokenizer(files, {"thinks": False, "sign": "1"})
+    task = Task(0, (Message("user", "53"),))
+    assert decoded(plain, encode_prompt(task, plain)) == "53="
+    assert decoded(told, encode_prompt(task, told)) == "5301="
 
 
 def test_in_a_chat_the_reply_is_the_users_next_message() -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from array import array
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -11,7 +13,7 @@ from hypothesis import strategies as st
 
 from echo2.runtime.head.accounts import CostBook
 from echo2.runtime.head.broadcast_meter import VERSIONS_MAX, BroadcastMeter
-from echo2.runtime.head.evals import Evals
+from echo2.runtime.head.evals import Evals, pass_at_k
 from echo2.types import RUN_POLICY, GroupRef, Rollout, RolloutGroup, SnapshotRef
 
 
@@ -135,6 +137,30 @@ def test_two_evaluations_at_once_do_not_mix() -> None:
     evals.keep(eval_group(10, 2, 1.0))
     assert evals.finish(2, 0)["eval/accuracy"] == 1.0
     assert evals.finish(1, 0)["eval/accuracy"] == 0.0
+
+
+def test_pass_at_k_is_the_share_of_subsets_with_a_solved_one() -> None:
+    for num_samples in range(1, 8):
+        for num_solved in range(num_samples + 1):
+            samples = [True] * num_solved + [False] * (num_samples - num_solved)
+            for k in range(1, num_samples + 1):
+                chosen = list(itertools.combinations(samples, k))
+                assert pass_at_k(num_samples, num_solved, k) == pytest.approx(sum(map(any, chosen)) / len(chosen))
+
+
+def test_several_rollouts_of_a_task_and_several_sets() -> None:
+    evals = Evals(lambda position: "easy" if position < 1 else "hard")
+    evals.start(2)
+    for position, rewards in ((0, (1.0, 1.0, 0.0, 0.0)), (1, (0.0, 0.0, 0.0, 1.0)), (2, (0.0, 0.0, 0.0, 0.5))):
+        group = eval_group(position, 2, 0.0)
+        rollouts = tuple(replace(group.rollouts[0], reward=reward) for reward in rewards)
+        evals.keep(replace(group, rollouts=rollouts, cursor=position))
+    found = evals.finish(2, num_failed=1)
+    assert found["eval/accuracy"] == pytest.approx((0.5 + 0.25 + 0.125) / 4)
+    assert found["eval/pass@2"] == pytest.approx((5 / 6 + 1 / 2) / 4)
+    assert found["eval/pass@4"] == pytest.approx(2 / 4)
+    assert found["eval/accuracy/easy"] == 0.5
+    assert found["eval/accuracy/hard"] == pytest.approx((0.25 + 0.125) / 2)
 
 
 # ---- broadcasts ------------------------------------------------------------------------------------------------------

@@ -8,9 +8,11 @@ import os
 import random
 import resource
 import signal
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -24,8 +26,10 @@ from echo2.control.head.state import PlannerOptions
 from echo2.errors import UserError
 from echo2.rundir import RunDir, claimed, create, newest_run, read_json, read_metrics, write_atomically
 from echo2.runtime import rotation
+from echo2.runtime.head import metric_copies
 from echo2.runtime.head.eventlog import PARTS_KEPT, EventLog, from_plain, replay, to_plain
-from echo2.runtime.head.metrics import Metrics, Row, TensorBoardSink, WandbSink
+from echo2.runtime.head.metric_copies import Sink, TensorBoardSink, WandbSink
+from echo2.runtime.head.metrics import Metrics, Row
 from echo2.types import RUN_POLICY, GroupRef
 
 OPTIONS = PlannerOptions(groups_per_step=2, group_size=2, max_steps=3)
@@ -198,6 +202,49 @@ def test_tensorboard_gets_every_number(tmp_path: Path) -> None:
     assert b"reward/mean" in data
     assert b"eval/accuracy" in data
     assert b"note" not in data
+
+
+class BadSink(Sink):
+    """Fails at the second row, or waits at the first for as long as it may."""
+
+    def __init__(self, fails: bool) -> None:
+        self.fails, self.go_on, self.steps = fails, threading.Event(), list[int]()
+
+    def write(self, step: int, values: Any) -> None:
+        self.steps.append(step)
+        if not self.fails:
+            self.go_on.wait()
+        elif len(self.steps) == 2:
+            raise OSError("the network is gone")
+
+    def close(self) -> None:
+        pass
+
+
+def test_a_sink_that_fails_costs_its_copy_alone(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    sink = BadSink(fails=True)
+    metrics = Metrics(tmp_path / "metrics.jsonl", [sink])
+    for step in range(1, 3000):
+        metrics.write({"step": step})
+    metrics.close()
+    assert sink.steps == [1, 2]
+    assert "the network is gone" in caplog.text
+    assert [row["step"] for row in read_metrics(tmp_path / "metrics.jsonl")] == [*range(1, 3000)]
+
+
+def test_a_sink_that_stalls_holds_up_nobody(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(metric_copies, "CLOSE_SECONDS", 0.01)
+    sink = BadSink(fails=False)
+    metrics = Metrics(tmp_path / "metrics.jsonl", [sink])
+    for step in range(1, metric_copies.ROWS_MAX + 10):
+        metrics.write({"step": step})
+    metrics.close()
+    assert "rows behind" in caplog.text
+    assert "did not end" in caplog.text
+    assert metrics.last_step == metric_copies.ROWS_MAX + 9
+    sink.go_on.set()
 
 
 @pytest.mark.skipif(importlib.util.find_spec("wandb") is not None, reason="wandb is installed here")

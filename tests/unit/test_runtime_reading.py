@@ -420,30 +420,27 @@ def test_a_checkpoint_of_a_version_that_no_ledger_can_hold_is_refused(tmp_path: 
     run(scenario())
 
 
-# ---- how a rollout ends ---------------------------------------------------------------------------------------------
-
-ENDS = {"config.json": b'{"eos_token_id": 1, "max_position_embeddings": 12}'}
-ENDINGS: dict[str, tuple[str, wire.Sample]] = {
-    "stopped without an end token": ("malformed", sample([5, 7])),
-    "goes on behind an end token": ("malformed", sample([END, 5, END])),
-    "cut off behind its end token": ("malformed", sample(RIGHT, finish="length")),
-    "cut off before its length": ("malformed", sample([5, 7], finish="length")),
-    "longer than the model reads": ("oversized", sample([5] * 10, finish="length")),
-}
-
-
-@pytest.mark.parametrize(("word", "attempt"), ENDINGS.values(), ids=ENDINGS)
-def test_an_rollout_ends_as_sampling_ends_it(tmp_path: Path, word: str, attempt: wire.Sample) -> None:
+def test_the_best_checkpoint_and_those_under_evaluation_are_spared(tmp_path: Path) -> None:
     async def scenario() -> None:
-        raw = settings(rows(tmp_path / "rows.jsonl", "53="))
-        async with OpenHead(tmp_path, raw, tokenizer_files() | ENDS) as open_head, open_head.attending() as leases:
-            await until(lambda: leases)
-            ((accepted, reason),) = await open_head.deliver(delivery(leases[0], [*HONEST[:3], attempt]))
-            assert not accepted
-            assert reason.startswith(word), reason
-            await until(lambda: len(leases) > 1)
-            full = sample([5] * 9, finish="length")  # all that the model reads behind a prompt of 3
-            assert (await open_head.deliver(delivery(leases[-1], [*HONEST[:3], full])))[0][0]
+        source = rows(tmp_path / "rows.jsonl", "53=")
+        raw = settings(source, eval={"source": source, "limit": 1})
+        async with OpenHead(tmp_path, raw) as open_head, open_head.attending() as leases:
+
+            async def spared(*versions: int) -> list[int]:
+                report = wire.CheckpointReport(version=0, oldest_kept=0, epoch=open_head.epoch, versions=versions)
+                return list((await open_head.service.report_checkpoint(LEARNER, report)).spared)
+
+            rounds = open_head.head.planner.evaluation.rounds
+            await until(lambda: any(lease.kind == "eval" for lease in leases))
+            assert await spared(1, 0) == [0]
+            open_head.head.metrics.amend(4, {"eval/accuracy": 0.5})
+            assert await spared(8, 4, 0) == [4, 0]
+            (held_out,) = [lease for lease in leases if lease.kind == "eval"]
+            assert (await open_head.deliver(delivery(held_out, [sample(RIGHT)])))[0][0]
+            await until(lambda: not rounds)
+            assert await spared(8, 4, 0) == [0]  # all right, which is more than half
+            assert await spared(8, 4) == [4]
+            assert await spared(8) == []
 
     run(scenario())
 

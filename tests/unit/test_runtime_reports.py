@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from echo2.errors import PeerError
-from echo2.rundir import read_metrics
+from echo2.rundir import best_version, read_metrics
 from echo2.runtime.head.metrics import KEPT_ROWS, Metrics
 from echo2.transport import wire_pb2 as wire
 from head_cases import LEARNER, OpenHead, delivery, rows, sample, settings, until
@@ -97,8 +97,12 @@ def test_of_many_rows_the_newest_are_in_memory_and_all_can_be_amended(tmp_path: 
     found = {row["step"]: row for row in read_metrics(path)}
     assert sorted(found) == list(range(1, num_rows + 1))
     assert (found[2]["eval/accuracy"], found[num_rows]["eval/accuracy"]) == (0.5, 1.0)
-    assert metrics.evaluated() == [2, num_rows]
+    assert metrics.accuracies == {2: 0.5, num_rows: 1.0}
+    assert best_version([1, 2, num_rows], metrics.accuracies) == num_rows
+    assert best_version([1, 2, 3], metrics.accuracies) == 2
     metrics.truncate(3)
+    assert metrics.accuracies == Metrics(path).accuracies == {2: 0.5}
+    assert best_version([1, 3], metrics.accuracies) is None
     metrics.write({"step": 4})
     assert [row["step"] for row in read_metrics(path)] == [1, 2, 3, 4]
     assert [row["step"] for row in Metrics(path).recent] == [1, 2, 3, 4]

@@ -12,7 +12,7 @@ import pytest
 from echo2.cli import main
 from echo2.errors import PeerError, UserError
 from echo2.rundir import RunDir
-from echo2.runtime.head.tickets import OwnTickets, open_identity
+from echo2.runtime.head.tickets import OwnTickets, open_identity, own_files
 from echo2.transport.identity import Enrolment, PeerIdentity, RunIdentity
 from echo2.transport.tickets import OWN_TICKET_USES, Ticket
 
@@ -26,7 +26,7 @@ class Head:
         self.path, self.rundir = path, RunDir(path / "run")
         self.rundir.path.mkdir(exist_ok=True)
         self.identity = RunIdentity.create_or_load(self.rundir.identity)
-        self.tickets = OwnTickets(self.identity, self.rundir, ADDRESS)
+        self.tickets = OwnTickets(self.identity, own_files(self.rundir), ADDRESS)
         self.tickets.keep()
         self._num_peers = 0
 
@@ -90,7 +90,7 @@ def test_ticket_that_admits_nobody_is_replaced(head: Head, how: str, capsys: pyt
         (head.rundir.identity / "tickets" / f"{old.ticket_id}.json").unlink()
         restarted = Head(head.path)
     else:
-        OwnTickets(head.identity, head.rundir, "203.0.113.6:4700").keep()
+        OwnTickets(head.identity, own_files(head.rundir), "203.0.113.6:4700").keep()
         assert head.ticket.address == "203.0.113.6:4700"
     restarted.tickets.keep()
     assert head.ticket.ticket_id != old.ticket_id
@@ -133,6 +133,23 @@ def test_revoked_worker_is_told_with_its_ticket(head: Head, capsys: pytest.Captu
     peer_id = head.enrol(ticket)
     told = said(capsys, "revoke", head.rundir.path, peer_id)
     assert told == f"{peer_id} is revoked; ticket {ticket}, by which it came, admits nobody any more"
+
+
+def test_revocation_says_to_scripts_who_is_out(head: Head, capsys: pytest.CaptureFixture[str]) -> None:
+    ticket = Ticket.parse(said(capsys, "invite", head.rundir.path)).ticket_id
+    came = [head.enrol(ticket) for _ in range(2)]
+    one = json.loads(said(capsys, "revoke", head.rundir.path, came[0], "--json"))
+    assert one == {
+        "id": came[0],
+        "kind": "worker",
+        "workers": [came[0]],
+        "tickets": [ticket],
+    }
+    every = json.loads(said(capsys, "revoke", head.rundir.path, ticket, "--json"))
+    assert (every["kind"], every["tickets"]) == ("ticket", [ticket])
+    assert set(every["workers"]) == set(came)
+    assert main(["revoke", str(head.rundir.path), "w-nobody", "--json"]) == 2
+    assert "There is no 'w-nobody' to revoke" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

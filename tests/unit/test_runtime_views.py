@@ -95,6 +95,14 @@ def test_a_run_that_never_started_has_no_status(rundir: RunDir) -> None:
         read_status(rundir)
 
 
+def test_a_head_that_was_just_started_again_stands_beside_the_one_that_told(rundir: RunDir) -> None:
+    rundir.status.write_text(json.dumps(status(dead_pid())))
+    rundir.processes.write_text(json.dumps([{"role": "head", "name": "head", "pid": os.getppid()}]))
+    found = read_status(rundir)
+    assert [one["alive"] for one in found["processes"] if one["role"] == "head"] == [False, True]
+    assert found["waits"] == []  # the new one has told nothing
+
+
 def test_status_tells_which_processes_really_live(rundir: RunDir) -> None:
     dead = dead_pid()
     rundir.status.write_text(json.dumps(status(head_pid=os.getpid())))
@@ -154,13 +162,18 @@ def test_what_peers_wrote_reaches_the_terminal_of_status_without_control_charact
     assert len(shown(on)) < 20_000 * 20
 
 
+def poll_again(display: RunDisplay) -> None:
+    display._read_at = display._printed_at = -math.inf
+    display.poll()
+
+
 @pytest.mark.parametrize("is_terminal", [False, True])
 def test_nor_do_they_reach_the_progress_display(rundir: RunDir, is_terminal: bool) -> None:
     rundir.status.write_text(json.dumps(hostile_status()))
     on = console(is_terminal=is_terminal)
     with RunDisplay(rundir, 40, on) as display:
-        display._printed_at = -math.inf
-        display.poll()
+        poll_again(display)
+        poll_again(display)
     assert "forged" in shown(on)
     ours = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]|\r", "", shown(on)) if is_terminal else shown(on)  # how rich redraws
     assert not controls(ours)
@@ -327,18 +340,26 @@ def write_progress(rundir: RunDir) -> None:
     rundir.metrics.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
-def test_without_a_terminal_progress_is_one_line_now_and_then(rundir: RunDir) -> None:
+def test_without_a_terminal_progress_is_one_line_of_eighty_columns_now_and_then(rundir: RunDir) -> None:
     write_progress(rundir)
     on = console(width=40)
     with RunDisplay(rundir, 40, on) as display:
         display.poll()
         display.poll()
-    (line,) = shown(on).splitlines()
-    assert line.startswith("step 3/40  reward 0.750 ▁▄█")
-    assert "held-out 0: 0.250" in line
-    assert line.endswith("head waits for learner: none is connected")
-    assert "weights version 3 at 0 workers, on its way to 3  1 fetching, the slowest 63%" in line
-    assert "new weights reach the workers in 1.2 s  suspected: w-far" in line
+        assert shown(on) == "step 3/40  reward 0.750  held-out 0.250  idle 0%  workers 0  $0.000\n"
+
+
+def test_without_a_terminal_who_waits_is_said_where_nothing_happens_and_what_failed_once(rundir: RunDir) -> None:
+    write_progress(rundir)
+    rundir.status.write_text(json.dumps(status(os.getpid()) | {"failures": [FAILED]}))
+    on = console()
+    with RunDisplay(rundir, 40, on) as display:
+        for _ in range(3):
+            poll_again(display)
+    lines = shown(on).splitlines()
+    assert [line.partition(" ")[0] for line in lines if line[0] != " "] == ["step", "10", "step", "step"]
+    assert [line.strip() for line in lines if line[0] == " "][-1] == "head waits for learner: none is connected"
+    assert not lines[1].startswith(" ")
 
 
 def test_before_the_first_status_there_is_little_to_say(rundir: RunDir) -> None:

@@ -123,14 +123,22 @@ def test_what_the_user_must_mend_ends_the_worker() -> None:
 
 def test_closing_starts_nothing_more() -> None:
     """The slots of what is aborted would go to leases that wait."""
+    go_on, steps = threading.Event(), []
+
+    def before(step: int) -> None:
+        steps.append(step)
+        if step == 1:
+            go_on.wait(60)
 
     async def story() -> None:
-        bench = Bench()
-        at_the_end = bench.sampler.start
-        bench.sampler._dispatch = lambda event: at_the_end(assignment(2))
+        bench = Bench(before)
+        waiting = [assignment(2)]
+        bench.sampler._dispatch = lambda event: bench.sampler.start(waiting.pop()) if waiting else None
         bench.sampler.start(assignment(1))
-        await until(lambda: bench.engine.free_slots < 8)
-        await bench.sampler.close()
+        await until(lambda: 1 in steps)
+        closing = asyncio.ensure_future(bench.sampler.close())
+        asyncio.get_running_loop().call_soon(go_on.set)  # no rollout ends before the close has begun
+        await closing
         await until(lambda: bench.sampler.doing == "waiting")
         assert bench.errors == []
 

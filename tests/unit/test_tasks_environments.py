@@ -7,7 +7,9 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -55,6 +57,23 @@ class Own:
 
 class NoStep: pass
 class LongStop(Own): stop = "ab"
+"""
+SLOW = """
+import asyncio, os, time
+
+class Slow:
+    def __init__(self, columns, seed):
+        self.said = ""
+
+    async def step(self, action):
+        await asyncio.sleep(0.3)
+        match action:
+            case "raise": raise KeyError("nothing here")
+            case "never": await asyncio.Event().wait()
+            case "die": os._exit(7)
+            case "hang": time.sleep(1000)
+        self.said += action
+        return self.said, 1.0, False
 """
 BAD_ANSWERS = {
     "raise": r"own.py:\d+ in step: KeyError: 'nothing here'",
@@ -237,3 +256,30 @@ def test_a_step_that_was_given_up_ends_by_itself_and_the_process_goes_on(own: st
                 await work
 
     asyncio.run(story())
+
+
+@pytest.mark.parametrize("bad", ["raise", "never", "die", "hang"])
+def test_asynchronous_steps_wait_together_and_fail_alone(tmp_path: Path, bad: str) -> None:
+    """Sixty rollouts of five steps; in the third step one of them goes wrong, and only that one is lost."""
+    (tmp_path / "slow.py").write_text(SLOW)
+
+    async def one(asked: EnvironmentProcess, number: int) -> str:
+        begun = asked.begin({}, number)
+        for turn in range(5):
+            is_bad = number == 7 and turn == 2
+            reply = await asked.step(begun, bad if is_bad else f"{number},")
+        asked.end(begun)
+        return reply.text
+
+    async def scene() -> list[Any]:
+        asked = EnvironmentProcess(f"{tmp_path}/slow.py:Slow", call_seconds=3.0)
+        await asked.start()
+        outcomes = await asyncio.gather(*(one(asked, number) for number in range(60)), return_exceptions=True)
+        await asked.close()
+        return outcomes
+
+    started = time.monotonic()
+    outcomes = asyncio.run(scene())
+    assert time.monotonic() - started < 60  # one after the other: 90 s of waiting alone
+    assert [n for n, said in enumerate(outcomes) if said != f"{n}," * 5] == [7]
+    assert isinstance(outcomes[7], UserError)

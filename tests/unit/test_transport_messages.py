@@ -110,8 +110,10 @@ PARAMS = st.builds(
     SamplingParams,
     temperature=st.floats(0, 100),
     top_p=st.floats(0, 1, exclude_min=True),
+    min_p=st.floats(0, 1, exclude_max=True),
     top_k=st.integers(0, 2**32 - 1),
     max_tokens=st.integers(1, limits.TOKENS_MAX),
+    stop=st.lists(st.text(min_size=1, max_size=9), max_size=3).map(tuple),
 )
 
 
@@ -381,6 +383,11 @@ BAD_LEASES: dict[str, Spoil] = {
     "temperature NaN": lambda m: setattr(m, "temperature", math.nan),
     "top_p 0": lambda m: setattr(m, "top_p", 0.0),
     "top_p above 1": lambda m: setattr(m, "top_p", 1.01),
+    "empty stop string": lambda m: m.stop.append(""),
+    "long stop string": lambda m: m.stop.append("a" * 129),
+    "many stop strings": lambda m: m.stop.extend("abcdefghijklmnopq"),
+    "min_p 1": lambda m: setattr(m, "min_p", 1.0),
+    "min_p NaN": lambda m: setattr(m, "min_p", math.nan),
     "top_p NaN": lambda m: setattr(m, "top_p", math.nan),
     "deadline": lambda m: setattr(m, "deadline", math.inf),
     "negative seconds": lambda m: setattr(m, "seconds", -1.0),

@@ -94,6 +94,7 @@ class OriginNode:
         self._is_closed = False
         self.finished: dict[PayloadId, set[str]] = {}
         self.suspects: dict[str, str] = {}
+        self.sources: dict[str, list[str]] = {}  # whom each worker takes the newest weights from
         self.peer_bytes = 0
         self._carry: dict[type[Any], Callable[[Any], None]] = {
             do.SetRoutes: self._set_routes,
@@ -135,6 +136,7 @@ class OriginNode:
             dialling.cancel()
         if self._members.pop(worker_id, None) is not None:
             self._progress.pop(worker_id, None)
+            self.sources.pop(worker_id, None)
             self._hosts.pop(worker_id, None)
             self._tickets.pop(worker_id, None)
             self._happen(ev.MemberLeft(worker_id, reason))
@@ -201,6 +203,7 @@ class OriginNode:
 
     def _set_routes(self, command: do.SetRoutes) -> None:
         sources = list(dict.fromkeys(command.sources))
+        self.sources[command.worker_id] = sources
         number = {source: index for index, source in enumerate(sources)}
         routes = wire.Routes(
             payload=encode_payload(command.payload),

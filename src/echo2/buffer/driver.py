@@ -10,8 +10,8 @@ holds, and every party asks again for what it did not get.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from dataclasses import asdict, dataclass
+from typing import Any, Protocol
 
 from echo2.buffer.ledger import Ledger
 from echo2.buffer.records import LedgerState
@@ -20,6 +20,7 @@ from echo2.control.head import events as ev
 from echo2.control.head.planner import Planner
 from echo2.control.head.policies import Policies
 from echo2.control.head.state import PlannerOptions
+from echo2.control.head.trust import Trust
 from echo2.errors import InvariantError, UserError
 from echo2.types import Attachment, GroupRef, SnapshotRef
 
@@ -36,6 +37,7 @@ _RECORDED = frozenset(
         do.RecordStep,
         do.RecordLearner,
         do.RecordCheckpoint,
+        do.RecordTrust,
     }
 )
 
@@ -153,6 +155,8 @@ class Driver:
                 ledger.learner_joined(command.version, command.lineage, now)
             case do.RecordCheckpoint():
                 ledger.checkpoint(command.version, command.oldest_kept)
+            case do.RecordTrust():
+                ledger.keep_trust(command.ticket, asdict(command.trust))
 
 
 def _data(group: GroupRef, attachment: Attachment | None) -> bytes:
@@ -204,5 +208,10 @@ def _head_started(policy: str, state: LedgerState, stored: Stored) -> ev.HeadSta
         # After a fall-back that a kill cut short, later ones may be told that count no more.
         evaluated=tuple(sorted(version for version in stored.evaluated if version <= state.version)),
         machines=stored.machines,
+        trust=tuple((ticket, _trust(plain)) for ticket, plain in state.trust.items()),
         policy=policy,
     )
+
+
+def _trust(plain: Mapping[str, Any]) -> Trust:
+    return Trust(**{**plain, "history": tuple((at, what) for at, what in plain["history"])})

@@ -16,14 +16,14 @@ from __future__ import annotations
 
 import json
 import sqlite3
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from copy import copy
 from pathlib import Path
 from typing import Any
 
 from echo2.buffer.records import GroupRecord, LeaseRecord, LedgerState
-from echo2.buffer.schema import TRANSITIONS, open_for_writing, unusable
+from echo2.buffer.schema import TRANSITIONS, TRUST_KEY, open_for_writing, unusable
 from echo2.errors import InvariantError, UserError
 from echo2.types import RUN_POLICY
 
@@ -285,6 +285,11 @@ class Ledger:
                     (self.policy, self.policy, oldest_kept),
                 )
 
+    def keep_trust(self, ticket: str, trust: Mapping[str, Any]) -> None:
+        """Keep what is known of the strangers of a ticket, in place of what was."""
+        with self._transaction():
+            self._put_meta(f"{self.policy}{TRUST_KEY}{ticket}", trust)
+
     def rollouts(self, number: int) -> bytes:
         """The delivered bytes of a group, with those of its scores behind them once it is scored.
 
@@ -347,6 +352,7 @@ class Ledger:
                 leases=tuple(LeaseRecord(*row) for row in leases),
                 checkpoint_version=checkpoint_version,
                 oldest_kept=oldest_kept,
+                trust=self._trust(),
             )
 
     # ---- inside a transaction ----------------------------------------------------------------------------------------
@@ -405,6 +411,11 @@ class Ledger:
     def _next_lease_id(self) -> int:
         recorded = int(self._execute("SELECT coalesce(max(lease_id), 0) FROM leases").fetchone()[0])
         return 1 + max(recorded, int(self._meta("last_lease_id", 0)))
+
+    def _trust(self) -> dict[str, Any]:
+        mine = f"{self.policy}{TRUST_KEY}"
+        rows = self._execute("SELECT key, value FROM meta WHERE substr(key, 1, ?) = ? ORDER BY key", (len(mine), mine))
+        return {row["key"].removeprefix(mine): json.loads(row["value"]) for row in rows}
 
     def _meta(self, key: str, default: Any) -> Any:
         with self._mapped_errors():

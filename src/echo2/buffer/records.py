@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +51,7 @@ class LedgerState:
     groups, leases     in order of their numbers and ids
     checkpoint_version, oldest_kept
                        of the newest checkpoint that was reported, and of the oldest one that was kept then
+    trust              what was last kept of each ticket
     """
 
     version: int
@@ -60,3 +63,4 @@ class LedgerState:
     leases: tuple[LeaseRecord, ...]
     checkpoint_version: int = -1
     oldest_kept: int = 0
+    trust: Mapping[str, Any] = field(default_factory=dict)

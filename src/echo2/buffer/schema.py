@@ -25,6 +25,8 @@ from types import MappingProxyType
 from echo2.errors import NoRoomError, UserError
 
 SCHEMA_VERSION = 3
+#: In a key of `meta`, between a policy and the ticket of which is kept what is known.
+TRUST_KEY = ".trust."
 BUSY_SECONDS = 5.0  # how long a transaction waits for another process before it gives up
 
 TRANSITIONS: Mapping[str, Mapping[str, str]] = MappingProxyType(

@@ -3,7 +3,7 @@
     [[offers]]
     name = "rtx5090"
     price_usd_per_hour = 0.35
-    rollouts_per_second = 0.31      # rewarded rollouts; leave it out and `echo2 probe` on such a machine tells you
+    rollouts_per_second = 0.31      # without the reward; leave it out and `echo2 probe` on such a machine tells you
     count = 12
 
 Every field, its meaning and its default: `Offer`. What may be unknown is the rate alone.

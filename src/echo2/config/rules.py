@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import fields
 from typing import TYPE_CHECKING
 
+from echo2.config.engines import SERVERS
 from echo2.errors import UserError, did_you_mean
 from echo2.types import DEFAULT_LOGGED_ROLLOUTS
 
@@ -79,16 +80,23 @@ def _check_deterministic(config: Config) -> None:
             f"run.deterministic = true excludes {' and '.join(excluded)}: what that does follows from measured times, "
             "which are never the same twice. Leave one of them out."
         )
+    if config.run.deterministic and config.workers.engine in SERVERS:
+        raise UserError(
+            f"run.deterministic = true, and workers.engine = {config.workers.engine!r}: a token server makes its own "
+            "batches, on which the last bits depend. Take another engine, or leave run.deterministic out."
+        )
 
 
 def _check_logs(config: Config) -> None:
     """Rollouts from a log (`tasks/logs.py`) are trained on as they are: nothing about them can be set."""
-    if config.eval.source.startswith("logs:"):
+    if any(source.startswith("logs:") for source in config.eval.sets.values()):
         raise UserError(
             f"eval.source = {config.eval.source!r}: a log says what was done and not what the policy does. Name tasks."
         )
-    if not config.tasks.source.startswith("logs:"):
+    if not any(source.startswith("logs:") for source in config.tasks.sources):
         return
+    if len(config.tasks.sources) > 1:
+        raise UserError(f"tasks.source = {config.tasks.source}: a log is trained on alone, not beside other sources.")
     rollouts = config.tasks.params.get("rollouts", DEFAULT_LOGGED_ROLLOUTS)
     if rollouts != config.sampling.group_size:
         raise UserError(
@@ -104,15 +112,27 @@ def _check_centering(config: Config) -> None:
     if not config.sampling_params.top_logprobs:
         return
     sampling = config.sampling
-    if sampling.top_k or sampling.top_p < 1.0:
+    if config.sampling_params.is_narrow:
         raise UserError(
-            f"learner.loss_params.score_centering with sampling.top_k = {sampling.top_k} and sampling.top_p = "
-            f"{sampling.top_p}: its tail is modelled over the whole vocabulary. Set top_k = 0 and top_p = 1."
+            f"learner.loss_params.score_centering with sampling.top_k = {sampling.top_k}, top_p = {sampling.top_p} and "
+            f"min_p = {sampling.min_p}: its tail is modelled over the whole vocabulary. Set 0, 1 and 0."
         )
-    if config.tasks.source.startswith("logs:"):
+    if any(source.startswith("logs:") for source in config.tasks.sources):
         raise UserError(
             f"learner.loss_params.score_centering with tasks.source = {config.tasks.source!r}: a log says nothing of "
             "the tokens that were not drawn. Leave it out."
+        )
+
+
+def _check_stop(config: Config) -> None:
+    """Where a turn ends is an environment's to say; in a log rollouts have ended."""
+    is_logged = any(source.startswith("logs:") for source in config.tasks.sources)
+    if config.sampling.stop and (config.tasks.environment or is_logged):
+        what = f"tasks.{'source' if is_logged else 'environment'}"
+        other = config.tasks.source if is_logged else config.tasks.environment
+        raise UserError(
+            f"sampling.stop = {config.sampling.stop} with {what} = {other!r}: it ends rollouts of one turn that are "
+            "sampled. Leave it out; an environment's class may have a `stop` of its own."
         )
 
 
@@ -135,6 +155,7 @@ def check_together(config: Config) -> None:
     _check_deterministic(config)
     _check_logs(config)
     _check_centering(config)
+    _check_stop(config)
     _check_lora(config)
     for section in fields(config):
         for setting in fields(getattr(config, section.name)):
@@ -160,6 +181,36 @@ def check_together(config: Config) -> None:
         )
     for target in config.run.log_to:
         kind, _, project = target.partition(":")
-        if target != "tensorboard" and (kind != "wandb" or not project):
-            raise UserError(f"run.log_to has {target!r}: expected tensorboard or wandb:<project>.")
+        if target != "tensorboard" and (kind not in ("wandb", "wandb+rollouts") or not project):
+            raise UserError(
+                f"run.log_to has {target!r}: expected tensorboard, wandb:<project> or wandb+rollouts:<project>."
+            )
     config.head.address  # noqa: B018  it is checked when it is read
+
+
+def host_and_port(text: str, setting: str, example: str) -> tuple[str, int]:
+    """HOST:PORT to listen on; an IPv6 address may stand in brackets.
+
+    Raises:
+        UserError: it is not.
+    """
+    host, _, port = text.rpartition(":")
+    if not host or not port.isdecimal() or int(port) > 65535:
+        raise UserError(f"{setting} = {text!r}: expected HOST:PORT, for example {example}.")
+    return host.strip("[]"), int(port)
+
+
+def weighted(entry: str, setting: str = "reward.functions") -> tuple[float, str]:
+    """(weight, name) of an entry of a list in which each may have a weight: "name" has 1, "0.2 * name" has 0.2.
+
+    Raises:
+        UserError: what stands before the * is no finite number.
+    """
+    number, star, name = entry.rpartition("*")
+    try:
+        weight = float(number) if star else 1.0
+    except ValueError:
+        weight = math.nan
+    if not math.isfinite(weight):
+        raise UserError(f"{setting} has {entry!r}: expected a name, or a weight and a name as in '0.2 * math'.")
+    return weight, name.strip()

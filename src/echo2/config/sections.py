@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
 from msgspec import Meta
 
 from echo2.config.engines import ENGINES
-from echo2.config.rules import check_together
-from echo2.errors import InvariantError, UserError
-from echo2.types import SamplingParams
+from echo2.config.rules import check_together, host_and_port, weighted
+from echo2.errors import InvariantError
+from echo2.types import STOP_CHARS_MAX, STOP_STRINGS_MAX, SamplingParams
 
 
 def _doc(text: str, **bounds: Any) -> Meta:
@@ -28,7 +29,8 @@ class RunConfig:
         _doc("Fix which version samples a group, the batch shapes and the order of sums: same seed, same weights."),
     ] = False
     log_to: Annotated[
-        list[str], _doc("Where metrics go as well: tensorboard | wandb:<project of Weights & Biases>.")
+        list[str],
+        _doc("Where metrics go as well: tensorboard | wandb:<project of Weights & Biases> | wandb+rollouts:<project>."),
     ] = field(default_factory=list)
 
 
@@ -37,6 +39,10 @@ class ModelConfig:
     """The policy."""
 
     path: Annotated[str, _doc("A Hugging Face model directory or hub id.")] = ""
+    chat_template_args: Annotated[
+        dict[str, bool | int | float | str],
+        _doc("Arguments of the model's chat template, e.g. {enable_thinking = false}."),
+    ] = field(default_factory=dict)
     snapshot_dtype: Annotated[
         Literal["float32", "bfloat16"],
         _doc("Precision of the weights that workers get. The learner keeps its own in float32."),
@@ -68,29 +74,50 @@ class TasksConfig:
     """What to solve."""
 
     source: Annotated[
-        str,
+        str | list[str],
         _doc(
             "rows.jsonl | rows.parquet | a Hugging Face dataset directory | hub:owner/name, #split at the end | "
-            "reasoning_gym:<name> | logs:rollouts.jsonl | digit_sorting | file.py:Class | "
-            "package.module:Class."
+            "reasoning_gym:<name> | verifiers:<taskset> | logs:rollouts.jsonl | digit_sorting | file.py:Class | "
+            'package.module:Class. Or several, in shares: ["0.7 * rows.jsonl", "0.3 * digit_sorting"].'
         ),
     ] = ""
     params: Annotated[
-        dict[str, Any], _doc("Arguments of a generated source, or {prompt = ...} of columns that are read.")
+        dict[str, Any], _doc("Arguments of a generated source, or {prompt = ...} of columns that are read; of each.")
     ] = field(default_factory=dict)
     environment: Annotated[
-        str, _doc("What answers the policy's turns: file.py:Class | package.module:Class. Empty: nobody.")
+        str,
+        _doc(
+            "What answers the policy's turns: file.py:Class | package.module:Class; or what plays by itself: "
+            "harness:file.py:Class | verifiers | openenv:http://HOST:PORT."
+        ),
     ] = ""
+
+    @property
+    def sources(self) -> tuple[str, ...]:
+        """The sources that are named, without their weights."""
+        if isinstance(self.source, str):
+            return (self.source,) if self.source else ()
+        return tuple(weighted(entry, "tasks.source")[1] for entry in self.source)
 
 
 @dataclass(frozen=True, slots=True)
 class EvalConfig:
     """Held-out evaluation, done by the workers with published snapshots."""
 
-    source: Annotated[str, _doc("Held-out tasks, written like tasks.source. Empty: no evaluation.")] = ""
+    source: Annotated[
+        str | dict[str, str],
+        _doc("Held-out tasks, written like tasks.source; or several sets by name. Empty: no evaluation."),
+    ] = ""
     params: Annotated[dict[str, Any], _doc("Arguments of a generated source.")] = field(default_factory=dict)
+    samples: Annotated[int, _doc("Rollouts of each task: above 1 also pass@k.", ge=1, le=1024)] = 1
     every: Annotated[int, _doc("Evaluate every so many steps (0: only before and after).", ge=0)] = 0
-    limit: Annotated[int, _doc("Tasks per evaluation.", ge=1)] = 256
+    limit: Annotated[int, _doc("Tasks of each set per evaluation.", ge=1)] = 256
+
+    @property
+    def sets(self) -> Mapping[str, str]:
+        """The source of each held-out set by name; of a single one the name is empty."""
+        named = {"": self.source} if isinstance(self.source, str) else self.source
+        return {name: source for name, source in named.items() if source}
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +142,14 @@ class SamplingConfig:
     temperature: Annotated[float, _doc("Sampling temperature.", gt=0.0)] = 1.0
     top_p: Annotated[float, _doc("Nucleus: smallest set of tokens with this mass (1: all).", gt=0.0, le=1.0)] = 1.0
     top_k: Annotated[int, _doc("Most likely tokens kept (0: all).", ge=0)] = 0
+    min_p: Annotated[
+        float, _doc("Least probability of a token that is kept, as a share of the most likely one's.", ge=0.0, lt=1.0)
+    ] = 0.0
     max_tokens: Annotated[int, _doc("Longest completion in tokens.", ge=1, le=1_048_576)] = 256
+    stop: Annotated[
+        list[Annotated[str, Meta(min_length=1, max_length=STOP_CHARS_MAX)]],
+        _doc("Strings that end a rollout of one turn, as the end token does.", max_length=STOP_STRINGS_MAX),
+    ] = field(default_factory=list)
     max_turns: Annotated[int, _doc("Turns of a rollout in an environment, at most.", ge=1, le=10_000)] = 16
     groups_per_batch: Annotated[
         int, _doc("Groups that a worker decodes at once, unless it offers fewer slots.", ge=1, le=4096)
@@ -188,7 +222,8 @@ class LearnerConfig:
         int, _doc("Updates a step makes, each with an equal part of its groups. Above 1 it is not on-policy.", ge=1)
     ] = 1
     checkpoint_every: Annotated[int, _doc("Steps between checkpoints.", ge=1)] = 10
-    keep_checkpoints: Annotated[int, _doc("Newest checkpoints kept.", ge=1)] = 2
+    keep_checkpoints: Annotated[int, _doc("Newest checkpoints kept, beside the best one that was evaluated.", ge=1)] = 2
+    keep_every: Annotated[int, _doc("Checkpoints of each Nth step are kept for good (0: none).", ge=0)] = 0
     price_usd_per_hour: Annotated[float, _doc("What the learner's machine costs.", ge=0.0)] = 0.0
 
 
@@ -234,10 +269,7 @@ class HeadConfig:
         Raises:
             UserError: it is not HOST:PORT.
         """
-        host, _, port = self.listen.rpartition(":")
-        if not host or not port.isdecimal() or int(port) > 65535:
-            raise UserError(f"head.listen = {self.listen!r}: expected HOST:PORT, for example 0.0.0.0:7341.")
-        return host.strip("[]"), int(port)
+        return host_and_port(self.listen, "head.listen", "0.0.0.0:7341")
 
 
 @dataclass(frozen=True, slots=True)
@@ -265,12 +297,20 @@ class Config:
         """How training rollouts are drawn."""
         sampling = self.sampling
         top_logprobs = int(self.learner.loss_params.get("score_centering", 0))
-        return SamplingParams(sampling.temperature, sampling.top_p, sampling.top_k, sampling.max_tokens, top_logprobs)
+        return SamplingParams(
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            top_k=sampling.top_k,
+            max_tokens=sampling.max_tokens,
+            top_logprobs=top_logprobs,
+            min_p=sampling.min_p,
+            stop=tuple(sampling.stop),
+        )
 
     @property
     def eval_params(self) -> SamplingParams:
         """Of evaluation: from the whole distribution, as the policy is."""
-        return SamplingParams(1.0, 1.0, 0, self.sampling.max_tokens)
+        return SamplingParams(max_tokens=self.sampling.max_tokens, stop=tuple(self.sampling.stop))
 
     @property
     def swap(self) -> Literal["between", "during"]:

@@ -22,12 +22,10 @@ from echo2.config.sections import Config, LoraConfig
 from echo2.documents import parse_json
 from echo2.errors import UserError
 from echo2.learner.model import Policy, load_policy
+from echo2.rollout.adapter import PREFIX
 from echo2.types import Snapshot
 from echo2.weights.adapter_files import ADAPTER_CONFIG, ADAPTER_WEIGHTS, adapter_config, lora_targets
-from echo2.weights.model_files import find_model, map_base_model
-
-PREFIX = "base_model.model."
-"""Of every tensor name in PEFT's files."""
+from echo2.weights.model_files import find_model, read_base_model
 
 
 class BaseModel:
@@ -52,6 +50,8 @@ class BaseModel:
         ]
         self._tuner: Any = None
         self._num_adapters = 0
+        self._tuned: list[Any] = []  # layers that have adapters
+        self._engaged: str | None = ""  # "": whatever PEFT made of it
 
     def adapter(self, lora: LoraConfig, seed: int) -> Adapter:
         """A new adapter: the same for the same settings and seed, on every device.
@@ -61,6 +61,7 @@ class BaseModel:
         """
         from peft import LoraConfig as PeftConfig  # two seconds: only where there are adapters
         from peft import LoraModel
+        from peft.tuners.tuners_utils import BaseTunerLayer
 
         targets = lora_targets(self._linear, lora.targets)
         name, module = f"adapter{self._num_adapters}", self.policy.module
@@ -73,8 +74,16 @@ class BaseModel:
             self._tuner.peft_config[name] = peft_config
             self._tuner.inject_adapter(module, name)
         self._num_adapters += 1
+        self._tuned, self._engaged = [part for part in module.modules() if isinstance(part, BaseTunerLayer)], ""
         files = {**self.snapshot.files, ADAPTER_CONFIG: adapter_config(lora, targets, self.snapshot.ref)}
         return Adapter(self, name, files, seed)
+
+    def remove(self, adapter: Adapter) -> None:
+        """Forget an adapter of this model: what it took of memory is free when nobody else holds its tensors."""
+        for layer in self._tuned:
+            layer.set_adapter([])  # PEFT would engage another in the place of one that computes
+        self._engaged = ""
+        self._tuner.delete_adapter(adapter.name)
 
     def alone(self) -> Policy:
         """The base model as a policy, whatever adapters it has."""
@@ -82,13 +91,13 @@ class BaseModel:
 
     def engage(self, name: str | None) -> None:
         """From now on this adapter computes, or none."""
-        from peft.tuners.tuners_utils import BaseTunerLayer
-
-        for layer in self.policy.module.modules():
-            if isinstance(layer, BaseTunerLayer):
-                layer.enable_adapters(name is not None)
-                if name is not None:
-                    layer.set_adapter(name)
+        if name == self._engaged:
+            return
+        for layer in self._tuned:
+            layer.enable_adapters(name is not None)
+            if name is not None:
+                layer.set_adapter(name)
+        self._engaged = name
 
 
 class Adapter(Policy):
@@ -99,7 +108,10 @@ class Adapter(Policy):
     def __init__(self, base: BaseModel, name: str, files: Mapping[str, bytes], seed: int) -> None:
         super().__init__(base.policy.module, files, base.policy.device)
         self.base, self.base_model = base, base.snapshot.ref
-        self._name = name
+        # Of the model alone: how data is laid out, and so the last bits, must not depend on who else is here.
+        self.pair_cost = base.policy.pair_cost
+        self.ends_with_output_layer = base.policy.ends_with_output_layer
+        self.name = name
         own = f".{name}."
         self._parameters = {
             PREFIX + key.replace(own, "."): parameter for key, parameter in self.module.named_parameters() if own in key
@@ -122,7 +134,7 @@ class Adapter(Policy):
 
     @contextmanager
     def engaged(self) -> Iterator[None]:
-        self.base.engage(self._name)
+        self.base.engage(self.name)
         yield
 
     def check_checkpoint(self, directory: Path, base_model: str | None) -> None:
@@ -163,7 +175,7 @@ def load_base(path: str, device: str) -> BaseModel:
         UserError: nothing usable is there, or the device is not.
     """
     directory = find_model(path)
-    snapshot = map_base_model(directory)
+    snapshot = read_base_model(directory)
     policy = load_policy(str(directory), "stored", device)
     if policy.device.type == "cpu" and policy.dtype in (torch.bfloat16, torch.float16):
         policy.module.float()

@@ -315,7 +315,8 @@ def _loss_side(strips: Sequence[_Strip]) -> tuple[Tensor, LossTokens, tuple[Supp
         top_policy_nk=top_behaviour_nk,
         entropy_n=torch.zeros(sum(len(at) for at in losses)),
     )
-    target_n = column("tokens", np.int32).to(torch.int64)
+    targets = [_int_array(datum.tokens if datum.targets is None else datum.targets) for datum in data]
+    target_n = torch.from_numpy(np.concatenate([each[at] for each, at in zip(targets, losses, strict=True)]))
     return target_n, loss_tokens, _supports(data, losses)
 
 

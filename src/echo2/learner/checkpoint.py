@@ -18,14 +18,14 @@ import logging
 import os
 import re
 import shutil
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from blake3 import blake3
 
-from echo2.documents import parse_json
+from echo2.documents import parse_json, safetensors_pieces
 from echo2.errors import UserError, write_failed
 from echo2.types import StoredTensor
 
@@ -33,7 +33,6 @@ log = logging.getLogger(__name__)
 
 FORMAT = 2
 STATE_FILE = "state.json"
-PIECE_BYTES = 16 << 20  # that are in memory for a tensor that is on a device
 _STEP_NAME = re.compile(r"step_(\d+)")
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
@@ -68,17 +67,17 @@ def recover(root: Path) -> Path | None:
     return None
 
 
-def prune(root: Path, keep: int) -> int:
-    """Delete all but the newest `keep` whole checkpoints (and all torn ones older than those); the oldest version
-    kept.
-    """
-    whole = [path for path in _newest_first(root) if read_state(path) is not None]
-    kept = whole[:keep]
-    oldest = _version_of(kept[-1]) if kept else 0
+def versions(root: Path) -> list[int]:
+    """Of the checkpoints that seem whole (see `read_state`), the newest first."""
+    return [_version_of(path) for path in _newest_first(root) if read_state(path) is not None]
+
+
+def prune(root: Path, keep: int, spared: Collection[int] = ()) -> None:
+    """Delete all checkpoints that are older than the newest `keep` whole ones, but those of the `spared` versions."""
+    oldest = min(versions(root)[:keep], default=0)
     for path in _newest_first(root):
-        if path not in kept and _version_of(path) < oldest:
+        if _version_of(path) < oldest and _version_of(path) not in spared:
             shutil.rmtree(path)
-    return oldest
 
 
 def read_state(directory: Path) -> dict[str, Any] | None:
@@ -179,25 +178,6 @@ def _cleaned_up(directory: Path) -> Iterator[Path]:
             "some space (or lower learner.keep_checkpoints) and resume."
         )
         raise write_failed(error, message) from error
-
-
-def safetensors_pieces(tensors: Mapping[str, StoredTensor]) -> Iterable[bytes | memoryview]:
-    """The bytes of a safetensors file, piece by piece, so that weights are never in memory twice (the library's own
-    writer takes them all at once).
-    """
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    offset = 0
-    for name, tensor in tensors.items():
-        end = offset + tensor.num_bytes
-        header[name] = {"dtype": tensor.dtype, "shape": list(tensor.shape), "data_offsets": [offset, end]}
-        offset = end
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    yield len(text).to_bytes(8, "little")
-    yield text
-    for tensor in tensors.values():
-        for start in range(0, tensor.num_bytes, PIECE_BYTES):
-            yield tensor.read(start, min(start + PIECE_BYTES, tensor.num_bytes))
 
 
 def _newest_first(root: Path) -> list[Path]:

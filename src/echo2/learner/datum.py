@@ -22,6 +22,7 @@ class Datum:
     source              who made it, for statistics
     support_*           as in `types.Rollout`: the tokens that each could have been, where sampling was narrowed
     top_*               as in `types.Rollout`: the sampler's most likely tokens and their logprobs; empty: not known
+    targets             'i' [T], what is predicted in the place of each token; None: the token itself
     """
 
     prompt_tokens: array[int]
@@ -38,6 +39,7 @@ class Datum:
     support_offsets: array[int] | None = None
     top_tokens: array[int] = field(default_factory=lambda: array("i"))
     top_logprobs: bytes = b""
+    targets: array[int] | None = None
 
     @property
     def num_inputs(self) -> int:

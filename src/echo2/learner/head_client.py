@@ -19,7 +19,7 @@ import json
 import logging
 import os
 import socket
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
@@ -173,15 +173,17 @@ class HeadClient:
             self._publisher.published(await self._send(self._publisher.whole(ref), started))
         self.published.add(ref.version)
 
-    async def report_checkpoint(self, version: int, oldest_kept: int) -> None:
-        """A checkpoint of `version` is durable; none older than `oldest_kept` exists any more."""
-        request = wire.CheckpointReport(version=version, oldest_kept=oldest_kept)
+    async def report_checkpoint(self, version: int, oldest_kept: int, versions: Sequence[int]) -> Collection[int]:
+        """A checkpoint of `version` is durable, and the learner will resume from none older than `oldest_kept`. Of
+        `versions`, which have checkpoints, those that the head wants spared.
+        """
+        request = wire.CheckpointReport(version=version, oldest_kept=oldest_kept, versions=versions)
 
-        async def attempt() -> None:
+        async def attempt() -> Collection[int]:
             request.epoch = self._epoch
-            await self._link.call("ReportCheckpoint", request, CALL_SECONDS)
+            return frozenset((await self._link.call("ReportCheckpoint", request, CALL_SECONDS)).spared)
 
-        await self._patiently("ReportCheckpoint", attempt)
+        return await self._patiently("ReportCheckpoint", attempt)
 
     async def report_doing(self, text: str) -> None:
         """One line for people. Tried once: the next one is along in a moment."""

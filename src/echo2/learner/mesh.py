@@ -34,7 +34,7 @@ WORD_TIMEOUT = timedelta(days=7)
 RENDEZVOUS_VARIABLE = "ECHO2_RENDEZVOUS"
 
 
-class Run(Protocol):
+class ModuleRun(Protocol):
     """Through which a model's weights are used."""
 
     def __call__(self, compute: Callable[[], R]) -> R:
@@ -80,7 +80,7 @@ class Mesh:
         """What each rank gives, in the order of ranks, on every rank."""
         return [data]
 
-    def shard(self, module: nn.Module) -> Run:
+    def shard(self, module: nn.Module) -> ModuleRun:
         """Cut the module's weights over the ranks, in place, if that is not done. What is computed with them goes
         through the result. Adapters stay whole: each rank has all of them, and `sum` makes their gradients one.
 
@@ -126,7 +126,7 @@ class RankMesh(Mesh):
 
         self.rank, self.size = here.rank, here.size
         self._dist, self._cut = dist, DTensor
-        self._runs: dict[nn.Module, Run] = {}
+        self._runs: dict[nn.Module, ModuleRun] = {}
         self._ranks = DeviceMesh(device.type, torch.arange(here.size))
         self._words = dist.new_group(backend="gloo", timeout=WORD_TIMEOUT)
 
@@ -148,7 +148,7 @@ class RankMesh(Mesh):
         self._dist.all_gather(found, _as_tensor(data.ljust(longest, b"\0")), group=self._words)
         return [part.numpy().tobytes()[: int(size)] for part, size in zip(found, sizes, strict=True)]
 
-    def shard(self, module: nn.Module) -> Run:
+    def shard(self, module: nn.Module) -> ModuleRun:
         from torch.distributed.fsdp import fully_shard
 
         most = max(parameter.shape[0] for parameter in module.parameters() if parameter.dim())

@@ -41,7 +41,12 @@ MASKED_DECODERS = frozenset(
 )
 # A pair of tokens costs more per floating-point operation than a matrix product does (softmax, memory traffic).
 ATTENTION_SLOWDOWN = 3.0
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
+DTYPES = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "float64": torch.float64,
+}
 SAFETENSORS_NAMES = {
     torch.float64: "F64",
     torch.float32: "F32",
@@ -281,6 +286,7 @@ def load_policy(path: str, dtype: str, device: str) -> Policy:
     Raises:
         UserError: nothing usable is there, or the device is not.
     """
+    from safetensors import SafetensorError
     from transformers import AutoModelForCausalLM  # three seconds: only where a model is really loaded
     from transformers.utils.logging import disable_progress_bar
 
@@ -291,7 +297,7 @@ def load_policy(path: str, dtype: str, device: str) -> Policy:
         module = AutoModelForCausalLM.from_pretrained(
             directory, dtype=DTYPES.get(dtype, "auto"), trust_remote_code=False, local_files_only=True
         )
-    except (OSError, ValueError, KeyError, RuntimeError) as error:
+    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
         raise UserError(
             f"model.path = {path!r}: {directory} does not hold a causal language model that transformers can load: "
             f"{str(error).splitlines()[0] if str(error) else type(error).__name__}. It needs config.json and "
@@ -299,11 +305,11 @@ def load_policy(path: str, dtype: str, device: str) -> Policy:
         ) from error
     files = model_files(directory)
     if dtype in DTYPES:
-        files["config.json"] = _with_dtype(files["config.json"], dtype)
+        files["config.json"] = with_dtype(files["config.json"], dtype)
     return Policy(module, files, place)
 
 
-def _with_dtype(config: bytes, dtype: str) -> bytes:
+def with_dtype(config: bytes, dtype: str) -> bytes:
     """config.json naming the dtype that the weights really have, so that loading a checkpoint does not round it."""
     values = json.loads(config)
     values.pop("torch_dtype", None)

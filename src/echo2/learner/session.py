@@ -10,7 +10,7 @@ import asyncio
 import queue
 import threading
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
@@ -123,9 +123,9 @@ class HeadSession:
             if version != but or self._publications[version].done():
                 self._publications.pop(version).result()
 
-    def report_checkpoint(self, version: int, oldest_kept: int) -> None:
-        """Wait until the head knows that this checkpoint is durable."""
-        self._wait(self._client.report_checkpoint(version, oldest_kept))
+    def report_checkpoint(self, version: int, oldest_kept: int, versions: Sequence[int]) -> Collection[int]:
+        """Wait until the head knows that this checkpoint is durable; of `versions`, those to be spared."""
+        return self._wait(self._client.report_checkpoint(version, oldest_kept, versions))
 
     def close(self) -> None:
         """End the session; what is still under way is abandoned."""

@@ -16,9 +16,9 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from echo2.documents import safetensors_pieces
 from echo2.errors import UserError
-from echo2.learner.checkpoint import safetensors_pieces
-from echo2.learner.model import stored
+from echo2.learner.model import DTYPES, stored
 from echo2.types import StoredTensor
 
 SUFFIX = ".safetensors"
@@ -81,27 +81,45 @@ def open_tensors(directory: Path, name: str) -> Iterator[ShardedTensors]:
         yield ShardedTensors(files)
 
 
-def write_whole(directory: Path, name: str, to: Path) -> None:
-    """Write the ranks' parts of the file `name` as one file, a piece at a time in memory.
+def write_whole(directory: Path, name: str, to: Path, dtype: str = "") -> None:
+    """Write the file `name`, or the ranks' parts of it, as one file, a piece at a time in memory. `dtype`: of
+    floating-point tensors there, one of `DTYPES`; empty: as they are.
 
     Raises:
-        UserError: as `open_tensors`.
+        UserError: as `open_tensors`; as `cast`.
         OSError: it can't be written.
     """
     with open_tensors(directory, name) as tensors, to.open("wb") as file:
-        for piece in safetensors_pieces({key: _stored(tensors, key) for key in tensors.shapes}):
+        for piece in safetensors_pieces({key: _stored(tensors, key, dtype) for key in tensors.shapes}):
             file.write(piece)
 
 
-def _stored(tensors: ShardedTensors, name: str) -> StoredTensor:
+def cast(name: str, tensor: Tensor, dtype: str) -> Tensor:
+    """The tensor of that name in `dtype`, where it is one of floating-point numbers and `dtype` is not empty.
+
+    Raises:
+        UserError: a number is too large for `dtype`.
+    """
+    if not dtype or not tensor.is_floating_point():
+        return tensor
+    found = tensor.to(DTYPES[dtype])
+    if found.isinf().any():
+        worst, most = tensor[found.isinf()][0].item(), torch.finfo(found.dtype).max
+        raise UserError(
+            f"{name} holds {worst:g}, and {dtype} ends at {most:g}. Choose --dtype bfloat16, or leave --dtype out."
+        )
+    return found
+
+
+def _stored(tensors: ShardedTensors, name: str, dtype: str) -> StoredTensor:
     shape = tensors.shapes[name]
     if not shape:
-        return stored(tensors.read(name))
-    sample = stored(tensors.read(name, 0, 1))
+        return stored(cast(name, tensors.read(name), dtype))
+    sample = stored(cast(name, tensors.read(name, 0, 1), dtype))
     row_bytes = max(sample.num_bytes, 1)
 
     def read(start: int, stop: int) -> bytes | memoryview:
-        rows = stored(tensors.read(name, start // row_bytes, -(-stop // row_bytes)))
+        rows = stored(cast(name, tensors.read(name, start // row_bytes, -(-stop // row_bytes)), dtype))
         skipped = start // row_bytes * row_bytes
         return rows.read(0, rows.num_bytes)[start - skipped : stop - skipped]
 

@@ -45,7 +45,7 @@ from echo2.learner import checkpoint
 from echo2.learner.batch import Layout, PackedBatch, collate, microbatches, num_tokens_run
 from echo2.learner.datum import Datum
 from echo2.learner.losses import LossTokens
-from echo2.learner.mesh import Mesh, Run, shares
+from echo2.learner.mesh import Mesh, ModuleRun, shares
 from echo2.learner.model import DTYPES, Policy, stored
 from echo2.learner.publication import LentWeights
 from echo2.learner.shard_files import ShardedTensors, open_tensors
@@ -100,7 +100,7 @@ class _Trained:
     """
 
     policy: Policy
-    run: Run
+    run: ModuleRun
     layout: Layout
     parameters: dict[str, torch.nn.Parameter]
     optimizer: torch.optim.AdamW | None
@@ -138,6 +138,15 @@ class Trainer:
             for parameter in parameters.values() if is_trained else ():
                 parameter.register_post_accumulate_grad_hook(trained.reached.add)
 
+    def remove(self, name: str) -> None:
+        """Forget a policy, its gradients and its optimizer, once nobody reads its weights.
+
+        Raises:
+            UserError: there is no such policy.
+        """
+        self.finish_reading(name)
+        del self._policies[name]
+
     def num_tokens_run(self, name: str, data: Sequence[Datum]) -> int:
         """Tokens in forward passes over the data: what micro-batches are cut by."""
         return num_tokens_run(data, self._policy(name).layout != "plain")
@@ -161,9 +170,9 @@ class Trainer:
         return self._of_all_ranks(found, data)
 
     def forward_backward(
-        self, name: str, data: Sequence[Datum], loss: Loss[T], temperature: float = 1.0
+        self, name: str, data: Sequence[Datum], loss: Loss[T], temperature: float = 1.0, adds_gradients: bool = True
     ) -> ForwardBackward[T]:
-        """Add the gradients of the sum of the data's weighted token losses.
+        """Add the gradients of the sum of the data's weighted token losses; without `adds_gradients`, only tell them.
 
         Raises:
             UserError: there is no such policy.
@@ -178,10 +187,12 @@ class Trainer:
             logp_n, entropy_n, top_policy_nk = trained.run(partial(trained.policy.logprobs, batch, temperature))
             tokens = replace(batch.loss_tokens, top_policy_nk=top_policy_nk, entropy_n=entropy_n)
             loss_n, output = loss(logp_n, tokens)
-            (loss_n * batch.loss_tokens.weight_n).sum().backward()
+            if adds_gradients:
+                (loss_n * batch.loss_tokens.weight_n).sum().backward()
             return _by_datum(logp_n.detach(), batch, part), output
 
-        done = self._passes(trained, data, run)
+        with torch.set_grad_enabled(adds_gradients):
+            done = self._passes(trained, data, run)
         found = [each for logprobs, _ in done for each in logprobs]
         return ForwardBackward(self._of_all_ranks(found, data), [output for _, output in done])
 
@@ -268,8 +279,9 @@ class Trainer:
         trained.readers.append(reader)
         return saving
 
-    def load_state(self, name: str, directory: Path) -> dict[str, Any]:
-        """Weights and optimizer as they were saved, gradients forgotten; what the client kept with them.
+    def load_state(self, name: str, directory: Path, with_optimizer: bool = True) -> dict[str, Any]:
+        """Weights and optimizer as they were saved, gradients forgotten; what the client kept with them. Without
+        `with_optimizer` it begins anew.
 
         Raises:
             UserError: there is no whole checkpoint, or it is of another model.
@@ -283,8 +295,10 @@ class Trainer:
         with open_tensors(directory, trained.policy.weights_file) as tensors:
             self._load_weights(trained, directory, tensors)
         if trained.optimizer is not None:
-            with open_tensors(directory, OPTIMIZER_FILE) as tensors:
-                load_moments(self._mesh, trained.optimizer, trained.parameters, tensors)
+            trained.optimizer.state.clear()
+            if with_optimizer:
+                with open_tensors(directory, OPTIMIZER_FILE) as tensors:
+                    load_moments(self._mesh, trained.optimizer, trained.parameters, tensors)
             trained.optimizer.zero_grad(set_to_none=True)
         return client
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import sqlite3
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -12,10 +13,11 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from echo2.buffer.schema import open_for_reading, unusable
+from echo2.buffer.schema import TRUST_KEY, open_for_reading, unusable
 from echo2.documents import parse_json
 from echo2.errors import UserError
 from echo2.planning.bill import Bill, itemise, total
+from echo2.planning.check_costs import check_costs
 from echo2.planning.units import duration
 from echo2.rundir import RunDir, read_metrics
 
@@ -30,6 +32,7 @@ MEANINGS = {
     "malformed": "broke the wire's rules",
     "expired": "not done when their lease ended",
     "lost": "of workers that vanished",
+    "untrusted": "not drawn as its worker says, or of a worker of which that was found",
     "standby": "attending, and not needed",
     "idle": "paid, and nothing to do",
 }
@@ -57,8 +60,17 @@ def read_report(directory: Path) -> dict[str, Any]:
     Raises:
         UserError: as `run`.
     """
-    accounts, trained_tokens = _read_ledger(directory / "ledger.sqlite")
-    rows = [row for row in read_metrics(RunDir(directory).metrics, refuses_damage=True) if row["step"] > 0]
+    return report(directory, read_metrics(RunDir(directory).metrics, refuses_damage=True))
+
+
+def report(directory: Path, metrics: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+    """The same, of a run whose rows of metrics are known.
+
+    Raises:
+        UserError: as `run`.
+    """
+    accounts, trained_tokens, trust = _read_ledger(directory / "ledger.sqlite")
+    rows = [row for row in metrics if row["step"] > 0]
     waited = sum(row.get("time/wait_for_batch", 0.0) for row in rows)
     whole = sum(row.get("time/step", 0.0) for row in rows)
     try:
@@ -72,10 +84,24 @@ def read_report(directory: Path) -> dict[str, Any]:
         "usd_per_mtok": everything.usd / trained_tokens * 1e6 if trained_tokens else None,
         "total": asdict(everything),
         "machines": [asdict(bill) for bill in bills],
+        "strangers": _strangers(accounts, bills, trust),
     }
 
 
-def _read_ledger(path: Path) -> tuple[dict[str, Any], int]:
+def _strangers(
+    accounts: Mapping[str, Mapping[str, Any]], bills: Iterable[Bill], trust: list[Mapping[str, Any]]
+) -> dict[str, Any] | None:
+    """What checking strangers cost, by the price of their own groups, and what a cheat is paid; None without any."""
+    paid = total([bill for bill in bills if not accounts[bill.name].get("is_own", True)])
+    if not trust or not paid.groups:
+        return None
+    num_failed = sum(one["num_failed"] for one in trust)
+    num_checks = num_failed + sum(one["num_passed"] for one in trust)
+    costs = check_costs(num_checks, paid.by_cause["useful"] / paid.groups)
+    return {"tickets": len(trust), "groups": paid.groups, "checks": num_checks, "failed": num_failed, **asdict(costs)}
+
+
+def _read_ledger(path: Path) -> tuple[dict[str, Any], int, list[Mapping[str, Any]]]:
     if not path.is_file():
         raise UserError(f"{path.parent} is no run directory: it has no {path.name}.")
     connection = open_for_reading(path)
@@ -84,6 +110,8 @@ def _read_ledger(path: Path) -> tuple[dict[str, Any], int]:
         tokens = connection.execute(
             "SELECT coalesce(sum(num_tokens), 0) FROM groups WHERE state = 'trained'"
         ).fetchone()
+        trust = connection.execute("SELECT value FROM meta WHERE key LIKE ?", (f"%{TRUST_KEY}%",)).fetchall()
+        tickets = [parse_json(entry[0]) for entry in trust]
         accounts: dict[str, Any] | None = None if row is None else parse_json(row[0])
     except (sqlite3.Error, ValueError, TypeError, AttributeError) as error:
         raise unusable(path, error) from error
@@ -91,7 +119,7 @@ def _read_ledger(path: Path) -> tuple[dict[str, Any], int]:
         connection.close()
     if accounts is None:
         raise UserError(f"{path.parent} has no accounts yet: the head writes them when a step is recorded.")
-    return accounts, int(tokens[0])
+    return accounts, int(tokens[0]), tickets
 
 
 def show(report: dict[str, Any], console: Console) -> None:
@@ -121,6 +149,13 @@ def show(report: dict[str, Any], console: Console) -> None:
     if report["usd_per_step"] is not None:
         tokens = "" if report["usd_per_mtok"] is None else f", ${report['usd_per_mtok']:.4g} a million trained tokens"
         console.print(f"${report['usd_per_step']:.4g} a step over {report['steps']} steps{tokens}", highlight=False)
+    if (found := report["strangers"]) is not None:
+        console.print(
+            f"Strangers of {found['tickets']} tickets: {found['groups']} groups are paid, {found['checks']} were read "
+            f"again for about ${found['checks_usd']:.2g}, {found['failed']} of them false. Who cheats in every group "
+            f"is paid ${found['cheat_usd']:.2g} on average before it is found.",
+            highlight=False,
+        )
     if everything.usd == 0:
         console.print(
             "No machine has a price: set learner.price_usd_per_hour, workers.price_usd_per_hour, or `echo2 worker "

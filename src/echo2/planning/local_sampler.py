@@ -17,10 +17,11 @@ from echo2.reward.process import RewardProcesses
 from echo2.rollout import generate
 from echo2.rollout.engine import Engine
 from echo2.rollout.engines import make_engine
+from echo2.rollout.harness import HarnessEnvironment
 from echo2.rollout.tokenizer import encode_prompt, load_tokenizer, with_texts
-from echo2.tasks.base import TaskStream
 from echo2.tasks.environment_process import EnvironmentProcess
-from echo2.tasks.load import load_tasks
+from echo2.tasks.harness_process import HarnessProcess, is_harness
+from echo2.tasks.streams import held_out_tasks, training_tasks
 from echo2.types import RUN_POLICY, Assignment, GroupKind, GroupRef, Lease, Rollout, RolloutGroup, Snapshot, SnapshotRef
 from echo2.weights.adapter_files import ADAPTER_CONFIG
 
@@ -45,7 +46,8 @@ def load_engine(config: configuration.Config, model: str, slots: int) -> tuple[E
     tensors = policy.tensors(DTYPES[config.model.snapshot_dtype])
     engine = make_engine(config.workers.engine, slots=slots)
     asyncio.run(engine.update_weights(Snapshot(SnapshotRef(RUN_POLICY, 1, 0), tensors, policy.files)))
-    return engine, load_tokenizer({name: bytes(data) for name, data in policy.files.items()})
+    files = {name: bytes(data) for name, data in policy.files.items()}
+    return engine, load_tokenizer(files, config.model.chat_template_args)
 
 
 @asynccontextmanager
@@ -79,16 +81,14 @@ class LocalSampler:
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         is_eval = kind == "eval"
-        section = config.eval if is_eval and config.eval.source else config.tasks
-        tasks = load_tasks(section.source, section.params, config.run.seed)
-        self.num_tasks = len(tasks)
+        judged = held_out_tasks(config.eval, config.run.seed) if is_eval else None
+        self.tasks = judged if judged is not None else training_tasks(config.tasks, config.run.seed)
         self.failures: list[str] = []
         self._config, self._kind, self._engine, self._tokenizer, self._clock = config, kind, engine, tokenizer, clock
-        self._stream = TaskStream(tasks, config.run.seed, shuffle=not is_eval)
-        self._num_samples = 1 if is_eval else config.sampling.group_size
+        self._num_samples = config.eval.samples if is_eval else config.sampling.group_size
         self._params = config.eval_params if is_eval else config.sampling_params
         name = config.tasks.environment
-        self._environments = {name: EnvironmentProcess(name)} if name else {}
+        self._environments = {name: _environment(name)} if name else {}
 
     async def sample(self, cursors: Iterable[int]) -> list[RolloutGroup]:
         """The groups at these tasks, sampled all at once, in the order in which they ended."""
@@ -98,6 +98,8 @@ class LocalSampler:
                 assignments.append(self._assignment(cursor))
             except UserError as error:  # the prompt of this one
                 self.failures.append(str(error))
+        for environment in self._environments.values():
+            await environment.start()
         groups: list[RolloutGroup] = []
         await generate.sample_groups(
             self._engine,
@@ -118,7 +120,7 @@ class LocalSampler:
             RewardFailure: as `RewardProcesses.score`.
         """
         rollouts = with_texts(group.rollouts, self._tokenizer)
-        return await processes.score(self._stream.task(group.cursor), rollouts)
+        return await processes.score(self.tasks.task(group.cursor), rollouts)
 
     async def aclose(self) -> None:
         """End the environment's process."""
@@ -126,8 +128,12 @@ class LocalSampler:
             await environment.close()
 
     def _assignment(self, cursor: int) -> Assignment:
-        group, task = GroupRef(RUN_POLICY, self._kind, cursor), self._stream.task(cursor)
+        group, task = GroupRef(RUN_POLICY, self._kind, cursor), self.tasks.task(cursor)
         seed = group_seed(self._config.run.seed, group)
         lease = Lease(cursor, group, 0, cursor, self._num_samples, 0, 0, 0.0, 0.0, seed)
         turns = (self._config.tasks.environment, self._config.sampling.max_turns)
         return generate.assignment_of(lease, task, encode_prompt(task, self._tokenizer), self._params, *turns)
+
+
+def _environment(name: str) -> EnvironmentProcess | HarnessEnvironment:
+    return HarnessEnvironment(HarnessProcess(name)) if is_harness(name) else EnvironmentProcess(name)

@@ -12,9 +12,9 @@ from echo2.config import Config
 from echo2.config.offers import Offer
 from echo2.control.capacity.fitting import LearnerMemoryNeed, MemoryNeed, check_fits, learner_need, worker_need
 from echo2.control.capacity.memory import GB, ModelShape, read_shape
-from echo2.devices import Hardware
 from echo2.planning.units import size
 from echo2.rundir import read_json
+from echo2.types import Hardware
 
 #: Parts smaller than this share of the whole are shown together.
 SHOWN = 0.01

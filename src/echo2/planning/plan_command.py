@@ -15,8 +15,10 @@ from echo2 import config as configuration
 from echo2.config.offers import load_offers
 from echo2.control.capacity.fitting import LearnerMemoryNeed, MemoryNeed
 from echo2.control.capacity.memory import GB
-from echo2.devices import Hardware, this_machine
+from echo2.control.head.checks import CHECK_SHARE
+from echo2.devices import this_machine
 from echo2.errors import UserError
+from echo2.planning.check_costs import check_costs
 from echo2.planning.memory_needs import memory_needs, model_shape, needs_as_dict, needs_table
 from echo2.planning.past_run import PastRun, read_past_run
 from echo2.planning.plan import BroadcastInputs, Plan, PlanInputs, by_staleness, make_plan
@@ -25,6 +27,7 @@ from echo2.planning.snapshot_size import snapshot_bytes
 from echo2.planning.units import duration, size
 from echo2.reward.process import groups_at_once
 from echo2.reward.score import Scorer
+from echo2.types import Hardware
 
 DEFAULT_UPLINK_MBPS = 1000.0
 #: Flags that take a number: seconds may be 0, what is left must be above it.
@@ -213,6 +216,10 @@ def show(plan: Plan, choices: list[Plan], inputs: PlanInputs, sources: list[Basi
     table.add_row(
         "cost", f"[bold]${plan.usd_per_step:.4g} a step, ${plan.usd:.2f} for {inputs.steps} steps[/bold]{share}"
     )
+    workers_usd = plan.usd_per_step - inputs.usd_per_step(0.0, plan.prediction.step_seconds)
+    checks = check_costs(CHECK_SHARE * inputs.groups_per_step / 2, workers_usd / inputs.groups_per_step)
+    told = f"checks cost ${checks.checks_usd:.2g} a step if they sample half of it; who cheats in every group is paid"
+    table.add_row("strangers", f"{told} ${checks.cheat_usd:.2g} on average before it is found")
     table.add_row("set by", f"the pace by the {plan.binds}, the number of machines by the {plan.fleet_set_by}")
     console.print(table, highlight=False)
     if len(choices) > 1:

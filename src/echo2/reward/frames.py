@@ -2,7 +2,8 @@
 
     setup      {"functions", "timeout_seconds"}, answered {"is_async"}
     request    {"groups": [{"task", "rollouts"}, ...]}
-    answer     {"groups": [...]}, of each {"scores": [[reward, parts], ...]} or {"failed": message, "traceback"}
+    answer     {"groups": [...], "seconds": {function: seconds}}
+               of each group {"scores": [[reward, parts], ...]} or {"failed": message, "traceback"}
 
 Scores pass through JSON unharmed: Python writes floats with all their digits.
 """
@@ -56,7 +57,7 @@ def make_handler(setup: dict[str, Any]) -> tuple[Handler, dict[str, Any]]:
     scorer, seconds = Scorer(setup["functions"]), setup["timeout_seconds"]
 
     def score(request: dict[str, Any]) -> dict[str, Any]:
-        return {"groups": [score_one(group) for group in request["groups"]]}
+        return {"groups": [score_one(group) for group in request["groups"]], "seconds": scorer.take_seconds()}
 
     def score_one(group: dict[str, Any]) -> dict[str, Any]:
         try:
@@ -65,7 +66,8 @@ def make_handler(setup: dict[str, Any]) -> tuple[Handler, dict[str, Any]]:
             return failed(error)
 
     async def score_together(request: dict[str, Any]) -> dict[str, Any]:
-        return {"groups": await asyncio.gather(*map(score_one_async, request["groups"]))}
+        groups = await asyncio.gather(*map(score_one_async, request["groups"]))
+        return {"groups": groups, "seconds": scorer.take_seconds()}
 
     async def score_one_async(group: dict[str, Any]) -> dict[str, Any]:
         task, rollouts = group_of(group)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import copy
 import inspect
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -41,22 +40,6 @@ class RewardFunction:
         if isinstance(nested := task.columns.get("reward_model"), Mapping):
             has |= nested.keys() & {"ground_truth"}
         return min(self.columns - has, default="")
-
-
-def weighted(entry: str) -> tuple[float, str]:
-    """(weight, name) of an entry of `reward.functions`: "name" has weight 1, "0.2 * name" has 0.2.
-
-    Raises:
-        UserError: what stands before the * is no finite number.
-    """
-    number, star, name = entry.rpartition("*")
-    try:
-        weight = float(number) if star else 1.0
-    except ValueError:
-        weight = math.nan
-    if not math.isfinite(weight):
-        raise UserError(f"reward.functions has {entry!r}: expected a name, or a weight and a name as in '0.2 * math'.")
-    return weight, name.strip()
 
 
 def load_reward(spec: str) -> RewardFunction:
@@ -144,11 +127,11 @@ def _verl_style(
     """One call a rollout, all at once where they are awaited."""
 
     def call(task: Task, rollouts: Sequence[Rollout]) -> Any:
-        return [_verl_score(function(**_verl_arguments(signature, task, rollout))) for rollout in rollouts]
+        return [function(**_verl_arguments(signature, task, rollout)) for rollout in rollouts]
 
     async def call_async(task: Task, rollouts: Sequence[Rollout]) -> Any:
         calls = [function(**_verl_arguments(signature, task, rollout)) for rollout in rollouts]
-        return [_verl_score(score) for score in await asyncio.gather(*calls)]
+        return list(await asyncio.gather(*calls))
 
     return call_async if is_async else call
 
@@ -163,10 +146,6 @@ def _verl_arguments(signature: inspect.Signature, task: Task, rollout: Rollout) 
     }
     takes_all = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in signature.parameters.values())
     return arguments if takes_all else {n: v for n, v in arguments.items() if n in signature.parameters}
-
-
-def _verl_score(score: Any) -> Any:
-    return score["score"] if isinstance(score, Mapping) and "score" in score else score
 
 
 def _ground_truth(columns: Mapping[str, Any]) -> Any:

@@ -77,11 +77,17 @@ class RewardProcesses:
         self._requests: dict[asyncio.Task[None], list[_Group]] = {}
         self._is_asking = False  # for a process that is free
         self._seconds = math.inf  # that the newest groups took
+        self._seconds_by_function: dict[str, float] = {}
 
     @property
     def most_at_once(self) -> int:
         """Groups that are scored side by side, at most; known once `start` has been awaited."""
         return GROUPS_TOGETHER if self._is_async else self._most
+
+    def take_seconds(self) -> dict[str, float]:
+        """What each function took, of the groups that were scored since this was last asked."""
+        taken, self._seconds_by_function = self._seconds_by_function, {}
+        return taken
 
     @property
     def pids(self) -> list[int]:
@@ -174,6 +180,8 @@ class RewardProcesses:
         try:
             answer = await process.call(request, seconds, groups[0].doing, ADVICE)
             found = list(zip(groups, answer["groups"], strict=True))
+            for name, took in answer["seconds"].items():
+                self._seconds_by_function[name] = self._seconds_by_function.get(name, 0.0) + took
         except CodeFailure as failure:
             if failure.is_shared or len(groups) > 1:
                 return groups

@@ -2,28 +2,39 @@
 
     reward = sum over functions i of  weight_i * part_i          (a part that is None, "not applicable", is left out)
 
-as in TRL's GRPOTrainer. What a function gets wrong is a `RewardFailure`: its group is not trained on, and nothing else
-is lost.
+as in TRL's GRPOTrainer. Where a function returns {"score": ..., more} for a rollout, as verl's may, what else is a
+number in it stands beside the parts as `function.field` and counts for nothing. What a function gets wrong is a
+`RewardFailure`: its group is not trained on, and nothing else is lost.
 """
 
 from __future__ import annotations
 
 import asyncio
 import inspect
+import itertools
 import math
 import numbers
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
+from echo2.config.rules import weighted
 from echo2.errors import UserError
 from echo2.printable import shown
-from echo2.reward.load import RewardFunction, load_reward, weighted
+from echo2.reward.load import RewardFunction, load_reward
 from echo2.sandbox.plugins import innermost_line
 from echo2.types import Rollout, Task
 
+#: Fields beside the score that are kept of one function.
+FIELDS_MAX = 16
 #: Size of a score and of a reward: beyond it, one rollout would outweigh all the others of its step. As the wire's.
 REWARD_MAX = 1e6
+
+
+#: Of one function and rollout: the score (None: it does not apply), and the other numbers that came with it.
+_Score = tuple[float | None, dict[str, float]]
 
 
 class RewardFailure(UserError):
@@ -48,6 +59,7 @@ class Scorer:
         found = [weighted(entry) for entry in entries]
         self._weights = [weight for weight, _ in found]
         self._functions = [load_reward(name) for _, name in found]
+        self._seconds: dict[str, float] = {}
         names = [function.name for function in self._functions]
         if len(set(names)) < len(names):
             raise UserError(
@@ -58,6 +70,11 @@ class Scorer:
     def is_async(self) -> bool:
         """Whether a function is a coroutine function: then `score_async` is the one to call."""
         return any(function.is_async for function in self._functions)
+
+    def take_seconds(self) -> dict[str, float]:
+        """What the functions took since this was last asked, by name; calls that were awaited together count each."""
+        taken, self._seconds = self._seconds, {}
+        return taken
 
     def missing_columns(self, task: Task) -> list[tuple[str, str]]:
         """(function, column) where a function needs a column that the task has not."""
@@ -70,7 +87,7 @@ class Scorer:
         Raises:
             RewardFailure: see there.
         """
-        return self._added(task, rollouts, [_call(function, task, rollouts) for function in self._functions])
+        return self._added(task, rollouts, [self._call(function, task, rollouts) for function in self._functions])
 
     async def score_async(self, task: Task, rollouts: Sequence[Rollout]) -> tuple[Rollout, ...]:
         """As `score`, all functions at once; what is asynchronous is awaited.
@@ -78,7 +95,7 @@ class Scorer:
         Raises:
             RewardFailure: see there.
         """
-        calls = [_call_async(function, task, rollouts) for function in self._functions]
+        calls = [self._call_async(function, task, rollouts) for function in self._functions]
         try:
             values = await asyncio.gather(*calls)
         except asyncio.CancelledError as error:
@@ -91,14 +108,14 @@ class Scorer:
         return self._added(task, rollouts, values)
 
     def _added(
-        self, task: Task, rollouts: Sequence[Rollout], values: Sequence[Sequence[float | None]]
+        self, task: Task, rollouts: Sequence[Rollout], values: Sequence[Sequence[_Score]]
     ) -> tuple[Rollout, ...]:
         parts: list[dict[str, float]] = [{} for _ in rollouts]
         totals = [0.0] * len(rollouts)
         for function, weight, column in zip(self._functions, self._weights, values, strict=True):
-            for i, value in enumerate(column):
+            for i, (value, fields) in enumerate(column):
                 if value is not None:
-                    parts[i][function.name] = value
+                    parts[i] |= {function.name: value, **fields}
                     totals[i] += weight * value
         names = ", ".join(function.name for function in self._functions)
         for i, found in enumerate(parts):
@@ -111,23 +128,35 @@ class Scorer:
             for rollout, total, found in zip(rollouts, totals, parts, strict=True)
         )
 
+    def _call(self, function: RewardFunction, task: Task, rollouts: Sequence[Rollout]) -> list[_Score]:
+        with self._timed(function), _blamed(function, task):
+            returned = function.call(task, rollouts)
+        return _checked(function, returned, task, rollouts)
 
-def _call(function: RewardFunction, task: Task, rollouts: Sequence[Rollout]) -> list[float | None]:
+    async def _call_async(self, function: RewardFunction, task: Task, rollouts: Sequence[Rollout]) -> list[_Score]:
+        with self._timed(function), _blamed(function, task):
+            returned = function.call(task, rollouts)
+            if inspect.isawaitable(returned):
+                returned = await returned
+        return _checked(function, returned, task, rollouts)
+
+    @contextmanager
+    def _timed(self, function: RewardFunction) -> Iterator[None]:
+        started = time.perf_counter()
+        try:
+            yield
+        finally:
+            seconds = time.perf_counter() - started
+            self._seconds[function.name] = self._seconds.get(function.name, 0.0) + seconds
+
+
+@contextmanager
+def _blamed(function: RewardFunction, task: Task) -> Iterator[None]:
+    """Whatever the function raises inside is its failure."""
     try:
-        returned = function.call(task, rollouts)
+        yield
     except Exception as error:
         raise _raised(function, error, task) from error
-    return _checked(function, returned, task, rollouts)
-
-
-async def _call_async(function: RewardFunction, task: Task, rollouts: Sequence[Rollout]) -> list[float | None]:
-    try:
-        returned = function.call(task, rollouts)
-        if inspect.isawaitable(returned):
-            returned = await returned
-    except Exception as error:
-        raise _raised(function, error, task) from error
-    return _checked(function, returned, task, rollouts)
 
 
 def _raised(function: RewardFunction, error: Exception, task: Task) -> RewardFailure:
@@ -135,14 +164,25 @@ def _raised(function: RewardFunction, error: Exception, task: Task) -> RewardFai
     return _failure(function.name, problem, task)
 
 
-def _checked(function: RewardFunction, returned: Any, task: Task, rollouts: Sequence[Rollout]) -> list[float | None]:
+def _checked(function: RewardFunction, returned: Any, task: Task, rollouts: Sequence[Rollout]) -> list[_Score]:
     if hasattr(returned, "tolist"):  # numpy and torch
         returned = returned.tolist()
     if not isinstance(returned, list | tuple):
         raise _failure(function.name, f"returned {shown(returned)}, not a list of floats", task)
     if len(returned) != len(rollouts):
         raise _failure(function.name, f"returned {len(returned)} scores for {len(rollouts)} completions", task)
-    return [_number(function.name, value, task) for value in returned]
+    return [_score(function.name, value, task) for value in returned]
+
+
+def _score(name: str, value: Any, task: Task) -> _Score:
+    if not isinstance(value, Mapping) or "score" not in value:
+        return _number(name, value, task), {}
+    named = {field: one for field, one in value.items() if field != "score" and str(field).isidentifier()}
+    plain = {
+        field: float(one) for field, one in named.items() if isinstance(one, int | float) and abs(one) <= REWARD_MAX
+    }
+    fields = {f"{name}.{field}": plain[field] for field in itertools.islice(plain, FIELDS_MAX)}
+    return _number(name, value["score"], task), fields
 
 
 def _number(name: str, value: Any, task: Task) -> float | None:

@@ -51,6 +51,18 @@ class LowRank(NamedTuple):
         return (y + low).to(y.dtype)
 
 
+class RowAdapters(NamedTuple):
+    """Adapters of one linear map, each for some of the rows of a batch."""
+
+    parts: tuple[tuple[Tensor, LowRank], ...]
+
+    def add(self, y: Tensor, x: Tensor) -> Tensor:
+        """As `LowRank.add`, y [rows, ..., O] in place."""
+        for rows, low in self.parts:
+            y.index_copy_(0, rows, low.add(y.index_select(0, rows), x.index_select(0, rows)))
+        return y
+
+
 Adapter = Mapping[str, LowRank]
 """By module of the base model; empty: there is none."""
 

@@ -14,17 +14,18 @@ from __future__ import annotations
 import copy
 import math
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from echo2.rollout.adapter import Adapter, LowRank, join
+from echo2.rollout.adapter import Adapter, LowRank, RowAdapters, join
 from echo2.rollout.architecture import Architecture, Rope, read_architecture
 from echo2.rollout.decode_loop import DecodeLoop
 from echo2.rollout.engine import Engine
+from echo2.rollout.linear import Linear
 from echo2.rollout.rows import Limits
 from echo2.rollout.snapshot_files import end_tokens, read_config
 from echo2.rollout.snapshot_tensors import computing_dtype
@@ -44,6 +45,11 @@ def make_engine(device: str, slots: int) -> Engine:
     return DecodeLoop(TorchDecoder(build_compact, device), slots)
 
 
+SPLIT_ITEMS = 1 << 18
+"""Keys and values of one layer (items) that a block of rows must leave away to be computed by itself, on a CPU."""
+
+Block = tuple[int, int, int]
+"""First place, place behind the last, columns in use."""
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 
 
@@ -53,21 +59,25 @@ class Layer:
     have their adapters fused."""
 
     attention_norm_D: Tensor
-    qkv: tuple[Tensor, Tensor | None]
+    qkv: Linear
     qk_norm_HE: Tensor | None
-    out: tuple[Tensor, Tensor | None]
+    out: Linear
     ffn_norm_D: Tensor
-    gate_up: tuple[Tensor, Tensor | None]
-    down: tuple[Tensor, Tensor | None]
-    qkv_adapter: LowRank | None = None
-    out_adapter: LowRank | None = None
-    gate_up_adapter: LowRank | None = None
-    down_adapter: LowRank | None = None
+    gate_up: Linear
+    down: Linear
+    qkv_adapter: LowRank | RowAdapters | None = None
+    out_adapter: LowRank | RowAdapters | None = None
+    gate_up_adapter: LowRank | RowAdapters | None = None
+    down_adapter: LowRank | RowAdapters | None = None
 
 
 class CompactCache:
     """Keys and values, [L, 2, B, K, C, E]. A row's tokens lie in its first columns; what lies behind them is finite and
-    masked, for rows are of different lengths."""
+    masked, for rows are of different lengths.
+
+    Where lengths differ much the rows lie in the order of their lengths, in blocks, and each block's attention is
+    computed over its own columns. `order_B`: the row of the batch at each place; `place_B`: the place of each row.
+    """
 
     can_join = True
 
@@ -75,34 +85,58 @@ class CompactCache:
         self.kv = kv
         self.lengths_B = lengths_B
         self.longest = longest
+        self.blocks: list[Block] = []
+        self.order_B: Tensor | None = None
+        self.place_B = torch.arange(len(lengths_B), device=kv.device)
+
+    @property
+    def num_bytes(self) -> int:
+        """See `Cache.num_bytes`."""
+        return self.kv.nbytes
+
+    def copy(self, row: int, length: int) -> CompactCache:
+        """See `Cache.copy`."""
+        place = int(self.place_B[row])
+        kv = self.kv[:, :, place : place + 1, :, :length].clone()
+        return CompactCache(kv, self.lengths_B.new_tensor([length]), length)
 
     def select(self, rows: Tensor) -> CompactCache:
         """These rows; they may repeat."""
-        lengths_B = self.lengths_B.index_select(0, rows)
-        longest = int(lengths_B.max())
-        kv = self.kv.new_zeros(self._shape(len(rows), longest))
-        self._copy(kv, 0, rows, longest)
-        return CompactCache(kv, lengths_B, longest)
+        return self._gathered([(self, rows)])
 
     def join(self, rows: Tensor, other: Cache, other_rows: Tensor) -> CompactCache:
         """These rows, and behind them those of another cache."""
         assert isinstance(other, CompactCache)
-        own_B, other_B = self.lengths_B.index_select(0, rows), other.lengths_B.index_select(0, other_rows)
-        own, others = int(own_B.max()), int(other_B.max())
-        longest = max(own, others)
-        kv = self.kv.new_zeros(self._shape(len(rows) + len(other_rows), longest))
-        self._copy(kv, 0, rows, own)
-        other._copy(kv, len(rows), other_rows, others)
-        return CompactCache(kv, torch.cat((own_B, other_B)), longest)
+        return self._gathered([(self, rows), (other, other_rows)])
 
-    def _shape(self, rows: int, columns: int) -> tuple[int, ...]:
+    def _gathered(self, parts: list[tuple[CompactCache, Tensor]]) -> CompactCache:
+        """Rows of several caches behind each other."""
+        lengths_B = torch.cat([part.lengths_B.index_select(0, rows) for part, rows in parts])
         layers, two, _, heads, _, head_dim = self.kv.shape
-        return (layers, two, rows, heads, columns + GROW_COLUMNS, head_dim)
+        longest, most = int(lengths_B.max()), SPLIT_ITEMS // (2 * heads * head_dim)
+        kv = self.kv.new_zeros((layers, two, len(lengths_B), heads, longest + GROW_COLUMNS, head_dim))
+        found = CompactCache(kv, lengths_B, longest)
+        if kv.device.type == "cpu":
+            found.order_B = lengths_B.argsort(descending=True)
+            found.blocks = split_by_length(lengths_B[found.order_B].tolist(), most)
+        if len(found.blocks) < 2:
+            found.blocks, found.order_B = [], None
+            first = 0
+            for part, rows in parts:
+                part._copy(kv, first, part.place_B[rows], min(longest, part.longest))
+                first += len(rows)
+            return found
+        assert found.order_B is not None
+        found.place_B[found.order_B] = found.place_B.clone()
+        sources = [(part.kv, place) for part, rows in parts for place in part.place_B[rows].tolist()]
+        for (source, place), to, length in zip(sources, found.place_B.tolist(), lengths_B.tolist(), strict=True):
+            kv[:, :, to, :, :length] = source[:, :, place, :, :length]
+        return found
 
-    def _copy(self, to: Tensor, first: int, rows: Tensor, columns: int) -> None:
+    def _copy(self, to: Tensor, first: int, places: Tensor, columns: int) -> None:
         """Layer by layer: what is copied twice is one layer."""
         for source, target in zip(self.kv, to, strict=True):
-            target[:, first : first + len(rows), :, :columns] = source[:, :, :, :columns].index_select(1, rows)
+            target[:, first : first + len(places), :, :columns] = source[:, :, :, :columns].index_select(1, places)
 
     def open_column(self) -> None:
         """Make room for one more token per row."""
@@ -113,13 +147,48 @@ class CompactCache:
             grown[:, :, :, :, :columns] = self.kv
             self.kv = grown
         self.longest += 1
+        self.blocks = [(start, stop, columns + 1) for start, stop, columns in self.blocks]
 
     def mask_B11C(self) -> Tensor:
-        """To be added to attention scores: -inf behind each row's newest token."""
+        """To be added to attention scores, by place: -inf behind each row's newest token."""
+        lengths_B = self.lengths_B if self.order_B is None else self.lengths_B[self.order_B]
         column_C = torch.arange(self.longest, device=self.kv.device)
-        is_behind_BC = column_C > self.lengths_B[:, None]
+        is_behind_BC = column_C > lengths_B[:, None]
         mask_BC = torch.zeros(is_behind_BC.shape, device=self.kv.device).masked_fill_(is_behind_BC, float("-inf"))
         return mask_BC[:, None, None, :]
+
+    def attention(self, layer: int, q_BKGE: Tensor, mask_B11C: Tensor) -> Tensor:
+        """Of one query for each row, which are scaled: [B, K, G, E]."""
+        keys, values = self.kv[layer]
+        if self.order_B is None:
+            return attention(q_BKGE, keys[:, :, : self.longest], values[:, :, : self.longest], mask_B11C)
+        q_BKGE, parts = q_BKGE[self.order_B], []
+        for start, stop, used in self.blocks:
+            rows = slice(start, stop)
+            mask = mask_B11C[rows, ..., :used]
+            parts.append(attention(q_BKGE[rows], keys[rows, :, :used], values[rows, :, :used], mask))
+        return torch.cat(parts)[self.place_B]
+
+
+def split_by_length(lengths: Sequence[int], most: int, first: int = 0) -> list[Block]:
+    """Blocks of rows whose lengths fall: two in the place of one where that leaves more than `most` columns away."""
+    saved = [(len(lengths) - place) * (lengths[0] - length) for place, length in enumerate(lengths)]
+    best = max(range(len(saved)), key=saved.__getitem__)
+    if saved[best] <= most:
+        return [(first, first + len(lengths), lengths[0])]
+    return [
+        *split_by_length(lengths[:best], most, first),
+        *split_by_length(lengths[best:], most, first + best),
+    ]
+
+
+def attention(q_BKGE: Tensor, k_BKCE: Tensor, v_BKCE: Tensor, mask_B11C: Tensor) -> Tensor:
+    """The queries that share a key-value head are like several tokens of one head: no key is copied. Two products are a
+    third faster than the fused kernel here, which is made for many queries."""
+    scores_BKGC = (q_BKGE @ k_BKCE.transpose(-1, -2)).float()
+    scores_BKGC += mask_B11C
+    out_BKGE: Tensor = scores_BKGC.softmax(-1).to(v_BKCE.dtype) @ v_BKCE
+    return out_BKGE
 
 
 class CompactModel:
@@ -131,13 +200,14 @@ class CompactModel:
         self.places = weights.places
         self._embed_VD = weights.new("model.embed_tokens.weight")
         self._final_norm_D = weights.new("model.norm.weight")
-        self._head_VD = self._embed_VD if arch.tied else weights.new("lm_head.weight")
+        self._head = Linear(self._embed_VD if arch.tied else weights.new("lm_head.weight"))
         if arch.tied:
             self.places["lm_head.weight"] = self.places["model.embed_tokens.weight"]
         self._layers = [weights.layer(f"model.layers.{layer}.") for layer in range(arch.num_layers)]
         self._frequency_E = rope_frequencies(arch.rope, arch.head_dim).to(self._embed_VD.device).repeat(2)
         self.limits = Limits(arch.vocab_size, arch.max_positions, end)
-        self.architecture = (arch, self._embed_VD.dtype)
+        self.dtype = self._embed_VD.dtype
+        self.architecture = (arch, self.dtype)
         shapes = arch.tensor_shapes().items()
         self.linears = {name[:-7]: (shape[0], shape[1]) for name, shape in shapes if name.endswith("_proj.weight")}
 
@@ -160,54 +230,117 @@ class CompactModel:
         ]
         return model
 
-    def prefill(self, prompts: Sequence[array[int]]) -> CompactCache:
-        """Read the prompts, right-padded: causal attention keeps the padding from mattering."""
+    def mixed(self, policies: Sequence[tuple[CompactModel, Tensor]]) -> CompactModel:
+        """For a batch of which each of these policies over the same weights has some rows."""
+        model = copy.copy(self)
+
+        def of_rows(at: int, name: str) -> RowAdapters | None:
+            parts = [(rows, getattr(policy._layers[at], name)) for policy, rows in policies]
+            there = tuple((rows, low) for rows, low in parts if low is not None)
+            return RowAdapters(there) if there else None
+
+        model._layers = [
+            replace(
+                layer,
+                qkv_adapter=of_rows(at, "qkv_adapter"),
+                out_adapter=of_rows(at, "out_adapter"),
+                gate_up_adapter=of_rows(at, "gate_up_adapter"),
+                down_adapter=of_rows(at, "down_adapter"),
+            )
+            for at, layer in enumerate(self._layers)
+        ]
+        return model
+
+    def pack(self) -> None:
+        """See `Model.pack`."""
+        for linear in self._linear_maps():
+            linear.pack()
+
+    def unpack(self) -> None:
+        """See `Model.unpack`."""
+        for linear in self._linear_maps():
+            linear.unpack()
+
+    def _linear_maps(self) -> list[Linear]:
+        return [self._head, *(one for at in self._layers for one in (at.qkv, at.out, at.gate_up, at.down))]
+
+    def prefill(self, prompts: Sequence[array[int]], known: Sequence[Cache | None] = ()) -> CompactCache:
+        """See `Model.prefill`. Prompts are right-padded: masks keep the padding from mattering."""
         arch, device = self._arch, self._embed_VD.device
         lengths = [len(prompt) for prompt in prompts]
-        columns = max(lengths)
-        tokens_RT = torch.zeros((len(prompts), columns), dtype=torch.long)
-        for row, prompt in enumerate(prompts):
-            tokens_RT[row, : len(prompt)] = torch.tensor(prompt, dtype=torch.long)
-        kv = self._embed_VD.new_empty((arch.num_layers, 2, len(prompts), arch.num_kv_heads, columns, arch.head_dim))
-        cos_sin = self._rotation(torch.arange(columns, device=device)[None])
-        step = max(1, PREFILL_TOKENS // max(1, columns))
-        for start in range(0, len(prompts) if columns else 0, step):
-            part = slice(start, min(start + step, len(prompts)))
-
-            def attend(layer: int, q_BTHE: Tensor, k_BTKE: Tensor, v_BTKE: Tensor, part: slice = part) -> Tensor:
-                k_BKTE, v_BKTE = k_BTKE.transpose(1, 2), v_BTKE.transpose(1, 2)
-                kv[layer, 0, part], kv[layer, 1, part] = k_BKTE, v_BKTE
-                out_BHTE = functional.scaled_dot_product_attention(
-                    q_BTHE.transpose(1, 2),
-                    k_BKTE,
-                    v_BKTE,
-                    is_causal=True,
-                    enable_gqa=arch.num_heads > arch.num_kv_heads,
-                )
-                return out_BHTE.transpose(1, 2)
-
-            self._run(self._embed_VD[tokens_RT[part].to(device)], cos_sin, attend)
+        known = known or [None] * len(prompts)
+        firsts = [one.longest if isinstance(one, CompactCache) else 0 for one in known]
+        firsts_R, columns = torch.tensor(firsts, device=device), max(lengths)
+        # Padding behind known tokens may lie further on than any prompt.
+        room = columns + max(length - first if first else 0 for length, first in zip(lengths, firsts, strict=True))
+        kv = self._embed_VD.new_zeros((arch.num_layers, 2, len(prompts), arch.num_kv_heads, room, arch.head_dim))
+        for row, one in enumerate(known):
+            if isinstance(one, CompactCache):
+                kv[:, :, row, :, : one.longest] = one.kv[:, :, 0]
+        step = max(1, PREFILL_TOKENS // max(1, room))
+        for read, rows in (
+            (self._read, [row for row, first in enumerate(firsts) if not first and lengths[row]]),
+            (self._read_on, [row for row, first in enumerate(firsts) if 0 < first < lengths[row]]),
+        ):
+            for start in range(0, len(rows), step):
+                part = rows[start : start + step]
+                at_R = torch.tensor(part, device=device)
+                read(kv, at_R, right_padded([prompts[row][firsts[row] :] for row in part]).to(device), firsts_R[at_R])
         return CompactCache(kv, torch.tensor(lengths, device=device), columns)
+
+    def _read(self, kv: Tensor, at_R: Tensor, tokens_RT: Tensor, first_R: Tensor) -> None:
+        """Read prompts from their beginning into these rows."""
+        columns = tokens_RT.shape[1]
+
+        def attend(layer: int, q_BTHE: Tensor, k_BTKE: Tensor, v_BTKE: Tensor) -> Tensor:
+            kv[layer, 0, at_R, :, :columns] = k_BTKE.transpose(1, 2)
+            kv[layer, 1, at_R, :, :columns] = v_BTKE.transpose(1, 2)
+            return causal(layer, q_BTHE, k_BTKE, v_BTKE)
+
+        self._run(self._embed_VD[tokens_RT], self._rotation(torch.arange(columns, device=kv.device)[None]), attend)
+
+    def _read_on(self, kv: Tensor, at_R: Tensor, tokens_RT: Tensor, first_R: Tensor) -> None:
+        """Read what follows the first tokens of these rows, which are known."""
+        columns = tokens_RT.shape[1]
+        position_RT = first_R[:, None] + torch.arange(columns, device=kv.device)
+        used = int(first_R.max()) + columns
+        sees_R1TC = (torch.arange(used, device=kv.device) <= position_RT[..., None])[:, None]
+
+        def attend(layer: int, q_BTHE: Tensor, k_BTKE: Tensor, v_BTKE: Tensor) -> Tensor:
+            kv[layer, 0, at_R[:, None], :, position_RT] = k_BTKE
+            kv[layer, 1, at_R[:, None], :, position_RT] = v_BTKE
+            out_BHTE = functional.scaled_dot_product_attention(
+                q_BTHE.transpose(1, 2),
+                kv[layer, 0, at_R, :, :used],
+                kv[layer, 1, at_R, :, :used],
+                attn_mask=sees_R1TC,
+                enable_gqa=q_BTHE.shape[2] > k_BTKE.shape[2],
+            )
+            return out_BHTE.transpose(1, 2)
+
+        self._run(self._embed_VD[tokens_RT], self._rotation(position_RT), attend)
+
+    def logits(self, sequences: Sequence[array[int]], firsts: Sequence[int], most: int) -> Iterator[Tensor]:
+        """See `Model.logits`."""
+        tokens_RT = right_padded(sequences).to(self._embed_VD.device)
+        cos_sin = self._rotation(torch.arange(tokens_RT.shape[1], device=tokens_RT.device)[None])
+        hidden_RTD = self._run(self._embed_VD[tokens_RT], cos_sin, causal)
+        for hidden_TD, first, sequence in zip(hidden_RTD, firsts, sequences, strict=True):
+            for tile_ND in hidden_TD[first : len(sequence) - 1].split(most):
+                yield self._logits(tile_ND)
 
     def step(self, cache: Cache, tokens_B: Tensor) -> Tensor:
         """Read one token per row."""
         assert isinstance(cache, CompactCache)
         arch, rows = self._arch, len(tokens_B)
         cache.open_column()
-        mask_B11C, kv, used, position_B = cache.mask_B11C(), cache.kv, cache.longest, cache.lengths_B
-        row_B = torch.arange(rows, device=position_B.device)
+        mask_B11C, kv, position_B, place_B = cache.mask_B11C(), cache.kv, cache.lengths_B, cache.place_B
         group = arch.num_heads // arch.num_kv_heads
 
         def attend(layer: int, q_BTHE: Tensor, k_BTKE: Tensor, v_BTKE: Tensor) -> Tensor:
-            kv[layer, 0, row_B, :, position_B], kv[layer, 1, row_B, :, position_B] = k_BTKE[:, 0], v_BTKE[:, 0]
-            k_BKCE, v_BKCE = kv[layer, 0, :, :, :used], kv[layer, 1, :, :, :used]
-            # The queries that share a key-value head are like several tokens of one head: no key is copied. Two
-            # products are a third faster than the fused kernel here, which is made for many queries.
-            q_BKGE: Tensor = q_BTHE.reshape(rows, arch.num_kv_heads, group, arch.head_dim) * arch.head_dim**-0.5
-            scores_BKGC = (q_BKGE @ k_BKCE.transpose(-1, -2)).float()
-            scores_BKGC += mask_B11C
-            out_BKGE: Tensor = scores_BKGC.softmax(-1).to(v_BKCE.dtype) @ v_BKCE
-            return out_BKGE.view(rows, 1, arch.num_heads, arch.head_dim)
+            kv[layer, 0, place_B, :, position_B], kv[layer, 1, place_B, :, position_B] = k_BTKE[:, 0], v_BTKE[:, 0]
+            q_BKGE = q_BTHE.reshape(rows, arch.num_kv_heads, group, arch.head_dim) * arch.head_dim**-0.5
+            return cache.attention(layer, q_BKGE, mask_B11C).view(rows, 1, arch.num_heads, arch.head_dim)
 
         cos_sin = self._rotation(position_B[:, None])
         logits_BV = self._logits(self._run(self._embed_VD[tokens_B][:, None], cos_sin, attend)[:, 0])
@@ -220,7 +353,7 @@ class CompactModel:
         rows, columns, _ = x_BTD.shape
         heads, kv_heads, head_dim, eps = arch.num_heads, arch.num_kv_heads, arch.head_dim, arch.rms_eps
         for index, layer in enumerate(self._layers):
-            qkv = linear(rms_norm(x_BTD, layer.attention_norm_D, eps), layer.qkv, layer.qkv_adapter)
+            qkv = layer.qkv(rms_norm(x_BTD, layer.attention_norm_D, eps), layer.qkv_adapter)
             qkv_BTHE = qkv.view(rows, columns, heads + 2 * kv_heads, head_dim)
             qk_BTHE, v_BTKE = qkv_BTHE.split((heads + kv_heads, kv_heads), dim=2)
             if layer.qk_norm_HE is not None:
@@ -228,14 +361,14 @@ class CompactModel:
             qk_BTHE = rotate(qk_BTHE, *cos_sin)
             q_BTHE, k_BTKE = qk_BTHE.split((heads, kv_heads), dim=2)
             attended = attend(index, q_BTHE, k_BTKE, v_BTKE).reshape(rows, columns, heads * head_dim)
-            x_BTD = x_BTD + linear(attended, layer.out, layer.out_adapter)
-            gate_up_BTF = linear(rms_norm(x_BTD, layer.ffn_norm_D, eps), layer.gate_up, layer.gate_up_adapter)
+            x_BTD = x_BTD + layer.out(attended, layer.out_adapter)
+            gate_up_BTF = layer.gate_up(rms_norm(x_BTD, layer.ffn_norm_D, eps), layer.gate_up_adapter)
             gate_BTF, up_BTF = gate_up_BTF.chunk(2, dim=-1)
-            x_BTD = x_BTD + linear(functional.silu(gate_BTF) * up_BTF, layer.down, layer.down_adapter)
+            x_BTD = x_BTD + layer.down(functional.silu(gate_BTF) * up_BTF, layer.down_adapter)
         return x_BTD
 
     def _logits(self, hidden_BD: Tensor) -> Tensor:
-        return functional.linear(rms_norm(hidden_BD, self._final_norm_D, self._arch.rms_eps), self._head_VD).float()
+        return self._head(rms_norm(hidden_BD, self._final_norm_D, self._arch.rms_eps)).float()
 
     def _rotation(self, position_BT: Tensor) -> tuple[Tensor, Tensor]:
         """cos and sin [B, T, 1, E] in the computing dtype; the angles are float32, as in transformers."""
@@ -243,10 +376,24 @@ class CompactModel:
         return angle_BT1E.cos().to(self._embed_VD.dtype), angle_BT1E.sin().to(self._embed_VD.dtype)
 
 
-def linear(x: Tensor, weights: tuple[Tensor, Tensor | None], adapter: LowRank | None) -> Tensor:
-    """x [..., I] through a linear map, and its adapter where it has one: [..., O]."""
-    y = functional.linear(x, *weights)
-    return y if adapter is None else adapter.add(y, x)
+def right_padded(sequences: Sequence[array[int]]) -> Tensor:
+    """Token ids [R, T] of sequences of different lengths."""
+    tokens_RT = torch.zeros((len(sequences), max(map(len, sequences))), dtype=torch.long)
+    for row, sequence in enumerate(sequences):
+        tokens_RT[row, : len(sequence)] = torch.tensor(sequence, dtype=torch.long)
+    return tokens_RT
+
+
+def causal(layer: int, q_BTHE: Tensor, k_BTKE: Tensor, v_BTKE: Tensor) -> Tensor:
+    """Attention of each token to itself and those before it; `layer` does not matter."""
+    out_BHTE = functional.scaled_dot_product_attention(
+        q_BTHE.transpose(1, 2),
+        k_BTKE.transpose(1, 2),
+        v_BTKE.transpose(1, 2),
+        is_causal=True,
+        enable_gqa=q_BTHE.shape[2] > k_BTKE.shape[2],
+    )
+    return out_BHTE.transpose(1, 2)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -295,10 +442,10 @@ class _Weights:
     def layer(self, prefix: str) -> Layer:
         """The layer whose names begin so."""
 
-        def fused(*names: str) -> tuple[Tensor, Tensor | None]:
+        def fused(*names: str) -> Linear:
             has_bias = f"{prefix}{names[0]}.bias" in self._shapes
             matrix = self.new(*(f"{prefix}{name}.weight" for name in names))
-            return matrix, self.new(*(f"{prefix}{name}.bias" for name in names)) if has_bias else None
+            return Linear(matrix, self.new(*(f"{prefix}{name}.bias" for name in names)) if has_bias else None)
 
         return Layer(
             self.new(f"{prefix}input_layernorm.weight"),

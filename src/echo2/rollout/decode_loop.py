@@ -13,11 +13,12 @@ import threading
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from echo2.errors import UserError
 from echo2.rollout.engine import Completion, Outcome, RequestFailure, SampleRequest
+from echo2.rollout.verification import Prefill, PrefillRequest
 from echo2.types import Snapshot, SnapshotRef
 
 #: Slots of an engine that was asked for no number.
@@ -61,6 +62,10 @@ class Decoder(Protocol):
     def step(self, added: Mapping[int, SampleRequest], dropped: Sequence[int]) -> list[tuple[int, Completion]]:
         """Take these rows in, by number, let those go, and sample one token for each row. Returns the rows that have
         ended with it."""
+
+    def prefill(self, ref: SnapshotRef, requests: Sequence[PrefillRequest]) -> list[Prefill]:
+        """As `PrefillEngine.prefill`, at once. After the first call the weights before the installed ones are kept,
+        where the new ones came beside them."""
 
     def clear(self) -> None:
         """Let all rows go."""
@@ -116,8 +121,8 @@ class DecodeLoop:
         return self._submit([request], 0)[0]
 
     def submit_together(self, requests: Sequence[SampleRequest]) -> list[asyncio.Future[Outcome]]:
-        """See `Engine.submit_together`."""
-        return self._submit(requests, next(self._units))
+        """See `Engine.submit_together`. All of each is read: what is kept of others would change the shapes."""
+        return self._submit([replace(request, in_turns=False) for request in requests], next(self._units))
 
     def _submit(self, requests: Sequence[SampleRequest], unit: int) -> list[asyncio.Future[Outcome]]:
         if self._decoder.installed is None:
@@ -147,6 +152,10 @@ class DecodeLoop:
         is_sampling, started = self.free_slots < self.slots, time.perf_counter()
         pause_seconds = await asyncio.to_thread(self._decoder.load, snapshot, base)
         return pause_seconds if is_sampling else time.perf_counter() - started
+
+    async def prefill(self, ref: SnapshotRef, requests: Sequence[PrefillRequest]) -> list[Prefill]:
+        """See `PrefillEngine.prefill`."""
+        return await asyncio.to_thread(self._decoder.prefill, ref, requests)
 
     async def close(self) -> None:
         """See `Engine.close`. Waits for the token that is being sampled."""

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from echo2.errors import Echo2Error
+from echo2.rollout.stop_strings import StopRule
 from echo2.types import FinishReason, SamplingParams, Snapshot, SnapshotRef
 
 
@@ -24,7 +25,11 @@ class SampleRequest:
     """One prompt, to be continued once.
 
     The tokens are drawn from the random stream (seed, sample): what else the engine samples at the time does not
-    change them. The completion ends with the model's end token, one of `stop_tokens`, or `params.max_tokens`.
+    change them. The completion ends with the model's end token, one of `stop_tokens`, where `stop` says, or with
+    `params.max_tokens`.
+
+    `in_turns`: one of several that go on from each other. An engine may keep what it has read and written, and read
+    only what is new in a request that begins with it.
     """
 
     prompt_tokens: array[int]
@@ -32,6 +37,8 @@ class SampleRequest:
     sample: int
     params: SamplingParams
     stop_tokens: frozenset[int] = frozenset()
+    in_turns: bool = field(default=False, kw_only=True)
+    stop: StopRule | None = field(default=None, kw_only=True)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,25 +1,32 @@
 """Engines by name. An engine is one module with a function `make_engine(device, slots)`, and one line in
-`config/engines.py`."""
+`config/engines.py`; a token server one with `make_server(place, device, slots)`."""
 
 from __future__ import annotations
 
 from importlib import import_module
 
-from echo2.config.engines import ENGINES
+from echo2.config.engines import ENGINES, SERVERS, ServerPlace
 from echo2.errors import UserError, did_you_mean
 from echo2.rollout.decode_loop import DEFAULT_SLOTS
 from echo2.rollout.engine import Engine
+from echo2.rollout.servers.engine import ServerEngine
+
+#: Nothing said: this Python, and temporary files.
+NO_PLACE = ServerPlace()
 
 
-def make_engine(name: str, device: str = "auto", slots: int = DEFAULT_SLOTS) -> Engine:
+def make_engine(name: str, device: str = "auto", slots: int = DEFAULT_SLOTS, place: ServerPlace = NO_PLACE) -> Engine:
     """The engine called `name` on `device` (cpu | cuda | cuda:0 ... | auto), which decodes up to `slots` rollouts at
-    once. Torch takes a second to import, and transformers' models take three more, so an engine's module is imported
-    here and not before.
+    once; a token server is at `place`. Torch takes a second to import, and transformers' models take three more, so an
+    engine's module is imported here and not before.
 
     Raises:
         UserError: there is no such engine or device.
     """
     if name not in ENGINES:
         raise UserError(f"There is no engine {name!r}.{did_you_mean(name, ENGINES)} Use {', '.join(ENGINES)}.")
-    engine: Engine = import_module(ENGINES[name]).make_engine(device, slots)
+    module = import_module(ENGINES[name])
+    if name in SERVERS:
+        return ServerEngine(module.make_server(place, device, slots), slots, place.directory)
+    engine: Engine = module.make_engine(device, slots)
     return engine

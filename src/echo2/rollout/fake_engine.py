@@ -16,6 +16,7 @@ from echo2.errors import InvariantError, PeerError, UserError
 from echo2.rollout.decode_loop import DecodeLoop
 from echo2.rollout.engine import Completion, Engine, RequestFailure, SampleRequest, refuse_request
 from echo2.rollout.snapshot_files import end_tokens, read_config
+from echo2.rollout.verification import Prefill, PrefillRequest
 from echo2.types import FinishReason, Snapshot, SnapshotRef
 
 DEFAULT_VOCAB_SIZE = 256
@@ -29,7 +30,7 @@ def make_engine(device: str, slots: int) -> Engine:
 
 class FakeDecoder:
     """A `Decoder`. Each sample ends after a hashed number of tokens, spread evenly over 1..max_tokens, or at a stop
-    token that was hashed before.
+    token or string that was hashed before.
 
     `tokens_per_second`: speed of all rows together. `advance(seconds)` is called once for each step, in the decode
     thread, with the time that this speed would take.
@@ -83,6 +84,10 @@ class FakeDecoder:
         ended = [number for number, row in self._rows.items() if row.is_ended]
         return [(number, self._rows.pop(number).completion()) for number in ended]
 
+    def prefill(self, ref: SnapshotRef, requests: Sequence[PrefillRequest]) -> list[Prefill]:
+        """See `Decoder.prefill`. There is no distribution to check anything by."""
+        raise PeerError("snapshot_gone", "the fake engine holds no weights")
+
     def clear(self) -> None:
         """See `Decoder.clear`."""
         self._rows.clear()
@@ -98,7 +103,7 @@ class _Row:
 
     def __init__(self, request: SampleRequest, room: int, end: int) -> None:
         self._name = (request.seed, request.sample)
-        self._stop_tokens = request.stop_tokens
+        self._stop_tokens, self._stop = request.stop_tokens, request.stop
         self._end = end
         self._length = 1 + _hash(*self._name, 0, 0) % room
         self._finish: FinishReason = "stop" if self._length < room else "length"
@@ -115,9 +120,9 @@ class _Row:
         is_last_by_choice = position + 1 == self._length and self._finish == "stop"
         # Any token but the end token, which has a meaning.
         other = (self._end + 1 + drawn % (vocab - 1)) % vocab if vocab > 1 else 0
-        if other in self._stop_tokens and not is_last_by_choice:
-            self._length, self._finish = position + 1, "stop"
         self._tokens.append(self._end if is_last_by_choice else other)
+        if other in self._stop_tokens or (self._stop is not None and self._stop.ends(self._tokens)):
+            self._length, self._finish = position + 1, "stop"
         self._logprobs.append(-5.0 * ((drawn >> 32) % 1000 + 1) / 1000)
         if not self._spans or self._spans[-1][1] != version:
             self._spans.append((position, version))

@@ -15,11 +15,18 @@ from types import MappingProxyType
 from typing import Any
 
 from echo2.rollout.engine import Completion, Engine, RequestFailure, SampleRequest
+from echo2.rollout.harness import HarnessEnvironment, as_group
 from echo2.rollout.lockstep import Lockstep
+from echo2.rollout.recorded import Played
 from echo2.rollout.replay import replay, without_rewards
+from echo2.rollout.stop_strings import stop_rule
 from echo2.rollout.tokenizer import Tokenizer
 from echo2.rollout.turns import Environment, play
 from echo2.types import LOGGED_ROLLOUTS, Assignment, Lease, Rollout, RolloutGroup, SamplingParams, Task
+
+#: What answers or plays rollouts, by the name that leases have for it.
+Environments = Mapping[str, Environment | HarnessEnvironment]
+NO_ENVIRONMENTS: Environments = MappingProxyType({})
 
 
 def assignment_of(
@@ -39,7 +46,7 @@ async def sample_group(
     tokenizer: Tokenizer,
     assignment: Assignment,
     worker_id: str,
-    environments: Mapping[str, Environment] = MappingProxyType({}),
+    environments: Environments = NO_ENVIRONMENTS,
     on_rollout: Callable[[], None] = lambda: None,
 ) -> RolloutGroup | RequestFailure:
     """Sample the group of one lease, seeded by the lease: no texts, no rewards, no seconds. With an environment its
@@ -55,13 +62,15 @@ async def sample_group(
     """
     lease, before = assignment.lease, engine.installed
     is_logged = not is_sampled(assignment)
-    outcome: list[Rollout] | RequestFailure
+    outcome: tuple[array[int], list[Rollout]] | RequestFailure
     if is_logged:
-        outcome = await asyncio.to_thread(replay, engine, tokenizer, assignment)
+        replayed = await asyncio.to_thread(replay, engine, tokenizer, assignment)
+        outcome = replayed if isinstance(replayed, RequestFailure) else (assignment.prompt_tokens, replayed)
     else:
         outcome = await _rollouts(engine, tokenizer, assignment, environments, on_rollout)
     if isinstance(outcome, RequestFailure):
         return outcome
+    prompt, rollouts = outcome
     installed = engine.installed
     if before is None or installed is None or installed.history != before.history:
         detail = f"the group was sampled with {before}, and then with {installed}"
@@ -71,10 +80,11 @@ async def sample_group(
         step=lease.step,
         lineage=before.lineage,
         cursor=lease.cursor,
-        prompt_tokens=assignment.prompt_tokens,
-        rollouts=tuple(outcome),
+        prompt_tokens=prompt,
+        rollouts=tuple(rollouts),
         worker_id=worker_id,
         logged=is_logged,
+        by_harness=isinstance(environments.get(assignment.environment), HarnessEnvironment),
     )
 
 
@@ -82,17 +92,23 @@ async def _rollouts(
     engine: Engine | Lockstep,
     tokenizer: Tokenizer,
     assignment: Assignment,
-    environments: Mapping[str, Environment],
+    environments: Environments,
     on_rollout: Callable[[], None],
-) -> list[Rollout] | RequestFailure:
-    """All rollouts of a group, or the first failure: it aborts the others."""
+) -> tuple[array[int], list[Rollout]] | RequestFailure:
+    """The prompt and all rollouts of a group, or the first failure: it aborts the others."""
+    strings = assignment.params.stop
+    stop = await asyncio.to_thread(stop_rule, tokenizer, strings) if strings else None
 
-    async def one(sample: int) -> Rollout | RequestFailure:
-        if assignment.environment:
-            return await play(engine, tokenizer, environments[assignment.environment], assignment, sample)
+    async def one(sample: int) -> Played | RequestFailure:
+        environment = environments[assignment.environment] if assignment.environment else None
+        if isinstance(environment, HarnessEnvironment):
+            return await environment.play(engine, tokenizer, assignment, sample)
+        if environment is not None:
+            played = await play(engine, tokenizer, environment, assignment, sample)
+            return played if isinstance(played, RequestFailure) else Played(assignment.prompt_tokens, played)
         seed, params = assignment.lease.seed, assignment.params
-        outcome = await engine.submit(SampleRequest(assignment.prompt_tokens, seed, sample, params))
-        return outcome if isinstance(outcome, RequestFailure) else _rollout(outcome)
+        outcome = await engine.submit(SampleRequest(assignment.prompt_tokens, seed, sample, params, stop=stop))
+        return outcome if isinstance(outcome, RequestFailure) else Played(assignment.prompt_tokens, _rollout(outcome))
 
     tasks = [asyncio.ensure_future(one(sample)) for sample in range(assignment.lease.num_samples)]
     for task in tasks:
@@ -101,7 +117,7 @@ async def _rollouts(
         for ended in asyncio.as_completed(tasks):
             if isinstance(failure := await ended, RequestFailure):
                 return failure
-        return [rollout for task in tasks if isinstance(rollout := task.result(), Rollout)]
+        return as_group([played for task in tasks if not isinstance(played := task.result(), RequestFailure)])
     finally:
         for task in tasks:
             task.cancel()
@@ -115,7 +131,7 @@ async def sample_groups(
     worker_id: str,
     on_group: Callable[[RolloutGroup, Lease], None],
     on_failed: Callable[[Lease, RequestFailure], None],
-    environments: Mapping[str, Environment] = MappingProxyType({}),
+    environments: Environments = NO_ENVIRONMENTS,
     clock: Callable[[], float] = time.perf_counter,
 ) -> None:
     """Sample these leases, all at once. Each ends in exactly one call of `on_group` (as `sample_group`, with the

@@ -11,7 +11,7 @@ import copy
 import inspect
 import json
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -36,6 +36,8 @@ from echo2.types import Snapshot
 
 NO_POSITION_LIMIT = 1 << 20
 """Context length taken for models whose config.json names none (relative positions); the longest max_tokens allowed."""
+PIECE_TOKENS = 128
+"""Tokens of a sequence that are read at once to check it, at least."""
 
 
 def make_engine(device: str, slots: int) -> Engine:
@@ -55,6 +57,11 @@ class HfCache:
         """Only where all layers keep all keys and values: windows and recurrent states of two caches don't fit
         together."""
         return all(type(layer) is DynamicLayer for layer in self.past.layers)
+
+    num_bytes = 0
+
+    def copy(self, row: int, length: int) -> None:
+        """See `Cache.copy`: what layers keep is theirs to say, and not known here."""
 
     def select(self, rows: Tensor) -> HfCache:
         """These rows; they may repeat."""
@@ -97,6 +104,7 @@ class HfModel:
         config = module.config
         self.places = {name: (weight,) for name, weight in module.state_dict(keep_vars=True).items()}
         self._device: torch.device = module.device
+        self.dtype: torch.dtype = module.dtype
         positions = getattr(config, "max_position_embeddings", None) or NO_POSITION_LIMIT
         self.limits = Limits(int(config.vocab_size), int(positions), end)
         takes = inspect.signature(module.forward).parameters
@@ -122,8 +130,14 @@ class HfModel:
         low = self._applied.get(name)
         return output if low is None else low.add(output, inputs[0])
 
-    def prefill(self, prompts: Sequence[array[int]]) -> HfCache:
-        """Read the prompts. One column is read at least, which is padding where all prompts are empty."""
+    def pack(self) -> None:
+        """See `Model.pack`: transformers' modules compute with the weights as they are."""
+
+    def unpack(self) -> None:
+        """See `Model.unpack`."""
+
+    def prefill(self, prompts: Sequence[array[int]], known: Sequence[Cache | None] = ()) -> HfCache:
+        """Read the prompts. Nothing of them is known. One column is read at least: padding, where all are empty."""
         columns = max(1, *(len(prompt) for prompt in prompts))
         tokens_RT = torch.zeros((len(prompts), columns), dtype=torch.long)
         mask_RT = torch.zeros((len(prompts), columns), dtype=torch.long)
@@ -134,6 +148,18 @@ class HfModel:
         self._forward(cache, tokens_RT.to(self._device))
         return cache
 
+    def logits(self, sequences: Sequence[array[int]], firsts: Sequence[int], most: int) -> Iterator[Tensor]:
+        """See `Model.logits`. One sequence after the other, in pieces behind each other: any model can do that."""
+        for sequence, first in zip(sequences, firsts, strict=True):
+            past, size = DynamicCache(config=self._module.config), 1 if self._is_recurrent else max(most, PIECE_TOKENS)
+            for start in range(0, len(sequence) - 1, size):
+                piece = torch.tensor(sequence[start : min(start + size, len(sequence) - 1)], dtype=torch.long)
+                mask_1T = torch.ones((1, start + len(piece)), dtype=torch.long, device=self._device)
+                logits_1TV = self._all_logits(HfCache(past, mask_1T), piece[None].to(self._device))
+                if start + len(piece) > first:
+                    for tile_TV in logits_1TV[0, max(0, first - start) :].split(most):
+                        yield tile_TV.float()
+
     def step(self, cache: Cache, tokens_B: Tensor) -> Tensor:
         """Read one token per row."""
         assert isinstance(cache, HfCache)
@@ -141,6 +167,9 @@ class HfModel:
         return self._forward(cache, tokens_B[:, None])
 
     def _forward(self, cache: HfCache, tokens_BT: Tensor) -> Tensor:
+        return self._all_logits(cache, tokens_BT)[:, -1].float()
+
+    def _all_logits(self, cache: HfCache, tokens_BT: Tensor) -> Tensor:
         inputs: dict[str, Any] = {}
         self._applied.clear()
         self._applied.update(self._adapter)
@@ -152,8 +181,8 @@ class HfModel:
         if not self._is_recurrent or tokens_BT.shape == cache.mask_BT.shape:
             inputs["attention_mask"] = cache.mask_BT
         output = self._module(input_ids=tokens_BT, use_cache=True, **inputs)
-        logits_BV: Tensor = output.logits[:, -1].float()
-        return logits_BV
+        logits_BTV: Tensor = output.logits
+        return logits_BTV
 
 
 def _linear_shape(part: Any) -> tuple[int, int] | None:

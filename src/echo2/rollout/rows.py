@@ -17,6 +17,7 @@ from torch import Tensor
 from echo2.rollout.engine import Completion, SampleRequest
 from echo2.rollout.random_streams import stream_keys
 from echo2.rollout.sampler import Draw, Ints, Sampler, Top
+from echo2.types import FinishReason
 
 DROP_BELOW = 0.85
 """Ended rows are dropped when fewer than this share of the rows still runs: copying the cache costs about a third of a
@@ -76,6 +77,21 @@ class RowTable:
         """Whether dropping the ended rows pays."""
         return len(self._rows) > 0 and bool(self._is_running_B.mean() < DROP_BELOW)
 
+    def place_of(self, number: int) -> int:
+        """Where the row of this number is."""
+        return next(place for place, row in enumerate(self._rows) if row.number == number)
+
+    def place_of_prompt(self, prompt: array[int], first_number: int) -> int | None:
+        """Where a row runs that has this prompt, and a number from `first_number` on."""
+        return next(
+            (
+                place
+                for place in self.running.tolist()
+                if (row := self._rows[place]).number >= first_number and row.request.prompt_tokens == prompt
+            ),
+            None,
+        )
+
     def end(self, numbers: Sequence[int]) -> None:
         """These rows are wanted no more."""
         unwanted = set(numbers)
@@ -106,11 +122,17 @@ class RowTable:
     def _prepare(self, requests: Sequence[SampleRequest], limits: Limits) -> None:
         keys = stream_keys([request.seed for request in requests], [request.sample for request in requests])
         self._sampler = Sampler(keys, [request.params for request in requests], self._device)
-        rules = list(dict.fromkeys(request.stop_tokens for request in requests))
-        self._rule_B = np.array([rules.index(request.stop_tokens) for request in requests], dtype=np.int64)
+        rules = {(request.stop_tokens, request.stop): 0 for request in requests}
+        rules = {rule: number for number, rule in enumerate(rules)}
+        self._rule_B = np.array([rules[request.stop_tokens, request.stop] for request in requests], dtype=np.int64)
         self._is_end_QV = np.zeros((len(rules), limits.vocab_size), dtype=bool)
-        for is_end_V, stop_tokens in zip(self._is_end_QV, rules, strict=True):
-            is_end_V[[token for token in (*limits.end_tokens, *stop_tokens) if 0 <= token < limits.vocab_size]] = True
+        self._may_end_QV = np.zeros_like(self._is_end_QV)
+        for (stop_tokens, stop), number in rules.items():
+            for table_V, tokens in (
+                (self._is_end_QV[number], (*limits.end_tokens, *stop_tokens)),
+                (self._may_end_QV[number], stop.tokens if stop else ()),
+            ):
+                table_V[[token for token in tokens if 0 <= token < limits.vocab_size]] = True
         self._version = None  # new rows have no version yet
 
     def draw(self, logits_BV: Tensor, version: int) -> list[tuple[int, Completion]]:
@@ -129,11 +151,26 @@ class RowTable:
         drawn = self._sampler.draw(logits_BV, self._length_B)
         self._record(drawn, running)
         self.last_B = drawn.tokens_B
-        tokens = drawn.tokens_B[running]
-        is_over = self._is_end_QV[self._rule_B[running], tokens] | (self._length_B[running] >= self._room_B[running])
-        ended = running[is_over]
-        self._is_running_B[ended] = False
-        return [(self._rows[place].number, self._completion(place)) for place in ended.tolist()]
+        drawn_by = self._rule_B[running], drawn.tokens_B[running]
+        is_end = self._is_end_QV[drawn_by]
+        for at in np.flatnonzero(self._may_end_QV[drawn_by] & ~is_end).tolist():
+            is_end[at] = self._is_stopped(int(running[at]))
+        is_over = is_end | (self._length_B[running] >= self._room_B[running])
+        ended = list(zip(running[is_over].tolist(), is_end[is_over].tolist(), strict=True))
+        self._is_running_B[running[is_over]] = False
+        return [
+            (self._rows[place].number, self._completion(place, "stop" if by_end else "length"))
+            for place, by_end in ended
+        ]
+
+    def _is_stopped(self, place: int) -> bool:
+        stop, length = self._rows[place].request.stop, int(self._length_B[place])
+        return stop is not None and stop.ends(self._tokens_BT[place, max(0, length - stop.window) : length].tolist())
+
+    @property
+    def requests(self) -> list[SampleRequest]:
+        """Of the rows, by place."""
+        return [row.request for row in self._rows]
 
     def _record(self, drawn: Draw, running: Ints) -> None:
         at = self._length_B[running]
@@ -150,7 +187,7 @@ class RowTable:
                 if place in drawn.tops:
                     self._rows[place].tops.append(drawn.tops[place])
 
-    def _completion(self, place: int) -> Completion:
+    def _completion(self, place: int, finish: FinishReason) -> Completion:
         row, length = self._rows[place], int(self._length_B[place])
         tokens, supports = array("i", self._tokens_BT[place, :length].tobytes()), row.supports
         top_ids, top_logprobs = zip(*row.tops, strict=True) if row.tops else ((), ())
@@ -158,7 +195,7 @@ class RowTable:
             tokens=tokens,
             logprobs=array("f", self._logprobs_BT[place, :length].tobytes()),
             version_spans=tuple(row.spans),
-            finish="stop" if self._is_end_QV[self._rule_B[place], tokens[-1]] else "length",
+            finish=finish,
             support_tokens=array("i", np.concatenate(supports).tobytes()) if supports else None,
             support_offsets=array("i", np.cumsum([0, *map(len, supports)], dtype=np.int32).tobytes())
             if supports

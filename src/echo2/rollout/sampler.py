@@ -1,9 +1,9 @@
 """Logits -> one token per row, with the logprob it was drawn with.
 
-The order of operations is temperature, then top-k, then top-p (as in transformers' `generate`). The behaviour logprob
-is that of the distribution actually drawn from; where top-k or top-p narrowed it, the surviving token ids (the
-support) are reported too, because a learner can only repeat the computation if it knows them. Greedy rows (temperature
-0) report the logprob under the untempered, unnarrowed distribution.
+The order of operations is temperature, then top-k, top-p and min-p (as in transformers' `generate`). The behaviour
+logprob is that of the distribution actually drawn from; where it was narrowed, the surviving token ids (the support)
+are reported too, because a learner can only repeat the computation if it knows them. Greedy rows (temperature 0) report
+the logprob under the untempered, unnarrowed distribution.
 
 Drawing is by inversion: the first token whose cumulative probability exceeds u * total, with u from `random_streams`.
 
@@ -58,6 +58,7 @@ class Sampler:
         self._is_tempered = any(temperature != 1.0 for temperature in temperatures)
         self._top_k_B1 = torch.tensor([p.top_k or MAX_SUPPORT_TOKENS for p in params], device=device)[:, None]
         self._top_p_B1 = torch.tensor([p.top_p for p in params], device=device)[:, None]
+        self._min_p_B1 = torch.tensor([p.min_p for p in params], device=device)[:, None]
         kinds = np.array([_kind(p) for p in params])
         self._rows = {kind: np.flatnonzero(kinds == kind) for kind in ("greedy", "plain", "narrow")}
 
@@ -106,8 +107,8 @@ class Sampler:
             logprobs_BV = logits_BV.log_softmax(-1)
             self._add_tops(rows, logprobs_BV, tops)
             return invert(logprobs_BV, uniform_B)
-        top_k_B1, top_p_B1 = (x if index is None else x[index] for x in (self._top_k_B1, self._top_p_B1))
-        logits_BW, ids_BW = narrow(logits_BV, top_k_B1, top_p_B1)
+        limits = self._top_k_B1, self._top_p_B1, self._min_p_B1
+        logits_BW, ids_BW = narrow(logits_BV, *(limit if index is None else limit[index] for limit in limits))
         kept_BW = logits_BW.isfinite()
         ids, kept = ids_BW.int().cpu().numpy(), kept_BW.cpu().numpy()
         supports.update((int(row), ids[i][kept[i]]) for i, row in enumerate(rows))
@@ -128,7 +129,7 @@ class Sampler:
 def _kind(params: SamplingParams) -> str:
     if params.temperature == 0.0:
         return "greedy"
-    return "narrow" if params.top_k > 0 or params.top_p < 1.0 else "plain"
+    return "narrow" if params.is_narrow else "plain"
 
 
 def invert(logprobs_BV: Tensor, uniform_B: Tensor) -> tuple[Tensor, Tensor]:
@@ -141,10 +142,11 @@ def invert(logprobs_BV: Tensor, uniform_B: Tensor) -> tuple[Tensor, Tensor]:
     return token_B1[:, 0], logprobs_BV.gather(1, token_B1)[:, 0]
 
 
-def narrow(logits_BV: Tensor, top_k_B1: Tensor, top_p_B1: Tensor) -> tuple[Tensor, Tensor]:
-    """The most likely tokens that top-k and then top-p leave: logits [B, W] in falling order, -inf where cut, and ids.
+def narrow(logits_BV: Tensor, top_k_B1: Tensor, top_p_B1: Tensor, min_p_B1: Tensor) -> tuple[Tensor, Tensor]:
+    """The most likely tokens that top-k, top-p and min-p leave: logits [B, W] in falling order, -inf where cut; ids.
 
-    The nucleus is the smallest set of most likely tokens whose mass, of what top-k left, is at least top-p.
+    The nucleus is the smallest set of most likely tokens whose mass, of what top-k left, is at least top-p. Min-p cuts
+    what is less likely than this share of the most likely token (arXiv 2407.01082).
     """
     width = min(logits_BV.shape[1], MAX_SUPPORT_TOKENS, int(top_k_B1.max()))
     logits_BW, ids_BW = logits_BV.topk(width, dim=-1)
@@ -156,6 +158,6 @@ def narrow(logits_BV: Tensor, top_k_B1: Tensor, top_p_B1: Tensor) -> tuple[Tenso
     total_B1 = torch.where(is_cut_by_k_B1, logits_BW.logsumexp(-1, True), logits_BV.logsumexp(-1, True))
     mass_BW = (logits_BW - total_B1).exp().double()
     mass_before_BW = mass_BW.cumsum(-1) - mass_BW
-    is_cut_BW = (mass_before_BW >= top_p_B1) & (top_p_B1 < 1.0)
+    is_cut_BW = (mass_before_BW >= top_p_B1) & (top_p_B1 < 1.0) | (logits_BW < logits_BW[:, :1] + min_p_B1.log())
     is_cut_BW[:, 0] = False
     return logits_BW.masked_fill(is_cut_BW, float("-inf")), ids_BW

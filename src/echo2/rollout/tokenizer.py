@@ -8,12 +8,14 @@ import threading
 from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from types import MappingProxyType
 from typing import Any, Protocol
 
 from echo2.errors import PeerError, UserError
+from echo2.rollout.snapshot_files import read_config
 from echo2.types import Rollout, Task
 
 TOKENIZER_SUFFIXES = frozenset({".json", ".jinja", ".txt", ".model"})
@@ -23,6 +25,8 @@ ANSWER_MARK = "echo2-answer-mark"
 #: What a chat template's expressions raise, beside jinja2's own.
 TEMPLATE_ERRORS = (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError)
 _SEARCHING = threading.Lock()
+#: What decoders write for a part of a character.
+BROKEN = "\ufffd"
 
 
 class Tokenizer(Protocol):
@@ -31,6 +35,7 @@ class Tokenizer(Protocol):
     bos_token: str | None
     eos_token_id: int | None
     chat_template: Any
+    model_max_length: int
 
     def __len__(self) -> int: ...
 
@@ -42,14 +47,20 @@ class Tokenizer(Protocol):
     def decode(self, token_ids: list[int], *, skip_special_tokens: bool) -> str:
         """The text of token ids."""
 
+    def save_pretrained(self, directory: str, /) -> Any:
+        """Write its files."""
+
     def apply_chat_template(
-        self, conversation: list[dict[str, str]], *, tokenize: bool, add_generation_prompt: bool
+        self, conversation: list[dict[str, Any]], *, tokenize: bool, add_generation_prompt: bool, **described: Any
     ) -> str:
         """The text that the chat template makes of `{"role", "content"}` messages."""
 
 
-def load_tokenizer(files: Mapping[str, bytes]) -> Tokenizer:
-    """The tokenizer among a snapshot's files; code that comes with it is never run.
+def load_tokenizer(
+    files: Mapping[str, bytes], template_arguments: Mapping[str, Any] = MappingProxyType({})
+) -> Tokenizer:
+    """The tokenizer among a snapshot's files; code that comes with it is never run. `template_arguments` go to its chat
+    template, such as {"enable_thinking": False}.
 
     Raises:
         PeerError: a file name would leave the directory, or there is no tokenizer that transformers can read.
@@ -67,7 +78,12 @@ def load_tokenizer(files: Mapping[str, bytes]) -> Tokenizer:
         except Exception as error:  # each tokenizer class fails in its own way; files are not ours to trust
             first_line = str(error).splitlines()[0] if str(error) else type(error).__name__
             raise PeerError("bad_snapshot", f"no tokenizer that transformers reads: {first_line}") from error
+    if template_arguments:
+        tokenizer.apply_chat_template = partial(tokenizer.apply_chat_template, **template_arguments)
     loaded: Tokenizer = tokenizer
+    positions = read_config(files).get("max_position_embeddings") if "config.json" in files else None
+    if isinstance(positions, int):  # what the model reads; a tokenizer may say anything
+        loaded.model_max_length = positions
     return loaded
 
 
@@ -86,13 +102,28 @@ def encode_prompt(task: Task, tokenizer: Tokenizer) -> array[int]:
             f"Task {task.cursor} has chat messages, but the model's tokenizer has no chat template. "
             "Add chat_template.jinja to the model directory, or give prompts as text."
         )
-    from jinja2 import TemplateError
-
     messages = [{"role": message.role, "content": message.content} for message in task.prompt]
     try:
-        text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        return rendered_tokens(tokenizer, messages)
+    except UserError as error:
+        raise UserError(f"Task {task.cursor}: {error}") from error
+
+
+def rendered_tokens(tokenizer: Tokenizer, messages: list[dict[str, Any]], tools: Any = None) -> array[int]:
+    """Token ids of chat messages, followed by the opening of the assistant's turn. `tools`: as OpenAI describes them.
+
+    Raises:
+        UserError: there is no chat template, or it refuses them.
+    """
+    from jinja2 import TemplateError
+
+    if not tokenizer.chat_template:
+        raise UserError("the model's tokenizer has no chat template: add chat_template.jinja to the model directory")
+    described = {"tools": tools} if tools else {}
+    try:
+        text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **described)
     except (TemplateError, *TEMPLATE_ERRORS) as error:
-        raise UserError(f"Task {task.cursor}: the chat template refuses its messages: {error}.") from error
+        raise UserError(f"the chat template refuses its messages: {error}.") from error
     return _ids(tokenizer, text, add_special_tokens=False)  # templates write the special tokens themselves
 
 
@@ -118,18 +149,27 @@ def with_texts(rollouts: Sequence[Rollout], tokenizer: Tokenizer) -> tuple[Rollo
 
 
 def reply_tokens(tokenizer: Tokenizer, is_chat: bool, text: str, last_token: int) -> array[int]:
-    """Token ids of what an environment said, to be appended to a turn that ended with `last_token`. Chat: the rest of
-    the assistant's turn, the text as the user's message, and the opening of the assistant's next turn.
+    """Token ids of what an environment said, to be appended to a turn that ended with `last_token`. Chat: as the user's
+    message.
 
     Raises:
         UserError: the chat template does not write what follows an answer, or the tokenizer fails.
     """
     if not is_chat:
         return _ids(tokenizer, text, add_special_tokens=False)
+    return following_tokens(tokenizer, [{"role": "user", "content": text}], last_token)
+
+
+def following_tokens(tokenizer: Tokenizer, said: Sequence[dict[str, Any]], last_token: int) -> array[int]:
+    """Token ids of the messages that follow an answer which ended with `last_token`: the rest of the assistant's turn,
+    the messages, and the opening of the assistant's next turn.
+
+    Raises:
+        UserError: the chat template does not write what follows an answer, or the tokenizer fails.
+    """
     from jinja2 import TemplateError
 
-    talk = [("user", "."), ("assistant", ANSWER_MARK), ("user", text)]
-    messages = [{"role": role, "content": content} for role, content in talk]
+    messages = [{"role": "user", "content": "."}, {"role": "assistant", "content": ANSWER_MARK}, *said]
     try:
         rendered = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     except (TemplateError, *TEMPLATE_ERRORS) as error:
@@ -143,15 +183,20 @@ def reply_tokens(tokenizer: Tokenizer, is_chat: bool, text: str, last_token: int
     return _ids(tokenizer, tail, add_special_tokens=False)
 
 
-def tokens_with(tokenizer: Tokenizer, character: str) -> frozenset[int]:
-    """Every token whose text holds `character`. A second or two for a vocabulary of 150,000, once: not for the event
-    loop, and not for several threads at once."""
+def tokens_with(tokenizer: Tokenizer, characters: str, *, special: bool = False) -> frozenset[int]:
+    """Every token whose text holds one of `characters`, or maybe the end of one. `special`: special tokens have their
+    names for texts, else none. A second or two for a vocabulary of 150,000, once: not for the event loop, and not for
+    several threads at once."""
     with _SEARCHING:
-        return _tokens_with(tokenizer, character)
+        return _tokens_with(tokenizer, characters, special)
 
 
-@lru_cache(maxsize=4)
-def _tokens_with(tokenizer: Tokenizer, character: str) -> frozenset[int]:
-    return frozenset(
-        token for token in range(len(tokenizer)) if character in tokenizer.decode([token], skip_special_tokens=True)
+@lru_cache(maxsize=16)
+def _tokens_with(tokenizer: Tokenizer, characters: str, special: bool) -> frozenset[int]:
+    before = tokenizer.encode("a", add_special_tokens=False)  # some decoders leave the first space away
+    length = len(tokenizer.decode(before, skip_special_tokens=True))
+    wanted = {*characters, *("" if characters.isascii() else BROKEN)}
+    texts = (
+        tokenizer.decode([*before, token], skip_special_tokens=not special)[length:] for token in range(len(tokenizer))
     )
+    return frozenset(token for token, text in enumerate(texts) if not wanted.isdisjoint(text))

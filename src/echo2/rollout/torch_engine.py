@@ -9,7 +9,9 @@ An adapter is a model that shares the weights of its base model, whose own are n
 adapter over the same base model is one assignment, too.
 
 Rows that have ended are dropped from the batch as soon as enough of them have, or others join, so that short
-completions stop costing. Rows that join together and have the same prompt share its prefill.
+completions stop costing. Rows with the same prompt share its prefill, if they join together or one of them still runs.
+The next turn of a rollout goes on from what is kept of the turn before (`kept_rows.py`). Both only where all of it was
+read with the installed policy: a prompt is never read with one policy and continued with another.
 
 Shape suffixes: R = prompts, B = rows (one a request), V = vocabulary.
 """
@@ -20,7 +22,7 @@ import logging
 import threading
 import time
 from array import array
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -31,8 +33,11 @@ from echo2.devices import free_memory_bytes, is_out_of_memory, pick_device
 from echo2.errors import InvariantError, PeerError
 from echo2.rollout.adapter import Adapter, read_adapter
 from echo2.rollout.engine import Completion, OutOfMemoryError, RequestFailure, SampleRequest, refuse_request
+from echo2.rollout.kept_rows import KEPT_SHARE, KeptRows
+from echo2.rollout.prefill import TILE_ITEMS, batches, measure, sequence_of
 from echo2.rollout.rows import Limits, RowTable
 from echo2.rollout.snapshot_tensors import Places, check_tensors, copy_tensors
+from echo2.rollout.verification import Prefill, PrefillRequest
 from echo2.types import Snapshot, SnapshotRef
 
 log = logging.getLogger(__name__)
@@ -50,6 +55,13 @@ class Cache(Protocol):
     @property
     def can_join(self) -> bool:
         """Whether `join` works."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory that it takes."""
+
+    def copy(self, row: int, length: int) -> Cache | None:
+        """The first `length` columns of one row, as a cache of their own; None: this kind has none."""
 
     def select(self, rows: Tensor) -> Cache:
         """The cache of these rows, which may repeat; this one is not used afterwards."""
@@ -71,6 +83,10 @@ class Model(Protocol):
         """Equal for models that can go on with each other's cache."""
 
     @property
+    def dtype(self) -> torch.dtype:
+        """Of the numbers that it computes with."""
+
+    @property
     def places(self) -> Places:
         """Where the tensors of a snapshot go."""
 
@@ -81,11 +97,22 @@ class Model(Protocol):
     def adapted(self, adapter: Adapter) -> Model:
         """The model that shares these weights and has this adapter, in the place of another, over them."""
 
-    def prefill(self, prompts: Sequence[array[int]]) -> Cache:
-        """Read R sequences of tokens, any of which may be empty."""
+    def pack(self) -> None:
+        """The weights are all there, and there is room for a copy of them that is quicker to compute with."""
+
+    def unpack(self) -> None:
+        """The weights are about to change: forget that copy."""
+
+    def prefill(self, prompts: Sequence[array[int]], known: Sequence[Cache | None] = ()) -> Cache:
+        """Read R sequences of tokens, any of which may be empty. `known`: of each the cache of its first tokens, which
+        are not read again."""
 
     def step(self, cache: Cache, tokens_B: Tensor) -> Tensor:
         """Read one more token per row into the cache (in place): the logits [B, V] (float32) of the next."""
+
+    def logits(self, sequences: Sequence[array[int]], firsts: Sequence[int], most: int) -> Iterator[Tensor]:
+        """Read sequences from their beginning: of one after the other, the logits (float32) behind its token `first`
+        and all that follow but the last, in order, in tiles of `most` tokens at most."""
 
 
 BuildModel = Callable[[Snapshot, torch.device], Model]
@@ -100,9 +127,15 @@ class TorchDecoder:
         self._build_model = build_model
         self._device = pick_device(device)
         self._current: tuple[SnapshotRef, Model, Limits] | None = None
+        self._before: tuple[SnapshotRef, Model, Limits] | None = None
+        self._checks = False
         self.base_model: SnapshotRef | None = None
         self._cache: Cache | None = None
         self._rows = RowTable(self._device)
+        self._kept: KeptRows[Cache] | None = None
+        # Rows from this number on were read with the policy of `_read_with` from their first token.
+        self._read_with: SnapshotRef | None = None
+        self._read_from = self._next_number = 0
         # The weights are used or changed by whoever holds `_using`. Who is next holds `_next`: else the decode thread,
         # which gives `_using` back only for an instant, would keep others out.
         self._next, self._using = threading.Lock(), threading.Lock()
@@ -125,10 +158,12 @@ class TorchDecoder:
 
     def load(self, snapshot: Snapshot, base: Snapshot | None = None) -> float:
         """See `Decoder.load`."""
-        whole = snapshot if snapshot.base_model is None else base
+        whole, before = snapshot if snapshot.base_model is None else base, self._current
+        self._before = None  # first: three would be one more than there is room for
         with torch.inference_mode():
             if whole is None:
                 self._load_adapter(snapshot)
+                self._before = before
                 return 0.0
             outline = self._build_model(whole, META)
             if self._current is not None and self._current[1].architecture != outline.architecture:
@@ -136,7 +171,9 @@ class TorchDecoder:
             check_tensors(whole, outline.places)
             adapter = {} if whole is snapshot else read_adapter(snapshot, outline.linears, self._device)
             seconds = 0.0
-            if not self._load_beside(snapshot.ref, whole, adapter):
+            if self._load_beside(snapshot.ref, whole, adapter):
+                self._before = before if self._checks else None
+            else:
                 seconds = self._load_in_place(snapshot.ref, whole, adapter, outline.limits)
             self.base_model = snapshot.base_model
             return seconds
@@ -158,6 +195,8 @@ class TorchDecoder:
         try:
             model = self._build_model(snapshot, self._device)
             copy_tensors(snapshot, model.places)
+            if num_bytes <= share * free:
+                model.pack()
         except (MemoryError, RuntimeError) as error:
             if not is_out_of_memory(error):
                 raise
@@ -171,6 +210,7 @@ class TorchDecoder:
         """Copy over the weights that are there. Returns the seconds for which they could not be used."""
         with self._next, self._using:
             started, (_, model, _) = time.perf_counter(), self._policy()
+            model.unpack()
             try:
                 copy_tensors(snapshot, model.places)
             except BaseException:
@@ -193,19 +233,75 @@ class TorchDecoder:
 
     def _step(self, added: Mapping[int, SampleRequest], dropped: Sequence[int]) -> list[tuple[int, Completion]]:
         ref, model, limits = self._policy()
+        if ref != self._read_with:
+            self._read_with, self._read_from, self._kept = ref, self._next_number, None
+        self._next_number = max(added, default=self._next_number - 1) + 1
         self._rows.end(dropped)
         if added or self._rows.has_many_ended:
             self._change(model, limits, added)
         if self._cache is None:
             return []
-        logits_BV = model.step(self._cache, torch.from_numpy(self._rows.last_B).to(self._device))
+        logits_BV = self._rows_model(model).step(self._cache, torch.from_numpy(self._rows.last_B).to(self._device))
         ended = self._rows.draw(logits_BV, ref.version)
+        self._keep(ended)
         if not len(self._rows.running):
-            self.clear()
+            self._let_go()
         return ended
+
+    def _keep(self, ended: Sequence[tuple[int, Completion]]) -> None:
+        """Keep of rows that have ended what the next turns of their rollouts begin with."""
+        for number, completion in ended:
+            place = self._rows.place_of(number)
+            request = self._rows.requests[place]
+            if self._cache is None or not request.in_turns or number < self._read_from:
+                continue
+            tokens = (request.prompt_tokens + completion.tokens)[:-1]  # the last is not read
+            if (cache := self._cache.copy(place, len(tokens))) is not None:
+                if self._kept is None:
+                    self._kept = KeptRows(int(KEPT_SHARE * free_memory_bytes(self._device)))
+                self._kept.keep(tokens.tobytes(), cache)
+
+    def _known(self, request: SampleRequest) -> Cache | None:
+        """What of its prompt was read before with this policy: by a row that runs, or by the turn before."""
+        prompt = request.prompt_tokens
+        place = self._rows.place_of_prompt(prompt, self._read_from)
+        if place is not None and self._cache is not None:
+            return self._cache.copy(place, len(prompt) - 1)
+        if not request.in_turns or self._kept is None:
+            return None
+        return self._kept.take(prompt[:-1].tobytes())
+
+    def prefill(self, ref: SnapshotRef, requests: Sequence[PrefillRequest]) -> list[Prefill]:
+        """See `Decoder.prefill`."""
+        self._checks = True
+        found: dict[int, Prefill] = {}
+        for batch in batches(requests):
+            with self._next:
+                self._using.acquire()
+            try:
+                with torch.inference_mode():
+                    found |= self._prefill(ref, {place: requests[place] for place in batch})
+            finally:
+                self._using.release()
+        return [found[place] for place in range(len(requests))]
+
+    def _prefill(self, ref: SnapshotRef, requests: Mapping[int, PrefillRequest]) -> dict[int, Prefill]:
+        held = next((one for one in (self._current, self._before) if one is not None and one[0] == ref), None)
+        if held is None:
+            raise PeerError("snapshot_gone", f"the engine does not hold {ref}")
+        _, model, limits = held
+        most = max(1, TILE_ITEMS // limits.vocab_size)
+        firsts = [len(request.prompt_tokens) - 1 for request in requests.values()]
+        tiles = model.logits([sequence_of(request) for request in requests.values()], firsts, most)
+        bits = 32 if model.dtype == torch.float32 else 16
+        return {place: measure(tiles, request, bits) for place, request in requests.items()}
 
     def clear(self) -> None:
         """See `Decoder.clear`."""
+        self._let_go()
+        self._kept = None
+
+    def _let_go(self) -> None:
         self._cache = None
         self._rows.clear()
 
@@ -218,12 +314,10 @@ class TorchDecoder:
         """Drop the ended rows, and read all but the last token of new prompts: the next step reads that."""
         kept = self._rows.running
         if not len(kept):
-            self.clear()  # before there is another cache
+            self._let_go()  # before there is another cache
         if added:
-            row_of = {request.prompt_tokens.tobytes(): request.prompt_tokens for request in added.values()}
-            place_of = {prompt: place for place, prompt in enumerate(row_of)}
-            fresh = model.prefill([prompt[:-1] for prompt in row_of.values()])
-            rows = self._on_device([place_of[request.prompt_tokens.tobytes()] for request in added.values()])
+            fresh, places = self._read_prompts(model, added)
+            rows = self._on_device(places)
             if self._cache is None:
                 self._cache = fresh.select(rows)
             else:
@@ -232,6 +326,20 @@ class TorchDecoder:
             self._cache = self._cache.select(self._on_device(kept))
         if self._cache is not None:
             self._rows.change(kept, added, limits)
+
+    def _read_prompts(self, model: Model, added: Mapping[int, SampleRequest]) -> tuple[Cache, list[int]]:
+        """All but the last token of these prompts, each once, and the row of each request."""
+        first_of: dict[bytes, SampleRequest] = {}
+        for request in added.values():
+            first_of.setdefault(request.prompt_tokens.tobytes(), request)
+        known = [self._known(request) for request in first_of.values()]
+        fresh = model.prefill([request.prompt_tokens[:-1] for request in first_of.values()], known)
+        place_of = {prompt: place for place, prompt in enumerate(first_of)}
+        return fresh, [place_of[request.prompt_tokens.tobytes()] for request in added.values()]
+
+    def _rows_model(self, model: Model) -> Model:
+        """What the rows are stepped with."""
+        return model
 
     def _on_device(self, rows: Sequence[int] | np.ndarray[tuple[int], np.dtype[np.int64]]) -> Tensor:
         return torch.as_tensor(rows, dtype=torch.long).to(self._device)

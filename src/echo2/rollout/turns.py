@@ -1,8 +1,8 @@
 """Rollouts of several turns: the policy writes, an environment answers, until one of them ends it.
 
 Each rollout is a conversation of its own: it submits a turn, awaits it, has the environment answer, and goes on; none
-waits for another. Its prompt is then all that it has read and written so far: it is read again every turn (no cache is
-kept between turns), but never tokenised again. What the environment writes is tokenised alone, appended, and marked in
+waits for another. Its prompt is then all that it has read and written so far: it is never tokenised again, and an
+engine that keeps turns reads only what is new. What the environment writes is tokenised alone, appended, and marked in
 the loss mask: it is not trained on. A rollout ends with a token of the policy's own.
 
 Environments answer in a process of their own, never in the event loop or the decode thread. Imports without torch.
@@ -51,7 +51,7 @@ class Environment(Protocol):
 
 
 @dataclass(slots=True)
-class _Conversation:
+class Conversation:
     """What one rollout has come to. `pending`: the environment's last words, kept only if the policy gets to answer."""
 
     tokens: array[int] = field(default_factory=lambda: array("i"))
@@ -86,6 +86,19 @@ class _Conversation:
         self.top_logprobs += completion.top_logprobs
         self.pending = array("i")
         self.turns += 1
+
+    def completion(self, finish: FinishReason) -> Completion:
+        """All of it as one completion, which nobody answered."""
+        return Completion(
+            self.tokens,
+            self.logprobs,
+            tuple(self.spans),
+            finish,
+            self.support_tokens,
+            self.support_offsets if self.support_tokens is not None else None,
+            self.top_tokens,
+            bytes(self.top_logprobs),
+        )
 
     def rollout(self) -> Rollout:
         if self.finish is None or not self.tokens:
@@ -132,7 +145,7 @@ async def _play(
     except UserError as error:
         return RequestFailure("environment_failed", str(error), traceback_of(error))
     stop_tokens = await asyncio.to_thread(tokens_with, tokenizer, stop) if stop else frozenset[int]()
-    spoken = _Conversation()
+    spoken = Conversation()
     while spoken.finish is None:
         room = assignment.params.max_tokens - len(spoken.tokens) - len(spoken.pending)
         outcome = await engine.submit(
@@ -142,6 +155,7 @@ async def _play(
                 sample=0,
                 params=replace(assignment.params, max_tokens=min(room, turn_tokens or room)),
                 stop_tokens=stop_tokens,
+                in_turns=True,
             )
         )
         if isinstance(outcome, RequestFailure):
@@ -176,7 +190,7 @@ def derived_seed(seed: int, sample: int, turn: int) -> int:
 
 def check_sum(reward: float) -> None:
     """Raises UserError where an environment's rewards add up to more than a reward may be."""
-    if abs(reward) > ROLLOUT_REWARD_MAX:
+    if not abs(reward) <= ROLLOUT_REWARD_MAX:  # NaN is not, either
         raise UserError(
             f"The environment's rewards add up to {reward:g} over a rollout; +-{ROLLOUT_REWARD_MAX:g} is "
             "the most. Scale them down."

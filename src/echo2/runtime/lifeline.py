@@ -7,20 +7,24 @@ The supervisor holds the writing end of a pipe and hands the reading end to each
 from __future__ import annotations
 
 import os
+import signal
 import threading
 
 #: Environment variable that carries the reading end's file descriptor.
 LIFELINE_VARIABLE = "ECHO2_LIFELINE_FD"
 
 
-def end_with_supervisor() -> None:
-    """End this process as soon as its supervisor is gone. Without a supervisor: nothing."""
+def end_with_supervisor(may_save: bool = False) -> None:
+    """End this process as soon as its supervisor is gone; `may_save`: as SIGTERM does. Without one: nothing."""
     text = os.environ.pop(LIFELINE_VARIABLE, "")
     if text:
-        threading.Thread(target=_wait_for_end, args=(int(text),), daemon=True, name="lifeline").start()
+        threading.Thread(target=_wait_for_end, args=(int(text), may_save), daemon=True, name="lifeline").start()
 
 
-def _wait_for_end(descriptor: int) -> None:
+def _wait_for_end(descriptor: int, may_save: bool) -> None:
     while os.read(descriptor, 1):
         pass
-    os._exit(143)
+    if may_save:
+        os.kill(os.getpid(), signal.SIGTERM)
+    else:
+        os._exit(143)

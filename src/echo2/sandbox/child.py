@@ -1,7 +1,9 @@
 """The process that runs the user's code itself (`python -m echo2.sandbox.child module:function`).
 
     parent -> child    {"id", **setup}, once; then {"id", **request}
-    child -> parent    {"id", **what it says of itself}; {"id", **answer}; or {"id", "failed": message, "traceback"}
+    child -> parent    {"id", **what it says of itself}; {"id", **answer}; or {"id", "failed": message, "traceback"};
+                       and {"at": id} where of many requests in flight this one's code runs next: should the process
+                       die or hang, that is the one to blame
 
 The function named on the command line is ours: from the setup it makes a handler (request -> answer) and what the child
 says of itself. A handler that is a coroutine function has many requests in flight, any other has one.
@@ -19,7 +21,7 @@ import inspect
 import queue
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine, Generator
 from typing import Any, BinaryIO
 
 from echo2.errors import UserError
@@ -72,11 +74,38 @@ async def _serve_together(handler: Handler, requests: queue.Queue[dict[str, Any]
 
 
 async def _answer_later(handler: Handler, request: dict[str, Any], outbox: BinaryIO) -> None:
+    at = pipes.encode({"at": request["id"]})
+
+    def announce() -> None:
+        outbox.write(at)
+        outbox.flush()
+
     try:
-        answer = await handler(request)
+        answer = await _Announced(handler(request), announce)
     except UserError as error:
         answer = failed(error)
     _send(outbox, request, answer)
+
+
+class _Announced:
+    """A coroutine, with `announce` called each time before its code goes on."""
+
+    def __init__(self, coroutine: Coroutine[Any, Any, Any], announce: Callable[[], None]) -> None:
+        self._coroutine, self._announce = coroutine, announce
+
+    def __await__(self) -> Generator[Any, None, Any]:
+        raised: BaseException | None = None
+        while True:
+            self._announce()
+            try:
+                waits_for = self._coroutine.send(None) if raised is None else self._coroutine.throw(raised)
+            except StopIteration as ended:
+                return ended.value
+            try:
+                yield waits_for
+                raised = None
+            except BaseException as error:
+                raised = error
 
 
 def failed(error: UserError) -> dict[str, Any]:

@@ -28,8 +28,8 @@ CRASH_LINE = "Fatal Python error:"
 
 
 class CodeFailure(UserError):
-    """The user's code raised, hung, or ended its process. `is_shared`: other calls were in flight in that process, so
-    that any of them may be the one to blame. `traceback`: of the user's code, where it raised."""
+    """The user's code raised, hung, or ended its process. `is_shared`: other calls were in flight in that process, and
+    one of them may be the one to blame. `traceback`: of the user's code, where it raised."""
 
     def __init__(self, message: str, is_shared: bool = False, traceback: str = "") -> None:
         super().__init__(message)
@@ -44,11 +44,12 @@ class _Call:
 
 @dataclass(slots=True)
 class _Child:
-    """One life of the process. `calls`: those in flight, by number."""
+    """One life of the process. `calls`: those in flight, by number; `at`: whose code it ran last, where it says so."""
 
     process: asyncio.subprocess.Process
     calls: dict[int, _Call] = field(default_factory=dict)
     next_number: int = 0
+    at: int | None = None
     reader: asyncio.Task[None] | None = None
 
 
@@ -56,14 +57,23 @@ class CodeProcess:
     """A child that is started at the first call (or by `start`) and lives until `close`. For one event loop.
 
     `entry` names the function of ours that makes the child's handler (`child.py`) from `setup`. `name` is what errors
-    call the process. `log_path` takes what the user's code prints; None: the log of this process.
+    call the process; `python` runs it. `log_path` takes what the user's code prints; None: the log of this process.
     """
 
-    def __init__(self, name: str, entry: str, setup: Mapping[str, Any], log_path: Path | None = None) -> None:
+    def __init__(
+        self,
+        name: str,
+        entry: str,
+        setup: Mapping[str, Any],
+        log_path: Path | None = None,
+        python: str = sys.executable,
+    ) -> None:
         self._name, self._entry, self._setup, self._log_path = name, entry, dict(setup), log_path
+        self._python = python
         self._child: _Child | None = None
         self._said: dict[str, Any] = {}
         self._turn = asyncio.Lock()
+        self._endings: set[asyncio.Task[int | None]] = set()
         self.num_started = 0
 
     @property
@@ -94,6 +104,8 @@ class CodeProcess:
         """End the child; whatever it was doing is abandoned."""
         if self._child is not None:
             await self._lose(self._child, "was closed")
+        if self._endings:  # of whoever was given up meanwhile
+            await asyncio.wait(self._endings)
 
     async def _running(self) -> _Child:
         async with self._turn:
@@ -115,7 +127,7 @@ class CodeProcess:
         log = self._open_log()
         try:
             return await asyncio.create_subprocess_exec(
-                *(sys.executable, "-m", "echo2.sandbox.child", self._entry),
+                *(self._python, "-m", "echo2.sandbox.child", self._entry),
                 stdin=asyncio.subprocess.PIPE,
                 stdout=asyncio.subprocess.PIPE,
                 stderr=log,
@@ -152,7 +164,7 @@ class CodeProcess:
             await asyncio.wait([call.answer], timeout=seconds)
             if not call.answer.done():
                 await self._lose(child, f"took longer than {seconds:g} s", advice)
-            answer = call.answer.result()
+            answer = await call.answer  # where another call ends the child already, it tells this one, too
         except asyncio.CancelledError:
             if list(child.calls) == [number]:  # nobody else's answer is lost with the child
                 await self._lose(child, "was closed")
@@ -168,6 +180,9 @@ class CodeProcess:
         try:
             while True:
                 answer = await _read(child.process)
+                if "at" in answer:
+                    child.at = answer["at"]
+                    continue
                 call = child.calls.pop(answer.get("id", -1), None)
                 if call is not None and not call.answer.done():
                     call.answer.set_result(answer)
@@ -181,14 +196,24 @@ class CodeProcess:
         if self._child is child:
             self._child = None
         calls, child.calls = child.calls, {}
-        status = await _kill(child.process, grace_seconds)
-        if child.reader is not None and child.reader is not asyncio.current_task():
-            child.reader.cancel()
-        for call in calls.values():
-            if not call.answer.done():
-                words = f"{self._name} {problem or pipes.ending(status)} while {call.doing}. {advice}"
-                call.answer.set_exception(CodeFailure(f"{words.strip()} {self._last_words()}", len(calls) > 1))
-                call.answer.exception()  # its caller may be gone
+        status = None
+        try:
+            status = await asyncio.shield(self._ending(child.process, grace_seconds))
+        finally:  # also where whoever ends it is given up meanwhile: the others wait for nothing else
+            if child.reader is not None and child.reader is not asyncio.current_task():
+                child.reader.cancel()
+            for number, call in calls.items():
+                if not call.answer.done():
+                    words = f"{self._name} {problem or pipes.ending(status)} while {call.doing}. {advice}"
+                    is_shared = len(calls) > 1 and number != child.at
+                    call.answer.set_exception(CodeFailure(f"{words.strip()} {self._last_words()}", is_shared))
+                    call.answer.exception()  # its caller may be gone
+
+    def _ending(self, process: asyncio.subprocess.Process, grace_seconds: float) -> asyncio.Task[int | None]:
+        ending = asyncio.ensure_future(_kill(process, grace_seconds))
+        self._endings.add(ending)
+        ending.add_done_callback(self._endings.discard)
+        return ending
 
     def _last_words(self) -> str:
         """The end of the log, for the message: a crash says there what it has to say, the cause before its stacks."""

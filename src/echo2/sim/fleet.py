@@ -226,6 +226,7 @@ class SimWorker(Actor):
             held,
             self.spec.offer,
             self.spec.ticket,
+            self.spec.draws,
         )
 
     def _ordered(self, body: object) -> None:

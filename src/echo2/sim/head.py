@@ -99,6 +99,10 @@ class _Wake(Event):
     number: int
 
 
+class _Checked(Event):
+    command: do.CheckGroup
+
+
 class _Score(Event):
     group: GroupRef
 
@@ -183,6 +187,8 @@ class SimHead(Actor):
                         self.tell(ev.Tick())
                 case _Score():
                     self._score(event.group)
+                case _Checked():
+                    self._checked(event.command)
                 case _Pass():
                     if self._waiting:
                         self.tell(self._waiting.pop())
@@ -267,8 +273,18 @@ class SimHead(Actor):
             self.tell(ev.LearnerLost("its stream closed before the step had all its groups", policy))
 
     def _score(self, group: GroupRef) -> None:
+        record = self.policies.planners[group.policy].groups.get(group.number) if group.kind == "train" else None
+        if record is not None and record.state == "retired":
+            return  # a check found it while it waited for its rewards
         is_flat = group.kind == "train" and self._is_flat(group)
         self.tell_soon(ev.GroupScored(group, is_flat, scores=Attachment(b"")))
+
+    def _checked(self, command: do.CheckGroup) -> None:
+        record = self.policies.planners[command.policy].groups.get(command.group.number)
+        spec = None if record is None else getattr(self.world.actors.get(record.worker_id), "spec", None)
+        if command.worker_id in self.attending and spec is not None:
+            fault = "its tokens were not drawn so" if spec.forges else ""
+            self.tell_soon(ev.GroupChecked(command.worker_id, command.group, 9, fault))
 
     def _is_flat(self, group: GroupRef) -> bool:
         return self.scenario.is_flat(self.sides[group.policy].ledger.rollouts(group.number))
@@ -409,6 +425,8 @@ class SimHead(Actor):
                 self.origin.dropped(command.ref)
             case do.ScoreGroup():
                 self.post(self.world.around(self.scenario.head.score_seconds, 0.3), _Score(command.group))
+            case do.CheckGroup():
+                self.post(self.world.around(self.scenario.head.score_seconds, 0.3), _Checked(command))
             case do.FeedGroup():
                 rollouts = self.sides[command.policy].ledger.rollouts(command.number)
                 self._to_learner(command.policy, Fed(command.number, rollouts))

@@ -34,7 +34,8 @@ Usd = Annotated[float, Meta(ge=0, le=1e6)]
 class WorkersSpec:
     """`count` workers of one kind. Rates of trouble are probabilities: per message, group, batch or snapshot.
 
-    `lies`: chunks given to other workers that are wrong; `mute`: it takes their requests and never answers.
+    `lies`: chunks given to other workers that are wrong; `mute`: it takes their requests and never answers. `draws`:
+    its engine draws from the head's random numbers, and can check others; `forges`: no group of it is what they draw.
     `rollouts_per_second` of one worker, batches back to back, takes the place of `rollout_seconds` where it is not 0.
     `ticket`: by which strangers joined; empty for machines of the run's owner.
     `zone`: what `[[outages]]` strike together. `offer`: these are there only when the planner rents them, one after
@@ -64,6 +65,8 @@ class WorkersSpec:
     is_dialable: bool = True
     lies: Share = 0.0
     mute: bool = False
+    draws: bool = False
+    forges: bool = False
     price_usd_per_hour: Usd = 0.3
     ticket: str = ""
     zone: str = ""
@@ -158,7 +161,7 @@ class Scenario:
     publication until it has the snapshot. `activation`: workers stand by until they are needed, and are paid for only
     while they are active. `flat_share`: of the groups, those whose rewards are all equal. `policies`: where several are
     trained, by one head and one fleet; then those say what their steps are. `base_model`: snapshots are adapters over
-    the base model of this number, of `base_chunks`; 0: they are whole models.
+    the base model of this number, of `base_chunks`; 0: they are whole models. `check_seed`: as in `PlannerOptions`.
     """
 
     name: str = ""
@@ -178,6 +181,7 @@ class Scenario:
     max_failures: Positive = 8
     eval_size: Count = 0
     eval_every: Count = 0
+    check_seed: int | None = None
     snapshot_chunks: Positive = 8
     chunk_bytes: Positive = 1 << 20
     delta_chance: Share = 0.0

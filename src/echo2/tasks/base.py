@@ -55,6 +55,10 @@ class TaskStream:
         """Rows in one epoch."""
         return self._length
 
+    def source_of(self, cursor: int) -> str:
+        """Empty: there is one source."""
+        return ""
+
     def task(self, cursor: int) -> Task:
         """The task at position `cursor` >= 0; the same cursor always gives the same task.
 

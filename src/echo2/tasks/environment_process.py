@@ -9,19 +9,23 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Coroutine, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from typing import Any, TypeVar
 
 from echo2.errors import UserError
 from echo2.sandbox.child import Handler
-from echo2.sandbox.process import CodeProcess
+from echo2.sandbox.process import CodeFailure, CodeProcess
 from echo2.tasks.environments import LocalEnvironment
 from echo2.types import Reply
 
 log = logging.getLogger(__name__)
 
 CALL_SECONDS = 30.0  # to begin a rollout, or to answer an action
+GRACE_SECONDS = 5.0  # for an asynchronous one to be given up alone, before its process is killed
+DEATHS_MAX = 3  # of the process by other rollouts' code, that one call outlives
 T = TypeVar("T")
 
 
@@ -38,14 +42,17 @@ class Begun:
 
 class EnvironmentProcess:
     """An `Environment` of `rollout/turns.py`: instances of one class in a child process, which is started at the first
-    call. For one event loop. The child takes one call after the other. A call that nobody awaits any more goes on: else
+    call. For one event loop. The child takes one call after the other, or, where `step` is `async def`, all that there
+    are at once. A call that nobody awaits any more goes on: else
     the child would have to be killed for a rollout that was given up."""
 
     def __init__(self, spec: str, call_seconds: float = CALL_SECONDS) -> None:
         self._spec, self._call_seconds = spec, call_seconds
+        setup = {"spec": spec, "call_seconds": call_seconds}
         name = f"The process of the environment {spec}"
-        self._process = CodeProcess(name, "echo2.tasks.environment_process:make_handler", {"spec": spec})
-        self._turn = asyncio.Lock()
+        self._process = CodeProcess(name, "echo2.tasks.environment_process:make_handler", setup)
+        self._alone = asyncio.Lock()
+        self._turn: AbstractAsyncContextManager[Any] = self._alone
         self._under_way: set[asyncio.Future[Any]] = set()
         self._closed = False
 
@@ -56,7 +63,10 @@ class EnvironmentProcess:
             UserError: the environment cannot be loaded; the message says why.
         """
         self._check_open()
-        return str((await self._process.start())["stop"])
+        said = await self._process.start()
+        if said["is_async"]:
+            self._turn = nullcontext()
+        return str(said["stop"])
 
     def begin(self, columns: Mapping[str, Any], seed: int) -> Begun:
         """A new rollout. Its instance is made when it is first asked for something."""
@@ -87,19 +97,31 @@ class EnvironmentProcess:
         """End the child; whatever it was doing is abandoned."""
         self._closed = True
         await self._process.close()  # a call under way ends by it
-        async with self._turn:
+        async with self._alone:
             await self._process.close()  # it was being started then
 
     async def _begin(self, rollout: Begun) -> None:
         async with self._turn:
-            await self._number(rollout)
+            await self._outlived(partial(self._number, rollout))
 
     async def _step(self, rollout: Begun, action: str) -> Reply:
+        async def step() -> dict[str, Any]:
+            return await self._call({"step": await self._number(rollout), "action": action})
+
         async with self._turn:
-            number = await self._number(rollout)
+            answer = await self._outlived(step)
             rollout.actions.append(action)
-            answer = await self._call({"step": number, "action": action})
             return Reply(answer["text"], answer["reward"], answer["done"])
+
+    async def _outlived(self, work: Callable[[], Awaitable[T]]) -> T:
+        """The outcome of this work, done again where another rollout's code ended the process."""
+        for _ in range(DEATHS_MAX):
+            try:
+                return await work()
+            except CodeFailure as error:
+                if not error.is_shared or self._closed:
+                    raise
+        return await work()
 
     async def _end(self, rollout: Begun) -> None:
         async with self._turn:
@@ -125,7 +147,8 @@ class EnvironmentProcess:
 
     async def _call(self, request: dict[str, Any]) -> dict[str, Any]:
         self._check_open()
-        return await self._process.call(request, self._call_seconds, f"answering {next(iter(request))!r}")
+        seconds = self._call_seconds + (0.0 if self._turn is self._alone else GRACE_SECONDS)
+        return await self._process.call(request, seconds, f"answering {next(iter(request))!r}")
 
     def _check_open(self) -> None:
         if self._closed:
@@ -158,4 +181,10 @@ def make_handler(setup: dict[str, Any]) -> tuple[Handler, dict[str, Any]]:
         environment.end(request["end"])
         return {}
 
-    return answer, {"stop": environment.stop}
+    async def answer_later(request: dict[str, Any]) -> dict[str, Any]:
+        if "step" in request:
+            return asdict(await environment.step_async(request["step"], request["action"], setup["call_seconds"]))
+        return answer(request)
+
+    said = {"stop": environment.stop, "is_async": environment.is_async}
+    return answer_later if environment.is_async else answer, said

@@ -7,13 +7,16 @@ begin alike. Then, turn by turn,
     step(action) -> (text, reward, done)
 
 takes what the policy wrote and gives what it reads next, the reward of this action (a rollout's rewards add up), and
-whether the rollout is over. The same columns, seed and actions must always give the same answers. Two attributes are
-optional: `stop`, of the class, one ASCII character that ends a turn (the end token always does), and `turn_tokens`, of
-the class or the instance, the longest turn in tokens.
+whether the rollout is over. `async def step` is awaited, so that many rollouts wait at once for what is slow; a plain
+one is called for one rollout after the other. The same columns, seed and actions must always give the same answers. Two
+attributes are optional: `stop`, of the class, one ASCII character that ends a turn (the end token always does), and
+`turn_tokens`, of the class or the instance, the longest turn in tokens.
 """
 
 from __future__ import annotations
 
+import asyncio
+import inspect
 import math
 from collections.abc import Mapping
 from typing import Any
@@ -52,6 +55,11 @@ class LocalEnvironment:
         self._next = 0
 
     @property
+    def is_async(self) -> bool:
+        """Whether `step` is to be awaited."""
+        return inspect.iscoroutinefunction(self._kind.step)
+
+    @property
     def stop(self) -> str:
         """The character that ends a turn beside the end token (empty: none)."""
         return str(getattr(self._kind, "stop", ""))
@@ -86,6 +94,22 @@ class LocalEnvironment:
         try:
             answer = self._rollouts[rollout].step(action)
         except Exception as error:
+            raise self._failure("raised", error) from error
+        return self._checked(answer)
+
+    async def step_async(self, rollout: int, action: str, seconds: float) -> Reply:
+        """Likewise of an environment that is asynchronous.
+
+        Raises:
+            UserError: also where it took over `seconds`.
+        """
+        limit = asyncio.timeout(seconds)
+        try:
+            async with limit:
+                answer = await self._rollouts[rollout].step(action)
+        except Exception as error:
+            if limit.expired():
+                raise UserError(f"The environment {self._spec} took longer than {seconds:g} s over a step.") from error
             raise self._failure("raised", error) from error
         return self._checked(answer)
 

@@ -17,11 +17,12 @@ from echo2.tasks.gym import ReasoningGymRows
 from echo2.tasks.hf_dataset import HfRows
 from echo2.tasks.logs import LoggedRollouts
 from echo2.tasks.templates import TemplateRows
+from echo2.tasks.verifiers_rows import VerifiersRows
 
 BUILT_IN = {"digit_sorting": DigitSorting}
 KINDS = (
     "rows.jsonl, rows.parquet, a Hugging Face dataset directory, hub:owner/name[/configuration], reasoning_gym:<name>, "
-    f"logs:hands.jsonl, file.py:Class, package.module:Class or {', '.join(BUILT_IN)}"
+    f"verifiers:<taskset>, logs:hands.jsonl, file.py:Class, package.module:Class or {', '.join(BUILT_IN)}"
 )
 
 
@@ -51,6 +52,8 @@ def _made_rows(name: str, split: str, params: Mapping[str, Any], seed: int) -> T
         return _construct(BUILT_IN[name], name, split, params, seed)
     if name.startswith("reasoning_gym:"):
         return ReasoningGymRows(name.removeprefix("reasoning_gym:"), params, seed, split)
+    if name.startswith("verifiers:"):
+        return VerifiersRows(name.removeprefix("verifiers:"), params)
     if name.startswith("logs:"):
         return _construct(partial(LoggedRollouts, Path(name.removeprefix("logs:"))), name, split, params, seed)
     if ":" in name and not name.startswith("hub:") and not Path(name).exists():

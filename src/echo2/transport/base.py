@@ -18,12 +18,13 @@ from google.protobuf.message import DecodeError, Message
 
 from echo2.errors import PeerError
 from echo2.transport import wire_pb2 as wire
+from echo2.transport.tickets import TICKET_ROLES
 
 
 @dataclass(frozen=True, slots=True)
 class Peer:
-    """Who calls: proven by its certificate. `role` is worker, learner, join-worker or join-learner. `host`: the address
-    it calls from, as seen here."""
+    """Who calls: proven by its certificate. `role`: one of `TICKET_ROLES`, or of those after "join-" while it enrols.
+    `host`: the address it calls from, as seen here."""
 
     peer_id: str
     role: str
@@ -33,7 +34,8 @@ class Peer:
 @dataclass(frozen=True, slots=True)
 class Method:
     """One thing the head, or a worker that listens, may be asked. `raw`: the handler gets the request as it came.
-    `in_header`: the request travels in the header of the call, which has a few kilobytes; its body is never read."""
+    `in_header`: the request travels in the header of the call, which has a few kilobytes; its body is never read.
+    `is_large`: a worker's request may be as large as any message, not only `PEER_MESSAGE_BYTES_MAX`."""
 
     name: str
     request: type[Any]
@@ -42,6 +44,7 @@ class Method:
     roles: frozenset[str]
     raw: bool = False
     in_header: bool = False
+    is_large: bool = False
 
 
 Handler = Callable[[Peer, Any], Any]
@@ -49,37 +52,41 @@ Handlers = Mapping[str, Handler]
 
 
 _RAW = frozenset({"GiveChunk", "PutProbe"})
+_LARGE = frozenset({"Deliver", "AnswerSamples"})
 _IN_HEADER = frozenset({"Enrol"})  # whoever has a ticket may call it
 
 
 def _methods() -> dict[str, Method]:
-    joining = frozenset({"join-worker", "join-learner"})
-    worker, learner = frozenset({"worker"}), frozenset({"learner"})
+    joining = frozenset(f"join-{role}" for role in TICKET_ROLES)
+    worker, learner, sampler = frozenset({"worker"}), frozenset({"learner"}), frozenset({"sampler"})
+    node = worker | sampler  # of a fleet: it attends, and takes and gives weights
     rows: list[tuple[str, type[Message], type[Message], bool, frozenset[str]]] = [
         ("Enrol", wire.EnrolRequest, wire.EnrolReply, False, joining),
-        ("Attend", wire.WorkerHello, wire.Order, True, worker),
-        ("Report", wire.WorkerReport, wire.Empty, False, worker),
+        ("Attend", wire.WorkerHello, wire.Order, True, node),
+        ("Report", wire.WorkerReport, wire.Empty, False, node),
         ("Leave", wire.Empty, wire.Empty, False, worker),  # good-bye: grant its leases to others
         ("FailLease", wire.LeaseFailed, wire.Empty, False, worker),
         ("Deliver", wire.Deliveries, wire.DeliveryReplies, False, worker),
-        ("FetchManifest", wire.ManifestRequest, wire.SnapshotNotice, False, worker),
-        ("FetchChunks", wire.ChunkRequest, wire.Chunk, True, worker),  # of the head, and of any worker that listens
-        ("ReportFetch", wire.FetchReport, wire.Empty, False, worker),
-        ("Probe", wire.ProbeRequest, wire.Chunk, True, worker),
-        ("PutProbe", wire.Chunk, wire.Empty, False, worker),
+        ("ReportCheck", wire.CheckReport, wire.Empty, False, worker),
+        ("AnswerSamples", wire.SampleAnswers, wire.Empty, False, sampler),
+        ("FetchManifest", wire.ManifestRequest, wire.SnapshotNotice, False, node),
+        ("FetchChunks", wire.ChunkRequest, wire.Chunk, True, node),  # of the head, and of any worker that listens
+        ("ReportFetch", wire.FetchReport, wire.Empty, False, node),
+        ("Probe", wire.ProbeRequest, wire.Chunk, True, node),
+        ("PutProbe", wire.Chunk, wire.Empty, False, node),
         # Worker to worker, dialled by one that can't be dialled itself: it is told what is wanted of it, and gives.
-        ("AskWanted", wire.Empty, wire.ChunkRequest, True, worker),
-        ("GiveChunk", wire.Chunk, wire.Empty, False, worker),
+        ("AskWanted", wire.Empty, wire.ChunkRequest, True, node),
+        ("GiveChunk", wire.Chunk, wire.Empty, False, node),
         ("LearnerHello", wire.LearnerHello, wire.LearnerWelcome, True, learner),
         ("TakeGroups", wire.TakeGroups, wire.FedGroups, True, learner),
         ("ReportStep", wire.StepReport, wire.Empty, False, learner),
         ("OfferChunks", wire.ChunkOffer, wire.MissingChunks, False, learner),
         ("PutChunk", wire.OfferedChunk, wire.Empty, False, learner),
         ("Publish", wire.PublishRequest, wire.Empty, False, learner),
-        ("ReportCheckpoint", wire.CheckpointReport, wire.Empty, False, learner),
+        ("ReportCheckpoint", wire.CheckpointReport, wire.CheckpointReply, False, learner),
         ("LearnerReport", wire.LearnerReport, wire.Empty, False, learner),
     ]
-    return {row[0]: Method(*row, raw=row[0] in _RAW, in_header=row[0] in _IN_HEADER) for row in rows}
+    return {row[0]: Method(*row, row[0] in _RAW, row[0] in _IN_HEADER, row[0] in _LARGE) for row in rows}
 
 
 METHODS: Mapping[str, Method] = _methods()

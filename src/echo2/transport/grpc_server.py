@@ -177,7 +177,7 @@ class PeerServer:
         if not isinstance(data, bytes):
             raise PeerError("malformed", f"{method.name} without a request")
         self._budgets.has_read(parties, len(data))
-        if parties and method.name != "Deliver" and len(data) > limits.PEER_MESSAGE_BYTES_MAX:
+        if parties and not method.is_large and len(data) > limits.PEER_MESSAGE_BYTES_MAX:
             detail = f"{method.name} of {len(data)} bytes; the limit is {limits.PEER_MESSAGE_BYTES_MAX}"
             raise PeerError("oversized", detail)
         return data
@@ -199,7 +199,13 @@ class GrpcServer(PeerServer):
     """The head's: it also enrols, and heeds revocations at once."""
 
     def __init__(
-        self, host: str, port: int, identity: RunIdentity, handlers: Handlers, on_error: OnError | None = None
+        self,
+        host: str,
+        port: int,
+        identity: RunIdentity,
+        handlers: Handlers,
+        on_error: OnError | None = None,
+        advice: str = "Set head.listen to an address of this machine and another port (0 takes any free one).",
     ) -> None:
         self._identity = identity
         super().__init__(
@@ -209,7 +215,7 @@ class GrpcServer(PeerServer):
             {**handlers, "Enrol": self._enrol},
             identity.check_not_revoked,
             on_error,
-            "Set head.listen to an address of this machine and another port (0 takes any free one).",
+            advice,
             limits.MESSAGE_BYTES_MAX,
         )
 
@@ -218,7 +224,7 @@ class GrpcServer(PeerServer):
         do not share."""
         if peer.role == "learner":
             return ()
-        if peer.role != "worker":
+        if peer.role.startswith("join-"):
             rate, burst, unread = limits.ENROLMENTS_PER_SECOND, limits.ENROLMENTS_BURST, limits.UNREAD_UNNAMED_MAX
             return (Party(f"{peer.role}:{peer.peer_id}", rate, burst, unread=unread),)
         own = Party(

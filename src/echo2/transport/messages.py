@@ -4,6 +4,7 @@ PeerError.
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 from array import array
@@ -18,6 +19,8 @@ from echo2.errors import PeerError
 from echo2.transport import limits
 from echo2.transport import wire_pb2 as wire
 from echo2.types import (
+    STOP_CHARS_MAX,
+    STOP_STRINGS_MAX,
     Assignment,
     FinishReason,
     GroupKind,
@@ -134,7 +137,7 @@ def parse_group(data: bytes) -> RolloutGroup:
 
 def encode_delivery(lease_id: int, group: RolloutGroup) -> wire.Delivery:
     """What a worker sends of the group that it sampled under this lease: what nobody else can know."""
-    return wire.Delivery(
+    message = wire.Delivery(
         lease_id=lease_id,
         policy=group.group.policy,
         kind=group.group.kind,
@@ -143,6 +146,10 @@ def encode_delivery(lease_id: int, group: RolloutGroup) -> wire.Delivery:
         samples=[_encode_sample(rollout) for rollout in group.rollouts],
         generate_seconds=group.generate_seconds,
     )
+    if group.by_harness:
+        message.prompt_tokens = group.prompt_tokens.tobytes()
+        message.rewards.extend(rollout.reward_parts["environment"] for rollout in group.rollouts)
+    return message
 
 
 def _encode_sample(rollout: Rollout, kind: type[Any] = wire.Sample) -> Any:
@@ -194,6 +201,22 @@ def decode_delivery(message: wire.Delivery, lease: Lease, prompt_tokens: array[i
     )
 
 
+def decode_played(message: wire.Delivery, lease: Lease, worker_id: str) -> RolloutGroup:
+    """A group whose rollouts a harness played on a machine of the owner: prompt and rewards are that machine's word.
+
+    Raises:
+        PeerError: "oversized" or "malformed", saying what is wrong.
+    """
+    prompt = _token_ids("prompt_tokens", message.prompt_tokens)
+    group = decode_delivery(message, lease, prompt, worker_id)
+    _require(len(prompt) > 0, "a harness's rollouts without a prompt")
+    _require(len(message.rewards) == len(group.rollouts), f"{len(message.rewards)} rewards for the rollouts")
+    _require(all(abs(one) <= limits.REWARD_MAX for one in message.rewards), "a reward is not finite, or beyond measure")
+    pairs = zip(group.rollouts, message.rewards, strict=True)
+    rollouts = tuple(replace(rollout, reward_parts={"environment": reward}) for rollout, reward in pairs)
+    return replace(group, rollouts=rollouts)
+
+
 def _bound_seconds(seconds: float) -> None:
     _require(0 <= seconds <= limits.DURATION_SECONDS_MAX, "generate_seconds is no duration")
 
@@ -205,25 +228,25 @@ def check_lengths(group: RolloutGroup, max_tokens: int) -> None:
         raise PeerError("oversized", f"a rollout of {longest} tokens; {max_tokens} were leased")
 
 
-def check_turns(group: RolloutGroup, max_turns: int) -> None:
+def check_turns(group: RolloutGroup, max_turns: int, is_played: bool = False) -> None:
     """Raises PeerError("malformed") where a rollout does not begin and end with the policy's tokens, or has more turns
-    than were leased. One turn: no token is an environment's."""
+    than were leased. One turn: no token is an environment's. A harness may begin each rollout with words of its own."""
     for rollout in group.rollouts:
         mask = rollout.loss_mask
-        _require(mask[0] == mask[-1] == 1, "a rollout does not begin and end with a sampled token")
-        turns = 1 + mask.count(b"\x00\x01")
+        _require(mask[-1] == 1, "a rollout does not end with a sampled token")
+        _require(mask[0] == 1 or is_played, "a rollout does not begin with a sampled token")
+        turns = mask[0] + mask.count(b"\x00\x01")
         _require(turns <= max_turns, f"a rollout of {turns} turns; {max_turns} were leased")
 
 
 def check_support(group: RolloutGroup, params: SamplingParams, vocab_size: int) -> None:
     """Raises PeerError("malformed") where a token was drawn from more tokens than this sampling leaves: the learner
     makes room for the widest choice at every token."""
-    is_narrow = params.temperature > 0 and (params.top_k > 0 or params.top_p < 1)
     widest = min(params.top_k or vocab_size, vocab_size, limits.SUPPORT_WIDTH_MAX)
     for rollout in group.rollouts:
         if rollout.support_offsets is not None:
             widths = np.diff(np.frombuffer(rollout.support_offsets, dtype=np.int32))
-            _require(is_narrow, "a support, and sampling is not narrowed by top_k or top_p")
+            _require(params.is_narrow, "a support, and sampling is not narrowed by top_k, top_p or min_p")
             _require(int(widths.max()) <= widest, f"a token drawn from {widths.max()}; {widest} are possible")
             unsampled = np.frombuffer(rollout.loss_mask, dtype=np.uint8) == 0
             _require(not widths[unsampled].any(), "a token that was not sampled has a support")
@@ -231,10 +254,10 @@ def check_support(group: RolloutGroup, params: SamplingParams, vocab_size: int) 
 
 def check_vocabulary(group: RolloutGroup, vocab_size: int) -> None:
     """Raises PeerError("malformed") where a token is none of the learner's: it would break the training step."""
-    for rollout in group.rollouts:
-        for tokens in (rollout.tokens, rollout.support_tokens):
-            if tokens and max(tokens) >= vocab_size:
-                raise PeerError("malformed", f"token {max(tokens)} is outside the vocabulary of {vocab_size}")
+    of_rollouts = ((rollout.tokens, rollout.support_tokens) for rollout in group.rollouts)
+    for tokens in (group.prompt_tokens, *itertools.chain.from_iterable(of_rollouts)):
+        if tokens and max(tokens) >= vocab_size:
+            raise PeerError("malformed", f"token {max(tokens)} is outside the vocabulary of {vocab_size}")
 
 
 def _with_score(rollout: Rollout, score: wire.Score) -> Rollout:
@@ -353,6 +376,8 @@ def encode_assignment(assignment: Assignment) -> wire.Lease:
         temperature=params.temperature,
         top_p=params.top_p,
         top_k=params.top_k,
+        min_p=params.min_p,
+        stop=params.stop,
         top_logprobs=params.top_logprobs,
         max_tokens=params.max_tokens,
         environment=assignment.environment,
@@ -367,19 +392,17 @@ def encode_assignment(assignment: Assignment) -> wire.Lease:
 
 
 def decode_assignment(message: wire.Lease) -> Assignment:
-    """A lease from the head.
-
-    Raises:
-        PeerError: "oversized" or "malformed".
-    """
+    """A lease from the head. Raises PeerError, "oversized" or "malformed"."""
     _require(0 < message.num_samples <= limits.SAMPLES_MAX, f"{message.num_samples} samples leased")
     _require(0 < message.max_tokens <= limits.TOKENS_MAX, f"max_tokens = {message.max_tokens}")
     _require(math.isfinite(message.temperature) and message.temperature >= 0, "temperature is not a number >= 0")
     _require(0 < message.top_p <= 1, f"top_p = {message.top_p}")
+    _require(0 <= message.min_p < 1, f"min_p = {message.min_p}")
     _require(math.isfinite(message.deadline), "the deadline is no time")
     _require(0 <= message.seconds <= limits.DURATION_SECONDS_MAX, "the lease's length is no duration")
     _require(0 < message.max_turns <= limits.TURNS_MAX, f"max_turns = {message.max_turns}")
     _bound_chars("environment", message.environment, limits.NAME_CHARS_MAX)
+    exact = whole_number("exact_version", message.exact_version) if message.HasField("exact_version") else None
     lease = Lease(
         lease_id=whole_number("lease_id", message.lease_id),
         group=_group_ref(message),
@@ -387,35 +410,41 @@ def decode_assignment(message: wire.Lease) -> Assignment:
         cursor=whole_number("cursor", message.cursor),
         num_samples=message.num_samples,
         min_version=whole_number("min_version", message.min_version),
-        exact_version=whole_number("exact_version", message.exact_version)
-        if message.HasField("exact_version")
-        else None,
+        exact_version=exact,
         deadline=message.deadline,
         seconds=message.seconds,
         seed=message.seed,
     )
     _require(message.top_logprobs <= limits.TOP_WIDTH_MAX, f"{message.top_logprobs} top logprobs asked for")
-    params = SamplingParams(message.temperature, message.top_p, message.top_k, message.max_tokens, message.top_logprobs)
+    are_bounded = len(message.stop) <= STOP_STRINGS_MAX and all(0 < len(one) <= STOP_CHARS_MAX for one in message.stop)
+    _require(are_bounded, "too many stop strings, or one that is empty or too long")
+    drawn = message.temperature, message.top_p, message.top_k, message.max_tokens
+    params = SamplingParams(*drawn, message.top_logprobs, message.min_p, tuple(message.stop))
     return Assignment(
         lease,
         _token_ids("prompt_tokens", message.prompt_tokens),
         params,
-        _decode_columns(message.columns_json),
+        decode_object("columns_json", message.columns_json),
         message.environment,
         message.max_turns,
         message.is_chat,
     )
 
 
-def _decode_columns(text: str) -> dict[str, Any]:
-    _bound_chars("columns", text, limits.TEXT_CHARS_MAX)
+def decode_object(what: str, text: str) -> dict[str, Any]:
+    """A JSON object of the head's; of no text an empty one.
+
+    Raises:
+        PeerError: "oversized" or "malformed".
+    """
+    _bound_chars(what, text, limits.TEXT_CHARS_MAX)
     try:
-        columns = json.loads(text or "{}")
+        found = json.loads(text or "{}")
     except (ValueError, RecursionError) as error:
-        raise PeerError("malformed", f"a task's columns are not JSON: {error}") from error
-    if not isinstance(columns, dict):
-        raise PeerError("malformed", "a task's columns are not an object")
-    return columns
+        raise PeerError("malformed", f"{what} is not JSON: {error}") from error
+    if not isinstance(found, dict):
+        raise PeerError("malformed", f"{what} is not an object")
+    return found
 
 
 # ---- checks ----------------------------------------------------------------------------------------------------------

@@ -25,7 +25,8 @@ from echo2.transport import certificates
 TICKET_PREFIX = "echo2-"
 TICKET_VERSION = 2
 TICKET_CHARS_MAX = 8192
-TICKET_ROLES = ("worker", "learner")
+#: A sampler is a worker of a service (`echo2 serve`): it makes samples for tenants, not rollouts of a run.
+TICKET_ROLES = ("worker", "learner", "sampler")
 #: Machines that the owner's ticket admits. (`echo2 invite` has its own number.)
 OWN_TICKET_USES = 64
 RUN_ID = re.compile(r"[0-9a-f]{12}")
@@ -44,7 +45,7 @@ class Credentials:
 
 @dataclass(frozen=True, slots=True)
 class Ticket:
-    """A parsed ticket. `role`: worker or learner."""
+    """A parsed ticket. `role`: one of `TICKET_ROLES`."""
 
     run_id: str
     address: str

@@ -105,7 +105,7 @@ class RolloutGroup(_message.Message):
     def __init__(self, kind: _Optional[str] = ..., number: _Optional[int] = ..., step: _Optional[int] = ..., lineage: _Optional[int] = ..., cursor: _Optional[int] = ..., prompt_tokens: _Optional[bytes] = ..., rollouts: _Optional[_Iterable[_Union[Rollout, _Mapping]]] = ..., worker_id: _Optional[str] = ..., generate_seconds: _Optional[float] = ..., logged: _Optional[bool] = ..., policy: _Optional[str] = ..., scores: _Optional[_Iterable[_Union[Score, _Mapping]]] = ...) -> None: ...
 
 class Lease(_message.Message):
-    __slots__ = ("lease_id", "kind", "number", "step", "cursor", "num_samples", "min_version", "exact_version", "deadline", "seconds", "seed", "temperature", "top_p", "top_k", "max_tokens", "environment", "max_turns", "prompt_tokens", "columns_json", "is_chat", "policy", "top_logprobs")
+    __slots__ = ("lease_id", "kind", "number", "step", "cursor", "num_samples", "min_version", "exact_version", "deadline", "seconds", "seed", "temperature", "top_p", "top_k", "max_tokens", "environment", "max_turns", "prompt_tokens", "columns_json", "is_chat", "policy", "top_logprobs", "min_p", "stop")
     LEASE_ID_FIELD_NUMBER: _ClassVar[int]
     KIND_FIELD_NUMBER: _ClassVar[int]
     NUMBER_FIELD_NUMBER: _ClassVar[int]
@@ -128,6 +128,8 @@ class Lease(_message.Message):
     IS_CHAT_FIELD_NUMBER: _ClassVar[int]
     POLICY_FIELD_NUMBER: _ClassVar[int]
     TOP_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    MIN_P_FIELD_NUMBER: _ClassVar[int]
+    STOP_FIELD_NUMBER: _ClassVar[int]
     lease_id: int
     kind: str
     number: int
@@ -150,7 +152,9 @@ class Lease(_message.Message):
     is_chat: bool
     policy: str
     top_logprobs: int
-    def __init__(self, lease_id: _Optional[int] = ..., kind: _Optional[str] = ..., number: _Optional[int] = ..., step: _Optional[int] = ..., cursor: _Optional[int] = ..., num_samples: _Optional[int] = ..., min_version: _Optional[int] = ..., exact_version: _Optional[int] = ..., deadline: _Optional[float] = ..., seconds: _Optional[float] = ..., seed: _Optional[int] = ..., temperature: _Optional[float] = ..., top_p: _Optional[float] = ..., top_k: _Optional[int] = ..., max_tokens: _Optional[int] = ..., environment: _Optional[str] = ..., max_turns: _Optional[int] = ..., prompt_tokens: _Optional[bytes] = ..., columns_json: _Optional[str] = ..., is_chat: _Optional[bool] = ..., policy: _Optional[str] = ..., top_logprobs: _Optional[int] = ...) -> None: ...
+    min_p: float
+    stop: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, lease_id: _Optional[int] = ..., kind: _Optional[str] = ..., number: _Optional[int] = ..., step: _Optional[int] = ..., cursor: _Optional[int] = ..., num_samples: _Optional[int] = ..., min_version: _Optional[int] = ..., exact_version: _Optional[int] = ..., deadline: _Optional[float] = ..., seconds: _Optional[float] = ..., seed: _Optional[int] = ..., temperature: _Optional[float] = ..., top_p: _Optional[float] = ..., top_k: _Optional[int] = ..., max_tokens: _Optional[int] = ..., environment: _Optional[str] = ..., max_turns: _Optional[int] = ..., prompt_tokens: _Optional[bytes] = ..., columns_json: _Optional[str] = ..., is_chat: _Optional[bool] = ..., policy: _Optional[str] = ..., top_logprobs: _Optional[int] = ..., min_p: _Optional[float] = ..., stop: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class WorkerHello(_message.Message):
     __slots__ = ("protocol", "price_usd_per_hour", "held_leases", "engine", "device", "pid", "host", "listen_port", "advertise", "offer", "environments", "installed", "slots")
@@ -183,7 +187,7 @@ class WorkerHello(_message.Message):
     def __init__(self, protocol: _Optional[int] = ..., price_usd_per_hour: _Optional[float] = ..., held_leases: _Optional[_Iterable[int]] = ..., engine: _Optional[str] = ..., device: _Optional[str] = ..., pid: _Optional[int] = ..., host: _Optional[str] = ..., listen_port: _Optional[int] = ..., advertise: _Optional[str] = ..., offer: _Optional[str] = ..., environments: _Optional[_Iterable[str]] = ..., installed: _Optional[_Union[SnapshotId, _Mapping]] = ..., slots: _Optional[int] = ...) -> None: ...
 
 class Order(_message.Message):
-    __slots__ = ("settings", "leases", "snapshot", "revoked", "stop", "routes", "dial", "revoked_peers")
+    __slots__ = ("settings", "leases", "snapshot", "revoked", "stop", "routes", "dial", "revoked_peers", "check", "sample")
     SETTINGS_FIELD_NUMBER: _ClassVar[int]
     LEASES_FIELD_NUMBER: _ClassVar[int]
     SNAPSHOT_FIELD_NUMBER: _ClassVar[int]
@@ -192,6 +196,8 @@ class Order(_message.Message):
     ROUTES_FIELD_NUMBER: _ClassVar[int]
     DIAL_FIELD_NUMBER: _ClassVar[int]
     REVOKED_PEERS_FIELD_NUMBER: _ClassVar[int]
+    CHECK_FIELD_NUMBER: _ClassVar[int]
+    SAMPLE_FIELD_NUMBER: _ClassVar[int]
     settings: RunSettings
     leases: LeaseBatch
     snapshot: SnapshotNotice
@@ -200,7 +206,35 @@ class Order(_message.Message):
     routes: Routes
     dial: DialPeer
     revoked_peers: RevokedPeers
-    def __init__(self, settings: _Optional[_Union[RunSettings, _Mapping]] = ..., leases: _Optional[_Union[LeaseBatch, _Mapping]] = ..., snapshot: _Optional[_Union[SnapshotNotice, _Mapping]] = ..., revoked: _Optional[_Union[LeaseRevoked, _Mapping]] = ..., stop: _Optional[_Union[Stop, _Mapping]] = ..., routes: _Optional[_Union[Routes, _Mapping]] = ..., dial: _Optional[_Union[DialPeer, _Mapping]] = ..., revoked_peers: _Optional[_Union[RevokedPeers, _Mapping]] = ...) -> None: ...
+    check: Check
+    sample: bytes
+    def __init__(self, settings: _Optional[_Union[RunSettings, _Mapping]] = ..., leases: _Optional[_Union[LeaseBatch, _Mapping]] = ..., snapshot: _Optional[_Union[SnapshotNotice, _Mapping]] = ..., revoked: _Optional[_Union[LeaseRevoked, _Mapping]] = ..., stop: _Optional[_Union[Stop, _Mapping]] = ..., routes: _Optional[_Union[Routes, _Mapping]] = ..., dial: _Optional[_Union[DialPeer, _Mapping]] = ..., revoked_peers: _Optional[_Union[RevokedPeers, _Mapping]] = ..., check: _Optional[_Union[Check, _Mapping]] = ..., sample: _Optional[bytes] = ...) -> None: ...
+
+class Check(_message.Message):
+    __slots__ = ("lease", "group", "ref", "is_from_stream")
+    LEASE_FIELD_NUMBER: _ClassVar[int]
+    GROUP_FIELD_NUMBER: _ClassVar[int]
+    REF_FIELD_NUMBER: _ClassVar[int]
+    IS_FROM_STREAM_FIELD_NUMBER: _ClassVar[int]
+    lease: Lease
+    group: bytes
+    ref: SnapshotId
+    is_from_stream: bool
+    def __init__(self, lease: _Optional[_Union[Lease, _Mapping]] = ..., group: _Optional[bytes] = ..., ref: _Optional[_Union[SnapshotId, _Mapping]] = ..., is_from_stream: _Optional[bool] = ...) -> None: ...
+
+class CheckReport(_message.Message):
+    __slots__ = ("policy", "number", "num_tokens", "fault", "missed")
+    POLICY_FIELD_NUMBER: _ClassVar[int]
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    FAULT_FIELD_NUMBER: _ClassVar[int]
+    MISSED_FIELD_NUMBER: _ClassVar[int]
+    policy: str
+    number: int
+    num_tokens: int
+    fault: str
+    missed: str
+    def __init__(self, policy: _Optional[str] = ..., number: _Optional[int] = ..., num_tokens: _Optional[int] = ..., fault: _Optional[str] = ..., missed: _Optional[str] = ...) -> None: ...
 
 class SnapshotId(_message.Message):
     __slots__ = ("lineage", "version", "policy")
@@ -253,20 +287,22 @@ class RevokedPeers(_message.Message):
     def __init__(self, peer_ids: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class RunSettings(_message.Message):
-    __slots__ = ("run_id", "heartbeat_seconds", "swap", "slots", "engine", "deterministic")
+    __slots__ = ("run_id", "heartbeat_seconds", "swap", "slots", "engine", "deterministic", "chat_template_args")
     RUN_ID_FIELD_NUMBER: _ClassVar[int]
     HEARTBEAT_SECONDS_FIELD_NUMBER: _ClassVar[int]
     SWAP_FIELD_NUMBER: _ClassVar[int]
     SLOTS_FIELD_NUMBER: _ClassVar[int]
     ENGINE_FIELD_NUMBER: _ClassVar[int]
     DETERMINISTIC_FIELD_NUMBER: _ClassVar[int]
+    CHAT_TEMPLATE_ARGS_FIELD_NUMBER: _ClassVar[int]
     run_id: str
     heartbeat_seconds: float
     swap: str
     slots: int
     engine: str
     deterministic: bool
-    def __init__(self, run_id: _Optional[str] = ..., heartbeat_seconds: _Optional[float] = ..., swap: _Optional[str] = ..., slots: _Optional[int] = ..., engine: _Optional[str] = ..., deterministic: _Optional[bool] = ...) -> None: ...
+    chat_template_args: str
+    def __init__(self, run_id: _Optional[str] = ..., heartbeat_seconds: _Optional[float] = ..., swap: _Optional[str] = ..., slots: _Optional[int] = ..., engine: _Optional[str] = ..., deterministic: _Optional[bool] = ..., chat_template_args: _Optional[str] = ...) -> None: ...
 
 class LeaseBatch(_message.Message):
     __slots__ = ("leases",)
@@ -336,6 +372,12 @@ class Empty(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
+class SampleAnswers(_message.Message):
+    __slots__ = ("answers",)
+    ANSWERS_FIELD_NUMBER: _ClassVar[int]
+    answers: _containers.RepeatedScalarFieldContainer[bytes]
+    def __init__(self, answers: _Optional[_Iterable[bytes]] = ...) -> None: ...
+
 class Sample(_message.Message):
     __slots__ = ("tokens", "logprobs", "loss_mask", "version_spans", "finish", "support_tokens", "support_offsets", "top_tokens", "top_logprobs")
     TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -359,7 +401,7 @@ class Sample(_message.Message):
     def __init__(self, tokens: _Optional[bytes] = ..., logprobs: _Optional[bytes] = ..., loss_mask: _Optional[bytes] = ..., version_spans: _Optional[_Iterable[_Union[VersionSpan, _Mapping]]] = ..., finish: _Optional[str] = ..., support_tokens: _Optional[bytes] = ..., support_offsets: _Optional[bytes] = ..., top_tokens: _Optional[bytes] = ..., top_logprobs: _Optional[bytes] = ...) -> None: ...
 
 class Delivery(_message.Message):
-    __slots__ = ("lease_id", "kind", "number", "lineage", "samples", "generate_seconds", "policy")
+    __slots__ = ("lease_id", "kind", "number", "lineage", "samples", "generate_seconds", "policy", "prompt_tokens", "rewards")
     LEASE_ID_FIELD_NUMBER: _ClassVar[int]
     KIND_FIELD_NUMBER: _ClassVar[int]
     NUMBER_FIELD_NUMBER: _ClassVar[int]
@@ -367,6 +409,8 @@ class Delivery(_message.Message):
     SAMPLES_FIELD_NUMBER: _ClassVar[int]
     GENERATE_SECONDS_FIELD_NUMBER: _ClassVar[int]
     POLICY_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    REWARDS_FIELD_NUMBER: _ClassVar[int]
     lease_id: int
     kind: str
     number: int
@@ -374,7 +418,9 @@ class Delivery(_message.Message):
     samples: _containers.RepeatedCompositeFieldContainer[Sample]
     generate_seconds: float
     policy: str
-    def __init__(self, lease_id: _Optional[int] = ..., kind: _Optional[str] = ..., number: _Optional[int] = ..., lineage: _Optional[int] = ..., samples: _Optional[_Iterable[_Union[Sample, _Mapping]]] = ..., generate_seconds: _Optional[float] = ..., policy: _Optional[str] = ...) -> None: ...
+    prompt_tokens: bytes
+    rewards: _containers.RepeatedScalarFieldContainer[float]
+    def __init__(self, lease_id: _Optional[int] = ..., kind: _Optional[str] = ..., number: _Optional[int] = ..., lineage: _Optional[int] = ..., samples: _Optional[_Iterable[_Union[Sample, _Mapping]]] = ..., generate_seconds: _Optional[float] = ..., policy: _Optional[str] = ..., prompt_tokens: _Optional[bytes] = ..., rewards: _Optional[_Iterable[float]] = ...) -> None: ...
 
 class DeliveryReply(_message.Message):
     __slots__ = ("accepted", "reason")
@@ -571,14 +617,22 @@ class MissingChunks(_message.Message):
     def __init__(self, hashes: _Optional[_Iterable[bytes]] = ...) -> None: ...
 
 class CheckpointReport(_message.Message):
-    __slots__ = ("version", "oldest_kept", "epoch")
+    __slots__ = ("version", "oldest_kept", "epoch", "versions")
     VERSION_FIELD_NUMBER: _ClassVar[int]
     OLDEST_KEPT_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
+    VERSIONS_FIELD_NUMBER: _ClassVar[int]
     version: int
     oldest_kept: int
     epoch: int
-    def __init__(self, version: _Optional[int] = ..., oldest_kept: _Optional[int] = ..., epoch: _Optional[int] = ...) -> None: ...
+    versions: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, version: _Optional[int] = ..., oldest_kept: _Optional[int] = ..., epoch: _Optional[int] = ..., versions: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class CheckpointReply(_message.Message):
+    __slots__ = ("spared",)
+    SPARED_FIELD_NUMBER: _ClassVar[int]
+    spared: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, spared: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class LearnerReport(_message.Message):
     __slots__ = ("doing", "epoch")

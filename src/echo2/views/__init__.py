@@ -1,1 +1,1 @@
-"""What people look at: the status of a run, and its display."""
+"""What people look at. `run_view` reads a run directory, once and for all of them; the others show it."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rich.console import Console, Group
@@ -15,7 +15,8 @@ from rich.table import Table
 from rich.text import Text
 
 from echo2.printable import LINE_CHARS_MAX, printable
-from echo2.rundir import RunDir, read_json, read_metrics
+from echo2.rundir import RunDir
+from echo2.views.run_view import RunView
 
 #: Without a terminal: one line every so many seconds.
 PLAIN_SECONDS = 5.0
@@ -42,7 +43,6 @@ class RunDisplay:
     """Reads the run directory and shows how the run goes: live in a terminal, else a line now and then."""
 
     def __init__(self, rundir: RunDir, max_steps: int, console: Console | None = None) -> None:
-        self._rundir = rundir
         self._console = console or Console(stderr=True)
         self._progress = Progress(
             TextColumn("[bold]training"),
@@ -57,8 +57,8 @@ class RunDisplay:
         self._bar = self._progress.add_task("training", total=max_steps)
         self._live = Live(self._progress, console=self._console, refresh_per_second=4, transient=True)
         self._read_at = self._printed_at = 0.0
-        self._size = -1
-        self._rows: list[dict[str, Any]] = []
+        self._view = RunView.read(rundir.path)
+        self._told, self._told_version = set[str](), 0
 
     def __enter__(self) -> RunDisplay:
         if self._console.is_terminal:
@@ -75,19 +75,36 @@ class RunDisplay:
         if now - self._read_at < REFRESH_SECONDS:
             return
         self._read_at = now
-        path = self._rundir.metrics
-        size = path.stat().st_size if path.exists() else 0
-        if size != self._size:
-            self._rows, self._size = read_metrics(path), size
-        status = read_json(self._rundir.status) or {}
+        self._view = self._view.newer()
+        status = self._view.status
         if self._console.is_terminal:
             self._progress.update(self._bar, completed=status.get("version", 0))
-            self._live.update(Group(self._progress, _news(self._rows, status)))
+            self._live.update(Group(self._progress, _news(self._view)))
         elif now - self._printed_at > PLAIN_SECONDS:
             self._printed_at = now
-            news = "  ".join(_news(self._rows, status).plain.splitlines())
-            where = f"step {status.get('version', 0)}/{status.get('max_steps', '?')}"
-            self._console.print(Text(f"{where}  {news}".rstrip()), soft_wrap=True)
+            for line in self._plain_lines():
+                self._console.print(Text(line), soft_wrap=True)
+
+    def _plain_lines(self) -> list[str]:
+        """Where it stands, in 80 columns; behind that what is wrong, once, and where nothing was trained since the last
+        line, what is waited for."""
+        status, steps = self._view.status, _rewarded(self._view)
+        words = [f"step {status.get('version', 0)}/{status.get('max_steps', '?')}"]
+        if steps:
+            words.append(f"reward {steps[-1]['reward/mean']:.3f}")
+        if evals := self._view.accuracies:
+            words.append(f"held-out {evals[-1][1]:.3f}")
+        if steps:
+            last = steps[-1]
+            words += [f"entropy {last['entropy/mean']:.2f}"] if "entropy/mean" in last else []
+            words += [f"idle {last.get('learner/idle_ratio', 0.0):.0%}", f"workers {last.get('workers/active', 0)}"]
+            words.append(f"${last.get('cost/cum_usd', 0.0):.3f}")
+        lines = ["  ".join(words), *(line for line in _wrong_lines(status) if line not in self._told)]
+        self._told = {*_wrong_lines(status)}
+        if status.get("version", 0) == self._told_version:
+            lines += [f"  {line}" for line in _wait_lines(status)]
+        self._told_version = status.get("version", 0)
+        return lines
 
 
 def sparkline(values: Sequence[float], width: int = 40) -> str:
@@ -98,31 +115,44 @@ def sparkline(values: Sequence[float], width: int = 40) -> str:
     return "".join(_BLOCKS[int((value / 2 - low / 2) / span * (len(_BLOCKS) - 1))] for value in values)
 
 
-def _news(rows: list[dict[str, Any]], status: dict[str, Any]) -> Text:
-    steps = [row for row in rows if "reward/mean" in row]
+def _rewarded(view: RunView) -> list[Mapping[str, Any]]:
+    return [row for row in view.steps if "reward/mean" in row]
+
+
+def _wrong_lines(status: Mapping[str, Any]) -> list[str]:
+    """Why the run is paused, and what failed."""
+    paused = [f"paused: {printable(status['paused'], REASON_CHARS)}"] if status.get("paused") else []
+    return paused + failure_lines(status)
+
+
+def _wait_lines(status: Mapping[str, Any]) -> list[str]:
+    waits = status.get("waits", [])[:2]
+    return [
+        printable(f"{wait['waiter']} waits for {wait['waits_for']}: {wait['reason']}", REASON_CHARS) for wait in waits
+    ]
+
+
+def _news(view: RunView) -> Text:
+    status, steps = view.status, _rewarded(view)
     text = Text()
-    if status.get("paused"):
-        text.append(f"paused: {printable(status['paused'], REASON_CHARS)}\n", style="bold red")
     if steps:
         last = steps[-1]
         text.append(f"reward {last['reward/mean']:.3f} {sparkline([row['reward/mean'] for row in steps])}\n")
-        idle = last.get("learner/idle_ratio", 0.0)
-        text.append(f"learner idle {idle:.0%}  ")
+        text.append(f"learner idle {last.get('learner/idle_ratio', 0.0):.0%}  ")
         if last.get("off_policy/logged") == 1.0:
             text.append("from a log, of no age")
         else:
             text.append(f"staleness {last.get('off_policy/mean', 0.0):.2f}")
             text.append(f" (max {last.get('off_policy/max', 0)}, bound {last.get('off_policy/bound', '?')})")
-        text.append(f"  workers {last.get('workers/active', 0)}  ${last.get('cost/cum_usd', 0.0):.4f}\n")
-    evals = [row for row in rows if "eval/accuracy" in row]
-    if evals:
-        text.append("held-out " + "  ".join(f"{row['step']}: {row['eval/accuracy']:.3f}" for row in evals[-6:]) + "\n")
-    for line in failure_lines(status):
+        text.append(f"  workers {last.get('workers/active', 0)}  ${last.get('cost/cum_usd', 0.0):.4f}")
+        text.append(f"  entropy {last['entropy/mean']:.2f}\n" if "entropy/mean" in last else "\n")
+    if evals := view.accuracies:
+        text.append("held-out " + "  ".join(f"{version}: {value:.3f}" for version, value in evals[-6:]) + "\n")
+    for line in _wrong_lines(status):
         text.append(f"{line}\n", style="red")
     if broadcast := _broadcast_line(status):
         text.append(f"weights {printable(broadcast, REASON_CHARS)}\n")
-    for wait in status.get("waits", [])[:2]:
-        line = printable(f"{wait['waiter']} waits for {wait['waits_for']}: {wait['reason']}", REASON_CHARS)
+    for line in _wait_lines(status):
         text.append(f"{line}\n", style="dim")
     return text
 
@@ -149,7 +179,7 @@ def fleet_line(fleet: dict[str, Any] | None) -> str:
     return words
 
 
-def _broadcast_line(status: dict[str, Any]) -> str:
+def _broadcast_line(status: Mapping[str, Any]) -> str:
     """Who has the newest weights, how far the others are, and how long the last broadcast took."""
     workers, newest = status.get("workers", []), status.get("published")
     if newest is None or not workers:
@@ -169,7 +199,7 @@ def _broadcast_line(status: dict[str, Any]) -> str:
     return "  ".join(words)
 
 
-def strangers_lines(status: dict[str, Any]) -> list[str]:
+def strangers_lines(status: Mapping[str, Any]) -> list[str]:
     """Which evaluations were given up, what strangers ask, and who was turned away for that."""
     lines = []
     if versions := sorted(status.get("not_evaluated") or {}, key=int):
@@ -181,7 +211,7 @@ def strangers_lines(status: dict[str, Any]) -> list[str]:
     return lines + [f"turned away: {name}: {why}" for name, why in (status.get("turned_away") or {}).items()]
 
 
-def failure_lines(status: dict[str, Any], with_tracebacks: bool = False) -> list[str]:
+def failure_lines(status: Mapping[str, Any], with_tracebacks: bool = False) -> list[str]:
     """Of each kind of failure: how many, the first in full, and which log has the others."""
     lines = []
     for failure in status.get("failures") or []:
@@ -258,7 +288,7 @@ def _safe(text: str, chars_max: int = LINE_CHARS_MAX) -> str:
     return escape(printable(text, chars_max))
 
 
-def show_status(status: dict[str, Any], console: Console) -> None:
+def show_status(status: Mapping[str, Any], console: Console) -> None:
     """`echo2 status`: where the run stands, who waits for whom, and the local processes."""
     done = f"step {status['version']} of {status['max_steps']}, lineage {status['lineage']}"
     published = f"snapshot {status['published']}, checkpoint {status['checkpoint']}"

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import socket
+import time
+from collections.abc import Mapping
 from typing import Any
 
 from echo2.disk import FLOOR_BYTES, free_bytes
@@ -12,6 +14,8 @@ from echo2.rundir import RunDir, read_json
 
 #: Linux's largest.
 PID_MAX = 1 << 22
+#: A head on another machine, whose run directory is copied or shared, counts as away once it told nothing for so long.
+SILENT_SECONDS = 60.0
 
 
 def read_status(rundir: RunDir) -> dict[str, Any]:
@@ -23,25 +27,36 @@ def read_status(rundir: RunDir) -> dict[str, Any]:
     status: dict[str, Any] | None = read_json(rundir.status)
     if status is None:
         raise UserError(f"{rundir.path} has no status yet: no head was started there. `echo2 run` starts one.")
-    status["directory"] = str(rundir.path)
-    status["processes"] = _processes(rundir, status)
-    head_lives = any(p["role"] == "head" and p["alive"] for p in status["processes"])
+    return live_status(rundir, status)
+
+
+def live_status(rundir: RunDir, told: Mapping[str, Any]) -> dict[str, Any]:
+    """What the head `told`, with the run's state and processes as they are now.
+
+    Raises:
+        UserError: a file of the run directory is damaged.
+    """
+    processes = _processes(rundir, told)
+    head = processes[0]  # the one that told; its successor may be here already, and has told nothing yet
+    lives = {process["role"] for process in processes if process["alive"]}
     outcome = read_json(rundir.outcome)
+    is_going_on = head["alive"] or (head["alive"] is None and time.time() - told["time"] < SILENT_SECONDS)
     if outcome is not None:
-        status["state"] = f"{outcome['kind']}: {outcome['reason']}"
-    elif head_lives:
-        status["state"] = f"paused: {status['paused']}" if status.get("paused") else "running"
+        state = f"{outcome['kind']}: {outcome['reason']}"
+    elif is_going_on:
+        state = f"paused: {told['paused']}" if told.get("paused") else "running"
+    elif head["alive"] is None:
+        state = f"nothing was heard of the head on {head['host']} for {SILENT_SECONDS:.0f} s"
+    elif "supervisor" in lives:
+        room = free_bytes(rundir.path) >= FLOOR_BYTES
+        state = "starting" if room else f"paused: no room on the disk that holds {rundir.path}"
     else:
-        status["state"] = "the head is not running; continue with `echo2 run ... --resume`"
-        if any(p["role"] == "supervisor" and p["alive"] for p in status["processes"]):
-            room = free_bytes(rundir.path) >= FLOOR_BYTES
-            status["state"] = "starting" if room else f"paused: no room on the disk that holds {rundir.path}"
-    if not head_lives:
-        status["waits"] = []
-    return status
+        state = "the head is not running; continue with `echo2 run ... --resume`"
+    found = {**told, "directory": str(rundir.path), "processes": processes, "state": state}
+    return found if is_going_on else {**found, "waits": []}
 
 
-def _processes(rundir: RunDir, status: dict[str, Any]) -> list[dict[str, Any]]:
+def _processes(rundir: RunDir, status: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Every process known: those connected to the head, and those a supervisor on this machine started."""
     here = socket.gethostname()
     known: list[dict[str, Any]] = [{"role": "head", "id": "head", **status["head"], "doing": "serving the run"}]
@@ -71,6 +86,8 @@ def _weights(entry: dict[str, Any]) -> str:
     for word, key in (("up", "bytes_sent"), ("down", "bytes_received")):
         if entry.get(key):
             words.append(f"{word} {entry[key] / 1e6:.1f} MB")
+    if entry.get("mismatch") is not None:
+        words.append(f"logprobs {entry['mismatch']:.2g} nats from the learner's")
     if entry.get("suspected"):
         words.append(f"suspected: {entry['suspected']}")
     return ", ".join(words)

@@ -1,4 +1,4 @@
-"""A Hugging Face model directory as it lies: its files, and its weights as a base model, mapped and not read.
+"""A Hugging Face model directory as it lies: its files, and its weights as a base model, read when they are needed.
 
 A base model is what the directory holds, byte for byte, so learner and workers give it the same name wherever each has
 it from. No torch here.
@@ -7,13 +7,16 @@ it from. No torch here.
 from __future__ import annotations
 
 import math
-import mmap
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from echo2.documents import parse_json
 from echo2.errors import UserError
-from echo2.types import Snapshot, TensorBytes
+from echo2.types import Snapshot, SnapshotRef, StoredTensor
+from echo2.weights.adapter_files import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from echo2.weights.segments import base_model_of
 
 # What a snapshot carries beside the weights, so that a worker needs no hub.
@@ -67,25 +70,38 @@ def model_files(directory: Path) -> dict[str, bytes]:
     return {name: (directory / name).read_bytes() for name in MODEL_FILES if (directory / name).is_file()}
 
 
-def map_base_model(directory: Path) -> Snapshot:
-    """The base model in a directory. Its bytes are read once, for the name; the tensors are views of mapped files.
+def read_base_model(directory: Path) -> Snapshot:
+    """The base model in a directory. Its bytes are read once, for the name; then again, tensor by tensor, when needed.
 
     A head that is tied to the embedding is left out where the files hold both: engines make it of the embedding.
 
     Raises:
         UserError: there is no config.json, or the weights are no safetensors that can be read.
     """
-    files, tensors = model_files(directory), dict[str, TensorBytes]()
+    files, tensors = model_files(directory), dict[str, StoredTensor]()
     try:
         config: dict[str, Any] = parse_json(files["config.json"])
         is_tied = bool(config.get("tie_word_embeddings"))
         for name in _weight_files(directory):
-            tensors |= _map_tensors(directory / name)
+            tensors |= _stored_tensors(directory / name)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise UserError(f"{directory} holds no model in safetensors that can be read: {error!r}.") from error
     if is_tied and any(name.endswith("embed_tokens.weight") for name in tensors):
         tensors.pop("lm_head.weight", None)
     return Snapshot(base_model_of(tensors, files["config.json"]), tensors, files)
+
+
+def read_adapter(directory: Path, ref: SnapshotRef, base_model: SnapshotRef) -> Snapshot:
+    """The PEFT adapter in a directory, to be called `ref`. Its tensors are read when they are needed.
+
+    Raises:
+        UserError: there is none that can be read.
+    """
+    try:
+        files = {ADAPTER_CONFIG: (directory / ADAPTER_CONFIG).read_bytes()}
+        return Snapshot(ref, _stored_tensors(directory / ADAPTER_WEIGHTS), files, base_model)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise UserError(f"{directory} holds no PEFT adapter that can be read: {error!r}.") from error
 
 
 def tensor_shapes(file: Path) -> dict[str, tuple[int, ...]]:
@@ -123,16 +139,24 @@ def _header(length: bytes, read: Any) -> tuple[dict[str, Any], int]:
     return header, len(length) + size
 
 
-def _map_tensors(file: Path) -> dict[str, TensorBytes]:
+def _stored_tensors(file: Path) -> dict[str, StoredTensor]:
     with file.open("rb") as opened:
         header, start = _header(opened.read(8), opened.read)
-        data = memoryview(mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ))
-    tensors = {}
+    num_bytes, tensors = file.stat().st_size - start, {}
     for name, entry in header.items():
         first, end = entry["data_offsets"]
-        if not 0 <= first <= end <= len(data) - start or min(entry["shape"], default=0) < 0:
+        if not 0 <= first <= end <= num_bytes or min(entry["shape"], default=0) < 0:
             raise ValueError(f"{file.name}: {name!r} lies outside of the file")
-        tensors[name] = TensorBytes(entry["dtype"], tuple(entry["shape"]), data[start + first : start + end])
         if not math.prod(entry["shape"]) and end > first:
             raise ValueError(f"{file.name}: {name!r} has bytes and no items")
+        read = partial(_read, file, start + first)
+        tensors[name] = StoredTensor(entry["dtype"], tuple(entry["shape"]), end - first, read)
     return tensors
+
+
+def _read(file: Path, offset: int, start: int, stop: int) -> memoryview:
+    """Read and not mapped: the pages of a mapped file count as the process's memory for as long as there is any."""
+    data = np.fromfile(file, np.uint8, stop - start, offset=offset + start)
+    if data.size != stop - start:
+        raise UserError(f"{file} has become shorter while it was read: it is being replaced. Start again.")
+    return data.data

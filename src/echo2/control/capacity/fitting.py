@@ -17,11 +17,12 @@ from echo2.control.capacity.memory import (
     LearnerSetup,
     Microbatch,
     ModelShape,
+    engine_parts,
     settle_microbatch,
     worker_parts,
 )
-from echo2.devices import Hardware
 from echo2.errors import UserError
+from echo2.types import Hardware
 
 #: The head's memory: it does not grow with the model.
 HEAD_BYTES = 500_000_000
@@ -94,6 +95,10 @@ def worker_need(config: Config, shape: ModelShape, machine: Hardware) -> MemoryN
     available = min(machine.gpus, default=machine.memory_bytes)
     bytes_per_value = {"float32": 4, "bfloat16": 2}[config.model.snapshot_dtype]
     parts = worker_parts(shape, bytes_per_value, rollouts, length)
+    if config.workers.engine == "compact":
+        free = max(0, available - sum(parts.values()))
+        packs = not machine.gpus and bytes_per_value == 4
+        parts |= engine_parts(parts["weights"], free, packs, bool(config.tasks.environment))
     return MemoryNeed(parts, available, "a GPU" if machine.gpus else "the machine")
 
 

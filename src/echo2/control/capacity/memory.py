@@ -2,7 +2,8 @@
 
     learner   weights, gradients and moments of the trained parameters; activations, which grow with the tokens of a
               micro-batch; what is done with the vocabulary at once (`learner/`'s tiles, gradients of the embedding)
-    worker    weights, keys and values of the rollouts that it decodes, logits of one token each
+    worker    weights, keys and values of the rollouts that it decodes, logits of one token each; of what is left,
+              copies of weights and rows kept between turns
 
 Activations are what transformers' decoders of the Llama and Qwen kind keep for the backward pass, tensor by tensor
 (`tests/unit/test_capacity_memory.py` counts them in real ones, and holds the peak of whole processes against the
@@ -29,6 +30,9 @@ PUBLISHING_BYTES = 200_000_000
 MICROBATCH_TOKENS_MAX: Mapping[str, int] = {"cpu": 2048, "gpu": 16_384}
 #: Below this many tokens activations are checkpointed, where that makes more fit.
 CHECKPOINT_BELOW_TOKENS = 2048
+#: Of a worker's free memory: where weights take no more on a CPU, they are copied (`rollout/torch_engine.py`); and the
+#: most that rows take which are kept between turns (`rollout/kept_rows.py`).
+COPY_SHARE, KEPT_SHARE = 1 / 32, 1 / 16
 #: Of a device's memory: what a forecast may fill. The rest is fragments, and what it does not know.
 USABLE = 0.9
 
@@ -209,4 +213,14 @@ def worker_parts(shape: ModelShape, bytes_per_value: int, rollouts: int, length:
         "weights": weights,
         "keys and values": cache,
         "logits": 16 * rollouts * shape.vocab,
+    }
+
+
+def engine_parts(weights: int, free: int, packs: bool, is_in_turns: bool) -> dict[str, int]:
+    """Bytes that an engine in the worker takes of `free` ones for speed: never more than there are. `packs`: it is on a
+    CPU, in float32. While new weights come, there are two copies of them and as many packed ones.
+    """
+    return {
+        "packed and coming weights": 3 * weights if packs and weights <= COPY_SHARE * free else 0,
+        "rows kept between turns": int(KEPT_SHARE * free) if is_in_turns else 0,
     }

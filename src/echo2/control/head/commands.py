@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import field
 
+from echo2.control.head.trust import Trust
 from echo2.control.machine import Command as Command
 from echo2.control.machine import WakeAt as WakeAt
 from echo2.types import Attachment, GroupRef, Lease, SnapshotRef
@@ -173,6 +174,24 @@ class SkipEval(PolicyCommand):
     version: int
 
 
+class CheckGroup(PolicyCommand):
+    """Sent to a machine of the owner: read this delivered group again under the weights of `ref`. `is_from_stream`: its
+    worker's engine draws from the head's random numbers.
+    """
+
+    worker_id: str
+    group: GroupRef
+    ref: SnapshotRef
+    is_from_stream: bool
+
+
+class RecordTrust(PolicyCommand):
+    """Durable: this is known of the strangers of this ticket."""
+
+    ticket: str
+    trust: Trust
+
+
 class WorkerGone(PolicyCommand):
     """The worker counts as lost from now on."""
 
@@ -180,11 +199,10 @@ class WorkerGone(PolicyCommand):
 
 
 class ExpelWorker(PolicyCommand):
-    """For so many seconds this worker is refused at the door; `num_refused` refusals led to it."""
+    """For so many seconds this worker is refused at the door."""
 
     worker_id: str
     seconds: float
-    num_refused: int
 
 
 class ActivateWorker(PolicyCommand):

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from echo2.control.head.trust import Trust
 from echo2.control.machine import Event as _Event
 from echo2.control.machine import Tick as Tick  # part of this module's vocabulary, too
 from echo2.types import RUN_POLICY, Attachment, GroupRef, SnapshotRef
@@ -37,6 +38,19 @@ class RecoveredLease:
 
 
 @dataclass(frozen=True, slots=True)
+class WorkerMismatch:
+    """How far a worker's logprobs are from those that the learner computes under the weights that the tokens were
+    sampled with: tokens of a step at lag 0, and the sum of the absolute log ratios over them. `surprise`: the sum of
+    -logprob less the entropy of what each was drawn from, by the learner's logprobs.
+    """
+
+    worker_id: str
+    num_tokens: float
+    abs_log_ratio: float
+    surprise: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
 class RecoveredMachine:
     """A machine that an earlier head rented and has not given back. `worker_id`: empty if none has joined from it."""
 
@@ -49,7 +63,9 @@ class PlannerEvent(_Event):
 
 
 class HeadStarted(PlannerEvent):
-    """The head (re)started with what the ledger and the snapshot store hold; on a fresh run everything is empty."""
+    """The head (re)started with what the ledger and the snapshot store hold; on a fresh run everything is empty.
+    `trust`: by ticket.
+    """
 
     version: int = 0
     lineage: int = 1
@@ -62,6 +78,7 @@ class HeadStarted(PlannerEvent):
     published: tuple[SnapshotRef, ...] = ()
     evaluated: tuple[int, ...] = ()
     machines: tuple[RecoveredMachine, ...] = ()
+    trust: tuple[tuple[str, Trust], ...] = ()
     policy: str = RUN_POLICY
 
 
@@ -90,12 +107,13 @@ class GroupsWanted(PlannerEvent):
 
 class StepTrained(PlannerEvent):
     """The learner finished a step with exactly these groups; its version is now step + 1. `busy_seconds`: what it took
-    without waiting, as the learner says; 0: it does not say.
+    without waiting, as the learner says; 0: it does not say. `mismatches`: of the workers with the largest.
     """
 
     step: int
     numbers: tuple[int, ...]
     busy_seconds: float = 0.0
+    mismatches: tuple[WorkerMismatch, ...] = ()
     policy: str = RUN_POLICY
 
 
@@ -117,7 +135,7 @@ class CheckpointSaved(PlannerEvent):
 class WorkerJoined(PlannerEvent):
     """A worker attends (again). `slots`: rollouts that it decodes at once. `held_leases` are leases it still works on;
     `offer` what its machine was rented as, if the planner asked for it. `ticket`: by which a stranger joined; empty for
-    machines of the run's owner.
+    machines of the run's owner. `draws`: its engine draws from the head's random numbers, and can check who does.
     """
 
     worker_id: str
@@ -127,6 +145,7 @@ class WorkerJoined(PlannerEvent):
     held_leases: tuple[int, ...] = ()
     offer: str = ""
     ticket: str = ""
+    draws: bool = False
 
 
 class WorkersHeard(PlannerEvent):
@@ -221,6 +240,18 @@ class GroupUnfit(PlannerEvent):
     detail: str
     seconds: float = 0.0
     traceback: str = ""
+
+
+class GroupChecked(PlannerEvent):
+    """A machine of the owner has read a group again. `num_tokens` were judged; `fault`: why the group was not drawn as
+    its worker says, empty if it was; `missed`: why it could not be read.
+    """
+
+    worker_id: str
+    group: GroupRef
+    num_tokens: int = 0
+    fault: str = ""
+    missed: str = ""
 
 
 class RentFailed(PlannerEvent):

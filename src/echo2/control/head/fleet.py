@@ -7,7 +7,7 @@ snapshot that it has installed, because workers with the same one may sample the
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, ValuesView
 from dataclasses import dataclass, field
 
 from echo2.control.head.lazy_heap import LazyHeap
@@ -22,7 +22,7 @@ class Worker:
     chosen and gets no leases. `offer`: what it was rented as; `returned`: its machine is being given back. `samples`:
     asked of it and not delivered yet. `rate`: rollouts a second while it has work, 0 until it is known, and its
     variance; the four behind them are what `gauge` takes them from. `refused`: the snapshot that it did not
-    install, and why.
+    install, and why. `draws`: its engine draws from the head's random numbers.
     """
 
     worker_id: str
@@ -49,12 +49,16 @@ class Worker:
     unmeasured_samples: int = 0
     refused: str = ""
     first_groups: int | None = None
+    draws: bool = False
 
     @property
     def is_own(self) -> bool:
         """Whether it is a machine of the run's owner."""
         return not self.ticket
 
+
+#: In place of the ticket of a worker whose leases outlived the head, until it comes back.
+UNKNOWN = "unknown"
 
 #: A worker that fails its leases rests before it gets more: this long, doubled at each failure in a row, up to the
 #: last.
@@ -92,6 +96,7 @@ class Fleet:
     active_groups: int = 0
     most_groups: int | None = None
     _workers: dict[str, Worker] = field(default_factory=dict)
+    _own: dict[str, Worker] = field(default_factory=dict)
     silence: LazyHeap[str, float] = field(default_factory=LazyHeap)
     rests: LazyHeap[str, float] = field(default_factory=LazyHeap)
     _places: dict[str, Place] = field(default_factory=dict)
@@ -101,6 +106,10 @@ class Fleet:
     def join(self, worker: Worker, now: float) -> None:
         """Take a worker in, in the place of an earlier one of its id."""
         self._workers[worker.worker_id] = worker
+        if worker.is_own:
+            self._own[worker.worker_id] = worker
+        else:
+            self._own.pop(worker.worker_id, None)
         self.heard(worker.worker_id, now)
         self.file(worker)
 
@@ -142,6 +151,7 @@ class Fleet:
 
     def remove(self, worker_id: str) -> None:
         """Forget the worker of this id, if it is here."""
+        self._own.pop(worker_id, None)
         if self._workers.pop(worker_id, None) is not None:
             self._count(worker_id, (False, False, False, False, 0))
             self._place(worker_id, None)
@@ -231,6 +241,10 @@ class Fleet:
     def active(self) -> list[Worker]:
         """Those of them that work, or would if there were any."""
         return [worker for worker in self._workers.values() if not worker.detached and not worker.standby]
+
+    def own(self) -> ValuesView[Worker]:
+        """Machines of the run's owner."""
+        return self._own.values()
 
     def __iter__(self) -> Iterator[Worker]:
         return iter(self._workers.values())

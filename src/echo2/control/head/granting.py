@@ -83,11 +83,12 @@ def eval_leases(state: PlannerState, worker: Worker, depth: int, now: float) -> 
     """Held-out tasks for a machine of the owner: what a stranger would say of them is not evidence."""
     if not worker.is_own or worker.installed is None or not is_published(state, worker.installed):
         return []
-    taken = state.evaluation.take(worker.installed.version, state.fleet.room(worker, depth))
+    samples = state.options.eval_samples
+    taken = state.evaluation.take(worker.installed.version, -(-state.fleet.room(worker, depth) // samples))
     if taken is None:
         return []
     version = taken[0].ref.version
-    leases = [new_lease(state, state.evaluation.group(version, at), version, at, 1, now) for at in taken[1]]
+    leases = [new_lease(state, state.evaluation.group(version, at), version, at, samples, now) for at in taken[1]]
     for lease in leases:
         state.open_lease(worker.worker_id, lease)
     return leases

@@ -40,7 +40,7 @@ OWN = ""
 class PlannedGroup:
     """What the planner knows of one group. `why` it was retired; `is_flat`: its rewards are all equal. `tried_by`:
     whose leases on it brought nothing, `OWN` or a stranger's ticket; `failed_by`: who said that it can't be produced.
-    `supplied_by`: samples that strangers hold or have delivered, by ticket.
+    `supplied_by`: samples that strangers hold or have delivered, by ticket. `is_held`: it is not fed for now.
     """
 
     number: int
@@ -53,6 +53,7 @@ class PlannedGroup:
     oldest_version: int | None = None
     worker_id: str = ""
     is_flat: bool = False
+    is_held: bool = False
     why: str = ""
 
 
@@ -186,18 +187,29 @@ class GroupBook:
             )
         of_step = self._by_step[record.step]
         if record.state == "ready":
-            del of_step.ready[record.number]
+            of_step.ready.pop(record.number, None)
         elif record.state == "fed":
             of_step.num_fed -= 1
         record.state = state
         if state == "pending":
             self.push_pending(record)
-        elif state == "ready":
+        elif state == "ready" and not record.is_held:
             of_step.ready[record.number] = record
         elif state == "fed":
             of_step.num_fed += 1
         elif state == "retired":
             of_step.num_live -= 1
+
+    def hold(self, record: PlannedGroup) -> None:
+        """It is not to be fed, once it is ready, before it is let go."""
+        record.is_held = True
+        self._by_step[record.step].ready.pop(record.number, None)
+
+    def let_go(self, record: PlannedGroup) -> None:
+        """It may be fed."""
+        if record.is_held and record.state == "ready":
+            self._by_step[record.step].ready[record.number] = record
+        record.is_held = False
 
     def retire(self, record: PlannedGroup, why: str) -> None:
         """It will never be trained on.

@@ -14,10 +14,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from echo2.control.head import checks, granting, results, second_leases, staleness, standby, workers
 from echo2.control.head import commands as do
 from echo2.control.head import events as ev
-from echo2.control.head import granting, results, second_leases, staleness, standby, workers
-from echo2.control.head.fleet import Worker
+from echo2.control.head.fleet import UNKNOWN, Worker
 from echo2.control.head.groups import PlannedGroup
 from echo2.control.head.leases import LeaseIds
 from echo2.control.head.state import PlannerOptions, PlannerState
@@ -48,7 +48,7 @@ class Planner(PlannerState):
         if isinstance(event, ev.WorkerReported) and workers.worker_reported(self, event, now):
             any_change = True
         # First: what comes at its deadline is late, whether or not the timer fired yet.
-        if workers.expire(self, now) or any_change:
+        if workers.expire(self, now) | checks.expire(self, now) or any_change:
             self._take(event, now)
             self._advance(now)
         standby.look(self, now)
@@ -92,6 +92,8 @@ class Planner(PlannerState):
                 results.scored(self, event)
             case ev.GroupUnfit():
                 results.give_up(self, event.group, event.reason, event.detail, event.seconds)
+            case ev.GroupChecked():
+                checks.checked(self, event)
             case ev.RentFailed():
                 standby.rent_failed(self, event.offer, now)
             case ev.DiskFull():
@@ -101,7 +103,8 @@ class Planner(PlannerState):
 
     def _advance(self, now: float) -> None:
         """What any event may have made possible."""
-        workers.expel_exhausted(self, now)
+        checks.assign(self)
+        workers.expel(self, now)
         self._finish_evals(now)
         self.settle(now)
         if self.over is None and self.paused is None:
@@ -114,6 +117,8 @@ class Planner(PlannerState):
     def _ask_for_wake(self) -> None:
         heaps = (self.leases.deadlines, self.fleet.silence, self.fleet.rests, self.standings.rests)
         dues = [at for heap in heaps if (at := heap.first()) is not None]
+        if (overdue_at := checks.next_at(self)) is not None:
+            dues.append(overdue_at)
         if self.evaluation.rounds and self.skips_evals_at is not None:
             dues.append(self.skips_evals_at)
         if self.options.offers and self.learner_joined and self.activation is not None and self.over is None:
@@ -133,6 +138,8 @@ class Planner(PlannerState):
         self.leases.ids.next_id = max(self.leases.ids.next_id, event.next_lease_id)
         self.first_lease_id = event.next_lease_id
         self.evaluation.evaluated = set(event.evaluated)
+        for ticket, trust in event.trust:
+            self.trust.put(ticket, trust)
         self.published = {ref.version: ref for ref in sorted(event.published) if ref.version <= event.version}
         for ref in event.published:
             if self.published.get(ref.version) != ref:
@@ -175,7 +182,7 @@ class Planner(PlannerState):
             self.groups.move(record, "leased")
         if (worker := self.fleet.get(old.worker_id)) is None:
             worker = Worker(old.worker_id, 1, 0.0, None, now, detached=True)
-            worker.ticket = "unknown"  # until it comes back
+            worker.ticket = UNKNOWN
             self.fleet.join(worker, now)
         worker.unmeasured_samples += lease.num_samples
 
@@ -243,6 +250,8 @@ class Planner(PlannerState):
         self.emit(
             do.RecordStep, "the learner finished the step", step=event.step, lineage=self.lineage, numbers=event.numbers
         )
+        for found in event.mismatches:
+            self.conducts.measured(found.worker_id, found.num_tokens, found.abs_log_ratio, found.surprise)
         self.gauge.step_trained(event.busy_seconds, now, self.groups.num_uninformative(event.step))
         if self.frontier is not None:
             self.frontier.step_trained(event.step, now)
@@ -363,7 +372,7 @@ class Planner(PlannerState):
 
     def _lacks_own(self, now: float) -> bool:
         """Whether no machine of the owner has been here to evaluate for too long."""
-        if any(worker.is_own and not worker.detached and not worker.standby for worker in self.fleet):
+        if any(not (worker.detached or worker.standby) for worker in self.fleet.own()):
             self.skips_evals_at = None
             return False
         if self.skips_evals_at is None:
@@ -380,11 +389,7 @@ class Planner(PlannerState):
     # ---- looking in ------------------------------------------------------------------------------------------------
 
     def _is_expelled(self, event: ev.GroupDelivered | ev.DeliveryMalformed | ev.LeaseFailed) -> bool:
-        return self.conducts.expelled_until(event.worker_id, self.now) is not None
-
-    def expelled_until(self, worker_id: str, now: float) -> float | None:
-        """Until when nothing is to be taken of this worker; None: it is not expelled."""
-        return self.conducts.expelled_until(worker_id, now)
+        return self.conducts.expulsion(event.worker_id, self.now) is not None
 
     def waits(self, now: float) -> list[Wait]:
         """Who waits for whom, since when, until when, and why."""

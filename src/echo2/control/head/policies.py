@@ -110,7 +110,7 @@ class Policies(StateMachine):
         match event:
             case ev.GroupDelivered():
                 policy = self._holder_of(event.lease_id) or event.group.policy
-            case ev.GroupScored() | ev.GroupUnfit():
+            case ev.GroupScored() | ev.GroupUnfit() | ev.GroupChecked():
                 policy = event.group.policy
             case ev.SnapshotPublished():
                 policy = event.ref.policy
@@ -252,8 +252,8 @@ class Policies(StateMachine):
 
     def expelled_until(self, worker_id: str, now: float) -> float | None:
         """Until when nothing is to be taken of this worker; None: it is not expelled."""
-        untils = [planner.expelled_until(worker_id, now) for planner in self.planners.values()]
-        return max((until for until in untils if until is not None), default=None)
+        conducts = [planner.conducts.expulsion(worker_id, now) for planner in self.planners.values()]
+        return max((conduct.expelled_until for conduct in conducts if conduct is not None), default=None)
 
 
 def _own(policy: str, installed: SnapshotRef | None) -> SnapshotRef | None:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 
+from echo2.control.head import checks, strangers
 from echo2.control.head import commands as do
 from echo2.control.head import events as ev
-from echo2.control.head import strangers
 from echo2.control.head.delivery import has_result, judge
 from echo2.control.head.fleet import Worker
 from echo2.control.head.groups import OWN, UNINFORMATIVE, PlannedGroup
@@ -89,6 +89,9 @@ def delivered(state: PlannerState, event: ev.GroupDelivered, now: float) -> None
         state.groups.move(record, "delivered")
         if not state.options.deterministic:  # there the others keep their batch's shape
             take_back(state, state.leases.of_group(event.group), "another result came first", "superseded")
+        checks.delivered(state, record, worker)
+        if record.state == "retired":
+            return
     state.emit(do.ScoreGroup, "all its rollouts are in", group=event.group, rollouts=event.rollouts)
 
 

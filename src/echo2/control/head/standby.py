@@ -161,8 +161,8 @@ def release(state: PlannerState, worker_id: str, reason: str, now: float) -> Non
 
 
 def _is_last_own(state: PlannerState, worker: Worker) -> bool:
-    has_strangers = not all(one.is_own for one in state.fleet)
-    return worker.is_own and has_strangers and sum(one.is_own for one in state.fleet.active()) == 1
+    active = [one for one in state.fleet.own() if not (one.detached or one.standby)]
+    return active == [worker] and len(state.fleet) > len(state.fleet.own())
 
 
 def rent_failed(state: PlannerState, offer: str, now: float) -> None:

@@ -15,6 +15,7 @@ from echo2.control.head.gauge import Gauge, is_occupied
 from echo2.control.head.groups import GroupBook
 from echo2.control.head.leases import LeaseIds, LeaseTable
 from echo2.control.head.standings import Conducts, Standings
+from echo2.control.head.trust import TrustBook
 from echo2.control.machine import StateMachine
 from echo2.types import RUN_POLICY, GroupRef, Lease, SnapshotRef, Wait
 
@@ -32,7 +33,8 @@ class RentableOffer:
 @dataclass(frozen=True, slots=True)
 class PlannerOptions:
     """What the planner needs to know of the configuration; names as there. `policy`: id of the policy it plans for.
-    `activation`: False, and everybody works.
+    `activation`: False, and everybody works. `check_seed`: by which groups are drawn to be checked, and which no worker
+    can know; None: nothing is checked.
 
     `heartbeat_seconds` between two reports of a worker, and `max_failures`, of groups in a row that stop the run, are
     not settings: a run has the defaults. Simulated worlds with other time scales, and machines that fail, have others.
@@ -45,6 +47,7 @@ class PlannerOptions:
     publish_every: int = 1
     dynamic_sampling: bool = False
     deterministic: bool = False
+    check_seed: int | None = None
     groups_per_batch: int = 8
     lease_seconds: float = 120.0
     order: str = "any"
@@ -54,6 +57,7 @@ class PlannerOptions:
     policy: str = RUN_POLICY
     eval_size: int = 0
     eval_every: int = 0
+    eval_samples: int = 1
     keep_snapshots: int = 2
     activation: bool = False
     offers: tuple[RentableOffer, ...] = ()
@@ -121,6 +125,7 @@ class PlannerState(StateMachine):
         self.reward_seconds: float | None = None
         self.standings = Standings()
         self.conducts = Conducts()
+        self.trust = TrustBook()
         self.now = self.published_at = 0.0
         self.skips_evals_at: float | None = None
         self.first_lease_id = 1

@@ -8,6 +8,7 @@ share     while a machine of the owner can work, a ticket supplies half of a ste
           fixed shape are larger than that.
 attempts  what a ticket tried and failed is left to others that can try, and counts once against the group.
 junk      who causes more refusals than `standings` allows is expelled.
+mismatch  so is any worker, the owner's too, whose logprobs are not those of the weights that it names.
 
 What strangers fail never stops a run: see `results.give_up`.
 """
@@ -17,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from echo2.control.head import commands as do
-from echo2.control.head.fleet import Worker
+from echo2.control.head.fleet import UNKNOWN, Worker
 from echo2.control.head.groups import OWN, PlannedGroup
 from echo2.control.head.standings import RESULTS_PER_PARDON
 from echo2.control.head.state import PlannerState
@@ -36,7 +37,7 @@ NO_FAULT = frozenset({"accepted", "revoked", "retired", "duplicate", "late"})
 
 def owner_of(worker: Worker | None) -> str:
     """The ticket of a stranger, or `OWN`. Who is not here any more counts as a stranger."""
-    return "unknown" if worker is None else worker.ticket
+    return UNKNOWN if worker is None else worker.ticket
 
 
 # ---- who can work ------------------------------------------------------------------------------------------------
@@ -46,7 +47,7 @@ def own_can_work(state: PlannerState) -> bool:
     """Whether any machine of the owner is here, works, and brings results. One that has not installed what is newest
     counts as long as a lease lasts: a snapshot takes its time.
     """
-    return any(worker.is_own and _can_work(state, worker) for worker in state.fleet)
+    return any(_can_work(state, worker) for worker in state.fleet.own())
 
 
 def _can_work(state: PlannerState, worker: Worker) -> bool:
@@ -164,9 +165,8 @@ def held_seconds(state: PlannerState, lease: Lease) -> float:
     return max(0.0, state.now - (lease.deadline - lease.seconds))
 
 
-def expel(state: PlannerState, worker_id: str, last: str) -> str:
+def expel(state: PlannerState, worker_id: str, reason: str) -> str:
     """Nothing is taken of this worker for a while. Returns the reason, for those who end its leases."""
-    seconds, num_refused = state.conducts.expel(worker_id, state.now)
-    reason = f"{num_refused} of its results and reports were refused, too many for its leases; the last: {last}"
-    state.emit(do.ExpelWorker, reason, worker_id=worker_id, seconds=seconds, num_refused=num_refused)
+    seconds = state.conducts.expel(worker_id, reason, state.now)
+    state.emit(do.ExpelWorker, reason, worker_id=worker_id, seconds=seconds)
     return f"expelled for {seconds:.0f} s: {reason}"

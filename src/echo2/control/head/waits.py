@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from echo2.control.head import checks
 from echo2.control.head.fleet import Worker
 from echo2.control.head.state import PlannerState
 from echo2.types import Wait
@@ -83,6 +84,9 @@ def _learner_waits(state: PlannerState) -> list[Wait]:
         reason = f"step {step}: {num_unheld} groups not yet sampled by any worker"
         reason += " (no worker attends)" if not state.fleet.attending() else ""
         waits.append(Wait("learner", "workers", since, None, reason))
+    for group, check in checks.held(state, step):
+        reason = f"step {step}: whether {group} of {check.worker_id} was drawn as it says is being checked"
+        waits.append(Wait("learner", check.checker or "head", since, check.until, reason))
     if num_unscored:
         waits.insert(0, Wait("learner", "rewards", since, None, _why_unscored(state, step, num_unscored)))
     return waits
@@ -108,7 +112,7 @@ def _waits_for_good_work(state: PlannerState, now: float) -> list[Wait]:
         reason = f"{state.failed_at_strangers} groups failed at strangers' machines in a row; the last: "
         waits.append(Wait("head", "workers", state.wanted_since or 0.0, None, reason + state.last_failure))
     return waits + [
-        Wait(name, "head", one.at, one.expelled_until, "it is expelled: too much of what it sent was refused")
+        Wait(name, "head", one.at, one.expelled_until, f"it is expelled: {one.expelled_for}")
         for name, one in state.conducts.expelled(now)
     ]
 

@@ -25,7 +25,7 @@ def worker_joined(state: PlannerState, event: ev.WorkerJoined, now: float) -> No
     slots = min(event.slots, most) if event.ticket else event.slots
     worker = Worker(event.worker_id, slots, event.price_usd_per_hour, event.installed, now, idle_since=now)
     worker.samples, worker.offer = state.leases.samples_of(event.worker_id), event.offer
-    worker.ticket = event.ticket
+    worker.ticket, worker.draws = event.ticket, event.draws
     if not worker.is_own:
         worker.failures_in_a_row = state.conducts.of(event.worker_id).num_failed
     before = state.fleet.get(event.worker_id)
@@ -156,8 +156,8 @@ def expire(state: PlannerState, now: float) -> bool:
     return any_over
 
 
-def expel_exhausted(state: PlannerState, now: float) -> None:
-    """Let go of those whose refusals are too many."""
-    exhausted, state.conducts.exhausted = state.conducts.exhausted, {}
-    for worker_id, last in exhausted.items():
-        lose_worker(state, worker_id, strangers.expel(state, worker_id, last), now)
+def expel(state: PlannerState, now: float) -> None:
+    """Let go of those whose refusals are too many, or whose logprobs are wrong."""
+    to_expel, state.conducts.to_expel = state.conducts.to_expel, {}
+    for worker_id, reason in to_expel.items():
+        lose_worker(state, worker_id, strangers.expel(state, worker_id, reason), now)

@@ -12,7 +12,6 @@ and the effective sample size become the learning rate. The rate, not the gradie
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
@@ -23,24 +22,21 @@ import torch
 from torch import Tensor
 
 from echo2.config import Config
-from echo2.control.capacity.fitting import settle
-from echo2.control.capacity.memory import MICROBATCH_TOKENS_MAX, read_shape
-from echo2.devices import this_machine
 from echo2.errors import InvariantError, UserError
 from echo2.learner.batch import Layout
 from echo2.learner.grpo.data import GroupData, divisor_of, group_data
 from echo2.learner.grpo.loss_stats import LossStats, measure
 from echo2.learner.grpo.reference import reference_of, token_kl
+from echo2.learner.learning_rate import learning_rate
 from echo2.learner.losses import LossTokens, PolicyLoss, log_ratio, make_loss
 from echo2.learner.mesh import Mesh
+from echo2.learner.microbatch import microbatch_tokens
 from echo2.learner.model import Policy
 from echo2.learner.precision import computes_in_bfloat16, refuse_vanishing_updates
 from echo2.learner.publication import LentWeights
 from echo2.learner.state import Saving
 from echo2.learner.trainer import AdamParams, Trainer
 from echo2.types import RolloutGroup
-
-log = logging.getLogger(__name__)
 
 POLICY, REFERENCE = "the policy", "its reference"
 #: Of a micro-batch: its statistics, and what the loss remembers of it.
@@ -122,7 +118,7 @@ class GrpoClient:
         policy.computes_in_bfloat16 = computes_in_bfloat16(config.model.compute_dtype, policy.device)
         refuse_vanishing_updates(policy.trained_parameters(), config.learner.lr)
         sized = replace(config, learner=replace(config.learner, ranks=self._mesh.size))  # torchrun may have said
-        tokens = _settle_microbatch(policy, sized)
+        tokens = microbatch_tokens(policy, sized)
         self._settled = min(map(int, self._mesh.gather(str(tokens).encode()))) if self._mesh.size > 1 else tokens
         self._trainer = Trainer(self._settled, layout, self._mesh)
         reference = reference_of(policy) if config.learner.reference_kl > 0.0 else None  # before it is cut over ranks
@@ -173,6 +169,8 @@ class GrpoClient:
         loss = GrpoLoss(self._loss, self.config.learner.reference_kl)
         done = self._trainer.forward_backward(POLICY, data, loss, temperature)
         for measured, remembered in self._of_all_ranks(done.outputs):
+            if self.is_within_step:  # the weights have moved since, though the version has not
+                measured = replace(measured, fresh={})
             stats += measured
             self._stats += measured  # one by one: the same sums however the calls were cut
             if remembered is not None:
@@ -217,7 +215,8 @@ class GrpoClient:
         self._update()
 
     def _update(self) -> None:
-        learner, lr = self.config.learner, self._scheduled_lr()
+        learner = self.config.learner
+        lr = learning_rate(learner, self.version, self.config.run.max_steps)
         if learner.loss != "none":  # the negative control corrects nothing
             lr *= math.sqrt(self._stats.ess_ratio)
         max_tokens = self.config.sampling.max_tokens
@@ -292,30 +291,3 @@ class GrpoClient:
         learner = self.config.learner
         keeps_flat = learner.reference_kl > 0.0
         return group_data(group, self.version, learner.advantage, learner.normalisation, keeps_flat)
-
-    def _scheduled_lr(self) -> float:
-        learner, max_steps = self.config.learner, self.config.run.max_steps
-        if self.version < learner.warmup_steps:
-            return learner.lr * (self.version + 1) / learner.warmup_steps
-        if learner.lr_schedule == "constant":
-            return learner.lr
-        done = (self.version - learner.warmup_steps) / max(1, max_steps - learner.warmup_steps)
-        left = 1.0 - min(1.0, done)
-        return learner.lr * (left if learner.lr_schedule == "linear" else 0.5 - 0.5 * math.cos(math.pi * left))
-
-
-def _settle_microbatch(policy: Policy, config: Config) -> int:
-    """Tokens of a micro-batch, with activation checkpointing switched on where the forecast of memory says so."""
-    machine, given = this_machine(), config.learner.tokens_per_microbatch
-    if policy.device.type != "cuda":
-        machine = replace(machine, gpus=())
-    shape = read_shape(policy.module.config.to_dict())
-    if shape is None:
-        tokens = MICROBATCH_TOKENS_MAX["cpu"] if given == "auto" else given
-        log.warning("micro-batches of %d tokens: what memory such a model needs is not known", tokens)
-        return tokens
-    settled = settle(config, shape, machine)
-    checkpointing = settled.checkpointing and policy.checkpoint_activations()
-    how = "activations are computed again" if checkpointing else "activations are kept"
-    log.info("micro-batches of %d tokens at most; %s", settled.tokens, how)
-    return settled.tokens

@@ -58,7 +58,7 @@ def train(client: GrpoClient, head: HeadSession, checkpoints: Path) -> str:
     """
     if client.config.run.deterministic and client.policy.device.type == "cuda":  # on the CPU all algorithms are
         torch.use_deterministic_algorithms(True)
-    saves = Checkpoints(checkpoints, client.config.learner.keep_checkpoints, client, head)
+    saves = Checkpoints(checkpoints, client, head)
     recorded = _Recorded(client.version)
     try:
         reason = _train_steps(client, head, CrashRecord(checkpoints / CRASH_RECORD), saves, recorded)

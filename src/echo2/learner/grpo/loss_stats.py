@@ -17,22 +17,27 @@ import torch
 from torch import Tensor
 
 from echo2.learner.losses import LOGGED_LAG, LossTokens, TokenLosses, log_ratio
+from echo2.rundir import FRESH_MISMATCH, FRESH_SURPRISE, FRESH_TOKENS
 
 LAG_BOUNDS = (LOGGED_LAG, 0, 1, 2, 4, 8, 16, 32)
 LAG_NAMES = ("logged", "0", "1", "2", "3_4", "5_8", "9_16", "17_32", "33_up")
 LOG_WEIGHT_LIMIT = math.log(10.0)  # of a sequence, in the effective sample size
 MAX_WORKERS_NAMED = 8
+TABLES = ("by_lag", "by_worker", "fresh")
 
 
 @dataclass(frozen=True, slots=True)
 class Mismatch:
-    """Sums over some of the tokens. `dropped_*`: without a policy gradient, by sign of the advantage."""
+    """Sums over some of the tokens. `dropped_*`: without a policy gradient, by sign of the advantage. `surprise`:
+    -logprob less the entropy of what the token was drawn from, 0 on average where it was drawn from the policy.
+    """
 
     tokens: float = 0.0
     abs_log_ratio: float = 0.0
     k3: float = 0.0
     dropped_positive: float = 0.0
     dropped_negative: float = 0.0
+    surprise: float = 0.0
 
     def __add__(self, other: Self) -> Self:
         return type(self)(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
@@ -43,7 +48,8 @@ class LossStats(Mismatch):
     """Sums over loss tokens and sequences (and two maxima): `a + b` describes both parts together.
 
     `loss` is weighted as the normalisation asks. `weight*` are sums of the sequences' importance weights and their
-    squares, for the effective sample size. `by_lag` has the names of `LAG_NAMES`.
+    squares, for the effective sample size. `by_lag` has the names of `LAG_NAMES`. `fresh` is by worker, too, of its
+    tokens at lag 0: under the weights that sampled them the log ratio is what the engines differ by, and nothing else.
     """
 
     sequences: float = 0.0
@@ -58,10 +64,11 @@ class LossStats(Mismatch):
     k3_max: float = 0.0
     by_lag: Mapping[str, Mismatch] = field(default_factory=dict)
     by_worker: Mapping[str, Mismatch] = field(default_factory=dict)
+    fresh: Mapping[str, Mismatch] = field(default_factory=dict)
 
     def __add__(self, other: Self) -> Self:
         maxima = {name: max(getattr(self, name), getattr(other, name)) for name in ("ratio_max", "k3_max")}
-        tables = {name: _merged(getattr(self, name), getattr(other, name)) for name in ("by_lag", "by_worker")}
+        tables = {name: _merged(getattr(self, name), getattr(other, name)) for name in TABLES}
         special = maxima | tables
         sums = {f.name: getattr(self, f.name) + getattr(other, f.name) for f in fields(self) if f.name not in special}
         return type(self)(**sums, **special)
@@ -85,10 +92,15 @@ def measure(
     ratio_n = log_n.exp()
     k3_n = ratio_n - 1.0 - log_n
     up_n, down_n = found.dropped_n & (tokens.advantage_n > 0), found.dropped_n & (tokens.advantage_n < 0)
-    quantities_nq = torch.stack([torch.ones_like(log_n), log_n.abs(), k3_n, up_n.double(), down_n.double()], dim=1)
+    surprise_n = -logp_n.double() - tokens.entropy_n.double()
+    quantities_nq = torch.stack(
+        [torch.ones_like(log_n), log_n.abs(), k3_n, up_n.double(), down_n.double(), surprise_n], dim=1
+    )
     bounds = torch.tensor(LAG_BOUNDS, device=log_n.device)
     lags = _table(quantities_nq, torch.bucketize(tokens.lag_n, bounds), len(LAG_NAMES))
-    workers = _table(quantities_nq, tokens.source_S[tokens.sequence_n], len(tokens.sources))
+    worker_n = tokens.source_S[tokens.sequence_n]
+    workers = _table(quantities_nq, worker_n, len(tokens.sources))
+    fresh = _table(quantities_nq * (tokens.lag_n == 0).unsqueeze(1), worker_n, len(tokens.sources))
     log_weight_S = log_n.new_zeros(tokens.num_sequences).index_add_(0, tokens.sequence_n, log_n)
     # Clamped: a single lucky sequence must not stop the learning.
     weight_S = log_weight_S.clamp(-LOG_WEIGHT_LIMIT, LOG_WEIGHT_LIMIT).exp()
@@ -104,14 +116,18 @@ def measure(
         "k3_max": k3_n.max(),
     }
     # One transfer from the device for all of them.
-    values: list[float] = torch.cat([lags.flatten(), workers.flatten(), torch.stack(list(scalars.values()))]).tolist()
+    values: list[float] = torch.cat(
+        [*map(torch.flatten, (lags, workers, fresh)), torch.stack([*scalars.values()])]
+    ).tolist()
     by_lag, values = _take(values, LAG_NAMES)
     by_worker, values = _take(values, tokens.sources)
+    of_fresh, values = _take(values, tokens.sources)
     total = sum(by_lag.values(), Mismatch())
     return LossStats(
         sequences=float(tokens.num_sequences),
         by_lag=by_lag,
         by_worker=by_worker,
+        fresh=of_fresh,
         **{f.name: getattr(total, f.name) for f in fields(Mismatch)},
         **dict(zip(scalars, values, strict=True)),
     )
@@ -120,7 +136,8 @@ def measure(
 def breakdown(stats: LossStats) -> dict[str, float]:
     """The mismatch by lag and by worker, as means a token under the names that `metrics.jsonl` has for them.
 
-    The workers that add most to the step's mismatch are named; the rest is `others`.
+    The workers that add most to the step's mismatch are named; the rest is `others`. So are those with the largest mean
+    at lag 0: the head judges their engines by it.
     """
     ranked = sorted(stats.by_worker, key=lambda name: (-stats.by_worker[name].abs_log_ratio, name))
     named = {name: stats.by_worker[name] for name in ranked[:MAX_WORKERS_NAMED]}
@@ -134,6 +151,12 @@ def breakdown(stats: LossStats) -> dict[str, float]:
             row[f"mismatch/abs_log_ratio/{name}"] = part.abs_log_ratio / part.tokens
             row[f"loss/dropped_positive/{name}"] = part.dropped_positive / part.tokens
             row[f"loss/dropped_negative/{name}"] = part.dropped_negative / part.tokens
+    means = {name: part.abs_log_ratio / part.tokens for name, part in stats.fresh.items()}
+    odd = {name: means[name] + abs(part.surprise) / part.tokens for name, part in stats.fresh.items()}
+    for name in sorted(odd, key=lambda name: (-odd[name], name))[:MAX_WORKERS_NAMED]:
+        row[FRESH_MISMATCH + name] = means[name]
+        row[FRESH_TOKENS + name] = stats.fresh[name].tokens
+        row[FRESH_SURPRISE + name] = stats.fresh[name].surprise / stats.fresh[name].tokens
     return row
 
 

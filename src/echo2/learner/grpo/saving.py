@@ -1,4 +1,5 @@
-"""The run's checkpoints: written beside the training, durable before the head is told, the newest few kept."""
+"""The run's checkpoints: written beside the training, durable before the head is told. Kept are the newest few, each
+Nth, and the best of those that were evaluated."""
 
 from __future__ import annotations
 
@@ -22,9 +23,9 @@ LAST_ROOM_SECONDS = 60.0
 class Checkpoints:
     """Writes one checkpoint at a time, in the background: from `begin` on, and `finish` waits for its end."""
 
-    def __init__(self, root: Path, keep: int, client: GrpoClient, head: HeadSession) -> None:
+    def __init__(self, root: Path, client: GrpoClient, head: HeadSession) -> None:
         self._root = root
-        self._keep = keep
+        self._keep, self._keep_every = client.config.learner.keep_checkpoints, client.config.learner.keep_every
         self._client = client
         self._head = head
         self._writing: Saving | None = None
@@ -62,9 +63,8 @@ class Checkpoints:
                 time.sleep(NO_ROOM_SECONDS)
                 self.begin(self._cursor)
             else:
-                oldest = checkpoint.prune(self._root, self._keep)
                 if tells_head:
-                    self._head.report_checkpoint(self._client.version, oldest)
+                    self._report()
 
     def save_last(self, cursor: int) -> None:
         """Save the version at hand, unless that is done, for a head that is going away."""
@@ -83,6 +83,11 @@ class Checkpoints:
 
     def report_again(self) -> None:
         """Tell the head which checkpoints there are: the last report may have been lost."""
-        oldest = checkpoint.prune(self._root, self._keep)
-        if checkpoint.read_state(checkpoint.step_directory(self._root, self._client.version)) is not None:
-            self._head.report_checkpoint(self._client.version, oldest)
+        if self._client.version in checkpoint.versions(self._root):
+            self._report()
+
+    def _report(self) -> None:
+        """Only the head knows which one is the best: nothing is deleted before it has answered."""
+        whole, every = checkpoint.versions(self._root), self._keep_every
+        best = self._head.report_checkpoint(self._client.version, whole[: self._keep][-1], whole)
+        checkpoint.prune(self._root, self._keep, [v for v in whole if v in best or (every and v % every == 0)])

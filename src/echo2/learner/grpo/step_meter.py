@@ -41,6 +41,10 @@ class StepMeter:
         self._num_unfit = 0
         self.numbers: list[int] = []
 
+    def waited(self, seconds: float) -> None:
+        """The trainer has waited so long for groups, by its own clock."""
+        self._seconds["wait_for_batch"] = seconds
+
     @contextmanager
     def time(self, part: str) -> Iterator[None]:
         """Add the time spent inside to `part`."""
@@ -83,17 +87,10 @@ class StepMeter:
 
     def metrics(self, stats: StepStats) -> dict[str, float]:
         """Everything about the step, under the names that `metrics.jsonl` has for it."""
-        seconds = time.monotonic() - self._started
-        losses, rewards = stats.losses, [reward for group in self._rewards for reward in group]
-        flat = sum(1 for group in self._rewards if max(group) == min(group))
+        losses = stats.losses
         per_token = 1.0 / max(1.0, losses.tokens)
         return {
-            "reward/mean": _mean(rewards),
-            "reward/std": statistics.pstdev(rewards) if rewards else 0.0,
-            "groups/unfit": self._num_unfit,
-            "reward/frac_zero_std": flat / max(1, len(self._rewards)),
-            **{f"reward/{name}/mean": _mean(values) for name, values in sorted(self._parts.items())},
-            **self._off_policy(),
+            **self.rollout_metrics(),
             "mismatch_kl/mean": losses.k3 * per_token,
             "mismatch_kl/max": losses.k3_max,
             "mismatch/abs_log_ratio": losses.abs_log_ratio * per_token,
@@ -108,12 +105,26 @@ class StepMeter:
             "loss/capped": losses.capped * per_token,
             "loss/vetoed_sequences": losses.vetoed_sequences,
             **breakdown(losses),
-            "completions/mean_length": _mean(self._lengths),
-            "completions/clipped_ratio": self._num_truncated / max(1, len(self._lengths)),
             "optim/lr": stats.lr,
             "optim/grad_norm": stats.grad_norm,
             "optim/skipped": float(stats.skipped),
             "optim/updates": stats.num_updates,
+        }
+
+    def rollout_metrics(self) -> dict[str, float]:
+        """The same, but for what the trainer's own arithmetic gives."""
+        seconds = time.monotonic() - self._started
+        rewards = [reward for group in self._rewards for reward in group]
+        flat = sum(1 for group in self._rewards if max(group) == min(group))
+        return {
+            "reward/mean": _mean(rewards),
+            "reward/std": statistics.pstdev(rewards) if rewards else 0.0,
+            "groups/unfit": self._num_unfit,
+            "reward/frac_zero_std": flat / max(1, len(self._rewards)),
+            **{f"reward/{name}/mean": _mean(values) for name, values in sorted(self._parts.items())},
+            **self._off_policy(),
+            "completions/mean_length": _mean(self._lengths),
+            "completions/clipped_ratio": self._num_truncated / max(1, len(self._lengths)),
             "time/step": seconds,
             **{f"time/{part}": value for part, value in self._seconds.items()},
             "perf/tokens_per_s": sum(self._lengths) / max(seconds, 1e-9),

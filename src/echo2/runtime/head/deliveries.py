@@ -11,9 +11,11 @@ from dataclasses import replace
 from echo2.control.head import events as ev
 from echo2.errors import PeerError, UserError
 from echo2.runtime.head.head import Head
+from echo2.runtime.head.strangers import check_own
+from echo2.tasks.harness_process import is_harness
 from echo2.transport import messages
 from echo2.transport import wire_pb2 as wire
-from echo2.transport.limits import MESSAGE_BYTES_MAX
+from echo2.transport.limits import MESSAGE_BYTES_MAX, TOKENS_MAX
 from echo2.transport.top_logprobs import check_top
 from echo2.types import LOGGED_ROLLOUTS, Attachment, Lease, RolloutGroup, Task
 
@@ -33,14 +35,19 @@ async def read_delivery(head: Head, worker_id: str, lease: Lease, delivery: wire
     """
     task, config = await head.tasks.task(lease.group, lease.cursor), head.config
     params = config.sampling_params if lease.group.kind == "train" else config.eval_params
-    prompt = head.reader.prompt(lease.group.kind, task)
-    group = messages.decode_delivery(delivery, lease, prompt, worker_id)
+    if by_harness := is_harness(config.tasks.environment):
+        check_own(head, worker_id)
+        group = messages.decode_played(delivery, lease, worker_id)
+    else:
+        prompt = head.reader.prompt(lease.group.kind, task)
+        group = messages.decode_delivery(delivery, lease, prompt, worker_id)
     seconds = min(group.generate_seconds, head.effects.seconds_of(lease.lease_id, head.clock.now()))
     group = replace(group, generate_seconds=seconds)
     if not 0 < group.lineage <= head.planner.lineage:
         raise PeerError("malformed", f"sampled in lineage {group.lineage}; the run is in {head.planner.lineage}")
-    head.reader.check_lengths(group, params.max_tokens)
-    messages.check_turns(group, config.sampling.max_turns if head.referee is not None else 1)
+    # Beside what max_tokens bounds, each rollout of a harness may have a prompt of its own.
+    head.reader.check_lengths(group, TOKENS_MAX if by_harness else params.max_tokens)
+    messages.check_turns(group, config.sampling.max_turns if config.tasks.environment else 1, by_harness)
     if head.vocab_size is not None:  # else no learner was ever here, and nothing is leased
         messages.check_support(group, params, head.vocab_size)
         messages.check_vocabulary(group, head.vocab_size)
@@ -51,8 +58,10 @@ async def read_delivery(head: Head, worker_id: str, lease: Lease, delivery: wire
         is_chat = not isinstance(task.prompt, str)
         rules = head.reader.turn_rules(await head.referee.stop(), is_chat, config.sampling.max_turns, params.max_tokens)
         group = await head.referee.judged(rules, lease, task, group)
-    else:
+    elif not by_harness:
         head.reader.check_ends(group, params.max_tokens)
+    if not (group.logged or head.identity.member(worker_id).is_own):
+        head.copies.check(group)
     stored = messages.encode_group(group).SerializeToString()
     if len(stored) > GROUP_BYTES_MAX:
         raise PeerError("oversized", f"a group of {len(stored)} bytes; the limit is {GROUP_BYTES_MAX}")

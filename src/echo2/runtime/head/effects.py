@@ -11,10 +11,12 @@ from echo2.control.head import commands as do
 from echo2.control.head import events as ev
 from echo2.errors import InvariantError, UserError
 from echo2.runtime.head import farewell
+from echo2.runtime.head.checking import send_check
 from echo2.runtime.head.scoring import score
 from echo2.transport import messages
 from echo2.transport import wire_pb2 as wire
 from echo2.transport.messages import with_rollouts
+from echo2.types import RolloutGroup
 
 if TYPE_CHECKING:
     from echo2.runtime.head.head import Head
@@ -40,7 +42,7 @@ class HeadEffects:
         """Raises InvariantError for a command that it does not know."""
         head = self._head
         match command:
-            case do.IssueGroup() | do.RecordStep() | do.RecordCheckpoint() | do.RefuseLearner():
+            case do.IssueGroup() | do.RecordStep() | do.RecordCheckpoint() | do.RecordTrust() | do.RefuseLearner():
                 pass  # the ledger has it, or whoever asked reads it in the answer
             case do.GrantLeases():
                 self._grant(command, now)
@@ -57,8 +59,8 @@ class HeadEffects:
             case do.ScoreGroup():
                 head.spawn(score(head, command))
             case do.KeepScores():
-                if command.group.kind == "eval" and command.scores is not None and command.scores.group is not None:
-                    head.evals.keep(command.scores.group)
+                if command.scores is not None and command.scores.group is not None:
+                    self._keep_scored(command.scores.group)
             case do.RetireGroup():
                 record = head.planner.groups.get(command.number)
                 if record is not None and record.worker_id:  # its result came, and counted as useful so far
@@ -88,6 +90,8 @@ class HeadEffects:
         match command:
             case do.WorkerGone():
                 self._worker_gone(command, now)
+            case do.CheckGroup():
+                head.spawn(send_check(head, command))
             case do.ExpelWorker():
                 log.warning("%s is expelled for %.0f s: %s", command.worker_id, command.seconds, command.reason)
             case do.ActivateWorker():
@@ -139,13 +143,27 @@ class HeadEffects:
         except UserError as error:
             log.warning("%s is not in rollouts/: %s", group.group, error)
             return
-        head.rollout_log.write(step, read, task)
+        head.rollout_log.write(f"step_{step}", read, task, head.reader.pieces)
+
+    def _keep_scored(self, group: RolloutGroup) -> None:
+        head = self._head
+        if group.group.kind == "eval":
+            head.evals.keep(group)
+            head.spawn(self._log_answers(group))
+        elif name := head.train_tasks.source_of(group.cursor):
+            rewards = [rollout.reward for rollout in group.rollouts if rollout.reward is not None]
+            head.source_rewards.setdefault(name, []).extend(rewards)
+
+    async def _log_answers(self, group: RolloutGroup) -> None:
+        head = self._head
+        head.rollout_log.write(f"eval_{group.step}", group, await head.tasks.task(group.group, group.cursor))
 
     def _evaluate(self, command: do.StartEval | do.FinishEval | do.SkipEval) -> None:
         head = self._head
         match command:
             case do.StartEval():
                 head.evals.start(command.ref.version)
+                head.rollout_log.begin(f"eval_{command.ref.version}")
             case do.FinishEval():
                 head.metrics.amend(command.version, head.evals.finish(command.version, command.num_failed))
             case do.SkipEval():

@@ -1,19 +1,25 @@
-"""Results of evaluations under way, until they are all in."""
+"""Results of evaluations under way, until they are all in, and what is made of them."""
 
 from __future__ import annotations
 
+import math
 import statistics
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from echo2.types import RolloutGroup
 
+#: From this reward on, a rollout counts as solved in pass@k.
+SOLVED = 1.0
+
 
 class Evals:
     """Scored eval groups by version, and why versions were not evaluated. In memory only: a restarted head evaluates
-    again.
+    again. `set_of`: the name of the held-out set that a position is of; empty where there is one.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, set_of: Callable[[int], str] = lambda position: "") -> None:
+        self._set_of = set_of
         self._groups: dict[int, list[RolloutGroup]] = {}
         self.not_evaluated: dict[int, str] = {}
 
@@ -32,14 +38,45 @@ class Evals:
         return {"eval/version": version, "eval/num_tasks": 0}
 
     def finish(self, version: int, num_failed: int) -> dict[str, Any]:
-        """The metrics of a finished evaluation. Accuracy is the mean reward: the share solved, if each is 0 or 1."""
-        groups = self._groups.pop(version, [])
-        rewards = [r.reward for group in groups for r in group.rollouts if r.reward is not None]
-        lengths = [len(r.tokens) for group in groups for r in group.rollouts]
-        return {
-            "eval/version": version,
-            "eval/accuracy": sum(rewards) / max(1, len(rewards) + num_failed),
-            "eval/num_tasks": len(rewards),
-            "eval/num_failed": num_failed,
-            "eval/mean_length": statistics.fmean(lengths) if lengths else 0.0,
-        }
+        """The metrics of a finished evaluation."""
+        return {"eval/version": version, **eval_metrics(self._groups.pop(version, []), num_failed, self._set_of)}
+
+
+def eval_metrics(groups: Iterable[RolloutGroup], num_failed: int, set_of: Callable[[int], str]) -> dict[str, Any]:
+    """Accuracy is the mean reward of a task's n rollouts, over the tasks: the share solved, if each is 0 or 1, and
+    avg@n. A task that failed counts as 0. With n above 1 also pass@k for powers of two up to n. By set where there are
+    several; a task that failed counts in no set.
+    """
+    found = list(groups)
+    means = [statistics.fmean(_rewards(group)) for group in found]
+    lengths = [len(rollout.tokens) for group in found for rollout in group.rollouts]
+    metrics: dict[str, Any] = {
+        "eval/accuracy": sum(means) / max(1, len(means) + num_failed),
+        "eval/num_tasks": len(means),
+        "eval/num_failed": num_failed,
+        "eval/mean_length": statistics.fmean(lengths) if lengths else 0.0,
+    }
+    num_samples = min((len(group.rollouts) for group in found), default=1)
+    for k in (1 << power for power in range(1, num_samples.bit_length())):
+        solved = (pass_at_k(len(group.rollouts), _num_solved(group), k) for group in found)
+        metrics[f"eval/pass@{k}"] = sum(solved) / (len(means) + num_failed)
+    by_set: dict[str, list[float]] = {}
+    for group, mean in zip(found, means, strict=True):
+        by_set.setdefault(set_of(group.cursor), []).append(mean)
+    by_set.pop("", None)
+    return metrics | {f"eval/accuracy/{name}": statistics.fmean(values) for name, values in sorted(by_set.items())}
+
+
+def pass_at_k(num_samples: int, num_solved: int, k: int) -> float:
+    """The chance that any of k samples is solved, without bias from n of which c were: 1 - C(n - c, k) / C(n, k).
+    1 <= k <= n. (Chen et al. 2021, arXiv 2107.03374, equation 1.)
+    """
+    return 1.0 - math.comb(num_samples - num_solved, k) / math.comb(num_samples, k)
+
+
+def _rewards(group: RolloutGroup) -> list[float]:
+    return [rollout.reward for rollout in group.rollouts if rollout.reward is not None]
+
+
+def _num_solved(group: RolloutGroup) -> int:
+    return sum(reward >= SOLVED for reward in _rewards(group))

@@ -11,7 +11,7 @@ import asyncio
 import logging
 import secrets
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 from echo2.broadcast.origin import OriginNode
@@ -31,21 +31,23 @@ from echo2.runtime.head import farewell
 from echo2.runtime.head.accounts import CostBook
 from echo2.runtime.head.archive import Archive
 from echo2.runtime.head.broadcast_meter import BroadcastMeter
+from echo2.runtime.head.copies import Copies
 from echo2.runtime.head.distribution import Distribution
 from echo2.runtime.head.effects import HeadEffects
 from echo2.runtime.head.evals import Evals
 from echo2.runtime.head.eventlog import EventLog
 from echo2.runtime.head.failures import Failures
 from echo2.runtime.head.machines import Machines
-from echo2.runtime.head.metrics import Metrics, Sink, TensorBoardSink, WandbSink
+from echo2.runtime.head.metric_copies import Sink, TensorBoardSink, WandbSink
+from echo2.runtime.head.metrics import Metrics
 from echo2.runtime.head.planner_options import planner_options, read_offers
 from echo2.runtime.head.presence import LearnerPresence, Presence
 from echo2.runtime.head.reading import RunTokenizer
 from echo2.runtime.head.referee import Referee
 from echo2.runtime.head.rollout_log import RolloutLog
 from echo2.runtime.head.task_reader import TaskReader
-from echo2.tasks.base import TaskStream
-from echo2.tasks.load import load_tasks
+from echo2.tasks.harness_process import is_harness
+from echo2.tasks.streams import held_out_tasks, training_tasks
 from echo2.transport import wire_pb2 as wire
 from echo2.transport.grpc_link import GrpcNetwork
 from echo2.transport.identity import RunIdentity
@@ -64,13 +66,15 @@ class Head:
     def __init__(self, rundir: RunDir, config: Config, identity: RunIdentity) -> None:
         self.rundir, self.config, self.identity = rundir, config, identity
         self.clock = Clock()
-        train = load_tasks(config.tasks.source, config.tasks.params, config.run.seed)
-        evaluation, eval_size = self._load_eval()
-        self.tasks = TaskReader(TaskStream(train, config.run.seed, shuffle=True), evaluation)
+        self.train_tasks = training_tasks(config.tasks, config.run.seed)
+        held_out = held_out_tasks(config.eval, config.run.seed)
+        self.tasks = TaskReader(self.train_tasks, held_out)
         self.ledger = Ledger(rundir.ledger)
         self.run_id = self._meta("run_id", lambda: secrets.token_hex(6))
         offers = read_offers(config)
-        self.options = planner_options(config, eval_size, offers)
+        planned = planner_options(config, len(held_out) if held_out is not None else 0, offers)
+        # A new seed at each start: whoever has seen what was checked before knows nothing of what will be.
+        self.options = replace(planned, check_seed=secrets.randbits(63))
         self.effects = HeadEffects(self)
         self.driver = Driver([self.options], self.ledger, self.effects)
         self.planner = self.driver.planner
@@ -82,11 +86,14 @@ class Head:
         self.failures = Failures(self.ledger.get_meta("failures"))
         self.vocab_size: int | None = self.ledger.get_meta("vocab_size")
         self.idle_predicted: tuple[float, float] | None = None  # when, and the ratio
-        self.evals, self.turned_away = Evals(), dict[str, str]()
+        self.evals = Evals() if held_out is None else Evals(held_out.source_of)
+        self.turned_away: dict[str, str] = {}
+        self.source_rewards: dict[str, list[float]] = {}  # of the groups that were scored since the last row of metrics
         self.broadcast = BroadcastMeter()
-        self.reader = RunTokenizer()
-        self.referee = Referee(config.tasks.environment) if config.tasks.environment else None
-        self.rollout_log = RolloutLog(rundir.rollouts)
+        self.reader = RunTokenizer(config.model.chat_template_args)
+        walked = config.tasks.environment and not is_harness(config.tasks.environment)
+        self.referee = Referee(config.tasks.environment) if walked else None
+        self.rollout_log, self.copies = RolloutLog(rundir.rollouts, config.learner.advantage), Copies()
         self.reward = RewardProcesses(
             config.reward.functions, config.reward.timeout_seconds, rundir.logs / "reward.log"
         )
@@ -102,13 +109,6 @@ class Head:
         self._heard: dict[str, None] = {}
         self._waiting: list[tuple[ev.Event, asyncio.Future[list[do.Command]]]] = []
         self.machines = self._machines(offers)
-
-    def _load_eval(self) -> tuple[TaskStream | None, int]:
-        config = self.config
-        if not config.eval.source:
-            return None, 0
-        source = load_tasks(config.eval.source, config.eval.params, config.run.seed)
-        return TaskStream(source, config.run.seed, False), min(config.eval.limit, len(source))
 
     def _distribution(self) -> Distribution:
         store = ChunkStore(self.rundir.snapshots)
@@ -136,7 +136,8 @@ class Head:
             if kind == "tensorboard":
                 sinks.append(TensorBoardSink(self.rundir.path / "tensorboard"))
             else:
-                sinks.append(WandbSink(project, self.run_id, self.rundir.path, asdict(self.config)))
+                rollouts = self.rundir.rollouts if kind == "wandb+rollouts" else None
+                sinks.append(WandbSink(project, self.run_id, self.rundir.path, asdict(self.config), rollouts))
         return sinks
 
     def _meta(self, key: str, make: Callable[[], Any]) -> Any:
@@ -218,7 +219,7 @@ class Head:
         published = [ref for ref in self.distribution.archive.retained if not ref.is_base_model]
         if published:
             await self.read_files(max(published))
-        evaluated = tuple(self.metrics.evaluated())
+        evaluated = tuple(self.metrics.accuracies)
         machines = tuple(ev.RecoveredMachine(one.offer, one.worker_id) for one in self.machines.kept())
         stored = Stored(tuple(published), evaluated, machines)
         self.driver.start({self.options.policy: stored}, self.clock.now())
@@ -234,7 +235,7 @@ class Head:
         """
         if not self.reader.is_loaded:
             stop = await self.referee.stop() if self.referee is not None else ""
-            await self.reader.load(self.distribution.archive.files(ref), stop)
+            await self.reader.load(self.distribution.archive.files(ref), stop, tuple(self.config.sampling.stop))
 
     def spawn(self, coroutine: Any) -> asyncio.Task[Any]:
         """Run something beside the handlers; its failure stops the run instead of vanishing."""

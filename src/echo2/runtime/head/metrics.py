@@ -1,4 +1,4 @@
-"""metrics.jsonl, one object a training step, and the optional TensorBoard and Weights & Biases copies.
+"""metrics.jsonl, one object a training step.
 
 A row's `step` is the number of completed steps (row N describes the step that made version N); `eval/*` in row N is
 of version N and is added when that evaluation ends, which may be a few steps later. Row 0 holds the evaluation before
@@ -7,19 +7,17 @@ training.
 
 from __future__ import annotations
 
-import importlib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from echo2.errors import UserError, write_failed
-from echo2.rundir import read_metrics, write_atomically
+from echo2.errors import write_failed
+from echo2.rundir import accuracies, read_metrics, write_atomically
+from echo2.runtime.head.metric_copies import Copy, Sink
 
 Row = dict[str, Any]
 
-#: How far TensorBoard's files may lag behind.
-TENSORBOARD_SECONDS = 5
 #: Rows that are kept in memory, at least.
 KEPT_ROWS = 64
 
@@ -27,11 +25,12 @@ KEPT_ROWS = 64
 class Metrics:
     """Appends rows to a file, amends and (after a fall-back) truncates them. In memory are the newest ones alone."""
 
-    def __init__(self, path: Path, sinks: list[Sink] | None = None) -> None:
-        self._path, self._sinks = path, sinks or []
+    def __init__(self, path: Path, sinks: Sequence[Sink] = ()) -> None:
+        self._path, self._copies = path, [Copy(sink) for sink in sinks]
         self.recent: list[Row] = []
         self._older_bytes = 0  # of the file, before the rows in memory
         self._read()
+        self.accuracies = accuracies(self.recent)  # by version
         if path.is_file() and path.stat().st_size != self._older_bytes + sum(map(len, map(_line, self.recent))):
             self._rewrite()  # a kill tore the last line; the next row must not be glued to it
         self._keep_recent()
@@ -42,15 +41,12 @@ class Metrics:
         step: int = self.recent[-1]["step"] if self.recent else -1
         return step
 
-    def evaluated(self) -> list[int]:
-        """The versions that have an accuracy, from the whole file."""
-        return [row["step"] for row in read_metrics(self._path) if "eval/accuracy" in row]
-
     def write(self, row: Row) -> None:
         """Add a step's row; rows of the same step and of later ones (trained again after a fall-back) go."""
         if self.last_step >= row["step"]:
             self._reach(row["step"])
-            self.recent = [*(old for old in self.recent if old["step"] < row["step"]), row]
+            self._forget_from(row["step"])
+            self.recent.append(row)
             self._rewrite()
         else:
             self.recent.append(row)
@@ -61,31 +57,36 @@ class Metrics:
                 message = f"Cannot write {self._path}: {error.strerror}. Free some space, then --resume."
                 raise write_failed(error, message) from error
         self._keep_recent()
-        for sink in self._sinks:
-            sink.write(row["step"], row)
+        for copy in self._copies:
+            copy.write(row["step"], row)
 
     def amend(self, step: int, values: Mapping[str, Any]) -> None:
         """Add values to the row of `step` (made if it is not there)."""
         self._reach(step)
         rows = {row["step"]: row for row in self.recent}
         rows.setdefault(step, {"step": step}).update(values)
+        self.accuracies |= accuracies([rows[step]])
         self.recent = [rows[key] for key in sorted(rows)]
         self._rewrite()
         self._keep_recent()
-        for sink in self._sinks:
-            sink.write(step, values)
+        for copy in self._copies:
+            copy.write(step, values)
 
     def truncate(self, version: int) -> None:
         """Forget the rows of steps after `version`: the learner fell back and does them again."""
         if self.last_step > version:
             self._reach(version)
-            self.recent = [row for row in self.recent if row["step"] <= version]
+            self._forget_from(version + 1)
             self._rewrite()
 
     def close(self) -> None:
         """Let the copies write what they still hold."""
-        for sink in self._sinks:
-            sink.close()
+        for copy in self._copies:
+            copy.close()
+
+    def _forget_from(self, step: int) -> None:
+        self.recent = [row for row in self.recent if row["step"] < step]
+        self.accuracies = {version: value for version, value in self.accuracies.items() if version < step}
 
     def _read(self) -> None:
         self.recent, self._older_bytes = read_metrics(self._path), 0
@@ -111,54 +112,3 @@ class Metrics:
 
 def _line(row: Row) -> bytes:
     return json.dumps(row).encode() + b"\n"
-
-
-class Sink:
-    """A copy of the metrics elsewhere."""
-
-    def write(self, step: int, values: Mapping[str, Any]) -> None:
-        raise NotImplementedError
-
-    def close(self) -> None:
-        raise NotImplementedError
-
-
-class TensorBoardSink(Sink):
-    """TensorBoard event files (package tensorboardX: no torch in the head)."""
-
-    def __init__(self, directory: Path) -> None:
-        self._writer = _import("tensorboardX", "tensorboard").SummaryWriter(
-            str(directory), flush_secs=TENSORBOARD_SECONDS
-        )
-
-    def write(self, step: int, values: Mapping[str, Any]) -> None:
-        for name, value in values.items():
-            if isinstance(value, (int, float)) and name != "step":
-                self._writer.add_scalar(name, value, step)
-
-    def close(self) -> None:
-        self._writer.close()
-
-
-class WandbSink(Sink):
-    """Weights & Biases, resumed under the run's id. The step is a metric of its own: W&B's takes no late evaluation."""
-
-    def __init__(self, project: str, run_id: str, directory: Path, config: Mapping[str, Any]) -> None:
-        wandb = _import("wandb", "wandb")
-        self._run = wandb.init(project=project, id=run_id, resume="allow", dir=str(directory), config=dict(config))
-        self._run.define_metric("*", step_metric="step")
-
-    def write(self, step: int, values: Mapping[str, Any]) -> None:
-        self._run.log({**values, "step": step})
-
-    def close(self) -> None:
-        self._run.finish()
-
-
-def _import(package: str, target: str) -> Any:
-    try:
-        return importlib.import_module(package)
-    except ImportError as error:
-        raise UserError(
-            f"run.log_to has {target}, which needs the package {package}: pip install {package}, or leave it out."
-        ) from error

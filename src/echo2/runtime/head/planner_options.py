@@ -41,6 +41,7 @@ def planner_options(config: Config, eval_size: int, offers: Mapping[str, Offer] 
         seed=config.run.seed,
         eval_size=eval_size,
         eval_every=config.eval.every,
+        eval_samples=config.eval.samples,
         activation=bool(config.fleet.offers),
         offers=tuple(
             RentableOffer(offer.name, offer.effective_rate, offer.price_usd_per_hour, offer.count)

@@ -5,8 +5,13 @@ from __future__ import annotations
 import asyncio
 from dataclasses import dataclass, field
 
+from echo2.errors import PeerError
 from echo2.transport import wire_pb2 as wire
+from echo2.transport.limits import NAME_CHARS_MAX, PRICE_MAX_USD_PER_HOUR, PROTOCOL_VERSION
 from echo2.types import Lease, SnapshotRef
+
+#: Leases a returning worker may claim to hold, and environments it may name.
+CLAIMS_MAX = 10_000
 
 
 @dataclass(slots=True)
@@ -44,3 +49,23 @@ class LearnerPresence:
         self.orders.put_nowait(None)
         if self.feed is not None:
             self.feed.put_nowait(None)
+
+
+def check_hello(hello: wire.WorkerHello) -> None:
+    """Raises PeerError where what a machine says of itself is beyond all bounds."""
+    if hello.protocol != PROTOCOL_VERSION:
+        raise PeerError(
+            "protocol", f"the worker speaks protocol {hello.protocol}, the head {PROTOCOL_VERSION}: upgrade one"
+        )
+    if hello.slots < 1:
+        raise PeerError("malformed", "a worker must have at least 1 slot")
+    if max(len(hello.held_leases), len(hello.environments)) > CLAIMS_MAX:
+        raise PeerError("oversized", f"more than {CLAIMS_MAX} leases or environments claimed")
+    if any(len(name) > NAME_CHARS_MAX for name in hello.environments):
+        raise PeerError("oversized", f"the name of an environment has over {NAME_CHARS_MAX} characters")
+    if len(hello.advertise) > NAME_CHARS_MAX:
+        raise PeerError("oversized", f"an address has more than {NAME_CHARS_MAX} characters")
+    if len(hello.offer) > NAME_CHARS_MAX:
+        raise PeerError("oversized", f"the name of a machine has more than {NAME_CHARS_MAX} characters")
+    if not 0 <= hello.price_usd_per_hour <= PRICE_MAX_USD_PER_HOUR:
+        raise PeerError("malformed", f"a price of {hello.price_usd_per_hour} dollars an hour")

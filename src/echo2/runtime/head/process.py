@@ -19,7 +19,7 @@ from echo2.runtime.head import report as head_report
 from echo2.runtime.head.farewell import told_to_stop
 from echo2.runtime.head.head import Head
 from echo2.runtime.head.service import Service
-from echo2.runtime.head.tickets import OwnTickets
+from echo2.runtime.head.tickets import OwnTickets, own_files
 from echo2.transport.door import is_out_of_descriptors
 from echo2.transport.grpc_server import GrpcServer
 from echo2.transport.identity import RunIdentity
@@ -69,7 +69,7 @@ async def _serve(rundir: RunDir) -> None:
     gc.freeze()  # modules and libraries live as long as the process: nobody need look through them again
     head.ledger.set_meta("port", bound)
     address = f"{config.head.advertise or host}:{bound}"
-    tickets = OwnTickets(identity, rundir, address)
+    tickets = OwnTickets(identity, own_files(rundir), address)
     tickets.keep()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):

@@ -8,13 +8,16 @@ from __future__ import annotations
 import asyncio
 from array import array
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from types import MappingProxyType
+from typing import Any
 
 from echo2.errors import PeerError, UserError
 from echo2.rollout.replay import logged_rollouts
 from echo2.rollout.retrace import TurnRules
 from echo2.rollout.snapshot_files import end_tokens, read_config
+from echo2.rollout.stop_strings import StopRule, stop_rule
 from echo2.rollout.tokenizer import Tokenizer, encode_prompt, load_tokenizer, tokens_with, with_texts
 from echo2.transport.messages import check_lengths
 from echo2.types import LOGGED_ROLLOUTS, GroupKind, Rollout, RolloutGroup, Task
@@ -26,24 +29,30 @@ KEPT_PROMPT_TOKENS = 4 << 20
 class RunTokenizer:
     """The run's tokenizer: `load` comes first, once. One for all snapshots of a run: its files do not change."""
 
-    def __init__(self) -> None:
+    def __init__(self, template_arguments: Mapping[str, Any] = MappingProxyType({})) -> None:
+        self._template_arguments = template_arguments
         self._tokenizer: Tokenizer | None = None
         self._ends, self._context = frozenset[int](), 0
+        self._stop: StopRule | None = None
         self._loaded = asyncio.Event()
         self._prompts: OrderedDict[tuple[GroupKind, int], array[int]] = OrderedDict()
         self._num_kept = 0
+        self._pieces: dict[int, str] = {}  # at most one for each token of the vocabulary
 
-    async def load(self, files: Mapping[str, bytes], stop: str = "") -> None:
+    async def load(self, files: Mapping[str, bytes], stop: str = "", stop_strings: tuple[str, ...] = ()) -> None:
         """Read the tokenizer among a snapshot's files, beside the event loop: it takes a second. `stop`: the character
-        that ends a turn in the run's environment.
+        that ends a turn in the run's environment; `stop_strings`: `sampling.stop`.
 
         Raises:
             UserError: there is none that transformers can read.
         """
         try:
-            self._tokenizer, self._ends, self._context = await asyncio.to_thread(_load, files, stop)
+            found = await asyncio.to_thread(_load, files, stop, self._template_arguments)
         except PeerError as error:
             raise UserError(f"The model's tokenizer can't be used: {error.detail}.") from error
+        self._tokenizer, self._ends, self._context = found
+        if stop_strings:
+            self._stop = await asyncio.to_thread(stop_rule, self._tokenizer, stop_strings)
         self._loaded.set()
 
     @property
@@ -93,16 +102,19 @@ class RunTokenizer:
         check_lengths(group, min(max_tokens, room))
 
     def check_ends(self, group: RolloutGroup, max_tokens: int) -> None:
-        """Raises PeerError("malformed") where a rollout of one turn does not end as one does: with its only end token,
-        or where it was cut off for its length. Nothing is said of a model without end tokens.
+        """Raises PeerError("malformed") where a rollout of one turn does not end as one does: with its only end token
+        or stop string, or where it was cut off for its length. Nothing is said of a model without either.
         """
-        if not self._ends:
+        if not self._ends and self._stop is None:
             return
         for rollout in group.rollouts:
             *before, last = rollout.tokens
             if not self._ends.isdisjoint(before):
                 raise PeerError("malformed", "a rollout goes on behind an end token")
-            if (rollout.finish == "stop") != (last in self._ends):
+            stopped = None if self._stop is None else self._stop.length(rollout.tokens)
+            if stopped is not None and stopped < len(rollout.tokens):
+                raise PeerError("malformed", f"a rollout goes on behind a stop string, which ends at token {stopped}")
+            if (rollout.finish == "stop") != (last in self._ends or stopped is not None):
                 raise PeerError("malformed", f"a rollout whose last token is {last} did not end by {rollout.finish!r}")
             length = len(rollout.tokens)
             is_full = not self._context or len(group.prompt_tokens) + length >= self._context
@@ -117,6 +129,18 @@ class RunTokenizer:
             return tuple(replace(one, text=known.text) for one, known in zip(group.rollouts, logged, strict=True))
         return with_texts(group.rollouts, self.tokenizer)
 
+    def pieces(self, tokens: Sequence[int]) -> list[str]:
+        """The text of each token by itself, special ones too. Part of a character is a replacement character."""
+        return [self._piece(token) for token in tokens]
+
+    def _piece(self, token: int) -> str:
+        found = self._pieces.get(token)
+        if found is None:
+            is_known = token < len(self.tokenizer)
+            found = self.tokenizer.decode([token], skip_special_tokens=False) if is_known else ""
+            self._pieces[token] = found
+        return found
+
     def logged(self, task: Task, num_samples: int, max_tokens: int, version: int) -> list[Rollout]:
         """The rollouts that the task's log holds, with their text. They count as of `version`.
 
@@ -126,9 +150,11 @@ class RunTokenizer:
         return logged_rollouts(task.columns[LOGGED_ROLLOUTS], num_samples, max_tokens, self.tokenizer, version)
 
 
-def _load(files: Mapping[str, bytes], stop: str) -> tuple[Tokenizer, frozenset[int], int]:
+def _load(
+    files: Mapping[str, bytes], stop: str, template_arguments: Mapping[str, Any]
+) -> tuple[Tokenizer, frozenset[int], int]:
     """The tokenizer, the tokens that end a turn, and how many the model can read (0: it does not say)."""
-    tokenizer = load_tokenizer(files)
+    tokenizer = load_tokenizer(files, template_arguments)
     ends = frozenset(end_tokens(files)) | (tokens_with(tokenizer, stop) if stop else frozenset())
     context = read_config(files).get("max_position_embeddings") if "config.json" in files else None
     return tokenizer, ends, context if isinstance(context, int) else 0

@@ -1,7 +1,7 @@
 """The run's environment at the head: it goes through the rollouts that workers deliver and gives their rewards.
 
-It has a process of its own, as at a worker. One rollout after the other: an environment
-that hangs (30 s a call) holds up the deliveries behind it, and costs the worker whose rollout it was.
+It has a process of its own, as at a worker. Rollouts are gone through side by side; one at which the environment hangs
+(30 s a call) costs the worker whose rollout it was.
 """
 
 from __future__ import annotations
@@ -15,13 +15,16 @@ from echo2.rollout.turns import ENVIRONMENT_SAMPLE, derived_seed
 from echo2.tasks.environment_process import EnvironmentProcess
 from echo2.types import Lease, Rollout, RolloutGroup, Task
 
+#: Rollouts that the environment's process holds at once.
+ROLLOUTS_TOGETHER_MAX = 1024
+
 
 class Referee:
     """Judges rollouts with the environment `spec`, whose process is started at the first call."""
 
     def __init__(self, spec: str) -> None:
         self._environment = EnvironmentProcess(spec)
-        self._turn = asyncio.Lock()
+        self._room = asyncio.Semaphore(ROLLOUTS_TOGETHER_MAX)
 
     async def stop(self) -> str:
         """The character that ends a turn, beside the end token (empty: none).
@@ -42,19 +45,22 @@ class Referee:
             PeerError: "malformed", a rollout is not what the environment makes of its turns.
             UserError: the environment fails.
         """
-        async with self._turn:
-            pairs = enumerate(group.rollouts)
-            judged = [await self._judged(rules, lease, sample, task, group, rollout) for sample, rollout in pairs]
-        return replace(group, rollouts=tuple(judged))
+        pairs = enumerate(group.rollouts)
+        judging = (self._judged(rules, lease, sample, task, group, rollout) for sample, rollout in pairs)
+        judged = await asyncio.gather(*judging, return_exceptions=True)
+        if failed := [one for one in judged if isinstance(one, BaseException)]:
+            raise failed[0]
+        return replace(group, rollouts=tuple(one for one in judged if isinstance(one, Rollout)))
 
     async def _judged(
         self, rules: TurnRules, lease: Lease, sample: int, task: Task, group: RolloutGroup, rollout: Rollout
     ) -> Rollout:
         environment, seed = self._environment, derived_seed(lease.seed, sample, ENVIRONMENT_SAMPLE)
-        begun = environment.begin(task.columns, seed)
-        try:
-            turn_tokens, step = await environment.turn_tokens(begun), partial(environment.step, begun)
-            reward = await retrace(rules, turn_tokens, len(group.prompt_tokens), rollout, step)
-        finally:
-            environment.end(begun)
+        async with self._room:
+            begun = environment.begin(task.columns, seed)
+            try:
+                turn_tokens, step = await environment.turn_tokens(begun), partial(environment.step, begun)
+                reward = await retrace(rules, turn_tokens, len(group.prompt_tokens), rollout, step)
+            finally:
+                environment.end(begun)
         return replace(rollout, reward_parts={"environment": reward})

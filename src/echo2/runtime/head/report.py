@@ -29,12 +29,15 @@ def step_row(head: Head, version: int, learner_metrics: dict[str, Any]) -> dict[
     cum_usd, counts = head.costs.cum_usd(now), head.ledger.counts()
     before = head.metrics.recent[-1].get("cost/cum_usd", 0.0) if head.metrics.recent else 0.0
     tokens = counts["trained_tokens"]
+    by_source, head.source_rewards = head.source_rewards, {}
     return {
         "policy": head.options.policy,
         "step": version,
         "time/unix": time.time(),
         "time/since_start": now - head.started_at,
         **learner_metrics,
+        **{f"reward/source/{name}": sum(rewards) / len(rewards) for name, rewards in sorted(by_source.items())},
+        **{f"time/reward/{name}": seconds for name, seconds in sorted(head.reward.take_seconds().items())},
         "time/reward": head.planner.reward_seconds or 0.0,
         "off_policy/dropped": counts["retired"].get("stale", 0),
         "off_policy/bound": head.options.max_staleness,
@@ -149,9 +152,11 @@ def status(head: Head) -> dict[str, Any]:
                 "is_own": worker.is_own,
                 "pause_seconds": report.pause_seconds if report else 0.0,
                 "fetching": _fetching(progress.get(worker.worker_id), worker.installed),
+                "sources": head.distribution.origin.sources.get(worker.worker_id, []),
                 "bytes_received": report.bytes_received if report else 0,
                 "bytes_sent": report.bytes_sent if report else 0,
                 "suspected": suspects.get(worker.worker_id),
+                "mismatch": planner.conducts.mismatch(worker.worker_id),
             }
         )
     return {
@@ -176,6 +181,7 @@ def status(head: Head) -> dict[str, Any]:
         "cost_usd": head.costs.cum_usd(now),
         "not_evaluated": head.evals.not_evaluated,
         "turned_away": head.turned_away,
+        "trust": {ticket: trust.to_plain() for ticket, trust in planner.trust.all().items()},
         "failures": head.failures.to_plain(),
         "outcome": head.outcome,
     }

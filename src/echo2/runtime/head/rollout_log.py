@@ -1,48 +1,69 @@
-"""rollouts/step_N.jsonl: a few groups of the step that makes version N, as text for people."""
+"""Rollouts for people to read: rollouts/step_N.jsonl has a few groups of the step that makes version N, with their
+first tokens one by one; rollouts/eval_N.jsonl has all that version N answered to the held-out tasks, as text.
+"""
 
 from __future__ import annotations
 
 import json
 import logging
+from collections.abc import Callable, Sequence
+from itertools import groupby
 from pathlib import Path
+from typing import Any
 
-from echo2.types import RolloutGroup, Task
+from echo2.learner.grpo.advantages import Advantage, group_advantages
+from echo2.types import Rollout, RolloutGroup, Task
 
 log = logging.getLogger(__name__)
 
 #: Groups of each step that are written.
 LOGGED_GROUPS = 4
+#: Tokens of a step that are written one by one, each rollout's first ones in equal shares: some 250 KB.
+LOGGED_TOKENS = 16_384
+
+#: The text of each token.
+Pieces = Callable[[Sequence[int]], list[str]]
 
 
 class RolloutLog:
-    """Takes the first `LOGGED_GROUPS` groups that are fed for each step."""
+    """Takes the first `LOGGED_GROUPS` groups that are fed for each step. `advantage`: as the learner's."""
 
-    def __init__(self, directory: Path) -> None:
-        self._directory = directory
+    def __init__(self, directory: Path, advantage: Advantage) -> None:
+        self._directory, self._advantage = directory, advantage
         self._step, self._claimed = -1, 0
 
     def claim(self, step: int) -> bool:
         """Whether a group that is fed for the step is to be written. The first begins the step's file anew."""
         if step != self._step:
             self._step, self._claimed = step, 0
-            try:
-                self._path(step).unlink(missing_ok=True)
-            except OSError as error:
-                log.warning("the old %s stays: %s", self._path(step), error.strerror)
+            self.begin(f"step_{step}")
         self._claimed += 1
         return self._claimed <= LOGGED_GROUPS
 
-    def _path(self, step: int) -> Path:
-        return self._directory / f"step_{step}.jsonl"
+    def begin(self, name: str) -> None:
+        """Begin this file anew: what is in it was done over."""
+        try:
+            self._path(name).unlink(missing_ok=True)
+        except OSError as error:
+            log.warning("the old %s stays: %s", self._path(name), error.strerror)
 
-    def write(self, step: int, group: RolloutGroup, task: Task) -> None:
-        """Add a claimed group with its texts; the next step may have begun. A disk that refuses costs the text, not
-        the run.
+    def _path(self, name: str) -> Path:
+        return self._directory / f"{name}.jsonl"
+
+    def write(self, name: str, group: RolloutGroup, task: Task, pieces: Pieces | None = None) -> None:
+        """Add a group with its texts, and with its tokens where `pieces` is given. A disk that refuses costs the text,
+        not the run.
         """
         prompt = task.prompt
+        is_train = group.group.kind == "train"
+        advantages = group_advantages([rollout.reward for rollout in group.rollouts], self._advantage)
+        room = LOGGED_TOKENS // (LOGGED_GROUPS * len(group.rollouts))
         record = {
             "group": group.group.number,
+            "task": group.cursor,
             "worker": group.worker_id,
+            "seconds": round(group.generate_seconds, 3),
+            "staleness": group.step - group.oldest_version if is_train and not group.logged else None,
             "prompt": prompt if isinstance(prompt, str) else [[m.role, m.content] for m in prompt],
             "rollouts": [
                 {
@@ -51,13 +72,30 @@ class RolloutLog:
                     "reward_parts": dict(rollout.reward_parts),
                     "finish": rollout.finish,
                     "versions": [list(span) for span in rollout.version_spans],
+                    **({"advantage": advantage} if is_train else {}),
+                    **({"num_tokens": len(rollout.tokens), **_tokens(rollout, room, pieces)} if pieces else {}),
                 }
-                for rollout in group.rollouts
+                for rollout, advantage in zip(group.rollouts, advantages, strict=True)
             ],
         }
-        path = self._path(step)
+        path = self._path(name)
         try:
             with open(path, "a", encoding="utf-8") as file:
                 file.write(json.dumps(record, ensure_ascii=False) + "\n")
         except OSError as error:
             log.warning("no rollouts written to %s: %s", path, error.strerror)
+
+
+def _tokens(rollout: Rollout, room: int, pieces: Pieces) -> dict[str, Any]:
+    """The first tokens as text with their behaviour logprobs, and which an environment wrote: [from, to) each."""
+    runs, start = [], 0
+    for is_policys, run in groupby(rollout.loss_mask[:room]):
+        length = len(list(run))
+        if not is_policys:
+            runs.append([start, start + length])
+        start += length
+    return {
+        "tokens": pieces(rollout.tokens[:room]),
+        "logprobs": [round(value, 4) for value in rollout.logprobs[:room]],
+        "environment": runs,
+    }

@@ -8,9 +8,11 @@ out of the returned commands. All other decisions are the planner's.
 from __future__ import annotations
 
 import asyncio
+import json
 import math
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from echo2.config.sections import SamplingConfig
@@ -19,17 +21,20 @@ from echo2.control.head import events as ev
 from echo2.documents import parse_json
 from echo2.errors import PeerError, UserError
 from echo2.printable import printable, printable_lines
+from echo2.rundir import FRESH_MISMATCH, FRESH_SURPRISE, FRESH_TOKENS, best_version
 from echo2.runtime.head import strangers
+from echo2.runtime.head.checking import draws_from_stream, report_check
 from echo2.runtime.head.deliveries import FEED_BYTES, read_delivery
 from echo2.runtime.head.head import Head
 from echo2.runtime.head.orders import orders
-from echo2.runtime.head.presence import LearnerPresence, Presence
+from echo2.runtime.head.presence import LearnerPresence, Presence, check_hello
 from echo2.runtime.head.report import step_row
 from echo2.sandbox.plugins import TRACEBACK_CHARS, traceback_of
+from echo2.tasks.harness_process import is_harness
 from echo2.transport import messages
 from echo2.transport import wire_pb2 as wire
 from echo2.transport.base import Peer
-from echo2.transport.limits import DURATION_SECONDS_MAX, NAME_CHARS_MAX, PRICE_MAX_USD_PER_HOUR, PROTOCOL_VERSION
+from echo2.transport.limits import DURATION_SECONDS_MAX, NAME_CHARS_MAX, PROTOCOL_VERSION
 from echo2.types import Lease, SnapshotRef
 from echo2.weights.manifest import HASH_BYTES, Manifest
 
@@ -37,8 +42,6 @@ from echo2.weights.manifest import HASH_BYTES, Manifest
 DELIVERIES_PER_CALL_MAX = 4096
 #: And of those, how many are read in one go: a third of a millisecond each.
 READ_TOGETHER_MAX = 16
-#: Leases a returning worker may claim to hold, and environments it may name.
-CLAIMS_MAX = 10_000
 #: Characters of a worker's word on why something failed; each is a line of events.jsonl.
 DETAIL_CHARS_MAX = 500
 
@@ -60,6 +63,7 @@ class Service:
             "Leave": self.leave,
             "FailLease": self.fail_lease,
             "Deliver": self.deliver,
+            "ReportCheck": partial(report_check, self._head),
             "FetchManifest": self.fetch_manifest,
             "LearnerHello": self.learner_hello,
             "TakeGroups": self.take_groups,
@@ -85,7 +89,9 @@ class Service:
                 f"this run plays {environment}, which the worker does not run. If you trust that code and have it, "
                 f"start the worker with --allow-environment {environment}",
             )
-        joined = strangers.known(head, joined)
+        if is_harness(environment):
+            strangers.check_own(head, peer.peer_id)
+        joined = replace(strangers.known(head, joined), draws=draws_from_stream(head, hello.engine))
         # Last: a rented machine whose worker is turned away must not count as having one.
         joined = self._at_offer(joined, hello.offer)
         presence = Presence(
@@ -139,6 +145,7 @@ class Service:
             slots=config.sampling.groups_per_batch * config.sampling.group_size,
             engine=config.workers.engine,
             deterministic=config.run.deterministic,
+            chat_template_args=json.dumps(config.model.chat_template_args),
         )
 
     def _presence(self, peer: Peer) -> Presence:
@@ -342,7 +349,8 @@ class Service:
             raise PeerError("malformed", f"metrics_json is not JSON: {error}") from error
         if not isinstance(metrics, dict):
             raise PeerError("malformed", "metrics_json is not an object")
-        head.dispatch(ev.StepTrained(report.step, tuple(report.groups), _busy_seconds(metrics)))
+        busy_seconds, mismatches = _busy_seconds(metrics), tuple(_mismatches(metrics))
+        head.dispatch(ev.StepTrained(report.step, tuple(report.groups), busy_seconds, mismatches))
         version = report.step + 1
         # Of the newest step alone, once: a report may come late or twice. A kill before this line leaves a step without
         # a row; the learner had no answer then, and reports it again.
@@ -387,11 +395,13 @@ class Service:
         head.dispatch(ev.SnapshotPublished(manifest.ref, manifest.total_bytes))
         return wire.Empty()
 
-    async def report_checkpoint(self, peer: Peer, report: wire.CheckpointReport) -> wire.Empty:
+    async def report_checkpoint(self, peer: Peer, report: wire.CheckpointReport) -> wire.CheckpointReply:
+        head = self._head
         self._learner(report.epoch)
         version, oldest = (messages.whole_number("version", number) for number in (report.version, report.oldest_kept))
-        self._head.dispatch(ev.CheckpointSaved(version, oldest))
-        return wire.Empty()
+        head.dispatch(ev.CheckpointSaved(version, oldest))
+        spared = {best_version(report.versions, head.metrics.accuracies), *head.planner.evaluation.rounds}
+        return wire.CheckpointReply(spared=[held for held in report.versions if held in spared])
 
     async def learner_report(self, peer: Peer, report: wire.LearnerReport) -> wire.Empty:
         self._learner(report.epoch).doing = printable(report.doing)
@@ -422,22 +432,7 @@ async def _together(feed: asyncio.Queue[bytes | wire.StepDone | None], held: lis
 
 def worker_joined(peer: Peer, hello: wire.WorkerHello, sampling: SamplingConfig) -> ev.WorkerJoined:
     """What a worker says of itself, within bounds. It samples what the run asks for together, or less."""
-    if hello.protocol != PROTOCOL_VERSION:
-        raise PeerError(
-            "protocol", f"the worker speaks protocol {hello.protocol}, the head {PROTOCOL_VERSION}: upgrade one"
-        )
-    if hello.slots < 1:
-        raise PeerError("malformed", "a worker must have at least 1 slot")
-    if max(len(hello.held_leases), len(hello.environments)) > CLAIMS_MAX:
-        raise PeerError("oversized", f"more than {CLAIMS_MAX} leases or environments claimed")
-    if any(len(name) > NAME_CHARS_MAX for name in hello.environments):
-        raise PeerError("oversized", f"the name of an environment has over {NAME_CHARS_MAX} characters")
-    if len(hello.advertise) > NAME_CHARS_MAX:
-        raise PeerError("oversized", f"an address has more than {NAME_CHARS_MAX} characters")
-    if len(hello.offer) > NAME_CHARS_MAX:
-        raise PeerError("oversized", f"the name of a machine has more than {NAME_CHARS_MAX} characters")
-    if not 0 <= hello.price_usd_per_hour <= PRICE_MAX_USD_PER_HOUR:
-        raise PeerError("malformed", f"a price of {hello.price_usd_per_hour} dollars an hour")
+    check_hello(hello)
     return ev.WorkerJoined(
         worker_id=peer.peer_id,
         slots=min(hello.slots, sampling.groups_per_batch * sampling.group_size),
@@ -453,6 +448,16 @@ def _busy_seconds(metrics: dict[str, Any]) -> float:
     if not all(isinstance(value, int | float) and math.isfinite(value) for value in seconds):
         return 0.0
     return max(0.0, float(seconds[0] - seconds[1] - seconds[2]))
+
+
+def _mismatches(metrics: dict[str, Any]) -> Iterator[ev.WorkerMismatch]:
+    """Of the workers that the learner names: its word, as the metrics are."""
+    for key, mean in metrics.items():
+        if key.startswith(FRESH_MISMATCH):
+            worker_id = key.removeprefix(FRESH_MISMATCH)
+            num, surprise = (metrics.get(name + worker_id, 0.0) for name in (FRESH_TOKENS, FRESH_SURPRISE))
+            if all(isinstance(value, int | float) and math.isfinite(value) for value in (mean, num, surprise)):
+                yield ev.WorkerMismatch(worker_id, num, mean * num, surprise * num)
 
 
 def _installed(said: wire.WorkerHello | wire.WorkerReport) -> SnapshotRef | None:

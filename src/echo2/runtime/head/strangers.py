@@ -29,10 +29,10 @@ TURNED_AWAY_MAX = 20
 def check_not_expelled(head: Head, worker_id: str) -> None:
     """Raises PeerError("expelled") while nothing is taken of this worker."""
     now = head.clock.now()
-    until = head.planner.expelled_until(worker_id, now)
-    if until is not None:
-        detail = f"{worker_id} may come back in {until - now:.0f} s: too much of what it sent was refused"
-        raise PeerError("expelled", detail)
+    conduct = head.planner.conducts.expulsion(worker_id, now)
+    if conduct is not None:
+        seconds = conduct.expelled_until - now
+        raise PeerError("expelled", f"{worker_id} may come back in {seconds:.0f} s: {conduct.expelled_for}")
 
 
 def known(head: Head, joined: ev.WorkerJoined) -> ev.WorkerJoined:
@@ -57,6 +57,16 @@ def known(head: Head, joined: ev.WorkerJoined) -> ev.WorkerJoined:
         head.turned_away.pop(joined.worker_id, None)
     held = possible_claims(head.planner, joined.held_leases)
     return replace(joined, ticket="" if member.is_own else member.ticket_id, held_leases=held)
+
+
+def check_own(head: Head, worker_id: str) -> None:
+    """Raises PeerError("not_own") for a stranger's machine in a run whose rollouts a harness plays."""
+    if not head.identity.member(worker_id).is_own:
+        raise PeerError(
+            "not_own",
+            f"this run's rollouts are played by {head.config.tasks.environment}, which the head cannot go through "
+            "again: only machines of the run's owner sample for it. Ask the owner for a ticket for own machines",
+        )
 
 
 def most_paid(config: Config, offers: Mapping[str, Offer]) -> float:

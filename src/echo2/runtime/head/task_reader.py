@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from queue import SimpleQueue
 
 from echo2.errors import UserError
-from echo2.tasks.base import TaskStream
+from echo2.tasks.streams import Tasks
 from echo2.types import GroupRef, Task
 
 #: A row that takes longer counts as unfit.
@@ -24,7 +24,7 @@ KEPT = 4096
 class _Job:
     """A row to read. `found`: the task, or why there is none."""
 
-    stream: TaskStream
+    stream: Tasks
     cursor: int
     loop: asyncio.AbstractEventLoop
     done: asyncio.Event = field(default_factory=asyncio.Event)
@@ -40,7 +40,7 @@ class _Job:
 class TaskReader:
     """Tasks by group. `evaluation`: held-out tasks, if the run has any."""
 
-    def __init__(self, train: TaskStream, evaluation: TaskStream | None) -> None:
+    def __init__(self, train: Tasks, evaluation: Tasks | None) -> None:
         self._streams = {"train": train, "eval": evaluation}
         self._jobs: OrderedDict[tuple[str, int], _Job] = OrderedDict()
         self._thread = _ReadingThread()

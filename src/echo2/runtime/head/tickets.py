@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,12 +26,16 @@ log = logging.getLogger(__name__)
 OWN_TICKET_HOURS = 24 * 90.0
 
 
-class OwnTickets:
-    """The files `ticket` and `learner-ticket` of a run, for a head at this address."""
+def own_files(rundir: RunDir) -> dict[Path, str]:
+    """A run's files with tickets for machines of its owner, and the role that each gives."""
+    return {rundir.ticket: "worker", rundir.learner_ticket: "learner"}
 
-    def __init__(self, identity: RunIdentity, rundir: RunDir, address: str) -> None:
-        self._identity, self._address = identity, address
-        self._files = {rundir.ticket: "worker", rundir.learner_ticket: "learner"}
+
+class OwnTickets:
+    """Files with tickets for machines of the owner, by the role that they give, of a head at this address."""
+
+    def __init__(self, identity: RunIdentity, files: Mapping[Path, str], address: str) -> None:
+        self._identity, self._address, self._files = identity, address, files
         self._known: dict[Path, str] = {}
 
     def keep(self) -> None:
@@ -116,6 +121,20 @@ def describe(ticket: KnownTicket) -> dict[str, Any]:
         "expires": terms.expires,
         "refuses": ticket.refuses,
         "members": list(ticket.members),
+    }
+
+
+def describe_revoked(identity: RunIdentity, revoked_id: str, closed: str) -> dict[str, Any]:
+    """For `echo2 revoke --json`: who is out by it, and the tickets that admit nobody any more. `closed`: what
+    `RunIdentity.revoke` gave."""
+    found = [ticket for ticket in identity.tickets() if ticket.ticket_id in (revoked_id, closed)]
+    is_ticket = any(ticket.ticket_id == revoked_id for ticket in found)
+    workers = list(found[0].members) if is_ticket else [revoked_id]
+    return {
+        "id": revoked_id,
+        "kind": "ticket" if is_ticket else "worker",
+        "workers": workers,
+        "tickets": [ticket.ticket_id for ticket in found],
     }
 
 

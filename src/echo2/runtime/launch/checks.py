@@ -12,10 +12,10 @@ from pathlib import Path
 
 from echo2.config import Config
 from echo2.config.offers import Offer
+from echo2.config.rules import weighted
 from echo2.devices import this_machine
 from echo2.errors import UserError
 from echo2.planning.memory_needs import learner_that_fits, model_shape, worker_that_fits
-from echo2.reward.load import weighted
 from echo2.reward.score import Scorer
 from echo2.rollout.architecture import read_architecture
 from echo2.rollout.tokenizer import TOKENIZER_SUFFIXES
@@ -25,7 +25,9 @@ from echo2.runtime.head.planner_options import planner_options, read_offers
 from echo2.runtime.head.reading import RunTokenizer
 from echo2.tasks.base import TaskSource, TaskStream
 from echo2.tasks.environments import load_environment
+from echo2.tasks.harness_process import OWN, VERIFIERS, is_harness, load_harness
 from echo2.tasks.load import load_tasks
+from echo2.tasks.streams import training_tasks
 from echo2.weights.adapter_files import lora_targets
 from echo2.weights.model_files import tensor_shapes
 
@@ -34,12 +36,12 @@ ROWS_CHECKED_MAX = 10_000
 ANY_HOST = ("0.0.0.0", "::")
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
 #: What a target of run.log_to imports.
-LOG_PACKAGES = {"tensorboard": "tensorboardX", "wandb": "wandb"}
+LOG_PACKAGES = {"tensorboard": "tensorboardX", "wandb": "wandb", "wandb+rollouts": "wandb"}
 
 
-def check(config: Config) -> None:
+def check(config: Config, has_learner: bool = True) -> None:
     """Find the user's mistakes before processes are started, as `--dry-run` does and every start. What is doubtful and
-    no mistake is printed.
+    no mistake is printed. `has_learner`: the learner runs on this machine.
 
     Raises:
         UserError: the first mistake found.
@@ -47,7 +49,7 @@ def check(config: Config) -> None:
     check_model(config.model.path, config.workers.engine)
     check_lora(config)
     check_machine(config)
-    check_memory(config)
+    check_memory(config, has_learner)
     if not config.tasks.source:
         raise UserError(
             "tasks.source is empty: name your tasks (rows.jsonl, reasoning_gym:<name>, file.py:Class, ...)."
@@ -55,10 +57,19 @@ def check(config: Config) -> None:
     if not config.reward.functions:
         raise UserError('reward.functions is empty: name at least one, for example ["exact_match"].')
     scorer = Scorer(config.reward.functions)
-    for section in (config.tasks, config.eval):
-        if section.source:
-            check_tasks(load_tasks(section.source, section.params, config.run.seed), scorer, section.source)
-    if config.tasks.environment:
+    training_tasks(config.tasks, config.run.seed)
+    for names, params in ((config.tasks.sources, config.tasks.params), (config.eval.sets.values(), config.eval.params)):
+        for name in names:
+            check_tasks(load_tasks(name, params, config.run.seed), scorer, name)
+    is_verifiers = {name.startswith(f"{VERIFIERS}:") for name in (*config.tasks.sources, *config.eval.sets.values())}
+    if is_verifiers != {config.tasks.environment == VERIFIERS}:
+        raise UserError(
+            f"tasks.source = {config.tasks.source!r} with tasks.environment = {config.tasks.environment!r}: tasks of a "
+            f"verifiers taskset are played by verifiers, and nothing else is. Set environment = {VERIFIERS!r}."
+        )
+    if is_harness(config.tasks.environment):
+        check_harness(config)
+    elif config.tasks.environment:
         load_environment(config.tasks.environment)
     elif any(name == "environment" for _, name in map(weighted, config.reward.functions)):
         raise UserError(
@@ -68,6 +79,17 @@ def check(config: Config) -> None:
     planner_options(config, 0, offers)
     check_budget(config, offers.values())
     check_group_bytes(config)
+
+
+def check_harness(config: Config) -> None:
+    """Raises UserError where the run's harness cannot be had, or cannot be what is asked for."""
+    if config.run.deterministic:
+        raise UserError(
+            f"run.deterministic = true with tasks.environment = {config.tasks.environment!r}: when a harness calls the "
+            "model follows from measured times, which are never the same twice. Leave one of them out."
+        )
+    if config.tasks.environment.startswith(OWN):
+        load_harness(config.tasks.environment)
 
 
 def check_group_bytes(config: Config) -> None:
@@ -134,12 +156,11 @@ def check_prompts(config: Config) -> None:
     Raises:
         UserError: naming the model's tokenizer or the task.
     """
-    where, reader = Path(config.model.path), RunTokenizer()
+    where, reader = Path(config.model.path), RunTokenizer(config.model.chat_template_args)
     if where.is_dir():
         files = {path.name: path.read_bytes() for path in where.iterdir() if path.suffix in TOKENIZER_SUFFIXES}
         asyncio.run(reader.load(files))
-        tasks = load_tasks(config.tasks.source, config.tasks.params, config.run.seed)
-        reader.prompt("train", TaskStream(tasks, config.run.seed, True).task(0))
+        reader.prompt("train", training_tasks(config.tasks, config.run.seed).task(0))
 
 
 def check_machine(config: Config) -> None:
@@ -162,7 +183,7 @@ def check_machine(config: Config) -> None:
             )
 
 
-def check_memory(config: Config) -> None:
+def check_memory(config: Config, has_learner: bool = True) -> None:
     """Find a model that this machine cannot train, or its local workers cannot hold, as far as config.json says.
 
     Raises:
@@ -173,7 +194,8 @@ def check_memory(config: Config) -> None:
         hardware = this_machine()
         if config.workers.count:
             worker_that_fits(config, shape, hardware)
-        learner_that_fits(config, shape, hardware)
+        if has_learner:
+            learner_that_fits(config, shape, hardware)
 
 
 def check_port(config: Config) -> None:

@@ -1,50 +1,60 @@
-"""`echo2 eval` and `echo2 export`: a checkpoint, judged or handed on, without any head."""
+"""`echo2 eval`: a checkpoint, found, loaded and judged, without any head."""
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import json
 import shutil
-import statistics
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import aclosing, contextmanager
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from rich.console import Console
 from rich.progress import track
 
 from echo2 import config as configuration
-from echo2.documents import parse_json
 from echo2.errors import UserError
 from echo2.learner import checkpoint
 from echo2.planning.local_sampler import LocalSampler, load_engine, reward_processes
 from echo2.printable import printable
 from echo2.reward.process import RewardProcesses
 from echo2.reward.score import RewardFailure
-from echo2.rundir import RunDir
+from echo2.rundir import RunDir, accuracies, best_version, read_metrics
+from echo2.runtime.head.evals import eval_metrics
 from echo2.types import RolloutGroup
-from echo2.weights.adapter_files import ADAPTER_CONFIG
+from echo2.weights.adapter_files import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 
 #: Tasks sampled together, and then scored.
 BATCH_TASKS = 64
 #: Files of a checkpoint that are the learner's own, not the model's.
 LEARNER_FILES = ("optimizer.safetensors", "state.json")
 MODEL_FILE = "model.safetensors"
+#: Whose checkpoint: that of a step, of the most accurate version on held-out tasks, or (None) the newest.
+Step = int | Literal["best"] | None
 #: What each of several ranks wrote.
 PARTS = "*.*-of-*.safetensors"
 
 
-def checkpoint_directory(rundir: RunDir, step: int | None) -> Path:
-    """The checkpoint of `step`, or the newest.
+def checkpoint_directory(rundir: RunDir, step: Step) -> Path:
+    """The checkpoint of `step`.
 
     Raises:
         UserError: there is none, or this is no run directory.
     """
     rundir.read_config()
     steps = rundir.checkpoints
+    if step == "best":
+        step = best_version(checkpoint.versions(steps), accuracies(read_metrics(rundir.metrics)))
+        if step is None:
+            raise UserError(
+                f"{rundir.path} has no checkpoint of a version that was evaluated. Name a step; for the next run, make "
+                "eval.every a multiple of learner.checkpoint_every."
+            )
     found = checkpoint.latest(steps) if step is None else checkpoint.step_directory(steps, step)
     if found is None or not found.is_dir():
         have = sorted(entry.name for entry in rundir.checkpoints.glob("step_*"))
@@ -53,7 +63,17 @@ def checkpoint_directory(rundir: RunDir, step: int | None) -> Path:
     return found
 
 
-def evaluate(target: Path, step: int | None, model: str, overrides: Mapping[str, str]) -> dict[str, Any]:
+def run(options: argparse.Namespace) -> int:
+    """Print what `evaluate` finds. Raises as it does."""
+    values = evaluate(options.target, options.step, options.model, options.overrides)
+    if options.json:
+        print(json.dumps(values))
+    else:
+        print(f"accuracy {values['eval/accuracy']:.4f} on {values['eval/num_tasks']} tasks ({values['model']})")
+    return 0
+
+
+def evaluate(target: Path, step: Step, model: str, overrides: Mapping[str, str]) -> dict[str, Any]:
     """Sample the held-out tasks once each and score them as a run does.
 
     Raises:
@@ -64,20 +84,15 @@ def evaluate(target: Path, step: int | None, model: str, overrides: Mapping[str,
     where = model or (str(checkpoint_directory(rundir, step)) if rundir is not None else config.model.path)
     with _whole(where) as directory:
         sampler = LocalSampler(config, "eval", *load_engine(config, directory, BATCH_TASKS))
-    rewards = asyncio.run(_rewards(config, sampler))
+    groups = asyncio.run(_scored(config, sampler))
     failures = sampler.failures
-    if not rewards:
+    if not groups:
         raise UserError(
             f"No held-out task could be evaluated. The last failure: {failures[-1] if failures else 'none'}"
         )
     if failures:
         print(f"warning: {len(failures)} tasks failed; the last: {printable(failures[-1])}", file=sys.stderr)
-    return {
-        "model": where,
-        "eval/accuracy": statistics.fmean(rewards),
-        "eval/num_tasks": len(rewards),
-        "eval/num_failed": len(failures),
-    }
+    return {"model": where, **eval_metrics(groups, len(failures), sampler.tasks.source_of)}
 
 
 @contextmanager
@@ -91,23 +106,55 @@ def _whole(where: str) -> Iterator[str]:
         yield directory
 
 
-def copy_model(source: Path, to: Path) -> None:
-    """Copy the model part of a checkpoint to the directory `to`, what several ranks wrote as one file.
+def load_model(rundir: RunDir, step: Step, device: str) -> tuple[Any, Any, Mapping[str, bytes]]:
+    """A checkpoint's model in float32, an adapter's as the whole model that it makes of its base, its tokenizer and its
+    files.
 
     Raises:
-        UserError: not all ranks' parts are there.
+        UserError: there is no such checkpoint, or it cannot be loaded.
     """
-    from echo2.learner.shard_files import write_whole
+    from echo2.learner.adapters import load_merged
+    from echo2.learner.model import load_policy
+    from echo2.rollout.tokenizer import load_tokenizer
 
-    shutil.copytree(source, to, ignore=shutil.ignore_patterns(*LEARNER_FILES, PARTS), dirs_exist_ok=True)
-    if any(source.glob(PARTS)):
-        write_whole(source, MODEL_FILE, to / MODEL_FILE)
+    config = rundir.read_config()
+    source = checkpoint_directory(rundir, step)
+    if (source / ADAPTER_CONFIG).is_file():
+        policy = load_merged(config.model.path, source, device)
+    else:
+        with _whole(str(source)) as directory:
+            policy = load_policy(directory, "float32", device)
+    tokenizer = load_tokenizer(policy.files, config.model.chat_template_args)
+    return policy.module.eval(), tokenizer, policy.files
 
 
-async def _rewards(config: configuration.Config, sampler: LocalSampler) -> list[float]:
-    """Of all held-out tasks that could be sampled and scored, task by task."""
-    size, console = min(config.eval.limit, sampler.num_tasks), Console(stderr=True)
-    rewards: list[float] = []
+def copy_model(source: Path, to: Path, dtype: str = "") -> None:
+    """Copy the model part of a checkpoint to the directory `to`, what several ranks wrote as one file. `dtype`: of the
+    weights there, if not as they are stored.
+
+    Raises:
+        UserError: not all ranks' parts are there, or a weight is too large for `dtype`.
+    """
+    weights = ADAPTER_WEIGHTS if (source / ADAPTER_CONFIG).is_file() else MODEL_FILE
+    is_rewritten = bool(dtype) or any(source.glob(PARTS))
+    left = (*LEARNER_FILES, PARTS, *([weights] if is_rewritten else []))
+    shutil.copytree(source, to, ignore=shutil.ignore_patterns(*left), dirs_exist_ok=True)
+    if is_rewritten:
+        from echo2.learner.shard_files import write_whole  # with torch, which a copy does not need
+
+        write_whole(source, weights, to / weights, dtype)
+    if dtype and weights == MODEL_FILE:
+        from echo2.learner.model import with_dtype
+
+        (to / "config.json").write_bytes(with_dtype((to / "config.json").read_bytes(), dtype))
+
+
+async def _scored(config: configuration.Config, sampler: LocalSampler) -> list[RolloutGroup]:
+    """The groups of all held-out tasks that could be sampled and scored."""
+    size, console = len(sampler.tasks), Console(stderr=True)
+    if not config.eval.source:  # tasks that are trained on, then
+        size = min(size, config.eval.limit)
+    scored: list[RolloutGroup] = []
     batches = [range(first, min(first + BATCH_TASKS, size)) for first in range(0, size, BATCH_TASKS)]
 
     async def score(processes: RewardProcesses, group: RolloutGroup) -> None:
@@ -116,46 +163,10 @@ async def _rewards(config: configuration.Config, sampler: LocalSampler) -> list[
         except RewardFailure as failure:
             sampler.failures.append(str(failure))
         else:
-            rewards.extend(rollout.reward for rollout in rollouts if rollout.reward is not None)
+            scored.append(replace(group, rollouts=rollouts))
 
     async with aclosing(sampler), reward_processes(config) as processes:
         for cursors in track(batches, "evaluating", console=console, transient=True, disable=not console.is_terminal):
             groups = await sampler.sample(cursors)
             await asyncio.gather(*(score(processes, group) for group in groups))
-    return rewards
-
-
-def export(directory: Path, step: int | None, to: Path, is_merged: bool = False) -> str:
-    """Copy the model part of a checkpoint to `to`, a directory that must not exist; the checkpoint's name. An adapter's
-    is a PEFT directory; `is_merged`: the whole model that it makes of its base, in float32.
-
-    Raises:
-        UserError: no such checkpoint; the target exists or can't be written; there is nothing to merge.
-    """
-    rundir = RunDir(directory)
-    source, base = checkpoint_directory(rundir, step), rundir.read_config().model.path
-    if to.exists():
-        raise UserError(f"{to} exists already. Choose another directory with --to.")
-    is_adapter = (source / ADAPTER_CONFIG).is_file()
-    if is_merged and not is_adapter:
-        raise UserError(f"--merged: {source.name} is a whole model already, not an adapter. Leave --merged out.")
-    partial = to.with_name(f".{to.name}.partial")
-    try:
-        if is_merged:
-            from echo2.learner.adapters import load_merged  # with torch, which a copy does not need
-
-            policy = load_merged(base, source, "cpu")
-            policy.module.save_pretrained(partial)
-            for name, data in policy.files.items():
-                (partial / name).write_bytes(data)
-        else:
-            copy_model(source, partial)
-        if is_adapter and not is_merged:
-            values = parse_json((partial / ADAPTER_CONFIG).read_bytes())
-            text = json.dumps(values | {"base_model_name_or_path": base}, indent=2, sort_keys=True)
-            (partial / ADAPTER_CONFIG).write_text(text)
-        partial.rename(to)
-    except OSError as error:
-        shutil.rmtree(partial, ignore_errors=True)
-        raise UserError(f"Cannot write {to}: {error.strerror or error}. Nothing was exported.") from error
-    return source.name
+    return scored

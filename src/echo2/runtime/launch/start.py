@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
@@ -18,7 +22,9 @@ from echo2.runtime.launch.checks import check, check_port, check_prompts
 from echo2.runtime.launch.publish_every import settle
 from echo2.runtime.launch.resume import changes
 from echo2.runtime.launch.supervisor import Supervisor
+from echo2.runtime.lifeline import LIFELINE_VARIABLE
 from echo2.runtime.process_log import keep_private
+from echo2.tasks.harness_process import OWN, is_harness
 from echo2.views import display
 
 
@@ -56,12 +62,20 @@ def absolute(config: Config) -> Config:
                 return f"{weight.strip()} * {found}" if star else found
         return text
 
+    def named_all(source: Any) -> Any:
+        """The same of one source, of several with weights, and of sets by name."""
+        if isinstance(source, str):
+            return named(source)
+        return {k: named(v) for k, v in source.items()} if isinstance(source, dict) else [named(v) for v in source]
+
     model = Path(config.model.path or "/nowhere")
+    kind, environment = OWN if is_harness(config.tasks.environment) else "", config.tasks.environment
+    environment = kind + named(environment.removeprefix(kind))
     return replace(
         config,
         model=replace(config.model, path=str(model.resolve()) if model.is_dir() else config.model.path),
-        tasks=replace(config.tasks, source=named(config.tasks.source), environment=named(config.tasks.environment)),
-        eval=replace(config.eval, source=named(config.eval.source)),
+        tasks=replace(config.tasks, source=named_all(config.tasks.source), environment=environment),
+        eval=replace(config.eval, source=named_all(config.eval.source)),
         reward=replace(config.reward, functions=[named(entry) for entry in config.reward.functions]),
         fleet=replace(config.fleet, offers=named(config.fleet.offers)),
     )
@@ -90,11 +104,14 @@ def run(
     overrides: Mapping[str, str],
     as_json: bool,
     like: Path | None = None,
+    has_page: bool = False,
+    has_learner: bool = True,
 ) -> int:
-    """`echo2 run`. Returns the exit status."""
+    """`echo2 run`. Returns the exit status. `has_page`: with `echo2 view` beside it. `has_learner`: else it is started
+    somewhere else, and joins with the learner's ticket."""
     keep_private()
     config, where = resolve(path, overrides, out, resume, like)
-    check(config)
+    check(config, has_learner)
     if dry_run:
         check_directory(where, resume)
         check_port(config)
@@ -105,7 +122,7 @@ def run(
         if not resume:  # else the killed head of this run may still listen: the next one waits for it
             check_port(config)
         rundir = create(where, config, resume)
-        outcome = _supervise(rundir, config)
+        outcome = _supervise(rundir, config, has_page, has_learner)
     summary = read_json(rundir.summary)
     if as_json:
         print(json.dumps(summary))
@@ -117,17 +134,38 @@ def run(
     return 0
 
 
-def _supervise(rundir: RunDir, config: Config) -> dict[str, str]:
+def _supervise(rundir: RunDir, config: Config, has_page: bool, has_learner: bool) -> dict[str, str]:
     """Start the run's processes, show how it goes, and wait for its end."""
     workers = config.workers
     arguments = ["--price-usd-per-hour", str(workers.price_usd_per_hour)]
     if config.tasks.environment:
         arguments += ["--allow-environment", config.tasks.environment]
-    supervisor = Supervisor(rundir, workers.count, arguments, config.learner.ranks)
+    supervisor = Supervisor(rundir, workers.count, arguments, config.learner.ranks, has_learner)
     console = Console(stderr=True)
     where, ticket = escape(str(rundir.path)), escape(str(rundir.ticket))
     told = f"run directory [bold]{where}[/bold]   your other machines join with: echo2 worker @{ticket}"
     told += f"   those of others: echo2 invite {where}"
     console.print(told, highlight=False, soft_wrap=True)
-    with display.RunDisplay(rundir, config.run.max_steps, console) as shown:
+    page = _page(rundir, console) if has_page else nullcontext()
+    with page, display.RunDisplay(rundir, config.run.max_steps, console) as shown:
         return supervisor.run(shown.poll)
+
+
+@contextmanager
+def _page(rundir: RunDir, console: Console) -> Iterator[None]:
+    """`echo2 view` of this run, for as long as it lasts."""
+    reading, writing = os.pipe()
+    command = [sys.executable, "-m", "echo2", "view", str(rundir.path)]
+    lifeline = {**os.environ, LIFELINE_VARIABLE: str(reading)}
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, text=True, env=lifeline, pass_fds=(reading,), start_new_session=True
+    ) as page:
+        assert page.stdout is not None
+        console.print(page.stdout.readline().strip(), highlight=False, soft_wrap=True, markup=False)
+        try:
+            yield
+        finally:
+            page.terminate()
+            page.wait()  # the end of its lifeline would cut off what it is saying
+            os.close(reading)
+            os.close(writing)

@@ -67,13 +67,21 @@ class Child:
 
 
 class Supervisor:
-    """Owns the local processes of one run."""
+    """Owns the local processes of one run. Without `has_learner`, somebody else starts the learner."""
 
-    def __init__(self, rundir: RunDir, num_workers: int, worker_arguments: list[str], num_ranks: int = 1) -> None:
+    def __init__(
+        self,
+        rundir: RunDir,
+        num_workers: int,
+        worker_arguments: list[str],
+        num_ranks: int = 1,
+        has_learner: bool = True,
+    ) -> None:
         self.rundir = rundir
         path = str(rundir.path)
         self.head = Child("head", ["head", path])
-        self.others = [Child("learner", ["learner", path])]
+        self.learner = Child("learner", ["learner", path]) if has_learner else None
+        self.others = [self.learner] if self.learner else []
         for number in range(num_workers):
             name, device = f"worker-{number}", f"auto:{number + num_ranks}"  # the learner has the first
             places = ["--state", str(rundir.path / "workers" / name), "--device", device]
@@ -235,15 +243,21 @@ class Supervisor:
 
     def _wait_for_checkpoint(self) -> None:
         """The head ends the run once the learner has saved, however long that takes; a second signal: at once."""
-        learner, started, num_signals, said = self.others[0].process, time.monotonic(), self._num_signals, False
+        started, num_signals, said = time.monotonic(), self._num_signals, False
         while self._outcome() is None and self.head.process is not None and self.head.process.poll() is None:
-            if self._num_signals > num_signals or learner is None or learner.poll() is not None:
+            if self._num_signals > num_signals or self._has_lost_learner():
                 self.head.process.terminate()  # nobody is left to save anything, or nobody wants to wait
                 return
             if not said and time.monotonic() - started > PATIENCE_SECONDS:
                 print("stopping: the learner saves a checkpoint; interrupt again to stop at once", file=sys.stderr)
                 said = True
             time.sleep(POLL_SECONDS)
+
+    def _has_lost_learner(self) -> bool:
+        """Whether it was to be here, and is not; of one elsewhere the head knows."""
+        if self.learner is None:
+            return False
+        return self.learner.process is None or self.learner.process.poll() is not None
 
     def _write_end(self, failure: Echo2Error | None) -> None:
         """What outcome.json does not say yet: the error that ended the run, and steps that no checkpoint covers."""
@@ -253,9 +267,9 @@ class Supervisor:
             outcome = {"kind": kind, "reason": str(failure)}
         version = (read_json(self.rundir.status) or {}).get("version", 0)
         saved = newest_checkpoint(self.rundir.checkpoints)
-        if version and saved != version and outcome["kind"] != "finished":
+        if self.learner and version and saved != version and outcome["kind"] != "finished":
             has = "there is none" if saved is None else f"the newest is of step {saved}"
-            why = last_error(self._log(self.others[0])) or "the learner was ended before it had saved"
+            why = last_error(self._log(self.learner)) or "the learner was ended before it had saved"
             outcome["checkpoint"] = f"no checkpoint of step {version}: {has}. {why}. --resume trains the rest again."
             print(outcome["checkpoint"], file=sys.stderr)
         with contextlib.suppress(UserError):  # a full disk: the error is on the terminal

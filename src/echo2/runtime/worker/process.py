@@ -11,41 +11,45 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import shlex
 import socket
 import time
 from collections import deque
 from collections.abc import Mapping
+from contextlib import aclosing
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from echo2.config.engines import NO_SLOT_LIMIT
+from echo2.config.engines import NO_SLOT_LIMIT, SERVERS, ServerPlace
 from echo2.control.worker import commands as do
 from echo2.control.worker import events as ev
 from echo2.control.worker.scheduler import WorkerScheduler
-from echo2.errors import InvariantError, LinkError, PeerError
+from echo2.errors import InvariantError, LinkError, PeerError, UserError
 from echo2.rollout.engine import Engine
 from echo2.rollout.engines import make_engine
+from echo2.rollout.harness import HarnessEnvironment
 from echo2.rollout.tokenizer import load_tokenizer
 from echo2.runtime.clock import Clock
+from echo2.runtime.worker.attending import attended
+from echo2.runtime.worker.checking import check
 from echo2.runtime.worker.sampling import LeaseSampler
 from echo2.runtime.worker.weights import WorkerWeights, listen_address
 from echo2.tasks.environment_process import EnvironmentProcess
+from echo2.tasks.harness_process import HarnessProcess, is_harness
 from echo2.transport import messages
 from echo2.transport import wire_pb2 as wire
 from echo2.transport.grpc_link import Membership
 from echo2.transport.limits import PROTOCOL_VERSION
 from echo2.types import PayloadId, Snapshot, SnapshotRef
-from echo2.weights.model_files import find_model, map_base_model
+from echo2.weights.model_files import find_model, read_base_model
 
 log = logging.getLogger(__name__)
 
 CALL_SECONDS = 60.0
 #: Seconds that a worker whose owner ends it waits to be let go.
 LEAVE_SECONDS = 2.0
-#: Pause before the first try to reconnect, doubled up to the last.
-RECONNECT_SECONDS = (0.2, 5.0)
 #: Bytes of results sent in one call, unless a single one is larger; far below the limit of a message.
 DELIVER_BYTES = 8 << 20
 #: Leases that a worker keeps; far above what a head grants.
@@ -56,12 +60,15 @@ LEASES_MAX = 100_000
 class WorkerOptions:
     """What the owner of the machine decides. `listen`: HOST:PORT for other workers (empty: any port); `advertise`:
     where they dial it (empty: where the head sees it); `relays`: whether it gives them chunks at all. `offer`: name of
-    its machine, if the run rented it. `engine`: "auto" is the run's; `slots`: rollouts to decode at once at most (0: as
-    the run asks). `base`: directory or hub id of the model that the run's adapters are over (empty: it is fetched from
-    the run).
+    its machine, if the run rented it. `engine`: "auto" is the run's; `engine_python`, `engine_url`, `engine_args`:
+    where its token server is, if it is one. `slots`: rollouts to decode at once at most (0: as the run asks). `base`:
+    directory or hub id of the model that the run's adapters are over (empty: it is fetched from the run).
     """
 
     engine: str = "auto"
+    engine_python: str = ""
+    engine_url: str = ""
+    engine_args: str = ""
     device: str = "auto"
     price_usd_per_hour: float = 0.0
     slots: int = 0
@@ -82,10 +89,11 @@ class WorkerProcess:
         member: Membership,
         directory: Path,
         options: WorkerOptions,
-        environments: Mapping[str, EnvironmentProcess],
+        environments: Mapping[str, EnvironmentProcess | HarnessEnvironment],
         own_base: Snapshot | None = None,
     ) -> None:
         self._worker_id, self._options, self._environments = member.peer_id, options, environments
+        self._directory = directory
         self._link, self._clock = member.link(), Clock()
         listen = listen_address(options.listen, options.relays, member.address)
         self._weights = WorkerWeights(
@@ -95,6 +103,7 @@ class WorkerProcess:
         self._sampler: LeaseSampler | None = None
         self._engine: Engine | None = None
         self._tokenizer_files: dict[str, bytes] = {}
+        self._template_arguments: dict[str, Any] = {}
         self._outgoing: deque[do.Deliver] = deque()
         self._delivering = False
         self._pause_seconds = 0.0
@@ -103,6 +112,7 @@ class WorkerProcess:
         self._tasks: set[asyncio.Task[None]] = set()
         self._stopped: asyncio.Future[str] = self._loop.create_future()
         self._wake: asyncio.TimerHandle | None = None
+        self._beating: asyncio.Task[None] | None = None
 
     async def run(self) -> str:
         """Attend until the run is over; returns why.
@@ -198,35 +208,28 @@ class WorkerProcess:
     async def _keep_attending(self) -> None:
         """Consumes: orders. Waits for: the head. Unblocked by: its stream. Produces: events. Reconnects for ever,
         but gives up after `patience_seconds` without the head."""
-        away_since, pause = time.monotonic(), RECONNECT_SECONDS[0]
-        while True:
-            beating: asyncio.Task[None] | None = None
-            try:
-                async for order in self._link.stream("Attend", self._hello()):
-                    away_since, pause = 0.0, RECONNECT_SECONDS[0]
+        patience_seconds = self._options.patience_seconds
+        try:
+            async with aclosing(attended(self._link, self._hello, patience_seconds, self._disconnected)) as orders:
+                async for order in orders:
                     if order.HasField("settings"):
-                        beating = beating or asyncio.ensure_future(self._beat(order.settings.heartbeat_seconds))
+                        seconds = order.settings.heartbeat_seconds
+                        self._beating = self._beating or asyncio.ensure_future(self._beat(seconds))
                         await self._start(order.settings)
                     else:
                         self._obey(order)
-                reason = "the head ended the stream"
-            except LinkError as error:
-                reason = str(error)
-            except PeerError as error:
-                if error.reason != "expelled":
-                    raise
-                reason, pause = str(error), RECONNECT_SECONDS[1]
-            finally:
-                if beating is not None:
-                    beating.cancel()
-            away_since = away_since or time.monotonic()
-            if time.monotonic() - away_since > self._options.patience_seconds:
-                raise LinkError(f"no head for {self._options.patience_seconds:.0f} s: {reason}")
-            log.info("not connected (%s); trying again", reason)
-            self._weights.node.disconnected()
-            self._dispatch(ev.Disconnected())
-            await asyncio.sleep(pause)
-            pause = min(2 * pause, RECONNECT_SECONDS[1])
+        finally:
+            self._stop_beating()
+
+    def _disconnected(self) -> None:
+        self._stop_beating()
+        self._weights.node.disconnected()
+        self._dispatch(ev.Disconnected())
+
+    def _stop_beating(self) -> None:
+        if self._beating is not None:
+            self._beating.cancel()
+            self._beating = None
 
     def _hello(self) -> wire.WorkerHello:
         scheduler = self._scheduler
@@ -260,7 +263,8 @@ class WorkerProcess:
         if self._scheduler is None:
             name = settings.engine if self._options.engine == "auto" else self._options.engine
             slots = max(1, min(settings.slots, self._options.slots or NO_SLOT_LIMIT))
-            make = partial(make_engine, name, self._options.device, slots)
+            self._template_arguments = messages.decode_object("chat_template_args", settings.chat_template_args)
+            make = partial(make_engine, name, self._options.device, slots, self._server_place(name))
             self._engine = await asyncio.to_thread(make)  # importing torch takes seconds
             self._sampler = LeaseSampler(
                 self._engine, self._worker_id, self._environments, self._dispatch, self._give_up
@@ -272,6 +276,17 @@ class WorkerProcess:
         self._weights.node.connected()
         self._dispatch(ev.Connected())
 
+    def _server_place(self, engine: str) -> ServerPlace:
+        """Raises UserError where the owner says how to reach a token server, and the engine is none."""
+        options = self._options
+        given = options.engine_python, options.engine_url, options.engine_args
+        if any(given) and engine not in SERVERS:
+            raise UserError(f"--engine-python, --engine-url and --engine-args are not for the engine {engine!r}.")
+        python = options.engine_python or os.environ.get("ECHO2_ENGINE_PYTHON", "")
+        return ServerPlace(
+            python, options.engine_url, tuple(shlex.split(options.engine_args)), self._directory / "engine"
+        )
+
     def _obey(self, order: wire.Order) -> None:
         if order.HasField("leases"):
             granted = tuple(messages.decode_assignment(lease) for lease in order.leases.leases)
@@ -282,6 +297,8 @@ class WorkerProcess:
             self._weights.announced(order.snapshot)
         elif order.HasField("revoked"):
             self._dispatch(ev.LeaseRevoked(order.revoked.lease_id, order.revoked.reason))
+        elif order.HasField("check"):
+            self._spawn(self._check(order.check))
         elif order.HasField("stop"):
             self._stop(order.stop.reason)
         else:
@@ -313,6 +330,16 @@ class WorkerProcess:
         except (LinkError, PeerError) as error:
             log.info("goodbye not taken: %s", error)
 
+    # ---- checking -------------------------------------------------------------------------------------------------
+
+    async def _check(self, asked: wire.Check) -> None:
+        """Read a stranger's group again, and tell the head."""
+        report = await check(self._engine, asked)
+        try:
+            await self._link.call("ReportCheck", report, CALL_SECONDS)
+        except (LinkError, PeerError) as error:
+            log.info("the verdict on group %d was not taken: %s", report.number, error)  # it is overdue by then
+
     # ---- snapshots -----------------------------------------------------------------------------------------------
 
     async def _install(self, payload: PayloadId) -> None:
@@ -339,7 +366,9 @@ class WorkerProcess:
         assert self._sampler is not None
         files = {name: bytes(data) for name, data in snapshot.files.items()}
         is_other = files != self._tokenizer_files
-        tokenizer = await asyncio.to_thread(load_tokenizer, files) if is_other else self._sampler.tokenizer
+        tokenizer = self._sampler.tokenizer
+        if is_other:
+            tokenizer = await asyncio.to_thread(load_tokenizer, files, self._template_arguments)
         base = None
         if snapshot.base_model is not None and snapshot.base_model != self._engine.base_model:
             base = await self._weights.base(snapshot.base_model)
@@ -389,10 +418,32 @@ class WorkerProcess:
             log.info("lease %d: failure not taken: %s", lease_id, error)  # its deadline will tell the head
 
 
+def open_environment(spec: str) -> EnvironmentProcess | HarnessEnvironment:
+    """What answers or plays rollouts, by its name; `start` and `close` are the caller's."""
+    return HarnessEnvironment(HarnessProcess(spec)) if is_harness(spec) else EnvironmentProcess(spec)
+
+
 def _read_base(path: str) -> Snapshot:
-    base = map_base_model(find_model(path, "--base"))
+    base = read_base_model(find_model(path, "--base"))
     log.info("the base model %s of --base is at hand", base.ref.policy)
     return base
+
+
+async def enrolled(
+    ticket: str, directory: Path | None, options: WorkerOptions
+) -> tuple[Membership, Path, Snapshot | None]:
+    """Who this machine is, by its ticket, where it keeps what it keeps, and the base model that its owner has.
+
+    Raises:
+        UserError: the ticket admits nobody, or `base` is no model. LinkError: the head is away.
+    """
+    from echo2.transport import grpc_link
+
+    state = directory or Path(os.environ.get("XDG_STATE_HOME", Path.home() / ".local" / "state")) / "echo2"
+    member = await grpc_link.join(ticket, state, options.patience_seconds)
+    log.info("joined as %s", member.peer_id)
+    own_base = await asyncio.to_thread(_read_base, options.base) if options.base else None
+    return member, state / member.peer_id, own_base
 
 
 async def join(ticket: str, directory: Path | None, options: WorkerOptions) -> str:
@@ -401,19 +452,13 @@ async def join(ticket: str, directory: Path | None, options: WorkerOptions) -> s
     Raises:
         UserError: an environment can't be loaded, or `base` is no model; and as `WorkerProcess.run`.
     """
-    from echo2.transport import grpc_link
-
-    state = directory or Path(os.environ.get("XDG_STATE_HOME", Path.home() / ".local" / "state")) / "echo2"
-    member = await grpc_link.join(ticket, state, options.patience_seconds)
-    log.info("joined as %s", member.peer_id)
-    environments = {spec: EnvironmentProcess(spec) for spec in options.allow_environments}
+    member, place, own_base = await enrolled(ticket, directory, options)
+    environments = {spec: open_environment(spec) for spec in options.allow_environments}
     for environment in environments.values():
         await environment.start()  # what can't be loaded is known before the head is told of it
-    own_base = await asyncio.to_thread(_read_base, options.base) if options.base else None
-    process = WorkerProcess(member, state / member.peer_id, options, environments, own_base)
-    return await process.run()
+    return await WorkerProcess(member, place, options, environments, own_base).run()
 
 
 def run_worker(ticket: str, directory: Path | None, options: WorkerOptions) -> str:
     """The whole life of a worker process."""
-    return asyncio.run(partial(join, ticket, directory, options)())
+    return asyncio.run(join(ticket, directory, options))

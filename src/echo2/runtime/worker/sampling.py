@@ -15,6 +15,7 @@ from echo2.control.worker import events as ev
 from echo2.errors import PeerError, UserError
 from echo2.rollout import generate
 from echo2.rollout.engine import Engine, RequestFailure
+from echo2.rollout.harness import HarnessEnvironment
 from echo2.rollout.lockstep import Lockstep
 from echo2.rollout.tokenizer import Tokenizer
 from echo2.tasks.environment_process import EnvironmentProcess
@@ -33,7 +34,7 @@ class LeaseSampler:
         self,
         engine: Engine,
         worker_id: str,
-        environments: Mapping[str, EnvironmentProcess],
+        environments: Mapping[str, EnvironmentProcess | HarnessEnvironment],
         dispatch: Callable[[ev.Event], None],
         fail: Callable[[BaseException], None],
     ) -> None:

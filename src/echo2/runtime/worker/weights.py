@@ -14,6 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from echo2.broadcast.peer import PeerNode
+from echo2.config.rules import host_and_port
 from echo2.control.worker import events as ev
 from echo2.errors import LinkError, PeerError, UserError
 from echo2.rollout.engine import OutOfMemoryError
@@ -46,10 +47,7 @@ def listen_address(listen: str, relays: bool, head_address: str) -> tuple[str, i
         return None
     if not listen:
         return ("127.0.0.1" if head_address.rpartition(":")[0] in LOOPBACK else "0.0.0.0", 0)
-    host, _, port = listen.rpartition(":")
-    if not host or not port.isdecimal() or int(port) > 65535:
-        raise UserError(f"--listen {listen}: expected HOST:PORT, for example 0.0.0.0:7342.")
-    return host, int(port)
+    return host_and_port(listen, "--listen", "0.0.0.0:7342")
 
 
 class WorkerWeights:

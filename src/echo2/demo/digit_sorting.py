@@ -1,7 +1,6 @@
-"""Build the demo's model: a character tokenizer and a 0.3 M parameter Qwen3, warmed up until it sorts digits now and
-then.
+"""The demo's model: a character tokenizer and a 0.3 M parameter Qwen3, warmed up until it sorts digits now and then.
 
-    python examples/digit_sorting/build_model.py --out outputs/models/digit_sorting
+    python -m echo2.demo.digit_sorting --out outputs/models/digit_sorting
 
 Reinforcement learning needs a policy that is sometimes right. So the random model is first taught by examples (SFT:
 AdamW, next-token loss on the answer), just until a quarter of its sampled answers to held-out prompts are exact. The
@@ -23,11 +22,10 @@ from pathlib import Path
 import torch
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-from torch import Tensor
-from transformers import AutoTokenizer, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
+from echo2.demo.small_models import UNTAUGHT, answer_loss, character_tokenizer, small_qwen3, update
 from echo2.errors import UserError
 from echo2.rollout.engine import Completion, Outcome, SampleRequest
 from echo2.rollout.engines import make_engine
@@ -35,7 +33,6 @@ from echo2.rollout.tokenizer import load_tokenizer
 from echo2.tasks.digit_sorting import DigitSorting
 from echo2.types import RUN_POLICY, SamplingParams, Snapshot, SnapshotRef, TensorBytes
 
-SPECIAL_TOKENS = ("<pad>", "<eos>", "<unk>")
 CHARACTERS = string.digits + string.ascii_letters + "=+-*/()., :?!\n"
 MIN_DIGITS, MAX_DIGITS = 5, 10
 MAX_NEW_TOKENS = 12
@@ -49,59 +46,18 @@ BATCH_ROWS = 64
 PEAK_LR = 3e-3
 
 
-def build_tokenizer(out: Path) -> PreTrainedTokenizerFast:
-    """One token per character; decoding gives back the text."""
-    vocab = {token: number for number, token in enumerate((*SPECIAL_TOKENS, *CHARACTERS))}
-    core = Tokenizer(models.WordLevel(vocab, unk_token="<unk>"))
-    core.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
-    core.decoder = decoders.Fuse()
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=core,
-        pad_token="<pad>",
-        eos_token="<eos>",
-        unk_token="<unk>",
-        clean_up_tokenization_spaces=False,
-    )
-    tokenizer.save_pretrained(out)
-    text = "5391=1359 Abc?\n"
-    again = AutoTokenizer.from_pretrained(out)
-    if again.decode(again.encode(text)) != text:
-        raise SystemExit("The tokenizer does not give back what it was given.")
-    return tokenizer
-
-
-def build_model(tokenizer: PreTrainedTokenizerFast) -> Qwen3ForCausalLM:
-    """Random weights. The sizes are those of a measured recipe; head_dim 32 is the least that vLLM accepts."""
-    config = Qwen3Config(
-        vocab_size=len(tokenizer),
-        hidden_size=96,
-        intermediate_size=256,
-        num_hidden_layers=3,
-        num_attention_heads=3,
-        num_key_value_heads=1,
-        head_dim=32,
-        max_position_embeddings=256,
-        tie_word_embeddings=True,
-        bos_token_id=None,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-    )
-    return Qwen3ForCausalLM(config)
-
-
-def sft_batch(tokenizer: PreTrainedTokenizerFast, tasks: DigitSorting, step: int) -> tuple[Tensor, Tensor]:
-    """Rows [B, T] of prompt + answer + <eos>, right padded, and labels that are -100 where there is no answer."""
+def examples(
+    tokenizer: PreTrainedTokenizerFast, tasks: DigitSorting, step: int
+) -> tuple[list[list[int]], list[list[int]]]:
+    """Rows of prompt + answer + end, and their labels: only answers are taught."""
     rows, labels = [], []
     for index in range(step * BATCH_ROWS, (step + 1) * BATCH_ROWS):
         task = tasks[index % len(tasks)]
         prompt = tokenizer.encode(task["prompt"])
         answer = [*tokenizer.encode(task["answer"]), tokenizer.eos_token_id]
         rows.append(prompt + answer)
-        labels.append([-100] * len(prompt) + answer)
-    longest = max(map(len, rows))
-    tokens_BT = torch.tensor([row + [tokenizer.pad_token_id] * (longest - len(row)) for row in rows])
-    labels_BT = torch.tensor([row + [-100] * (longest - len(row)) for row in labels])
-    return tokens_BT, labels_BT
+        labels.append([UNTAUGHT] * len(prompt) + answer)
+    return rows, labels
 
 
 def learning_rate(step: int) -> float:
@@ -152,56 +108,58 @@ def warm_up(
     with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
         bar = progress.add_task("step 0", total=TARGET_ACCURACY)
         for step in range(MAX_STEPS):
-            tokens_BT, labels_BT = sft_batch(tokenizer, train, step)
             for group in optimizer.param_groups:
                 group["lr"] = learning_rate(step)
-            loss = model(input_ids=tokens_BT, labels=labels_BT, use_cache=False).loss
-            optimizer.zero_grad()
-            loss.backward()
-            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            optimizer.step()
+            loss = answer_loss(model, *examples(tokenizer, train, step))
+            update(model, optimizer, loss)
             if (step + 1) % CHECK_EVERY_STEPS == 0:
                 accuracy = sampled_accuracy(model, files, held_out, temperature=1.0)
             text = f"step {step + 1}  loss {loss.item():.2f}  held-out accuracy {accuracy:.2f} of {TARGET_ACCURACY}"
             progress.update(bar, completed=accuracy, description=text)
             if accuracy >= TARGET_ACCURACY:
                 return step + 1, accuracy
-    raise SystemExit(f"The warm-up ended after {MAX_STEPS} steps at accuracy {accuracy:.2f}; try another --seed.")
+    raise UserError(f"The warm-up ended after {MAX_STEPS} steps at accuracy {accuracy:.2f}; try another --seed.")
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description="Build the digit-sorting demo's model.")
-    parser.add_argument("--out", type=Path, required=True, help="directory to write; an older model there is replaced")
-    parser.add_argument("--seed", type=int, default=0, help="seed of the weights and of the examples")
-    args = parser.parse_args()
-    if args.out.exists() and any(args.out.iterdir()) and not (args.out / "tokenizer.json").is_file():
-        raise UserError(f"--out {args.out} exists and is not a model directory. Name another, or remove it.")
+def build(out: Path, seed: int = 0) -> None:
+    """Write the model directory, in place of an older one, and say on stdout what it can. Some fifteen seconds.
+
+    Raises:
+        UserError: `out` is something else, or this seed's model does not learn.
+    """
+    if out.exists() and any(out.iterdir()) and not (out / "tokenizer.json").is_file():
+        raise UserError(f"{out} exists and is not a model directory. Name another, or remove it.")
     started = time.perf_counter()
     disable_progress_bar()  # transformers' own, for writing one small file
     torch.set_num_threads(1)  # a model this small is faster on one thread, and its sums come out the same everywhere
-    torch.manual_seed(args.seed)
+    torch.manual_seed(seed)
     # Written beside and moved in place at the end: an interrupted build leaves nothing that looks like a model.
-    unfinished = args.out.with_name(f".{args.out.name}.unfinished")
+    unfinished = out.with_name(f".{out.name}.unfinished")
     shutil.rmtree(unfinished, ignore_errors=True)
     unfinished.mkdir(parents=True)
-    tokenizer = build_tokenizer(unfinished)
-    model = build_model(tokenizer)
+    tokenizer = character_tokenizer(CHARACTERS, unknown="<unk>")
+    tokenizer.save_pretrained(unfinished)
+    model = small_qwen3(tokenizer, context=256)
     model.config.save_pretrained(unfinished)
     files = {path.name: path.read_bytes() for path in unfinished.iterdir()}
-    num_steps, accuracy = warm_up(model, tokenizer, files, args.seed)
+    num_steps, accuracy = warm_up(model, tokenizer, files, seed)
     greedy = sampled_accuracy(model, files, DigitSorting("heldout", MIN_DIGITS, MAX_DIGITS), temperature=0.0)
     model.save_pretrained(unfinished)
-    shutil.rmtree(args.out, ignore_errors=True)
-    unfinished.rename(args.out)
+    shutil.rmtree(out, ignore_errors=True)
+    unfinished.rename(out)
     size, seconds = sum(parameter.numel() for parameter in model.parameters()), time.perf_counter() - started
     print(
-        f"{args.out}: Qwen3, {size:,} parameters, {num_steps} warm-up steps in {seconds:.0f} s; "
+        f"{out}: Qwen3, {size:,} parameters, {num_steps} warm-up steps in {seconds:.0f} s; "
         f"held-out accuracy {accuracy:.2f} sampled, {greedy:.2f} greedy"
     )
 
 
 if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description="Build the digit-sorting demo's model.")
+    parser.add_argument("--out", type=Path, required=True, help="directory to write; an older model there is replaced")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the weights and of the examples")
+    options = parser.parse_args()
     try:
-        main()
+        build(options.out, options.seed)
     except UserError as error:
         sys.exit(f"error: {error}")

@@ -1,0 +1,266 @@
+"""A run as a Python object: its run directory, and the `echo2 run` that works on it, if this session started it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from io import BytesIO
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tqdm import tqdm
+
+from echo2.api.inputs import write_resumed
+from echo2.errors import Echo2Error, UserError
+from echo2.rundir import RunDir, read_json
+from echo2.runtime.launch.supervisor import USER_ERROR_STATUS, last_error
+from echo2.runtime.lifeline import LIFELINE_VARIABLE
+from echo2.views import rollouts
+from echo2.views.run_view import RunView
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+    from echo2.runtime.launch.evaluate import Step
+
+POLL_SECONDS = 0.2
+#: Below logs/: what `echo2 run` says.
+LOG_NAME = "run.log"
+#: Of `echo2 run`: it did all its steps, or was interrupted.
+FINE_STATUSES = (0, 130, -signal.SIGTERM)
+#: Kinds of outcome.json.
+FAILED = ("user_error", "failed")
+
+
+class Run:
+    """A run directory: what is read from it is as it is now, also while the run goes on. From `echo2.train`,
+    `echo2.start` or `echo2.load`.
+    """
+
+    def __init__(self, path: Path, process: subprocess.Popen[bytes] | None = None, lifeline: int = -1) -> None:
+        self.path = path
+        self.rundir = RunDir(path)
+        self._view = RunView.read(path)
+        self._shown: tuple[int, dict[str, str]] = (-1, {})
+        self._process, self._lifeline = process, lifeline
+
+    def __repr__(self) -> str:
+        accuracy = "" if self.accuracy is None else f", held-out accuracy {self.accuracy:.3f}"
+        return f"<echo2 run {self.path}: {self.state}, step {self.step}{accuracy}>"
+
+    def __enter__(self) -> Run:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    # ---- what it is doing --------------------------------------------------------------------------------------
+
+    @property
+    def view(self) -> RunView:
+        """All that the run directory says now, as `echo2 status` and the dashboard read it."""
+        self._view = self._view.newer()
+        return self._view
+
+    @property
+    def state(self) -> str:
+        """`running`, `paused: why`, or how it ended: `finished: ...`, `stopped: ...`, `failed: ...`."""
+        return self.view.state
+
+    @property
+    def step(self) -> int:
+        """Training steps done."""
+        return self.view.version
+
+    @property
+    def accuracy(self) -> float | None:
+        """The newest accuracy on held-out tasks, from 0 to 1; None: there is none."""
+        found = self.view.accuracies
+        return found[-1][1] if found else None
+
+    def metrics(self) -> list[dict[str, Any]]:
+        """One row a step, as metrics.jsonl has them; `pandas.DataFrame(run.metrics())` is a table."""
+        return [dict(row) for row in self.view.rows]
+
+    def rollouts(self, step: int | None = None) -> list[dict[str, Any]]:
+        """Rollouts of a few groups of a step (default: the newest that has any), one mapping each: `prompt`, `text`,
+        `reward`, `reward_parts`, `finish`, `versions` ([first token, policy version] pairs), `group` and `worker`.
+
+        Raises:
+            UserError: none of that step were written.
+        """
+        folder = self.rundir.rollouts
+        steps = [int(name.removeprefix("step_")) for name in rollouts.names(folder) if name.startswith("step_")]
+        wanted = step if step is not None else max(steps, default=0)
+        if wanted not in steps:
+            raise UserError(f"{self.path} has no rollouts of step {wanted}; there are of {steps[::-1] or 'none yet'}.")
+        return [
+            {"prompt": group["prompt"], **rollout, "group": group["group"], "worker": group["worker"]}
+            for group in rollouts.read_groups(folder, f"step_{wanted}")
+            for rollout in group["rollouts"]
+        ]
+
+    def cost(self) -> dict[str, Any]:
+        """Dollars: `total` and `machines` by cause, `usd_per_step`, `usd_per_mtok`; as `echo2 cost --json` prints them.
+
+        Raises:
+            UserError: no step has been recorded yet.
+        """
+        return self.view.cost()
+
+    def plot(self) -> Figure:
+        """Reward and held-out accuracy by step, as a figure of matplotlib.
+
+        Raises:
+            UserError: matplotlib is not installed.
+        """
+        try:
+            from matplotlib.figure import Figure
+        except ImportError as error:
+            raise UserError("run.plot() needs matplotlib: pip install matplotlib.") from error
+
+        class Shown(Figure):
+            """Notebooks show it without an inline backend."""
+
+            def _repr_png_(self) -> bytes:
+                self.savefig(buffer := BytesIO(), format="png")
+                return buffer.getvalue()
+
+        figure, view = Shown(figsize=(7, 3.5), layout="constrained"), self.view
+        axes = figure.subplots()
+        for name, label, style in (("reward/mean", "reward", "-"), ("eval/accuracy", "held-out accuracy", "o-")):
+            if points := view.series(name):
+                axes.plot(*zip(*points, strict=True), style, label=label)
+        axes.set_xlabel("step")
+        axes.grid(alpha=0.3)
+        if axes.lines:
+            axes.legend()
+        return figure
+
+    # ---- its model ---------------------------------------------------------------------------------------------
+
+    def checkpoint(self, step: Step = None) -> Path:
+        """The Hugging Face directory of the checkpoint of a step, or the "best" one (default: the newest).
+
+        Raises:
+            UserError: there is none.
+        """
+        from echo2.runtime.launch.evaluate import checkpoint_directory
+
+        return checkpoint_directory(self.rundir, step)
+
+    def model(self, step: Step = None, device: str = "cpu") -> tuple[Any, Any]:
+        """The trained model, in float32, and its tokenizer, as transformers loads them; of an adapter the whole model
+        that it makes of its base.
+
+        Raises:
+            UserError: there is no such checkpoint.
+        """
+        from echo2.runtime.launch.evaluate import load_model
+
+        model, tokenizer, _ = load_model(self.rundir, step, device)
+        return model, tokenizer
+
+    # ---- going on and ending -----------------------------------------------------------------------------------
+
+    def wait(self) -> Run:
+        """Show a progress bar until the run is over.
+
+        Raises:
+            UserError: the run ended because of a mistake of yours; the message says which.
+            Echo2Error: it failed.
+        """
+        with tqdm(desc="training", unit="step") as bar:
+            while self.goes_on():
+                self._show(bar)
+                time.sleep(POLL_SECONDS)
+            self._show(bar)
+        self.check_end()
+        return self
+
+    def stop(self) -> None:
+        """End a run of this machine, once its learner has saved a checkpoint. `resume` goes on from there."""
+        if supervisor := self._supervisor():
+            os.kill(supervisor, signal.SIGTERM)
+            while self.goes_on():
+                time.sleep(POLL_SECONDS)
+        self._let_go()
+
+    def resume(self, **settings: Any) -> Run:
+        """Go on with a run that has ended, for example for more steps (`max_steps=200`). As `echo2.start`, it returns
+        at once: then `wait`.
+
+        Raises:
+            UserError: it goes on, or it cannot change such a setting.
+        """
+        if self.goes_on():
+            raise UserError(f"{self.path} goes on already: stop() it first.")
+        return begin(self.path, write_resumed(self.rundir, settings), "--resume")
+
+    def goes_on(self) -> bool:
+        """Whether an `echo2 run` of this machine works on it."""
+        return bool(self._supervisor())
+
+    def _supervisor(self) -> int:
+        """The `echo2 run` that works on it; 0: none lives on this machine."""
+        if self._process is not None:
+            return self._process.pid if self._process.poll() is None else 0
+        processes = self.view.status.get("processes", ())
+        return next((each["pid"] for each in processes if each["role"] == "supervisor" and each["alive"]), 0)
+
+    def _show(self, bar: Any) -> None:
+        view = self.view
+        shown: dict[str, str] = {}
+        if rewards := view.series("reward/mean"):
+            shown["reward"] = f"{rewards[-1][1]:.3f}"
+        if idle := view.series("learner/idle_ratio"):
+            shown["idle"] = f"{idle[-1][1]:.0%}"
+        if accuracies := view.accuracies:
+            shown["accuracy"] = f"{accuracies[-1][1]:.3f}"
+        if usd := view.status.get("cost_usd"):
+            shown["cost"] = f"${usd:.4f}"
+        if (view.version, shown) != self._shown:
+            self._shown = view.version, shown
+            bar.total, bar.n = view.max_steps, view.version
+            bar.set_postfix(shown)
+
+    def check_end(self) -> None:
+        """Raise what ended the run, unless it did all its steps or was stopped."""
+        self._let_go()
+        outcome = read_json(self.rundir.outcome) or {"kind": "", "reason": ""}
+        if self._process is None:
+            is_fine, is_mistake, said = outcome["kind"] not in FAILED, outcome["kind"] == "user_error", None
+        else:
+            status, said = self._process.returncode, last_error(self.rundir.logs / LOG_NAME)
+            was_stopped = outcome["kind"] == "stopped" and outcome["reason"] == said  # not the outcome before a resume
+            is_fine, is_mistake = status in FINE_STATUSES or was_stopped, status == USER_ERROR_STATUS
+        if not is_fine:
+            reason = said or outcome["reason"] or f"the run ended without a word; see {self.rundir.logs}"
+            raise UserError(reason) if is_mistake else Echo2Error(reason)
+
+    def _let_go(self) -> None:
+        if self._lifeline >= 0:
+            os.close(self._lifeline)
+            self._lifeline = -1
+
+
+def begin(path: Path, config: Path, *arguments: str) -> Run:
+    """Start `echo2 run CONFIG --out PATH`, which ends when this process does."""
+    logs = RunDir(path).logs
+    logs.mkdir(mode=0o700, parents=True, exist_ok=True)
+    reading, writing = os.pipe()
+    with open(logs / LOG_NAME, "wb") as log:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "echo2", "run", str(config), "--out", str(path), *arguments],
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            env={**os.environ, LIFELINE_VARIABLE: str(reading)},
+            pass_fds=(reading,),
+            start_new_session=True,  # Ctrl-C is this process's to handle
+        )
+    os.close(reading)
+    return Run(path, process, writing)

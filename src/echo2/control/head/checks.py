@@ -1,0 +1,204 @@
+"""Which groups of strangers are read again by a machine of the owner, and what follows from what it finds.
+
+drawn       a share of every ticket's groups, all of a newcomer's first ones, of a ticket in quarantine, and of a worker
+            whose tokens surprise the learner. The draw is from a seed that no worker can know (those of groups lead
+            back to the run's).
+held        groups of newcomers and of tickets in quarantine are not trained before the verdict, or until it is
+            overdue; then a newcomer's are trained, and the others are retired.
+verdict     a fault quarantines the ticket: its groups that are not trained yet are retired `untrusted` and replaced. A
+            fault in quarantine expels every worker of the ticket, and it rests. Clean checks in a row end a quarantine.
+
+Deterministic runs replace no groups: nothing is checked there. Evaluations are the owner's own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from echo2.control.head import commands as do
+from echo2.control.head import events as ev
+from echo2.control.head.fleet import UNKNOWN, Worker
+from echo2.control.head.groups import PlannedGroup
+from echo2.control.head.state import PlannerState
+from echo2.control.head.trust import CLEAN_TO_LEAVE, OpenCheck, Trust
+from echo2.control.seeds import mix
+from echo2.types import GroupRef
+
+#: Share of the groups of a ticket that are checked (benchmarks/hostile_sampling.py).
+CHECK_SHARE = 0.05
+#: Deadlines of a lease within which a verdict comes, or there is none.
+OVERDUE_LEASES = 0.5
+#: Checks under way or waiting; no more are drawn beyond them.
+OPEN_MAX = 256
+#: Seconds that a ticket rests which is expelled.
+EXPELLED_REST_SECONDS = 3600.0
+#: Checks without a verdict after which a newcomer's groups are held no more: the owner's machines can't keep up.
+MISSED_MAX = 8
+#: Why a group is retired whose worker is not believed.
+UNTRUSTED = "untrusted"
+
+
+def delivered(state: PlannerState, record: PlannedGroup, worker: Worker | None) -> None:
+    """A result was accepted: draw whether it is checked, and hold it if its ticket is not trusted yet."""
+    secret = state.options.check_seed
+    if worker is None or worker.is_own or secret is None or state.options.deterministic:
+        return
+    trust = state.trust.of(worker.ticket)
+    if worker.ticket != UNKNOWN:
+        trust = replace(trust, num_groups=trust.num_groups + 1)
+        state.trust.put(worker.ticket, trust)
+    ref = state.published.get(record.oldest_version or 0)
+    is_drawn = trust.is_new or trust.is_quarantined or state.conducts.is_odd(worker.worker_id)
+    is_drawn |= mix(mix(secret) ^ record.number) < CHECK_SHARE * 2.0**64
+    if not is_drawn or ref is None or len(state.trust.open) >= OPEN_MAX or not any(_checkers(state)):
+        if trust.is_quarantined:
+            _retire(state, record, f"ticket {worker.ticket} is in quarantine, and nobody can check this group")
+            state.standings.rest(worker.ticket, state.now + state.options.lease_seconds)
+        return
+    until = state.now + OVERDUE_LEASES * state.options.lease_seconds
+    holds = trust.is_quarantined or (trust.is_new and trust.num_missed < MISSED_MAX)
+    check = OpenCheck(record.number, worker.worker_id, worker.ticket, ref, until, holds, worker.draws)
+    state.trust.open[record.number] = check
+    if holds:
+        state.groups.hold(record)
+
+
+def assign(state: PlannerState) -> None:
+    """Every machine of the owner that can check has one check at a time; the oldest first."""
+    if all(check.checker for check in state.trust.open.values()):
+        return
+    busy = {check.checker for check in state.trust.open.values()}
+    free = [worker for worker in _checkers(state) if worker.worker_id not in busy]
+    for check in state.trust.open.values() if free else ():
+        if check.checker:
+            continue
+        # An engine that checks holds the weights before the installed ones, too.
+        able = [one for one in free if one.installed is not None and one.installed >= check.ref]
+        if not able:
+            continue
+        chosen = min(able, key=lambda one: (one.installed != check.ref, one.joined_at, one.worker_id))
+        free.remove(chosen)
+        check.checker = chosen.worker_id
+        state.emit(
+            do.CheckGroup,
+            f"group {check.number} of {check.worker_id} is to be read again",
+            worker_id=chosen.worker_id,
+            group=state.train_group(check.number),
+            ref=check.ref,
+            is_from_stream=check.is_from_stream,
+        )
+
+
+def checked(state: PlannerState, event: ev.GroupChecked) -> None:
+    """A verdict; nothing, if it was not asked for or is overdue."""
+    check = state.trust.open.get(event.group.number)
+    if check is None or check.checker != event.worker_id:
+        return
+    if event.missed or not event.num_tokens:
+        check.num_tries += 1
+        others = any(one.worker_id != event.worker_id for one in _checkers(state))
+        if event.missed and check.num_tries < 2 and others:
+            check.checker = ""  # another machine may still hold these weights
+        else:
+            _missed(state, check, event.missed or "none of its tokens are of the version that was checked")
+        return
+    del state.trust.open[check.number]
+    trust = state.trust.of(check.ticket)
+    trust = replace(trust, num_tokens=trust.num_tokens + event.num_tokens)
+    if event.fault:
+        _fault(state, check, trust, f"group {check.number} of {check.worker_id}: {event.fault}")
+        return
+    trust = trust.passed()
+    if trust.is_quarantined and trust.num_clean >= CLEAN_TO_LEAVE:
+        reason = f"quarantine ends: {trust.num_clean} groups in a row were as they should be"
+        trust = replace(trust, is_quarantined=False).noted(state.now, reason)
+    _record(state, check.ticket, trust, f"group {check.number} was as it should be")
+    _release(state, check)
+
+
+def expire(state: PlannerState, now: float) -> bool:
+    """Give up what is overdue; whether anything was."""
+    is_any = False
+    while (check := state.trust.first_open()) is not None and check.until <= now:
+        _missed(state, check, "no verdict came in time")
+        is_any = True
+    return is_any
+
+
+def next_at(state: PlannerState) -> float | None:
+    """When the next check is overdue."""
+    check = state.trust.first_open()
+    return None if check is None else check.until
+
+
+def _checkers(state: PlannerState) -> Iterator[Worker]:
+    """Machines of the owner that can read what others sampled."""
+    return (
+        worker
+        for worker in state.fleet.own()
+        if worker.draws and worker.installed is not None and not (worker.detached or worker.standby)
+    )
+
+
+def _record(state: PlannerState, ticket: str, trust: Trust, reason: str) -> None:
+    """This is known of the ticket, also after a restart; of workers that did not come back yet nothing is: whose they
+    are is not known, and what one of them forged says nothing of the others."""
+    if ticket != UNKNOWN:
+        state.trust.put(ticket, trust)
+        state.emit(do.RecordTrust, reason, ticket=ticket, trust=trust)
+
+
+def _missed(state: PlannerState, check: OpenCheck, reason: str) -> None:
+    """There is no verdict. A ticket in quarantine has to prove itself; others are given the benefit of the doubt."""
+    state.trust.open.pop(check.number, None)
+    trust = state.trust.of(check.ticket)
+    _record(state, check.ticket, replace(trust, num_missed=trust.num_missed + 1), reason)
+    if trust.is_quarantined and check.holds:
+        record = state.groups.get(check.number)
+        if record is not None:
+            _retire(state, record, f"ticket {check.ticket} is in quarantine: {reason}")
+    else:
+        _release(state, check)
+
+
+def _release(state: PlannerState, check: OpenCheck) -> None:
+    record = state.groups.get(check.number)
+    if check.holds and record is not None:
+        state.groups.let_go(record)
+
+
+def _fault(state: PlannerState, check: OpenCheck, trust: Trust, reason: str) -> None:
+    is_again = trust.is_quarantined
+    trust = trust.failed(state.now, reason)
+    if is_again:
+        trust = trust.noted(state.now, "expelled: a second group in quarantine was not as it should be")
+    _record(state, check.ticket, trust, reason)
+    if check.ticket != UNKNOWN:
+        for record in [record for record in state.groups if check.ticket in record.supplied_by]:
+            _retire(state, record, f"ticket {check.ticket} is not believed: {reason}")
+    if (found := state.groups.get(check.number)) is not None:
+        _retire(state, found, reason)
+    if not is_again:
+        return
+    for worker in [worker for worker in state.fleet if worker.ticket == check.ticket]:
+        state.conducts.to_expel[worker.worker_id] = f"its rollouts were not drawn as it says; {reason}"
+    state.standings.rest(check.ticket, state.now + EXPELLED_REST_SECONDS)
+
+
+def _retire(state: PlannerState, record: PlannedGroup, reason: str) -> None:
+    """It is not trained, and its step gets another; nothing, where the learner has it already."""
+    if record.state not in ("delivered", "ready"):
+        return
+    state.groups.retire(record, UNTRUSTED)
+    state.emit(do.RetireGroup, reason, number=record.number, why=UNTRUSTED)
+    state.trust.open.pop(record.number, None)
+
+
+def held(state: PlannerState, step: int) -> list[tuple[GroupRef, OpenCheck]]:
+    """The groups of this step that wait for a verdict."""
+    return [
+        (state.train_group(record.number), state.trust.open[record.number])
+        for record in state.groups.of_step(step)
+        if record.is_held and record.number in state.trust.open
+    ]

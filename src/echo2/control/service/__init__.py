@@ -1,0 +1,1 @@
+"""Decisions of the service: the order of a model's requests, and whose turn it is."""

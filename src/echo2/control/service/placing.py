@@ -1,0 +1,146 @@
+"""Which machine samples which call: the owner who has fewest sequences under way is served next, by a machine of the
+fleet where one has room, and by this machine where none has.
+
+A machine has room until twice as many sequences are under way there as it decodes at once, so that it never waits for
+the next call. Of those with room, the one with least to do for its size goes first; one that never sampled from the
+snapshot counts as fuller than it is, for it has to fetch it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict, deque
+from dataclasses import dataclass, field
+
+#: The service's own sampler process, which is always there.
+LOCAL = ""
+#: Sequences that a machine decodes at once, unless its owner says otherwise.
+SLOTS = 128
+#: Machines of the fleet that may lose a call, or fail it, before it is this machine's alone.
+TRIES_MAX = 3
+#: Of its slots; that much fuller counts a machine that lacks a snapshot.
+FETCH_LOAD = 0.25
+#: Snapshots that a machine is taken to have at hand.
+HELD_MAX = 64
+
+
+@dataclass(slots=True)
+class _Machine:
+    name: str
+    slots: int
+    used: int = 0
+    held: OrderedDict[str, None] = field(default_factory=OrderedDict)
+
+    @property
+    def has_room(self) -> bool:
+        return self.used < 2 * self.slots
+
+    def load(self, snapshot: str) -> float:
+        """What it has to do, for its size, if it is to sample from this one, too."""
+        return self.used / self.slots + (0.0 if snapshot in self.held else FETCH_LOAD)
+
+
+@dataclass(slots=True)
+class _Call:
+    number: int
+    owner: str
+    snapshot: str
+    num_samples: int
+    machine: _Machine | None = None  # where it is sampled, perhaps gone meanwhile; None: it waits
+    failed_at: set[str] = field(default_factory=set)
+
+
+class Placing:
+    """Calls by number, from `arrive` to `ended`; machines by name. `place` says what is to be sampled where, now."""
+
+    def __init__(self, local_slots: int = SLOTS) -> None:
+        self._machines = {LOCAL: _Machine(LOCAL, local_slots)}
+        self._calls: dict[int, _Call] = {}
+        self._waiting: dict[str, deque[_Call]] = {}
+        self._used: Counter[str] = Counter()  # sequences under way, by owner
+
+    def joined(self, machine: str, slots: int) -> None:
+        """It samples from now on; `slots`: sequences that it decodes at once."""
+        self._machines[machine] = _Machine(machine, slots)
+
+    def left(self, machine: str) -> None:
+        """It samples no more. Its calls come back one by one."""
+        del self._machines[machine]
+
+    def arrive(self, number: int, owner: str, snapshot: str, num_samples: int) -> None:
+        """A call waits for its turn."""
+        call = self._calls[number] = _Call(number, owner, snapshot, num_samples)
+        self._waiting.setdefault(owner, deque()).append(call)
+
+    def came_back(self, number: int) -> None:
+        """The machine was lost, or failed at it. It is the first of its owner's again, and goes elsewhere if it can."""
+        call = self._calls[number]
+        machine = self._take_from_machine(call)
+        call.failed_at.add(machine.name)
+        self._waiting.setdefault(call.owner, deque()).appendleft(call)
+
+    def ended(self, number: int) -> None:
+        """It was answered, or nobody waits for the answer any more."""
+        call = self._calls.pop(number)
+        if call.machine is not None:
+            self._take_from_machine(call)
+            return
+        waiting = self._waiting[call.owner]
+        waiting.remove(call)
+        if not waiting:
+            del self._waiting[call.owner]
+
+    def place(self) -> list[tuple[int, str]]:
+        """(number, machine) of each call whose turn it is; from now on it is under way there."""
+        placed = []
+        while (found := self._next()) is not None:
+            call, machine = found
+            waiting = self._waiting[call.owner]
+            waiting.popleft()
+            if not waiting:
+                del self._waiting[call.owner]
+            call.machine = machine
+            machine.used += call.num_samples
+            machine.held[call.snapshot] = None
+            machine.held.move_to_end(call.snapshot)
+            if len(machine.held) > HELD_MAX:
+                machine.held.popitem(last=False)
+            self._used[call.owner] += call.num_samples
+            placed.append((call.number, machine.name))
+        return placed
+
+    @property
+    def num_waiting(self) -> int:
+        """Calls that no machine has room for."""
+        return sum(map(len, self._waiting.values()))
+
+    def under_way(self) -> dict[str, int]:
+        """Sequences under way on each machine."""
+        return {name: machine.used for name, machine in self._machines.items()}
+
+    def _next(self) -> tuple[_Call, _Machine] | None:
+        for owner in sorted(self._waiting, key=lambda name: (self._used[name], name)):
+            call = self._waiting[owner][0]
+            if (machine := self._machine_for(call)) is not None:
+                return call, machine
+        return None
+
+    def _machine_for(self, call: _Call) -> _Machine | None:
+        fleet = [
+            machine
+            for name, machine in self._machines.items()
+            if machine.has_room and name != LOCAL and name not in call.failed_at
+        ]
+        if fleet and len(call.failed_at) < TRIES_MAX:
+            return min(fleet, key=lambda machine: machine.load(call.snapshot))
+        local = self._machines[LOCAL]
+        return local if local.has_room else None
+
+    def _take_from_machine(self, call: _Call) -> _Machine:
+        machine = call.machine
+        assert machine is not None
+        machine.used -= call.num_samples
+        call.machine = None
+        self._used[call.owner] -= call.num_samples
+        if not self._used[call.owner]:
+            del self._used[call.owner]
+        return machine

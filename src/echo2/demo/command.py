@@ -1,0 +1,33 @@
+"""`echo2 demo`: the model is built once, in a process of its own; then it is an ordinary run."""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+import time
+from importlib.util import find_spec
+from pathlib import Path
+
+from echo2.errors import UserError
+from echo2.runtime.launch import start
+
+CONFIG = Path(__file__).with_name("sort.toml")
+MODEL = Path("outputs/models/digit_sorting")  # as the file says
+
+
+def run(options: argparse.Namespace) -> int:
+    """Build the model where there is none, train it, sum up: the exit status.
+
+    Raises:
+        UserError: torch is not installed, or what a run refuses.
+    """
+    if find_spec("torch") is None:
+        raise UserError("The demo trains, and torch is not installed: pip install 'echo2[train]'.")
+    if not (MODEL / "config.json").is_file():
+        print("Building the demo's model and warming it up (once; about 15 seconds) ...", file=sys.stderr)
+        subprocess.run(
+            [sys.executable, "-m", "echo2.demo.digit_sorting", "--out", MODEL], check=True, stdout=sys.stderr
+        )
+    where = options.out or Path("outputs") / time.strftime("demo-%Y%m%d-%H%M%S")
+    return start.run(CONFIG, where, False, False, {}, options.json)

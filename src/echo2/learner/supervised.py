@@ -1,0 +1,77 @@
+"""Supervised fine-tuning: a policy learns to answer prompts as rows do. Gradients are means over the taught tokens.
+
+What a step does follows from its number and data alone: a training that was ended goes on as if it had not been.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from echo2.config import Config
+from echo2.errors import UserError
+from echo2.learner.client_losses import client_loss
+from echo2.learner.datum import Datum
+from echo2.learner.learning_rate import learning_rate
+from echo2.learner.microbatch import microbatch_tokens
+from echo2.learner.model import Policy
+from echo2.learner.precision import computes_in_bfloat16, refuse_vanishing_updates
+from echo2.learner.trainer import AdamParams, Trainer
+
+POLICY = "policy"
+
+
+class SupervisedClient:
+    """One policy's training on answers. `step`: how many steps it has made of `num_steps`."""
+
+    def __init__(self, policy: Policy, config: Config, num_steps: int) -> None:
+        """Raises:
+        UserError: updates of `learner.lr` would vanish in the weights' precision.
+        """
+        self.step, self.num_steps, self._learner = 0, num_steps, config.learner
+        policy.computes_in_bfloat16 = computes_in_bfloat16(config.model.compute_dtype, policy.device)
+        refuse_vanishing_updates(policy.trained_parameters(), config.learner.lr)
+        self._trainer = Trainer(microbatch_tokens(policy, config))
+        self._trainer.add(POLICY, policy)
+        self._loss = client_loss("cross_entropy", {})
+
+    def train(self, data: Sequence[Datum]) -> float:
+        """One step on these rows; nats a taught token before it.
+
+        Raises:
+            UserError: memory does not hold one of them.
+        """
+        loss, num_tokens, learner = self._sum(data, adds_gradients=True), _num_taught(data), self._learner
+        lr = learning_rate(learner, self.step, self.num_steps)
+        adam = AdamParams(lr, weight_decay=learner.weight_decay, grad_clip=learner.grad_clip)
+        self._trainer.optim_step(POLICY, adam, num_tokens)
+        self.step += 1
+        return loss / num_tokens
+
+    def held_out_loss(self, data: Sequence[Datum]) -> float:
+        """Nats a token of rows that are not trained on."""
+        return self._sum(data, adds_gradients=False) / _num_taught(data)
+
+    def save(self, directory: Path) -> None:
+        """Write everything that is needed to go on. Raises UserError: it can't be written."""
+        self._trainer.save_state(POLICY, directory, {"step": self.step, "num_steps": self.num_steps}).result()
+
+    def resume(self, directory: Path) -> None:
+        """Go on from what `save` wrote.
+
+        Raises:
+            UserError: it is of another model, or of another number of steps.
+        """
+        kept = self._trainer.load_state(POLICY, directory)
+        if kept.get("num_steps") != self.num_steps:
+            before, now = kept.get("num_steps"), self.num_steps
+            raise UserError(f"{directory} is of a training of {before} steps, not of {now}: its rates are others.")
+        self.step = kept["step"]
+
+    def _sum(self, data: Sequence[Datum], adds_gradients: bool) -> float:
+        done = self._trainer.forward_backward(POLICY, data, self._loss, adds_gradients=adds_gradients)
+        return sum(done.outputs)
+
+
+def _num_taught(data: Sequence[Datum]) -> int:
+    return sum(sum(datum.loss_mask) for datum in data)

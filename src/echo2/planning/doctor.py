@@ -1,0 +1,170 @@
+"""`echo2 doctor`: what is wrong with this machine for a run, or for the ticket it was given, and what to do.
+
+It looks and changes nothing. Of a ticket it tries the address as a worker would, up to the handshake: no use is spent.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import resource
+import socket
+import ssl
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Literal
+
+from echo2.devices import NVIDIA_DRIVER, this_machine
+from echo2.disk import FLOOR_BYTES, free_bytes
+from echo2.transport import certificates
+from echo2.transport.identity import SERVER_NAME
+from echo2.transport.tickets import Ticket
+
+#: For a head of hundreds of workers: a connection each, and files.
+DESCRIPTORS_MIN = 4096
+MEMORY_MIN_BYTES = 2 << 30
+DIAL_SECONDS = 5.0
+#: Beyond this a group's lease is mostly travel.
+SLOW_SECONDS = 1.0
+
+Verdict = Literal["fine", "doubtful", "wrong"]
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One thing that was looked at. `todo`: what to do about it; empty where it is fine."""
+
+    about: str
+    verdict: Verdict
+    said: str
+    todo: str = ""
+
+
+def run(options: argparse.Namespace) -> int:
+    """The command: 0 if nothing is wrong, else 1.
+
+    Raises:
+        UserError: the ticket is none.
+    """
+    ticket = Ticket.parse(options.ticket) if options.ticket else None
+    found = [*machine(Path.cwd()), *(at_ticket(ticket, time.time()) if ticket else ())]
+    if options.json:
+        print(json.dumps([asdict(finding) for finding in found]))
+    else:
+        for finding in found:
+            print(f"{finding.verdict:>8}  {finding.about}: {finding.said}")
+            if finding.todo:
+                print(f"          {finding.todo}")
+    return int(any(finding.verdict == "wrong" for finding in found))
+
+
+# ---- this machine ----------------------------------------------------------------------------------------------------
+
+
+def machine(directory: Path, version_of: Callable[[str], str] = version) -> Iterator[Finding]:
+    """What can be known without anybody else."""
+    yield from _packages(version_of)
+    memory = this_machine().memory_bytes
+    todo = "A learner or worker needs some 2 GB for the smallest model: `echo2 plan`."
+    yield _judged("memory", memory >= MEMORY_MIN_BYTES, f"{memory / 1e9:.1f} GB", "doubtful", todo)
+    free = free_bytes(directory)
+    todo = f"A run pauses below {FLOOR_BYTES / 1e6:.0f} MB: make room."
+    yield _judged("disk", free >= FLOOR_BYTES, f"{free / 1e9:.1f} GB free at {directory}", "wrong", todo)
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    is_enough = hard == resource.RLIM_INFINITY or hard >= DESCRIPTORS_MIN
+    todo = f"A head of many workers wants {DESCRIPTORS_MIN}: ulimit -Hn, or limits.conf."
+    yield _judged("open files", is_enough, f"{hard} at most", "doubtful", todo)
+
+
+def _judged(about: str, is_fine: bool, said: str, otherwise: Verdict, todo: str) -> Finding:
+    return Finding(about, "fine", said) if is_fine else Finding(about, otherwise, said, todo)
+
+
+def _packages(version_of: Callable[[str], str]) -> Iterator[Finding]:
+    yield Finding("python", "fine", sys.version.split()[0])
+    try:
+        torch = version_of("torch")
+    except PackageNotFoundError:
+        todo = "A head needs none. A learner or worker: pip install torch==2.13.0, then pip install 'echo2[train]'."
+        yield Finding("torch", "doubtful", "not installed", todo)
+        return
+    if NVIDIA_DRIVER.exists() and "+cpu" in torch:
+        todo = "pip install --force-reinstall torch==2.13.0 takes the build for GPUs."
+        yield Finding("torch", "wrong", f"{torch} cannot use this machine's GPU", todo)
+    else:
+        yield Finding("torch", "fine", torch + ("" if NVIDIA_DRIVER.exists() else "; no NVIDIA driver here"))
+    for name in ("transformers", "safetensors", "peft"):
+        try:
+            yield Finding(name, "fine", version_of(name))
+        except PackageNotFoundError:
+            yield Finding(name, "wrong", "not installed", "pip install 'echo2[train]'")
+
+
+# ---- a ticket --------------------------------------------------------------------------------------------------------
+
+
+def at_ticket(ticket: Ticket, now: float) -> Iterator[Finding]:
+    """Whether this machine could join by the ticket. `now`: Unix time."""
+    yield Finding("ticket", "fine", f"of run {ticket.run_id}, for a {ticket.role}, at {ticket.address}")
+    certificate = certificates.read_pem(ticket.credentials.certificate_pem)
+    made, ends = certificate.not_valid_before_utc, certificate.not_valid_after_utc
+    told = datetime.fromtimestamp(now, UTC)
+    said = f"{told:%Y-%m-%d %H:%M} UTC"
+    if not made <= told <= ends:
+        todo = (
+            f"The ticket is of {made:%Y-%m-%d} to {ends:%Y-%m-%d}: set this machine's clock, or ask for a new ticket."
+        )
+        yield Finding("clock", "wrong", said, todo)
+        return
+    yield Finding("clock", "fine", said)
+    yield from _dial(ticket)
+
+
+def _dial(ticket: Ticket) -> Iterator[Finding]:
+    host, _, port = ticket.address.rpartition(":")
+    host = host.strip("[]")
+    if host in ("localhost", "127.0.0.1", "::1"):
+        todo = "If the head is elsewhere, its owner sets head.advertise and makes a new ticket."
+        yield Finding("address", "doubtful", f"{host} is this machine itself", todo)
+    began = time.monotonic()
+    try:
+        with socket.create_connection((host, int(port)), DIAL_SECONDS) as link:
+            seconds = time.monotonic() - began
+            said = f"{ticket.address} answers in {seconds * 1e3:.0f} ms"
+            todo = "Rollouts will be late: give this worker few slots, or the run a larger max_staleness."
+            yield _judged("link", seconds < SLOW_SECONDS, said, "doubtful", todo)
+            yield _shake_hands(ticket, link)
+    except socket.gaierror as error:
+        yield Finding("link", "wrong", f"no host {host!r}: {error.strerror}", "Check the name, and this machine's DNS.")
+    except OSError as error:
+        todo = "Is the run going on (`echo2 status` at the head)? Does a firewall stand between? Workers dial out only."
+        yield Finding("link", "wrong", f"{ticket.address} does not answer: {error.strerror or error}", todo)
+
+
+def _shake_hands(ticket: Ticket, link: socket.socket) -> Finding:
+    """TLS as a worker begins it: each end shows what it has."""
+    context = ssl.create_default_context(cadata=ticket.credentials.ca_pem.decode())
+    context.set_alpn_protocols(["h2"])
+    with tempfile.TemporaryDirectory() as folder:
+        paths = Path(folder, "certificate.pem"), Path(folder, "key.pem")
+        for path, pem in zip(paths, (ticket.credentials.certificate_pem, ticket.credentials.key_pem), strict=True):
+            path.touch(mode=0o600)
+            path.write_bytes(pem)
+        context.load_cert_chain(*paths)
+    try:
+        with context.wrap_socket(link, server_hostname=SERVER_NAME) as secured:
+            return Finding("head", "fine", f"it is run {ticket.run_id}; {secured.version()}")
+    except ssl.SSLCertVerificationError as error:
+        todo = (
+            "Somebody else has that address now, or the run was made anew: ask for a ticket of the run that is there."
+        )
+        return Finding("head", "wrong", f"it is not run {ticket.run_id}: {error.verify_message}", todo)
+    except OSError as error:
+        todo = "The head shuts its door to floods and to revoked tickets: wait a minute, then ask its owner."
+        return Finding("head", "wrong", f"it broke off: {error.strerror or error}", todo)

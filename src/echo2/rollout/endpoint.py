@@ -1,0 +1,265 @@
+"""Where harnesses call the model: HTTP on this machine's loopback, one secret for each rollout.
+
+    POST /inference/v1/generate   vLLM's token form: token ids in, token ids with their logprobs and versions out
+    POST /v1/chat/completions     OpenAI's form, with the token ids of prompt and answer and the logprobs beside it
+    GET  /v1/models               what there is, and how many tokens it reads
+
+The secret is known before a body is read. Bodies, calls, tokens and seconds are bounded; what a call may ask for beyond
+tokens is refused or is the run's matter (docs/tasks.md). Logprobs name their token twice, as `token_id` (vLLM) and as
+the text `token_id:N` (what renderers read).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import secrets
+import socket
+import time
+from array import array
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+from echo2.documents import parse_json
+from echo2.errors import InvariantError, PeerError, UserError
+from echo2.rollout.chat import ChatRollout
+from echo2.rollout.engine import Completion
+from echo2.rollout.recorded import CallRefused, RecordedRollout
+
+if TYPE_CHECKING:
+    from starlette.requests import Request
+    from starlette.responses import Response
+
+MODEL_NAME = "policy"
+#: A million token ids, written as JSON, have seven.
+BODY_BYTES_MAX = 16 << 20
+BODY_SECONDS = 30.0
+CONNECTIONS_MAX = 4096
+BACKLOG = 1024
+TOKEN_ID_MAX = 2**31 - 1
+#: A context of more tokens is none: tokenizers write 1e30 for one that they do not know.
+TOKENS_MAX = 1 << 24
+STOP_TOKENS_MAX = 1024
+#: How long calls under way may take to end when the worker ends.
+CLOSE_SECONDS = 1
+LOOPBACK = "127.0.0.1"
+
+
+class LoopbackEndpoint:
+    """Serves the rollouts that are open. For one event loop."""
+
+    def __init__(self) -> None:
+        self._rollouts: dict[str, ChatRollout] = {}
+        self._secrets: dict[int, str] = {}
+        self._listening: socket.socket | None = None
+        self._port = 0
+        self._server: Any = None
+        self._serving: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        """Listen, unless it does.
+
+        Raises:
+            UserError: the packages for it are not installed.
+        """
+        if self._server is not None:
+            return
+        try:
+            import uvicorn
+            from starlette.applications import Starlette
+            from starlette.routing import Route
+        except ImportError as error:
+            raise UserError(f"Harnesses need {error.name}: pip install 'echo2[environments]'.") from error
+
+        class Server(uvicorn.Server):
+            @contextlib.contextmanager
+            def capture_signals(self) -> Iterator[None]:
+                yield  # they are the worker's
+
+        routes = [
+            Route("/inference/v1/generate", self._handler(self._generate), methods=["POST"]),
+            Route("/v1/chat/completions", self._handler(self._chat), methods=["POST"]),
+            Route("/v1/models", self._handler(self._models), methods=["GET"]),
+        ]
+        listening = socket.socket()
+        listening.bind((LOOPBACK, 0))
+        listening.listen(BACKLOG)
+        self._listening, self._port = listening, listening.getsockname()[1]
+        config = uvicorn.Config(
+            Starlette(routes=routes),
+            lifespan="off",
+            log_config=None,
+            access_log=False,
+            limit_concurrency=CONNECTIONS_MAX,
+            timeout_graceful_shutdown=CLOSE_SECONDS,
+        )
+        self._server = Server(config)
+        self._serving = asyncio.ensure_future(self._server.serve(sockets=[listening]))
+
+    def open(self, recorded: RecordedRollout) -> dict[str, str]:
+        """Serve one rollout; what its harness needs to know."""
+        if not self._port:
+            raise InvariantError("a rollout was opened at an endpoint that does not listen")
+        secret = secrets.token_urlsafe(24)
+        self._rollouts[secret], self._secrets[id(recorded)] = ChatRollout(recorded), secret
+        return {"base_url": f"http://{LOOPBACK}:{self._port}/v1", "api_key": secret, "model": MODEL_NAME}
+
+    def close_rollout(self, recorded: RecordedRollout) -> None:
+        """Serve it no more; a call under way is aborted."""
+        del self._rollouts[self._secrets.pop(id(recorded))]
+        recorded.close()
+
+    async def close(self) -> None:
+        """Stop listening, and abort what is under way."""
+        for rollout in self._rollouts.values():
+            rollout.recorded.close()
+        if self._server is not None and self._serving is not None and self._listening is not None:
+            self._server.should_exit = True
+            await self._serving
+            self._listening.close()  # it may not have come to that itself
+
+    def _handler(
+        self, answer: Callable[[ChatRollout, dict[str, Any]], Awaitable[dict[str, Any]]]
+    ) -> Callable[[Request], Awaitable[Response]]:
+        from starlette.responses import JSONResponse
+
+        async def handle(request: Request) -> Response:
+            scheme, _, secret = request.headers.get("authorization", "").partition(" ")
+            rollout = self._rollouts.get(secret) if scheme.lower() == "bearer" else None
+            if rollout is None:
+                return JSONResponse(_error("unknown_rollout", "no rollout has this key, or it is over"), 401)
+            try:
+                return JSONResponse(await answer(rollout, await _read(request)))
+            except CallRefused as error:
+                return JSONResponse(_error(error.code, str(error)), error.status)
+            except (UserError, PeerError) as error:
+                rollout.recorded.fail("engine_failed", str(error))
+                return JSONResponse(_error("engine_failed", str(error)), 500)
+
+        return handle
+
+    async def _models(self, rollout: ChatRollout, _: dict[str, Any]) -> dict[str, Any]:
+        card: dict[str, Any] = {"id": MODEL_NAME, "object": "model", "owned_by": "echo2"}
+        if (longest := rollout.recorded.tokenizer.model_max_length) <= TOKENS_MAX:  # else it is not known
+            card["max_model_len"] = longest
+        return {"object": "list", "data": [card]}
+
+    async def _generate(self, rollout: ChatRollout, body: dict[str, Any]) -> dict[str, Any]:
+        sampling = body.get("sampling_params") or {}
+        if not isinstance(sampling, dict):
+            raise _bad("sampling_params is no object")
+        for refused in ("features", "content_parts", "stop"):
+            if body.get(refused) or sampling.get(refused):
+                raise _bad(f"{refused} is not supported: tokens go in, and stop tokens end them")
+        if body.get("stream") or sampling.get("n", 1) != 1:
+            raise _bad("one answer at a time, and whole: no stream, n = 1")
+        prompt = _token_ids("token_ids", body.get("token_ids"))
+        stops = _token_ids("stop_token_ids", sampling.get("stop_token_ids") or [])
+        if not prompt or len(stops) > STOP_TOKENS_MAX:
+            raise _bad(f"token_ids may not be empty, and stop_token_ids not more than {STOP_TOKENS_MAX}")
+        longest = _longest(sampling.get("max_tokens"))
+        completion = await rollout.recorded.complete(prompt, longest, frozenset(stops))
+        choice = {
+            "index": 0,
+            "token_ids": completion.tokens.tolist(),
+            "finish_reason": completion.finish,
+            "logprobs": {"content": _logprobs(completion)},
+            "weight_versions": _versions(completion),
+        }
+        return {"request_id": _request_id(body), "model": MODEL_NAME, "choices": [choice]}
+
+    async def _chat(self, rollout: ChatRollout, body: dict[str, Any]) -> dict[str, Any]:
+        for refused in ("stop", "functions", "response_format"):
+            if body.get(refused):
+                raise _bad(f"{refused} is not supported")
+        if body.get("stream") or body.get("n", 1) not in (None, 1):
+            raise _bad("one answer at a time, and whole: no stream, n = 1")
+        longest = _longest(body.get("max_completion_tokens", body.get("max_tokens")))
+        answer = await rollout.answer(body.get("messages"), body.get("tools"), longest)
+        completion = answer.completion
+        choice = {
+            "index": 0,
+            "message": answer.message,
+            "finish_reason": "tool_calls" if "tool_calls" in answer.message else completion.finish,
+            "token_ids": completion.tokens.tolist(),
+            "logprobs": {"content": _logprobs(completion)},
+            "weight_versions": _versions(completion),
+        }
+        num_read, num_written = len(answer.prompt), len(completion.tokens)
+        return {
+            "id": _request_id(body),
+            "object": "chat.completion",
+            "created": int(time.time()),
+            "model": MODEL_NAME,
+            "prompt_token_ids": answer.prompt.tolist(),
+            "choices": [choice],
+            "usage": {
+                "prompt_tokens": num_read,
+                "completion_tokens": num_written,
+                "total_tokens": num_read + num_written,
+            },
+        }
+
+
+async def _read(request: Request) -> dict[str, Any]:
+    """The body, an object; empty where there is none."""
+    data = bytearray()
+    try:
+        async with asyncio.timeout(BODY_SECONDS):
+            async for part in request.stream():
+                data += part
+                if len(data) > BODY_BYTES_MAX:
+                    raise CallRefused(413, "oversized", f"a body of more than {BODY_BYTES_MAX} bytes")
+    except TimeoutError as error:
+        raise CallRefused(408, "too_slow", f"the body took longer than {BODY_SECONDS:g} s") from error
+    try:
+        body = parse_json(data) if data else {}
+    except ValueError as error:
+        raise _bad(f"the body is not JSON: {error}") from error
+    if not isinstance(body, dict):
+        raise _bad("the body is no JSON object")
+    return body
+
+
+def _bad(complaint: str) -> CallRefused:
+    return CallRefused(400, "malformed", complaint)
+
+
+def _error(code: str, message: str) -> dict[str, Any]:
+    """As OpenAI's clients read it."""
+    return {"error": {"message": message, "type": "invalid_request_error", "code": code}}
+
+
+def _token_ids(name: str, value: Any) -> array[int]:
+    is_ids = isinstance(value, list) and all(type(one) is int and 0 <= one <= TOKEN_ID_MAX for one in value)
+    if not is_ids:
+        raise _bad(f"{name} is no list of token ids")
+    return array("i", value)
+
+
+def _longest(value: Any) -> int | None:
+    if value is not None and (type(value) is not int or value < 1):
+        raise _bad("max_tokens is no whole number above 0")
+    return value
+
+
+def _request_id(body: Mapping[str, Any]) -> str:
+    given = body.get("request_id")
+    return given if isinstance(given, str) and len(given) <= 200 else secrets.token_hex(8)
+
+
+def _logprobs(completion: Completion) -> list[dict[str, Any]]:
+    pairs = zip(completion.tokens, completion.logprobs, strict=True)
+    return [
+        {"token": f"token_id:{token}", "token_id": token, "logprob": logprob, "top_logprobs": []}
+        for token, logprob in pairs
+    ]
+
+
+def _versions(completion: Completion) -> list[dict[str, int]]:
+    starts = [start for start, _ in completion.version_spans]
+    ends = [*starts[1:], len(completion.tokens)]
+    return [
+        {"version": version, "start": start, "end": end}
+        for (start, version), end in zip(completion.version_spans, ends, strict=True)
+    ]

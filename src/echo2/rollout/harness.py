@@ -1,0 +1,136 @@
+"""Groups whose rollouts harnesses play, each with a model of its own to call on this machine."""
+
+from __future__ import annotations
+
+import asyncio
+from array import array
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from tempfile import TemporaryDirectory
+from typing import Any, Protocol
+
+from echo2.errors import UserError
+from echo2.rollout.endpoint import LoopbackEndpoint
+from echo2.rollout.engine import Engine, RequestFailure
+from echo2.rollout.lockstep import Lockstep
+from echo2.rollout.recorded import Played, RecordedRollout
+from echo2.rollout.tokenizer import Tokenizer
+from echo2.rollout.turns import ENVIRONMENT_SAMPLE, derived_seed
+from echo2.sandbox.plugins import traceback_of
+from echo2.sandbox.process import CodeFailure
+from echo2.types import Assignment, Rollout
+
+#: What a rollout may take where its lease has no limit (`echo2 eval`).
+PLAY_SECONDS = 600.0
+#: Of a harness's process by other rollouts, that one rollout outlives.
+DEATHS_MAX = 4
+
+
+class Harness(Protocol):
+    """Plays rollouts by itself, many at once (`tasks/harness_process.py`)."""
+
+    async def start(self) -> None:
+        """Load what plays. Raises UserError where that cannot be had."""
+
+    async def play(
+        self, columns: Mapping[str, Any], seed: int, model: Mapping[str, str], seconds: float
+    ) -> tuple[float, Sequence[int]]:
+        """Play one rollout and give its reward, and the tokens of the conversation that it is where there are several.
+        `model`: where to call it. Raises UserError where it failed."""
+
+    async def close(self) -> None:
+        """End it; what it was doing is abandoned."""
+
+
+class HarnessEnvironment:
+    """A harness and the endpoint where it calls the model. For one event loop."""
+
+    def __init__(self, harness: Harness) -> None:
+        self._harness, self._endpoint = harness, LoopbackEndpoint()
+        self._folder = TemporaryDirectory(prefix="echo2-tokenizer-")
+        self._saving = asyncio.Lock()
+        self._saved: Tokenizer | None = None
+
+    async def start(self) -> None:
+        """Load the harness and listen.
+
+        Raises:
+            UserError: the harness cannot be had, or packages are missing.
+        """
+        await self._harness.start()
+        await self._endpoint.start()
+
+    async def play(
+        self, engine: Engine | Lockstep, tokenizer: Tokenizer, assignment: Assignment, sample: int
+    ) -> Played | RequestFailure:
+        """One rollout of an assignment. A harness that fails where its rollout was cut off for its length gives 0: that
+        is no fault of its own, and the tokens are as good as any. Where another rollout's harness ended their process,
+        this one begins anew.
+        """
+        for _ in range(DEATHS_MAX):
+            try:
+                return await self._play(engine, tokenizer, assignment, sample)
+            except CodeFailure:
+                continue
+        detail = f"The harness's process died {DEATHS_MAX} times while it played this rollout and others."
+        return RequestFailure("environment_failed", detail)
+
+    async def _play(
+        self, engine: Engine | Lockstep, tokenizer: Tokenizer, assignment: Assignment, sample: int
+    ) -> Played | RequestFailure:
+        """Raises CodeFailure where others than this rollout may be to blame for the end of the process."""
+        async with self._saving:
+            if self._saved is not tokenizer:
+                await asyncio.to_thread(tokenizer.save_pretrained, self._folder.name)
+                self._saved = tokenizer
+        recorded = RecordedRollout(engine, tokenizer, assignment, sample)
+        model = {**self._endpoint.open(recorded), "tokenizer_path": self._folder.name}
+        seed = derived_seed(assignment.lease.seed, sample, ENVIRONMENT_SAMPLE)
+        try:
+            seconds = assignment.lease.seconds or PLAY_SECONDS
+            return recorded.played(*await self._harness.play(assignment.columns, seed, model, seconds))
+        except UserError as error:
+            if isinstance(error, CodeFailure) and error.is_shared:
+                raise
+            if not recorded.is_cut:
+                recorded.fail("environment_failed", str(error), traceback_of(error))
+            return recorded.played(0.0)
+        finally:
+            self._endpoint.close_rollout(recorded)
+
+    async def close(self) -> None:
+        """End both."""
+        await self._harness.close()
+        await self._endpoint.close()
+        self._folder.cleanup()
+
+
+def as_group(played: Sequence[Played]) -> tuple[array[int], list[Rollout]] | RequestFailure:
+    """The prompt that these rollouts share, and each with the rest of its own prompt in front: read, not trained on."""
+    prompt = _shared([one.prompt for one in played])
+    if not prompt:
+        return RequestFailure("environment_failed", "The rollouts of the group do not begin with the same token.")
+    return prompt, [_behind(one.prompt[len(prompt) :], one.rollout) for one in played]
+
+
+def _shared(prompts: Sequence[array[int]]) -> array[int]:
+    first, length = prompts[0], min(map(len, prompts))
+    for prompt in prompts:
+        if prompt[:length] != first[:length]:
+            length = next(i for i in range(length) if prompt[i] != first[i])
+    return first[:length]
+
+
+def _behind(rest: array[int], rollout: Rollout) -> Rollout:
+    if not rest:
+        return rollout
+    (_, version), *spans = rollout.version_spans
+    offsets = rollout.support_offsets
+    return replace(
+        rollout,
+        tokens=rest + rollout.tokens,
+        logprobs=array("f", bytes(4 * len(rest))) + rollout.logprobs,
+        loss_mask=bytes(len(rest)) + rollout.loss_mask,
+        version_spans=((0, version), *((len(rest) + start, later) for start, later in spans)),
+        support_offsets=None if offsets is None else array("i", [0] * len(rest)) + offsets,
+    )

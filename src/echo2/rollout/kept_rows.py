@@ -1,0 +1,47 @@
+"""What a torch engine keeps of rows that have ended: the next turn of a rollout then reads only what is new in it."""
+
+from __future__ import annotations
+
+from typing import Generic, Protocol, TypeVar
+
+KEPT_SHARE = 1 / 16
+"""Of the device's free memory when a policy's first row is kept: the most that all kept rows take."""
+
+
+class KeptCache(Protocol):
+    """Keys and values of one row."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory that it takes."""
+
+
+C = TypeVar("C", bound=KeptCache)
+
+
+class KeptRows(Generic[C]):
+    """Caches by the tokens that were read, in the order in which they were kept: the oldest go where there is no room.
+    A rollout that never comes back costs no more than that."""
+
+    def __init__(self, most_bytes: int) -> None:
+        self._most_bytes = most_bytes
+        self._rows: dict[bytes, C] = {}
+        self.num_bytes = 0
+
+    def keep(self, tokens: bytes, cache: C) -> None:
+        """Keep the cache of these tokens."""
+        self._drop(tokens)
+        self._rows[tokens] = cache
+        self.num_bytes += cache.num_bytes
+        while self.num_bytes > self._most_bytes:
+            self._drop(next(iter(self._rows)))
+
+    def take(self, tokens: bytes) -> C | None:
+        """The cache of the longest beginning of these tokens; it is kept no more."""
+        longest = max(filter(tokens.startswith, self._rows), key=len, default=None)
+        return None if longest is None else self._drop(longest)
+
+    def _drop(self, tokens: bytes) -> C | None:
+        cache = self._rows.pop(tokens, None)
+        self.num_bytes -= 0 if cache is None else cache.num_bytes
+        return cache

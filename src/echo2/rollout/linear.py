@@ -1,0 +1,44 @@
+"""Linear maps as the engine `compact` computes them: weights, bias, and, on a CPU, a copy packed for it.
+
+A packed matrix is laid out for the processor's vector units: a product with few rows is 1.2 to 4 times as fast, one
+with a thousand rows 1.1 times. Small matrices stay as they are: the packed product has 12 microseconds more of
+overhead.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from echo2.rollout.adapter import LowRank, RowAdapters
+
+PACK_ITEMS = 1 << 17
+"""Smaller matrices are not packed."""
+
+
+class Linear:
+    """y [..., O] = x [..., I] W^T + b."""
+
+    def __init__(self, weight_OI: Tensor, bias_O: Tensor | None = None) -> None:
+        self._weight_OI, self._bias_O = weight_OI, bias_O
+        self._packed: Tensor | None = None
+
+    def pack(self) -> None:
+        """Make the packed copy, of what the weights are now. Takes as much memory as they do."""
+        weight_OI = self._weight_OI
+        is_for_cpu = weight_OI.device.type == "cpu" and weight_OI.dtype is torch.float32
+        if is_for_cpu and weight_OI.numel() >= PACK_ITEMS and torch.backends.mkldnn.is_available():
+            self._packed = torch.ops.mkldnn._reorder_linear_weight(weight_OI)
+
+    def unpack(self) -> None:
+        """Forget the packed copy: the weights are about to change."""
+        self._packed = None
+
+    def __call__(self, x: Tensor, adapter: LowRank | RowAdapters | None = None) -> Tensor:
+        """x [..., I] through the map, and through its adapter where it has one: [..., O]."""
+        if self._packed is None:
+            y = functional.linear(x, self._weight_OI, self._bias_O)
+        else:
+            y = torch.ops.mkldnn._linear_pointwise(x, self._packed, self._bias_O, "none", [], "")
+        return y if adapter is None else adapter.add(y, x)

@@ -1,0 +1,138 @@
+"""Rows of many policies in one batch: adapters over one base model, each row with its own.
+
+Linear maps are computed for all rows at once, and of each adapter the low-rank part for its rows. A policy is read once
+and never changes. It speaks `decode_loop.Decoder`, as the base model, for requests that name a policy.
+
+Shape suffixes: V = vocabulary.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import torch
+
+from echo2.errors import InvariantError, PeerError
+from echo2.rollout.adapter import read_adapter
+from echo2.rollout.compact import CompactModel, build_compact
+from echo2.rollout.engine import SampleRequest
+from echo2.rollout.rows import Limits
+from echo2.rollout.torch_engine import Cache, Model, TorchDecoder
+from echo2.types import Snapshot
+
+#: Tokens of a prompt whose logits exist at once.
+LOGITS_TOKENS = 256
+
+
+@dataclass(frozen=True, slots=True)
+class PolicyRequest(SampleRequest):
+    """A request to one policy of a `ManyPolicies`."""
+
+    policy: CompactModel | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class PromptScores:
+    """Of a prompt of P tokens, from the second on: the logprob of each [P - 1], and of the k most likely tokens at each
+    place the ids and logprobs [(P - 1) * k], row by row.
+    """
+
+    logprobs: array[float]
+    top_tokens: array[int]
+    top_logprobs: array[float]
+
+
+class ManyPolicies(TorchDecoder):
+    """A `Decoder` of a base model and adapters over it. A request without a stop token ends at `max_tokens`: whether
+    the model's own `end_tokens` end it is the caller's to say.
+    """
+
+    def __init__(self, base: Snapshot, device: str = "auto") -> None:
+        """Raises: as `Decoder.load`."""
+        super().__init__(build_compact, device)
+        self.load(base)
+        ref, model, limits = self._policy()
+        assert isinstance(model, CompactModel)
+        self.base, self.end_tokens = model, limits.end_tokens
+        self._current = (ref, model, replace(limits, end_tokens=()))
+        self._mixed: Model | None = None
+
+    def adapter(self, snapshot: Snapshot) -> CompactModel:
+        """The policy that an adapter over this base model makes.
+
+        Raises:
+            PeerError: it is over another base model, or no LoRA adapter that fits.
+        """
+        ref, model, _ = self._policy()
+        if snapshot.base_model is None or snapshot.base_model.policy != ref.policy:
+            raise PeerError("bad_adapter", f"an adapter over {snapshot.base_model}, not over {ref}")
+        assert isinstance(model, CompactModel)
+        with torch.inference_mode():
+            return model.adapted(read_adapter(snapshot, model.linears, self._device))
+
+    def score(self, policy: CompactModel, prompt: array[int], top_k: int) -> PromptScores:
+        """Logprobs of a prompt's own tokens, at temperature 1. From any thread."""
+        found, tops_ids, tops = array("f"), array("i"), array("f")
+        ids = torch.tensor(prompt, dtype=torch.long, device=self._device)[1:]
+        with torch.inference_mode():
+            start = 0
+            for logits_NV in policy.logits([prompt], [0], LOGITS_TOKENS):
+                own_N = ids[start : start + len(logits_NV)]
+                start += len(logits_NV)
+                logprobs_NV = logits_NV.log_softmax(-1)
+                found.frombytes(logprobs_NV.gather(1, own_N[:, None]).float().cpu().numpy().tobytes())
+                if top_k:
+                    top_Nk, ids_Nk = logprobs_NV.topk(min(top_k, logprobs_NV.shape[1]), dim=-1)
+                    tops.frombytes(top_Nk.float().cpu().numpy().tobytes())
+                    tops_ids.frombytes(ids_Nk.int().cpu().numpy().tobytes())
+        return PromptScores(found, tops_ids, tops)
+
+    def _rows_model(self, model: Model) -> Model:
+        if self._mixed is None:
+            self._mixed = self._mix()
+        return self._mixed
+
+    def _mix(self) -> Model:
+        rows_of: dict[int, list[int]] = {}
+        policies: dict[int, CompactModel] = {}
+        for place, request in enumerate(self._rows.requests):
+            policy = self._policy_of(request)
+            policies[id(policy)] = policy
+            rows_of.setdefault(id(policy), []).append(place)
+        if len(policies) == 1:
+            return next(iter(policies.values()))
+        return self.base.mixed([(policies[key], self._on_device(rows)) for key, rows in rows_of.items()])
+
+    def _read_prompts(self, model: Model, added: Mapping[int, SampleRequest]) -> tuple[Cache, list[int]]:
+        by_policy: dict[int, dict[int, SampleRequest]] = {}
+        for number, request in added.items():
+            by_policy.setdefault(id(self._policy_of(request)), {})[number] = request
+        cache: Cache | None = None
+        row_of: dict[int, int] = {}
+        num_rows = 0
+        for requests in by_policy.values():
+            fresh, rows = super()._read_prompts(self._policy_of(next(iter(requests.values()))), requests)
+            row_of |= {number: num_rows + row for number, row in zip(requests, rows, strict=True)}
+            every = range(max(rows) + 1)
+            if cache is None:
+                cache = fresh
+            else:
+                cache = cache.join(self._on_device(range(num_rows)), fresh, self._on_device(every))
+            num_rows += len(every)
+        assert cache is not None
+        return cache, [row_of[number] for number in added]
+
+    def _change(self, model: Model, limits: Limits, added: Mapping[int, SampleRequest]) -> None:
+        self._mixed = None
+        super()._change(model, limits, added)
+
+    def _known(self, request: SampleRequest) -> Cache | None:
+        """Nothing: what another policy has read is of no use."""
+        return None
+
+    def _policy_of(self, request: SampleRequest) -> CompactModel:
+        if not isinstance(request, PolicyRequest):
+            raise InvariantError("a request without a policy reached an engine of many")
+        return request.policy or self.base

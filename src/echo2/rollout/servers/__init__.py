@@ -1,0 +1,5 @@
+"""Token servers as engines: processes beside the worker that sample over HTTP, token ids in and out.
+
+Read `engine.py` first (an `Engine` over a `TokenServer`), then `vllm.py`; what servers answer is checked in
+`answers.py`.
+"""

@@ -1,0 +1,278 @@
+"""An `Engine` over a token server: requests over HTTP, and a look at the server's health.
+
+All of it happens in an event loop and thread of its own, so that parsing answers never delays a heartbeat, and whoever
+asks may do so from any event loop. A server that dies or hangs costs the requests that were in it: they fail, it is
+started again with the weights that it had, and what waits goes on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import tempfile
+import threading
+import time
+from collections.abc import Coroutine, Sequence
+from concurrent.futures import Future
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Protocol
+
+from echo2.errors import LinkError, PeerError, UserError
+from echo2.rollout.engine import Completion, Outcome, RequestFailure, SampleRequest, refuse_request
+from echo2.rollout.servers.answers import Served
+from echo2.rollout.servers.models import ModelDirectories, ServedModel
+from echo2.rollout.stop_strings import StopRule
+from echo2.rollout.turns import Conversation, derived_seed
+from echo2.types import Snapshot, SnapshotRef
+
+log = logging.getLogger(__name__)
+
+#: Seconds between two looks at a server.
+CHECK_EVERY_SECONDS = 5.0
+#: Pause before a server that died is started again, doubled up to the last while that fails.
+RESTART_SECONDS = (0.5, 60.0)
+#: Weights under which a request that is still running may have begun.
+LABELS_MAX = 1000
+
+
+class TokenServer(Protocol):
+    """One kind of server. All methods are called from one event loop."""
+
+    @property
+    def unties(self) -> bool:
+        """Whether it takes new weights of an output layer only as a tensor of its own."""
+
+    async def start(self, model: ServedModel) -> int:
+        """Start the server with this model, or attach to it and load the model. Returns the tokens that its context
+        has.
+
+        Raises:
+            UserError: it can't be started, or does not give what echo2 needs; what it said is in the message.
+            LinkError, PeerError: it does not answer, or refused.
+        """
+
+    async def load(self, model: ServedModel) -> float:
+        """Put these weights in the place of the old ones, between two tokens. Returns the seconds in which nothing
+        could be sampled.
+
+        Raises:
+            LinkError, PeerError: as `start`; which weights it has then is not known.
+        """
+
+    async def check(self, model: ServedModel) -> None:
+        """Raises LinkError or PeerError where it is dead, hangs, or has other weights than these."""
+
+    async def sample(self, request: SampleRequest, served: Served) -> Completion:
+        """Sample one request. Cancelling aborts it.
+
+        Raises:
+            LinkError: it died, or is out of reach.
+            PeerError: it refused, or its answer is none.
+        """
+
+    async def stop(self) -> None:
+        """End the process, if it is the worker's own, and close connections."""
+
+
+class ServerEngine:
+    """Holds one policy, as the server does. `directory` takes model directories; None: a temporary one."""
+
+    def __init__(self, server: TokenServer, slots: int, directory: Path | None) -> None:
+        self._server, self.slots = server, slots
+        self._temporary = tempfile.TemporaryDirectory(prefix="echo2-") if directory is None else None
+        root = directory or Path(self._temporary.name) / "models"  # type: ignore[union-attr]
+        self._directories = ModelDirectories(root, server.unties)
+        self._model: ServedModel | None = None
+        self._versions: dict[str, int] = {}
+        self._open: set[Future[Any]] = set()
+        self._reason = ""  # why it is being started again
+        self._is_closed = False
+        self._looking: Future[Any] | None = None
+        self._loop = asyncio.new_event_loop()
+        self._up, self._doubted, self._changing = asyncio.Event(), asyncio.Event(), asyncio.Lock()
+        self._thread = threading.Thread(target=self._loop.run_forever, daemon=True, name="token server")
+        self._thread.start()
+
+    @property
+    def installed(self) -> SnapshotRef | None:
+        """See `Engine.installed`."""
+        model = self._model
+        return None if model is None else model.ref
+
+    @property
+    def base_model(self) -> SnapshotRef | None:
+        """See `Engine.base_model`."""
+        model = self._model
+        return None if model is None else model.base_model
+
+    @property
+    def free_slots(self) -> int:
+        """See `Engine.free_slots`."""
+        return max(0, self.slots - len(self._open))
+
+    def refusal(self, request: SampleRequest) -> RequestFailure | None:
+        """See `Engine.refusal`."""
+        model = self._installed()
+        return refuse_request(request, model.vocab_size, model.max_positions)
+
+    def submit(self, request: SampleRequest) -> asyncio.Future[Outcome]:
+        """See `Engine.submit`. While the server is started again, requests wait for it."""
+        self._installed()
+        if self._is_closed:
+            raise UserError("The engine is closed.")
+        running = asyncio.run_coroutine_threadsafe(self._sample(request), self._loop)
+        self._open.add(running)
+        running.add_done_callback(self._open.discard)
+        return asyncio.wrap_future(running)
+
+    def submit_together(self, requests: Sequence[SampleRequest]) -> list[asyncio.Future[Outcome]]:
+        """Raises UserError: no server promises that the last bits of a result depend on these requests only."""
+        raise UserError("A token server can't sample a batch alone: set run.deterministic = false, or another engine.")
+
+    async def update_weights(self, snapshot: Snapshot, base: Snapshot | None = None) -> float:
+        """See `Engine.update_weights`. The first one starts the server. Weights that it could not load are undone by
+        starting it again with the old ones, or by loading these again where it is not the worker's own."""
+        seconds: float = await self._there(self._update(snapshot, base))
+        return seconds
+
+    async def close(self) -> None:
+        """See `Engine.close`. The server ends too, if it is the worker's own."""
+        self._is_closed = True
+        for running in (*self._open, *((self._looking,) if self._looking else ())):
+            running.cancel()
+        await self._there(self._server.stop())
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        await asyncio.to_thread(self._thread.join)
+        self._loop.close()
+        if self._temporary is not None:
+            self._temporary.cleanup()
+
+    async def _there(self, doing: Coroutine[Any, Any, Any]) -> Any:
+        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(doing, self._loop))
+
+    def _installed(self) -> ServedModel:
+        if self._model is None:
+            raise UserError("The engine has no weights yet: update its weights before sampling.")
+        return self._model
+
+    # ---- in the thread of its own ------------------------------------------------------------------------------------
+
+    async def _sample(self, request: SampleRequest) -> Outcome:
+        if (failure := self.refusal(request)) is not None:
+            return failure
+        await self._up.wait()
+        try:
+            return (
+                await self._completion(request) if request.stop is None else await self._stopped(request, request.stop)
+            )
+        except LinkError as error:
+            self._up.clear()  # others wait until somebody has looked
+            self._doubted.set()
+            return RequestFailure("engine_failed", f"the token server is gone: {self._reason or error}")
+
+    async def _completion(self, request: SampleRequest) -> Completion:
+        model = self._installed()
+        served = Served(
+            model.label,
+            model.adapter is not None,
+            model.vocab_size,
+            model.max_positions,
+            frozenset(model.end_tokens),
+            self._versions,
+        )
+        return await self._server.sample(request, served)
+
+    async def _stopped(self, request: SampleRequest, stop: StopRule) -> Completion:
+        """Up to a stop string. The server has no text: it stops behind each token that may complete one, and is asked
+        to go on where none did."""
+        written, ends = Conversation(), request.stop_tokens | frozenset(self._installed().end_tokens)
+        room = min(request.params.max_tokens, self._installed().max_positions - len(request.prompt_tokens))
+        while True:
+            part = replace(
+                request,
+                prompt_tokens=request.prompt_tokens + written.tokens,
+                seed=derived_seed(request.seed, request.sample, written.turns) if written.turns else request.seed,
+                params=replace(request.params, max_tokens=room - len(written.tokens)),
+                stop_tokens=request.stop_tokens | stop.tokens,
+            )
+            written.take(await self._completion(part))
+            if written.tokens[-1] in ends or stop.ends(written.tokens):
+                return written.completion("stop")
+            if len(written.tokens) >= room:
+                return written.completion("length")
+
+    async def _update(self, snapshot: Snapshot, base: Snapshot | None) -> float:
+        async with self._changing:
+            before = self._model
+            try:
+                model = await asyncio.to_thread(self._directories.write, snapshot, base, before)
+            except BaseException:
+                self._directories.keep_only(before)  # what is refused again and again must not fill the disk
+                raise
+            self._versions[model.label] = model.ref.version
+            while len(self._versions) > LABELS_MAX:
+                del self._versions[next(iter(self._versions))]
+            if before is None or before.base_model != model.base_model:
+                return await self._start(model)
+            try:
+                pause_seconds = await self._server.load(model)
+            except (LinkError, PeerError) as error:
+                self._directories.keep_only(before)
+                await self._start_again(f"it could not load {model.ref}: {error}")
+                raise PeerError("load_failed", f"the token server could not load {model.ref}: {error}") from error
+            self._model = replace(model, max_positions=before.max_positions)
+            self._directories.keep_only(model)
+            return pause_seconds
+
+    async def _start(self, model: ServedModel) -> float:
+        """The first start, or one with another base model."""
+        started = time.perf_counter()
+        self._up.clear()
+        try:
+            max_positions = await self._server.start(model)
+        except (LinkError, PeerError) as error:
+            raise UserError(f"The token server could not be started with {model.ref}: {error}") from error
+        self._model = replace(model, max_positions=min(model.max_positions, max_positions))
+        self._directories.keep_only(model)
+        self._up.set()
+        if self._looking is None:
+            self._looking = asyncio.run_coroutine_threadsafe(self._look_after(), self._loop)
+            self._looking.add_done_callback(_tell_failure)
+        return time.perf_counter() - started
+
+    async def _look_after(self) -> None:
+        """Consumes: doubts. Waits for: one of them, or for `CHECK_EVERY_SECONDS`. Produces: a server that is well."""
+        while True:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._doubted.wait(), CHECK_EVERY_SECONDS)
+            async with self._changing:
+                self._doubted.clear()
+                try:
+                    await self._server.check(self._installed())
+                except (LinkError, PeerError) as error:
+                    await self._start_again(str(error))
+                self._up.set()
+
+    async def _start_again(self, reason: str) -> None:
+        """Until it runs. What is in it fails at once; what comes meanwhile waits."""
+        self._up.clear()
+        self._reason, pause = reason, RESTART_SECONDS[0]
+        while True:
+            log.error("the token server is started again: %s", reason)
+            await self._server.stop()
+            await asyncio.sleep(pause)
+            try:
+                await self._server.start(self._installed())
+            except (LinkError, PeerError, UserError) as error:
+                reason, pause = str(error), min(2 * pause, RESTART_SECONDS[1])
+            else:
+                self._reason = ""
+                self._up.set()
+                return
+
+
+def _tell_failure(looking: Future[Any]) -> None:
+    if not looking.cancelled() and (error := looking.exception()) is not None:
+        log.error("nobody looks after the token server any more", exc_info=error)

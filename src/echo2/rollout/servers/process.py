@@ -1,0 +1,87 @@
+"""A token server as a process of the worker's own: started, watched, and killed with everything that it has started."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import BinaryIO
+
+from echo2.errors import LinkError, UserError
+from echo2.rollout.servers import guard
+
+#: Of its log, for a message.
+LAST_LINES, LAST_CHARS = 6, 1200
+LOG_BYTES_MAX = 16 << 20
+#: A message names the first error; what follows it (farewells, other processes' stacks) says less.
+ERROR_LINE = re.compile(rb"(?:^|[\])(] ?)(?:[\w.]*(?:Error|Exception)|error): ")
+#: Of Python's environment of the worker: its modules are not the server's.
+OWN_VARIABLES = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")
+
+
+class ServerProcess:
+    """One life of the process. What it prints goes to `log_path`."""
+
+    def __init__(self, process: asyncio.subprocess.Process, log_path: Path, log_start: int) -> None:
+        self._process, self._log_path, self._log_start = process, log_path, log_start
+        self._exit = asyncio.ensure_future(process.wait())
+
+    @classmethod
+    async def start(cls, command: Sequence[str], variables: Mapping[str, str], log_path: Path) -> ServerProcess:
+        """Start it, with these environment variables beside the worker's.
+
+        Raises:
+            UserError: there is no such program.
+        """
+        if not os.access(command[0], os.X_OK):
+            raise UserError(f"--engine-python {command[0]}: there is no such program. Name the Python of the server.")
+        environment = {name: value for name, value in os.environ.items() if name not in OWN_VARIABLES}
+        with _open_log(log_path) as log:
+            process = await asyncio.create_subprocess_exec(
+                *(sys.executable, "-S", guard.__file__, *command),
+                stdin=asyncio.subprocess.PIPE,
+                stdout=log,
+                stderr=log,
+                env={**environment, **variables},
+                start_new_session=True,  # Ctrl-C is the worker's to handle
+            )
+            return cls(process, log_path, log.tell())
+
+    async def ended(self, seconds: float) -> None:
+        """Wait until it has ended, but no longer than so many seconds."""
+        await asyncio.wait({self._exit}, timeout=seconds)
+
+    def check(self) -> None:
+        """Raises LinkError where it has ended, with how and its last words."""
+        if self._exit.done():
+            status = self._exit.result()
+            how = f"signal {256 - status}" if status > 192 else f"status {status}"
+            raise LinkError(f"its process has ended ({how}). {self.last_words()}")
+
+    def last_words(self) -> str:
+        """What it printed last, or the first error of this life."""
+        try:
+            with self._log_path.open("rb") as log:
+                log.seek(max(self._log_start, self._log_path.stat().st_size - LOG_BYTES_MAX))
+                lines = [line for line in log.read().splitlines() if b" WARNING " not in line]
+        except OSError:
+            return ""
+        first = next((place for place, line in enumerate(lines) if ERROR_LINE.search(line)), None)
+        told = lines[-LAST_LINES:] if first is None else lines[first : first + 1]
+        text = b" | ".join(line.strip() for line in told if line.strip()).decode(errors="replace")
+        return f"Its log {self._log_path} says: {text[:LAST_CHARS]}"
+
+    async def kill(self) -> None:
+        """End it and everything it started."""
+        if self._process.stdin is not None:
+            self._process.stdin.close()
+        await self._exit
+
+
+def _open_log(path: Path) -> BinaryIO:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    is_long = path.exists() and path.stat().st_size > LOG_BYTES_MAX
+    return path.open("wb" if is_long else "ab")

@@ -1,0 +1,127 @@
+"""Copies of the metrics in TensorBoard and Weights & Biases. What fails or stalls there costs the copy alone."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import queue
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from echo2.errors import UserError
+from echo2.runtime.head.rollout_tables import COLUMNS, rollout_rows
+
+log = logging.getLogger(__name__)
+
+#: How far TensorBoard's files may lag behind.
+TENSORBOARD_SECONDS = 5
+#: Steps from one table of training rollouts to the next; every evaluation has one.
+TABLE_STEPS = 10
+#: Rows that wait for a sink at most, and how long its end is waited for.
+ROWS_MAX = 1024
+CLOSE_SECONDS = 30.0
+
+
+class Sink:
+    """Where metrics are copied to."""
+
+    def write(self, step: int, values: Mapping[str, Any]) -> None:
+        raise NotImplementedError
+
+    def close(self) -> None:
+        raise NotImplementedError
+
+
+class TensorBoardSink(Sink):
+    """TensorBoard event files (package tensorboardX: no torch in the head)."""
+
+    def __init__(self, directory: Path) -> None:
+        self._writer = _import("tensorboardX", "tensorboard").SummaryWriter(
+            str(directory), flush_secs=TENSORBOARD_SECONDS
+        )
+
+    def write(self, step: int, values: Mapping[str, Any]) -> None:
+        for name, value in values.items():
+            if isinstance(value, (int, float)) and name != "step":
+                self._writer.add_scalar(name, value, step)
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class WandbSink(Sink):
+    """Weights & Biases, resumed under the run's id. The step is a metric of its own: W&B's takes no late evaluation.
+
+    `rollouts`: the directory of the run's rollouts, where tables of them are to be copied, too.
+    """
+
+    def __init__(
+        self, project: str, run_id: str, directory: Path, config: Mapping[str, Any], rollouts: Path | None = None
+    ) -> None:
+        wandb = _import("wandb", "wandb")
+        self._table, self._rollouts = wandb.Table, rollouts
+        self._run = wandb.init(project=project, id=run_id, resume="allow", dir=str(directory), config=dict(config))
+        self._run.define_metric("*", step_metric="step")
+
+    def write(self, step: int, values: Mapping[str, Any]) -> None:
+        self._run.log({**values, **self._tables(step, values), "step": step})
+
+    def _tables(self, step: int, values: Mapping[str, Any]) -> dict[str, Any]:
+        if self._rollouts is None:
+            return {}
+        files = {"rollouts/held_out": f"eval_{step}"} if "eval/accuracy" in values else {}
+        if "reward/mean" in values and step % TABLE_STEPS == 0:
+            files["rollouts/train"] = f"step_{step}"
+        found = {name: rollout_rows(self._rollouts, file) for name, file in files.items()}
+        return {name: self._table(columns=list(COLUMNS), data=rows) for name, rows in found.items() if rows}
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+class Copy:
+    """Hands rows to a sink on a thread of its own."""
+
+    def __init__(self, sink: Sink) -> None:
+        self._sink, self._name = sink, type(sink).__name__
+        self._rows: queue.Queue[tuple[int, dict[str, Any]] | None] = queue.Queue(ROWS_MAX)
+        self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
+        self._thread.start()
+
+    def write(self, step: int, values: Mapping[str, Any]) -> None:
+        """Returns at once. Rows that find the queue full are missing in the copy."""
+        try:
+            self._rows.put_nowait((step, dict(values)))
+        except queue.Full:
+            log.warning("%s is %d rows behind: step %d is missing there", self._name, ROWS_MAX, step)
+
+    def close(self) -> None:
+        """Let it write what waits, for `CLOSE_SECONDS` at most."""
+        try:
+            self._rows.put(None, timeout=CLOSE_SECONDS)
+        except queue.Full:
+            pass  # what is said next is true of it
+        self._thread.join(CLOSE_SECONDS)
+        if self._thread.is_alive():
+            log.warning("%s did not end within %.0f s: its last rows may be missing", self._name, CLOSE_SECONDS)
+
+    def _run(self) -> None:
+        try:
+            while (row := self._rows.get()) is not None:
+                self._sink.write(*row)
+            self._sink.close()
+        except Exception:  # each package fails in its own way
+            log.exception("%s failed: from here on nothing is copied there; metrics.jsonl has everything", self._name)
+            while self._rows.get() is not None:
+                pass
+
+
+def _import(package: str, target: str) -> Any:
+    try:
+        return importlib.import_module(package)
+    except ImportError as error:
+        raise UserError(
+            f"run.log_to has {target}, which needs the package {package}: pip install {package}, or leave it out."
+        ) from error

@@ -1,0 +1,41 @@
+"""Rows of a table for people who read a run's rollouts elsewhere, out of the files that `rollout_log.py` writes."""
+
+from __future__ import annotations
+
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from echo2.views.rollouts import Group, read_groups
+
+COLUMNS = ("prompt", "completion", "reward", "worker", "version")
+#: Of one table; of one text in it.
+TABLE_ROWS = 32
+TEXT_CHARS = 2000
+
+
+def rollout_rows(folder: Path, name: str) -> list[list[Any]]:
+    """The first `TABLE_ROWS` rollouts of the file `name`, a row of `COLUMNS` each; none where there is no such file.
+    `version`: the oldest that wrote a token of it. A text that is longer than `TEXT_CHARS` ends with "…".
+    """
+    rows = (
+        [
+            _cut(_prompt(group)),
+            _cut(rollout["text"]),
+            rollout["reward"],
+            group["worker"],
+            min((version for _, version in rollout["versions"]), default=None),
+        ]
+        for group in read_groups(folder, name, TABLE_ROWS)
+        for rollout in group["rollouts"]
+    )
+    return list(islice(rows, TABLE_ROWS))
+
+
+def _prompt(group: Group) -> str:
+    prompt = group["prompt"]
+    return prompt if isinstance(prompt, str) else "\n".join(f"{role}: {content}" for role, content in prompt)
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= TEXT_CHARS else text[: TEXT_CHARS - 1] + "…"

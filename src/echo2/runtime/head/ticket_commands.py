@@ -1,0 +1,46 @@
+"""`echo2 invite`, `echo2 tickets` and `echo2 revoke`: what the owner of a run does about who may join."""
+
+from __future__ import annotations
+
+import argparse
+import json
+
+from rich.console import Console
+
+from echo2.runtime.head import tickets
+
+
+def invite(options: argparse.Namespace) -> int:
+    """Print a new ticket, or renew one.
+
+    Raises:
+        UserError: the run had no head yet, or there is no such ticket.
+    """
+    if options.renew:
+        tickets.renew(options.directory, options.renew, options.uses, options.days)
+        print(f"{options.renew} admits {options.uses} more, for {options.days:g} days")
+    else:
+        print(tickets.invite(options.directory, options.uses, options.days))
+    return 0
+
+
+def show(options: argparse.Namespace) -> int:
+    """List the tickets. Raises as `invite`."""
+    found = tickets.open_identity(options.directory).tickets()
+    if options.json:
+        print(json.dumps([tickets.describe(ticket) for ticket in found]))
+    else:
+        tickets.show(found, Console())
+    return 0
+
+
+def revoke(options: argparse.Namespace) -> int:
+    """Shut somebody out. Raises as `invite`."""
+    identity = tickets.open_identity(options.directory)
+    closed = identity.revoke(options.id)
+    if options.json:
+        print(json.dumps(tickets.describe_revoked(identity, options.id, closed)))
+        return 0
+    told = f"; ticket {closed}, by which it came, admits nobody any more" if closed else ""
+    print(f"{options.id} is revoked{told}")
+    return 0

@@ -1,0 +1,176 @@
+"""`echo2 export --push`: an exported directory and a model card, uploaded to the Hugging Face hub by its own library.
+
+The card says what the run's files say and nothing else. Directories of this machine are not named in it.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Collection, Iterable, Mapping
+from pathlib import Path
+
+from echo2 import __version__
+from echo2.config import Config
+from echo2.errors import UserError
+from echo2.rundir import RunDir, accuracies, read_metrics
+from echo2.runtime.launch.evaluate import MODEL_FILE
+from echo2.weights.adapter_files import ADAPTER_CONFIG
+
+CARD = "README.md"
+GET_TOKEN = (
+    "Run `hf auth login`, or put a token with write access in HF_TOKEN (https://huggingface.co/settings/tokens)."
+)
+
+
+def check_push(repo: str, config: Config, is_merged: bool) -> None:
+    """Refuse, before anything is written, what could not be pushed.
+
+    Raises:
+        UserError: `repo` is no name, there is no token, or nobody else could load the adapter.
+    """
+    from huggingface_hub import get_token
+
+    if wrong := _wrong_id(repo) or ("" if "/" in repo else "It names no owner."):
+        raise UserError(f"--push {repo!r} is no repository of the hub. Give OWNER/NAME. {wrong}")
+    if config.lora.rank and not is_merged and not _is_hub_id(config.model.path):
+        raise UserError(
+            f"--push: the adapter is over {config.model.path}, which is on this machine alone. Add --merged to push "
+            "the whole model, or export without --push and name the base's hub id in adapter_config.json."
+        )
+    if get_token() is None:
+        raise UserError(f"--push {repo}: there is no token for the Hugging Face hub. {GET_TOKEN}")
+
+
+def push(directory: Path, repo: str, is_public: bool) -> str:
+    """Upload all files of the directory; the repository's address. It is made if there is none, private unless
+    `is_public`.
+
+    Raises:
+        UserError: the hub is out of reach or refuses; the repository holds something else, or is not as private as it
+            should be. The directory stays.
+    """
+    from httpx2 import HTTPError
+    from huggingface_hub import HfApi
+
+    api = HfApi(library_name="echo2", library_version=__version__)
+    try:
+        url = api.create_repo(repo, private=not is_public, exist_ok=True)
+        found = api.model_info(repo)
+        _check_repo(repo, bool(found.private), is_public, [file.rfilename for file in found.siblings or []], directory)
+        api.upload_folder(repo_id=repo, folder_path=directory, commit_message="Upload from echo2 export")
+    except UserError:
+        raise
+    except (OSError, HTTPError, RuntimeError, ValueError) as error:  # what the library and its uploader raise
+        visibility = "--no-private" if is_public else "--private"
+        again = f"hf upload {repo} {shlex.quote(str(directory))} . {visibility}"
+        reason = _reason(error, repo, api.endpoint)
+        raise UserError(f"{directory} is written, but not pushed to {repo}: {reason} Then: {again}") from error
+    return str(url)
+
+
+def _check_repo(repo: str, is_private: bool, is_public: bool, files: Collection[str], directory: Path) -> None:
+    """Raises UserError where a repository that was there should not get these files."""
+    kept = f"Nothing was pushed; {directory} is written."
+    if is_private == is_public:
+        what, do = ("private", "leave --public out") if is_private else ("public", "add --public")
+        raise UserError(f"{repo} exists and is {what}: {do}, or choose another name. {kept}")
+    is_adapter = (directory / ADAPTER_CONFIG).is_file()
+    if (MODEL_FILE if is_adapter else ADAPTER_CONFIG) in files:
+        mine, theirs = ("an adapter", "a whole model") if is_adapter else ("a whole model", "an adapter")
+        raise UserError(f"{repo} holds {theirs}, and this is {mine}: together they are neither. Choose another. {kept}")
+
+
+def _reason(error: Exception, repo: str, endpoint: str) -> str:
+    """What went wrong, and what to do."""
+    from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
+
+    if isinstance(error, OfflineModeIsEnabled):
+        return "HF_HUB_OFFLINE is set. Unset it."
+    if not isinstance(error, HfHubHTTPError):
+        return f"{endpoint} can't be reached or does not answer as the hub does ({error}). See to the network."
+    status, told = error.response.status_code, error.server_message or ""
+    if status == 401:
+        return f"the hub does not take the token (401). {GET_TOKEN}"
+    if status == 403:
+        owner = repo.partition("/")[0]
+        return f"the token may not write to {owner} (403 {told}). Give one that may in HF_TOKEN, or another owner."
+    return f"the hub answered {status} {told or error}. Do what it asks, or wait."
+
+
+def _is_hub_id(path: str) -> bool:
+    return not Path(path).is_dir() and not _wrong_id(path)
+
+
+def _wrong_id(name: str) -> str:
+    """Why the hub would not take this for a repository's name; empty: it would."""
+    from huggingface_hub.errors import HFValidationError
+    from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]  # documented there
+
+    try:
+        validate_repo_id(name)
+    except HFValidationError as error:
+        return str(error)
+    return ""
+
+
+def write_card(directory: Path, rundir: RunDir, step: int, dtype: str) -> None:
+    """Write the model card README.md of an export: base model, run, step, and how it was trained.
+
+    Raises:
+        UserError: the run's configuration can't be read, or the card not be written.
+    """
+    config, is_adapter = rundir.read_config(), (directory / ADAPTER_CONFIG).is_file()
+    base, rank = config.model.path, config.lora.rank
+    is_hub = _is_hub_id(base)
+    kind = f"LoRA adapter of rank {rank}" if is_adapter else "whole model"
+    if rank and not is_adapter:
+        kind += f", an adapter of rank {rank} merged into its base"
+    facts = {
+        "base model": f"[{base}](https://huggingface.co/{base})"
+        if is_hub
+        else f"`{Path(base).name}`, a local directory",
+        "run": f"`{rundir.path.resolve().name}`, after step {step}",
+        "what is here": f"{kind}, in {dtype}",
+        **_training(config),
+        **_accuracy(rundir, step),
+    }
+    header = [f"base_model: {base}"] if is_hub else []
+    header += [f"library_name: {'peft' if is_adapter else 'transformers'}", "pipeline_tag: text-generation"]
+    header += ["tags:", "- echo2", "- reinforcement-learning"]
+    rows = [f"| {name} | {value} |" for name, value in facts.items()]
+    text = ["---", *header, "---", "", f"# {rundir.path.resolve().name}, step {step}", ""]
+    text += [f"Trained with reinforcement learning by echo2 {__version__}. This card has what the run recorded:", ""]
+    text += ["| | |", "| --- | --- |", *rows, ""]
+    try:
+        (directory / CARD).write_text("\n".join(text), encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"Cannot write {directory / CARD}: {error.strerror}. Nothing was pushed.") from error
+
+
+def _training(config: Config) -> Mapping[str, str]:
+    learner, schedule, sampling = config.learner, config.schedule, config.sampling
+    return {
+        "tasks": _named(config.tasks.sources),
+        "rewards": _named(config.reward.functions),
+        "loss": f"{learner.loss}, advantages {learner.advantage}, normalised by {learner.normalisation}",
+        "learning rate": f"{learner.lr:g}, {learner.lr_schedule}",
+        "a step": f"{schedule.groups_per_step} groups of {sampling.group_size} rollouts",
+        "rollouts": f"temperature {sampling.temperature:g}, {sampling.max_tokens} tokens at most",
+        "staleness": f"{schedule.max_staleness} versions at most",
+    }
+
+
+def _accuracy(rundir: RunDir, step: int) -> Mapping[str, str]:
+    """Of the step itself, where the run measured it."""
+    found = accuracies(read_metrics(rundir.metrics))
+    if step not in found:
+        return {}
+    before = f"{found[0]:.3f} before training, " if step and 0 in found else ""
+    return {"accuracy on the run's held-out tasks": f"{before}{found[step]:.3f} after step {step}"}
+
+
+def _named(texts: Iterable[str]) -> str:
+    """Without the directories that files of this machine are in, and what would end a cell of a table."""
+    names = [re.sub(r"(^|[\s:])/\S*/", r"\1", text) for text in texts]
+    return ", ".join(f"`{name}`".replace("|", r"\|") for name in names) or "none"

@@ -1,0 +1,174 @@
+"""`echo2 sft`: a model learns from answers before it is rewarded for its own. Rows are the tasks of a run's file: their
+prompts become tokens as they do in the run, and a column of theirs has the answer.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import signal
+import sys
+from array import array
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from echo2 import config as configuration
+from echo2.config import Config
+from echo2.devices import pick_device
+from echo2.errors import UserError
+from echo2.learner import checkpoint
+from echo2.learner.adapters import load_trained
+from echo2.learner.datum import Datum
+from echo2.learner.supervised import SupervisedClient
+from echo2.rollout.snapshot_files import end_tokens
+from echo2.rollout.tokenizer import Tokenizer, encode_prompt, load_tokenizer
+from echo2.runtime.launch.evaluate import copy_model
+from echo2.tasks.streams import Tasks, held_out_tasks, training_tasks
+from echo2.types import Task
+
+#: Held-out rows of which the loss is told before and after.
+HELD_OUT_ROWS = 256
+#: Steps between checkpoints.
+SAVE_STEPS = 50
+EXIT_INTERRUPTED = 130
+
+
+class Answers:
+    """Rows as data to learn from: prompts as in a run, then the answer and the model's end token."""
+
+    def __init__(
+        self, tasks: Tasks, column: str, tokenizer: Tokenizer, ends: tuple[int, ...], context: int | None
+    ) -> None:
+        self._tasks, self._column, self._tokenizer = tasks, column, tokenizer
+        self._end, self._context = ends[:1], context
+
+    def data(self, cursors: range) -> list[Datum]:
+        """The rows at these places of the task stream.
+
+        Raises:
+            UserError: a row has no answer, or is longer than the model's context.
+        """
+        return [self._datum(self._tasks.task(cursor)) for cursor in cursors]
+
+    def _datum(self, task: Task) -> Datum:
+        answer = task.columns.get(self._column)
+        if not isinstance(answer, str) or not answer:
+            have = ", ".join(sorted(task.columns)) or "none"
+            raise UserError(f"Row {task.cursor} has no text in --column {self._column!r}; its columns: {have}.")
+        prompt = encode_prompt(task, self._tokenizer)
+        tokens = array("i", [*self._tokenizer.encode(answer, add_special_tokens=False), *self._end])
+        if self._context is not None and len(prompt) + len(tokens) > self._context:
+            raise UserError(
+                f"Row {task.cursor} has {len(prompt)} tokens and {len(tokens)} of the answer; the model's context is "
+                f"{self._context}. Leave such rows out."
+            )
+        return Datum(prompt, tokens, b"\x01" * len(tokens))
+
+
+def run(options: argparse.Namespace) -> int:
+    """Train, and write a model directory, or of an adapter a PEFT directory.
+
+    Raises:
+        UserError: settings, model or rows are wrong, or the target can't be written.
+    """
+    config = configuration.load(options.config, options.overrides)
+    to: Path = options.to
+    working = to.with_name(f"{to.name}.unfinished")
+    if to.exists() or (working.exists() and not options.resume):
+        there = to if to.exists() else working
+        raise UserError(f"{there} exists: choose another --to" + ("." if to.exists() else ", or go on with --resume."))
+    if options.steps < 1 or options.rows_per_step < 1:
+        raise UserError("Give --steps and --rows-per-step of 1 or more.")
+    if config.learner.ranks > 1:
+        raise UserError(f"learner.ranks = {config.learner.ranks}: sft trains in one process. Give --learner.ranks=1.")
+    policy = load_trained(config, str(pick_device("auto")))
+    client = SupervisedClient(policy, config, options.steps)
+    if (before := checkpoint.latest(working)) is not None:
+        client.resume(before)
+    tokenizer = load_tokenizer(policy.files, config.model.chat_template_args)
+
+    def answers(tasks: Tasks) -> Answers:
+        return Answers(tasks, options.column, tokenizer, end_tokens(policy.files), policy.max_positions)
+
+    rows = answers(training_tasks(config.tasks, config.run.seed))
+    held_out = _held_out(config, answers)
+    first = client.held_out_loss(held_out) if held_out else None
+    with _told_to_end() as is_told:
+        losses = _train(client, rows, options.rows_per_step, working, is_told)
+    if client.step < client.num_steps:
+        print(f"stopped after step {client.step} of {client.num_steps}; go on with --resume", file=sys.stderr)
+        return EXIT_INTERRUPTED
+    copy_model(checkpoint.step_directory(working, client.step), to)
+    shutil.rmtree(working)
+    found = {
+        "model": str(to),
+        "steps": client.step,
+        "loss": losses[-1] if losses else None,
+        "held_out_loss_before": first,
+        "held_out_loss": client.held_out_loss(held_out) if held_out else None,
+    }
+    print(json.dumps(found) if options.json else _summary(found))
+    return 0
+
+
+def _held_out(config: Config, answers: Callable[[Tasks], Answers]) -> list[Datum]:
+    tasks = held_out_tasks(config.eval, config.run.seed)
+    return [] if tasks is None else answers(tasks).data(range(min(HELD_OUT_ROWS, len(tasks))))
+
+
+def _train(
+    client: SupervisedClient, rows: Answers, rows_per_step: int, working: Path, is_told: list[int]
+) -> list[float]:
+    """All steps that are left, or until a signal comes; the losses. What was done is saved in either case."""
+    console, losses = Console(stderr=True), list[float]()
+    columns = (
+        TextColumn("sft"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("{task.description}"),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
+        bar = progress.add_task("", total=client.num_steps, completed=client.step)
+        while client.step < client.num_steps and not is_told:
+            start = client.step * rows_per_step
+            losses.append(client.train(rows.data(range(start, start + rows_per_step))))
+            progress.update(bar, completed=client.step, description=f"loss {losses[-1]:.3f}")
+            if client.step % SAVE_STEPS == 0 and client.step < client.num_steps:
+                if not console.is_terminal:
+                    print(f"step {client.step} of {client.num_steps}, loss {losses[-1]:.3f}", file=sys.stderr)
+                _save(client, working)
+    _save(client, working)
+    return losses
+
+
+def _save(client: SupervisedClient, working: Path) -> None:
+    directory = checkpoint.step_directory(working, client.step)
+    if not directory.exists():
+        client.save(directory)
+        checkpoint.prune(working, 1)
+
+
+@contextmanager
+def _told_to_end() -> Iterator[list[int]]:
+    """The signals that told this process to end; the step under way is finished and saved."""
+    told: list[int] = []
+    signals = (signal.SIGINT, signal.SIGTERM)
+    before = {number: signal.signal(number, lambda number, _: told.append(number)) for number in signals}
+    try:
+        yield told
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _summary(found: dict[str, object]) -> str:
+    before, after = found["held_out_loss_before"], found["held_out_loss"]
+    told = f"held-out loss {before:.3f} to {after:.3f}" if after is not None else f"loss {found['loss']:.3f}"
+    return f"{told} in {found['steps']} steps; wrote {found['model']}"

@@ -1,0 +1,48 @@
+"""How a machine attends: one stream of orders, taken up again whenever it breaks."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncGenerator, Callable
+
+from echo2.errors import LinkError, PeerError
+from echo2.transport import wire_pb2 as wire
+from echo2.transport.base import Link
+
+log = logging.getLogger(__name__)
+
+#: Pause before the first try to reconnect, doubled up to the last.
+RECONNECT_SECONDS = (0.2, 5.0)
+
+
+async def attended(
+    link: Link, hello: Callable[[], wire.WorkerHello], patience_seconds: float, disconnected: Callable[[], None]
+) -> AsyncGenerator[wire.Order]:
+    """Orders, for ever. `hello`: what each stream begins with; `disconnected` is called when one has ended.
+
+    Raises:
+        LinkError: nobody was there for `patience_seconds`.
+        PeerError: this machine was refused.
+    """
+    away_since, pause = time.monotonic(), RECONNECT_SECONDS[0]
+    while True:
+        try:
+            async for order in link.stream("Attend", hello()):
+                away_since, pause = 0.0, RECONNECT_SECONDS[0]
+                yield order
+            reason = "the head ended the stream"
+        except LinkError as error:
+            reason = str(error)
+        except PeerError as error:
+            if error.reason != "expelled":
+                raise
+            reason, pause = str(error), RECONNECT_SECONDS[1]
+        away_since = away_since or time.monotonic()
+        if time.monotonic() - away_since > patience_seconds:
+            raise LinkError(f"no head for {patience_seconds:.0f} s: {reason}")
+        log.info("not connected (%s); trying again", reason)
+        disconnected()
+        await asyncio.sleep(pause)
+        pause = min(2 * pause, RECONNECT_SECONDS[1])

@@ -1,0 +1,32 @@
+"""A machine of the owner reads again what a stranger sampled, between the tokens of what is being sampled here."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from echo2.errors import PeerError
+from echo2.rollout.verification import PrefillEngine, check_group
+from echo2.transport import messages
+from echo2.transport import wire_pb2 as wire
+
+
+async def check(engine: Any, asked: wire.Check) -> wire.CheckReport:
+    """What the head is told of the group.
+
+    Raises:
+        PeerError: "oversized" or "malformed", what the head sent is no check.
+    """
+    assignment, group = messages.decode_assignment(asked.lease), messages.parse_group(asked.group)
+    if assignment.lease.group != group.group or assignment.prompt_tokens != group.prompt_tokens:
+        raise PeerError("malformed", f"{group.group} is to be checked as {assignment.lease.group}")
+    report = wire.CheckReport(policy=group.group.policy, number=group.group.number)
+    if not isinstance(engine, PrefillEngine):
+        report.missed = "this engine gives no distributions of tokens"
+        return report
+    try:
+        verdict = await check_group(engine, messages.decode_ref(asked.ref), assignment, group, asked.is_from_stream)
+    except PeerError as error:
+        report.missed = str(error)
+    else:
+        report.num_tokens, report.fault = verdict.num_tokens, verdict.fault
+    return report

@@ -1,0 +1,333 @@
+"""Endpoints that are answered at once: sessions, what there is, checkpoints, training runs."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import tarfile
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import FileResponse, Response
+
+from echo2.errors import PeerError, UserError
+from echo2.service.access import Caller
+from echo2.service.bills import Bills
+from echo2.service.bodies import AdapterBody, ModelIdBody, SessionBody, SessionIdBody, TtlBody, parse
+from echo2.service.database import Row, checkpoints, models, samplers, sessions
+from echo2.service.dispatch import Dispatcher
+from echo2.service.entrance import answer
+from echo2.service.leftovers import ARRIVING
+from echo2.service.own_adapters import take_adapter
+from echo2.service.settings import PRICED
+from echo2.service.work import KINDS, Work
+
+#: How long the address of an archive can be used.
+ARCHIVE_SECONDS = 900.0
+CHECKPOINT_TYPES = {"weights": "training", "sampler_weights": "sampler"}
+NOTHING = Response(status_code=204)
+
+
+class PathBody(msgspec.Struct):
+    """`weights_info`."""
+
+    tinker_path: str
+
+
+class AccountsApi:
+    """What a tenant has, and how it is told."""
+
+    def __init__(self, work: Work, dispatcher: Dispatcher, bills: Bills) -> None:
+        self._work, self._database, self._dispatcher, self._bills = work, work.database, dispatcher, bills
+        self._archives: dict[str, tuple[float, str]] = {}
+        self._importing = asyncio.Lock()  # one adapter at a time: it takes several times its size of memory
+
+    async def health(self, request: Request) -> Response:
+        """For whoever asks whether the process lives."""
+        return answer({"status": "ok"})
+
+    async def config(self, caller: Caller, request: Request, body: bytes) -> Response:
+        """Flags of the SDK: the defaults, but for compression, which costs more here than it saves on loopback."""
+        return answer({"parallel_fwdbwd_chunks": True, "proto_write_fwdbwd": True, "use_pyqwest_transport": False})
+
+    async def dynamic_config(self, caller: Caller, request: Request, body: bytes) -> Response:
+        """Flags that the SDK asks for again and again: it shall say when nobody waits for a sample any more."""
+        return answer({"sample_cancel_enabled": True})
+
+    async def telemetry(self, caller: Caller, request: Request, body: bytes) -> Response:
+        """Taken and forgotten."""
+        return answer({"status": "accepted"})
+
+    async def capabilities(self, caller: Caller, request: Request, body: bytes) -> Response:
+        """The base models."""
+        bases = [
+            {"model_name": base.name, "max_context_length": base.max_tokens, "trainable": True, "sampleable": True}
+            for base in self._work.backend.bases.values()
+        ]
+        return answer({"supported_models": bases})
+
+    async def create_session(self, caller: Caller, request: Request, body: bytes) -> Response:
+        """A session: what its models and samplers are named after."""
+        given, now = parse(SessionBody, body), self._work.clock()
+        session = secrets.token_hex(16)
+        self._database.insert(
+            sessions, id=session, tenant=caller.tenant, created=now, seen=now, labels=given.user_metadata
+        )
+        return answer({"type": "create_session", "session_id": session})
+
+    async def heartbeat(self, caller: Caller, request: Request, body: bytes) -> Response:
+        """The client lives."""
+        session = self._own(sessions, parse(SessionIdBody, body).session_id, caller)
+        if session.finished is not None:
+            raise PeerError("gone", f"the session {session.id} is finished.")
+        self._database.update(sessions, {"id": session.id}, seen=self._work.clock())
+        return answer({"type": "session_heartbeat"})
+
+    async def finish_session(self, caller: Caller, request: Request, body: bytes) -> Response:
+        """The client is done."""
+        session = self._own(sessions, request.path_params["session"], caller)
+        if session.finished is None:
+            self._dispatcher.end_session(session.id, "The session was finished.")
+        return NOTHING
+
+    async def list_sessions(self, caller: Caller, request: Request, body: bytes) -> Response:
+        """The ids of a tenant's sessions, newest first."""
+        limit, offset = _page(request)
+        rows = self._database.select(sessions, "-created", limit, offset, tenant=caller.tenant)
+        return answer({"sessions": [row.id for row in rows]})
+
+    async def show_session(self, caller: Caller, request: Request, body: bytes) -> Response:
+        """What a session made."""
+        session = self._own(sessions, request.path_params["session"], caller)
+        made = [self._database.select(table, session=session.id, limit=10_000) for table in (models, samplers)]
+        runs, found = ([row.id for row in rows] for rows in made)
+        return answer({"training_run_ids": runs, "sampler_ids": found, "user_metadata": _labels(session.labels)})
+
+    async def get_info(self, caller: Caller, request: Request, body: bytes) -> Response:
+        """What a model is."""
+        model = self._own(models, parse(ModelIdBody, body).model_id, caller)
+        base = model.spec["base"]
+        told = {"model_name": base, "tokenizer_id": base}
+        adapter = {"is_lora": True, "lora_rank": model.spec["rank"], "model_name": base}
+        return answer({"type": "get_info", "model_id": model.id, "model_data": told, **adapter})
+
+    async def unload_model(self, caller: Caller, request: Request, body: bytes) -> Response:
+        """Let a model leave memory."""
+        model = self._own(models, parse(ModelIdBody, body).model_id, caller)
+        await self._work.backend.unload(model.id)
+        return answer({"type": "unload_model", "model_id": model.id})
+
+    async def show_sampler(self, caller: Caller, request: Request, body: bytes) -> Response:
+        """What a sampler samples from."""
+        row = self._own(samplers, request.path_params["sampler"], caller)
+        return answer({"sampler_id": row.id, "base_model": row.base, "model_path": row.path})
+
+    async def weights_info(self, caller: Caller, request: Request, body: bytes) -> Response:
+        """What a checkpoint is of."""
+        spec = self._work.checkpoint(parse(PathBody, body).tinker_path, caller.tenant).spec
+        trained = {"train_unembed": False, "train_mlp": _trains(spec, "up_proj"), "train_attn": _trains(spec, "q_proj")}
+        return answer({"base_model": spec["base"], "is_lora": True, "lora_rank": spec["rank"], **trained})
+
+    async def list_runs(self, caller: Caller, request: Request, body: bytes) -> Response:
+        """A tenant's models, newest first."""
+        limit, offset = _page(request)
+        rows = self._database.select(models, "-created", limit, offset, tenant=caller.tenant)
+        total = self._database.count(models, tenant=caller.tenant)
+        cursor = {"offset": offset, "limit": limit, "total_count": total}
+        return answer({"training_runs": [self._run(row) for row in rows], "cursor": cursor})
+
+    async def show_run(self, caller: Caller, request: Request, body: bytes) -> Response:
+        """One of them."""
+        return answer(self._run(self._own(models, request.path_params["model"], caller)))
+
+    async def list_run_checkpoints(self, caller: Caller, request: Request, body: bytes) -> Response:
+        """The checkpoints of a model."""
+        model = self._own(models, request.path_params["model"], caller)
+        return self._listing(request, model=model.id, tenant=caller.tenant)
+
+    async def list_checkpoints(self, caller: Caller, request: Request, body: bytes) -> Response:
+        """All checkpoints of a tenant."""
+        return self._listing(request, tenant=caller.tenant)
+
+    async def delete_checkpoint(self, caller: Caller, request: Request, body: bytes) -> Response:
+        """Forget a checkpoint. Its files stay as long as a sampler that was made of it."""
+        self._database.delete(checkpoints, id=self._checkpoint(caller, request).id)
+        return NOTHING
+
+    async def publish(self, caller: Caller, request: Request, body: bytes) -> Response:
+        """Let others load it."""
+        self._database.update(checkpoints, {"id": self._checkpoint(caller, request).id}, public=True)
+        return NOTHING
+
+    async def unpublish(self, caller: Caller, request: Request, body: bytes) -> Response:
+        """Let nobody else load it."""
+        self._database.update(checkpoints, {"id": self._checkpoint(caller, request).id}, public=False)
+        return NOTHING
+
+    async def set_ttl(self, caller: Caller, request: Request, body: bytes) -> Response:
+        """How long from now it is kept."""
+        seconds = parse(TtlBody, body or b"{}").ttl_seconds
+        expires = None if seconds is None else self._work.clock() + seconds
+        self._database.update(checkpoints, {"id": self._checkpoint(caller, request).id}, expires=expires)
+        return NOTHING
+
+    async def bring_adapter(self, caller: Caller, request: Request, body: bytes) -> Response:
+        """A PEFT adapter of the client's own, as a tar file: from now on a checkpoint, to train and to sample from."""
+        given = parse(AdapterBody, msgspec.json.encode(dict(request.query_params)))
+        base = self._work.backend.bases.get(given.base_model)
+        if base is None:
+            known = ", ".join(self._work.backend.bases)
+            raise UserError(f"There is no base model {given.base_model!r}; there are {known}.")
+        model = "adapter_" + secrets.token_hex(16)
+        arriving, directory = (self._work.directory / name for name in (f"{ARRIVING}/{model}", model))
+        async with self._importing:
+            spec = await asyncio.to_thread(take_adapter, body, base, caller.tenant, arriving)
+        arriving.rename(directory)
+        self._database.insert(
+            checkpoints,
+            id="chk_" + model.removeprefix("adapter_"),
+            model=model,
+            tenant=caller.tenant,
+            kind="sampler_weights",
+            name=given.name,
+            directory=str(directory),
+            spec=msgspec.to_builtins(spec),
+            created=self._work.clock(),
+            size=len(body),
+            public=False,
+        )
+        return answer({"path": f"tinker://{model}/sampler_weights/{given.name}"})
+
+    async def archive(self, caller: Caller, request: Request, body: bytes) -> Response:
+        """Where the checkpoint can be fetched as a tar file, for a while and by whoever knows the address."""
+        row, now = self._checkpoint(caller, request), self._work.clock()
+        self._archives = {token: entry for token, entry in self._archives.items() if entry[0] > now}
+        token = secrets.token_urlsafe(32)
+        self._archives[token] = (now + ARCHIVE_SECONDS, row.directory)
+        location = str(request.url.replace(path=f"/api/v1/archives/{token}", query=""))
+        expires = datetime.fromtimestamp(now + ARCHIVE_SECONDS, UTC)
+        headers = {"Location": location, "Expires": expires.strftime("%a, %d %b %Y %H:%M:%S GMT")}
+        return Response(status_code=302, headers=headers)
+
+    async def fetch_archive(self, request: Request) -> Response:
+        """The tar file."""
+        entry = self._archives.get(request.path_params["token"])
+        is_there = entry is not None and entry[0] > self._work.clock()
+        path = await asyncio.to_thread(_packed, Path(entry[1])) if entry is not None and is_there else None
+        if path is None:
+            return answer({"detail": "there is no such archive, or not any more."}, 404)
+        return FileResponse(path, media_type="application/x-tar", filename="checkpoint.tar")
+
+    async def show_usage(self, caller: Caller, request: Request, body: bytes) -> Response:
+        """A tenant's bill: requests, tokens and dollars by kind, its quota, and the prices."""
+        return answer(self._bills.of(caller.tenant))
+
+    async def estimate(self, caller: Caller, request: Request, body: bytes) -> Response:
+        """What so many tokens would cost: `?forward_backward=1200000&sample=300000`."""
+        if unknown := sorted(request.query_params.keys() - set(PRICED)):
+            raise PeerError("malformed", f"{unknown[0][:64]!r} has no price; {', '.join(PRICED)} have.")
+        return answer(self._bills.estimate(caller.tenant, {kind: _number(request, kind, "0") for kind in PRICED}))
+
+    def _own(self, table: Any, id: str, caller: Caller) -> Row:
+        row = self._database.find(table, id=id, tenant=caller.tenant)
+        if row is None:
+            raise PeerError("not_found", f"there is no {table.name.removesuffix('s')} {id[:200]!r}.")
+        return row
+
+    def _checkpoint(self, caller: Caller, request: Request) -> Row:
+        """One's own, by `weights/NAME`, `sampler_weights/NAME`, `NAME` or its id."""
+        model, named = request.path_params["model"], request.path_params["checkpoint"]
+        kind, _, name = named.rpartition("/")
+        where: dict[str, Any] = {"model": model, "tenant": caller.tenant}
+        where |= {"id": name} if name.startswith("chk_") else {"name": name, "kind": (kind,) if kind else KINDS}
+        row = self._database.find(checkpoints, **where)
+        if row is None:
+            raise PeerError("not_found", f"the model has no checkpoint {named[:200]!r}.")
+        return row
+
+    def _listing(self, request: Request, **where: Any) -> Response:
+        limit, offset = _page(request)
+        rows = self._database.select(checkpoints, "-created", limit, offset, **where)
+        total = self._database.count(checkpoints, **where)
+        cursor = {"offset": offset, "limit": limit, "total_count": total}
+        return answer({"checkpoints": [_checkpoint(row) for row in rows], "cursor": cursor})
+
+    def _run(self, row: Row) -> dict[str, Any]:
+        newest = {kind: self._database.select(checkpoints, "-created", 1, model=row.id, kind=kind) for kind in KINDS}
+        last, last_sampler = ([_checkpoint(one) for one in rows] for rows in newest.values())
+        return {
+            "training_run_id": row.id,
+            "base_model": row.spec["base"],
+            "model_owner": row.tenant,
+            "is_lora": True,
+            "corrupted": False,
+            "lora_rank": row.spec["rank"],
+            "last_request_time": _time(row.used),
+            "last_checkpoint": last[0] if last else None,
+            "last_sampler_checkpoint": last_sampler[0] if last_sampler else None,
+            "user_metadata": _labels(row.labels),
+        }
+
+
+def _checkpoint(row: Row) -> dict[str, Any]:
+    """Under the names of both SDKs."""
+    path = f"{row.model}/{row.kind}/{row.name}"
+    expires = None if row.expires is None else _time(row.expires)
+    return {
+        "checkpoint_id": f"{row.kind}/{row.name}",
+        "checkpoint_type": CHECKPOINT_TYPES[row.kind],
+        "name": row.name,
+        "time": _time(row.created),
+        "tinker_path": f"tinker://{path}",
+        "logits_path": f"logits://{path}",
+        "size_bytes": row.size,
+        "size": row.size,
+        "public": row.public,
+        "visibility": "public" if row.public else "private",
+        "expires_at": expires,
+        "expired_at": expires,
+        "user_metadata": _labels(row.labels),
+    }
+
+
+def _labels(labels: Mapping[str, Any] | None) -> dict[str, str] | None:
+    return None if labels is None else {name: str(value) for name, value in labels.items()}
+
+
+def _time(seconds: float) -> str:
+    return datetime.fromtimestamp(seconds, UTC).isoformat()
+
+
+def _trains(spec: Mapping[str, Any], layer: str) -> bool:
+    targets: Sequence[str] = spec["targets"]
+    return "all-linear" in targets or layer in targets
+
+
+def _page(request: Request) -> tuple[int, int]:
+    """`limit` and `offset` of a listing."""
+    return min(1000, _number(request, "limit", "100")), _number(request, "offset", "0")
+
+
+def _number(request: Request, name: str, default: str) -> int:
+    text = request.query_params.get(name, default)
+    if not text.isdecimal() or len(text) > 15:
+        raise PeerError("malformed", f"{name} is {text[:64]!r}; a whole number of 15 digits at most is taken.")
+    return int(text)
+
+
+def _packed(directory: Path) -> Path | None:
+    """The tar file of a directory, made once; None: the directory is gone."""
+    path = directory.with_name(directory.name + ".tar")
+    if not directory.is_dir():
+        return None
+    if not path.exists():
+        partial = directory.with_name(f"{directory.name}.{secrets.token_hex(4)}.part")
+        with tarfile.open(partial, "w") as file:
+            for entry in sorted(directory.iterdir()):
+                file.add(entry, arcname=entry.name)
+        partial.replace(path)
+    return path

@@ -1,0 +1,137 @@
+"""The service's HTTP application: which path is which endpoint, and what goes on beside them."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import shutil
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+from starlette.applications import Starlette
+from starlette.routing import Route
+
+from echo2.service.access import Doorkeeper
+from echo2.service.accounts_api import AccountsApi
+from echo2.service.backend import Backend
+from echo2.service.bills import Bills
+from echo2.service.database import Database, checkpoints, requests, sessions
+from echo2.service.dispatch import Dispatcher
+from echo2.service.entrance import BODY_BYTES_MAX, Entrance
+from echo2.service.leftovers import ARRIVING, Leftovers
+from echo2.service.own_adapters import ARCHIVE_BYTES_MAX
+from echo2.service.requests_api import RequestsApi
+from echo2.service.settings import Quotas
+from echo2.service.unserved import UNSERVED, refusing
+from echo2.service.work import Work
+
+log = logging.getLogger(__name__)
+
+#: How often the service looks for what is over; how long a client may be silent; how long answers are kept.
+SWEEP_SECONDS = 10.0
+SILENCE_SECONDS = 1800.0
+ANSWER_SECONDS = 86400.0
+ROOT = "/api/v1/"
+NO_QUOTAS = Quotas()
+
+
+class Front:
+    """The application `app` over a database and a back end. `directory`: where checkpoints lie."""
+
+    def __init__(
+        self,
+        database: Database,
+        backend: Backend,
+        directory: Path,
+        clock: Callable[[], float],
+        quotas: Quotas = NO_QUOTAS,
+    ) -> None:
+        shutil.rmtree(directory / ARRIVING, ignore_errors=True)
+        (directory / ARRIVING).mkdir(parents=True)
+        self.database, self.clock = database, clock
+        self.work = Work(database, backend, directory, clock)
+        self.bills = Bills(database, quotas)
+        self.dispatcher = Dispatcher(database, self.work, self.bills, clock)
+        self.leftovers = Leftovers(database, directory)
+        self.requests = RequestsApi(self.work, self.dispatcher)
+        self.accounts = AccountsApi(self.work, self.dispatcher, self.bills)
+        self.app = Starlette(routes=self._routes(), lifespan=self._lifespan)
+
+    def _routes(self) -> list[Route]:
+        enter, training, accounts = Entrance(Doorkeeper(self.database, self.clock)), self.requests, self.accounts
+        checkpoint = "training_runs/{model}/checkpoints/{checkpoint:path}"
+        posts = {
+            "client/config": enter(accounts.config),
+            "client/dynamic_config": enter(accounts.dynamic_config),
+            "create_session": enter(accounts.create_session),
+            "session_heartbeat": enter(accounts.heartbeat),
+            "sessions/{session}/finish": enter(accounts.finish_session),
+            "telemetry": enter(accounts.telemetry),
+            "create_model": enter(training.create_model, "train"),
+            "get_info": enter(accounts.get_info),
+            "unload_model": enter(accounts.unload_model, "train"),
+            "weights_info": enter(accounts.weights_info),
+            "forward_backward": enter(training.forward_backward, "train", BODY_BYTES_MAX),
+            "forward": enter(training.forward, "train", BODY_BYTES_MAX),
+            "optim_step": enter(training.optim_step, "train"),
+            "save_weights": enter(training.save_weights, "train"),
+            "save_weights_for_sampler": enter(training.save_weights_for_sampler, "train"),
+            "load_weights": enter(training.load_weights, "train"),
+            "create_sampling_session": enter(training.create_sampling_session, "sample"),
+            "asample": enter(training.sample, "sample"),
+            "retrieve_future": enter(training.retrieve_future),
+            "cancel_future": enter(training.cancel_future, "sample"),
+            "adapters": enter(accounts.bring_adapter, "train", ARCHIVE_BYTES_MAX),
+            checkpoint + "/publish": enter(accounts.publish, "train"),
+        }
+        gets = {
+            "get_server_capabilities": enter(accounts.capabilities),
+            "healthz": accounts.health,
+            "samplers/{sampler}": enter(accounts.show_sampler),
+            "sessions": enter(accounts.list_sessions),
+            "sessions/{session}": enter(accounts.show_session),
+            "training_runs": enter(accounts.list_runs),
+            "training_runs/{model}": enter(accounts.show_run),
+            "training_runs/{model}/checkpoints": enter(accounts.list_run_checkpoints),
+            "checkpoints": enter(accounts.list_checkpoints),
+            checkpoint + "/archive": enter(accounts.archive),
+            "archives/{token}": accounts.fetch_archive,
+            "usage": enter(accounts.show_usage),
+            "estimate": enter(accounts.estimate),
+        }
+        routes = [
+            Route(ROOT + path, enter(refusing(words)), methods=[verb]) for (verb, path), words in UNSERVED.items()
+        ]
+        routes += [Route(ROOT + path, endpoint, methods=["POST"]) for path, endpoint in posts.items()]
+        routes += [Route(ROOT + path, endpoint, methods=["GET"]) for path, endpoint in gets.items()]
+        routes.append(Route(f"{ROOT}{checkpoint}/publish", enter(accounts.unpublish, "train"), methods=["DELETE"]))
+        routes.append(Route(f"{ROOT}{checkpoint}/ttl", enter(accounts.set_ttl, "train"), methods=["PUT"]))
+        routes.append(Route(ROOT + checkpoint, enter(accounts.delete_checkpoint, "train"), methods=["DELETE"]))
+        return routes
+
+    @asynccontextmanager
+    async def _lifespan(self, _: Starlette) -> AsyncIterator[None]:
+        self.dispatcher.start()
+        sweeper = asyncio.create_task(self._sweep())
+        yield
+        sweeper.cancel()
+        await asyncio.gather(sweeper, return_exceptions=True)
+        await self.dispatcher.close()
+
+    async def _sweep(self) -> None:
+        while True:
+            await asyncio.sleep(SWEEP_SECONDS)
+            self.sweep()
+
+    def sweep(self) -> None:
+        """End what is over: silent sessions, waits for requests that never came, checkpoints, old answers, files."""
+        now = self.clock()
+        self.dispatcher.expire()
+        for row in self.database.older(sessions, "seen", now - SILENCE_SECONDS, finished=None):
+            self.dispatcher.end_session(row.id, f"Nothing was heard of the session for {SILENCE_SECONDS:g} seconds.")
+        for row in self.database.older(checkpoints, "expires", now):
+            self.database.delete(checkpoints, id=row.id)
+        for row in self.database.older(requests, "ended", now - ANSWER_SECONDS):
+            self.database.delete(requests, id=row.id)
+        self.leftovers.remove(now)

@@ -1,0 +1,237 @@
+"""The JSON bodies of clients, typed. Unknown fields are ignored: each release of an SDK adds some."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated, Any, TypeAlias, TypeVar
+
+import msgspec
+from msgspec import Meta, Struct
+
+from echo2.errors import PeerError
+
+#: Whole numbers that a database of 64 bits holds, and those that an int32 array does.
+Count: TypeAlias = Annotated[int, Meta(ge=0, le=2**53)]
+Token: TypeAlias = Annotated[int, Meta(ge=-(2**31), lt=2**31)]
+#: An id of ours or a path with one in it, and a name that a user chose, which becomes part of such a path.
+Id: TypeAlias = Annotated[str, Meta(max_length=512)]
+Name: TypeAlias = Annotated[str, Meta(pattern=r"^(?!\.+$)[A-Za-z0-9._-]{1,128}$")]
+#: Free data of users: it is stored and given back.
+Labels: TypeAlias = Annotated[dict[str, Any], Meta(max_length=64)]
+
+T = TypeVar("T", bound=Struct)
+
+
+class SessionBody(Struct):
+    """`create_session`."""
+
+    tags: Annotated[list[Annotated[str, Meta(max_length=256)]], Meta(max_length=64)] = []
+    user_metadata: Labels | None = None
+    sdk_version: Annotated[str, Meta(max_length=64)] = ""
+
+
+class SessionIdBody(Struct):
+    """`session_heartbeat`."""
+
+    session_id: Id
+
+
+class LoraBody(Struct):
+    """What an adapter is like."""
+
+    rank: Annotated[int, Meta(ge=1, le=1024)] = 32
+    seed: Annotated[int, Meta(ge=0, le=2**63 - 1)] | None = None
+    train_unembed: bool = True
+    train_mlp: bool = True
+    train_attn: bool = True
+
+
+class ModelBody(Struct):
+    """`create_model`."""
+
+    session_id: Id
+    model_seq_id: Count
+    base_model: Id
+    lora_config: LoraBody | None = None
+    user_metadata: Labels | None = None
+
+
+class ModelIdBody(Struct):
+    """`get_info`, `unload_model`."""
+
+    model_id: Id
+
+
+class TensorBody(Struct):
+    """A tensor as JSON. Sparse: rows are compressed."""
+
+    data: list[float]
+    dtype: str = "float32"
+    shape: list[Count] | None = None
+    sparse_crow_indices: list[Count] | None = None
+    sparse_col_indices: list[Count] | None = None
+
+
+class ChunkBody(Struct):
+    """A part of a prompt; only text is taken."""
+
+    tokens: list[Token] | None = None
+    type: str = "encoded_text"
+
+
+class PromptBody(Struct):
+    """A prompt in parts."""
+
+    chunks: list[ChunkBody]
+
+
+class DatumBody(Struct):
+    """What is trained on."""
+
+    model_input: PromptBody
+    loss_fn_inputs: dict[str, TensorBody]
+
+
+class LossBody(Struct):
+    """Data and their loss."""
+
+    data: list[DatumBody]
+    loss_fn: Annotated[str, Meta(max_length=64)]
+    loss_fn_config: dict[str, float | str] | None = None
+
+
+class TrainBody(Struct):
+    """`forward_backward` and `forward` of the SDKs that send JSON."""
+
+    model_id: Id
+    seq_id: Count | None = None
+    forward_backward_input: LossBody | None = None
+    forward_input: LossBody | None = None
+
+
+class AdamBody(Struct):
+    """AdamW's settings."""
+
+    learning_rate: float = 1e-4
+    beta1: float = 0.9
+    beta2: float = 0.95
+    eps: float = 1e-12
+    weight_decay: float = 0.0
+    grad_clip_norm: float = 0.0
+
+
+class OptimBody(Struct):
+    """`optim_step`."""
+
+    model_id: Id
+    adam_params: AdamBody
+    seq_id: Count | None = None
+
+
+class SaveBody(Struct):
+    """`save_weights` and `save_weights_for_sampler`. Without `path` the latter makes a sampler."""
+
+    model_id: Id
+    path: Name | None = None
+    seq_id: Count | None = None
+    ttl_seconds: Annotated[int, Meta(ge=1, le=10**9)] | None = None
+    overwrite: bool = False
+    user_metadata: Labels | None = None
+    sampling_session_seq_id: Count | None = None
+    kind: str = "snapshot"
+
+
+class LoadBody(Struct):
+    """`load_weights`, into a model or, with `session_id`, into a new one."""
+
+    path: Id
+    optimizer: bool = False
+    model_id: Id | None = None
+    seq_id: Count | None = None
+    session_id: Id | None = None
+    model_seq_id: Count | None = None
+    user_metadata: Labels | None = None
+
+
+class SamplerBody(Struct):
+    """`create_sampling_session`."""
+
+    session_id: Id
+    sampling_session_seq_id: Count
+    base_model: Id | None = None
+    model_path: Id | None = None
+
+
+class SamplingBody(Struct):
+    """How to sample. `stop` null: at the model's own end; an empty list: nowhere."""
+
+    max_tokens: Annotated[int, Meta(ge=1, lt=2**31)] | None = None
+    seed: int | None = None
+    stop: str | list[str | int] | None = None
+    temperature: Annotated[float, Meta(ge=0.0, le=100.0)] = 1.0
+    top_k: Annotated[int, Meta(ge=-1, lt=2**31)] = -1
+    top_p: Annotated[float, Meta(gt=0.0, le=1.0)] = 1.0
+
+
+class SampleBody(Struct):
+    """`asample`."""
+
+    prompt: PromptBody
+    sampling_params: SamplingBody = msgspec.field(default_factory=SamplingBody)
+    num_samples: Annotated[int, Meta(ge=1, le=1024)] = 1
+    sampling_session_id: Id | None = None
+    seq_id: Count | None = None
+    base_model: Id | None = None
+    model_path: Id | None = None
+    prompt_logprobs: bool | None = None
+    topk_prompt_logprobs: Annotated[int, Meta(ge=0, le=64)] = 0
+    topk_sample_logprobs: int = 0
+    prompt_logprobs_last_n: Count | None = None
+    prompt_alt_tokens_k: int = 0
+    target_prompt_logprobs: Any = None
+
+
+class AdapterBody(Struct):
+    """`adapters`: over which base model a client's own adapter is, and what it shall be called."""
+
+    base_model: Id
+    name: Name
+
+
+class FutureBody(Struct):
+    """`retrieve_future`, `cancel_future`."""
+
+    request_id: Id
+    allow_metadata_only: bool = False
+
+
+class TtlBody(Struct):
+    """The time that a checkpoint is kept; null: for ever."""
+
+    ttl_seconds: Annotated[int, Meta(ge=1, le=10**9)] | None = None
+
+
+def parse(kind: type[T], body: bytes) -> T:
+    """A typed body.
+
+    Raises:
+        PeerError: it is not JSON of that type.
+    """
+    try:
+        return msgspec.json.decode(body, type=kind)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, OverflowError) as error:
+        raise PeerError("malformed", str(error) or type(error).__name__) from error
+
+
+def prompt_tokens(prompt: PromptBody) -> Sequence[int]:
+    """The tokens of all parts.
+
+    Raises:
+        PeerError: a part is no text.
+    """
+    tokens: list[int] = []
+    for chunk in prompt.chunks:
+        if chunk.tokens is None:
+            raise PeerError("unsupported", f"a prompt's part is {chunk.type!r}; only text is taken.")
+        tokens += chunk.tokens
+    return tokens

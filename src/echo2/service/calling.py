@@ -1,0 +1,156 @@
+"""A process that answers calls, as who calls it sees it: started, started again when it dies, and asked again what it
+had not answered.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import sys
+from asyncio.subprocess import PIPE, Process
+from dataclasses import dataclass
+from pathlib import Path
+
+from echo2.errors import InvariantError, UserError
+from echo2.sandbox.pipes import HEADER, child_environment, ending
+from echo2.service.frames import ANSWERS, Answer, Call, CancelCall, Request, frame, frame_length
+
+log = logging.getLogger(__name__)
+
+#: Deaths of the process under one call after which it is the call that kills it; starts that came to nothing.
+MOST_DEATHS = 8
+#: Between two starts of a process that dies at once; doubled from the first to the second.
+RESTART_SECONDS = (0.1, 10.0)
+LOG_BYTES = 10 << 20
+
+
+@dataclass(slots=True)
+class _Pending:
+    """A call that has no answer yet. `deaths`: of the process while it was worked on."""
+
+    frame: bytes
+    answered: asyncio.Future[Answer]
+    has_begun: bool = False
+    deaths: int = 0
+
+
+class AnsweringProcess:
+    """`python -m MODULE SETTINGS`, which answers calls by stdin and stdout, and writes its log to a file. For one event
+    loop.
+    """
+
+    def __init__(self, module: str, settings: str, log_path: Path) -> None:
+        self._command = (sys.executable, "-m", module, settings)
+        self._name, self._log_path = module.split(".")[-2], log_path
+        self._numbers, self._pending = itertools.count(1), dict[int, _Pending]()
+        self._process: Process | None = None
+        self._is_closing = False
+        self._running: asyncio.Task[None] | None = None
+
+    @property
+    def process_id(self) -> int | None:
+        """Of the process that runs now."""
+        return None if self._process is None else self._process.pid
+
+    async def call(self, call: Call) -> Answer:
+        """The answer, however often the process has to be started for it. Cancelled: nobody waits for it any more.
+
+        Raises:
+            UserError: the tenant's mistake, in the process's words.
+            InvariantError: a bug of ours, or the process dies of this call.
+        """
+        if self._running is None:
+            self._running = asyncio.create_task(self._run())
+        number = next(self._numbers)
+        pending = _Pending(frame(Request(number, call)), asyncio.get_running_loop().create_future())
+        self._pending[number] = pending
+        try:
+            await self._send(pending.frame)
+            answer = await pending.answered
+        finally:
+            del self._pending[number]
+            if pending.answered.cancelled():
+                await self._send(frame(Request(number, CancelCall(number))))
+        if answer.fault:
+            raise (InvariantError if answer.is_ours else UserError)(answer.fault)
+        return answer
+
+    async def close(self) -> None:
+        """End the process; calls under way are cancelled."""
+        self._is_closing = True
+        if self._running is not None:
+            if self._process is not None and self._process.returncode is None:
+                self._process.kill()
+            else:
+                self._running.cancel()
+            await asyncio.gather(self._running, return_exceptions=True)
+        for pending in self._pending.values():
+            pending.answered.cancel()
+
+    async def _send(self, data: bytes) -> None:
+        """To the process, if it runs: what is pending is sent to the next one."""
+        process = self._process
+        if process is not None and process.stdin is not None and not process.stdin.is_closing():
+            process.stdin.write(data)
+            try:
+                await process.stdin.drain()
+            except ConnectionError:
+                pass  # it died
+
+    async def _run(self) -> None:
+        pause, longest = RESTART_SECONDS
+        fruitless = 0  # starts after which it ended by itself and had answered nothing
+        while True:
+            with self._log_path.open("ab") as log_file:
+                if log_file.tell() > LOG_BYTES:
+                    log_file.truncate(0)
+                process = await asyncio.create_subprocess_exec(
+                    *self._command, stdin=PIPE, stdout=PIPE, stderr=log_file, env=child_environment()
+                )
+            for pending in self._pending.values():
+                assert process.stdin is not None
+                process.stdin.write(pending.frame)
+            self._process = process
+            num_answers = await self._read_answers(process)
+            status = await process.wait()
+            self._process = None
+            if self._is_closing:
+                return
+            log.warning("the %s %s; it is started again", self._name, ending(status))
+            self._count_deaths()
+            fruitless = fruitless + 1 if status > 0 and not num_answers else 0
+            if fruitless >= MOST_DEATHS:
+                self._fail(f"The {self._name} process does not start: see {self._log_path}.")
+            pause = RESTART_SECONDS[0] if num_answers else min(2 * pause, longest)
+            await asyncio.sleep(pause)
+
+    async def _read_answers(self, process: Process) -> int:
+        assert process.stdout is not None
+        for number in itertools.count():
+            try:
+                header = await process.stdout.readexactly(HEADER.size)
+                answer = ANSWERS.decode(await process.stdout.readexactly(frame_length(header)))
+            except (asyncio.IncompleteReadError, ConnectionError):
+                return number
+            pending = self._pending.get(answer.number)
+            if pending is None or pending.answered.done():
+                continue
+            if answer.has_begun:
+                pending.has_begun = True
+            else:
+                pending.answered.set_result(answer)
+        raise AssertionError
+
+    def _fail(self, words: str) -> None:
+        for pending in self._pending.values():
+            if not pending.answered.done():
+                pending.answered.set_result(Answer(fault=words, is_ours=True))
+
+    def _count_deaths(self) -> None:
+        for pending in self._pending.values():
+            pending.deaths += pending.has_begun
+            pending.has_begun = False
+            if pending.deaths >= MOST_DEATHS and not pending.answered.done():
+                words = f"The {self._name} process died {pending.deaths} times while it worked on this: see its log."
+                pending.answered.set_result(Answer(fault=words, is_ours=True))

@@ -1,0 +1,327 @@
+"""Training data of clients, of both wires, as what the back end takes; and what it answers, as bytes.
+
+Sizes are checked before anything is made of them: a shape of a sparse tensor can name more than memory holds.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from array import array
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import numpy as np
+from google.protobuf.message import DecodeError
+from numpy.typing import NDArray
+
+from echo2.errors import PeerError, UserError
+from echo2.service import tinker_pb2 as pb
+from echo2.service.backend import ClientDatum, Floats, SampleOutput, TrainOutput
+from echo2.service.bodies import DatumBody, LossBody, TensorBody, TrainBody, parse, prompt_tokens
+
+#: Numbers of one tensor, of all sparse tensors of a request when they are written out, and data of one request.
+TENSOR_NUMBERS_MAX = 1 << 22
+SPARSE_NUMBERS_MAX = 1 << 24
+DATA_MAX = 8192
+
+DTYPES: Mapping[int, str] = {
+    pb.DTYPE_FLOAT32: "<f4",
+    pb.DTYPE_INT64: "<i8",
+    pb.DTYPE_INT32: "<i4",
+    pb.DTYPE_BFLOAT16: "<u2",
+}
+JSON_DTYPES = {"float32": "<f4", "int64": "<i8"}
+#: What a datum may hold beside its tokens.
+INPUTS = frozenset({"target_tokens", "weights", "advantages", "logprobs", "mask", "sequence_ratio_mask"})
+Array: TypeAlias = NDArray[Any]
+
+
+@dataclass(frozen=True, slots=True)
+class TrainWork:
+    """A `forward_backward` as it came: what it names, and its data or what is wrong with them."""
+
+    model: str
+    seq: int | None
+    data: Sequence[ClientDatum]
+    widths: Sequence[int]
+    loss: str
+    params: Mapping[str, float]
+    forward_only: bool
+    error: str = ""
+
+
+def read_protobuf(body: bytes) -> tuple[TrainWork, bytes]:
+    """The work, and the bytes that are the same for the same work.
+
+    Raises:
+        PeerError: it is no such message.
+    """
+    message = pb.ForwardBackwardRequest()
+    try:
+        message.ParseFromString(body)
+    except DecodeError as error:
+        raise PeerError("malformed", f"not a ForwardBackwardRequest: {error}") from error
+    data: list[tuple[ClientDatum, int]] = []
+    error_text = ""
+    try:
+        params = _params(message)
+        _check_count(len(message.data))
+        tensors = [tensor for datum in message.data for tensor in datum.loss_fn_inputs.values()]
+        _check_sparse(tensor.shape for tensor in tensors if tensor.HasField("sparse_csr"))
+        for index, datum in enumerate(message.data):
+            data.append(_named(index, _protobuf_datum, datum))
+    except UserError as error:
+        params, error_text = {}, str(error)
+    work = TrainWork(
+        message.model_id,
+        message.seq_id or None,
+        [datum for datum, _ in data],
+        [width for _, width in data],
+        message.loss_fn,
+        params,
+        message.forward_only,
+        error_text,
+    )
+    return work, message.SerializeToString(deterministic=True)
+
+
+def _params(message: pb.ForwardBackwardRequest) -> dict[str, float]:
+    texts = [name for name, value in message.loss_fn_config_v2.items() if value.HasField("text")]
+    if texts:
+        raise UserError(f"loss_fn_config has a text at {texts[0]!r}; the losses here take numbers.")
+    numbers = {name: value.number for name, value in message.loss_fn_config_v2.items()}
+    return numbers or dict(message.loss_fn_config)
+
+
+def read_json(body: bytes, forward_only: bool) -> TrainWork:
+    """The work of an SDK that sends JSON.
+
+    Raises:
+        PeerError: it is no such body.
+    """
+    parsed = parse(TrainBody, body)
+    given = parsed.forward_input if forward_only else parsed.forward_backward_input
+    if given is None:
+        raise PeerError("malformed", "forward_input or forward_backward_input is missing")
+    try:
+        data, params = _json_data(given)
+        error = ""
+    except UserError as problem:
+        data, params, error = [], {}, str(problem)
+    rows, widths = [datum for datum, _ in data], [width for _, width in data]
+    return TrainWork(parsed.model_id, parsed.seq_id, rows, widths, given.loss_fn, params, forward_only, error)
+
+
+def _json_data(given: LossBody) -> tuple[list[tuple[ClientDatum, int]], dict[str, float]]:
+    config = given.loss_fn_config or {}
+    params = {name: value for name, value in config.items() if not isinstance(value, str)}
+    if len(params) < len(config):
+        raise UserError("loss_fn_config holds a text; the losses here take numbers.")
+    _check_count(len(given.data))
+    tensors = [tensor for datum in given.data for tensor in datum.loss_fn_inputs.values()]
+    _check_sparse(tensor.shape or () for tensor in tensors if tensor.sparse_crow_indices is not None)
+    data = []
+    for index, datum in enumerate(given.data):
+        data.append(_named(index, _json_datum, datum))
+    return data, params
+
+
+def _json_datum(datum: DatumBody) -> tuple[ClientDatum, int]:
+    tokens = np.asarray(prompt_tokens(datum.model_input), dtype="<i4")
+    return _datum(tokens, {name: _json_tensor(tensor) for name, tensor in datum.loss_fn_inputs.items()})
+
+
+def _check_sparse(shapes: Iterable[Sequence[int]]) -> None:
+    """What little bytes may become."""
+    count = sum(math.prod(shape) for shape in shapes)
+    if count > SPARSE_NUMBERS_MAX:
+        raise UserError(f"The sparse tensors of a request stand for {count} numbers; {SPARSE_NUMBERS_MAX} are taken.")
+
+
+def _check_count(count: int) -> None:
+    if not 1 <= count <= DATA_MAX:
+        raise UserError(f"A request has {count} data; from 1 to {DATA_MAX} are taken.")
+
+
+def _named(index: int, read: Any, given: Any) -> Any:
+    """What `read` makes of it; its errors say which datum."""
+    try:
+        return read(given)
+    except (UserError, ValueError, OverflowError) as error:
+        raise UserError(f"datum {index}: {error}") from error
+
+
+def _protobuf_datum(datum: pb.Datum) -> tuple[ClientDatum, int]:
+    parts = []
+    for chunk in datum.model_input:
+        if not chunk.HasField("encoded_text"):
+            raise UserError("a part of model_input is not text; only text is taken.")
+        parts.append(np.frombuffer(chunk.encoded_text.tokens, dtype="<i4"))
+    tokens = np.concatenate(parts) if parts else np.empty(0, dtype="<i4")
+    return _datum(tokens, {name: _protobuf_tensor(tensor) for name, tensor in datum.loss_fn_inputs.items()})
+
+
+def _protobuf_tensor(tensor: pb.Tensor) -> Array:
+    dtype = DTYPES.get(tensor.dtype)
+    if dtype is None:
+        raise UserError(f"a tensor has the dtype {tensor.dtype}, which there is not.")
+    shape = list(tensor.shape)
+    is_sparse = tensor.HasField("sparse_csr")
+    values = np.frombuffer(tensor.sparse_csr.values if is_sparse else tensor.dense, dtype=dtype)
+    if tensor.dtype == pb.DTYPE_BFLOAT16:
+        values = (values.astype(np.uint32) << 16).view(np.float32)
+    if not is_sparse:
+        return _shaped(values, shape)
+    crow = np.frombuffer(tensor.sparse_csr.crow_indices, dtype="<i8")
+    col = np.frombuffer(tensor.sparse_csr.col_indices, dtype="<i8")
+    return _dense(values, crow, col, shape)
+
+
+def _json_tensor(tensor: TensorBody) -> Array:
+    dtype = JSON_DTYPES.get(tensor.dtype)
+    if dtype is None:
+        raise UserError(f"a tensor has the dtype {tensor.dtype!r}; there are float32 and int64.")
+    values = np.asarray(tensor.data, dtype=np.float64).astype(dtype)
+    if tensor.sparse_crow_indices is None:
+        return _shaped(values, tensor.shape)
+    crow = np.asarray(tensor.sparse_crow_indices, dtype=np.int64)
+    col = np.asarray(tensor.sparse_col_indices or [], dtype=np.int64)
+    return _dense(values, crow, col, tensor.shape or [])
+
+
+def _shaped(values: Array, shape: Sequence[int] | None) -> Array:
+    if not shape:
+        return values
+    if any(size < 0 or size > TENSOR_NUMBERS_MAX for size in shape) or int(np.prod(shape, dtype=object)) != values.size:
+        raise UserError(f"a tensor of shape {list(shape)[:4]} has {values.size} numbers.")
+    return values.reshape(shape)
+
+
+def _dense(values: Array, crow: Array, col: Array, shape: Sequence[int]) -> Array:
+    """A sparse tensor, its rows compressed, with zeros where it has nothing."""
+    if len(shape) != 2 or min(shape) < 0 or max(shape) > TENSOR_NUMBERS_MAX or shape[0] * shape[1] > TENSOR_NUMBERS_MAX:
+        raise UserError(f"a sparse tensor has the shape {list(shape)[:4]}; two sizes are taken, their product bounded.")
+    rows, columns = shape
+    counts = np.diff(crow)
+    is_sound = len(crow) == rows + 1 and len(col) == len(values) and crow[0] == 0 and crow[-1] == len(values)
+    if not is_sound or (counts < 0).any() or (len(col) and not (col.min() >= 0 and col.max() < columns)):
+        raise UserError("a sparse tensor's indices do not fit its shape.")
+    dense = np.zeros(shape, dtype=values.dtype)
+    dense[np.repeat(np.arange(rows), counts), col] = values
+    return dense
+
+
+def _datum(tokens: Array, inputs: Mapping[str, Array]) -> tuple[ClientDatum, int]:
+    """The datum, and the width of its targets: 0 where they are one row."""
+    unknown = sorted(inputs.keys() - INPUTS)
+    if unknown:
+        raise UserError(f"loss_fn_inputs has {unknown[0]!r}; known: {', '.join(sorted(INPUTS))}.")
+    targets = inputs.get("target_tokens")
+    if targets is None:
+        raise UserError("loss_fn_inputs lacks target_tokens.")
+    if targets.ndim not in (1, 2) or len(targets) != len(tokens) or not targets.size:
+        raise UserError(f"target_tokens has the shape {list(targets.shape)}; the input has {len(tokens)} tokens.")
+    floats = {name: _floats(name, inputs[name], targets) for name in inputs if name != "target_tokens"}
+    low, high = int(targets.min()), int(targets.max())
+    if low < 0 or high >= 2**31:
+        raise UserError(f"target_tokens has {low if low < 0 else high}, which is no token.")
+    masks = [floats[name] for name in ("mask", "sequence_ratio_mask") if name in floats]
+    weights = floats.get("weights", masks[0] if masks else None)
+    datum = ClientDatum(
+        array("i", tokens.astype("<i4").tobytes()),
+        array("i", targets.astype("<i4").tobytes()),
+        None if weights is None else array("d", weights.astype("<f8").tobytes()),
+        array("d", floats["advantages"].astype("<f8").tobytes()) if "advantages" in floats else None,
+        array("f", floats["logprobs"].astype("<f4").tobytes()) if "logprobs" in floats else None,
+    )
+    return datum, targets.shape[1] if targets.ndim == 2 else 0
+
+
+def _floats(name: str, values: Array, targets: Array) -> Array:
+    if values.size != targets.size:
+        raise UserError(f"{name} has {values.size} numbers, target_tokens {targets.size}.")
+    if not np.isfinite(values).all():
+        raise UserError(f"{name} holds a number that is not finite.")
+    return values
+
+
+def train_answer(output: TrainOutput, widths: Sequence[int]) -> bytes:
+    """`ForwardBackwardOutput`: data of one width are one record."""
+    message = pb.ForwardBackwardOutput(loss_fn_output_type="ArrayRecord", metrics=output.metrics)
+    begin = 0
+    for end in range(1, len(widths) + 1):
+        if end == len(widths) or widths[end] != widths[begin]:
+            record = message.loss_fn_outputs.add(type_tag="ArrayRecord", num_datums=end - begin)
+            record.fields["logprobs"].CopyFrom(_batched(output.logprobs[begin:end], widths[begin]))
+            begin = end
+    return message.SerializeToString()
+
+
+def _batched(rows: Sequence[Floats], width: int) -> pb.BatchedTensor:
+    offsets = np.cumsum([0, *(len(row) * row.itemsize for row in rows)], dtype="<i8")
+    data = b"".join(row.tobytes() for row in rows)
+    shape = [width] if width else []
+    return pb.BatchedTensor(data=data, offsets=offsets.tobytes(), dtype=pb.DTYPE_FLOAT32, trailing_shape=shape)
+
+
+def sample_answer(output: SampleOutput, top_k: int, last_n: int | None) -> bytes:
+    """`SampleResponse`. `last_n`: how many of the prompt's logprobs are wanted."""
+    message = pb.SampleResponse()
+    for sequence in output.sequences:
+        reason = pb.STOP_REASON_STOP if sequence.finish == "stop" else pb.STOP_REASON_LENGTH
+        message.sequences.add(
+            stop_reason=reason, tokens=sequence.tokens.tobytes(), logprobs=sequence.logprobs.tobytes()
+        )
+    if len(output.prompt_logprobs):
+        logprobs = np.frombuffer(output.prompt_logprobs, dtype="<f4").copy()
+        logprobs[: len(logprobs) - last_n if last_n is not None else 0] = np.nan
+        message.prompt_logprobs = logprobs.tobytes()
+    if top_k and len(output.top_prompt_tokens):
+        tokens = np.frombuffer(output.top_prompt_tokens, dtype="<i4").reshape(-1, top_k).copy()
+        likely = np.frombuffer(output.top_prompt_logprobs, dtype="<f4").reshape(-1, top_k).copy()
+        empty = tokens < 0  # the wire's own sign for nothing
+        tokens[empty], likely[empty] = 0, -99999.0
+        message.topk_prompt_logprobs.CopyFrom(
+            pb.TopkLogprobs(token_ids=tokens.tobytes(), logprobs=likely.tobytes(), k=top_k, length=len(tokens))
+        )
+    return message.SerializeToString()
+
+
+def answer_as_json(kind: str, answer: bytes) -> dict[str, Any]:
+    """The same answer for a client that takes JSON alone."""
+    if kind == "sample":
+        return _sample_as_json(pb.SampleResponse.FromString(answer))
+    message = pb.ForwardBackwardOutput.FromString(answer)
+    outputs: list[dict[str, Any]] = []
+    for record in message.loss_fn_outputs:
+        batch = record.fields["logprobs"]
+        offsets = np.frombuffer(batch.offsets, dtype="<i8") // 4
+        flat, width = np.frombuffer(batch.data, dtype="<f4"), list(batch.trailing_shape)
+        for begin, end in itertools.pairwise(offsets):
+            shape = [int(end - begin) // (width[0] if width else 1), *width]
+            outputs.append({"logprobs": {"data": flat[begin:end].tolist(), "dtype": "float32", "shape": shape}})
+    return {"loss_fn_output_type": "ArrayRecord", "loss_fn_outputs": outputs, "metrics": dict(message.metrics)}
+
+
+def _sample_as_json(message: pb.SampleResponse) -> dict[str, Any]:
+    names = {pb.STOP_REASON_STOP: "stop", pb.STOP_REASON_LENGTH: "length"}
+    sequences = [
+        {
+            "tokens": np.frombuffer(sequence.tokens, dtype="<i4").tolist(),
+            "logprobs": np.frombuffer(sequence.logprobs, dtype="<f4").tolist(),
+            "stop_reason": names[sequence.stop_reason],
+        }
+        for sequence in message.sequences
+    ]
+    logprobs = np.frombuffer(message.prompt_logprobs, dtype="<f4")
+    top = message.topk_prompt_logprobs
+    tokens = np.frombuffer(top.token_ids, dtype="<i4").reshape(-1, max(1, top.k))
+    likely = np.frombuffer(top.logprobs, dtype="<f4").reshape(-1, max(1, top.k))
+    rows = [
+        [[int(t), float(x)] for t, x in zip(*row, strict=True) if x > -99999.0] or None
+        for row in zip(tokens, likely, strict=True)
+    ]
+    wanted = [None if np.isnan(x) else float(x) for x in logprobs] if len(logprobs) else None
+    return {"sequences": sequences, "prompt_logprobs": wanted, "topk_prompt_logprobs": rows or None}

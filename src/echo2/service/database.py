@@ -1,0 +1,234 @@
+"""What the service remembers, in SQLite or any database that SQLAlchemy speaks to: eight tables, no bytes of weights.
+
+A request is stored before it is acknowledged. Every row has its tenant, and every look-up for a client names it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, TypeAlias
+
+import sqlalchemy as sql
+from sqlalchemy import (
+    JSON,
+    BigInteger,
+    Boolean,
+    Column,
+    Float,
+    Index,
+    Integer,
+    LargeBinary,
+    MetaData,
+    String,
+    Table,
+    Text,
+)
+
+from echo2.errors import UserError
+
+Row: TypeAlias = sql.Row[Any]
+
+metadata = MetaData()
+#: Of 64 bits everywhere. SQLite's are, and it counts up only what it calls INTEGER.
+Number = BigInteger().with_variant(Integer, "sqlite")
+
+keys = Table(
+    "keys",
+    metadata,
+    Column("id", String, primary_key=True),
+    Column("digest", String, unique=True, nullable=False),  # SHA-256 of the key, which is 32 random bytes
+    Column("tenant", String, nullable=False),
+    Column("scopes", JSON, nullable=False),
+    Column("per_minute", Number, nullable=False),
+    Column("created", Float, nullable=False),
+    Column("expires", Float),
+    Column("revoked", Float),
+)
+sessions = Table(
+    "sessions",
+    metadata,
+    Column("id", String, primary_key=True),
+    Column("tenant", String, nullable=False),
+    Column("created", Float, nullable=False),
+    Column("seen", Float, nullable=False),
+    Column("finished", Float),
+    Column("labels", JSON),
+)
+models = Table(
+    "models",
+    metadata,
+    Column("id", String, primary_key=True),
+    Column("session", String, nullable=False),
+    Column("tenant", String, nullable=False),
+    Column("spec", JSON, nullable=False),
+    Column("created", Float, nullable=False),
+    Column("used", Float, nullable=False),
+    Column("next_number", Number, nullable=False),  # of the client
+    Column("next_operation", Number, nullable=False),  # of the back end
+    Column("inflight", String),  # the directory that its inflight samplers read
+    Column("labels", JSON),
+)
+requests = Table(
+    "requests",
+    metadata,
+    Column("arrival", Number, primary_key=True, autoincrement=True),
+    Column("id", String, unique=True, nullable=False),
+    Column("tenant", String, nullable=False),
+    Column("session", String, nullable=False),
+    Column("target", String, nullable=False),  # a model or a sampler
+    Column("kind", String, nullable=False),
+    Column("number", Number),
+    Column("digest", String, nullable=False),
+    Column("body", LargeBinary),
+    Column("operation", Number),
+    Column("state", String, nullable=False),  # held | queued | done | failed
+    Column("answer", LargeBinary),
+    Column("error", Text),
+    Column("category", String),
+    Column("created", Float, nullable=False),
+    Column("ended", Float),
+    Index("requests_again", "target", "number", "kind", "digest"),
+    Index("requests_open", "state"),
+)
+samplers = Table(
+    "samplers",
+    metadata,
+    Column("id", String, primary_key=True),
+    Column("session", String, nullable=False),
+    Column("tenant", String, nullable=False),
+    Column("base", String, nullable=False),
+    Column("model", String),  # of an inflight sampler
+    Column("path", String),
+    Column("directory", String),
+)
+checkpoints = Table(
+    "checkpoints",
+    metadata,
+    Column("id", String, primary_key=True),
+    Column("model", String, nullable=False),
+    Column("tenant", String, nullable=False),
+    Column("kind", String, nullable=False),  # weights | sampler_weights
+    Column("name", String, nullable=False),
+    Column("directory", String, nullable=False),
+    Column("spec", JSON, nullable=False),
+    Column("created", Float, nullable=False),
+    Column("size", Number, nullable=False),
+    Column("expires", Float),
+    Column("public", Boolean, nullable=False),
+    Column("labels", JSON),
+    Index("checkpoints_name", "model", "kind", "name", unique=True),
+)
+bills = Table(
+    "bills",
+    metadata,
+    Column("tenant", String, primary_key=True),
+    Column("kind", String, primary_key=True),
+    Column("requests", Number, nullable=False),
+    Column("tokens", Number, nullable=False),
+    Column("usd", Float, nullable=False),
+)
+
+
+class Database:
+    """Short statements, and transactions of several. For one thread."""
+
+    def __init__(self, url: str) -> None:
+        """`url`: as SQLAlchemy reads it, `sqlite:///FILE` or `postgresql+psycopg://...`.
+
+        Raises:
+            UserError: there is no such database.
+        """
+        try:
+            self._engine = sql.create_engine(url, pool_pre_ping=True)  # a server may have been started again
+            if self._engine.dialect.name == "sqlite":
+                sql.event.listen(self._engine, "connect", _prepare_sqlite)
+            metadata.create_all(self._engine)
+        except (sql.exc.SQLAlchemyError, ImportError) as error:
+            raise UserError(f"The database {url!r} cannot be opened: {error}") from error
+        self._open: sql.Connection | None = None
+
+    @contextmanager
+    def transaction(self) -> Iterator[sql.Connection]:
+        """All statements within, or none. Within another one it is part of it.
+
+        Raises:
+            UserError: a value that this kind of database does not take, such as text with a NUL.
+        """
+        if self._open is not None:
+            yield self._open
+            return
+        try:
+            with self._engine.begin() as self._open:
+                yield self._open
+        except sql.exc.DataError as error:
+            raise UserError(f"A value cannot be stored: {error.orig}") from error
+        finally:
+            self._open = None
+
+    def find(self, table: Table, **where: Any) -> Row | None:
+        """The row that has these values; None: there is none."""
+        rows = self.select(table, limit=1, **where)
+        return rows[0] if rows else None
+
+    def select(
+        self,
+        table: Table,
+        order: str = "",
+        limit: int = 1_000_000,
+        offset: int = 0,
+        columns: Sequence[str] = (),
+        **where: Any,
+    ) -> list[Row]:
+        """Rows that have these values. `order`: a column, "-" before it: backwards. `columns`: empty: all."""
+        wanted = [table.c[name] for name in columns] or table.c
+        query = sql.select(*wanted).where(*_conditions(table, where)).limit(limit).offset(offset)
+        if order:
+            column = table.c[order.removeprefix("-")]
+            query = query.order_by(column.desc() if order.startswith("-") else column)
+        with self.transaction() as connection:
+            return list(connection.execute(query))
+
+    def count(self, table: Table, **where: Any) -> int:
+        """How many rows have these values."""
+        query = sql.select(sql.func.count()).select_from(table).where(*_conditions(table, where))
+        with self.transaction() as connection:
+            return int(connection.execute(query).scalar_one())
+
+    def older(self, table: Table, column: str, than: float, limit: int = 1000, **where: Any) -> list[Row]:
+        """Rows with these values and a time before this one."""
+        query = sql.select(table).where(table.c[column] < than, *_conditions(table, where)).limit(limit)
+        with self.transaction() as connection:
+            return list(connection.execute(query))
+
+    def insert(self, table: Table, **values: Any) -> None:
+        """A new row."""
+        with self.transaction() as connection:
+            connection.execute(sql.insert(table).values(**values))
+
+    def update(self, table: Table, where: dict[str, Any], **values: Any) -> int:
+        """Change rows; how many there were."""
+        with self.transaction() as connection:
+            done = connection.execute(sql.update(table).where(*_conditions(table, where)).values(**values))
+            return done.rowcount
+
+    def delete(self, table: Table, **where: Any) -> int:
+        """Remove rows; how many there were."""
+        with self.transaction() as connection:
+            return connection.execute(sql.delete(table).where(*_conditions(table, where))).rowcount
+
+    def close(self) -> None:
+        """Close all connections."""
+        self._engine.dispose()
+
+
+def _conditions(table: Table, where: dict[str, Any]) -> list[sql.ColumnElement[bool]]:
+    return [
+        table.c[name].in_(value) if isinstance(value, tuple) else table.c[name] == value
+        for name, value in where.items()
+    ]
+
+
+def _prepare_sqlite(connection: Any, _: object) -> None:
+    for pragma in ("journal_mode=WAL", "synchronous=NORMAL", "busy_timeout=10000"):
+        connection.execute(f"PRAGMA {pragma}")

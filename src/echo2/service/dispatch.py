@@ -1,0 +1,256 @@
+"""Requests from their acknowledgement to their answer: stored, ordered, carried out, waited for.
+
+A request is `held` while one before it is missing, `queued` from when its turn is fixed, then `done` or `failed`. What
+is open when the process dies is taken up by the next one, in the same order and under the same numbers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+from collections import deque
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+from echo2.control.service.order import HELD_MAX, ModelOrder, Released
+from echo2.control.service.turns import Turns
+from echo2.errors import InvariantError, PeerError, UserError
+from echo2.service.access import Caller
+from echo2.service.bills import Bills
+from echo2.service.database import Database, Row, models, requests, sessions
+from echo2.service.work import Work
+
+log = logging.getLogger(__name__)
+
+OPEN = ("held", "queued")
+#: Operations of a model that the back end has at once, samples that it has at once, and open requests of a tenant.
+OPERATIONS_MAX = 16
+SAMPLES_MAX = 512
+OPEN_MAX = 8192
+
+
+class Dispatcher:
+    """Everything that is between an acknowledged request and its answer. For one event loop."""
+
+    def __init__(self, database: Database, work: Work, bills: Bills, clock: Callable[[], float]) -> None:
+        self._database, self._work, self._bills, self._clock = database, work, bills, clock
+        self._orders: dict[str, ModelOrder] = {}
+        self._queues: dict[str, asyncio.Queue[str]] = {}
+        self._samples: dict[str, deque[str]] = {}
+        self._turns = Turns()
+        self._num_sampling = 0
+        self._num_open: dict[str, int] = {}
+        self._ended: dict[str, asyncio.Event] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def start(self) -> None:
+        """Take up what a former process left."""
+        rows = self._database.select(requests, order="arrival", state=OPEN)
+        for row in sorted(rows, key=lambda row: (row.state == "held", row.operation or 0)):
+            self._count(row.tenant, 1)
+            if row.kind == "sample":
+                self._add_sample(row.tenant, row.id)
+            elif row.state == "queued":
+                self._run_next(row)
+            else:
+                self._release(row.target, self._order(row.target).arrive(row.id, row.number, self._clock()))
+        self._start_samples()
+
+    def submit(
+        self, caller: Caller, session: str, target: str, kind: str, number: int | None, digest: str, body: bytes
+    ) -> str:
+        """Store a request; its id. The same again has the same id.
+
+        Raises:
+            PeerError: `rate` where the tenant has too many open, `spent` where its quota is.
+        """
+        again = number is not None and self._database.find(
+            requests, target=target, number=number, kind=kind, digest=digest
+        )
+        if again:
+            return str(again.id)
+        is_full = kind != "sample" and self._order(target).num_held >= HELD_MAX
+        if is_full or self._num_open.get(caller.tenant, 0) >= OPEN_MAX:
+            raise PeerError("rate", f"{OPEN_MAX} requests are open; wait for some of them.")
+        self._bills.check(caller.tenant)
+        request = "req_" + secrets.token_hex(16)
+        with self._database.transaction():
+            self._database.insert(
+                requests,
+                id=request,
+                tenant=caller.tenant,
+                session=session,
+                target=target,
+                kind=kind,
+                number=number,
+                digest=digest,
+                body=body,
+                state="queued" if kind == "sample" else "held",
+                created=self._clock(),
+            )
+            self._count(caller.tenant, 1)
+            if kind != "sample":
+                self._database.update(models, {"id": target}, used=self._clock())
+                self._release(target, self._order(target).arrive(request, number, self._clock()))
+        if kind == "sample":
+            self._add_sample(caller.tenant, request)
+            self._start_samples()
+        return request
+
+    async def wait(self, request: str, tenant: str, seconds: float) -> Row | None:
+        """The request when it has ended, or as it is after so many seconds; None: this tenant has no such request."""
+        row = self._database.find(requests, id=request, tenant=tenant)
+        if row is None or row.state not in OPEN:
+            return row
+        event = self._ended.setdefault(request, asyncio.Event())
+        try:
+            await asyncio.wait_for(event.wait(), seconds)
+        except TimeoutError:
+            return row
+        return self._database.find(requests, id=request, tenant=tenant)
+
+    def why_it_waits(self, request: Row) -> str:
+        """For people."""
+        missing = self._order(request.target).waits_for(request.id) if request.state == "held" else 0
+        if missing:
+            return f"request {missing} of this model has not come yet"
+        if request.kind == "sample":
+            num_waiting = sum(map(len, self._samples.values()))
+            return f"{self._num_sampling} samples are under way, {num_waiting} wait for their turn"
+        queue = self._queues.get(request.target)
+        return f"{queue.qsize() if queue else 0} requests of this model wait before the learner"
+
+    def cancel_sample(self, request: str, tenant: str) -> None:
+        """Fail a sample that is open: it loses its turn, and costs nothing."""
+        row = self._database.find(requests, id=request, tenant=tenant, kind="sample", state=OPEN)
+        if row is not None:
+            self._end(row, "failed", error="The client cancelled the sample.", category="user")
+
+    def end_session(self, session: str, reason: str) -> None:
+        """Fail what it has open that the back end does not have yet, and let its models leave memory."""
+        self._database.update(sessions, {"id": session}, finished=self._clock())
+        for row in self._database.select(requests, session=session, state=OPEN):
+            if row.kind == "sample" or row.state == "held":
+                self._end(row, "failed", error=reason, category="user")
+        for model in self._database.select(models, session=session):
+            self._orders.pop(model.id, None)
+            self._spawn(self._work.backend.unload(model.id))
+
+    def expire(self) -> None:
+        """Give up waiting for requests that never came."""
+        for model, order in list(self._orders.items()):
+            self._release(model, order.expire(self._clock()))
+
+    async def close(self) -> None:
+        """Leave everything as it is stored."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def _order(self, model: str) -> ModelOrder:
+        if model not in self._orders:
+            row = self._database.find(models, id=model)
+            self._orders[model] = ModelOrder(row.next_number if row is not None else 1)
+        return self._orders[model]
+
+    def _release(self, model: str, released: list[Released]) -> None:
+        """Fix the turn of requests: number those that the back end is to have, and answer the others."""
+        if not released:
+            return
+        with self._database.transaction():
+            self._database.update(models, {"id": model}, next_number=self._order(model).next_number)
+            for one in released:
+                row = self._database.find(requests, id=one.request)
+                if row is not None and row.state == "held":
+                    self._fix_turn(row, one.missing)
+
+    def _fix_turn(self, row: Row, missing: int) -> None:
+        refusal = f"Request {missing} of this model never came." if missing else self._work.refusal(row)
+        if refusal:
+            self._end(row, "failed", error=refusal, category="user")
+            return
+        operation = None
+        if row.kind != "create_model":
+            model = self._database.find(models, id=row.target)
+            if model is None:
+                raise InvariantError(f"{row.id} is of the model {row.target}, which there is not")
+            operation = model.next_operation
+            self._database.update(models, {"id": row.target}, next_operation=operation + 1)
+        self._database.update(requests, {"id": row.id}, state="queued", operation=operation)
+        self._run_next(row)
+
+    def _run_next(self, row: Row) -> None:
+        if row.target not in self._queues:
+            self._queues[row.target] = asyncio.Queue()
+            self._spawn(self._run_model(row.target, self._queues[row.target]))
+        self._queues[row.target].put_nowait(row.id)
+
+    async def _run_model(self, model: str, queue: asyncio.Queue[str]) -> None:
+        """Call the back end in order; what makes the model is awaited, the others follow each other at once."""
+        room = asyncio.Semaphore(OPERATIONS_MAX)
+        while True:
+            row = self._database.find(requests, id=await queue.get())
+            if row is None or row.state != "queued":
+                continue
+            if row.kind == "create_model" or row.operation == 1:
+                await self._carry_out(row)
+                continue
+            await room.acquire()
+            self._spawn(self._carry_out(row)).add_done_callback(lambda _: room.release())
+
+    def _add_sample(self, tenant: str, request: str) -> None:
+        self._samples.setdefault(tenant, deque()).append(request)
+        self._turns.wait(tenant)
+
+    def _start_samples(self) -> None:
+        while self._num_sampling < SAMPLES_MAX and (tenant := self._turns.next()) is not None:
+            waiting = self._samples[tenant]
+            row = self._database.find(requests, id=waiting.popleft())
+            if not waiting:
+                del self._samples[tenant]
+                self._turns.rest(tenant)
+            if row is not None and row.state == "queued":
+                self._turns.charge(tenant, 1.0)
+                self._num_sampling += 1
+                self._spawn(self._carry_out(row)).add_done_callback(self._sampled)
+
+    def _sampled(self, task: asyncio.Task[None]) -> None:
+        self._num_sampling -= 1
+        if not task.cancelled():
+            self._start_samples()
+
+    async def _carry_out(self, row: Row) -> None:
+        try:
+            done = await self._work.carry_out(row)
+        except (UserError, PeerError) as error:
+            self._end(row, "failed", error=str(error), category="user")
+        except Exception as error:
+            log.exception("request %s (%s) failed", row.id, row.kind)
+            told = str(error) if isinstance(error, InvariantError) else "The service failed at it; its log says more."
+            self._end(row, "failed", error=told, category="server")
+        else:
+            with self._database.transaction():
+                if self._end(row, "done", answer=done.answer):
+                    self._bills.charge(row.tenant, row.kind, done.num_tokens)
+
+    def _end(self, row: Row, state: str, **values: Any) -> bool:
+        """Store what came of it, and wake who waits; false: something came of it before."""
+        where = {"id": row.id, "state": OPEN}
+        if is_news := bool(
+            self._database.update(requests, where, state=state, body=None, ended=self._clock(), **values)
+        ):
+            self._count(row.tenant, -1)
+        event = self._ended.pop(row.id, None)
+        if event is not None:
+            event.set()
+        return is_news
+
+    def _count(self, tenant: str, change: int) -> None:
+        self._num_open[tenant] = self._num_open.get(tenant, 0) + change
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task

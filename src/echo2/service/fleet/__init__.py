@@ -1,0 +1,1 @@
+"""Samples on machines that joined the service by ticket, and on this one."""

@@ -1,0 +1,122 @@
+"""A machine that samples, as the service sees it: its own sampler process, or a worker that joined by ticket."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from pathlib import Path
+from typing import Protocol
+
+from echo2.errors import Echo2Error, InvariantError, PeerError, UserError
+from echo2.printable import printable
+from echo2.service.backend import SampleOutput, SampleSpec
+from echo2.service.calling import AnsweringProcess
+from echo2.service.fleet.payloads import Payloads
+from echo2.service.frames import Answer, CancelCall, Request, SampleCall, encode
+from echo2.transport import wire_pb2 as wire
+from echo2.transport.limits import LOGPROB_SLACK
+
+
+class MachineLostError(Echo2Error):
+    """The machine is gone, or failed at a call: another one has to sample it."""
+
+
+class SamplingMachine(Protocol):
+    """Samples, several calls at once."""
+
+    async def sample(self, number: int, base: str, snapshot: Path | None, spec: SampleSpec) -> SampleOutput:
+        """As `Backend.sample`; `number`: of the call, which no other has.
+
+        Raises:
+            UserError: the tenant's mistake. MachineLostError: none of the tenant's.
+            InvariantError: no machine could.
+        """
+
+
+class OwnProcess:
+    """The sampler process beside the service, which is started again whenever it dies."""
+
+    def __init__(self, process: AnsweringProcess) -> None:
+        self._process = process
+
+    async def sample(self, number: int, base: str, snapshot: Path | None, spec: SampleSpec) -> SampleOutput:
+        """See `SamplingMachine.sample`."""
+        answer = await self._process.call(SampleCall(base, "" if snapshot is None else str(snapshot), spec))
+        if answer.sampled is None:
+            raise InvariantError("the sampler answered nothing")
+        return answer.sampled
+
+
+class JoinedMachine:
+    """A worker that attends. `outbox`: what its stream says next; None ends it."""
+
+    def __init__(self, hello: wire.WorkerHello, payloads: Payloads) -> None:
+        self.host, self.device = printable(hello.host), printable(hello.device, 50)
+        self.price_usd_per_hour = hello.price_usd_per_hour
+        self.doing, self.heard_at = "joining", time.monotonic()
+        self.num_sampled = 0
+        self.outbox: asyncio.Queue[wire.Order | None] = asyncio.Queue()
+        self._payloads = payloads
+        self._asked: dict[int, asyncio.Future[Answer]] = {}
+        self._is_lost = False
+
+    async def sample(self, number: int, base: str, snapshot: Path | None, spec: SampleSpec) -> SampleOutput:
+        """See `SamplingMachine.sample`."""
+        try:
+            base_id, adapter_id = await self._payloads.store(base, snapshot)
+        except Echo2Error as error:  # also a full disk: the service's own process needs no payload
+            raise MachineLostError(f"nothing can be sent to it: {error}") from error
+        if self._is_lost:
+            raise MachineLostError("it left")
+        asked = self._asked[number] = asyncio.get_running_loop().create_future()
+        self._tell(Request(number, SampleCall(base_id, adapter_id, spec)))
+        try:
+            answer = await asked
+        except asyncio.CancelledError:
+            self._tell(Request(number, CancelCall(number)))
+            raise
+        finally:
+            del self._asked[number]
+        if answer.fault:
+            raise (MachineLostError if answer.is_ours else UserError)(answer.fault)
+        self.num_sampled += spec.num_samples
+        return checked(spec, answer.sampled)
+
+    def answered(self, answer: Answer) -> None:
+        """It says what came of a call; one that nobody waits for any more is no mistake."""
+        asked = self._asked.get(answer.number)
+        if asked is not None and not asked.done() and not answer.has_begun:
+            asked.set_result(answer)
+
+    def lose(self) -> None:
+        """It is gone: end its stream, and give its calls to others."""
+        self._is_lost = True
+        self.outbox.put_nowait(None)
+        for asked in self._asked.values():
+            if not asked.done():
+                asked.set_exception(MachineLostError("it left"))
+
+    def _tell(self, request: Request) -> None:
+        self.outbox.put_nowait(wire.Order(sample=encode(request)))
+
+
+def checked(spec: SampleSpec, output: SampleOutput | None) -> SampleOutput:
+    """A machine's answer, if it can be one to this call.
+
+    Raises:
+        PeerError: "malformed".
+    """
+    if output is None or len(output.sequences) != spec.num_samples:
+        raise PeerError("malformed", f"not the {spec.num_samples} samples that were asked for")
+    for sequence in output.sequences:
+        if (sequence.tokens.typecode, sequence.logprobs.typecode) != ("i", "f"):
+            raise PeerError("malformed", "arrays of other types")
+        if not len(sequence.tokens) == len(sequence.logprobs) <= spec.max_tokens or min(sequence.tokens, default=0) < 0:
+            raise PeerError("malformed", f"{len(sequence.tokens)} tokens, {len(sequence.logprobs)} logprobs")
+        if not all(math.isfinite(logprob) and logprob <= LOGPROB_SLACK for logprob in sequence.logprobs):
+            raise PeerError("malformed", "a logprob that is none")
+    wants_scores = spec.prompt_logprobs or spec.top_prompt_logprobs > 0
+    if len(output.prompt_logprobs) != (len(spec.prompt) if wants_scores else 0):
+        raise PeerError("malformed", f"{len(output.prompt_logprobs)} logprobs of the prompt")
+    return output

@@ -1,0 +1,96 @@
+"""Base models and published adapters as payloads of the broadcast: what machines of the fleet fetch, from here and from
+each other.
+
+A base model is stored when the first machine samples from it; its chunks take as much disk as the model. Of adapters
+the ones sampled last are stored; another one is made again of its directory.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from echo2.broadcast.origin import OriginNode
+from echo2.control.broadcast.origin import BroadcastOptions
+from echo2.runtime.head.archive import OFFER_CHUNKS_MAX, Archive
+from echo2.runtime.head.distribution import Distribution
+from echo2.transport import wire_pb2 as wire
+from echo2.transport.grpc_link import GrpcNetwork
+from echo2.transport.identity import RunIdentity
+from echo2.types import Snapshot, SnapshotRef
+from echo2.weights.encoder import Encoder
+from echo2.weights.model_files import read_adapter, read_base_model
+from echo2.weights.store import ChunkStore
+
+#: Adapters that are stored at once.
+ADAPTERS_MAX = 256
+#: A published adapter has one version.
+LINEAGE, VERSION = 1, 0
+
+
+class Payloads:
+    """`directories`: of the base models, by the names that clients use. `order` tells a machine of sources."""
+
+    def __init__(
+        self,
+        directory: Path,
+        directories: Mapping[str, str],
+        identity: RunIdentity,
+        order: Callable[[str, wire.Order], None],
+        on_error: Callable[[BaseException], None],
+    ) -> None:
+        store = ChunkStore(directory)
+        self._archive, self._directories = Archive(store), directories
+        origin = OriginNode(store, BroadcastOptions(), order, GrpcNetwork(identity.credentials).to_peer, on_error)
+        self.distribution = Distribution(self._archive, origin, identity, order, lambda _: None)
+        self._bases: dict[str, SnapshotRef] = {}
+        stored = [ref for ref in self._archive.retained if not ref.is_base_model]
+        self._adapters: OrderedDict[SnapshotRef, None] = OrderedDict.fromkeys(stored)  # the one used last is last
+        self._storing = asyncio.Lock()
+
+    async def store(self, base: str, snapshot: Path | None) -> tuple[str, str]:
+        """Policy ids of a base model and of the adapter in a directory ("": none), which machines can fetch now.
+
+        Raises:
+            UserError: what lies there is no model, or the disk is full.
+            PeerError: there are more base models than one archive takes.
+        """
+        async with self._storing:
+            base_ref = self._bases.get(base)
+            if base_ref is None:
+                model = await asyncio.to_thread(read_base_model, Path(self._directories[base]))
+                if self._archive.find(model.ref) is None:
+                    await self._put(model)
+                base_ref = self._bases[base] = model.ref
+            if snapshot is None:
+                return base_ref.policy, ""
+            ref = adapter_ref(snapshot)
+            if self._archive.find(ref) is None:
+                await self._put(await asyncio.to_thread(read_adapter, snapshot, ref, base_ref))
+            self._adapters[ref] = None
+            self._adapters.move_to_end(ref)
+            if len(self._adapters) > ADAPTERS_MAX:
+                await self._archive.drop(self._adapters.popitem(last=False)[0])
+            return base_ref.policy, ref.policy
+
+    async def _put(self, snapshot: Snapshot) -> None:
+        encoder = Encoder(snapshot)
+        parts = encoder.parts()
+        while (chunks := await asyncio.to_thread(next, parts, None)) is not None:
+            names = list(chunks)
+            for start in range(0, len(names), OFFER_CHUNKS_MAX):
+                for name in self._archive.offer(names[start : start + OFFER_CHUNKS_MAX]):
+                    await self._archive.put(name, bytes(chunks[name]))
+        await self._archive.take(encoder.manifest())
+
+    async def close(self) -> None:
+        """Give nothing more."""
+        await self.distribution.close()
+
+
+def adapter_ref(directory: Path) -> SnapshotRef:
+    """The name of what was published to a directory, which never changes."""
+    return SnapshotRef(f"adapter-{hashlib.sha256(bytes(directory)).hexdigest()[:32]}", LINEAGE, VERSION)

@@ -1,0 +1,176 @@
+"""What a service's processes say to each other: a 4-byte length, then that many bytes of MessagePack.
+
+msgspec checks the types. Arrays travel as their type code and their bytes.
+"""
+
+from __future__ import annotations
+
+from array import array
+from typing import Any, TypeAlias
+
+import msgspec
+
+from echo2.errors import PeerError
+from echo2.sandbox.pipes import HEADER, checked_length
+from echo2.service.backend import AdamSettings, ClientDatum, ModelSpec, SampleOutput, SampleSpec, TrainOutput
+
+#: Type codes of arrays that are sent.
+_CODES = ("i", "f", "d")
+
+
+class CreateModelCall(msgspec.Struct, frozen=True, tag=True):
+    """See `Backend.create_model`."""
+
+    model: str
+    spec: ModelSpec
+
+
+class ForwardBackwardCall(msgspec.Struct, frozen=True, tag=True):
+    """See `Backend.forward_backward`."""
+
+    model: str
+    operation: int
+    data: list[ClientDatum]
+    loss: str
+    params: dict[str, float]
+    forward_only: bool
+
+
+class OptimStepCall(msgspec.Struct, frozen=True, tag=True):
+    """See `Backend.optim_step`."""
+
+    model: str
+    operation: int
+    adam: AdamSettings
+
+
+class SaveStateCall(msgspec.Struct, frozen=True, tag=True):
+    """See `Backend.save_state`."""
+
+    model: str
+    operation: int
+    directory: str
+
+
+class LoadStateCall(msgspec.Struct, frozen=True, tag=True):
+    """See `Backend.load_state`."""
+
+    model: str
+    operation: int
+    directory: str
+    with_optimizer: bool
+
+
+class PublishCall(msgspec.Struct, frozen=True, tag=True):
+    """See `Backend.publish`."""
+
+    model: str
+    operation: int
+    directory: str
+
+
+class UnloadCall(msgspec.Struct, frozen=True, tag=True):
+    """See `Backend.unload`."""
+
+    model: str
+
+
+class DeleteCall(msgspec.Struct, frozen=True, tag=True):
+    """See `Backend.delete`."""
+
+    model: str
+
+
+class SampleCall(msgspec.Struct, frozen=True, tag=True):
+    """See `Backend.sample`."""
+
+    base: str
+    snapshot: str
+    spec: SampleSpec
+
+
+class CancelCall(msgspec.Struct, frozen=True, tag=True):
+    """Nobody waits for the answer to this number any more."""
+
+    number: int
+
+
+Operation: TypeAlias = ForwardBackwardCall | OptimStepCall | SaveStateCall | LoadStateCall | PublishCall
+ModelCall: TypeAlias = CreateModelCall | Operation | UnloadCall | DeleteCall
+Call: TypeAlias = ModelCall | SampleCall | CancelCall
+
+
+class Request(msgspec.Struct, frozen=True):
+    """A call under a number of the caller's."""
+
+    number: int
+    call: Call
+
+
+class Answer(msgspec.Struct, frozen=True):
+    """What came of a call; what does not belong to its kind is None. `has_begun`: nothing yet, but it is worked on.
+    `fault`: in words; `is_ours`: not the tenant's.
+    """
+
+    number: int = 0
+    has_begun: bool = False
+    fault: str = ""
+    is_ours: bool = False
+    trained: TrainOutput | None = None
+    metrics: dict[str, float] | None = None
+    sampled: SampleOutput | None = None
+
+
+class JournalRecord(msgspec.Struct, frozen=True):
+    """An operation that was carried out. `call`: what has to be done again to come to the same state; else None.
+    `is_checkpoint`: no operation, but that a checkpoint after this one has all before it.
+    """
+
+    operation: int
+    call: ForwardBackwardCall | OptimStepCall | None
+    answer: Answer
+    is_checkpoint: bool = False
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, array):
+        return [value.typecode, value.tobytes()]
+    raise NotImplementedError(f"{type(value).__name__} is not sent")
+
+
+def _typed(kind: Any, value: Any) -> Any:
+    if kind is not array or not isinstance(value, list) or len(value) != 2 or value[0] not in _CODES:
+        raise ValueError("not an array")
+    return array(value[0], value[1])
+
+
+_ENCODER = msgspec.msgpack.Encoder(enc_hook=_plain)
+REQUESTS = msgspec.msgpack.Decoder(Request, dec_hook=_typed)
+ANSWERS = msgspec.msgpack.Decoder(Answer, dec_hook=_typed)
+RECORDS = msgspec.msgpack.Decoder(JournalRecord, dec_hook=_typed)
+
+
+def encode(message: Request | Answer) -> bytes:
+    """A message alone, for links that keep messages apart."""
+    return _ENCODER.encode(message)
+
+
+def frame(message: Request | Answer | JournalRecord) -> bytes:
+    """One frame.
+
+    Raises:
+        PeerError: "oversized".
+    """
+    body = _ENCODER.encode(message)
+    return HEADER.pack(checked_length(len(body))) + body
+
+
+def frame_length(header: bytes) -> int:
+    """Bytes that follow a frame's header.
+
+    Raises:
+        PeerError: "oversized", or the header is not whole.
+    """
+    if len(header) != HEADER.size:
+        raise PeerError("torn", f"a frame's header of {len(header)} bytes")
+    return checked_length(HEADER.unpack(header)[0])

@@ -1,0 +1,96 @@
+"""A client's data as the learner takes it, and the learner's logprobs as the client wants them."""
+
+from __future__ import annotations
+
+import math
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from echo2.errors import UserError
+from echo2.learner.datum import Datum
+from echo2.service.backend import ClientDatum
+
+
+@dataclass(frozen=True, slots=True)
+class LearnerData:
+    """`rows`: of each client's datum one for each of its targets a token (`widths`). They read the same tokens, so the
+    learner runs these once where that is cheaper.
+    """
+
+    rows: list[Datum]
+    widths: list[int]
+
+    def by_client(self, logprobs: Sequence[array[float]]) -> list[array[float]]:
+        """Logprobs of the rows, 'd' [N], as those of the client's data, 'f' [N * K]."""
+        found, start = [], 0
+        for width in self.widths:
+            rows = logprobs[start : start + width]
+            whole = array("f", bytes(4 * width * len(rows[0])))
+            for place, row in enumerate(rows):
+                whole[place::width] = array("f", row)
+            found.append(whole)
+            start += width
+        return found
+
+
+def learner_data(data: Sequence[ClientDatum], loss: str) -> LearnerData:
+    """The client's data for a loss.
+
+    Raises:
+        UserError: there is no datum, one has no tokens, or an array of another length than its targets'.
+    """
+    if not data:
+        raise UserError("There is no data: give at least one datum.")
+    rows, widths = [], []
+    for place, datum in enumerate(data):
+        width = _checked_width(place, datum)
+        weights = _weights(datum, loss)
+        for column in range(width):
+            at = slice(column, None, width)
+            targets = datum.targets[at]
+            rows.append(
+                Datum(
+                    datum.tokens[:1],
+                    datum.tokens[1:] + targets[-1:],
+                    b"\x01" * len(datum.tokens),
+                    None if weights is None else weights[at],
+                    None if datum.advantages is None else datum.advantages[at],
+                    None if datum.logprobs is None else datum.logprobs[at],
+                    targets=targets,
+                )
+            )
+        widths.append(width)
+    return LearnerData(rows, widths)
+
+
+def _checked_width(place: int, datum: ClientDatum) -> int:
+    length, num_targets = len(datum.tokens), len(datum.targets)
+    if not length or not num_targets or num_targets % length:
+        raise UserError(
+            f"datum {place} has {length} tokens and {num_targets} targets: give one or more for each token."
+        )
+    for name in ("weights", "advantages", "logprobs"):
+        values = getattr(datum, name)
+        if values is None:
+            continue
+        if len(values) != num_targets:
+            raise UserError(f"datum {place} has {len(values)} {name} for {num_targets} targets: give as many.")
+        if not all(map(math.isfinite, values)):
+            raise UserError(f"datum {place} has {name} that are not finite.")
+    return num_targets // length
+
+
+def _weights(datum: ClientDatum, loss: str) -> array[float] | None:
+    """The client's, and 0 where the losses with advantages have padding. In gspo, without weights, tokens of advantage
+    0 are no part of a sequence's ratio.
+    """
+    if loss == "cross_entropy" or datum.advantages is None:
+        return datum.weights
+    logprobs = datum.logprobs or array("f", bytes(4 * len(datum.targets)))
+    weights = array("d", datum.weights or [1.0] * len(datum.targets))
+    for at, (target, logprob, advantage) in enumerate(zip(datum.targets, logprobs, datum.advantages, strict=True)):
+        is_padding = not target and not logprob
+        if not advantage and (is_padding or (loss == "gspo" and datum.weights is None)):
+            weights[at] = 0.0
+    return weights

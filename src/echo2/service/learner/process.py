@@ -1,0 +1,138 @@
+"""The learner process of a service: calls come in by stdin, answers go out by stdout; it ends with who started it.
+
+Calls of one model are carried out in the order in which they came; between models the owner who has used least is next
+(`control/service/turns.py`), a forward and backward pass at a time.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import sys
+import threading
+import time
+from collections import deque
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import BinaryIO
+
+import msgspec
+
+from echo2.control.service.turns import Turns
+from echo2.errors import Echo2Error, NoRoomError, UserError
+from echo2.learner.adapters import load_base
+from echo2.learner.tenants import Tenants
+from echo2.rundir import claimed
+from echo2.sandbox import pipes
+from echo2.service.frames import Answer, CancelCall, ModelCall, Request, SampleCall, frame
+from echo2.service.learner.models import Models, Turn
+from echo2.service.serving import receive
+
+log = logging.getLogger(__name__)
+
+
+class LearnerSettings(msgspec.Struct, frozen=True):
+    """`bases`: directories by name. `root`: where the models are kept."""
+
+    bases: dict[str, str]
+    root: str
+    device: str = "auto"
+
+
+@dataclass(slots=True)
+class _Queue:
+    """The calls of one model, and the turn of the first of them that is under way."""
+
+    owner: str
+    calls: deque[tuple[int, ModelCall]] = field(default_factory=deque)
+    turn: Turn | None = None
+
+
+class Desk:
+    """Takes calls, and gives each model its turns. For one thread."""
+
+    def __init__(self, models: Models, outbox: BinaryIO) -> None:
+        self._models, self._outbox = models, outbox
+        self._turns = Turns()
+        self._queues: dict[str, _Queue] = {}
+        self._of_owner: dict[str, deque[str]] = {}
+
+    def take(self, request: Request) -> None:
+        """A call has come."""
+        call = request.call
+        if isinstance(call, SampleCall | CancelCall):
+            return  # what a learner has begun it ends, and it samples nothing
+        waiting = self._queues.get(call.model)
+        if waiting is None:
+            waiting = self._queues[call.model] = _Queue(self._models.owner(call))
+            self._of_owner.setdefault(waiting.owner, deque()).append(call.model)
+            self._turns.wait(waiting.owner)
+        waiting.calls.append((request.number, call))
+
+    def work(self) -> bool:
+        """Give one turn; False: there is nothing to do."""
+        owner = self._turns.next()
+        if owner is None:
+            return False
+        models = self._of_owner[owner]
+        name = models[0]
+        models.rotate(-1)
+        started = time.perf_counter()
+        self._step(self._queues[name])
+        self._turns.charge(owner, time.perf_counter() - started)
+        if not self._queues[name].calls:
+            del self._queues[name]
+            models.remove(name)
+            if not models:
+                del self._of_owner[owner]
+                self._turns.rest(owner)
+        return True
+
+    def _step(self, waiting: _Queue) -> None:
+        number, call = waiting.calls[0]
+        try:
+            if waiting.turn is None:
+                self._tell(Answer(number, has_begun=True))
+                waiting.turn = self._models.carry_out(call)
+            next(waiting.turn)
+            return
+        except StopIteration as end:
+            answer: Answer = end.value
+        except UserError as error:
+            answer = Answer(fault=str(error), is_ours=isinstance(error, NoRoomError))
+        except Exception as error:  # the others' work goes on; whose this was is told, and the log has it all
+            log.exception("%s of %s", type(call).__name__, call.model)
+            answer = Answer(fault=f"{type(error).__name__}: {error}", is_ours=True)
+        waiting.turn = None
+        waiting.calls.popleft()
+        self._tell(msgspec.structs.replace(answer, number=number))
+
+    def _tell(self, answer: Answer) -> None:
+        self._outbox.write(frame(answer))
+        self._outbox.flush()
+
+
+def main(settings_text: str) -> None:
+    """Until stdin ends."""
+    inbox, outbox = pipes.take()
+    logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(asctime)s learner %(message)s")
+    settings = msgspec.json.decode(settings_text, type=LearnerSettings)
+    with claimed(Path(settings.root), "learner"):  # one before may take an instant to end
+        bases = {name: Tenants(load_base(directory, settings.device)) for name, directory in settings.bases.items()}
+        for tenants in bases.values():
+            tenants.warm_up()
+        desk, requests = Desk(Models(bases, Path(settings.root)), outbox), queue.Queue[Request]()
+        threading.Thread(target=receive, args=(inbox, requests.put), daemon=True).start()
+        log.info("ready: %s", ", ".join(bases))
+        while True:
+            if not desk.work():
+                desk.take(requests.get())
+            while not requests.empty():
+                desk.take(requests.get())
+
+
+if __name__ == "__main__":
+    try:
+        main(sys.argv[1])
+    except Echo2Error as error:
+        sys.exit(str(error))

@@ -1,0 +1,125 @@
+"""The back end: a learner process, a sampler process, and machines that sample. No torch in this one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import msgspec
+
+from echo2.errors import InvariantError, UserError
+from echo2.rollout.snapshot_files import read_config
+from echo2.service.backend import (
+    AdamSettings,
+    BaseInfo,
+    ClientDatum,
+    ModelSpec,
+    SampleOutput,
+    SampleSpec,
+    TrainOutput,
+)
+from echo2.service.calling import AnsweringProcess
+from echo2.service.fleet.machines import OwnProcess
+from echo2.service.fleet.samplers import Samplers
+from echo2.service.frames import (
+    CreateModelCall,
+    DeleteCall,
+    ForwardBackwardCall,
+    LoadStateCall,
+    OptimStepCall,
+    PublishCall,
+    SaveStateCall,
+    UnloadCall,
+)
+from echo2.weights.model_files import find_model, model_files
+
+
+class LocalBackend:
+    """A `Backend`. `root`: where models and logs are kept; another one that has it takes up where this one ended."""
+
+    def __init__(self, bases: Mapping[str, str], root: Path, device: str = "auto") -> None:
+        """`bases`: directories, or hub ids, by the names that clients use.
+
+        Raises:
+            UserError: there is no such model, or its config.json does not name its context.
+        """
+        directories = {name: str(find_model(path, f"bases.{name}").absolute()) for name, path in bases.items()}
+        self._bases = {
+            name: BaseInfo(name, directory, _context(Path(directory))) for name, directory in directories.items()
+        }
+        root.mkdir(parents=True, exist_ok=True)
+        settings = {"bases": directories, "root": str(root / "models"), "device": device}
+        text = msgspec.json.encode(settings).decode()
+        self.learner = AnsweringProcess("echo2.service.learner.process", text, root / "learner.log")
+        self.sampler = AnsweringProcess("echo2.service.sampler.process", text, root / "sampler.log")
+        self.samplers = Samplers(OwnProcess(self.sampler))
+
+    @property
+    def bases(self) -> Mapping[str, BaseInfo]:
+        """See `Backend.bases`."""
+        return self._bases
+
+    async def create_model(self, model: str, spec: ModelSpec) -> None:
+        """See `Backend.create_model`."""
+        await self.learner.call(CreateModelCall(model, spec))
+
+    async def forward_backward(
+        self,
+        model: str,
+        operation: int,
+        data: Sequence[ClientDatum],
+        loss: str,
+        params: Mapping[str, float],
+        forward_only: bool = False,
+    ) -> TrainOutput:
+        """See `Backend.forward_backward`."""
+        call = ForwardBackwardCall(model, operation, list(data), loss, dict(params), forward_only)
+        answer = await self.learner.call(call)
+        if answer.trained is None:
+            raise InvariantError(f"{model}: operation {operation} was another one before")
+        return answer.trained
+
+    async def optim_step(self, model: str, operation: int, adam: AdamSettings) -> dict[str, float]:
+        """See `Backend.optim_step`."""
+        answer = await self.learner.call(OptimStepCall(model, operation, adam))
+        if answer.metrics is None:
+            raise InvariantError(f"{model}: operation {operation} was another one before")
+        return answer.metrics
+
+    async def save_state(self, model: str, operation: int, directory: Path) -> None:
+        """See `Backend.save_state`."""
+        await self.learner.call(SaveStateCall(model, operation, str(directory)))
+
+    async def load_state(self, model: str, operation: int, directory: Path, with_optimizer: bool) -> None:
+        """See `Backend.load_state`."""
+        await self.learner.call(LoadStateCall(model, operation, str(directory), with_optimizer))
+
+    async def publish(self, model: str, operation: int, directory: Path) -> None:
+        """See `Backend.publish`."""
+        await self.learner.call(PublishCall(model, operation, str(directory)))
+
+    async def unload(self, model: str) -> None:
+        """See `Backend.unload`."""
+        await self.learner.call(UnloadCall(model))
+
+    async def delete(self, model: str) -> None:
+        """See `Backend.delete`."""
+        await self.learner.call(DeleteCall(model))
+
+    async def sample(self, base: str, snapshot: Path | None, spec: SampleSpec) -> SampleOutput:
+        """See `Backend.sample`."""
+        return await self.samplers.sample(base, snapshot, spec)
+
+    async def close(self) -> None:
+        """See `Backend.close`."""
+        await self.learner.close()
+        await self.sampler.close()
+
+
+def _context(directory: Path) -> int:
+    context = read_config(model_files(directory)).get("max_position_embeddings")
+    if not isinstance(context, int):
+        raise UserError(
+            f"{directory}/config.json has max_position_embeddings = {context!r}: give the context's length."
+        )
+    return context

@@ -1,0 +1,233 @@
+"""Endpoints that are answered at once with the id of a request, and the one that waits for what comes of it."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+
+from echo2.errors import PeerError, UserError
+from echo2.service.access import Caller
+from echo2.service.backend import ModelSpec
+from echo2.service.bodies import (
+    FutureBody,
+    LoadBody,
+    LoraBody,
+    ModelBody,
+    OptimBody,
+    SampleBody,
+    SamplerBody,
+    SaveBody,
+    parse,
+)
+from echo2.service.data import answer_as_json, read_json, read_protobuf
+from echo2.service.database import Row, models, requests, samplers, sessions
+from echo2.service.dispatch import OPEN, Dispatcher
+from echo2.service.entrance import answer
+from echo2.service.work import Work, sample_spec
+
+#: How long a poll is held; the SDKs give up at 45 and ask again at once.
+POLL_SECONDS = 30.0
+#: The scale of an adapter's product is alpha / rank; the SDKs name no alpha.
+ALPHA = 32
+PROTOBUF = "application/x-protobuf"
+WITH_PROTOBUF = {"forward": "train", "forward_backward": "train", "sample": "sample"}
+
+
+class RequestsApi:
+    """Takes requests, and hands out their answers."""
+
+    def __init__(self, work: Work, dispatcher: Dispatcher) -> None:
+        self._work, self._database, self._dispatcher = work, work.database, dispatcher
+        self._stopping = asyncio.Event()
+
+    def stop(self) -> None:
+        """Answer all polls now: the process ends."""
+        self._stopping.set()
+
+    async def create_model(self, caller: Caller, request: Request, body: bytes) -> Response:
+        """A new adapter."""
+        given = parse(ModelBody, body)
+        if given.base_model not in self._work.backend.bases:
+            known = ", ".join(self._work.backend.bases)
+            raise UserError(f"There is no base model {given.base_model!r}; there are {known}.")
+        spec = _spec(caller.tenant, given.base_model, given.lora_config or LoraBody())
+        model = self._new_model(caller, given.session_id, given.model_seq_id, spec, given.user_metadata)
+        return self._submit_first(caller, given.session_id, model, "create_model", body)
+
+    async def load_weights(self, caller: Caller, request: Request, body: bytes) -> Response:
+        """A checkpoint into a model, or into a new one like the one that it is of."""
+        given = parse(LoadBody, body)
+        if given.session_id is None or given.model_seq_id is None:
+            return self._submit(caller, given.model_id or "", "load_weights", given.seq_id, body)
+        found = self._work.checkpoint(given.path, caller.tenant)
+        spec = msgspec.convert({**found.spec, "owner": caller.tenant}, ModelSpec)
+        model = self._new_model(caller, given.session_id, given.model_seq_id, spec, given.user_metadata)
+        return self._submit_first(caller, given.session_id, model, "load_weights", body)
+
+    async def forward_backward(self, caller: Caller, request: Request, body: bytes) -> Response:
+        """Gradients, of either wire."""
+        if request.headers.get("content-type", "").startswith(PROTOBUF):
+            work, canonical = read_protobuf(body)
+            return self._submit(caller, work.model, "forward_backward", work.seq, body, canonical)
+        work = read_json(body, forward_only=False)
+        return self._submit(caller, work.model, "forward_backward", work.seq, body)
+
+    async def forward(self, caller: Caller, request: Request, body: bytes) -> Response:
+        """Logprobs alone, of the SDKs that send JSON."""
+        work = read_json(body, forward_only=True)
+        return self._submit(caller, work.model, "forward", work.seq, body)
+
+    async def optim_step(self, caller: Caller, request: Request, body: bytes) -> Response:
+        """One step of the optimizer."""
+        given = parse(OptimBody, body)
+        return self._submit(caller, given.model_id, "optim_step", given.seq_id, body)
+
+    async def save_weights(self, caller: Caller, request: Request, body: bytes) -> Response:
+        """A checkpoint with the optimizer."""
+        given = parse(SaveBody, body)
+        return self._submit(caller, given.model_id, "save_weights", given.seq_id, body)
+
+    async def save_weights_for_sampler(self, caller: Caller, request: Request, body: bytes) -> Response:
+        """An adapter to sample from."""
+        given = parse(SaveBody, body)
+        return self._submit(caller, given.model_id, "save_weights_for_sampler", given.seq_id, body)
+
+    async def create_sampling_session(self, caller: Caller, request: Request, body: bytes) -> Response:
+        """A sampler of a base model or a checkpoint."""
+        given = parse(SamplerBody, body)
+        self.session(caller, given.session_id)
+        sampler = f"{given.session_id}:sample:{given.sampling_session_seq_id}"
+        if self._database.find(samplers, id=sampler) is None:
+            self._new_sampler(caller, given.session_id, sampler, given.base_model, given.model_path)
+        return answer({"type": "create_sampling_session", "sampling_session_id": sampler})
+
+    async def sample(self, caller: Caller, request: Request, body: bytes) -> Response:
+        """Samples, each with an id of its own."""
+        given = parse(SampleBody, body)
+        if given.sampling_session_id is None:
+            raise UserError("sampling_session_id is missing: create a sampling session first.")
+        sampler = self._database.find(samplers, id=given.sampling_session_id, tenant=caller.tenant)
+        if sampler is None:
+            raise PeerError("not_found", f"there is no sampler {given.sampling_session_id!r}.")
+        self.session(caller, sampler.session)
+        sample_spec(given, self._work.backend.bases[sampler.base].max_tokens, "")
+        submitted = self._dispatcher.submit(
+            caller, sampler.session, sampler.id, "sample", given.seq_id, _digest(body), body
+        )
+        ids = [f"{submitted}:{index}" for index in range(given.num_samples)]
+        return answer({"request_id": submitted, "sample_sequence_ids": ids})
+
+    async def retrieve_future(self, caller: Caller, request: Request, body: bytes) -> Response:
+        """What came of a request. The poll is held while nothing has."""
+        given = parse(FutureBody, body)
+        waiting = asyncio.ensure_future(self._dispatcher.wait(given.request_id, caller.tenant, POLL_SECONDS))
+        stopping = asyncio.ensure_future(self._stopping.wait())
+        try:
+            await asyncio.wait((waiting, stopping), return_when=asyncio.FIRST_COMPLETED)
+            row = await waiting if waiting.done() else self._database.find(requests, id=given.request_id)
+        finally:
+            waiting.cancel()
+            stopping.cancel()
+        if row is None or row.tenant != caller.tenant:
+            raise PeerError("not_found", f"there is no request {given.request_id!r}.")
+        return self._outcome(row, request.headers)
+
+    async def cancel_future(self, caller: Caller, request: Request, body: bytes) -> Response:
+        """Nobody waits for a sample any more; of what has ended or trains nothing changes."""
+        self._dispatcher.cancel_sample(parse(FutureBody, body).request_id, caller.tenant)
+        return Response(status_code=204)
+
+    def session(self, caller: Caller, session: str) -> Row:
+        """A caller's own session that goes on.
+
+        Raises:
+            PeerError: there is none, or it is finished.
+        """
+        row = self._database.find(sessions, id=session, tenant=caller.tenant)
+        if row is None:
+            raise PeerError("not_found", f"there is no session {session!r}.")
+        if row.finished is not None:
+            raise PeerError("gone", f"the session {session} is finished.")
+        return row
+
+    def _outcome(self, row: Row, headers: Mapping[str, str]) -> Response:
+        if row.state in OPEN:
+            why = self._dispatcher.why_it_waits(row)
+            told = {"type": "try_again", "request_id": row.id, "queue_state": "active", "queue_state_reason": why}
+            return answer(told, 408)
+        if row.state == "failed":
+            return answer({"error": row.error, "category": row.category})
+        if row.answer is None:
+            raise PeerError("gone", f"the answer of {row.id} was kept for a day, and is gone.")
+        if row.kind not in WITH_PROTOBUF:
+            return Response(row.answer, media_type="application/json")
+        if PROTOBUF in headers.get("accept", ""):
+            return Response(row.answer, media_type=PROTOBUF)
+        return answer(answer_as_json(row.kind, row.answer))
+
+    def _new_model(
+        self, caller: Caller, session: str, number: int, spec: ModelSpec, labels: Mapping[str, Any] | None
+    ) -> str:
+        self.session(caller, session)
+        model, now = f"{session}:train:{number}", self._work.clock()
+        if self._database.find(models, id=model) is None:
+            self._database.insert(
+                models,
+                id=model,
+                session=session,
+                tenant=caller.tenant,
+                spec=msgspec.to_builtins(spec),
+                created=now,
+                used=now,
+                next_number=1,
+                next_operation=1,
+                labels=labels,
+            )
+        return model
+
+    def _new_sampler(self, caller: Caller, session: str, sampler: str, base: str | None, path: str | None) -> None:
+        directory = None
+        if path is not None:
+            found = self._work.checkpoint(path, caller.tenant)
+            base, directory = found.spec["base"], found.directory
+        if base not in self._work.backend.bases:
+            raise UserError(f"There is no base model {base!r}; there are {', '.join(self._work.backend.bases)}.")
+        self._database.insert(
+            samplers, id=sampler, session=session, tenant=caller.tenant, base=base, path=path, directory=directory
+        )
+
+    def _submit_first(self, caller: Caller, session: str, model: str, kind: str, body: bytes) -> Response:
+        """What makes a model; it comes once."""
+        again = self._database.find(requests, target=model, kind=kind, session=session, number=None)
+        submitted = again.id if again else self._dispatcher.submit(caller, session, model, kind, None, "", body)
+        return answer({"request_id": submitted, "model_id": model})
+
+    def _submit(
+        self, caller: Caller, model: str, kind: str, number: int | None, body: bytes, canonical: bytes = b""
+    ) -> Response:
+        row = self._database.find(models, id=model, tenant=caller.tenant)
+        if row is None:
+            raise PeerError("not_found", f"there is no model {model[:200]!r}.")
+        digest = _digest(canonical or body)
+        submitted = self._dispatcher.submit(caller, row.session, model, kind, number, digest, body)
+        return answer({"request_id": submitted, "model_id": model})
+
+
+def _digest(body: bytes) -> str:
+    return hashlib.sha256(body).hexdigest()
+
+
+def _spec(tenant: str, base: str, lora: LoraBody) -> ModelSpec:
+    attention, mlp = ("q_proj", "k_proj", "v_proj", "o_proj"), ("gate_proj", "up_proj", "down_proj")
+    targets = ("all-linear",)
+    if not (lora.train_attn and lora.train_mlp):
+        targets = (*(attention if lora.train_attn else ()), *(mlp if lora.train_mlp else ()))
+    if not targets:
+        raise UserError("lora_config trains neither attention nor MLP; one of them must be trained here.")
+    return ModelSpec(base, tenant, lora.rank, ALPHA, lora.seed or 0, targets)

@@ -1,0 +1,211 @@
+"""`echo2 worker` with the ticket of a service: samples of its tenants, on a machine of its owner.
+
+It attends as a worker of a run does. Calls come as orders, answers are sent together as they become ready; base models
+and adapters are fetched when a call needs them. What is under way when the connection breaks is another machine's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import socket
+from collections import deque
+from collections.abc import Awaitable
+from contextlib import aclosing
+from functools import partial
+from pathlib import Path
+from typing import NoReturn
+
+import msgspec
+
+from echo2.control.service.placing import SLOTS
+from echo2.errors import InvariantError, LinkError, PeerError, UserError
+from echo2.runtime.worker.attending import attended
+from echo2.runtime.worker.process import CALL_SECONDS, DELIVER_BYTES, WorkerOptions, enrolled
+from echo2.service.fleet.payloads import LINEAGE, VERSION
+from echo2.service.frames import REQUESTS, Answer, encode
+from echo2.service.sampler.fetching import FetchedWeights
+from echo2.service.sampler.process import SampleDesk
+from echo2.service.sampler.samplers import BaseSampler
+from echo2.transport import wire_pb2 as wire
+from echo2.transport.grpc_link import Membership
+from echo2.transport.limits import MESSAGE_BYTES_MAX, PROTOCOL_VERSION
+from echo2.types import Snapshot, SnapshotRef
+
+log = logging.getLogger(__name__)
+
+#: Answers are sent again after this long, if the connection holds.
+AGAIN_SECONDS = 0.2
+ANSWER_BYTES_MAX = MESSAGE_BYTES_MAX - (1 << 20)
+
+
+class SamplerMachine:
+    """One machine of a service's fleet. For one event loop."""
+
+    def __init__(self, member: Membership, directory: Path, options: WorkerOptions, own_base: Snapshot | None) -> None:
+        self._options, self._link = options, member.link()
+        self._failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        listen, relays = options.listen, options.relays
+        self._weights = FetchedWeights(member, self._link, directory, listen, relays, self._fail, own_base)
+        self._slots = options.slots or SLOTS
+        self._bases: dict[str, asyncio.Task[BaseSampler]] = {}
+        self._desk = SampleDesk(self._sampler, self._tell)
+        self._answers: deque[bytes] = deque()
+        self._sending: asyncio.Task[None] | None = None
+        self._beating: asyncio.Task[None] | None = None
+        self._port = 0
+
+    async def run(self) -> NoReturn:
+        """Sample until the service was away for `patience_seconds`. The end of its stream says that it leaves.
+
+        Raises:
+            LinkError: it was. PeerError: this machine was refused.
+            UserError: the address to listen on can't be had, or the disk is full.
+        """
+        self._port = await self._weights.node.start()
+        attending = asyncio.ensure_future(self._attend())
+        try:
+            done, _ = await asyncio.wait({attending, self._failed}, return_when=asyncio.FIRST_COMPLETED)
+            done.pop().result()
+            raise InvariantError("a machine attends for ever, or fails")
+        finally:
+            attending.cancel()
+            self._disconnected()
+            for task in self._bases.values():
+                if task.done() and not task.cancelled() and not task.exception():
+                    await task.result().close()
+            await self._weights.close()
+            await self._link.close()
+
+    async def _attend(self) -> None:
+        patience_seconds = self._options.patience_seconds
+        async with aclosing(attended(self._link, self._hello, patience_seconds, self._disconnected)) as orders:
+            async for order in orders:
+                if order.HasField("settings"):
+                    log.info("the service %s has taken this machine in", order.settings.run_id)
+                    self._beating = asyncio.ensure_future(self._beat(order.settings.heartbeat_seconds))
+                    self._weights.node.connected()
+                elif order.HasField("sample"):
+                    self._take(order.sample)
+                else:
+                    self._weights.node.obey(order)
+
+    def _hello(self) -> wire.WorkerHello:
+        options = self._options
+        return wire.WorkerHello(
+            protocol=PROTOCOL_VERSION,
+            slots=self._slots,
+            price_usd_per_hour=options.price_usd_per_hour,
+            engine="compact",
+            device=options.device,
+            pid=os.getpid(),
+            host=socket.gethostname(),
+            listen_port=self._port,
+            advertise=options.advertise,
+        )
+
+    def _take(self, data: bytes) -> None:
+        try:
+            self._desk.take(REQUESTS.decode(data))
+        except msgspec.MsgspecError as error:
+            raise PeerError("malformed", f"a call: {error}") from error
+
+    def _disconnected(self) -> None:
+        """Others do what was under way here."""
+        if self._beating is not None:
+            self._beating.cancel()
+        if self._sending is not None:
+            self._sending.cancel()
+        self._answers.clear()
+        self._desk.drop_all()
+        self._weights.node.disconnected()
+
+    def _fail(self, error: BaseException) -> None:
+        if not self._failed.done():
+            self._failed.set_exception(error)
+
+    async def _beat(self, heartbeat_seconds: float) -> None:
+        node = self._weights.node
+        while True:
+            doing = f"{self._desk.num_under_way} calls" if self._desk.num_under_way else "waits for calls"
+            if node.progress is not None:
+                payload, num_stored, num_bytes = node.progress
+                doing = f"fetches {payload.ref.policy}, {num_stored / max(1, num_bytes):.0%}; {doing}"
+            report = wire.WorkerReport(doing=doing, bytes_received=node.bytes_received, bytes_sent=node.bytes_sent)
+            try:
+                await self._link.call("Report", report, CALL_SECONDS)
+            except (LinkError, PeerError) as error:
+                log.info("heartbeat not taken: %s", error)
+            await asyncio.sleep(heartbeat_seconds)
+
+    # ---- samples -----------------------------------------------------------------------------------------------------
+
+    async def _sampler(self, base: str) -> BaseSampler:
+        """That of a base model, which is fetched and loaded once."""
+        loading = self._bases.get(base)
+        if loading is None:
+            loading = self._bases[base] = asyncio.create_task(self._load(base))
+        try:
+            return await asyncio.shield(loading)
+        except (LinkError, PeerError, UserError):
+            self._bases.pop(base, None)
+            raise
+
+    async def _load(self, base: str) -> BaseSampler:
+        snapshot = await self._had(self._weights.base(base))
+        make = partial(BaseSampler, snapshot, self._options.device, self._adapter, self._slots)
+        return await asyncio.to_thread(make)
+
+    async def _adapter(self, policy: str) -> Snapshot:
+        return await self._had(self._weights.adapter(SnapshotRef(policy, LINEAGE, VERSION)))
+
+    async def _had(self, fetching: Awaitable[Snapshot]) -> Snapshot:
+        """Raises LinkError where it can't be had, which is no tenant's mistake: another machine samples then."""
+        try:
+            return await fetching
+        except (PeerError, UserError) as error:
+            raise LinkError(f"weights can't be had: {error}") from error
+
+    def _tell(self, answer: Answer) -> None:
+        if answer.has_begun:
+            return
+        data = encode(answer)
+        if len(data) > ANSWER_BYTES_MAX:
+            data = encode(Answer(answer.number, fault=f"an answer of {len(data)} bytes", is_ours=True))
+        self._answers.append(data)
+        if self._sending is None or self._sending.done():
+            self._sending = asyncio.create_task(self._send())
+
+    async def _send(self) -> None:
+        while self._answers:
+            batch = wire.SampleAnswers()
+            num_bytes = 0
+            while self._answers and (not batch.answers or num_bytes + len(self._answers[0]) <= DELIVER_BYTES):
+                num_bytes += len(self._answers[0])
+                batch.answers.append(self._answers.popleft())
+            try:
+                await self._link.call("AnswerSamples", batch, CALL_SECONDS)
+            except LinkError as error:  # if the connection is broken, the stream of orders breaks too, and ends this
+                log.info("%d answers not taken: %s", len(batch.answers), error)
+                self._answers.extendleft(reversed(batch.answers))
+                await asyncio.sleep(AGAIN_SECONDS)
+            except PeerError as error:
+                log.warning("%d answers refused: %s", len(batch.answers), error)
+
+
+async def join(ticket: str, directory: Path | None, options: WorkerOptions) -> NoReturn:
+    """Enrol with the ticket and sample.
+
+    Raises:
+        UserError: an option that a machine of a service has no use for; and as `SamplerMachine.run`.
+    """
+    if options.engine not in ("auto", "compact") or options.allow_environments or options.offer:
+        raise UserError("A service samples with the engine compact, without environments, on machines of its owner.")
+    member, place, own_base = await enrolled(ticket, directory, options)
+    await SamplerMachine(member, place, options, own_base).run()
+
+
+def run_machine(ticket: str, directory: Path | None, options: WorkerOptions) -> NoReturn:
+    """The whole life of the process."""
+    asyncio.run(join(ticket, directory, options))

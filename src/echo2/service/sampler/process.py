@@ -1,0 +1,138 @@
+"""The sampler process of a service: calls come in by stdin, answers go out by stdout; it ends with who started it."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import sys
+from collections.abc import Awaitable, Callable
+from functools import partial
+from pathlib import Path
+
+import msgspec
+
+from echo2.control.service.placing import SLOTS
+from echo2.errors import Echo2Error, PeerError, UserError
+from echo2.learner import checkpoint
+from echo2.sandbox import pipes
+from echo2.service.frames import Answer, CancelCall, Request, SampleCall, frame
+from echo2.service.sampler.samplers import BaseSampler
+from echo2.service.serving import receive
+from echo2.types import Snapshot, SnapshotRef
+from echo2.weights.model_files import read_adapter, read_base_model
+
+log = logging.getLogger(__name__)
+
+
+class SamplerSettings(msgspec.Struct, frozen=True):
+    """`bases`: directories by name."""
+
+    bases: dict[str, str]
+    device: str = "auto"
+
+
+class SampleDesk:
+    """Gives each call to the sampler of its base model, and `tell` what comes of it. For one event loop."""
+
+    def __init__(self, sampler_of: Callable[[str], Awaitable[BaseSampler]], tell: Callable[[Answer], None]) -> None:
+        """`sampler_of` raises UserError where there is no such base model."""
+        self._sampler_of, self._tell = sampler_of, tell
+        self._under_way: dict[int, asyncio.Task[None]] = {}
+
+    @property
+    def num_under_way(self) -> int:
+        """Calls that have no answer yet."""
+        return len(self._under_way)
+
+    def take(self, request: Request) -> None:
+        """A call has come."""
+        call, number = request.call, request.number
+        if isinstance(call, CancelCall):
+            if task := self._under_way.get(number):
+                task.cancel()
+        elif isinstance(call, SampleCall):
+            self._under_way[number] = task = asyncio.create_task(self._answer(number, call))
+            task.add_done_callback(partial(self._ended, number))
+
+    def drop_all(self) -> None:
+        """Nobody waits for any answer any more."""
+        for task in self._under_way.values():
+            task.cancel()
+
+    def _ended(self, number: int, task: asyncio.Task[None]) -> None:
+        if self._under_way.get(number) is task:
+            del self._under_way[number]
+
+    async def _answer(self, number: int, call: SampleCall) -> None:
+        self._tell(Answer(number, has_begun=True))
+        try:
+            sampler = await self._sampler_of(call.base)
+            answer = Answer(number, sampled=await sampler.sample(call.snapshot, call.spec))
+        except UserError as error:
+            answer = Answer(number, fault=str(error))
+        except PeerError as error:  # weights that are not finite, or no adapter: what the tenant trained or gave
+            answer = Answer(number, fault=error.detail)
+        except Exception as error:  # the others' work goes on; whose this was is told, and the log has it all
+            log.exception("a sample")
+            answer = Answer(number, fault=f"{type(error).__name__}: {error}", is_ours=True)
+        self._tell(answer)
+
+
+def published(directory: str, base: SnapshotRef) -> Snapshot:
+    """The adapter that the learner wrote to a directory, over this base model if it was trained over it.
+
+    Raises:
+        UserError: none is there.
+    """
+    trained_over = checkpoint.read_client(Path(directory))["base_model"]
+    return read_adapter(Path(directory), base, SnapshotRef(trained_over, 0, 0))
+
+
+def base_sampler(directory: str, device: str, slots: int = SLOTS) -> BaseSampler:
+    """Of a base model and the adapters over it on this disk, which are called by their directories.
+
+    Raises:
+        UserError: no model is there that the compact engine computes.
+    """
+    base = read_base_model(Path(directory))
+
+    async def read(snapshot: str) -> Snapshot:
+        return await asyncio.to_thread(published, snapshot, base.ref)
+
+    return BaseSampler(base, device, read, slots)
+
+
+async def serve(settings: SamplerSettings) -> None:
+    """Until stdin ends."""
+    inbox, outbox = pipes.take()
+    samplers = {name: base_sampler(directory, settings.device) for name, directory in settings.bases.items()}
+
+    async def sampler_of(base: str) -> BaseSampler:
+        if base not in samplers:
+            raise UserError(f"There is no base model {base!r}; there are {', '.join(samplers)}.")
+        return samplers[base]
+
+    def tell(answer: Answer) -> None:
+        outbox.write(frame(answer))
+        outbox.flush()
+
+    desk, loop = SampleDesk(sampler_of, tell), asyncio.get_running_loop()
+    log.info("ready: %s", ", ".join(samplers))
+
+    def take(request: Request) -> None:
+        loop.call_soon_threadsafe(desk.take, request)
+
+    await asyncio.to_thread(receive, inbox, take)
+
+
+def main(settings_text: str) -> None:
+    """Until stdin ends."""
+    logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(asctime)s sampler %(message)s")
+    asyncio.run(serve(msgspec.json.decode(settings_text, type=SamplerSettings)))
+
+
+if __name__ == "__main__":
+    try:
+        main(sys.argv[1])
+    except Echo2Error as error:
+        sys.exit(str(error))

@@ -1,0 +1,169 @@
+"""Samples of one base model and the adapters over it that were published, all in one batch.
+
+A published adapter is read when it is first sampled from, and never again while it is in memory: it is frozen for ever.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from array import array
+from collections import OrderedDict, deque
+from collections.abc import Awaitable, Callable
+
+from echo2.control.service.placing import SLOTS
+from echo2.errors import Echo2Error, UserError
+from echo2.rollout.compact import CompactModel
+from echo2.rollout.decode_loop import DecodeLoop
+from echo2.rollout.engine import Outcome, RequestFailure
+from echo2.rollout.many_policies import ManyPolicies, PolicyRequest
+from echo2.rollout.stop_strings import StopRule, stop_rule
+from echo2.rollout.tokenizer import Tokenizer, load_tokenizer
+from echo2.service.backend import SampledSequence, SampleOutput, SampleSpec
+from echo2.types import SamplingParams, Snapshot
+
+#: Of adapters in memory; the one unused for longest makes room.
+MEMORY_BYTES = 2 << 30
+#: Samples of one call.
+MOST_SAMPLES = 1024
+
+
+class BaseSampler:
+    """A base model and adapters over it. For one event loop."""
+
+    def __init__(
+        self, base: Snapshot, device: str, read: Callable[[str], Awaitable[Snapshot]], slots: int = SLOTS
+    ) -> None:
+        """`read` gives an adapter by the name that calls have for it.
+
+        Raises:
+            UserError: it is no model that the compact engine computes.
+        """
+        self._files, self._read_adapter = base.files, read
+        self._policies = ManyPolicies(base, device)
+        self._loop = DecodeLoop(self._policies, slots)
+        self._slots = _Slots(self._loop)
+        self._adapters: OrderedDict[str, asyncio.Task[tuple[CompactModel, int]]] = OrderedDict()  # with their bytes
+        self._tokenizer: Tokenizer | None = None
+
+    async def sample(self, snapshot: str, spec: SampleSpec) -> SampleOutput:
+        """Samples of an adapter, or with "" of the base model.
+
+        Raises:
+            UserError: the request is not one that can be sampled.
+            PeerError: the adapter does not fit, or its logits are not finite.
+            Whatever `read` raises.
+        """
+        policy = await self._policy(snapshot)
+        stop = await asyncio.to_thread(self._stop_rule, spec.stop_strings) if spec.stop_strings else None
+        requests = self._requests(policy, spec, stop)
+        outcomes = asyncio.gather(*(self._slots.run(spec.owner, request) for request in requests))
+        try:
+            scores = None
+            if spec.prompt_logprobs or spec.top_prompt_logprobs:
+                if (refused := self._loop.refusal(requests[0])) is not None:
+                    raise UserError(refused.detail)
+                scores = await asyncio.to_thread(self._policies.score, policy, spec.prompt, spec.top_prompt_logprobs)
+            sequences = [_sequence(outcome) for outcome in await outcomes]
+        finally:
+            outcomes.cancel()
+        if scores is None:
+            return SampleOutput(sequences)
+        width = len(scores.top_tokens) // max(1, len(scores.logprobs))
+        return SampleOutput(
+            sequences,
+            array("f", [math.nan]) + scores.logprobs,
+            array("i", [-1] * width) + scores.top_tokens,
+            array("f", [math.nan] * width) + scores.top_logprobs,
+        )
+
+    async def close(self) -> None:
+        """Abort what is under way."""
+        await self._loop.close()
+
+    def _requests(self, policy: CompactModel, spec: SampleSpec, stop: StopRule | None) -> list[PolicyRequest]:
+        if not 1 <= spec.num_samples <= MOST_SAMPLES:
+            raise UserError(f"num_samples = {spec.num_samples}: give 1 to {MOST_SAMPLES}.")
+        if spec.temperature < 0.0 or not 0.0 < spec.top_p <= 1.0 or spec.top_k < 0:
+            raise UserError("Give temperature >= 0, 0 < top_p <= 1 and top_k >= 0 (0: all tokens).")
+        params = SamplingParams(spec.temperature, spec.top_p, spec.top_k, spec.max_tokens)
+        ends = frozenset(spec.stop_tokens) | frozenset(self._policies.end_tokens if spec.ends_with_model else ())
+        return [
+            PolicyRequest(spec.prompt, spec.seed, sample, params, ends, policy, stop=stop)
+            for sample in range(spec.num_samples)
+        ]
+
+    def _stop_rule(self, strings: tuple[str, ...]) -> StopRule:
+        if self._tokenizer is None:
+            self._tokenizer = load_tokenizer(self._files)
+        return stop_rule(self._tokenizer, strings)
+
+    async def _policy(self, snapshot: str) -> CompactModel:
+        if not snapshot:
+            return self._policies.base
+        reading = self._adapters.get(snapshot)
+        if reading is None:
+            reading = asyncio.create_task(self._read(snapshot))
+            self._adapters[snapshot] = reading
+        self._adapters.move_to_end(snapshot)
+        try:
+            policy, _ = await asyncio.shield(reading)
+        except Echo2Error:
+            self._adapters.pop(snapshot, None)
+            raise
+        self._make_room()
+        return policy
+
+    def _make_room(self) -> None:
+        read = {name: task.result()[1] for name, task in self._adapters.items() if task.done() and not task.exception()}
+        excess = sum(read.values()) - MEMORY_BYTES
+        for name, num_bytes in list(read.items())[:-1]:
+            if excess <= 0:
+                break
+            excess -= num_bytes
+            del self._adapters[name]
+
+    async def _read(self, name: str) -> tuple[CompactModel, int]:
+        snapshot = await self._read_adapter(name)
+        num_bytes = sum(tensor.num_bytes for tensor in snapshot.tensors.values())
+        return await asyncio.to_thread(self._policies.adapter, snapshot), num_bytes
+
+
+def _sequence(outcome: Outcome) -> SampledSequence:
+    if isinstance(outcome, RequestFailure):
+        raise UserError(outcome.detail)
+    return SampledSequence(outcome.tokens, outcome.logprobs, outcome.finish)
+
+
+class _Slots:
+    """Gives an engine's slots to owners in equal shares: the next free one to who has fewest, of those that wait."""
+
+    def __init__(self, engine: DecodeLoop) -> None:
+        self._engine = engine
+        self._used: dict[str, int] = {}
+        self._waiting: dict[str, deque[asyncio.Future[None]]] = {}
+
+    async def run(self, owner: str, request: PolicyRequest) -> Outcome:
+        """What comes of the request, when it has had its turn."""
+        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiting.setdefault(owner, deque()).append(turn)
+        self._give()
+        try:
+            await turn
+            return await self._engine.submit(request)
+        finally:
+            if turn.done() and not turn.cancelled():
+                self._used[owner] -= 1
+                if not self._used[owner]:
+                    del self._used[owner]
+                self._give()
+
+    def _give(self) -> None:
+        while self._waiting and sum(self._used.values()) < self._engine.slots:
+            owner = min(self._waiting, key=lambda name: self._used.get(name, 0))
+            turn = self._waiting[owner].popleft()
+            if not self._waiting[owner]:
+                del self._waiting[owner]
+            if not turn.done():
+                self._used[owner] = self._used.get(owner, 0) + 1
+                turn.set_result(None)

@@ -1,0 +1,129 @@
+"""The process of `echo2 serve`: HTTP, keys and the store; learner and sampler are processes of their own."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import uvicorn
+
+from echo2.errors import UserError
+from echo2.rundir import claimed
+from echo2.runtime.head.process import forbid_torch
+from echo2.service import tiny_model
+from echo2.service.access import SCOPES, Doorkeeper
+from echo2.service.app import Front
+from echo2.service.database import Database, keys
+from echo2.service.fleet.door import FleetDoor
+from echo2.service.processes import LocalBackend
+from echo2.service.settings import ServiceSettings, load
+
+#: Connections: 2000 samples of an SDK are 2000 polls.
+BACKLOG = 4096
+HEADER_BYTES_MAX = 64 << 10
+LAST_SECONDS = 5
+
+
+def serve(config: Path, out: Path, port: int | None) -> int:
+    """Serve until the process is told to end. `port`: in place of the file's; 0: any that is free.
+
+    Raises:
+        UserError: the settings are wrong, or the address is taken.
+    """
+    settings = load(config)
+    forbid_torch()
+    with claimed(out, "serve"):
+        database = open_database(out, settings.database)
+        first_key(out, database, Doorkeeper(database, time.time))
+        asyncio.run(_serve(settings, out.absolute(), database, settings.port if port is None else port))
+    return 0
+
+
+def open_database(out: Path, url: str = "") -> Database:
+    """The service's store."""
+    return Database(url or f"sqlite:///{out.absolute() / 'service.sqlite'}")
+
+
+def first_key(out: Path, database: Database, keeper: Doorkeeper) -> None:
+    """A key that may do everything, in DIR/api-key, for who starts the service."""
+    path = out / "api-key"
+    if path.exists() and database.count(keys):
+        return
+    text = keeper.add_key("owner", SCOPES)
+    path.unlink(missing_ok=True)
+    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+        file.write(text + "\n")
+
+
+def base_directories(bases: dict[str, str], out: Path) -> dict[str, str]:
+    """Where each base model lies; the tiny one is made.
+
+    Raises:
+        UserError: a name is not `owner/name`.
+    """
+    found = {}
+    for name, path in bases.items():
+        parts = name.split("/")
+        if len(parts) != 2 or not all(part.replace("-", "").replace(".", "").isalnum() for part in parts):
+            raise UserError(f"bases: {name!r} must be owner/name, in letters, digits, '-' and '.'.")
+        directory = out / "models" / name
+        if not path:
+            tiny_model.make(directory)
+        found[name] = path or str(directory)
+    return found
+
+
+async def _serve(settings: ServiceSettings, out: Path, database: Database, port: int) -> None:
+    backend = LocalBackend(base_directories(settings.bases, out), out / "backend", settings.device)
+    fleet = None
+    if settings.fleet.listen:
+        directories = {name: base.directory for name, base in backend.bases.items()}
+        fleet = FleetDoor(out, settings.fleet, directories, backend.samplers)
+        await fleet.open()
+    front = Front(database, backend, out / "checkpoints", time.time, settings.bills)
+    server = HttpServer(front, settings.host, port)
+    try:
+        await server.serve()
+    finally:
+        if fleet is not None:
+            await fleet.close()
+        await backend.close()
+        database.close()
+
+
+class HttpServer(uvicorn.Server):
+    """uvicorn, which lets polls go when it is told to end, and says where it listens."""
+
+    def __init__(self, front: Front, host: str, port: int) -> None:
+        super().__init__(
+            uvicorn.Config(
+                front.app,
+                host=host,
+                port=port,
+                log_level="warning",
+                backlog=BACKLOG,
+                h11_max_incomplete_event_size=HEADER_BYTES_MAX,
+                timeout_graceful_shutdown=LAST_SECONDS,
+                timeout_keep_alive=75,
+                http="h11",
+                ws="none",
+            )
+        )
+        self._front = front
+
+    async def startup(self, sockets: Any = None) -> None:
+        """Listen, then say so."""
+        await super().startup(sockets)
+        for server in self.servers:
+            for socket in server.sockets:
+                host, port = socket.getsockname()[:2]
+                print(f"serving at http://{host}:{port}", flush=True)
+
+    def handle_exit(self, sig: int, frame: Any) -> None:
+        """Ends the polls, too."""
+        self._front.requests.stop()
+        super().handle_exit(signal.SIGTERM, frame)

@@ -1,0 +1,81 @@
+"""The settings of `echo2 serve`: one TOML file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta, Struct
+
+from echo2.config.rules import host_and_port
+from echo2.documents import read_tables
+from echo2.errors import UserError
+
+#: Kinds of requests that may have a price.
+PRICED = ("forward_backward", "forward", "sample")
+
+
+class Quotas(Struct, forbid_unknown_fields=True, frozen=True):
+    """`usd_per_million_tokens`: by kind of request (`forward_backward`, `forward`, `sample`: of its prompt and what was
+    sampled); others cost nothing. `quota_usd`: by tenant, how much it may spend in all; who is not named, any sum.
+    """
+
+    usd_per_million_tokens: dict[str, Annotated[float, Meta(ge=0)]] = {}
+    quota_usd: dict[str, Annotated[float, Meta(ge=0)]] = {}
+
+    def __post_init__(self) -> None:
+        if wrong := sorted(self.usd_per_million_tokens.keys() - set(PRICED)):
+            raise ValueError(f"{wrong[0]!r} has no price: only {', '.join(PRICED)} have")
+
+
+class FleetSettings(Struct, forbid_unknown_fields=True, frozen=True):
+    """`listen`: HOST:PORT where machines of the owner join to sample; empty: none can. `advertise`: the host that their
+    ticket names; empty: that of `listen`.
+    """
+
+    listen: str = ""
+    advertise: str = ""
+
+    def __post_init__(self) -> None:
+        if self.listen:
+            _ = self.address  # refused with the file, not later
+
+    @property
+    def address(self) -> tuple[str, int]:
+        """Host and port of `listen`.
+
+        Raises:
+            UserError: it is not HOST:PORT.
+        """
+        host, port = host_and_port(self.listen, "fleet.listen", "0.0.0.0:8643")
+        if not port:
+            raise UserError(f"fleet.listen = {self.listen!r}: name a port, where machines find the service again.")
+        return host, port
+
+
+class ServiceSettings(Struct, forbid_unknown_fields=True):
+    """What is served, and where. `bases`: directories or hub ids by the names that clients use; empty: a tiny model is
+    made. `database`: as SQLAlchemy reads it; empty: SQLite in the service's directory.
+    """
+
+    bases: Annotated[dict[str, str], Meta(min_length=1)]
+    host: str = "127.0.0.1"
+    port: Annotated[int, Meta(ge=0, le=65535)] = 8642
+    database: str = ""
+    device: str = "auto"
+    bills: Quotas = Quotas()
+    fleet: FleetSettings = FleetSettings()
+
+
+def load(path: Path) -> ServiceSettings:
+    """Read them.
+
+    Raises:
+        UserError: the file is missing, or a key or value is wrong.
+    """
+    try:
+        return msgspec.convert(read_tables(path, "the service's file"), ServiceSettings)
+    except msgspec.ValidationError as error:
+        known = ", ".join(ServiceSettings.__struct_fields__)
+        raise UserError(f"{path}: {error}. Keys: {known}.") from error

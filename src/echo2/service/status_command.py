@@ -1,0 +1,115 @@
+"""`echo2 serve status`: who waits for what, and who spent what. The service may be running meanwhile, or not."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import rich.table
+from rich.console import Console
+from rich.markup import escape
+
+from echo2.errors import UserError
+from echo2.printable import printable
+from echo2.rundir import read_json
+from echo2.service.database import Database, bills, models, requests, sessions
+from echo2.service.dispatch import OPEN
+from echo2.service.fleet.door import STATUS_FILE
+from echo2.service.serve import open_database
+from echo2.service.status_page import StatusPage, Table
+from echo2.views.serve import serve_pages
+
+#: What the service last said of its fleet counts for so long.
+STALE_SECONDS = 15.0
+
+
+def run(options: argparse.Namespace) -> int:
+    """Print it, or with a port show it as a page until the process is told to end.
+
+    Raises:
+        UserError: there is no service in that directory, or the port is taken.
+    """
+    if not options.database and not (options.out / "service.sqlite").is_file():
+        raise UserError(f"{options.out} is no directory of `echo2 serve`: it holds no service.sqlite.")
+    database = open_database(options.out, options.database)
+
+    def tell() -> dict[str, Any]:
+        now = time.time()
+        return {**status(database, now), **fleet(options.out, now)}
+
+    if options.port is not None:
+        return serve_pages(lambda token: StatusPage(lambda: tables(tell()), token), port=options.port)
+    found = tell()
+    database.close()
+    if options.json:
+        print(json.dumps(found))
+    else:
+        show(found, Console())
+    return 0
+
+
+def status(database: Database, now: float) -> dict[str, Any]:
+    """Of each tenant: live sessions, models, open requests by kind, seconds that the oldest waits, tokens, dollars."""
+    tenants: dict[str, dict[str, Any]] = {}
+
+    def of(tenant: str) -> dict[str, Any]:
+        empty = {"sessions": 0, "models": 0, "open": {}, "oldest_wait_seconds": 0.0, "tokens": 0, "usd": 0.0}
+        return tenants.setdefault(tenant, empty)
+
+    for row in database.select(sessions, finished=None):
+        of(row.tenant)["sessions"] += 1
+    for row in database.select(models):
+        of(row.tenant)["models"] += 1
+    for row in database.select(requests, columns=["tenant", "kind", "created"], state=OPEN):
+        mine = of(row.tenant)
+        mine["open"][row.kind] = mine["open"].get(row.kind, 0) + 1
+        mine["oldest_wait_seconds"] = max(mine["oldest_wait_seconds"], now - row.created)
+    for row in database.select(bills):
+        of(row.tenant)["tokens"] += row.tokens
+        of(row.tenant)["usd"] += row.usd
+    return {"tenants": dict(sorted(tenants.items()))}
+
+
+def fleet(out: Path, now: float) -> dict[str, Any]:
+    """The machines that joined, and how many calls none has room for; empty where the service has no fleet, or is not
+    running.
+
+    Raises:
+        UserError: its file is damaged.
+    """
+    told = read_json(out / STATUS_FILE)
+    if told is None or now - told["at"] > STALE_SECONDS:
+        return {"machines": {}, "waiting_samples": 0}
+    return {"machines": told["machines"], "waiting_samples": told["waiting"]}
+
+
+def tables(found: dict[str, Any]) -> list[Table]:
+    """For people: of the tenants, and of the machines if there are any."""
+    tenants = []
+    for tenant, row in found["tenants"].items():
+        waiting = ", ".join(f"{count} {kind}" for kind, count in row["open"].items()) or "-"
+        numbers = f"{row['oldest_wait_seconds']:.1f} s", f"{row['tokens']:,}", f"${row['usd']:.4f}"
+        tenants.append([tenant, str(row["sessions"]), str(row["models"]), waiting, *numbers])
+    made = [Table(("tenant", "sessions", "models", "open", "oldest waits", "tokens", "dollars"), tenants)]
+    machines = []
+    for name, row in found["machines"].items():
+        words = (str(row[key]) for key in ("host", "device", "doing"))
+        numbers = f"{row['under_way']:,}", f"{row['sampled']:,}", f"{row['price_usd_per_hour']:g}"
+        machines.append([name, *words, *numbers])
+    if machines:
+        made.append(Table(("machine", "host", "device", "doing", "under way", "sampled", "$/h"), machines))
+    return made
+
+
+def show(found: dict[str, Any], console: Console) -> None:
+    """Tables in the terminal."""
+    for made in tables(found):
+        table = rich.table.Table(box=None, pad_edge=False)
+        for head in made.heads:
+            table.add_column(head)
+        for row in made.rows:
+            table.add_row(*(escape(printable(cell)) for cell in row))
+        console.print(table, highlight=False)

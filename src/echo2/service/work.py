@@ -1,0 +1,257 @@
+"""One acknowledged request after another as calls of the back end."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from array import array
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from echo2.errors import PeerError, UserError
+from echo2.service.backend import AdamSettings, Backend, ModelSpec, SampleSpec
+from echo2.service.bodies import AdamBody, LoadBody, OptimBody, SampleBody, SaveBody, parse, prompt_tokens
+from echo2.service.data import TrainWork, read_json, read_protobuf, sample_answer, train_answer
+from echo2.service.database import Database, Row, checkpoints, models, samplers
+
+SCHEMES = ("tinker://", "logits://")
+KINDS = ("weights", "sampler_weights")
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """What came of a request: its answer, and the tokens it cost."""
+
+    answer: bytes
+    num_tokens: int = 0
+
+
+class Work:
+    """Carries out requests. `directory`: where checkpoints and published adapters lie."""
+
+    def __init__(self, database: Database, backend: Backend, directory: Path, clock: Callable[[], float]) -> None:
+        self.database, self.backend, self.clock = database, backend, clock
+        self.directory = directory
+        self._carriers: Mapping[str, Callable[[Row], Any]] = {
+            "create_model": self._create_model,
+            "forward_backward": self._train,
+            "forward": self._train,
+            "optim_step": self._optim_step,
+            "save_weights": self._save,
+            "save_weights_for_sampler": self._save,
+            "load_weights": self._load,
+            "sample": self._sample,
+        }
+
+    async def carry_out(self, request: Row) -> Done:
+        """Do what it asks for.
+
+        Raises:
+            UserError, PeerError: it can't be done. InvariantError: see `Backend`.
+        """
+        done: Done = await self._carriers[request.kind](request)
+        return done
+
+    def refusal(self, request: Row) -> str:
+        """Why a request of a model is not passed on to the back end; empty: it is."""
+        try:
+            if request.kind in ("forward_backward", "forward"):
+                return read_train(request).error
+            if request.kind == "optim_step":
+                adam_settings(parse(OptimBody, request.body).adam_params)
+            elif request.kind.startswith("save_weights"):
+                self._check_name(request, parse(SaveBody, request.body))
+            elif request.kind == "load_weights":
+                self.checkpoint(parse(LoadBody, request.body).path, request.tenant)
+        except (UserError, PeerError) as error:
+            return str(error)
+        return ""
+
+    def checkpoint(self, path: str, tenant: str) -> Row:
+        """The checkpoint of a path, if it is this tenant's or public.
+
+        Raises:
+            UserError: there is none.
+        """
+        scheme = next((known for known in SCHEMES if path.startswith(known)), "")
+        parts = path.removeprefix(scheme).split("/")
+        if not scheme or len(parts) != 3 or parts[1] not in KINDS:
+            raise UserError(f"{path[:200]!r} is no path of a checkpoint: tinker://MODEL/weights/NAME.")
+        row = self.database.find(checkpoints, model=parts[0], kind=parts[1], name=parts[2])
+        is_expired = row is not None and row.expires is not None and row.expires <= self.clock()
+        if row is None or is_expired or (row.tenant != tenant and not row.public):
+            raise UserError(f"There is no checkpoint {path[:200]!r}.")
+        return row
+
+    def _check_name(self, request: Row, body: SaveBody) -> None:
+        kind = _checkpoint_kind(request.kind)
+        found = body.path and self.database.find(checkpoints, model=body.model_id, kind=kind, name=body.path)
+        if found and not body.overwrite:
+            raise UserError(f"The model has a checkpoint {body.path!r} already. Choose another name, or overwrite.")
+
+    async def _create_model(self, request: Row) -> Done:
+        await self.backend.create_model(request.target, self._spec(request.target))
+        return _json(type="create_model", model_id=request.target)
+
+    def _spec(self, model: str) -> ModelSpec:
+        row = self.database.find(models, id=model)
+        if row is None:
+            raise UserError(f"The model {model} is gone.")
+        return msgspec.convert(row.spec, ModelSpec)
+
+    async def _train(self, request: Row) -> Done:
+        work = read_train(request)
+        output = await self.backend.forward_backward(
+            request.target, request.operation, work.data, work.loss, work.params, work.forward_only
+        )
+        return Done(train_answer(output, work.widths), sum(len(datum.tokens) for datum in work.data))
+
+    async def _optim_step(self, request: Row) -> Done:
+        adam = adam_settings(parse(OptimBody, request.body).adam_params)
+        metrics = await self.backend.optim_step(request.target, request.operation, adam)
+        return _json(type="optim_step", metrics=metrics)
+
+    async def _save(self, request: Row) -> Done:
+        """Into a directory that has the request's name: what a user calls it is in the database alone."""
+        body = parse(SaveBody, request.body)
+        directory = self.directory / request.id
+        if request.kind == "save_weights":
+            await self.backend.save_state(request.target, request.operation, directory)
+        else:
+            await self.backend.publish(request.target, request.operation, directory)
+        if body.path is None and request.kind == "save_weights_for_sampler":
+            return self._new_sampler(request, body, directory)
+        kind, name = _checkpoint_kind(request.kind), body.path or f"{request.number or request.operation:06d}"
+        now, where = self.clock(), {"model": request.target, "kind": kind, "name": name}
+        with self.database.transaction():
+            self.database.delete(checkpoints, **where)
+            self.database.insert(
+                checkpoints,
+                id="chk_" + request.id.removeprefix("req_"),
+                model=request.target,
+                tenant=request.tenant,
+                kind=kind,
+                name=name,
+                directory=str(directory),
+                spec=msgspec.to_builtins(self._spec(request.target)),
+                created=now,
+                size=sum(file.stat().st_size for file in directory.rglob("*") if file.is_file()),
+                expires=None if body.ttl_seconds is None else now + body.ttl_seconds,
+                public=False,
+                labels=body.user_metadata,
+            )
+        return _json(type=request.kind, path=f"tinker://{request.target}/{kind}/{name}")
+
+    def _new_sampler(self, request: Row, body: SaveBody, directory: Path) -> Done:
+        number = request.number if body.sampling_session_seq_id is None else body.sampling_session_seq_id
+        sampler, is_inflight = f"{request.session}:sample:{number}", body.kind == "inflight"
+        with self.database.transaction():
+            if is_inflight:
+                self.database.update(models, {"id": request.target}, inflight=str(directory))
+            if self.database.find(samplers, id=sampler) is None:
+                self.database.insert(
+                    samplers,
+                    id=sampler,
+                    session=request.session,
+                    tenant=request.tenant,
+                    base=self._spec(request.target).base,
+                    model=request.target if is_inflight else None,
+                    directory=str(directory),
+                )
+        return _json(type=request.kind, sampling_session_id=sampler)
+
+    async def _load(self, request: Row) -> Done:
+        body = parse(LoadBody, request.body)
+        found = self.checkpoint(body.path, request.tenant)
+        if body.session_id is not None:
+            await self.backend.create_model(request.target, self._spec(request.target))
+        directory = Path(found.directory)
+        with_optimizer = body.optimizer and found.kind == "weights"
+        await self.backend.load_state(request.target, request.operation, directory, with_optimizer)
+        return _json(type="load_weights", path=body.path, model_id=request.target)
+
+    async def _sample(self, request: Row) -> Done:
+        body = parse(SampleBody, request.body)
+        sampler = self.database.find(samplers, id=request.target)
+        if sampler is None:
+            raise UserError("The sampler is gone.")
+        directory = sampler.directory
+        if sampler.model is not None:
+            model = self.database.find(models, id=sampler.model)
+            directory = model.inflight if model is not None else directory
+        spec = sample_spec(body, self.backend.bases[sampler.base].max_tokens, request.id)
+        spec = replace(spec, owner=request.tenant)
+        output = await self.backend.sample(sampler.base, Path(directory) if directory else None, spec)
+        num_tokens = len(spec.prompt) + sum(len(sequence.tokens) for sequence in output.sequences)
+        return Done(sample_answer(output, spec.top_prompt_logprobs, body.prompt_logprobs_last_n), num_tokens)
+
+
+def read_train(request: Row) -> TrainWork:
+    """A stored forward_backward, of either wire."""
+    if request.body[:1] == b"{":
+        return read_json(request.body, request.kind == "forward")
+    return read_protobuf(request.body)[0]
+
+
+def adam_settings(body: AdamBody) -> AdamSettings:
+    """AdamW's settings of a client.
+
+    Raises:
+        UserError: one is out of its bounds.
+    """
+    given = msgspec.structs.asdict(body)
+    bounds = {"beta1": 1.0, "beta2": 1.0}
+    for name, value in given.items():
+        if not math.isfinite(value) or value < 0.0 or value >= bounds.get(name, math.inf):
+            raise UserError(f"adam_params.{name} = {value!r}: expected from 0 to below {bounds.get(name, 'infinity')}.")
+    return AdamSettings(
+        body.learning_rate, body.beta1, body.beta2, body.eps, body.weight_decay, grad_clip=body.grad_clip_norm
+    )
+
+
+def sample_spec(body: SampleBody, max_tokens: int, request: str) -> SampleSpec:
+    """What to sample. Without a seed it is drawn from the request's id, so that doing it again gives the same.
+
+    Raises:
+        UserError: the prompt is empty or fills the context, or something is wanted that there isn't.
+    """
+    prompt, given = prompt_tokens(body.prompt), body.sampling_params
+    room = max_tokens - len(prompt)
+    if not prompt or room < 1 or min(prompt) < 0:
+        raise UserError(f"The prompt has {len(prompt)} tokens; from 1 to {max_tokens - 1} are taken, none below 0.")
+    unsupported = {
+        "topk_sample_logprobs": body.topk_sample_logprobs,
+        "prompt_alt_tokens_k": body.prompt_alt_tokens_k,
+        "target_prompt_logprobs": body.target_prompt_logprobs is not None,
+    }
+    wanted = [name for name, value in unsupported.items() if value]
+    if wanted:
+        raise UserError(f"{wanted[0]} is not supported here.")
+    drawn = int.from_bytes(hashlib.sha256(request.encode()).digest()[:7], "big")
+    spec = SampleSpec(
+        array("i", prompt),
+        num_samples=body.num_samples,
+        max_tokens=min(room, given.max_tokens or room),
+        temperature=given.temperature,
+        top_p=given.top_p,
+        top_k=max(0, given.top_k),
+        seed=drawn if given.seed is None else given.seed % 2**63,
+        ends_with_model=given.stop is None,
+        prompt_logprobs=bool(body.prompt_logprobs),
+        top_prompt_logprobs=body.topk_prompt_logprobs,
+    )
+    stops = [given.stop] if isinstance(given.stop, str) else given.stop or []
+    tokens = tuple(stop for stop in stops if isinstance(stop, int))
+    return replace(spec, stop_tokens=tokens, stop_strings=tuple(stop for stop in stops if isinstance(stop, str)))
+
+
+def _checkpoint_kind(request_kind: str) -> str:
+    return "weights" if request_kind == "save_weights" else "sampler_weights"
+
+
+def _json(**values: Any) -> Done:
+    return Done(msgspec.json.encode(values))

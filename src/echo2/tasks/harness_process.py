@@ -1,0 +1,124 @@
+"""A run's harness in a process of its own: it plays many rollouts at once, and calls the model of each by HTTP.
+
+`tasks.environment` names it: `harness:file.py:Class`, `harness:package.module:Class`, `verifiers`, or
+`openenv:http://HOST:PORT`. The last two are packages with pins of their own, in a Python of their own. A rollout that
+takes too long is given up alone. A process that dies or hangs is replaced, and the other rollouts that it was playing
+begin anew.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import sys
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any
+
+from echo2.errors import UserError
+from echo2.sandbox.child import Handler
+from echo2.sandbox.plugins import innermost_line, load_named
+from echo2.sandbox.process import CodeProcess
+from echo2.tasks.loopback_model import LoopbackModel
+from echo2.tasks.own_python import own_python
+
+OWN, VERIFIERS, OPENENV = "harness:", "verifiers", "openenv:"
+#: Beyond its own limit, how long a rollout may keep its process waiting before that is killed.
+GRACE_SECONDS = 30.0
+
+#: What a harness gives: a reward, and the tokens of the conversation that is the rollout where it held several.
+Outcome = float | tuple[float, Sequence[int]]
+#: Plays one rollout: its columns, its seed, its model.
+Play = Callable[[Mapping[str, Any], int, LoopbackModel], Awaitable[Outcome]]
+
+
+def is_harness(environment: str) -> bool:
+    """Whether `tasks.environment` names what calls the model by itself."""
+    return environment == VERIFIERS or environment.startswith((OWN, OPENENV))
+
+
+class HarnessProcess:
+    """A `Harness` of `rollout/harness.py`, in a child process. For one event loop."""
+
+    def __init__(self, spec: str) -> None:
+        entry = "echo2.tasks.harness_process:make_handler"
+        name = f"The process of {spec}"
+        python = sys.executable if spec.startswith(OWN) else own_python(spec.partition(":")[0])
+        self._process = CodeProcess(name, entry, {"spec": spec}, python=python)
+
+    async def start(self) -> None:
+        """Start the child unless it runs.
+
+        Raises:
+            UserError: the harness cannot be loaded; the message says why.
+        """
+        await self._process.start()
+
+    async def play(
+        self, columns: Mapping[str, Any], seed: int, model: Mapping[str, str], seconds: float
+    ) -> tuple[float, list[int]]:
+        """Play one rollout and give its reward, and the tokens of its conversation where it says which. Given up by its
+        caller, it goes on until it calls the model again.
+
+        Raises:
+            UserError: it failed, took over `seconds`, or its process died.
+        """
+        request = {"columns": dict(columns), "seed": seed, "model": dict(model), "seconds": seconds}
+        call = asyncio.ensure_future(self._process.call(request, seconds + GRACE_SECONDS, "playing a rollout"))
+        call.add_done_callback(lambda done: done.cancelled() or done.exception())  # nobody may ask
+        answer = await asyncio.shield(call)
+        return answer["reward"], answer["tokens"]
+
+    async def close(self) -> None:
+        """End the child; whatever it was doing is abandoned."""
+        await self._process.close()
+
+
+def make_handler(setup: dict[str, Any]) -> tuple[Handler, dict[str, Any]]:
+    """For `sandbox/child.py`: {"columns", "seed", "model", "seconds"} is answered by {"reward", "tokens"}.
+
+    Raises:
+        UserError: the harness cannot be loaded.
+    """
+    spec = setup["spec"]
+    play = load_harness(spec)
+
+    async def answer(request: dict[str, Any]) -> dict[str, Any]:
+        seconds = request["seconds"]
+        try:
+            async with asyncio.timeout(seconds):
+                outcome = await play(request["columns"], request["seed"], LoopbackModel(**request["model"]))
+            reward, tokens = outcome if isinstance(outcome, tuple) else (outcome, ())
+            return {"reward": float(reward), "tokens": [int(token) for token in tokens]}
+        except UserError:
+            raise
+        except TimeoutError as error:
+            raise UserError(f"{spec} took longer than {seconds:g} s over a rollout.") from error
+        except Exception as error:
+            raise UserError(f"{spec} raised: {innermost_line(error)}") from error
+
+    return answer, {}
+
+
+def load_harness(spec: str) -> Play:
+    """What plays a rollout of the harness `spec`.
+
+    Raises:
+        UserError: there is no such class, or it is no harness.
+    """
+    if spec == VERIFIERS:
+        from echo2.tasks import verifiers_play
+
+        return verifiers_play.make_play()
+    if spec.startswith(OPENENV):
+        from echo2.tasks import openenv_play
+
+        return openenv_play.make_play(spec.removeprefix(OPENENV))
+    kind = load_named(spec.removeprefix(OWN))
+    if not isinstance(kind, type) or not inspect.iscoroutinefunction(getattr(kind, "run", None)):
+        raise UserError(f"{spec}: it must be a class with `async def run(self, model) -> reward`.")
+
+    async def play(columns: Mapping[str, Any], seed: int, model: LoopbackModel) -> Outcome:
+        outcome: Outcome = await kind(columns, seed).run(model)
+        return outcome
+
+    return play

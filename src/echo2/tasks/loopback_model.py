@@ -1,0 +1,75 @@
+"""The model as a harness calls it: HTTP over loopback, by the standard library. Any OpenAI client does too."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import urlsplit
+
+from echo2.documents import parse_json
+from echo2.errors import UserError
+
+
+class OutOfRoomError(UserError):
+    """The rollout has had its turns or its tokens: it was cut off, and what it has got until then may still count."""
+
+
+@dataclass(frozen=True, slots=True)
+class LoopbackModel:
+    """The policy, for one rollout. `base_url` ends with /v1, as OpenAI clients want it; `api_key` is the rollout's; the
+    model's tokenizer lies at `tokenizer_path`."""
+
+    base_url: str
+    api_key: str
+    model: str
+    tokenizer_path: str
+
+    async def generate(self, token_ids: Sequence[int], **sampling_params: Any) -> dict[str, Any]:
+        """Sample behind these tokens: the first choice of vLLM's `/inference/v1/generate`.
+
+        Raises:
+            UserError: the endpoint refused; the message says why.
+        """
+        body = {"model": self.model, "token_ids": list(token_ids), "sampling_params": sampling_params}
+        answer = await self._post("/inference/v1/generate", body)
+        choice: dict[str, Any] = answer["choices"][0]
+        return choice
+
+    async def chat(self, messages: Sequence[dict[str, Any]], **more: Any) -> dict[str, Any]:
+        """The model's next message in this conversation, as OpenAI's `/v1/chat/completions` gives it.
+
+        Raises:
+            UserError: the endpoint refused; the message says why.
+        """
+        body = {"model": self.model, "messages": list(messages), **more}
+        answer = await self._post("/v1/chat/completions", body)
+        message: dict[str, Any] = answer["choices"][0]["message"]
+        return message
+
+    async def _post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
+        """One request on a connection of its own: on loopback that costs less than keeping one."""
+        where, data = urlsplit(self.base_url), json.dumps(body).encode()
+        head = (
+            f"POST {path} HTTP/1.1\r\nHost: {where.netloc}\r\nAuthorization: Bearer {self.api_key}\r\n"
+            f"Content-Type: application/json\r\nContent-Length: {len(data)}\r\nConnection: close\r\n\r\n"
+        )
+        reader, writer = await asyncio.open_connection(where.hostname, where.port)
+        try:
+            writer.write(head.encode() + data)
+            status, _, rest = (await reader.read()).partition(b"\r\n")
+            _, _, content = rest.partition(b"\r\n\r\n")
+        finally:
+            writer.close()
+        try:
+            answer = parse_json(content)
+        except ValueError as error:
+            raise UserError(f"The model's endpoint answered {status[:80]!r} without JSON: {error}") from error
+        if b" 200 " not in status:
+            refusal = answer["error"]
+            kind = OutOfRoomError if refusal["code"] == "context_length_exceeded" else UserError
+            raise kind(f"The model's endpoint refused: {refusal['message']}")
+        found: dict[str, Any] = answer
+        return found

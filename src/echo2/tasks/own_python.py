@@ -1,0 +1,24 @@
+"""Packages whose pins are their own live in a Python of their own: where that is."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from echo2.errors import UserError
+
+
+def own_python(package: str) -> str:
+    """The Python that has `package`: what ECHO2_<PACKAGE>_PYTHON names, else `.venv-<package>`, as `make` builds it.
+
+    Raises:
+        UserError: there is none.
+    """
+    variable = f"ECHO2_{package.upper()}_PYTHON"
+    python = Path(os.environ.get(variable) or f".venv-{package}/bin/python")
+    if not python.exists():
+        raise UserError(
+            f"{package} needs a Python of its own, and there is none at {python}. `make {package}` builds it; "
+            f"{variable} names another."
+        )
+    return str(python.absolute())  # not resolved: a venv's Python is a link

@@ -1,0 +1,136 @@
+"""What a run solves, of one source or of several: a mixture to train on, sets to be judged by.
+
+A mixture takes its sources in fixed shares: of any `BLOCK` tasks in a row, beginning at a multiple of it, each has as
+many as its share says, in an order that is drawn for the block. So the task at a cursor, and which row of which source
+that is, follow from the cursor alone, as in one source.
+"""
+
+from __future__ import annotations
+
+import itertools
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Protocol
+
+from echo2.config.rules import weighted
+from echo2.config.sections import EvalConfig, TasksConfig
+from echo2.errors import UserError
+from echo2.tasks.base import TaskStream, permute
+from echo2.tasks.load import load_tasks
+from echo2.types import Task
+
+#: Tasks over which a mixture keeps its shares exactly.
+BLOCK = 1000
+
+
+class Tasks(Protocol):
+    """Tasks by cursor: a `TaskStream`, or several of them as one."""
+
+    def __len__(self) -> int:
+        """Rows of all sources."""
+
+    def task(self, cursor: int) -> Task:
+        """The task at position `cursor` >= 0; the same cursor always gives the same task. Raises UserError: its row is
+        unfit."""
+
+    def source_of(self, cursor: int) -> str:
+        """The name of the source or set that this task is of; empty where there is one."""
+
+
+def training_tasks(tasks: TasksConfig, seed: int) -> Tasks:
+    """The tasks of `tasks.source`: of one source, or of several in shares.
+
+    Raises:
+        UserError: as `load_tasks`; a weight that is not above 0; a source that is named twice.
+    """
+    if isinstance(tasks.source, str):
+        return TaskStream(load_tasks(tasks.source, tasks.params, seed), seed, shuffle=True)
+    weights = [weighted(entry, "tasks.source")[0] for entry in tasks.source]
+    if bad := [entry for entry, weight in zip(tasks.source, weights, strict=True) if weight <= 0.0]:
+        raise UserError(f"tasks.source has {bad[0]!r}: a source's weight must be above 0. Leave it away instead.")
+    if len(set(tasks.sources)) < len(weights) or not weights:
+        raise UserError(f"tasks.source = {tasks.source}: name at least one source, and each once.")
+    streams = {name: TaskStream(load_tasks(name, tasks.params, seed), seed, shuffle=True) for name in tasks.sources}
+    return Mixture(streams, weights, seed)
+
+
+def held_out_tasks(held_out: EvalConfig, seed: int) -> Tasks | None:
+    """The first `limit` tasks of each set of `eval.source`; None: there is none.
+
+    Raises:
+        UserError: as `load_tasks`.
+    """
+    found = {name: load_tasks(source, held_out.params, seed) for name, source in held_out.sets.items()}
+    return (
+        Sets({name: TaskStream(rows, seed, False) for name, rows in found.items()}, held_out.limit) if found else None
+    )
+
+
+class Mixture:
+    """Endless, in shares: see the module. `weights` are above 0, one for each stream."""
+
+    def __init__(self, streams: Mapping[str, TaskStream], weights: Sequence[float], seed: int) -> None:
+        self._streams, self._seed = dict(streams), seed
+        shares = quotas(weights, BLOCK)
+        self._ends = list(itertools.accumulate(shares))
+        if not min(shares):
+            least = list(streams)[shares.index(0)]
+            raise UserError(f"tasks.source: the share of {least!r} is below 1 in {BLOCK}. Raise its weight.")
+
+    def __len__(self) -> int:
+        return sum(map(len, self._streams.values()))
+
+    def task(self, cursor: int) -> Task:
+        """See `Tasks.task`."""
+        name, own = self._place(cursor)
+        return replace(self._streams[name].task(own), cursor=cursor)
+
+    def source_of(self, cursor: int) -> str:
+        """See `Tasks.source_of`."""
+        return self._place(cursor)[0]
+
+    def _place(self, cursor: int) -> tuple[str, int]:
+        """The source of a task, and how many of its tasks came before."""
+        block, position = divmod(cursor, BLOCK)
+        drawn = permute(position, BLOCK, f"{self._seed}/mixture/{block}")
+        at = bisect_right(self._ends, drawn)
+        start = self._ends[at - 1] if at else 0
+        return list(self._streams)[at], block * (self._ends[at] - start) + drawn - start
+
+
+class Sets:
+    """The first `limit` tasks of each stream, one stream after the other."""
+
+    def __init__(self, streams: Mapping[str, TaskStream], limit: int) -> None:
+        self._streams = dict(streams)
+        self._ends = list(itertools.accumulate(min(limit, len(stream)) for stream in streams.values()))
+
+    def __len__(self) -> int:
+        return self._ends[-1]
+
+    def task(self, cursor: int) -> Task:
+        """See `Tasks.task`.
+
+        Raises:
+            UserError: there are fewer; the head reads ahead of what it wants.
+        """
+        if cursor >= len(self):
+            raise UserError(f"There are {len(self)} held-out tasks, and no task {cursor}.")
+        at = bisect_right(self._ends, cursor)
+        start = self._ends[at - 1] if at else 0
+        return replace(list(self._streams.values())[at].task(cursor - start), cursor=cursor)
+
+    def source_of(self, cursor: int) -> str:
+        """See `Tasks.source_of`."""
+        return list(self._streams)[bisect_right(self._ends, cursor)]
+
+
+def quotas(weights: Sequence[float], size: int) -> list[int]:
+    """`size` divided in the proportion of the weights, by largest remainders: they add up to `size`."""
+    exact = [size * weight / sum(weights) for weight in weights]
+    shares = [int(share) for share in exact]
+    by_remainder = sorted(range(len(weights)), key=lambda at: (shares[at] - exact[at], at))
+    for at in by_remainder[: size - sum(shares)]:
+        shares[at] += 1
+    return shares

@@ -1,0 +1,68 @@
+"""The chat loop that plays verifiers' agents in the process that serves them.
+
+verifiers' contract allows a harness to run its loop in the process, so long as every call goes to the rollout's own
+endpoint. A harness is found by the name of its module: `register` makes one.
+"""
+
+from __future__ import annotations
+
+import sys
+from types import ModuleType
+from typing import Any
+
+HARNESS_ID = "echo2_chat"
+#: Where a trace keeps the tokens of its conversation.
+TOKENS = "echo2_tokens"
+
+
+def register() -> None:
+    """Let verifiers find the harness by its id. Imports verifiers, which takes seconds, once."""
+    if HARNESS_ID in sys.modules:
+        return
+    from verifiers.v1.configs.harness import HarnessConfig
+    from verifiers.v1.harness import Harness
+
+    class ChatConfig(HarnessConfig):  # type: ignore[misc]  # no types outside its own Python
+        """Nothing of its own."""
+
+    class ChatHarness(Harness[ChatConfig]):  # type: ignore[misc]
+        """Asks the model once a segment, with all that was said."""
+
+        APPENDS_SYSTEM_PROMPT = True
+        SUPPORTS_RESUME = True
+        EXECUTES_CODE = False
+        NEEDS_CONTAINER = False
+
+        async def launch(
+            self,
+            ctx: Any,
+            trace: Any,
+            runtime: Any,
+            endpoint: str,
+            secret: str,
+            mcp_urls: dict[str, str],
+            data: Any,
+        ) -> Any:
+            """See `Harness.launch`."""
+            if mcp_urls:
+                raise NotImplementedError(f"the task brings tool servers ({', '.join(mcp_urls)}): not supported here")
+            return await _asked(self.resolve_prompt(data), ctx.model, trace, endpoint, secret)
+
+    module = ModuleType(HARNESS_ID, ChatHarness.__doc__)
+    module.__dict__.update(ChatHarness=ChatHarness, __all__=["ChatHarness"])
+    sys.modules[HARNESS_ID] = module
+
+
+async def _asked(prompts: tuple[Any, Any], model: str, trace: Any, endpoint: str, secret: str) -> Any:
+    """One call, by the rollout's own endpoint."""
+    from openai import AsyncOpenAI
+    from verifiers.v1.dialects.chat import message_to_wire
+    from verifiers.v1.runtimes import ProgramResult
+
+    system, prompt = prompts
+    asked = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(map(message_to_wire, prompt))
+    messages: list[Any] = [*([{"role": "system", "content": system}] if system else []), *asked]
+    async with AsyncOpenAI(base_url=endpoint, api_key=secret, max_retries=0) as client:
+        answer = (await client.chat.completions.create(model=model, messages=messages)).model_dump()
+    trace.info[TOKENS] = [*answer["prompt_token_ids"], *answer["choices"][0]["token_ids"]]
+    return ProgramResult(exit_code=0, stdout="", stderr="")

@@ -1,0 +1,145 @@
+"""The dashboard's HTTP application. Whoever has the token sees the runs; nothing can be changed here."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import Awaitable, Callable, Sequence
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import PlainTextResponse, RedirectResponse, Response, StreamingResponse
+from starlette.routing import Route
+
+from echo2.errors import UserError
+from echo2.rundir import RunDir
+from echo2.views import prometheus, rollouts
+from echo2.views.watch import Watch
+
+#: Pages that may be open at once.
+LISTENERS_MAX = 64
+#: Everything comes from here, and no text becomes code: a rollout may say what it likes.
+HEADERS = {
+    "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
+    "img-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Cache-Control": "no-store",
+}
+TYPES = {"html": "text/html", "js": "text/javascript", "css": "text/css", "svg": "image/svg+xml"}
+FILES = ("page.js", "rollouts.js", "charts.js", "page.css", "icon.svg", "uPlot.iife.min.js", "uPlot.min.css")
+REFUSED = "Open the address that the command printed: it has the token that this page asks for.\n"
+
+Handler = Callable[[Request], Awaitable[Response]]
+
+
+class TokenGuard:
+    """What lets a browser in: the token, as `/?token=...` once and by a cookie from then on; programs say it in the
+    header, `Authorization: Bearer ...`."""
+
+    def __init__(self, token: str) -> None:
+        self._token = token
+
+    def __call__(self, handler: Handler) -> Handler:
+        """The handler behind the token, and with the headers that keep strange texts harmless."""
+
+        async def guarded(request: Request) -> Response:
+            cookie = f"echo2_view_{request.url.port or 80}"  # browsers give one port's cookies to the others
+            given = request.query_params.get("token", "")
+            response: Response
+            if request.url.path == "/" and self._lets_in(given):
+                response = RedirectResponse("/", status_code=303)
+                response.set_cookie(cookie, given, httponly=True, samesite="strict")
+            elif self._lets_in(request.cookies.get(cookie, "")) or self._lets_in(_bearer(request)):
+                try:
+                    response = await handler(request)
+                except UserError as error:
+                    response = PlainTextResponse(str(error), status_code=404)
+            else:
+                response = PlainTextResponse(REFUSED, status_code=403)
+            response.headers.update(HEADERS)
+            return response
+
+        return guarded
+
+    def _lets_in(self, token: str) -> bool:
+        return secrets.compare_digest(token.encode(), self._token.encode())
+
+
+class Dashboard:
+    """The application `app` over run directories, which may be empty still. `token`: see `TokenGuard`."""
+
+    def __init__(self, directories: Sequence[Path], token: str) -> None:
+        self._rundirs = [RunDir(directory) for directory in directories]
+        self._watch = Watch(directories)
+        self._scraping = asyncio.Lock()
+        routes = [("/", self._page), ("/events", self._events), ("/rollouts", self._rollouts), ("/task", self._task)]
+        routes.append(("/metrics", self._metrics))
+        routes += [(f"/{name}", self._file) for name in FILES]
+        guard = TokenGuard(token)
+        self.app = Starlette(routes=[Route(path, guard(handler)) for path, handler in routes])
+
+    def stop(self) -> None:
+        """Let the open pages go."""
+        self._watch.stop()
+
+    async def _page(self, request: Request) -> Response:
+        return asset("index.html")
+
+    async def _file(self, request: Request) -> Response:
+        return asset(request.url.path.removeprefix("/"))
+
+    async def _events(self, request: Request) -> Response:
+        if self._watch.num_listeners >= LISTENERS_MAX:
+            return PlainTextResponse(f"{LISTENERS_MAX} pages are open; close one.\n", status_code=503)
+        return StreamingResponse(self._watch.events(), media_type="text/event-stream")
+
+    async def _metrics(self, request: Request) -> Response:
+        """For Prometheus."""
+        async with self._scraping:
+            views = await asyncio.to_thread(self._watch.newest)
+        return Response(prometheus.exposition(views), media_type=prometheus.MEDIA_TYPE)
+
+    async def _rollouts(self, request: Request) -> Response:
+        """Without `name`: which files of rollouts there are; else the groups in one."""
+        folder, name = self._rundir(request).rollouts, request.query_params.get("name")
+        if name is None:
+            return _json(await asyncio.to_thread(rollouts.names, folder))
+        return _json(await asyncio.to_thread(rollouts.read_groups, folder, name))
+
+    async def _task(self, request: Request) -> Response:
+        name, number = request.query_params.get("name", ""), _number(request, "group")
+        return _json(await asyncio.to_thread(rollouts.task_over_steps, self._rundir(request).rollouts, name, number))
+
+    def _rundir(self, request: Request) -> RunDir:
+        index = _number(request, "run")
+        if index >= len(self._rundirs):
+            raise UserError(f"There is no run {index}; this page has {len(self._rundirs)}.")
+        return self._rundirs[index]
+
+
+def _bearer(request: Request) -> str:
+    scheme, _, token = request.headers.get("authorization", "").partition(" ")
+    return token if scheme.lower() == "bearer" else ""
+
+
+def _number(request: Request, name: str) -> int:
+    text = request.query_params.get(name, "0")
+    if not (text.isascii() and text.isdecimal() and len(text) < 16):
+        raise UserError(f"{name} must be a whole number.")
+    return int(text)
+
+
+def asset(name: str) -> Response:
+    """A file of `page/`."""
+    content = (files("echo2.views") / "page" / name).read_bytes()
+    return Response(content, media_type=TYPES[name.rpartition(".")[2]])
+
+
+def _json(value: Any) -> Response:
+    return Response(msgspec.json.encode(value), media_type="application/json")

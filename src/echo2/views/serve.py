@@ -1,0 +1,98 @@
+"""`echo2 view`: the dashboard's process."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import secrets
+import socket
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import FrameType
+from typing import Protocol
+
+import uvicorn
+from starlette.applications import Starlette
+
+from echo2.errors import UserError
+from echo2.rundir import newest_run
+from echo2.views.app import Dashboard
+
+LOOPBACK = "127.0.0.1"
+#: Seconds that open pages have at the end.
+LAST_SECONDS = 5
+BYTES_OF_TOKEN = 16
+#: A token that stays, for programs that look in again and again.
+TOKEN_VARIABLE = "ECHO2_VIEW_TOKEN"
+
+
+def run(options: argparse.Namespace) -> int:
+    """The command.
+
+    Raises:
+        UserError: as `serve`; or there is no run below outputs/.
+    """
+    return serve(options.directories or [newest_run().path], options.host, options.port)
+
+
+def serve(directories: Sequence[Path], host: str = LOOPBACK, port: int = 0) -> int:
+    """Show these runs until the process is told to end. `port` 0: any that is free.
+
+    Raises:
+        UserError: the address is taken, or a directory is not there.
+    """
+    for directory in directories:
+        if not directory.is_dir():
+            raise UserError(f"There is no directory {directory}. Name the directory of a run, or of none yet.")
+    return serve_pages(lambda token: Dashboard(directories, token), host, port)
+
+
+class Pages(Protocol):
+    """`app`: what is served; `stop`: lets open pages go."""
+
+    app: Starlette
+
+    def stop(self) -> None: ...
+
+
+def serve_pages(make: Callable[[str], Pages], host: str = LOOPBACK, port: int = 0) -> int:
+    """Serve pages until the process is told to end. `make`: them, of the token that they ask for.
+
+    Raises:
+        UserError: the address is taken.
+    """
+    token = os.environ.get(TOKEN_VARIABLE) or secrets.token_urlsafe(BYTES_OF_TOKEN)
+    listening = _listen(host, port)
+    server = _Server(make(token))
+    name = f"[{host}]" if ":" in host else host
+    print(f"open http://{name}:{listening.getsockname()[1]}/?token={token}", flush=True)
+    if host not in (LOOPBACK, "::1", "localhost"):
+        print(
+            "Whoever can read this network's traffic can read the page, and its token: it is not encrypted.", flush=True
+        )
+    asyncio.run(server.serve(sockets=[listening]))
+    return 0
+
+
+class _Server(uvicorn.Server):
+    """uvicorn, which lets open pages go when it is told to end."""
+
+    def __init__(self, pages: Pages) -> None:
+        settings = uvicorn.Config(
+            pages.app, log_level="warning", http="h11", ws="none", timeout_graceful_shutdown=LAST_SECONDS
+        )
+        super().__init__(settings)
+        self._pages = pages
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """Ends the pages' events, too."""
+        self._pages.stop()
+        super().handle_exit(sig, frame)
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    try:
+        return socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+    except OSError as error:
+        raise UserError(f"Cannot listen on {host}:{port}: {error.strerror}. Choose another --port.") from error

@@ -1,0 +1,167 @@
+"""The dashboard in a real browser: every view, live, on a phone, in the dark, by keyboard, against hostile words."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import house
+import view_cases
+from browser_page import PHONE, WIDE, Page
+from echo2.rundir import RunDir
+
+AXE = Path(os.environ.get("AXE_CORE", house.REPOSITORY / ".venv-browser/package/axe.min.js"))
+LOOKS = [(size, scheme) for size in (WIDE, PHONE) for scheme in ("light", "dark")]
+
+
+def test_every_view_says_what_the_run_directory_says(page: Page) -> None:
+    page.open()
+    facts = page.text("#facts")
+    for words in ("step120 of 200", "staleness (bound)", "(2)", "workers6", "snapshot120", "checkpoint120"):
+        assert words in facts
+    assert page.text("#state") == "sorting: running"
+    assert "holds 4 of 4 missing groups" in page.text("#waits")
+    assert "in 8 min" in page.text("#waits")
+    assert "at the end, in" in page.text("#bill")
+    assert "expired" in page.text("#causes")
+    assert "version 120 at 5 of 6 workers" in page.text("#weights")
+    assert "63 %" in page.text("#workers")
+    assert "stranger" in page.text("#workers")
+    assert "t-77" in page.text("#trust")
+    assert page.ask("document.querySelectorAll('#map circle').length") == 7
+    assert page.ask("document.querySelectorAll('#map line').length") == 7
+    titles = page.ask("[...document.querySelectorAll('#charts h3')].map((each) => each.textContent)")
+    assert titles[:3] == ["Accuracy and reward", "Staleness", "Learner"]
+    assert len(titles) == 8
+    assert page.ask("document.querySelectorAll('article').length") == 3
+    assert page.complaints() == []
+
+
+def test_a_step_shows_while_one_looks(page: Page, rundirs: list[RunDir]) -> None:
+    page.open()
+    before = page.ask("document.querySelectorAll('#charts figcaption')[6].textContent")
+    step = int(page.text("#facts dd").split(" of ")[0]) + 1
+    view_cases.log_groups(rundirs[0], step)
+    view_cases.append_step(rundirs[0], step)
+    page.until(f"document.querySelector('#facts dd').textContent === '{step} of 200'")
+    page.until(f"document.querySelector('article').textContent.includes('step {step},')")
+    assert page.ask("document.querySelectorAll('#charts figcaption')[6].textContent") != before
+
+
+def test_words_of_strangers_are_words(page: Page) -> None:
+    page.open()
+    page.until("document.querySelectorAll('article')[2]")
+    assert view_cases.HOSTILE in page.text("article:nth-of-type(3) pre")
+    assert view_cases.HOSTILE in page.text("article:nth-of-type(3) .words")
+    assert "<script>" in page.text("#waits")
+    assert page.ask("window.owned === undefined")
+    assert page.ask("document.querySelectorAll('img').length") == 0
+    assert page.ask("document.querySelectorAll('body script').length") == 0
+    assert page.complaints() == []
+
+
+def test_rollouts_are_found_by_worker_staleness_and_reward(page: Page) -> None:
+    page.open()
+    count = "document.querySelectorAll('.rollout').length"
+    assert page.ask(count) == 12
+    page.choose("reward-from", "0.5")
+    assert page.ask(count) == 6
+    page.choose("worker", "w-1")
+    assert page.ask(count) == 2
+    page.choose("worker", "")
+    page.choose("staleness", "1")
+    assert page.ask("document.querySelectorAll('article').length") == 1
+    page.choose("reward-from", "7")
+    assert "No rollout is like that." in page.text("#groups")
+
+
+def test_tokens_are_coloured_by_logprob_advantage_and_version(page: Page) -> None:
+    page.open()
+    kinds = (
+        "[...new Set([...document.querySelectorAll('.words span')].map((each) => each.className.split('-')[0]))].sort()"
+    )
+    assert page.ask(kinds) == ["bad", "environment", "tint"]
+    page.choose("colour", "advantage")
+    assert page.ask(kinds) == ["bad", "environment", "good"]
+    page.choose("colour", "version")
+    assert page.ask(kinds) == ["environment", "version"]
+    shades = "[...document.querySelectorAll('.words')].map((each) => getComputedStyle(each.firstChild).backgroundColor)"
+    assert len(set(page.ask(shades))) == 2
+
+
+def test_one_task_over_the_steps(page: Page) -> None:
+    page.open()
+    page.ask("document.querySelector('article button').click()")
+    page.until("document.querySelector('#groups').textContent.includes('One task over')")
+    assert page.ask("document.querySelectorAll('article').length") >= 5
+    assert page.ask("new Set([...document.querySelectorAll('article pre')].map((each) => each.textContent)).size") == 1
+    page.ask("document.querySelector('#groups > button').click()")
+    page.until("document.querySelectorAll('article').length === 3")
+
+
+def test_runs_side_by_side(page: Page) -> None:
+    page.open()
+    buttons = "[...document.querySelectorAll('#runs button')]"
+    page.until(f"{buttons}.length === 3")
+    assert page.ask(f"{buttons}.map((each) => each.textContent)") == ["sorting", "sums", "side by side"]
+    page.ask(f"{buttons}[2].click()")
+    page.until("document.querySelector('#charts figcaption').textContent.includes('sums')")
+    page.ask(f"{buttons}[1].click()")
+    page.until("document.querySelector('#state').textContent === 'sums: running'")
+
+
+def test_everything_can_be_done_by_keyboard(page: Page) -> None:
+    page.open()
+    page.press("\ue004")  # Tab
+    assert page.ask("document.activeElement.className") == "skip"
+    page.press("\ue007")  # Enter
+    page.until("document.activeElement.id === 'rollouts'")
+    page.press("j", "j")
+    focused = "[...document.querySelectorAll('.words')].indexOf(document.activeElement)"
+    assert page.ask(focused) == 1
+    page.press("k")
+    assert page.ask(focused) == 0
+    page.press("\ue014", "\ue014")  # right
+    assert page.text("#token").startswith("token 2 ")
+    assert "logprob" in page.text("#token")
+    before = page.text("article .about")
+    page.press("[", "[")
+    page.until(f"document.querySelector('article .about').textContent !== {before!r}")
+
+
+@pytest.mark.parametrize(("size", "scheme"), LOOKS)
+def test_it_fits_and_is_accessible(page: Page, size: tuple[int, int], scheme: str, tmp_path: Path) -> None:
+    page.open(size, scheme)
+    width = size[0]
+    assert page.ask("document.documentElement.scrollWidth") <= width
+    wider = "[...document.querySelectorAll('h2, p, dl, figure, article, .filters')]"
+    wider += ".filter((each) => each.getBoundingClientRect().right > innerWidth + 1)"
+    assert page.ask(f"{wider}.map((each) => each.outerHTML.slice(0, 80))") == []
+    back = page.ask("getComputedStyle(document.body).backgroundColor.match(/\\d+/g).map(Number)")
+    assert (sum(back[:3]) < 200) == (scheme == "dark")
+    page.picture(f"view-{'phone' if size == PHONE else 'wide'}-{scheme}", tmp_path)
+    for violation in _violations(page):
+        assert violation["impact"] not in ("serious", "critical"), violation
+
+
+def _violations(page: Page) -> list[dict[str, Any]]:
+    if not AXE.is_file():
+        pytest.skip(f"axe-core is not at {AXE}: `make test-browser` fetches it by npm")
+    page.driver.execute_cdp_cmd("Runtime.evaluate", {"expression": AXE.read_text()})
+    found: dict[str, Any] = page.driver.execute_async_script("axe.run().then(arguments[arguments.length - 1])")
+    return [
+        {key: violation[key] for key in ("id", "impact", "help")}
+        | {"where": [n["html"][:200] for n in violation["nodes"]]}
+        for violation in found["violations"]
+    ]
+
+
+def test_a_browser_without_the_token_is_told_where_it_is(page: Page) -> None:
+    page.driver.delete_all_cookies()
+    page.driver.get(page.address.partition("?")[0])
+    page.driver.delete_all_cookies()
+    page.driver.get(page.address.partition("?")[0])
+    assert "Open the address that the command printed" in page.text("body")

@@ -1,0 +1,87 @@
+"""The dashboard in a browser, with what its tests and its benchmark ask of it."""
+
+from __future__ import annotations
+
+import base64
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+WIDE, PHONE = (1280, 900), (390, 844)
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+DRIVER = shutil.which("chromedriver")
+
+
+def chromium() -> Any:
+    """Chromium without a window; what its console says is kept. It and selenium must be here."""
+    from selenium import webdriver
+
+    options = webdriver.ChromeOptions()
+    options.binary_location = CHROMIUM or ""
+    for argument in ("--headless=new", "--no-sandbox", "--disable-dev-shm-usage", "--disable-gpu"):
+        options.add_argument(argument)
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
+    return webdriver.Chrome(options, webdriver.ChromeService(DRIVER))
+
+
+class Page:
+    """The dashboard in a browser, over run directories, with what tests ask of it."""
+
+    def __init__(self, driver: Any, address: str) -> None:
+        self.driver, self.address = driver, address
+
+    def open(self, size: tuple[int, int] = WIDE, scheme: str = "light") -> None:
+        """Load it anew, in this size and colour scheme, and wait until it shows a run."""
+        width, height = size
+        metrics = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": size == PHONE}
+        self.driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
+        features = [{"name": "prefers-color-scheme", "value": scheme}]
+        self.driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": features})
+        self.driver.get_log("browser")
+        self.driver.get(self.address)
+        self.until("document.querySelectorAll('#charts canvas').length > 5 && document.querySelector('.words')")
+
+    def ask(self, script: str, *arguments: Any) -> Any:
+        """The value of an expression in the page."""
+        return self.driver.execute_script(f"return {script}", *arguments)
+
+    def until(self, condition: str) -> Any:
+        """Wait until an expression is true in the page."""
+        from selenium.webdriver.support.ui import WebDriverWait
+
+        return WebDriverWait(self.driver, 20, 0.1).until(lambda _: self.ask(condition), condition)
+
+    def text(self, selector: str) -> str:
+        """What an element says."""
+        found: str = self.ask("document.querySelector(arguments[0]).textContent", selector)
+        return found
+
+    def press(self, *keys: str) -> None:
+        """Keys, to whatever has the focus."""
+        from selenium.webdriver import ActionChains
+
+        for key in keys:
+            ActionChains(self.driver).send_keys(key).perform()
+
+    def choose(self, name: str, value: str) -> None:
+        """Set a filter as a person would."""
+        script = (
+            "(([id, value]) => { const each = document.getElementById(id); each.value = value;"
+            "each.dispatchEvent(new Event('input', {bubbles: true})); each.dispatchEvent(new Event('change')); })"
+        )
+        self.ask(f"{script}(arguments)", name, value)
+
+    def complaints(self) -> list[str]:
+        """What the console says against the page."""
+        return [entry["message"] for entry in self.driver.get_log("browser") if entry["level"] in ("SEVERE", "WARNING")]
+
+    def picture(self, name: str, path: Path) -> None:
+        """The whole page as a picture; into docs/ where ECHO2_PICTURES is set."""
+        height = self.ask("Math.min(document.documentElement.scrollHeight, 2600)")
+        width = self.ask("innerWidth")
+        clip = {"x": 0, "y": 0, "width": width, "height": height, "scale": 1}
+        shot = {"captureBeyondViewport": True, "clip": clip, "format": "webp", "quality": 70}
+        data = self.driver.execute_cdp_cmd("Page.captureScreenshot", shot)["data"]
+        where = Path(__file__).parents[1] / "docs" if os.environ.get("ECHO2_PICTURES") else path
+        (where / f"{name}.webp").write_bytes(base64.b64decode(data))

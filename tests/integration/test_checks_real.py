@@ -1,0 +1,63 @@
+"""A real run with two strangers: the owner's worker checks both, believes the honest one and finds the liar."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from real_runs import REPOSITORY, Run
+
+pytestmark = pytest.mark.timeout(300)
+#: A worker whose tokens are drawn from the right weights with other random numbers, as the best of many would be.
+LIAR = """
+import sys
+from dataclasses import replace
+from echo2.cli import main
+from echo2.rollout import generate
+
+def lying(prompt, seed, *others, made=generate.SampleRequest, **named):
+    return made(prompt, seed + 1, *others, **named)
+
+generate.SampleRequest = lying
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+def test_the_honest_stranger_is_believed_and_the_liar_is_expelled(tmp_path: Path, sort_model: Path) -> None:
+    run = Run(tmp_path / "run", sort_model, "--workers.count", "1", "--run.max_steps", "1000").start()  # ended below
+    run.wait(lambda: (run.out / "ticket").exists(), "ticket")
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    workers, tickets = [], {}
+    try:
+        for name, program in (("honest", ["-m", "echo2"]), ("liar", ["-c", LIAR])):
+            invited = [sys.executable, "-m", "echo2", "invite", str(run.out)]
+            ticket = subprocess.run(invited, cwd=REPOSITORY, check=True, capture_output=True, text=True).stdout.strip()
+            known = {row["id"]: row for row in run.command("tickets")}
+            tickets[name] = next(one for one in known if not known[one]["own"] and one not in tickets.values())
+            join = [sys.executable, *program, "worker", ticket, "--state", str(tmp_path / name)]
+            workers.append(subprocess.Popen(join, cwd=REPOSITORY, env=environment, stderr=subprocess.DEVNULL))
+
+        def told() -> dict[str, dict[str, int]]:
+            return {row["ticket"]: row for row in run.command("trust")}
+
+        run.wait(lambda: told().get(tickets["honest"], {}).get("num_passed", 0) > 0, "a check of the honest worker")
+        run.wait(lambda: told().get(tickets["liar"], {}).get("num_failed", 0) > 1, "two checks of the liar")
+        assert run.process is not None
+        run.process.send_signal(signal.SIGINT)
+        _, errors = run.process.communicate(timeout=100)
+        assert run.process.returncode == 130, errors
+    finally:
+        for worker in workers:
+            worker.kill()
+            worker.wait()
+    assert told()[tickets["honest"]]["num_failed"] == 0
+    assert told()[tickets["liar"]]["is_quarantined"]
+    audit = run.command("audit")
+    assert audit["trained"] == 16 * run.status()["version"]
+    assert (audit["lost"], audit["doubled"]) == (0, 0)
+    assert run.command("replay")["num_different"] == 0

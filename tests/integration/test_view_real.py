@@ -1,0 +1,32 @@
+"""`echo2 run --view`: the page of a real run, while it goes on and when it ends."""
+
+from __future__ import annotations
+
+import json
+import signal
+from pathlib import Path
+
+import httpx2
+
+from real_runs import Run
+
+
+def test_the_page_shows_the_run_and_ends_with_it(tmp_path: Path, sort_model: Path) -> None:
+    run = Run(tmp_path / "run", sort_model, "--run.max_steps", "100000").start("--view")
+    assert run.process is not None
+    assert run.process.stderr is not None
+    address = next(line.split()[1] for line in run.process.stderr if line.startswith("open http"))
+    run.wait_version(2)
+    with httpx2.Client(follow_redirects=True) as browser:
+        assert "<html" in browser.get(address).text
+        with browser.stream("GET", f"{address.partition('?')[0]}events") as events:
+            lines = events.iter_lines()
+            told = json.loads(next(line for line in lines if line.startswith("data: "))[6:])
+            run.process.send_signal(signal.SIGINT)
+            for _ in lines:  # until the page lets go
+                pass
+    _, errors = run.process.communicate(timeout=120)
+    assert told["version"] >= 2
+    assert run.process.returncode == 130, errors
+    assert "Traceback" not in errors
+    assert "Cancel" not in errors  # uvicorn's word for answers that it breaks off

@@ -1,0 +1,53 @@
+"""What a wheel installs, tried from an empty directory with none of the checkout in sight (`make test-wheel`)."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sysconfig
+from pathlib import Path
+
+import pytest
+
+from echo2 import __version__
+from real_runs import REPOSITORY
+
+VENV = REPOSITORY / ".venv-wheel"
+pytestmark = [
+    pytest.mark.skipif(not (VENV / ".installed").exists(), reason="no wheel is installed: see `make test-wheel`"),
+    pytest.mark.timeout(400),
+]
+
+
+def echo2(where: Path, *arguments: str, borrowed: str = "") -> subprocess.CompletedProcess[str]:
+    """The installed command. `borrowed`: a directory with packages that it was not installed with."""
+    environment = {"PATH": os.environ["PATH"], "HOME": str(where), "OMP_NUM_THREADS": "1", "PYTHONPATH": borrowed}
+    command = [str(VENV / "bin" / "echo2"), *arguments]
+    return subprocess.run(command, cwd=where, env=environment, capture_output=True, text=True, check=False)
+
+
+def test_everything_that_is_no_module_is_in_the_wheel() -> None:
+    (package,) = VENV.glob("lib/python*/site-packages/echo2")
+    source = REPOSITORY / "src" / "echo2"
+    here, there = ({str(path.relative_to(root)) for path in root.rglob("*.*")} for root in (source, package))
+    assert {name for name in here - there if "__pycache__" not in name and not name.endswith(".pyi")} == set()
+
+
+def test_without_torch_it_plans_and_says_what_training_needs(tmp_path: Path) -> None:
+    assert echo2(tmp_path, "--version").stdout == f"echo2 {__version__}\n"
+    done = echo2(tmp_path, "demo")
+    assert done.returncode == 2
+    assert "pip install 'echo2[train]'" in done.stderr
+    found = json.loads(echo2(tmp_path, "doctor", "--json").stdout)
+    assert "not installed" in [finding["said"] for finding in found if finding["about"] == "torch"]
+
+
+def test_with_torch_the_demo_learns(tmp_path: Path) -> None:
+    done = echo2(tmp_path, "demo", "--json", borrowed=sysconfig.get_path("purelib"))
+    assert done.returncode == 0, done.stderr[-3000:]
+    summary = json.loads(done.stdout)
+    assert summary["steps"] == 80
+    assert summary["eval_after"] > summary["eval_before"] + 0.2
+    (run,) = (tmp_path / "outputs").glob("demo-*")
+    assert echo2(tmp_path, "audit", str(run)).returncode == 0

@@ -1,0 +1,59 @@
+"""`launch/worker.sh`, which containers and rented machines start, beside a real run."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from contextlib import ExitStack
+from pathlib import Path
+
+from real_runs import REPOSITORY, Run, is_running
+
+SCRIPT = REPOSITORY / "launch" / "worker.sh"
+
+
+def start(directory: Path, **variables: str) -> subprocess.Popen[str]:
+    """The script as a machine's only process, with `echo2` on its path."""
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    kept = {name: os.environ[name] for name in ("PYTHONPATH", "HOME") if name in os.environ}
+    environment = {**kept, "PATH": path, "OMP_NUM_THREADS": "1", **variables}
+    return subprocess.Popen(["bash", SCRIPT], cwd=directory, env=environment, stderr=subprocess.PIPE, text=True)
+
+
+def test_a_machine_that_is_taken_away_hands_back_and_comes_again_as_the_same_worker(
+    tmp_path: Path, sort_model: Path
+) -> None:
+    run = Run(tmp_path / "run", sort_model, "--workers.count", "0", "--run.max_steps", "100000").start()
+    assert run.process is not None
+    with ExitStack() as crew:
+        crew.callback(run.process.communicate)
+        crew.callback(run.process.terminate)
+        run.wait(lambda: (run.out / "ticket").exists(), "ticket")
+        ticket, state = (run.out / "ticket").read_text(), str(tmp_path / "state")
+        seen = set()
+        for target in (2, 5):
+            worker = start(
+                tmp_path, ECHO2_TICKET=ticket, ECHO2_STATE=state, ECHO2_PRICE_USD_PER_HOUR="0.25", ECHO2_LISTEN=""
+            )
+            crew.callback(worker.kill)
+            run.wait_version(target)
+            (entry,) = [entry for entry in run.status()["workers"] if entry["attends"]]
+            assert entry["price_usd_per_hour"] == 0.25
+            seen.add(entry["id"])
+            worker.send_signal(signal.SIGTERM)
+            _, errors = worker.communicate(timeout=60)
+            assert worker.returncode == 0, errors
+            assert "its leases go to other workers" in errors
+            assert not is_running(worker.pid)
+        assert len(seen) == 1
+    audit = run.command("audit")
+    assert audit["lost"] == audit["doubled"] == 0
+
+
+def test_a_machine_without_a_ticket_says_what_it_needs(tmp_path: Path) -> None:
+    _, errors = (worker := start(tmp_path)).communicate(timeout=30)
+    assert worker.returncode != 0
+    assert "ECHO2_TICKET" in errors
+    assert "echo2 invite" in errors

@@ -1,0 +1,148 @@
+"""A back end small enough to check by hand: each model is one row of logits, whatever came before a token.
+
+It keeps the contract of `echo2.service.backend`: operations once and by number, sums of losses, frozen snapshots.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from array import array
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from echo2.errors import UserError
+from echo2.service.backend import (
+    AdamSettings,
+    BaseInfo,
+    ClientDatum,
+    ModelSpec,
+    SampledSequence,
+    SampleOutput,
+    SampleSpec,
+    TrainOutput,
+)
+
+VOCABULARY = 16
+END = 0
+
+
+class OneRowBackend:
+    """A `Backend`. `gate`: operations and samples wait while it is not set. `calls`: what was called, in order."""
+
+    def __init__(self, directory: Path) -> None:
+        self.bases: Mapping[str, BaseInfo] = {"echo2/tiny": BaseInfo("echo2/tiny", str(directory), 128)}
+        self.gate = asyncio.Event()
+        self.gate.set()
+        self.calls: list[tuple[Any, ...]] = []
+        self.rows: dict[str, NDArray[np.float64]] = {}
+        self.gradients: dict[str, NDArray[np.float64]] = {}
+        self.outcomes: dict[tuple[str, int], Any] = {}
+        self.unloaded: list[str] = []
+
+    async def create_model(self, model: str, spec: ModelSpec) -> None:
+        """See `Backend`."""
+        self.calls.append(("create_model", model))
+        self.rows.setdefault(model, np.zeros(VOCABULARY))
+        self.gradients.setdefault(model, np.zeros(VOCABULARY))
+
+    async def forward_backward(
+        self,
+        model: str,
+        operation: int,
+        data: Sequence[ClientDatum],
+        loss: str,
+        params: Mapping[str, float],
+        forward_only: bool = False,
+    ) -> TrainOutput:
+        """Cross entropy; other losses have advantages for weights."""
+        self._begin(model, operation, "forward" if forward_only else "forward_backward")
+        if loss not in ("cross_entropy", "importance_sampling", "ppo"):
+            raise UserError(f"There is no loss {loss!r}.")
+        logp = log_softmax(self.rows[model])
+        total, rows = 0.0, []
+        for datum in data:
+            given = datum.weights if loss == "cross_entropy" else datum.advantages
+            weights = np.asarray(given if given is not None else np.ones(len(datum.targets)))
+            targets = np.asarray(datum.targets)
+            if targets.max() >= VOCABULARY:
+                raise UserError(f"The token {targets.max()} is outside of the vocabulary.")
+            rows.append(array("f", logp[targets].astype("f4").tobytes()))
+            total -= float((weights * logp[targets]).sum())
+            if not forward_only:
+                one_hot = np.bincount(targets, weights, VOCABULARY)
+                self.gradients[model] += weights.sum() * np.exp(logp) - one_hot
+        await self.gate.wait()
+        return TrainOutput(rows, {"loss:sum": total})
+
+    async def optim_step(self, model: str, operation: int, adam: AdamSettings) -> dict[str, float]:
+        """Plain gradient descent."""
+        self._begin(model, operation, "optim_step")
+        norm = float(np.linalg.norm(self.gradients[model]))
+        self.rows[model] = self.rows[model] - adam.lr * self.gradients[model]
+        self.gradients[model] = np.zeros(VOCABULARY)
+        await self.gate.wait()
+        return {"grad_norm": norm}
+
+    async def save_state(self, model: str, operation: int, directory: Path) -> None:
+        """See `Backend`."""
+        self._begin(model, operation, "save_state")
+        self._write(model, directory)
+
+    async def publish(self, model: str, operation: int, directory: Path) -> None:
+        """See `Backend`."""
+        self._begin(model, operation, "publish")
+        self._write(model, directory)
+
+    async def load_state(self, model: str, operation: int, directory: Path, with_optimizer: bool) -> None:
+        """See `Backend`."""
+        self._begin(model, operation, "load_state")
+        self.rows[model] = np.load(directory / "row.npy")
+
+    async def unload(self, model: str) -> None:
+        """See `Backend`."""
+        self.unloaded.append(model)
+
+    async def delete(self, model: str) -> None:
+        """See `Backend`."""
+
+    async def sample(self, base: str, snapshot: Path | None, spec: SampleSpec) -> SampleOutput:
+        """See `Backend`."""
+        self.calls.append(("sample", snapshot and snapshot.name, spec.seed))
+        row = np.zeros(VOCABULARY) if snapshot is None else np.load(snapshot / "row.npy")
+        await self.gate.wait()
+        logp = log_softmax(row)
+        source = random.Random(spec.seed)
+        sequences = [self._draw(source, logp, spec) for _ in range(spec.num_samples)]
+        prompt = array("f", [float("nan"), *(float(logp[token]) for token in spec.prompt[1:])])
+        return SampleOutput(sequences, prompt if spec.prompt_logprobs else array("f"))
+
+    def _draw(self, source: random.Random, logp: NDArray[np.float64], spec: SampleSpec) -> SampledSequence:
+        ends = {*spec.stop_tokens, *([END] if spec.ends_with_model else [])}
+        tokens = array("i")
+        while len(tokens) < spec.max_tokens and not (tokens and tokens[-1] in ends):
+            tokens.append(source.choices(range(VOCABULARY), np.exp(logp).tolist())[0])
+        logprobs = array("f", [float(logp[token]) for token in tokens])
+        return SampledSequence(tokens, logprobs, "stop" if tokens[-1] in ends else "length")
+
+    async def close(self) -> None:
+        """See `Backend`."""
+
+    def _begin(self, model: str, operation: int, name: str) -> None:
+        self.calls.append((name, model, operation))
+        if model not in self.rows:
+            raise UserError(f"There is no model {model}.")
+
+    def _write(self, model: str, directory: Path) -> None:
+        directory.mkdir(parents=True, exist_ok=True)
+        np.save(directory / "row.npy", self.rows[model])
+
+
+def log_softmax(row: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Of one row."""
+    shifted = row - row.max()
+    return np.asarray(shifted - np.log(np.exp(shifted).sum()))

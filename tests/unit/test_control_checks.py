@@ -1,0 +1,261 @@
+"""Which groups of strangers are checked, by whom, and what follows: decisions of the planner."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from echo2.control.head import commands as do
+from echo2.control.head import events as ev
+from echo2.control.head.checks import CHECK_SHARE, EXPELLED_REST_SECONDS, MISSED_MAX, OVERDUE_LEASES, UNTRUSTED
+from echo2.control.head.standings import MISMATCH_TOKENS, SURPRISE_ODD
+from echo2.control.head.trust import CLEAN_TO_LEAVE, NEWCOMER_CHECKS
+from echo2.types import RUN_POLICY, SnapshotRef
+from planner_cases import OPTIONS, Desk, of
+
+FIRST = SnapshotRef(RUN_POLICY, 1, 0)
+CHECKED = replace(OPTIONS, groups_per_step=400, groups_per_batch=4, heartbeat_seconds=1e6, check_seed=7)
+
+
+def joins(desk: Desk, worker_id: str, ticket: str = "", draws: bool = True) -> list[do.Command]:
+    return desk.tell(ev.WorkerJoined(worker_id, 16, 0.5, FIRST, ticket=ticket, draws=draws))
+
+
+def desk_with(*strangers: str, own: bool = True, **options: Any) -> Desk:
+    """A machine of the owner that can check, and workers that are strangers of a ticket each."""
+    desk = Desk(replace(CHECKED, **options))
+    desk.tell(ev.LearnerJoined(0), ev.GroupsWanted(0))
+    if own:
+        joins(desk, "own")
+    for name in strangers:
+        joins(desk, name, f"ticket-{name}")
+    desk.publish(0)
+    return desk
+
+
+def brings(desk: Desk, worker_id: str) -> list[do.Command]:
+    """The worker delivers the first lease that it holds; its group is scored."""
+    return desk.deliver(desk.planner.leases.of_worker(worker_id)[0])
+
+
+def answers(desk: Desk, asked: do.CheckGroup, fault: str = "", missed: str = "") -> list[do.Command]:
+    return desk.tell(ev.GroupChecked(asked.worker_id, asked.group, 0 if missed else 50, fault, missed))
+
+
+def honest(desk: Desk, worker_id: str, num_groups: int, fault: str = "") -> int:
+    """So many groups, each check of which is answered at once; how many there were."""
+    num_checks = 0
+    for _ in range(num_groups):
+        for asked in of(do.CheckGroup, brings(desk, worker_id)):
+            num_checks += 1
+            answers(desk, asked, fault)
+    return num_checks
+
+
+def test_a_newcomers_first_groups_are_checked_and_not_fed_before_the_verdict() -> None:
+    desk = desk_with("s")
+    for _ in range(NEWCOMER_CHECKS):
+        commands = brings(desk, "s")
+        (asked,) = of(do.CheckGroup, commands)
+        assert (asked.worker_id, asked.ref) == ("own", FIRST)
+        assert not of(do.FeedGroup, commands)
+        assert any("being checked" in wait.reason for wait in desk.planner.waits(desk.now))
+        (fed,) = of(do.FeedGroup, answers(desk, asked))
+        assert fed.number == asked.group.number
+    assert not desk.planner.trust.of("ticket-s").is_new
+
+
+def test_later_a_share_is_drawn_that_does_not_wait_for_the_verdict() -> None:
+    desk = desk_with("s", groups_per_step=1200)  # of which a ticket supplies half at most
+    honest(desk, "s", NEWCOMER_CHECKS)
+    num_checks = 0
+    for _ in range(500):
+        commands = brings(desk, "s")
+        assert of(do.FeedGroup, commands)
+        for asked in of(do.CheckGroup, commands):
+            num_checks += 1
+            answers(desk, asked)
+    assert 0.4 * CHECK_SHARE < num_checks / 500 < 1.6 * CHECK_SHARE
+
+
+def test_whose_tokens_surprise_the_learner_is_checked_more() -> None:
+    desk = desk_with("s")
+    honest(desk, "s", NEWCOMER_CHECKS)
+    assert honest(desk, "s", 12) < 6
+    desk.planner.conducts.measured("s", MISMATCH_TOKENS, 0.0, 2 * SURPRISE_ODD * MISMATCH_TOKENS)
+    assert honest(desk, "s", 12) == 12
+    assert not desk.planner.conducts.to_expel
+    desk.planner.conducts.measured("s", MISMATCH_TOKENS, 0.0, 0.0)
+    assert honest(desk, "s", 12) < 6
+
+
+def test_groups_of_the_owners_machines_are_not_checked_and_nothing_is_without_a_seed() -> None:
+    desk = desk_with("s")
+    assert not of(do.CheckGroup, brings(desk, "own"))
+    unchecked = desk_with("s", check_seed=None)
+    assert not of(do.CheckGroup, brings(unchecked, "s"))
+    assert not of(do.CheckGroup, brings(desk_with("s", deterministic=True), "s"))
+
+
+def test_without_a_machine_that_can_check_nobody_waits() -> None:
+    desk = desk_with("s", own=False)
+    assert of(do.FeedGroup, brings(desk, "s"))
+    joins(desk, "server", draws=False)
+    assert of(do.FeedGroup, brings(desk, "s"))
+
+
+def test_a_fault_retires_what_is_not_trained_yet_and_a_second_one_expels_the_ticket() -> None:
+    desk = desk_with("s")
+    joins(desk, "s2", "ticket-s")
+    (first,) = of(do.CheckGroup, brings(desk, "s"))
+    brings(desk, "s")  # waits, behind the first
+    commands = answers(desk, first, "100 of 100 tokens are wrong")
+    assert [(one.why, "tokens are wrong" in one.reason) for one in of(do.RetireGroup, commands)] == [
+        (UNTRUSTED, True)
+    ] * 2
+    assert desk.planner.trust.of("ticket-s").is_quarantined
+    assert not of(do.ExpelWorker, commands)
+    (second,) = of(do.CheckGroup, brings(desk, "s"))
+    commands = answers(desk, second, "again")
+    assert {one.worker_id for one in of(do.ExpelWorker, commands)} == {"s", "s2"}
+    assert desk.planner.standings.rests.get("ticket-s") == pytest.approx(desk.now + EXPELLED_REST_SECONDS)
+    trust = desk.planner.trust.of("ticket-s")
+    assert trust.history[0][1].endswith("100 of 100 tokens are wrong")
+    assert trust.score == pytest.approx(1 / 4)
+
+
+def test_clean_checks_in_a_row_end_a_quarantine() -> None:
+    desk = desk_with("s")
+    (asked,) = of(do.CheckGroup, brings(desk, "s"))
+    answers(desk, asked, "wrong")
+    assert honest(desk, "s", CLEAN_TO_LEAVE) == CLEAN_TO_LEAVE
+    assert not desk.planner.trust.of("ticket-s").is_quarantined
+
+
+def test_what_is_overdue_is_trained_of_a_newcomer_and_retired_of_a_ticket_in_quarantine() -> None:
+    desk = desk_with("new")
+    brings(desk, "new")
+    desk.now += OVERDUE_LEASES * CHECKED.lease_seconds
+    assert of(do.FeedGroup, desk.tell(ev.Tick()))
+    desk = desk_with("s")
+    (asked,) = of(do.CheckGroup, brings(desk, "s"))
+    answers(desk, asked, "wrong")
+    brings(desk, "s")
+    desk.now += OVERDUE_LEASES * CHECKED.lease_seconds
+    commands = desk.tell(ev.Tick())
+    assert [one.why for one in of(do.RetireGroup, commands)] == [UNTRUSTED]
+    assert not of(do.FeedGroup, commands)
+
+
+def test_a_machine_without_those_weights_leaves_the_check_to_another() -> None:
+    desk = desk_with("s")
+    joins(desk, "own2")
+    (asked,) = of(do.CheckGroup, brings(desk, "s"))
+    (again,) = of(do.CheckGroup, answers(desk, asked, missed="snapshot_gone"))
+    assert again.group == asked.group
+    assert of(do.FeedGroup, answers(desk, again, missed="snapshot_gone"))
+    assert desk.planner.trust.of("ticket-s").num_missed == 1
+
+
+def test_newcomers_are_held_no_more_where_the_owners_machines_cannot_keep_up() -> None:
+    desk = desk_with("s")
+    for _ in range(MISSED_MAX):
+        (asked,) = of(do.CheckGroup, brings(desk, "s"))
+        answers(desk, asked, missed="snapshot_gone")
+    assert of(do.FeedGroup, brings(desk, "s"))
+
+
+def test_verdicts_count_only_from_the_machine_that_was_asked() -> None:
+    desk = desk_with("s", "liar")
+    (asked,) = of(do.CheckGroup, brings(desk, "s"))
+    desk.tell(
+        ev.GroupChecked("liar", asked.group, 9, "it says so"), ev.GroupChecked("own", replace(asked.group, number=77))
+    )
+    assert desk.planner.trust.of("ticket-s").num_failed == 0
+    assert of(do.FeedGroup, answers(desk, asked))
+
+
+def test_a_restart_asks_for_no_verdict_that_was_under_way() -> None:
+    """What was held is scored again and fed."""
+    started = ev.HeadStarted(next_number=1, groups=(ev.RecoveredGroup(0, 0, "ready", 0, "s"),), published=(FIRST,))
+    desk = Desk(CHECKED, started)
+    assert of(do.FeedGroup, desk.tell(ev.LearnerJoined(0), ev.GroupsWanted(0)))
+
+
+def test_a_restarted_head_knows_who_is_in_quarantine_and_who_is_trusted() -> None:
+    desk = desk_with("liar", "honest", groups_per_step=1200)
+    recorded = {}
+    for name, fault in (("liar", "wrong"), *[("honest", "")] * NEWCOMER_CHECKS):
+        (asked,) = of(do.CheckGroup, brings(desk, name))
+        recorded |= {one.ticket: one.trust for one in of(do.RecordTrust, answers(desk, asked, fault))}
+    started = ev.HeadStarted(next_number=9, published=(FIRST,), trust=tuple(recorded.items()))
+    desk = Desk(CHECKED, started)
+    desk.tell(ev.LearnerJoined(0), ev.GroupsWanted(0))
+    joins(desk, "own")
+    for name in ("liar", "honest"):
+        joins(desk, name, f"ticket-{name}")
+    assert of(do.FeedGroup, brings(desk, "honest"))
+    commands = brings(desk, "liar")
+    (asked,) = of(do.CheckGroup, commands)
+    assert not of(do.FeedGroup, commands)
+    assert [one.worker_id for one in of(do.ExpelWorker, answers(desk, asked, "again"))] == ["liar"]
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_random_worlds_with_liars(seed: int) -> None:
+    """Liars whose every group is faulty and honest strangers, checks that are answered, missed or forgotten in any
+    order, own machines that come and go: invariants hold after every event, no honest ticket is in quarantine, each
+    liar is once two of its groups were found, and steps end.
+    """
+    rng = random.Random(seed)
+    liars, good = [f"l{at}" for at in range(rng.randrange(1, 3))], [f"h{at}" for at in range(rng.randrange(0, 3))]
+    desk = desk_with(*liars, *good, groups_per_step=6, max_staleness=0, check_seed=seed)
+    asked: list[do.CheckGroup] = []
+    sampler: dict[int, str] = {}
+    step, num_found = 0, dict.fromkeys(liars, 0)
+    for _ in range(600):
+        commands: list[do.Command] = []
+        kind = rng.choice(["deliver"] * 8 + ["answer"] * 4 + ["wait", "leave"])
+        holders = [name for name in (*liars, *good, "own") if desk.planner.leases.of_worker(name)]
+        if kind == "deliver" and holders:
+            name = rng.choice(holders)
+            lease_id = rng.choice(desk.planner.leases.of_worker(name))
+            sampler[desk.leases[lease_id][1].group.number] = name
+            commands = desk.deliver(lease_id, version=step)
+        elif kind == "answer" and asked:
+            one = asked.pop(rng.randrange(len(asked)))
+            lies, missed = sampler[one.group.number] in liars, "snapshot_gone" if rng.random() < 0.1 else ""
+            is_open = one.group.number in desk.planner.trust.open
+            num_found[sampler[one.group.number]] = num_found.get(sampler[one.group.number], 0) + (
+                lies and is_open and not missed
+            )
+            commands = answers(desk, one, "a lie" if lies and not missed else "", missed)
+        elif kind == "wait":
+            desk.now += rng.choice([0.1, 10.0, 70.0])
+            commands = desk.tell(ev.Tick())
+        elif kind == "leave":
+            desk.tell(ev.WorkerLeft("own", "it goes"))
+            commands = joins(desk, "own")
+            commands += desk.tell(ev.WorkerReported("own", SnapshotRef(RUN_POLICY, 1, step)))
+        asked += of(do.CheckGroup, commands)
+        if desk.planner.step_ended:
+            numbers = tuple(r.number for r in desk.planner.groups.of_step(step) if r.state == "fed")
+            assert len(numbers) == 6, seed
+            step += 1
+            if step == CHECKED.max_steps:
+                break
+            asked += of(do.CheckGroup, desk.tell(ev.StepTrained(step - 1, numbers)))
+            asked += of(do.CheckGroup, desk.publish(step))
+            for worker in list(desk.planner.fleet):
+                told = desk.tell(ev.WorkerReported(worker.worker_id, SnapshotRef(RUN_POLICY, 1, step)))
+                asked += of(do.CheckGroup, told)
+            asked += of(do.CheckGroup, desk.tell(ev.GroupsWanted(step)))
+    assert step > 0, seed
+    trust = desk.planner.trust.all()
+    assert not any(trust[f"ticket-{name}"].is_quarantined for name in good if f"ticket-{name}" in trust), seed
+    for name in liars:
+        assert (num_found[name] == 0) == (not desk.planner.trust.of(f"ticket-{name}").is_quarantined), (seed, name)
+        assert num_found[name] < 2 or desk.planner.fleet.get(name) is None, (seed, name)

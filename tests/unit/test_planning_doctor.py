@@ -1,0 +1,132 @@
+"""What `echo2 doctor` finds of a machine and of a ticket. Heads here are TLS servers with a run's real identity."""
+
+from __future__ import annotations
+
+import json
+import resource
+import socket
+import ssl
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib.metadata import PackageNotFoundError
+from pathlib import Path
+
+import pytest
+
+from echo2.cli import main
+from echo2.planning import doctor
+from echo2.transport import certificates
+from echo2.transport.identity import RunIdentity
+from echo2.transport.tickets import Ticket
+
+
+@contextmanager
+def listening(identity: RunIdentity, directory: Path) -> Iterator[str]:
+    """The address of a server that shakes hands as this run's head."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    shown = identity.credentials
+    paths = [directory / name for name in ("shown.pem", "shown.key")]
+    for path, pem in zip(paths, (shown.certificate_pem, shown.key_pem), strict=True):
+        path.write_bytes(pem)
+    context.load_cert_chain(*paths)
+    context.load_verify_locations(cadata=shown.ca_pem.decode())
+    context.verify_mode = ssl.CERT_REQUIRED
+    server = socket.create_server(("127.0.0.1", 0))
+
+    def serve() -> None:
+        try:
+            while True:
+                link, _ = server.accept()
+                with link:
+                    try:
+                        context.wrap_socket(link, server_side=True).close()
+                    except OSError:
+                        pass  # whoever dialled does not believe us
+        except OSError:
+            pass  # closed
+
+    thread = threading.Thread(target=serve)
+    thread.start()
+    try:
+        yield f"127.0.0.1:{server.getsockname()[1]}"
+    finally:
+        server.shutdown(socket.SHUT_RDWR)
+        server.close()
+        thread.join()
+
+
+def verdicts(ticket: Ticket, now: float | None = None) -> dict[str, str]:
+    found = doctor.at_ticket(ticket, time.time() if now is None else now)
+    told = {finding.about: finding for finding in found}
+    assert all(bool(finding.todo) == (finding.verdict != "fine") for finding in told.values())
+    return {about: finding.verdict for about, finding in told.items()}
+
+
+def ticket_of(identity: RunIdentity, address: str) -> Ticket:
+    return Ticket.parse(identity.make_ticket("worker", address, 1, 1.0))
+
+
+def test_a_head_that_is_the_tickets_is_found(tmp_path: Path) -> None:
+    identity = RunIdentity.create_or_load(tmp_path / "run")
+    with listening(identity, tmp_path) as address:
+        found = verdicts(ticket_of(identity, address))
+    assert found == {"ticket": "fine", "clock": "fine", "address": "doubtful", "link": "fine", "head": "fine"}
+
+
+def test_another_runs_head_at_the_address_is_found_out(tmp_path: Path) -> None:
+    ours, theirs = (RunIdentity.create_or_load(tmp_path / name) for name in ("ours", "theirs"))
+    with listening(theirs, tmp_path) as address:
+        assert verdicts(ticket_of(ours, address))["head"] == "wrong"
+
+
+def test_nobody_at_the_address_and_no_such_host_are_told_apart(tmp_path: Path) -> None:
+    identity = RunIdentity.create_or_load(tmp_path / "run")
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = f"127.0.0.1:{server.getsockname()[1]}"
+    said = [finding.said for finding in doctor.at_ticket(ticket_of(identity, address), time.time())]
+    assert any("does not answer" in words for words in said)
+    said = [finding.said for finding in doctor.at_ticket(ticket_of(identity, "no.such.host.invalid:1"), time.time())]
+    assert any("no host" in words for words in said)
+
+
+def test_a_clock_outside_the_tickets_time_is_said_before_anybody_is_dialled(tmp_path: Path) -> None:
+    ticket = ticket_of(RunIdentity.create_or_load(tmp_path / "run"), "127.0.0.1:1")
+    later = (certificates.CERTIFICATE_DAYS + 9) * 86_400
+    for away in (-7 * 86_400, later):
+        assert verdicts(ticket, time.time() + away) == {"ticket": "fine", "clock": "wrong"}
+
+
+def test_packages_that_are_missing_or_cannot_use_the_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def none(name: str) -> str:
+        raise PackageNotFoundError(name)
+
+    def build_for_cpus(name: str) -> str:
+        return "2.13.0+cpu" if name == "torch" else none(name)
+
+    found = {finding.about: finding.verdict for finding in doctor.machine(tmp_path, none)}
+    assert found["torch"] == "doubtful"  # a head needs none
+    driver = tmp_path / "version"
+    driver.touch()
+    monkeypatch.setattr(doctor, "NVIDIA_DRIVER", driver)
+    found = {finding.about: finding.verdict for finding in doctor.machine(tmp_path, build_for_cpus)}
+    assert (found["torch"], found["peft"]) == ("wrong", "wrong")
+
+
+def test_what_is_tight_is_said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(doctor, "free_bytes", lambda _: 1 << 20)
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (64, 64))
+    found = {finding.about: finding.verdict for finding in doctor.machine(tmp_path)}
+    assert (found["disk"], found["open files"]) == ("wrong", "doubtful")
+
+
+def test_the_command_says_it_all_as_json_and_by_its_status(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    identity = RunIdentity.create_or_load(tmp_path / "run")
+    path = tmp_path / "ticket"
+    path.write_text(identity.make_ticket("worker", "no.such.host.invalid:1", 1, 1.0))
+    assert main(["doctor", f"@{path}", "--json"]) == 1
+    found = json.loads(capsys.readouterr().out)
+    assert {"about": "python", "verdict": "fine"}.items() <= found[0].items()
+    assert found[-1]["verdict"] == "wrong"
+    assert main(["doctor", "nonsense"]) == 2

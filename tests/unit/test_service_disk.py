@@ -1,0 +1,77 @@
+"""What lies on the service's disk, and when it leaves."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from echo2.service.database import models
+from front_service import Service
+
+
+@pytest.fixture
+def service(tmp_path: Path) -> Iterator[Service]:
+    made = Service(tmp_path, f"sqlite:///{tmp_path}/service.sqlite")
+    yield made
+    made.end()
+    made.database.close()
+
+
+def test_a_checkpoint_that_is_replaced_leaves_the_disk(service: Service) -> None:
+    model = service.model(service.session())
+    for number in (1, 2):
+        body = {"model_id": model, "seq_id": number, "path": "last", "overwrite": True}
+        service.result(service.post("save_weights", body))
+    service.sweep()
+    assert len(list((service.folder / "checkpoints").glob("req_*"))) == 1
+
+
+def test_what_is_published_stays_as_long_as_a_sampler_or_a_checkpoint_names_it(service: Service) -> None:
+    session, other = service.session(), service.session()
+    model = service.model(session)
+    save = {"model_id": model, "seq_id": 1, "path": "a"}
+    path = service.result(service.post("save_weights_for_sampler", save))["path"]
+    sampler = {"session_id": other, "sampling_session_seq_id": 0, "model_path": path}
+    named = service.post("create_sampling_session", sampler)["sampling_session_id"]
+    service.result(service.post("save_weights_for_sampler", {**save, "seq_id": 2, "path": None}))
+    folder = service.folder / "checkpoints"
+
+    def count() -> int:
+        service.sweep()
+        return len(list(folder.glob("req_*")))
+
+    assert count() == 2
+    headers = {"x-api-key": service.key}
+    assert service.client.delete(f"/api/v1/training_runs/{model}/checkpoints/a", headers=headers).status_code == 204
+    assert count() == 2
+    service.post(f"sessions/{session}/finish", {"reason": {"type": "success"}}, status=204)
+    assert count() == 1
+    sample = {"sampling_session_id": named, "seq_id": 0, "prompt": {"chunks": [{"tokens": [1]}]}}
+    assert service.result(service.post("asample", sample))["sequences"]
+    service.post(f"sessions/{other}/finish", {"reason": {"type": "success"}}, status=204)
+    assert count() == 0
+
+
+def test_a_sample_that_is_open_keeps_the_weights_that_inflight_samplers_left(service: Service) -> None:
+    model = service.model(service.session())
+    save = {"model_id": model, "kind": "inflight"}
+    first = service.post("save_weights_for_sampler", {**save, "seq_id": 1, "sampling_session_seq_id": 0})
+    sampler = service.result(first)["sampling_session_id"]
+    service.backend.gate.clear()
+    sample = {"sampling_session_id": sampler, "seq_id": 0, "prompt": {"chunks": [{"tokens": [1]}]}}
+    future = service.post("asample", sample)
+    service.now += 1.0
+    for number in (2, 3):
+        service.result(
+            service.post("save_weights_for_sampler", {**save, "seq_id": number, "sampling_session_seq_id": number})
+        )
+    service.sweep()
+    assert len(list((service.folder / "checkpoints").glob("req_*"))) == 3
+    service.backend.gate.set()
+    assert service.result(future)["sequences"]
+    service.sweep()
+    assert [entry.name for entry in (service.folder / "checkpoints").glob("req_*")] == [
+        Path(service.database.select(models)[0].inflight).name
+    ]

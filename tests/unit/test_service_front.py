@@ -1,0 +1,401 @@
+"""The service's front as its clients see it: the real application, over HTTP, with a back end of one row of logits."""
+
+from __future__ import annotations
+
+import math
+import subprocess
+import sys
+import tarfile
+from collections.abc import Iterator
+from io import BytesIO
+from pathlib import Path
+
+import numpy as np
+import pytest
+import zstandard
+
+import house
+from echo2.service import entrance, requests_api
+from echo2.service import tinker_pb2 as pb
+from echo2.service.app import SILENCE_SECONDS
+from echo2.service.database import requests, sessions
+from echo2.service.settings import Quotas
+from echo2.service.status_command import status
+from echo2.service.unserved import UNSERVED
+from front_service import PROTO, Service
+from one_row_backend import VOCABULARY, OneRowBackend
+from postgres_server import PostgresServer
+
+
+@pytest.fixture(scope="session")
+def postgres() -> Iterator[PostgresServer]:
+    pytest.importorskip("psycopg")
+    if not PostgresServer.is_there():
+        pytest.skip("no PostgreSQL here: apt install postgresql")
+    with PostgresServer() as server:
+        yield server
+
+
+@pytest.fixture(params=["sqlite", "postgresql"])
+def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    """Of an empty database."""
+    if request.param == "sqlite":
+        return f"sqlite:///{tmp_path}/service.sqlite"
+    server: PostgresServer = request.getfixturevalue("postgres")
+    return server.new_database()
+
+
+@pytest.fixture
+def service(tmp_path: Path, url: str) -> Iterator[Service]:
+    made = Service(tmp_path, url)
+    yield made
+    made.end()
+    made.database.close()
+
+
+def test_a_model_is_trained_saved_and_sampled_from(service: Service) -> None:
+    session = service.session()
+    model = service.model(session)
+    futures = [service.train(model, 1, [1, 2, 3]), service.step(model, 2)]
+    first = service.result(futures[0])
+    assert first["metrics"]["loss:sum"] == pytest.approx(3 * math.log(16))
+    assert first["loss_fn_outputs"][0]["logprobs"]["shape"] == [3]
+    assert service.result(futures[1])["metrics"]["grad_norm"] > 0
+    assert service.result(service.train(model, 3, [1, 2, 3]))["metrics"]["loss:sum"] < 3 * math.log(16)
+    future = service.post("save_weights_for_sampler", {"model_id": model, "seq_id": 4, "sampling_session_seq_id": 0})
+    sampler = service.result(future)["sampling_session_id"]
+    body = {"sampling_session_id": sampler, "seq_id": 0, "num_samples": 2, "prompt": {"chunks": [{"tokens": [1, 2]}]}}
+    body |= {"sampling_params": {"max_tokens": 5, "stop": []}, "prompt_logprobs": True}
+    sampled = service.post("asample", body)
+    assert len(set(sampled["sample_sequence_ids"])) == 2
+    output = service.result(sampled)
+    assert [len(sequence["tokens"]) for sequence in output["sequences"]] == [5, 5]
+    assert output["prompt_logprobs"][0] is None
+    assert len(output["prompt_logprobs"]) == 2
+    assert pb.SampleResponse.FromString(service.result(sampled, accept=requests_api.PROTOBUF)).sequences[0].tokens
+    assert service.get("usage")["usage"]["sample"] == {"requests": 1, "tokens": 2 + 10, "usd": 0.0}
+
+
+def test_chunks_that_come_last_first_are_carried_out_in_order(service: Service) -> None:
+    model = service.model(service.session())
+    futures = [service.train(model, number, [number]) for number in (3, 2, 1)]
+    futures.append(service.step(model, 4))
+    for future in futures:
+        service.result(future)
+    operations = [call for call in service.backend.calls if call[0] != "create_model"]
+    assert [call[2] for call in operations] == [1, 2, 3, 4]
+    assert [call[0] for call in operations] == ["forward_backward"] * 3 + ["optim_step"]
+
+
+def test_a_request_that_comes_again_is_the_same_request(service: Service) -> None:
+    session = service.session()
+    model = service.model(session)
+    assert service.model(session) == model
+    ids = {service.train(model, 1, [1])["request_id"] for _ in range(3)}
+    assert len(ids) == 1
+    service.result({"request_id": ids.pop()})
+    assert len(service.backend.calls) == 2
+
+
+def test_a_client_that_counts_anew_is_not_answered_with_what_it_had_before(service: Service) -> None:
+    """The Logits facade loads under number 1, and then trains under number 1."""
+    session = service.session()
+    model = service.model(session)
+    path = service.result(service.post("save_weights", {"model_id": model, "seq_id": 1, "path": "a"}))["path"]
+    other = service.model(session, 1)
+    loaded = service.post("load_weights", {"model_id": other, "seq_id": 1, "path": path, "optimizer": True})
+    trained = service.train(other, 1, [1])
+    assert loaded["request_id"] != trained["request_id"]
+    assert "loss:sum" in service.result(trained)["metrics"]
+
+
+def test_mistakes_of_a_client_fail_its_future_and_nothing_after_it(service: Service) -> None:
+    model = service.model(service.session())
+    wrong = [service.train(model, 1, [99]), service.train(model, 2, [1], loss="no_loss")]
+    wrong.append(service.train(model, 3, [1], weight=math.nan))
+    for future, word in zip(wrong, ("vocabulary", "loss", "finite"), strict=True):
+        answer = service.result(future)
+        assert answer["category"] == "user"
+        assert word in answer["error"]
+    assert service.result(service.train(model, 4, [1]))["metrics"]["loss:sum"] == pytest.approx(math.log(16))
+
+
+def test_a_state_makes_a_new_model_in_another_session(service: Service) -> None:
+    model = service.model(service.session())
+    service.train(model, 1, [1])
+    service.step(model, 2, lr=1.0)
+    path = service.result(service.post("save_weights", {"model_id": model, "seq_id": 3, "path": "mid"}))["path"]
+    assert path == f"tinker://{model}/weights/mid"
+    session = service.session()
+    body = {"session_id": session, "model_seq_id": 0, "path": path.replace("tinker", "logits"), "optimizer": True}
+    other = service.result(service.post("load_weights", body))["model_id"]
+    assert other == f"{session}:train:0"
+    assert np.array_equal(service.backend.rows[other], service.backend.rows[model])
+    assert service.post("weights_info", {"tinker_path": path})["lora_rank"] == 4
+    again = service.post("save_weights", {"model_id": model, "seq_id": 4, "path": "mid"})
+    assert "already" in service.result(again)["error"]
+
+
+def test_checkpoints_are_listed_under_both_sets_of_names_and_deleted(service: Service) -> None:
+    model = service.model(service.session())
+    service.result(service.post("save_weights", {"model_id": model, "seq_id": 1, "path": "a", "ttl_seconds": 60}))
+    service.result(service.post("save_weights_for_sampler", {"model_id": model, "seq_id": 2, "path": "b"}))
+    run = f"training_runs/{model}"
+    found = {one["name"]: one for one in service.get(f"{run}/checkpoints")["checkpoints"]}
+    assert found["a"]["tinker_path"].replace("tinker", "logits") == found["a"]["logits_path"]
+    assert (found["b"]["checkpoint_type"], found["b"]["checkpoint_id"]) == ("sampler", "sampler_weights/b")
+    assert service.get(run)["last_checkpoint"]["name"] == "a"
+    redirect = service.client.get(
+        f"/api/v1/{run}/checkpoints/sampler_weights/b/archive",
+        headers={"x-api-key": service.key},
+        follow_redirects=False,
+    )
+    assert redirect.status_code == 302
+    with tarfile.open(fileobj=BytesIO(service.client.get(redirect.headers["location"]).content)) as file:
+        assert file.getnames() == ["row.npy"]
+    assert service.client.delete(f"/api/v1/{run}/checkpoints/b", headers={"x-api-key": service.key}).status_code == 204
+    service.now += 61.0
+    service.sweep()
+    assert service.get("checkpoints")["checkpoints"] == []
+    assert list((service.folder / "checkpoints").glob("req_*")) == []
+
+
+def test_a_poll_is_held_and_then_says_why_it_waits(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(requests_api, "POLL_SECONDS", 0.01)
+    model = service.model(service.session())
+    future = service.train(model, 2, [1])
+    answer = service.post("retrieve_future", {"request_id": future["request_id"]}, status=408)
+    assert answer["type"] == "try_again"
+    assert "request 1 of this model has not come yet" in answer["queue_state_reason"]
+
+
+def test_a_tenant_sees_nothing_of_another(service: Service) -> None:
+    session = service.session()
+    model = service.model(session)
+    path = service.result(service.post("save_weights", {"model_id": model, "seq_id": 1, "path": "a"}))["path"]
+    sampler = {"session_id": session, "sampling_session_seq_id": 5, "model_path": path}
+    service.post("create_sampling_session", sampler)
+    future = service.train(model, 2, [1])
+    eve = service.keeper.add_key("eve")
+    hers = service.session(eve)
+    service.post("retrieve_future", {"request_id": future["request_id"]}, eve, 404)
+    service.post("get_info", {"model_id": model}, eve, 404)
+    service.post("optim_step", {"model_id": model, "adam_params": {}, "seq_id": 3}, eve, 404)
+    service.post("create_sampling_session", {**sampler, "session_id": hers}, eve, 400)
+    service.post("create_sampling_session", sampler, eve, 404)
+    service.post(f"sessions/{session}/finish", {}, eve, 404)
+    service.post(f"training_runs/{model}/checkpoints/weights/a/publish", {}, eve, 404)
+    service.get(f"samplers/{session}:sample:5", eve, 404)
+    service.get(f"training_runs/{model}", eve, 404)
+    url = f"/api/v1/training_runs/{model}/checkpoints/weights/a"
+    assert service.client.delete(url, headers={"x-api-key": eve}).status_code == 404
+    assert service.get("checkpoints", eve)["checkpoints"] == []
+    body = {"session_id": hers, "model_seq_id": 0, "path": path, "optimizer": False}
+    service.post("load_weights", body, eve, 400)
+    service.post(f"training_runs/{model}/checkpoints/weights/a/publish", status=204)
+    assert "model_id" in service.result(service.post("load_weights", body, eve), eve)
+
+
+def test_keys_have_scopes_an_end_and_a_rate(service: Service) -> None:
+    service.post("create_session", key="tml-guessed", status=401)
+    sampling = service.keeper.add_key("ada", scopes=["sample"], days=1.0)
+    service.post("create_model", {}, sampling, 403)
+    service.now += 86401.0
+    service.post("create_session", key=sampling, status=401)
+    slow = service.keeper.add_key("ada", per_minute=2)
+    assert [service.client.post("/api/v1/telemetry", headers={"x-api-key": slow}).status_code for _ in range(3)] == [
+        200,
+        200,
+        429,
+    ]
+    service.now += 30.0
+    service.post("telemetry", key=slow)
+
+
+def test_an_acknowledged_request_survives_the_process(service: Service) -> None:
+    model = service.model(service.session())
+    service.backend.gate.clear()
+    futures = [service.train(model, 1, [1]), service.step(model, 2), service.train(model, 4, [1])]
+    service.end()
+    backend = OneRowBackend(service.folder)
+    backend.rows, backend.gradients = {model: np.zeros(VOCABULARY)}, {model: np.zeros(VOCABULARY)}
+    service.begin(backend)
+    futures.append(service.step(model, 3))
+    for future in futures:
+        assert "metrics" in service.result(future)
+    assert [call[::2] for call in service.backend.calls] == [
+        ("forward_backward", 1),
+        ("optim_step", 2),
+        ("optim_step", 3),
+        ("forward_backward", 4),
+    ]
+
+
+def test_a_silent_session_ends_and_what_it_held_fails(service: Service) -> None:
+    session = service.session()
+    model = service.model(session)
+    future = service.train(model, 5, [1])
+    service.now += SILENCE_SECONDS + 1
+    service.sweep()
+    assert "never came" in service.result(future)["error"] or "heard" in service.result(future)["error"]
+    service.post("session_heartbeat", {"session_id": session}, status=410)
+    assert service.database.count(sessions, finished=None) == 0
+    service.now += 86401.0
+    service.sweep()
+    assert service.database.count(requests) == 0
+
+
+HOSTILE = [
+    ("forward_backward", b"\xff" * 100, PROTO, 400),
+    ("forward_backward", b"{", {}, 400),
+    ("create_model", b"[" * 100_000, {}, 400),
+    ("create_model", b'{"session_id": "x", "model_seq_id": 1e99, "base_model": "echo2/tiny"}', {}, 400),
+    ("create_model", b'{"session_id": "../..", "model_seq_id": 1, "base_model": "/etc/passwd"}', {}, 400),
+    ("save_weights", b'{"model_id": "x", "path": "../../etc"}', {}, 400),
+    ("save_weights", b'{"model_id": "x", "path": ".."}', {}, 400),
+    ("load_weights", b'{"model_id": "x", "path": "tinker://a/b/../../etc"}', {}, 404),
+    ("asample", b'{"sampling_session_id": "x", "prompt": {"chunks": [{"tokens": [99999999999]}]}}', {}, 400),
+    ("asample", b'{"sampling_session_id": "x", "prompt": {"chunks": []}}', {}, 404),
+    ("optim_step", b'{"model_id": "x", "adam_params": {"learning_rate": NaN}}', {}, 400),
+    ("retrieve_future", b"\xff\xfe", {}, 400),
+    ("create_session", b" " * (entrance.SMALL_BODY_BYTES_MAX + 1), {}, 413),
+    ("forward_backward", zstandard.compress(bytes(1 << 30)), {"content-encoding": "zstd"}, 413),
+    ("forward_backward", b"not zstd", {"content-encoding": "zstd"}, 400),
+]
+
+
+@pytest.mark.parametrize(("path", "body", "headers", "status"), HOSTILE, ids=range(len(HOSTILE)))
+def test_hostile_bodies_are_refused(
+    service: Service, path: str, body: bytes, headers: dict[str, str], status: int
+) -> None:
+    service.post(path, body, status=status, headers=headers)
+
+
+@pytest.mark.parametrize("headers", [{}, {"content-encoding": "zstd"}], ids=["plain", "packed"])
+def test_all_bodies_together_are_bounded_as_they_came_and_unpacked(
+    service: Service, monkeypatch: pytest.MonkeyPatch, headers: dict[str, str]
+) -> None:
+    monkeypatch.setattr(entrance, "ALL_BODIES_BYTES_MAX", 1000)
+    body = b" " * 2000
+    service.post("create_session", zstandard.compress(body) if headers else body, status=429, headers=headers)
+    service.session()
+
+
+def test_a_small_sparse_tensor_does_not_become_a_large_one(service: Service) -> None:
+    model = service.model(service.session())
+    message = pb.ForwardBackwardRequest(model_id=model, seq_id=1, loss_fn="cross_entropy")
+    datum = message.data.add()
+    datum.model_input.add().encoded_text.tokens = bytes(4)
+    tensor = datum.loss_fn_inputs["target_tokens"]
+    tensor.dtype = pb.DTYPE_INT64
+    tensor.shape.extend([1, 1 << 40])
+    tensor.sparse_csr.crow_indices = bytes(16)
+    answer = service.result(service.post("forward_backward", message.SerializeToString(), headers=PROTO))
+    assert "sparse" in answer["error"]
+
+
+def test_the_generated_module_is_fresh(tmp_path: Path) -> None:
+    folder = house.SOURCE / "echo2" / "service"
+    outputs = [f"--python_out={tmp_path}", f"--pyi_out={tmp_path}"]
+    command = [sys.executable, "-m", "grpc_tools.protoc", f"-I{house.SOURCE}", *outputs, str(folder / "tinker.proto")]
+    subprocess.run(command, check=True)
+    for name in ("tinker_pb2.py", "tinker_pb2.pyi"):
+        made = tmp_path / "echo2" / "service" / name
+        assert (folder / name).read_text() == made.read_text(), "run `make proto`"
+
+
+@pytest.mark.parametrize("url", ["postgresql"], indirect=True)
+def test_a_database_that_was_started_again_costs_no_request(service: Service, postgres: PostgresServer) -> None:
+    model = service.model(service.session())
+    futures = [service.train(model, 1, [1, 2])]
+    postgres.restart()
+    futures.append(service.step(model, 2))
+    assert service.result(futures[0])["metrics"]["loss:sum"] == pytest.approx(2 * math.log(16))
+    assert service.result(futures[1])["metrics"]["grad_norm"] > 0
+
+
+def test_numbers_beyond_32_bits_and_text_that_no_database_takes_are_no_faults_of_ours(service: Service) -> None:
+    model = service.model(service.session())
+    for _ in range(2):
+        service.front.bills.charge("ada", "sample", 3_000_000_000)
+    assert service.get("usage")["usage"]["sample"]["tokens"] == 6_000_000_000
+    body = {"model_id": model, "seq_id": 1, "path": "a\x00b"}
+    answer = service.client.post("/api/v1/save_weights", headers={"x-api-key": service.key}, json=body)
+    assert answer.status_code == 400, answer.text
+
+
+def test_what_was_used_is_billed_at_its_price_and_a_quota_ends_it(tmp_path: Path, url: str) -> None:
+    quotas = Quotas(usd_per_million_tokens={"forward_backward": 2e5}, quota_usd={"ada": 1.0})
+    service = Service(tmp_path, url, quotas)
+    try:
+        model = service.model(service.session())
+        service.result(service.train(model, 1, [1, 2, 3]))
+        assert service.get("usage")["usd"] == pytest.approx(0.6)
+        again = service.train(model, 1, [1, 2, 3])
+        service.result(again)
+        assert service.get("usage")["usd"] == pytest.approx(0.6)
+        service.result(service.step(model, 2))
+        service.result(service.train(model, 3, [1, 2]))
+        bill = service.get("usage")
+        assert (bill["quota_usd"], bill["usage"]["forward_backward"]["tokens"]) == (1.0, 5)
+        spent = {"model_id": model, "seq_id": 4, "adam_params": {"learning_rate": 0.1}}
+        assert "$1.0000 of $1" in service.post("optim_step", spent, status=402)["detail"]
+        assert service.result(again)["metrics"]["loss:sum"] > 0  # what was done is still told
+        eve = service.keeper.add_key("eve")
+        service.model(service.session(eve), key=eve)
+        told = status(service.database, service.now)["tenants"]
+        assert told["ada"]["usd"] == pytest.approx(1.0)
+        assert (told["eve"]["models"], told["eve"]["open"], told["eve"]["usd"]) == (1, {}, 0.0)
+    finally:
+        service.end()
+        service.database.close()
+
+
+def test_an_estimate_multiplies_the_prices_and_tells_what_is_left(tmp_path: Path) -> None:
+    quotas = Quotas(usd_per_million_tokens={"forward_backward": 1.2, "sample": 0.6}, quota_usd={"ada": 25.0})
+    service = Service(tmp_path, f"sqlite:///{tmp_path}/service.sqlite", quotas)
+    told = service.get("estimate?forward_backward=2000000&sample=500000")
+    assert told["usd"] == pytest.approx(2.7)
+    assert (told["usd_by_kind"]["sample"], told["usd_left"]) == (pytest.approx(0.3), 25.0)
+    for wrong in ("save_weights=1", "sample=-1", "sample=1e6", "sample=" + "9" * 16):
+        service.get(f"estimate?{wrong}", status=400)
+    service.end()
+    service.database.close()
+
+
+def test_what_is_not_served_is_refused_in_words_that_say_what_to_do(service: Service) -> None:
+    for method, path in UNSERVED:
+        url = "/api/v1/" + path.replace("{checkpoint:path}", "weights/a").format(model="m", session="s")
+        answer = service.client.request(method, url, headers={"x-api-key": service.key})
+        assert answer.status_code == 400, url
+        assert "is not served here: " in answer.json()["detail"]
+        assert service.client.request(method, url).status_code == 401
+
+
+def test_a_cancelled_sample_loses_its_turn_and_costs_nothing(service: Service) -> None:
+    sampler = {"session_id": service.session(), "sampling_session_seq_id": 0, "base_model": "echo2/tiny"}
+    body = {"sampling_session_id": service.post("create_sampling_session", sampler)["sampling_session_id"], "seq_id": 0}
+    service.backend.gate.clear()
+    future = service.post("asample", {**body, "prompt": {"chunks": [{"tokens": [1]}]}})
+    request = {"request_id": future["request_id"]}
+    service.post("cancel_future", request, service.keeper.add_key("eve"), status=204)
+    assert service.database.count(requests, state="queued") == 1
+    service.post("cancel_future", request, status=204)
+    assert "cancelled" in service.result(future)["error"]
+    service.backend.gate.set()
+    model = service.model(sampler["session_id"])
+    trained = service.train(model, 1, [1])
+    service.post("cancel_future", {"request_id": trained["request_id"]}, status=204)
+    assert "metrics" in service.result(trained)
+    assert "sample" not in service.get("usage")["usage"]
+
+
+def test_open_requests_and_how_long_they_wait_are_in_the_status(service: Service) -> None:
+    model = service.model(service.session())
+    service.backend.gate.clear()
+    service.train(model, 1, [1])
+    service.train(model, 3, [1])
+    service.now += 5.0
+    (told,) = status(service.database, service.now)["tenants"].values()
+    assert (told["open"], told["oldest_wait_seconds"]) == ({"forward_backward": 2}, 5.0)
+    service.backend.gate.set()

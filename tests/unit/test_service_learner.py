@@ -1,0 +1,274 @@
+"""The service's learner: an operation once, in order; killed, moved out of memory or restarted, the same numbers."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+from array import array
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from echo2.control.service.turns import Turns
+from echo2.errors import InvariantError, UserError
+from echo2.learner.adapters import load_base
+from echo2.learner.tenants import Tenants
+from echo2.service import calling
+from echo2.service.backend import AdamSettings, ClientDatum, ModelSpec
+from echo2.service.frames import (
+    Answer,
+    CreateModelCall,
+    ForwardBackwardCall,
+    LoadStateCall,
+    ModelCall,
+    OptimStepCall,
+    SaveStateCall,
+    UnloadCall,
+)
+from echo2.service.learner import models as models_module
+from echo2.service.learner.data import learner_data
+from echo2.service.learner.journal import Journal
+from echo2.service.learner.models import Models
+from learner_cases import model_directory
+from service_cases import some_data
+
+ADAM = AdamSettings(1e-2)
+
+
+class Client:
+    """Calls `Models` directly, as the process does."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.models: Any = None
+        self.restart()
+
+    def restart(self) -> None:
+        """As a new process: nothing is left but what is on disk."""
+        if self.models is not None:
+            self.models.close()
+        path = self.root / "base"
+        if not path.is_dir():
+            model_directory(path)
+        self.models = Models({"tiny": Tenants(load_base(str(path), "cpu"))}, self.root / "models")
+
+    def call(self, call: ModelCall) -> Answer:
+        turn = self.models.carry_out(call)
+        while True:
+            try:
+                next(turn)
+            except StopIteration as end:
+                answer: Answer = end.value
+                return answer
+
+    def loss(self, model: str, operation: int) -> float:
+        call = ForwardBackwardCall(model, operation, some_data(f"{operation}"), "cross_entropy", {}, False)
+        answer = self.call(call)
+        assert answer.trained is not None, answer
+        return answer.trained.metrics["loss:sum"]
+
+    def train(self, model: str, operations: range) -> list[float]:
+        found = []
+        for operation in operations:
+            if operation % 3:
+                found.append(self.loss(model, operation))
+            else:
+                metrics = self.call(OptimStepCall(model, operation, ADAM)).metrics
+                assert metrics is not None
+                found.append(metrics["grad_norm"])
+        return found
+
+
+@pytest.fixture
+def client(tmp_path: Path) -> Iterator[Client]:
+    client = Client(tmp_path)
+    for model in ("m", "same"):
+        client.call(CreateModelCall(model, ModelSpec("tiny", rank=2)))
+    yield client
+    client.models.close()
+
+
+@pytest.mark.parametrize("redo_seconds", [0.0, 1000.0])
+def test_a_restart_changes_no_bit(client: Client, redo_seconds: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(models_module, "REDO_SECONDS", redo_seconds)
+    undisturbed = client.train("same", range(1, 15))
+    disturbed = []
+    for stop in range(1, 15):  # after gradients and after steps
+        disturbed += client.train("m", range(stop, stop + 1))
+        client.restart()
+    assert disturbed == undisturbed
+    assert client.train("m", range(11, 15)) == undisturbed[10:]  # told again, not done again
+    assert client.train("m", range(15, 19)) == client.train("same", range(15, 19))
+
+
+def test_who_is_moved_out_of_memory_comes_back(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(models_module, "MEMORY_BYTES", 1)
+    found: dict[str, list[float]] = {"m": [], "same": []}
+    for operation in range(1, 8):
+        for model, numbers in found.items():
+            numbers += client.train(model, range(operation, operation + 1))
+    assert found["m"] == found["same"]
+    client.call(UnloadCall("m"))
+    assert client.train("m", range(8, 11)) == client.train("same", range(8, 11))
+
+
+def test_a_state_that_was_loaded_survives_without_its_files(client: Client, tmp_path: Path) -> None:
+    before = client.train("m", range(1, 4))
+    assert client.call(SaveStateCall("m", 4, str(tmp_path / "saved"))) == Answer()
+    client.train("m", range(5, 8))
+    assert client.call(LoadStateCall("m", 8, str(tmp_path / "saved"), True)) == Answer()
+    (tmp_path / "saved").rename(tmp_path / "away")
+    client.restart()
+    assert client.call(LoadStateCall("m", 8, str(tmp_path / "saved"), True)) == Answer()
+    again = client.call(ForwardBackwardCall("m", 9, some_data("5"), "cross_entropy", {}, False)).trained
+    assert client.train("same", range(1, 4)) == before
+    expected = client.call(ForwardBackwardCall("same", 4, some_data("5"), "cross_entropy", {}, False)).trained
+    assert again == expected
+    assert "no whole checkpoint" in client.call(LoadStateCall("m", 10, str(tmp_path / "none"), True)).fault
+
+
+def test_a_mistake_is_told_again_and_changes_nothing(client: Client) -> None:
+    bad = ForwardBackwardCall("m", 1, some_data("1"), "cross entropy", {}, False)
+    fault = client.call(bad).fault
+    assert "There is no loss 'cross entropy'" in fault
+    client.restart()
+    assert client.call(bad).fault == fault
+    assert client.train("m", range(4, 7)) == client.train("same", range(4, 7))
+    with pytest.raises(UserError, match="There is no model 'other'"):
+        client.call(OptimStepCall("other", 1, ADAM))
+    with pytest.raises(UserError, match="is no model id"):
+        client.call(CreateModelCall("../m", ModelSpec("tiny")))
+    with pytest.raises(UserError, match="There is no base model"):
+        client.call(CreateModelCall("new", ModelSpec("huge")))
+
+
+def test_a_torn_record_is_cut_off(client: Client, tmp_path: Path) -> None:
+    before = client.train("m", range(1, 4))
+    path = tmp_path / "models" / "m" / "journal"
+    whole = path.read_bytes()
+    for cut in (1, 5, 40):
+        path.write_bytes(whole[:-cut])
+        client.restart()
+        assert client.train("m", range(3, 4)) == before[2:]
+        assert path.read_bytes() == whole
+
+
+def test_a_full_disk_fails_an_operation_and_loses_none(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = client.train("same", range(1, 7))
+    assert client.train("m", range(1, 4)) == expected[:3]
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "no room")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Journal, "append", full)
+        with pytest.raises(OSError, match="no room"):
+            client.train("m", range(4, 5))
+    assert client.train("m", range(4, 7)) == expected[3:]
+
+
+def test_a_lost_checkpoint_is_told(client: Client, tmp_path: Path) -> None:
+    client.train("m", range(1, 4))
+    client.call(UnloadCall("m"))
+    client.train("m", range(4, 7))
+    client.restart()
+    assert client.train("m", range(7, 8))
+    client.restart()
+    for path in (tmp_path / "models" / "m").glob("step_*/adapter_model.safetensors"):
+        path.write_bytes(b"\0" + path.read_bytes()[1:])
+    with pytest.raises(InvariantError, match="the checkpoint after operation 3 is gone or damaged"):
+        client.train("m", range(8, 9))
+
+
+def test_columns_of_targets_and_padding() -> None:
+    datum = ClientDatum(
+        array("i", [5, 6]), array("i", [0, 1, 2, 3]), None, array("d", [0, 1, 0, 2]), array("f", [0, -1, -2, -3])
+    )
+    data = learner_data([datum], "importance_sampling")
+    assert [row.targets for row in data.rows] == [array("i", [0, 2]), array("i", [1, 3])]
+    assert [row.weights for row in data.rows] == [array("d", [0, 1]), array("d", [1, 1])]
+    assert data.by_client([array("d", [1, 2]), array("d", [3, 4])]) == [array("f", [1, 3, 2, 4])]
+    for broken in (
+        ClientDatum(array("i"), array("i")),
+        ClientDatum(array("i", [1, 2]), array("i", [1, 2, 3])),
+        ClientDatum(array("i", [1]), array("i", [1]), array("d", [float("nan")])),
+        ClientDatum(array("i", [1]), array("i", [1]), array("d", [1.0, 2.0])),
+    ):
+        with pytest.raises(UserError, match="datum 0 has"):
+            learner_data([broken], "cross_entropy")
+
+
+def test_shares_are_equal_whatever_the_pieces() -> None:
+    turns, used = Turns(), {"small": 0.0, "large": 0.0, "late": 0.0}
+    cost = {"small": 0.1, "large": 1.0, "late": 0.3}
+    turns.wait("small")
+    turns.wait("large")
+    for step in range(400):
+        if step == 200:
+            turns.wait("late")
+            at_200 = dict(used)
+        owner = turns.next()
+        assert owner is not None
+        turns.charge(owner, cost[owner])
+        used[owner] += cost[owner]
+        if owner == "small":  # leaving for a moment gives no credit
+            turns.rest("small")
+            turns.wait("small")
+    assert abs(used["small"] - used["large"]) <= 1.0
+    assert abs(used["late"] - (used["large"] - at_200["large"])) <= 1.1
+
+
+def test_a_process_that_does_not_start_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(calling, "RESTART_SECONDS", (0.0, 0.0))
+    monkeypatch.setattr(calling, "MOST_DEATHS", 2)
+
+    async def call() -> None:
+        process = calling.AnsweringProcess("echo2.service.nowhere.process", "{}", tmp_path / "log")
+        with pytest.raises(InvariantError, match="The nowhere process does not start"):
+            await process.call(UnloadCall("m"))
+        await process.close()
+
+    asyncio.run(call())
+    assert "No module named" in (tmp_path / "log").read_text()
+
+
+DYING = """
+import os, signal
+from echo2.sandbox import pipes
+from echo2.service.frames import Answer, frame
+from echo2.service.serving import receive
+
+inbox, outbox = pipes.take()
+
+def take(request):
+    outbox.write(frame(Answer(request.number, has_begun=True)))
+    outbox.flush()
+    if request.call.model == "poison":
+        os.kill(os.getpid(), signal.SIGKILL)
+    outbox.write(frame(Answer(request.number)))
+    outbox.flush()
+
+receive(inbox, take)
+"""
+
+
+def test_a_call_that_kills_is_failed_and_others_are_answered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "dying").mkdir()
+    (tmp_path / "dying" / "process.py").write_text(DYING)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setattr(calling, "RESTART_SECONDS", (0.0, 0.0))
+    monkeypatch.setattr(calling, "MOST_DEATHS", 2)
+
+    async def run() -> None:
+        process = calling.AnsweringProcess("dying.process", "{}", tmp_path / "log")
+        poison = asyncio.create_task(process.call(UnloadCall("poison")))
+        good = asyncio.create_task(process.call(UnloadCall("good")))
+        with pytest.raises(InvariantError, match="The dying process died 2 times while it worked on this"):
+            await poison
+        await good
+        await process.call(UnloadCall("good again"))
+        await process.close()
+
+    asyncio.run(run())

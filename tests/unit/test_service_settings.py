@@ -1,0 +1,100 @@
+"""What `echo2 serve` reads and makes before it serves."""
+
+from __future__ import annotations
+
+import json
+import stat
+from pathlib import Path
+
+import pytest
+
+import house
+from echo2.cli import main
+from echo2.errors import PeerError, UserError
+from echo2.rollout.tokenizer import load_tokenizer
+from echo2.service import serve, settings, tiny_model
+from echo2.service.access import Doorkeeper
+from echo2.service.database import sessions
+
+
+def test_the_example_is_read() -> None:
+    found = settings.load(house.REPOSITORY / "examples" / "serve.toml")
+    assert found.bases == {"echo2/tiny": ""}
+    assert found.host == "127.0.0.1"
+
+
+NO_PRICE = '[bases]\n"a/b" = ""\n[bills]\nusd_per_million_tokens = { optim_step = 1.0 }'
+
+
+@pytest.mark.parametrize(
+    "text", ["", "bases = 3", "[bases]", 'prot = 1\n[bases]\n"a/b" = ""', "port = 70000", NO_PRICE]
+)
+def test_wrong_settings_are_named(tmp_path: Path, text: str) -> None:
+    file = tmp_path / "serve.toml"
+    file.write_text(text)
+    with pytest.raises(UserError, match="Keys: bases, host, port"):
+        settings.load(file)
+
+
+@pytest.mark.parametrize("name", ["tiny", "../tiny", "a/b/c", "a/..", "a/b c"])
+def test_a_base_is_named_as_on_a_hub(tmp_path: Path, name: str) -> None:
+    with pytest.raises(UserError, match="owner/name"):
+        serve.base_directories({name: ""}, tmp_path)
+
+
+def test_the_tiny_model_is_the_same_each_time_and_reads_its_own_text(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        tiny_model.make(tmp_path / name)
+    files = sorted(path.name for path in (tmp_path / "a").iterdir())
+    assert all((tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes() for name in files)
+    tokenizer = load_tokenizer({name: (tmp_path / "a" / name).read_bytes() for name in files})
+    text = "<|im_start|>user\nZwölf Böxkämpfer 🥊<|im_end|>"
+    ids = tokenizer.encode(text)
+    assert tokenizer.decode(ids) == text
+    assert len(ids) == len("user\nZwölf Böxkämpfer 🥊".encode()) + 2
+
+
+def test_the_first_key_is_its_owners_alone_and_stays(tmp_path: Path) -> None:
+    database = serve.open_database(tmp_path)
+    keeper = Doorkeeper(database, lambda: 0.0)
+    for _ in range(2):
+        serve.first_key(tmp_path, database, keeper)
+    text = (tmp_path / "api-key").read_text().strip()
+    assert text.startswith("tml-")
+    assert keeper.admit(text).tenant == "owner"
+    assert stat.S_IMODE((tmp_path / "api-key").stat().st_mode) == 0o600
+    assert text.encode() not in (tmp_path / "service.sqlite").read_bytes()
+    database.close()
+
+
+def test_keys_are_added_listed_and_revoked_beside_the_service(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["keys", str(tmp_path)]) == 2
+    database = serve.open_database(tmp_path)
+    keeper = Doorkeeper(database, lambda: 0.0)
+    assert main(["keys", str(tmp_path), "--add", "eve", "--scopes", "sample"]) == 0
+    text = capsys.readouterr().out.strip()
+    assert keeper.admit(text).scopes == {"sample"}
+    assert main(["keys", str(tmp_path), "--json"]) == 0
+    (row,) = json.loads(capsys.readouterr().out)
+    assert main(["keys", str(tmp_path), "--revoke", row["id"]]) == 0
+    with pytest.raises(PeerError, match="revoked"):
+        keeper.admit(text)
+    assert main(["keys", str(tmp_path), "--revoke", "key_none"]) == 2
+    assert main(["keys", str(tmp_path), "--add", "eve", "--scopes", "all"]) == 2
+    database.close()
+
+
+def test_the_status_of_a_service_is_told_whether_it_runs_or_not(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["serve", "status", "--out", str(tmp_path)]) == 2
+    database = serve.open_database(tmp_path)
+    database.insert(sessions, id="s", tenant="ada", created=1.0, seen=1.0)
+    database.close()
+    capsys.readouterr()
+    assert main(["serve", "status", "--out", str(tmp_path), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["tenants"]["ada"]["sessions"] == 1
+    assert main(["serve", "status", "--out", str(tmp_path)]) == 0
+    assert "ada" in capsys.readouterr().out

@@ -1,0 +1,88 @@
+"""A harness of the user's own in its process: many rollouts at once, and one that goes wrong costs itself alone."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+
+from echo2.errors import UserError
+from echo2.rollout.engine import RequestFailure
+from echo2.rollout.engines import make_engine
+from echo2.rollout.harness import HarnessEnvironment
+from echo2.tasks.harness_process import HarnessProcess, is_harness, load_harness
+from echo2.types import RUN_POLICY, GroupRef, Lease, SamplingParams, Task
+from rollout_cases import assigned, plain_tokenizer, snapshot_of, tiny_module
+
+OWN = """
+import asyncio, os, time
+
+class Own:
+    def __init__(self, columns, seed):
+        self.do = columns["do"]
+
+    async def run(self, model):
+        said = [2, 3]
+        for turn in range(3):
+            choice = await model.generate(said, max_tokens=3)
+            said += [*choice["token_ids"], 7]
+            if turn == 1:
+                match self.do:
+                    case "raise": raise KeyError("nothing here")
+                    case "never": await asyncio.Event().wait()
+                    case "die": os._exit(7)
+                    case "hang": time.sleep(1000)
+                    case "word": return "much"
+        return 0.5
+
+class NoRun: pass
+"""
+
+
+@pytest.fixture(scope="module")
+def own(tmp_path_factory: pytest.TempPathFactory) -> str:
+    path = tmp_path_factory.mktemp("own") / "own.py"
+    path.write_text(OWN)
+    return f"harness:{path}:Own"
+
+
+def test_names_say_what_is_a_harness(own: str) -> None:
+    assert is_harness(own)
+    assert not is_harness("own.py:Game")
+    load_harness(own)
+    with pytest.raises(UserError, match="async def run"):
+        load_harness(own.replace(":Own", ":NoRun"))
+    with pytest.raises(UserError, match="no file"):
+        load_harness("harness:nowhere.py:Own")
+
+
+@pytest.mark.parametrize("bad", ["raise", "never", "die", "hang", "word"])
+def test_a_rollout_that_goes_wrong_costs_itself(own: str, bad: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("echo2.tasks.harness_process.GRACE_SECONDS", 1.0)
+    lease = Lease(3, GroupRef(RUN_POLICY, "train", 5), 2, 5, 1, 0, None, 9e9, 4.0, 77)
+
+    async def scene() -> list[Any]:
+        engine = make_engine("compact", "cpu", 32)
+        await engine.update_weights(snapshot_of(tiny_module("qwen3")))
+        environment = HarnessEnvironment(HarnessProcess(own))
+        await environment.start()
+
+        def play(number: int) -> Any:
+            task = Task(number, "12", {"do": bad if number == 7 else "play"})
+            leased = assigned(lease, task, SamplingParams(max_tokens=40), own, 8)
+            return environment.play(engine, plain_tokenizer(), leased, number)
+
+        outcomes = await asyncio.gather(*(play(number) for number in range(24)))
+        await environment.close()
+        await engine.close()
+        return outcomes
+
+    outcomes = asyncio.run(scene())
+    assert [n for n, outcome in enumerate(outcomes) if isinstance(outcome, RequestFailure)] == [7]
+    assert outcomes[7].reason == "environment_failed"
+    for n, outcome in enumerate(outcomes):
+        if n != 7:
+            parts: Mapping[str, float] = outcome.rollout.reward_parts
+            assert parts == {"environment": 0.5}

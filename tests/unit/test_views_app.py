@@ -1,0 +1,190 @@
+"""The dashboard's HTTP side: who is let in, what is told, and that a run of any length and any state is shown."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from starlette.testclient import TestClient
+
+import view_cases
+from echo2.rundir import RunDir
+from echo2.views import rollouts
+from echo2.views.app import FILES, Dashboard
+from echo2.views.page_data import POINTS_MAX, chart_data, cost_data, run_data
+from echo2.views.run_view import RunView
+from echo2.views.watch import Watch
+
+TOKEN = "let-me-in"
+
+
+@pytest.fixture
+def rundir(tmp_path: Path) -> RunDir:
+    return view_cases.make_run(tmp_path / "run", num_steps=30)
+
+
+def client(*directories: Path) -> TestClient:
+    return TestClient(Dashboard(directories, TOKEN).app, base_url="http://127.0.0.1:8000")
+
+
+@pytest.fixture
+def browser(rundir: RunDir) -> TestClient:
+    made = client(rundir.path)
+    assert made.get(f"/?token={TOKEN}").status_code == 200
+    return made
+
+
+@pytest.mark.parametrize("path", ["/", "/events", "/rollouts", "/task", "/metrics", *(f"/{name}" for name in FILES)])
+def test_nobody_sees_anything_without_the_token(rundir: RunDir, path: str) -> None:
+    outside = client(rundir.path)
+    for given in ("", "?token=", "?token=wrong", "?token=%C3%A9"):
+        refused = outside.get(path + given)
+        assert refused.status_code == 403
+        assert refused.text.startswith("Open the address")
+    outside.cookies.set("echo2_view_8000", "wrong")
+    assert outside.get(path).status_code == 403
+
+
+def test_prometheus_is_told_the_newest_numbers_of_each_run(rundir: RunDir, tmp_path: Path) -> None:
+    strange = tmp_path / 'a"b\\c'
+    strange.mkdir()
+    rows = [{"step": 0, "eval/accuracy": 0.5}, {"step": 1, "reward/mean": 0.25, "mismatch/w-1.x": 1.0, "note": "no"}]
+    (strange / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    scraper = client(rundir.path, strange)
+    assert scraper.get("/metrics", headers={"Authorization": "Bearer wrong"}).status_code == 403
+    answer = scraper.get("/metrics", headers={"Authorization": f"Bearer {TOKEN}"})
+    assert answer.headers["content-type"].startswith("text/plain; version=0.0.4")
+    lines = answer.text.splitlines()
+    assert 'echo2_reward_mean{run="a\\"b\\\\c"} 0.25' in lines
+    assert 'echo2_eval_accuracy{run="a\\"b\\\\c"} 0.5' in lines
+    assert lines.count("# TYPE echo2_reward_mean gauge") == 1
+    assert 'echo2_version{run="run"} 30' in lines
+    assert "w_1" not in answer.text
+    assert "note" not in answer.text
+
+
+def test_the_token_leaves_the_address_and_becomes_a_cookie_that_no_script_reads(rundir: RunDir) -> None:
+    answer = client(rundir.path).get(f"/?token={TOKEN}", follow_redirects=False)
+    assert (answer.status_code, answer.headers["location"]) == (303, "/")
+    assert "HttpOnly" in answer.headers["set-cookie"]
+    assert "SameSite=strict" in answer.headers["set-cookie"]
+
+
+def test_every_answer_forbids_scripts_of_others(browser: TestClient) -> None:
+    for path in ("/", "/page.js", "/rollouts", "/nothing-here", "/task?group=x"):
+        answer = browser.get(path)
+        if answer.status_code != 404 or path.startswith("/task"):
+            policy = answer.headers["content-security-policy"]
+            assert "default-src 'none'" in policy
+            assert "unsafe" not in policy
+            assert answer.headers["x-content-type-options"] == "nosniff"
+
+
+def test_every_file_of_the_page_is_there_and_nothing_else(browser: TestClient) -> None:
+    page = browser.get("/").text
+    for name in FILES:
+        assert browser.get(f"/{name}").status_code == 200
+    for name in ("page.js", "page.css", "uPlot.iife.min.js", "uPlot.min.css"):
+        assert name in page
+    assert "https://" not in page
+    for name in ("/uPlot.LICENSE", "/../app.py", "/%2e%2e/app.py", "/index.html"):
+        assert browser.get(name).status_code == 404
+
+
+def test_rollouts_come_file_by_file_with_their_words_as_they_are(browser: TestClient, rundir: RunDir) -> None:
+    names = browser.get("/rollouts?run=0").json()
+    assert names[:2] == ["step_30", "step_29"]
+    groups = browser.get("/rollouts?run=0&name=step_30").json()
+    assert len(groups) == 3
+    assert groups[2]["prompt"] == view_cases.HOSTILE
+    with (rundir.rollouts / "step_30.jsonl").open("a") as file:
+        file.write('{"group": 7, "promp')  # a head was killed there
+    assert browser.get("/rollouts?run=0&name=step_30").json() == groups
+
+
+@pytest.mark.parametrize(
+    "query", ["run=0&name=../config", "run=0&name=step_1/../../x", "run=7", "run=-1", "run=x", "run=0&name=step_%C2%B2"]
+)
+def test_only_files_of_rollouts_can_be_asked_for(browser: TestClient, query: str) -> None:
+    assert browser.get(f"/rollouts?{query}").status_code == 404
+
+
+def test_one_task_over_the_steps(browser: TestClient) -> None:
+    first = browser.get("/rollouts?run=0&name=step_30").json()[0]
+    tries = browser.get(f"/task?run=0&name=step_30&group={first['group']}").json()
+    assert [name for name, _ in tries] == [f"step_{step}" for step in range(26, 31)]
+    assert {group["prompt"] for _, group in tries} == {first["prompt"]}
+    assert browser.get("/task?run=0&name=step_30&group=99999").status_code == 404
+
+
+def test_files_of_rollouts_are_named_newest_first(tmp_path: Path) -> None:
+    for name in ("step_2", "step_10", "eval_10", "eval_0", "notes"):
+        (tmp_path / f"{name}.jsonl").touch()
+    assert rollouts.names(tmp_path) == ["step_10", "eval_10", "step_2", "eval_0"]
+    assert rollouts.names(tmp_path / "nowhere") == []
+
+
+def test_the_page_is_told_how_the_run_stands(rundir: RunDir) -> None:
+    view = RunView.read(rundir.path)
+    told = run_data(view)
+    assert (told["state"], told["version"], told["max_steps"]) == ("running", 30, view_cases.MAX_STEPS)
+    assert [wait["who"] for wait in told["waits"]] == ["learner", view_cases.HOSTILE]
+    assert (told["num_workers"], told["num_idle"], told["num_current"]) == (6, 1, 5)
+    relayed = [worker for worker in told["workers"] if worker["sources"] and worker["sources"] != [""]]
+    assert len(relayed) == 4
+    cost = cost_data(view)
+    assert cost["by_cause"]["stale"] > 0
+    assert cost["forecast"]["usd"] == pytest.approx(0.004 * view_cases.MAX_STEPS, rel=1e-3)
+
+
+def test_a_run_that_has_not_begun_is_shown(tmp_path: Path) -> None:
+    view = RunView.read(tmp_path / "nothing")
+    assert run_data(view)["state"] == "no head was started here yet"
+    assert chart_data(view.rows) == {"steps": [], "stride": 1, "columns": {}}
+    assert cost_data(view)["usd"] is None
+
+
+@pytest.mark.parametrize("num_steps", [1, POINTS_MAX - 1, POINTS_MAX, 3 * POINTS_MAX, 10_000])
+def test_charts_are_thinned_out_and_lose_no_peak(num_steps: int) -> None:
+    rows: list[dict[str, Any]] = [{"step": step, "off_policy/max": 1, "reward/mean": 0.5} for step in range(num_steps)]
+    rows[num_steps // 2]["off_policy/max"] = 9
+    rows[num_steps // 3]["reward/mean"] = float("nan")
+    found = chart_data(rows)
+    assert len(found["steps"]) <= POINTS_MAX + 1
+    assert max(found["columns"]["off_policy/max"]) == 9
+    assert found["steps"][-1] == num_steps - 1
+    json.dumps(found, allow_nan=False)
+    longer = chart_data([*rows, {"step": num_steps, "off_policy/max": 1}])
+    if longer["stride"] == found["stride"]:  # points keep their place
+        assert longer["steps"][: len(found["steps"]) - 1] == found["steps"][:-1]
+
+
+def test_of_thousands_of_workers_the_page_is_told_of_some(rundir: RunDir) -> None:
+    view_cases.write_status(rundir, 30, num_workers=1000)
+    told = run_data(RunView.read(rundir.path))
+    assert told["num_workers"] == 1000
+    assert len(told["workers"]) == 200
+
+
+def test_whoever_listens_hears_how_all_stands_and_then_what_changes(rundir: RunDir) -> None:
+    async def listen() -> tuple[list[str], str]:
+        watch = Watch([rundir.path])
+        events = watch.events()
+        heard = b""
+        while heard.count(b"event: ") < 3:
+            heard += await anext(events)
+        view_cases.append_step(rundir, 31)
+        news = b""
+        while b"event: steps" not in news:
+            news += await anext(events)
+        await events.aclose()
+        assert watch.num_listeners == 0
+        return sorted(line for line in heard.decode().splitlines() if line.startswith("event: ")), news.decode()
+
+    kinds, news = asyncio.run(asyncio.wait_for(listen(), 30))
+    assert kinds == ["event: cost", "event: run", "event: steps"]
+    (steps,) = [line for line in news.splitlines() if line.startswith('data: {"run":0,"steps":')]
+    assert json.loads(steps.removeprefix("data: "))["steps"][-1] == 31

@@ -1,0 +1,245 @@
+"""A stand-in for a vLLM server: answers as vLLM 0.32.0's source says, and computes nothing.
+
+Its "model" gives token (number of weights + position) modulo the vocabulary, where the number of weights is the first
+float of `model.safetensors`, so that a test sees which weights a token is of. Run as a program it takes vLLM's own
+arguments, as far as echo2 gives them; a test can also serve it within its own process.
+
+Source: vllm/entrypoints/scale_out/token_in_token_out/{protocol,serving}.py, vllm/entrypoints/rl/online/api_router.py,
+vllm/entrypoints/serve/dev/rpc/api_router.py, vllm/entrypoints/openai/models/serving.py.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import select
+import socketserver
+import struct
+import threading
+from http.server import BaseHTTPRequestHandler
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+VOCAB = 31
+END = 1
+WAIT_SECONDS = 30.0
+
+
+class Served:
+    """State of the server. `token_seconds`: time for each token; `hold_at`: the token at which a request waits for
+    other weights than its first (0: none); `wrong`: what it does wrong, by name."""
+
+    def __init__(self, model: str, token_seconds: float = 0.0, wrong: str = "", hold_at: int = 0) -> None:
+        self.changed = threading.Condition()
+        self.is_paused, self.is_closed = False, False
+        self.label, self.number, self.adapter = "default", weights_number(Path(model) / "model.safetensors"), ""
+        self.token_seconds, self.wrong, self.hold_at = token_seconds, wrong, hold_at
+        self.num_running = self.num_aborted = 0
+        self.requests: list[dict[str, Any]] = []
+        self.num_answers = 0
+
+    def post(self, path: str, body: Any, is_gone: Any) -> tuple[int, Any]:
+        """Status and answer."""
+        if self.wrong == f"refuses {path}":
+            self.wrong = ""
+            return 500, {"error": {"message": "as the test wants", "code": 500}}
+        if path == "/inference/v1/generate":
+            return self.generate(body, is_gone)
+        with self.changed:
+            if path == "/pause":
+                self.is_paused = True
+            elif path == "/resume":
+                self.is_paused = False
+            elif path == "/collective_rpc" and body["method"] == "reload_weights":
+                self.number = weights_number(Path(body["kwargs"]["weights_path"]) / "model.safetensors")
+            elif path == "/update_weight_version":
+                self.label = body["new_version"]
+            elif path == "/v1/load_lora_adapter":
+                self.number = weights_number(Path(body["lora_path"]) / "adapter_model.safetensors")
+                self.adapter = body["lora_name"]
+            else:
+                return 404, {"detail": "Not Found"}
+            self.changed.notify_all()
+        return 200, {"status": "ok"}
+
+    def get(self, path: str) -> tuple[int, Any]:
+        """Status and answer."""
+        if path == "/health":
+            return 200, {}
+        if path == "/weight_info":
+            return 200, {"weight_version": self.label}
+        return 200, {"object": "list", "data": [{"id": "m", "max_model_len": 64}]}
+
+    def generate(self, body: Any, is_gone: Any) -> tuple[int, Any]:
+        """Draw tokens until an end token or `max_tokens`."""
+        params, tokens, spans = body["sampling_params"], [], []
+        if body.get("model") not in (None, self.adapter):
+            return 404, {"error": {"message": f"The model `{body['model']}` does not exist.", "code": 404}}
+        with self.changed:
+            self.requests.append(body)
+            self.num_running += 1
+            try:
+                while len(tokens) < params["max_tokens"] and not (set(tokens) & set(params.get("stop_token_ids", ()))):
+                    self.changed.wait_for(lambda: not self.is_paused or self.is_closed, WAIT_SECONDS)
+                    self.changed.wait(self.token_seconds) if self.token_seconds else None
+                    is_held = 0 < self.hold_at == len(tokens) and spans[0]["version"] == self.label
+                    if self.is_paused or is_held:
+                        self.changed.wait(WAIT_SECONDS if is_held else None)
+                        continue
+                    if is_gone() or self.is_closed:
+                        self.num_aborted += 1
+                        return 499, {}
+                    if not spans or spans[-1]["version"] != self.label:
+                        spans.append({"version": self.label, "start": len(tokens), "end": 0})
+                    tokens.append((self.number + len(tokens)) % VOCAB)
+            finally:
+                self.num_running -= 1
+        return 200, {"request_id": "generate-tokens-1", "choices": [self.choice(tokens, spans, params)]}
+
+    def choice(self, tokens: list[int], spans: list[Any], params: Any) -> dict[str, Any]:
+        """As `GenerateTokensChoice`. Under processed logprobs a token that only one could be has logprob 0."""
+        logprob = 0.0 if params.get("top_k") == 1 and self.wrong != "raw logprobs" else -0.5
+        for span, following in zip(spans, [*spans[1:], None], strict=True):
+            span["end"] = following["start"] if following else len(tokens)
+        num_top = max(1, params["logprobs"])
+        content = [
+            {"token_id": token, "logprob": logprob, "rank": 1, "top_logprobs": ranked(token, num_top, params)}
+            for token in tokens
+        ]
+        choice = {
+            "index": 0,
+            "finish_reason": "stop" if tokens[-1] in params.get("stop_token_ids", ()) else "length",
+            "token_ids": tokens,
+            "logprobs": {"content": content},
+            "sampling_mask": None,
+            "weight_versions": spans,
+        }
+        return self.spoilt(choice)
+
+    def spoilt(self, choice: dict[str, Any]) -> dict[str, Any]:
+        """The choice, wrong as the test wants."""
+        self.num_answers += 1
+        if self.num_answers == 1 and self.wrong not in ("text", "no logprob"):
+            return choice  # the first request asks what the server can do
+        match self.wrong:
+            case "another version":
+                choice["weight_versions"][0]["version"] = "policy-1.99"
+            case "no versions":
+                choice["weight_versions"] = []
+            case "late versions":
+                choice["weight_versions"][0]["start"] = 1
+            case "foreign token":
+                choice["token_ids"][-1] = VOCAB
+            case "negative token":
+                choice["token_ids"][0] = -1
+            case "huge logprob":
+                choice["logprobs"]["content"][0]["logprob"] = 1.0
+            case "no logprob":
+                choice["logprobs"]["content"].pop()
+            case "clamped logprob":
+                choice["logprobs"]["content"][0]["logprob"] = -9999.0
+            case "too long":
+                choice["token_ids"] *= 99
+                choice["logprobs"]["content"] *= 99
+            case "breaks off":
+                choice["token_ids"], choice["logprobs"]["content"] = (
+                    choice["token_ids"][:1],
+                    [{"token_id": 5, "logprob": -1.0}],
+                )
+            case "text":
+                choice["token_ids"] = "1, 2"
+            case "mask without the token":
+                choice["sampling_mask"] = [[(token + 1) % VOCAB] for token in choice["token_ids"]]
+            case "wide mask":
+                choice["sampling_mask"] = [list(range(VOCAB)) for _ in choice["token_ids"]]
+            case "oversized":
+                choice["padding"] = "x" * (1 << 20)
+        return choice
+
+
+def ranked(token: int, count: int, params: Any) -> list[dict[str, Any]]:
+    """The drawn token first, then others by rank; with top-k those that are cut have no probability left."""
+    kept = params.get("top_k") or VOCAB
+    return [
+        {"token_id": (token + place) % VOCAB, "logprob": -0.5 - place if place < kept else -9999.0, "rank": place + 1}
+        for place in range(min(count, VOCAB))
+    ]
+
+
+def weights_number(path: Path) -> int:
+    """The first float of a safetensors file."""
+    data = path.read_bytes()
+    start = 8 + int.from_bytes(data[:8], "little")
+    return int(struct.unpack_from("<f", data, start)[0])
+
+
+class Handler(BaseHTTPRequestHandler):
+    """One connection. `served` is set by `serve`."""
+
+    served: Served
+    protocol_version = "HTTP/1.1"
+
+    def address_string(self) -> str:
+        return "local"
+
+    def log_message(self, format: str, *args: Any) -> None:
+        pass
+
+    def do_GET(self) -> None:
+        self.answer(*self.served.get(urlsplit(self.path).path))
+
+    def do_POST(self) -> None:
+        body = self.rfile.read(int(self.headers.get("content-length", 0)))
+        self.answer(*self.served.post(urlsplit(self.path).path, json.loads(body or b"null"), self.is_gone))
+
+    def is_gone(self) -> bool:
+        return bool(select.select([self.connection], [], [], 0)[0])
+
+    def answer(self, status: int, value: Any) -> None:
+        data = json.dumps(value).encode()
+        try:
+            self.send_response(status)
+            self.send_header("content-length", str(len(data)))
+            self.end_headers()
+            self.wfile.write(data)
+        except OSError:
+            self.close_connection = True
+
+
+class TcpServer(socketserver.ThreadingTCPServer):
+    allow_reuse_address = daemon_threads = True
+    request_queue_size = 128
+
+
+class UnixServer(socketserver.ThreadingUnixStreamServer):
+    daemon_threads = True
+    request_queue_size = 128
+
+
+def handler_of(served: Served) -> type[Handler]:
+    """The handler class for this state."""
+    return type("Bound", (Handler,), {"served": served})
+
+
+def main() -> None:
+    """Serve as a program. `--pids`: a file that takes the id of each life of it."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--model", required=True)
+    parser.add_argument("--uds", required=True)
+    parser.add_argument("--token-seconds", type=float, default=0.0)
+    parser.add_argument("--wrong", default="")
+    parser.add_argument("--pids", default="")
+    arguments, _ = parser.parse_known_args()
+    if arguments.wrong == "dies at start":
+        raise ValueError("no kernel for head_dim 24")
+    if arguments.pids:
+        with open(arguments.pids, "a") as file:
+            file.write(f"{os.getpid()}\n")
+    served = Served(arguments.model, arguments.token_seconds, arguments.wrong)
+    UnixServer(arguments.uds, handler_of(served)).serve_forever()
+
+
+if __name__ == "__main__":
+    main()
