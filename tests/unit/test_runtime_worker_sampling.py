@@ -71,7 +71,8 @@ def test_an_aborted_lease_leaves_the_engine_at_the_next_token() -> None:
         bench.sampler.start(assignment(1, max_tokens=60))
         await until(lambda: 2 in steps)
         bench.sampler.abort(1)
-        go_on.set()
+        await until(lambda: bench.sampler.doing == "waiting")
+        go_on.set()  # the engine has been told, and no step has been made since
         await until(lambda: bench.engine.free_slots == 8)
         assert len(steps) <= 3
         assert bench.of(ev.GroupProduced) == bench.of(ev.LeaseAbandoned) == []
