@@ -38,7 +38,7 @@ def trial(folder: Path, lie: str, num_honest: int, num_liars: int, steps: int, s
     out = folder / "run"
     settings = {"run.max_steps": steps, "run.seed": seed, "workers.count": num_honest, "schedule.lease_seconds": 10}
     flags = [word for name, value in settings.items() for word in (f"--{name}", str(value))]
-    command = [*ECHO2, "run", "examples/sort.toml", "--out", str(out), "--json", *flags]
+    command = [*ECHO2, "run", "src/echo2/demo/sort.toml", "--out", str(out), "--json", *flags]
     began = time.perf_counter()
     with contextlib.ExitStack() as stack:
         run = _start(stack, folder / "run.log", command)

@@ -21,7 +21,7 @@ from staleness_cell import train_cell
 from echo2 import config as configuration
 from echo2.learner.adapters import load_trained
 
-DEMO = Path(__file__).parent.parent / "examples" / "sort.toml"
+DEMO = Path(__file__).parents[1] / "src" / "echo2" / "demo" / "sort.toml"
 
 
 def main() -> None:

@@ -20,7 +20,7 @@ from typing import Any
 
 from recording import HERE, save
 
-CONFIG = HERE.parent / "examples" / "sort.toml"
+CONFIG = HERE.parent / "src" / "echo2" / "demo" / "sort.toml"
 
 
 def main() -> None:

@@ -315,7 +315,7 @@ def show(result: dict[str, Any], runs: list[Run]) -> None:
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--config", default=str(REPOSITORY / "examples" / "sort.toml"))
+    parser.add_argument("--config", default=str(REPOSITORY / "src" / "echo2" / "demo" / "sort.toml"))
     parser.add_argument("--model", help="model directory both sides start from (default: the config's)")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--steps", type=int, default=80)

@@ -18,8 +18,9 @@ from echo2.tasks.environments import LocalEnvironment
 from echo2.tasks.load import load_tasks
 from echo2.types import Rollout
 
-EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
-PATHS = sorted(path for path in EXAMPLES.glob("*.toml") if path.stem not in ("offers", "serve"))  # machines, a service
+REPOSITORY = Path(__file__).resolve().parents[2]
+EXAMPLES = REPOSITORY / "examples"
+PATHS = [REPOSITORY / "src" / "echo2" / "demo" / "sort.toml"] + sorted(path for path in EXAMPLES.glob("*.toml") if path.stem not in ("offers", "serve"))  # machines, a service
 
 
 @pytest.fixture(scope="module")
