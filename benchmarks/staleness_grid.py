@@ -4,7 +4,7 @@
     python benchmarks/staleness_grid.py --out outputs/staleness_grid --table       # what is there so far
     python benchmarks/staleness_grid.py --out outputs/try --cells dppo,tv_high=0.1:8:0 dppo:8:0
 
-A cell is a loss, a lag and a seed: the demo's job (src/echo2/demo/sort.toml, its model) in one process, without network,
+A cell is a loss, a lag and a seed: the demo's job (src/echo2/demo/sort.toml) in one process, without network,
 every step t sampled by version max(0, t - S) alone (`staleness_cell.py`). Each has max(120, 10 S) steps, and one file
 in --out when it is done: a rerun skips it. Cells that matter most come first. `none` is the negative control: no
 correction at all, and no scaling of the learning rate. Score centering and the sequence gate come beside some losses.

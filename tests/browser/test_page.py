@@ -35,20 +35,43 @@ def test_every_view_says_what_the_run_directory_says(page: Page) -> None:
     assert page.ask("document.querySelectorAll('#map line').length") == 7
     titles = page.ask("[...document.querySelectorAll('#charts h3')].map((each) => each.textContent)")
     assert titles[:3] == ["Accuracy and reward", "Staleness", "Learner"]
-    assert len(titles) == 8
+    assert len(titles) == 9
     assert page.ask("document.querySelectorAll('article').length") == 3
     assert page.complaints() == []
 
 
 def test_a_step_shows_while_one_looks(page: Page, rundirs: list[RunDir]) -> None:
     page.open()
-    before = page.ask("document.querySelectorAll('#charts figcaption')[6].textContent")
+    before = page.ask("document.querySelectorAll('#charts figcaption')[7].textContent")
     step = int(page.text("#facts dd").split(" of ")[0]) + 1
     view_cases.log_groups(rundirs[0], step)
     view_cases.append_step(rundirs[0], step)
     page.until(f"document.querySelector('#facts dd').textContent === '{step} of 200'")
     page.until(f"document.querySelector('article').textContent.includes('step {step},')")
-    assert page.ask("document.querySelectorAll('#charts figcaption')[6].textContent") != before
+    assert page.ask("document.querySelectorAll('#charts figcaption')[7].textContent") != before
+
+
+#: Puts the pointer on the step of that number, and reads the legend below: [name, value] of each line.
+LEGEND_AT = """(() => {
+    const titles = [...document.querySelectorAll('#charts h3')];
+    const figure = titles.find((each) => each.textContent === 'Why the learner waited').parentElement;
+    const over = figure.querySelector('.u-over'), box = over.getBoundingClientRect();
+    const read = () => [...figure.querySelectorAll('.u-series')].map(
+        (each) => [...each.children].map((cell) => cell.textContent));
+    for (let x = 0; x < box.width && read()[0][1] !== 'STEP'; x++)
+        over.dispatchEvent(new MouseEvent('mousemove', {clientX: box.left + x, clientY: box.top + 9, bubbles: true}));
+    return read();
+})()"""
+
+
+@pytest.mark.parametrize(("step", "cause"), [(30, "leases lost"), (31, "workers sample")])
+def test_why_the_learner_waited_at_a_step_is_read_off_the_chart(page: Page, step: int, cause: str) -> None:
+    page.open()
+    (name, at), *lines = page.ask(LEGEND_AT.replace("STEP", str(step)))
+    assert (name, at) == ("step", str(step))
+    seconds = {name: float(value) for name, value in lines}
+    assert max(seconds, key=seconds.__getitem__) == cause
+    assert set(seconds) == {"workers sample", "rewards", "leases lost"}  # the learner waited for nothing else
 
 
 def test_words_of_strangers_are_words(page: Page) -> None:

@@ -20,7 +20,11 @@ from echo2.types import Rollout
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 EXAMPLES = REPOSITORY / "examples"
-PATHS = [REPOSITORY / "src" / "echo2" / "demo" / "sort.toml"] + sorted(path for path in EXAMPLES.glob("*.toml") if path.stem not in ("offers", "serve"))  # machines, a service
+OTHERS = ("offers", "serve")  # machines, a service
+PATHS = [
+    REPOSITORY / "src" / "echo2" / "demo" / "sort.toml",
+    *sorted(path for path in EXAMPLES.glob("*.toml") if path.stem not in OTHERS),
+]
 
 
 @pytest.fixture(scope="module")

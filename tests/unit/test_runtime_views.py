@@ -391,8 +391,8 @@ def test_the_fleet_in_one_line() -> None:
     assert "learner idle 40.0% over the last 15 steps, predicted 38.5%" in line
     assert line.endswith("publish_every 1, auto would be 3")
     fleet["auto_publish_every"] = 1
-    fleet |= {"needed_rate": None, "text": "not known before a step is trained", "idle_ratio": None}
-    assert fleet_line(fleet) == "3 active, 1 standing by, 1 rented  not known before a step is trained"
+    fleet |= {"needed_rate": None, "text": "2 workers over", "idle_ratio": None}
+    assert fleet_line(fleet) == "3 active, 1 standing by, 1 rented  2 workers over"
     assert fleet_line(None) == ""  # of an older run
 
 

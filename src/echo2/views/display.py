@@ -14,6 +14,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
+from echo2.control.head.learner_waits import CAUSES
 from echo2.printable import LINE_CHARS_MAX, printable
 from echo2.rundir import RunDir
 from echo2.views.run_view import RunView
@@ -36,6 +37,8 @@ FAILURE_WORDS = {
     "snapshot_refused": ("snapshots were refused by workers", "head.log"),
     "engine_failed": ("leases failed in the worker's engine", "head.log"),
 }
+#: Share of its time that the learner may wait without a word of what for.
+WORTH_WORDS = 0.05
 _BLOCKS = "▁▂▃▄▅▆▇█"
 
 
@@ -240,7 +243,7 @@ def show_summary(summary: dict[str, Any], console: Console) -> None:
         table.add_row("held-out accuracy", escape(line))
     for line in failure_lines(summary):
         table.add_row("failed", escape(line), style="red")
-    table.add_row("learner idle ratio", f"{summary['learner_idle_ratio']:.1%}")
+    table.add_row("learner idle ratio", f"{summary['learner_idle_ratio']:.1%}{_mostly(summary)}")
     staleness = (
         f"mean {summary['staleness_mean']:.2f}, max {summary['staleness_max']}, bound {summary['staleness_bound']}"
     )
@@ -270,6 +273,15 @@ def show_summary(summary: dict[str, Any], console: Console) -> None:
     console.print("* with those of evaluations", highlight=False)
     for line in next_steps(summary):
         console.print(escape(line), highlight=False, soft_wrap=True)
+
+
+def _mostly(summary: Mapping[str, Any]) -> str:
+    """What the learner waited for, where it did."""
+    waits: Mapping[str, float] = summary.get("learner_waits") or {}
+    seconds, cause = max(((seconds, cause) for cause, seconds in waits.items()), default=(0.0, ""))
+    if summary["learner_idle_ratio"] < WORTH_WORDS or seconds <= 0:
+        return ""
+    return f", {seconds / sum(waits.values()):.0%} of it for {CAUSES[cause]}"
 
 
 def next_steps(summary: dict[str, Any]) -> list[str]:

@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+from echo2.control.head.learner_waits import CAUSES
 from echo2.errors import UserError
 from echo2.views import trust
 from echo2.views.display import failure_lines, fleet_line, strangers_lines
@@ -39,6 +40,7 @@ COLUMNS: Mapping[str, Callable[[Values], float]] = {
     "learner/idle_predicted": _mean,
     "time/step": _mean,
     "time/wait_for_batch": _mean,
+    **{f"wait/{cause}": _mean for cause in CAUSES},
     "fleet/rate": _mean,
     "fleet/needed_rate": _mean,
     "workers/active": _last,
@@ -62,8 +64,13 @@ def chart_data(rows: Sequence[Row]) -> dict[str, Any]:
     return {
         "steps": [point[-1]["step"] for point in points.values()],
         "stride": stride,
-        "columns": {name: values for name, values in columns.items() if any(value is not None for value in values)},
+        "columns": {name: values for name, values in columns.items() if _is_shown(name, values)},
     }
+
+
+def _is_shown(name: str, values: Iterable[float | None]) -> bool:
+    """Whether it is known; and of what the learner may wait for, what it did wait for."""
+    return any(values) if name.startswith("wait/") else any(value is not None for value in values)
 
 
 def _point(name: str, merge: Callable[[Values], float], rows: Iterable[Row]) -> float | None:

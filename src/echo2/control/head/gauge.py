@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 from echo2.control.capacity.formulas import INSTALLED_QUANTILE
 from echo2.control.head.fleet import Worker
+from echo2.control.head.learner_waits import LearnerWait, main_cause
 from echo2.types import SnapshotRef
 
 #: Batches of a worker after which its rate is taken anew; the first time, one will do.
@@ -20,16 +21,19 @@ BATCHES_PER_RATE = 4
 NEW_RATE = 0.5
 #: Steps and broadcasts that are remembered.
 NUM_REMEMBERED = 15
+#: Of the time that it trains, what the learner may wait before it matters for what.
+LITTLE_WAIT = 0.05
 
 
 @dataclass(slots=True)
 class Gauge:
-    """`train_seconds`: of the last steps; `replaced`: their groups that dynamic sampling retired. `broadcasts`: seconds
-    from a publication until enough workers had it.
+    """`train_seconds`: of the last steps; `waits`: what the learner waited for before each; `replaced`: their groups
+    that dynamic sampling retired. `broadcasts`: seconds from a publication until enough workers had it.
     """
 
     train_seconds: deque[float] = field(default_factory=lambda: deque(maxlen=NUM_REMEMBERED))
     broadcasts: deque[float] = field(default_factory=lambda: deque(maxlen=NUM_REMEMBERED))
+    waits: deque[LearnerWait] = field(default_factory=lambda: deque(maxlen=NUM_REMEMBERED))
     replaced: deque[int] = field(default_factory=lambda: deque(maxlen=NUM_REMEMBERED))
     num_broadcasts: int = 0
     batch_seconds: float = 0.0
@@ -39,8 +43,9 @@ class Gauge:
     _spreading: tuple[SnapshotRef, float] | None = None
     _num_installed: int = 0
 
-    def step_fed(self, now: float) -> None:
+    def step_fed(self, wait: LearnerWait, now: float) -> None:
         """The learner has all groups of its step."""
+        self.waits.append(wait)
         self._training_since = now
 
     def step_trained(self, busy_seconds: float, now: float, num_replaced: int = 0) -> None:
@@ -79,6 +84,11 @@ class Gauge:
         self.broadcasts.append(now - self._spreading[1])
         self.num_broadcasts += 1
         self._spreading = None
+
+    def bottleneck(self) -> str | None:
+        """What the learner waits for most (`learner_waits.CAUSES`); None where it waits for little."""
+        waited = math.fsum(seconds for wait in self.waits for seconds in wait.seconds.values())
+        return main_cause(self.waits) if waited > LITTLE_WAIT * math.fsum(self.train_seconds) else None
 
     def typical_replaced(self) -> int:
         """Groups that a step takes beyond its size, because dynamic sampling replaces some."""

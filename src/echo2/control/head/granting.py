@@ -104,6 +104,7 @@ def train_leases(state: PlannerState, worker: Worker, now: float) -> list[Lease]
         state.open_lease(worker.worker_id, lease)
         if record.state == "pending":
             state.groups.move(record, "leased")
+            record.leased_at = now
         leases.append(lease)
     if state.frontier is not None and leases:
         state.frontier.leased(leases[0].step, now)
@@ -168,6 +169,7 @@ def issue_unit(state: PlannerState, step: int) -> None:
     """New groups of `step` up to the end of a unit, or of the step."""
     while room(state, step) > 0:
         record = state.groups.issue(step)
+        record.issued_at = state.now
         state.emit(do.IssueGroup, f"step {step} still needs groups", number=record.number, step=step)
         if state.groups.next_number % state.groups.groups_per_unit == 0:
             break

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
+import math
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -40,7 +41,8 @@ OWN = ""
 class PlannedGroup:
     """What the planner knows of one group. `why` it was retired; `is_flat`: its rewards are all equal. `tried_by`:
     whose leases on it brought nothing, `OWN` or a stranger's ticket; `failed_by`: who said that it can't be produced.
-    `supplied_by`: samples that strangers hold or have delivered, by ticket. `is_held`: it is not fed for now.
+    `supplied_by`: samples that strangers hold or have delivered, by ticket. `is_held`: it is not fed for now. `..._at`:
+    when it last came so far; before everything where that was under an earlier head.
     """
 
     number: int
@@ -55,6 +57,10 @@ class PlannedGroup:
     is_flat: bool = False
     is_held: bool = False
     why: str = ""
+    issued_at: float = -math.inf
+    leased_at: float = -math.inf
+    delivered_at: float = -math.inf
+    ready_at: float = -math.inf
 
 
 @dataclass(slots=True)

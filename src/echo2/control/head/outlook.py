@@ -25,7 +25,8 @@ STEPS = 40
 class Outlook:
     """Rates in rollouts a second. `needed_rate`: None until a step is trained, infinite where no rate is enough.
     `rate_sd`: standard deviation of the active rate, from how much each worker's changes between its batches. `short`:
-    workers missing; negative: that could be released; None where it is not known.
+    workers missing; negative: that could be released; None where it is not known. `reward_seconds`: of a group, where
+    the learner waits for rewards more than for anything else; else None.
     """
 
     active: int
@@ -34,12 +35,16 @@ class Outlook:
     rate_sd: float
     needed_rate: float | None
     short: int | None
+    reward_seconds: float | None = None
 
     @property
     def text(self) -> str:
         """What is missing, for people."""
         if self.needed_rate is None:
-            return "not known before a step is trained"
+            return "how many are needed is not known before a step is trained"
+        if self.reward_seconds is not None:
+            each = f"{self.reward_seconds:.3g} s a group"
+            return f"the learner waits for your reward function ({each}): more workers change nothing"
         if self.short is None:
             return "the learner is faster than these workers can be: add some"
         workers = f"{abs(self.short)} worker{'s' if abs(self.short) > 1 else ''}"
@@ -59,6 +64,7 @@ def outlook(state: PlannerState, now: float) -> Outlook:
         rate_sd=math.sqrt(math.fsum(worker.rate_variance for worker in workers)),
         needed_rate=needed,
         short=num_short(active, needed) if rated and needed is not None else None,
+        reward_seconds=state.reward_seconds if state.gauge.bottleneck() == "rewards" else None,
     )
 
 
@@ -74,8 +80,10 @@ def auto_publish_every(state: PlannerState) -> int | None:
 
 
 def predicted_idle_ratio(state: PlannerState, now: float) -> float | None:
-    """Share of the time that the learner should wait with these workers, once under way; None while it is not known."""
-    demand = live_demand(state)
+    """Share of the time that the learner should wait with these workers, once under way; None while it is not known,
+    and where it waits for rewards, which are no worker's work.
+    """
+    demand = live_demand(state) if state.gauge.bottleneck() != "rewards" else None
     rates = {one.worker_id: one.rate for one in list_candidates(state, now) if one.is_active and one.rate > 0}
     workers = [worker for worker in state.fleet.active() if worker.worker_id in rates]
     if demand is None or not workers:

@@ -19,6 +19,7 @@ from echo2.control.head import commands as do
 from echo2.control.head import events as ev
 from echo2.control.head.fleet import UNKNOWN, Worker
 from echo2.control.head.groups import PlannedGroup
+from echo2.control.head.learner_waits import learner_wait
 from echo2.control.head.leases import LeaseIds
 from echo2.control.head.state import PlannerOptions, PlannerState
 from echo2.control.head.waits import list_waits
@@ -344,8 +345,9 @@ class Planner(PlannerState):
             return
         for record in live:
             results.release(self, self.train_group(record.number), "its step has all its groups")
+        since = now if self.wanted_since is None else self.wanted_since
         self.step_ended, self.wanted_since = True, None
-        self.gauge.step_fed(now)
+        self.gauge.step_fed(learner_wait(step, live, since, now), now)
         last = self.groups.highest_number(step)
         cursor = self.groups.next_number if last is None else last + 1
         self.emit(do.EndStep, "every group of the step is fed", step=step, num_groups=len(live), cursor=cursor)

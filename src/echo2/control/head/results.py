@@ -85,7 +85,7 @@ def delivered(state: PlannerState, event: ev.GroupDelivered, now: float) -> None
     record = state.groups.get(event.group.number) if event.group.kind == "train" else None
     _accept(state, event)
     if record is not None:
-        record.oldest_version, record.worker_id = event.oldest_version, event.worker_id
+        record.oldest_version, record.worker_id, record.delivered_at = event.oldest_version, event.worker_id, now
         state.groups.move(record, "delivered")
         if not state.options.deterministic:  # there the others keep their batch's shape
             take_back(state, state.leases.of_group(event.group), "another result came first", "superseded")
@@ -209,7 +209,7 @@ def scored(state: PlannerState, event: ev.GroupScored) -> None:
         place[0].done.add(place[1])
     if record is not None:
         state.groups.move(record, "ready")
-        record.is_flat = event.is_flat
+        record.is_flat, record.ready_at = event.is_flat, state.now
         replace_flat(state, record)
 
 

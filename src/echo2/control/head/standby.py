@@ -80,7 +80,7 @@ def look(state: PlannerState, now: float) -> None:
         release(state, worker_id, change.reason, now)
     if change.activate:
         announce_newest(state, "newest when the workers were activated", change.activate)
-    if state.options.offers and change.short_rate > 0:
+    if state.options.offers and change.short_rate > 0 and state.gauge.bottleneck() != "rewards":
         _rent(state, activation, change.short_rate, now)
 
 

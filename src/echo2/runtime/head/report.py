@@ -12,6 +12,7 @@ from typing import Any
 
 from echo2.broadcast.origin import Progress
 from echo2.control.head.gauge import NUM_REMEMBERED
+from echo2.control.head.learner_waits import CAUSES
 from echo2.control.head.outlook import auto_publish_every, outlook, predicted_idle_ratio
 from echo2.rundir import newest_checkpoint, read_metrics, write_atomically
 from echo2.runtime.head.head import Head
@@ -41,6 +42,7 @@ def step_row(head: Head, version: int, learner_metrics: dict[str, Any]) -> dict[
         "time/reward": head.planner.reward_seconds or 0.0,
         "off_policy/dropped": counts["retired"].get("stale", 0),
         "off_policy/bound": head.options.max_staleness,
+        **_waits(head, version - 1),
         **_batch_groups(head),
         **resampling_metrics(head, version - 1),
         "groups/issued": counts["issued"],
@@ -59,6 +61,14 @@ def step_row(head: Head, version: int, learner_metrics: dict[str, Any]) -> dict[
         "cost/usd_per_mtok": cum_usd / tokens * 1e6 if tokens else 0.0,
         "cost/wasted_usd": head.costs.wasted_usd(),
     }
+
+
+def _waits(head: Head, step: int) -> dict[str, Any]:
+    """What the learner waited for before this step."""
+    wait = next((one for one in head.planner.gauge.waits if one.step == step), None)
+    if wait is None:
+        return {}
+    return {f"wait/{cause}": seconds for cause, seconds in wait.seconds.items()} | {"wait/last_worker": wait.worker_id}
 
 
 def resampling_metrics(head: Head, step: int) -> dict[str, Any]:
@@ -242,6 +252,7 @@ def summary(head: Head) -> dict[str, Any]:
         "not_evaluated": head.evals.not_evaluated,
         "failures": head.failures.to_plain(),
         "learner_idle_ratio": wait / whole if whole else 0.0,
+        "learner_waits": {cause: sum(row.get(f"wait/{cause}", 0.0) for row in steps) for cause in CAUSES},
         "staleness_mean": sum(means) / len(means) if means else 0.0,
         "staleness_max": max((row.get("off_policy/max", 0) for row in steps), default=0),
         "staleness_bound": head.options.max_staleness,

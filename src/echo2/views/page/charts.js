@@ -5,6 +5,7 @@ const CHARTS = [
   { title: "Staleness", what: "versions between a rollout's oldest token and the one trained", lines: [["off_policy/mean", "mean"], ["off_policy/max", "max"], ["off_policy/bound", "bound"]] },
   { title: "Learner", what: "share of its time that it waits for groups", lines: [["learner/idle_ratio", "idle"], ["learner/idle_predicted", "predicted"]] },
   { title: "Seconds of a step", what: "the whole step, and of it waiting for groups", lines: [["time/step", "step"], ["time/wait_for_batch", "waiting"]] },
+  { title: "Why the learner waited", what: "seconds before a step, by what the group was at that came last", lines: [["wait/sampling", "workers sample"], ["wait/rewards", "rewards"], ["wait/lease", "no worker free, or without the weights"], ["wait/lost", "leases lost"], ["wait/replaced", "groups replaced"], ["wait/held", "checks, or a full disk"]] },
   { title: "Rollouts a second", what: "made by the fleet, and needed by the learner", lines: [["fleet/rate", "made"], ["fleet/needed_rate", "needed"]] },
   { title: "New weights", what: "seconds until the workers have them", lines: [["broadcast/t_bcast", "seconds"]] },
   { title: "Dollars", what: "spent in all, and of it wasted", lines: [["cost/cum_usd", "spent"], ["cost/wasted_usd", "wasted"]] },

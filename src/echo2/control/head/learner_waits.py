@@ -1,0 +1,57 @@
+"""Why the learner waited for a step: what the group was at, meanwhile, that it got last.
+
+That group is the step's critical path: had any other come sooner, the learner would have waited as long.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+from echo2.control.head.groups import PlannedGroup
+
+#: What the last group was at, and the words for it.
+CAUSES: Mapping[str, str] = MappingProxyType(
+    {
+        "replaced": "groups that were retired and replaced",
+        "lost": "leases that brought nothing",
+        "lease": "a worker with a free slot and the weights",
+        "sampling": "workers that sample",
+        "rewards": "your reward function",
+        "held": "checks of how tokens were drawn, or room on the disk",
+    }
+)
+
+
+@dataclass(frozen=True, slots=True)
+class LearnerWait:
+    """Seconds from when the learner wanted the groups of `step` until it had the last, by cause. `worker_id` sampled
+    the last one. A learner that begins with the first groups was busy for a part of them.
+    """
+
+    step: int
+    worker_id: str
+    seconds: Mapping[str, float]
+
+
+def learner_wait(step: int, records: Iterable[PlannedGroup], since: float, now: float) -> LearnerWait:
+    """Of a step whose last group is fed `now`, and that the learner wanted `since` then. `records`: what it was fed."""
+    last = max(records, key=lambda record: (record.ready_at, record.number))
+    before_lease = "lost" if last.attempts else "lease"
+    causes = ("replaced", before_lease, "sampling", "rewards", "held")
+    came = (last.issued_at, last.leased_at, last.delivered_at, last.ready_at, now)
+    marks = itertools.accumulate((min(at, now) for at in came), max, initial=since)
+    found = {cause: end - start for cause, (start, end) in zip(causes, itertools.pairwise(marks), strict=True)}
+    return LearnerWait(step, last.worker_id, dict.fromkeys(CAUSES, 0.0) | found)
+
+
+def main_cause(waits: Iterable[LearnerWait]) -> str | None:
+    """What most of the time of these waits went to; None where the learner hardly waited."""
+    seconds = dict.fromkeys(CAUSES, 0.0)
+    for wait in waits:
+        for cause, value in wait.seconds.items():
+            seconds[cause] += value
+    most = max(seconds, key=seconds.__getitem__)
+    return most if seconds[most] > 0 else None
