@@ -3,6 +3,7 @@
 #
 #   ECHO2_TICKET               the ticket, or @FILE that holds it
 #   ECHO2_PRICE_USD_PER_HOUR   what this machine costs (0)
+#   ECHO2_MACHINE              the name by which a run rented it (`rent` of fleet.offers)
 #   ECHO2_LISTEN               HOST:PORT that other workers may dial (any port)
 #   ECHO2_ADVERTISE            where they dial it, if that differs
 #   ECHO2_STATE                directory that outlives the container, so that it comes back as the same worker
@@ -12,6 +13,7 @@
 set -euo pipefail
 : "${ECHO2_TICKET:?set it to a ticket of the run: echo2 invite DIR}"
 arguments=(--price-usd-per-hour "${ECHO2_PRICE_USD_PER_HOUR:-0}")
+[ -z "${ECHO2_MACHINE:-}" ] || arguments+=(--offer "$ECHO2_MACHINE")
 [ -z "${ECHO2_LISTEN:-}" ] || arguments+=(--listen "$ECHO2_LISTEN")
 [ -z "${ECHO2_ADVERTISE:-}" ] || arguments+=(--advertise "$ECHO2_ADVERTISE")
 [ -z "${ECHO2_STATE:-}" ] || arguments+=(--state "$ECHO2_STATE")

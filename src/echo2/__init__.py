@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from echo2.api.train import start as start
     from echo2.api.train import train as train
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 _API = {"Run": "echo2.api.run", "load": "echo2.api.train", "start": "echo2.api.train", "train": "echo2.api.train"}
 
 

@@ -99,7 +99,8 @@ def test_the_cheapest_works_and_a_standby_takes_over_when_it_is_killed(
 def test_with_nobody_there_a_machine_is_rented_and_given_back_when_the_budget_is_spent(
     tmp_path: Path, sort_model: Path
 ) -> None:
-    worker = f"{sys.executable} -m echo2 worker {{ticket}} --offer {{name}} --engine fake --state {tmp_path}/{{name}}"
+    path = f"PATH={Path(sys.executable).parent}:$PATH"
+    worker = f"{path} ECHO2_WORKER_ARGS=--engine=fake ECHO2_STATE={tmp_path}/{{name}} bash launch/worker.sh"
     rent = f"cd {REPOSITORY}; {worker} >{tmp_path}/{{name}}.log 2>&1 & echo $! >{tmp_path}/{{name}}.pid"
     release = f"kill $(cat {tmp_path}/{{name}}.pid) || true; touch {tmp_path}/{{name}}.back"
     offers = tmp_path / "offers.toml"

@@ -20,7 +20,7 @@ from echo2.errors import UserError
 from echo2.rundir import RunDir, claimed, create
 from echo2.runtime.launch import checks
 from echo2.runtime.launch.checks import check
-from echo2.runtime.launch.start import open_run, resolve, run
+from echo2.runtime.launch.start import joining, open_run, resolve, run
 from model_cases import LLAMA, model_directory
 
 
@@ -387,3 +387,13 @@ def test_auto_is_a_number_before_anything_is_checked_or_written(
     assert config.schedule.publish_every == 3
     config, _ = resolve(path, {"schedule.publish_every": "2"}, tmp_path / "other", like=tmp_path / "past")
     assert config.schedule.publish_every == 2
+
+
+def test_a_start_says_how_other_machines_join_and_where_they_cannot(raw: dict[str, Any], tmp_path: Path) -> None:
+    rundir = RunDir(tmp_path / "run")
+    alone = joining(rundir, build(raw, "my.toml"))
+    assert alone[1] == "no other machine can join: head.listen is 127.0.0.1:0; 0.0.0.0:7341 lets them"
+    for head in ({"listen": "0.0.0.0:7341", "advertise": "203.0.113.5"}, {"advertise": "203.0.113.5"}):
+        lines = joining(rundir, build({**raw, "head": head}, "my.toml"))
+        assert lines[1] == f"machines of yours join with: echo2 worker @{rundir.ticket}"
+        assert lines[2] == f"those of others: echo2 invite {rundir.path}"

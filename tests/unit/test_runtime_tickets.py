@@ -164,3 +164,14 @@ def test_invitation_that_makes_no_sense(head: Head, words: list[str], capsys: py
 def test_run_without_a_head(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="no run that has had a head"):
         open_identity(tmp_path)
+
+
+@pytest.mark.parametrize(("address", "is_told"), [("127.0.0.1:4700", True), ("[::1]:4700", True), (ADDRESS, False)])
+def test_an_invitation_that_names_this_machine_alone_says_so(
+    head: Head, address: str, is_told: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    OwnTickets(head.identity, own_files(head.rundir), address).keep()
+    assert main(["invite", str(head.rundir.path)]) == 0
+    printed = capsys.readouterr()
+    assert Ticket.parse(printed.out.strip()).address == address  # the ticket alone, for scripts
+    assert ("no other machine finds the head" in printed.err) == is_told

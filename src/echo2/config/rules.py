@@ -31,6 +31,8 @@ LOSS_PARAMS: Mapping[str, Mapping[str, float]] = {
 SHARED_LOSS_PARAMS: Mapping[str, float] = {"score_centering": 0.0, "max_binary_kl": 0.0}
 #: Most of `score_centering`: 6 KiB a token.
 TOP_LOGPROBS_MAX = 1024
+#: Hosts by which a machine calls itself.
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
 def loss_params(loss: str, given: Mapping[str, float]) -> dict[str, float]:

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 from msgspec import Meta
 
 from echo2.config.engines import ENGINES
-from echo2.config.rules import check_together, host_and_port, weighted
+from echo2.config.rules import LOOPBACK, check_together, host_and_port, weighted
 from echo2.errors import InvariantError
 from echo2.types import STOP_CHARS_MAX, STOP_STRINGS_MAX, SamplingParams
 
@@ -270,6 +270,11 @@ class HeadConfig:
             UserError: it is not HOST:PORT.
         """
         return host_and_port(self.listen, "head.listen", "0.0.0.0:7341")
+
+    @property
+    def is_local(self) -> bool:
+        """Whether nobody on another machine can call it."""
+        return not self.advertise and self.address[0] in LOOPBACK
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,6 +20,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Literal
 
+from echo2.config.rules import LOOPBACK
 from echo2.devices import NVIDIA_DRIVER, this_machine
 from echo2.disk import FLOOR_BYTES, free_bytes
 from echo2.transport import certificates
@@ -129,7 +130,7 @@ def at_ticket(ticket: Ticket, now: float) -> Iterator[Finding]:
 def _dial(ticket: Ticket) -> Iterator[Finding]:
     host, _, port = ticket.address.rpartition(":")
     host = host.strip("[]")
-    if host in ("localhost", "127.0.0.1", "::1"):
+    if host in LOOPBACK:
         todo = "If the head is elsewhere, its owner sets head.advertise and makes a new ticket."
         yield Finding("address", "doubtful", f"{host} is this machine itself", todo)
     began = time.monotonic()

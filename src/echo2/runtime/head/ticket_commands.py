@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 
 from rich.console import Console
 
+from echo2.config.rules import LOOPBACK
 from echo2.runtime.head import tickets
+from echo2.transport.tickets import Ticket
 
 
 def invite(options: argparse.Namespace) -> int:
@@ -20,7 +23,12 @@ def invite(options: argparse.Namespace) -> int:
         tickets.renew(options.directory, options.renew, options.uses, options.days)
         print(f"{options.renew} admits {options.uses} more, for {options.days:g} days")
     else:
-        print(tickets.invite(options.directory, options.uses, options.days))
+        ticket = tickets.invite(options.directory, options.uses, options.days)
+        print(ticket)
+        address = Ticket.parse(ticket).address
+        if address.rpartition(":")[0].strip("[]") in LOOPBACK:
+            note = f"it names {address}, by which no other machine finds the head: set head.listen and head.advertise"
+            print(f"note: {note}, then --resume", file=sys.stderr)
     return 0
 
 

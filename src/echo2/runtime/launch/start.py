@@ -142,13 +142,21 @@ def _supervise(rundir: RunDir, config: Config, has_page: bool, has_learner: bool
         arguments += ["--allow-environment", config.tasks.environment]
     supervisor = Supervisor(rundir, workers.count, arguments, config.learner.ranks, has_learner)
     console = Console(stderr=True)
-    where, ticket = escape(str(rundir.path)), escape(str(rundir.ticket))
-    told = f"run directory [bold]{where}[/bold]   your other machines join with: echo2 worker @{ticket}"
-    told += f"   those of others: echo2 invite {where}"
-    console.print(told, highlight=False, soft_wrap=True)
+    for line in joining(rundir, config):
+        console.print(line, highlight=False, soft_wrap=True)
     page = _page(rundir, console) if has_page else nullcontext()
     with page, display.RunDisplay(rundir, config.run.max_steps, console) as shown:
         return supervisor.run(shown.poll)
+
+
+def joining(rundir: RunDir, config: Config) -> list[str]:
+    """Where the run is, and how other machines join it."""
+    where, ticket = escape(str(rundir.path)), escape(str(rundir.ticket))
+    lines = [f"run directory [bold]{where}[/bold]"]
+    if config.head.is_local:
+        listen = escape(config.head.listen)
+        return [*lines, f"no other machine can join: head.listen is {listen}; 0.0.0.0:7341 lets them"]
+    return [*lines, f"machines of yours join with: echo2 worker @{ticket}", f"those of others: echo2 invite {where}"]
 
 
 @contextmanager

@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from echo2.broadcast.peer import PeerNode
-from echo2.config.rules import host_and_port
+from echo2.config.rules import LOOPBACK, host_and_port
 from echo2.control.worker import events as ev
 from echo2.errors import LinkError, PeerError, UserError
 from echo2.rollout.engine import OutOfMemoryError
@@ -33,7 +33,6 @@ log = logging.getLogger(__name__)
 CALL_SECONDS = 60.0
 #: Manifests of announced payloads that are remembered.
 MANIFESTS_MAX = 8
-LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
 def listen_address(listen: str, relays: bool, head_address: str) -> tuple[str, int] | None:
