@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import socket
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -162,6 +163,25 @@ def test_a_model_that_the_engine_cannot_run_is_refused_with_the_engine_that_can(
     (Path(raw["model"]["path"]) / "config.json").write_text(json.dumps({**LLAMA, "model_type": "gpt_neox"}))
     assert 'Set workers.engine = "transformers"' in refusal(raw)
     check(build({**raw, "workers": {"engine": "transformers"}}, "my.toml"))
+
+
+@pytest.mark.parametrize(
+    ("engine", "python", "told"),
+    [
+        ("vllm", "", "this Python environment has no vllm. Set ECHO2_ENGINE_PYTHON"),
+        ("vllm", "/nowhere/python", "ECHO2_ENGINE_PYTHON = '/nowhere/python', and there is no such program"),
+        ("sglang", "", "echo2 does not start SGLang. Set workers.count = 0"),
+    ],
+)
+def test_an_engine_that_the_workers_here_would_not_find_is_refused(
+    raw: dict[str, Any], engine: str, python: str, told: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ECHO2_ENGINE_PYTHON", python)
+    assert told in refusal({**raw, "workers": {"engine": engine}})
+    check(build({**raw, "workers": {"engine": engine, "count": 0}}, "my.toml"))  # others may have it
+    monkeypatch.setenv("ECHO2_ENGINE_PYTHON", sys.executable)
+    if engine == "vllm":
+        check(build({**raw, "workers": {"engine": engine}}, "my.toml"))
 
 
 @pytest.mark.parametrize("style", ["(completions, solution, **kw)", "(solution_str, ground_truth)"])

@@ -307,7 +307,20 @@ def test_the_end_of_a_run_says_where_the_model_is_and_what_to_do_with_it() -> No
     on = console()
     show_summary(summary() | {"directory": "/runs/a", "checkpoint": 40}, on)
     assert "The model after step 40 is in /runs/a/checkpoints/step_40" in shown(on)
-    assert "echo2 export /runs/a --to DIR" in shown(on)
+    for command in ("echo2 export /runs/a --to DIR", "echo2 view /runs/a", "echo2 chat /runs/a", "echo2 eval /runs/a"):
+        assert command in shown(on)
+    on = console()
+    show_summary(summary() | {"directory": "/runs/a", "checkpoint": 0, "steps": 0}, on)
+    assert "Nothing was trained. What happened is in /runs/a/logs" in shown(on)
+    assert "echo2 export" not in shown(on)
+
+
+@pytest.mark.parametrize(("ratio", "told"), [(0.4, "40.0%, 80% of it for your reward function"), (0.01, "1.0% ")])
+def test_the_end_of_a_run_says_what_the_learner_waited_for(ratio: float, told: str) -> None:
+    on = console()
+    waits = {"rewards": 8.0, "sampling": 1.5, "lease": 0.5, "lost": 0.0}
+    show_summary(summary() | {"learner_idle_ratio": ratio, "learner_waits": waits}, on)
+    assert told in shown(on)
 
 
 def test_a_run_without_evaluation_has_no_accuracy_to_show() -> None:

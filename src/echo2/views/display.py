@@ -289,9 +289,12 @@ def next_steps(summary: dict[str, Any]) -> list[str]:
     where, version = summary.get("directory"), summary.get("checkpoint")
     if not where or version is None:
         return []
+    if not summary["steps"]:
+        return [f"Nothing was trained. What happened is in {where}/logs; go on with --resume."]
     return [
         f"The model after step {version} is in {where}/checkpoints/step_{version}, a Hugging Face directory.",
-        f"Export it: echo2 export {where} --to DIR   Judge it: echo2 eval {where}   Read rollouts: {where}/rollouts",
+        f"See how it went: echo2 view {where}   Talk to it: echo2 chat {where}",
+        f"Judge it: echo2 eval {where}   Take it with you: echo2 export {where} --to DIR",
     ]
 
 

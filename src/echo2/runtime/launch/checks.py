@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import importlib.util
+import os
+import shutil
 import socket
 import sys
 from collections import Counter
@@ -11,6 +13,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from echo2.config import Config
+from echo2.config.engines import SERVERS
 from echo2.config.offers import Offer
 from echo2.config.rules import weighted
 from echo2.devices import this_machine
@@ -48,6 +51,7 @@ def check(config: Config, has_learner: bool = True) -> None:
     """
     check_model(config.model.path, config.workers.engine)
     check_lora(config)
+    check_engine(config)
     check_machine(config)
     check_memory(config, has_learner)
     if not config.tasks.source:
@@ -240,6 +244,27 @@ def check_model(path: str, engine: str) -> None:
         raise UserError(
             f"model.path = {path!r}: no such directory, and the hub's cache does not hold it while HF_HUB_OFFLINE is "
             "set. Unset that to download the model, or name a model directory."
+        )
+
+
+def check_engine(config: Config) -> None:
+    """Raises UserError where workers on this machine cannot have their engine; those elsewhere are not looked at."""
+    engine, count = config.workers.engine, config.workers.count
+    if not count or engine not in SERVERS:
+        return
+    given = f"workers.engine = {engine!r} with workers.count = {count}"
+    if engine == "sglang":
+        raise UserError(
+            f"{given}: echo2 does not start SGLang. Set workers.count = 0, and start workers with --engine-url "
+            "(docs/engines.md)."
+        )
+    python = os.environ.get("ECHO2_ENGINE_PYTHON", "")
+    if python and shutil.which(python) is None:
+        raise UserError(f"ECHO2_ENGINE_PYTHON = {python!r}, and there is no such program: give the path of a Python.")
+    if not python and importlib.util.find_spec(engine) is None:
+        raise UserError(
+            f"{given}, and this Python environment has no {engine}. Set ECHO2_ENGINE_PYTHON to the Python of one that "
+            f"has (`make {engine}` makes one for CPUs), or leave the workers to other machines: workers.count = 0."
         )
 
 
