@@ -79,6 +79,7 @@ def test_words_of_strangers_are_words(page: Page) -> None:
     page.until("document.querySelectorAll('article')[2]")
     assert view_cases.HOSTILE in page.text("article:nth-of-type(3) pre")
     assert view_cases.HOSTILE in page.text("article:nth-of-type(3) .words")
+    assert page.text("article:nth-of-type(3) .columns") == f"answer: {view_cases.HOSTILE}"
     assert "<script>" in page.text("#waits")
     assert page.ask("window.owned === undefined")
     assert page.ask("document.querySelectorAll('img').length") == 0

@@ -12,9 +12,10 @@ import pytest
 
 from echo2.runtime.head.metric_copies import TABLE_STEPS, WandbSink
 from echo2.runtime.head.metrics import Metrics
-from echo2.runtime.head.rollout_log import LOGGED_GROUPS, LOGGED_TOKENS, RolloutLog
+from echo2.runtime.head.rollout_log import COLUMN_CHARS_MAX, COLUMNS_MAX, LOGGED_GROUPS, LOGGED_TOKENS, RolloutLog
 from echo2.runtime.head.rollout_tables import COLUMNS, TABLE_ROWS, TEXT_CHARS, rollout_rows
-from echo2.types import Message, Task
+from echo2.types import LOGGED_ROLLOUTS, Message, Task
+from echo2.views.rollouts import read_groups
 from learner_cases import group, random_group, rollout
 
 TASK = Task(0, "53=")
@@ -65,6 +66,18 @@ def test_long_rollouts_share_the_room_that_a_steps_tokens_have(tmp_path: Path) -
     lengths = [len(each["tokens"]) for each in found]
     assert lengths == [LOGGED_TOKENS // (LOGGED_GROUPS * 4)] * 4
     assert [each["num_tokens"] for each in found] == [LOGGED_TOKENS + 1] * 4
+
+
+def test_a_tasks_columns_are_there_as_text_and_bounded(tmp_path: Path) -> None:
+    columns = {"answer": 42, "nan": float("nan"), "long": "ä" * (COLUMN_CHARS_MAX + 1), LOGGED_ROLLOUTS: ["x"]}
+    many = {f"column{number}": number for number in range(COLUMNS_MAX)}
+    log = RolloutLog(tmp_path, "grpo")
+    log.write("step_1", random_group(random.Random(1), 0), Task(0, "53=", columns | many))
+    log.write("step_1", random_group(random.Random(1), 1), TASK)
+    found = [record["columns"] for record in read_groups(tmp_path, "step_1")]
+    assert list(found[0]) == ["answer", "nan", "long", *list(many)[: COLUMNS_MAX - 3]]
+    assert (found[0]["answer"], found[0]["nan"], found[0]["long"]) == ("42", "nan", "ä" * COLUMN_CHARS_MAX)
+    assert found[1] == {}
 
 
 def test_answers_to_held_out_tasks_are_text_alone(tmp_path: Path) -> None:

@@ -87,7 +87,8 @@ class Run:
 
     def rollouts(self, step: int | None = None) -> list[dict[str, Any]]:
         """Rollouts of a few groups of a step (default: the newest that has any), one mapping each: `prompt`, `text`,
-        `reward`, `reward_parts`, `finish`, `versions` ([first token, policy version] pairs), `group` and `worker`.
+        `columns` (of the task, as text, cut at 500 characters), `reward`, `reward_parts`, `finish`, `versions` ([first
+        token, policy version] pairs), `group` and `worker`.
 
         Raises:
             UserError: none of that step were written.
@@ -98,7 +99,7 @@ class Run:
         if wanted not in steps:
             raise UserError(f"{self.path} has no rollouts of step {wanted}; there are of {steps[::-1] or 'none yet'}.")
         return [
-            {"prompt": group["prompt"], **rollout, "group": group["group"], "worker": group["worker"]}
+            {**{name: group.get(name) for name in ("prompt", "columns", "group", "worker")}, **rollout}
             for group in rollouts.read_groups(folder, f"step_{wanted}")
             for rollout in group["rollouts"]
         ]

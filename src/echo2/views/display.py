@@ -140,15 +140,15 @@ def _news(view: RunView) -> Text:
     text = Text()
     if steps:
         last = steps[-1]
-        text.append(f"reward {last['reward/mean']:.3f} {sparkline([row['reward/mean'] for row in steps])}\n")
+        text.append(f"reward {last['reward/mean']:.3f} {sparkline([row['reward/mean'] for row in steps])}")
+        text.append(f"  entropy {last['entropy/mean']:.2f}\n" if "entropy/mean" in last else "\n")
         text.append(f"learner idle {last.get('learner/idle_ratio', 0.0):.0%}  ")
         if last.get("off_policy/logged") == 1.0:
             text.append("from a log, of no age")
         else:
             text.append(f"staleness {last.get('off_policy/mean', 0.0):.2f}")
             text.append(f" (max {last.get('off_policy/max', 0)}, bound {last.get('off_policy/bound', '?')})")
-        text.append(f"  workers {last.get('workers/active', 0)}  ${last.get('cost/cum_usd', 0.0):.4f}")
-        text.append(f"  entropy {last['entropy/mean']:.2f}\n" if "entropy/mean" in last else "\n")
+        text.append(f"  workers {last.get('workers/active', 0)}  ${last.get('cost/cum_usd', 0.0):.4f}\n")
     if evals := view.accuracies:
         text.append("held-out " + "  ".join(f"{version}: {value:.3f}" for version, value in evals[-6:]) + "\n")
     for line in _wrong_lines(status):

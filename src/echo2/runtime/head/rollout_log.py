@@ -7,12 +7,12 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Callable, Sequence
-from itertools import groupby
+from itertools import groupby, islice
 from pathlib import Path
 from typing import Any
 
 from echo2.learner.grpo.advantages import Advantage, group_advantages
-from echo2.types import Rollout, RolloutGroup, Task
+from echo2.types import LOGGED_ROLLOUTS, Rollout, RolloutGroup, Task
 
 log = logging.getLogger(__name__)
 
@@ -20,6 +20,8 @@ log = logging.getLogger(__name__)
 LOGGED_GROUPS = 4
 #: Tokens of a step that are written one by one, each rollout's first ones in equal shares: some 250 KB.
 LOGGED_TOKENS = 16_384
+#: Columns of a task that are written, and characters of each.
+COLUMNS_MAX, COLUMN_CHARS_MAX = 16, 500
 
 #: The text of each token.
 Pieces = Callable[[Sequence[int]], list[str]]
@@ -65,6 +67,7 @@ class RolloutLog:
             "seconds": round(group.generate_seconds, 3),
             "staleness": group.step - group.oldest_version if is_train and not group.logged else None,
             "prompt": prompt if isinstance(prompt, str) else [[m.role, m.content] for m in prompt],
+            "columns": _columns(task),
             "rollouts": [
                 {
                     "text": rollout.text,
@@ -84,6 +87,12 @@ class RolloutLog:
                 file.write(json.dumps(record, ensure_ascii=False) + "\n")
         except OSError as error:
             log.warning("no rollouts written to %s: %s", path, error.strerror)
+
+
+def _columns(task: Task) -> dict[str, str]:
+    """The beginnings of what the rewards are given beside the completions."""
+    named = ((name, value) for name, value in task.columns.items() if name != LOGGED_ROLLOUTS)
+    return {name: str(value)[:COLUMN_CHARS_MAX] for name, value in islice(named, COLUMNS_MAX)}
 
 
 def _tokens(rollout: Rollout, room: int, pieces: Pieces) -> dict[str, Any]:

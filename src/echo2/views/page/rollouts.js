@@ -141,7 +141,8 @@ export class Rollouts {
     prompt.tabIndex = 0;
     prompt.setAttribute("role", "region");
     prompt.setAttribute("aria-label", "Prompt");
-    place.append(about, prompt, ...rollouts.map((each, index) => this.rollout(each, index)));
+    const columns = Object.entries(group.columns ?? {}).map(([column, value]) => `${column}: ${value}`);
+    place.append(about, prompt, ...(columns.length ? [make("p", columns.join("  ·  "), "about columns")] : []), ...rollouts.map((each, index) => this.rollout(each, index)));
     return place;
   }
 
