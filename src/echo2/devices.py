@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -18,11 +19,13 @@ NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")
 
 
 def this_machine() -> Hardware:
-    """Memory of this machine, or of the container that bounds it; torch is asked where there is an NVIDIA driver."""
+    """Memory of this machine, or of the container that bounds it; torch, if it is there, is asked where there is an
+    NVIDIA driver.
+    """
     total = _first_number(Path("/proc/meminfo")) * 1024
     bound = _first_number(Path("/sys/fs/cgroup/memory.max"))
     memory_bytes = min(total, bound) if bound else total
-    if not NVIDIA_DRIVER.exists():
+    if not NVIDIA_DRIVER.exists() or importlib.util.find_spec("torch") is None:
         return Hardware(memory_bytes)
     import torch
 

@@ -15,11 +15,14 @@ from pathlib import Path
 
 import pytest
 
+from echo2 import __version__
 from echo2.cli import main
 from echo2.planning import doctor
 from echo2.transport import certificates
 from echo2.transport.identity import RunIdentity
+from echo2.transport.limits import PROTOCOL_VERSION
 from echo2.transport.tickets import Ticket
+from echo2.types import Hardware
 
 
 @contextmanager
@@ -112,6 +115,24 @@ def test_packages_that_are_missing_or_cannot_use_the_gpu(monkeypatch: pytest.Mon
     monkeypatch.setattr(doctor, "NVIDIA_DRIVER", driver)
     found = {finding.about: finding.verdict for finding in doctor.machine(tmp_path, build_for_cpus)}
     assert (found["torch"], found["peft"]) == ("wrong", "wrong")
+    assert found["GPU"] == "wrong"  # a driver, and no GPU that torch finds
+
+
+def test_gpus_are_named_with_their_memory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(doctor, "this_machine", lambda: Hardware(64 << 30, (80 << 30, 24 << 30)))
+    found = {finding.about: finding.said for finding in doctor.machine(tmp_path)}
+    assert (found["GPU 0"], found["GPU 1"], found["memory"]) == ("85.9 GB", "25.8 GB", "68.7 GB")
+
+
+def test_a_port_that_is_taken_and_an_engine_that_is_not_there_are_said(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("ECHO2_ENGINE_PYTHON", "/nowhere/python")
+    with socket.create_server(("0.0.0.0", 0)) as taken:
+        monkeypatch.setattr(doctor, "HEAD_PORT", taken.getsockname()[1])
+        found = {finding.about: finding for finding in doctor.machine(tmp_path)}
+    assert (found["port"].verdict, found["vllm"].verdict) == ("doubtful", "wrong")
+    assert found["echo2"].said.startswith(f"{__version__}, protocol {PROTOCOL_VERSION}")
 
 
 def test_what_is_tight_is_said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

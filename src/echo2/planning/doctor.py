@@ -6,31 +6,38 @@ It looks and changes nothing. Of a ticket it tries the address as a worker would
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
+import os
 import resource
+import shutil
 import socket
 import ssl
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Literal
 
+from echo2 import __version__
 from echo2.config.rules import LOOPBACK
 from echo2.devices import NVIDIA_DRIVER, this_machine
 from echo2.disk import FLOOR_BYTES, free_bytes
 from echo2.transport import certificates
 from echo2.transport.identity import SERVER_NAME
+from echo2.transport.limits import PROTOCOL_VERSION
 from echo2.transport.tickets import Ticket
 
 #: For a head of hundreds of workers: a connection each, and files.
 DESCRIPTORS_MIN = 4096
 MEMORY_MIN_BYTES = 2 << 30
 DIAL_SECONDS = 5.0
+#: In the examples of `head.listen`.
+HEAD_PORT = 7341
 #: Beyond this a group's lease is mostly travel.
 SLOW_SECONDS = 1.0
 
@@ -71,7 +78,10 @@ def run(options: argparse.Namespace) -> int:
 def machine(directory: Path, version_of: Callable[[str], str] = version) -> Iterator[Finding]:
     """What can be known without anybody else."""
     yield from _packages(version_of)
-    memory = this_machine().memory_bytes
+    yield _token_servers()
+    hardware = this_machine()
+    yield from _gpus(hardware.gpus)
+    memory = hardware.memory_bytes
     todo = "A learner or worker needs some 2 GB for the smallest model: `echo2 plan`."
     yield _judged("memory", memory >= MEMORY_MIN_BYTES, f"{memory / 1e9:.1f} GB", "doubtful", todo)
     free = free_bytes(directory)
@@ -81,6 +91,39 @@ def machine(directory: Path, version_of: Callable[[str], str] = version) -> Iter
     is_enough = hard == resource.RLIM_INFINITY or hard >= DESCRIPTORS_MIN
     todo = f"A head of many workers wants {DESCRIPTORS_MIN}: ulimit -Hn, or limits.conf."
     yield _judged("open files", is_enough, f"{hard} at most", "doubtful", todo)
+    yield _port(HEAD_PORT)
+
+
+def _token_servers() -> Finding:
+    """Whether a worker here would find vLLM; SGLang is never started by one."""
+    python = os.environ.get("ECHO2_ENGINE_PYTHON", "")
+    if python:
+        is_there = shutil.which(python) is not None
+        return _judged(
+            "vllm", is_there, f"by {python}", "wrong", "ECHO2_ENGINE_PYTHON names no program: mend or unset it."
+        )
+    is_here = importlib.util.find_spec("vllm") is not None
+    return Finding("vllm", "fine", "in this environment" if is_here else "not here; needed for `--engine vllm` alone")
+
+
+def _gpus(memory_bytes: Sequence[int]) -> Iterator[Finding]:
+    for number, num_bytes in enumerate(memory_bytes):
+        yield Finding(f"GPU {number}", "fine", f"{num_bytes / 1e9:.1f} GB")
+    if not memory_bytes and NVIDIA_DRIVER.exists():
+        todo = "Does `nvidia-smi` list one? A container needs --gpus all; CUDA_VISIBLE_DEVICES may hide it."
+        yield Finding("GPU", "wrong", "there is a driver, and torch finds none", todo)
+
+
+def _port(port: int) -> Finding:
+    """Whether a head may listen where the documentation has it listen."""
+    with socket.socket() as listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            listener.bind(("0.0.0.0", port))
+        except OSError as error:
+            todo = "A head here needs another: --head.listen HOST:PORT. Workers do not mind."
+            return Finding("port", "doubtful", f"{port} cannot be listened on: {error.strerror}", todo)
+    return Finding("port", "fine", f"{port} is free for a head")
 
 
 def _judged(about: str, is_fine: bool, said: str, otherwise: Verdict, todo: str) -> Finding:
@@ -89,6 +132,9 @@ def _judged(about: str, is_fine: bool, said: str, otherwise: Verdict, todo: str)
 
 def _packages(version_of: Callable[[str], str]) -> Iterator[Finding]:
     yield Finding("python", "fine", sys.version.split()[0])
+    yield Finding(
+        "echo2", "fine", f"{__version__}, protocol {PROTOCOL_VERSION}; head, learner and workers must be alike"
+    )
     try:
         torch = version_of("torch")
     except PackageNotFoundError:
