@@ -12,10 +12,18 @@ import pytest
 
 from echo2.runtime.head.metric_copies import TABLE_STEPS, WandbSink
 from echo2.runtime.head.metrics import Metrics
-from echo2.runtime.head.rollout_log import COLUMN_CHARS_MAX, COLUMNS_MAX, LOGGED_GROUPS, LOGGED_TOKENS, RolloutLog
+from echo2.runtime.head.rollout_log import (
+    COLUMN_CHARS_MAX,
+    COLUMNS_MAX,
+    KEPT_EVERY,
+    KEPT_STEPS,
+    LOGGED_GROUPS,
+    LOGGED_TOKENS,
+    RolloutLog,
+)
 from echo2.runtime.head.rollout_tables import COLUMNS, TABLE_ROWS, TEXT_CHARS, rollout_rows
 from echo2.types import LOGGED_ROLLOUTS, Message, Task
-from echo2.views.rollouts import read_groups
+from echo2.views.rollouts import names, read_groups
 from learner_cases import group, random_group, rollout
 
 TASK = Task(0, "53=")
@@ -42,6 +50,17 @@ def test_a_step_that_is_fed_anew_begins_its_file_anew(tmp_path: Path) -> None:
         assert log.claim(step)
         log.write(f"step_{step}", random_group(random.Random(number), number), TASK)
     assert logged(tmp_path / "step_1.jsonl") == [2]
+
+
+def test_of_a_long_run_the_newest_steps_stay_and_a_few_of_the_others(tmp_path: Path) -> None:
+    log, num_steps, made = RolloutLog(tmp_path, "grpo"), 3 * KEPT_STEPS, random_group(random.Random(0), 0)
+    for step in range(1, num_steps + 1):
+        assert log.claim(step)
+        log.write(f"step_{step}", made, TASK)
+    log.write("eval_1", made, TASK)
+    newest = range(num_steps - KEPT_STEPS + 1, num_steps + 1)
+    few = range(KEPT_EVERY, newest[0], KEPT_EVERY)
+    assert set(names(tmp_path)) == {f"step_{step}" for step in (*few, *newest)} | {"eval_1"}
 
 
 def test_a_training_groups_tokens_come_with_what_a_reader_asks_of_each(tmp_path: Path) -> None:

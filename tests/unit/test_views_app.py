@@ -13,7 +13,7 @@ from starlette.testclient import TestClient
 import view_cases
 from echo2.rundir import RunDir
 from echo2.views import rollouts
-from echo2.views.app import FILES, Dashboard
+from echo2.views.app import FILES, GROUPS_SHOWN, Dashboard
 from echo2.views.page_data import POINTS_MAX, chart_data, cost_data, run_data
 from echo2.views.run_view import RunView
 from echo2.views.watch import Watch
@@ -103,6 +103,12 @@ def test_rollouts_come_file_by_file_with_their_words_as_they_are(browser: TestCl
     with (rundir.rollouts / "step_30.jsonl").open("a") as file:
         file.write('{"group": 7, "promp')  # a head was killed there
     assert browser.get("/rollouts?run=0&name=step_30").json() == groups
+
+
+def test_of_a_large_file_the_first_groups_come(browser: TestClient, rundir: RunDir) -> None:
+    line = (rundir.rollouts / "step_30.jsonl").read_text().splitlines()[0]
+    (rundir.rollouts / "eval_30.jsonl").write_text(f"{line}\n" * (GROUPS_SHOWN + 9))
+    assert len(browser.get("/rollouts?run=0&name=eval_30").json()) == GROUPS_SHOWN
 
 
 @pytest.mark.parametrize(

@@ -32,6 +32,8 @@ HEADERS = {
     "Cache-Control": "no-store",
 }
 TYPES = {"html": "text/html", "js": "text/javascript", "css": "text/css", "svg": "image/svg+xml"}
+#: Of a file of rollouts; a held-out set may have thousands, which no page draws in time.
+GROUPS_SHOWN = 200
 FILES = ("page.js", "rollouts.js", "charts.js", "page.css", "icon.svg", "uPlot.iife.min.js", "uPlot.min.css")
 REFUSED = "Open the address that the command printed: it has the token that this page asks for.\n"
 
@@ -106,11 +108,11 @@ class Dashboard:
         return Response(prometheus.exposition(views), media_type=prometheus.MEDIA_TYPE)
 
     async def _rollouts(self, request: Request) -> Response:
-        """Without `name`: which files of rollouts there are; else the groups in one."""
+        """Without `name`: which files of rollouts there are; else the first groups in one."""
         folder, name = self._rundir(request).rollouts, request.query_params.get("name")
         if name is None:
             return _json(await asyncio.to_thread(rollouts.names, folder))
-        return _json(await asyncio.to_thread(rollouts.read_groups, folder, name))
+        return _json(await asyncio.to_thread(rollouts.read_groups, folder, name, GROUPS_SHOWN))
 
     async def _task(self, request: Request) -> Response:
         name, number = request.query_params.get("name", ""), _number(request, "group")

@@ -20,6 +20,8 @@ log = logging.getLogger(__name__)
 LOGGED_GROUPS = 4
 #: Tokens of a step that are written one by one, each rollout's first ones in equal shares: some 250 KB.
 LOGGED_TOKENS = 16_384
+#: Files of steps that stay; of older ones, one in so many.
+KEPT_STEPS, KEPT_EVERY = 400, 20
 #: Columns of a task that are written, and characters of each.
 COLUMNS_MAX, COLUMN_CHARS_MAX = 16, 500
 
@@ -35,15 +37,19 @@ class RolloutLog:
         self._step, self._claimed = -1, 0
 
     def claim(self, step: int) -> bool:
-        """Whether a group that is fed for the step is to be written. The first begins the step's file anew."""
+        """Whether a group that is fed for the step is to be written. The first begins the step's file anew, and ends
+        that of a step long ago.
+        """
         if step != self._step:
             self._step, self._claimed = step, 0
             self.begin(f"step_{step}")
+            if (step - KEPT_STEPS) % KEPT_EVERY:
+                self.begin(f"step_{step - KEPT_STEPS}")
         self._claimed += 1
         return self._claimed <= LOGGED_GROUPS
 
     def begin(self, name: str) -> None:
-        """Begin this file anew: what is in it was done over."""
+        """Remove this file, if it is there: what is in it was done over, or is old."""
         try:
             self._path(name).unlink(missing_ok=True)
         except OSError as error:

@@ -28,6 +28,7 @@ function choose(select, values, keep) {
   select.value = [...select.options].some((option) => option.value === before) ? before : select.options[0]?.value ?? "";
 }
 
+const GROUPS_SHOWN = 200; // of a file, by the server
 const LEGENDS = {
   logprob: "The redder a token, the less likely it was: logprobs of 0, -0.5, -1.5, -3 and -5 begin the shades. Grey italics: written by the environment, not trained on.",
   advantage: "Green: better than its group, red: worse. Each token of a rollout has its rollout's advantage.",
@@ -123,6 +124,7 @@ export class Rollouts {
       const rollouts = group.rollouts.filter((each) => !(each.reward < from) && !(each.reward > to));
       if (rollouts.length) found.push(this.group(name, group, rollouts));
     }
+    if (this.groups.length >= GROUPS_SHOWN && !this.history) found.push(make("p", `These are of the file's first ${GROUPS_SHOWN} groups; the run directory has all.`, "about"));
     at("groups").replaceChildren(...(found.length ? found : [make("p", "No rollout is like that.")]));
   }
 
