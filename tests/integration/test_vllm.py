@@ -56,6 +56,19 @@ def long_requests(count: int, max_tokens: int = 200) -> list[SampleRequest]:
     return [SampleRequest(prompt, 7, sample, SamplingParams(max_tokens=max_tokens)) for sample in range(count)]
 
 
+async def sampled(engine: ServerEngine, is_over: Callable[[list[Any]], bool]) -> list[Any]:
+    """Long requests of many lengths, each submitted again whenever it ends: however fast the machine, some are under
+    way until it is over."""
+    found: list[Any] = []
+
+    async def again_and_again(request: SampleRequest) -> None:
+        while not is_over(found):
+            found.extend(await asyncio.gather(engine.submit(request), return_exceptions=True))
+
+    await asyncio.gather(*(again_and_again(long_requests(1, 500 + 50 * number)[0]) for number in range(8)))
+    return found
+
+
 @pytest.mark.parametrize(
     "params", [{"temperature": 0.7, "top_k": 9, "top_p": 0.8}, {"top_p": 0.7}, {}, {"temperature": 0.0}]
 )
@@ -111,11 +124,12 @@ def test_each_token_has_the_version_of_the_weights_that_drew_it(engine: ServerEn
     load(engine, snapshot_of(modules[0], 0))
 
     async def swap() -> list[Any]:
-        running = [engine.submit(one) for one in long_requests(8, max_tokens=900)]
+        is_updated = asyncio.Event()
+        running = asyncio.ensure_future(sampled(engine, lambda _: is_updated.is_set()))
         await engine.submit(requests(0)[0])  # it began after them, so they are under way
-        pause_seconds = await engine.update_weights(snapshot_of(modules[1], 1))
-        assert pause_seconds > 0
-        return await asyncio.gather(*running)
+        assert await engine.update_weights(snapshot_of(modules[1], 1)) > 0
+        is_updated.set()
+        return await running
 
     found = asyncio.run(swap())
     spans = [completion.version_spans for completion in found]
@@ -184,11 +198,12 @@ def test_a_server_that_dies_or_hangs_comes_back_with_its_weights(
     before = run(engine, requests(0, temperature=0.0))
 
     async def strike() -> list[Any]:
-        running = [engine.submit(one) for one in long_requests(8, 240)]
-        await asyncio.sleep(0.1)
-        pids = server_processes(engine)
-        os.kill(pids[which == "EngineCore"], number)
-        return await asyncio.gather(*running, return_exceptions=True)
+        running = asyncio.ensure_future(
+            sampled(engine, lambda found: any(not isinstance(one, Completion) for one in found))
+        )
+        await engine.submit(requests(1)[0])  # it began after them, so they are under way
+        os.kill(server_processes(engine)[which == "EngineCore"], number)
+        return await running
 
     failed = [one for one in asyncio.run(strike()) if not isinstance(one, Completion)]
     assert failed
