@@ -118,8 +118,8 @@ def test_the_most_likely_tokens_come_back(engine: ServerEngine) -> None:
 
 def test_each_token_has_the_version_of_the_weights_that_drew_it(engine: ServerEngine) -> None:
     """Weights come while requests run, and every token is scored under the weights that its span names. Keys and values
-    read under older weights stay in the cache, as they do in the engines in the worker: so scores are compared with
-    those of the other version, not bit by bit."""
+    read under older weights stay in the cache, as they do in the engines in the worker: so scores of what comes after
+    the swap are compared with those of the other version, and the older its context, the closer they are."""
     modules = [tiny_module("qwen3", seed, **SIZES) for seed in (0, 1)]
     load(engine, snapshot_of(modules[0], 0))
 
@@ -134,7 +134,7 @@ def test_each_token_has_the_version_of_the_weights_that_drew_it(engine: ServerEn
     found = asyncio.run(swap())
     spans = [completion.version_spans for completion in found]
     assert any(len(one) == 2 for one in spans), spans
-    likelier = total = 0
+    num_likelier = num_after = 0
     for completion in found:
         starts = [*completion.version_spans, (len(completion.tokens), None)]
         tokens = [5, 9, 11, *completion.tokens]
@@ -145,8 +145,11 @@ def test_each_token_has_the_version_of_the_weights_that_drew_it(engine: ServerEn
                 own, other = (
                     abs(float(scores[v][t + 2, tokens[t + 3]]) - completion.logprobs[t]) for v in (version, 1 - version)
                 )
-                likelier, total = likelier + (own < other), total + 1
-    assert likelier / total > 0.8
+                if start:
+                    num_likelier, num_after = num_likelier + (own < other), num_after + 1
+                else:
+                    assert own < 1e-3
+    assert num_likelier / num_after > 0.6
     fresh = run(engine, requests(2))
     scores = hf_logits(modules[1], [*requests(2)[0].prompt_tokens, *fresh[0].tokens]).log_softmax(-1)
     wanted = [float(scores[4 + t, token]) for t, token in enumerate(fresh[0].tokens)]
