@@ -105,6 +105,15 @@ def test_rollouts_come_file_by_file_with_their_words_as_they_are(browser: TestCl
     assert browser.get("/rollouts?run=0&name=step_30").json() == groups
 
 
+def test_what_is_sent_is_compressed(browser: TestClient) -> None:
+    for path in ("/page.js", "/uPlot.iife.min.js", "/rollouts?run=0&name=step_30"):
+        plain = browser.get(path, headers={"Accept-Encoding": "identity"})
+        packed = browser.get(path, headers={"Accept-Encoding": "gzip"})
+        assert packed.content == plain.content
+        assert int(packed.headers["Content-Length"]) < 0.5 * len(plain.content)
+        assert "Content-Encoding" not in plain.headers
+
+
 def test_of_a_large_file_the_first_groups_come(browser: TestClient, rundir: RunDir) -> None:
     line = (rundir.rollouts / "step_30.jsonl").read_text().splitlines()[0]
     (rundir.rollouts / "eval_30.jsonl").write_text(f"{line}\n" * (GROUPS_SHOWN + 9))

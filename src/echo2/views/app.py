@@ -11,6 +11,8 @@ from typing import Any
 
 import msgspec
 from starlette.applications import Starlette
+from starlette.middleware import Middleware
+from starlette.middleware.gzip import GZipMiddleware
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, RedirectResponse, Response, StreamingResponse
 from starlette.routing import Route
@@ -84,7 +86,10 @@ class Dashboard:
         routes.append(("/metrics", self._metrics))
         routes += [(f"/{name}", self._file) for name in FILES]
         guard = TokenGuard(token)
-        self.app = Starlette(routes=[Route(path, guard(handler)) for path, handler in routes])
+        self.app = Starlette(
+            routes=[Route(path, guard(handler)) for path, handler in routes],
+            middleware=[Middleware(GZipMiddleware, compresslevel=6)],  # not of events, which would wait to fill a block
+        )
 
     def stop(self) -> None:
         """Let the open pages go."""
