@@ -63,7 +63,7 @@ def test_a_wait_is_told_by_what_the_last_group_went_through() -> None:
     group = story.delivers(13.0)
     story.at(20.0, ev.GroupScored(group))
     assert story.planner.step_ended
-    assert story.waits == {"replaced": 3.0, "sampling": 10.0, "rewards": 7.0}
+    assert story.waits == {"lease": 3.0, "sampling": 10.0, "rewards": 7.0}
 
 
 def test_a_lease_that_brought_nothing_is_told_apart() -> None:
@@ -147,7 +147,16 @@ def test_the_seconds_always_add_up_to_the_wait(groups: list[tuple[float, float, 
     since = data.draw(st.floats(-1e6, 1e6)) if data is not None else 0.0
     now = since + (data.draw(st.floats(0, 1e6)) if data is not None else 3.0)
     records = [
-        PlannedGroup(number, 7, attempts=tries, issued_at=a, leased_at=b, delivered_at=c, ready_at=d)
+        PlannedGroup(
+            number,
+            7,
+            "retired" if number and tries == 5 else "fed",
+            attempts=tries,
+            issued_at=a,
+            leased_at=b,
+            delivered_at=c,
+            ready_at=d,
+        )
         for number, (a, b, c, d, tries) in enumerate(groups)
     ]
     wait = learner_wait(7, records, since, now)

@@ -6,6 +6,7 @@ That group is the step's critical path: had any other come sooner, the learner w
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -37,11 +38,18 @@ class LearnerWait:
 
 
 def learner_wait(step: int, records: Iterable[PlannedGroup], since: float, now: float) -> LearnerWait:
-    """Of a step whose last group is fed `now`, and that the learner wanted `since` then. `records`: what it was fed."""
-    last = max(records, key=lambda record: (record.ready_at, record.number))
+    """Of a step whose last group is fed `now`, and that the learner wanted `since` then. `records`: all of the step.
+
+    A group is issued as it is leased, so the time before that is a wait for a worker, unless another of the step went
+    on meanwhile and was retired.
+    """
+    records = list(records)
+    last = max((one for one in records if one.state != "retired"), key=lambda record: (record.ready_at, record.number))
+    retired = [one for one in records if one.state == "retired"]
+    replaced_at = max((max(one.leased_at, one.delivered_at, one.ready_at) for one in retired), default=-math.inf)
     before_lease = "lost" if last.attempts else "lease"
     causes = ("replaced", before_lease, "sampling", "rewards", "held")
-    came = (last.issued_at, last.leased_at, last.delivered_at, last.ready_at, now)
+    came = (min(replaced_at, last.issued_at), last.leased_at, last.delivered_at, last.ready_at, now)
     marks = itertools.accumulate((min(at, now) for at in came), max, initial=since)
     found = {cause: end - start for cause, (start, end) in zip(causes, itertools.pairwise(marks), strict=True)}
     return LearnerWait(step, last.worker_id, dict.fromkeys(CAUSES, 0.0) | found)

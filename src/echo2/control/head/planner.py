@@ -347,7 +347,7 @@ class Planner(PlannerState):
             results.release(self, self.train_group(record.number), "its step has all its groups")
         since = now if self.wanted_since is None else self.wanted_since
         self.step_ended, self.wanted_since = True, None
-        self.gauge.step_fed(learner_wait(step, live, since, now), now)
+        self.gauge.step_fed(learner_wait(step, self.groups.of_step(step), since, now), now)
         last = self.groups.highest_number(step)
         cursor = self.groups.next_number if last is None else last + 1
         self.emit(do.EndStep, "every group of the step is fed", step=step, num_groups=len(live), cursor=cursor)
