@@ -18,7 +18,7 @@ CAUSES: Mapping[str, str] = MappingProxyType(
     {
         "replaced": "groups that were retired and replaced",
         "lost": "leases that brought nothing",
-        "lease": "a worker with a free slot and the weights",
+        "lease": "a free worker with the weights",
         "sampling": "workers that sample",
         "rewards": "your reward function",
         "held": "checks of how tokens were drawn, or room on the disk",
