@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import signal
 import sys
 from collections.abc import Callable, Iterable, Sequence
@@ -380,6 +381,7 @@ def _learner(options: argparse.Namespace) -> int:
 
 
 def _worker(options: argparse.Namespace) -> int:
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is there; docs/operations.md
     from echo2.runtime.worker.process import WorkerOptions, run_worker
     from echo2.transport.tickets import Ticket
 

@@ -251,3 +251,15 @@ def test_slots_that_no_worker_can_have_are_refused(capsys: pytest.CaptureFixture
     assert slots in said
     assert "0 to 65536" in said
     assert build_parser().parse_args(["worker", "TICKET", "--slots", "65536"]).slots == 65536
+
+
+@pytest.mark.parametrize(("given", "expected"), [("", "1"), ("6", "6")])
+def test_a_worker_takes_one_thread_unless_it_is_told_otherwise(
+    given: str, expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Beside other work, threads that wait for each other make it many times slower (docs/log.md, 24 November)."""
+    monkeypatch.setenv("OMP_NUM_THREADS", given)
+    if not given:
+        monkeypatch.delenv("OMP_NUM_THREADS")
+    assert main(["worker", "no ticket"]) == 2
+    assert os.environ["OMP_NUM_THREADS"] == expected
