@@ -259,3 +259,26 @@ def test_random_worlds_with_liars(seed: int) -> None:
     for name in liars:
         assert (num_found[name] == 0) == (not desk.planner.trust.of(f"ticket-{name}").is_quarantined), (seed, name)
         assert num_found[name] < 2 or desk.planner.fleet.get(name) is None, (seed, name)
+
+
+@pytest.mark.parametrize("versions", [(1, 1), (0, 1)])
+def test_a_version_that_was_never_published_is_not_trained_where_a_stranger_names_it(versions: tuple[int, int]) -> None:
+    """Nobody can read such a group again: who names one would escape every check."""
+    desk = desk_with("s", groups_per_step=4, max_staleness=2, publish_every=2)
+    for _ in range(2):
+        brings(desk, "own")
+    for _ in range(2):
+        for asked in of(do.CheckGroup, brings(desk, "s")):
+            answers(desk, asked)
+    desk.train(0)
+    desk.tell(ev.GroupsWanted(1))
+    assert list(desk.planner.published) == [0]
+    lease_id = desk.planner.leases.of_worker("s")[0]
+    oldest, newest = versions
+    commands = desk.deliver(lease_id, oldest_version=oldest, newest_version=newest)
+    (retired,) = of(do.RetireGroup, commands)
+    assert (retired.why, "nobody can check" in retired.reason) == (UNTRUSTED, True)
+    assert not of(do.ScoreGroup, commands)
+    assert desk.planner.standings.rests.get("ticket-s") is not None
+    own = desk.planner.leases.of_worker("own")[0]
+    assert of(do.ScoreGroup, desk.deliver(own, oldest_version=oldest, newest_version=newest))

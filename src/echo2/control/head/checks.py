@@ -39,8 +39,10 @@ MISSED_MAX = 8
 UNTRUSTED = "untrusted"
 
 
-def delivered(state: PlannerState, record: PlannedGroup, worker: Worker | None) -> None:
-    """A result was accepted: draw whether it is checked, and hold it if its ticket is not trusted yet."""
+def delivered(state: PlannerState, record: PlannedGroup, worker: Worker | None, newest_version: int) -> None:
+    """A result was accepted: draw whether it is checked, and hold it if its ticket is not trusted yet. One that names
+    a version which is not published can't be read again by anybody, and is not trained.
+    """
     secret = state.options.check_seed
     if worker is None or worker.is_own or secret is None or state.options.deterministic:
         return
@@ -48,10 +50,16 @@ def delivered(state: PlannerState, record: PlannedGroup, worker: Worker | None) 
     if worker.ticket != UNKNOWN:
         trust = replace(trust, num_groups=trust.num_groups + 1)
         state.trust.put(worker.ticket, trust)
-    ref = state.published.get(record.oldest_version or 0)
+    oldest_version = record.oldest_version or 0
+    if not {oldest_version, newest_version} <= state.published.keys():
+        told = f"versions {oldest_version} to {newest_version}, not all of which are published"
+        _retire(state, record, f"{worker.worker_id} names {told}: nobody can check this group")
+        state.standings.rest(worker.ticket, state.now + state.options.lease_seconds)
+        return
+    ref = state.published[oldest_version]
     is_drawn = trust.is_new or trust.is_quarantined or state.conducts.is_odd(worker.worker_id)
     is_drawn |= mix(mix(secret) ^ record.number) < CHECK_SHARE * 2.0**64
-    if not is_drawn or ref is None or len(state.trust.open) >= OPEN_MAX or not any(_checkers(state)):
+    if not is_drawn or len(state.trust.open) >= OPEN_MAX or not any(_checkers(state)):
         if trust.is_quarantined:
             _retire(state, record, f"ticket {worker.ticket} is in quarantine, and nobody can check this group")
             state.standings.rest(worker.ticket, state.now + state.options.lease_seconds)
