@@ -179,7 +179,7 @@ def delivered_group(message: wire.Delivery) -> GroupRef:
 
 
 def decode_delivery(message: wire.Delivery, lease: Lease, prompt_tokens: array[int], worker_id: str) -> RolloutGroup:
-    """A group from a stranger: its samples are the stranger's, as many as leased, all else is the head's. Without texts
+    """A group from a worker: its samples are the worker's, as many as leased, all else is the head's. Without texts
     and rewards.
 
     Raises:

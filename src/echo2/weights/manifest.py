@@ -205,7 +205,7 @@ class Manifest:
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Manifest:
-        """Read a manifest that a stranger sent.
+        """Read a manifest that another process sent.
 
         Raises:
             PeerError: "malformed", for anything that is not the `text` of a valid manifest.

@@ -28,7 +28,7 @@ class PayloadUnwanted(FetcherEvent):
 
 
 class RoutesSet(FetcherEvent):
-    """The origin says where to take each stripe from. `sources` as in `broadcast_commands`; may come before
+    """The origin says where to take each share from. `sources` as in `origin_commands`; may come before
     `PayloadWanted`."""
 
     payload: PayloadId
@@ -50,7 +50,7 @@ class SourceAlive(FetcherEvent):
 
 
 class RequestFailed(FetcherEvent):
-    """The request to a source ended before all its chunks came. `reason`: one of `broadcast_events.SOURCE_FAILURES`."""
+    """The request to a source ended before all its chunks came. `reason`: one of `origin_events.SOURCE_FAILURES`."""
 
     source: str
     reason: str

@@ -1,4 +1,4 @@
-"""What can happen to a broadcast, as its machine at the origin (`broadcast.Broadcast`) is told: facts, in the past.
+"""What can happen to a broadcast, as its machine at the origin (`origin.Broadcast`) is told: facts, in the past.
 
 Rates are in bytes per second of payload; None where nothing was measured yet.
 """

@@ -1,12 +1,12 @@
 """The staleness rule, in one place. Source: ECHO-2 sections 3.2 and 4.1; `docs/staleness.md` derives it.
 
 Symbols: t = the step that a group is bound to when it is issued (it trains version t into t + 1), x = the policy
-version of its
-*oldest* token, S = max_staleness, kappa = publish_every. The rule:  t - x <= S.
+version of its *oldest* token, S = max_staleness, kappa = publish_every. The rule:  t - x <= S.
 
-It is enforced twice. By *pacing at admission*: a group is bound to its step before it is sampled, and leased only to
+It is kept by *pacing at admission*: a group is bound to its step before it is sampled, and leased only to
 a worker whose installed version v satisfies t - v <= S; installed versions only grow within a lineage, so every token
-gets x >= v and the rule holds however long the group then queues. And again by a *check at consumption*. A count of
+gets x >= v and the rule holds however long the group then queues. It is checked when a result comes, when a group is
+fed, and by the learner. A count of
 groups in flight alone would not bound the age of one straggler; the binding does, because the straggler's step waits
 for it.
 """

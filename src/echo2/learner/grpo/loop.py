@@ -8,7 +8,8 @@ Four orders must hold:
    while the groups of the next step come in, and the weights wait for it. A stop leaves one, whenever it comes;
 3. a snapshot is read from the weights themselves, in the background while the next step's gradients are made: the
    update waits until the last of it is encoded (but not sent);
-4. what was fed is checked again (staleness, order, size) before it is trained on; what can't be is left out and named.
+4. what was fed is checked again before it is trained on: too old or out of order is our bug and ends the learner; what
+   can't be trained on is left out and named.
 
 Torch works in this thread; the network lives in `session.HeadSession`'s.
 """

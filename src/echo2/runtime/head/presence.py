@@ -1,4 +1,4 @@
-"""What the head holds in memory of who is connected and of what is being judged."""
+"""What the head holds in memory of who is connected."""
 
 from __future__ import annotations
 
