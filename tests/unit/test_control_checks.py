@@ -261,8 +261,10 @@ def test_random_worlds_with_liars(seed: int) -> None:
         assert num_found[name] < 2 or desk.planner.fleet.get(name) is None, (seed, name)
 
 
-@pytest.mark.parametrize("versions", [(1, 1), (0, 1)])
-def test_a_version_that_was_never_published_is_not_trained_where_a_stranger_names_it(versions: tuple[int, int]) -> None:
+@pytest.mark.parametrize("versions", [(1, 1, 1), (0, 1, 1), (0, 0, 2)])
+def test_weights_that_were_never_published_are_not_trained_on_where_a_stranger_names_them(
+    versions: tuple[int, int, int],
+) -> None:
     """Nobody can read such a group again: who names one would escape every check."""
     desk = desk_with("s", groups_per_step=4, max_staleness=2, publish_every=2)
     for _ in range(2):
@@ -274,11 +276,11 @@ def test_a_version_that_was_never_published_is_not_trained_where_a_stranger_name
     desk.tell(ev.GroupsWanted(1))
     assert list(desk.planner.published) == [0]
     lease_id = desk.planner.leases.of_worker("s")[0]
-    oldest, newest = versions
-    commands = desk.deliver(lease_id, oldest_version=oldest, newest_version=newest)
+    named = dict(zip(("oldest_version", "newest_version", "lineage"), versions, strict=True))
+    commands = desk.deliver(lease_id, **named)
     (retired,) = of(do.RetireGroup, commands)
     assert (retired.why, "nobody can check" in retired.reason) == (UNTRUSTED, True)
     assert not of(do.ScoreGroup, commands)
     assert desk.planner.standings.rests.get("ticket-s") is not None
     own = desk.planner.leases.of_worker("own")[0]
-    assert of(do.ScoreGroup, desk.deliver(own, oldest_version=oldest, newest_version=newest))
+    assert of(do.ScoreGroup, desk.deliver(own, **named))
