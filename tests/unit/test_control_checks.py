@@ -259,28 +259,3 @@ def test_random_worlds_with_liars(seed: int) -> None:
     for name in liars:
         assert (num_found[name] == 0) == (not desk.planner.trust.of(f"ticket-{name}").is_quarantined), (seed, name)
         assert num_found[name] < 2 or desk.planner.fleet.get(name) is None, (seed, name)
-
-
-@pytest.mark.parametrize("versions", [(1, 1, 1), (0, 1, 1), (0, 0, 2)])
-def test_weights_that_were_never_published_are_not_trained_on_where_a_stranger_names_them(
-    versions: tuple[int, int, int],
-) -> None:
-    """Nobody can read such a group again: who names one would escape every check."""
-    desk = desk_with("s", groups_per_step=4, max_staleness=2, publish_every=2)
-    for _ in range(2):
-        brings(desk, "own")
-    for _ in range(2):
-        for asked in of(do.CheckGroup, brings(desk, "s")):
-            answers(desk, asked)
-    desk.train(0)
-    desk.tell(ev.GroupsWanted(1))
-    assert list(desk.planner.published) == [0]
-    lease_id = desk.planner.leases.of_worker("s")[0]
-    named = dict(zip(("oldest_version", "newest_version", "lineage"), versions, strict=True))
-    commands = desk.deliver(lease_id, **named)
-    (retired,) = of(do.RetireGroup, commands)
-    assert (retired.why, "nobody can check" in retired.reason) == (UNTRUSTED, True)
-    assert not of(do.ScoreGroup, commands)
-    assert desk.planner.standings.rests.get("ticket-s") is not None
-    own = desk.planner.leases.of_worker("own")[0]
-    assert of(do.ScoreGroup, desk.deliver(own, **named))

@@ -377,6 +377,5 @@ class SimWorker(Actor):
             newest_version=sampling.newest.version,
             num_tokens=self.scenario.tokens_per_group,
             rollouts=SampledBatch(data, len(numbers)),
-            lineage=started.lineage,
         )
         self.tell(rel.GroupProduced(event.lease_id, result))

@@ -39,10 +39,8 @@ MISSED_MAX = 8
 UNTRUSTED = "untrusted"
 
 
-def delivered(state: PlannerState, record: PlannedGroup, worker: Worker | None, event: ev.GroupDelivered) -> None:
-    """A result was accepted: draw whether it is checked, and hold it if its ticket is not trusted yet. One that names
-    weights which are not published can't be read again by anybody, and is not trained.
-    """
+def delivered(state: PlannerState, record: PlannedGroup, worker: Worker | None) -> None:
+    """A result was accepted: draw whether it is checked, and hold it if its ticket is not trusted yet."""
     secret = state.options.check_seed
     if worker is None or worker.is_own or secret is None or state.options.deterministic:
         return
@@ -50,22 +48,17 @@ def delivered(state: PlannerState, record: PlannedGroup, worker: Worker | None, 
     if worker.ticket != UNKNOWN:
         trust = replace(trust, num_groups=trust.num_groups + 1)
         state.trust.put(worker.ticket, trust)
-    oldest, newest = (state.published.get(version) for version in (event.oldest_version, event.newest_version))
-    if oldest is None or newest is None or {oldest.lineage, newest.lineage} != {event.lineage}:
-        named = f"versions {event.oldest_version} to {event.newest_version} of lineage {event.lineage}"
-        _retire(state, record, f"{worker.worker_id} names {named}, not all of which are published: nobody can check it")
-        state.standings.rest(worker.ticket, state.now + state.options.lease_seconds)
-        return
+    ref = state.published.get(record.oldest_version or 0)
     is_drawn = trust.is_new or trust.is_quarantined or state.conducts.is_odd(worker.worker_id)
     is_drawn |= mix(mix(secret) ^ record.number) < CHECK_SHARE * 2.0**64
-    if not is_drawn or len(state.trust.open) >= OPEN_MAX or not any(_checkers(state)):
+    if not is_drawn or ref is None or len(state.trust.open) >= OPEN_MAX or not any(_checkers(state)):
         if trust.is_quarantined:
             _retire(state, record, f"ticket {worker.ticket} is in quarantine, and nobody can check this group")
             state.standings.rest(worker.ticket, state.now + state.options.lease_seconds)
         return
     until = state.now + OVERDUE_LEASES * state.options.lease_seconds
     holds = trust.is_quarantined or (trust.is_new and trust.num_missed < MISSED_MAX)
-    check = OpenCheck(record.number, worker.worker_id, worker.ticket, oldest, until, holds, worker.draws)
+    check = OpenCheck(record.number, worker.worker_id, worker.ticket, ref, until, holds, worker.draws)
     state.trust.open[record.number] = check
     if holds:
         state.groups.hold(record)

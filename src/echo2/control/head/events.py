@@ -184,7 +184,7 @@ class WorkerLeft(PlannerEvent):
 
 class GroupDelivered(PlannerEvent):
     """A well-formed result came in. `seconds`: what sampling it took. `rollouts` go on with `AcceptDelivery` and
-    `ScoreGroup`. `lineage`: of the weights, as the worker says.
+    `ScoreGroup`.
     """
 
     worker_id: str
@@ -196,7 +196,6 @@ class GroupDelivered(PlannerEvent):
     num_tokens: int
     seconds: float = 0.0
     rollouts: Attachment | None = field(default=None, compare=False)
-    lineage: int = 1
 
 
 class DeliveryMalformed(PlannerEvent):

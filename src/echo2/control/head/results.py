@@ -89,7 +89,7 @@ def delivered(state: PlannerState, event: ev.GroupDelivered, now: float) -> None
         state.groups.move(record, "delivered")
         if not state.options.deterministic:  # there the others keep their batch's shape
             take_back(state, state.leases.of_group(event.group), "another result came first", "superseded")
-        checks.delivered(state, record, worker, event)
+        checks.delivered(state, record, worker)
         if record.state == "retired":
             return
     state.emit(do.ScoreGroup, "all its rollouts are in", group=event.group, rollouts=event.rollouts)

@@ -75,7 +75,6 @@ async def read_delivery(head: Head, worker_id: str, lease: Lease, delivery: wire
         num_tokens=group.num_tokens,
         seconds=group.generate_seconds,
         rollouts=Attachment(stored, group),
-        lineage=group.lineage,
     )
 
 
