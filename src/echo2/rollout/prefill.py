@@ -23,8 +23,6 @@ BATCH_TOKENS = 1 << 12
 TIE_NATS = {32: 1e-3, 16: 0.25}
 """Tokens whose logits are this close may be in either order in a support, by bits of the numbers computed with."""
 
-Supports = tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]
-
 
 def sequence_of(request: PrefillRequest) -> array[int]:
     """What the policy reads."""
