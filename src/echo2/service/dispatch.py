@@ -70,8 +70,9 @@ class Dispatcher:
         )
         if again:
             return str(again.id)
-        is_full = kind != "sample" and self._order(target).num_held >= HELD_MAX
-        if is_full or self._num_open.get(caller.tenant, 0) >= OPEN_MAX:
+        if kind != "sample" and self._order(target).num_held >= HELD_MAX:
+            raise PeerError("rate", f"{HELD_MAX} requests of this model wait for an earlier one: send that one first.")
+        if self._num_open.get(caller.tenant, 0) >= OPEN_MAX:
             raise PeerError("rate", f"{OPEN_MAX} requests are open; wait for some of them.")
         self._bills.check(caller.tenant)
         request = "req_" + secrets.token_hex(16)
