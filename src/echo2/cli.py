@@ -79,7 +79,7 @@ def build_parser() -> argparse.ArgumentParser:
     """All commands with their flags."""
     parser = argparse.ArgumentParser(
         prog="echo2",
-        description="Reinforcement learning for language models: one learner, kept busy by cheap machines anywhere.",
+        description="Reinforcement learning for language models: one learner, rollout workers on machines anywhere.",
     )
     parser.add_argument("--version", action="version", version=f"echo2 {__version__}")
     add = partial(_add, parser.add_subparsers(title="commands", required=True, metavar="COMMAND"))
@@ -112,7 +112,7 @@ def _add(
     if directory:
         parser.add_argument("directory", type=Path, metavar="DIR", help=directory)
     if has_json:
-        parser.add_argument("--json", action="store_true")
+        parser.add_argument("--json", action="store_true", help="print JSON")
     if takes_settings:
         for section, key, *_ in config.all_fields():
             parser.add_argument(f"--{section}.{key}", default=argparse.SUPPRESS, help=argparse.SUPPRESS)
@@ -120,7 +120,7 @@ def _add(
 
 
 def _add_run(add: Add) -> None:
-    text = "Train: start head, learner and workers on this machine and look after them."
+    text = "Train: start head, learner and workers on this machine, and restart those that die."
     parser = add("run", text, _run, takes_settings=True, has_json=True)
     parser.set_defaults(interrupted="interrupted; continue the run with --resume")
     parser.epilog = settings_help()
@@ -129,67 +129,67 @@ def _add_run(add: Add) -> None:
     )
     parser.add_argument("--out", type=Path, help="run directory (default: outputs/<name of the file>)")
     parser.add_argument("--resume", action="store_true", help="continue the run in that directory")
-    parser.add_argument("--view", action="store_true", help="serve a page that shows the run, as `echo2 view` does")
-    parser.add_argument("--no-learner", action="store_true", help="start none: `echo2 learner --ticket` joins, or TRL")
+    parser.add_argument("--view", action="store_true", help="also serve the dashboard, as `echo2 view` does")
+    parser.add_argument("--no-learner", action="store_true", help="let a learner from elsewhere, or TRL, join")
     parser.add_argument(
-        "--dry-run", action="store_true", help="check everything, print the resolved configuration, start nothing"
+        "--dry-run", action="store_true", help="check the configuration and print it, but start nothing"
     )
     _add_from(parser)
 
 
 def _add_demo(add: Add) -> None:
-    text = "A model of 0.3 M parameters learns to sort digits on this machine: two minutes, no download."
+    text = "Train a model of 0.3 M parameters to sort digits, on this machine: two minutes, no download."
     parser = add("demo", text, _module("demo.command"), has_json=True)
     parser.set_defaults(interrupted="interrupted; continue the run with `echo2 run --resume`")
     parser.add_argument("--out", type=Path, metavar="DIR", help="run directory (default: outputs/demo-<time>)")
 
 
 def _add_from(parser: argparse.ArgumentParser) -> None:
-    text = 'a run whose measured times `publish_every = "auto"` is to follow (default with --resume: this run)'
+    text = 'run whose measured times `publish_every = "auto"` uses (default with --resume: this run)'
     parser.add_argument("--from", dest="like", type=Path, metavar="DIR", help=text)
 
 
 def _add_processes(add: Add) -> None:
-    parser = add("head", "Start the control plane of a run alone.", _head, takes_settings=True)
-    parser.epilog = "Give a run directory, or a configuration file (then --out, --resume and settings as for `run`)."
+    parser = add("head", "Start only the head (control plane) of a run.", _head, takes_settings=True)
+    parser.epilog = "Takes a run directory, or a configuration file with --out, --resume and settings as `echo2 run`."
     parser.add_argument("target", type=Path, metavar="DIR|CONFIG")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--resume", action="store_true")
     _add_from(parser)
-    text = "Start the learner of a run alone; it goes on from the newest checkpoint."
-    parser = add("learner", text, _learner, directory="the run directory (config.json, checkpoints/)")
-    parser.add_argument("--ticket", default="", help="learner ticket, when the head is on another machine")
-    _add_worker(add("worker", "Join a run with a ticket and make rollouts for it.", _worker))
+    text = "Start only the learner of a run, from its newest checkpoint."
+    parser = add("learner", text, _learner, directory="run directory (config.json, checkpoints/)")
+    parser.add_argument("--ticket", default="", help="the learner's ticket, if the head is on another machine")
+    _add_worker(add("worker", "Join a run with a ticket, and sample rollouts for it.", _worker))
 
 
 def _add_worker(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(interrupted="left the run; its leases go to other workers")
     flag = parser.add_argument
-    flag("ticket", metavar="TICKET", help="the ticket, or @FILE that holds it")
+    flag("ticket", metavar="TICKET", help="the ticket, or @FILE that contains it")
     engines = ["auto", *ENGINES]
-    flag("--engine", default="auto", choices=engines, help="what samples tokens (default: the run's engine)")
-    text = "Python of the environment that has the token server (default: $ECHO2_ENGINE_PYTHON, else this one)"
+    flag("--engine", default="auto", choices=engines, help="software that samples tokens (default: the run's engine)")
+    text = "Python that has vLLM installed (default: $ECHO2_ENGINE_PYTHON, or this Python)"
     flag("--engine-python", default="", metavar="PATH", help=text)
-    text = "a token server that runs already, on a disk in common with the worker, instead of one that it starts"
+    text = "use a running server, which shares the worker's disk, instead of starting one"
     flag("--engine-url", default="", metavar="URL", help=text)
-    text = 'more arguments for the token server, for example --engine-args="--max-model-len 8192"'
+    text = 'arguments for the server that is started, for example --engine-args="--max-model-len 8192"'
     flag("--engine-args", default="", metavar="ARGS", help=text)
     flag("--device", default="auto", help="cpu | cuda | cuda:0 ... | auto (a GPU if there is one)")
-    flag("--price-usd-per-hour", type=float, default=0.0, help="what this machine costs")
-    flag("--offer", default="", metavar="NAME", help="name of this machine, as the rent command of an offer got it")
-    flag("--slots", type=_num_slots, default=0, help="rollouts to decode at once at most (0: as the run asks)")
-    text = "directory or hub id of the model that the run's adapters are over (default: it is fetched from the run)"
+    flag("--price-usd-per-hour", type=float, default=0.0, help="price of this machine")
+    flag("--offer", default="", metavar="NAME", help="name that the rent command of an offer gave this machine")
+    flag("--slots", type=_num_slots, default=0, help="most rollouts to decode at once (0: as many as the run asks for)")
+    text = "directory or hub id of the base model of a LoRA run (default: fetch it from the run)"
     flag("--base", default="", metavar="MODEL", help=text)
-    text = "an environment installed here that the run may play"
+    text = "an environment installed on this machine that the run may use; may be repeated"
     flag("--allow-environment", dest="allow_environments", action="append", default=[], metavar="SPEC", help=text)
-    text = "where other workers reach this one (default: any free port)"
+    text = "where to listen for other workers that fetch weights (default: any free port)"
     flag("--listen", default="", metavar="HOST:PORT", help=text)
-    text = "where they dial it (default: where the head sees it)"
+    text = "address at which other workers reach this one (default: the one that the head sees)"
     flag("--advertise", default="", metavar="HOST[:PORT]", help=text)
-    flag("--no-relay", dest="relays", action="store_false", help="never send weights to other workers")
-    text = "where key and snapshots are kept (default: the user's state directory)"
+    flag("--no-relay", dest="relays", action="store_false", help="send no weights to other workers")
+    text = "directory for the worker's key and weights (default: in the user's state directory)"
     flag("--state", type=Path, help=text)
-    flag("--patience-seconds", type=float, default=600.0, help="how long to look for a head that is away")
+    flag("--patience-seconds", type=float, default=600.0, help="wait for an absent head (default: 600)")
 
 
 def _num_slots(text: str) -> int:
@@ -199,137 +199,137 @@ def _num_slots(text: str) -> int:
 
 
 def _add_views(add: Add) -> None:
-    parser = add("status", "Who waits for whom, since when, until when, and why.", _status, has_json=True)
+    parser = add("status", "Show who waits for whom, since when, until when, and why.", _status, has_json=True)
     where = "run directory (default: the newest below outputs/)"
     parser.add_argument("directory", type=Path, nargs="?", metavar="DIR", help=where)
-    text = "A page in your browser: how runs go, who waits for whom, what it costs, and their rollouts token by token."
+    text = "Serve the dashboard: progress, waits, workers, cost, and rollouts token by token, in your browser."
     parser = add("view", text, _view)
-    where = "run directories, side by side (default: the newest below outputs/)"
+    where = "run directories to show side by side (default: the newest below outputs/)"
     parser.add_argument("directories", type=Path, nargs="*", metavar="DIR", help=where)
-    parser.add_argument("--host", default="127.0.0.1", help="address to listen on (127.0.0.1: this machine alone)")
-    parser.add_argument("--port", type=int, default=0, help="port to listen on (0: any that is free)")
-    text = "Count every group of a run's ledger: trained, retired, open, lost, doubled."
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1)")
+    parser.add_argument("--port", type=int, default=0, help="port to listen on (default: any free one)")
+    text = "Count every group in a run's ledger: trained, retired, open, lost, doubled."
     add("audit", text, _module("views.audit"), directory="run directory", has_json=True)
-    text = "Feed a run's logged events to the planner again and compare its commands."
+    text = "Feed a run's logged events to the planner again, and compare its commands with the logged ones."
     add("replay", text, _replay, directory="run directory", has_json=True)
 
 
 def _add_tickets(add: Add) -> None:
     where = "run directory, on the head's machine"
     invite, show, revoke = (_module("runtime.head.ticket_commands", name) for name in ("invite", "show", "revoke"))
-    parser = add("invite", "Print a ticket for machines of others, or renew one.", invite, directory=where)
-    parser.add_argument("--uses", type=int, default=20, help="machines that it admits (with --renew: more of them)")
-    parser.add_argument("--days", type=float, default=30.0, help="how long from now")
-    text = "let this one admit more, or open it again; its text stays"
+    parser = add("invite", "Print a ticket for other people's machines, or renew one.", invite, directory=where)
+    parser.add_argument("--uses", type=int, default=20, help="how many (more) machines it admits (default: 20)")
+    parser.add_argument("--days", type=float, default=30.0, help="days until it expires (default: 30)")
+    text = "let this ticket admit more machines, or reopen it; its text does not change"
     parser.add_argument("--renew", default="", metavar="TICKET_ID", help=text)
-    text = "The tickets of a run: whose, used, until when, who came by them."
+    text = "List the tickets of a run: for whom, how often used, until when, and who joined with them."
     add("tickets", text, show, directory=where, has_json=True)
-    text = "What is wrong with this machine for a run, or for a ticket, and what to do."
+    text = "Check this machine, and with a ticket its way to the head: what is wrong, and what to do."
     parser = add("doctor", text, _module("planning.doctor"), has_json=True)
-    parser.add_argument("ticket", nargs="?", default="", metavar="TICKET", help="a ticket, or @FILE that holds it")
-    text = "Whose rollouts are believed, what checks of them found, and who is in quarantine."
+    parser.add_argument("ticket", nargs="?", default="", metavar="TICKET", help="a ticket, or @FILE that contains it")
+    text = "Show what checks of strangers' rollouts found, by ticket, and which tickets are in quarantine."
     add("trust", text, _trust, directory=where, has_json=True)
-    text = "Shut a worker, or all who came by a ticket, out of a run, now and for good; their leases go to others."
+    text = "Shut a worker, or all that joined with a ticket, out of a run for good; others get their leases."
     parser = add("revoke", text, revoke, directory=where, has_json=True)
-    parser.add_argument("id", metavar="ID", help="w-..., as `echo2 status` shows it, or of a ticket")
+    parser.add_argument("id", metavar="ID", help="from `echo2 status` (w-...), or from `echo2 tickets`")
 
 
 def _add_model_commands(add: Add) -> None:
     text = "Evaluate a checkpoint of a run, or any model, on the run's held-out tasks."
     parser = add("eval", text, _module("runtime.launch.evaluate"), takes_settings=True, has_json=True)
     parser.add_argument("target", type=Path, metavar="DIR|CONFIG", help="run directory, or configuration file")
-    parser.add_argument("--step", type=_step, help="checkpoint to evaluate: a step, or best (default: the newest)")
-    parser.add_argument("--model", default="", help="a model directory or hub id instead of a checkpoint")
+    parser.add_argument("--step", type=_step, help="checkpoint to evaluate: a step, or `best` (default: the newest)")
+    parser.add_argument("--model", default="", help="evaluate this model directory or hub id instead of a checkpoint")
     text = "Write a checkpoint as a Hugging Face model directory."
     parser = add("export", text, _module("runtime.launch.export"), directory="run directory", has_json=True)
     parser.add_argument("--to", type=Path, required=True, metavar="PATH", help="directory to write")
-    parser.add_argument("--step", type=_step, help="checkpoint to export: a step, or best (default: the newest)")
-    text = "of an adapter: the whole model that it makes of its base, in place of a PEFT directory"
+    parser.add_argument("--step", type=_step, help="checkpoint to export: a step, or `best` (default: the newest)")
+    text = "for a LoRA run: merge the adapter into its base model, instead of writing a PEFT directory"
     parser.add_argument("--merged", action="store_true", help=text)
-    text = "of the weights (default: as the checkpoint stores them, float32; bfloat16 takes half as much room)"
+    text = "precision of the weights (default: float32, as in the checkpoint)"
     parser.add_argument("--dtype", default="", choices=["float32", "bfloat16", "float16"], help=text)
-    text = "upload it to the Hugging Face hub, too, with a model card; a new repository is private"
+    text = "also upload it to the Hugging Face hub, with a model card; a new repository is private"
     parser.add_argument("--push", default="", metavar="OWNER/NAME", help=text)
-    parser.add_argument("--public", action="store_true", help="of --push: into a repository that all may read")
-    text = "Teach a model by answers, before a run rewards its own: the tasks of CONFIG, with the answer in a column."
+    parser.add_argument("--public", action="store_true", help="with --push: allow a public repository")
+    text = "Supervised fine-tuning before a run, on the tasks of CONFIG and the answers in one of their columns."
     parser = add("sft", text, _module("runtime.launch.sft"), takes_settings=True, has_json=True)
-    parser.add_argument("config", type=Path, metavar="CONFIG", help="a run's file; set --learner.lr for it")
+    parser.add_argument("config", type=Path, metavar="CONFIG", help="configuration file; set --learner.lr, too")
     parser.add_argument("--to", type=Path, required=True, metavar="PATH", help="model directory to write")
-    parser.add_argument("--column", default="completion", help="that has the answers (default: completion)")
-    parser.add_argument("--steps", type=int, required=True, help="of --rows-per-step rows each")
-    parser.add_argument("--rows-per-step", type=int, default=32)
-    parser.add_argument("--resume", action="store_true", help="go on with what was stopped")
-    text = "Talk to a checkpoint of a run, or to any model; piped text is one message."
+    parser.add_argument("--column", default="completion", help="column that has the answers (default: completion)")
+    parser.add_argument("--steps", type=int, required=True, help="training steps")
+    parser.add_argument("--rows-per-step", type=int, default=32, help="rows in one step (default: 32)")
+    parser.add_argument("--resume", action="store_true", help="continue what was interrupted")
+    text = "Talk to a checkpoint of a run, or to any model. Piped text is one message."
     parser = add("chat", text, _module("runtime.launch.chat"), has_json=True)
     parser.add_argument("target", type=Path, metavar="DIR|MODEL", help="run directory, model directory or hub id")
-    parser.add_argument("--step", type=_step, help="checkpoint of the run: a step, or best (default: the newest)")
+    parser.add_argument("--step", type=_step, help="checkpoint of the run: a step, or `best` (default: the newest)")
     parser.add_argument("--device", default="auto", help="cpu | cuda | cuda:0 ... | auto (a GPU if there is one)")
-    parser.add_argument("--temperature", type=float, default=1.0, help="0: always the most likely token (default: 1)")
-    parser.add_argument("--max-tokens", type=int, default=512, help="of one answer")
+    parser.add_argument("--temperature", type=float, default=1.0, help="0: the most likely token (default: 1)")
+    parser.add_argument("--max-tokens", type=int, default=512, help="most tokens in one answer (default: 512)")
 
 
 def _add_plan(add: Add) -> None:
-    text = "What a run needs: the cheapest machines that keep the learner busy, and the bill."
+    text = "Plan a run: the cheapest machines that keep the learner busy, and the bill."
     parser = add("plan", text, _module("planning.plan_command"), takes_settings=True, has_json=True)
     parser.add_argument("config", type=Path, metavar="CONFIG", help="configuration file of the run")
     parser.add_argument("--offers", type=Path, default=Path("offers.toml"), help="machines on offer (TOML)")
-    parser.add_argument("--budget", type=float, metavar="USD", help="most that the whole run may cost")
-    parser.add_argument("--rehearse", action="store_true", help="simulate the plan, too, with the real control code")
-    given = parser.add_argument_group("measured or estimated", "Taken from --from DIR where a run of the kind exists.")
-    given.add_argument("--from", dest="source", type=Path, metavar="DIR", help="a run whose metrics are to be used")
+    parser.add_argument("--budget", type=float, metavar="USD", help="most that the run may cost")
+    parser.add_argument("--rehearse", action="store_true", help="also simulate the plan with the real control code")
+    given = parser.add_argument_group("measured or estimated", "Flags override what --from DIR supplies.")
+    given.add_argument("--from", dest="source", type=Path, metavar="DIR", help="a similar run that was measured")
     for flag, symbol, what in (
-        ("--train-seconds", "T", "the learner's seconds for one step"),
-        ("--reward-seconds", "R", "your reward functions' seconds for one group"),
-        ("--broadcast-seconds", "Tb", "publication until workers have it"),
-        ("--snapshot-bytes", "G", "bytes of a full snapshot (default: the model)"),
-        ("--delta-bytes", "D", "bytes of an update, where deltas are sent"),
-        ("--uplink-mbps", "B0", "the head's upload (default: 1000)"),
-        ("--reload-seconds", "L", "a worker's pause to load a snapshot"),
-        ("--learner-memory-gb", "M", "memory of each of the learner's GPUs (default: this machine's)"),
+        ("--train-seconds", "T", "seconds of training in one step"),
+        ("--reward-seconds", "R", "seconds that your reward functions need for one group"),
+        ("--broadcast-seconds", "Tb", "seconds from publication until workers have a snapshot"),
+        ("--snapshot-bytes", "G", "bytes of a full snapshot (default: from the model)"),
+        ("--delta-bytes", "D", "bytes of a delta, where deltas are sent"),
+        ("--uplink-mbps", "B0", "upload rate of the head (default: 1000)"),
+        ("--reload-seconds", "L", "seconds that a worker pauses to load a snapshot"),
+        ("--learner-memory-gb", "M", "memory of each GPU of the learner (default: this machine's)"),
     ):
         given.add_argument(flag, type=float, metavar=symbol, help=what)
-    mode = parser.add_argument_group("what may be chosen")
-    mode.add_argument("--publish-every", type=int, metavar="K", help="fix kappa instead of searching")
-    mode.add_argument("--max-idle", type=float, default=0.02, help="learner's share of waiting that is fine (0.02)")
-    mode.add_argument("--pause-during-broadcast", action="store_true", help="workers stop while a snapshot travels")
+    mode = parser.add_argument_group("choices")
+    mode.add_argument("--publish-every", type=int, metavar="K", help="steps between snapshots (default: search)")
+    mode.add_argument("--max-idle", type=float, default=0.02, help="share of time the learner may wait (0.02)")
+    mode.add_argument("--pause-during-broadcast", action="store_true", help="workers stop while a snapshot is sent")
 
 
 def _add_planning(add: Add) -> None:
-    text = "Measure this machine's rollouts per second, as an entry for the offers file."
+    text = "Measure this machine's rollouts per second, and print an entry for the offers file."
     parser = add("probe", text, _module("planning.probe"), takes_settings=True, has_json=True)
     what = "configuration file, or a model directory"
     parser.add_argument("target", type=Path, metavar="CONFIG|MODEL_DIR", help=what)
-    parser.add_argument("--engine", default="", choices=["", *ENGINES])
-    parser.add_argument("--seconds", type=float, default=30.0, help="how long to sample (30)")
-    parser.add_argument("--name", default="this-machine", help="name of the offer")
-    parser.add_argument("--price-usd-per-hour", type=float, default=0.0)
-    text = "Run a scenario: the real control code, virtual machines, a virtual clock."
+    parser.add_argument("--engine", default="", choices=["", *ENGINES], help="engine to measure (default: the run's)")
+    parser.add_argument("--seconds", type=float, default=30.0, help="how long to sample (default: 30)")
+    parser.add_argument("--name", default="this-machine", help="name of the entry")
+    parser.add_argument("--price-usd-per-hour", type=float, default=0.0, help="price of this machine")
+    text = "Simulate a scenario: the real control code with virtual machines and a virtual clock."
     parser = add("simulate", text, _module("planning.simulate"), has_json=True)
     what = "scenario file (TOML), as in simulations/"
     parser.add_argument("scenario", type=Path, metavar="SCENARIO", help=what)
-    parser.add_argument("--seed", type=int, default=0, help="of all chance in it (0)")
-    text = "What a run has cost: dollars by worker and by cause."
+    parser.add_argument("--seed", type=int, default=0, help="seed of all randomness (default: 0)")
+    text = "Show what a run has cost: dollars by machine and by cause."
     add("cost", text, _module("planning.cost_report"), directory="run directory", has_json=True)
 
 
 def _add_service(add: Add) -> None:
-    text = "RL as a service: train and sample with the Tinker and Logits SDKs on machines of your own."
+    text = "Serve training and sampling on your machines to users of the Tinker and Logits SDKs."
     parser = add("serve", text, _serve, has_json=True)
     parser.set_defaults(interrupted="")
-    text = "the service's file, as examples/serve.toml; or `status`: who waits, who spent what (--port: as a page)"
+    text = "configuration file, like examples/serve.toml; or `status`: show requests, spending and machines"
     parser.add_argument("config", type=Path, metavar="CONFIG", help=text)
-    parser.add_argument("--port", type=int, help="in place of the file's (0: any that is free)")
-    where = "what it keeps: models, store, first API key (default: outputs/service)"
+    parser.add_argument("--port", type=int, help="instead of the file's (0: any); with `status`: serve a page")
+    where = "directory for models, database and the first API key (default: outputs/service)"
     parser.add_argument("--out", type=Path, default=Path("outputs/service"), metavar="DIR", help=where)
-    parser.add_argument("--database", default="", metavar="URL", help="of status: if it is not SQLite in DIR")
-    text = "The API keys of a service: list, add, revoke."
+    parser.add_argument("--database", default="", metavar="URL", help="with `status`: if it is not SQLite")
+    text = "List, add and revoke the API keys of a service."
     parser = add("keys", text, _module("service.keys_command"), directory="directory of the service", has_json=True)
-    parser.add_argument("--add", default="", metavar="TENANT", help="print a new key of this tenant")
-    parser.add_argument("--scopes", default="train,sample", help="what it may do (train,sample)")
-    parser.add_argument("--days", type=float, help="how long from now (default: for ever)")
-    parser.add_argument("--per-minute", type=int, default=100_000, help="calls that it may make (100000)")
+    parser.add_argument("--add", default="", metavar="TENANT", help="print a new key for this tenant")
+    parser.add_argument("--scopes", default="train,sample", help="what the new key may do (default: train,sample)")
+    parser.add_argument("--days", type=float, help="days until the new key expires (default: never)")
+    parser.add_argument("--per-minute", type=int, default=100_000, help="calls a minute (default: 100000)")
     parser.add_argument("--revoke", default="", metavar="KEY_ID", help="refuse this key from now on")
-    parser.add_argument("--database", default="", metavar="URL", help="if it is not SQLite in the directory")
+    parser.add_argument("--database", default="", metavar="URL", help="if it is not SQLite in DIR")
 
 
 # ---- commands ----------------------------------------------------------------------------------------------------

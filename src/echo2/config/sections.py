@@ -22,15 +22,15 @@ def _doc(text: str, **bounds: Any) -> Meta:
 class RunConfig:
     """What is run and where it is logged."""
 
-    seed: Annotated[int, _doc("Seed of task order, sampling and initialisation.", ge=0)] = 0
-    max_steps: Annotated[int, _doc("Training steps to do in all.", ge=1)] = 100
+    seed: Annotated[int, _doc("Seed of the task order, of sampling and of initialisation.", ge=0)] = 0
+    max_steps: Annotated[int, _doc("Total number of training steps.", ge=1)] = 100
     deterministic: Annotated[
         bool,
-        _doc("Fix which version samples a group, the batch shapes and the order of sums: same seed, same weights."),
+        _doc("Same seed, same weights: fix versions, batch shapes and the order of sums."),
     ] = False
     log_to: Annotated[
         list[str],
-        _doc("Where metrics go as well: tensorboard | wandb:<project of Weights & Biases> | wandb+rollouts:<project>."),
+        _doc("Also send metrics to: tensorboard | wandb:<project of Weights & Biases> | wandb+rollouts:<project>."),
     ] = field(default_factory=list)
 
 
@@ -38,18 +38,18 @@ class RunConfig:
 class ModelConfig:
     """The policy."""
 
-    path: Annotated[str, _doc("A Hugging Face model directory or hub id.")] = ""
+    path: Annotated[str, _doc("Hugging Face model directory or hub id of the policy to train.")] = ""
     chat_template_args: Annotated[
         dict[str, bool | int | float | str],
         _doc("Arguments of the model's chat template, e.g. {enable_thinking = false}."),
     ] = field(default_factory=dict)
     snapshot_dtype: Annotated[
         Literal["float32", "bfloat16"],
-        _doc("Precision of the weights that workers get. The learner keeps its own in float32."),
+        _doc("Precision of the weights that workers receive. The learner always keeps float32."),
     ] = "float32"
     compute_dtype: Annotated[
         Literal["auto", "float32", "bfloat16"],
-        _doc('Precision of the learner\'s matrix products. "auto": bfloat16 on a GPU that has it, else float32.'),
+        _doc('Precision of the learner\'s matrix products. "auto": bfloat16 on a GPU that supports it, else float32.'),
     ] = "auto"
 
 
@@ -57,10 +57,11 @@ class ModelConfig:
 class LoraConfig:
     """An adapter that is trained in place of the model."""
 
-    rank: Annotated[int, _doc("Rank of the adapter (0: there is none, the whole model is trained).", ge=0, le=4096)] = 0
-    alpha: Annotated[int, _doc("Its product is scaled by alpha / rank (0: alpha is twice the rank).", ge=0)] = 0
+    rank: Annotated[int, _doc("Rank of the LoRA adapter. 0: no adapter, all weights are trained.", ge=0, le=4096)] = 0
+    alpha: Annotated[int, _doc("The adapter is scaled by alpha / rank. 0: alpha is twice the rank.", ge=0)] = 0
     targets: Annotated[
-        list[str], _doc('Linear layers that have one, by the end of their names; ["all-linear"]: all but the head.')
+        list[str],
+        _doc('Linear layers with an adapter, by the ends of their names. ["all-linear"]: all but the output.'),
     ] = field(default_factory=lambda: ["all-linear"])
 
     @property
@@ -76,19 +77,19 @@ class TasksConfig:
     source: Annotated[
         str | list[str],
         _doc(
-            "rows.jsonl | rows.parquet | a Hugging Face dataset directory | hub:owner/name, #split at the end | "
-            "reasoning_gym:<name> | verifiers:<taskset> | logs:rollouts.jsonl | digit_sorting | file.py:Class | "
-            'package.module:Class. Or several, in shares: ["0.7 * rows.jsonl", "0.3 * digit_sorting"].'
+            "Training tasks: rows.jsonl | rows.parquet | a Hugging Face dataset directory or hub:owner/name (#split at "
+            "its end) | reasoning_gym:<name> | verifiers:<taskset> | logs:rollouts.jsonl | digit_sorting | "
+            'file.py:Class | package.module:Class. Mixtures: ["0.7 * rows.jsonl", "0.3 * digit_sorting"].'
         ),
     ] = ""
     params: Annotated[
-        dict[str, Any], _doc("Arguments of a generated source, or {prompt = ...} of columns that are read; of each.")
+        dict[str, Any], _doc('Arguments of each source; for rows from a file, e.g. {prompt = "{question}"}.')
     ] = field(default_factory=dict)
     environment: Annotated[
         str,
         _doc(
-            "What answers the policy's turns: file.py:Class | package.module:Class; or what plays by itself: "
-            "harness:file.py:Class | verifiers | openenv:http://HOST:PORT."
+            "For tasks of several turns. An environment that answers the policy: file.py:Class | package.module:Class "
+            "| openenv:http://HOST:PORT. Or a harness that calls the policy: harness:file.py:Class | verifiers."
         ),
     ] = ""
 
@@ -106,12 +107,12 @@ class EvalConfig:
 
     source: Annotated[
         str | dict[str, str],
-        _doc("Held-out tasks, written like tasks.source; or several sets by name. Empty: no evaluation."),
+        _doc("Held-out tasks, written like tasks.source, or several sets by name. Empty: no evaluation."),
     ] = ""
-    params: Annotated[dict[str, Any], _doc("Arguments of a generated source.")] = field(default_factory=dict)
-    samples: Annotated[int, _doc("Rollouts of each task: above 1 also pass@k.", ge=1, le=1024)] = 1
-    every: Annotated[int, _doc("Evaluate every so many steps (0: only before and after).", ge=0)] = 0
-    limit: Annotated[int, _doc("Tasks of each set per evaluation.", ge=1)] = 256
+    params: Annotated[dict[str, Any], _doc("Like tasks.params, for eval.source.")] = field(default_factory=dict)
+    samples: Annotated[int, _doc("Rollouts for each task. More than 1 also measures pass@k.", ge=1, le=1024)] = 1
+    every: Annotated[int, _doc("Steps between evaluations. 0: only before and after training.", ge=0)] = 0
+    limit: Annotated[int, _doc("Most tasks of each set in one evaluation.", ge=1)] = 256
 
     @property
     def sets(self) -> Mapping[str, str]:
@@ -127,32 +128,34 @@ class RewardConfig:
     functions: Annotated[
         list[str],
         _doc(
-            "Each exact_match | numeric_match | math | reasoning_gym | environment | logged | file.py:function | "
-            'package.module:function. The reward is their sum, weighted where a weight is given: "0.2 * math".'
+            "Reward functions: exact_match | numeric_match | math | reasoning_gym | environment | logged | "
+            'file.py:function | package.module:function. Several are summed; "0.2 * math" gives one a weight.'
         ),
     ] = field(default_factory=list)
-    timeout_seconds: Annotated[float, _doc("Limit for scoring one group.", gt=0)] = 60.0
+    timeout_seconds: Annotated[float, _doc("Time limit for scoring one group.", gt=0)] = 60.0
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingConfig:
     """How rollouts are drawn."""
 
-    group_size: Annotated[int, _doc("Rollouts of each task (K).", ge=2, le=1024)] = 8
+    group_size: Annotated[int, _doc("Rollouts in a group, which all answer the same task (K).", ge=2, le=1024)] = 8
     temperature: Annotated[float, _doc("Sampling temperature.", gt=0.0)] = 1.0
-    top_p: Annotated[float, _doc("Nucleus: smallest set of tokens with this mass (1: all).", gt=0.0, le=1.0)] = 1.0
-    top_k: Annotated[int, _doc("Most likely tokens kept (0: all).", ge=0)] = 0
+    top_p: Annotated[
+        float, _doc("Sample from the smallest set with this probability. 1: all tokens.", gt=0.0, le=1.0)
+    ] = 1.0
+    top_k: Annotated[int, _doc("Sample from this many of the most likely tokens. 0: all tokens.", ge=0)] = 0
     min_p: Annotated[
-        float, _doc("Least probability of a token that is kept, as a share of the most likely one's.", ge=0.0, lt=1.0)
+        float, _doc("Drop tokens below this share of the probability of the most likely token.", ge=0.0, lt=1.0)
     ] = 0.0
-    max_tokens: Annotated[int, _doc("Longest completion in tokens.", ge=1, le=1_048_576)] = 256
+    max_tokens: Annotated[int, _doc("Most tokens in a completion.", ge=1, le=1_048_576)] = 256
     stop: Annotated[
         list[Annotated[str, Meta(min_length=1, max_length=STOP_CHARS_MAX)]],
-        _doc("Strings that end a rollout of one turn, as the end token does.", max_length=STOP_STRINGS_MAX),
+        _doc("Strings that end a rollout, like the end token. For tasks of one turn.", max_length=STOP_STRINGS_MAX),
     ] = field(default_factory=list)
-    max_turns: Annotated[int, _doc("Turns of a rollout in an environment, at most.", ge=1, le=10_000)] = 16
+    max_turns: Annotated[int, _doc("Most turns of a rollout in an environment.", ge=1, le=10_000)] = 16
     groups_per_batch: Annotated[
-        int, _doc("Groups that a worker decodes at once, unless it offers fewer slots.", ge=1, le=4096)
+        int, _doc("Most groups that a worker decodes at once. A worker with fewer slots decodes fewer.", ge=1, le=4096)
     ] = 8
 
 
@@ -160,20 +163,20 @@ class SamplingConfig:
 class ScheduleConfig:
     """How far sampling may run ahead of training."""
 
-    groups_per_step: Annotated[int, _doc("Groups that one training step consumes (P).", ge=1)] = 64
+    groups_per_step: Annotated[int, _doc("Groups in one training step (P).", ge=1)] = 64
     max_staleness: Annotated[
-        int, _doc("S: a step never trains on a token older than S policy versions. 0: strictly on-policy.", ge=0)
+        int, _doc("S: no step trains on a token older than S policy versions. 0: strictly on-policy.", ge=0)
     ] = 1
     publish_every: Annotated[
         Annotated[int, Meta(ge=1)] | Literal["auto"],
-        _doc('Publish a snapshot every so many steps (kappa). "auto": as many as max_staleness allows; see echo2 run.'),
+        _doc('Steps between snapshots (kappa). "auto": as many as max_staleness allows; see --from.'),
     ] = 1
     dynamic_sampling: Annotated[
-        bool, _doc("Replace groups whose rewards are all equal, so that every group of a step has a gradient.")
+        bool, _doc("Replace groups whose rewards are all equal, so that every group in a step has a gradient.")
     ] = False
     order: Annotated[
         Literal["any", "frontier"],
-        _doc("Workers sample whole batches, or as few groups at once as end a step soonest, found by trial."),
+        _doc("any: workers sample full batches. frontier: the number of groups at once that completes steps soonest."),
     ] = "any"
     lease_seconds: Annotated[float, _doc("How long a worker may hold a group before another gets it.", gt=0)] = 120.0
 
@@ -191,49 +194,48 @@ class LearnerConfig:
 
     lr: Annotated[float, _doc("Peak learning rate.", ge=0.0)] = 1e-6
     lr_schedule: Annotated[Literal["constant", "linear", "cosine"], _doc("Shape after the warm-up.")] = "constant"
-    warmup_steps: Annotated[int, _doc("Steps over which the rate rises linearly.", ge=0)] = 0
+    warmup_steps: Annotated[int, _doc("Steps over which the learning rate rises linearly.", ge=0)] = 0
     weight_decay: Annotated[float, _doc("AdamW weight decay.", ge=0.0)] = 0.0
-    grad_clip: Annotated[float, _doc("Largest gradient norm.", gt=0.0)] = 1.0
+    grad_clip: Annotated[float, _doc("Gradients are clipped to this norm.", gt=0.0)] = 1.0
     loss: Annotated[
         Literal["dppo", "ppo", "decoupled", "tis", "icepop", "cispo", "gspo", "m2po", "none"],
-        _doc("Policy loss; see docs/losses.md."),
+        _doc("Policy loss. See docs/losses.md."),
     ] = "dppo"
     loss_params: Annotated[
-        dict[str, float], _doc("Parameters of the loss other than its defaults, e.g. {clip_high = 0.2}.")
+        dict[str, float], _doc("Parameters of the loss that differ from its defaults, e.g. {clip_high = 0.2}.")
     ] = field(default_factory=dict)
     normalisation: Annotated[
         Literal["token", "sequence", "constant"],
-        _doc("Mean over tokens, over rollouts of their means, or sum over rollouts times max_tokens."),
+        _doc("Mean over all tokens, mean over rollouts of their means, or sum over rollouts times max_tokens."),
     ] = "token"
-    reference_kl: Annotated[
-        float, _doc("Weight of the divergence from the initial policy (0: no copy of it is kept).", ge=0.0)
-    ] = 0.0
+    reference_kl: Annotated[float, _doc("Weight of the KL penalty towards the initial policy. 0: none.", ge=0.0)] = 0.0
     advantage: Annotated[
-        Literal["grpo", "dr_grpo", "rloo"], _doc("Group baseline: mean and std, mean only, leave-one-out mean.")
+        Literal["grpo", "dr_grpo", "rloo"],
+        _doc("Reward minus the group's mean, over its std (grpo) or not; rloo: minus the others' mean."),
     ] = "dr_grpo"
     tokens_per_microbatch: Annotated[
         Annotated[int, Meta(ge=1)] | Literal["auto"],
-        _doc('Tokens in one forward and backward pass. "auto": as many as fit the machine; echo2 plan says how many.'),
+        _doc('Tokens in one forward and backward pass. "auto": as many as fit in memory; `echo2 plan` tells how many.'),
     ] = "auto"
     ranks: Annotated[
-        int, _doc("Processes that hold the model in shares, a GPU each. Under torchrun: as many as it starts.", ge=1)
+        int, _doc("Processes that share the model, one GPU each. Under torchrun: as many as it starts.", ge=1)
     ] = 1
     updates_per_step: Annotated[
-        int, _doc("Updates a step makes, each with an equal part of its groups. Above 1 it is not on-policy.", ge=1)
+        int, _doc("Optimizer updates in a step, each on a part of its groups. Above 1: not on-policy.", ge=1)
     ] = 1
     checkpoint_every: Annotated[int, _doc("Steps between checkpoints.", ge=1)] = 10
-    keep_checkpoints: Annotated[int, _doc("Newest checkpoints kept, beside the best one that was evaluated.", ge=1)] = 2
-    keep_every: Annotated[int, _doc("Checkpoints of each Nth step are kept for good (0: none).", ge=0)] = 0
-    price_usd_per_hour: Annotated[float, _doc("What the learner's machine costs.", ge=0.0)] = 0.0
+    keep_checkpoints: Annotated[int, _doc("Newest checkpoints kept, besides the best one.", ge=1)] = 2
+    keep_every: Annotated[int, _doc("Also keep the checkpoint of every Nth step. 0: none.", ge=0)] = 0
+    price_usd_per_hour: Annotated[float, _doc("Price of the learner's machine.", ge=0.0)] = 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class WorkersConfig:
     """The workers that `echo2 run` starts itself. Others join with the ticket."""
 
-    count: Annotated[int, _doc("Local workers.", ge=0, le=256)] = 1
-    engine: Annotated[str, _doc(f"What samples tokens: {' | '.join(ENGINES)}.")] = "compact"
-    price_usd_per_hour: Annotated[float, _doc("What one local worker costs.", ge=0.0)] = 0.0
+    count: Annotated[int, _doc("Workers on this machine. Others join with the ticket.", ge=0, le=256)] = 1
+    engine: Annotated[str, _doc(f"Software that samples tokens: {' | '.join(ENGINES)}.")] = "compact"
+    price_usd_per_hour: Annotated[float, _doc("Price of one local worker.", ge=0.0)] = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -243,11 +245,11 @@ class FleetConfig:
     offers: Annotated[
         str,
         _doc(
-            "Offers file. The cheapest workers that keep the learner busy work, the others stand by, and machines with "
-            "a `rent` command are rented when workers are short. Empty: all workers work."
+            "File of machines on offer. The cheapest workers that keep the learner busy work, the others stand by, and "
+            "machines with a `rent` command are rented when workers are missing. Empty: all workers work."
         ),
     ] = ""
-    budget_usd: Annotated[float, _doc("End the run when it has cost so much (0: no limit).", ge=0.0)] = 0.0
+    budget_usd: Annotated[float, _doc("Stop the run at this cost. 0: no limit.", ge=0.0)] = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -257,10 +259,10 @@ class HeadConfig:
     listen: Annotated[
         str,
         _doc(
-            "HOST:PORT to listen on; host 0.0.0.0 lets other machines join, port 0 is any free one, kept over restarts."
+            "HOST:PORT to listen on. Host 0.0.0.0: other machines may join. Port 0: any free one, kept over restarts."
         ),
     ] = "127.0.0.1:0"
-    advertise: Annotated[str, _doc("Host that tickets name. Empty: that of head.listen.")] = ""
+    advertise: Annotated[str, _doc("Host name or address in tickets. Empty: the host of head.listen.")] = ""
 
     @property
     def address(self) -> tuple[str, int]:
