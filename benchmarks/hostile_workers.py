@@ -38,11 +38,11 @@ class _Fail(Event):
 @dataclass(frozen=True, slots=True)
 class HostileSpec(WorkersSpec):
     """`hostile`: these hold their leases, or some of them, to their deadline, fail them at once, deliver only what is
-    malformed, send junk for leases that they do not hold, or claim leases, a snapshot and a capacity that they do not
-    have, and hold what they get.
+    malformed, send junk for leases that they do not hold, claim leases, a snapshot and a capacity that they do not
+    have, and hold what they get, or name other weights than they sampled with: such as nobody can check, if they can.
     """
 
-    hostile: Literal["holds", "holds_some", "fails", "malformed", "junk", "claims"] = "holds"
+    hostile: Literal["holds", "holds_some", "fails", "malformed", "junk", "claims", "misnames"] = "holds"
 
 
 def make_worker(
@@ -104,4 +104,18 @@ class HostileWorker(SimWorker):
         if self.hostile == "malformed":
             self._call(ev.DeliveryMalformed(self.name, lease_id, "malformed", "not a number"))
             return
-        super()._deliver(lease_id, result)
+        super()._deliver(lease_id, self._misnamed(result) if self.hostile == "misnames" else result)
+
+    def _misnamed(self, result: ev.GroupDelivered) -> ev.GroupDelivered:
+        """The same with weights that may not have been published, or of a lineage before."""
+        rng, oldest, newest = self.world.rng, result.oldest_version, result.newest_version
+        later = newest + rng.randint(1, self.scenario.max_staleness + 1)
+        match rng.choice(("all later", "some later", "between", "lineage")):
+            case "all later":
+                return replace(result, oldest_version=later, newest_version=later)
+            case "some later":
+                return replace(result, newest_version=later)
+            case "between":
+                return replace(result, newest_version=later, versions_between=tuple(range(oldest + 1, later)))
+            case _:
+                return replace(result, lineage=rng.randint(1, result.lineage))

@@ -17,11 +17,13 @@ from echo2.control.head import commands as do
 from echo2.control.head import events as ev
 from echo2.control.head import staleness
 from echo2.control.head.checks import UNTRUSTED
+from echo2.control.head.fleet import LOOK_AHEAD
 from echo2.control.head.planner import Planner
 from echo2.control.head.results import RESAMPLED_MAX
 from echo2.errors import InvariantError
 from echo2.sim import Report, Scenario
 from echo2.sim.scenario import HeadSpec, LearnerSpec, WorkersSpec
+from echo2.types import SnapshotRef
 from invariants import run_scenario
 
 #: Virtual seconds that a run may take after the last fault, before it counts as deadlocked.
@@ -190,12 +192,13 @@ def forging_scenario(seed: int) -> Scenario:
         for _ in range(rng.randint(1, 2))
     ]
     honest = [replace(rng.choice(own), ticket="honest")] if rng.random() < 0.5 else []
+    misnames = hostile_spec(forgers[0], ticket=rng.choice("ac"), hostile="misnames")
     return replace(
         scenario,
         max_failures=3,
         deterministic=False,
         check_seed=seed,
-        workers=(*own, *honest, *forgers),
+        workers=(*own, *honest, *forgers, misnames),
         time_limit_seconds=scenario.faults_until_seconds + 5 * CALM_SECONDS,
     )
 
@@ -212,6 +215,7 @@ def judge_forging(seed: int) -> list[str]:
         return [str(error)]
     wrong = judge(report, scenario) + judge_replay(report, scenario)
     steps = [step for life in report.history.lives for step in life]
+    wrong += judge_names(report, scenario)
     specs = {f"w{at}-{n}": spec for at, spec in enumerate(scenario.workers) for n in range(spec.count)}
     sampled: dict[int, str] = {}
     asked, overdue = set[int](), 0
@@ -234,6 +238,41 @@ def judge_forging(seed: int) -> list[str]:
     forged = [number for number in trained if specs[sampled[number]].forges]
     if len(forged) > overdue and "head" not in report.killed:
         wrong.append(f"forged groups {forged} were trained, and {overdue} verdicts were overdue at most")
+    return wrong
+
+
+def judge_names(report: Report, scenario: Scenario) -> list[str]:
+    """No group of a stranger is taken whose weights are not, at that time, published in the lineage that it names; no
+    honest worker is said to have made them up; and after each fall-back, and each start of a head, an honest one loses
+    no more groups than it may hold and be leased until it is heard of.
+    """
+    wrong: list[str] = []
+    published: dict[int, SnapshotRef] = {}
+    specs = {f"w{at}-{n}": spec for at, spec in enumerate(scenario.workers) for n in range(spec.count)}
+    honest = {name for name, spec in specs.items() if not isinstance(spec, HostileSpec) and not spec.malformed_results}
+    num_lost: dict[str, int] = {}
+    for event, now, commands in (step for life in report.history.lives for step in life):
+        if isinstance(event, ev.HeadStarted):
+            num_lost.clear()
+        if isinstance(event, ev.SnapshotPublished):
+            published[event.ref.version] = event.ref
+        for command in commands:
+            if isinstance(command, do.RecordLearner):
+                if any(version > command.version for version in published):
+                    num_lost.clear()
+                published = {version: ref for version, ref in published.items() if version <= command.version}
+            elif isinstance(command, do.RefuseDelivery) and command.worker_id in honest:
+                if command.refusal == "malformed":
+                    wrong.append(f"at {now:.1f} {command.worker_id} is honest; {command.reason}")
+                if "not published" in command.reason:
+                    num_lost[command.worker_id] = num_lost.get(command.worker_id, 0) + 1
+                    if num_lost[command.worker_id] > LOOK_AHEAD * specs[command.worker_id].capacity_groups:
+                        wrong.append(f"at {now:.1f} {command.worker_id} has lost {num_lost[command.worker_id]} groups")
+            elif isinstance(command, do.AcceptDelivery) and isinstance(event, ev.GroupDelivered):
+                named = (event.oldest_version, *event.versions_between, event.newest_version)
+                refs = [published.get(version) for version in named]
+                if specs[command.worker_id].ticket and any(ref is None or ref.lineage != event.lineage for ref in refs):
+                    wrong.append(f"at {now:.1f} {command.group} was taken, sampled with {named} as it says")
     return wrong
 
 

@@ -1,4 +1,6 @@
-"""A real run with two strangers: the owner's worker checks both, believes the honest one and finds the liar."""
+"""A real run with three strangers: the owner's worker checks the honest one and believes it, checks a liar and finds
+it; of one that names weights which nobody has nothing is taken.
+"""
 
 from __future__ import annotations
 
@@ -26,15 +28,33 @@ def lying(prompt, seed, *others, made=generate.SampleRequest, **named):
 generate.SampleRequest = lying
 sys.exit(main(sys.argv[1:]))
 """
+#: A worker that names the version after the one it sampled with. Of two versions one is published.
+MISNAMES = """
+import sys
+from echo2.cli import main
+from echo2.runtime.worker import process
+
+class Misnaming(process.WorkerProcess):
+    async def _send(self, batch):
+        for span in (span for one in batch.items for sample in one.samples for span in sample.version_spans):
+            span.version += 1
+        await super()._send(batch)
+
+process.WorkerProcess = Misnaming
+sys.exit(main(sys.argv[1:]))
+"""
 
 
-def test_the_honest_stranger_is_believed_and_the_liar_is_expelled(tmp_path: Path, sort_model: Path) -> None:
-    run = Run(tmp_path / "run", sort_model, "--workers.count", "1", "--run.max_steps", "1000").start()  # ended below
+def test_the_honest_stranger_is_believed_and_of_liars_one_is_expelled_and_one_supplies_nothing(
+    tmp_path: Path, sort_model: Path
+) -> None:
+    settings = ("--schedule.max_staleness", "2", "--schedule.publish_every", "2", "--run.max_steps", "1000")
+    run = Run(tmp_path / "run", sort_model, "--workers.count", "1", *settings).start()  # ended below
     run.wait(lambda: (run.out / "ticket").exists(), "ticket")
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     workers, tickets = [], {}
     try:
-        for name, program in (("honest", ["-m", "echo2"]), ("liar", ["-c", LIAR])):
+        for name, program in (("honest", ["-m", "echo2"]), ("liar", ["-c", LIAR]), ("misnames", ["-c", MISNAMES])):
             invited = [sys.executable, "-m", "echo2", "invite", str(run.out)]
             ticket = subprocess.run(invited, cwd=REPOSITORY, check=True, capture_output=True, text=True).stdout.strip()
             known = {row["id"]: row for row in run.command("tickets")}
@@ -47,6 +67,8 @@ def test_the_honest_stranger_is_believed_and_the_liar_is_expelled(tmp_path: Path
 
         run.wait(lambda: told().get(tickets["honest"], {}).get("num_passed", 0) > 0, "a check of the honest worker")
         run.wait(lambda: told().get(tickets["liar"], {}).get("num_failed", 0) > 1, "two checks of the liar")
+        events = run.out / "events.jsonl"
+        run.wait(lambda: b"is not published" in events.read_bytes(), "a result of weights that nobody has")
         assert run.process is not None
         run.process.send_signal(signal.SIGINT)
         _, errors = run.process.communicate(timeout=100)
@@ -57,6 +79,7 @@ def test_the_honest_stranger_is_believed_and_the_liar_is_expelled(tmp_path: Path
             worker.wait()
     assert told()[tickets["honest"]]["num_failed"] == 0
     assert told()[tickets["liar"]]["is_quarantined"]
+    assert tickets["misnames"] not in told()  # none of its groups was taken
     audit = run.command("audit")
     assert audit["trained"] == 16 * run.status()["version"]
     assert (audit["lost"], audit["doubled"]) == (0, 0)

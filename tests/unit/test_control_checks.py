@@ -259,3 +259,77 @@ def test_random_worlds_with_liars(seed: int) -> None:
     for name in liars:
         assert (num_found[name] == 0) == (not desk.planner.trust.of(f"ticket-{name}").is_quarantined), (seed, name)
         assert num_found[name] < 2 or desk.planner.fleet.get(name) is None, (seed, name)
+
+
+NAMED = [(1, 1, 1, ()), (0, 1, 1, ()), (0, 2, 1, (1,)), (0, 0, 2, ())]
+
+
+@pytest.mark.parametrize(("oldest", "newest", "lineage", "between"), NAMED)
+def test_of_a_stranger_no_weights_are_taken_that_are_not_published(
+    oldest: int, newest: int, lineage: int, between: tuple[int, ...]
+) -> None:
+    """Nobody could sample such a group again: who names them would escape every check. The owner's word counts."""
+    desk = desk_with("s", groups_per_step=4, max_staleness=2, publish_every=2)
+    for _ in range(2):
+        brings(desk, "own")
+    for _ in range(2):
+        for asked in of(do.CheckGroup, brings(desk, "s")):
+            answers(desk, asked)
+    desk.train(0)
+    desk.train(1)
+    desk.publish(2)
+    desk.tell(ev.GroupsWanted(2))
+    named = {"oldest_version": oldest, "newest_version": newest, "lineage": lineage, "versions_between": between}
+    refused = desk.deliver(_lease_of_step(desk, "s", 2), **named)
+    assert [one.refusal for one in of(do.RefuseDelivery, refused)] == ["malformed"]
+    assert not of(do.AcceptDelivery, refused)
+    assert of(do.AcceptDelivery, desk.deliver(_lease_of_step(desk, "own", 2), **named))
+
+
+def _complete(desk: Desk, step: int) -> None:
+    """Everybody delivers what it holds of the step, sampled with its version, until the learner has it; all install
+    what comes of it."""
+    desk.tell(ev.GroupsWanted(step))
+    while not desk.planner.step_ended:
+        lease_id = next(one for one in desk.open() if desk.leases[one][1].step == step)
+        for asked in of(do.CheckGroup, desk.deliver(lease_id, step)):
+            answers(desk, asked)
+    desk.tell(ev.StepTrained(step, tuple(one.number for one in desk.planner.groups.of_step(step))))
+    desk.publish(step + 1)
+    for worker in list(desk.planner.fleet):
+        desk.tell(ev.WorkerReported(worker.worker_id, SnapshotRef(RUN_POLICY, 1, step + 1)))
+
+
+def _lease_of_step(desk: Desk, worker_id: str, step: int) -> int:
+    return next(one for one in desk.planner.leases.of_worker(worker_id) if desk.leases[one][1].step == step)
+
+
+def test_who_has_not_heard_yet_that_the_learner_fell_back_loses_a_group_and_nothing_else() -> None:
+    desk = desk_with("s", groups_per_step=4)
+    for step in range(2):
+        _complete(desk, step)
+    desk.tell(ev.GroupsWanted(2), ev.WorkerLeft("own", "it goes"))
+    lease_id = _lease_of_step(desk, "s", 2)
+    credit = desk.planner.standings.of("ticket-s").credit
+    desk.tell(ev.LearnerLost("killed"), ev.LearnerJoined(1))
+    refused = desk.deliver(lease_id, 2)
+    assert [(one.refusal, "not published" in one.reason) for one in of(do.RefuseDelivery, refused)] == [("late", True)]
+    assert desk.planner.standings.of("ticket-s").credit == credit
+    group = desk.leases[lease_id][1].group.number
+    record = desk.planner.groups.get(group)
+    assert record is not None
+    assert record.state in ("pending", "leased")  # others sample it
+
+
+def test_a_version_above_the_steps_own_never_reaches_the_learner_whoever_says_so() -> None:
+    """The learner would take it for a mistake of ours, and end. After a fall-back an honest worker may name one."""
+    desk = desk_with(groups_per_step=4)
+    for step in range(3):
+        _complete(desk, step)
+    desk.tell(ev.LearnerLost("killed"), ev.LearnerJoined(0))
+    desk.publish(0, lineage=2)
+    desk.tell(ev.WorkerReported("own", SnapshotRef(RUN_POLICY, 2, 0)), ev.GroupsWanted(0))
+    lease_id = next(iter(desk.planner.leases.of_worker("own")))
+    step = desk.leases[lease_id][1].step
+    refused = desk.deliver(lease_id, oldest_version=step, newest_version=step + 1, lineage=2)
+    assert [one.refusal for one in of(do.RefuseDelivery, refused)] == ["late"]

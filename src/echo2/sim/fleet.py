@@ -367,6 +367,9 @@ class SimWorker(Actor):
         data = hashlib.sha256(self.history.digests[started] + f"{lease.seed} {numbers}".encode()).digest()
         if sampling.newest.policy != started.policy:
             raise InvariantError(f"{self.name} samples {lease.group} with {started} and then {sampling.newest}")
+        if sampling.newest.history != started.history:  # as `rollout.generate`
+            self.tell(rel.LeaseAbandoned(event.lease_id, "snapshot_gone", "a snapshot of another lineage came"))
+            return
         data += started.policy.encode()  # for the learner that is fed it
         result = ev.GroupDelivered(
             worker_id=self.name,
@@ -377,5 +380,6 @@ class SimWorker(Actor):
             newest_version=sampling.newest.version,
             num_tokens=self.scenario.tokens_per_group,
             rollouts=SampledBatch(data, len(numbers)),
+            lineage=started.lineage,
         )
         self.tell(rel.GroupProduced(event.lease_id, result))

@@ -48,10 +48,10 @@ def delivered(state: PlannerState, record: PlannedGroup, worker: Worker | None) 
     if worker.ticket != UNKNOWN:
         trust = replace(trust, num_groups=trust.num_groups + 1)
         state.trust.put(worker.ticket, trust)
-    ref = state.published.get(record.oldest_version or 0)
+    ref = state.published[record.oldest_version or 0]  # `delivery` takes no other of a stranger
     is_drawn = trust.is_new or trust.is_quarantined or state.conducts.is_odd(worker.worker_id)
     is_drawn |= mix(mix(secret) ^ record.number) < CHECK_SHARE * 2.0**64
-    if not is_drawn or ref is None or len(state.trust.open) >= OPEN_MAX or not any(_checkers(state)):
+    if not is_drawn or len(state.trust.open) >= OPEN_MAX or not any(_checkers(state)):
         if trust.is_quarantined:
             _retire(state, record, f"ticket {worker.ticket} is in quarantine, and nobody can check this group")
             state.standings.rest(worker.ticket, state.now + state.options.lease_seconds)

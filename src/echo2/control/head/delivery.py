@@ -5,14 +5,15 @@ from __future__ import annotations
 from echo2.control.head import events as ev
 from echo2.control.head import staleness
 from echo2.control.head.state import PlannerState
-from echo2.types import GroupRef
+from echo2.types import GroupRef, Lease
 
 
 def judge(state: PlannerState, event: ev.GroupDelivered) -> tuple[str, str] | None:
     """None if the result is the first valid one of an open lease, else (refusal, reason).
 
     late: the lease is over, or the weights it was sampled with count no more.  duplicate: the group has a result
-    already.  malformed: the result is not what was leased.  stale: a token is older than the lease allowed.
+    already.  malformed: the result is not what was leased, or of weights that there never were.  stale: a token is
+    older than the lease allowed.
     """
     done = has_result(state, event.group)
     held = state.leases.get(event.lease_id)
@@ -30,19 +31,35 @@ def judge(state: PlannerState, event: ev.GroupDelivered) -> tuple[str, str] | No
         )
     if done:
         return "duplicate", f"{event.group} has a result already"
-    if event.newest_version > state.highest_version and state.lineage > 1:
-        # The head was restarted since the learner fell back, and does not know how far the run had come before.
-        return (
-            "late",
-            f"sampled with version {event.newest_version} of before the fall-back; now {state.version} is newest",
-        )
-    if event.newest_version > state.highest_version:
-        return "malformed", f"tokens of version {event.newest_version}; there is none after {state.highest_version}"
     if event.oldest_version < lease.min_version:
         age = staleness.staleness(lease.step, event.oldest_version)
         return "stale", f"its oldest token would be {age} versions old at step {lease.step}"
+    if (unknown := _unknown_weights(state, event, lease)) is not None:
+        granted_at = lease.deadline - lease.seconds
+        return "late" if granted_at < state.took_over_at + state.options.lease_seconds else "malformed", unknown
     if lease.exact_version is not None and event.newest_version != lease.exact_version:
         return "malformed", f"sampled with version {event.newest_version}, leased for exactly {lease.exact_version}"
+    return None
+
+
+def _unknown_weights(state: PlannerState, event: ev.GroupDelivered, lease: Lease) -> str | None:
+    """Why nobody could have sampled this with weights that count, or could sample it again to see: a version above the
+    step's own; or, where a stranger says so, one that is not published in the lineage that it names. None: neither.
+
+    Honest workers send such a group after the learner fell back, or a head took over that does not know every version
+    of before: if its lease is of before that, or of shortly after. Machines of the owner are believed, and in
+    deterministic runs the weights are the same in every lineage.
+    """
+    if event.newest_version > lease.step:
+        return f"tokens of version {event.newest_version}; step {lease.step} trains version {lease.step}"
+    worker = state.fleet.get(event.worker_id)
+    if state.options.deterministic or (worker is not None and worker.is_own):
+        return None
+    for version in (event.oldest_version, *event.versions_between, event.newest_version):
+        ref = state.published.get(version)
+        if ref is None or ref.lineage != event.lineage:
+            named = f"version {version} of lineage {event.lineage}"
+            return f"sampled with {named}, which is not published: nobody can check it"
     return None
 
 

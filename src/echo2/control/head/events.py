@@ -184,7 +184,7 @@ class WorkerLeft(PlannerEvent):
 
 class GroupDelivered(PlannerEvent):
     """A well-formed result came in. `seconds`: what sampling it took. `rollouts` go on with `AcceptDelivery` and
-    `ScoreGroup`.
+    `ScoreGroup`. `lineage`: of the weights, as the worker says; `versions_between` the oldest and the newest one.
     """
 
     worker_id: str
@@ -196,6 +196,8 @@ class GroupDelivered(PlannerEvent):
     num_tokens: int
     seconds: float = 0.0
     rollouts: Attachment | None = field(default=None, compare=False)
+    lineage: int = 1
+    versions_between: tuple[int, ...] = ()
 
 
 class DeliveryMalformed(PlannerEvent):

@@ -133,11 +133,12 @@ class Planner(PlannerState):
 
     def _start(self, event: ev.HeadStarted, now: float) -> None:
         self.version, self.lineage, self.oldest_kept = event.version, event.lineage, event.oldest_kept
-        self.highest_version = max([event.version, *(ref.version for ref in event.published)])
         self.checkpoint_version, self.wanted_since = event.checkpoint_version, now
         self.groups.next_number = event.next_number
         self.leases.ids.next_id = max(self.leases.ids.next_id, event.next_lease_id)
         self.first_lease_id = event.next_lease_id
+        if event.next_lease_id > 1:
+            self.took_over_at = now
         self.evaluation.evaluated = set(event.evaluated)
         for ticket, trust in event.trust:
             self.trust.put(ticket, trust)
@@ -214,6 +215,7 @@ class Planner(PlannerState):
     def _fall_back(self, version: int) -> None:
         """The steps from `version` on are trained again, with the same groups; what came of them counts no more."""
         reason = f"the learner fell back from version {self.version} to its checkpoint {version}"
+        self.took_over_at = self.now
         self.version, self.lineage = version, self.lineage + 1
         for record in list(self.groups):
             if record.step >= version and record.state == "trained":
@@ -262,7 +264,6 @@ class Planner(PlannerState):
             assert record is not None
             self.groups.move(record, "trained")
         self.version, self.wanted_step = event.step + 1, None
-        self.highest_version = max(self.highest_version, self.version)
 
     def _snapshot_published(self, ref: SnapshotRef, now: float) -> None:
         if ref.lineage != self.lineage or ref.version > self.version:

@@ -4,6 +4,7 @@ it.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 
 from echo2.control.capacity.activation import ActivationLoop
@@ -94,14 +95,13 @@ class PlannerState(StateMachine):
     first_lease_id  that this head granted: earlier ones it may not know
     reward_seconds  that the reward functions take for a group: a running mean, None before the first
     paused      what keeps the run from leasing and feeding groups, while something does
-    highest_version  reached in any lineage: tokens of a later one are made up
+    took_over_at  when the learner last fell back, or this head took the place of another; before: long ago
     """
 
     def __init__(self, options: PlannerOptions, lease_ids: LeaseIds) -> None:
         super().__init__()
         self.options = options
         self.version = 0
-        self.highest_version = 0
         self.lineage = 1
         self.checkpoint_version = -1
         self.oldest_kept = 0
@@ -127,6 +127,7 @@ class PlannerState(StateMachine):
         self.conducts = Conducts()
         self.trust = TrustBook()
         self.now = self.published_at = 0.0
+        self.took_over_at = -math.inf
         self.skips_evals_at: float | None = None
         self.first_lease_id = 1
         self._touched: dict[str, None] = {}

@@ -65,6 +65,7 @@ async def read_delivery(head: Head, worker_id: str, lease: Lease, delivery: wire
     stored = messages.encode_group(group).SerializeToString()
     if len(stored) > GROUP_BYTES_MAX:
         raise PeerError("oversized", f"a group of {len(stored)} bytes; the limit is {GROUP_BYTES_MAX}")
+    versions = sorted({version for rollout in group.rollouts for _, version in rollout.version_spans})
     return ev.GroupDelivered(
         worker_id=worker_id,
         lease_id=lease.lease_id,
@@ -75,6 +76,8 @@ async def read_delivery(head: Head, worker_id: str, lease: Lease, delivery: wire
         num_tokens=group.num_tokens,
         seconds=group.generate_seconds,
         rollouts=Attachment(stored, group),
+        lineage=group.lineage,
+        versions_between=tuple(versions[1:-1][: config.schedule.max_staleness]),  # where there are more, one is stale
     )
 
 
