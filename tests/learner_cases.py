@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import random
 from array import array
 from collections import defaultdict
@@ -169,6 +170,8 @@ def loss_tokens(
         top_behaviour_nk=top[0],
         top_policy_nk=top[1],
         entropy_n=torch.ones(len(behaviour), dtype=torch.float64),
+        clip_low_n=torch.full((len(behaviour),), math.nan, dtype=torch.float64),
+        clip_high_n=torch.full((len(behaviour),), math.nan, dtype=torch.float64),
     )
 
 

@@ -119,7 +119,16 @@ class OneRowBackend:
         source = random.Random(spec.seed)
         sequences = [self._draw(source, logp, spec) for _ in range(spec.num_samples)]
         prompt = array("f", [float("nan"), *(float(logp[token]) for token in spec.prompt[1:])])
-        return SampleOutput(sequences, prompt if spec.prompt_logprobs else array("f"))
+        likely = np.argsort(-logp)[: spec.top_prompt_logprobs].astype("i4")
+        return SampleOutput(
+            sequences,
+            prompt if spec.wants_scores else array("f"),
+            array("i", [-1] * len(likely) + likely.tolist() * (len(spec.prompt) - 1)),
+            array("f", [float("nan")] * len(likely) + logp[likely].tolist() * (len(spec.prompt) - 1)),
+            array("f", [float(logp[token]) for token in spec.target_tokens]),
+            array("i", [spec.num_alternatives] * spec.num_alternatives * (len(spec.prompt) - 1)),
+            array("f", [0.0] * spec.num_alternatives * (len(spec.prompt) - 1)),
+        )
 
     def _draw(self, source: random.Random, logp: NDArray[np.float64], spec: SampleSpec) -> SampledSequence:
         ends = {*spec.stop_tokens, *([END] if spec.ends_with_model else [])}
@@ -127,7 +136,9 @@ class OneRowBackend:
         while len(tokens) < spec.max_tokens and not (tokens and tokens[-1] in ends):
             tokens.append(source.choices(range(VOCABULARY), np.exp(logp).tolist())[0])
         logprobs = array("f", [float(logp[token]) for token in tokens])
-        return SampledSequence(tokens, logprobs, "stop" if tokens[-1] in ends else "length")
+        likely = np.argsort(-logp)[: spec.top_sample_logprobs].tolist() * len(tokens)
+        tops = array("i", likely), array("f", logp[likely].tolist())
+        return SampledSequence(tokens, logprobs, "stop" if tokens[-1] in ends else "length", *tops)
 
     async def close(self) -> None:
         """See `Backend`."""

@@ -9,6 +9,7 @@ their own.
 from __future__ import annotations
 
 import importlib
+import inspect
 import math
 import re
 import sys
@@ -131,6 +132,20 @@ def check_importance_sampling(client: Client, _: Client) -> None:
     assert math.isclose(loss(output), -2.0 * (len(TOKENS) - 3), rel_tol=1e-4)
 
 
+def check_bounds_of_a_datum(client: Client, _: Client) -> None:
+    """Ratios of 1 at an upper bound of one half, for all tokens and for each: half of the loss in cispo."""
+    trainer = client.trainer()
+    size = len(TOKENS) - 1
+    plain = list(trainer.forward([datum()], "cross_entropy").result().loss_fn_outputs[0]["logprobs"].data)
+    losses = []
+    for more in ({}, {"clip_high_threshold": [0.5]}, {"clip_high_threshold": [0.5] * size}):
+        inputs = {"target_tokens": TOKENS[1:], "logprobs": plain, "advantages": [1.0] * size, **more}
+        one = types.Datum(model_input=types.ModelInput.from_ints(TOKENS[:-1]), loss_fn_inputs=inputs)
+        losses.append(loss(trainer.forward_backward([one], "cispo").result()))
+    assert np.allclose(losses[1:], losses[0] / 2, rtol=1e-4), losses
+    expect_error(lambda: trainer.forward_backward([one], "dro").result())
+
+
 def check_custom_loss(client: Client, _: Client) -> None:
     trainer = client.trainer()
 
@@ -210,6 +225,37 @@ def check_prompt_logprobs(client: Client, _: Client) -> None:
         assert len(row) == 3
         assert row[0][1] >= row[1][1] >= row[2][1]
         assert logprob <= row[0][1] + 1e-5
+
+
+def check_other_tokens_are_scored(client: Client, _: Client) -> None:
+    """What newer SDKs have beside prompt logprobs."""
+    trainer = client.trainer()
+    sampler = now(trainer.save_weights_and_get_sampling_client())
+    params = types.SamplingParams(max_tokens=4, temperature=0.5, seed=3)
+    known = inspect.signature(sampler.sample).parameters
+    more: dict[str, Any] = {"include_prompt_logprobs": True, "topk_prompt_logprobs": 3}
+    if "topk_sample_logprobs" in known:
+        more["topk_sample_logprobs"] = 64
+    if "prompt_alt_tokens_k" in known:
+        targets = np.full((4, 3), -1)
+        targets[:, 1] = TOKENS[1:5]
+        target_data = types.TensorData.from_numpy(targets)
+        more |= {"prompt_alt_tokens_k": 50, "target_prompt_logprobs": target_data}
+    output = sampler.sample(prompt(), num_samples=2, sampling_params=params, **more).result()
+    if "topk_sample_logprobs" in known:
+        for sequence in output.sequences:
+            for token, logprob, top in zip(sequence.tokens, sequence.logprobs, sequence.topk_logprobs, strict=True):
+                assert len(top) == 64
+                assert math.isclose(dict(top).get(token, logprob), logprob, abs_tol=1e-4)
+    if "prompt_alt_tokens_k" in known:
+        scored = output.target_prompt_logprobs.to_numpy()
+        assert np.allclose(scored[:, 1], output.prompt_logprobs[1:], atol=1e-6)
+        assert not scored[:, [0, 2]].any()
+        drawn = output.prompt_alt_tokens.tokens.to_numpy()
+        logprobs = output.prompt_alt_tokens.logprobs.to_numpy()
+        assert drawn.shape == logprobs.shape == (4, 50)
+        for tokens, values, top in zip(drawn, logprobs, output.topk_prompt_logprobs[1:], strict=True):
+            assert all(math.isclose(dict(top).get(t, v), v, abs_tol=1e-5) for t, v in zip(tokens, values, strict=True))
 
 
 def check_many_samples(client: Client, _: Client) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import random
 from array import array
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -66,7 +67,9 @@ def reference(logits: list[torch.Tensor], data: list[Datum], loss: str) -> float
         for i, lp in enumerate(logp):
             a, q, w = one.advantages[i], one.behaviour_logprobs[i], one.weights[i]
             r = mean if loss == "gspo" else math.exp(lp - q)
-            cut = min(max(r, low), high)
+            own_low = low if one.clip_low is None else one.clip_low[i]
+            own_high = high if one.clip_high is None else one.clip_high[i]
+            cut = min(max(r, own_low), own_high)
             total += (
                 w
                 * {
@@ -76,7 +79,7 @@ def reference(logits: list[torch.Tensor], data: list[Datum], loss: str) -> float
                     "gspo": -min(r * a, cut * a),
                     "cispo": -cut * lp * a,
                     "dro": -(lp * a - p.get("beta", 0.0) / 2 * (lp - q) ** 2),
-                    "stable_reinforce": -min(r, high) * lp * a + p.get("kl_coeff", 0.0) / 2 * (lp - q) ** 2,
+                    "stable_reinforce": -min(r, own_high) * lp * a + p.get("kl_coeff", 0.0) / 2 * (lp - q) ** 2,
                 }[loss]
             )
     return total
@@ -86,6 +89,9 @@ def reference(logits: list[torch.Tensor], data: list[Datum], loss: str) -> float
 def test_each_loss_is_the_sum_of_the_documented_formula(tenants: Tenants, loss: str, tmp_path: Path) -> None:
     rng = random.Random(loss)
     data = [datum(rng, padded=place % 3) for place in range(6)]
+    for place in (1, 4):  # with bounds of their own
+        low, high = (array("d", [rng.uniform(*span) for _ in data[place].tokens]) for span in ((0.0, 1.0), (1.0, 2.0)))
+        data[place] = replace(data[place], clip_low=low, clip_high=high)
     tenants.add("a", LoraConfig(rank=3), seed=1)
     found = tenants.forward_backward("a", data, loss, PARAMS.get(loss, {}))
     module = load_base(str(model_directory(tmp_path / "again")), "cpu").policy.module.double()

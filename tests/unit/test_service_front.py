@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+import re
 import subprocess
 import sys
 import tarfile
 from collections.abc import Iterator
 from io import BytesIO
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -23,7 +25,7 @@ from echo2.service.settings import Quotas
 from echo2.service.status_command import status
 from echo2.service.unserved import UNSERVED
 from front_service import PROTO, Service
-from one_row_backend import VOCABULARY, OneRowBackend
+from one_row_backend import VOCABULARY, OneRowBackend, log_softmax
 from postgres_server import PostgresServer
 
 
@@ -74,6 +76,71 @@ def test_a_model_is_trained_saved_and_sampled_from(service: Service) -> None:
     assert len(output["prompt_logprobs"]) == 2
     assert pb.SampleResponse.FromString(service.result(sampled, accept=requests_api.PROTOBUF)).sequences[0].tokens
     assert service.get("usage")["usage"]["sample"] == {"requests": 1, "tokens": 2 + 10, "usd": 0.0}
+
+
+def test_what_is_wanted_beside_a_sample_comes_in_the_layout_of_the_request(service: Service) -> None:
+    model = service.model(service.session())
+    service.train(model, 1, [3, 3, 5])
+    service.step(model, 2, lr=1.0)
+    saved = service.post("save_weights_for_sampler", {"model_id": model, "seq_id": 3, "sampling_session_seq_id": 0})
+    sampler = service.result(saved)["sampling_session_id"]
+    prompt = {"chunks": [{"tokens": [1, 3, 5, 7]}]}
+    body: dict[str, Any] = {"sampling_session_id": sampler, "prompt": prompt, "sampling_params": {"max_tokens": 2}}
+    wanted = {"topk_sample_logprobs": 2, "topk_prompt_logprobs": 2, "prompt_logprobs": True}
+    wanted |= {"prompt_logprobs_last_n": 2, "prompt_alt_tokens_k": 2}
+    dense = {"data": [3, -1, -1, 5, 5, 3], "dtype": "int64", "shape": [3, 2]}
+    sparse = {"data": [5, -1], "dtype": "int64", "shape": [3, 100_000]}
+    sparse |= {"sparse_crow_indices": [0, 0, 1, 2], "sparse_col_indices": [99_999, 4]}
+    found = []
+    for number, targets in enumerate((dense, sparse)):
+        asked = service.post("asample", {**body, **wanted, "seq_id": number, "target_prompt_logprobs": targets})
+        found.append(pb.SampleResponse.FromString(service.result(asked, accept=requests_api.PROTOBUF)))
+    logp = log_softmax(service.backend.rows[model])
+    likely = np.frombuffer(found[0].sequences[0].topk_sampled_logprobs.token_ids, "<i4")
+    assert likely.tolist() == [3, 5] * (len(found[0].sequences[0].tokens) // 4)
+    assert np.frombuffer(found[0].prompt_logprobs, "<f4")[2:] == pytest.approx(logp[[5, 7]])
+    assert np.isnan(np.frombuffer(found[0].prompt_logprobs, "<f4")[:2]).all()
+    tops = found[0].topk_prompt_logprobs
+    assert np.frombuffer(tops.token_ids, "<i4").tolist() == [0, 0, 0, 0, 3, 5, 3, 5]
+    assert np.frombuffer(tops.logprobs, "<f4")[:4].tolist() == [-99999.0] * 4
+    values = np.frombuffer(found[0].target_prompt_logprobs.dense, "<f4")
+    assert values == pytest.approx([logp[3], 0, 0, logp[5], logp[5], logp[3]])
+    csr = found[1].target_prompt_logprobs.sparse_csr
+    assert np.frombuffer(csr.values, "<f4") == pytest.approx([logp[5], 0])
+    assert np.frombuffer(csr.col_indices, "<i8").tolist() == [99_999, 4]
+    assert list(found[0].prompt_alt_tokens.tokens.shape) == [3, 2]
+    assert len(found[0].prompt_alt_tokens.tokens.dense) == 3 * 2 * 8
+
+
+@pytest.mark.parametrize(
+    ("wanted", "words"),
+    [
+        ({"target_prompt_logprobs": {"data": [1.0], "dtype": "float32", "shape": [1, 1]}}, "int64"),
+        ({"target_prompt_logprobs": {"data": [1], "dtype": "int64", "shape": [2, 1]}}, r"\[1, K\]"),
+        ({"target_prompt_logprobs": {"data": [1, 2, 3], "dtype": "int64", "shape": [1, 2]}}, "has 3 numbers"),
+        ({"target_prompt_logprobs": {"data": [1e300], "dtype": "int64", "shape": [1, 1]}}, "neither a token"),
+        ({"target_prompt_logprobs": {"data": [-2], "dtype": "int64", "shape": [1, 1]}}, "neither a token"),
+        (
+            {
+                "target_prompt_logprobs": {
+                    "data": [1],
+                    "dtype": "int64",
+                    "shape": [1, 1],
+                    "sparse_crow_indices": [0, 1],
+                    "sparse_col_indices": [7],
+                }
+            },
+            "do not fit",
+        ),
+        ({"topk_sample_logprobs": 64, "num_samples": 1024}, "are asked for"),
+        ({"topk_sample_logprobs": 65}, "<= 64"),
+    ],
+)
+def test_what_cannot_be_scored_is_refused(service: Service, wanted: dict[str, Any], words: str) -> None:
+    session = {"session_id": service.session(), "sampling_session_seq_id": 0, "base_model": "echo2/tiny"}
+    sampler = service.post("create_sampling_session", session)["sampling_session_id"]
+    body = {"sampling_session_id": sampler, "seq_id": 0, "prompt": {"chunks": [{"tokens": [1, 2]}]}, **wanted}
+    assert re.search(words, service.post("asample", body, status=400)["detail"])
 
 
 def test_chunks_that_come_last_first_are_carried_out_in_order(service: Service) -> None:
@@ -134,6 +201,28 @@ def test_a_state_makes_a_new_model_in_another_session(service: Service) -> None:
     assert service.post("weights_info", {"tinker_path": path})["lora_rank"] == 4
     again = service.post("save_weights", {"model_id": model, "seq_id": 4, "path": "mid"})
     assert "already" in service.result(again)["error"]
+
+
+def test_a_copy_outlives_what_it_is_of(service: Service) -> None:
+    model = service.model(service.session())
+    path = service.result(service.post("save_weights", {"model_id": model, "seq_id": 1, "path": "a"}))["path"]
+    other = service.keeper.add_key("eve")
+    body = {"source_path": path, "destination_project_id": "any", "ttl_seconds": 3600}
+    assert "no checkpoint" in service.post("copy_weights", body, key=other, status=400)["detail"]
+    service.post(f"training_runs/{model}/checkpoints/weights/a/publish", status=204)
+    copies = [
+        service.post("copy_weights", body, key=other, headers={"x-idempotency-key": key})["tinker_path"]
+        for key in ("one", "one", "two")
+    ]
+    assert copies[0] == copies[1] != copies[2]
+    service.client.delete(f"/api/v1/training_runs/{model}/checkpoints/weights/a", headers={"x-api-key": service.key})
+    service.sweep()
+    loading = {"session_id": service.session(other), "model_seq_id": 0, "path": copies[0], "optimizer": True}
+    assert "model_id" in service.result(service.post("load_weights", loading, key=other), key=other)
+    assert service.get("checkpoints")["checkpoints"] == []
+    service.now += 3601
+    service.sweep()
+    assert service.get("checkpoints", key=other)["checkpoints"] == []
 
 
 def test_checkpoints_are_listed_under_both_sets_of_names_and_deleted(service: Service) -> None:

@@ -200,6 +200,17 @@ def test_columns_of_targets_and_padding() -> None:
             learner_data([broken], "cross_entropy")
 
 
+def test_bounds_of_a_datum_are_for_losses_that_clip() -> None:
+    numbers = array("i", [5, 6]), array("i", [1, 2])
+    datum = ClientDatum(*numbers, clip_low=array("d", [0.5, 0.6]), clip_high=array("d", [1.5, 1.6]))
+    (row,) = learner_data([datum], "ppo").rows
+    assert (row.clip_low, row.clip_high) == (datum.clip_low, datum.clip_high)
+    assert learner_data([ClientDatum(*numbers, clip_high=datum.clip_high)], "stable_reinforce").rows
+    for loss, name in (("dro", "clip_low_threshold"), ("stable_reinforce", "clip_low_threshold")):
+        with pytest.raises(UserError, match=f"datum 0 has {name}"):
+            learner_data([datum], loss)
+
+
 def test_shares_are_equal_whatever_the_pieces() -> None:
     turns, used = Turns(), {"small": 0.0, "large": 0.0, "late": 0.0}
     cost = {"small": 0.1, "large": 1.0, "late": 0.3}

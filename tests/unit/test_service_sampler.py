@@ -6,9 +6,10 @@ import asyncio
 import math
 import random
 from array import array
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -106,6 +107,43 @@ def test_logprobs_are_those_of_the_learner(sampler: BaseSampler, tenants: Tenant
                 assert rows[at - 1][ids.index(PROMPT[at])] == pytest.approx(output.prompt_logprobs[at], abs=1e-6)
 
 
+def test_others_than_what_stands_there_are_scored(sampler: BaseSampler, tenants: Tenants, tmp_path: Path) -> None:
+    """Against a softmax over the most likely tokens, of which all are asked for."""
+    snapshot = published(tenants, tmp_path)[3]
+    cells = (array("i", [1, 1, 3, 4]), array("i", [5, 9, VOCAB - 1, 5]))
+    spec = replace(SPEC, top_prompt_logprobs=VOCAB, target_places=cells[0], target_tokens=cells[1])
+    spec = replace(spec, num_alternatives=400, temperature=0.5, top_sample_logprobs=VOCAB, num_samples=2)
+    output, again = sampled(sampler, [snapshot, snapshot], spec)
+    tables = [
+        dict(zip(tokens, logprobs, strict=True))
+        for tokens, logprobs in zip(
+            rows_of(output.top_prompt_tokens, VOCAB), rows_of(output.top_prompt_logprobs, VOCAB), strict=True
+        )
+    ]
+    assert list(output.target_logprobs) == pytest.approx([tables[at][token] for at, token in zip(*cells, strict=True)])
+    assert output.alternative_tokens == again.alternative_tokens
+    assert len(output.alternative_tokens) == 400 * (len(PROMPT) - 1)
+    for table, tokens, logprobs in zip(
+        tables[1:], rows_of(output.alternative_tokens, 400), rows_of(output.alternative_logprobs, 400), strict=True
+    ):
+        assert logprobs == pytest.approx([table[token] for token in tokens])
+        tempered = {token: math.exp(logprob / 0.5) for token, logprob in table.items()}
+        shares = {token: tempered[token] / sum(tempered.values()) for token in tempered}
+        likely = max(shares, key=lambda token: shares[token])
+        assert tokens.count(likely) / 400 == pytest.approx(shares[likely], abs=0.1)
+    for sequence in output.sequences:
+        tops = rows_of(sequence.top_tokens, VOCAB), rows_of(sequence.top_logprobs, VOCAB)
+        for token, logprob, ids, row in zip(sequence.tokens, sequence.logprobs, *tops, strict=True):
+            assert row[ids.index(token)] == pytest.approx(logprob, abs=1e-4)
+            assert sum(map(math.exp, row)) == pytest.approx(1.0)
+    greedy = sampled(sampler, [snapshot], replace(spec, temperature=0.0))[0]
+    assert [len(set(row)) for row in rows_of(greedy.alternative_tokens, 400)] == [1] * (len(PROMPT) - 1)
+
+
+def rows_of(values: Sequence[Any], width: int) -> list[list[Any]]:
+    return [list(values[at : at + width]) for at in range(0, len(values), width)]
+
+
 def test_what_is_published_is_frozen(sampler: BaseSampler, tenants: Tenants, tmp_path: Path) -> None:
     snapshots = published(tenants, tmp_path / "first")
     before = sampled(sampler, snapshots)
@@ -152,6 +190,7 @@ def test_what_cannot_be_sampled_is_told_and_harms_nobody(sampler: BaseSampler, t
         (replace(SPEC, prompt=array("i", [VOCAB])), "outside"),
         (replace(SPEC, prompt=array("i", [2] * 64), prompt_logprobs=True), "context is 64"),
         (replace(SPEC, num_samples=10**6), "num_samples"),
+        (replace(SPEC, target_places=array("i", [1]), target_tokens=array("i", [VOCAB])), "outside"),
         (replace(SPEC, top_p=0.0), "top_p"),
     ):
         with pytest.raises(UserError, match=words):

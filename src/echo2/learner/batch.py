@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
@@ -314,6 +315,8 @@ def _loss_side(strips: Sequence[_Strip]) -> tuple[Tensor, LossTokens, tuple[Supp
         top_behaviour_nk=top_behaviour_nk,
         top_policy_nk=top_behaviour_nk,
         entropy_n=torch.zeros(sum(len(at) for at in losses)),
+        clip_low_n=column("clip_low", np.float64, default=math.nan),
+        clip_high_n=column("clip_high", np.float64, default=math.nan),
     )
     targets = [_int_array(datum.tokens if datum.targets is None else datum.targets) for datum in data]
     target_n = torch.from_numpy(np.concatenate([each[at] for each, at in zip(targets, losses, strict=True)]))

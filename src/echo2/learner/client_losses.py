@@ -10,7 +10,7 @@ sg = no gradient.
     cispo                -sg(clip(r, low, high)) lp A
     dro                  -(lp A - beta / 2 (lp - q)^2)
     gspo                 as ppo, with r the geometric mean over the sequence's tokens of weight > 0, and each token's
-                         own gradient
+                         own gradient. Here, in ppo and in cispo a datum's own bounds are in the place of low and high
     stable_reinforce     -sg(min(r, high)) lp A + kl_coeff / 2 (lp - q)^2: a stand-in. The service that this protocol
                          comes from has not published the formula of its loss of that name
 
@@ -53,7 +53,7 @@ def ppo(logp_n: Tensor, tokens: LossTokens, p: Params) -> Tensor:
 def cispo(logp_n: Tensor, tokens: LossTokens, p: Params) -> Tensor:
     """Policy gradient, the ratio clipped and without gradient."""
     ratio_n = (logp_n - tokens.behaviour_n).exp().detach()
-    return -ratio_n.clamp(p[LOW], p[HIGH]) * logp_n * tokens.advantage_n
+    return -_clamped(ratio_n, tokens, p) * logp_n * tokens.advantage_n
 
 
 def dro(logp_n: Tensor, tokens: LossTokens, p: Params) -> Tensor:
@@ -76,12 +76,21 @@ def gspo(logp_n: Tensor, tokens: LossTokens, p: Params) -> Tensor:
 def stable_reinforce(logp_n: Tensor, tokens: LossTokens, p: Params) -> Tensor:
     """Policy gradient with a capped ratio, and a quadratic pull towards the behaviour."""
     log_ratio_n = logp_n - tokens.behaviour_n
-    ratio_n = log_ratio_n.exp().detach().clamp(max=p[HIGH])
+    ratio_n = torch.minimum(log_ratio_n.exp().detach(), _given(tokens.clip_high_n, p[HIGH]))
     return p[KL] / 2.0 * log_ratio_n.square() - ratio_n * logp_n * tokens.advantage_n
 
 
 def _clipped(ratio_n: Tensor, tokens: LossTokens, p: Params) -> Tensor:
-    return -torch.minimum(ratio_n * tokens.advantage_n, ratio_n.clamp(p[LOW], p[HIGH]) * tokens.advantage_n)
+    return -torch.minimum(ratio_n * tokens.advantage_n, _clamped(ratio_n, tokens, p) * tokens.advantage_n)
+
+
+def _clamped(ratio_n: Tensor, tokens: LossTokens, p: Params) -> Tensor:
+    return ratio_n.clamp(_given(tokens.clip_low_n, p[LOW]), _given(tokens.clip_high_n, p[HIGH]))
+
+
+def _given(bound_n: Tensor, default: float) -> Tensor:
+    """The data's own bounds, and the loss's where they name none."""
+    return bound_n.nan_to_num(nan=default)
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,6 +23,7 @@ class Datum:
     support_*           as in `types.Rollout`: the tokens that each could have been, where sampling was narrowed
     top_*               as in `types.Rollout`: the sampler's most likely tokens and their logprobs; empty: not known
     targets             'i' [T], what is predicted in the place of each token; None: the token itself
+    clip_low, clip_high 'd' [T], bounds of each token's ratio in a client's loss; None: those of the loss
     """
 
     prompt_tokens: array[int]
@@ -40,6 +41,8 @@ class Datum:
     top_tokens: array[int] = field(default_factory=lambda: array("i"))
     top_logprobs: bytes = b""
     targets: array[int] | None = None
+    clip_low: array[float] | None = None
+    clip_high: array[float] | None = None
 
     @property
     def num_inputs(self) -> int:

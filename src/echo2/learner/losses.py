@@ -61,6 +61,7 @@ class LossTokens:
     top_behaviour_nk  its logprobs of them, -inf where there are fewer
     top_policy_nk     the policy's own, with gradient: here they come from the trainer, after the forward pass
     entropy_n    of what the policy would have drawn the token from; from the trainer too
+    clip_low_n, clip_high_n  bounds of the token's ratio that its datum names; NaN: it names none
     """
 
     behaviour_n: Tensor
@@ -75,6 +76,8 @@ class LossTokens:
     top_behaviour_nk: Tensor
     top_policy_nk: Tensor
     entropy_n: Tensor
+    clip_low_n: Tensor
+    clip_high_n: Tensor
 
     @property
     def num_sequences(self) -> int:

@@ -2,13 +2,10 @@
 
 Linear maps are computed for all rows at once, and of each adapter the low-rank part for its rows. A policy is read once
 and never changes. It speaks `decode_loop.Decoder`, as the base model, for requests that name a policy.
-
-Shape suffixes: V = vocabulary.
 """
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
@@ -22,26 +19,12 @@ from echo2.rollout.rows import Limits
 from echo2.rollout.torch_engine import Cache, Model, TorchDecoder
 from echo2.types import Snapshot
 
-#: Tokens of a prompt whose logits exist at once.
-LOGITS_TOKENS = 256
-
 
 @dataclass(frozen=True, slots=True)
 class PolicyRequest(SampleRequest):
     """A request to one policy of a `ManyPolicies`."""
 
     policy: CompactModel | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class PromptScores:
-    """Of a prompt of P tokens, from the second on: the logprob of each [P - 1], and of the k most likely tokens at each
-    place the ids and logprobs [(P - 1) * k], row by row.
-    """
-
-    logprobs: array[float]
-    top_tokens: array[int]
-    top_logprobs: array[float]
 
 
 class ManyPolicies(TorchDecoder):
@@ -71,23 +54,6 @@ class ManyPolicies(TorchDecoder):
         assert isinstance(model, CompactModel)
         with torch.inference_mode():
             return model.adapted(read_adapter(snapshot, model.linears, self._device))
-
-    def score(self, policy: CompactModel, prompt: array[int], top_k: int) -> PromptScores:
-        """Logprobs of a prompt's own tokens, at temperature 1. From any thread."""
-        found, tops_ids, tops = array("f"), array("i"), array("f")
-        ids = torch.tensor(prompt, dtype=torch.long, device=self._device)[1:]
-        with torch.inference_mode():
-            start = 0
-            for logits_NV in policy.logits([prompt], [0], LOGITS_TOKENS):
-                own_N = ids[start : start + len(logits_NV)]
-                start += len(logits_NV)
-                logprobs_NV = logits_NV.log_softmax(-1)
-                found.frombytes(logprobs_NV.gather(1, own_N[:, None]).float().cpu().numpy().tobytes())
-                if top_k:
-                    top_Nk, ids_Nk = logprobs_NV.topk(min(top_k, logprobs_NV.shape[1]), dim=-1)
-                    tops.frombytes(top_Nk.float().cpu().numpy().tobytes())
-                    tops_ids.frombytes(ids_Nk.int().cpu().numpy().tobytes())
-        return PromptScores(found, tops_ids, tops)
 
     def _rows_model(self, model: Model) -> Model:
         if self._mixed is None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import secrets
 import tarfile
 from collections.abc import Mapping, Sequence
@@ -17,7 +18,7 @@ from starlette.responses import FileResponse, Response
 from echo2.errors import PeerError, UserError
 from echo2.service.access import Caller
 from echo2.service.bills import Bills
-from echo2.service.bodies import AdapterBody, ModelIdBody, SessionBody, SessionIdBody, TtlBody, parse
+from echo2.service.bodies import AdapterBody, CopyBody, ModelIdBody, SessionBody, SessionIdBody, TtlBody, parse
 from echo2.service.database import Row, checkpoints, models, samplers, sessions
 from echo2.service.dispatch import Dispatcher
 from echo2.service.entrance import answer
@@ -174,6 +175,23 @@ class AccountsApi:
         expires = None if seconds is None else self._work.clock() + seconds
         self._database.update(checkpoints, {"id": self._checkpoint(caller, request).id}, expires=expires)
         return NOTHING
+
+    async def copy_weights(self, caller: Caller, request: Request, body: bytes) -> Response:
+        """A checkpoint of the caller's own of one that it may read. Both name the same files, which stay while one of
+        them does. The same idempotency key is the same copy."""
+        given = parse(CopyBody, body)
+        key = request.headers.get("x-idempotency-key") or secrets.token_hex(16)
+        copy = "copy_" + hashlib.sha256(f"{caller.tenant} {key} {given.source_path}".encode()).hexdigest()[:32]
+        row = self._database.find(checkpoints, model=copy)
+        if row is None:
+            source, now = self._work.checkpoint(given.source_path, caller.tenant), self._work.clock()
+            values = {column: getattr(source, column) for column in ("kind", "name", "directory", "size", "labels")}
+            values |= {"id": copy.replace("copy", "chk"), "model": copy, "tenant": caller.tenant, "public": False}
+            expires = None if given.ttl_seconds is None else now + given.ttl_seconds
+            spec = {**source.spec, "owner": caller.tenant}
+            self._database.insert(checkpoints, **values, spec=spec, created=now, expires=expires)
+            row = self._database.find(checkpoints, model=copy)
+        return answer({"tinker_path": f"tinker://{copy}/{row.kind}/{row.name}"})
 
     async def bring_adapter(self, caller: Caller, request: Request, body: bytes) -> Response:
         """A PEFT adapter of the client's own, as a tar file: from now on a checkpoint, to train and to sample from."""

@@ -82,6 +82,7 @@ class Front:
             "asample": enter(training.sample, "sample"),
             "retrieve_future": enter(training.retrieve_future),
             "cancel_future": enter(training.cancel_future, "sample"),
+            "copy_weights": enter(accounts.copy_weights, "train"),
             "adapters": enter(accounts.bring_adapter, "train", ARCHIVE_BYTES_MAX),
             checkpoint + "/publish": enter(accounts.publish, "train"),
         }

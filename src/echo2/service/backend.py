@@ -56,6 +56,7 @@ class ClientDatum:
     weights     'd' [N * K], factors of the losses; None: 1
     advantages  'd' [N * K]; None: 0
     logprobs    'f' [N * K], of the sampler; None: 0
+    clip_low    'd' [N * K], in place of the loss's `clip_low_threshold`, and clip_high likewise; None: the loss's
 
     A target 0 with logprob 0 and advantage 0 is padding in the losses that have advantages: its weight is 0.
     """
@@ -65,6 +66,8 @@ class ClientDatum:
     weights: Floats | None = None
     advantages: Floats | None = None
     logprobs: Floats | None = None
+    clip_low: Floats | None = None
+    clip_high: Floats | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +99,10 @@ class SampleSpec:
     temperature                0: the most likely token. Logprobs are of the tempered distribution; at 0 of the plain
     prompt_logprobs            whether the prompt's logprobs are wanted
     top_prompt_logprobs        how many of the most likely tokens at each place of the prompt
+    top_sample_logprobs        likewise of the samples, at their temperature and before top-p and top-k narrow it
+    target_places              'i' [M], ascending places of the prompt from 1 on
+    target_tokens              'i' [M], tokens whose logprobs are wanted at these places
+    num_alternatives           how many tokens to draw at each place of the prompt but the first, at `temperature`
     """
 
     prompt: Ints
@@ -110,28 +117,44 @@ class SampleSpec:
     ends_with_model: bool = True
     prompt_logprobs: bool = False
     top_prompt_logprobs: int = 0
+    top_sample_logprobs: int = 0
+    target_places: Ints = field(default_factory=lambda: array("i"))
+    target_tokens: Ints = field(default_factory=lambda: array("i"))
+    num_alternatives: int = 0
     owner: str = ""
+
+    @property
+    def wants_scores(self) -> bool:
+        """Whether anything of the prompt's own places is wanted."""
+        most = max(self.top_prompt_logprobs, len(self.target_places), self.num_alternatives)
+        return self.prompt_logprobs or most > 0
 
 
 @dataclass(frozen=True, slots=True)
 class SampledSequence:
-    """T sampled tokens 'i' and their logprobs 'f'."""
+    """T sampled tokens 'i' and their logprobs 'f'; of the k most likely ones the ids 'i' and logprobs 'f' [T * k]."""
 
     tokens: Ints
     logprobs: Floats
     finish: Literal["stop", "length"]
+    top_tokens: Ints = field(default_factory=lambda: array("i"))
+    top_logprobs: Floats = field(default_factory=lambda: array("f"))
 
 
 @dataclass(frozen=True, slots=True)
 class SampleOutput:
     """`prompt_logprobs` 'f' [P], NaN first; `top_prompt_tokens` 'i' and `top_prompt_logprobs` 'f' [P, k] row by row,
-    the first row -1 and NaN. Empty where they were not wanted.
+    the first row -1 and NaN; `target_logprobs` 'f' [M]; `alternative_tokens` 'i' and `alternative_logprobs` 'f', at
+    temperature 1, [P - 1, D]. Empty where they were not wanted.
     """
 
     sequences: list[SampledSequence]
     prompt_logprobs: Floats = field(default_factory=lambda: array("f"))
     top_prompt_tokens: Ints = field(default_factory=lambda: array("i"))
     top_prompt_logprobs: Floats = field(default_factory=lambda: array("f"))
+    target_logprobs: Floats = field(default_factory=lambda: array("f"))
+    alternative_tokens: Ints = field(default_factory=lambda: array("i"))
+    alternative_logprobs: Floats = field(default_factory=lambda: array("f"))
 
 
 class Backend(Protocol):

@@ -185,10 +185,17 @@ class SampleBody(Struct):
     model_path: Id | None = None
     prompt_logprobs: bool | None = None
     topk_prompt_logprobs: Annotated[int, Meta(ge=0, le=64)] = 0
-    topk_sample_logprobs: int = 0
+    topk_sample_logprobs: Annotated[int, Meta(ge=0, le=64)] = 0
     prompt_logprobs_last_n: Count | None = None
-    prompt_alt_tokens_k: int = 0
-    target_prompt_logprobs: Any = None
+    prompt_alt_tokens_k: Annotated[int, Meta(ge=0, le=64)] = 0
+    target_prompt_logprobs: TensorBody | None = None
+
+
+class CopyBody(Struct):
+    """`copy_weights`. There are no projects here: whichever it names, the copy is the caller's."""
+
+    source_path: Id
+    ttl_seconds: Annotated[int, Meta(ge=1, le=10**9)] | None = None
 
 
 class AdapterBody(Struct):

@@ -18,8 +18,9 @@ from numpy.typing import NDArray
 
 from echo2.errors import PeerError, UserError
 from echo2.service import tinker_pb2 as pb
-from echo2.service.backend import ClientDatum, Floats, SampleOutput, TrainOutput
+from echo2.service.backend import ClientDatum, Floats, TrainOutput
 from echo2.service.bodies import DatumBody, LossBody, TensorBody, TrainBody, parse, prompt_tokens
+from echo2.service.sampled import sample_as_json
 
 #: Numbers of one tensor, of all sparse tensors of a request when they are written out, and data of one request.
 TENSOR_NUMBERS_MAX = 1 << 22
@@ -34,7 +35,8 @@ DTYPES: Mapping[int, str] = {
 }
 JSON_DTYPES = {"float32": "<f4", "int64": "<i8"}
 #: What a datum may hold beside its tokens.
-INPUTS = frozenset({"target_tokens", "weights", "advantages", "logprobs", "mask", "sequence_ratio_mask"})
+CLIPS = ("clip_low_threshold", "clip_high_threshold")
+INPUTS = frozenset({"target_tokens", "weights", "advantages", "logprobs", "mask", "sequence_ratio_mask", *CLIPS})
 Array: TypeAlias = NDArray[Any]
 
 
@@ -227,6 +229,7 @@ def _datum(tokens: Array, inputs: Mapping[str, Array]) -> tuple[ClientDatum, int
     low, high = int(targets.min()), int(targets.max())
     if low < 0 or high >= 2**31:
         raise UserError(f"target_tokens has {low if low < 0 else high}, which is no token.")
+    clips = [array("d", floats[name].astype("<f8").tobytes()) if name in floats else None for name in CLIPS]
     masks = [floats[name] for name in ("mask", "sequence_ratio_mask") if name in floats]
     weights = floats.get("weights", masks[0] if masks else None)
     datum = ClientDatum(
@@ -235,11 +238,14 @@ def _datum(tokens: Array, inputs: Mapping[str, Array]) -> tuple[ClientDatum, int
         None if weights is None else array("d", weights.astype("<f8").tobytes()),
         array("d", floats["advantages"].astype("<f8").tobytes()) if "advantages" in floats else None,
         array("f", floats["logprobs"].astype("<f4").tobytes()) if "logprobs" in floats else None,
+        *clips,
     )
     return datum, targets.shape[1] if targets.ndim == 2 else 0
 
 
 def _floats(name: str, values: Array, targets: Array) -> Array:
+    if name in CLIPS and values.size == 1:
+        values = np.full(targets.size, values.item())  # one bound for all tokens of the datum
     if values.size != targets.size:
         raise UserError(f"{name} has {values.size} numbers, target_tokens {targets.size}.")
     if not np.isfinite(values).all():
@@ -266,33 +272,10 @@ def _batched(rows: Sequence[Floats], width: int) -> pb.BatchedTensor:
     return pb.BatchedTensor(data=data, offsets=offsets.tobytes(), dtype=pb.DTYPE_FLOAT32, trailing_shape=shape)
 
 
-def sample_answer(output: SampleOutput, top_k: int, last_n: int | None) -> bytes:
-    """`SampleResponse`. `last_n`: how many of the prompt's logprobs are wanted."""
-    message = pb.SampleResponse()
-    for sequence in output.sequences:
-        reason = pb.STOP_REASON_STOP if sequence.finish == "stop" else pb.STOP_REASON_LENGTH
-        message.sequences.add(
-            stop_reason=reason, tokens=sequence.tokens.tobytes(), logprobs=sequence.logprobs.tobytes()
-        )
-    if len(output.prompt_logprobs):
-        logprobs = np.frombuffer(output.prompt_logprobs, dtype="<f4").copy()
-        logprobs[: len(logprobs) - last_n if last_n is not None else 0] = np.nan
-        message.prompt_logprobs = logprobs.tobytes()
-    if top_k and len(output.top_prompt_tokens):
-        tokens = np.frombuffer(output.top_prompt_tokens, dtype="<i4").reshape(-1, top_k).copy()
-        likely = np.frombuffer(output.top_prompt_logprobs, dtype="<f4").reshape(-1, top_k).copy()
-        empty = tokens < 0  # the wire's own sign for nothing
-        tokens[empty], likely[empty] = 0, -99999.0
-        message.topk_prompt_logprobs.CopyFrom(
-            pb.TopkLogprobs(token_ids=tokens.tobytes(), logprobs=likely.tobytes(), k=top_k, length=len(tokens))
-        )
-    return message.SerializeToString()
-
-
 def answer_as_json(kind: str, answer: bytes) -> dict[str, Any]:
     """The same answer for a client that takes JSON alone."""
     if kind == "sample":
-        return _sample_as_json(pb.SampleResponse.FromString(answer))
+        return sample_as_json(pb.SampleResponse.FromString(answer))
     message = pb.ForwardBackwardOutput.FromString(answer)
     outputs: list[dict[str, Any]] = []
     for record in message.loss_fn_outputs:
@@ -303,25 +286,3 @@ def answer_as_json(kind: str, answer: bytes) -> dict[str, Any]:
             shape = [int(end - begin) // (width[0] if width else 1), *width]
             outputs.append({"logprobs": {"data": flat[begin:end].tolist(), "dtype": "float32", "shape": shape}})
     return {"loss_fn_output_type": "ArrayRecord", "loss_fn_outputs": outputs, "metrics": dict(message.metrics)}
-
-
-def _sample_as_json(message: pb.SampleResponse) -> dict[str, Any]:
-    names = {pb.STOP_REASON_STOP: "stop", pb.STOP_REASON_LENGTH: "length"}
-    sequences = [
-        {
-            "tokens": np.frombuffer(sequence.tokens, dtype="<i4").tolist(),
-            "logprobs": np.frombuffer(sequence.logprobs, dtype="<f4").tolist(),
-            "stop_reason": names[sequence.stop_reason],
-        }
-        for sequence in message.sequences
-    ]
-    logprobs = np.frombuffer(message.prompt_logprobs, dtype="<f4")
-    top = message.topk_prompt_logprobs
-    tokens = np.frombuffer(top.token_ids, dtype="<i4").reshape(-1, max(1, top.k))
-    likely = np.frombuffer(top.logprobs, dtype="<f4").reshape(-1, max(1, top.k))
-    rows = [
-        [[int(t), float(x)] for t, x in zip(*row, strict=True) if x > -99999.0] or None
-        for row in zip(tokens, likely, strict=True)
-    ]
-    wanted = [None if np.isnan(x) else float(x) for x in logprobs] if len(logprobs) else None
-    return {"sequences": sequences, "prompt_logprobs": wanted, "topk_prompt_logprobs": rows or None}

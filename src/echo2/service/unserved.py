@@ -20,7 +20,6 @@ UNSERVED = {
     ("GET", "audit"): "no audit log is kept.",
     ("GET", "billing/usage/events"): _USAGE,
     ("GET", "billing/usage/checkpoints/current"): "storage costs nothing; GET /api/v1/checkpoints tells sizes.",
-    ("POST", "copy_weights"): "a checkpoint of another tenant that is published is loaded by its path; copy it so.",
     ("POST", "create_custom_loss"): "custom losses run in the client: call forward_backward_custom.",
     ("POST", "join_sampling_session"): "create a sampling session of the same path instead.",
     ("POST", "retrieve_futures"): "ask for one request at a time, by retrieve_future.",

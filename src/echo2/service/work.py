@@ -15,8 +15,9 @@ import msgspec
 from echo2.errors import PeerError, UserError
 from echo2.service.backend import AdamSettings, Backend, ModelSpec, SampleSpec
 from echo2.service.bodies import AdamBody, LoadBody, OptimBody, SampleBody, SaveBody, parse, prompt_tokens
-from echo2.service.data import TrainWork, read_json, read_protobuf, sample_answer, train_answer
+from echo2.service.data import TrainWork, read_json, read_protobuf, train_answer
 from echo2.service.database import Database, Row, checkpoints, models, samplers
+from echo2.service.sampled import check_scores, read_targets, sample_answer
 
 SCHEMES = ("tinker://", "logits://")
 KINDS = ("weights", "sampler_weights")
@@ -187,7 +188,7 @@ class Work:
         spec = replace(spec, owner=request.tenant)
         output = await self.backend.sample(sampler.base, Path(directory) if directory else None, spec)
         num_tokens = len(spec.prompt) + sum(len(sequence.tokens) for sequence in output.sequences)
-        return Done(sample_answer(output, spec.top_prompt_logprobs, body.prompt_logprobs_last_n), num_tokens)
+        return Done(sample_answer(output, body), num_tokens)
 
 
 def read_train(request: Row) -> TrainWork:
@@ -217,20 +218,14 @@ def sample_spec(body: SampleBody, max_tokens: int, request: str) -> SampleSpec:
     """What to sample. Without a seed it is drawn from the request's id, so that doing it again gives the same.
 
     Raises:
-        UserError: the prompt is empty or fills the context, or something is wanted that there isn't.
+        UserError: the prompt is empty or fills the context, or what is wanted of it is malformed or too much.
     """
     prompt, given = prompt_tokens(body.prompt), body.sampling_params
     room = max_tokens - len(prompt)
     if not prompt or room < 1 or min(prompt) < 0:
         raise UserError(f"The prompt has {len(prompt)} tokens; from 1 to {max_tokens - 1} are taken, none below 0.")
-    unsupported = {
-        "topk_sample_logprobs": body.topk_sample_logprobs,
-        "prompt_alt_tokens_k": body.prompt_alt_tokens_k,
-        "target_prompt_logprobs": body.target_prompt_logprobs is not None,
-    }
-    wanted = [name for name, value in unsupported.items() if value]
-    if wanted:
-        raise UserError(f"{wanted[0]} is not supported here.")
+    targets = body.target_prompt_logprobs
+    places, tokens = (array("i"), array("i")) if targets is None else read_targets(targets, len(prompt))
     drawn = int.from_bytes(hashlib.sha256(request.encode()).digest()[:7], "big")
     spec = SampleSpec(
         array("i", prompt),
@@ -243,10 +238,15 @@ def sample_spec(body: SampleBody, max_tokens: int, request: str) -> SampleSpec:
         ends_with_model=given.stop is None,
         prompt_logprobs=bool(body.prompt_logprobs),
         top_prompt_logprobs=body.topk_prompt_logprobs,
+        top_sample_logprobs=body.topk_sample_logprobs,
+        target_places=places,
+        target_tokens=tokens,
+        num_alternatives=body.prompt_alt_tokens_k,
     )
+    check_scores(spec)
     stops = [given.stop] if isinstance(given.stop, str) else given.stop or []
-    tokens = tuple(stop for stop in stops if isinstance(stop, int))
-    return replace(spec, stop_tokens=tokens, stop_strings=tuple(stop for stop in stops if isinstance(stop, str)))
+    ends = tuple(stop for stop in stops if isinstance(stop, int))
+    return replace(spec, stop_tokens=ends, stop_strings=tuple(stop for stop in stops if isinstance(stop, str)))
 
 
 def _checkpoint_kind(request_kind: str) -> str:

@@ -10,7 +10,7 @@ from typing import Protocol
 
 from echo2.errors import Echo2Error, InvariantError, PeerError, UserError
 from echo2.printable import printable
-from echo2.service.backend import SampleOutput, SampleSpec
+from echo2.service.backend import Floats, Ints, SampleOutput, SampleSpec
 from echo2.service.calling import AnsweringProcess
 from echo2.service.fleet.payloads import Payloads
 from echo2.service.frames import Answer, CancelCall, Request, SampleCall, encode
@@ -110,13 +110,27 @@ def checked(spec: SampleSpec, output: SampleOutput | None) -> SampleOutput:
     if output is None or len(output.sequences) != spec.num_samples:
         raise PeerError("malformed", f"not the {spec.num_samples} samples that were asked for")
     for sequence in output.sequences:
-        if (sequence.tokens.typecode, sequence.logprobs.typecode) != ("i", "f"):
-            raise PeerError("malformed", "arrays of other types")
-        if not len(sequence.tokens) == len(sequence.logprobs) <= spec.max_tokens or min(sequence.tokens, default=0) < 0:
-            raise PeerError("malformed", f"{len(sequence.tokens)} tokens, {len(sequence.logprobs)} logprobs")
+        tokens, width = sequence.tokens, spec.top_sample_logprobs
+        _check_pair(tokens, sequence.logprobs, len(tokens), 1)
+        if len(tokens) > spec.max_tokens or min(tokens, default=0) < 0:
+            raise PeerError("malformed", f"{len(tokens)} tokens, or one below 0")
         if not all(math.isfinite(logprob) and logprob <= LOGPROB_SLACK for logprob in sequence.logprobs):
             raise PeerError("malformed", "a logprob that is none")
-    wants_scores = spec.prompt_logprobs or spec.top_prompt_logprobs > 0
-    if len(output.prompt_logprobs) != (len(spec.prompt) if wants_scores else 0):
-        raise PeerError("malformed", f"{len(output.prompt_logprobs)} logprobs of the prompt")
+        _check_pair(sequence.top_tokens, sequence.top_logprobs, len(tokens), width)
+    length = len(spec.prompt)
+    _check_pair(output.top_prompt_tokens, output.top_prompt_logprobs, length, spec.top_prompt_logprobs)
+    _check_pair(output.alternative_tokens, output.alternative_logprobs, length - 1, spec.num_alternatives)
+    for floats, expected in (
+        (output.prompt_logprobs, length if spec.wants_scores else 0),
+        (output.target_logprobs, len(spec.target_places)),
+    ):
+        if floats.typecode != "f" or len(floats) != expected:
+            raise PeerError("malformed", f"{len(floats)} logprobs where there should be {expected}")
     return output
+
+
+def _check_pair(tokens: Ints, logprobs: Floats, rows: int, width_max: int) -> None:
+    """Tokens and their logprobs, equally many in each row; fewer than asked for where the vocabulary is small."""
+    is_whole = len(tokens) == len(logprobs) and len(tokens) <= rows * width_max and len(tokens) % max(1, rows) == 0
+    if (tokens.typecode, logprobs.typecode) != ("i", "f") or not is_whole:
+        raise PeerError("malformed", f"{len(tokens)} tokens and {len(logprobs)} logprobs in {rows} rows")

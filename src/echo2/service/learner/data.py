@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from echo2.errors import UserError
+from echo2.learner.client_losses import CLIENT_LOSSES, HIGH, LOW
 from echo2.learner.datum import Datum
 from echo2.service.backend import ClientDatum
 
@@ -45,6 +46,7 @@ def learner_data(data: Sequence[ClientDatum], loss: str) -> LearnerData:
     rows, widths = [], []
     for place, datum in enumerate(data):
         width = _checked_width(place, datum)
+        _check_clips(place, datum, loss)
         weights = _weights(datum, loss)
         for column in range(width):
             at = slice(column, None, width)
@@ -58,6 +60,8 @@ def learner_data(data: Sequence[ClientDatum], loss: str) -> LearnerData:
                     None if datum.advantages is None else datum.advantages[at],
                     None if datum.logprobs is None else datum.logprobs[at],
                     targets=targets,
+                    clip_low=None if datum.clip_low is None else datum.clip_low[at],
+                    clip_high=None if datum.clip_high is None else datum.clip_high[at],
                 )
             )
         widths.append(width)
@@ -70,7 +74,7 @@ def _checked_width(place: int, datum: ClientDatum) -> int:
         raise UserError(
             f"datum {place} has {length} tokens and {num_targets} targets: give one or more for each token."
         )
-    for name in ("weights", "advantages", "logprobs"):
+    for name in ("weights", "advantages", "logprobs", "clip_low", "clip_high"):
         values = getattr(datum, name)
         if values is None:
             continue
@@ -79,6 +83,14 @@ def _checked_width(place: int, datum: ClientDatum) -> int:
         if not all(map(math.isfinite, values)):
             raise UserError(f"datum {place} has {name} that are not finite.")
     return num_targets // length
+
+
+def _check_clips(place: int, datum: ClientDatum, loss: str) -> None:
+    """An unknown loss is refused later, by its name."""
+    known = CLIENT_LOSSES[loss].defaults if loss in CLIENT_LOSSES else (LOW, HIGH)
+    for name, values in ((LOW, datum.clip_low), (HIGH, datum.clip_high)):
+        if values is not None and name not in known:
+            raise UserError(f"datum {place} has {name}, which the loss {loss} does not.")
 
 
 def _weights(datum: ClientDatum, loss: str) -> array[float] | None:

@@ -9,7 +9,8 @@ import asyncio
 import math
 from array import array
 from collections import OrderedDict, deque
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
 
 from echo2.control.service.placing import SLOTS
 from echo2.errors import Echo2Error, UserError
@@ -18,6 +19,7 @@ from echo2.rollout.decode_loop import DecodeLoop
 from echo2.rollout.engine import Outcome, RequestFailure
 from echo2.rollout.many_policies import ManyPolicies, PolicyRequest
 from echo2.rollout.stop_strings import StopRule, stop_rule
+from echo2.rollout.text_scores import ScoreRequest, TextScores, score
 from echo2.rollout.tokenizer import Tokenizer, load_tokenizer
 from echo2.service.backend import SampledSequence, SampleOutput, SampleSpec
 from echo2.types import SamplingParams, Snapshot
@@ -60,22 +62,16 @@ class BaseSampler:
         outcomes = asyncio.gather(*(self._slots.run(spec.owner, request) for request in requests))
         try:
             scores = None
-            if spec.prompt_logprobs or spec.top_prompt_logprobs:
+            if spec.wants_scores:
                 if (refused := self._loop.refusal(requests[0])) is not None:
                     raise UserError(refused.detail)
-                scores = await asyncio.to_thread(self._policies.score, policy, spec.prompt, spec.top_prompt_logprobs)
+                scores = await asyncio.to_thread(_prompt_scores, policy, spec)
             sequences = [_sequence(outcome) for outcome in await outcomes]
         finally:
             outcomes.cancel()
-        if scores is None:
-            return SampleOutput(sequences)
-        width = len(scores.top_tokens) // max(1, len(scores.logprobs))
-        return SampleOutput(
-            sequences,
-            array("f", [math.nan]) + scores.logprobs,
-            array("i", [-1] * width) + scores.top_tokens,
-            array("f", [math.nan] * width) + scores.top_logprobs,
-        )
+        if spec.top_sample_logprobs:
+            sequences = await asyncio.to_thread(_with_tops, policy, spec, sequences)
+        return SampleOutput(sequences) if scores is None else _scored(sequences, scores)
 
     async def close(self) -> None:
         """Abort what is under way."""
@@ -133,6 +129,44 @@ def _sequence(outcome: Outcome) -> SampledSequence:
     if isinstance(outcome, RequestFailure):
         raise UserError(outcome.detail)
     return SampledSequence(outcome.tokens, outcome.logprobs, outcome.finish)
+
+
+def _prompt_scores(policy: CompactModel, spec: SampleSpec) -> TextScores:
+    return score(
+        policy,
+        ScoreRequest(
+            spec.prompt,
+            top_k=spec.top_prompt_logprobs,
+            cell_places=spec.target_places,
+            cell_tokens=spec.target_tokens,
+            num_draws=spec.num_alternatives,
+            draw_temperature=spec.temperature,
+            seed=spec.seed,
+        ),
+    )
+
+
+def _with_tops(policy: CompactModel, spec: SampleSpec, sequences: Sequence[SampledSequence]) -> list[SampledSequence]:
+    """With the most likely tokens, from a second reading of what was sampled."""
+    found, first = [], len(spec.prompt)
+    for sequence in sequences:
+        text = spec.prompt + sequence.tokens
+        tops = score(policy, ScoreRequest(text, first, spec.top_sample_logprobs, spec.temperature))
+        found.append(replace(sequence, top_tokens=tops.top_tokens, top_logprobs=tops.top_logprobs))
+    return found
+
+
+def _scored(sequences: list[SampledSequence], scores: TextScores) -> SampleOutput:
+    width = len(scores.top_tokens) // max(1, len(scores.logprobs))
+    return SampleOutput(
+        sequences,
+        array("f", [math.nan]) + scores.logprobs,
+        array("i", [-1] * width) + scores.top_tokens,
+        array("f", [math.nan] * width) + scores.top_logprobs,
+        scores.cell_logprobs,
+        scores.drawn_tokens,
+        scores.drawn_logprobs,
+    )
 
 
 class _Slots:
