@@ -182,16 +182,15 @@ class AccountsApi:
         given = parse(CopyBody, body)
         key = request.headers.get("x-idempotency-key") or secrets.token_hex(16)
         copy = "copy_" + hashlib.sha256(f"{caller.tenant} {key} {given.source_path}".encode()).hexdigest()[:32]
-        row = self._database.find(checkpoints, model=copy)
-        if row is None:
-            source, now = self._work.checkpoint(given.source_path, caller.tenant), self._work.clock()
-            values = {column: getattr(source, column) for column in ("kind", "name", "directory", "size", "labels")}
+        found = self._database.find(checkpoints, model=copy)
+        if found is None:
+            found, now = self._work.checkpoint(given.source_path, caller.tenant), self._work.clock()
+            values = {column: getattr(found, column) for column in ("kind", "name", "directory", "size", "labels")}
             values |= {"id": copy.replace("copy", "chk"), "model": copy, "tenant": caller.tenant, "public": False}
             expires = None if given.ttl_seconds is None else now + given.ttl_seconds
-            spec = {**source.spec, "owner": caller.tenant}
+            spec = {**found.spec, "owner": caller.tenant}
             self._database.insert(checkpoints, **values, spec=spec, created=now, expires=expires)
-            row = self._database.find(checkpoints, model=copy)
-        return answer({"tinker_path": f"tinker://{copy}/{row.kind}/{row.name}"})
+        return answer({"tinker_path": f"tinker://{copy}/{found.kind}/{found.name}"})
 
     async def bring_adapter(self, caller: Caller, request: Request, body: bytes) -> Response:
         """A PEFT adapter of the client's own, as a tar file: from now on a checkpoint, to train and to sample from."""
