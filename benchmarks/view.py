@@ -8,6 +8,8 @@
               after `make test-browser`; where it is not there, the figures say so)
     step      seconds from a step that is appended to the run directory until an open page is told of it, and until
               Chromium shows it
+    jank      while a step comes each half second: the page's main thread for each step (its processor's seconds), and
+              tasks of it that were long, of 50 ms and more of the clock
     reader    the share of a core that `echo2 view` takes, its memory, and bytes that it sends: with no page open; with
               one, while nothing is written (`still`), while status.json is replaced as a head does (`told`), and with
               a step a second and looks for rollouts besides (`steps`)
@@ -50,7 +52,7 @@ from echo2.views.watch import LOOK_SECONDS  # noqa: E402
 NUM_VIEWERS = 10
 #: Between two writings of status.json by a head.
 STATUS_SECONDS = 0.5
-#: Between two looks of a page for new rollouts, of which it asks all names and the newest file (`rollouts.js`).
+#: Between two looks of a page for new rollouts (`rollouts.js`).
 FOLLOW_SECONDS = 2.0
 #: As many groups, samples and tokens as a step's file of rollouts has at most, token by token.
 LOGGED = {"num_groups": 4, "num_tokens": 1024}
@@ -59,7 +61,10 @@ OBSERVER = """new MutationObserver(() => {
   if (!window.drawn && document.querySelectorAll("#charts canvas").length > 5) window.drawn = performance.now();
   const step = document.querySelector("#facts dd")?.textContent;
   if (step !== window.step) { window.step = step; window.stepped = Date.now(); }
-}).observe(document, {childList: true, subtree: true, characterData: true});"""
+}).observe(document, {childList: true, subtree: true, characterData: true});
+window.long = [];
+new PerformanceObserver((list) => window.long.push(...list.getEntries().map((each) => each.duration)))
+  .observe({type: "longtask", buffered: true});"""
 #: Of rollouts for the head: as `head_load.py` has them.
 LOAD = Namespace(samples=8, tokens=32, batch=8, step=128, sampling_seconds=0.0, join_seconds=120.0, profile="")
 Figures = dict[str, Any]
@@ -135,6 +140,29 @@ def show_steps(page: browser_page.Page, rundir: RunDir, step: int, num_workers: 
     return spread(taken)
 
 
+def measure_jank(page: browser_page.Page, rundir: RunDir, step: int, num_workers: int, size: Size) -> Figures:
+    """What steps cost the page that shows them, a step with each writing of the status."""
+    page.ask("window.long.splice(0), null")
+    begin, before = time.monotonic(), task_seconds(page)
+    for turn in range(size.num_appended):
+        prepare_step(rundir, step + turn, num_workers)()
+        time.sleep(max(0.0, begin + (turn + 1) * STATUS_SECONDS - time.monotonic()))
+    page.until(f"document.querySelector('#facts dd').textContent.replaceAll(',', '').startsWith('{step + turn} ')")
+    spent, long = task_seconds(page) - before, page.ask("window.long")
+    return {
+        "main_thread_seconds_per_step": round(spent / size.num_appended, 4),
+        "long_tasks": len(long),
+        "longest_task_ms": round(max(long, default=0.0)),
+    }
+
+
+def task_seconds(page: browser_page.Page) -> float:
+    """Of the processor, by the tasks of the page's main thread so far."""
+    page.driver.execute_cdp_cmd("Performance.enable", {"timeDomain": "threadTicks"})
+    metrics = page.driver.execute_cdp_cmd("Performance.getMetrics", {})["metrics"]
+    return float(next(one["value"] for one in metrics if one["name"] == "TaskDuration"))
+
+
 # ---- the reader ------------------------------------------------------------------------------------------------------
 
 
@@ -175,11 +203,10 @@ async def doing(*work: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
 
 
 async def follow(served: Served) -> None:
-    """As an open page does while steps come."""
+    """As an open page does while steps come: it asks for the rollouts of the newest."""
+    names = json.loads((await served.get(NAMES)).partition(b"\r\n\r\n")[2])
     while True:
-        names = json.loads((await served.get(NAMES)).partition(b"\r\n\r\n")[2])
-        if names:
-            await served.get(f"{NAMES}&name={names[0]}")
+        await served.get(f"{NAMES}&name={names[0] if names else 'step_1'}")
         await asyncio.sleep(FOLLOW_SECONDS)
 
 
@@ -223,6 +250,8 @@ async def look_at(name: str, folder: Path, size: Size, driver: Any) -> Figures:
             page = browser_page.Page(driver, served.address)
             found["page"] |= time_page(page, size)
             found["shown_seconds"] = show_steps(page, rundir, step + 1, num_workers, size)
+            step += size.num_appended
+            found["jank"] = measure_jank(page, rundir, step + 1, num_workers, size)
             driver.get("about:blank")
             step += size.num_appended
     with serve(rundir.path) as served:

@@ -102,14 +102,17 @@ def refuse_unknown(keys: Iterable[str], known: Iterable[str], where: str) -> Non
             raise UserError(f"{where}: unknown key {key!r}.{hint}")
 
 
+_CONTAINERS = frozenset([dict, list])
+
+
 def _check_depth(value: Any) -> None:
-    layer = [value]
-    for _ in range(DEPTH_MAX + 1):
+    layer = [value] if type(value) in _CONTAINERS else []
+    for _ in range(DEPTH_MAX):
         layer = [
             inner
             for outer in layer
-            if isinstance(outer, dict | list)
             for inner in (outer.values() if isinstance(outer, dict) else outer)
+            if type(inner) in _CONTAINERS
         ]
         if not layer:
             return

@@ -36,19 +36,34 @@ def test_every_view_says_what_the_run_directory_says(page: Page) -> None:
     titles = page.ask("[...document.querySelectorAll('#charts h3')].map((each) => each.textContent)")
     assert titles[:3] == ["Accuracy and reward", "Staleness", "Learner"]
     assert len(titles) == 9
+    assert page.ask("document.querySelectorAll('#bar span').length") == 4
+    assert "most of it for workers that sample" in page.text("#spent")
     assert page.ask("document.querySelectorAll('article').length") == 3
     assert page.complaints() == []
 
 
 def test_a_step_shows_while_one_looks(page: Page, rundirs: list[RunDir]) -> None:
     page.open()
-    before = page.ask("document.querySelectorAll('#charts figcaption')[7].textContent")
+    dollars = "document.querySelectorAll('#charts figure')[7].querySelector('.u-legend').textContent"
+    before = page.ask(dollars)
     step = int(page.text("#facts dd").split(" of ")[0]) + 1
     view_cases.log_groups(rundirs[0], step)
     view_cases.append_step(rundirs[0], step)
     page.until(f"document.querySelector('#facts dd').textContent === '{step} of 200'")
     page.until(f"document.querySelector('article').textContent.includes('step {step},')")
-    assert page.ask("document.querySelectorAll('#charts figcaption')[7].textContent") != before
+    assert page.ask(dollars) != before
+    assert page.text("#charts .u-value") == str(step)
+
+
+def test_what_has_not_changed_is_not_drawn_again(page: Page, rundirs: list[RunDir]) -> None:
+    """A row of a table that somebody selects, and a button that has the focus, stay as the run goes on."""
+    page.open()
+    page.ask("window.kept = [...document.querySelectorAll('#workers tr, #waits tr, #facts dd')], null")
+    step = int(page.text("#facts dd").split(" of ")[0]) + 1
+    view_cases.append_step(rundirs[0], step)
+    page.until(f"document.querySelector('#facts dd').textContent === '{step} of 200'")
+    assert page.ask("window.kept.filter((each) => each.isConnected && each.tagName === 'TR').length") == 10
+    assert page.ask("window.kept.filter((each) => each.isConnected && each.tagName === 'DD').length") >= 4
 
 
 #: Puts the pointer on the step of that number, and reads the legend below: [name, value] of each line.
@@ -74,11 +89,32 @@ def test_why_the_learner_waited_at_a_step_is_read_off_the_chart(page: Page, step
     assert set(seconds) == {"workers sample", "rewards", "leases lost"}  # the learner waited for nothing else
 
 
+def test_a_worker_of_thousands_is_found(page: Page, rundirs: list[RunDir]) -> None:
+    view_cases.write_status(rundirs[0], 120, num_workers=1200)
+    try:
+        page.open()
+        page.until("document.querySelector('#which').textContent.startsWith('1 to 50 of 1,200;')")
+        shown = "[...document.querySelectorAll('#workers tbody tr')].map((each) => each.cells[0].textContent)"
+        first = page.ask(shown)
+        page.ask("document.getElementById('later').click()")
+        page.until("document.querySelector('#which').textContent.startsWith('51 to 100 of 1,200;')")
+        assert not set(first) & set(page.ask(shown))
+        page.choose("find", "machine-1199")
+        page.until("document.querySelector('#which').textContent.startsWith('1 to 1 of 1 ')")
+        assert page.ask(f"{shown}.length") == 1
+        page.choose("find", "")
+        page.until("document.querySelector('#which').textContent.startsWith('1 to 50 of 1,200;')")
+        assert page.ask(shown) == first
+        assert page.complaints() == []
+    finally:
+        view_cases.write_status(rundirs[0], 120)
+
+
 def test_words_of_strangers_are_words(page: Page) -> None:
     page.open()
     page.until("document.querySelectorAll('article')[2]")
     assert view_cases.HOSTILE in page.text("article:nth-of-type(3) pre")
-    assert view_cases.HOSTILE in page.text("article:nth-of-type(3) .words")
+    assert view_cases.HOSTILE in page.text("article:nth-of-type(3) .tries")
     assert page.text("article:nth-of-type(3) .columns") == f"answer: {view_cases.HOSTILE}"
     assert "<script>" in page.text("#waits")
     assert page.ask("window.owned === undefined")
@@ -132,7 +168,7 @@ def test_runs_side_by_side(page: Page) -> None:
     page.until(f"{buttons}.length === 3")
     assert page.ask(f"{buttons}.map((each) => each.textContent)") == ["sorting", "sums", "side by side"]
     page.ask(f"{buttons}[2].click()")
-    page.until("document.querySelector('#charts figcaption').textContent.includes('sums')")
+    page.until("document.querySelector('#charts .u-legend').textContent.includes('sums')")
     page.ask(f"{buttons}[1].click()")
     page.until("document.querySelector('#state').textContent === 'sums: running'")
 

@@ -22,7 +22,7 @@ from rich.console import Console
 from echo2.config import Config
 from echo2.errors import UserError
 from echo2.rundir import RunDir, create
-from echo2.views.display import RunDisplay, fleet_line, show_status, show_summary, sparkline
+from echo2.views.display import RunDisplay, fleet_words, show_status, show_summary, sparkline
 from echo2.views.status import read_status
 
 HERE = socket.gethostname()
@@ -392,21 +392,20 @@ def test_a_terminal_gets_a_live_display(rundir: RunDir) -> None:
     assert "reward 0.750" in text
 
 
-def test_the_fleet_in_one_line() -> None:
+def test_the_fleet_in_a_few_words() -> None:
     fleet: dict[str, Any] = {"active": 3, "standby": 0, "rented": [], "text": "2 workers short", "needed_rate": 5.0}
     fleet |= {"rate": 3.0, "idle_ratio": None, "idle_predicted": None}
-    assert fleet_line(fleet) == "3 active  2 workers short: 3 of 5 rollouts/s that are needed"
+    assert fleet_words(fleet) == ["3 active", "2 workers short: 3 of 5 rollouts/s that are needed"]
     fleet |= {"standby": 1, "rented": ["spot-1"], "idle_ratio": 0.4, "idle_predicted": 0.385}
-    assert fleet_line(fleet).startswith("3 active, 1 standing by, 1 rented  2 workers short")
-    assert fleet_line(fleet).endswith("learner idle 40.0%, predicted 38.5%")
+    assert fleet_words(fleet)[:3] == ["3 active", "1 standing by", "1 rented"]
+    assert fleet_words(fleet)[-1] == "learner idle 40.0%, predicted 38.5%"
     fleet |= {"idle_steps": 15, "publish_every": 1, "auto_publish_every": 3}
-    line = fleet_line(fleet)
-    assert "learner idle 40.0% over the last 15 steps, predicted 38.5%" in line
-    assert line.endswith("publish_every 1, auto would be 3")
+    words = fleet_words(fleet)[-2:]
+    assert words == ["learner idle 40.0% over the last 15 steps, predicted 38.5%", "publish_every 1, auto would be 3"]
     fleet["auto_publish_every"] = 1
     fleet |= {"needed_rate": None, "text": "2 workers over", "idle_ratio": None}
-    assert fleet_line(fleet) == "3 active, 1 standing by, 1 rented  2 workers over"
-    assert fleet_line(None) == ""  # of an older run
+    assert fleet_words(fleet) == ["3 active", "1 standing by", "1 rented", "2 workers over"]
+    assert fleet_words(None) == []  # of an older run
 
 
 def test_who_stands_by_is_said_to(rundir: RunDir) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import random
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,8 @@ import view_cases
 from echo2.rundir import RunDir
 from echo2.views import rollouts
 from echo2.views.app import FILES, GROUPS_SHOWN, Dashboard
-from echo2.views.page_data import POINTS_MAX, chart_data, cost_data, run_data
+from echo2.views.chart_points import POINTS_MAX, ChartPoints
+from echo2.views.page_data import WORKERS_SHOWN, cost_data, run_data
 from echo2.views.run_view import RunView
 from echo2.views.watch import Watch
 
@@ -37,7 +40,9 @@ def browser(rundir: RunDir) -> TestClient:
     return made
 
 
-@pytest.mark.parametrize("path", ["/", "/events", "/rollouts", "/task", "/metrics", *(f"/{name}" for name in FILES)])
+@pytest.mark.parametrize(
+    "path", ["/", "/events", "/rollouts", "/task", "/workers", "/metrics", *(f"/{name}" for name in FILES)]
+)
 def test_nobody_sees_anything_without_the_token(rundir: RunDir, path: str) -> None:
     outside = client(rundir.path)
     for given in ("", "?token=", "?token=wrong", "?token=%C3%A9"):
@@ -158,7 +163,7 @@ def test_the_page_is_told_how_the_run_stands(rundir: RunDir) -> None:
 def test_a_run_that_has_not_begun_is_shown(tmp_path: Path) -> None:
     view = RunView.read(tmp_path / "nothing")
     assert run_data(view)["state"] == "no head was started here yet"
-    assert chart_data(view.rows) == {"steps": [], "stride": 1, "columns": {}}
+    assert points(view.rows) == {"from": 0, "steps": [], "stride": 1, "columns": {}}
     assert cost_data(view)["usd"] is None
 
 
@@ -167,21 +172,78 @@ def test_charts_are_thinned_out_and_lose_no_peak(num_steps: int) -> None:
     rows: list[dict[str, Any]] = [{"step": step, "off_policy/max": 1, "reward/mean": 0.5} for step in range(num_steps)]
     rows[num_steps // 2]["off_policy/max"] = 9
     rows[num_steps // 3]["reward/mean"] = float("nan")
-    found = chart_data(rows)
+    found = points(rows)
     assert len(found["steps"]) <= POINTS_MAX + 1
     assert max(found["columns"]["off_policy/max"]) == 9
     assert found["steps"][-1] == num_steps - 1
     json.dumps(found, allow_nan=False)
-    longer = chart_data([*rows, {"step": num_steps, "off_policy/max": 1}])
+    longer = points([*rows, {"step": num_steps, "off_policy/max": 1}])
     if longer["stride"] == found["stride"]:  # points keep their place
         assert longer["steps"][: len(found["steps"]) - 1] == found["steps"][:-1]
 
 
-def test_of_thousands_of_workers_the_page_is_told_of_some(rundir: RunDir) -> None:
+def test_of_a_step_the_points_that_it_changes_are_told() -> None:
+    """Whatever happens to a run's rows, a page that puts what is told behind what it has shows what is there."""
+    rng, told, shown = random.Random(5), ChartPoints(), {"steps": [], "columns": {}}
+    rows: list[dict[str, Any]] = []
+    num_short = 0
+    for turn in range(3 * POINTS_MAX):
+        if rows and rng.random() < 0.02:  # an evaluation ends late
+            number = rng.randrange(len(rows))
+            rows = [*rows[:number], rows[number] | {"eval/accuracy": rng.random()}, *rows[number + 1 :]]
+        elif rows and rng.random() < 0.01:  # the learner falls back
+            rows = rows[: rng.randrange(len(rows))]
+        else:
+            rows = [*rows, {"step": len(rows), "reward/mean": rng.random(), "wait/lost": float(rng.random() < 0.01)}]
+        news = told.tail(told.take(rows))
+        kept = news["from"]
+        num_short += len(news["steps"]) < 5
+        columns = {
+            name: [*(shown["columns"][name][:kept] if kept else []), *new] for name, new in news["columns"].items()
+        }
+        shown = {"steps": [*shown["steps"][:kept], *news["steps"]], "columns": columns}
+        if turn % 29 == 0:
+            assert shown == {key: points(rows)[key] for key in shown}
+    assert num_short > 2 * POINTS_MAX
+
+
+def points(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """All that a page is told of these."""
+    made = ChartPoints()
+    assert made.take(rows) == 0
+    return made.tail(0)
+
+
+def test_of_thousands_of_workers_the_page_is_told_page_by_page(rundir: RunDir) -> None:
     view_cases.write_status(rundir, 30, num_workers=1000)
+    browser = client(rundir.path)
+    browser.get(f"/?token={TOKEN}")
     told = run_data(RunView.read(rundir.path))
     assert told["num_workers"] == 1000
-    assert len(told["workers"]) == 200
+    assert len(told["workers"]) == WORKERS_SHOWN
+    seen: list[str] = []
+    while len(seen) < 1000:
+        answer = browser.get(f"/workers?run=0&first={len(seen)}").json()
+        assert answer["num_found"] == 1000
+        seen += [worker["id"] for worker in answer["workers"]]
+    assert len(set(seen)) == 1000
+    assert seen[:WORKERS_SHOWN] == [worker["id"] for worker in told["workers"]]
+    found = browser.get("/workers", params={"find": "MACHINE-77"}).json()
+    assert found["num_found"] == 11  # 77, 770 to 779
+    assert {worker["host"][:10] for worker in found["workers"]} == {"machine-77"}
+    assert browser.get("/workers?first=2000").json()["workers"] == []
+    assert browser.get("/workers?first=x").status_code == 404
+
+
+def test_where_nothing_is_written_nothing_is_made_anew(rundir: RunDir) -> None:
+    before = RunView.read(rundir.path)
+    assert (same := before.newer()).status is before.status
+    assert same.rows is before.rows
+    view_cases.write_status(rundir, 30)
+    assert same.newer().status is not before.status
+    outcome = {"kind": "finished", "reason": "all steps are trained"}
+    rundir.outcome.write_text(json.dumps(outcome))
+    assert same.newer().state == "finished: all steps are trained"
 
 
 def test_whoever_listens_hears_how_all_stands_and_then_what_changes(rundir: RunDir) -> None:
@@ -201,5 +263,6 @@ def test_whoever_listens_hears_how_all_stands_and_then_what_changes(rundir: RunD
 
     kinds, news = asyncio.run(asyncio.wait_for(listen(), 30))
     assert kinds == ["event: cost", "event: run", "event: steps"]
-    (steps,) = [line for line in news.splitlines() if line.startswith('data: {"run":0,"steps":')]
-    assert json.loads(steps.removeprefix("data: "))["steps"][-1] == 31
+    (steps,) = [line for line in news.splitlines() if line.startswith('data: {"run":0,"from":')]
+    told = json.loads(steps.removeprefix("data: "))
+    assert (told["from"], told["steps"]) == (31, [31])  # the page has those before

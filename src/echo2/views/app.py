@@ -20,6 +20,7 @@ from starlette.routing import Route
 from echo2.errors import UserError
 from echo2.rundir import RunDir
 from echo2.views import prometheus, rollouts
+from echo2.views.page_data import fleet_page
 from echo2.views.watch import Watch
 
 #: Pages that may be open at once.
@@ -36,7 +37,17 @@ HEADERS = {
 TYPES = {"html": "text/html", "js": "text/javascript", "css": "text/css", "svg": "image/svg+xml"}
 #: Of a file of rollouts; a held-out set may have thousands, which no page draws in time.
 GROUPS_SHOWN = 200
-FILES = ("page.js", "rollouts.js", "charts.js", "page.css", "icon.svg", "uPlot.iife.min.js", "uPlot.min.css")
+FILES = (
+    "page.js",
+    "parts.js",
+    "charts.js",
+    "fleet.js",
+    "rollouts.js",
+    "page.css",
+    "icon.svg",
+    "uPlot.iife.min.js",
+    "uPlot.min.css",
+)
 REFUSED = "Open the address that the command printed: it has the token that this page asks for.\n"
 
 Handler = Callable[[Request], Awaitable[Response]]
@@ -83,7 +94,7 @@ class Dashboard:
         self._watch = Watch(directories)
         self._scraping = asyncio.Lock()
         routes = [("/", self._page), ("/events", self._events), ("/rollouts", self._rollouts), ("/task", self._task)]
-        routes.append(("/metrics", self._metrics))
+        routes += [("/workers", self._workers), ("/metrics", self._metrics)]
         routes += [(f"/{name}", self._file) for name in FILES]
         guard = TokenGuard(token)
         self.app = Starlette(
@@ -123,11 +134,19 @@ class Dashboard:
         name, number = request.query_params.get("name", ""), _number(request, "group")
         return _json(await asyncio.to_thread(rollouts.task_over_steps, self._rundir(request).rollouts, name, number))
 
+    async def _workers(self, request: Request) -> Response:
+        """One page of the fleet, from worker `first` on, of those with the words `find`."""
+        view, first, words = self._watch.views[self._index(request)], _number(request, "first"), request.query_params
+        return _json(await asyncio.to_thread(fleet_page, view, first, words.get("find", "")))
+
     def _rundir(self, request: Request) -> RunDir:
+        return self._rundirs[self._index(request)]
+
+    def _index(self, request: Request) -> int:
         index = _number(request, "run")
         if index >= len(self._rundirs):
             raise UserError(f"There is no run {index}; this page has {len(self._rundirs)}.")
-        return self._rundirs[index]
+        return index
 
 
 def _bearer(request: Request) -> str:

@@ -160,25 +160,25 @@ def _news(view: RunView) -> Text:
     return text
 
 
-def fleet_line(fleet: dict[str, Any] | None) -> str:
+def fleet_words(fleet: dict[str, Any] | None) -> list[str]:
     """Whether the workers suffice, and how long the learner should wait and does."""
     if not fleet:
-        return ""
-    words = f"{fleet['active']} active"
+        return []
+    words = [f"{fleet['active']} active"]
     if fleet["standby"]:
-        words += f", {fleet['standby']} standing by"
+        words.append(f"{fleet['standby']} standing by")
     if fleet["rented"]:
-        words += f", {len(fleet['rented'])} rented"
-    words += f"  {fleet['text']}"
-    if fleet["needed_rate"] is not None:
-        words += f": {fleet['rate']:.3g} of {fleet['needed_rate']:.3g} rollouts/s that are needed"
+        words.append(f"{len(fleet['rented'])} rented")
+    needed = fleet["needed_rate"]
+    rates = "" if needed is None else f": {fleet['rate']:.3g} of {needed:.3g} rollouts/s that are needed"
+    words.append(f"{fleet['text']}{rates}")
     if fleet["idle_predicted"] is not None and fleet["idle_ratio"] is not None:
         steps = fleet.get("idle_steps", 1)
         over = f" over the last {steps} steps" if steps > 1 else ""
-        words += f"  learner idle {fleet['idle_ratio']:.1%}{over}, predicted {fleet['idle_predicted']:.1%}"
+        words.append(f"learner idle {fleet['idle_ratio']:.1%}{over}, predicted {fleet['idle_predicted']:.1%}")
     auto = fleet.get("auto_publish_every")
     if auto is not None and auto != fleet["publish_every"]:
-        words += f"  publish_every {fleet['publish_every']}, auto would be {auto}"
+        words.append(f"publish_every {fleet['publish_every']}, auto would be {auto}")
     return words
 
 
@@ -309,8 +309,8 @@ def show_status(status: Mapping[str, Any], console: Console) -> None:
     published = f"snapshot {status['published']}, checkpoint {status['checkpoint']}"
     where, state = escape(status["directory"]), _safe(status["state"], REASON_CHARS)
     console.print(f"[bold]{where}[/bold]  {state}  {done}  {published}  ${status['cost_usd']:.4f}", highlight=False)
-    if fleet := fleet_line(status.get("fleet")):
-        console.print(f"fleet: {_safe(fleet, REASON_CHARS)}", highlight=False)
+    if fleet := fleet_words(status.get("fleet")):
+        console.print(f"fleet: {_safe('; '.join(fleet), REASON_CHARS)}", highlight=False)
     for line in failure_lines(status, with_tracebacks=True):
         console.print(escape(line), style="red", highlight=False)
     for line in strangers_lines(status):

@@ -1,91 +1,24 @@
-"""What the page is told of a run, as plain values: numbers thinned out for the charts, and how things stand."""
+"""What the page is told of how a run stands, as plain values; `chart_points.py` has the numbers of its charts."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping
+from heapq import nsmallest
 from typing import Any
 
-from echo2.control.head.learner_waits import CAUSES
 from echo2.errors import UserError
 from echo2.views import trust
-from echo2.views.display import failure_lines, fleet_line, strangers_lines
-from echo2.views.metrics_file import Row
+from echo2.views.display import failure_lines, fleet_words, strangers_lines
 from echo2.views.run_view import RunView
 
-#: Points of a line on a chart, at most.
-POINTS_MAX = 500
-#: Workers and waits that are shown one by one; of the others, how many there are.
-WORKERS_SHOWN, WAITS_SHOWN = 200, 20
-
-Values = Sequence[float]
-
-
-def _mean(values: Values) -> float:
-    return math.fsum(values) / len(values)
-
-
-def _last(values: Values) -> float:
-    return values[-1]
-
-
-#: By metric: what stands for several steps that share a point.
-COLUMNS: Mapping[str, Callable[[Values], float]] = {
-    "eval/accuracy": _last,
-    "reward/mean": _mean,
-    "off_policy/mean": _mean,
-    "off_policy/max": max,
-    "off_policy/bound": max,
-    "learner/idle_ratio": _mean,
-    "learner/idle_predicted": _mean,
-    "time/step": _mean,
-    "time/wait_for_batch": _mean,
-    **{f"wait/{cause}": _mean for cause in CAUSES},
-    "fleet/rate": _mean,
-    "fleet/needed_rate": _mean,
-    "workers/active": _last,
-    "broadcast/t_bcast": _mean,
-    "cost/cum_usd": _last,
-    "cost/wasted_usd": _last,
-    "entropy/mean": _mean,
-}
-
-
-def chart_data(rows: Sequence[Row]) -> dict[str, Any]:
-    """Columns over steps. Each point stands for equally many steps, a power of two of them, so that points keep their
-    place as a run goes on; a point's step is its last.
-    """
-    last = rows[-1]["step"] if rows else 0
-    stride = 1 << max(0, math.ceil(math.log2((last + 1) / POINTS_MAX)))
-    points: dict[int, list[Row]] = {}
-    for row in rows:
-        points.setdefault(-(-row["step"] // stride), []).append(row)
-    columns = {name: [_point(name, merge, point) for point in points.values()] for name, merge in COLUMNS.items()}
-    return {
-        "steps": [point[-1]["step"] for point in points.values()],
-        "stride": stride,
-        "columns": {name: values for name, values in columns.items() if _is_shown(name, values)},
-    }
-
-
-def _is_shown(name: str, values: Iterable[float | None]) -> bool:
-    """Whether it is known; and of what the learner may wait for, what it did wait for."""
-    return any(values) if name.startswith("wait/") else any(value is not None for value in values)
-
-
-def _point(name: str, merge: Callable[[Values], float], rows: Iterable[Row]) -> float | None:
-    found = [value for row in rows if isinstance(value := row.get(name), int | float) and math.isfinite(value)]
-    return float(f"{merge(found):.6g}") if found else None
+#: Workers of the fleet's first page and of each other one, and waits that are shown one by one.
+WORKERS_SHOWN, WAITS_SHOWN = 50, 20
 
 
 def run_data(view: RunView) -> dict[str, Any]:
     """How the run stands: everything on the page that is no chart and no rollout."""
     status = view.status
-    now, workers = status.get("time", 0.0), status.get("workers", [])
-    heads = [process for process in status.get("processes", []) if process["role"] == "head"]
-    if any(head["alive"] is False for head in heads):  # what they do now nobody knows
-        workers = [{**worker, "attends": False} for worker in workers]
-    shown = sorted(workers, key=_place)[:WORKERS_SHOWN]
+    workers = _workers(status)
     trusted = trust.rows(status) if status else []
     return {
         "name": view.name,
@@ -96,16 +29,15 @@ def run_data(view: RunView) -> dict[str, Any]:
         "max_staleness": status.get("max_staleness"),
         "published": status.get("published"),
         "checkpoint": status.get("checkpoint"),
-        "time": now,
-        "fleet": fleet_line(status.get("fleet")),
+        "time": status.get("time", 0.0),
+        "fleet": fleet_words(status.get("fleet")),
         "notes": failure_lines(status) + strangers_lines(status),
         "waits": [
             {"who": wait.waiter, "for": wait.waits_for, "reason": wait.reason, "since": wait.since, "until": wait.until}
             for wait in view.waits[:WAITS_SHOWN]
         ],
         "num_waits": len(view.waits),
-        "processes": [process for process in status.get("processes", []) if process["role"] != "worker"],
-        "workers": [_worker(worker) for worker in shown],
+        "workers": [_worker(worker) for worker in nsmallest(WORKERS_SHOWN, workers, key=_place)],
         "num_workers": len(workers),
         "num_idle": sum(map(_is_idle, workers)),
         "num_current": sum(1 for worker in workers if _version(worker) == status.get("published")),
@@ -117,6 +49,28 @@ def run_data(view: RunView) -> dict[str, Any]:
             for row in trusted
         ],
     }
+
+
+def fleet_page(view: RunView, first: int, words: str) -> dict[str, Any]:
+    """Of the workers that have these words in what is told of them, `WORKERS_SHOWN` from number `first` on."""
+    wanted = words.casefold()
+    found = [worker for worker in _workers(view.status) if wanted in _searched(worker)]
+    shown = sorted(found, key=_place)[first : first + WORKERS_SHOWN]
+    return {"num_found": len(found), "workers": [_worker(worker) for worker in shown]}
+
+
+def _searched(worker: Mapping[str, Any]) -> str:
+    names = ("id", "host", "device", "engine", "doing", "suspected")
+    return " ".join(str(worker.get(name) or "") for name in names).casefold()
+
+
+def _workers(status: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """As the head told them; of a head that is gone nobody knows what they do now."""
+    workers: list[Mapping[str, Any]] = status.get("workers", [])
+    heads = [process for process in status.get("processes", []) if process["role"] == "head"]
+    if any(head["alive"] is False for head in heads):
+        return [{**worker, "attends": False} for worker in workers]
+    return workers
 
 
 def cost_data(view: RunView) -> dict[str, Any]:

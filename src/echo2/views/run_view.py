@@ -35,8 +35,8 @@ class Forecast:
 class RunView:
     """One moment of a run; `newer` reads the next one and no more than is new.
 
-    status   what the head told last (status.json), with `state`, `processes` and `waits` as they are now; empty while
-             no head has told anything
+    status   what the head told last (status.json), with `state`, `processes` but those of workers, and `waits` as they
+             are now; empty while no head has told anything. The same object as before where nothing has changed
     summary  numbers of the closing table, once the run is over; else None
     problem  what can't be read, for people; empty: nothing
     """
@@ -61,7 +61,9 @@ class RunView:
         try:
             if told_by != self._told_by:  # with thousands of workers it is megabytes
                 told = read_json(self.rundir.status)
-            status = {} if told is None else live_status(self.rundir, told)
+            status = {} if told is None else live_status(self.rundir, told, with_workers=False)
+            if told is self._told and status == self.status:
+                status = self.status
             summary = read_json(self.rundir.summary)
         except UserError as error:
             problem, told_by = str(error), None

@@ -30,13 +30,14 @@ def read_status(rundir: RunDir) -> dict[str, Any]:
     return live_status(rundir, status)
 
 
-def live_status(rundir: RunDir, told: Mapping[str, Any]) -> dict[str, Any]:
-    """What the head `told`, with the run's state and processes as they are now.
+def live_status(rundir: RunDir, told: Mapping[str, Any], with_workers: bool = True) -> dict[str, Any]:
+    """What the head `told`, with the run's state and processes as they are now; those of workers, of which there may be
+    thousands, only where they are asked for.
 
     Raises:
         UserError: a file of the run directory is damaged.
     """
-    processes = _processes(rundir, told)
+    processes = _processes(rundir, told, with_workers)
     head = processes[0]  # the one that told; its successor may be here already, and has told nothing yet
     lives = {process["role"] for process in processes if process["alive"]}
     outcome = read_json(rundir.outcome)
@@ -56,16 +57,17 @@ def live_status(rundir: RunDir, told: Mapping[str, Any]) -> dict[str, Any]:
     return found if is_going_on else {**found, "waits": []}
 
 
-def _processes(rundir: RunDir, status: Mapping[str, Any]) -> list[dict[str, Any]]:
+def _processes(rundir: RunDir, status: Mapping[str, Any], with_workers: bool) -> list[dict[str, Any]]:
     """Every process known: those connected to the head, and those a supervisor on this machine started."""
     here = socket.gethostname()
     known: list[dict[str, Any]] = [{"role": "head", "id": "head", **status["head"], "doing": "serving the run"}]
     if status["learner"] is not None:
         known.append({"role": "learner", "id": "learner", **status["learner"]})
-    known += [{"role": "worker", **worker} for worker in status["workers"]]
-    pids = {entry["pid"] for entry in known if entry.get("host") == here}
+    pids = {entry["pid"] for entry in (*known, *status["workers"]) if entry.get("host") == here}
+    if with_workers:
+        known += [{"role": "worker", **worker} for worker in status["workers"]]
     for entry in read_json(rundir.processes) or []:
-        if entry["pid"] not in pids:
+        if entry["pid"] not in pids and (with_workers or entry["role"] != "worker"):
             known.append({"role": entry["role"], "id": entry["name"], "pid": entry["pid"], "host": here, "doing": ""})
     return [_process(entry, here) for entry in known]
 

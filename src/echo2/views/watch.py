@@ -6,22 +6,38 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from echo2.views.page_data import chart_data, cost_data, run_data
+from echo2.views.chart_points import ChartPoints
+from echo2.views.page_data import cost_data, run_data
 from echo2.views.run_view import RunView
 
 log = logging.getLogger(__name__)
 
-#: How often the run directories are looked at.
-LOOK_SECONDS = 0.5
+#: How often the run directories are looked at; more seldom where that would take more than this share of a core.
+LOOK_SECONDS, LOOK_SHARE = 0.5, 0.1
 #: How often a bill is made, if a step has ended since: it reads the ledger.
 BILL_SECONDS = 5.0
 #: After so much silence the connection says that it lives.
 ALIVE_SECONDS = 15.0
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """An event of a kind about a run: `whole` for any page, `news`, shorter, for one that was told number `since`."""
+
+    number: int
+    whole: bytes
+    news: bytes
+    since: int
+
+    def after(self, number: int) -> bytes:
+        """What to send to a page that was told all up to this number."""
+        return self.news if number >= self.since else self.whole
 
 
 class Watch:
@@ -30,7 +46,8 @@ class Watch:
     def __init__(self, directories: Sequence[Path]) -> None:
         self.views = [RunView.read(directory) for directory in directories]
         self._asked = self.views
-        self._messages: dict[tuple[str, int], tuple[int, bytes]] = {}  # of a kind and a run: its number, and the event
+        self._points = [ChartPoints() for _ in self.views]
+        self._messages: dict[tuple[str, int], Message] = {}  # by kind and run
         self._number = 0
         self._billed_at = [float("-inf")] * len(self.views)
         self._is_unbilled = [True] * len(self.views)  # a step has ended since
@@ -56,7 +73,7 @@ class Watch:
         seen = 0
         try:
             while not self._is_over:
-                newer = [message for number, message in self._messages.values() if number > seen]
+                newer = [message.after(seen) for message in self._messages.values() if message.number > seen]
                 seen = self._number
                 yield b"".join(newer) or b": alive\n\n"
                 await self._wait(seen)
@@ -78,35 +95,50 @@ class Watch:
     async def _look(self) -> None:
         while True:
             try:
-                changed = await asyncio.to_thread(self._read)
+                seconds, changed = await asyncio.to_thread(self._read)
             except Exception:  # a page that is open shall say what it knows; the log has why there is no more
                 log.exception("the run directories could not be read")
-                changed = []
-            for kind, index, message in changed:
+                seconds, changed = 0.0, []
+            for kind, index, whole, news in changed:
                 self._number += 1
-                self._messages[kind, index] = self._number, message
+                before = self._messages.get((kind, index))
+                since = self._number if before is None else before.number
+                self._messages[kind, index] = Message(self._number, whole, news, since)
             if changed or self._is_over:
                 async with self._news:
                     self._news.notify_all()
-            await asyncio.sleep(LOOK_SECONDS)
+            await asyncio.sleep(max(LOOK_SECONDS, seconds / LOOK_SHARE))
 
-    def _read(self) -> list[tuple[str, int, bytes]]:
-        """The messages that differ from those before."""
-        found: list[tuple[str, int, Any]] = []
+    def _read(self) -> tuple[float, list[tuple[str, int, bytes, bytes]]]:
+        """Seconds of a core that it took, and of each message that differs from the one before: the whole, and the news
+        in it."""
+        began, found = time.thread_time(), []
         for index, before in enumerate(self.views):
             view = self.views[index] = before.newer()
-            found.append(("run", index, run_data(view)))
-            is_known = ("steps", index) in self._messages
-            if not is_known or view.rows is not before.rows:
-                found.append(("steps", index, chart_data(view.rows)))
+            has_steps = view.rows is not before.rows or ("steps", index) not in self._messages
+            if has_steps:
+                found.append(self._steps(index, view))
                 self._is_unbilled[index] = True
+            if has_steps or view.status is not before.status or view.problem != before.problem:
+                found.append(_message("run", index, run_data(view)))
             if self._is_unbilled[index] and time.monotonic() - self._billed_at[index] > BILL_SECONDS:
                 self._is_unbilled[index] = False
                 self._billed_at[index] = time.monotonic()
-                found.append(("cost", index, cost_data(view)))
-        messages = [(kind, index, _event(kind, index, data)) for kind, index, data in found]
-        known = {key: message for key, (_, message) in self._messages.items()}
-        return [(kind, index, message) for kind, index, message in messages if known.get((kind, index)) != message]
+                found.append(_message("cost", index, cost_data(view)))
+        known = {key: message.whole for key, message in self._messages.items()}
+        changed = [one for one in found if known.get(one[:2]) != one[2]]
+        return time.thread_time() - began, changed
+
+    def _steps(self, index: int, view: RunView) -> tuple[str, int, bytes, bytes]:
+        points = self._points[index]
+        kept = points.take(view.rows)
+        whole = _event("steps", index, points.tail(0))
+        return "steps", index, whole, _event("steps", index, points.tail(kept)) if kept else whole
+
+
+def _message(kind: str, index: int, data: Any) -> tuple[str, int, bytes, bytes]:
+    whole = _event(kind, index, data)
+    return kind, index, whole, whole
 
 
 def _event(kind: str, index: int, data: Any) -> bytes:

@@ -1,178 +1,98 @@
-// The page: events of the server in, words and numbers out. Texts of runs reach it by textContent alone.
+// The page: events of the server in, words and numbers out.
 
-import { Charts, number } from "./charts.js";
+import { CAUSES, Charts, coloursOf } from "./charts.js";
+import { Fleet } from "./fleet.js";
+import { at, duration, make, number, percent, put, say, table, usd } from "./parts.js";
 import { Rollouts } from "./rollouts.js";
 
-const at = (id) => document.getElementById(id);
+const RECENT_STEPS = 50;
 const runs = []; // by index: {run, steps, cost, heard}
 let chosen = 0, compared = false;
 const charts = new Charts(at("charts"));
+const fleet = new Fleet();
 const rollouts = new Rollouts();
 
-export function make(tag, text = "", kind = "") {
-  const element = document.createElement(tag);
-  element.textContent = text;
-  if (kind) element.className = kind;
-  return element;
-}
-
-function table(id, caption, headings, rows) {
-  const place = at(id), head = make("thead"), body = make("tbody"), top = make("tr");
-  if (!rows.length) { place.replaceChildren(); return; }
-  for (const [name, kind] of headings) {
-    const cell = make("th", name, kind);
-    cell.scope = "col";
-    top.append(cell);
-  }
-  head.append(top);
-  for (const row of rows) {
-    const line = make("tr");
-    row.forEach((value, index) => {
-      const cell = make("td", "", headings[index][1]);
-      if (value instanceof Node) cell.append(value); else cell.textContent = value;
-      line.append(cell);
-    });
-    body.append(line);
-  }
-  place.replaceChildren(make("caption", caption), head, body);
-}
-
-const usd = (value) => value === null || value === undefined ? "–" : `$${value.toFixed(value < 100 ? 4 : 2)}`;
-const megabytes = (value) => value ? `${number(value / 1e6)} MB` : "–";
-
-function duration(seconds) {
-  const whole = Math.round(seconds);
-  if (whole < 120) return `${whole} s`;
-  if (whole < 7200) return `${Math.round(whole / 60)} min`;
-  return `${number(whole / 3600)} h`;
-}
-
 function showRuns() {
-  const buttons = runs.length < 2 ? [] : [...runs.entries()].filter(([, each]) => each?.run).map(([index, each]) => {
-    const button = make("button", each.run.name);
-    button.setAttribute("aria-pressed", String(!compared && index === chosen));
-    button.addEventListener("click", () => { chosen = index; compared = false; showAll(); rollouts.open(index); });
-    return button;
+  const known = runs.length < 2 ? [] : [...runs.entries()].filter(([, each]) => each?.run);
+  const buttons = known.map(([index, each]) => [each.run.name, !compared && index === chosen, () => { chosen = index; compared = false; rollouts.open(index, each.run.version); }]);
+  if (buttons.length > 1) buttons.push(["side by side", compared, () => { compared = true; }]);
+  const places = at("runs").children;
+  while (places.length > buttons.length) places[buttons.length].remove();
+  buttons.forEach(([name, isPressed, choose], index) => {
+    if (!places[index]) at("runs").append(make("button"));
+    say(places[index], name);
+    places[index].setAttribute("aria-pressed", String(isPressed));
+    places[index].onclick = () => { choose(); soon("run", "steps", "cost"); };
   });
-  if (buttons.length > 1) {
-    const both = make("button", "side by side");
-    both.setAttribute("aria-pressed", String(compared));
-    both.addEventListener("click", () => { compared = true; showAll(); });
-    buttons.push(both);
-  }
-  const places = [...at("runs").children], focused = places.indexOf(document.activeElement);
-  at("runs").replaceChildren(...buttons);
-  if (focused >= 0) buttons[focused]?.focus();
 }
 
-function showNow({ run, heard }) {
-  document.title = `${run.name} · step ${run.version} · echo2`;
-  at("state").textContent = `${run.name}: ${run.state}`;
-  const row = runs[chosen].steps, last = (name) => row?.columns[name]?.findLast((value) => value !== null);
+function showNow({ run, steps, heard }) {
+  const title = `${run.name} · step ${run.version} · echo2`;
+  if (document.title !== title) document.title = title;
+  say(at("state"), `${run.name}: ${run.state}`);
+  at("state").className = run.state === "running" ? "runs" : /^(finished|starting)/.test(run.state) ? "" : "stands";
+  const last = (name) => steps?.columns[name]?.findLast((value) => value !== null);
   const facts = [
     ["step", run.max_steps === null ? number(run.version) : `${number(run.version)} of ${number(run.max_steps)}`],
     ["held-out accuracy", number(last("eval/accuracy"))], ["reward", number(last("reward/mean"))],
     ["staleness (bound)", `${number(last("off_policy/max"))} (${number(run.max_staleness ?? last("off_policy/bound"))})`],
-    ["learner idle", last("learner/idle_ratio") === undefined ? "–" : `${Math.round(last("learner/idle_ratio") * 100)} %`],
+    ["learner idle", percent(last("learner/idle_ratio"))],
     ["workers", number(run.num_workers)], ["snapshot", number(run.published)], ["checkpoint", number(run.checkpoint)],
   ];
-  at("facts").replaceChildren(...facts.map(([name, value]) => {
+  put(at("facts"), facts.map(([name, value]) => {
     const pair = make("div");
     pair.append(make("dt", name), make("dd", value));
     return pair;
   }));
-  at("notes").replaceChildren(...run.notes.map((note) => make("li", note)));
+  put(at("notes"), run.notes.map((note) => make("li", note)));
   const now = run.time + (performance.now() - heard) / 1000;
-  table("waits", run.num_waits > run.waits.length ? `${run.waits.length} of ${run.num_waits}` : run.num_waits ? "" : "nobody waits",
+  at("nobody").hidden = run.num_waits > 0;
+  table(at("waits"), run.num_waits > run.waits.length ? `${run.waits.length} of ${run.num_waits}` : "",
     [["who"], ["waits for"], ["since", "number"], ["until", "number"], ["why", "wide"]],
-    run.num_waits ? run.waits.map((wait) => [wait.who, wait.for, wait.since ? duration(Math.max(0, now - wait.since)) : "–",
-      wait.until === null ? "–" : `in ${duration(Math.max(0, wait.until - now))}`, wait.reason]) : [["nobody", "–", "–", "–", "nobody waits now"]]);
+    run.waits.map((wait) => [wait.who, wait.for, wait.since ? duration(Math.max(0, now - wait.since)) : "–",
+      wait.until === null ? "–" : `in ${duration(Math.max(0, wait.until - now))}`, wait.reason]));
+}
+
+// Where the learner's time went: training, and by cause what it waited for.
+function showTime({ steps }) {
+  const from = Math.max(1, (steps?.steps.at(-1) ?? 0) - RECENT_STEPS + 1), first = steps?.steps.findIndex((step) => step >= from) ?? 0;
+  const mean = (name) => {
+    const values = (steps?.columns[name] ?? []).slice(first).filter((value) => value !== null);
+    return values.length ? values.reduce((sum, value) => sum + value, 0) / values.length : 0;
+  };
+  const whole = mean("time/step"), waited = Math.min(whole, mean("time/wait_for_batch"));
+  const causes = CAUSES.map(([name, label, words], index) => ({ label, words, seconds: mean(name), colour: coloursOf()[index] }));
+  const told = causes.reduce((sum, { seconds }) => sum + seconds, 0); // with what it was busy meanwhile
+  const share = (seconds) => seconds / (told || 1) * waited / whole;
+  const parts = [["training", 1 - waited / whole, "var(--good)"], ...causes.map((each) => [each.label, share(each.seconds), each.colour])].filter(([, part]) => part > 0.005);
+  at("time").hidden = !(whole > 0);
+  if (!(whole > 0)) return;
+  const most = causes.reduce((one, other) => other.seconds > one.seconds ? other : one);
+  const mostly = most.seconds && waited > 0.05 * whole ? `, most of it for ${most.words}` : "";
+  say(at("spent"), `The last ${number(steps.steps.at(-1) - from + 1)} steps took ${number(whole)} s each; the learner waited ${percent(waited / whole)} of that${mostly}.`);
+  const key = JSON.stringify(parts);
+  if (at("bar").dataset.key === key) return;
+  at("bar").dataset.key = key;
+  at("bar").replaceChildren(...parts.map(([, part, colour]) => {
+    const piece = make("span");
+    piece.style.flexGrow = part;
+    piece.style.background = colour;
+    return piece;
+  }));
+  at("bar-legend").replaceChildren(...parts.map(([name, part, colour]) => {
+    const item = make("li"), spot = make("i");
+    spot.style.background = colour;
+    item.append(spot, ` ${name} ${percent(part)}`);
+    return item;
+  }));
 }
 
 function showMoney({ cost }) {
   if (!cost) return;
   const end = cost.forecast && cost.usd !== null ? `; about ${usd(cost.forecast.usd)} at the end, in ${duration(cost.forecast.seconds)}, if it goes on as now` : "";
-  at("bill").textContent = cost.usd === null ? "no bill yet: the head makes one with each step" : `${usd(cost.usd)} so far${cost.usd_per_step ? `, ${usd(cost.usd_per_step)} a step` : ""}${end}`;
+  say(at("bill"), cost.usd === null ? "no bill yet: the head makes one with each step" : `${usd(cost.usd)} so far${cost.usd_per_step ? `, ${usd(cost.usd_per_step)} a step` : ""}${end}`);
   const causes = Object.entries(cost.by_cause).filter(([, value]) => value);
-  table("causes", "", [["cause"], ["dollars", "number"], ["share", "number"]], causes.map(([cause, value]) => [cause, usd(value), `${Math.round(value / cost.usd * 100)} %`]));
-}
-
-function showFleet({ run }) {
-  at("fleet").textContent = [run.fleet, run.num_workers ? `${number(run.num_idle)} idle` : "no worker attends"].filter(Boolean).join("; ");
-  const took = run.t_bcast ? `; new weights reach the workers in ${number(run.t_bcast)} s` : "";
-  at("weights").textContent = run.published === null || !run.num_workers ? "" : `Weights: version ${run.published} at ${run.num_current} of ${run.num_workers} workers${took}; ${megabytes(run.origin_bytes)} sent by the head, ${megabytes(run.peer_bytes)} by workers`;
-  const rows = run.workers.map((worker) => {
-    const fetching = make("span", worker.version === null ? "–" : `v${worker.version}`);
-    if (worker.fetching) {
-      const bar = make("progress");
-      bar.max = 1;
-      bar.value = worker.fetching.share;
-      bar.setAttribute("aria-label", `fetching version ${worker.fetching.version}`);
-      fetching.append(` → v${worker.fetching.version} `, bar, ` ${Math.round(worker.fetching.share * 100)} %`);
-    }
-    const doing = make("span", worker.suspected ? `suspected: ${worker.suspected}` : worker.attends ? worker.doing || (worker.is_idle ? "idle" : "") : "away", worker.suspected ? "bad" : "");
-    return [worker.id, doing, number(worker.rate), fetching, worker.sources.map((source) => source || "head").join(", ") || "–",
-      megabytes(worker.received), megabytes(worker.sent), worker.price_usd_per_hour ? `$${number(worker.price_usd_per_hour)}` : "–", worker.is_own === false ? "stranger" : "own"];
-  });
-  table("workers", run.num_workers > rows.length ? `${rows.length} of ${number(run.num_workers)} workers: the suspected, then the fastest` : "",
-    [["worker"], ["doing", "wide"], ["rollouts/s", "number"], ["weights"], ["from"], ["got", "number"], ["sent", "number"], ["an hour", "number"], ["whose"]], rows);
-  table("trust", "strangers' tickets", [["ticket"], ["trust", "number"], ["groups", "number"], ["passed", "number"], ["failed", "number"]],
-    run.trust.map((one) => [one.ticket, number(one.score), number(one.num_groups), number(one.num_passed), number(one.num_failed)]));
-  showMap(run);
-}
-
-// Who takes weights from whom: the head at the left, each worker one column behind the farthest of its sources.
-const MAP_WORKERS = 60, SVG = "http://www.w3.org/2000/svg";
-function showMap(run) {
-  const workers = run.workers.filter((worker) => worker.attends).slice(0, MAP_WORKERS);
-  if (workers.length < 2 || !workers.some((worker) => worker.sources.length)) { at("map").replaceChildren(); return; }
-  const depth = new Map([["", 0]]), rows = [1];
-  for (let turn = 0; turn < workers.length; turn++) {
-    for (const worker of workers) {
-      const known = worker.sources.filter((source) => depth.has(source)).map((source) => depth.get(source));
-      if (!depth.has(worker.id) && known.length) depth.set(worker.id, Math.max(...known) + 1);
-    }
-  }
-  const spots = new Map([["", [20, 24]]]);
-  for (const worker of workers) {
-    const column = depth.get(worker.id) ?? 1;
-    rows[column] = (rows[column] ?? 0) + 1;
-    spots.set(worker.id, [20 + column * 150, rows[column] * 24]);
-  }
-  const svg = document.createElementNS(SVG, "svg");
-  const add = (tag, values, text = "") => {
-    const element = document.createElementNS(SVG, tag);
-    for (const [name, value] of Object.entries(values)) element.setAttribute(name, value);
-    element.textContent = text;
-    svg.append(element);
-  };
-  const width = 170 + Math.max(...depth.values()) * 150, height = 20 + Math.max(...rows.filter(Boolean)) * 24;
-  svg.setAttribute("viewBox", `0 0 ${width} ${height}`);
-  svg.setAttribute("width", width);
-  svg.setAttribute("role", "img");
-  svg.setAttribute("aria-label", "Who takes weights from whom; the table below has the same in words");
-  for (const worker of workers) for (const source of worker.sources) {
-    const from = spots.get(source), to = spots.get(worker.id);
-    if (from) add("line", { x1: from[0], y1: from[1], x2: to[0], y2: to[1] });
-  }
-  add("circle", { cx: 20, cy: 24, r: 6, class: "current" });
-  add("text", { x: 8, y: 12 }, "head");
-  for (const worker of workers) {
-    const [x, y] = spots.get(worker.id);
-    add("circle", { cx: x, cy: y, r: 6, class: worker.version === run.published ? "current" : "" });
-    add("text", { x: x + 10, y: y + 4 }, worker.id.length > 16 ? `${worker.id.slice(0, 15)}…` : worker.id);
-  }
-  at("map").replaceChildren(svg);
-}
-
-function showAll() {
-  const known = runs[chosen];
-  showRuns();
-  if (!known?.run) return;
-  showNow(known);
-  showMoney(known);
-  showFleet(known);
-  showCharts();
+  table(at("causes"), "", [["cause"], ["dollars", "number"], ["share", "number"]], causes.map(([cause, value]) => [cause, usd(value), percent(value / cost.usd)]));
 }
 
 function showCharts() {
@@ -180,12 +100,30 @@ function showCharts() {
   charts.show(shown.filter((each) => each?.steps && each.run).map((each) => ({ name: each.run.name, ...each.steps })));
 }
 
-// Charts are drawn once for all that came in one moment.
-let isDue = false;
-function soon() {
-  if (isDue) return;
-  isDue = true;
-  requestAnimationFrame(() => { isDue = false; showAll(); });
+// All that came in one moment is drawn once, and only the parts that it is about.
+const due = new Set();
+function soon(...kinds) {
+  if (!due.size) requestAnimationFrame(draw);
+  for (const kind of kinds) due.add(kind);
+}
+
+function draw() {
+  const known = runs[chosen], kinds = new Set(due);
+  due.clear();
+  showRuns();
+  if (!known?.run) return;
+  showNow(known);
+  if (kinds.has("run")) fleet.show(known.run);
+  if (kinds.has("steps")) { showTime(known); showCharts(); }
+  if (kinds.has("cost")) showMoney(known);
+}
+
+// Points from number `from` on are new; those before it are known.
+function join(before, told) {
+  if (!told.from) return told;
+  const joined = (old, news) => [...old.slice(0, told.from), ...news];
+  const columns = Object.entries(told.columns).map(([name, values]) => [name, joined(before.columns[name], values)]);
+  return { ...told, steps: joined(before.steps, told.steps), columns: Object.fromEntries(columns) };
 }
 
 const events = new EventSource("events");
@@ -193,11 +131,13 @@ for (const kind of ["run", "steps", "cost"]) {
   events.addEventListener(kind, (event) => {
     const told = JSON.parse(event.data), known = runs[told.run] ??= {};
     if (kind === "run") known.heard = performance.now();
-    known[kind] = told;
-    soon();
-    if (told.run === chosen && kind !== "cost") rollouts.stepped(chosen, known.run?.version);
+    const isFirst = kind === "run" && !known.run;
+    known[kind] = kind === "steps" ? join(known.steps, told) : told;
+    soon(kind, ...(isFirst ? ["steps", "cost"] : []));
+    if (told.run === chosen && kind === "run") rollouts.stepped(chosen, told.version);
   });
 }
-events.onopen = () => { at("link").textContent = "live"; };
-events.onerror = () => { at("link").textContent = "not connected; trying again"; };
+events.onopen = () => { say(at("link"), "live"); };
+events.onerror = () => { say(at("link"), "not connected; trying again"); };
+matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => soon("steps"));
 setInterval(() => { if (runs[chosen]?.run) showNow(runs[chosen]); }, 1000);

@@ -1,21 +1,9 @@
 // The rollouts: which file, which of its groups, and every token with what is known of it.
 
-const at = (id) => document.getElementById(id);
+import { ask, at, make } from "./parts.js";
+
 const FOLLOW_SECONDS = 2;
-const NO_FILTER = [...at("worker").options].slice(0, 1).map((option) => option.textContent)[0];
-
-function make(tag, text = "", kind = "") {
-  const element = document.createElement(tag);
-  element.textContent = text;
-  if (kind) element.className = kind;
-  return element;
-}
-
-async function ask(path, values) {
-  const answer = await fetch(`${path}?${new URLSearchParams(values)}`);
-  if (!answer.ok) throw new Error(await answer.text());
-  return answer.json();
-}
+const NO_FILTER = at("worker").options[0].textContent;
 
 function choose(select, values, keep) {
   const before = select.value;
@@ -42,52 +30,69 @@ export class Rollouts {
     this.groups = [];
     this.history = null; // {name, number}: the task whose tries are shown
     this.marked = null;
+    this.names = null; // files there are; null: to be asked for
     this.askedAt = 0;
     this.version = -1;
     at("file").addEventListener("change", () => { this.history = null; this.load(); });
+    for (const event of ["pointerdown", "focus"]) at("file").addEventListener(event, () => this.list());
     for (const id of ["worker", "staleness", "reward-from", "reward-to", "colour"]) at(id).addEventListener("input", () => this.show());
     at("groups").addEventListener("pointerover", (event) => { if (event.target.matches?.(".words span")) this.mark(event.target); });
     document.addEventListener("keydown", (event) => this.key(event));
   }
 
-  // The run goes on: look for new files now and then, and follow the newest where that is chosen.
+  // The run goes on: show the newest step where that is chosen. Names of files are asked for when somebody wants one.
   stepped(run, version) {
-    if (run !== this.run) { this.open(run); return; }
+    if (run !== this.run) { this.open(run, version); return; }
     if (version === this.version) return;
     this.version = version;
+    this.names = null;
     const rest = this.askedAt + FOLLOW_SECONDS * 1000 - performance.now();
     clearTimeout(this.due);
-    this.due = setTimeout(() => this.list(), Math.max(0, rest));
+    this.due = setTimeout(() => this.follow(), Math.max(0, rest));
   }
 
-  open(run) {
+  async open(run, version) {
     this.run = run;
-    this.version = -1;
+    this.version = version;
     this.history = null;
-    this.list();
+    this.names = null;
+    at("file").value = "";
+    await this.list();
+    this.load();
+  }
+
+  follow() {
+    this.askedAt = performance.now();
+    const isBusy = at("file").value || this.history || at("groups").contains(document.activeElement);
+    if (!isBusy || !this.groups.length) this.load();
   }
 
   async list() {
-    this.askedAt = performance.now();
+    if (this.names) return;
     const names = await this.tell(() => ask("rollouts", { run: this.run }));
     if (!names) return;
     const newest = make("option", "the newest step");
     newest.value = "";
     this.names = names;
     choose(at("file"), names.map((name) => [name, name.startsWith("eval") ? `held-out, version ${name.slice(5)}` : `step ${name.slice(5)}`]), [newest]);
-    if (!at("groups").childElementCount || (!at("file").value && !this.history && !at("groups").contains(document.activeElement))) this.load();
   }
 
   async tell(work) {
     try { return await work(); } catch (error) { at("token").textContent = `The rollouts can't be read: ${error.message}`; return null; }
   }
 
+  // Of the step that ended last; one that goes on has not all its groups yet.
+  newest() {
+    const ended = `step_${this.version}`, isEnded = (name) => name.startsWith("step") && Number(name.slice(5)) <= this.version;
+    return this.names && !this.names.includes(ended) ? this.names.find(isEnded) ?? this.names[0] : ended;
+  }
+
   async load() {
-    const name = at("file").value || this.names?.find((each) => each.startsWith("step")) || this.names?.[0];
+    const name = at("file").value || this.newest();
     if (!name) { at("groups").replaceChildren(make("p", "No rollouts are written yet.")); return; }
     if (name === this.name && !this.history && this.shown === this.run) return;
     const groups = await this.tell(() => ask("rollouts", { run: this.run, name }));
-    if (!groups) return;
+    if (!groups || (!groups.length && this.groups.length && !at("file").value)) return;
     this.name = name;
     this.shown = this.run;
     this.take(groups.map((group) => [name, group]));
@@ -144,7 +149,9 @@ export class Rollouts {
     prompt.setAttribute("role", "region");
     prompt.setAttribute("aria-label", "Prompt");
     const columns = Object.entries(group.columns ?? {}).map(([column, value]) => `${column}: ${value}`);
-    place.append(about, prompt, ...(columns.length ? [make("p", columns.join("  ·  "), "about columns")] : []), ...rollouts.map((each, index) => this.rollout(each, index)));
+    const tries = make("div", "", "tries");
+    tries.append(...rollouts.map((each, index) => this.rollout(each, index)));
+    place.append(about, prompt, ...(columns.length ? [make("p", columns.join("  ·  "), "about columns")] : []), tries);
     return place;
   }
 
@@ -185,11 +192,12 @@ export class Rollouts {
     else if (side && here >= 0 && words[here].childElementCount) {
       const spans = [...words[here].children], now = spans.indexOf(this.marked);
       this.mark(spans[Math.min(spans.length - 1, Math.max(0, now + side))]);
-    } else if (file) {
+    } else if (file) this.list().then(() => {
       const select = at("file");
       select.selectedIndex = Math.min(select.options.length - 1, Math.max(0, select.selectedIndex + file));
       select.dispatchEvent(new Event("change"));
-    } else return;
+    });
+    else return;
     event.preventDefault();
   }
 }

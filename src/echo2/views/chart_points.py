@@ -1,0 +1,111 @@
+"""The charts' columns over steps, thinned out: however long a run is, a page holds some hundred points."""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import groupby
+from typing import Any
+
+from echo2.control.head.learner_waits import CAUSES
+from echo2.views.metrics_file import Row
+
+#: Points of a line on a chart, at most.
+POINTS_MAX = 500
+
+Values = Sequence[float]
+Column = list[float | None]
+
+
+def _mean(values: Values) -> float:
+    return math.fsum(values) / len(values)
+
+
+def _last(values: Values) -> float:
+    return values[-1]
+
+
+#: By metric: what stands for several steps that share a point.
+COLUMNS: Mapping[str, Callable[[Values], float]] = {
+    "eval/accuracy": _last,
+    "reward/mean": _mean,
+    "off_policy/mean": _mean,
+    "off_policy/max": max,
+    "off_policy/bound": max,
+    "learner/idle_ratio": _mean,
+    "learner/idle_predicted": _mean,
+    "time/step": _mean,
+    "time/wait_for_batch": _mean,
+    **{f"wait/{cause}": _mean for cause in CAUSES},
+    "fleet/rate": _mean,
+    "fleet/needed_rate": _mean,
+    "workers/active": _last,
+    "broadcast/t_bcast": _mean,
+    "cost/cum_usd": _last,
+    "cost/wasted_usd": _last,
+    "entropy/mean": _mean,
+}
+
+
+class ChartPoints:
+    """Points that each stand for equally many steps, a power of two of them, so that points keep their place as a run
+    goes on. A new row costs the point that it falls into, not all of them.
+    """
+
+    def __init__(self) -> None:
+        self.stride = 1  # steps of a point
+        self._rows: Sequence[Row] = ()
+        self._steps: list[int] = []  # of each point its last
+        self._columns: dict[str, Column] = {name: [] for name in COLUMNS}
+        self._shown: list[str] = []
+
+    def take(self, rows: Sequence[Row]) -> int:
+        """Follow the run to these rows, of ascending steps. Returns how many of the leading points are as they were,
+        with the columns that are shown; 0: a page needs all."""
+        last = rows[-1]["step"] if rows else 0
+        stride = 1 << max(0, math.ceil(math.log2((last + 1) / POINTS_MAX)))
+        kept = self._first_changed(rows) if stride == self.stride else 0
+        self.stride, self._rows = stride, rows
+        first = bisect_left(rows, self._place(self._steps[kept - 1]) + 1, key=self._place_of) if kept else 0
+        del self._steps[kept:]
+        for column in self._columns.values():
+            del column[kept:]
+        for _, group in groupby(rows[first:], self._place_of):
+            point = list(group)
+            self._steps.append(point[-1]["step"])
+            for name, merge in COLUMNS.items():
+                self._columns[name].append(_point(name, merge, point))
+        shown = [name for name, values in self._columns.items() if _is_shown(name, values)]
+        was_shown, self._shown = self._shown, shown
+        return kept if shown == was_shown else 0
+
+    def tail(self, first: int) -> dict[str, Any]:
+        """The points from number `first` on, as the page is told them."""
+        columns = {name: self._columns[name][first:] for name in self._shown}
+        return {"from": first, "steps": self._steps[first:], "stride": self.stride, "columns": columns}
+
+    def _place(self, step: int) -> int:
+        return -(-step // self.stride)
+
+    def _place_of(self, row: Row) -> int:
+        return self._place(row["step"])
+
+    def _first_changed(self, rows: Sequence[Row]) -> int:
+        """The first point that has other rows than before. Rows that are the same are the same objects."""
+        pairs = enumerate(zip(self._rows, rows, strict=False))
+        same = next((number for number, (old, new) in pairs if old is not new), min(len(self._rows), len(rows)))
+        changed = [self._place_of(each[same]) for each in (self._rows, rows) if same < len(each)]
+        if not changed:
+            return len(self._steps)
+        return bisect_left(self._steps, min(changed), key=self._place)
+
+
+def _is_shown(name: str, values: Iterable[float | None]) -> bool:
+    """Whether it is known; and of what the learner may wait for, what it did wait for."""
+    return any(values) if name.startswith("wait/") else any(value is not None for value in values)
+
+
+def _point(name: str, merge: Callable[[Values], float], rows: Iterable[Row]) -> float | None:
+    found = [value for row in rows if isinstance(value := row.get(name), int | float) and math.isfinite(value)]
+    return float(f"{merge(found):.6g}") if found else None
