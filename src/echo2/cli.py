@@ -41,13 +41,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
         command: Command = options.command
         return command(options)
     except Echo2Error as error:
-        print(f"error: {printable_lines(str(error), ERROR_CHARS_MAX)}", file=sys.stderr)
-        return 3 if isinstance(error, NoRoomError) else 2 if isinstance(error, UserError) else 1
+        said, code = printable_lines(str(error), ERROR_CHARS_MAX), _exit_status(error)
+        is_json = getattr(options, "json", False)
+        print(json.dumps({"error": said, "status": code}) if is_json else f"error: {said}", file=sys.stderr)
+        return code
     except BrokenPipeError:
         return 0
     except KeyboardInterrupt:
         print(getattr(options, "interrupted", "interrupted"), file=sys.stderr)
         return 130
+
+
+def _exit_status(error: Echo2Error) -> int:
+    return 3 if isinstance(error, NoRoomError) else 2 if isinstance(error, UserError) else 1
 
 
 def refuse_unknown_settings(unknown: Iterable[str]) -> None:
@@ -159,7 +165,7 @@ def _add_processes(add: Add) -> None:
     text = "Start only the learner of a run, from its newest checkpoint."
     parser = add("learner", text, _learner, directory="run directory (config.json, checkpoints/)")
     parser.add_argument("--ticket", default="", help="the learner's ticket, if the head is on another machine")
-    _add_worker(add("worker", "Join a run with a ticket, and sample rollouts for it.", _worker))
+    _add_worker(add("worker", "Join a run with a ticket, and sample rollouts for it.", _worker, has_json=True))
 
 
 def _add_worker(parser: argparse.ArgumentParser) -> None:
@@ -407,7 +413,7 @@ def _worker(options: argparse.Namespace) -> int:
             raise
         print(options.interrupted, file=sys.stderr)
         return 0
-    print(f"the run is over: {printable(reason)}")
+    print(json.dumps({"ended": printable(reason)}) if options.json else f"the run is over: {printable(reason)}")
     return 0
 
 

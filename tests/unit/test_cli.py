@@ -43,6 +43,15 @@ def mistake(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     return line
 
 
+def test_a_mistake_is_json_where_json_was_asked_for(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    for command in (["status", str(tmp_path)], ["worker", "no ticket"], ["run", str(tmp_path / "no.toml")]):
+        plain = mistake(capsys, *command)
+        assert main([*command, "--json"]) == 2
+        told = json.loads(capsys.readouterr().err)
+        assert told["status"] == 2
+        assert told["error"] in plain
+
+
 @pytest.fixture
 def config_file(tmp_path: Path) -> Path:
     """A configuration that passes every check made before a process starts."""

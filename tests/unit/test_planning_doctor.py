@@ -101,6 +101,17 @@ def test_a_clock_outside_the_tickets_time_is_said_before_anybody_is_dialled(tmp_
         assert verdicts(ticket, time.time() + away) == {"ticket": "fine", "clock": "wrong"}
 
 
+def test_a_clock_that_is_behind_the_heads_is_found_by_its_certificate(tmp_path: Path) -> None:
+    """The ticket would still do: it was made with a day to spare."""
+    identity = RunIdentity.create_or_load(tmp_path / "run")
+    with listening(identity, tmp_path) as address:
+        ticket = ticket_of(identity, address)
+        for minutes, verdict in ((1, "fine"), (90, "doubtful")):
+            assert verdicts(ticket, time.time() - 60 * minutes)["clock"] == verdict
+        said = {one.about: one.said for one in doctor.at_ticket(ticket, time.time() - 5400)}["clock"]
+        assert said.endswith((", at least 89 minutes behind the head's", ", at least 90 minutes behind the head's"))
+
+
 def test_packages_that_are_missing_or_cannot_use_the_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     def none(name: str) -> str:
         raise PackageNotFoundError(name)

@@ -22,6 +22,7 @@ from rich.console import Console
 from echo2.config import Config
 from echo2.errors import UserError
 from echo2.rundir import RunDir, create
+from echo2.views import display
 from echo2.views.display import RunDisplay, fleet_words, show_status, show_summary, sparkline
 from echo2.views.status import read_status
 
@@ -315,6 +316,36 @@ def test_the_end_of_a_run_says_where_the_model_is_and_what_to_do_with_it() -> No
     assert "echo2 export" not in shown(on)
 
 
+@pytest.mark.parametrize("width", [40, 80])
+def test_the_end_of_a_run_shows_what_the_model_says(tmp_path: Path, width: int) -> None:
+    folder = tmp_path / "rollouts"
+    folder.mkdir()
+    on = console(width)
+    told = summary() | {"directory": str(tmp_path), "steps": 40}
+    show_summary(told, on)
+    assert "Samples" not in shown(on)  # none are written
+    tries = [
+        {"text": "first line\nsecond \x1b[31m[red]", "reward": 1.0},
+        {"text": "no " * 900, "reward": 0.0},
+        {"text": "half", "reward": 0.5},
+    ]
+    prompt = [["system", "be good"], ["user", "What is the very long question of " + "words " * 50 + "in the end?"]]
+    group = {"group": 0, "prompt": prompt, "rollouts": tries}
+    for name in ("eval_20", "eval_60", "step_40"):
+        text = json.dumps(group).replace("half", name).replace("0.5", "2" if name == "eval_60" else "0.5")
+        (folder / f"{name}.jsonl").write_text(text + "\n")
+    show_summary(told, on)
+    after = shown(on).partition("Samples from held-out tasks:\n")[2].splitlines()[:2]
+    assert [line.split()[:2] for line in after] == [["reward", "1"], ["reward", "0"]]
+    assert "in the end? → first line" in after[0]
+    assert "\x1b" not in shown(on)
+    assert all(len(line) <= width for line in after)
+    (folder / "eval_20.jsonl").unlink()  # that of version 60 is of a run before this one
+    on = console(width)
+    show_summary(told, on)
+    assert "Samples from the last steps:" in shown(on)
+
+
 @pytest.mark.parametrize(("ratio", "told"), [(0.4, "40.0%, 80% of it for your reward function"), (0.01, "1.0% ")])
 def test_the_end_of_a_run_says_what_the_learner_waited_for(ratio: float, told: str) -> None:
     on = console()
@@ -360,6 +391,20 @@ def test_without_a_terminal_progress_is_one_line_of_eighty_columns_now_and_then(
         display.poll()
         display.poll()
         assert shown(on) == "step 3/40  reward 0.750  held-out 0.250  idle 0%  workers 0  $0.000\n"
+
+
+def test_a_new_evaluation_is_shown_with_samples_once(rundir: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(display, "PLAIN_SECONDS", 0.0)
+    monkeypatch.setattr(display, "REFRESH_SECONDS", 0.0)
+    write_progress(rundir)
+    group = {"group": 0, "prompt": "21=", "rollouts": [{"text": "12", "reward": 1.0}, {"text": "2", "reward": 0.0}]}
+    (rundir.rollouts / "eval_0.jsonl").write_text(json.dumps(group))
+    on = console(width=80)
+    with RunDisplay(rundir, 40, on) as live:
+        live.poll()
+        live.poll()
+    assert shown(on).count("  reward 1  21= → 12\n  reward 0  21= → 2\n") == 1
+    assert shown(on).count("step 3/40") == 2
 
 
 def test_without_a_terminal_who_waits_is_said_where_nothing_happens_and_what_failed_once(rundir: RunDir) -> None:

@@ -18,7 +18,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Literal
@@ -40,6 +40,12 @@ DIAL_SECONDS = 5.0
 HEAD_PORT = 7341
 #: Beyond this a group's lease is mostly travel.
 SLOW_SECONDS = 1.0
+
+#: A clock that is further behind the head's than this is spoken of; certificates allow for a day.
+CLOCK_DOUBT = timedelta(minutes=5)
+SET_CLOCK = "Set this machine's clock (timedatectl set-ntp true): certificates hold for their time alone."
+#: X509_V_ERR_CERT_NOT_YET_VALID and X509_V_ERR_CERT_HAS_EXPIRED of OpenSSL.
+OUTSIDE_ITS_TIME = (9, 10)
 
 Verdict = Literal["fine", "doubtful", "wrong"]
 
@@ -169,11 +175,23 @@ def at_ticket(ticket: Ticket, now: float) -> Iterator[Finding]:
         )
         yield Finding("clock", "wrong", said, todo)
         return
-    yield Finding("clock", "fine", said)
-    yield from _dial(ticket)
+    yield from _dial(ticket, now)
 
 
-def _dial(ticket: Ticket) -> Iterator[Finding]:
+def _clock(certificate: bytes, now: float) -> Finding:
+    """This machine's clock against the head's certificate (DER), which the head made when the run began: an earlier
+    clock is behind. One that is ahead does no harm, for certificates last for years.
+    """
+    shown = certificates.read_der(certificate)
+    told, made = datetime.fromtimestamp(now, UTC), shown.not_valid_before_utc + certificates.CLOCK_SLACK
+    said = f"{told:%Y-%m-%d %H:%M} UTC"
+    if made - told > CLOCK_DOUBT:
+        behind = f"{said}, at least {(made - told) / timedelta(minutes=1):.0f} minutes behind the head's"
+        return Finding("clock", "doubtful" if told > shown.not_valid_before_utc else "wrong", behind, SET_CLOCK)
+    return Finding("clock", "fine", said)
+
+
+def _dial(ticket: Ticket, now: float) -> Iterator[Finding]:
     host, _, port = ticket.address.rpartition(":")
     host = host.strip("[]")
     if host in LOOPBACK:
@@ -186,7 +204,7 @@ def _dial(ticket: Ticket) -> Iterator[Finding]:
             said = f"{ticket.address} answers in {seconds * 1e3:.0f} ms"
             todo = "Rollouts will be late: give this worker few slots, or the run a larger max_staleness."
             yield _judged("link", seconds < SLOW_SECONDS, said, "doubtful", todo)
-            yield _shake_hands(ticket, link)
+            yield from _shake_hands(ticket, link, now)
     except socket.gaierror as error:
         yield Finding("link", "wrong", f"no host {host!r}: {error.strerror}", "Check the name, and this machine's DNS.")
     except OSError as error:
@@ -194,7 +212,7 @@ def _dial(ticket: Ticket) -> Iterator[Finding]:
         yield Finding("link", "wrong", f"{ticket.address} does not answer: {error.strerror or error}", todo)
 
 
-def _shake_hands(ticket: Ticket, link: socket.socket) -> Finding:
+def _shake_hands(ticket: Ticket, link: socket.socket, now: float) -> Iterator[Finding]:
     """TLS as a worker begins it: each end shows what it has."""
     context = ssl.create_default_context(cadata=ticket.credentials.ca_pem.decode())
     context.set_alpn_protocols(["h2"])
@@ -206,12 +224,17 @@ def _shake_hands(ticket: Ticket, link: socket.socket) -> Finding:
         context.load_cert_chain(*paths)
     try:
         with context.wrap_socket(link, server_hostname=SERVER_NAME) as secured:
-            return Finding("head", "fine", f"it is run {ticket.run_id}; {secured.version()}")
+            yield Finding("head", "fine", f"it is run {ticket.run_id}; {secured.version()}")
+            yield _clock(secured.getpeercert(binary_form=True) or b"", now)
     except ssl.SSLCertVerificationError as error:
+        if error.verify_code in OUTSIDE_ITS_TIME:
+            said = f"{datetime.fromtimestamp(now, UTC):%Y-%m-%d %H:%M} UTC: {error.verify_message}"
+            yield Finding("clock", "wrong", said, f"{SET_CLOCK} If it is right, the run's identity has ended.")
+            return
         todo = (
             "Somebody else has that address now, or the run was made anew: ask for a ticket of the run that is there."
         )
-        return Finding("head", "wrong", f"it is not run {ticket.run_id}: {error.verify_message}", todo)
+        yield Finding("head", "wrong", f"it is not run {ticket.run_id}: {error.verify_message}", todo)
     except OSError as error:
         todo = "The head shuts its door to floods and to revoked tickets: wait a minute, then ask its owner."
-        return Finding("head", "wrong", f"it broke off: {error.strerror or error}", todo)
+        yield Finding("head", "wrong", f"it broke off: {error.strerror or error}", todo)

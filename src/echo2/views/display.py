@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console, Group
@@ -17,6 +18,7 @@ from rich.text import Text
 from echo2.control.head.learner_waits import CAUSES
 from echo2.printable import LINE_CHARS_MAX, printable
 from echo2.rundir import RunDir
+from echo2.views.rollouts import samples
 from echo2.views.run_view import RunView
 
 #: Without a terminal: one line every so many seconds.
@@ -39,6 +41,10 @@ FAILURE_WORDS = {
 }
 #: Share of its time that the learner may wait without a word of what for.
 WORTH_WORDS = 0.05
+#: Wasted by a machine, in all, that is worth its cause.
+WORTH_SECONDS = 1.0
+#: Before a rollout that stands for others.
+SAMPLE_INDENT = "  "
 _BLOCKS = "▁▂▃▄▅▆▇█"
 
 
@@ -62,6 +68,7 @@ class RunDisplay:
         self._read_at = self._printed_at = 0.0
         self._view = RunView.read(rundir.path)
         self._told, self._told_version = set[str](), 0
+        self._sampled, self._samples = -1, list[str]()  # the evaluation that they are of
 
     def __enter__(self) -> RunDisplay:
         if self._console.is_terminal:
@@ -80,17 +87,28 @@ class RunDisplay:
         self._read_at = now
         self._view = self._view.newer()
         status = self._view.status
+        self._look_for_samples()
         if self._console.is_terminal:
             self._progress.update(self._bar, completed=status.get("version", 0))
-            self._live.update(Group(self._progress, _news(self._view)))
+            samples = Text("\n".join(self._samples), style="dim", no_wrap=True, overflow="ellipsis")
+            self._live.update(Group(self._progress, _news(self._view), samples))
         elif now - self._printed_at > PLAIN_SECONDS:
             self._printed_at = now
             for line in self._plain_lines():
                 self._console.print(Text(line), soft_wrap=True)
 
+    def _look_for_samples(self) -> None:
+        """Of the newest evaluation, once."""
+        version = max((version for version, _ in self._view.accuracies), default=-1)
+        if version > self._sampled:
+            self._sampled = version
+            width = self._console.width - len(SAMPLE_INDENT)
+            found = samples(self._view.rundir.rollouts, "eval", version, width)
+            self._samples = [f"{SAMPLE_INDENT}{line}" for line in found]
+
     def _plain_lines(self) -> list[str]:
-        """Where it stands, in 80 columns; behind that what is wrong, once, and where nothing was trained since the last
-        line, what is waited for."""
+        """Where it stands, in 80 columns; behind that samples of a new evaluation, what is wrong, once each, and where
+        nothing was trained since the last line, what is waited for."""
         status, steps = self._view.status, _rewarded(self._view)
         words = [f"step {status.get('version', 0)}/{status.get('max_steps', '?')}"]
         if steps:
@@ -102,8 +120,9 @@ class RunDisplay:
             words += [f"entropy {last['entropy/mean']:.2f}"] if "entropy/mean" in last else []
             words += [f"idle {last.get('learner/idle_ratio', 0.0):.0%}", f"workers {last.get('workers/active', 0)}"]
             words.append(f"${last.get('cost/cum_usd', 0.0):.3f}")
-        lines = ["  ".join(words), *(line for line in _wrong_lines(status) if line not in self._told)]
-        self._told = {*_wrong_lines(status)}
+        once = [*self._samples, *_wrong_lines(status)]
+        lines = ["  ".join(words), *(line for line in once if line not in self._told)]
+        self._told = {*once}
         if status.get("version", 0) == self._told_version:
             lines += [f"  {line}" for line in _wait_lines(status)]
         self._told_version = status.get("version", 0)
@@ -260,7 +279,11 @@ def show_summary(summary: dict[str, Any], console: Console) -> None:
     for column in ("machine", "groups*", "busy", "connected", "dollars", "wasted"):
         machines.add_column(column, justify="left" if column == "machine" else "right")
     for name, machine in summary["machines"].items():
-        wasted = ", ".join(f"{_safe(cause)} {seconds:.1f} s" for cause, seconds in machine["wasted_seconds"].items())
+        wasted = ", ".join(
+            f"{_safe(cause)} {seconds:.1f} s"
+            for cause, seconds in machine["wasted_seconds"].items()
+            if seconds >= WORTH_SECONDS
+        )
         machines.add_row(
             _safe(name),
             f"{machine['useful_groups']:,.0f}" if machine["useful_groups"] else "-",
@@ -271,8 +294,22 @@ def show_summary(summary: dict[str, Any], console: Console) -> None:
         )
     console.print(machines)
     console.print("* with those of evaluations", highlight=False)
+    _show_samples(summary, console)
     for line in next_steps(summary):
         console.print(escape(line), highlight=False, soft_wrap=True)
+
+
+def _show_samples(summary: Mapping[str, Any], console: Console) -> None:
+    """What the model says now: of the newest evaluation, or else of the newest step."""
+    if not summary.get("directory"):
+        return
+    folder = RunDir(Path(summary["directory"])).rollouts
+    for kind, what in (("eval", "held-out tasks"), ("step", "the last steps")):
+        if lines := samples(folder, kind, summary["steps"], console.width - len(SAMPLE_INDENT)):
+            console.print(f"Samples from {what}:", highlight=False)
+            for line in lines:
+                console.print(SAMPLE_INDENT + escape(line), highlight=False, soft_wrap=True)
+            return
 
 
 def _mostly(summary: Mapping[str, Any]) -> str:

@@ -11,11 +11,15 @@ from typing import Any
 
 from echo2.documents import parse_json
 from echo2.errors import UserError
+from echo2.printable import CUT_OFF, printable
 
 #: Of one file; what comes after it is not shown.
 FILE_BYTES_MAX = 32 << 20
 #: Files that are searched for a task, the newest first, and bytes of them together.
 SEARCHED_FILES, SEARCHED_BYTES = 400, 64 << 20
+
+#: Of a file, that `samples` chooses from.
+SAMPLED_GROUPS = 32
 
 _NAME = re.compile(r"(step|eval)_(\d{1,12})")
 
@@ -39,6 +43,33 @@ def read_groups(folder: Path, name: str, most: int | None = None) -> list[Group]
         raise UserError(f"{name!r} is no file of rollouts: they are called step_N and eval_N.")
     groups = (group for line in _lines(folder / f"{name}.jsonl") if (group := _group(line)) is not None)
     return list(islice(groups, most))
+
+
+def samples(folder: Path, kind: str, version: int, line_chars: int) -> list[str]:
+    """A line each for the best and the worst rollout among the first groups of the newest file of a kind (`step`,
+    `eval`) up to a version: `reward 1  the prompt's end → the completion`, of `line_chars` characters at most. None
+    where there is no such file, and one line where all rewards are alike.
+    """
+    found = (each for each in names(folder) if each.startswith(kind) and int(each.partition("_")[2]) <= version)
+    groups = read_groups(folder, next(found, f"{kind}_0"), SAMPLED_GROUPS)
+    tried = [
+        (rollout["reward"], group["prompt"], rollout["text"])
+        for group in groups
+        for rollout in group.get("rollouts", ())
+    ]
+    if not tried:
+        return []
+    best, worst = (chosen(tried, key=lambda one: one[0]) for chosen in (max, min))
+    return [_sample(*one, line_chars) for one in ([best] if best[0] == worst[0] else [best, worst])]
+
+
+def _sample(reward: float, prompt: str | list[list[str]], text: str, line_chars: int) -> str:
+    asked = " ".join((prompt if isinstance(prompt, str) else prompt[-1][1] if prompt else "").split())
+    room = line_chars // 3
+    asked = asked if len(asked) <= room else CUT_OFF + asked[1 - room :]
+    return printable(
+        f"reward {reward:.3g}  {printable(asked)} → {' '.join(text[: 4 * line_chars].split())}", line_chars
+    )
 
 
 def task_over_steps(folder: Path, name: str, number: int) -> list[tuple[str, Group]]:

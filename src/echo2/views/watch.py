@@ -27,7 +27,7 @@ ALIVE_SECONDS = 15.0
 
 
 @dataclass(frozen=True, slots=True)
-class Message:
+class PageEvent:
     """An event of a kind about a run: `whole` for any page, `news`, shorter, for one that was told number `since`."""
 
     number: int
@@ -47,7 +47,7 @@ class Watch:
         self.views = [RunView.read(directory) for directory in directories]
         self._asked = self.views
         self._points = [ChartPoints() for _ in self.views]
-        self._messages: dict[tuple[str, int], Message] = {}  # by kind and run
+        self._messages: dict[tuple[str, int], PageEvent] = {}  # by kind and run
         self._number = 0
         self._billed_at = [float("-inf")] * len(self.views)
         self._is_unbilled = [True] * len(self.views)  # a step has ended since
@@ -103,7 +103,7 @@ class Watch:
                 self._number += 1
                 before = self._messages.get((kind, index))
                 since = self._number if before is None else before.number
-                self._messages[kind, index] = Message(self._number, whole, news, since)
+                self._messages[kind, index] = PageEvent(self._number, whole, news, since)
             if changed or self._is_over:
                 async with self._news:
                     self._news.notify_all()
