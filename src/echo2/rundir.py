@@ -223,7 +223,7 @@ def read_json(path: Path) -> Any:
     except FileNotFoundError:
         return None
     except (OSError, ValueError) as error:
-        raise UserError(f"{path} is damaged: {error}. A run that is going on writes it anew.") from error
+        raise UserError(f"{path} is damaged: {error}. A run that is active rewrites it.") from error
 
 
 def newest_run(outputs: Path = Path("outputs")) -> RunDir:
@@ -255,7 +255,7 @@ def read_metrics(path: Path, refuses_damage: bool = False) -> list[dict[str, Any
         row = parse_row(line)
         if row is None:
             if refuses_damage and number < len(lines):
-                raise UserError(f"{path}, line {number} is damaged: it is no JSON object with a whole number `step`.")
+                raise UserError(f"{path}, line {number} is damaged: it is not a JSON object with an integer `step`.")
             break
         rows.append(row)
     return rows

@@ -244,9 +244,7 @@ class RolloutFleet:
         if self._failure is not None:
             raise self._failure
         if self._session is None:
-            raise UserError(
-                "The weights have nowhere to go: init_weight_transfer() comes first, as TRL's trainer does it."
-            )
+            raise UserError("Call init_weight_transfer() first, as TRL's trainer does.")
         return self._session
 
     def _wait_for(self, is_so: Callable[[], bool]) -> bool:
@@ -330,20 +328,22 @@ def _settings(args: Any, tasks: Any) -> list[tuple[str, str, Any, str]]:
     """
     if args.token_budget != 0:
         raise UserError(
-            f"args.token_budget = {args.token_budget}: how many groups a weight sync has must be known. Set it to 0, "
+            f"args.token_budget = {args.token_budget}: a weight sync must have a fixed number of groups. Set it to 0, "
             "and per_device_train_batch_size to what fits the GPU."
         )
     if args.max_staleness < 1:
         raise UserError("args.max_staleness = 0: the trainer reads ahead of its own weights. Set it to 1 or more.")
     if args.repetition_penalty != 1.0:
-        raise UserError(f"args.repetition_penalty = {args.repetition_penalty}: workers have none. Leave it at 1.0.")
+        raise UserError(
+            f"args.repetition_penalty = {args.repetition_penalty}: workers do not support it. Set it to 1.0."
+        )
     a_step = args.per_device_train_batch_size * args.gradient_accumulation_steps * args.world_size
     num_groups, rest = divmod(a_step * args.weight_sync_steps, args.num_generations)
     if rest:
         raise UserError(
             f"A weight sync has {a_step * args.weight_sync_steps} samples (per_device_train_batch_size * "
-            f"gradient_accumulation_steps * ranks * weight_sync_steps), which is no multiple of args.num_generations = "
-            f"{args.num_generations}: groups stay whole. Change one of them."
+            f"gradient_accumulation_steps * ranks * weight_sync_steps), which is not a multiple of "
+            f"args.num_generations = {args.num_generations}: groups cannot be split. Change one of them."
         )
     syncs = args.max_steps / args.weight_sync_steps
     if args.max_steps <= 0:

@@ -86,7 +86,7 @@ def test_a_port_in_use_is_named_and_another_one_goes_on(sort_model: Path, tmp_pa
         port = taken.getsockname()[1]
         run = Run(tmp_path / "run", sort_model, *SMALL, f"--head.listen=127.0.0.1:{port}").start()
         error = refused(run)
-    assert f"head.listen = '127.0.0.1:{port}' cannot be had" in error
+    assert f"head.listen = '127.0.0.1:{port}' cannot be used" in error
     assert "Choose another port" in error
     assert run.start().finish()["steps"] == 6, "the port is free again, and nothing is in the way"
 

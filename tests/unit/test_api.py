@@ -169,7 +169,7 @@ def test_what_cannot_be_written_down_is_refused_by_name(tmp_path: Path) -> None:
         (lambda completions: [0.0], "no name of its own"),
         (functools.partial(twice, 1.0), "no name of its own"),
         (JUDGE, "no name of its own"),
-        (outer(0.0, JUDGE), "shifted uses 'more', Judge, which is no plain value. Make it inside the function"),
+        (outer(0.0, JUDGE), "shifted uses 'more', Judge, which is not a plain value. Make it inside the function"),
         (
             session("undefined", "def f(completions): return nothing(completions)\n")["f"],
             "'nothing', which is not defined",

@@ -379,7 +379,7 @@ def test_without_room_for_new_weights_it_goes_on_says_so_and_tries_the_next(swap
 def test_without_room_for_its_first_weights_the_worker_ends() -> None:
     bench = Bench()
     bench.tell(ev.Connected(), announced(V1), whole(V1))
-    with pytest.raises(UserError, match="no room for this model: cuda:0 is full"):
+    with pytest.raises(UserError, match="no room for the model: cuda:0 is full"):
         bench.tell(ev.SnapshotTooLarge(PayloadId(V1), "cuda:0 is full"))
 
 

@@ -130,8 +130,8 @@ def test_what_the_hub_refuses_stays_here_and_says_what_to_do(rundir: RunDir, hub
 def test_what_could_not_be_pushed_is_refused_before_anything_is_written(rundir: RunDir, hub: Hub) -> None:
     cases = [
         (["--push", "me/sorter"], {"HF_TOKEN": ""}, "there is no token for the Hugging Face hub. Run `hf auth login`"),
-        (["--push", "sorter"], {}, "--push 'sorter' is no repository of the hub. Give OWNER/NAME"),
-        (["--push", "me/so--rter"], {}, "--push 'me/so--rter' is no repository of the hub"),
+        (["--push", "sorter"], {}, "--push 'sorter' is not a repository name. Give OWNER/NAME"),
+        (["--push", "me/so--rter"], {}, "--push 'me/so--rter' is not a repository name"),
         (["--public"], {}, "--public: nothing is pushed. Add --push OWNER/NAME"),
     ]
     for flags, variables, words in cases:

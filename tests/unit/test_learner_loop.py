@@ -458,7 +458,7 @@ def test_a_head_of_another_run_is_a_user_error(tmp_path: Path) -> None:
     trainer = GrpoClient(tiny_policy(), OPTIONS)
     trainer.version = 4
     trainer.save_state(tmp_path / "step_4").result()
-    with pytest.raises(UserError, match="does not take this learner"):
+    with pytest.raises(UserError, match="refuses this learner"):
         run(ScriptedHead(), trainer, tmp_path)
 
 

@@ -25,8 +25,8 @@ def test_the_example_is_read() -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("", "the pool is empty"),
-        ("offers = []", "the pool is empty"),
+        ("", "it has no offers"),
+        ("offers = []", "it has no offers"),
         ("offers = 3", r"under \[\[offers\]\]"),
         ("[[offer]]\n" + GOOD, r"under \[\[offers\]\], and nothing else"),
         ("[[offers]]\n" + GOOD + "rolouts_per_second = 1.0", r"offer 1 \('a'\): unknown key 'rolouts_per_second'"),
@@ -40,8 +40,8 @@ def test_the_example_is_read() -> None:
             "[[offers]]\n" + GOOD + "rollouts_per_second = 0.0",
             "rollouts_per_second = 0.0: expected `float` > 0.0. Leave",
         ),
-        ("[[offers]]\n" + GOOD + "rent = 'get \"it'", "rent is no command line"),
-        ("[[offers]]\n" + GOOD + "rent = 'get it'", "nobody would give the machine back"),
+        ("[[offers]]\n" + GOOD + "rent = 'get \"it'", "rent is not a command line"),
+        ("[[offers]]\n" + GOOD + "rent = 'get it'", "the machine would never be returned"),
         ("[[offers]]\n" + GOOD + "count = 0", "count = 0: expected `int` >= 1"),
         ("[[offers]]\n" + GOOD + "reliability = 1.5", "reliability = 1.5: expected `float` <= 1.0"),
         ("[[offers]]\n" + GOOD + "down_mbps = 0.0", "down_mbps = 0.0: expected `float` > 0.0"),

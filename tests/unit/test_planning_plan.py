@@ -156,7 +156,7 @@ def test_a_budget_decides_or_is_refused_with_the_price() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"offers": ()}, "pool is empty"),
+        ({"offers": ()}, "no machines on offer"),
         ({"budget_usd": 0.0}, "--budget 0.0 must be above 0"),
         ({"learner_usd_per_hour": -1.0}, "must not be negative"),
         ({"max_idle": 0.0}, "--max-idle"),
@@ -164,7 +164,7 @@ def test_a_budget_decides_or_is_refused_with_the_price() -> None:
         ({"publish_every": 4}, "use 1 to 3"),
         (
             {"budget_usd": 9.0, "learner_usd_per_hour": 0.0, "offers": (replace(CARD, price_usd_per_hour=0.0),)},
-            "says nothing",
+            "cannot be planned: neither",
         ),
         ({"train_seconds": 0.0}, "train_seconds = 0.0 must be a positive number"),
         ({"offers": (Offer("new", 1.0),)}, "echo2 probe"),
@@ -192,7 +192,7 @@ def test_the_size_of_a_snapshot_is_read_from_the_headers_alone(tmp_path: Path) -
     assert snapshot_bytes(model, "bfloat16") == 8000
     assert snapshot_bytes(model, "float32") == 16000
     (model / "model.safetensors").write_bytes(b"\xff" * 64)
-    with pytest.raises(UserError, match="no readable safetensors"):
+    with pytest.raises(UserError, match="not a readable safetensors"):
         snapshot_bytes(model, "float32")
     with pytest.raises(UserError, match="--snapshot-bytes"):
         snapshot_bytes(tmp_path, "float32")
@@ -280,7 +280,7 @@ def test_the_command_s_mistakes_cost_a_line_and_status_2(tmp_path: Path, capsys:
         (["plan", config, "--offers", offers, "--train-seconds", "-1"], "--train-seconds -1.0 must be a positive"),
         (["plan", config, "--offers", offers, "--train-seconds", "20", "--budget", "0.01"], "too small"),
         (["plan", config, "--offers", offers, "--from", str(tmp_path)], "has no trained step yet"),
-        (["cost", str(tmp_path)], "no run directory"),
+        (["cost", str(tmp_path)], "not a run directory"),
     ):
         assert main(words) == 2
         assert message in capsys.readouterr().err

@@ -94,7 +94,7 @@ def test_reasoning_gym() -> None:
 
 def test_missing_and_null_columns_are_named() -> None:
     with pytest.raises(
-        RewardFailure, match=r"exact_match takes 'answer', a column this task has not \(it has \['reply'\]\)"
+        RewardFailure, match=r"exact_match takes 'answer', a column that this task lacks \(it has \['reply'\]\)"
     ):
         scores("exact_match", {"reply": "1"}, "1")
     with pytest.raises(RewardFailure, match="null in the column 'answer'"):

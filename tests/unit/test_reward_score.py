@@ -192,7 +192,7 @@ def test_the_wire_takes_every_reward_that_a_function_may_give() -> None:
     ("spec", "said"),
     [
         (":strange", "fits neither style"),
-        (":not_callable", "is no function but int"),
+        (":not_callable", "is not a function: its type is int"),
         (":jugde", "Did you mean judge"),
     ],
 )

@@ -107,7 +107,7 @@ def test_an_engines_own_log_is_taken_as_it_is() -> None:
         (logged("ab"), {"samples": 1, "max_tokens": 2}, "3 tokens; sampling.max_tokens is 2"),
         (logged("ab" * 40), {"samples": 1, "max_tokens": 99}, "context is 64"),
         ({"rollouts": [{"tokens": [99], "logprobs": [0.0], "reward": 0}]}, {"samples": 1}, "token 99"),
-        ([1, 2], {}, "is kept for logs"),
+        ([1, 2], {}, "is reserved for logs"),
         ({"rollouts": [{"reward": 0}]}, {"samples": 1}, "is not what"),
         ({"rollouts": [{"tokens": [1], "logprobs": ["x"], "reward": 0}]}, {"samples": 1}, "is not what"),
         ({"rollouts": [{"tokens": [1 << 40], "logprobs": [0.0], "reward": 0}]}, {"samples": 1}, "token 1099511627776"),

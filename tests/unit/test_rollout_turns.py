@@ -429,7 +429,7 @@ def test_in_a_chat_the_reply_is_the_users_next_message() -> None:
 def test_a_template_that_drops_earlier_answers_is_refused() -> None:
     forgetful = b"{% for m in messages %}{% if m.role == 'user' %}{{ m.content }}{% endif %}{% endfor %}"
     tokenizer = load_tokenizer(tokenizer_files() | {"chat_template.jinja": forgetful})
-    with pytest.raises(UserError, match="leaves earlier answers away"):
+    with pytest.raises(UserError, match="drops earlier answers"):
         reply_tokens(tokenizer, True, "5", END)
     single = b"{% if messages | length > 1 %}{{ raise_exception('one message only') }}{% endif %}"
     tokenizer = load_tokenizer(tokenizer_files() | {"chat_template.jinja": single})

@@ -332,7 +332,7 @@ def test_damage_in_the_middle_is_not_passed_over(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ('{"now": 0, "event": {"type": "Tick"}, "commands": []}\n', ":1: an event before any planner options"),
+        ('{"now": 0, "event": {"type": "Tick"}, "commands": []}\n', ":1: an event stands before any planner options"),
         ('OPTIONS{"now": 0, "event": {"type": "Tock"}, "commands": []}\n', ":2 holds no event that this version knows"),
         ('OPTIONS{"now": 0, "event": {"type": "LearnerJoined"}, "commands": []}\n', ":2 holds no event"),
     ],

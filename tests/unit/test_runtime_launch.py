@@ -57,13 +57,13 @@ def test_good_settings_pass(raw: dict[str, Any]) -> None:
         (
             "tasks",
             {"source": "TMP/rows.jsonl", "environment": "sokobam"},
-            ["'sokobam' names no code", "file.py:Name"],
+            ["'sokobam' is not a reference to code", "file.py:Name"],
         ),
         ("tasks", {"source": "TMP/rows.jsonl", "environment": "nowhere.py:Game"}, ["There is no file nowhere.py"]),
         ("model", {"path": ""}, ["model.path is empty", "name a Hugging Face model"]),
         ("model", {"path": "TMP"}, ["model.path = 'TMP'", "no config.json"]),
         ("model", {"path": "TMP/nowhere"}, ["model.path = 'TMP/nowhere'", "no such directory"]),
-        ("model", {"path": "no/such/model"}, ["model.path = 'no/such/model'", "no hub id (owner/name)"]),
+        ("model", {"path": "no/such/model"}, ["model.path = 'no/such/model'", "not a hub id (owner/name)"]),
         ("tasks", {"source": ""}, ["tasks.source is empty"]),
         ("tasks", {"source": "TMP/none.jsonl"}, ["TMP/none.jsonl"]),
         ("tasks", {"source": "digit_sortin"}, ["'digit_sortin'", "Did you mean digit_sorting?"]),
@@ -169,7 +169,7 @@ def test_a_model_that_the_engine_cannot_run_is_refused_with_the_engine_that_can(
     ("engine", "python", "told"),
     [
         ("vllm", "", "this Python environment has no vllm. Set ECHO2_ENGINE_PYTHON"),
-        ("vllm", "/nowhere/python", "ECHO2_ENGINE_PYTHON = '/nowhere/python', and there is no such program"),
+        ("vllm", "/nowhere/python", "ECHO2_ENGINE_PYTHON = '/nowhere/python', which does not exist"),
         ("sglang", "", "echo2 does not start SGLang. Set workers.count = 0"),
     ],
 )

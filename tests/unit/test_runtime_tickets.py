@@ -162,7 +162,7 @@ def test_invitation_that_makes_no_sense(head: Head, words: list[str], capsys: py
 
 
 def test_run_without_a_head(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="no run that has had a head"):
+    with pytest.raises(UserError, match="not a run that was started"):
         open_identity(tmp_path)
 
 

@@ -126,7 +126,7 @@ def test_a_state_that_was_loaded_survives_without_its_files(client: Client, tmp_
     assert client.train("same", range(1, 4)) == before
     expected = client.call(ForwardBackwardCall("same", 4, some_data("5"), "cross_entropy", {}, False)).trained
     assert again == expected
-    assert "no whole checkpoint" in client.call(LoadStateCall("m", 10, str(tmp_path / "none"), True)).fault
+    assert "no complete checkpoint" in client.call(LoadStateCall("m", 10, str(tmp_path / "none"), True)).fault
 
 
 def test_a_mistake_is_told_again_and_changes_nothing(client: Client) -> None:
@@ -138,7 +138,7 @@ def test_a_mistake_is_told_again_and_changes_nothing(client: Client) -> None:
     assert client.train("m", range(4, 7)) == client.train("same", range(4, 7))
     with pytest.raises(UserError, match="There is no model 'other'"):
         client.call(OptimStepCall("other", 1, ADAM))
-    with pytest.raises(UserError, match="is no model id"):
+    with pytest.raises(UserError, match="is not a model id"):
         client.call(CreateModelCall("../m", ModelSpec("tiny")))
     with pytest.raises(UserError, match="There is no base model"):
         client.call(CreateModelCall("new", ModelSpec("huge")))

@@ -98,7 +98,7 @@ def test_a_source_that_raises_is_named_with_its_line() -> None:
         ({"prompt": []}, "empty"),
         ({"prompt": [{"role": "user", "content": ""}]}, "empty"),
         ({"prompt": "x" * (MAX_PROMPT_CHARS + 1)}, "the limit is"),
-        ({"prompt": "\ud800"}, "half a character"),
+        ({"prompt": "\ud800"}, "an incomplete character"),
         ({"prompt": ["hello"]}, "message 0 of the prompt"),
         ({"prompt": [{"role": "user", "content": None}]}, "message 0"),
         ({"prompt": [{"role": "not a role", "content": "x"}]}, "one word"),

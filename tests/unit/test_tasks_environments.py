@@ -79,7 +79,7 @@ BAD_ANSWERS = {
     "raise": r"own.py:\d+ in step: KeyError: 'nothing here'",
     "pair": r"not \(text, reward, done\)",
     "number": "said 5",
-    "long": f"{REPLY_CHARS_MAX} characters is the most",
+    "long": f"{REPLY_CHARS_MAX} characters is the limit",
     "half": "UnicodeEncodeError",
     "nan": "the reward nan",
     "huge": "OverflowError",
@@ -201,7 +201,7 @@ def test_a_process_that_hangs_or_dies_is_replaced_and_the_other_attempts_go_on(o
 def test_what_is_no_environment_is_refused(own: str) -> None:
     path = own.rpartition(":")[0]
     for spec, complaint in (
-        ("chess", "'chess' names no code"),
+        ("chess", "'chess' is not a reference to code"),
         (f"{path}:NoStep", "step"),
         (f"{path}:OWN", "OWN"),
         (f"{path}:LongStop", "one ASCII character"),
@@ -232,7 +232,7 @@ def test_the_child_ends_with_its_parent_even_while_hanging(own: str) -> None:
 def test_a_large_row_passes(own: str) -> None:
     environment = Blocking(own)
     attempt = environment.begin({"name": "n" * (1 << 18) + os.sep}, 1)
-    with pytest.raises(UserError, match="characters is the most"):
+    with pytest.raises(UserError, match="characters is the limit"):
         environment.step(attempt, "x")
     environment.close()
 

@@ -97,7 +97,7 @@ def test_hugging_face_directories(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert columns_of(f"{tmp_path}/dict#heldout") == {"answer": 9}
     with pytest.raises(UserError, match=r"no split 'test'; it has train, heldout"):
         load_tasks(f"{tmp_path}/dict#test", {}, 0)
-    with pytest.raises(UserError, match=r"saved without splits: leave #test away"):
+    with pytest.raises(UserError, match=r"saved without splits: remove #test"):
         load_tasks(f"{tmp_path}/flat#test", {}, 0)
     (tmp_path / "files").mkdir()
     write_jsonl(tmp_path / "files" / "train.jsonl", {"prompt": "a", "answer": 1}, {"prompt": "b", "answer": 2})
@@ -173,14 +173,14 @@ def test_digit_sorting_splits() -> None:
 @pytest.mark.parametrize(
     ("source", "params", "said"),
     [
-        ("", {}, "is no task source"),
+        ("", {}, "is not a task source"),
         ("nowhere.jsonl", {}, "Cannot read nowhere.jsonl: No such file"),
         ("digit_sort", {}, "Did you mean digit_sorting"),
         ("rows.csv", {}, "A source is one of"),
         ("nowhere.py:Class", {}, "no file nowhere.py"),
         ("no_such_package.module:Class", {}, "no module 'no_such_package'"),
         ("nowhere.jsonl#train", {}, "a single file has no splits"),
-        (__file__ + ":", {}, "names no code"),
+        (__file__ + ":", {}, "is not a reference to code"),
     ],
 )
 def test_wrong_sources(source: str, params: dict[str, Any], said: str) -> None:

@@ -109,7 +109,7 @@ def test_a_log_without_enough_rollouts_is_refused(tmp_path: Path, params: dict[s
     ("changes", "said"),
     [
         ({"sampling": {"group_size": 4}}, "Set both to the same number"),
-        ({"eval": {"source": "logs:x.jsonl"}}, "not what the policy does"),
+        ({"eval": {"source": "logs:x.jsonl"}}, "cannot show what the policy does"),
     ],
 )
 def test_settings_that_a_log_excludes(changes: dict[str, Any], said: str) -> None:

@@ -74,7 +74,7 @@ def test_rows_without_a_length_have_no_end(tmp_path: Path) -> None:
         ({"token_budget": 4096}, r"token_budget = 4096"),
         ({"max_staleness": 0}, r"max_staleness = 0.*1 or more"),
         ({"repetition_penalty": 1.1}, r"repetition_penalty = 1.1"),
-        ({"num_generations": 5}, r"has 32 samples.*no multiple of args.num_generations = 5"),
+        ({"num_generations": 5}, r"has 32 samples.*not a multiple of args.num_generations = 5"),
     ],
 )
 def test_what_a_fleet_cannot_serve_is_refused(tmp_path: Path, change: dict[str, Any], words: str) -> None:
@@ -96,7 +96,7 @@ def test_other_ranks_write_nothing_and_have_no_run(tmp_path: Path) -> None:
 
 def test_weights_without_a_run_have_nowhere_to_go(tmp_path: Path) -> None:
     fleet = RolloutFleet("some/model", ROWS, "exact_match", trainer_arguments(), out=tmp_path / "run")
-    with pytest.raises(UserError, match=r"init_weight_transfer\(\) comes first"):
+    with pytest.raises(UserError, match=r"Call init_weight_transfer\(\) first"):
         fleet.send_weights([])
     with pytest.raises(Echo2Error, match="asks for more rollouts"):
         fleet.check_health(300.0)

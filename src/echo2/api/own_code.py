@@ -126,7 +126,7 @@ def _literal(name: str, value: Any, user: str) -> str:
     except (ValueError, SyntaxError, RecursionError, MemoryError, TypeError):
         is_literal = False
     if not is_literal:
-        raise UserError(f"{user} uses {name!r}, {type(value).__name__}, which is no plain value. {INSTEAD}")
+        raise UserError(f"{user} uses {name!r}, {type(value).__name__}, which is not a plain value. {INSTEAD}")
     return text
 
 

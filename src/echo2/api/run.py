@@ -198,7 +198,7 @@ class Run:
             UserError: it goes on, or it cannot change such a setting.
         """
         if self.goes_on():
-            raise UserError(f"{self.path} goes on already: stop() it first.")
+            raise UserError(f"{self.path} is still running: stop() it first.")
         return begin(self.path, write_resumed(self.rundir, settings), "--resume")
 
     def goes_on(self) -> bool:

@@ -90,7 +90,7 @@ def build(raw: Mapping[str, Any], where: str, overrides: Mapping[str, str] | Non
         expected = _expected(said, _type_of(section, name)[0], value)
         raise UserError(f"{where}: {section}.{key} = {value!r}: {expected}.") from error
     except UnicodeError as error:
-        raise UserError(f"{where}: a text holds half a character: {error}.") from error
+        raise UserError(f"{where}: a text has an incomplete character: {error}.") from error
 
 
 def _expected(said: str, plain: Any, value: Any) -> str:

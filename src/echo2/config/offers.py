@@ -101,7 +101,7 @@ def parse_offers(raw: Mapping[str, Any], where: str) -> list[Offer]:
     if set(raw) - {"offers"} or not isinstance(tables, list) or not all(isinstance(one, Mapping) for one in tables):
         raise UserError(f"{where}: write each machine as a table of its own, under [[offers]], and nothing else.")
     if not tables:
-        raise UserError(f"{where}: the pool is empty. Add at least one [[offers]] with name and price_usd_per_hour.")
+        raise UserError(f"{where}: it has no offers. Add at least one [[offers]] with name and price_usd_per_hour.")
     offers = [_parse(table, f"{where}: offer {number}") for number, table in enumerate(tables, 1)]
     names = [offer.name for offer in offers]
     twice = sorted({name for name in names if names.count(name) > 1})
@@ -125,9 +125,7 @@ def _parse(table: Mapping[str, Any], where: str) -> Offer:
         try:
             shlex.split(getattr(offer, name))
         except ValueError as error:
-            raise UserError(f"{where}: {name} is no command line: {error}.") from error
+            raise UserError(f"{where}: {name} is not a command line: {error}.") from error
     if offer.rent and not offer.release:
-        raise UserError(
-            f"{where}: rent without release: nobody would give the machine back. Write `release = ...`, too."
-        )
+        raise UserError(f"{where}: `rent` without `release`: the machine would never be returned. Add `release = ...`.")
     return offer

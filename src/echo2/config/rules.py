@@ -79,8 +79,8 @@ def _check_deterministic(config: Config) -> None:
     excluded = [setting for setting, is_set in by_time.items() if is_set]
     if config.run.deterministic and excluded:
         raise UserError(
-            f"run.deterministic = true excludes {' and '.join(excluded)}: what that does follows from measured times, "
-            "which are never the same twice. Leave one of them out."
+            f"run.deterministic = true cannot be combined with {' and '.join(excluded)}, which "
+            "depends on measured times. Leave one of them out."
         )
     if config.run.deterministic and config.workers.engine in SERVERS:
         raise UserError(
@@ -93,12 +93,12 @@ def _check_logs(config: Config) -> None:
     """Rollouts from a log (`tasks/logs.py`) are trained on as they are: nothing about them can be set."""
     if any(source.startswith("logs:") for source in config.eval.sets.values()):
         raise UserError(
-            f"eval.source = {config.eval.source!r}: a log says what was done and not what the policy does. Name tasks."
+            f"eval.source = {config.eval.source!r}: a log cannot show what the policy does. Name tasks instead."
         )
     if not any(source.startswith("logs:") for source in config.tasks.sources):
         return
     if len(config.tasks.sources) > 1:
-        raise UserError(f"tasks.source = {config.tasks.source}: a log is trained on alone, not beside other sources.")
+        raise UserError(f"tasks.source = {config.tasks.source}: a log cannot be mixed with other sources.")
     rollouts = config.tasks.params.get("rollouts", DEFAULT_LOGGED_ROLLOUTS)
     if rollouts != config.sampling.group_size:
         raise UserError(
@@ -173,7 +173,7 @@ def check_together(config: Config) -> None:
     if schedule.groups_per_step % parts:
         raise UserError(
             f"learner.updates_per_step = {parts} does not divide schedule.groups_per_step = "
-            f"{schedule.groups_per_step}: every update takes as many groups. Use a divisor."
+            f"{schedule.groups_per_step}: every update must have the same number of groups. Use a divisor."
         )
     if schedule.publish_every != "auto" and schedule.max_staleness < schedule.publish_every - 1:
         raise UserError(

@@ -108,7 +108,7 @@ def read_client(directory: Path) -> dict[str, Any]:
     """
     state = read_state(directory)
     if state is None or not is_whole(directory):
-        raise UserError(f"{directory} holds no whole checkpoint. Name a checkpoints/step_N directory of a run.")
+        raise UserError(f"{directory} has no complete checkpoint. Name a checkpoints/step_N directory of a run.")
     client: dict[str, Any] = state["client"]
     return client
 

@@ -386,7 +386,7 @@ async def join_head(
         await link.close()
         if error.reason not in (REFUSED, OVER):
             raise
-        raise UserError(f"The head does not take this learner: {error.detail}") from error
+        raise UserError(f"The head refuses this learner: {error.detail}") from error
     return client
 
 

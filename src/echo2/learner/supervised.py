@@ -65,7 +65,9 @@ class SupervisedClient:
         kept = self._trainer.load_state(POLICY, directory)
         if kept.get("num_steps") != self.num_steps:
             before, now = kept.get("num_steps"), self.num_steps
-            raise UserError(f"{directory} is of a training of {before} steps, not of {now}: its rates are others.")
+            raise UserError(
+                f"{directory} belongs to a training of {before} steps, not of {now}, which has other learning rates."
+            )
         self.step = kept["step"]
 
     def _sum(self, data: Sequence[Datum], adds_gradients: bool) -> float:

@@ -103,7 +103,7 @@ def _strangers(
 
 def _read_ledger(path: Path) -> tuple[dict[str, Any], int, list[Mapping[str, Any]]]:
     if not path.is_file():
-        raise UserError(f"{path.parent} is no run directory: it has no {path.name}.")
+        raise UserError(f"{path.parent} is not a run directory: it has no {path.name}.")
     connection = open_for_reading(path)
     try:
         row = connection.execute("SELECT value FROM meta WHERE key = 'caller.costs'").fetchone()

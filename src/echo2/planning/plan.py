@@ -211,7 +211,7 @@ def by_staleness(inputs: PlanInputs) -> list[Plan]:
 
 def _check(inputs: PlanInputs) -> None:
     if not inputs.offers:
-        raise UserError("The pool is empty: there is no machine on offer.")
+        raise UserError("There are no machines on offer: add [[offers]] to the offers file.")
     if inputs.budget_usd is not None and not inputs.budget_usd > 0:
         raise UserError(f"--budget {inputs.budget_usd} must be above 0.")
     if inputs.learner_usd_per_hour < 0:
@@ -221,8 +221,8 @@ def _check(inputs: PlanInputs) -> None:
     prices = (inputs.learner_usd_per_hour, *(offer.price_usd_per_hour for offer in inputs.offers))
     if inputs.budget_usd is not None and not any(prices):
         raise UserError(
-            f"--budget {inputs.budget_usd:g} says nothing: neither the learner (learner.price_usd_per_hour) nor any "
-            "offer has a price."
+            f"--budget {inputs.budget_usd:g} cannot be planned: neither the learner (learner.price_usd_per_hour) "
+            "nor any offer has a price."
         )
     most = max(1, inputs.max_staleness)
     if inputs.publish_every is not None and not 1 <= inputs.publish_every <= most:
@@ -361,7 +361,9 @@ def _frugal(inputs: PlanInputs, pool: Sequence[activation.Candidate], best: Plan
         if best is None or plan.usd_per_step < best.usd_per_step:
             best = plan
     if best is None:
-        raise UserError("These machines are too slow for any plan: not even a tenth of the rate is there.")
+        raise UserError(
+            "These machines are too slow for any plan: together they reach less than a tenth of the rate needed."
+        )
     return best
 
 

@@ -86,7 +86,7 @@ def environment_sum(
 ) -> list[float | None]:
     """What the environment gave for the rollout's actions, added up."""
     if environment_reward is None:
-        raise UserError("finds no reward of an environment: name one as tasks.environment")
+        raise UserError("needs an environment: set tasks.environment")
     return list(environment_reward)
 
 

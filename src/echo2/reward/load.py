@@ -60,7 +60,7 @@ def load_reward(spec: str) -> RewardFunction:
         raise UserError(f"There is no reward {spec!r}.{hint} Write {kinds}.")
     function = load_named(spec)
     if not callable(function):
-        raise UserError(f"The reward {spec} is no function but {type(function).__name__}.")
+        raise UserError(f"The reward {spec} is not a function: its type is {type(function).__name__}.")
     is_async = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
     signature = _signature(function, spec)
     if all(name in signature.parameters for name in VERL_PARAMETERS):
@@ -81,7 +81,7 @@ def _signature(function: Callable[..., Any], spec: str) -> inspect.Signature:
     try:
         return inspect.signature(function)
     except (TypeError, ValueError) as error:
-        raise UserError(f"The reward {spec} does not tell its parameters: {error}. Wrap it in a `def`.") from error
+        raise UserError(f"The reward {spec} does not show its parameters: {error}. Wrap it in a `def`.") from error
 
 
 def _trl_style(
@@ -101,7 +101,7 @@ def _trl_style(
     def call(task: Task, rollouts: Sequence[Rollout]) -> Any:
         arguments = _trl_arguments(task, rollouts)
         if missing := required - arguments.keys():
-            raise UserError(f"takes {min(missing)!r}, a column this task has not (it has {sorted(task.columns)})")
+            raise UserError(f"takes {min(missing)!r}, a column that this task lacks (it has {sorted(task.columns)})")
         return function(**(arguments if takes_all else {name: arguments[name] for name in takes & arguments.keys()}))
 
     return call

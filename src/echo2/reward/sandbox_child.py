@@ -47,7 +47,7 @@ def main() -> None:
 def _answer(message: dict[str, Any], unconfined: str) -> dict[str, Any]:
     try:
         if unconfined:
-            raise UserError(f"needs a sandbox, which this machine has not: {unconfined}")
+            raise UserError(f"needs a sandbox, which this machine cannot provide: {unconfined}")
         scorer = text_scorers.make_scorer(message["scorer"], message["column"])
         return {"scores": _scores(scorer, message["texts"])}
     except UserError as error:
@@ -76,7 +76,7 @@ def _scores_of_a_fork(scorer: Score, texts: Sequence[str], patient_until: float)
     os.close(to_parent)
     try:
         if _number(from_fork, CONFINE_SECONDS) != _READY:
-            raise UserError("cannot run: the kernel did not let its process give up its rights; the log says more")
+            raise UserError("cannot run: the kernel refused the sandbox for its process; see the log")
         scores: list[float] = []
         while len(scores) < len(texts):
             is_patient = time.monotonic() < patient_until

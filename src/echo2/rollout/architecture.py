@@ -160,7 +160,7 @@ def _rope(config: Mapping[str, Any]) -> Rope:
 def _require(is_known: bool, key: str, value: object) -> None:
     if not is_known:
         raise UserError(
-            f"The compact engine computes {', '.join(MODEL_TYPES)} models with full attention and "
+            f"The compact engine supports {', '.join(MODEL_TYPES)} models with full attention and "
             f"{' or '.join(ROPE_TYPES)} "
             f'rotary embeddings; this model has {key} = {value!r}. Set workers.engine = "transformers".'
         )

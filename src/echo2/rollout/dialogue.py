@@ -42,7 +42,7 @@ class Dialogue:
             raise UserError("The tokenizer makes no tokens of this text.")
         if room < 1:
             detail = f"{len(prompt)} tokens so far, and the model's context is {self._context}"
-            raise UserError(f"{detail}: begin anew, /reset.")
+            raise UserError(f"{detail}: start again with /reset.")
         words = _Words(self._tokenizer, tell)
         finish = "interrupted"
         try:

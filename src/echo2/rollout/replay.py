@@ -56,7 +56,9 @@ def logged_rollouts(
         UserError: they are not what is asked for, or not what `tasks/logs.py` writes.
     """
     if not isinstance(column, Mapping) or not isinstance(column.get("rollouts"), list):
-        raise UserError(f"The column {LOGGED_ROLLOUTS!r} is kept for logs: {{'rollouts': [...], 'answers': {{...}}}}.")
+        raise UserError(
+            f"The column {LOGGED_ROLLOUTS!r} is reserved for logs: {{'rollouts': [...], 'answers': {{...}}}}."
+        )
     logged = column["rollouts"]
     if len(logged) != num_samples:
         raise UserError(

@@ -176,7 +176,7 @@ def following_tokens(tokenizer: Tokenizer, said: Sequence[dict[str, Any]], last_
         raise UserError(f"the chat template refuses a conversation of several turns: {error}") from error
     _, mark, tail = rendered.partition(ANSWER_MARK)
     if not mark:
-        raise UserError("the chat template leaves earlier answers away, so that turns cannot follow each other")
+        raise UserError("the chat template drops earlier answers, so turns cannot be appended")
     is_known = last_token < len(tokenizer)
     if is_known and not tokenizer.decode([last_token], skip_special_tokens=True):  # an end token: it is written already
         tail = tail.removeprefix(tokenizer.decode([last_token], skip_special_tokens=False))

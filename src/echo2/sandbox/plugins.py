@@ -31,7 +31,7 @@ def load_named(spec: str) -> Any:
     """
     where, colon, name = spec.rpartition(":")
     if not colon or not where or not name:
-        raise UserError(f"{spec!r} names no code: write file.py:Name or package.module:Name.")
+        raise UserError(f"{spec!r} is not a reference to code: write file.py:Name or package.module:Name.")
     module = _from_file(Path(where)) if where.endswith(".py") else _from_package(where)
     if not hasattr(module, name):
         hint = did_you_mean(name, [other for other in vars(module) if not other.startswith("_")])

@@ -168,7 +168,7 @@ def _protobuf_datum(datum: pb.Datum) -> tuple[ClientDatum, int]:
 def _protobuf_tensor(tensor: pb.Tensor) -> Array:
     dtype = DTYPES.get(tensor.dtype)
     if dtype is None:
-        raise UserError(f"a tensor has the dtype {tensor.dtype}, which there is not.")
+        raise UserError(f"a tensor has the dtype {tensor.dtype}, which is unknown.")
     shape = list(tensor.shape)
     is_sparse = tensor.HasField("sparse_csr")
     values = np.frombuffer(tensor.sparse_csr.values if is_sparse else tensor.dense, dtype=dtype)

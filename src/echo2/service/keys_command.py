@@ -21,7 +21,7 @@ def run(options: argparse.Namespace) -> int:
         UserError: there is no service in that directory, no such key or no such scope.
     """
     if not options.database and not (options.directory / "service.sqlite").is_file():
-        raise UserError(f"{options.directory} is no directory of `echo2 serve`: it holds no service.sqlite.")
+        raise UserError(f"{options.directory} is not a directory of `echo2 serve`: it has no service.sqlite.")
     database = open_database(options.directory, options.database)
     keeper = Doorkeeper(database, time.time)
     if options.add:

@@ -33,7 +33,7 @@ def run(options: argparse.Namespace) -> int:
         UserError: there is no service in that directory, or the port is taken.
     """
     if not options.database and not (options.out / "service.sqlite").is_file():
-        raise UserError(f"{options.out} is no directory of `echo2 serve`: it holds no service.sqlite.")
+        raise UserError(f"{options.out} is not a directory of `echo2 serve`: it has no service.sqlite.")
     database = open_database(options.out, options.database)
 
     def tell() -> dict[str, Any]:

@@ -81,7 +81,7 @@ class Work:
         scheme = next((known for known in SCHEMES if path.startswith(known)), "")
         parts = path.removeprefix(scheme).split("/")
         if not scheme or len(parts) != 3 or parts[1] not in KINDS:
-            raise UserError(f"{path[:200]!r} is no path of a checkpoint: tinker://MODEL/weights/NAME.")
+            raise UserError(f"{path[:200]!r} is not a path of a checkpoint: tinker://MODEL/weights/NAME.")
         row = self.database.find(checkpoints, model=parts[0], kind=parts[1], name=parts[2])
         is_expired = row is not None and row.expires is not None and row.expires <= self.clock()
         if row is None or is_expired or (row.tenant != tenant and not row.public):

@@ -136,7 +136,7 @@ def _prompt(prompt: Any, where: str) -> str | tuple[Message, ...]:
         text.encode()
     except UnicodeEncodeError as error:
         raise UserError(
-            f"{where}: 'prompt' holds half a character ({error.reason}); it cannot be sent as UTF-8."
+            f"{where}: 'prompt' has an incomplete character ({error.reason}); it cannot be sent as UTF-8."
         ) from error
     return checked
 
@@ -146,7 +146,7 @@ def _message(item: Any, where: str) -> Message:
         raise UserError(f'{where} must be {{"role": text, "content": text}}, got {shown(item)}.')
     extra = [name for name, value in item.items() if name not in ("role", "content") and value is not None]
     if extra:
-        raise UserError(f"{where} has {extra[0]!r}, which would be lost: a message holds a role and a content only.")
+        raise UserError(f"{where} has {extra[0]!r}, which would be lost: a message has only a role and a content.")
     if not item["role"].isidentifier():
         raise UserError(f"{where} has the role {item['role']!r}; use one word, such as user, assistant or system.")
     return Message(item["role"], item["content"])

@@ -40,7 +40,7 @@ def load_environment(spec: str) -> Any:
     kind = load_named(spec)
     stop = getattr(kind, "stop", "")
     if not isinstance(kind, type) or not callable(getattr(kind, "step", None)):
-        raise UserError(f"{spec} is no environment: it must be a class with step(action) -> (text, reward, done).")
+        raise UserError(f"{spec} is not an environment: it must be a class with step(action) -> (text, reward, done).")
     if not isinstance(stop, str) or len(stop) > 1 or not stop.isascii():
         raise UserError(f"{spec}: stop = {stop!r}. It must be one ASCII character, or empty.")
     return kind
@@ -128,7 +128,7 @@ class LocalEnvironment:
         if not isinstance(text, str) or len(text) > REPLY_CHARS_MAX:
             what = f"{len(text)} characters" if isinstance(text, str) else shown(text)
             raise UserError(
-                f"The environment {self._spec} said {what}; a text of {REPLY_CHARS_MAX} characters is the most."
+                f"The environment {self._spec} said {what}; a text of {REPLY_CHARS_MAX} characters is the limit."
             )
         try:
             text.encode()
@@ -137,6 +137,6 @@ class LocalEnvironment:
             raise self._failure(f"answered {shown(answer)}", error) from error
         if not math.isfinite(value) or abs(value) > REPLY_REWARD_MAX:
             raise UserError(
-                f"The environment {self._spec} gave the reward {value}; +-{REPLY_REWARD_MAX:g} is the most."
+                f"The environment {self._spec} gave the reward {value}; +-{REPLY_REWARD_MAX:g} is the limit."
             )
         return Reply(text, value, bool(done))

@@ -39,7 +39,7 @@ class ReasoningGymRows:
             raise UserError(f"reasoning-gym has no generator {name!r}.{did_you_mean(name, factory.DATASETS)}")
         if name in HASH_ORDERED and os.environ.get("PYTHONHASHSEED", "random") == "random":
             raise UserError(
-                f"reasoning_gym:{name} makes other rows in every process. Set PYTHONHASHSEED=0 and start again."
+                f"reasoning_gym:{name} makes different rows in every process. Set PYTHONHASHSEED=0 and start again."
             )
         self._name = name
         self._params = {"size": DEFAULT_SIZE, "seed": _block_seed(seed, split), **params}

@@ -31,7 +31,7 @@ class HfRows:
             raise UserError(f"Cannot load the dataset {name}: {type(error).__name__}: {error}") from error
         self._rows = _pick_split(loaded, name, split) if isinstance(loaded, Mapping) else loaded
         if split and not isinstance(loaded, Mapping):
-            raise UserError(f"{name} was saved without splits: leave #{split} away.")
+            raise UserError(f"{name} was saved without splits: remove #{split}.")
 
     def __len__(self) -> int:
         return len(self._rows)

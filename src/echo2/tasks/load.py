@@ -70,9 +70,9 @@ def _read_rows(name: str, split: str, source: str) -> TaskSource:
     readers: dict[str, Callable[[Path], TaskSource]] = {".jsonl": JsonlRows, ".parquet": ParquetRows}
     if path.suffix not in readers:
         hint = did_you_mean(name, BUILT_IN) or f" A source is one of: {KINDS}."
-        raise UserError(f"{source!r} is no task source (looked in {Path.cwd()}).{hint}")
+        raise UserError(f"{source!r} is not a task source (looked in {Path.cwd()}).{hint}")
     if split:
-        raise UserError(f"{source!r}: a single file has no splits; leave #{split} away, or name a dataset directory.")
+        raise UserError(f"{source!r}: a single file has no splits; remove #{split}, or name a dataset directory.")
     return readers[path.suffix](path)
 
 
@@ -94,6 +94,6 @@ def _construct(kind: Any, name: str, split: str, params: Mapping[str, Any], seed
     except Exception as error:
         raise UserError(f"{name}({arguments}) raised: {innermost_line(error)}") from error
     if not hasattr(rows, "__getitem__") or not isinstance(length, int):
-        raise UserError(f"{name} is no task source: it needs __len__ and __getitem__(index) -> row.")
+        raise UserError(f"{name} is not a task source: it needs __len__ and __getitem__(index) -> row.")
     source: TaskSource = rows
     return source

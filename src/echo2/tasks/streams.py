@@ -48,7 +48,7 @@ def training_tasks(tasks: TasksConfig, seed: int) -> Tasks:
         return TaskStream(load_tasks(tasks.source, tasks.params, seed), seed, shuffle=True)
     weights = [weighted(entry, "tasks.source")[0] for entry in tasks.source]
     if bad := [entry for entry, weight in zip(tasks.source, weights, strict=True) if weight <= 0.0]:
-        raise UserError(f"tasks.source has {bad[0]!r}: a source's weight must be above 0. Leave it away instead.")
+        raise UserError(f"tasks.source has {bad[0]!r}: a source's weight must be above 0. Remove it instead.")
     if len(set(tasks.sources)) < len(weights) or not weights:
         raise UserError(f"tasks.source = {tasks.source}: name at least one source, and each once.")
     streams = {name: TaskStream(load_tasks(name, tasks.params, seed), seed, shuffle=True) for name in tasks.sources}

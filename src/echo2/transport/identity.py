@@ -308,7 +308,7 @@ class PeerIdentity:
             return None
         except (OSError, ValueError) as error:
             raise UserError(
-                f"Cannot use this machine's identity: {error}. Remove {self.directory} to join anew."
+                f"Cannot use this machine's identity: {error}. Remove {self.directory} to join again."
             ) from error
         return name.partition(":")[2], credentials
 

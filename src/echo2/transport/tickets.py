@@ -66,7 +66,7 @@ class Ticket:
         except (ValueError, KeyError, TypeError, RecursionError) as error:
             shown = text[:24] + ("..." if len(text) > 24 else "")
             raise UserError(
-                f"{shown!r} is not a ticket ({error}). Copy it whole from the run's `ticket` file."
+                f"{shown!r} is not a ticket ({error}). Copy the complete text of the run's `ticket` file."
             ) from error
 
 

@@ -40,7 +40,7 @@ def read_groups(folder: Path, name: str, most: int | None = None) -> list[Group]
         UserError: this is no name of such a file.
     """
     if not _NAME.fullmatch(name):
-        raise UserError(f"{name!r} is no file of rollouts: they are called step_N and eval_N.")
+        raise UserError(f"{name!r} is not a file of rollouts: they are called step_N and eval_N.")
     groups = (group for line in _lines(folder / f"{name}.jsonl") if (group := _group(line)) is not None)
     return list(islice(groups, most))
 

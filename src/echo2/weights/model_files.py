@@ -60,7 +60,7 @@ def find_model(path: str, setting: str = "model.path") -> Path:
         return Path(snapshot_download(path, allow_patterns=patterns))
     except (OSError, HfHubHTTPError, HFValidationError, LocalEntryNotFoundError) as error:
         raise UserError(
-            f"{setting} = {path!r}: no such directory, and the hub does not give it ({type(error).__name__}; "
+            f"{setting} = {path!r}: no such directory, and the hub does not provide it ({type(error).__name__}; "
             "HF_HUB_OFFLINE or no network?). Check the name, or download the model and give its directory."
         ) from error
 
@@ -115,7 +115,7 @@ def tensor_shapes(file: Path) -> dict[str, tuple[int, ...]]:
             header, _ = _header(opened.read(8), opened.read)
         return {name: tuple(entry["shape"]) for name, entry in header.items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise UserError(f"{file} is no readable safetensors file: {error}.") from error
+        raise UserError(f"{file} is not a readable safetensors file: {error}.") from error
 
 
 def _weight_files(directory: Path) -> list[str]:
@@ -158,5 +158,5 @@ def _read(file: Path, offset: int, start: int, stop: int) -> memoryview:
     """Read and not mapped: the pages of a mapped file count as the process's memory for as long as there is any."""
     data = np.fromfile(file, np.uint8, stop - start, offset=offset + start)
     if data.size != stop - start:
-        raise UserError(f"{file} has become shorter while it was read: it is being replaced. Start again.")
+        raise UserError(f"{file} became shorter while it was read, probably because it is being replaced. Start again.")
     return data.data

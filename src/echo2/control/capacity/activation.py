@@ -70,7 +70,7 @@ def choose(pool: Sequence[Candidate], target_rate: float, max_nodes: int = MAX_N
         UserError: the pool is empty, or a price is negative.
     """
     if not pool:
-        raise UserError("The pool is empty: there is no machine to choose from.")
+        raise UserError("There are no machines to choose from: the list of offers is empty.")
     for one in pool:
         if one.price_usd_per_hour < 0 or not math.isfinite(one.price_usd_per_hour):
             raise UserError(f"{one.worker_id}: price_usd_per_hour = {one.price_usd_per_hour} must not be negative.")

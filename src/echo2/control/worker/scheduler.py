@@ -348,7 +348,7 @@ class WorkerScheduler(StateMachine):
         """
         if self.installed is None:
             raise UserError(
-                f"The device has no room for this model: {event.reason}. Free its memory, or join with a larger one."
+                f"This device has no room for the model: {event.reason}. Free its memory, or join with a larger one."
             )
         if self.installing == event.payload.ref:
             self.installing = None

@@ -140,7 +140,7 @@ def _untied(snapshot: Snapshot) -> Snapshot:
     if embedding is None:
         raise UserError(
             f"{snapshot.ref} has no {HEAD} and no embedding called {' or '.join(EMBEDDINGS)}; without either, vLLM on "
-            "a CPU would keep its first output layer. Take the engine transformers."
+            "a CPU would keep its first output layer. Use the engine transformers."
         )
     config = json.dumps({**read_config(snapshot.files), "tie_word_embeddings": False}).encode()
     tensors = {**snapshot.tensors, HEAD: snapshot.tensors[embedding]}

@@ -75,7 +75,7 @@ class SglangServer:
         if not self._place.url:
             raise UserError("echo2 does not start SGLang: name a server that runs with --engine-url (docs/engines.md).")
         if model.adapter is not None:
-            raise UserError("The engine sglang takes whole models only: set lora.rank = 0, or use vllm.")
+            raise UserError("The engine sglang cannot load adapters: set lora.rank = 0, or use vllm.")
         self._link = ServerLink(self._place.url, key=os.environ.get("SGLANG_API_KEY", ""))
         await self.load(model)
         return model.max_positions

@@ -137,7 +137,7 @@ def replay(path: Path) -> Replay:
             continue
         if planner is None:
             if len(parts) == 1:
-                raise UserError(f"{where}: an event before any planner options; this is not a whole event log.")
+                raise UserError(f"{where}: an event stands before any planner options; the event log is incomplete.")
             num_headless += 1
             continue
         try:

@@ -78,7 +78,7 @@ def open_identity(directory: Path) -> RunIdentity:
     """
     rundir = RunDir(directory)
     if not rundir.ticket.is_file():
-        raise UserError(f"{directory} is no run that has had a head: there is no {rundir.ticket}. Start it first.")
+        raise UserError(f"{directory} is not a run that was started: there is no {rundir.ticket}. Start it first.")
     return RunIdentity.create_or_load(rundir.identity)
 
 

@@ -68,8 +68,9 @@ def check(config: Config, has_learner: bool = True) -> None:
     is_verifiers = {name.startswith(f"{VERIFIERS}:") for name in (*config.tasks.sources, *config.eval.sets.values())}
     if is_verifiers != {config.tasks.environment == VERIFIERS}:
         raise UserError(
-            f"tasks.source = {config.tasks.source!r} with tasks.environment = {config.tasks.environment!r}: tasks of a "
-            f"verifiers taskset are played by verifiers, and nothing else is. Set environment = {VERIFIERS!r}."
+            f"tasks.source = {config.tasks.source!r} with tasks.environment = {config.tasks.environment!r}: only "
+            "verifiers can run tasks of a verifiers taskset, and it can run no others. Set environment = "
+            f"{VERIFIERS!r}."
         )
     if is_harness(config.tasks.environment):
         check_harness(config)
@@ -89,8 +90,8 @@ def check_harness(config: Config) -> None:
     """Raises UserError where the run's harness cannot be had, or cannot be what is asked for."""
     if config.run.deterministic:
         raise UserError(
-            f"run.deterministic = true with tasks.environment = {config.tasks.environment!r}: when a harness calls the "
-            "model follows from measured times, which are never the same twice. Leave one of them out."
+            f"run.deterministic = true with tasks.environment = {config.tasks.environment!r}: a harness calls the "
+            "model at times that differ from run to run. Leave one of them out."
         )
     if config.tasks.environment.startswith(OWN):
         load_harness(config.tasks.environment)
@@ -218,7 +219,7 @@ def check_port(config: Config) -> None:
             tried.bind((host, port))
         except OSError as error:
             raise UserError(
-                f"head.listen = {config.head.listen!r} cannot be had: {error.strerror}. Choose another port, or 0."
+                f"head.listen = {config.head.listen!r} cannot be used: {error.strerror}. Choose another port, or 0."
             ) from error
 
 
@@ -238,7 +239,8 @@ def check_model(path: str, engine: str) -> None:
         check_model_directory(where, engine)
     elif path.startswith(("/", ".", "~")) or path.count("/") != 1 or where.parent.is_dir():
         raise UserError(
-            f"model.path = {path!r}: there is no such directory below {Path.cwd()}, and it is no hub id (owner/name)."
+            f"model.path = {path!r}: there is no such directory below {Path.cwd()}, and it is not a "
+            "hub id (owner/name)."
         )
     elif not _is_reachable(path):
         raise UserError(
@@ -260,7 +262,7 @@ def check_engine(config: Config) -> None:
         )
     python = os.environ.get("ECHO2_ENGINE_PYTHON", "")
     if python and shutil.which(python) is None:
-        raise UserError(f"ECHO2_ENGINE_PYTHON = {python!r}, and there is no such program: give the path of a Python.")
+        raise UserError(f"ECHO2_ENGINE_PYTHON = {python!r}, which does not exist: give the path of a Python.")
     if not python and importlib.util.find_spec(engine) is None:
         raise UserError(
             f"{given}, and this Python environment has no {engine}. Set ECHO2_ENGINE_PYTHON to the Python of one that "
@@ -293,7 +295,7 @@ def check_model_directory(where: Path, engine: str) -> None:
         )
     config = read_json(where / "config.json")
     if not isinstance(config, dict):
-        raise UserError(f"model.path = {str(where)!r}: its config.json holds no object.")
+        raise UserError(f"model.path = {str(where)!r}: its config.json is not a JSON object.")
     if engine == "compact":
         read_architecture(config)
 

@@ -32,7 +32,7 @@ def check_push(repo: str, config: Config, is_merged: bool) -> None:
     from huggingface_hub import get_token
 
     if wrong := _wrong_id(repo) or ("" if "/" in repo else "It names no owner."):
-        raise UserError(f"--push {repo!r} is no repository of the hub. Give OWNER/NAME. {wrong}")
+        raise UserError(f"--push {repo!r} is not a repository name. Give OWNER/NAME. {wrong}")
     if config.lora.rank and not is_merged and not _is_hub_id(config.model.path):
         raise UserError(
             f"--push: the adapter is over {config.model.path}, which is on this machine alone. Add --merged to push "
@@ -78,7 +78,9 @@ def _check_repo(repo: str, is_private: bool, is_public: bool, files: Collection[
     is_adapter = (directory / ADAPTER_CONFIG).is_file()
     if (MODEL_FILE if is_adapter else ADAPTER_CONFIG) in files:
         mine, theirs = ("an adapter", "a whole model") if is_adapter else ("a whole model", "an adapter")
-        raise UserError(f"{repo} holds {theirs}, and this is {mine}: together they are neither. Choose another. {kept}")
+        raise UserError(
+            f"{repo} holds {theirs}, and this is {mine}: they cannot share a repository. Choose another name. {kept}"
+        )
 
 
 def _reason(error: Exception, repo: str, endpoint: str) -> str:

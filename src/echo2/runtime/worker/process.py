@@ -281,7 +281,7 @@ class WorkerProcess:
         options = self._options
         given = options.engine_python, options.engine_url, options.engine_args
         if any(given) and engine not in SERVERS:
-            raise UserError(f"--engine-python, --engine-url and --engine-args are not for the engine {engine!r}.")
+            raise UserError(f"--engine-python, --engine-url and --engine-args do not apply to the engine {engine!r}.")
         python = options.engine_python or os.environ.get("ECHO2_ENGINE_PYTHON", "")
         return ServerPlace(
             python, options.engine_url, tuple(shlex.split(options.engine_args)), self._directory / "engine"

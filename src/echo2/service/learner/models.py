@@ -274,7 +274,7 @@ class Models:
 
     def _directory(self, name: str) -> Path:
         if not _MODEL_ID.fullmatch(name):
-            raise UserError(f'{name!r} is no model id: letters, digits and ":._-", 201 at most.')
+            raise UserError(f'{name!r} is not a model id: letters, digits and ":._-", 201 at most.')
         return self._root / name
 
     def _spec(self, name: str) -> ModelSpec:
