@@ -1,3 +1,3 @@
-"""What carries snapshots to every worker: `origin` at the head, `peer` at each worker. The decisions are made in
-`control/broadcast/origin.py` and `fetcher.py`; here are the connections, the reading and writing, the measuring.
+"""Carries snapshots to every worker: `origin` at the head, `peer` at each worker. `control/broadcast/origin.py` and
+`fetcher.py` decide; this package connects, reads, writes and measures.
 """

@@ -1,4 +1,4 @@
-"""Where a worker can be dialled, and from where."""
+"""The addresses at which a worker can be reached, and from where."""
 
 from __future__ import annotations
 

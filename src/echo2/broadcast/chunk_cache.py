@@ -1,4 +1,4 @@
-"""What a node can give away: chunks that just arrived, and chunks on disk.
+"""The chunks that a node can serve: those that just arrived, and those on disk.
 
 Each chunk is handed out as the message that carries it (`transport.chunks`), so that one that is passed on to many is
 hashed, read and packed once.

@@ -1,4 +1,4 @@
-"""The other side of an `AwaitedSource`: dial a peer that can't dial us, hear what it wants, and give it."""
+"""Connects to a peer that cannot connect to us, and sends what it wants: the other side of an `AwaitedSource`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A worker's connections to others: those it takes chunks from, and those it gives chunks to by dialling them."""
+"""A worker's connections to other workers: those it receives chunks from, and those it opens to send chunks."""
 
 from __future__ import annotations
 

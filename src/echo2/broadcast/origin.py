@@ -1,4 +1,4 @@
-"""The head's part in the broadcast: it gives chunks, and carries out what `control.broadcast.origin.Broadcast` decides.
+"""The head's part in the broadcast: serves chunks, and carries out what `control.broadcast.origin.Broadcast` decides.
 
 It also finds out what the plan is made from: who can be dialled (by dialling back), and what each worker's link can do
 (by answering probes, one worker at a time).

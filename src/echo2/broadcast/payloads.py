@@ -1,4 +1,4 @@
-"""Names of payloads on the wire, and back. Nothing of a stranger's message is trusted."""
+"""Names of payloads on the wire, and back. Nothing in a stranger's message is trusted."""
 
 from __future__ import annotations
 

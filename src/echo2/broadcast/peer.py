@@ -1,4 +1,4 @@
-"""A worker's part in the broadcast: it takes chunks from where it is told, keeps them, and gives them on.
+"""A worker's part in the broadcast: receives chunks from the sources it is given, keeps them, and passes them on.
 
 It drives `control.broadcast.fetcher.Fetcher`: feeds it what happens, and does what it says. Chunks are verified and
 stored on threads; the rest runs on the event loop.

@@ -1,4 +1,4 @@
-"""What the link between a worker and the head can do: rates each way, and whether several connections do better.
+"""Measures the link between a worker and the head: the rate in each direction, and whether several connections help.
 
 Where the sender's congestion control takes loss for congestion (CUBIC), one connection of a long, slightly lossy path
 reaches a fraction of the link; eight reach several times as much. With BBR one does as well.

@@ -1,4 +1,4 @@
-"""A worker's word to the origin on what it fetches. News waits while the head is away; mere progress does not."""
+"""A worker's reports to the origin on what it fetches. News waits while the head is away; mere progress is dropped."""
 
 from __future__ import annotations
 

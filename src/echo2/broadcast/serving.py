@@ -1,4 +1,4 @@
-"""Giving chunks to one who asks: what is here at once, what is still on its way as soon as it comes."""
+"""Serves chunks to a peer: those that are here at once, those still on their way as soon as they arrive."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Taking chunks of one source: the origin or a peer that is dialled, or a peer that dials us.
+"""Receives chunks from one source: the origin, a peer that we connect to, or a peer that connects to us.
 
 A source is asked for chunks again and again; requests do not wait for earlier ones. Its first failure ends all that is
 under way from it, and is told once.

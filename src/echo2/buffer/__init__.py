@@ -1,4 +1,4 @@
-"""Buffer: the durable record of every train group, and the scored groups that wait for the learner."""
+"""The durable record of every training group, and the scored groups that wait for the learner."""
 
 from echo2.buffer.audit import Audit, audit
 from echo2.buffer.ledger import Ledger

@@ -1,5 +1,4 @@
-"""The audit: counts a policy's groups from a ledger's raw tables, sharing no code with what wrote them, so that it can
-fail.
+"""Counts a policy's groups from the ledger's raw tables. It shares no code with the ledger, so it can find its errors.
 
 Symbols: issued = trained + retired + open + lost, where each is counted by itself:
 

@@ -1,4 +1,4 @@
-"""The one way from an event to its consequences: planner, ledger, then the world. The head and the simulator use it.
+"""Passes every event to the planner, what must be durable to the ledger, and then the commands to their executors.
 
     events -> planners -> commands -> (one transaction) ledger -> (one by one) effects
 

@@ -1,4 +1,4 @@
-"""The exactly-once ledger: what became of every train group, durable after ``kill -9`` at any instant.
+"""The exactly-once ledger: what became of every training group, durable after `kill -9` at any instant.
 
 Each method is one transaction: it happened wholly or not at all. The life of a group is the table `schema.TRANSITIONS`:
 

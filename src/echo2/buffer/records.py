@@ -1,4 +1,4 @@
-"""What the ledger gives back after a restart: plain rows, one meaning each."""
+"""The rows that the ledger returns after a restart."""
 
 from __future__ import annotations
 

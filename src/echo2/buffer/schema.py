@@ -1,4 +1,4 @@
-"""The ledger's tables, the life of a group as a table, and how SQLite's errors are told to people.
+"""The ledger's tables, the life of a group as a table, and messages for SQLite's errors.
 
 Every row names its policy, and group numbers, steps, versions and lineages count per policy. Lease ids do not.
 

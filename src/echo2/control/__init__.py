@@ -1,4 +1,4 @@
-"""Decisions, and nothing else: `handle(event, now) -> list[Command]`.
+"""Pure decisions: state machines with one function, `handle(event, now) -> list[Command]`.
 
 No clock, no randomness, no I/O, no torch, no numpy in this folder. Time comes in as an argument, timers go out as
 commands, faults are events, and every command carries the event that caused it and a reason a person can read. The

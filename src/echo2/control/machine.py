@@ -1,4 +1,4 @@
-"""What all machines share: `handle(event, now) -> list[Command]`. Timers are commands, and come back as events.
+"""The base of all state machines: `handle(event, now) -> list[Command]`. Timers are commands and return as events.
 
 Every kind of event and of command is a frozen dataclass, made one by its base class.
 """

@@ -1,4 +1,4 @@
-"""Seeds by (run, group): who samples a group, and when, does not change its random numbers."""
+"""Seeds by (run, group): the random numbers of a group do not depend on who samples it, or when."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""LoRA: adapters over one frozen model that is held once, however many they are.
+"""LoRA: any number of adapters over one frozen model, which is held once.
 
 W x + (alpha / rank) B A x in each targeted linear layer (arXiv 2106.09685), by `peft`, whose layers are put into the
 model itself: it stays transformers' own class. Each adapter is a `Policy` with parameters of its own; while one is

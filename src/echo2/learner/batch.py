@@ -1,4 +1,4 @@
-"""Data -> the tensors of one forward pass. Two layouts with the same gradient.
+"""Turns data into the tensors of one forward pass. Two layouts have the same gradient.
 
 *plain*: one row per datum, [prompt, tokens], right padded. Causal attention keeps the padding out; no mask is needed.
 

@@ -1,4 +1,4 @@
-"""Learner state on disk: `checkpoints/step_N/`, for resume and, as it stands, for `from_pretrained`.
+"""Checkpoints on disk, `checkpoints/step_N/`: for resuming, and directly usable with `from_pretrained`.
 
     config.json, tokenizer files, model.safetensors     a Hugging Face model directory
     optimizer.safetensors                               AdamW's moments and step counts, by parameter name

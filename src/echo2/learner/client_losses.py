@@ -1,4 +1,4 @@
-"""The losses that a client of the service names: sums over tokens, exactly as written here, with nothing clamped.
+"""The losses that a client of the service can name: sums over tokens, exactly as written here, without clamps.
 
 Whoever trains here made both the data and the behaviour logprobs, so there is no stranger to guard against (`losses.py`
 does). Legend: lp = log pi of the target, q = the behaviour logprob given, A = advantage, w = weight, r = exp(lp - q),

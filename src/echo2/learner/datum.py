@@ -1,4 +1,4 @@
-"""What the learner trains on: one sequence of tokens, which of them count, and what a loss needs to know of each."""
+"""What the learner trains on: a sequence of tokens, which of them are in the loss, and what the loss needs for each."""
 
 from __future__ import annotations
 

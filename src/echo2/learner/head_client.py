@@ -1,4 +1,4 @@
-"""The head as the learner sees it: the learner's half of `wire.proto`, patient with a head that is restarted.
+"""The learner's client of the head: its half of `wire.proto`. It waits for a head that restarts.
 
 Every call is repeated while the head is away, with growing pauses, for at most `patience_seconds` in a row. All calls
 may be repeated: the head knows a step it has recorded and chunks it has. What a restarted head no longer knows is

@@ -1,4 +1,4 @@
-"""The learning rate of a step, as `learner.lr`, `learner.warmup_steps` and `learner.lr_schedule` say."""
+"""The learning rate of a step, from `learner.lr`, `learner.warmup_steps` and `learner.lr_schedule`."""
 
 from __future__ import annotations
 

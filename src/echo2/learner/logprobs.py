@@ -1,4 +1,4 @@
-"""Logprobs of the sampler's own distribution.
+"""Logprobs under the sampler's own distribution.
 
 The sampler divides logits by the temperature and may narrow them (top-k, top-p). A ratio between the two sides only
 means something if the learner does the same: a narrowed token's log-softmax runs over the support that the rollout

@@ -1,4 +1,4 @@
-"""Policy losses that survive stale data, as un-normalised token losses; one table of all of them, `LOSSES`.
+"""Policy losses for stale data, as unnormalised losses per token, all in one table, `LOSSES`.
 
 Nothing here divides by a batch size or looks beyond the sequences it is given: sums over any split of a step into whole
 sequences add up to the step's sum, and the trainer divides once. All are anchored to the *behaviour* logprobs (the

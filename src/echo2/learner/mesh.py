@@ -1,5 +1,4 @@
-"""The ranks of one learner: the processes that hold a model in shares, one GPU or CPU each. The one room that knows
-`torch.distributed`.
+"""The ranks of one learner: processes that share a model, one GPU or CPU each. Only here, `torch.distributed` is used.
 
 FSDP2 (`fully_shard`): every weight is cut along its first dimension, a layer is whole only while it computes, and each
 rank has the gradients and moments of its own rows. All ranks call the same verbs with the same data in the same order;

@@ -1,4 +1,4 @@
-"""How many tokens one forward and backward pass may have on this machine."""
+"""Finds how many tokens one forward and backward pass may have on this machine."""
 
 from __future__ import annotations
 

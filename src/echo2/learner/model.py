@@ -1,4 +1,4 @@
-"""The policy network: a Hugging Face causal language model, loaded once, trained in place.
+"""The policy network: a Hugging Face causal language model that is loaded once and trained in place.
 
 It is not a model definition: the forward pass is transformers' own. What is added is what training needs and generation
 does not: scores at chosen positions only, prefix-tree rows, weights as bytes, and the files that make weights a model.

@@ -1,4 +1,4 @@
-"""Logits of chosen tokens, and the normaliser over all, from hidden states: [positions, vocabulary] never exists.
+"""Logits of chosen tokens, and the normaliser over all, from hidden states, without a [positions, vocabulary] array.
 
 Logits are made tile by tile (some positions, some of the vocabulary), summed up and forgotten; the backward pass makes
 them again, from the normaliser that was kept and only where the weight has a gradient. The gradient of a hidden state

@@ -1,4 +1,4 @@
-"""Which precision the learner computes in, and which it must not keep trained weights in.
+"""The precision of the learner's computation, and the precisions in which trained weights must not be held.
 
 Weights and moments are float32; matrix products may be bfloat16 (autocast). Trained weights in bfloat16 have 8 bits:
 AdamW moves a weight by about the learning rate, and what is less than half of the step between two numbers is rounded

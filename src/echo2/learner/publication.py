@@ -1,4 +1,4 @@
-"""What the learner sends of each version, and where it lies until the head has it: in two files, not in memory.
+"""Publishes a version: encodes it, and keeps it in two files, not in memory, until the head has it.
 
     content   what was published last, as the tensor stream: the base of the next delta, and the bytes of raw records
     spool     the records of the delta under way

@@ -1,4 +1,4 @@
-"""The head, for a thread that is busy training: networking runs in an asyncio loop in a thread of its own.
+"""The connection to the head for a busy training thread: an asyncio loop in a thread of its own does the networking.
 
 Groups of the wanted step are received while the trainer works and wait in a queue (at most one step's groups).
 Snapshots are encoded and sent in the background, one at a time and in order.

@@ -1,4 +1,4 @@
-"""The tensors of a checkpoint, whichever number of ranks wrote it and reads it.
+"""Reads and writes the tensors of a checkpoint, whatever the number of ranks that wrote or read it.
 
 One rank writes `model.safetensors`; of n ranks each writes its own rows, `model.0-of-2.safetensors` and so on: together
 they are the whole, first rank first. What is not cut is in the first file alone. Rows are read from where they lie, so

@@ -1,4 +1,4 @@
-"""A policy's weights and moments to the files of a checkpoint and back, on one rank or several.
+"""Writes a policy's weights and moments to the files of a checkpoint and reads them, on one rank or several.
 
 Every rank writes its own rows beside the training, from the weights and moments themselves. The ranks meet twice:
 before they write, when the place is there, and when all have written; the first rank then makes it a checkpoint. A rank

@@ -1,4 +1,4 @@
-"""Supervised fine-tuning: a policy learns to answer prompts as rows do. Gradients are means over the taught tokens.
+"""Supervised fine-tuning: a policy learns the answers in rows. Gradients are means over the answer tokens.
 
 What a step does follows from its number and data alone: a training that was ended goes on as if it had not been.
 """

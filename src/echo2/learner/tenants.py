@@ -1,4 +1,4 @@
-"""Many adapters over one frozen base model, each with an optimizer of its own: the learner of a service.
+"""The learner of a service: many adapters over one frozen base model, each with its own optimizer.
 
 An adapter is created, trained, saved, removed from memory and loaded again under a name; no verb on one changes a bit
 of what another computes. A forward pass holds data of one adapter: its numbers, to the last bit, depend on its own data

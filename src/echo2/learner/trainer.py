@@ -1,4 +1,4 @@
-"""The trainer: verbs on a policy over data. Everything that trains is a client of them.
+"""The trainer: verbs on a policy over data. All training code is a client of these verbs.
 
     forward(policy, data)                   logprobs of the data, no gradients
     forward_backward(policy, data, loss)    add the data's gradients; any number of times, any split

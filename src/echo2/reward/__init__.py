@@ -1,1 +1,1 @@
-"""Room 3 of the path: from a rollout to its score, by built-in functions or the user's own."""
+"""Rewards: scores of rollouts, from built-in functions or the user's own."""

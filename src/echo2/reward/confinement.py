@@ -1,4 +1,4 @@
-"""A process gives up, for good, every right that scoring text does not need.
+"""Drops all rights of a process that scoring text does not need, for good.
 
 After `confine` it can compute, read Python's own files and write to the descriptors it was left. It cannot open
 anything else, write a file, use the network, start a program, signal or inspect another process, or grow beyond its

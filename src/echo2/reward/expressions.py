@@ -1,4 +1,4 @@
-"""Answers that scorers would run as Python are read as data instead.
+"""Reads answers as data that scorers would otherwise run as Python.
 
 reasoning-gym passes answers to `eval`, and both it and math-verify pass them to sympy's `parse_expr`, which evaluates
 text as well. `disarm` and `disarm_eval` replace the two in this process: lists, numbers and formulas still mean what

@@ -1,4 +1,4 @@
-"""What the head and a reward process say to each other, and the reward process's end of it (`sandbox/child.py`).
+"""The messages between the head and a reward process, and the reward process's side of them (`sandbox/child.py`).
 
     setup      {"functions", "timeout_seconds"}, answered {"is_async"}
     request    {"groups": [{"task", "rollouts"}, ...]}

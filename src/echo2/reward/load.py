@@ -1,4 +1,4 @@
-"""From what a user writes under `reward.functions` to a function that scores one group, whichever of two styles it has.
+"""Loads the function that `reward.functions` names, in either of two styles, as a function that scores one group.
 
 * TRL's, one call a group: `reward(completions, prompts, completion_ids, <columns>, **others) -> list[float | None]`
 * verl's, one a rollout: `compute_score(data_source, solution_str, ground_truth, extra_info) -> float | {"score": ...}`

@@ -1,4 +1,4 @@
-"""The user's reward functions in processes of their own beside the head, which they can neither stall nor kill.
+"""Runs the user's reward functions in processes beside the head, so that they can neither stall nor kill it.
 
 A process scores one group after the other, and the head starts more of them, up to one a core, where groups wait.
 Groups that wait for quick functions go in one request. Functions that are `async def` wait for somebody else (a judge

@@ -1,4 +1,4 @@
-"""The side of the sandbox that asks: completions go to a process that is started at the first call, numbers come back.
+"""The head's side of the sandbox: sends completions to a process, started at the first call, and receives numbers.
 
 That process has no secret to lose: it starts with an empty environment, outside the working directory, and what reads a
 completion in it is a fork without rights (`sandbox_child.py`).

@@ -1,4 +1,4 @@
-"""The scoring process itself (`python -m echo2.reward.sandbox_child`): the only place where scorers read completions.
+"""The sandboxed scoring process (`python -m echo2.reward.sandbox_child`). Only here, scorers read completions.
 
 Each group is scored in a fork that has given up its rights (`confinement.py`) and answers with one number a completion;
 this process reads numbers and never a completion. What hangs, dies or raises on a completion scores it 0: a scorer

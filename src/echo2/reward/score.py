@@ -1,4 +1,4 @@
-"""From the rollouts of one group to their rewards: every function called, every value checked, one weighted sum.
+"""Computes the rewards of one group: calls every function, checks every value, and sums them with weights.
 
     reward = sum over functions i of  weight_i * part_i          (a part that is None, "not applicable", is left out)
 

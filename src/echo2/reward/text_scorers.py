@@ -1,4 +1,4 @@
-"""Scorers of other people's libraries, which run the text they score: reasoning-gym's and math-verify's.
+"""Scorers of other libraries that execute the text they score: those of reasoning-gym and math-verify.
 
 They are called in a confined process alone (`sandbox_child.py`). Each is made from what the head knows, before that
 process gives up its rights, and then given one completion after the other: `make(column) -> (text -> score in [0, 1])`.

@@ -1,4 +1,4 @@
-"""A LoRA adapter as the torch engines compute it: beside each linear map of the base model, not merged into it.
+"""A LoRA adapter in the torch engines: computed beside each linear layer of the base model, not merged into it.
 
     y = W x + b + B (A x) scale
 

@@ -1,4 +1,4 @@
-"""What config.json says about a Llama, Qwen2 or Qwen3 model. What `compact` does not compute is refused.
+"""Reads the architecture of a Llama, Qwen2 or Qwen3 model from config.json, and refuses what `compact` does not know.
 
 Source: transformers' configuration and modelling files of the three (`models/{llama,qwen2,qwen3}`). No torch here.
 """

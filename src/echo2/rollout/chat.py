@@ -1,4 +1,4 @@
-"""Chat messages into a recorded rollout, and out of it: each message is tokenised once, when it first comes.
+"""Chat messages as tokens of a recorded rollout, and back: each message is tokenised once, when it appears.
 
 Chat clients send the whole conversation with every call. Here the model's own answers are recognised in it and stay the
 tokens that were sampled; only what follows them is new. A conversation that was changed is another one.

@@ -1,4 +1,4 @@
-"""The fast engine's forward pass: Llama, Qwen2 and Qwen3 in plain torch, inference only.
+"""The forward pass of the engine `compact`: Llama, Qwen2 and Qwen3 in plain torch, for inference only.
 
 What makes it fast on small models is fewer and larger operations: query, key and value in one product, gate and up in
 one, queries and keys normalised and rotated together, each prompt read once and its keys and values copied to its

@@ -1,4 +1,4 @@
-"""Continuous batching for engines in this process: one decode thread, which requests join and leave between two tokens.
+"""Continuous batching for engines in this process: one decode thread; requests join and leave between two tokens.
 
 `DecodeLoop` is the engine as the event loop sees it: futures, queue, slots. A `Decoder` is what runs on the thread: it
 knows the model and decides nothing. The thread is there while there are requests. No torch here.

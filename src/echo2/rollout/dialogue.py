@@ -1,4 +1,4 @@
-"""A dialogue with one model, answer by answer, as its words come."""
+"""A dialogue with one model, whose answers are streamed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where harnesses call the model: HTTP on this machine's loopback, one secret for each rollout.
+"""The HTTP endpoint at which harnesses call the model, on this machine's loopback, with a key for each rollout.
 
     POST /inference/v1/generate   vLLM's token form: token ids in, token ids with their logprobs and versions out
     POST /v1/chat/completions     OpenAI's form, with the token ids of prompt and answer and the logprobs beside it

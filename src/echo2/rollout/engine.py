@@ -1,4 +1,4 @@
-"""What an engine is: something that holds one policy and samples token sequences from it. No torch here.
+"""The contract of engines: an engine holds one policy and samples token sequences from it. No torch here.
 
 One contract for engines in this process and for token servers. A request is one rollout's tokens: prompt token ids in,
 token ids out, with the logprob and the version of every token. Requests are submitted one by one and awaited one by

@@ -1,5 +1,6 @@
-"""Engines by name. An engine is one module with a function `make_engine(device, slots)`, and one line in
-`config/engines.py`; a token server one with `make_server(place, device, slots)`."""
+"""The registry of engines. An engine is a module with a function `make_engine(device, slots)` (a token server:
+`make_server(place, device, slots)`) and a line in `config/engines.py`.
+"""
 
 from __future__ import annotations
 

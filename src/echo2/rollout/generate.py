@@ -1,4 +1,4 @@
-"""Leases in, rollout groups out. Every rollout is a task of its own, and a group is complete when its last one is.
+"""Samples leases: every rollout is an asyncio task, and a group is complete when its last rollout is.
 
 What the engine read and wrote is what the learner trains on: nothing is tokenised again. Texts and rewards are somebody
 else's work. Imports without torch.

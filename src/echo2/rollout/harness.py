@@ -1,4 +1,4 @@
-"""Groups whose rollouts harnesses play, each with a model of its own to call on this machine."""
+"""Groups whose rollouts are played by harnesses; each rollout has its own model to call on this machine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a torch engine keeps of rows that have ended: the next turn of a rollout then reads only what is new in it."""
+"""The KV cache that a torch engine keeps of ended rows, so that a rollout's next turn reads only what is new."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Linear maps as the engine `compact` computes them: weights, bias, and, on a CPU, a copy packed for it.
+"""Linear layers of the engine `compact`: weights, bias, and on a CPU a packed copy.
 
 A packed matrix is laid out for the processor's vector units: a product with few rows is 1.2 to 4 times as fast, one
 with a thousand rows 1.1 times. Small matrices stay as they are: the packed product has 12 microseconds more of

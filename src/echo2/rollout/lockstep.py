@@ -1,4 +1,4 @@
-"""Rollouts that are sampled together and alone, turn by turn: what `run.deterministic` asks for.
+"""Samples a batch of rollouts together and alone, turn by turn, as `run.deterministic` requires.
 
 How an engine rounds depends on the shapes it computes with. In lockstep these depend on the rollouts alone: a turn
 starts when every rollout that is not over has asked for one.

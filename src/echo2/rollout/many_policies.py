@@ -1,4 +1,4 @@
-"""Rows of many policies in one batch: adapters over one base model, each row with its own.
+"""Decodes rows of many policies in one batch: each row has its own adapter over a common base model.
 
 Linear maps are computed for all rows at once, and of each adapter the low-rank part for its rows. A policy is read once
 and never changes. It speaks `decode_loop.Decoder`, as the base model, for requests that name a policy.

@@ -1,4 +1,4 @@
-"""Logits of tokens that were drawn already -> what a check needs of them, in memory that does not grow with the text.
+"""Computes the logits that a check needs for tokens already drawn, in memory that does not grow with the text.
 
 Shape suffixes: N = tokens, V = vocabulary, W = width of the widest support.
 """

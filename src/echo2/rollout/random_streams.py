@@ -1,4 +1,4 @@
-"""Uniform random numbers by counter: number t of stream (seed, sample) is a pure function of the three.
+"""Counter-based uniform random numbers: number t of stream (seed, sample) is a pure function of the three.
 
 No state is kept, so a row's randomness does not depend on which rows share its batch, on the device, or on when it
 runs. The generator is splitmix64 (Steele, Lea, Flood: Fast Splittable Pseudorandom Number Generators, OOPSLA 2014).

@@ -1,4 +1,4 @@
-"""A rollout that a harness plays: it calls the model by itself, and each call is written down here.
+"""A rollout that a harness plays: the harness calls the model, and each call is recorded here.
 
 A harness is an environment that asks the model for what it wants to hear, when it wants to: nobody walks it turn by
 turn, as `turns.py` does. A call goes on with a conversation where its prompt begins with all that was read and written

@@ -1,4 +1,4 @@
-"""Logged rollouts: a task with the column `logged_rollouts` is not sampled.
+"""Logged rollouts: a task with the column `logged_rollouts` is replayed and not sampled.
 
 Text is tokenised here, once, with the end token behind it. A logged token has no policy version. It counts as one of
 the version that this worker holds, which is what the bookkeeping of leases needs; the group is marked `logged`, and no

@@ -1,5 +1,5 @@
-"""A rollout in an environment, gone through again with the environment itself: what it said is what it says now, and
-its rewards are those it gives now. Environments are deterministic, so whoever has the code can know both.
+"""Repeats a rollout with its environment: other words are refused, and the rewards are those of the repetition.
+Environments are deterministic, so this is possible.
 
 The policy's turns are taken from the rollout's tokens by the rules of `turns.py`; whether they were honestly sampled is
 not looked at here. Imports without torch.

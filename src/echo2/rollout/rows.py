@@ -1,4 +1,4 @@
-"""The rows that a torch engine decodes: what each has drawn so far, which still run, and what each gives in the end.
+"""The rows that a torch engine decodes: the tokens drawn so far, which rows still run, and their results.
 
 Shape suffixes: B = rows (one a request), V = vocabulary, T = tokens of the longest completion so far, Q = ways to end.
 """

@@ -1,4 +1,4 @@
-"""Logits -> one token per row, with the logprob it was drawn with.
+"""Draws one token per row from logits, with its logprob.
 
 The order of operations is temperature, then top-k, top-p and min-p (as in transformers' `generate`). The behaviour
 logprob is that of the distribution actually drawn from; where it was narrowed, the surviving token ids (the support)

@@ -1,4 +1,4 @@
-"""What an engine reads from a snapshot's files: the model's configuration and its end tokens. No torch here."""
+"""Reads a snapshot's configuration and end tokens for an engine. No torch here."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""A snapshot's tensors into an engine's, piece by piece, each checked first: there, of the right shape, finite. Nothing
-is taken on trust, and nothing of a snapshot is in memory but one piece.
+"""Loads a snapshot's tensors into an engine piece by piece. Each must exist, have the right shape and be finite, and
+only one piece is in memory at a time.
 """
 
 from __future__ import annotations

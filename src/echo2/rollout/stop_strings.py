@@ -1,4 +1,4 @@
-"""Strings that end a sample: one rule for every engine, and for the head, which looks whether a rollout ends by it.
+"""Stop strings: one rule for all engines, and for the head, which checks that a rollout ends with one.
 
 A sample ends with the first token behind which a stop string stands in its text, special tokens by their names. Few
 tokens can be that one: only behind these is anything decoded, and no more than the string could have.

@@ -1,6 +1,4 @@
-"""What is needed of a tokenizer, and how prompts and the words of an environment become tokens. Imports no tokenizer
-before one is loaded, and never torch.
-"""
+"""Tokenises prompts and an environment's words. Imports no library before a tokenizer is loaded, and never torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the torch engines share: rows join a batch, are stepped, and leave it. No forward pass.
+"""The common part of the torch engines: rows join a batch, are decoded, and leave it. No forward pass.
 
 A *model* is one policy. Where there is room a new snapshot is a new model, built beside the old one, and the swap is
 one assignment; else, when all of it has been checked, it is copied over the old weights between two tokens.

@@ -1,4 +1,4 @@
-"""Rollouts of several turns: the policy writes, an environment answers, until one of them ends it.
+"""Rollouts of several turns: the policy writes and an environment answers, until one of them ends the rollout.
 
 Each rollout is a conversation of its own: it submits a turn, awaits it, has the environment answer, and goes on; none
 waits for another. Its prompt is then all that it has read and written so far: it is never tokenised again, and an

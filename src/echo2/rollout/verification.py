@@ -1,4 +1,4 @@
-"""Whether rollouts were drawn as their worker says: one prefill under the same snapshot shows it.
+"""Checks whether rollouts were drawn as their worker says, with one prefill under the same snapshot.
 
 Our engines draw by inversion from a stream of random numbers that the head chose (`sampler`, `random_streams`). So the
 number of each token must lie where the policy's cumulative distribution has that token, give or take what rounding

@@ -1,4 +1,4 @@
-"""Children die with their supervisor, whatever killed it.
+"""Ends child processes when their supervisor dies, whatever killed it.
 
 The supervisor holds the writing end of a pipe and hands the reading end to each child. When the supervisor goes, by
 ``kill -9`` too, the kernel closes its end and every child reads end-of-file. Works wherever pipes do.

@@ -1,4 +1,4 @@
-"""How a process of the run logs: to stderr, one safe line an event, and what repeats as a count.
+"""Logging of the processes of a run: to stderr, one sanitised line an event; repetitions are counted.
 
 Whoever can make a process log (a peer that misbehaves, a disk that fails) can do so without end. So of lines of one
 kind, BURST_LINES are written a window, and then how many more there were.

@@ -1,5 +1,5 @@
-"""Files that grow for as long as a run lasts, kept in parts of bounded size and number: `x`, `x.1`, `x.2` ..., the
-newest first. What is older than the last part is gone.
+"""Files that grow during a run, kept in parts of bounded size and number: `x` (the newest), `x.1`, `x.2` ... Older
+parts are deleted.
 """
 
 from __future__ import annotations

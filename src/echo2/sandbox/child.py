@@ -1,4 +1,4 @@
-"""The process that runs the user's code itself (`python -m echo2.sandbox.child module:function`).
+"""The child process that runs the user's code (`python -m echo2.sandbox.child module:function`).
 
     parent -> child    {"id", **setup}, once; then {"id", **request}
     child -> parent    {"id", **what it says of itself}; {"id", **answer}; or {"id", "failed": message, "traceback"};

@@ -1,4 +1,4 @@
-"""A process of ours that runs the user's code, and the pipes to it: a 4-byte length, then that many bytes of JSON.
+"""The pipes between a process of ours and a child with the user's code: a 4-byte length, then that many bytes of JSON.
 
 Such a process may print, read its stdin, hang and die; none of it may disturb the frames or who started it.
 """

@@ -1,4 +1,4 @@
-"""The user's own code by name: `file.py:Name` or `package.module:Name`. Not a plugin registry: nothing is discovered.
+"""Loads the user's code by name: `file.py:Name` or `package.module:Name`. Nothing is discovered or registered.
 
 Shared by tasks (classes) and rewards (functions), which do not know each other.
 """

@@ -1,4 +1,4 @@
-"""A child process that runs the user's code (rewards, environments), which can neither stall nor kill who asks it.
+"""A child process that runs the user's code (rewards, environments) and can neither stall nor kill its parent.
 
 This is the parent's side; `child.py` is the other. Calls may be in flight together; the child answers in any order. A
 call that takes too long, and a child that dies, cost every call that was in flight: the child is killed with everything

@@ -1,4 +1,4 @@
-"""From rows to tasks: which row comes when, and whether it is fit to be sent. Reading the rows is `load.py`'s part.
+"""Makes tasks from rows: their order, and whether a row is valid. `load.py` reads the rows.
 
 The order is a function of (seed, epoch, position) and of nothing that was done before, so that a resumed run, or a head
 that was killed, hands out the same task under the same cursor. An epoch is a permutation of the rows, computed and

@@ -1,4 +1,4 @@
-"""Digit sorting, the demo's task: `5391=` -> `1359`. Endless, checkable, and it generalises, so RL can find it.
+"""Digit sorting, the demo's task: `5391=` -> `1359`. Endless, checkable, and learnable by RL because it generalises.
 
 Train and held-out tasks can't overlap: a prompt is held out when `crc32(prompt) % 8 == 0`.
 """

@@ -1,4 +1,4 @@
-"""A run's environment, in a process of its own: it can stall that for one call, and neither an engine nor a head.
+"""A run's environment in a separate process: it can stall a single call, but neither an engine nor the head.
 
 `make_handler` is what runs inside (`sandbox/child.py`). A call that takes too long is killed with
 everything it started, a process that dies is replaced, and either costs the group that made the call. The other

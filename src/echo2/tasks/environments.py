@@ -1,4 +1,4 @@
-"""Environments: what answers the policy's turns. A class of the user's own, by name.
+"""Environments, which answer the policy's turns: a class of the user, by name.
 
 An environment is a class. Each rollout gets an instance of its own, `Class(columns, seed)`: the columns of the task's
 row, and a seed that no other rollout has. The row's prompt is what the policy reads first, so all rollouts of a group

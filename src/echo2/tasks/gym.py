@@ -1,4 +1,4 @@
-"""Rows from a reasoning-gym generator: `prompt` is its question; the column `reasoning_gym` is what its scorer needs.
+"""Rows from a reasoning-gym generator: `prompt` is the question; the column `reasoning_gym` is for the scorer.
 
 A scorer reads the whole entry, and some tell tuples from lists and integer keys from text, which JSON does not. So the
 entry travels as a Python literal, which `ast.literal_eval` gives back exactly. The same column on the reading side:

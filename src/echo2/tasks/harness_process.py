@@ -1,4 +1,4 @@
-"""A run's harness in a process of its own: it plays many rollouts at once, and calls the model of each by HTTP.
+"""A run's harness in a separate process: it plays many rollouts at once, and calls the model of each by HTTP.
 
 `tasks.environment` names it: `harness:file.py:Class`, `harness:package.module:Class`, `verifiers`, or
 `openenv:http://HOST:PORT`. The last two are packages with pins of their own, in a Python of their own. A rollout that

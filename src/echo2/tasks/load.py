@@ -1,4 +1,4 @@
-"""From what a user writes under `tasks.source` to rows. One function; each kind of source has its own file."""
+"""Loads the rows that `tasks.source` names. One function; each kind of source has a file of its own."""
 
 from __future__ import annotations
 

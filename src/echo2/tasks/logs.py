@@ -1,4 +1,4 @@
-"""Rows from a log of rollouts that somebody made before: `logs:hands.jsonl`. What is trained on is the log.
+"""Rows from a log of rollouts, `logs:hands.jsonl`. The learner trains on the logged rollouts.
 
 One JSON object a line, one rollout:
 

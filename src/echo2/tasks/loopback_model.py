@@ -1,4 +1,4 @@
-"""The model as a harness calls it: HTTP over loopback, by the standard library. Any OpenAI client does too."""
+"""The model as a harness calls it: HTTP over loopback with the standard library. Any OpenAI client works, too."""
 
 from __future__ import annotations
 

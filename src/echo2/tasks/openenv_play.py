@@ -1,4 +1,4 @@
-"""Rollouts in an OpenEnv environment, in the Python that has its client (`harness_process.py`).
+"""Plays rollouts in an OpenEnv environment, in the Python that has OpenEnv's client (`harness_process.py`).
 
 The environment is a server that runs by itself. Each rollout opens a session there: `reset` with the task's columns as
 far as they are named `reset`, then the policy writes an action and reads an observation, until it is done. The rewards

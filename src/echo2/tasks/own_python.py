@@ -1,4 +1,4 @@
-"""Packages whose pins are their own live in a Python of their own: where that is."""
+"""Finds the separate Python environments of packages whose pinned versions conflict with ours."""
 
 from __future__ import annotations
 

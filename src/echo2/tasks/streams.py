@@ -1,4 +1,4 @@
-"""What a run solves, of one source or of several: a mixture to train on, sets to be judged by.
+"""The tasks of a run from one source or several: a mixture for training, and sets for evaluation.
 
 A mixture takes its sources in fixed shares: of any `BLOCK` tasks in a row, beginning at a multiple of it, each has as
 many as its share says, in an order that is drawn for the block. So the task at a cursor, and which row of which source

@@ -1,4 +1,4 @@
-"""Prompts made of the columns of rows that know of no prompt: `params = {prompt = "{question}\\nThe answer is"}`."""
+"""Makes prompts from the columns of rows without a prompt: `params = {prompt = "{question}\nThe answer is"}`."""
 
 from __future__ import annotations
 

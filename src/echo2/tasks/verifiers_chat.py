@@ -1,4 +1,4 @@
-"""The chat loop that plays verifiers' agents in the process that serves them.
+"""The chat loop that plays verifiers' agents, in the process that serves them.
 
 verifiers' contract allows a harness to run its loop in the process, so long as every call goes to the rollout's own
 endpoint. A harness is found by the name of its module: `register` makes one.

@@ -1,4 +1,4 @@
-"""Tasks and rollouts of verifiers v1 tasksets, in the Python that has them (`harness_process.py`, `verifiers_rows.py`).
+"""Plays tasks of verifiers v1 tasksets, in the Python that has verifiers (`harness_process.py`, `verifiers_rows.py`).
 
 A taskset's environment is served once in this process, and plays many rollouts at once. Its agents run in this process
 too, by a chat loop of ours: verifiers' own start a script for each rollout and fetch its packages. Every agent's calls

@@ -1,4 +1,4 @@
-"""`verifiers:<taskset>`: the tasks of a verifiers v1 taskset as rows. They are read once, in the Python that has it.
+"""`verifiers:<taskset>`: the tasks of a verifiers v1 taskset as rows, read once, in the Python that has verifiers.
 
 As a script (`python -m echo2.tasks.verifiers_rows`) it is that Python's side: a request in, the rows out.
 """

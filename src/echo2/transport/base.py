@@ -1,4 +1,4 @@
-"""What a link is: unary calls and server streams, between peers that are known. Nothing above names a backend.
+"""The interface of links: unary calls and server streams between known peers, without naming a backend.
 
 The workers and the learner dial out; the head serves, and so does every worker that listens. A method says which roles
 may call it, and that check is made here for all backends. What crosses is protobuf (`wire.proto`), at most

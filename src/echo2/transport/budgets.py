@@ -1,4 +1,4 @@
-"""What one peer may ask of a server: calls a second, calls under way, bodies that are read at a time, bytes a second.
+"""Budgets of one peer at a server: calls a second, calls under way, bodies read at a time, bytes a second.
 
 Each peer belongs to *parties* that share a budget: itself, those who came by the same ticket, all strangers together.
 So neither a peer nor the holders of a ticket can use up what the others need.

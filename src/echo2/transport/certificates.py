@@ -1,4 +1,4 @@
-"""X.509 as this package needs it: EC P-256 keys, certificates of a run's own CA, files that only their owner reads."""
+"""X.509 for this package: EC P-256 keys, certificates of a run's own CA, files that only their owner can read."""
 
 from __future__ import annotations
 

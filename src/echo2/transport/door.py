@@ -1,4 +1,4 @@
-"""The port that strangers reach: counts connections by address, and forwards bytes to the server behind it.
+"""The public port: counts connections by address, and forwards bytes to the server behind it.
 
 gRPC takes every connection there is, until the process has no descriptors left. The door stands in front of it: it
 takes no more than it has room for, in all and of one address; it drops who says nothing, or something that is not TLS;

@@ -1,5 +1,5 @@
-"""The real backend: gRPC over TCP with mutual TLS. Workers and the learner dial out; the head listens on one port, and
-so do workers that others can dial (`grpc_server`).
+"""The real backend: gRPC over TCP with mutual TLS. Workers and the learner connect to the head; workers that others can
+reach listen, too (`grpc_server`).
 
 No generated stubs: `base.METHODS` is the service. A refusal travels as PERMISSION_DENIED with "<reason>: <detail>";
 everything else that goes wrong on the way is LinkError at the caller.

@@ -1,4 +1,4 @@
-"""How gRPC is set up at both ends: bounds, keepalive, and what keeps a long fat link full."""
+"""The options of gRPC at both ends: limits, keepalive, and flow control for fast links with long delays."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The serving end of gRPC: the head's, and that of a worker which other workers take chunks from.
+"""The server side of gRPC: at the head, and at a worker that serves chunks to others.
 
 Every method is served as one with a stream of requests, also where there is one request: gRPC calls such a handler as
 soon as the header of a call is there. So who calls, in what role, whether it is revoked and whether it has asked too

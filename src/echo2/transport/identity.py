@@ -1,4 +1,4 @@
-"""Who is who: a run's own certificate authority, enrolment, revocation.
+"""Identities: a run's own certificate authority, enrolment, revocation.
 
     enrolment   a peer makes its own key, sends a signing request over a join connection (`tickets`) and gets a
                 certificate for "worker:<id>", which also names it "<id>.echo2" to those who dial it; the id is derived

@@ -1,4 +1,4 @@
-"""Every bound on what crosses a link, by name, and the reason for each."""
+"""All limits on messages and connections, by name, with the reason for each."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`echo2.types` on the wire, and back. Decoding trusts nothing: what comes out is within bounds and consistent, or
+"""Converts `echo2.types` to wire messages and back. Decoding trusts nothing: out of bounds or inconsistent is
 PeerError.
 """
 

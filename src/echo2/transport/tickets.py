@@ -1,4 +1,4 @@
-"""Tickets: what lets a machine join a run, as text for people to pass on, and as the run keeps it.
+"""Tickets, with which a machine joins a run: as text to pass on, and as the run stores them.
 
 text     "echo2-" + base64url(JSON): the head's address, the CA's certificate, and a *join certificate* with its
          key. Even enrolment thus runs over mutual TLS, on the one port (docs/decisions/0001).

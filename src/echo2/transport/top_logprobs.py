@@ -1,5 +1,4 @@
-"""The sampler's most likely tokens, as a worker tells them (`types.Rollout.top_tokens`): refused where no sampler could
-have had them.
+"""The most likely tokens that a worker reports (`types.Rollout.top_tokens`); impossible reports are refused.
 
 What they say of tokens that were not drawn cannot be checked here; what they can do to a loss is bounded there
 (docs/losses.md).

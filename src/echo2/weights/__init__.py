@@ -1,3 +1,4 @@
-"""Weights: a policy as content-addressed bytes. `manifest` names them, `segments` codes one piece, `encoder` makes a
-payload, `content` is made of payloads, `chain` joins payloads without reading any, `store` keeps chunks, `kept` is a
-worker's content in memory and on disk."""
+"""Weights: a policy as content-addressed bytes. `manifest` names them, `segments` encodes one segment, `encoder` makes
+a payload, `content` applies payloads, `chain` joins payloads without reading them, `store` keeps chunks, `kept` is a
+worker's content in memory and on disk.
+"""

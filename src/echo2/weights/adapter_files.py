@@ -1,4 +1,4 @@
-"""What makes a directory a PEFT adapter: its file names, adapter_config.json, and which layers its targets are."""
+"""The files of a PEFT adapter directory: their names, adapter_config.json, and the layers that its targets mean."""
 
 from __future__ import annotations
 

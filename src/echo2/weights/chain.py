@@ -1,4 +1,4 @@
-"""Payloads in a row as one payload: no weights are read, none are decoded.
+"""Joins successive payloads into one, without reading or decoding weights.
 
 Each record of a segment is applied to what the one before it made, so a chain of deltas is one payload that has their
 records behind each other. A raw record needs nothing that came before it.

@@ -1,4 +1,4 @@
-"""A snapshot's content on disk, made of payloads: segment by segment, in place, each one verified before it counts.
+"""A snapshot's content on disk. Payloads are applied in place, segment by segment, and each result is verified.
 
 The stream of tensors lies in one file and is never in memory: who wants a tensor reads it from there. A payload that
 breaks off half-way leaves a mixture of two snapshots, which is the content of none: `ref` is None then, and only a

@@ -1,4 +1,4 @@
-"""A snapshot to a payload, segment by segment: chunks can be sent while the rest is not encoded yet."""
+"""Encodes a snapshot as a payload, segment by segment: chunks can be sent while later segments are still encoded."""
 
 from __future__ import annotations
 

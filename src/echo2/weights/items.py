@@ -1,4 +1,4 @@
-"""The change of one array of items as a record: measured, written in the form that is smallest, and applied again.
+"""Encodes the change of an array of items as a record, in the smallest of several forms, and applies it again.
 
     sparse steps   positions of the items that changed, and how far each went as an integer
     dense steps    the step of every item, in symbols of 2, 4 or 8 bits

@@ -1,4 +1,4 @@
-"""A worker's content and the payloads that lead to it: what others are given, and what mends it after a crash.
+"""A worker's content and the payloads that lead to it. It serves other workers, and repairs the content after a crash.
 
 Nothing here runs by itself or waits for anything: the caller fetches, and says when to apply, list and throw away.
 """

@@ -1,4 +1,4 @@
-"""The manifest of a payload: what a snapshot consists of, and in which chunks it is sent. It holds no weights.
+"""The manifest of a payload: what a snapshot consists of, and in which chunks it is sent. It contains no weights.
 
 The tensors of a snapshot lie behind each other in one stream, wide items first, then in name order, so that every
 tensor is aligned to its items. The stream is cut into *segments*: a tensor, a shard of one, or several small tensors.

@@ -1,4 +1,4 @@
-"""A Hugging Face model directory as it lies: its files, and its weights as a base model, read when they are needed.
+"""A Hugging Face model directory: its files, and its weights as a base model, read when they are needed.
 
 A base model is what the directory holds, byte for byte, so learner and workers give it the same name wherever each has
 it from. No torch here.

@@ -1,4 +1,4 @@
-"""Entropy coding of what a delta consists of: byte planes, increasing positions, and steps. All by whole arrays.
+"""Entropy coding of the parts of a delta: byte planes, increasing positions, and steps. Works on whole arrays.
 
 A *plane* is an array of bytes that are alike, so that zstd's Huffman stage has one distribution to model. Match finding
 is all but switched off: in planes of chance there is nothing to match, and accidental matches cost more than they save.

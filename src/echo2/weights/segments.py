@@ -1,4 +1,4 @@
-"""One segment at a time: its bytes as a record and chunks, and back. Neither side needs any other segment for it.
+"""Encodes one segment as a record and chunks, and decodes it, without any other segment.
 
 So whoever holds a shard of a tensor encodes that shard alone, several do so in parallel, and nobody needs memory for
 more than the segment, its base, and what lies between them.

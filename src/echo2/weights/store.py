@@ -1,4 +1,4 @@
-"""Chunks and manifests on disk, by content. One process owns a store; its caller does the fetching.
+"""Chunks and manifests on disk, by content. One process owns a store; its caller fetches what is missing.
 
     <directory>/chunks/<hash in hex>      manifests/<ref>[-over-<ref>].json      tmp/
 

@@ -1,4 +1,4 @@
-"""A worker's machine for one payload at a time: which chunks to ask of whom, and when to give a source up.
+"""A worker's state machine for fetching one payload: which chunks to ask which source for, and when to drop a source.
 
 The origin says where to take each stripe from (`RoutesSet`); each source is asked at once for everything that its
 stripes still lack. A source that fails is reported, and its stripes wait a little for other routes; when none come, the

@@ -1,4 +1,4 @@
-"""Everything a worker's fetcher can ask of its driver."""
+"""The commands that a worker's fetcher can give to its driver."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What can happen to a worker's fetcher. Facts, in the past tense. A source is a peer's id, or "" for the origin."""
+"""The events of a worker's fetcher, as facts in the past tense. A source is a peer's id, or "" for the origin."""
 
 from __future__ import annotations
 

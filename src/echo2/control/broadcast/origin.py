@@ -1,4 +1,4 @@
-"""The machine at the origin: who takes which part of a payload from whom, and who instead when somebody fails.
+"""The origin's state machine: which worker takes which part of a payload from whom, and who replaces a failed source.
 
 Each payload has one plan for all workers that are to have it. It is made when the payload is assigned, from what is
 known of the links, and then only mended. What is learned (rates, pairs that can't reach each other, who sent wrong

@@ -1,4 +1,4 @@
-"""Everything a broadcast's machine can ask of its driver at the origin.
+"""The commands that the origin's state machine can give to its driver.
 
 A payload's distinct chunks, numbered 0.. in stream order, are dealt to `len(sources)` stripes: chunk i is of stripe
 i % len(sources). A route names the source of each stripe; "" is the origin.

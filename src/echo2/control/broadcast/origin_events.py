@@ -1,4 +1,4 @@
-"""What can happen to a broadcast, as its machine at the origin (`origin.Broadcast`) is told: facts, in the past.
+"""The events of the origin's state machine (`origin.Broadcast`), as facts in the past tense.
 
 Rates are in bytes per second of payload; None where nothing was measured yet.
 """

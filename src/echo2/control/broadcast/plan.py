@@ -1,4 +1,4 @@
-"""One payload on its way: who takes which stripe from whom now, and how that is changed when a source drops out.
+"""The current plan for one payload: who takes which stripe from whom, and how this changes when a source drops out.
 
 A change moves as few stripes as possible: those that came from the source that dropped out, to whoever has most uplink
 to spare among those that have the stripe or are on a way to it which does not lead through the one that asks.

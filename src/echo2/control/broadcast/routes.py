@@ -1,4 +1,4 @@
-"""Who takes which stripe of a payload from whom: route planning, without memory.
+"""Plans routes: who takes which stripe of a payload from whom. Stateless.
 
 A stripe travels from the origin down a tree of members. The relays are dealt to *colours*; each colour has one tree,
 whose inner nodes are the relays of that colour, and an equal share of the stripes (the origin's streams share its

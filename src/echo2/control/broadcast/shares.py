@@ -1,4 +1,4 @@
-"""How much of a payload each relay passes on, and which stripes.
+"""Decides how large a part of a payload each relay passes on, and which stripes.
 
 With n members of uplinks u_i and an origin of B_0, content can reach all at R = min(B_0, (B_0 + sum u_i) / n): relay i
 is given the share u_i / ((n - 1) R) and sends it on n - 1 times; what is left of the whole the origin sends to each

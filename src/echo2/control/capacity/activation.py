@@ -1,4 +1,4 @@
-"""Which workers to pay for: a covering knapsack (ECHO-2 equation 3), and the loop that keeps its answer up to date.
+"""Chooses which workers to pay for: a covering knapsack (ECHO-2 equation 3), and the loop that updates the choice.
 
     min  sum of prices of the chosen   such that   sum of their rates >= target
 

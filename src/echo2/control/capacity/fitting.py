@@ -1,4 +1,4 @@
-"""Whether a run's learner and workers fit on their machines, by `memory.py`'s forecast, and the learner's micro-batch.
+"""Checks whether a run's learner and workers fit in their machines' memory (`memory.py`), and sizes the micro-batch.
 
 The learner takes the first GPU, local workers the ones after it, counted round (`devices.nth_device`); on a machine
 without one all share its memory. What is settled follows from the configuration, the model and the machine's total

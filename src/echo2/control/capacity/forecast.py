@@ -1,4 +1,4 @@
-"""What a fleet will do to the learner: a walk over every batch of a run, in milliseconds and without chance.
+"""Forecasts a run with given workers: walks through every batch, in milliseconds and without randomness.
 
 `formulas.py` treats rollouts as a fluid. This has their grains: whole batches, groups that take different times, steps
 that wait for their last group, each worker's own version. It follows the rules of `granting.py` (earliest step first,

@@ -1,4 +1,4 @@
-"""What memory a learner and a worker need, by part, from config.json alone; and the micro-batch that fits.
+"""Forecasts the memory of a learner and a worker, by part, from config.json alone, and the micro-batch that fits.
 
     learner   weights, gradients and moments of the trained parameters; activations, which grow with the tokens of a
               micro-batch; what is done with the vocabulary at once (`learner/`'s tiles, gradients of the embedding)

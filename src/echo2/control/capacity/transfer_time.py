@@ -1,4 +1,4 @@
-"""How long a snapshot travels, before anything is measured: ECHO-2's section 6 as formulas. Bits and seconds.
+"""Estimates how long a snapshot takes to send, before anything is measured: ECHO-2's section 6. Bits and seconds.
 
 G = bits to send, B0 = the head's uplink, Bw = a worker's link, n workers, c = bits of a chunk. A worker can't have the
 snapshot before G / Bw; a head that sends it to each worker needs n G / B0. Floors, not promises: links that lose

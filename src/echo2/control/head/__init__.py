@@ -1,1 +1,1 @@
-"""The planner: which group is sampled by whom, what the learner is fed, which machines work."""
+"""The planner: decides which worker samples which group, what the learner is fed, and which machines work."""

@@ -1,4 +1,4 @@
-"""Which groups of strangers are read again by a machine of the owner, and what follows from what it finds.
+"""Decides which groups of strangers the owner's machines check, and what follows from the verdicts.
 
 drawn       a share of every ticket's groups, all of a newcomer's first ones, of a ticket in quarantine, and of a worker
             whose tokens surprise the learner. The draw is from a seed that no worker can know (those of groups lead

@@ -1,5 +1,5 @@
-"""Everything the planner can ask for. `cause` is the number of the event that led here, `reason` is for people, and
-`policy` is the id of the policy whose groups, versions and steps the command's numbers count.
+"""The commands of the planner. `cause` is the number of the event that led to the command, `reason` is for people, and
+`policy` is the id of the policy whose groups, versions and steps the numbers refer to.
 
 The driver carries commands out in order. Those marked *durable* must be on disk before the next command is carried
 out: that is what makes every group exactly-once through a kill at any instant.

@@ -1,4 +1,4 @@
-"""May a delivered result be accepted? If not: one word that is counted, and the reason for people."""
+"""Decides whether a delivered result is accepted. A refusal has one word, which is counted, and a reason for people."""
 
 from __future__ import annotations
 

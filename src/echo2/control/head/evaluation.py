@@ -1,4 +1,4 @@
-"""Evaluations: machines of the owner sample held-out tasks once with one exact version. Which version is evaluated,
+"""Evaluations: the owner's machines sample each held-out task with one exact version. Keeps which version is evaluated,
 and what is still missing.
 
 Eval groups are numbered version * size + position; they are bound to no training step, and the ledger does not hold

@@ -1,5 +1,5 @@
-"""Everything that can happen to the planner (the head's machine). Facts, in the past tense; plain data, so that a run
-can be replayed. What names no group and no snapshot of a policy says by `policy` whose numbers it means.
+"""The events of the planner, as facts in the past tense; plain data, so that a run can be replayed. An event without a
+group or snapshot names its policy in `policy`.
 """
 
 from __future__ import annotations

@@ -1,5 +1,4 @@
-"""The workers as the planner sees them: who attends, what each has installed, when each counts as lost, and who is
-next to get work.
+"""The workers as the planner sees them: who is connected, has which version, counts as lost when, gets work next.
 
 Nothing here looks at every worker when one changes: `file` puts a worker where `granting` will find it, by the
 snapshot that it has installed, because workers with the same one may sample the same steps.

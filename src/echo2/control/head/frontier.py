@@ -1,4 +1,4 @@
-"""How many groups a worker decodes at once, where the first groups of a step are wanted soon.
+"""Finds how many groups a worker should decode at once so that a step's first groups finish soon.
 
 Many at once are quick per group and late with the first one; the learner waits for that. Which number ends a step
 soonest depends on the engines (their time may grow with it, or not), on the fleet and on the learner. So it is found

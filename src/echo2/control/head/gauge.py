@@ -1,4 +1,4 @@
-"""What the running fleet and learner really do, measured from the planner's own events: the symbols of `formulas.py`.
+"""Measures the running fleet and learner from the planner's own events: the symbols of `formulas.py`.
 
 A worker's rate is of the time in which it holds leases, so that one that has nothing to do does not look slow.
 """

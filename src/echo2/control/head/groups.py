@@ -1,4 +1,4 @@
-"""Which train group is where. One record a group; one table says which moves are legal.
+"""The state of every training group: one record a group, and one table of the legal transitions.
 
     pending --lease--> leased --result--> delivered --score--> ready --feed--> fed --step--> trained
        ^------expiry------'                                      ^------------- fall-back -----'

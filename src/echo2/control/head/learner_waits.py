@@ -1,4 +1,4 @@
-"""Why the learner waited for a step: what the group was at, meanwhile, that it got last.
+"""Explains why the learner waited for a step: what the group that arrived last was doing meanwhile.
 
 That group is the step's critical path: had any other come sooner, the learner would have waited as long.
 """

@@ -1,4 +1,4 @@
-"""Who holds which group until when. A lease is granted, and closed exactly once, with an outcome."""
+"""The leases: who holds which group until when. A lease is granted, and closed exactly once, with an outcome."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What each policy of a head needs of the fleet, and whose worker it is to have next. `policies` moves it.
+"""Computes what each policy of a head needs from the fleet, and which policy gets a worker next; `policies` moves it.
 
 A policy *wants* workers while it has groups to lease. Its frontier is the step to be trained next: how long that takes
 with the workers it has says who is needed most.

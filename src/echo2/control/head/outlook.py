@@ -1,4 +1,4 @@
-"""How the fleet measures up: what is needed, what is there, and how long the learner should wait, by what is measured.
+"""Compares the fleet with the need: the rate needed, the rate there is, and the predicted wait of the learner.
 
 The numbers of `echo2 status` and of the metrics, from the same model that plans a run (`capacity`, `forecast`) and that
 chooses workers (`standby`).

@@ -1,5 +1,5 @@
-"""The head's machine: which group is sampled by whom, with what, until when; what the learner is fed; when the run is
-over.
+"""The planner, the state machine of the head: which worker samples which group, with which version and until when; what
+the learner is fed; when the run is over.
 
 `handle(event, now)` is the only way in, the returned commands the only way out. It composes the tables beside it:
 `groups` (which group is where), `leases` (who holds what), `fleet` (who attends), `evaluation`, and the rule in

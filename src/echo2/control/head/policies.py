@@ -1,4 +1,4 @@
-"""Several policies of one head: a planner each, and one fleet between them.
+"""Several policies in one head: one planner for each, and one fleet that they share.
 
 A planner knows nothing of the others: its S, steps, groups, versions and lineages are its policy's. What they share is
 the numbering of leases, and the workers: a worker has weights of one policy at a time, and so it works for one planner

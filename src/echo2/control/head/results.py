@@ -1,4 +1,4 @@
-"""What becomes of a lease: a result that is accepted or refused, or an end without one."""
+"""Handles the end of a lease: a result that is accepted or refused, or an end without one."""
 
 from __future__ import annotations
 

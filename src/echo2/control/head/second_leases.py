@@ -1,4 +1,4 @@
-"""A second lease on a group that is late, for a worker that has nothing to do: the first valid result counts.
+"""Grants an idle worker a second lease on a group that is late. The first valid result counts.
 
 Late: out for `LATE_AFTER` times as long as leases usually take. Deterministic mode, where a batch's shape is fixed, has
 none.

@@ -1,4 +1,4 @@
-"""Who works and who stands by: the capacity model and the activation loop, fed with what is measured.
+"""Decides who works and who stands by: the capacity model and the activation loop, fed with measurements.
 
 A worker that stands by attends, is sent no leases and need not fetch snapshots. Until a first step is trained nothing
 is known, and everybody works. Machines on offer are rented when all that attend are too few, and those that nobody has

@@ -1,5 +1,5 @@
-"""What is remembered of those who may misbehave, as plain data: of each stranger's ticket its credit, of each worker
-its patience. It outlives their connections, and is forgotten when the head restarts. The rules are in `strangers`.
+"""The record of possible misbehaviour, as plain data: the credit of each stranger's ticket and the patience left for
+each worker. It outlives connections, but not the head. `strangers` has the rules.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""What the planner knows: the tables, the run's position, and the commands of the event in hand. Decisions are beside
-it.
+"""The planner's state: its tables, the run's position, and the commands of the current event. Decisions are in the
+modules beside it.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""What strangers may hold and supply, and what follows when they bring nothing. A stranger is a worker that joined by a
-ticket which is not for machines of the run's owner; all workers of one ticket count as one.
+"""Decides what strangers may hold and supply, and what follows when they deliver nothing. A stranger is a worker that
+joined with a ticket for other people's machines; all workers of one ticket count as one.
 
 credit    leases that a ticket may hold at once: 1 at first, one more for each accepted result, two less for each lease
           without one, and one less for each second that the head spends on a reward which fails. At 0 the ticket

@@ -1,5 +1,5 @@
-"""What the checks of each stranger's ticket have found, as plain data; the rules are in `checks`. It is recorded, and
-outlives the head; checks under way do not.
+"""The results of checks for each stranger's ticket, as plain data; `checks` has the rules. They are recorded and
+outlive the head, unlike checks under way.
 """
 
 from __future__ import annotations

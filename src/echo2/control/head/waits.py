@@ -1,4 +1,4 @@
-"""Who waits for whom, since when, until when, and why: what `echo2 status` prints."""
+"""Collects who waits for whom, since when, until when, and why: the table that `echo2 status` prints."""
 
 from __future__ import annotations
 

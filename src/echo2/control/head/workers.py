@@ -1,4 +1,4 @@
-"""Workers come, report, fall silent and go; their leases end with them."""
+"""Handles workers that join, report, fall silent and leave; their leases end with them."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Decisions of the service: the order of a model's requests, and whose turn it is."""
+"""Decisions of the service: the order of a model's requests, and which tenant comes next."""

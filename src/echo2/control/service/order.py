@@ -1,4 +1,4 @@
-"""In which order the requests of one model are carried out.
+"""Decides the order in which a model's requests are carried out.
 
 A client numbers them 1, 2, 3, ... and sends several at once, the last chunk of a batch possibly first: a request waits
 until those before it are there. A number that was passed already belongs to a client that counts anew (one that loaded

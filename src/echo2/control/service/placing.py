@@ -1,5 +1,5 @@
-"""Which machine samples which call: the owner who has fewest sequences under way is served next, by a machine of the
-fleet where one has room, and by this machine where none has.
+"""Decides which machine samples which call: the tenant with the fewest sequences under way comes next, on a machine of
+the fleet that has room, or else on this machine.
 
 A machine has room until twice as many sequences are under way there as it decodes at once, so that it never waits for
 the next call. Of those with room, the one with least to do for its size goes first; one that never sampled from the

@@ -1,4 +1,4 @@
-"""Whose turn it is on a learner that many share: who has used least of it, since waiting.
+"""Decides which tenant of a shared learner comes next: the one that has used least of it while waiting.
 
 Start-time fair queueing (Goyal, Vin, Cheng 1996) with pieces of work for packets. Whoever waits without a gap gets an
 equal share of the seconds, whatever the size of the pieces; who comes anew gets no credit for the time away; and nobody

@@ -1,1 +1,1 @@
-"""What a worker does next."""
+"""The worker's scheduler: decides what a worker does next."""

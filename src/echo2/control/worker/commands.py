@@ -1,4 +1,4 @@
-"""Everything the worker's scheduler can ask of its driver."""
+"""The commands that the worker's scheduler can give to its driver."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Everything that can happen to a worker's scheduler. Facts, in the past tense.
+"""The events of the worker's scheduler, as facts in the past tense.
 
 An assignment and the result of a lease travel with the events, and come back with the commands: the scheduler does not
 look into either.

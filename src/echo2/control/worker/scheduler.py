@@ -1,4 +1,4 @@
-"""A worker's machine: what to fetch, when to swap weights, what to sample next, what to deliver again.
+"""The worker's scheduler, a state machine: what to fetch, when to swap weights, what to sample, what to deliver again.
 
 It holds leases in order of arrival, as many of them at the engine as its slots take, results until the head has
 answered for them, and at most one snapshot on its way in. New weights go in when nothing is sampled: until then no

@@ -1,4 +1,4 @@
-"""How much better than its siblings each rollout of a group did.
+"""The advantage of each rollout over the others of its group.
 
 Group-relative only: nothing here needs another group, so groups can be trained on one by one as they arrive. With R_i
 the rewards of the K rollouts of one group:

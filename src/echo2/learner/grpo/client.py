@@ -1,4 +1,4 @@
-"""Training steps on scored groups, made of the trainer's verbs.
+"""Training steps on scored groups, composed of the trainer's verbs.
 
     forward_backward(groups)    add the groups' gradients; any number of times, any split
     optim_step()                one AdamW step on what was added; the version grows by one

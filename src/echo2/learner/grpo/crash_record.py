@@ -1,4 +1,4 @@
-"""Which groups the learner was training on when it died, kept over its restarts.
+"""Records which groups the learner was training on when it died; the record outlives its restarts.
 
 A group that is fed is in the ledger and is fed again, so one that kills the learner (out of memory, a kernel's crash)
 would kill the next one too, for ever. After TOGETHER_MAX deaths in a micro-batch its groups are trained on one by one;

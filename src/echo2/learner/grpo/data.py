@@ -1,4 +1,4 @@
-"""Scored groups -> data: advantages, what counts, and what the sums over a step's tokens are divided by.
+"""Turns scored groups into data: advantages, loss weights, and the divisor of the sums over a step's tokens.
 
 The division comes in two parts that both stream: a weight for each token, known from its own sequence, and one divisor,
 known when the step has all its groups.

@@ -1,4 +1,4 @@
-"""The learner's life, on one screen. Read this first.
+"""The training loop of the learner, on one screen. Read this first.
 
 Step t takes the groups that the head feeds for it, micro-batch by micro-batch as they come, and makes version t + 1.
 Four orders must hold:

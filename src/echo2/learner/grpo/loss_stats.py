@@ -1,4 +1,4 @@
-"""What a step's loss did and how far the data was from the policy, as sums that add up over any split of the step.
+"""Statistics of a step: what the loss did, and how far the data was from the policy. Sums over any split of the step.
 
 k3 is Schulman's estimate of KL(mu || pi), r - 1 - l. All log ratios are clamped to +-20. Kept for the step, for each
 range of lags and for each worker: one bad machine, or one bad lag, does not show in a mean over all.

@@ -1,4 +1,4 @@
-"""Several ranks, one client: the first talks to the head and tells the others each verb before it does it.
+"""Runs one client on several ranks: the first rank talks to the head and passes each verb to the others.
 
 All hold the same client in the same state and do the same verbs in the same order with the same groups; what each of
 them runs of a call is the trainer's to cut. A rank that dies takes all with it: the run goes on from the checkpoint.

@@ -1,4 +1,4 @@
-"""The pull towards a reference policy: the weights that training began with, held once more and never changed.
+"""The KL penalty towards the reference policy: a second, frozen copy of the initial weights.
 
 Per token, with rho the reference, x = log rho - log pi and r = pi / mu at most 10:
 

@@ -1,5 +1,6 @@
-"""The run's checkpoints: written beside the training, durable before the head is told. Kept are the newest few, each
-Nth, and the best of those that were evaluated."""
+"""The run's checkpoints: written beside the training, durable before the head is told. It keeps the newest few, every
+Nth, and the best that was evaluated.
+"""
 
 from __future__ import annotations
 

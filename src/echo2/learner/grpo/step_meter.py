@@ -1,4 +1,4 @@
-"""What one training step saw and how long its parts took: the learner's share of a row of `metrics.jsonl`.
+"""Measures a training step: its data and the time of its parts, the learner's share of a row of `metrics.jsonl`.
 
 The step's window runs from the report of the step before to this step's own, so the parts add up: `time/step` =
 `time/wait_for_batch` + `time/train` + `time/publish_wait` (before the update: for the snapshot that is encoded, which

@@ -1,6 +1,4 @@
-"""What a token server says it has drawn, checked token by token, as a completion. Nothing is taken on trust: lengths,
-token ids, logprobs, versions and what a token was drawn from.
-"""
+"""Checks every token that a token server returns (id, logprob, version, support), and makes a completion of them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An `Engine` over a token server: requests over HTTP, and a look at the server's health.
+"""An `Engine` over a token server: sends requests over HTTP and watches the server's health.
 
 All of it happens in an event loop and thread of its own, so that parsing answers never delays a heartbeat, and whoever
 asks may do so from any event loop. A server that dies or hangs costs the requests that were in it: they fail, it is

@@ -1,4 +1,4 @@
-"""Runs a command until it ends or until standard input does, and then kills everything that it has started.
+"""Runs a command until it ends or standard input closes, and then kills all processes that it started.
 
 Whoever holds the other end of the pipe may die by whatever: the kernel closes it. Run by its path, with the standard
 library alone: `python guard.py COMMAND...`. Exits with the command's status.

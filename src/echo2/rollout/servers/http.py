@@ -1,4 +1,4 @@
-"""HTTP to one token server: bounded answers, and failures that say whether it is gone or has refused."""
+"""An HTTP client for one token server: answers are bounded; failures say whether the server is gone or has refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A snapshot as a model directory for a token server, which reads weights from files alone.
+"""Writes a snapshot as a model directory for a token server, which can read weights only from files.
 
 The directory of the weights that are served stays until others are: with it a server is started again, and with it the
 old weights come back where new ones could not be loaded.

@@ -1,4 +1,4 @@
-"""A token server as a process of the worker's own: started, watched, and killed with everything that it has started."""
+"""A token server as a child of the worker: started, watched, and killed with all processes that it started."""
 
 from __future__ import annotations
 

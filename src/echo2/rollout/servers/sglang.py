@@ -1,5 +1,5 @@
-"""SGLang as an engine, a server that its owner has started: `POST /generate`, and weights read from disk while requests
-are held in place.
+"""The engine `sglang`, for a server that its owner has started: `POST /generate`, and weights that the server reads
+from disk while requests are held.
 
 Source: SGLang 0.5.23, `srt/managers/io_struct.py` (requests), `srt/managers/tokenizer_manager.py` (answers),
 `srt/entrypoints/http_server.py` (routes).

@@ -1,4 +1,4 @@
-"""vLLM as an engine: `POST /inference/v1/generate`, and weights reloaded from a directory while requests run.
+"""The engine `vllm`: `POST /inference/v1/generate`, and weights reloaded from a directory while requests run.
 
 The worker's own server listens on a socket that only its user can reach: vLLM guards `/v1` and `/inference` with an API
 key, and leaves the routes that load weights and call methods open to whoever can connect.

@@ -1,1 +1,1 @@
-"""The head's process: the planner's real driver, and what it looks after."""
+"""The head's process: it drives the planner and serves workers and the learner."""

@@ -1,4 +1,4 @@
-"""Dollars: what each machine has cost so far, and what of it was wasted, by cause.
+"""The costs of a run: dollars for each machine, and how much of it was wasted, by cause.
 
 A machine of the run's owner costs its price for as long as it attends, a stranger for the time of its accepted results
 alone. Of that time, what it spent on results is useful, or waste under the word they were refused with; groups that

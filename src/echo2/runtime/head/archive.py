@@ -1,4 +1,4 @@
-"""The head's snapshots: what is stored of each, what is handed out to whom, and what is thrown away.
+"""The snapshots at the head: what is stored of each, which payload a worker gets, and what is deleted.
 
 The learner sends whole contents (anchors) and deltas over the version that it published before. They are stored as they
 come. A worker is given one payload: the deltas that lead from what it has to the newest version, joined, or an anchor

@@ -1,4 +1,4 @@
-"""How long snapshots take from publication to the workers, as the head sees it (installation included).
+"""Measures how long snapshots take from publication to installation, as the head sees it.
 
 A publication starts when the learner has its copy of the weights. `t_bcast` is ECHO-2's: until a share of 1/1.1 of the
 workers that attended at publication have installed it, reload included. A worker that skipped a version for a newer one

@@ -1,5 +1,6 @@
-"""Groups of strangers go to machines of the owner that read them again, and their verdicts come back. Who checks what,
-and what follows, is decided in `control/head/checks.py`."""
+"""Sends groups of strangers to the owner's machines for checking, and collects the verdicts. `control/head/checks.py`
+decides which groups, and what follows.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Rollouts that strangers deliver a second time. Copying is the cheapest way to cheat, and shows without a check: an
-honest engine, by its own logprobs, does not draw the same long rollout twice.
+"""Finds rollouts that strangers deliver a second time. Copying is the cheapest way to cheat and is found without a
+check: judged by its own logprobs, an honest engine does not draw the same long rollout twice.
 """
 
 from __future__ import annotations

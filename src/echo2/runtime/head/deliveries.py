@@ -1,4 +1,4 @@
-"""What a worker delivers, and what the head makes of it: the samples are the worker's word, all else the head's own.
+"""Turns a delivery into checked rollouts: tokens and logprobs come from the worker, everything else from the head.
 
 A delivery that the run's configuration does not make possible is refused here, before the planner is asked. Texts and
 rewards come later (`scoring.py`).

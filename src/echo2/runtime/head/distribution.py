@@ -1,4 +1,4 @@
-"""How snapshots leave the head: which payload each worker is told of, signed, and the origin that sends its chunks.
+"""Distributes snapshots: chooses and signs each worker's payload, and runs the origin that sends its chunks.
 
 A worker that has an older version is told of the deltas that lead from it to the newest, anybody else of a whole
 content and the deltas since. Nothing has to be made for that but a list of what is stored.

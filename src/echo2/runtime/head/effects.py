@@ -1,4 +1,4 @@
-"""What the head does with the planner's commands, once the ledger has what is durable of them."""
+"""Carries out the planner's commands, after the ledger has recorded what must be durable."""
 
 from __future__ import annotations
 

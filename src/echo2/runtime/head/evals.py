@@ -1,4 +1,4 @@
-"""Results of evaluations under way, until they are all in, and what is made of them."""
+"""Collects the results of an evaluation until it is complete, and computes its metrics."""
 
 from __future__ import annotations
 

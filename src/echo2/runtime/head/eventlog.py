@@ -1,4 +1,4 @@
-"""events.jsonl: every event the planner was told and every command it answered, so that a run can be replayed.
+"""Writes events.jsonl: every event of the planner with the commands that answered it, so that a run can be replayed.
 
 One JSON object a line. A head writes its planner's options when it starts, then one line an event: {"now": ...,
 "event": {"type": ..., ...}, "commands": [{"type": ..., ...}, ...]}. A line torn by a kill is the last one of its head

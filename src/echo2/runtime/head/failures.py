@@ -1,4 +1,4 @@
-"""What failed in the user's code and data, for people: of each kind a count, and the first in full."""
+"""Failures of the user's code and data, for people: a count for each kind, and the first one in full."""
 
 from __future__ import annotations
 

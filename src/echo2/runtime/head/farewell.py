@@ -1,4 +1,4 @@
-"""The end of a run that is told to stop: the learner saves a checkpoint while the head still records, then all end."""
+"""Stops a run in order: the learner saves a checkpoint while the head still records, then all processes end."""
 
 from __future__ import annotations
 

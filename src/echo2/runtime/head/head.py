@@ -1,4 +1,4 @@
-"""The head: one run's control plane, around the driver (`buffer/driver.py`) that planner and ledger are behind.
+"""The head: one run's control plane, around the driver (`buffer/driver.py`) with planner and ledger.
 
 It never imports torch, so that no training step can stall a heartbeat. `service` answers the links and turns what they
 say into events, `effects` carries the planner's commands out, `scoring` and `evals` look after results, `report` tells

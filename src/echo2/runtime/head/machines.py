@@ -1,4 +1,4 @@
-"""Machines that the run rents while it goes on: each offer's `rent` and `release` commands, and who is out.
+"""Rents and returns machines during a run, with the `rent` and `release` commands of the offers.
 
 A command is the user's own; its words are those of `shlex`, no shell sees it, and what is filled in stays one word. It
 gets {name}, {ticket} and {offer}, and the same in its environment. The list of machines is durable: a head that is

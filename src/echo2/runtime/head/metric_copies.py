@@ -1,4 +1,4 @@
-"""Copies of the metrics in TensorBoard and Weights & Biases. What fails or stalls there costs the copy alone."""
+"""Copies metrics to TensorBoard and Weights & Biases. A failure or stall there affects only the copy."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""metrics.jsonl, one object a training step.
+"""Writes metrics.jsonl, one object for each training step.
 
 A row's `step` is the number of completed steps (row N describes the step that made version N); `eval/*` in row N is
 of version N and is added when that evaluation ends, which may be a few steps later. Row 0 holds the evaluation before

@@ -1,4 +1,4 @@
-"""What a worker's stream says: its orders one by one, and the leases that wait for it together."""
+"""The stream of orders to a worker: single orders one by one, and all waiting leases together."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From the configuration to what the planner decides by."""
+"""Makes the planner's options from the configuration."""
 
 from __future__ import annotations
 

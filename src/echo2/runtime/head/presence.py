@@ -1,4 +1,4 @@
-"""What the head holds in memory of who is connected."""
+"""Who is connected to the head, in memory."""
 
 from __future__ import annotations
 

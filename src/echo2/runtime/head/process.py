@@ -1,4 +1,4 @@
-"""`echo2 head DIR`: opens the run, listens, and lives until the run is over."""
+"""`echo2 head DIR`: opens the run, listens, and serves until the run is over."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The head's own reading: prompts become tokens and tokens become text here, so that no worker is asked for either.
+"""Tokenises prompts and decodes rollouts at the head, so that no worker is trusted with either.
 
 The tokenizer comes with the snapshots, by way of `rollout/tokenizer.py`, and without torch.
 """

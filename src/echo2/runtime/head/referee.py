@@ -1,4 +1,4 @@
-"""The run's environment at the head: it goes through the rollouts that workers deliver and gives their rewards.
+"""Repeats delivered rollouts with the run's environment at the head, and takes their rewards from there.
 
 It has a process of its own, as at a worker. Rollouts are gone through side by side; one at which the environment hangs
 (30 s a call) costs the worker whose rollout it was.

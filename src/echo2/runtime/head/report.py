@@ -1,4 +1,4 @@
-"""What the head tells people: the step's row of metrics, and status.json."""
+"""Reports for people: the step's row of metrics, and status.json."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Rollouts for people to read: rollouts/step_N.jsonl has a few groups of the step that makes version N, with their
-first tokens one by one; rollouts/eval_N.jsonl has all that version N answered to the held-out tasks, as text.
+"""Writes rollouts for people: rollouts/step_N.jsonl has a few groups of the step that makes version N, with their first
+tokens one by one; rollouts/eval_N.jsonl has all answers of version N to the held-out tasks, as text.
 """
 
 from __future__ import annotations

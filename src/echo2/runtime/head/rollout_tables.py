@@ -1,4 +1,4 @@
-"""Rows of a table for people who read a run's rollouts elsewhere, out of the files that `rollout_log.py` writes."""
+"""Makes tables of rollouts for other places, such as Weights & Biases, from the files of `rollout_log.py`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Delivered groups become training data: the head reads their tokens, and processes beside it score them."""
+"""Scores delivered groups: the head decodes their tokens, and processes beside it compute the rewards."""
 
 from __future__ import annotations
 

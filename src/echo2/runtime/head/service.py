@@ -1,4 +1,4 @@
-"""The head's side of every link: what workers and the learner may ask, turned into events, and the planner's answers.
+"""The head's side of every connection: requests become events, and the planner's commands become answers.
 
 The transport has checked size and form of a message. A handler bounds every value in it, refuses what no honest caller
 would send, tells the planner (`Head.dispatch`: now; `Head.tell`: with what else has come by then), and reads the answer

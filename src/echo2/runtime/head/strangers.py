@@ -1,4 +1,4 @@
-"""What the head lets strangers say of themselves: whose machine it is, what it asks, what it holds, who it is.
+"""Limits what strangers may claim: whose machine they are, their price, the leases they hold, their name.
 
 A stranger joined by a ticket that is not for machines of the run's owner. What follows from what it does is decided in
 `control/head/strangers.py`.

@@ -1,4 +1,4 @@
-"""The user's task source, read on a thread of its own: a slow row delays its lease, and no heartbeat."""
+"""Reads the user's task source on a separate thread, so that a slow row delays its lease but no heartbeat."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`echo2 invite`, `echo2 tickets` and `echo2 revoke`: what the owner of a run does about who may join."""
+"""`echo2 invite`, `echo2 tickets` and `echo2 revoke`: who may join a run."""
 
 from __future__ import annotations
 

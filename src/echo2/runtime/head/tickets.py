@@ -1,4 +1,4 @@
-"""The tickets of a run's owner, which the head keeps usable, and what the commands about tickets show.
+"""The tickets of a run: the head keeps the owner's usable; the commands about tickets list them.
 
 `<out>/ticket` is for workers on machines of the owner: those that `echo2 run` starts, and those that the run rents. One
 that is half used up (who was given it may be on the way), has expired or was closed is replaced by another, never

@@ -1,4 +1,4 @@
-"""`echo2 chat`: talk to what a run has trained, or to any model. A person types; a script pipes one message in."""
+"""`echo2 chat`: talk to the model of a run, or to any other, from a terminal or through a pipe."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `--dry-run` and every start look at before a process is started: the user's mistakes, in one sentence each."""
+"""Checks before a start, also for `--dry-run`: finds the user's mistakes and explains each in one sentence."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`echo2 eval`: a checkpoint, found, loaded and judged, without any head."""
+"""`echo2 eval`: evaluates a checkpoint without a head."""
 
 from __future__ import annotations
 

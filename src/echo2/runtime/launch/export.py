@@ -1,4 +1,4 @@
-"""`echo2 export`: a checkpoint as a model directory of its own, without any head, and on the hub if asked."""
+"""`echo2 export`: writes a checkpoint as a separate model directory, without a head, and uploads it if asked."""
 
 from __future__ import annotations
 

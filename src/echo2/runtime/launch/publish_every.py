@@ -1,4 +1,4 @@
-"""`schedule.publish_every = "auto"`: the number that a run begins, or goes on, with, and why.
+"""`schedule.publish_every = "auto"`: finds the number with which a run starts or resumes, and the reason.
 
 The rule needs the seconds of a step and of a broadcast. They are those that a run measured: the one that is resumed, or
 another that the user names. Before anything is measured it is 1, which any bound allows. The number is settled before a

@@ -1,4 +1,4 @@
-"""What a resumed run may change: every change is named, and what its ledger and checkpoints rest on is refused."""
+"""Decides what a resumed run may change: names each change, and refuses what ledger or checkpoints depend on."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""`echo2 sft`: a model learns from answers before it is rewarded for its own. Rows are the tasks of a run's file: their
-prompts become tokens as they do in the run, and a column of theirs has the answer.
+"""`echo2 sft`: supervised fine-tuning before a run. Prompts are the tasks of the run's file, tokenised as in the run,
+and a column has the answers.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""From a configuration file to a run: resolve, check what can be checked beforehand, start, show, sum up."""
+"""`echo2 run`, from configuration file to summary: resolve, check, start, show progress, sum up."""
 
 from __future__ import annotations
 

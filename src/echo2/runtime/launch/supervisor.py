@@ -1,5 +1,4 @@
-"""`echo2 run`: starts head, learner and workers on this machine, over the wire they use between continents, and looks
-after them.
+"""Starts head, learner and workers on this machine, connected as over a network, and restarts those that die.
 
 A process that dies is started again (the head from its ledger, the learner from its checkpoint, a worker afresh), up
 to a limit. A process that ends with the user's mistake ends the run, with its one-line error; one that ends for lack of

@@ -1,4 +1,4 @@
-"""`echo2 learner DIR`: the run's GRPO client, from the newest checkpoint on, until the run is over."""
+"""`echo2 learner DIR`: runs the GRPO client from the newest checkpoint until the run is over."""
 
 from __future__ import annotations
 

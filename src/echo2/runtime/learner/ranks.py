@@ -1,4 +1,4 @@
-"""The other ranks of a learner on one machine, started and watched by the first, which `torchrun` would else do.
+"""Starts and watches a learner's other ranks on one machine, as `torchrun` would.
 
 All end together: the others with the first one's lifeline, and the first as soon as one of the others has died. What
 looks after the learner then starts it again, from the checkpoint.

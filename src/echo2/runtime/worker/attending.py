@@ -1,4 +1,4 @@
-"""How a machine attends: one stream of orders, taken up again whenever it breaks."""
+"""Keeps a machine's stream of orders from the head open, and reopens it when it breaks."""
 
 from __future__ import annotations
 

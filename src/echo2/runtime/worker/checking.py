@@ -1,4 +1,4 @@
-"""A machine of the owner reads again what a stranger sampled, between the tokens of what is being sampled here."""
+"""Checks rollouts of strangers on a machine of the owner, between decoding steps of its own sampling."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""`echo2 worker TICKET`: one rollout worker. The scheduler decides, this drives it: the link here, leases at the engine
-in `sampling`, and `weights` fetches, installs and gives on.
+"""`echo2 worker TICKET`: one rollout worker. The scheduler decides; this module drives it and the connection,
+`sampling` runs leases at the engine, and `weights` fetches, installs and serves weights.
 
 Things run at once, so that none delays another: the event loop (link, heartbeats, chunks), the engine's decode thread,
 a process for each environment, and a loading thread (apply and verify a snapshot beside the old one). Results wait with

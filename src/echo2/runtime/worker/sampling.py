@@ -1,4 +1,4 @@
-"""A worker's leases at the engine: one task for each, from its start to its group.
+"""Runs a worker's leases at the engine: one task for each, from its start to its group.
 
 Nothing here blocks the event loop: the engine decodes in its own thread, and environments answer in processes.
 """

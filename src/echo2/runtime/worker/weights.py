@@ -1,4 +1,4 @@
-"""A worker's weights: which payload is fetched, what is installed and kept, and what others are given of it.
+"""A worker's weights: which payload is fetched, what is installed and kept, and what is served to others.
 
 The content lies in a file: the next payload is applied to it in place, segment by segment, and the engine reads its
 weights from there. Beside it lies what leads to it (a whole content and the deltas since): late joiners are served the
