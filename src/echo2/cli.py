@@ -1,4 +1,4 @@
-"""The command `echo2`. Light: whatever needs torch is imported by the command that needs it."""
+"""The command `echo2`. Modules that need torch are imported only by the commands that use them."""
 
 from __future__ import annotations
 

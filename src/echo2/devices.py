@@ -1,4 +1,4 @@
-"""A device by name, for the learner and for the engines, and what memory there is. Loads torch only when called."""
+"""Finds a device by name, and its memory, for the learner and the engines. Imports torch only when called."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Whether there is room on the disk that holds a run. Without it the run pauses, while there is still enough for what
-is under way: results of open leases, two snapshots, one more checkpoint.
+"""Checks the free room on a run's disk. Without enough, the run pauses while there is still room for what is under way:
+results of open leases, two snapshots, one more checkpoint.
 
 A disk that fills up all the same (somebody else's file) ends a process with `NoRoomError`, between two transactions or
 within one that is undone; the supervisor starts it again when there is room.

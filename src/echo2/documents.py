@@ -1,4 +1,4 @@
-"""JSON and TOML that somebody else wrote: parsed, or a ValueError that says why not; and safetensors, written.
+"""Parses other people's JSON and TOML, or raises a ValueError that says what is wrong; and writes safetensors.
 
 The parsers of the standard library raise RecursionError for what is nested too deep, and so do many things done with
 what just passes them (copying, printing, writing it again); so depth has a limit of its own.

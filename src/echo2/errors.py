@@ -1,4 +1,4 @@
-"""Errors: whose fault it is decides the type.
+"""Errors. The type says whose fault the error is.
 
 * `UserError`: the user's mistake (a config key, a dataset row, a reward function, a full disk). It says what was wrong,
   the value, and what to do. The command line prints it as one line and exits with status 2.

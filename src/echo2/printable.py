@@ -1,4 +1,4 @@
-"""Text that somebody else wrote, made fit for terminals, logs and tables."""
+"""Makes other people's text safe for terminals, logs and tables."""
 
 from __future__ import annotations
 

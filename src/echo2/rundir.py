@@ -1,4 +1,4 @@
-"""A run directory: what lies where, and who may use it.
+"""A run directory: where its files are, and which process may use it.
 
     config.json       resolved configuration            metrics.jsonl   one object a step
     ledger.sqlite     what became of every group        events.jsonl    what the planner was told and answered (replay)

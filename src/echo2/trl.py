@@ -1,4 +1,5 @@
-"""TRL's `AsyncGRPOTrainer` with rollouts of echo2's workers: TRL trains; head, workers and rewards are ours.
+"""TRL's `AsyncGRPOTrainer` with rollouts of echo2's workers: TRL trains; echo2 runs the head, the workers and the
+rewards.
 
     fleet = echo2.trl.RolloutFleet(model, dataset, reward, args)
     AsyncGRPOTrainer(model, args=args, train_dataset=dataset, rollout_worker=fleet, weight_transfer=fleet).train()

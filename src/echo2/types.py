@@ -1,4 +1,4 @@
-"""The nouns that travel between processes. Frozen, standard library only.
+"""The values that travel between processes. Frozen dataclasses; standard library only.
 
 Token data is held in `array.array` ('i' for token ids, 'f' for logprobs): compact, and readable without a copy by
 `numpy.frombuffer` and `torch.frombuffer`.

@@ -388,7 +388,7 @@ def test_a_lost_worker_that_comes_back_is_not_taken_for_a_machine_that_is_on_its
 def test_before_a_step_is_trained_the_outlook_knows_nothing_but_heads() -> None:
     found = outlook(Hall(3).planner, 0.0)
     assert (found.active, found.standby, found.needed_rate, found.short) == (3, 0, None, None)
-    assert found.text == "how many are needed is not known before a step is trained"
+    assert found.text == "how many workers are needed is known after the first step"
 
 
 def test_the_outlook_counts_who_is_over_and_who_is_short_and_the_forecast_agrees() -> None:

@@ -123,7 +123,7 @@ OFFERS = (RentableOffer("spot", 1.0, 1.0, 4),)
 def test_where_the_reward_is_slow_no_worker_is_asked_for_or_rented() -> None:
     story = trained({"sampling": 1.0, "rewards": 6.0}, max_staleness=20, activation=True, offers=OFFERS)
     found = outlook(story.planner, story.planner.now)
-    assert found.text == "the learner waits for your reward function (6 s a group): more workers change nothing"
+    assert found.text == "the learner waits for your reward function (6 s a group): more workers would not help"
     assert predicted_idle_ratio(story.planner, story.planner.now) is None
     assert story.rented == []
     slow_worker = trained({"sampling": 6.0, "rewards": 1.0}, max_staleness=20, activation=True, offers=OFFERS)

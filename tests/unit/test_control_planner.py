@@ -408,7 +408,9 @@ def test_every_wait_says_for_whom_and_why() -> None:
     desk = Desk()
     assert [wait.reason for wait in desk.planner.waits(0.0)] == ["no learner is connected"]
     desk.tell(ev.LearnerJoined(0), ev.GroupsWanted(0))
-    assert desk.planner.waits(0.0)[0].reason == "step 0: 2 groups not yet sampled by any worker (no worker attends)"
+    assert (
+        desk.planner.waits(0.0)[0].reason == "step 0: 2 groups not yet sampled by any worker (no worker is connected)"
+    )
     desk.join("a", None)
     assert desk.planner.waits(0.0)[-1].reason == "no snapshot is published yet"
     desk.publish(0)

@@ -96,7 +96,7 @@ def test_who_is_back_under_its_name_or_another_of_its_ticket_still_rests() -> No
     joins(desk, "s2", "t")
     assert not held_by(desk, "s")
     assert not held_by(desk, "s2")
-    assert any("its ticket rests" in one.reason for one in desk.planner.waits(desk.now) if one.waiter == "s2")
+    assert any("its ticket gets no leases" in one.reason for one in desk.planner.waits(desk.now) if one.waiter == "s2")
 
 
 def test_of_one_ticket_who_failed_is_tried_after_those_who_did_not() -> None:

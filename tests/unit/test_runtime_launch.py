@@ -412,8 +412,8 @@ def test_auto_is_a_number_before_anything_is_checked_or_written(
 def test_a_start_says_how_other_machines_join_and_where_they_cannot(raw: dict[str, Any], tmp_path: Path) -> None:
     rundir = RunDir(tmp_path / "run")
     alone = joining(rundir, build(raw, "my.toml"))
-    assert alone[1] == "no other machine can join: head.listen is 127.0.0.1:0; 0.0.0.0:7341 lets them"
+    assert alone[1] == "no other machine can join: head.listen is 127.0.0.1:0; set it to 0.0.0.0:7341 to let them"
     for head in ({"listen": "0.0.0.0:7341", "advertise": "203.0.113.5"}, {"advertise": "203.0.113.5"}):
         lines = joining(rundir, build({**raw, "head": head}, "my.toml"))
-        assert lines[1] == f"machines of yours join with: echo2 worker @{rundir.ticket}"
-        assert lines[2] == f"those of others: echo2 invite {rundir.path}"
+        assert lines[1] == f"your machines join with: echo2 worker @{rundir.ticket}"
+        assert lines[2] == f"other people's machines: echo2 invite {rundir.path}"

@@ -69,7 +69,7 @@ def test_status_says_what_strangers_ask_who_was_turned_away_and_what_was_not_eva
         "turned_away": {"w-9": "it asks $7 an hour"},
     }
     assert strangers_lines(status) == [
-        "not evaluated: version 0, 10: no machine of yours attends; run `echo2 eval DIR`",
+        "not evaluated: version 0, 10: no machine of yours is connected; run `echo2 eval DIR`",
         "strangers ask: w-1 $0.4/h",
         "turned away: w-9: it asks $7 an hour",
     ]

@@ -272,7 +272,7 @@ def test_the_summary_is_worth_reading() -> None:
         "mean 0.50, max 2, bound 3",
         "2560 trained, retired: 3 stale, 1 failed; deliveries refused: 7 duplicate",
         "12.3 MB from the head, 98.8 MB between workers",
-        "$1.0000, of it wasted $0.2500",
+        "$1.0000, of which $0.2500 wasted",
         "$0.2500 (expired 3.5 s)",
     ):
         assert words in text
@@ -312,7 +312,7 @@ def test_the_end_of_a_run_says_where_the_model_is_and_what_to_do_with_it() -> No
         assert command in shown(on)
     on = console()
     show_summary(summary() | {"directory": "/runs/a", "checkpoint": 0, "steps": 0}, on)
-    assert "Nothing was trained. What happened is in /runs/a/logs" in shown(on)
+    assert "Nothing was trained. For the reason see /runs/a/logs" in shown(on)
     assert "echo2 export" not in shown(on)
 
 
@@ -346,7 +346,9 @@ def test_the_end_of_a_run_shows_what_the_model_says(tmp_path: Path, width: int) 
     assert "Samples from the last steps:" in shown(on)
 
 
-@pytest.mark.parametrize(("ratio", "told"), [(0.4, "40.0%, 80% of it for your reward function"), (0.01, "1.0% ")])
+@pytest.mark.parametrize(
+    ("ratio", "told"), [(0.4, "40.0%, 80% of it waiting for your reward function"), (0.01, "1.0% ")]
+)
 def test_the_end_of_a_run_says_what_the_learner_waited_for(ratio: float, told: str) -> None:
     on = console()
     waits = {"rewards": 8.0, "sampling": 1.5, "lease": 0.5, "lost": 0.0}

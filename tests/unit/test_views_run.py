@@ -132,7 +132,7 @@ def test_a_run_on_another_machine_lives_as_long_as_its_head_tells_something(rund
     rundir.status.write_text(json.dumps(status(head=head)))
     assert RunView.read(rundir.path).state == "running"
     rundir.status.write_text(json.dumps(status(head=head, time=time.time() - 3600)))
-    assert RunView.read(rundir.path).state == "nothing was heard of the head on elsewhere for 60 s"
+    assert RunView.read(rundir.path).state == "no news from the head on elsewhere for 60 s"
 
 
 def test_the_newest_steps_say_when_it_ends_and_for_how_much(rundir: RunDir) -> None:

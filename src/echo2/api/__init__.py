@@ -1,1 +1,1 @@
-"""echo2 from Python: `echo2.train(...)` and what it returns. The command line starts and reads the same runs."""
+"""echo2 from Python: `echo2.train(...)` and the `Run` it returns. The command line uses the same runs."""

@@ -1,4 +1,4 @@
-"""What is given in Python, as the files and settings that `echo2 run` reads. Nothing of a run is only in memory."""
+"""Turns Python arguments into the files and settings that `echo2 run` reads, so that nothing exists only in memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A function or class of the user's session, as a Python file that another process of the user's can load.
+"""Writes a function or class of the user's session to a Python file that another process can load.
 
 Rewards and environments run in processes of their own (`reward/process.py`), which cannot see a notebook. Nothing is
 pickled: the file holds the source of the function and of what it uses, so that a person can read in the run directory

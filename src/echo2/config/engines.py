@@ -1,4 +1,4 @@
-"""The engines, by the name that `workers.engine` and `--engine` give them."""
+"""The names of the engines, as in `workers.engine` and `--engine`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Machines on offer: what `echo2 plan` may choose from. A TOML file with one `[[offers]]` for each kind of machine.
+"""Machines on offer, from which `echo2 plan` chooses. A TOML file with one `[[offers]]` for each kind of machine.
 
     [[offers]]
     name = "rtx5090"

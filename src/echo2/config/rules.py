@@ -1,4 +1,4 @@
-"""Settings that are each fine and impossible together."""
+"""Checks settings together: each may be valid, but not their combination."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`echo2 demo`: the model is built once, in a process of its own; then it is an ordinary run."""
+"""`echo2 demo`: builds the model once, in a separate process, and then starts an ordinary run."""
 
 from __future__ import annotations
 

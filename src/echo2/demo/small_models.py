@@ -1,4 +1,4 @@
-"""Small models of characters, as the demo and the examples make them: nothing is downloaded."""
+"""Small character models for the demo and the examples, made without a download."""
 
 from __future__ import annotations
 

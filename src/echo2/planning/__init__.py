@@ -1,1 +1,1 @@
-"""Before and after a run: what it will take (`plan`, `probe`, `simulate`) and what it took (`cost`)."""
+"""Before and after a run: predictions (`plan`, `probe`, `simulate`) and costs (`cost`)."""

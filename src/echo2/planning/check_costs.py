@@ -1,4 +1,4 @@
-"""What it costs to read strangers' groups again, and what a cheat can expect to be paid."""
+"""Estimates the cost of checking strangers' groups, and what a cheat can expect to be paid."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`echo2 doctor`: what is wrong with this machine for a run, or for the ticket it was given, and what to do.
+"""`echo2 doctor`: finds what is wrong with this machine, or with its way to the head of a ticket, and what to do.
 
 It looks and changes nothing. Of a ticket it tries the address as a worker would, up to the handshake: no use is spent.
 """

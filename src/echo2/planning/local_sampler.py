@@ -1,4 +1,4 @@
-"""Groups sampled and scored on this machine without a head: what `echo2 probe` times and `echo2 eval` judges."""
+"""Samples and scores groups on this machine without a head, for `echo2 probe` and `echo2 eval`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What memory a run's learner and workers will need, by part, before anything is started; what can't fit is refused."""
+"""Forecasts the memory of a run's learner and workers, by part, and refuses what cannot fit."""
 
 from __future__ import annotations
 

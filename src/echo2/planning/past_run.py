@@ -1,4 +1,4 @@
-"""What an earlier run measured, from its metrics: seconds of a step, of a broadcast, and how small its deltas are."""
+"""Measurements of an earlier run, from its metrics: seconds of a step and of a broadcast, and the size of deltas."""
 
 from __future__ import annotations
 

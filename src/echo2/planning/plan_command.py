@@ -1,4 +1,4 @@
-"""`echo2 plan`: flags and files in, a plan out, as a table for people or as JSON."""
+"""`echo2 plan`: reads flags and files, and prints a plan as a table or as JSON."""
 
 from __future__ import annotations
 

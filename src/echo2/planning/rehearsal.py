@@ -1,4 +1,4 @@
-"""A plan, rehearsed: the same machines, prices and times in the simulator, with the real control code."""
+"""Rehearses a plan in the simulator: the same machines, prices and times, with the real control code."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`echo2 simulate`: run a scenario file and print what came out."""
+"""`echo2 simulate`: runs a scenario file and prints the report."""
 
 from __future__ import annotations
 

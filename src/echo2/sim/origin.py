@@ -1,4 +1,4 @@
-"""Snapshots at the simulated head: their payloads, and the real machine that says who takes them from whom.
+"""Snapshots at the simulated head: their payloads, and the real state machine that routes them.
 
 A chunk's name is a hash of its data, and its data says which weights it makes: those of a digest, whole or out of those
 of another one. So a worker that put a delta on the wrong weights has wrong weights, and shows it.

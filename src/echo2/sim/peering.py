@@ -1,6 +1,4 @@
-"""A simulated worker's snapshots: the real fetcher, chunks from the head and from other workers, and what becomes of
-them in memory.
-"""
+"""Snapshots at a simulated worker: the real fetcher, and chunks from the head and from other workers, in memory."""
 
 from __future__ import annotations
 

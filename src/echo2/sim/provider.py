@@ -1,4 +1,4 @@
-"""The machine provider: kinds of workers with an `offer` are not there until the planner asks for them."""
+"""The machine provider: workers with an `offer` do not exist until the planner rents them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a simulated run came to: idle ratio, staleness, what was wasted and why. Numbers first, then text for people."""
+"""The report of a simulated run: idle ratio, staleness, what was wasted and why. First numbers, then text."""
 
 from __future__ import annotations
 

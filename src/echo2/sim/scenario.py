@@ -1,4 +1,4 @@
-"""What is simulated, as data: the run's settings, the machines, and how often each of them fails.
+"""A scenario as data: the run's settings, the machines, and how often each of them fails.
 
 A scenario is a TOML file: the fields of `Scenario` at the top, `[learner]`, `[head]`, `[broadcast]`, one `[[workers]]`
 for each kind of worker, one `[[outages]]` for each disaster. Names as in `config/`. Durations are medians in seconds

@@ -1,4 +1,4 @@
-"""A scenario file as one run, or as many runs that differ in a few fields: the figures and tables are such files.
+"""A scenario file as one run, or as many runs that differ in a few fields. Figures and tables are such files.
 
     [sweep]                               one run for each value; several keys: each with each
     "workers.count" = [4, 6, 8]

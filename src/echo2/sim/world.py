@@ -1,4 +1,4 @@
-"""A priority queue of (time, sequence, actor, event) and a virtual clock: all there is to time in a simulation.
+"""Time in a simulation: a priority queue of (time, sequence, actor, event) and a virtual clock.
 
 Ties fall in the order of posting. An actor that dies and comes back has a new *life*; what was on its way to the old
 one is dropped, as a kernel drops what comes for a closed socket.

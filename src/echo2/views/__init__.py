@@ -1,1 +1,1 @@
-"""What people look at. `run_view` reads a run directory, once and for all of them; the others show it."""
+"""What people see of a run. `run_view` reads a run directory; the other modules show it."""

@@ -1,4 +1,4 @@
-"""The dashboard's HTTP application. Whoever has the token sees the runs; nothing can be changed here."""
+"""The dashboard's HTTP application. Anybody with the token can see the runs; nothing can be changed here."""
 
 from __future__ import annotations
 

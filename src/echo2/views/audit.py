@@ -1,4 +1,4 @@
-"""`echo2 audit`: what the ledger says of a run's groups, judged."""
+"""`echo2 audit`: counts a run's groups from the ledger and judges them."""
 
 from __future__ import annotations
 

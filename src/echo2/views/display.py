@@ -1,4 +1,4 @@
-"""What a person sees of a run: a progress display while it goes on, and the summary at its end."""
+"""The progress display of a run, and the summary at its end."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ REASON_CHARS = 1000
 FAILURE_WORDS = {
     "reward_failed": ("groups were lost to your reward function", "reward.log"),
     "environment_failed": ("groups were lost to your environment", "head.log"),
-    "bad_task": ("groups were lost to rows that are no tasks", "head.log"),
+    "bad_task": ("groups were lost to rows that are not valid tasks", "head.log"),
     "prompt_too_long": ("groups have prompts that are too long for the model", "head.log"),
     "log_unfit": ("groups have logged rollouts that the model cannot read", "head.log"),
     "snapshot_refused": ("snapshots were refused by workers", "head.log"),
@@ -226,7 +226,7 @@ def strangers_lines(status: Mapping[str, Any]) -> list[str]:
     lines = []
     if versions := sorted(status.get("not_evaluated") or {}, key=int):
         names = ", ".join(versions)
-        lines.append(f"not evaluated: version {names}: no machine of yours attends; run `echo2 eval DIR`")
+        lines.append(f"not evaluated: version {names}: no machine of yours is connected; run `echo2 eval DIR`")
     asks = {w["id"]: w["price_usd_per_hour"] for w in status.get("workers", []) if w.get("is_own") is False}
     if asks := {worker_id: price for worker_id, price in asks.items() if price}:
         lines.append("strangers ask: " + ", ".join(f"{worker_id} ${price:g}/h" for worker_id, price in asks.items()))
@@ -273,7 +273,7 @@ def show_summary(summary: dict[str, Any], console: Console) -> None:
     )
     table.add_row("weights sent", shipped)
     table.add_row("time", f"{summary['seconds']:.0f} s")
-    table.add_row("cost", f"${summary['cost_usd']:.4f}, of it wasted ${summary['wasted_usd']:.4f}")
+    table.add_row("cost", f"${summary['cost_usd']:.4f}, of which ${summary['wasted_usd']:.4f} wasted")
     console.print(table)
     machines = Table(title="Machines", title_justify="left")
     for column in ("machine", "groups*", "busy", "connected", "dollars", "wasted"):
@@ -293,7 +293,7 @@ def show_summary(summary: dict[str, Any], console: Console) -> None:
             f"${machine['wasted_usd']:.4f}" + (f" ({wasted})" if wasted else ""),
         )
     console.print(machines)
-    console.print("* with those of evaluations", highlight=False)
+    console.print("* including groups of evaluations", highlight=False)
     _show_samples(summary, console)
     for line in next_steps(summary):
         console.print(escape(line), highlight=False, soft_wrap=True)
@@ -318,7 +318,7 @@ def _mostly(summary: Mapping[str, Any]) -> str:
     seconds, cause = max(((seconds, cause) for cause, seconds in waits.items()), default=(0.0, ""))
     if summary["learner_idle_ratio"] < WORTH_WORDS or seconds <= 0:
         return ""
-    return f", {seconds / sum(waits.values()):.0%} of it for {CAUSES[cause]}"
+    return f", {seconds / sum(waits.values()):.0%} of it waiting for {CAUSES[cause]}"
 
 
 def next_steps(summary: dict[str, Any]) -> list[str]:
@@ -327,11 +327,11 @@ def next_steps(summary: dict[str, Any]) -> list[str]:
     if not where or version is None:
         return []
     if not summary["steps"]:
-        return [f"Nothing was trained. What happened is in {where}/logs; go on with --resume."]
+        return [f"Nothing was trained. For the reason see {where}/logs; continue with --resume."]
     return [
         f"The model after step {version} is in {where}/checkpoints/step_{version}, a Hugging Face directory.",
         f"See how it went: echo2 view {where}   Talk to it: echo2 chat {where}",
-        f"Judge it: echo2 eval {where}   Take it with you: echo2 export {where} --to DIR",
+        f"Evaluate it: echo2 eval {where}   Export it: echo2 export {where} --to DIR",
     ]
 
 

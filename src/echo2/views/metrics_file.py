@@ -1,4 +1,4 @@
-"""metrics.jsonl, read as it grows: no row is parsed twice."""
+"""Reads metrics.jsonl while it grows, without parsing a row twice."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the page is told of how a run stands, as plain values; `chart_points.py` has the numbers of its charts."""
+"""The dashboard's data on the state of a run, as plain values; `chart_points.py` has the data of its charts."""
 
 from __future__ import annotations
 

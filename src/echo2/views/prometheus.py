@@ -1,4 +1,4 @@
-"""The newest numbers of runs, in Prometheus' text format: `echo2_reward_mean{run="sort"} 0.71`."""
+"""The newest metrics of runs in Prometheus' text format: `echo2_reward_mean{run="sort"} 0.71`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The rollouts that a run wrote down for people (`runtime/head/rollout_log.py`), read back a file at a time."""
+"""Reads the rollouts that a run wrote for people (`runtime/head/rollout_log.py`), a file at a time."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""What a run directory says at one moment. Every view of a run is made from this: `echo2 status`, the progress display,
-the dashboard, and the run of the Python API.
+"""The state of a run directory at one moment. `echo2 status`, the progress display, the dashboard and the Python API
+are made from it.
 
 It reads and never writes, so a run that goes on, ended, was killed or was copied from elsewhere is read alike. A file
 that is missing or half written says nothing yet.

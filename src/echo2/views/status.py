@@ -1,4 +1,4 @@
-"""`echo2 status`: the head's last word (status.json) held against the processes that really live."""
+"""`echo2 status`: the last status.json of the head, compared with the processes that are really alive."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def live_status(rundir: RunDir, told: Mapping[str, Any], with_workers: bool = Tr
     elif is_going_on:
         state = f"paused: {told['paused']}" if told.get("paused") else "running"
     elif head["alive"] is None:
-        state = f"nothing was heard of the head on {head['host']} for {SILENT_SECONDS:.0f} s"
+        state = f"no news from the head on {head['host']} for {SILENT_SECONDS:.0f} s"
     elif "supervisor" in lives:
         room = free_bytes(rundir.path) >= FLOOR_BYTES
         state = "starting" if room else f"paused: no room on the disk that holds {rundir.path}"

@@ -1,4 +1,4 @@
-"""`echo2 trust`: whose rollouts are believed, and why not; from the head's last word (status.json)."""
+"""`echo2 trust`: the results of checks by ticket, from the head's last status.json."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Runs as they go on, told to every page that is open. They are read while somebody looks, once for all who do."""
+"""Sends running runs to all open pages. Runs are read only while somebody looks, once for all."""
 
 from __future__ import annotations
 

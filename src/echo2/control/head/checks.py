@@ -82,7 +82,7 @@ def assign(state: PlannerState) -> None:
         check.checker = chosen.worker_id
         state.emit(
             do.CheckGroup,
-            f"group {check.number} of {check.worker_id} is to be read again",
+            f"group {check.number} of {check.worker_id} is to be checked",
             worker_id=chosen.worker_id,
             group=state.train_group(check.number),
             ref=check.ref,

@@ -41,10 +41,10 @@ class Outlook:
     def text(self) -> str:
         """What is missing, for people."""
         if self.needed_rate is None:
-            return "how many are needed is not known before a step is trained"
+            return "how many workers are needed is known after the first step"
         if self.reward_seconds is not None:
             each = f"{self.reward_seconds:.3g} s a group"
-            return f"the learner waits for your reward function ({each}): more workers change nothing"
+            return f"the learner waits for your reward function ({each}): more workers would not help"
         if self.short is None:
             return "the learner is faster than these workers can be: add some"
         workers = f"{abs(self.short)} worker{'s' if abs(self.short) > 1 else ''}"

@@ -364,7 +364,7 @@ class Planner(PlannerState):
     def _finish_evals(self, now: float) -> None:
         if self.evaluation.rounds and self._lacks_own(now):
             seconds = EVAL_WAIT_LEASES * self.options.lease_seconds
-            reason = f"no machine of the owner has attended for {seconds:.0f} s, and no other's word counts"
+            reason = f"no machine of the owner has been connected for {seconds:.0f} s, and no other may evaluate"
             for version in list(self.evaluation.rounds):
                 self.evaluation.skip(version)
                 self.emit(do.SkipEval, reason, version=version)

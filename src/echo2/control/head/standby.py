@@ -1,8 +1,8 @@
 """Decides who works and who stands by: the capacity model and the activation loop, fed with measurements.
 
-A worker that stands by attends, is sent no leases and need not fetch snapshots. Until a first step is trained nothing
-is known, and everybody works. Machines on offer are rented when all that attend are too few, and those that nobody has
-needed for a while are returned.
+A worker that stands by is connected, gets no leases and need not fetch snapshots. Before the first trained step nothing
+is known, and all workers work. Machines on offer are rented when the connected workers are too few, and returned when
+they have not been needed for a while.
 """
 
 from __future__ import annotations
@@ -199,7 +199,7 @@ def _rent(state: PlannerState, activation: Activation, short_rate: float, now: f
     for machine in choose(pool, missing - coming).worker_ids:
         name = machine.rpartition("/")[0]
         activation.rents[name].append(now)
-        reason = f"all that attend are {missing:.4g} rollouts/s short" if present else "nobody attends"
+        reason = f"the connected workers are {missing:.4g} rollouts/s short" if present else "no worker is connected"
         state.emit(do.RentMachine, reason, offer=name)
 
 

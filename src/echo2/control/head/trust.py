@@ -63,7 +63,7 @@ class Trust:
 
 @dataclass(slots=True)
 class OpenCheck:
-    """A group that is to be read again under `ref`: until when, by whom (`checker`; empty: nobody yet), and whether it
+    """A group that is to be checked under `ref`: until when, by whom (`checker`; empty: nobody yet), and whether it
     is not trained before. `is_from_stream`: its worker's engine draws from the head's random numbers.
     """
 

@@ -20,7 +20,7 @@ def list_waits(state: PlannerState, now: float) -> list[Wait]:
             waits.append(Wait("head", worker.worker_id, worker.detached_at, until, reason))
         elif worker.standby:
             suffice = "it stands by: the active workers suffice"
-            reason = suffice if state.activation else "it is to work for another policy once its leases are done"
+            reason = suffice if state.activation else "it will work for another policy when its leases are done"
             waits.append(Wait(worker.worker_id, "head", worker.standby_since or worker.joined_at, None, reason))
         elif worker.idle_since is not None:
             name, reason = _why_idle(state, worker)
@@ -82,10 +82,10 @@ def _learner_waits(state: PlannerState) -> list[Wait]:
     ]
     if num_unheld:
         reason = f"step {step}: {num_unheld} groups not yet sampled by any worker"
-        reason += " (no worker attends)" if not state.fleet.attending() else ""
+        reason += " (no worker is connected)" if not state.fleet.attending() else ""
         waits.append(Wait("learner", "workers", since, None, reason))
     for group, check in checks.held(state, step):
-        reason = f"step {step}: whether {group} of {check.worker_id} was drawn as it says is being checked"
+        reason = f"step {step}: {group} of {check.worker_id} is being checked"
         waits.append(Wait("learner", check.checker or "head", since, check.until, reason))
     if num_unscored:
         waits.insert(0, Wait("learner", "rewards", since, None, _why_unscored(state, step, num_unscored)))
@@ -132,7 +132,10 @@ def _why_idle(state: PlannerState, worker: Worker) -> tuple[str, str]:
         return "head", f"it has no valid snapshot installed; {_coming(worker, str(newest))}"
     last = installed.version + state.options.max_staleness
     if not worker.is_own and (until := state.standings.rests.get(worker.ticket)) is not None:
-        return "head", f"its ticket rests for {max(0.0, until - state.now):.0f} s: its leases brought nothing"
+        return (
+            "head",
+            f"its ticket gets no leases for {max(0.0, until - state.now):.0f} s: its leases brought no results",
+        )
     if last >= state.options.max_steps:
         return "learner", "every group of the run is sampled or leased"
     if installed.version < newest.version:

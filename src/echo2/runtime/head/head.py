@@ -265,7 +265,9 @@ class Head:
         """End the run once its budget is spent."""
         budget = self.config.fleet.budget_usd
         if budget and self.costs.cum_usd(self.clock.now()) >= budget:
-            farewell.stop(self, f"the budget of ${budget:g} is spent; raise fleet.budget_usd to go on with --resume")
+            farewell.stop(
+                self, f"the budget of ${budget:g} is spent; raise fleet.budget_usd and continue with --resume"
+            )
 
     def save_books(self) -> None:
         self.ledger.set_meta("costs", self.costs.to_plain(self.clock.now()))
@@ -300,7 +302,7 @@ class Head:
         try:
             self.save_books()
         except UserError:
-            log.exception("the books of the last step could not be saved")
+            log.exception("the costs of the last step could not be saved")
         self.ledger.close()
         self.metrics.close()
         self.log.close()

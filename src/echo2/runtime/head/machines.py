@@ -104,7 +104,7 @@ class Machines:
         """The run is over: give back all of them, at once."""
         await asyncio.gather(*(self._return(machine, LAST_TRIES) for machine in list(self._out.values())))
         if self._out:
-            log.error("these machines could not be given back and may still cost money: %s", ", ".join(self._out))
+            log.error("these machines could not be returned and may still cost money: %s", ", ".join(self._out))
 
     async def _rent(self, machine: Machine) -> None:
         problem = await self._run("rent", machine)
@@ -125,7 +125,7 @@ class Machines:
                 self._out.pop(machine.name, None)
                 self._remember()
                 return
-            log.warning("%s could not be given back: %s", machine.name, problem)
+            log.warning("%s could not be returned: %s", machine.name, problem)
             if tried == tries:
                 return
             await asyncio.sleep(pause)

@@ -155,8 +155,12 @@ def joining(rundir: RunDir, config: Config) -> list[str]:
     lines = [f"run directory [bold]{where}[/bold]"]
     if config.head.is_local:
         listen = escape(config.head.listen)
-        return [*lines, f"no other machine can join: head.listen is {listen}; 0.0.0.0:7341 lets them"]
-    return [*lines, f"machines of yours join with: echo2 worker @{ticket}", f"those of others: echo2 invite {where}"]
+        return [*lines, f"no other machine can join: head.listen is {listen}; set it to 0.0.0.0:7341 to let them"]
+    return [
+        *lines,
+        f"your machines join with: echo2 worker @{ticket}",
+        f"other people's machines: echo2 invite {where}",
+    ]
 
 
 @contextmanager

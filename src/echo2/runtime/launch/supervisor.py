@@ -260,7 +260,10 @@ class Supervisor:
 
     def _write_end(self, failure: Echo2Error | None) -> None:
         """What outcome.json does not say yet: the error that ended the run, and steps that no checkpoint covers."""
-        outcome = self._outcome() or {"kind": "failed", "reason": "the head ended without a word; see logs/head.log"}
+        outcome = self._outcome() or {
+            "kind": "failed",
+            "reason": "the head ended without an error message; see logs/head.log",
+        }
         if failure is not None:
             kind = "user_error" if isinstance(failure, UserError) else "failed"
             outcome = {"kind": kind, "reason": str(failure)}
