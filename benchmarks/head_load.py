@@ -88,10 +88,10 @@ def tokenizer_files() -> dict[str, bytes]:
 # ---- the workers' side -----------------------------------------------------------------------------------------------
 
 
-def rollouts(samples: int, tokens: int, version: int) -> list[wire.Sample]:
+def rollouts(samples: int, tokens: int, version: int) -> list[wire.Rollout]:
     """The same for every lease: the head does not know."""
     ids = array("i", [2 + place % 10 for place in range(tokens - 1)] + [END])
-    sample = wire.Sample(
+    sample = wire.Rollout(
         tokens=ids.tobytes(),
         logprobs=array("f", [-0.5] * tokens).tobytes(),
         loss_mask=b"\x01" * tokens,
@@ -139,7 +139,7 @@ async def attend(link: GrpcLink, installed: wire.SnapshotId, options: argparse.N
                 kind=lease.kind,
                 number=lease.number,
                 lineage=1,
-                samples=samples,
+                rollouts=samples,
                 generate_seconds=0.001,
             )
             for lease in order.leases.leases
@@ -175,7 +175,8 @@ async def learner(directory: Path, ready: asyncio.Event, marks: list[tuple[int, 
             weights = (step + 1).to_bytes(8, "little")
             await client.publish(step + 1, LentWeights({"w": TensorBytes("I16", (4,), weights)}, files))
         if step % CHECKPOINT_STEPS == 0:
-            await client.report_checkpoint(step + 1, max(0, step + 1 - CHECKPOINT_STEPS))
+            oldest = max(0, step + 1 - CHECKPOINT_STEPS)
+            await client.report_checkpoint(step + 1, oldest, [oldest, step + 1])
 
 
 # ---- measuring -------------------------------------------------------------------------------------------------------
@@ -270,7 +271,11 @@ async def at_work(
             await asyncio.sleep(0.5)
         while not marks and not learning.done():  # noqa: ASYNC110
             await asyncio.sleep(0.05)
+        if learning.done():
+            learning.result()
         yield
+        if learning.done():
+            learning.result()
     finally:
         learning.cancel()
 

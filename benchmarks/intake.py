@@ -49,7 +49,7 @@ def settings(groups: int, samples: int, tokens: int) -> dict[str, dict[str, Any]
 
 def result(lease: wire.Lease, tokens: int, rng: random.Random) -> wire.Delivery:
     samples = [
-        wire.Sample(
+        wire.Rollout(
             tokens=array("i", [rng.randrange(2, 12) for _ in range(tokens)]).tobytes(),
             logprobs=array("f", [-0.5] * tokens).tobytes(),
             loss_mask=b"\x01" * tokens,
@@ -59,7 +59,7 @@ def result(lease: wire.Lease, tokens: int, rng: random.Random) -> wire.Delivery:
         for _ in range(lease.num_samples)
     ]
     return wire.Delivery(
-        policy=lease.policy, lease_id=lease.lease_id, kind=lease.kind, number=lease.number, lineage=1, samples=samples
+        policy=lease.policy, lease_id=lease.lease_id, kind=lease.kind, number=lease.number, lineage=1, rollouts=samples
     )
 
 

@@ -159,7 +159,7 @@ async def until(holds: Any) -> None:
     await asyncio.wait_for(wait(), SECONDS)
 
 
-def sample(tokens: Iterable[int], version: int = 0, **fields: Any) -> wire.Sample:
+def sample(tokens: Iterable[int], version: int = 0, **fields: Any) -> wire.Rollout:
     """A rollout as an honest worker with no top-k or top-p tells it."""
     ids = array("i", tokens)
     values: dict[str, Any] = {
@@ -169,10 +169,10 @@ def sample(tokens: Iterable[int], version: int = 0, **fields: Any) -> wire.Sampl
         "version_spans": [wire.VersionSpan(start=0, version=version)],
         "finish": "stop",
     }
-    return wire.Sample(**{**values, **fields})
+    return wire.Rollout(**{**values, **fields})
 
 
-def delivery(lease: wire.Lease, samples: Iterable[wire.Sample], **fields: Any) -> wire.Delivery:
+def delivery(lease: wire.Lease, samples: Iterable[wire.Rollout], **fields: Any) -> wire.Delivery:
     values = {
         "lease_id": lease.lease_id,
         "policy": lease.policy,
@@ -180,7 +180,7 @@ def delivery(lease: wire.Lease, samples: Iterable[wire.Sample], **fields: Any) -
         "number": lease.number,
         "lineage": 1,
     }
-    return wire.Delivery(**{**values, "samples": list(samples), "generate_seconds": 0.01, **fields})
+    return wire.Delivery(**{**values, "rollouts": list(samples), "generate_seconds": 0.01, **fields})
 
 
 #: The longest duration that a message may hold, nearly.

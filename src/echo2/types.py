@@ -137,6 +137,10 @@ class Reply:
     done: bool
 
 
+#: Of one rollout: its reward, and the parts that add up to it by name of the function.
+Score = tuple[float, Mapping[str, float]]
+
+
 @dataclass(frozen=True, slots=True)
 class Rollout:
     """One rollout at one task, exactly as sampled (never tokenised again).

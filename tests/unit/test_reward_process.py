@@ -328,7 +328,7 @@ def test_the_child_ends_with_its_parent_even_while_hanging(own: Path) -> None:
         child.stdin.write(pipes.encode({"id": 0, "functions": [f"{own}/own.py:reward"], "timeout_seconds": 60.0}))
         child.stdin.flush()
         assert pipes.read(child.stdout) == {"id": 0, "is_async": False}
-        child.stdin.write(pipes.encode({"id": 1, "groups": [frames.group_message(task("hang"), rollouts("a"))]}))
+        child.stdin.write(pipes.encode({"id": 1, "groups": [frames.group_message(task("hang"), rollouts("a"), "a")]}))
         child.stdin.close()
         try:
             assert child.wait(timeout=30) == 0
@@ -343,7 +343,7 @@ def test_the_child_ends_with_its_parent_even_while_hanging(own: Path) -> None:
 )
 def test_a_group_survives_the_pipe(prompt: object, texts: list[str], columns: dict[str, object]) -> None:
     original = Task(7, prompt, columns)  # type: ignore[arg-type]
-    message = pipes.read(io.BytesIO(pipes.encode(frames.group_message(original, rollouts(*texts)))))
+    message = pipes.read(io.BytesIO(pipes.encode(frames.group_message(original, rollouts(*texts), texts))))
     assert message is not None
     back, attempts = frames.group_of(message)
     assert back == original

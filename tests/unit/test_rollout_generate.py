@@ -9,12 +9,14 @@ from itertools import count
 from typing import Any
 
 import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
+from transformers import PreTrainedTokenizerFast
 
 from echo2.errors import PeerError, UserError
 from echo2.rollout.engine import RequestFailure, SampleRequest
 from echo2.rollout.engines import make_engine
 from echo2.rollout.generate import in_lockstep, sample_group, sample_groups
-from echo2.rollout.tokenizer import decoded, encode_prompt, load_tokenizer, with_texts
+from echo2.rollout.tokenizer import decoded, decoded_all, encode_prompt, load_tokenizer, with_texts
 from echo2.types import (
     RUN_POLICY,
     Assignment,
@@ -217,3 +219,37 @@ def test_ids_that_only_the_model_has_say_nothing() -> None:
     tokenizer = load_tokenizer(tokenizer_files())
     assert decoded(tokenizer, array("i", [7, len(tokenizer), 5, 2**31 - 1, END])) == "53"
     assert decoded(tokenizer, array("i")) == ""
+
+
+WORDS = {"<pad>": 0, "<s>": 1, "a": 2, "b": 3, ",": 4, "##c": 5, ".": 6}
+
+
+@pytest.mark.parametrize("cleans_up", [True, False])
+@pytest.mark.parametrize("kind", ["words", "bytes"])
+def test_texts_are_those_of_transformers_whoever_writes_them(kind: str, cleans_up: bool) -> None:
+    """Wrapped tokenizers of WordPiece take the space before a comma away; byte-level ones never do."""
+    if kind == "words":
+        core = Tokenizer(models.WordPiece(WORDS, unk_token="<pad>"))
+        core.pre_tokenizer, core.decoder = pre_tokenizers.Whitespace(), decoders.WordPiece(cleanup=False)
+    else:
+        vocab = {
+            "<pad>": 0,
+            "<s>": 1,
+            **{sign: 2 + i for i, sign in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))},
+        }
+        core = Tokenizer(models.BPE(vocab, []))
+        core.pre_tokenizer, core.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    core.add_special_tokens(["<pad>", "<s>"])
+    core.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
+    tokenizer: Any = PreTrainedTokenizerFast(
+        tokenizer_object=core, bos_token="<s>", pad_token="<pad>", clean_up_tokenization_spaces=cleans_up
+    )
+    for text in ("a , b ac .", "a", ""):
+        tokens = encode_prompt(Task(0, text), tokenizer)
+        assert tokens.tolist() == tokenizer.encode(text, add_special_tokens=True)
+        assert tokens[0] == 1
+        longer = array("i", [*tokens, *tokens])
+        wanted = [tokenizer.decode(row.tolist(), skip_special_tokens=True) for row in (tokens, longer)]
+        assert decoded_all(tokenizer, (tokens, longer)) == wanted
+    text = decoded(tokenizer, encode_prompt(Task(0, "a , b"), tokenizer))
+    assert text == ("a, b" if cleans_up and kind == "words" else "a , b")

@@ -152,7 +152,7 @@ def test_policy_and_environment_take_turns(name: str) -> None:
             silent = [lp for lp, mask in zip(rollout.logprobs, rollout.loss_mask, strict=True) if not mask]
             assert silent == [0.0] * 6
         message = messages.encode_group(group)
-        assert messages.decode_group(message) == group  # what the head checks, holds
+        assert messages.parse_group(message.SerializeToString()) == group
 
 
 @pytest.mark.parametrize("name", ["compact", "transformers"])
@@ -180,7 +180,7 @@ def test_logprobs_are_those_of_the_whole_text_read_at_once(name: str, narrowing:
             widths = [b - a for a, b in zip(rollout.support_offsets, rollout.support_offsets[1:], strict=False)]
             assert [width > 0 for width in widths] == [bool(mask) for mask in rollout.loss_mask]
     assert seen >= 12
-    assert messages.decode_group(messages.encode_group(groups[0])) == groups[0]
+    assert messages.parse_group(messages.encode_group(groups[0]).SerializeToString()) == groups[0]
 
 
 @pytest.mark.parametrize("name", ENGINES)
@@ -279,7 +279,7 @@ def test_what_comes_of_any_environment_is_what_the_head_accepts(seed: int) -> No
     groups, failures = play(engine, tokenizer, world, *asked)
     assert (set(groups), failures, world.open) == ({0, 1}, {}, set())
     for group in groups.values():
-        assert messages.decode_group(messages.encode_group(group)) == group
+        assert messages.parse_group(messages.encode_group(group).SerializeToString()) == group
         messages.check_lengths(group, max_tokens)
         messages.check_turns(group, max_turns)
         messages.check_vocabulary(group, VOCAB)
@@ -385,7 +385,7 @@ def test_new_weights_may_come_between_turns_and_within_one(name: str) -> None:
         assert starts[0] == 0
         assert list(versions) == sorted(set(versions))
         assert all(rollout.loss_mask[start] for start in starts)  # a version begins with a token it sampled
-        assert messages.decode_group(messages.encode_group(groups[0])) == groups[0]
+        assert messages.parse_group(messages.encode_group(groups[0]).SerializeToString()) == groups[0]
 
 
 def test_a_new_lineage_ends_the_group() -> None:

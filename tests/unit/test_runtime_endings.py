@@ -22,7 +22,7 @@ def run(scenario: Coroutine[Any, Any, None]) -> None:
 
 
 ENDS = {"config.json": b'{"eos_token_id": 1, "max_position_embeddings": 12}'}
-ENDINGS: dict[str, tuple[str, wire.Sample]] = {
+ENDINGS: dict[str, tuple[str, wire.Rollout]] = {
     "stopped without an end token": ("malformed", sample([5, 7])),
     "goes on behind an end token": ("malformed", sample([END, 5, END])),
     "cut off behind its end token": ("malformed", sample(RIGHT, finish="length")),
@@ -32,7 +32,7 @@ ENDINGS: dict[str, tuple[str, wire.Sample]] = {
 
 
 @pytest.mark.parametrize(("word", "attempt"), ENDINGS.values(), ids=ENDINGS)
-def test_an_rollout_ends_as_sampling_ends_it(tmp_path: Path, word: str, attempt: wire.Sample) -> None:
+def test_an_rollout_ends_as_sampling_ends_it(tmp_path: Path, word: str, attempt: wire.Rollout) -> None:
     async def scenario() -> None:
         raw = settings(rows(tmp_path / "rows.jsonl", "53="))
         async with OpenHead(tmp_path, raw, tokenizer_files() | ENDS) as open_head, open_head.attending() as leases:

@@ -133,7 +133,7 @@ def ints(*values: int) -> bytes:
 Lie = Callable[[wire.Lease], wire.Delivery]
 
 
-def told(*samples: wire.Sample, **fields: Any) -> Lie:
+def told(*samples: wire.Rollout, **fields: Any) -> Lie:
     return lambda lease: delivery(lease, samples, **fields)
 
 
@@ -231,7 +231,7 @@ def test_nothing_is_read_of_what_is_not_leased_to_the_caller(tmp_path: Path) -> 
                 False,
                 f"malformed: lease {leases[0].lease_id} is held by {open_head.peer('w-1').peer_id}",
             )
-            junk = delivery(leases[0], [wire.Sample(tokens=b"x")], lease_id=10**6)
+            junk = delivery(leases[0], [wire.Rollout(tokens=b"x")], lease_id=10**6)
             assert await open_head.deliver(junk) == [(False, "late: lease 1000000 is over")]
             assert (await open_head.deliver(delivery(leases[0], HONEST)))[0][0]
 
@@ -380,7 +380,7 @@ assert reader.prompt("train", Task(0, "53=")).tolist() == [7, 5, 28]
 assert reader.prompt("train", Task(1, (Message("user", "53"),))).tolist() == [7, 5, 28]
 rollout = Rollout(array("i", [5, 7, 1]), array("f"), b"", (), "stop")
 group = RolloutGroup(GroupRef("policy", "train", 0), 0, 1, 0, array("i"), (rollout,))
-(read,) = reader.read(group, Task(0, "53="))
+(read,) = reader.read(group, Task(0, "53=")).rollouts
 assert read.text == "35"
 assert sys.modules["torch"] is None
 """

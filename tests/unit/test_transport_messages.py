@@ -144,7 +144,8 @@ def test_the_bytes_of_a_group_and_those_of_its_scores_are_the_scored_group(group
     data = messages.encode_group(replace(group, rollouts=unscored)).SerializeToString()
     assert messages.parse_group(data) == replace(group, rollouts=unscored)
     if group.is_scored:
-        assert messages.parse_group(data + messages.encode_scores(group.rollouts)) == group
+        scores = [(rollout.reward or 0.0, rollout.reward_parts) for rollout in group.rollouts]
+        assert messages.parse_group(data + messages.encode_scores(scores)) == group
 
 
 @given(GROUPS, LEASES)
@@ -176,11 +177,38 @@ def test_tokens_are_little_endian_int32_and_logprobs_float32() -> None:
     assert first.support_offsets == bytes.fromhex("00000000 02000000 02000000 03000000")
 
 
-def test_with_rollouts_replaces_nothing_else() -> None:
+@given(GROUPS, LEASES)
+def test_what_was_delivered_is_stored_as_it_came(group: RolloutGroup, lease: Lease) -> None:
+    """Taken apart and put together again, or forwarded: the bytes are the same."""
+    lease = replace(lease, num_samples=len(group.rollouts))
+    sent = messages.encode_delivery(lease.lease_id, group)
+    read = messages.decode_delivery(sent, lease, array("i", [1, 2, 3]), "w-9")
+    stored = messages.encode_group(read, sent.rollouts).SerializeToString()
+    assert stored == messages.encode_group(read).SerializeToString()
+    assert messages.parse_group(stored) == read
+
+
+def test_what_no_field_knows_is_not_stored() -> None:
+    sent = messages.encode_delivery(LEASED.lease_id, two_turns())
+    unknown = b"\xfa\x3f\x04junk"  # field 1023
+    rollout = wire.Rollout.FromString(sent.rollouts[0].SerializeToString() + unknown)
+    sent.rollouts[0].CopyFrom(rollout)
+    assert unknown in sent.SerializeToString()
+    read = messages.decode_delivery(sent, LEASED, array("i"), "w-9")
+    assert unknown not in messages.encode_group(read, sent.rollouts).SerializeToString()
+
+
+def test_a_workers_seconds_count_as_far_as_its_lease_has_lasted() -> None:
+    sent = messages.encode_delivery(LEASED.lease_id, two_turns())
+    assert messages.decode_delivery(sent, LEASED, array("i"), "w-9", seconds_max=0.25).generate_seconds == 0.25
+    assert messages.decode_delivery(sent, LEASED, array("i"), "w-9").generate_seconds == 0.5
+
+
+def test_scores_replace_nothing_else() -> None:
     group = two_turns()
-    other = messages.with_rollouts(group, group.rollouts[:1] * 2)
-    assert len(other.rollouts) == 2
-    assert messages.with_rollouts(other, group.rollouts) == group
+    other = messages.with_scores(group, ["a"], [(3.0, {"b": 3.0})]).rollouts[0]
+    assert (other.text, other.reward, other.reward_parts) == ("a", 3.0, {"b": 3.0})
+    assert replace(other, text="", reward=1.0, reward_parts={"exact": 1.0}) == group.rollouts[0]
 
 
 # ---- what is refused, and with which word ----------------------------------------------------------------------------
@@ -218,22 +246,17 @@ def set_spans(rollout: wire.Rollout, *starts: int) -> None:
 Spoil = Callable[[Any], Any]
 BEYOND = limits.NUMBER_MAX + 1
 
-BAD_GROUPS: dict[str, Spoil] = {
-    "kind": lambda g: setattr(g, "kind", "test"),
-    "number": lambda g: setattr(g, "number", BEYOND),
-    "step": lambda g: setattr(g, "step", 2**64 - 1),
-    "lineage": lambda g: setattr(g, "lineage", BEYOND),
-    "cursor": lambda g: setattr(g, "cursor", BEYOND),
-    "no rollouts": lambda g: g.ClearField("rollouts"),
-    "negative duration": lambda g: setattr(g, "generate_seconds", -1.0),
-    "NaN duration": lambda g: setattr(g, "generate_seconds", math.nan),
-    "endless duration": lambda g: setattr(g, "generate_seconds", 1e300),
-    "half a prompt token": lambda g: setattr(g, "prompt_tokens", b"\0" * 6),
-    "a score too many": lambda g: g.scores.extend([wire.Score(reward=1.0)]),
-    "reward NaN": lambda g: setattr(g.scores[0], "reward", math.nan),
-    "reward beyond measure": lambda g: setattr(g.scores[0], "reward", 1.1 * limits.REWARD_MAX),
-    "scored part NaN": lambda g: g.scores[0].reward_parts.update({"exact": math.nan}),
-    "negative prompt token": lambda g: setattr(g, "prompt_tokens", ints(-1)),
+LEASED = Lease(3, GroupRef(RUN_POLICY, "train", 9), 4, 9, 1, 3, None, 100.0, 60.0, 77)
+
+BAD_DELIVERIES: dict[str, Spoil] = {
+    "kind": lambda d: setattr(d, "kind", "test"),
+    "number": lambda d: setattr(d, "number", BEYOND),
+    "lineage": lambda d: setattr(d, "lineage", BEYOND),
+    "no rollouts": lambda d: d.ClearField("rollouts"),
+    "a rollout too many": lambda d: d.rollouts.append(d.rollouts[0]),
+    "negative duration": lambda d: setattr(d, "generate_seconds", -1.0),
+    "NaN duration": lambda d: setattr(d, "generate_seconds", math.nan),
+    "endless duration": lambda d: setattr(d, "generate_seconds", 1e300),
 }
 BAD_ROLLOUTS: dict[str, Spoil] = {
     "empty": lambda r: r.CopyFrom(wire.Rollout(finish="stop")),
@@ -256,8 +279,7 @@ BAD_ROLLOUTS: dict[str, Spoil] = {
     "spans beyond the end": lambda r: set_spans(r, 0, 3),
     "version": lambda r: setattr(r.version_spans[0], "version", BEYOND),
     "finish": lambda r: setattr(r, "finish", "tired"),
-    "part NaN": lambda r: r.reward_parts.update({"exact": math.nan}),
-    "part infinite": lambda r: r.reward_parts.update({"exact": -math.inf}),
+    "a reward of its own": lambda r: r.reward_parts.update({"environment": 1.0}),
     "support without offsets": lambda r: r.ClearField("support_offsets"),
     "offsets without support": lambda r: r.ClearField("support_tokens"),
     "offsets too few": lambda r: setattr(r, "support_offsets", ints(0, 3)),
@@ -275,37 +297,31 @@ BAD_ROLLOUTS: dict[str, Spoil] = {
 }
 
 
-def group_word(message: wire.RolloutGroup) -> str:
+def delivery_word(spoil: Spoil) -> str:
+    message = messages.encode_delivery(LEASED.lease_id, two_turns())
+    assert messages.decode_delivery(message, LEASED, array("i"), "w-1").rollouts
+    spoil(message)
     with pytest.raises(PeerError) as caught:
-        messages.decode_group(message)
+        messages.decode_delivery(message, LEASED, array("i"), "w-1")
     return caught.value.reason
 
 
-@pytest.mark.parametrize("spoil", BAD_GROUPS.values(), ids=BAD_GROUPS)
-def test_malformed_group(spoil: Spoil) -> None:
-    message = messages.encode_group(two_turns())
-    spoil(message)
-    assert group_word(message) == "malformed"
+@pytest.mark.parametrize("spoil", BAD_DELIVERIES.values(), ids=BAD_DELIVERIES)
+def test_malformed_delivery(spoil: Spoil) -> None:
+    assert delivery_word(spoil) == "malformed"
 
 
 @pytest.mark.parametrize("spoil", BAD_ROLLOUTS.values(), ids=BAD_ROLLOUTS)
 def test_malformed_rollout(spoil: Spoil) -> None:
-    message = messages.encode_group(two_turns())
-    spoil(message.rollouts[0])
-    assert group_word(message) == "malformed"
+    assert delivery_word(lambda delivery: spoil(delivery.rollouts[0])) == "malformed"
 
 
-LARGE_GROUPS: dict[str, Spoil] = {
-    "rollouts": lambda g: g.rollouts.extend([g.rollouts[0]] * limits.SAMPLES_MAX),
-    "worker id": lambda g: setattr(g, "worker_id", "w" * (limits.NAME_CHARS_MAX + 1)),
-    "prompt": lambda g: setattr(g, "prompt_tokens", bytes(4 * (limits.TOKENS_MAX + 1))),
-    "tokens": lambda g: setattr(g.rollouts[0], "tokens", bytes(4 * (limits.TOKENS_MAX + 1))),
-    "spans": lambda g: set_spans(g.rollouts[0], *range(limits.VERSION_SPANS_MAX + 1)),
-    "parts": lambda g: g.rollouts[0].reward_parts.update({str(i): 0.0 for i in range(limits.REWARD_PARTS_MAX + 1)}),
-    "part name": lambda g: g.rollouts[0].reward_parts.update({"a" * (limits.NAME_CHARS_MAX + 1): 0.0}),
-    "offsets": lambda g: setattr(g.rollouts[0], "support_offsets", bytes(4 * (limits.TOKENS_MAX + 2))),
-    "support": lambda g: setattr(g.rollouts[0], "support_tokens", bytes(limits.MESSAGE_BYTES_MAX + 4)),
-    "top tokens": lambda g: g.rollouts[0].MergeFrom(
+LARGE_ROLLOUTS: dict[str, Spoil] = {
+    "tokens": lambda r: setattr(r, "tokens", bytes(4 * (limits.TOKENS_MAX + 1))),
+    "spans": lambda r: set_spans(r, *range(limits.VERSION_SPANS_MAX + 1)),
+    "offsets": lambda r: setattr(r, "support_offsets", bytes(4 * (limits.TOKENS_MAX + 2))),
+    "support": lambda r: setattr(r, "support_tokens", bytes(limits.MESSAGE_BYTES_MAX + 4)),
+    "top tokens": lambda r: r.MergeFrom(
         wire.Rollout(
             top_tokens=bytes(limits.MESSAGE_BYTES_MAX + 4), top_logprobs=bytes(limits.MESSAGE_BYTES_MAX // 2 + 2)
         )
@@ -313,11 +329,17 @@ LARGE_GROUPS: dict[str, Spoil] = {
 }
 
 
-@pytest.mark.parametrize("spoil", LARGE_GROUPS.values(), ids=LARGE_GROUPS)
-def test_oversized_group(spoil: Spoil) -> None:
+@pytest.mark.parametrize("spoil", LARGE_ROLLOUTS.values(), ids=LARGE_ROLLOUTS)
+def test_oversized_rollout(spoil: Spoil) -> None:
+    assert delivery_word(lambda delivery: spoil(delivery.rollouts[0])) == "oversized"
+
+
+@pytest.mark.parametrize("spoil", [lambda g: g.scores.append(g.scores[0]), lambda g: setattr(g, "kind", "test")])
+def test_what_is_no_stored_group_is_said_to_be_none(spoil: Spoil) -> None:
     message = messages.encode_group(two_turns())
     spoil(message)
-    assert group_word(message) == "oversized"
+    with pytest.raises(PeerError, match="malformed"):
+        messages.parse_group(message.SerializeToString())
 
 
 def test_turns_are_counted() -> None:
@@ -361,9 +383,9 @@ def test_a_token_that_was_not_sampled_has_no_support() -> None:
 
 
 def test_a_logprob_may_exceed_0_by_rounding() -> None:
-    message = messages.encode_group(two_turns())
+    message = messages.encode_delivery(LEASED.lease_id, two_turns())
     message.rollouts[0].logprobs = floats(limits.LOGPROB_SLACK / 2, 0, -1)
-    assert messages.decode_group(message).rollouts[0].logprobs[0] > 0
+    assert messages.decode_delivery(message, LEASED, array("i"), "w-1").rollouts[0].logprobs[0] > 0
 
 
 def leased() -> Assignment:
@@ -444,11 +466,12 @@ def test_any_bytes_parse_or_are_malformed(method: str, data: bytes) -> None:
 
 @settings(max_examples=300)
 @given(GROUPS, st.lists(st.tuples(st.integers(0, 10**6), st.integers(0, 7)), min_size=1, max_size=4))
-def test_flipped_bits_of_a_group_are_refused_or_harmless(group: RolloutGroup, flips: list[tuple[int, int]]) -> None:
-    data = flipped(messages.encode_group(group).SerializeToString(), flips)
-    decoded = refusal_or(lambda: messages.decode_group(parse(wire.RolloutGroup, data)))
+def test_flipped_bits_of_a_delivery_are_refused_or_harmless(group: RolloutGroup, flips: list[tuple[int, int]]) -> None:
+    data = flipped(messages.encode_delivery(3, group).SerializeToString(), flips)
+    lease = replace(LEASED, num_samples=len(group.rollouts))
+    decoded = refusal_or(lambda: messages.decode_delivery(parse(wire.Delivery, data), lease, array("i", [1]), "w-1"))
     if decoded is not None:
-        assert messages.decode_group(messages.encode_group(decoded)) == decoded
+        assert messages.parse_group(messages.encode_group(decoded).SerializeToString()) == decoded
         assert_usable(decoded)
 
 

@@ -22,14 +22,14 @@ from echo2.sandbox.child import Handler, failed
 from echo2.types import Message, Rollout, Task
 
 
-def group_message(task: Task, rollouts: Sequence[Rollout]) -> dict[str, Any]:
-    """A group as far as rewards can see it: no logprobs, no versions."""
+def group_message(task: Task, rollouts: Sequence[Rollout], texts: Sequence[str]) -> dict[str, Any]:
+    """A group as far as rewards can see it: no logprobs, no versions. `texts`: of the rollouts."""
     prompt = task.prompt if isinstance(task.prompt, str) else [asdict(message) for message in task.prompt]
     return {
         "task": {"cursor": task.cursor, "prompt": prompt, "columns": task.columns},
         "rollouts": [
-            {"text": r.text, "tokens": r.tokens.tobytes().hex(), "finish": r.finish, "parts": dict(r.reward_parts)}
-            for r in rollouts
+            {"text": text, "tokens": r.tokens.tobytes().hex(), "finish": r.finish, "parts": dict(r.reward_parts)}
+            for r, text in zip(rollouts, texts, strict=True)
         ],
     }
 

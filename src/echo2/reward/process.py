@@ -20,7 +20,7 @@ from typing import Any
 from echo2.reward import frames
 from echo2.reward.score import RewardFailure
 from echo2.sandbox.process import CodeFailure, CodeProcess
-from echo2.types import Rollout, Task
+from echo2.types import Rollout, Score, Task
 
 #: Processes at most, however many cores there are: each imports the user's module.
 PROCESSES_MAX = 16
@@ -112,13 +112,26 @@ class RewardProcesses:
         """The same rollouts with `reward_parts` and `reward` filled in, and the seconds that took in the process.
 
         Raises:
+            RewardFailure, UserError: as `scores`.
+        """
+        scores, seconds = await self.scores(task, rollouts, [rollout.text for rollout in rollouts])
+        pairs = zip(rollouts, scores, strict=True)
+        return tuple(replace(one, reward=reward, reward_parts=parts) for one, (reward, parts) in pairs), seconds
+
+    async def scores(
+        self, task: Task, rollouts: Sequence[Rollout], texts: Sequence[str]
+    ) -> tuple[Sequence[Score], float]:
+        """The scores of rollouts that have these texts, and the seconds that took in the process.
+
+        Raises:
             RewardFailure: a function raised, returned no score, took over `timeout_seconds` or ended the process.
             UserError: the functions cannot be loaded.
         """
         if self._is_async is None:
             await self.start()
         answer = asyncio.get_running_loop().create_future()
-        self._waiting.append(_Group(frames.group_message(task, rollouts), f"scoring task {task.cursor}", answer))
+        message = frames.group_message(task, rollouts, texts)
+        self._waiting.append(_Group(message, f"scoring task {task.cursor}", answer))
         self._request_soon()
         try:
             found, seconds = await answer
@@ -129,11 +142,8 @@ class RewardProcesses:
             raise
         if "failed" in found:
             raise RewardFailure(found["failed"], seconds, found["traceback"])
-        scored = tuple(
-            replace(rollout, reward=reward, reward_parts=parts)
-            for rollout, (reward, parts) in zip(rollouts, found["scores"], strict=True)
-        )
-        return scored, seconds
+        scores: Sequence[Score] = found["scores"]
+        return scores, seconds
 
     async def close(self) -> None:
         """End the children; whatever they were doing is abandoned."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 #: Spoken by both ends; a different number is refused at hello.
-PROTOCOL_VERSION = 6
+PROTOCOL_VERSION = 7
 #: One message: a group of 64 rollouts of 64k tokens (12 bytes a token with logprob, mask and text) fits.
 MESSAGE_BYTES_MAX = 64 << 20
 #: One message to a worker: a chunk, or a request for 4,096 of them, with room to spare.
@@ -76,8 +76,7 @@ SAMPLES_MAX = 1024
 TOKENS_MAX = 1 << 20
 #: Characters of a rollout's text, or of a task's columns.
 TEXT_CHARS_MAX = 8 << 20
-#: Named rewards of a rollout, and characters of a name.
-REWARD_PARTS_MAX = 64
+#: Characters of a name.
 NAME_CHARS_MAX = 200
 #: Version changes within one rollout.
 VERSION_SPANS_MAX = 10_000

@@ -4,7 +4,6 @@ PeerError.
 
 from __future__ import annotations
 
-import itertools
 import json
 import math
 from array import array
@@ -29,6 +28,7 @@ from echo2.types import (
     Rollout,
     RolloutGroup,
     SamplingParams,
+    Score,
     SnapshotRef,
     is_policy_id,
 )
@@ -57,8 +57,10 @@ def decode_ref(message: NamesSnapshot) -> SnapshotRef:
 # ---- groups ----------------------------------------------------------------------------------------------------------
 
 
-def encode_group(group: RolloutGroup) -> wire.RolloutGroup:
-    """The wire form of a group, with its scores if it has them. No texts: tokens can be decoded again."""
+def encode_group(group: RolloutGroup, rollouts: Sequence[wire.Rollout] = ()) -> wire.RolloutGroup:
+    """The wire form of a group, with its scores if it has them. No texts: tokens can be decoded again. `rollouts`:
+    theirs, where a delivery brought it and nothing was changed since.
+    """
     return wire.RolloutGroup(
         policy=group.group.policy,
         kind=group.group.kind,
@@ -67,72 +69,66 @@ def encode_group(group: RolloutGroup) -> wire.RolloutGroup:
         lineage=group.lineage,
         cursor=group.cursor,
         prompt_tokens=group.prompt_tokens.tobytes(),
-        rollouts=[_encode_rollout(rollout) for rollout in group.rollouts],
+        rollouts=rollouts or map(_encode_rollout, group.rollouts),
         worker_id=group.worker_id,
         generate_seconds=group.generate_seconds,
         logged=group.logged,
-        scores=_encode_scores(group.rollouts) if group.is_scored else (),
+        scores=_encode_scores([(one.reward or 0.0, one.reward_parts) for one in group.rollouts])
+        if group.is_scored
+        else (),
     )
 
 
-def encode_scores(rollouts: Sequence[Rollout]) -> bytes:
+def encode_scores(scores: Sequence[Score]) -> bytes:
     """The scores alone: behind the bytes of a group that had none, they make those of the scored group."""
-    return wire.RolloutGroup(scores=_encode_scores(rollouts)).SerializeToString()
+    return wire.RolloutGroup(scores=_encode_scores(scores)).SerializeToString()
 
 
-def _encode_scores(rollouts: Sequence[Rollout]) -> list[wire.Score]:
-    return [wire.Score(reward=rollout.reward, reward_parts=rollout.reward_parts) for rollout in rollouts]
+def _encode_scores(scores: Sequence[Score]) -> list[wire.Score]:
+    return [wire.Score(reward=reward, reward_parts=parts) for reward, parts in scores]
 
 
 def _encode_rollout(rollout: Rollout) -> wire.Rollout:
-    message: wire.Rollout = _encode_sample(rollout, wire.Rollout)
-    if rollout.reward is None:
-        message.reward_parts.update(rollout.reward_parts)
+    message = wire.Rollout(
+        tokens=rollout.tokens.tobytes(),
+        logprobs=rollout.logprobs.tobytes(),
+        loss_mask=rollout.loss_mask,
+        version_spans=[wire.VersionSpan(start=start, version=version) for start, version in rollout.version_spans],
+        finish=rollout.finish,
+        top_tokens=rollout.top_tokens.tobytes(),
+        top_logprobs=rollout.top_logprobs,
+        reward_parts=rollout.reward_parts if rollout.reward is None else {},
+    )
+    if rollout.support_tokens is not None and rollout.support_offsets is not None:
+        message.support_tokens = rollout.support_tokens.tobytes()
+        message.support_offsets = rollout.support_offsets.tobytes()
     return message
 
 
-def decode_group(message: wire.RolloutGroup) -> RolloutGroup:
-    """A group as the head stored it.
+def parse_group(data: bytes) -> RolloutGroup:
+    """A group as the head stored it and as the learner is fed it, from its bytes. What is in it was checked when the
+    head took it in, and is not checked again.
 
     Raises:
-        PeerError: "oversized" or "malformed", saying what is wrong.
+        PeerError: "malformed": it is no group.
     """
-    if len(message.rollouts) > limits.SAMPLES_MAX:
-        raise PeerError("oversized", f"{len(message.rollouts)} rollouts; the limit is {limits.SAMPLES_MAX}")
-    _require(len(message.rollouts) > 0, "a group without rollouts")
-    _bound_seconds(message.generate_seconds)
-    _bound_chars("worker_id", message.worker_id, limits.NAME_CHARS_MAX)
-    rollouts = _decode_samples(message.rollouts)
-    if any(rollout.reward_parts for rollout in message.rollouts):
-        parts = map(_reward_parts, message.rollouts)
-        rollouts = tuple(replace(rollout, reward_parts=part) for rollout, part in zip(rollouts, parts, strict=True))
-    if message.scores:
-        _require(len(message.scores) == len(rollouts), f"{len(message.scores)} scores, {len(rollouts)} rollouts")
-        rollouts = tuple(map(_with_score, rollouts, message.scores))
+    try:
+        message = wire.RolloutGroup.FromString(data)
+        scores = message.scores or [None] * len(message.rollouts)
+        rollouts = tuple(_rollout(*pair) for pair in zip(message.rollouts, scores, strict=True))
+    except (DecodeError, ValueError) as error:
+        raise PeerError("malformed", f"{len(data)} bytes are not a rollout group: {error}") from error
     return RolloutGroup(
         group=_group_ref(message),
-        step=whole_number("step", message.step),
-        lineage=whole_number("lineage", message.lineage),
-        cursor=whole_number("cursor", message.cursor),
-        prompt_tokens=_token_ids("prompt_tokens", message.prompt_tokens),
+        step=message.step,
+        lineage=message.lineage,
+        cursor=message.cursor,
+        prompt_tokens=array("i", message.prompt_tokens),
         rollouts=rollouts,
         worker_id=message.worker_id,
         generate_seconds=message.generate_seconds,
         logged=message.logged,
     )
-
-
-def parse_group(data: bytes) -> RolloutGroup:
-    """A group as the ledger holds it and as the learner is fed it, from its bytes.
-
-    Raises:
-        PeerError: "oversized" or "malformed", saying what is wrong.
-    """
-    try:
-        message = wire.RolloutGroup.FromString(data)
-    except DecodeError as error:
-        raise PeerError("malformed", f"{len(data)} bytes are not a rollout group: {error}") from error
-    return decode_group(message)
 
 
 def encode_delivery(lease_id: int, group: RolloutGroup) -> wire.Delivery:
@@ -143,29 +139,14 @@ def encode_delivery(lease_id: int, group: RolloutGroup) -> wire.Delivery:
         kind=group.group.kind,
         number=group.group.number,
         lineage=group.lineage,
-        samples=[_encode_sample(rollout) for rollout in group.rollouts],
+        rollouts=map(_encode_rollout, group.rollouts),
         generate_seconds=group.generate_seconds,
     )
+    for rollout in message.rollouts:
+        rollout.ClearField("reward_parts")
     if group.by_harness:
         message.prompt_tokens = group.prompt_tokens.tobytes()
         message.rewards.extend(rollout.reward_parts["environment"] for rollout in group.rollouts)
-    return message
-
-
-def _encode_sample(rollout: Rollout, kind: type[Any] = wire.Sample) -> Any:
-    """What both forms of a rollout hold: its tokens, and how they were drawn."""
-    message = kind(
-        tokens=rollout.tokens.tobytes(),
-        logprobs=rollout.logprobs.tobytes(),
-        loss_mask=rollout.loss_mask,
-        version_spans=[wire.VersionSpan(start=start, version=version) for start, version in rollout.version_spans],
-        finish=rollout.finish,
-        top_tokens=rollout.top_tokens.tobytes(),
-        top_logprobs=rollout.top_logprobs,
-    )
-    if rollout.support_tokens is not None and rollout.support_offsets is not None:
-        message.support_tokens = rollout.support_tokens.tobytes()
-        message.support_offsets = rollout.support_offsets.tobytes()
     return message
 
 
@@ -178,47 +159,48 @@ def delivered_group(message: wire.Delivery) -> GroupRef:
     return _group_ref(message)
 
 
-def decode_delivery(message: wire.Delivery, lease: Lease, prompt_tokens: array[int], worker_id: str) -> RolloutGroup:
-    """A group from a worker: its samples are the worker's, as many as leased, all else is the head's. Without texts
-    and rewards.
+def decode_delivery(
+    message: wire.Delivery, lease: Lease, prompt_tokens: array[int], worker_id: str, seconds_max: float = math.inf
+) -> RolloutGroup:
+    """A group from a worker: its rollouts are the worker's, as many as leased, all else is the head's. Without texts
+    and rewards. What a worker says of its seconds counts up to `seconds_max`.
+
+    Here each byte of a rollout is checked, once: `message.rollouts` may be stored and fed as they are.
 
     Raises:
         PeerError: "oversized" or "malformed", saying what is wrong.
     """
-    _require(
-        len(message.samples) == lease.num_samples, f"leased {lease.num_samples} rollouts, got {len(message.samples)}"
-    )
-    _bound_seconds(message.generate_seconds)
+    message.DiscardUnknownFields()
+    num_rollouts = len(message.rollouts)
+    _require(num_rollouts == lease.num_samples, f"leased {lease.num_samples} rollouts, got {num_rollouts}")
+    _require(0 <= message.generate_seconds <= limits.DURATION_SECONDS_MAX, "generate_seconds is no duration")
+    _check_rollouts(message.rollouts)
     return RolloutGroup(
         group=delivered_group(message),
         step=lease.step,
         lineage=whole_number("lineage", message.lineage),
         cursor=lease.cursor,
         prompt_tokens=prompt_tokens,
-        rollouts=_decode_samples(message.samples),
+        rollouts=tuple(map(_rollout, message.rollouts)),
         worker_id=worker_id,
-        generate_seconds=message.generate_seconds,
+        generate_seconds=min(message.generate_seconds, seconds_max),
     )
 
 
-def decode_played(message: wire.Delivery, lease: Lease, worker_id: str) -> RolloutGroup:
+def decode_played(message: wire.Delivery, lease: Lease, worker_id: str, seconds_max: float = math.inf) -> RolloutGroup:
     """A group whose rollouts a harness played on a machine of the owner: prompt and rewards are that machine's word.
 
     Raises:
         PeerError: "oversized" or "malformed", saying what is wrong.
     """
     prompt = _token_ids("prompt_tokens", message.prompt_tokens)
-    group = decode_delivery(message, lease, prompt, worker_id)
+    group = decode_delivery(message, lease, prompt, worker_id, seconds_max)
     _require(len(prompt) > 0, "a harness's rollouts without a prompt")
     _require(len(message.rewards) == len(group.rollouts), f"{len(message.rewards)} rewards for the rollouts")
     _require(all(abs(one) <= limits.REWARD_MAX for one in message.rewards), "a reward is not finite, or beyond measure")
     pairs = zip(group.rollouts, message.rewards, strict=True)
     rollouts = tuple(replace(rollout, reward_parts={"environment": reward}) for rollout, reward in pairs)
     return replace(group, rollouts=rollouts)
-
-
-def _bound_seconds(seconds: float) -> None:
-    _require(0 <= seconds <= limits.DURATION_SECONDS_MAX, "generate_seconds is no duration")
 
 
 def check_lengths(group: RolloutGroup, max_tokens: int) -> None:
@@ -254,105 +236,107 @@ def check_support(group: RolloutGroup, params: SamplingParams, vocab_size: int) 
 
 def check_vocabulary(group: RolloutGroup, vocab_size: int) -> None:
     """Raises PeerError("malformed") where a token is none of the learner's: it would break the training step."""
-    of_rollouts = ((rollout.tokens, rollout.support_tokens) for rollout in group.rollouts)
-    for tokens in (group.prompt_tokens, *itertools.chain.from_iterable(of_rollouts)):
-        if tokens and max(tokens) >= vocab_size:
-            raise PeerError("malformed", f"token {max(tokens)} is outside the vocabulary of {vocab_size}")
+    of_rollouts = (tokens for one in group.rollouts for tokens in (one.tokens, one.support_tokens) if tokens)
+    largest = np.frombuffer(b"".join((group.prompt_tokens, *of_rollouts)), dtype=np.int32).max()
+    if largest >= vocab_size:
+        raise PeerError("malformed", f"token {largest} is outside the vocabulary of {vocab_size}")
 
 
-def _with_score(rollout: Rollout, score: wire.Score) -> Rollout:
-    _require(abs(score.reward) <= limits.REWARD_MAX, "the reward is not finite, or beyond all measure")
-    return replace(rollout, reward=score.reward, reward_parts=_reward_parts(score))
-
-
-def _decode_samples(messages: Sequence[wire.Sample | wire.Rollout]) -> tuple[Rollout, ...]:
-    """What the worker says of the rollouts; the fields have the same names in both messages. What holds for each token
-    is checked for the tokens of all of them at once."""
-    masks = [message.loss_mask for message in messages]
-    tokens, logprobs = [message.tokens for message in messages], [message.logprobs for message in messages]
-    for token_data, logprob_data, mask in zip(tokens, logprobs, masks, strict=True):
-        _require(len(token_data) > 0, "a rollout without tokens")
-        _bound_entries("tokens", token_data)
-        _require(4 * len(mask) == len(token_data), f"{len(mask)} mask bytes for {len(token_data) // 4} tokens")
-        _require(len(logprob_data) == len(token_data), f"{len(logprob_data)} bytes of logprobs for {len(mask)} tokens")
-    _check_tokens("tokens", b"".join(tokens))
-    _check_logprobs(b"".join(logprobs), b"".join(masks))
-    return tuple(map(_decode_sample, messages, tokens, logprobs, masks))
-
-
-def _decode_sample(message: wire.Sample | wire.Rollout, tokens: bytes, logprobs: bytes, mask: bytes) -> Rollout:
-    finish, drawn = message.finish, array("i", tokens)
-    _require(finish in ("stop", "length"), "finish is neither stop nor length")
-    support = _support(message, drawn)
-    _require(len(message.top_tokens) == 2 * len(message.top_logprobs), "not as many top tokens as logprobs")
+def _rollout(message: wire.Rollout, score: wire.Score | None = None) -> Rollout:
+    """A rollout that was checked."""
+    has_support = message.HasField("support_tokens")
     return Rollout(
-        tokens=drawn,
-        logprobs=array("f", logprobs),
-        loss_mask=mask,
-        version_spans=_version_spans(message.version_spans, len(drawn)),
-        finish=cast(FinishReason, finish),
-        support_tokens=support[0] if support else None,
-        support_offsets=support[1] if support else None,
-        top_tokens=_token_ids("top_tokens", message.top_tokens, limits.MESSAGE_BYTES_MAX // 4),
+        tokens=array("i", message.tokens),
+        logprobs=array("f", message.logprobs),
+        loss_mask=message.loss_mask,
+        version_spans=tuple((span.start, span.version) for span in message.version_spans),
+        finish=cast(FinishReason, message.finish),
+        reward=None if score is None else score.reward,
+        reward_parts=dict((message if score is None else score).reward_parts),
+        support_tokens=array("i", message.support_tokens) if has_support else None,
+        support_offsets=array("i", message.support_offsets) if has_support else None,
+        top_tokens=array("i", message.top_tokens),
         top_logprobs=message.top_logprobs,
     )
 
 
+def _check_rollouts(messages: Sequence[wire.Rollout]) -> None:
+    """What the worker says of its rollouts. What holds for each token is checked for those of all of them at once."""
+    masks = [message.loss_mask for message in messages]
+    tokens, logprobs = [message.tokens for message in messages], [message.logprobs for message in messages]
+    for message, token_data, logprob_data, mask in zip(messages, tokens, logprobs, masks, strict=True):
+        length = len(mask)
+        _bound_entries("tokens", token_data)
+        if not length or 4 * length != len(token_data) or 4 * length != len(logprob_data):
+            told = f"{len(token_data)} bytes of tokens, {len(logprob_data)} of logprobs, {length} of its mask"
+            raise PeerError("malformed", f"a rollout with {told}")
+        _require(message.finish in ("stop", "length"), "finish is neither stop nor length")
+        _require(not message.reward_parts, "a rollout with rewards, which are the head's to say")
+        _check_spans(message.version_spans, length)
+        if message.HasField("support_tokens") or message.HasField("support_offsets"):
+            _check_support(message)
+        if message.top_tokens or message.top_logprobs:
+            _check_top(message)
+    _check_tokens("tokens", b"".join(tokens))
+    _check_logprobs(b"".join(logprobs), b"".join(masks))
+
+
 def _check_logprobs(data: bytes, mask: bytes) -> None:
-    _require(not mask.translate(None, b"\x00\x01"), "a loss mask holds bytes other than 0 and 1")
     values = np.frombuffer(data, dtype="<f4")
-    _require(bool(np.isfinite(values).all()), "a logprob is not finite")
-    _require(bool((values <= limits.LOGPROB_SLACK).all()), "a logprob is above 0")
-    _require(bool((values >= limits.LOGPROB_MIN).all()), f"a logprob is below {limits.LOGPROB_MIN:g}")
-    unsampled = np.frombuffer(mask, dtype=np.uint8) == 0
-    _require(bool((values[unsampled] == 0).all()), "a token that was not sampled has a logprob")
+    least, most = float(values.min()), float(values.max())  # NaN, if any is
+    _require(math.isfinite(least) and math.isfinite(most), "a logprob is not finite")
+    _require(most <= limits.LOGPROB_SLACK, "a logprob is above 0")
+    _require(least >= limits.LOGPROB_MIN, f"a logprob is below {limits.LOGPROB_MIN:g}")
+    if mask.count(1) < len(mask):
+        _require(mask.count(0) + mask.count(1) == len(mask), "a loss mask holds bytes other than 0 and 1")
+        unsampled = np.frombuffer(mask, dtype=np.uint8) == 0
+        _require(not values[unsampled].any(), "a token that was not sampled has a logprob")
 
 
-def _version_spans(spans: Sequence[wire.VersionSpan], num_tokens: int) -> tuple[tuple[int, int], ...]:
+def _check_spans(spans: Sequence[wire.VersionSpan], num_tokens: int) -> None:
     if len(spans) > limits.VERSION_SPANS_MAX:
         raise PeerError("oversized", f"{len(spans)} version spans; the limit is {limits.VERSION_SPANS_MAX}")
-    found, last = tuple((span.start, span.version) for span in spans), -1
-    _require(bool(found) and found[0][0] == 0, "version spans do not begin at the first token")
-    for start, version in found:
-        _require(last < start < num_tokens, "version spans do not ascend within the rollout")
-        _require(version <= limits.NUMBER_MAX, "a version span's version is out of range")
-        last = start
-    return found
+    _require(bool(spans) and spans[0].start == 0, "version spans do not begin at the first token")
+    last = -1
+    for span in spans:
+        _require(last < span.start < num_tokens, "version spans do not ascend within the rollout")
+        _require(span.version <= limits.NUMBER_MAX, "a version span's version is out of range")
+        last = span.start
 
 
-def _reward_parts(message: wire.Rollout | wire.Score) -> dict[str, float]:
-    parts = dict(message.reward_parts)
-    if len(parts) > limits.REWARD_PARTS_MAX:
-        raise PeerError("oversized", f"{len(parts)} reward parts; the limit is {limits.REWARD_PARTS_MAX}")
-    for name, value in parts.items():
-        _bound_chars("reward part", name, limits.NAME_CHARS_MAX)
-        _require(abs(value) <= limits.REWARD_MAX, "a reward part is not finite, or beyond all measure")
-    return parts
+def _check_top(message: wire.Rollout) -> None:
+    _require(len(message.top_tokens) == 2 * len(message.top_logprobs), "not as many top tokens as logprobs")
+    _bound_entries("top_tokens", message.top_tokens, limits.MESSAGE_BYTES_MAX // 4)
+    _check_tokens("top_tokens", message.top_tokens)
 
 
-def _support(message: wire.Sample | wire.Rollout, drawn: array[int]) -> tuple[array[int], array[int]] | None:
+def _check_support(message: wire.Rollout) -> None:
     has = message.HasField("support_tokens"), message.HasField("support_offsets")
     _require(has[0] == has[1], "support tokens without offsets, or offsets without tokens")
-    if not has[0]:
-        return None
     tokens = _token_ids("support_tokens", message.support_tokens, limits.MESSAGE_BYTES_MAX // 4)
     offsets = _token_ids("support_offsets", message.support_offsets, limits.TOKENS_MAX + 1)
+    drawn = np.frombuffer(message.tokens, dtype="<i4")
     _require(len(offsets) == len(drawn) + 1, f"{len(offsets)} support offsets for {len(drawn)} tokens")
     widths = np.diff(np.frombuffer(offsets, dtype=np.int32)).astype(np.int32)
     _require(offsets[0] == 0 and offsets[-1] == len(tokens), "support offsets do not span the support tokens")
     _require(bool((widths >= 0).all()), "support offsets descend")
     sampled = np.frombuffer(message.loss_mask, dtype=np.uint8) == 1
     drawn_from = np.repeat(np.arange(len(drawn)), widths)
-    hits = np.frombuffer(tokens, dtype=np.int32) == np.frombuffer(drawn, dtype=np.int32)[drawn_from]
+    hits = np.frombuffer(tokens, dtype=np.int32) == drawn[drawn_from]
     is_supported = np.zeros(len(drawn), dtype=bool)
     is_supported[drawn_from[hits]] = True
     _require(bool(is_supported[sampled].all()), "a sampled token is not in the support it was drawn from")
-    return tokens, offsets
 
 
-def with_rollouts(group: RolloutGroup, rollouts: Sequence[Rollout]) -> RolloutGroup:
-    """The same group with other (scored) rollouts."""
-    return replace(group, rollouts=tuple(rollouts))
+def with_scores(group: RolloutGroup, texts: Sequence[str], scores: Sequence[Score]) -> RolloutGroup:
+    """The same group with texts and scores of its rollouts."""
+    triples = zip(group.rollouts, texts, scores, strict=True)
+    return replace(
+        group,
+        rollouts=tuple(
+            replace(rollout, text=text, reward=reward, reward_parts=parts) for rollout, text, (reward, parts) in triples
+        ),
+    )
 
 
 # ---- leases ----------------------------------------------------------------------------------------------------------

@@ -378,49 +378,27 @@ class SampleAnswers(_message.Message):
     answers: _containers.RepeatedScalarFieldContainer[bytes]
     def __init__(self, answers: _Optional[_Iterable[bytes]] = ...) -> None: ...
 
-class Sample(_message.Message):
-    __slots__ = ("tokens", "logprobs", "loss_mask", "version_spans", "finish", "support_tokens", "support_offsets", "top_tokens", "top_logprobs")
-    TOKENS_FIELD_NUMBER: _ClassVar[int]
-    LOGPROBS_FIELD_NUMBER: _ClassVar[int]
-    LOSS_MASK_FIELD_NUMBER: _ClassVar[int]
-    VERSION_SPANS_FIELD_NUMBER: _ClassVar[int]
-    FINISH_FIELD_NUMBER: _ClassVar[int]
-    SUPPORT_TOKENS_FIELD_NUMBER: _ClassVar[int]
-    SUPPORT_OFFSETS_FIELD_NUMBER: _ClassVar[int]
-    TOP_TOKENS_FIELD_NUMBER: _ClassVar[int]
-    TOP_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
-    tokens: bytes
-    logprobs: bytes
-    loss_mask: bytes
-    version_spans: _containers.RepeatedCompositeFieldContainer[VersionSpan]
-    finish: str
-    support_tokens: bytes
-    support_offsets: bytes
-    top_tokens: bytes
-    top_logprobs: bytes
-    def __init__(self, tokens: _Optional[bytes] = ..., logprobs: _Optional[bytes] = ..., loss_mask: _Optional[bytes] = ..., version_spans: _Optional[_Iterable[_Union[VersionSpan, _Mapping]]] = ..., finish: _Optional[str] = ..., support_tokens: _Optional[bytes] = ..., support_offsets: _Optional[bytes] = ..., top_tokens: _Optional[bytes] = ..., top_logprobs: _Optional[bytes] = ...) -> None: ...
-
 class Delivery(_message.Message):
-    __slots__ = ("lease_id", "kind", "number", "lineage", "samples", "generate_seconds", "policy", "prompt_tokens", "rewards")
+    __slots__ = ("lease_id", "kind", "number", "lineage", "generate_seconds", "policy", "prompt_tokens", "rewards", "rollouts")
     LEASE_ID_FIELD_NUMBER: _ClassVar[int]
     KIND_FIELD_NUMBER: _ClassVar[int]
     NUMBER_FIELD_NUMBER: _ClassVar[int]
     LINEAGE_FIELD_NUMBER: _ClassVar[int]
-    SAMPLES_FIELD_NUMBER: _ClassVar[int]
     GENERATE_SECONDS_FIELD_NUMBER: _ClassVar[int]
     POLICY_FIELD_NUMBER: _ClassVar[int]
     PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     REWARDS_FIELD_NUMBER: _ClassVar[int]
+    ROLLOUTS_FIELD_NUMBER: _ClassVar[int]
     lease_id: int
     kind: str
     number: int
     lineage: int
-    samples: _containers.RepeatedCompositeFieldContainer[Sample]
     generate_seconds: float
     policy: str
     prompt_tokens: bytes
     rewards: _containers.RepeatedScalarFieldContainer[float]
-    def __init__(self, lease_id: _Optional[int] = ..., kind: _Optional[str] = ..., number: _Optional[int] = ..., lineage: _Optional[int] = ..., samples: _Optional[_Iterable[_Union[Sample, _Mapping]]] = ..., generate_seconds: _Optional[float] = ..., policy: _Optional[str] = ..., prompt_tokens: _Optional[bytes] = ..., rewards: _Optional[_Iterable[float]] = ...) -> None: ...
+    rollouts: _containers.RepeatedCompositeFieldContainer[Rollout]
+    def __init__(self, lease_id: _Optional[int] = ..., kind: _Optional[str] = ..., number: _Optional[int] = ..., lineage: _Optional[int] = ..., generate_seconds: _Optional[float] = ..., policy: _Optional[str] = ..., prompt_tokens: _Optional[bytes] = ..., rewards: _Optional[_Iterable[float]] = ..., rollouts: _Optional[_Iterable[_Union[Rollout, _Mapping]]] = ...) -> None: ...
 
 class DeliveryReply(_message.Message):
     __slots__ = ("accepted", "reason")

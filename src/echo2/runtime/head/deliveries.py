@@ -35,14 +35,14 @@ async def read_delivery(head: Head, worker_id: str, lease: Lease, delivery: wire
     """
     task, config = await head.tasks.task(lease.group, lease.cursor), head.config
     params = config.sampling_params if lease.group.kind == "train" else config.eval_params
+    seconds = head.effects.seconds_of(lease.lease_id, head.clock.now())
     if by_harness := is_harness(config.tasks.environment):
         check_own(head, worker_id)
-        group = messages.decode_played(delivery, lease, worker_id)
+        group = messages.decode_played(delivery, lease, worker_id, seconds)
     else:
         prompt = head.reader.prompt(lease.group.kind, task)
-        group = messages.decode_delivery(delivery, lease, prompt, worker_id)
-    seconds = min(group.generate_seconds, head.effects.seconds_of(lease.lease_id, head.clock.now()))
-    group = replace(group, generate_seconds=seconds)
+        group = messages.decode_delivery(delivery, lease, prompt, worker_id, seconds)
+    told = group.rollouts
     if not 0 < group.lineage <= head.planner.lineage:
         raise PeerError("malformed", f"sampled in lineage {group.lineage}; the run is in {head.planner.lineage}")
     # Beside what max_tokens bounds, each rollout of a harness may have a prompt of its own.
@@ -62,7 +62,8 @@ async def read_delivery(head: Head, worker_id: str, lease: Lease, delivery: wire
         head.reader.check_ends(group, params.max_tokens)
     if not (group.logged or head.identity.member(worker_id).is_own):
         head.copies.check(group)
-    stored = messages.encode_group(group).SerializeToString()
+    as_told = delivery.rollouts if group.rollouts is told and not by_harness else ()
+    stored = messages.encode_group(group, as_told).SerializeToString()
     if len(stored) > GROUP_BYTES_MAX:
         raise PeerError("oversized", f"a group of {len(stored)} bytes; the limit is {GROUP_BYTES_MAX}")
     versions = sorted({version for rollout in group.rollouts for _, version in rollout.version_spans})

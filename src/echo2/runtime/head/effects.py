@@ -15,7 +15,6 @@ from echo2.runtime.head.checking import send_check
 from echo2.runtime.head.scoring import score
 from echo2.transport import messages
 from echo2.transport import wire_pb2 as wire
-from echo2.transport.messages import with_rollouts
 from echo2.types import RolloutGroup
 
 if TYPE_CHECKING:
@@ -139,7 +138,7 @@ class HeadEffects:
         head, group = self._head, messages.parse_group(data)
         try:
             task = await head.tasks.task(group.group, group.cursor)
-            read = with_rollouts(group, head.reader.read(group, task))
+            read = head.reader.read(group, task)
         except UserError as error:
             log.warning("%s is not in rollouts/: %s", group.group, error)
             return

@@ -18,7 +18,7 @@ from echo2.rollout.replay import logged_rollouts
 from echo2.rollout.retrace import TurnRules
 from echo2.rollout.snapshot_files import end_tokens, read_config
 from echo2.rollout.stop_strings import StopRule, stop_rule
-from echo2.rollout.tokenizer import Tokenizer, encode_prompt, load_tokenizer, tokens_with, with_texts
+from echo2.rollout.tokenizer import Tokenizer, decoded_all, encode_prompt, load_tokenizer, tokens_with
 from echo2.transport.messages import check_lengths
 from echo2.types import LOGGED_ROLLOUTS, GroupKind, Rollout, RolloutGroup, Task
 
@@ -121,13 +121,18 @@ class RunTokenizer:
             if rollout.finish == "length" and length < max_tokens and not is_full:
                 raise PeerError("malformed", f"a rollout was cut off after {length} of {max_tokens} tokens")
 
-    def read(self, group: RolloutGroup, task: Task) -> tuple[Rollout, ...]:
-        """The group's rollouts with their text: what their tokens say, or the log that they come from."""
+    def texts(self, group: RolloutGroup, task: Task) -> list[str]:
+        """The texts of the group's rollouts: what their tokens say, or the log that they come from."""
         if group.logged:
             longest = max(len(rollout.tokens) for rollout in group.rollouts)
             logged = self.logged(task, len(group.rollouts), longest, group.newest_version)
-            return tuple(replace(one, text=known.text) for one, known in zip(group.rollouts, logged, strict=True))
-        return with_texts(group.rollouts, self.tokenizer)
+            return [one.text for one in logged]
+        return decoded_all(self.tokenizer, (rollout.tokens for rollout in group.rollouts))
+
+    def read(self, group: RolloutGroup, task: Task) -> RolloutGroup:
+        """The group with the texts of its rollouts."""
+        texts = zip(group.rollouts, self.texts(group, task), strict=True)
+        return replace(group, rollouts=tuple(replace(one, text=text) for one, text in texts))
 
     def pieces(self, tokens: Sequence[int]) -> list[str]:
         """The text of each token by itself, special ones too. Part of a character is a replacement character."""

@@ -9,7 +9,7 @@ from echo2.control.head import events as ev
 from echo2.errors import PeerError, UserError
 from echo2.reward.score import RewardFailure
 from echo2.transport.limits import TEXT_CHARS_MAX
-from echo2.transport.messages import encode_scores, parse_group, with_rollouts
+from echo2.transport.messages import encode_scores, parse_group, with_scores
 from echo2.types import Attachment, RolloutGroup
 
 if TYPE_CHECKING:
@@ -22,24 +22,25 @@ async def score(head: Head, command: do.ScoreGroup) -> None:
     await head.reader.loaded()  # a head that was restarted may hold groups before it has a snapshot
     try:
         group = delivered.group if delivered is not None else None
-        scored, seconds = await _scored(head, group or parse_group(head.ledger.rollouts(ref.number)))
+        event = await _scored(head, group or parse_group(head.ledger.rollouts(ref.number)))
     except RewardFailure as error:
-        await head.tell(ev.GroupUnfit(ref, "reward_failed", str(error), error.seconds, error.traceback))
+        event = ev.GroupUnfit(ref, "reward_failed", str(error), error.seconds, error.traceback)
     except UserError as error:
-        await head.tell(ev.GroupUnfit(ref, "reward_failed", str(error)))
+        event = ev.GroupUnfit(ref, "reward_failed", str(error))
     except PeerError as error:  # its text is too long to be handed to a reward function
-        await head.tell(ev.GroupUnfit(ref, error.reason, error.detail))
-    else:
-        scores = Attachment(encode_scores(scored.rollouts), scored)
-        await head.tell(ev.GroupScored(ref, scored.is_flat, seconds, scores))
+        event = ev.GroupUnfit(ref, error.reason, error.detail)
+    await head.tell(event)
 
 
-async def _scored(head: Head, group: RolloutGroup) -> tuple[RolloutGroup, float]:
-    """The group with texts and rewards, and the seconds that the rewards took."""
+async def _scored(head: Head, group: RolloutGroup) -> ev.GroupScored | ev.GroupUnfit:
+    """The rewards of a group, and the seconds that they took."""
     task = await head.tasks.task(group.group, group.cursor)
-    read = head.reader.read(group, task)
-    longest = max(len(rollout.text) for rollout in read)
-    if longest > TEXT_CHARS_MAX:
+    texts = head.reader.texts(group, task)
+    if (longest := max(map(len, texts))) > TEXT_CHARS_MAX:
         raise PeerError("oversized", f"a rollout's text has {longest} characters; the limit is {TEXT_CHARS_MAX}")
-    rollouts, seconds = await head.reward.score(task, read)
-    return with_rollouts(group, rollouts), seconds
+    scores, seconds = await head.reward.scores(task, group.rollouts, texts)
+    is_flat = len({reward for reward, _ in scores}) == 1
+    # Read where they are kept, unless only the ledger keeps them.
+    is_read = group.group.kind == "eval" or head.train_tasks.source_of(group.cursor)
+    whole = with_scores(group, texts, scores) if is_read else None
+    return ev.GroupScored(group.group, is_flat, seconds, Attachment(encode_scores(scores), whole))
