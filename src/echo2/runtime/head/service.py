@@ -35,16 +35,19 @@ from echo2.transport import messages
 from echo2.transport import wire_pb2 as wire
 from echo2.transport.base import Peer
 from echo2.transport.limits import DURATION_SECONDS_MAX, NAME_CHARS_MAX, PROTOCOL_VERSION
-from echo2.types import Lease, SnapshotRef
+from echo2.types import SnapshotRef
 from echo2.weights.manifest import HASH_BYTES, Manifest
 
 #: Results in one call.
 DELIVERIES_PER_CALL_MAX = 4096
-#: And of those, how many are read in one go: a third of a millisecond each.
+#: And of those, how many are read in one go, and how many calls have such a turn at once. All others wait for theirs,
+#: and a heartbeat for these at most, however many workers deliver: a tenth of a millisecond each.
 READ_TOGETHER_MAX = 16
+TURNS_MAX = 4
 #: Characters of a worker's word on why something failed; each is a line of events.jsonl.
 DETAIL_CHARS_MAX = 500
 
+_Result = ev.GroupDelivered | ev.DeliveryMalformed | ev.LeaseFailed
 Handler = Callable[[Peer, Any], Awaitable[Any]] | Callable[[Peer, Any], AsyncIterator[Any]]
 
 
@@ -54,7 +57,8 @@ class Service:
     def __init__(self, head: Head) -> None:
         self._head = head
         self._revoked: frozenset[str] = frozenset()
-        self._reading: dict[int, asyncio.Task[wire.DeliveryReply]] = {}  # results, by lease
+        self._reading: dict[int, asyncio.Task[wire.DeliveryReply]] = {}  # results of environments, by lease
+        self._turns = asyncio.Semaphore(TURNS_MAX)
 
     def handlers(self) -> dict[str, Handler]:
         return {
@@ -195,49 +199,54 @@ class Service:
             raise PeerError("oversized", f"{len(deliveries.items)} results at once; {DELIVERIES_PER_CALL_MAX} allowed")
         if not self._head.reader.is_loaded:
             raise PeerError("busy", "the head has just started and cannot read results yet; deliver again")
+        if peer.peer_id in self._head.workers:
+            self._head.heard(peer.peer_id)
         replies: list[wire.DeliveryReply] = []
-        while len(replies) < len(deliveries.items):  # a part at a time: others have their turn in between
+        while len(replies) < len(deliveries.items):
             part = deliveries.items[len(replies) : len(replies) + READ_TOGETHER_MAX]
-            replies += await asyncio.gather(*(self._deliver(peer, delivery) for delivery in part))
+            if self._head.referee is not None:
+                replies += await asyncio.gather(*(self._deliver_played(peer, delivery) for delivery in part))
+                continue
+            async with self._turns:
+                events = [await self._read(peer, delivery) for delivery in part]
+                answers = [self._head.tell(event) for event in events]
+                replies += [self._reply(event, await answer) for event, answer in zip(events, answers, strict=True)]
         return wire.DeliveryReplies(items=replies)
 
-    async def _deliver(self, peer: Peer, delivery: wire.Delivery) -> wire.DeliveryReply:
+    async def _deliver_played(self, peer: Peer, delivery: wire.Delivery) -> wire.DeliveryReply:
+        """Going through an environment may outlast the call. The reading goes on; the next call gets its answer, or
+        hears that there is one.
+        """
+        reading = self._reading.get(delivery.lease_id)
+        if reading is None:
+            reading = self._reading[delivery.lease_id] = self._head.spawn(self._judged(peer, delivery))
+            reading.add_done_callback(lambda _: self._reading.pop(delivery.lease_id, None))
+        return await asyncio.shield(reading)
+
+    async def _judged(self, peer: Peer, delivery: wire.Delivery) -> wire.DeliveryReply:
+        event = await self._read(peer, delivery)
+        return self._reply(event, await self._head.tell(event))
+
+    async def _read(self, peer: Peer, delivery: wire.Delivery) -> _Result:
+        """What the planner is to be told of a result."""
         head, lease_id = self._head, messages.whole_number("lease_id", delivery.lease_id)
         strangers.check_not_expelled(head, peer.peer_id)
         held = head.planner.leases.get(lease_id)
-        if held is None or held[0] != peer.peer_id:  # nothing of it is read: the planner says why it is refused
-            try:
-                named = messages.delivered_group(delivery)
-            except PeerError as error:
-                return await self._malformed(peer, lease_id, error)
-            return await self._verdict(ev.GroupDelivered(peer.peer_id, lease_id, named, 0, 0, 0, 0))
-        reading = self._reading.get(lease_id)
-        if reading is None:
-            reading = self._reading[lease_id] = head.spawn(self._judged(peer, held[1], delivery))
-            reading.add_done_callback(lambda _: self._reading.pop(lease_id, None))
-        # Going through an environment may outlast the call. The reading goes on; the next call gets its answer, or
-        # hears that there is one.
-        return await asyncio.shield(reading)
-
-    async def _judged(self, peer: Peer, lease: Lease, delivery: wire.Delivery) -> wire.DeliveryReply:
-        head, lease_id = self._head, lease.lease_id
         try:
-            event = await read_delivery(head, peer.peer_id, lease, delivery)
+            if held is None or held[0] != peer.peer_id:  # nothing of it is read: the planner says why it is refused
+                return ev.GroupDelivered(peer.peer_id, lease_id, messages.delivered_group(delivery), 0, 0, 0, 0)
+            return await read_delivery(head, peer.peer_id, held[1], delivery)
         except UserError as error:  # as the worker would have said, had the environment failed there
-            failed = ev.LeaseFailed(peer.peer_id, lease_id, "environment_failed", str(error), traceback_of(error))
-            await head.tell(failed)
-            return wire.DeliveryReply(accepted=False, reason=f"{failed.reason}: {failed.detail}")
+            return ev.LeaseFailed(peer.peer_id, lease_id, "environment_failed", str(error), traceback_of(error))
         except PeerError as error:
-            return await self._malformed(peer, lease_id, error)
-        return await self._verdict(event)
+            detail = printable(error.detail, DETAIL_CHARS_MAX)
+            return ev.DeliveryMalformed(peer.peer_id, lease_id, error.reason, detail)
 
-    async def _malformed(self, peer: Peer, lease_id: int, error: PeerError) -> wire.DeliveryReply:
-        detail = printable(error.detail, DETAIL_CHARS_MAX)
-        return await self._verdict(ev.DeliveryMalformed(peer.peer_id, lease_id, error.reason, detail))
-
-    async def _verdict(self, event: ev.GroupDelivered | ev.DeliveryMalformed) -> wire.DeliveryReply:
+    def _reply(self, event: _Result, commands: list[do.Command]) -> wire.DeliveryReply:
         """What the planner says to a result."""
-        for command in await self._head.tell(event):
+        if isinstance(event, ev.LeaseFailed):
+            return wire.DeliveryReply(accepted=False, reason=f"{event.reason}: {event.detail}")
+        for command in commands:
             if isinstance(command, do.AcceptDelivery):
                 return wire.DeliveryReply(accepted=True, reason=command.reason)
             if isinstance(command, do.RefuseDelivery):
