@@ -1,4 +1,5 @@
-"""How a rollout of one turn ends: by an end token, a stop string or its length; the head believes nothing else."""
+"""How a rollout of one turn ends: by an end token, a stop string or its length; the head believes nothing else. And
+who waits while results are read."""
 
 from __future__ import annotations
 
@@ -72,5 +73,26 @@ def test_a_rollout_ends_with_its_first_stop_string(
             assert complaint in reason
             await until(lambda: len(leases) > 1)
             assert (await open_head.deliver(delivery(leases[-1], [*honest, sample([5, 7])])))[0][0]
+
+    run(scenario())
+
+
+def test_a_heartbeat_does_not_wait_for_all_that_was_delivered(tmp_path: Path) -> None:
+    """However many workers deliver at once: it waits for the few calls whose turn it is."""
+    num_calls = 40
+
+    async def scenario() -> None:
+        async with (
+            OpenHead(tmp_path, settings(rows(tmp_path / "rows.jsonl", "53="))) as open_head,
+            open_head.attending() as leases,
+        ):
+            await until(lambda: leases)
+            junk = [delivery(leases[0], HONEST, lease_id=0)] * 16
+            calls = [asyncio.ensure_future(open_head.deliver(*junk)) for _ in range(num_calls)]
+            for _ in range(8):  # turns of the loop, in each of which a heartbeat may come
+                await asyncio.sleep(0)
+            await open_head.report()
+            assert sum(call.done() for call in calls) <= num_calls / 2
+            assert {refused for call in calls for refused in await call} == {(False, "late: lease 0 is over")}
 
     run(scenario())
