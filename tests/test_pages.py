@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import ast
+import json
 import re
 from collections.abc import Iterator
+from dataclasses import MISSING, fields
 from pathlib import Path
 
 import pytest
 
 from echo2 import __version__, config
 from echo2.cli import build_parser
+from echo2.sim.scenario import BroadcastSpec, HeadSpec, LearnerSpec, OutageSpec, Scenario, WorkersSpec
+from echo2.sim.study import load_study
 from house import PACKAGE, REPOSITORY, SOURCE
 
 PAGES = [*sorted(REPOSITORY.glob("*.md")), *sorted((REPOSITORY / "docs").glob("*.md"))]
@@ -18,6 +22,10 @@ PAGES = [*sorted(REPOSITORY.glob("*.md")), *sorted((REPOSITORY / "docs").glob("*
 HISTORY = frozenset({"CHANGELOG.md", "log.md"})
 SETTINGS = {f"{section}.{name}" for section, name, *_ in config.all_fields()}
 SECTIONS = "|".join(sorted({setting.partition(".")[0] for setting in SETTINGS}))
+
+
+#: Keys of a scenario that have a table of their own.
+TABLES = frozenset({"workers", "learner", "head", "broadcast", "outages", "policies"})
 
 
 def heading_anchor(heading: str) -> str:
@@ -130,6 +138,28 @@ def test_the_configuration_that_a_migration_ends_with_is_one(page: Path, tmp_pat
     path = tmp_path / "migrated.toml"
     path.write_text(text)
     assert config.load(path).model.path
+
+
+def test_the_scenario_page_has_every_key_with_its_default_and_its_example_is_one(tmp_path: Path) -> None:
+    page = (REPOSITORY / "docs" / "scenarios.md").read_text()
+    kinds = (Scenario, WorkersSpec, LearnerSpec, HeadSpec, BroadcastSpec, OutageSpec)
+    for text, kind in zip(page.split("\n## ")[1:], kinds, strict=False):
+        told = {
+            name: default for name, default, _ in re.findall(r"^\| `(\w+)` \| (.+?) \| (.+) \|$", text, re.MULTILINE)
+        }
+        plain = [entry for entry in fields(kind) if entry.default_factory is MISSING and entry.name not in TABLES]
+        assert list(told) == [entry.name for entry in plain]
+        for entry in plain:
+            if entry.default in (MISSING, None):
+                assert told[entry.name] == ("required" if entry.default is MISSING else "absent")
+            else:
+                assert told[entry.name] == f"`{json.dumps(entry.default)}`", entry.name
+    (example,) = blocks(REPOSITORY / "docs" / "scenarios.md", "toml")
+    path = tmp_path / "example.toml"
+    path.write_text(example)
+    assert [str(case) for case in load_study(path).cases] == [
+        f"{label}, count {count}" for label in ("no relays", "relays") for count in (2, 4)
+    ]
 
 
 def test_every_page_has_its_place_in_the_site() -> None:
