@@ -205,8 +205,8 @@ def forging_scenario(seed: int) -> Scenario:
 
 def judge_forging(seed: int) -> list[str]:
     """What is wrong with the world of forgers of this seed: what a check could find is not trained, whoever is honest
-    stays, and the run ends. (A killed head forgets whom it trusts, a verdict may be overdue, and nobody waits for one
-    while no machine of the owner can check.)
+    stays, and the run ends. (A verdict may be overdue, and nobody waits for one while no machine of the owner can
+    check.)
     """
     scenario = forging_scenario(seed)
     try:
@@ -236,7 +236,7 @@ def judge_forging(seed: int) -> list[str]:
         overdue += isinstance(event, ev.Tick) and any(isinstance(command, do.FeedGroup) for command in commands)
     trained = [number for done in report.history.trained for number in done.numbers if number in asked]
     forged = [number for number in trained if specs[sampled[number]].forges]
-    if len(forged) > overdue and "head" not in report.killed:
+    if len(forged) > overdue:
         wrong.append(f"forged groups {forged} were trained, and {overdue} verdicts were overdue at most")
     return wrong
 
@@ -252,9 +252,11 @@ def judge_names(report: Report, scenario: Scenario) -> list[str]:
     honest = {name for name, spec in specs.items() if not isinstance(spec, HostileSpec) and not spec.malformed_results}
     num_lost: dict[str, int] = {}
     for event, now, commands in (step for life in report.history.lives for step in life):
-        if isinstance(event, ev.HeadStarted):
+        if isinstance(event, ev.HeadStarted):  # what the head before decided last may not have been recorded
             num_lost.clear()
-        if isinstance(event, ev.SnapshotPublished):
+            published = {ref.version: ref for ref in sorted(event.published) if ref.version <= event.version}
+        dropped = [command.ref for command in commands if isinstance(command, do.DropSnapshot)]
+        if isinstance(event, ev.SnapshotPublished) and event.ref not in dropped:  # else of a lineage that was left
             published[event.ref.version] = event.ref
         for command in commands:
             if isinstance(command, do.RecordLearner):

@@ -171,3 +171,31 @@ def test_a_run_that_cannot_go_on_so_is_refused(ledger: MortalLedger, change: dic
         ledger.learner_joined(1, 2, 0.0)
     with pytest.raises(UserError, match=next(iter(change))):
         Driver([options], ledger, Effects(ledger)).start({RUN_POLICY: Stored((SNAPSHOT,))}, 9.0)
+
+
+def test_what_was_found_of_strangers_is_what_the_next_head_is_told(ledger: MortalLedger) -> None:
+    """A check under way, then a fault; a second one expels and lets the ticket rest."""
+    options = replace(OPTIONS, groups_per_step=16, check_seed=1)
+    driver = Driver([options], ledger, Effects(ledger))
+    driver.start({RUN_POLICY: Stored((SNAPSHOT,))}, 0.0)
+    driver.handle(ev.LearnerJoined(0), 0.0)
+    driver.handle(ev.WorkerJoined("own", 8, 0.0, SNAPSHOT, draws=True), 0.0)
+    driver.handle(ev.WorkerJoined("s", 8, 0.0, SNAPSHOT, ticket="t", draws=True), 0.0)
+    for num_faults in (0, 1, 2):
+        (lease_id, *_) = driver.planner.leases.of_worker("s") or (0,)
+        if num_faults < 2:
+            _, lease = driver.planner.leases.get(lease_id) or ("", None)
+            assert lease is not None
+            driver.handle(delivered_by("s", lease_id, lease.group), 1.0)
+        known = Driver([options], ledger, Effects(ledger))
+        known.start({RUN_POLICY: Stored((SNAPSHOT,))}, 1.0)
+        trust, rest = known.planner.trust, known.planner.standings.rests.get("t")
+        assert list(trust.open) == ([] if num_faults == 2 else [lease.group.number])
+        assert trust.of("t").num_failed == num_faults
+        assert (rest is not None) == (known.planner.conducts.expulsion("s", 2.0) is not None) == (num_faults == 2)
+        if num_faults < 2:
+            driver.handle(ev.GroupChecked("own", lease.group, 9, "wrong"), 1.0)
+
+
+def delivered_by(worker_id: str, lease_id: int, group: GroupRef) -> ev.GroupDelivered:
+    return ev.GroupDelivered(worker_id, lease_id, group, 4, 0, 0, 10, 2.0, Attachment(b"tokens"))

@@ -117,7 +117,7 @@ def test_the_command_reads_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[s
     for at in (1000.0, 2000.0):
         book.useful("w-2", 1000.0, now=at)  # for two dollars each
     ledger.set_meta("costs", book.to_plain(3600.0))
-    ledger.keep_trust("t", asdict(Trust(num_passed=3, num_failed=1)))
+    ledger.keep("trust", "t", asdict(Trust(num_passed=3, num_failed=1)))
     ledger.close()
     rows = [{"step": at, "time/step": 100.0, "time/wait_for_batch": 25.0} for at in (1, 2, 3)]
     (tmp_path / "metrics.jsonl").write_text('{"step": 0}\n' + "".join(json.dumps(row) + "\n" for row in rows))

@@ -178,11 +178,38 @@ def test_verdicts_count_only_from_the_machine_that_was_asked() -> None:
     assert of(do.FeedGroup, answers(desk, asked))
 
 
-def test_a_restart_asks_for_no_verdict_that_was_under_way() -> None:
-    """What was held is scored again and fed."""
-    started = ev.HeadStarted(next_number=1, groups=(ev.RecoveredGroup(0, 0, "ready", 0, "s"),), published=(FIRST,))
+def test_a_restarted_head_goes_on_with_the_checks_that_were_under_way() -> None:
+    """What was held stays held: who can wait for a restart, or cause one, would not be checked."""
+    desk = desk_with("liar")
+    (kept,) = of(do.RecordCheck, brings(desk, "liar"))
+    check = ev.RecoveredCheck(kept.number, "liar", kept.ticket, kept.ref, kept.holds, kept.is_from_stream)
+    groups = (ev.RecoveredGroup(kept.number, 0, "ready", 0, "liar"),)
+    started = ev.HeadStarted(next_number=1, next_lease_id=2, groups=groups, published=(FIRST,), checks=(check,))
     desk = Desk(CHECKED, started)
-    assert of(do.FeedGroup, desk.tell(ev.LearnerJoined(0), ev.GroupsWanted(0)))
+    assert not of(do.FeedGroup, desk.tell(ev.LearnerJoined(0), ev.GroupsWanted(0)))
+    (asked,) = of(do.CheckGroup, joins(desk, "own"))
+    commands = answers(desk, asked, "wrong")
+    assert [one.number for one in of(do.RetireGroup, commands)] == [kept.number]
+    assert [one.number for one in of(do.EndCheck, commands)] == [kept.number]
+    assert desk.planner.trust.of("ticket-liar").is_quarantined
+
+
+def test_a_restarted_head_knows_who_rests_and_who_is_expelled_and_for_how_long() -> None:
+    desk = desk_with("s")
+    for _ in range(2):
+        (asked,) = of(do.CheckGroup, brings(desk, "s"))
+        commands = answers(desk, asked, "wrong")
+    (rest,), (gone,) = of(do.RecordRest, commands), of(do.ExpelWorker, commands)
+    rests = (ev.RecoveredRest(rest.ticket, rest.until, rest.num_rests),)
+    expulsions = (ev.RecoveredExpulsion(gone.worker_id, desk.now + gone.seconds, gone.num_expelled, gone.reason),)
+    desk = Desk(CHECKED, ev.HeadStarted(published=(FIRST,), rests=rests, expulsions=expulsions))
+    assert desk.planner.conducts.expulsion("s", desk.now + gone.seconds - 1) is not None
+    assert desk.planner.conducts.expulsion("s", desk.now + gone.seconds + 1) is None
+    assert desk.planner.conducts.expel("s", "again", desk.now) == 2 * gone.seconds
+    desk.tell(ev.LearnerJoined(0), ev.GroupsWanted(0))
+    assert not of(do.GrantLeases, joins(desk, "another", "ticket-s"))  # with another key, by the same ticket
+    desk.now = EXPELLED_REST_SECONDS
+    assert of(do.GrantLeases, desk.tell(ev.Tick()))
 
 
 def test_a_restarted_head_knows_who_is_in_quarantine_and_who_is_trusted() -> None:

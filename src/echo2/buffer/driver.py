@@ -10,11 +10,12 @@ holds, and every party asks again for what it did not get.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from typing import Any, Protocol
 
 from echo2.buffer.ledger import Ledger
 from echo2.buffer.records import LedgerState
+from echo2.buffer.schema import STRANGERS_KINDS
 from echo2.control.head import commands as do
 from echo2.control.head import events as ev
 from echo2.control.head.planner import Planner
@@ -38,6 +39,10 @@ _RECORDED = frozenset(
         do.RecordLearner,
         do.RecordCheckpoint,
         do.RecordTrust,
+        do.RecordCheck,
+        do.EndCheck,
+        do.RecordRest,
+        do.ExpelWorker,
     }
 )
 
@@ -155,8 +160,26 @@ class Driver:
                 ledger.learner_joined(command.version, command.lineage, now)
             case do.RecordCheckpoint():
                 ledger.checkpoint(command.version, command.oldest_kept)
-            case do.RecordTrust():
-                ledger.keep_trust(command.ticket, asdict(command.trust))
+            case _:
+                _record_of_strangers(ledger, command, now)
+
+
+def _record_of_strangers(ledger: Ledger, command: do.PolicyCommand, now: float) -> None:
+    match command:
+        case do.RecordTrust():
+            ledger.keep("trust", command.ticket, asdict(command.trust))
+        case do.RecordCheck():
+            names = (field.name for field in fields(ev.RecoveredCheck) if field.name != "ref")
+            plain = {name: getattr(command, name) for name in names}
+            ledger.keep("check", command.number, {**plain, "ref": asdict(command.ref)})
+        case do.EndCheck():
+            ledger.let_go("check", command.number)
+        case do.RecordRest():
+            kept = {"ticket": command.ticket, "until": command.until, "num_rests": command.num_rests}
+            ledger.keep("rest", command.ticket, kept)
+        case do.ExpelWorker():
+            gone = ev.RecoveredExpulsion(command.worker_id, now + command.seconds, command.num_expelled, command.reason)
+            ledger.keep("expulsion", command.worker_id, asdict(gone))
 
 
 def _data(group: GroupRef, attachment: Attachment | None) -> bytes:
@@ -182,6 +205,7 @@ def _check_options(state: LedgerState, options: PlannerOptions) -> None:
 
 def _head_started(policy: str, state: LedgerState, stored: Stored) -> ev.HeadStarted:
     """What the planner is told after a restart."""
+    strangers: Mapping[str, Mapping[str, Any]] = {kind: state.strangers.get(kind, {}) for kind in STRANGERS_KINDS}
     return ev.HeadStarted(
         version=state.version,
         lineage=max(1, state.lineage),
@@ -208,9 +232,16 @@ def _head_started(policy: str, state: LedgerState, stored: Stored) -> ev.HeadSta
         # After a fall-back that a kill cut short, later ones may be told that count no more.
         evaluated=tuple(sorted(version for version in stored.evaluated if version <= state.version)),
         machines=stored.machines,
-        trust=tuple((ticket, _trust(plain)) for ticket, plain in state.trust.items()),
+        trust=tuple((ticket, _trust(plain)) for ticket, plain in strangers["trust"].items()),
+        checks=tuple(sorted(map(_check, strangers["check"].values()), key=lambda check: check.number)),
+        rests=tuple(ev.RecoveredRest(**plain) for plain in strangers["rest"].values()),
+        expulsions=tuple(ev.RecoveredExpulsion(**plain) for plain in strangers["expulsion"].values()),
         policy=policy,
     )
+
+
+def _check(plain: Mapping[str, Any]) -> ev.RecoveredCheck:
+    return ev.RecoveredCheck(**{**plain, "ref": SnapshotRef(**plain["ref"])})
 
 
 def _trust(plain: Mapping[str, Any]) -> Trust:

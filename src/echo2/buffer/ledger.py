@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from echo2.buffer.records import GroupRecord, LeaseRecord, LedgerState
-from echo2.buffer.schema import TRANSITIONS, TRUST_KEY, open_for_writing, unusable
+from echo2.buffer.schema import STRANGERS_KINDS, TRANSITIONS, open_for_writing, unusable
 from echo2.errors import InvariantError, UserError
 from echo2.types import RUN_POLICY
 
@@ -285,10 +285,15 @@ class Ledger:
                     (self.policy, self.policy, oldest_kept),
                 )
 
-    def keep_trust(self, ticket: str, trust: Mapping[str, Any]) -> None:
-        """Keep what is known of the strangers of a ticket, in place of what was."""
+    def keep(self, kind: str, name: str | int, value: Mapping[str, Any]) -> None:
+        """Keep what is known of a stranger: of one of `STRANGERS_KINDS` and this name, in place of what was."""
         with self._transaction():
-            self._put_meta(f"{self.policy}{TRUST_KEY}{ticket}", trust)
+            self._put_meta(f"{self.policy}.{kind}.{name}", value)
+
+    def let_go(self, kind: str, name: str | int) -> None:
+        """Nothing of that is to be known any more."""
+        with self._transaction():
+            self._execute("DELETE FROM meta WHERE key = ?", (f"{self.policy}.{kind}.{name}",))
 
     def rollouts(self, number: int) -> bytes:
         """The delivered bytes of a group, with those of its scores behind them once it is scored.
@@ -352,7 +357,7 @@ class Ledger:
                 leases=tuple(LeaseRecord(*row) for row in leases),
                 checkpoint_version=checkpoint_version,
                 oldest_kept=oldest_kept,
-                trust=self._trust(),
+                strangers={kind: kept for kind in STRANGERS_KINDS if (kept := self._kept(kind))},
             )
 
     # ---- inside a transaction ----------------------------------------------------------------------------------------
@@ -412,8 +417,8 @@ class Ledger:
         recorded = int(self._execute("SELECT coalesce(max(lease_id), 0) FROM leases").fetchone()[0])
         return 1 + max(recorded, int(self._meta("last_lease_id", 0)))
 
-    def _trust(self) -> dict[str, Any]:
-        mine = f"{self.policy}{TRUST_KEY}"
+    def _kept(self, kind: str) -> dict[str, Any]:
+        mine = f"{self.policy}.{kind}."
         rows = self._execute("SELECT key, value FROM meta WHERE substr(key, 1, ?) = ? ORDER BY key", (len(mine), mine))
         return {row["key"].removeprefix(mine): json.loads(row["value"]) for row in rows}
 

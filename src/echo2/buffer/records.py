@@ -51,7 +51,7 @@ class LedgerState:
     groups, leases     in order of their numbers and ids
     checkpoint_version, oldest_kept
                        of the newest checkpoint that was reported, and of the oldest one that was kept then
-    trust              what was last kept of each ticket
+    strangers          what was last kept of them, by kind and name
     """
 
     version: int
@@ -63,4 +63,4 @@ class LedgerState:
     leases: tuple[LeaseRecord, ...]
     checkpoint_version: int = -1
     oldest_kept: int = 0
-    trust: Mapping[str, Any] = field(default_factory=dict)
+    strangers: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)

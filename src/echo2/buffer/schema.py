@@ -25,8 +25,9 @@ from types import MappingProxyType
 from echo2.errors import NoRoomError, UserError
 
 SCHEMA_VERSION = 3
-#: In a key of `meta`, between a policy and the ticket of which is kept what is known.
-TRUST_KEY = ".trust."
+#: What `meta` keeps of strangers under POLICY.KIND.NAME: trust by ticket, checks under way by group, rests by ticket,
+#: expulsions by worker.
+STRANGERS_KINDS = ("trust", "check", "rest", "expulsion")
 BUSY_SECONDS = 5.0  # how long a transaction waits for another process before it gives up
 
 TRANSITIONS: Mapping[str, Mapping[str, str]] = MappingProxyType(

@@ -13,7 +13,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from echo2.buffer.schema import TRUST_KEY, open_for_reading, unusable
+from echo2.buffer.schema import open_for_reading, unusable
 from echo2.documents import parse_json
 from echo2.errors import UserError
 from echo2.planning.bill import Bill, itemise, total
@@ -110,7 +110,7 @@ def _read_ledger(path: Path) -> tuple[dict[str, Any], int, list[Mapping[str, Any
         tokens = connection.execute(
             "SELECT coalesce(sum(num_tokens), 0) FROM groups WHERE state = 'trained'"
         ).fetchone()
-        trust = connection.execute("SELECT value FROM meta WHERE key LIKE ?", (f"%{TRUST_KEY}%",)).fetchall()
+        trust = connection.execute("SELECT value FROM meta WHERE key LIKE ?", ("%.trust.%",)).fetchall()
         tickets = [parse_json(entry[0]) for entry in trust]
         accounts: dict[str, Any] | None = None if row is None else parse_json(row[0])
     except (sqlite3.Error, ValueError, TypeError, AttributeError) as error:

@@ -13,11 +13,12 @@ Deterministic runs replace no groups: nothing is checked there. Evaluations are 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import replace
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, replace
 
 from echo2.control.head import commands as do
 from echo2.control.head import events as ev
+from echo2.control.head import strangers
 from echo2.control.head.fleet import UNKNOWN, Worker
 from echo2.control.head.groups import PlannedGroup
 from echo2.control.head.state import PlannerState
@@ -54,14 +55,32 @@ def delivered(state: PlannerState, record: PlannedGroup, worker: Worker | None) 
     if not is_drawn or len(state.trust.open) >= OPEN_MAX or not any(_checkers(state)):
         if trust.is_quarantined:
             _retire(state, record, f"ticket {worker.ticket} is in quarantine, and nobody can check this group")
-            state.standings.rest(worker.ticket, state.now + state.options.lease_seconds)
+            strangers.rest(state, worker.ticket, state.options.lease_seconds, "nobody can check its groups")
         return
-    until = state.now + OVERDUE_LEASES * state.options.lease_seconds
     holds = trust.is_quarantined or (trust.is_new and trust.num_missed < MISSED_MAX)
-    check = OpenCheck(record.number, worker.worker_id, worker.ticket, ref, until, holds, worker.draws)
-    state.trust.open[record.number] = check
-    if holds:
+    check = ev.RecoveredCheck(record.number, worker.worker_id, worker.ticket, ref, holds, worker.draws)
+    _open(state, check)
+    state.emit(do.RecordCheck, f"drawn of ticket {worker.ticket}", **asdict(check) | {"ref": ref})
+
+
+def recover(state: PlannerState, checks: Iterable[ev.RecoveredCheck]) -> None:
+    """Those that were under way begin anew: a head that starts again believes nobody more than before."""
+    for check in checks:
+        _open(state, check)
+
+
+def _open(state: PlannerState, what: ev.RecoveredCheck) -> None:
+    until = state.now + OVERDUE_LEASES * state.options.lease_seconds
+    check = OpenCheck(what.number, what.worker_id, what.ticket, what.ref, until, what.holds, what.is_from_stream)
+    state.trust.open[what.number] = check
+    record = state.groups.get(what.number)
+    if what.holds and record is not None:
         state.groups.hold(record)
+
+
+def _close(state: PlannerState, number: int, reason: str) -> None:
+    if state.trust.open.pop(number, None) is not None:
+        state.emit(do.EndCheck, reason, number=number)
 
 
 def assign(state: PlannerState) -> None:
@@ -103,7 +122,7 @@ def checked(state: PlannerState, event: ev.GroupChecked) -> None:
         else:
             _missed(state, check, event.missed or "none of its tokens are of the version that was checked")
         return
-    del state.trust.open[check.number]
+    _close(state, check.number, "there is a verdict")
     trust = state.trust.of(check.ticket)
     trust = replace(trust, num_tokens=trust.num_tokens + event.num_tokens)
     if event.fault:
@@ -151,7 +170,7 @@ def _record(state: PlannerState, ticket: str, trust: Trust, reason: str) -> None
 
 def _missed(state: PlannerState, check: OpenCheck, reason: str) -> None:
     """There is no verdict. A ticket in quarantine has to prove itself; others are given the benefit of the doubt."""
-    state.trust.open.pop(check.number, None)
+    _close(state, check.number, reason)
     trust = state.trust.of(check.ticket)
     _record(state, check.ticket, replace(trust, num_missed=trust.num_missed + 1), reason)
     if trust.is_quarantined and check.holds:
@@ -183,7 +202,7 @@ def _fault(state: PlannerState, check: OpenCheck, trust: Trust, reason: str) -> 
         return
     for worker in [worker for worker in state.fleet if worker.ticket == check.ticket]:
         state.conducts.to_expel[worker.worker_id] = f"its rollouts were not drawn as it says; {reason}"
-    state.standings.rest(check.ticket, state.now + EXPELLED_REST_SECONDS)
+    strangers.rest(state, check.ticket, EXPELLED_REST_SECONDS, "its workers are expelled")
 
 
 def _retire(state: PlannerState, record: PlannedGroup, reason: str) -> None:
@@ -192,7 +211,7 @@ def _retire(state: PlannerState, record: PlannedGroup, reason: str) -> None:
         return
     state.groups.retire(record, UNTRUSTED)
     state.emit(do.RetireGroup, reason, number=record.number, why=UNTRUSTED)
-    state.trust.open.pop(record.number, None)
+    _close(state, record.number, reason)
 
 
 def held(state: PlannerState, step: int) -> list[tuple[GroupRef, OpenCheck]]:

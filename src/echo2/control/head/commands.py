@@ -192,6 +192,31 @@ class RecordTrust(PolicyCommand):
     trust: Trust
 
 
+class RecordCheck(PolicyCommand):
+    """Durable: this check of a group is under way."""
+
+    number: int
+    worker_id: str
+    ticket: str
+    ref: SnapshotRef
+    holds: bool
+    is_from_stream: bool
+
+
+class EndCheck(PolicyCommand):
+    """Durable: the check of this group is over."""
+
+    number: int
+
+
+class RecordRest(PolicyCommand):
+    """Durable: a ticket gets no leases until then, in seconds; its rests that are not made up for."""
+
+    ticket: str
+    until: float
+    num_rests: int
+
+
 class WorkerGone(PolicyCommand):
     """The worker counts as lost from now on."""
 
@@ -199,10 +224,11 @@ class WorkerGone(PolicyCommand):
 
 
 class ExpelWorker(PolicyCommand):
-    """For so many seconds this worker is refused at the door."""
+    """Durable: for so many seconds this worker is refused at the door. `num_expelled`: how often it was, with this."""
 
     worker_id: str
     seconds: float
+    num_expelled: int
 
 
 class ActivateWorker(PolicyCommand):

@@ -38,6 +38,39 @@ class RecoveredLease:
 
 
 @dataclass(frozen=True, slots=True)
+class RecoveredCheck:
+    """A check that was under way when the head stopped: of this group, which the worker sampled with `ref`. `holds`:
+    the group is not trained before the verdict.
+    """
+
+    number: int
+    worker_id: str
+    ticket: str
+    ref: SnapshotRef
+    holds: bool
+    is_from_stream: bool
+
+
+@dataclass(frozen=True, slots=True)
+class RecoveredRest:
+    """Until when, in seconds, the ticket gets no leases; in the past: it may have them. `num_rests` not made up for."""
+
+    ticket: str
+    until: float
+    num_rests: int
+
+
+@dataclass(frozen=True, slots=True)
+class RecoveredExpulsion:
+    """Until when, in seconds, nothing is taken of this worker; how often it was expelled, and why the last time."""
+
+    worker_id: str
+    until: float
+    num_expelled: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class WorkerMismatch:
     """How far a worker's logprobs are from those that the learner computes under the weights that the tokens were
     sampled with: tokens of a step at lag 0, and the sum of the absolute log ratios over them. `surprise`: the sum of
@@ -79,6 +112,9 @@ class HeadStarted(PlannerEvent):
     evaluated: tuple[int, ...] = ()
     machines: tuple[RecoveredMachine, ...] = ()
     trust: tuple[tuple[str, Trust], ...] = ()
+    checks: tuple[RecoveredCheck, ...] = ()
+    rests: tuple[RecoveredRest, ...] = ()
+    expulsions: tuple[RecoveredExpulsion, ...] = ()
     policy: str = RUN_POLICY
 
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from echo2.control.head import checks, granting, results, second_leases, staleness, standby, workers
+from echo2.control.head import checks, granting, results, second_leases, staleness, standby, strangers, workers
 from echo2.control.head import commands as do
 from echo2.control.head import events as ev
 from echo2.control.head.fleet import UNKNOWN, Worker
@@ -162,6 +162,8 @@ class Planner(PlannerState):
             if record.state == "delivered":
                 reason = "delivered before the restart, not scored yet"
                 self.emit(do.ScoreGroup, reason, group=self.train_group(old.number), rollouts=None)
+        checks.recover(self, event.checks)
+        strangers.recover(self, event)
         for lease in event.leases:
             self._restore_lease(lease, now)
         granting.mend_units(self)

@@ -1,5 +1,6 @@
 """The record of possible misbehaviour, as plain data: the credit of each stranger's ticket and the patience left for
-each worker. It outlives connections, but not the head. `strangers` has the rules.
+each worker. It outlives connections. Rests and expulsions outlive the head, too; credit, patience and what the learner
+measured begin anew with it. `strangers` has the rules.
 """
 
 from __future__ import annotations

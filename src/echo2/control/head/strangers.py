@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from echo2.control.head import commands as do
+from echo2.control.head import events as ev
 from echo2.control.head.fleet import UNKNOWN, Worker
 from echo2.control.head.groups import OWN, PlannedGroup
 from echo2.control.head.standings import RESULTS_PER_PARDON
@@ -126,6 +127,7 @@ def brought(state: PlannerState, worker: Worker | None) -> None:
     standing.num_good += 1
     if standing.num_good >= RESULTS_PER_PARDON:
         standing.num_good, standing.num_rests = 0, max(0, standing.num_rests - 1)
+        _record(state, worker.ticket, f"{RESULTS_PER_PARDON} of its results make up for a rest")
 
 
 def failed(state: PlannerState, worker: Worker | None, held_seconds: float) -> None:
@@ -148,7 +150,20 @@ def blame(state: PlannerState, ticket: str, held_seconds: float, more: int = 0) 
         is_alone = not others_can_try(state, ticket, state.version)
         most = MOST_REST_ALONE_SECONDS if is_alone else MOST_REST_SECONDS
         seconds = min(most, max(REST_SECONDS, held_seconds) * 2.0 ** min(standing.num_rests, 20))
-        state.standings.rest(ticket, state.now + seconds)
+        rest(state, ticket, seconds, "too many of its leases brought nothing")
+
+
+def rest(state: PlannerState, ticket: str, seconds: float, reason: str) -> None:
+    """The ticket gets no leases for so long, also of a head that starts meanwhile."""
+    state.standings.rest(ticket, state.now + seconds)
+    _record(state, ticket, reason)
+
+
+def _record(state: PlannerState, ticket: str, reason: str) -> None:
+    """Of workers that did not come back to a new head yet, whose they are is not known."""
+    if ticket != UNKNOWN:
+        until, num_rests = state.standings.rests.get(ticket) or 0.0, state.standings.of(ticket).num_rests
+        state.emit(do.RecordRest, reason, ticket=ticket, until=until, num_rests=num_rests)
 
 
 def count_attempt(state: PlannerState, record: PlannedGroup, worker: Worker | None) -> None:
@@ -165,8 +180,20 @@ def held_seconds(state: PlannerState, lease: Lease) -> float:
     return max(0.0, state.now - (lease.deadline - lease.seconds))
 
 
+def recover(state: PlannerState, event: ev.HeadStarted) -> None:
+    """What was known of them before the head started again."""
+    for old in event.rests:
+        state.standings.of(old.ticket).num_rests = old.num_rests
+        if old.until > state.now:
+            state.standings.rests.set(old.ticket, old.until)
+    for gone in event.expulsions:
+        conduct = state.conducts.of(gone.worker_id)
+        conduct.num_expelled, conduct.expelled_until, conduct.expelled_for = gone.num_expelled, gone.until, gone.reason
+
+
 def expel(state: PlannerState, worker_id: str, reason: str) -> str:
     """Nothing is taken of this worker for a while. Returns the reason, for those who end its leases."""
     seconds = state.conducts.expel(worker_id, reason, state.now)
-    state.emit(do.ExpelWorker, reason, worker_id=worker_id, seconds=seconds)
+    num_expelled = state.conducts.of(worker_id).num_expelled
+    state.emit(do.ExpelWorker, reason, worker_id=worker_id, seconds=seconds, num_expelled=num_expelled)
     return f"expelled for {seconds:.0f} s: {reason}"

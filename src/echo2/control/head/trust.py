@@ -1,5 +1,5 @@
 """The results of checks for each stranger's ticket, as plain data; `checks` has the rules. They are recorded and
-outlive the head, unlike checks under way.
+outlive the head, as checks under way do.
 """
 
 from __future__ import annotations

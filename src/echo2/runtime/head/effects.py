@@ -41,7 +41,9 @@ class HeadEffects:
         """Raises InvariantError for a command that it does not know."""
         head = self._head
         match command:
-            case do.IssueGroup() | do.RecordStep() | do.RecordCheckpoint() | do.RecordTrust() | do.RefuseLearner():
+            case do.IssueGroup() | do.RecordStep() | do.RecordCheckpoint() | do.RefuseLearner():
+                pass  # the ledger has it, or whoever asked reads it in the answer
+            case do.RecordTrust() | do.RecordCheck() | do.EndCheck() | do.RecordRest():
                 pass  # the ledger has it, or whoever asked reads it in the answer
             case do.GrantLeases():
                 self._grant(command, now)
