@@ -2,12 +2,16 @@
 
 `random_scenario(seed)` draws a small run and its machines; `judge(report, scenario)` says what is wrong with a report,
 as a list of sentences. The planner's and the relays' invariants are checked by `invariants` after every event.
+
+    PYTHONPATH=src:tests:benchmarks python tests/worlds.py judge_forging 1000 2000      # seeds from 1000 up to 2000
 """
 
 from __future__ import annotations
 
 import math
 import random
+import sys
+import time
 from dataclasses import fields, replace
 from typing import Any
 
@@ -440,3 +444,22 @@ def judge_replay(report: Report, scenario: Scenario) -> list[str]:
                     if ahead > scenario.max_staleness:
                         wrong.append(f"at {now:.1f} {ahead} versions ahead, {scenario.max_staleness} allowed")
     return wrong
+
+
+def main() -> None:
+    """Judge the worlds of a range of seeds, and say which went wrong."""
+    name, first, end = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+    judges = {one.__name__: one for one in (judge_seed, judge_hostile, judge_forging)}
+    began, num_wrong = time.process_time(), 0
+    for seed in range(first, end):
+        if wrong := judges[name](seed):
+            num_wrong += 1
+            print(f"seed {seed}: {wrong}", flush=True)
+        if (seed + 1 - first) % 100 == 0 or seed + 1 == end:
+            seconds = time.process_time() - began
+            print(f"{name}: {num_wrong} of {seed + 1 - first} wrong, {seconds:.0f} s of a core", flush=True)
+    sys.exit(num_wrong > 0)
+
+
+if __name__ == "__main__":
+    main()

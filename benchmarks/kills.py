@@ -1,0 +1,90 @@
+"""``kill -9`` at random instants of a real deterministic run, and the weights of an unkilled one beside it.
+
+    python benchmarks/kills.py [--kills 100] [--seed 0] [--out FILE]
+
+Victims are drawn: the head, the learner, a worker, all of them, or the supervisor, after which the run is resumed. The
+next kill comes at a random instant once a further step is trained. At the end model and optimizer of the newest
+checkpoint are compared with those of an undisturbed run of as many steps, byte for byte, and the ledger is audited.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from pathlib import Path
+
+import recording
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(REPOSITORY / "tests")]
+
+from real_runs import Run, is_running, pause  # noqa: E402 (a run, as the tests start it)
+
+VICTIMS = ("head", "learner", "worker-0", "all", "run")
+#: From a step that is trained after a kill to the next kill.
+PAUSE_SECONDS_MAX = 2.0
+#: Steps for each kill: at least one is trained between two.
+STEPS_A_KILL = 1.5
+
+
+def kill(run: Run, victim: str) -> None:
+    """Kill it; what nobody starts again is resumed."""
+    pids = run.pids()
+    for name in ("head", "learner", "worker-0", "worker-1") if victim == "all" else (victim,):
+        if name in pids and is_running(pids[name]):
+            run.kill(name)
+    if victim != "run":
+        return
+    assert run.process is not None
+    run.process.wait()
+    run.process.communicate()
+    while any(is_running(pid) for name, pid in pids.items() if name != "run"):
+        pause()
+    run.start("--resume")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--kills", type=int, default=100)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--out", type=Path, help="result file")
+    options = parser.parse_args()
+    rng, done = random.Random(options.seed), Counter[str]()
+    settings = ("--run.deterministic", "true", "--run.max_steps", str(int(options.kills * STEPS_A_KILL) + 2))
+    with tempfile.TemporaryDirectory(prefix="echo2-kills-") as folder:
+        model = Path(folder) / "model"
+        subprocess.run([sys.executable, "-m", "echo2.demo.digit_sorting", "--out", str(model)], check=True)
+        calm = Run(Path(folder) / "calm", model, *settings).start()
+        calm.finish(3600.0)
+        run = Run(Path(folder) / "killed", model, *settings).start()
+        for number in range(options.kills):
+            run.wait_version(run.status().get("version", 0) + 1)
+            time.sleep(rng.uniform(0.0, PAUSE_SECONDS_MAX))
+            victim = rng.choice(VICTIMS)
+            kill(run, victim)
+            done[victim] += 1
+            print(f"{number + 1}: {victim} at version {run.status().get('version')}", flush=True)
+        run.finish(3600.0)
+        audit, replay = run.command("audit"), run.command("replay")
+        figures = {
+            "kills": dict(done),
+            "seed": options.seed,
+            "lineages": run.status()["lineage"],
+            "lost": audit["lost"],
+            "doubled": audit["doubled"],
+            "trained": audit["trained"],
+            "trained_unkilled": calm.command("audit")["trained"],
+            "replay_different": replay["num_different"],
+            "policy_as_unkilled": run.weights() == calm.weights(),
+        }
+    print(figures)
+    print(f"saved in {recording.save('kills', figures, options.out)}")
+
+
+if __name__ == "__main__":
+    main()
