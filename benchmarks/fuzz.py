@@ -2,11 +2,11 @@
 
     python benchmarks/fuzz.py [--inputs 5000000] [--target NAME ...] [--seed 0] [--out FILE]
 
-The targets are in fuzz_wire.py, fuzz_files.py and fuzz_methods.py: a reader, valid inputs for it, and the errors it may
-raise. Each runs in a process of its own, so that one that dies is a finding too. Inputs come from valid ones by changes
-(fuzz_inputs.py); those that reach a line of ours, or an error message, that none before did are changed further. One
-that raises anything else, takes over HANG_SECONDS, or kills the process is cut down to its least and stored below
-tests/corpus/, which tests/unit/test_corpus.py reads again.
+The targets are in fuzz_*.py: a reader, valid inputs for it, and the errors that it may raise. Each runs in a process of
+its own, so that one that dies is a finding too. Inputs come from valid ones by changes (fuzz_inputs.py); those that
+reach a line of ours, or an error message, that none before did are changed further. One that raises anything else,
+takes over HANG_SECONDS, or kills the process is cut down to its least and stored below tests/corpus/, which
+tests/unit/test_corpus.py reads again.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ from typing import Any
 
 import fuzz_files
 import fuzz_methods
+import fuzz_service
 import fuzz_wire
 from fuzz_inputs import INPUT_BYTES_MAX, MESSAGE_BYTES_MAX, changed, changed_message
 from fuzz_target import Target
@@ -60,7 +61,8 @@ class Hang(BaseException):
 
 def all_targets() -> dict[str, Target]:
     """Every target, by name."""
-    return {target.name: target for target in (*fuzz_wire.targets(), *fuzz_methods.targets(), *fuzz_files.targets())}
+    rooms = (fuzz_wire, fuzz_methods, fuzz_files, fuzz_service)
+    return {target.name: target for room in rooms for target in room.targets()}
 
 
 def outcome_of(target: Target, data: bytes) -> tuple[str, str]:
