@@ -35,6 +35,13 @@ SINGLES = (b"\0\0\x80\x7f", b"\0\0\x80\xff", b"\0\0\xc0\x7f", b"\xff\xff\x7f\x7f
 TEXTS = ("", "\0", "\x1b[2J", "é", "\U0001f600", "a\nb", "../../x", "x" * 201, "%s{0}", '"', "-", "NaN", " ", "²", "١")
 NESTS = ((b"[", b"]"), (b'{"a":', b"}"), (b"(", b")"), (b"{a=", b"}"), (b"-", b""), (b"[[", b"]]"))
 _NUMBER = re.compile(rb"-?[0-9]+(?:\.[0-9]+)?(?:[eE][-+]?[0-9]+)?")
+#: Of the whole numbers of a message, those that are not of 64 bits; of signed ones no sign, of enumerations few.
+BITS = {
+    FieldDescriptor.CPPTYPE_UINT32: 32,
+    FieldDescriptor.CPPTYPE_INT32: 31,
+    FieldDescriptor.CPPTYPE_INT64: 63,
+    FieldDescriptor.CPPTYPE_ENUM: 2,
+}
 
 
 def changed(data: bytes, others: Sequence[bytes], words: Sequence[bytes], rng: random.Random) -> bytes:
@@ -182,8 +189,11 @@ def _children(message: Any, entry: FieldDescriptor) -> list[Any]:
 
 def _set(message: Any, entry: FieldDescriptor, rng: random.Random, depth: int) -> None:
     if _is_map(entry):
-        value = entry.message_type.fields_by_name["value"]
-        getattr(message, entry.name)[rng.choice(TEXTS)] = _value(value, rng)
+        value, place = entry.message_type.fields_by_name["value"], rng.choice(TEXTS)
+        if value.message_type is None:
+            getattr(message, entry.name)[place] = _value(value, rng)
+        else:
+            getattr(message, entry.name)[place].CopyFrom(filled(value.message_type._concrete_class, rng, depth + 1))
     elif entry.message_type is not None:
         if depth > 3:
             return
@@ -207,7 +217,7 @@ def _value(entry: FieldDescriptor, rng: random.Random) -> Any:
         return rng.choice(DOUBLES)
     if entry.cpp_type == FieldDescriptor.CPPTYPE_BOOL:
         return rng.random() < 0.5
-    bits = 32 if entry.cpp_type == FieldDescriptor.CPPTYPE_UINT32 else 64
+    bits = BITS.get(entry.cpp_type, 64)
     return rng.choice(EXTREMES) & ((1 << bits) - 1)
 
 

@@ -7,6 +7,7 @@ import io
 import json
 import tarfile
 from array import array
+from pathlib import Path
 
 import msgspec
 from fuzz_target import Target, folder, from_file
@@ -89,9 +90,13 @@ def _read_answer(data: bytes) -> None:
         checked(_SPEC, answer.sampled)
 
 
+def _read_journal(path: Path) -> None:
+    Journal(path).close()
+
+
 def _frames() -> list[Target]:
     record = JournalRecord(3, None, Answer(3, sampled=_SAMPLED))
-    typed, journal = (msgspec.MsgspecError,), from_file("service.journal", lambda path: Journal(path).close())
+    typed, journal = (msgspec.MsgspecError, UnicodeDecodeError), from_file("service.journal", _read_journal)
     answers = (encode(Answer(1, sampled=_SAMPLED)), encode(Answer(2, fault="it is gone", is_ours=True)))
     requests = (encode(Request(1, SampleCall("base", "", _SPEC))), encode(Request(2, UnloadCall("m"))))
     return [
