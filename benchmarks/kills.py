@@ -1,5 +1,6 @@
 """``kill -9`` at random instants of a real deterministic run, and the weights of an unkilled one beside it.
 
+    make demo                                               # once: the model
     python benchmarks/kills.py [--kills 100] [--seed 0] [--out FILE]
 
 Victims are drawn: the head, the learner, a worker, all of them, or the supervisor, after which the run is resumed. The
@@ -11,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import random
-import subprocess
 import sys
 import tempfile
 import time
@@ -51,17 +51,16 @@ def kill(run: Run, victim: str) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=100)
+    parser.add_argument("--model", type=Path, default=REPOSITORY / "outputs" / "models" / "digit_sorting")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, help="result file")
     options = parser.parse_args()
     rng, done = random.Random(options.seed), Counter[str]()
     settings = ("--run.deterministic", "true", "--run.max_steps", str(int(options.kills * STEPS_A_KILL) + 2))
     with tempfile.TemporaryDirectory(prefix="echo2-kills-") as folder:
-        model = Path(folder) / "model"
-        subprocess.run([sys.executable, "-m", "echo2.demo.digit_sorting", "--out", str(model)], check=True)
-        calm = Run(Path(folder) / "calm", model, *settings).start()
-        calm.finish(3600.0)
-        run = Run(Path(folder) / "killed", model, *settings).start()
+        calm, run = (Run(Path(folder) / name, options.model, *settings) for name in ("calm", "killed"))
+        calm.start().finish(3600.0)
+        run.start()
         for number in range(options.kills):
             run.wait_version(run.status().get("version", 0) + 1)
             time.sleep(rng.uniform(0.0, PAUSE_SECONDS_MAX))
