@@ -428,12 +428,23 @@ def _read_listed(data: bytes) -> None:
 
 
 def _read_stored(data: bytes) -> None:
-    """A chunk that the disk altered."""
-    name = blake3(b"a chunk").digest()
-    path = folder() / "altered" / "chunks" / name.hex()
+    """A pack that the disk altered: opened, read, and continued."""
+    path = folder() / "altered" / "chunks" / "0.pack"
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(data)
-    assert ChunkStore(folder() / "altered").get(name) == b"a chunk"
+    store, name = ChunkStore(folder() / "altered"), blake3(b"chunk 1").digest()
+    try:
+        assert store.get(name) == b"chunk 1"
+    finally:
+        store.put(name, b"chunk 1")
+        assert ChunkStore(folder() / "altered").get(name) == b"chunk 1"
+
+
+def _pack() -> bytes:
+    store = ChunkStore(folder() / "whole")
+    for data in (b"chunk 0", b"chunk 1", b"chunk 2"):
+        store.put(blake3(data).digest(), data)
+    return (folder() / "whole" / "chunks" / "0.pack").read_bytes()
 
 
 def _weights() -> list[Target]:
@@ -447,5 +458,5 @@ def _weights() -> list[Target]:
         Target("delta", _delta_reader(), streams, share=2.0),
         Target("delta_record", _read_record, _record_seeds(), share=2.0),
         Target("store_manifest", _read_listed, texts, words=JSON_WORDS, share=0.1),
-        Target("store_chunk", _read_stored, (b"a chunk",), share=0.1),
+        Target("store_pack", _read_stored, (_pack(),), share=0.1),
     ]

@@ -1,6 +1,6 @@
 """Memory of the head's part in snapshots, by the size of the model: it should not depend on it.
 
-    python benchmarks/head_memory.py [--mb 10 200]
+    python benchmarks/head_memory.py [--mb 250 1000 4000]
 
 For each size a model of random bfloat16 numbers is published by the learner's encoder: whole, and three deltas in which
 a hundredth of the numbers moved. A process of its own does with them what the head does: takes the chunks one by one,
@@ -15,34 +15,51 @@ import asyncio
 import subprocess
 import sys
 import tempfile
+from functools import partial
 from pathlib import Path
 
 import numpy as np
+from recording import save
 
 from echo2.runtime.head.archive import Archive
-from echo2.types import RUN_POLICY, Snapshot, SnapshotRef, TensorBytes
+from echo2.types import RUN_POLICY, Snapshot, SnapshotRef, StoredTensor
 from echo2.weights.encoder import Encoder
 from echo2.weights.manifest import Manifest
+from echo2.weights.segments import SEGMENT_BYTES
 from echo2.weights.store import ChunkStore
 
 VERSIONS = 4
 
 
+def weights(piece: int, num_items: int, version: int, start: int, stop: int) -> memoryview:
+    """The bytes from `start` to `stop` of one tensor in one version; made again whenever they are read."""
+    items = np.random.default_rng(piece).integers(0, 1 << 16, num_items, dtype=np.uint16)
+    for step in range(1, version + 1):
+        items += np.random.default_rng((piece, step)).random(num_items, np.float32) < 0.01
+    return items.data.cast("B")[start:stop]
+
+
+def snapshot(version: int, num_bytes: int) -> Snapshot:
+    """A model of so many bytes whose tensors are nowhere: this process has to publish what it could not hold."""
+    tensors = {}
+    for piece, start in enumerate(range(0, num_bytes, SEGMENT_BYTES)):
+        num_items = min(SEGMENT_BYTES, num_bytes - start) // 2
+        read = partial(weights, piece, num_items, version)
+        tensors[f"w{piece:04d}"] = StoredTensor("BF16", (num_items,), 2 * num_items, read)
+    return Snapshot(SnapshotRef(RUN_POLICY, 1, version), tensors, {"config.json": b"{}"})
+
+
 def publish(directory: Path, num_bytes: int) -> None:
     """What the learner sends, as files: chunks by their hash, manifests by their version."""
-    draw = np.random.default_rng(0)
-    weights = draw.integers(0, 1 << 16, num_bytes // 2, dtype=np.uint16)
     base: Snapshot | None = None
     for version in range(VERSIONS):
-        tensors = {"w": TensorBytes("BF16", weights.shape, weights.data)}
-        target = Snapshot(SnapshotRef(RUN_POLICY, 1, version), tensors, {"config.json": b"{}"})
+        target = snapshot(version, num_bytes)
         encoder = Encoder(target, base)
         for chunks in encoder.parts():
             for hash_, chunk in chunks.items():
                 (directory / hash_.hex()).write_bytes(chunk)
         (directory / f"{version}.json").write_bytes(encoder.manifest().text)
         base = target
-        weights = weights + (draw.random(weights.size, np.float32) < 0.01).astype(np.uint16)
 
 
 async def receive(sent: Path, directory: Path) -> None:
@@ -82,15 +99,19 @@ def peak_bytes(num_bytes: int) -> int:
 def main() -> None:
     """Measure, or be what is measured."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--mb", type=int, nargs="+", default=[10, 200], help="sizes of the model")
+    parser.add_argument("--mb", type=int, nargs="+", default=[250, 1000, 4000], help="sizes of the model")
+    parser.add_argument("--out", type=Path)
     parser.add_argument("--receive", nargs=2, metavar=("SENT", "DIRECTORY"), help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.receive:
         asyncio.run(receive(*map(Path, options.receive)))
         print(own_peak_bytes())
         return
+    found = {}
     for megabytes in options.mb:
-        print(f"{megabytes:6d} MB model: {peak_bytes(megabytes * 1_000_000) / 1e6:7.1f} MB at the head")
+        found[str(megabytes)] = peak_bytes(megabytes * 1_000_000)
+        print(f"{megabytes:6d} MB model: {found[str(megabytes)] / 1e6:7.1f} MB at the head", flush=True)
+    print(save("head_memory", {"peak_bytes_at_the_head_by_mb_of_the_model": found}, options.out))
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ from echo2.types import Snapshot, SnapshotRef, TensorBytes
 from echo2.weights.content import Content
 from echo2.weights.encoder import Encoder
 from echo2.weights.manifest import Manifest
+from echo2.weights.packs import Packs
 from echo2.weights.segments import ReadChunk, base_model_of
 
 Encoded = tuple[Manifest, dict[bytes, memoryview]]
@@ -81,6 +82,21 @@ def apply_delta(manifest: Manifest, base: Snapshot, read_chunk: ReadChunk) -> Sn
     content = holding(base)
     content.apply(manifest, read_chunk)
     return content.snapshot()
+
+
+def spoil(directory: Path, hash_: bytes) -> None:
+    """Alter a chunk where it lies in the store of this directory, as a bad disk does."""
+    packs = Packs(directory / "chunks")
+    place = packs.place(hash_)
+    assert place is not None
+    with packs.path(place.pack).open("r+b") as pack:
+        pack.seek(place.start)
+        pack.write(bytes(byte ^ 0xFF for byte in packs.read(place)))
+
+
+def stored_hashes(directory: Path) -> set[bytes]:
+    """The chunks that whoever opens the store of this directory finds."""
+    return set(Packs(directory / "chunks").hashes())
 
 
 def bytes_of(snapshot: Snapshot) -> tuple[dict[str, tuple[str, tuple[int, ...], bytes]], dict[str, bytes]]:

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from weights_cases import bytes_of, decode, new_content
+from weights_cases import bytes_of, decode, new_content, spoil
 
 from echo2.errors import PeerError
 from echo2.learner.publication import LentWeights, Payload, Publisher
@@ -155,8 +155,7 @@ class Story:
             worker.store.put(hash_, data)
         if not manifest.hashes or self.rng.random() > 0.05:
             return False
-        path = worker.directory / "chunks" / self.rng.choice(manifest.hashes).hex()
-        path.write_bytes(path.read_bytes()[:-1] + b"?")
+        spoil(worker.directory, self.rng.choice(manifest.hashes))
         return True
 
 

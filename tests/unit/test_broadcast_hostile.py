@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from weights_cases import spoil
 
 from broadcast_fleet import SECONDS, Fleet, content, opened, until
 from echo2.broadcast import addresses
@@ -114,8 +115,7 @@ def test_relay_whose_disk_altered_a_chunk_is_called_no_liar(tmp_path: Path) -> N
             for hash_, chunk in data.items():
                 relay.store.put(hash_, chunk)
             relay.node.stop_fetching(manifest.payload)  # nothing of it is on its way any more
-            path = relay.store.directory / "chunks" / manifest.hashes[7].hex()
-            path.write_bytes(bytes(path.stat().st_size))
+            spoil(relay.store.directory, manifest.hashes[7])
             fleet.origin.assign(manifest.payload, ["w-2"], manifest)
             source = wire.Source(peer_id="w-1", address=fleet.origin.address_of("w-1"))
             child.node.obey(wire.Order(routes=wire.Routes(payload=PAYLOAD, sources=[source], stripes=[0])))

@@ -5,14 +5,24 @@ from __future__ import annotations
 import asyncio
 import random
 import threading
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from weights_cases import base_model, bytes_of, encode, encode_delta, holding, new_content, payload
+from weights_cases import (
+    base_model,
+    bytes_of,
+    encode,
+    encode_delta,
+    holding,
+    new_content,
+    payload,
+    spoil,
+    stored_hashes,
+)
 
 from broadcast_fleet import fail
 from echo2.broadcast.origin import OriginNode
@@ -323,9 +333,9 @@ def test_a_manifest_that_the_head_did_not_sign_is_refused(tmp_path: Path) -> Non
 def test_old_files_are_deleted_beside_the_event_loop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     sweep, threads = ChunkStore.sweep, []
 
-    def watched(store: ChunkStore, hashes: Iterable[bytes]) -> None:
+    def watched(store: ChunkStore) -> None:
         threads.append(threading.current_thread())
-        sweep(store, hashes)
+        sweep(store)
 
     monkeypatch.setattr(ChunkStore, "sweep", watched)
 
@@ -338,8 +348,7 @@ def test_old_files_are_deleted_beside_the_event_loop(tmp_path: Path, monkeypatch
             await asyncio.wait_for(machine.outcomes.get(), SECONDS)
             assert len(threads) == 1
             assert threading.main_thread() not in threads
-            folder = tmp_path / "worker" / "snapshots" / "chunks"
-            assert {path.name for path in folder.iterdir()} == {hash_.hex() for hash_ in whole(5)[0].hashes}
+            assert stored_hashes(tmp_path / "worker" / "snapshots") == set(whole(5)[0].hashes)
 
     asyncio.run(story())
 
@@ -396,8 +405,7 @@ def test_a_base_model_that_the_disk_altered_is_said_to_be_it(tmp_path: Path) -> 
             await head.archive.take(await stored(head, payload(Encoder(base))))
             async with taking(head, member, tmp_path) as machine:
                 await take_base(head, machine, base)
-                folder = tmp_path / "worker" / "snapshots" / "chunks"
-                (folder / payload(Encoder(base))[0].hashes[-1].hex()).write_bytes(b"damage")
+                spoil(tmp_path / "worker" / "snapshots", payload(Encoder(base))[0].hashes[-1])
                 with pytest.raises(PeerError, match="base_model"):
                     await machine.weights.base(base.ref)
                 assert await take_base(head, machine, base) == str(base.ref)

@@ -7,6 +7,7 @@ import resource
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import pairwise
@@ -16,12 +17,13 @@ import pytest
 from blake3 import blake3
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from weights_cases import bytes_of, decode, encode, encode_delta, new_content
+from weights_cases import bytes_of, decode, encode, encode_delta, new_content, spoil, stored_hashes
 
 from echo2.errors import InvariantError, PeerError, UserError
 from echo2.types import RUN_POLICY, PayloadId, Snapshot, SnapshotRef, TensorBytes
 from echo2.weights.chain import compose
 from echo2.weights.manifest import MAX_DELTAS, Manifest
+from echo2.weights.packs import Packs
 from echo2.weights.store import ChunkStore
 
 
@@ -108,7 +110,7 @@ def test_damage_on_disk_is_found_dropped_and_fetched_again(tmp_path: Path) -> No
     store = ChunkStore(tmp_path)
     manifest = fill(store, 1, b"abcdefghij")
     hit = manifest.hashes[1]
-    (tmp_path / "chunks" / hit.hex()).write_bytes(b"abcE")
+    spoil(tmp_path, hit)
     with pytest.raises(PeerError) as caught:
         store.get(hit)
     assert caught.value.reason == "corrupt"
@@ -156,19 +158,75 @@ def test_drop_manifest_keeps_chunks_for_others(tmp_path: Path) -> None:
     assert store.missing(manifest) == ()
 
 
-def test_nothing_is_visible_before_it_is_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Killed at the last instant, the data written and not renamed."""
+@pytest.mark.parametrize("left", [1, 35, 36, 39])
+def test_a_chunk_that_a_killed_process_wrote_in_part_is_not_there(tmp_path: Path, left: int) -> None:
+    """At the end of a pack: a part of the header (36 bytes), the header alone, and all but a byte."""
     store = ChunkStore(tmp_path)
+    manifest = fill(store, 1, b"abcdefghij")
+    pack = tmp_path / "chunks" / "0.pack"
+    whole = pack.read_bytes()
+    store.put(blake3(b"half").digest(), b"half")
+    os.truncate(pack, len(whole) + left)
+    again = ChunkStore(tmp_path)
+    assert not again.has(blake3(b"half").digest())
+    assert pack.read_bytes() == whole
+    assert again.manifests() == [manifest]
+    again.put(blake3(b"half").digest(), b"half")
+    assert ChunkStore(tmp_path).get(blake3(b"half").digest()) == b"half"
 
-    def die(source: Path, target: Path) -> None:
-        assert Path(source).read_bytes() == b"abcd"
-        assert not Path(target).exists()
-        raise KeyboardInterrupt
 
-    monkeypatch.setattr("os.replace", die)
-    with pytest.raises(KeyboardInterrupt):
-        store.put(blake3(b"abcd").digest(), b"abcd")
-    assert not store.has(blake3(b"abcd").digest())
+def test_packs_are_continued_up_to_a_size_and_go_when_little_of_them_is_needed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("echo2.weights.packs.PACK_BYTES", 4000)
+    packs, chunks = Packs(tmp_path), {blake3(data).digest(): data for data in (os.urandom(1000) for _ in range(8))}
+    packs.append(chunks.items())
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["0.pack", "1.pack"]
+    for name in list(chunks)[1:4]:
+        packs.forget(name)
+        del chunks[name]
+    packs.sweep()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["1.pack", "2.pack"], "one chunk was moved"
+    for opened in (packs, Packs(tmp_path)):
+        places = {name: opened.place(name) for name in opened.hashes()}
+        assert {name: opened.read(place) for name, place in places.items() if place is not None} == chunks
+
+
+def test_a_chunk_is_read_right_while_it_is_moved(tmp_path: Path) -> None:
+    """A thread forgets and sweeps, which moves what is left; what the others read is right at any time."""
+    store = ChunkStore(tmp_path)
+    kept = fill(store, 0, os.urandom(4000))
+    wrong: list[BaseException] = []
+
+    def read() -> None:
+        try:
+            while not is_over.is_set():
+                for hash_ in kept.hashes:
+                    store.get(hash_)
+        except BaseException as error:
+            wrong.append(error)
+
+    is_over, readers = threading.Event(), [threading.Thread(target=read) for _ in range(2)]
+    for reader in readers:
+        reader.start()
+    for version in range(1, 40):
+        fill(store, version, os.urandom(4000))
+        store.retain([kept])
+    is_over.set()
+    for reader in readers:
+        reader.join()
+    assert wrong == []
+
+
+def test_a_store_with_a_file_for_each_chunk_begins_anew(tmp_path: Path) -> None:
+    """As 0.2.0 wrote it."""
+    manifest, chunks = snapshot(1, b"abcdefghij")
+    for folder in ("chunks", "manifests"):
+        (tmp_path / folder).mkdir()
+    for hash_, data in chunks.items():
+        (tmp_path / "chunks" / hash_.hex()).write_bytes(data)
+    (tmp_path / "manifests" / f"{manifest.ref}.json").write_bytes(manifest.text)
+    assert ChunkStore(tmp_path).manifests() == []
     assert files_under(tmp_path) == set()
 
 
@@ -360,8 +418,7 @@ def test_a_damaged_delta_is_found_and_dropped(tmp_path: Path) -> None:
     one, two = versions(2)
     put(store, encode(one.ref, one.tensors, one.files))
     delta = put(store, encode_delta(one, two))
-    path = tmp_path / "chunks" / delta.hashes[-1].hex()
-    path.write_bytes(bytes(path.stat().st_size))
+    spoil(tmp_path, delta.hashes[-1])
     with pytest.raises(PeerError) as caught:
         loaded(store, two.ref)
     assert caught.value.reason == "corrupt"
@@ -387,12 +444,12 @@ def test_a_chunk_that_came_again_is_not_swept_away(tmp_path: Path) -> None:
     assert len(gone) == 1
     assert set(store.missing(old)) == gone, "it counts as missing at once"
     [hash_] = gone
-    assert (tmp_path / "chunks" / hash_.hex()).exists()
     store.put(hash_, b"bbbb")
-    store.sweep(let_go)
+    store.sweep()
     assert store.get(hash_) == b"bbbb"
-    store.sweep(store.let_go([new]))
-    assert not (tmp_path / "chunks" / hash_.hex()).exists()
+    store.let_go([new])
+    store.sweep()
+    assert stored_hashes(tmp_path) == set(new.hashes)
     assert store.missing(new) == ()
 
 
@@ -401,17 +458,18 @@ def test_what_was_let_go_and_not_swept_goes_after_the_next_opening(tmp_path: Pat
     fill(store, 1, b"aaaabbbb")
     new = fill(store, 2, b"aaaacccc")
     store.let_go([new])
-    assert len(list((tmp_path / "chunks").iterdir())) == 4
+    assert len(stored_hashes(tmp_path)) == 4
     reopened = ChunkStore(tmp_path)
     assert [manifest.ref.version for manifest in reopened.manifests()] == [2]
     assert reopened.retain(reopened.manifests()) == 4
-    assert len(list((tmp_path / "chunks").iterdir())) == 3
+    assert set(reopened.missing(new)) == set()
+    assert not reopened.has(blake3(b"bbbb").digest())
 
 
 def test_a_chunk_that_cannot_be_read_counts_as_missing(tmp_path: Path) -> None:
     store = ChunkStore(tmp_path)
     manifest = fill(store, 1, b"aaaabbbb")
-    path = tmp_path / "chunks" / manifest.hashes[0].hex()
+    path = tmp_path / "chunks" / "0.pack"
     path.unlink()
     path.mkdir()  # reading it is an error of the system, not an end of file
     with pytest.raises(PeerError, match=r"corrupt.*can't be read"):

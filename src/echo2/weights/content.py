@@ -22,7 +22,8 @@ from blake3 import blake3
 from echo2.errors import PeerError, write_failed
 from echo2.types import Snapshot, SnapshotRef, StoredTensor
 from echo2.weights.manifest import DELTA, Manifest, Segment, TensorEntry, widths_of
-from echo2.weights.segments import Bytes, ReadChunk, apply_segment, join_record
+from echo2.weights.packs import write_at
+from echo2.weights.segments import ReadChunk, apply_segment, join_record
 
 #: Segments that are applied at once; each takes some 60 MB.
 THREADS_MAX = 4
@@ -121,14 +122,7 @@ def _apply(file: int, old_bytes: int, read_chunk: ReadChunk, start: int, segment
     here = np.frombuffer(os.pread(file, segment.num_bytes, start) if is_there else b"", np.uint8)
     is_delta = bool(segment.records) and segment.records[0].codec == DELTA
     if is_delta or not is_there or blake3(here.data).digest() != segment.digest:
-        _write(file, start, apply_segment(segment, width, here, read_chunk))
-
-
-def _write(file: int, start: int, data: Bytes) -> None:
-    left = data.data
-    while left.nbytes:
-        written = os.pwrite(file, left, start)
-        left, start = left[written:], start + written
+        write_at(file, start, apply_segment(segment, width, here, read_chunk).data)
 
 
 def read_files(manifest: Manifest, read_chunk: ReadChunk, base: dict[str, bytes] | None = None) -> dict[str, bytes]:

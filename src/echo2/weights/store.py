@@ -1,12 +1,12 @@
 """Chunks and manifests on disk, by content. One process owns a store; its caller fetches what is missing.
 
-    <directory>/chunks/<hash in hex>      manifests/<ref>[-over-<ref>].json      tmp/
+    <directory>/chunks/<number>.pack      manifests/<ref>[-over-<ref>].json      tmp/
 
 One snapshot may be listed as several payloads: over no base, and over others. Each comes to the same content.
 
-A file is written under tmp/ and renamed into place: at any instant, also under ``kill -9``, every name outside tmp/ is
-whole. Files are not synced one by one, so after a *power* failure some may be empty; sizes are checked at opening and
-hashes at each reading, and what is wrong counts as missing and is fetched again.
+At any instant, also under ``kill -9``, what is here is whole: chunks as `packs.py` says, and a manifest is written
+under tmp/ and renamed into place. Files are not synced, so after a *power* failure some may be empty or full of zeros;
+hashes are checked at each reading, and what is wrong counts as missing and is fetched again.
 """
 
 from __future__ import annotations
@@ -14,9 +14,7 @@ from __future__ import annotations
 import itertools
 import os
 import re
-import threading
-from collections.abc import Iterable
-from contextlib import suppress
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from blake3 import blake3
@@ -24,8 +22,9 @@ from blake3 import blake3
 from echo2.errors import InvariantError, PeerError, UserError, write_failed
 from echo2.types import PayloadId, SnapshotRef
 from echo2.weights.manifest import HASH_BYTES, MAX_CHUNK_BYTES, MAX_DELTAS, Manifest
+from echo2.weights.packs import Packs
 
-_CHUNK_NAME = re.compile(rf"[0-9a-f]{{{2 * HASH_BYTES}}}")
+_CHUNK_NAME = re.compile(rf"[0-9a-f]{{{2 * HASH_BYTES}}}")  # a file for each chunk, as 0.2.0 had: that goes
 
 
 class ChunkStore:
@@ -40,24 +39,25 @@ class ChunkStore:
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
-        self._chunks = directory / "chunks"
         self._manifests = directory / "manifests"
         self._tmp = directory / "tmp"
         self._serial = itertools.count()
-        self._placing = threading.Lock()  # what is listed and what lies there change together
         try:
-            for folder in (self._chunks, self._manifests, self._tmp):
+            for folder in (self._manifests, self._tmp):
                 folder.mkdir(parents=True, exist_ok=True)
             for leftover in self._tmp.iterdir():
                 leftover.unlink()
-            self._sizes = _chunk_sizes(self._chunks)
+            self._packs = Packs(directory / "chunks")
+            for path in self._packs.directory.iterdir():
+                if _CHUNK_NAME.fullmatch(path.name):
+                    path.unlink()
             self._whole = self._load_manifests()
         except OSError as error:
             raise UserError(f"Cannot open the snapshot store {directory}: {error.strerror}.") from error
 
     def has(self, hash_: bytes) -> bool:
         """Whether this chunk is here."""
-        return hash_ in self._sizes
+        return self._packs.place(hash_) is not None
 
     def put(self, hash_: bytes, data: bytes | memoryview) -> None:
         """Keep one chunk. Putting it again changes nothing.
@@ -66,12 +66,19 @@ class ChunkStore:
             PeerError: "corrupt", when the data does not have this hash; "oversized".
             UserError: the disk is full or cannot be written.
         """
-        if len(data) > MAX_CHUNK_BYTES:
-            raise PeerError("oversized", f"chunk of {len(data)} bytes; the limit is {MAX_CHUNK_BYTES}")
-        if blake3(data).digest() != hash_:
-            raise PeerError("corrupt", f"{len(data)} bytes were sent as chunk {hash_.hex()[:128]} and are not it")
-        if self._sizes.get(hash_) != len(data):
-            self._write(self._chunks / hash_.hex(), data, hash_)
+        check_chunk(hash_, data)
+        self.put_checked([(hash_, data)])
+
+    def put_checked(self, chunks: Sequence[tuple[bytes, bytes | memoryview]]) -> None:
+        """Keep chunks, (hash, bytes), that went through `check_chunk`.
+
+        Raises:
+            UserError: the disk is full or cannot be written; the chunks before the one that failed are kept.
+        """
+        try:
+            self._packs.append(chunks)
+        except OSError as error:
+            raise self._write_failed(sum(len(data) for _, data in chunks), error) from error
 
     def get(self, hash_: bytes) -> bytes:
         """The bytes of one chunk, verified.
@@ -80,22 +87,22 @@ class ChunkStore:
             PeerError: "missing", when it is not here; "corrupt", when the disk altered it or can't read it: it is then
                 dropped, so that it is fetched again.
         """
-        if hash_ not in self._sizes:
-            raise PeerError("missing", f"chunk {hash_.hex()[:128]} is not in this store")
-        path = self._chunks / hash_.hex()
-        try:
-            data = path.read_bytes()
-            fault = "was altered on disk"
-        except OSError as error:
-            data, fault = b"", f"can't be read ({error.strerror})"
-        if blake3(data).digest() != hash_:
-            self._drop_chunk(hash_)
-            raise PeerError("corrupt", f"{path} {fault} and is dropped")
-        return data
+        while (place := self._packs.place(hash_)) is not None:
+            try:
+                data, fault = self._packs.read(place), "was altered on disk"
+            except OSError as error:
+                data, fault = b"", f"can't be read ({error.strerror})"
+            if blake3(data).digest() == hash_:
+                return data
+            if self._packs.place(hash_) is place:  # else a sweep has moved it
+                self._packs.drop(hash_)
+                path = self._packs.path(place.pack)
+                raise PeerError("corrupt", f"chunk {hash_.hex()} in {path} {fault} and is dropped")
+        raise PeerError("missing", f"chunk {hash_.hex()[:128]} is not in this store")
 
     def missing(self, manifest: Manifest) -> tuple[bytes, ...]:
         """Hashes of the manifest's chunks that are not here, distinct, in stream order."""
-        return tuple(hash_ for hash_, size in manifest.chunk_bytes.items() if self._sizes.get(hash_) != size)
+        return tuple(hash_ for hash_, size in manifest.chunk_bytes.items() if self._size(hash_) != size)
 
     def put_manifest(self, manifest: Manifest) -> None:
         """List a manifest whose chunks are all here.
@@ -155,11 +162,11 @@ class ChunkStore:
         Returns the number of bytes freed. Other manifests go first: one that is listed is whole at any instant.
         """
         let_go = self.let_go(manifests, chunks)
-        self.sweep(let_go)
+        self.sweep()
         return sum(let_go.values())
 
     def let_go(self, manifests: Iterable[Manifest], chunks: Iterable[bytes] = ()) -> dict[bytes, int]:
-        """The quick half of `retain`: from now on the rest is not here, but its chunks' files are, until `sweep`.
+        """The quick half of `retain`: from now on the rest is not here, but takes its room on disk until `sweep`.
         Returns these chunks and their sizes.
         """
         payloads, used = set(), set(chunks)
@@ -168,24 +175,28 @@ class ChunkStore:
             used.update(manifest.chunk_bytes)
         for payload in [payload for payload in list(self._whole) if payload not in payloads]:
             self.drop_manifest(payload)
-        return {hash_: self._sizes.pop(hash_, 0) for hash_ in list(self._sizes) if hash_ not in used}
+        sizes = {}
+        for hash_ in self._packs.hashes():
+            if hash_ not in used:
+                sizes[hash_] = self._size(hash_)
+                self._packs.forget(hash_)
+        return sizes
 
-    def sweep(self, hashes: Iterable[bytes]) -> None:
-        """The slow half of `retain`, on any thread: delete the files of chunks that were let go and did not come again.
-        Where that is broken off, `retain` finds them after the next opening.
+    def sweep(self) -> None:
+        """The slow half of `retain`, on any thread: what was let go gives its room back, as far as `Packs.sweep` does.
+
+        Raises:
+            UserError: the disk is full or cannot be written.
         """
         try:
-            for hash_ in hashes:
-                with self._placing:
-                    if hash_ not in self._sizes:
-                        (self._chunks / hash_.hex()).unlink(missing_ok=True)
+            self._packs.sweep()
         except OSError as error:
-            raise UserError(f"Cannot delete in the snapshot store {self.directory}: {error.strerror}.") from error
+            message = f"Cannot delete in the snapshot store {self.directory}: {error.strerror}."
+            raise write_failed(error, message) from error
 
-    def _drop_chunk(self, hash_: bytes) -> None:
-        with self._placing, suppress(OSError):  # it counts as missing also where such a disk does not let it go
-            self._sizes.pop(hash_, None)
-            (self._chunks / hash_.hex()).unlink(missing_ok=True)
+    def _size(self, hash_: bytes) -> int:
+        place = self._packs.place(hash_)
+        return 0 if place is None else place.num_bytes
 
     def _manifest_path(self, payload: PayloadId) -> Path:
         over = "" if payload.base is None else f"-over-{payload.base}"
@@ -206,32 +217,35 @@ class ChunkStore:
                 path.unlink()
         return whole
 
-    def _write(self, path: Path, data: bytes | memoryview, chunk: bytes | None = None) -> None:
+    def _write(self, path: Path, data: bytes) -> None:
         tmp = self._tmp / f"{next(self._serial)}-{path.name}"
         try:
             try:
                 tmp.write_bytes(data)
-                with self._placing:
-                    os.replace(tmp, path)
-                    self._sizes.update({} if chunk is None else {chunk: len(data)})
+                os.replace(tmp, path)
             except BaseException:
                 tmp.unlink(missing_ok=True)
                 raise
         except OSError as error:
-            message = (
-                f"Cannot write {len(data)} bytes into the snapshot store {self.directory}: {error.strerror}. "
-                "Nothing that was stored is lost; make room there (or allow writing), then start again."
-            )
-            raise write_failed(error, message) from error
+            raise self._write_failed(len(data), error) from error
+
+    def _write_failed(self, num_bytes: int, error: OSError) -> Exception:
+        message = (
+            f"Cannot write {num_bytes} bytes into the snapshot store {self.directory}: {error.strerror}. "
+            "Nothing that was stored is lost; make room there (or allow writing), then start again."
+        )
+        return write_failed(error, message)
+
+
+def check_chunk(hash_: bytes, data: bytes | memoryview) -> None:
+    """Raises:
+    PeerError: "corrupt", when the data does not have this hash; "oversized".
+    """
+    if len(data) > MAX_CHUNK_BYTES:
+        raise PeerError("oversized", f"chunk of {len(data)} bytes; the limit is {MAX_CHUNK_BYTES}")
+    if blake3(data).digest() != hash_:
+        raise PeerError("corrupt", f"{len(data)} bytes were sent as chunk {hash_.hex()[:128]} and are not it")
 
 
 def _age(payload: PayloadId) -> tuple[SnapshotRef, bool, SnapshotRef]:
     return payload.ref, payload.base is not None, payload.base or payload.ref
-
-
-def _chunk_sizes(folder: Path) -> dict[bytes, int]:
-    """Sizes of the chunks in `folder`, by hash. Files that are not chunks are not ours and stay alone."""
-    with os.scandir(folder) as entries:
-        return {
-            bytes.fromhex(entry.name): entry.stat().st_size for entry in entries if _CHUNK_NAME.fullmatch(entry.name)
-        }

@@ -221,8 +221,8 @@ class WorkerWeights:
         kept = await asyncio.get_running_loop().run_in_executor(self._loading, self.content.keep, manifest)
         if kept is not None:
             incoming = self._manifests.get(self._incoming or payload, manifest)
-            let_go = self._store.let_go([*kept, incoming])  # between two events: no fetch counts on what goes
-            await asyncio.to_thread(self._store.sweep, let_go)  # thousands of files
+            self._store.let_go([*kept, incoming])  # between two events: no fetch counts on what goes
+            await asyncio.to_thread(self._store.sweep)
 
     async def close(self) -> None:
         """Fetch and give nothing more."""
