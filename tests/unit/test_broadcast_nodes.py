@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine, Mapping
+import threading
+from collections.abc import Coroutine, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from broadcast_fleet import SECONDS, Content, Fleet, Worker, content, opened, until
+from broadcast_fleet import CHUNK_BYTES, SECONDS, Content, Fleet, Worker, content, opened, until
 from echo2.broadcast.payloads import encode_payload
 from echo2.broadcast.probe import MAX_RATE, NO_LINK
 from echo2.errors import UserError
@@ -253,11 +254,47 @@ class FullStore(ChunkStore):
 
     room = 5
 
-    def put(self, hash_: bytes, data: bytes | memoryview) -> None:
-        self.room -= 1
+    def put_checked(self, chunks: Sequence[tuple[bytes, bytes | memoryview]]) -> None:
+        self.room -= len(chunks)
         if self.room < 0:
             raise UserError("no space left")
-        super().put(hash_, data)
+        super().put_checked(chunks)
+
+
+class SlowStore(ChunkStore):
+    """Of a disk that writes nothing until it is let."""
+
+    def __init__(self, directory: Path) -> None:
+        super().__init__(directory)
+        self.begun, self.go_on, self.batches = threading.Event(), threading.Event(), list[int]()
+
+    def put_checked(self, chunks: Sequence[tuple[bytes, bytes | memoryview]]) -> None:
+        self.begun.set()
+        assert self.go_on.wait(SECONDS)
+        self.batches.append(sum(len(data) for _, data in chunks))
+        super().put_checked(chunks)
+
+
+def test_what_waits_for_a_slow_disk_is_bounded_and_written_together(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("echo2.broadcast.peer.UNWRITTEN_BYTES", 4 * CHUNK_BYTES)
+
+    async def scenario() -> None:
+        async with opened(tmp_path, "memory") as fleet:
+            worker = await fleet.join("w-1")
+            store = worker.store = worker.node._store = SlowStore(tmp_path / "slow")
+            manifest = fleet.publish(content(1))
+            await until(lambda: worker.node._unwritten_bytes > 4 * CHUNK_BYTES, "more has come than may wait")
+            for _ in range(1000):
+                await asyncio.sleep(0)  # whoever could go on would
+            assert worker.node._unwritten_bytes == 5 * CHUNK_BYTES, "the one source waits with what it brings"
+            store.go_on.set()
+            await worker.has(manifest)
+            assert len(store.batches) < 40
+            assert max(store.batches) <= 5 * CHUNK_BYTES, "nor is more than that passed on and not stored"
+
+    run(scenario())
 
 
 def test_full_disk_is_told_once_it_is_met(tmp_path: Path) -> None:

@@ -54,7 +54,7 @@ class ChunkCache:
         return message
 
     def arrived(self, hash_: bytes, message: bytes) -> None:
-        """A chunk was verified and stored: those who wait for it are told."""
+        """A chunk was verified: those who wait for it are told."""
         self._remember(hash_, message)
         for tell in self._waiting.pop(hash_, ()):
             tell(hash_)

@@ -1,7 +1,7 @@
 """A worker's part in the broadcast: receives chunks from the sources it is given, keeps them, and passes them on.
 
-It drives `control.broadcast.fetcher.Fetcher`: feeds it what happens, and does what it says. Chunks are verified and
-stored on threads; the rest runs on the event loop.
+It drives `control.broadcast.fetcher.Fetcher`: feeds it what happens, and does what it says. Chunks are stored
+on threads; the rest runs on the event loop.
 """
 
 from __future__ import annotations
@@ -10,9 +10,8 @@ import asyncio
 import math
 import random
 import time
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from typing import Any
 
 from echo2.broadcast.chunk_cache import ChunkCache
@@ -23,14 +22,19 @@ from echo2.broadcast.serving import Server
 from echo2.control.broadcast import fetcher_commands as do
 from echo2.control.broadcast import fetcher_events as ev
 from echo2.control.broadcast.fetcher import Fetcher
-from echo2.errors import LinkError, PeerError, UserError
+from echo2.errors import LinkError, PeerError
 from echo2.transport import wire_pb2 as wire
 from echo2.transport.base import Link, Network
 from echo2.types import PayloadId
 from echo2.weights.manifest import Manifest
-from echo2.weights.store import ChunkStore
+from echo2.weights.store import ChunkStore, check_chunk
 
 DISK_THREADS = 2
+#: Verified chunks that wait for the disk; a source that brings more is not read from meanwhile.
+UNWRITTEN_BYTES = 8 << 20
+#: Handing chunks to a thread and back costs more than writing one of 64 KiB: fewer bytes than this wait for others.
+WRITTEN_AT_ONCE_BYTES = 1 << 20
+GATHERING_SECONDS = 0.01
 PROGRESS_SECONDS = 1.0
 #: A head that measures the link of another worker is asked again after this long: the more often, the longer, up to the
 #: last, since each time costs both ends a new connection and a thousand workers may wait for their turn.
@@ -94,6 +98,9 @@ class PeerNode:
         self._edges = Edges(network, self, self._server)
         self._reports = Reports(link)
         self._fetching: _Fetching | None = None
+        self._unwritten: list[tuple[str, bytes, memoryview]] = []  # (source, hash, bytes) of chunks
+        self._unwritten_bytes = 0  # of these, and of those that are being written
+        self._wrote, self._is_writing = asyncio.Event(), False
         self._asked: dict[PayloadId, float] = {}
         self._wake: asyncio.TimerHandle | None = None
         self._chores: set[asyncio.Task[Any]] = set()
@@ -228,21 +235,43 @@ class PeerNode:
 
     # ---- taking and giving ---------------------------------------------------------------------------------------
 
-    def keep(self, source: str, hash_: bytes, message: bytes, data: memoryview) -> Awaitable[None]:
-        """Verify and store a chunk that a source sent; then it is passed on. What was begun is finished, also when the
-        request that brought it is cancelled meanwhile."""
-        putting = asyncio.get_running_loop().run_in_executor(self._disk, self._store.put, hash_, data)
-        putting.add_done_callback(partial(self._kept, source, hash_, message, len(data)))
-        return _verdict(putting)
+    async def keep(self, source: str, hash_: bytes, message: bytes, data: memoryview) -> None:
+        """Verify a chunk that a source sent, and pass it on. A thread stores it, together with those that come
+        meanwhile, also when the request that brought it is cancelled.
 
-    def _kept(self, source: str, hash_: bytes, message: bytes, num_bytes: int, putting: asyncio.Future[None]) -> None:
-        error = None if putting.cancelled() else putting.exception()
-        if putting.cancelled() or self._is_closed or isinstance(error, PeerError):
-            return  # of a lie, the one who awaits the verdict makes something
-        if error is not None:
-            self._on_error(error)
-            return
-        self._cache.arrived(hash_, message)
+        Raises:
+            PeerError: "corrupt" or "oversized".
+        """
+        check_chunk(hash_, data)  # here: to hand it to a thread and back would take longer
+        while self._unwritten_bytes > UNWRITTEN_BYTES:
+            await self._wrote.wait()
+        self._unwritten.append((source, hash_, data))
+        self._unwritten_bytes += len(data)
+        self._cache.arrived(hash_, message)  # which remembers more than may be unwritten
+        if not self._is_writing:
+            self._is_writing = True
+            self._spawn(self._write())
+
+    async def _write(self) -> None:
+        """Store what waits for it, as much at once as comes in a moment."""
+        while self._unwritten:
+            if self._unwritten_bytes < WRITTEN_AT_ONCE_BYTES:
+                await asyncio.sleep(GATHERING_SECONDS)
+            batch, self._unwritten = self._unwritten, []
+            chunks = [(hash_, data) for _, hash_, data in batch]
+            try:
+                await asyncio.get_running_loop().run_in_executor(self._disk, self._store.put_checked, chunks)
+            except Exception as error:  # the disk is full, or a bug
+                self._on_error(error)
+                batch.clear()
+            self._unwritten_bytes -= sum(len(data) for _, data in chunks)
+            self._wrote.set()
+            self._wrote = asyncio.Event()
+            for source, hash_, data in batch:
+                self._stored(source, hash_, len(data))
+        self._is_writing = False
+
+    def _stored(self, source: str, hash_: bytes, num_bytes: int) -> None:
         self.bytes_received += num_bytes
         self.bytes_from_peers += num_bytes if source != ORIGIN else 0
         if self._fetching is not None:
@@ -302,10 +331,3 @@ class PeerNode:
                 await asyncio.sleep(pause * random.uniform(0.5, 1.0))  # another worker's turn
                 pause = min(BUSY_GROWTH * pause, BUSY_SECONDS[1])
         self._measuring = None
-
-
-async def _verdict(putting: asyncio.Future[None]) -> None:
-    try:
-        await asyncio.shield(putting)
-    except UserError:
-        pass  # the disk is full: `on_error` has it

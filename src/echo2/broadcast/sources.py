@@ -7,7 +7,7 @@ under way from it, and is told once.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import aclosing
 from typing import Protocol
 
@@ -29,8 +29,8 @@ _FAILURE_OF = {"corrupt": "corrupt", "oversized": "corrupt", "malformed": "corru
 class Intake(Protocol):
     """Where chunks go, and news of a source."""
 
-    def keep(self, source: str, hash_: bytes, message: bytes, data: memoryview) -> Awaitable[None]:
-        """Verify and store. Raises PeerError("corrupt")."""
+    async def keep(self, source: str, hash_: bytes, message: bytes, data: memoryview) -> None:
+        """Verify, and store later. Raises PeerError("corrupt")."""
 
     def alive(self, source: str) -> None:
         """A source has nothing to send yet, and says so."""
