@@ -172,9 +172,9 @@ def test_where_is_where_numpy_says(share: float, size: int) -> None:
 
 @pytest.mark.parametrize(
     ("num_bytes", "chunk_bytes"),
-    [(0, 32 << 10), (1 << 20, 32 << 10), (256 << 20, 256 << 10), (257 << 20, 512 << 10), (16 << 30, 1 << 20)],
+    [(0, 32 << 10), (1 << 20, 32 << 10), (64 << 20, 128 << 10), (65 << 20, 256 << 10), (16 << 30, 1 << 20)],
 )
-def test_chunks_are_about_a_thousand_within_bounds(num_bytes: int, chunk_bytes: int) -> None:
+def test_chunks_are_about_five_hundred_within_bounds(num_bytes: int, chunk_bytes: int) -> None:
     assert chunk_bytes_for(num_bytes) == chunk_bytes
 
 

@@ -37,8 +37,8 @@ SEGMENT_BYTES = 16 << 20
 MIN_CHUNK_BYTES = 32 << 10
 PASSING_BYTES = 4 << 20  # from which on a buffer is asked of the system
 PEEK_BYTES = 64 << 10  # compared first: as a rule something has changed there
-CHUNKS_AIMED_AT = 1024
-"""Enough to spread over many links, few enough to name: 256 MiB go in chunks of 256 KiB."""
+CHUNKS_AIMED_AT = 512
+"""Enough to spread over many links, few enough to handle: 64 MiB go in chunks of 128 KiB."""
 
 Bytes = NDArray[np.uint8]
 ReadChunk = Callable[[bytes], bytes | memoryview]
