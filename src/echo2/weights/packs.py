@@ -29,7 +29,7 @@ _HEADER = struct.Struct(f"<{HASH_BYTES}sI")
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class ChunkPlace:
     """Where the bytes of a chunk are."""
 
     pack: int
@@ -47,8 +47,8 @@ class Packs:
     def __init__(self, directory: Path) -> None:
         self.directory = directory
         self._writing, self._sweeping = threading.Lock(), threading.Lock()
-        self._places: dict[bytes, Place] = {}
-        self._forgotten: list[Place] = []
+        self._places: dict[bytes, ChunkPlace] = {}
+        self._forgotten: list[ChunkPlace] = []
         self._ends: dict[int, int] = {}
         directory.mkdir(parents=True, exist_ok=True)
         for number in sorted(int(path.stem) for path in directory.glob("*.pack") if path.stem.isdecimal()):
@@ -64,7 +64,7 @@ class Packs:
         """The file of a pack."""
         return self.directory / f"{number}.pack"
 
-    def place(self, hash_: bytes) -> Place | None:
+    def place(self, hash_: bytes) -> ChunkPlace | None:
         """Where a chunk is; None: it is not here."""
         return self._places.get(hash_)
 
@@ -72,7 +72,7 @@ class Packs:
         """Of all chunks that are here."""
         return list(self._places)
 
-    def forget(self, hash_: bytes) -> Place | None:
+    def forget(self, hash_: bytes) -> ChunkPlace | None:
         """From now on this chunk is not here; where it was. Its bytes stay until `sweep`."""
         place = self._places.pop(hash_, None)
         if place is not None:
@@ -98,7 +98,7 @@ class Packs:
                 if place is None or place.num_bytes != len(data):
                     self._places[hash_] = self._write(hash_, data)
 
-    def read(self, place: Place) -> bytes:
+    def read(self, place: ChunkPlace) -> bytes:
         """The bytes there, whatever the disk made of them; fewer where the pack has become shorter.
 
         Raises:
@@ -133,7 +133,7 @@ class Packs:
             while self._forgotten:
                 self._erase(self._forgotten.pop())
 
-    def _move(self, hash_: bytes, place: Place) -> None:
+    def _move(self, hash_: bytes, place: ChunkPlace) -> None:
         data = b""
         with suppress(OSError):  # a disk that can't read it: it is not here any more
             data = self.read(place)
@@ -145,7 +145,7 @@ class Packs:
             else:
                 del self._places[hash_]
 
-    def _erase(self, place: Place) -> None:
+    def _erase(self, place: ChunkPlace) -> None:
         if place.pack in self._ends:
             file = os.open(self.path(place.pack), os.O_WRONLY)
             try:
@@ -153,7 +153,7 @@ class Packs:
             finally:
                 os.close(file)
 
-    def _write(self, hash_: bytes, data: bytes | memoryview) -> Place:
+    def _write(self, hash_: bytes, data: bytes | memoryview) -> ChunkPlace:
         if self._ends.get(self._newest, 0) >= PACK_BYTES:
             self._newest += 1
         number, end = self._newest, self._ends.get(self._newest, 0)
@@ -169,7 +169,7 @@ class Packs:
         finally:
             os.close(file)
         self._ends[number] = end + _HEADER.size + len(data)
-        return Place(number, end + _HEADER.size, len(data))
+        return ChunkPlace(number, end + _HEADER.size, len(data))
 
 
 def write_at(file: int, start: int, data: bytes | memoryview) -> None:
@@ -184,7 +184,7 @@ def write_at(file: int, start: int, data: bytes | memoryview) -> None:
         left, start = left[written:], start + written
 
 
-def _scan(path: Path, number: int) -> Iterator[tuple[bytes, Place]]:
+def _scan(path: Path, number: int) -> Iterator[tuple[bytes, ChunkPlace]]:
     """The chunks of a pack, up to the first that is not whole."""
     with path.open("rb", buffering=0) as pack:
         size, at = os.fstat(pack.fileno()).st_size, 0
@@ -193,5 +193,5 @@ def _scan(path: Path, number: int) -> Iterator[tuple[bytes, Place]]:
             at += _HEADER.size
             if not 0 < num_bytes <= min(MAX_CHUNK_BYTES, size - at):
                 return
-            yield hash_, Place(number, at, num_bytes)
+            yield hash_, ChunkPlace(number, at, num_bytes)
             at += num_bytes
