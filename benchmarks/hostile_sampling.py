@@ -34,7 +34,7 @@ from echo2.rollout.engine import Engine
 from echo2.rollout.engines import make_engine
 from echo2.rollout.generate import sample_group
 from echo2.rollout.verification import PrefillRequest, Verdict, check_group, compare, numbers_of
-from echo2.runtime.head.copies import Copies
+from echo2.runtime.head.copied_rollouts import CopiedRollouts
 from echo2.types import (
     RUN_POLICY,
     Assignment,
@@ -129,7 +129,7 @@ async def honest(num_groups: int) -> list[dict[str, Any]]:
     Raises:
         PeerError: a rollout of an honest group counts as a copy.
     """
-    rows, number, copies = [], 0, Copies()
+    rows, number, copies = [], 0, CopiedRollouts()
     for dtype in ("F32", "BF16"):
         held = snapshot(dtype)
         engines = {name: await engine_of(name, held) for name in ("compact", "transformers")}

@@ -81,8 +81,8 @@ def test_an_empty_ledger(tmp_path: Path) -> None:
         ("DELETE FROM groups WHERE number = 3", 1),  # retired
         ("DELETE FROM groups WHERE number = 6", 1),  # the newest one
         ("DELETE FROM groups", 7),
-        ("DELETE FROM payloads WHERE number = 4", 1),  # ready
-        ("DELETE FROM payloads WHERE number = 5", 1),  # delivered
+        ("DELETE FROM rollouts WHERE number = 4", 1),  # ready
+        ("DELETE FROM rollouts WHERE number = 5", 1),  # delivered
         ("DELETE FROM trainings WHERE number = 0", 1),
         ("DELETE FROM trainings WHERE number = 1 AND lineage = 2", 1),  # the other one does not survive
         ("DELETE FROM trainings", 3),

@@ -176,7 +176,7 @@ class LedgerMachine(RuleBasedStateMachine):
         connection.execute("PRAGMA cache_size = 1")
         connection.execute("BEGIN IMMEDIATE")
         connection.execute("UPDATE groups SET state = 'trained'")
-        connection.execute("INSERT INTO payloads (policy, number, data) VALUES ('policy', 10000, zeroblob(50000))")
+        connection.execute("INSERT INTO rollouts (policy, number, data) VALUES ('policy', 10000, zeroblob(50000))")
         self.crash()
 
     @rule(kept=st.floats(0, 1))

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from echo2.runtime.head.accounts import CostBook
-from echo2.runtime.head.broadcast_meter import VERSIONS_MAX, BroadcastMeter
+from echo2.runtime.head.broadcast_times import VERSIONS_MAX, BroadcastTimes
 from echo2.runtime.head.evals import Evals, pass_at_k
 from echo2.types import RUN_POLICY, GroupRef, Rollout, RolloutGroup, SnapshotRef
 
@@ -167,7 +167,7 @@ def test_several_rollouts_of_a_task_and_several_sets() -> None:
 
 
 def test_broadcast_times_are_those_of_the_newest_installed_version() -> None:
-    meter = BroadcastMeter()
+    meter = BroadcastTimes()
     meter.published(SnapshotRef(RUN_POLICY, 1, 1), 10.0, ["w1", "w2"])
     meter.published(SnapshotRef(RUN_POLICY, 1, 2), 20.0, ["w1", "w2", "w3"])
     meter.installed("w1", SnapshotRef(RUN_POLICY, 1, 1), now=19.0)
@@ -183,7 +183,7 @@ def test_broadcast_times_are_those_of_the_newest_installed_version() -> None:
 
 def test_t_bcast_waits_for_a_share_of_those_who_attended() -> None:
     """Eleven attend: ten of them are a share of 1/1.1."""
-    meter, ref = BroadcastMeter(), SnapshotRef(RUN_POLICY, 1, 5)
+    meter, ref = BroadcastTimes(), SnapshotRef(RUN_POLICY, 1, 5)
     workers = [f"w{number}" for number in range(11)]
     meter.published(ref, 100.0, workers)
     meter.installed("late", ref, now=100.5)
@@ -197,7 +197,7 @@ def test_t_bcast_waits_for_a_share_of_those_who_attended() -> None:
 
 
 def test_who_leaves_is_waited_for_no_longer_and_who_skips_a_version_has_it() -> None:
-    meter = BroadcastMeter()
+    meter = BroadcastTimes()
     meter.published(SnapshotRef(RUN_POLICY, 1, 1), 0.0, ["w1", "w2"])
     meter.installed("w1", SnapshotRef(RUN_POLICY, 1, 1), now=2.0)
     assert meter.metrics()["broadcast/t_bcast"] is None
@@ -212,7 +212,7 @@ def test_who_leaves_is_waited_for_no_longer_and_who_skips_a_version_has_it() -> 
 
 
 def test_without_workers_t_bcast_is_unknown() -> None:
-    meter = BroadcastMeter()
+    meter = BroadcastTimes()
     meter.published(SnapshotRef(RUN_POLICY, 1, 1), 0.0, [])
     meter.installed("w1", SnapshotRef(RUN_POLICY, 1, 1), now=2.0)
     row = meter.metrics()
@@ -221,13 +221,13 @@ def test_without_workers_t_bcast_is_unknown() -> None:
 
 
 def test_a_version_that_was_never_published_here_is_not_counted() -> None:
-    meter = BroadcastMeter()
+    meter = BroadcastTimes()
     meter.installed("w1", SnapshotRef(RUN_POLICY, 1, 5), now=1.0)
     assert "broadcast/latency_p50" not in meter.metrics()
 
 
 def test_the_meter_forgets_old_versions() -> None:
-    meter = BroadcastMeter()
+    meter = BroadcastTimes()
     for version in range(VERSIONS_MAX + 1):
         meter.published(SnapshotRef(RUN_POLICY, 1, version), float(version), ["w1"])
     meter.installed("w1", SnapshotRef(RUN_POLICY, 1, 0), now=100.0)

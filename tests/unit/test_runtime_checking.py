@@ -19,7 +19,7 @@ from echo2.control.head.trust import NEWCOMER_CHECKS
 from echo2.errors import PeerError
 from echo2.rollout.engines import make_engine
 from echo2.rollout.generate import sample_group
-from echo2.runtime.head.copies import Copies
+from echo2.runtime.head.copied_rollouts import CopiedRollouts
 from echo2.runtime.head.report import status
 from echo2.runtime.worker.checking import check
 from echo2.transport import messages
@@ -202,7 +202,7 @@ def grouped(number: int, *rollouts: tuple[int, float]) -> RolloutGroup:
 
 
 def test_copies_are_what_honest_workers_do_not_draw_twice(monkeypatch: pytest.MonkeyPatch) -> None:
-    copies = Copies()
+    copies = CopiedRollouts()
     copies.check(grouped(0, (5, -6.0), (6, -0.1)))
     copies.check(grouped(0, (5, -6.0), (6, -0.1)))  # the answer to it was lost, or another lease on it
     copies.check(grouped(1, (6, -0.1), (6, -0.1)))  # likely enough
@@ -213,6 +213,6 @@ def test_copies_are_what_honest_workers_do_not_draw_twice(monkeypatch: pytest.Mo
     ):
         with pytest.raises(PeerError, match="is a copy of rollout"):
             copies.check(copied)
-    monkeypatch.setattr("echo2.runtime.head.copies.KEPT", 1)
+    monkeypatch.setattr("echo2.runtime.head.copied_rollouts.KEPT", 1)
     copies.check(grouped(3, (8, -6.0)))
     copies.check(grouped(4, (5, -6.0)))  # forgotten

@@ -33,14 +33,14 @@ _SURVIVING = """
 #: The policy's rows alone, under the tables' own names.
 _MINE = "WITH " + ", ".join(
     f"{table} AS (SELECT * FROM main.{table} WHERE policy = :policy)"
-    for table in ("groups", "payloads", "leases", "refusals", "trainings", "joins")
+    for table in ("groups", "rollouts", "leases", "refusals", "trainings", "joins")
 )
 _WITH = f""",
          best AS MATERIALIZED (SELECT step, max(lineage) AS lineage FROM trainings GROUP BY step),
          surviving AS MATERIALIZED ({_SURVIVING})
 """
 _WAITING = "groups.state IN ('delivered', 'ready')"
-_HAS_ROLLOUTS = "groups.number IN (SELECT number FROM payloads)"
+_HAS_ROLLOUTS = "groups.number IN (SELECT number FROM rollouts)"
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +129,7 @@ class _Rows:
 
 def _count_issued(mine: _Rows) -> int:
     # Refusals are left out: their numbers may be a stranger's inventions.
-    tables = ("groups", "payloads", "leases", "trainings")
+    tables = ("groups", "rollouts", "leases", "trainings")
     known = [mine.integer(f"SELECT coalesce(max(number) + 1, 0) FROM {table}") for table in tables]
     return max(*known, int((mine.meta("counts") or {"issued": 0})["issued"]))
 

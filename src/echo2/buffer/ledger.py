@@ -175,7 +175,7 @@ class Ledger:
                 (worker_id, oldest_version, newest_version, num_tokens, seconds, now),
             )
             what = (self.policy, number, rollouts)
-            self._execute("INSERT INTO payloads (policy, number, data) VALUES (?, ?, ?)", what)
+            self._execute("INSERT INTO rollouts (policy, number, data) VALUES (?, ?, ?)", what)
 
     def score(self, number: int, scores: bytes, is_flat: bool, now: float) -> None:
         """The rewards of a delivered group. `is_flat`: they are all equal.
@@ -248,7 +248,7 @@ class Ledger:
             current = self._lineage()
             undone = self._execute(
                 "SELECT groups.number, step, data IS NULL AS is_gone "
-                "FROM groups LEFT JOIN payloads USING (policy, number) "
+                "FROM groups LEFT JOIN rollouts USING (policy, number) "
                 "WHERE policy = ? AND state = 'trained' AND step >= ? ORDER BY groups.number",
                 (self.policy, version),
             ).fetchall()
@@ -275,7 +275,7 @@ class Ledger:
         it, so rollouts and scores of groups trained before it go, and those of retired groups."""
         with self._transaction():
             self._put_meta(f"{self.policy}.checkpoint", (version, oldest_kept))
-            for table in ("payloads", "scores"):  # what they hold is looked through, not every group ever issued
+            for table in ("rollouts", "scores"):  # what they hold is looked through, not every group ever issued
                 covered = (
                     f"SELECT number FROM {table} CROSS JOIN groups USING (policy, number) WHERE policy = ? "
                     "AND (state = 'retired' OR (state = 'trained' AND step < ?))"
@@ -303,7 +303,7 @@ class Ledger:
         """
         with self._mapped_errors():
             row = self._execute(
-                "SELECT payloads.data, coalesce(scores.data, x'') FROM payloads "
+                "SELECT rollouts.data, coalesce(scores.data, x'') FROM rollouts "
                 "LEFT JOIN scores USING (policy, number) WHERE policy = ? AND number = ?",
                 (self.policy, number),
             ).fetchone()
@@ -331,7 +331,7 @@ class Ledger:
             lineage = self._lineage()
             version = self._version(lineage)
             # Trained groups whose rollouts are kept: a learner may still fall back behind them.
-            mine = "payloads CROSS JOIN groups USING (policy, number) WHERE policy = ? AND state = 'trained'"
+            mine = "rollouts CROSS JOIN groups USING (policy, number) WHERE policy = ? AND state = 'trained'"
             uncovered = f"SELECT {{}} FROM {mine}"
             oldest = self._execute(uncovered.format("min(step)"), (self.policy,)).fetchone()[0]
             groups = self._execute(

@@ -3,7 +3,7 @@
 Every row names its policy, and group numbers, steps, versions and lineages count per policy. Lease ids do not.
 
     groups     one row a train group: its step, cursor, state and what was delivered
-    payloads   the rollouts as delivered, kept until a checkpoint covers them (apart: scans of `groups` stay small)
+    rollouts   the rollouts as delivered, kept until a checkpoint covers them (apart: scans of `groups` stay small)
     scores     the rewards, likewise (apart: they are written without the rollouts)
     leases     every lease ever granted; outcome NULL = still held
     refusals   every delivery that was refused, by reason
@@ -24,7 +24,7 @@ from types import MappingProxyType
 
 from echo2.errors import NoRoomError, UserError
 
-SCHEMA_VERSION = 3
+SCHEMA_VERSION = 4
 #: What `meta` keeps of strangers under POLICY.KIND.NAME: trust by ticket, checks under way by group, rests by ticket,
 #: expulsions by worker.
 STRANGERS_KINDS = ("trust", "check", "rest", "expulsion")
@@ -48,7 +48,7 @@ _TABLES = (
        seconds REAL NOT NULL DEFAULT 0, delivered_at REAL, scored_at REAL, retired_at REAL, reason TEXT,
        is_flat INTEGER NOT NULL DEFAULT 0, PRIMARY KEY (policy, number)) WITHOUT ROWID""",
     "CREATE INDEX groups_by_state ON groups (policy, state, step)",
-    """CREATE TABLE payloads (policy TEXT NOT NULL, number INTEGER NOT NULL, data BLOB NOT NULL,
+    """CREATE TABLE rollouts (policy TEXT NOT NULL, number INTEGER NOT NULL, data BLOB NOT NULL,
        PRIMARY KEY (policy, number))""",
     """CREATE TABLE scores (policy TEXT NOT NULL, number INTEGER NOT NULL, data BLOB NOT NULL,
        PRIMARY KEY (policy, number)) WITHOUT ROWID""",

@@ -17,8 +17,8 @@ from typing import Any
 from echo2.rollout.engine import Completion, Engine, RequestFailure, SampleRequest
 from echo2.rollout.harness import HarnessEnvironment, as_group
 from echo2.rollout.lockstep import Lockstep
+from echo2.rollout.logged import read_log, without_rewards
 from echo2.rollout.recorded import Played
-from echo2.rollout.replay import replay, without_rewards
 from echo2.rollout.stop_strings import stop_rule
 from echo2.rollout.tokenizer import Tokenizer
 from echo2.rollout.turns import Environment, play
@@ -50,7 +50,7 @@ async def sample_group(
     on_rollout: Callable[[], None] = lambda: None,
 ) -> RolloutGroup | RequestFailure:
     """Sample the group of one lease, seeded by the lease: no texts, no rewards, no seconds. With an environment its
-    rollouts are played turn by turn in the one of that name. Rollouts that a task carries are replayed. Cancelling
+    rollouts are played turn by turn in the one of that name. Rollouts that a task carries are read. Cancelling
     the task aborts what is under way. `on_rollout()` is called when a rollout has been sampled or given up.
 
     A group that was still sampled when a snapshot of another lineage or policy came is given up: one version number
@@ -64,8 +64,8 @@ async def sample_group(
     is_logged = not is_sampled(assignment)
     outcome: tuple[array[int], list[Rollout]] | RequestFailure
     if is_logged:
-        replayed = await asyncio.to_thread(replay, engine, tokenizer, assignment)
-        outcome = replayed if isinstance(replayed, RequestFailure) else (assignment.prompt_tokens, replayed)
+        logged = await asyncio.to_thread(read_log, engine, tokenizer, assignment)
+        outcome = logged if isinstance(logged, RequestFailure) else (assignment.prompt_tokens, logged)
     else:
         outcome = await _rollouts(engine, tokenizer, assignment, environments, on_rollout)
     if isinstance(outcome, RequestFailure):

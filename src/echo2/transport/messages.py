@@ -174,7 +174,7 @@ def decode_delivery(
     num_rollouts = len(message.rollouts)
     _require(num_rollouts == lease.num_samples, f"leased {lease.num_samples} rollouts, got {num_rollouts}")
     _require(0 <= message.generate_seconds <= limits.DURATION_SECONDS_MAX, "generate_seconds is no duration")
-    _check_rollouts(message.rollouts)
+    check_rollouts(message.rollouts)
     return RolloutGroup(
         group=delivered_group(message),
         step=lease.step,
@@ -260,8 +260,12 @@ def _rollout(message: wire.Rollout, score: wire.Score | None = None) -> Rollout:
     )
 
 
-def _check_rollouts(messages: Sequence[wire.Rollout]) -> None:
-    """What the worker says of its rollouts. What holds for each token is checked for those of all of them at once."""
+def check_rollouts(messages: Sequence[wire.Rollout]) -> None:
+    """Check rollouts as they are told, or read in a log. What holds for each token is checked for all of them at once.
+
+    Raises:
+        PeerError: "oversized" or "malformed", saying what is wrong.
+    """
     masks = [message.loss_mask for message in messages]
     tokens, logprobs = [message.tokens for message in messages], [message.logprobs for message in messages]
     for message, token_data, logprob_data, mask in zip(messages, tokens, logprobs, masks, strict=True):

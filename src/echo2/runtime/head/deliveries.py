@@ -61,9 +61,12 @@ async def read_delivery(head: Head, worker_id: str, lease: Lease, delivery: wire
     elif not by_harness:
         head.reader.check_ends(group, params.max_tokens)
     if not (group.logged or head.identity.member(worker_id).is_own):
-        head.copies.check(group)
+        head.copied.check(group)
     as_told = delivery.rollouts if group.rollouts is told and not by_harness else ()
-    stored = messages.encode_group(group, as_told).SerializeToString()
+    message = messages.encode_group(group, as_told)
+    if group.logged:  # a log is the user's, and not what was told
+        messages.check_rollouts(message.rollouts)
+    stored = message.SerializeToString()
     if len(stored) > GROUP_BYTES_MAX:
         raise PeerError("oversized", f"a group of {len(stored)} bytes; the limit is {GROUP_BYTES_MAX}")
     versions = sorted({version for rollout in group.rollouts for _, version in rollout.version_spans})

@@ -99,7 +99,7 @@ class HeadEffects:
                 head.costs.activated(command.worker_id, now)
             case do.ReleaseWorker():
                 head.costs.stands_by(command.worker_id, now)
-                head.broadcast.gone(command.worker_id)  # it need not fetch what is on its way
+                head.broadcast_times.gone(command.worker_id)  # it need not fetch what is on its way
             case do.RentMachine():
                 head.machines.rent(command.offer)
             case do.ReturnMachine():
@@ -182,7 +182,7 @@ class HeadEffects:
         head = self._head
         head.counters["workers_lost"] += 1
         head.costs.left(command.worker_id, now)
-        head.broadcast.gone(command.worker_id)
+        head.broadcast_times.gone(command.worker_id)
         head.distribution.origin.left(command.worker_id, command.reason)
         presence = head.workers.pop(command.worker_id, None)
         if presence is not None:

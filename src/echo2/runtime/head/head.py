@@ -30,8 +30,8 @@ from echo2.runtime.clock import Clock
 from echo2.runtime.head import farewell
 from echo2.runtime.head.accounts import CostBook
 from echo2.runtime.head.archive import Archive
-from echo2.runtime.head.broadcast_meter import BroadcastMeter
-from echo2.runtime.head.copies import Copies
+from echo2.runtime.head.broadcast_times import BroadcastTimes
+from echo2.runtime.head.copied_rollouts import CopiedRollouts
 from echo2.runtime.head.distribution import Distribution
 from echo2.runtime.head.effects import HeadEffects
 from echo2.runtime.head.evals import Evals
@@ -89,11 +89,11 @@ class Head:
         self.evals = Evals() if held_out is None else Evals(held_out.source_of)
         self.turned_away: dict[str, str] = {}
         self.source_rewards: dict[str, list[float]] = {}  # of the groups that were scored since the last row of metrics
-        self.broadcast = BroadcastMeter()
+        self.broadcast_times = BroadcastTimes()
         self.reader = RunTokenizer(config.model.chat_template_args)
         walked = config.tasks.environment and not is_harness(config.tasks.environment)
         self.referee = Referee(config.tasks.environment) if walked else None
-        self.rollout_log, self.copies = RolloutLog(rundir.rollouts, config.learner.advantage), Copies()
+        self.rollout_log, self.copied = RolloutLog(rundir.rollouts, config.learner.advantage), CopiedRollouts()
         self.reward = RewardProcesses(
             config.reward.functions, config.reward.timeout_seconds, rundir.logs / "reward.log"
         )

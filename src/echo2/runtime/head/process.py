@@ -102,7 +102,7 @@ async def _keep_reporting(head: Head, service: Service, identity: RunIdentity, t
     disk = DiskWatch(head.rundir.path)
     while True:
         try:
-            if disk.look(head.broadcast.snapshot_bytes, checkpoint_bytes(head.rundir.checkpoints)):
+            if disk.look(head.broadcast_times.snapshot_bytes, checkpoint_bytes(head.rundir.checkpoints)):
                 log.warning("%s", f"paused: {disk.reason}" if disk.reason else "there is room on the disk: going on")
                 head.dispatch(ev.DiskFull(disk.reason) if disk.reason else ev.DiskFreed())
             service.expel(identity.revoked())

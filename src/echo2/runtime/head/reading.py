@@ -14,7 +14,7 @@ from types import MappingProxyType
 from typing import Any
 
 from echo2.errors import PeerError, UserError
-from echo2.rollout.replay import logged_rollouts
+from echo2.rollout.logged import logged_rollouts
 from echo2.rollout.retrace import TurnRules
 from echo2.rollout.snapshot_files import end_tokens, read_config
 from echo2.rollout.stop_strings import StopRule, stop_rule

@@ -171,7 +171,7 @@ class Service:
         if installed is not None:
             if is_new:
                 self._head.distribution.held(peer.peer_id, installed)
-            self._head.broadcast.installed(peer.peer_id, installed, self._head.clock.now())
+            self._head.broadcast_times.installed(peer.peer_id, installed, self._head.clock.now())
         if is_new or is_refused:
             await self._head.tell(ev.WorkerReported(peer.peer_id, installed, report.refused))
         else:
@@ -399,8 +399,8 @@ class Service:
         if is_known:  # an anchor, after its delta
             return wire.Empty()
         active = [worker.worker_id for worker in head.planner.fleet.active()]
-        head.broadcast.published(manifest.ref, head.clock.now() - request.encode_seconds, active)
-        head.broadcast.sized(manifest.total_bytes, manifest.content_bytes)
+        head.broadcast_times.published(manifest.ref, head.clock.now() - request.encode_seconds, active)
+        head.broadcast_times.sized(manifest.total_bytes, manifest.content_bytes)
         head.dispatch(ev.SnapshotPublished(manifest.ref, manifest.total_bytes))
         return wire.Empty()
 

@@ -30,7 +30,7 @@ from echo2.types import LOGGED_ROLLOUTS, Assignment, FinishReason, Rollout
 LEAST_LOGPROB = -100.0
 
 
-def replay(engine: Engine | Lockstep, tokenizer: Tokenizer, assignment: Assignment) -> list[Rollout] | RequestFailure:
+def read_log(engine: Engine | Lockstep, tokenizer: Tokenizer, assignment: Assignment) -> list[Rollout] | RequestFailure:
     """The group of a task that carries its rollouts. Tokenises long texts: not for the event loop.
 
     Raises:
@@ -82,9 +82,9 @@ def logged_rollouts(
 
 
 def without_rewards(column: Any) -> Any:
-    """The column as far as it takes to replay it."""
+    """The column as far as it takes to read it."""
     if not isinstance(column, Mapping) or not isinstance(column.get("rollouts"), list):
-        return column  # no log: whoever replays it says so
+        return column  # no log: whoever reads it says so
     logged = [
         {name: value for name, value in one.items() if name != "reward"} if isinstance(one, Mapping) else one
         for one in column["rollouts"]

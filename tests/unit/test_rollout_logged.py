@@ -18,7 +18,7 @@ from echo2.reward.score import Scorer
 from echo2.rollout.engine import RequestFailure
 from echo2.rollout.engines import make_engine
 from echo2.rollout.generate import sample_groups
-from echo2.rollout.replay import LEAST_LOGPROB, logged_rollouts
+from echo2.rollout.logged import LEAST_LOGPROB, logged_rollouts
 from echo2.rollout.tokenizer import load_tokenizer
 from echo2.transport import limits, messages
 from echo2.types import RUN_POLICY, Assignment, GroupRef, Lease, RolloutGroup, SamplingParams, Task

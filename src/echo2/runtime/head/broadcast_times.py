@@ -37,7 +37,7 @@ class Publication:
         return sorted(self.seconds.values())[needed - 1]
 
 
-class BroadcastMeter:
+class BroadcastTimes:
     """Seconds from publication until each worker reported the snapshot installed."""
 
     def __init__(self) -> None:

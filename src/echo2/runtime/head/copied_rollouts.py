@@ -16,7 +16,7 @@ KEPT = 1 << 16
 CHANCE_NATS = 36.0
 
 
-class Copies:
+class CopiedRollouts:
     """What strangers delivered since the head started, by a hash of the tokens that nobody outside can compute."""
 
     def __init__(self) -> None:
