@@ -29,8 +29,9 @@ except kubernetes_validate.ValidationError as error:
     print(json.dumps([recipe["kind"], error.message]))
 """
 SKYPILOT = """
-import json, sys, sky
-task = sky.Task.from_yaml(sys.argv[1])
+import json, sys, sky, yaml
+given = [("ECHO2_TICKET", "a ticket")]
+task = sky.Task.from_yaml_config(yaml.safe_load(open(sys.argv[1])), secrets_overrides=given)
 print(json.dumps([task.name, sorted(task.envs), sorted(task.secrets), [str(one) for one in task.resources]]))
 """
 DSTACK = """
