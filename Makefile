@@ -108,7 +108,17 @@ SDKS := tinker-025 tinker-029 tinker-038 logits
 
 test-sdk: $(INSTALLED)
 	-$(MAKE) --keep-going $(SDKS:%=.venv-%/.installed)
-	$(PY) -m pytest tests/integration/test_service_sdk.py
+	-$(MAKE) .venv-cookbook/.installed
+	$(PY) -m pytest tests/integration/test_service_sdk.py tests/integration/test_service_recipes.py
+
+# The cookbook's recipes; of what it asks for, torch and transformers are ours. tml-renderers has no wheel for every Python,
+# and these recipes do without it.
+.venv-cookbook/.installed: | $(INSTALLED)
+	$(PYTHON) -m venv --clear .venv-cookbook
+	.venv-cookbook/bin/python -m pip install -qq --disable-pip-version-check --no-deps tinker-cookbook==0.6.1
+	.venv-cookbook/bin/python -m pip install -qq --disable-pip-version-check tinker==0.38.0 chz blobfile cloudpickle termcolor tiktoken pyrage pylatexenc aiohttp pillow
+	@$(PY) -c 'import sysconfig; print(sysconfig.get_path("purelib"))' > $$(.venv-cookbook/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/torch.pth
+	@touch $@
 
 .venv-tinker-025/.installed: SDK = tinker==0.25.0
 .venv-tinker-029/.installed: SDK = tinker==0.29.0

@@ -4,12 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import os
-import signal
 import time
 from pathlib import Path
-from typing import Any
-
-import uvicorn
 
 from echo2.errors import UserError
 from echo2.rundir import claimed
@@ -19,13 +15,9 @@ from echo2.service.access import SCOPES, Doorkeeper
 from echo2.service.app import Front
 from echo2.service.database import Database, keys
 from echo2.service.fleet.door import FleetDoor
+from echo2.service.http_server import HttpServer
 from echo2.service.processes import LocalBackend
 from echo2.service.settings import ServiceSettings, load
-
-#: Connections: 2000 samples of an SDK are 2000 polls.
-BACKLOG = 4096
-HEADER_BYTES_MAX = 64 << 10
-LAST_SECONDS = 5
 
 
 def serve(config: Path, out: Path, port: int | None) -> int:
@@ -85,7 +77,7 @@ async def _serve(settings: ServiceSettings, out: Path, database: Database, port:
         fleet = FleetDoor(out, settings.fleet, directories, backend.samplers)
         await fleet.open()
     front = Front(database, backend, out / "checkpoints", time.time, settings.bills)
-    server = HttpServer(front, settings.host, port)
+    server = HttpServer(front.app, front.requests.stop, settings.host, port)
     try:
         await server.serve()
     finally:
@@ -93,37 +85,3 @@ async def _serve(settings: ServiceSettings, out: Path, database: Database, port:
             await fleet.close()
         await backend.close()
         database.close()
-
-
-class HttpServer(uvicorn.Server):
-    """uvicorn, which lets polls go when it is told to end, and says where it listens."""
-
-    def __init__(self, front: Front, host: str, port: int) -> None:
-        super().__init__(
-            uvicorn.Config(
-                front.app,
-                host=host,
-                port=port,
-                log_level="warning",
-                backlog=BACKLOG,
-                h11_max_incomplete_event_size=HEADER_BYTES_MAX,
-                timeout_graceful_shutdown=LAST_SECONDS,
-                timeout_keep_alive=75,
-                http="h11",
-                ws="none",
-            )
-        )
-        self._front = front
-
-    async def startup(self, sockets: Any = None) -> None:
-        """Listen, then say so."""
-        await super().startup(sockets)
-        for server in self.servers:
-            for socket in server.sockets:
-                host, port = socket.getsockname()[:2]
-                print(f"serving at http://{host}:{port}", flush=True)
-
-    def handle_exit(self, sig: int, frame: Any) -> None:
-        """Ends the polls, too."""
-        self._front.requests.stop()
-        super().handle_exit(signal.SIGTERM, frame)

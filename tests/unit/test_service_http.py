@@ -1,0 +1,91 @@
+"""Connections of the service's HTTP server: they end where no request comes, never where an answer is waited for."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager, suppress
+
+import pytest
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import PlainTextResponse, Response
+from starlette.routing import Route
+
+from echo2.service import http_server
+from echo2.service.http_server import HttpServer
+
+REQUEST = b"GET /held HTTP/1.1\r\nHost: x\r\n\r\n"
+
+
+def run(client: Callable[[int, asyncio.Event], Awaitable[None]]) -> None:
+    """A client and the event on which the server's one page waits, against a server on loopback."""
+
+    async def both() -> None:
+        may_answer = asyncio.Event()
+
+        async def held(request: Request) -> Response:
+            await may_answer.wait()
+            return PlainTextResponse("answered")
+
+        server = HttpServer(Starlette(routes=[Route("/held", held)]), may_answer.set, "127.0.0.1", 0)
+        server.config.load()
+        server.lifespan = server.config.lifespan_class(server.config)
+        await server.startup()
+        try:
+            await client(server.servers[0].sockets[0].getsockname()[1], may_answer)
+        finally:
+            server.should_exit = True
+            await server.shutdown()
+
+    asyncio.run(asyncio.wait_for(both(), 60.0))
+
+
+@asynccontextmanager
+async def connected(port: int) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    try:
+        yield reader, writer
+    finally:
+        writer.close()
+        with suppress(ConnectionError):
+            await writer.wait_closed()
+
+
+async def is_closed(reader: asyncio.StreamReader) -> bool:
+    """Waits until it is, or something comes."""
+    try:
+        return await reader.read(1) == b""
+    except ConnectionError:
+        return True
+
+
+def test_a_head_that_does_not_come_costs_its_connection(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_server, "HEAD_SECONDS", 1.5)
+
+    async def client(port: int, may_answer: asyncio.Event) -> None:
+        async with connected(port) as (reader, writer):
+            writer.write(REQUEST)
+            async with connected(port) as (silent, _), connected(port) as (slow, slow_writer):
+                slow_writer.write(REQUEST[:-10])
+                assert await is_closed(silent)
+                assert await is_closed(slow)
+            may_answer.set()  # this one has waited as long as those that were closed
+            assert (await reader.readuntil(b"answered")).startswith(b"HTTP/1.1 200")
+            writer.write(REQUEST[:9])
+            assert await is_closed(reader)
+
+    run(client)
+
+
+def test_connections_above_the_limit_are_closed_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_server, "connections_max", lambda: 2)
+
+    async def client(port: int, may_answer: asyncio.Event) -> None:
+        async with connected(port) as (reader, writer), connected(port), connected(port) as (third, _):
+            assert await is_closed(third)
+            may_answer.set()
+            writer.write(REQUEST)
+            assert await reader.readuntil(b"answered")
+
+    run(client)
