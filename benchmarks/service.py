@@ -75,14 +75,26 @@ class Trial:
         await self.backend.create_model(model, ModelSpec("base", owner=model, rank=8))
         await self.step(model)
 
-    async def step(self, model: str) -> None:
-        """Both calls are made before the first is answered, as clients do."""
+    async def step(self, model: str) -> float:
+        """Both calls are made before the first is answered, as clients do; seconds until that."""
         data = []
         for _ in range(8):
             tokens = self.tokens(129)
             data.append(ClientDatum(tokens[:-1], tokens[1:], array("d", [1.0]) * 128))
-        forward = self.backend.forward_backward(model, self.operation(model), data, "cross_entropy", {})
-        await asyncio.gather(forward, self.backend.optim_step(model, self.operation(model), ADAM))
+        began = time.perf_counter()
+        call = self.backend.forward_backward(model, self.operation(model), data, "cross_entropy", {})
+        forward = asyncio.create_task(call)
+        step = asyncio.create_task(self.backend.optim_step(model, self.operation(model), ADAM))
+        await forward
+        seconds = time.perf_counter() - began
+        await step
+        return seconds
+
+    async def first_token(self) -> float:
+        """Seconds until one token behind 32 is sampled from the base model."""
+        began = time.perf_counter()
+        await self.backend.sample("base", None, SampleSpec(self.tokens(32), max_tokens=1))
+        return time.perf_counter() - began
 
     async def samples(self, snapshot: Path | None, concurrent: int) -> None:
         specs = [SampleSpec(self.tokens(32), max_tokens=64, seed=at, ends_with_model=False) for at in range(concurrent)]
@@ -96,14 +108,14 @@ class Trial:
         await self.backend.sample("base", path, SampleSpec(self.tokens(8), max_tokens=1))
 
     async def together(self, models: list[str], seconds: float) -> dict[str, Any]:
-        """All tenants step without a pause for so long."""
-        counts, until, waits = dict.fromkeys(models, 0), time.perf_counter() + seconds, list[float]()
+        """All tenants step and sample a token, without a pause, for so long."""
+        counts, until = dict.fromkeys(models, 0), time.perf_counter() + seconds
+        forwards, tokens = list[float](), list[float]()
 
         async def tenant(model: str) -> None:
             while time.perf_counter() < until:
-                began = time.perf_counter()
-                await self.step(model)
-                waits.append(time.perf_counter() - began)
+                forwards.append(await self.step(model))
+                tokens.append(await self.first_token())
                 counts[model] += 1
 
         began = time.perf_counter()
@@ -113,11 +125,17 @@ class Trial:
             "tokens_per_second": round(sum(counts.values()) * 1024 / took),
             "fairness": round(min(counts.values()) / max(counts.values()), 3),
             "steps": sorted(counts.values()),
-            "step_seconds_p50_p95": [round(recording.quantile(waits, share), 4) for share in (0.5, 0.95)],
+            "forward_backward_seconds_p50_p95_p99": quantiles(forwards),
+            "first_token_seconds_p50_p95_p99": quantiles(tokens),
         }
 
 
-async def timed(action: Callable[[], Awaitable[None]], times: int) -> list[float]:
+def quantiles(seconds: list[float]) -> list[float]:
+    """How long one waits: half of the times, and all but 5 and but 1 of 100."""
+    return [round(recording.quantile(seconds, share), 4) for share in (0.5, 0.95, 0.99)]
+
+
+async def timed(action: Callable[[], Awaitable[object]], times: int) -> list[float]:
     """Seconds of each time, after one that is not counted."""
     await action()
     found = []

@@ -26,9 +26,9 @@ from pathlib import Path
 import recording
 
 REPOSITORY = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(REPOSITORY / "tests"), str(REPOSITORY / "tests" / "integration")]
+sys.path.insert(0, str(REPOSITORY / "tests"))
 
-from test_service_sdk import Served  # noqa: E402 (a service and a machine, as the tests start them)
+from served import Served  # noqa: E402 (a service and a machine, as the tests start them)
 
 NUM_CLIENTS = 2
 #: From a client's step after a kill to the next kill.
