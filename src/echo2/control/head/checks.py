@@ -41,7 +41,7 @@ UNTRUSTED = "untrusted"
 
 
 def delivered(state: PlannerState, record: PlannedGroup, worker: Worker | None) -> None:
-    """A result was accepted: draw whether it is checked, and hold it if its ticket is not trusted yet."""
+    """Draw whether an accepted result is checked, and hold it if its ticket is not trusted yet."""
     secret = state.options.check_seed
     if worker is None or worker.is_own or secret is None or state.options.deterministic:
         return
@@ -110,7 +110,7 @@ def assign(state: PlannerState) -> None:
 
 
 def checked(state: PlannerState, event: ev.GroupChecked) -> None:
-    """A verdict; nothing, if it was not asked for or is overdue."""
+    """Handle a verdict. Ignores one that was not asked for or is overdue."""
     check = state.trust.open.get(event.group.number)
     if check is None or check.checker != event.worker_id:
         return
@@ -137,7 +137,7 @@ def checked(state: PlannerState, event: ev.GroupChecked) -> None:
 
 
 def expire(state: PlannerState, now: float) -> bool:
-    """Give up what is overdue; whether anything was."""
+    """Give up overdue checks. Returns whether there were any."""
     is_any = False
     while (check := state.trust.first_open()) is not None and check.until <= now:
         _missed(state, check, "no verdict came in time")
@@ -152,7 +152,7 @@ def next_at(state: PlannerState) -> float | None:
 
 
 def _checkers(state: PlannerState) -> Iterator[Worker]:
-    """Machines of the owner that can read what others sampled."""
+    """The owner's machines that can check rollouts of others."""
     return (
         worker
         for worker in state.fleet.own()
@@ -206,7 +206,7 @@ def _fault(state: PlannerState, check: OpenCheck, trust: Trust, reason: str) -> 
 
 
 def _retire(state: PlannerState, record: PlannedGroup, reason: str) -> None:
-    """It is not trained, and its step gets another; nothing, where the learner has it already."""
+    """Retire this group, so that its step gets another. Does nothing if the learner already has it."""
     if record.state not in ("delivered", "ready"):
         return
     state.groups.retire(record, UNTRUSTED)

@@ -78,7 +78,7 @@ class RefuseDelivery(PolicyCommand):
 
 
 class ScoreGroup(PolicyCommand):
-    """The reward process beside the head is to score this delivered group. `rollouts` None: the ledger has them."""
+    """Have the reward process score this delivered group. `rollouts` None: the ledger has them."""
 
     group: GroupRef
     rollouts: Attachment | None = field(compare=False)
@@ -169,13 +169,13 @@ class FinishEval(PolicyCommand):
 
 
 class SkipEval(PolicyCommand):
-    """The evaluation of this version is given up: there is no machine that it may count from."""
+    """The evaluation of this version is given up: there is no machine whose results would count."""
 
     version: int
 
 
 class CheckGroup(PolicyCommand):
-    """Sent to a machine of the owner: read this delivered group again under the weights of `ref`. `is_from_stream`: its
+    """Sent to a machine of the owner: check this delivered group under the weights of `ref`. `is_from_stream`: its
     worker's engine draws from the head's random numbers.
     """
 
@@ -186,7 +186,7 @@ class CheckGroup(PolicyCommand):
 
 
 class RecordTrust(PolicyCommand):
-    """Durable: this is known of the strangers of this ticket."""
+    """Durable: the results of checks of this stranger's ticket."""
 
     ticket: str
     trust: Trust
@@ -232,7 +232,7 @@ class ExpelWorker(PolicyCommand):
 
 
 class ActivateWorker(PolicyCommand):
-    """It stood by, and works from now on."""
+    """A worker that stood by gets leases from now on."""
 
     worker_id: str
 
@@ -259,7 +259,7 @@ class ReturnMachine(PolicyCommand):
 
 
 class StopRun(PolicyCommand):
-    """The run can't go on; nothing is lost, and `--resume` continues it once the reason is gone."""
+    """The run cannot go on. Nothing is lost, and `--resume` continues it when the reason is gone."""
 
 
 class FinishRun(PolicyCommand):

@@ -9,7 +9,7 @@ from echo2.types import GroupRef, Lease
 
 
 def judge(state: PlannerState, event: ev.GroupDelivered) -> tuple[str, str] | None:
-    """None if the result is the first valid one of an open lease, else (refusal, reason).
+    """None if the result is the first valid one of an open lease; otherwise (refusal, reason).
 
     late: the lease is over, or the weights it was sampled with count no more.  duplicate: the group has a result
     already.  malformed: the result is not what was leased, or of weights that there never were.  stale: a token is
@@ -64,7 +64,7 @@ def _unknown_weights(state: PlannerState, event: ev.GroupDelivered, lease: Lease
 
 
 def has_result(state: PlannerState, group: GroupRef) -> bool:
-    """Whether nothing more is expected for this group: it has a valid result, or it was given up."""
+    """Whether no more results are expected for this group: it has a valid one, or was given up."""
     if group.kind == "eval":
         place = state.evaluation.locate(group)
         return place is None or place[1] in place[0].done

@@ -60,14 +60,14 @@ class Evaluation:
         self.rounds[ref.version] = EvalRound(ref, self.size, started_at=now)
 
     def forget_after(self, version: int) -> None:
-        """A learner fell back to `version`: later evaluations are of weights that no longer count."""
+        """The learner fell back to `version`: forget evaluations of later weights, which no longer count."""
         for later in [v for v in self.rounds if v > version]:
             del self.rounds[later]
         self.evaluated = {v for v in self.evaluated if v <= version}
         self.skipped = {v for v in self.skipped if v <= version}
 
     def skip(self, version: int) -> None:
-        """Nobody is there whose results would count."""
+        """Give up this evaluation: there is no machine whose results would count."""
         del self.rounds[version]
         self.skipped.add(version)
 
@@ -81,7 +81,7 @@ class Evaluation:
         return None if round_ is None else (round_, group.number % self.size)
 
     def take(self, installed_version: int, num_groups: int) -> tuple[EvalRound, list[int]] | None:
-        """Positions for a worker with this version: of the oldest round that it has reached."""
+        """Positions for a worker with this version, from the oldest round whose version it has reached."""
         for version in sorted(self.rounds):
             round_ = self.rounds[version]
             if round_.waiting and version <= installed_version:
@@ -91,7 +91,7 @@ class Evaluation:
         return None
 
     def put_back(self, group: GroupRef) -> int:
-        """The lease on this group ended without a result; how often that has been so."""
+        """The lease on this group ended without a result. Returns how often this has happened."""
         place = self.locate(group)
         if place is None or place[1] in place[0].done:
             return 0

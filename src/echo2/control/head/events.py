@@ -142,8 +142,8 @@ class GroupsWanted(PlannerEvent):
 
 
 class StepTrained(PlannerEvent):
-    """The learner finished a step with exactly these groups; its version is now step + 1. `busy_seconds`: what it took
-    without waiting, as the learner says; 0: it does not say. `mismatches`: of the workers with the largest.
+    """The learner finished a step with exactly these groups; its version is now step + 1. `busy_seconds`: time without
+    waiting, as reported by the learner (0: unknown). `mismatches`: of the workers with the largest.
     """
 
     step: int
@@ -185,13 +185,13 @@ class WorkerJoined(PlannerEvent):
 
 
 class WorkersHeard(PlannerEvent):
-    """These workers live, and say nothing new."""
+    """These workers are alive and have nothing new to report."""
 
     worker_ids: tuple[str, ...]
 
 
 class WorkerReported(PlannerEvent):
-    """The worker lives and has this snapshot installed. `refused`: the newer one that it did not install, and why."""
+    """The worker is alive and has this snapshot installed. `refused`: a newer one that it did not install, and why."""
 
     worker_id: str
     installed: SnapshotRef | None
@@ -206,7 +206,7 @@ class WorkerDetached(PlannerEvent):
 
 
 class WorkerWithdrawn(PlannerEvent):
-    """The worker is to work for another policy: it gets no more leases here, and is taken away when it has none."""
+    """The worker will work for another policy: it gets no more leases here, and leaves when it has none."""
 
     worker_id: str
 
@@ -269,8 +269,8 @@ class GroupScored(PlannerEvent):
 
 
 class GroupUnfit(PlannerEvent):
-    """The head found by itself that a group is of no use: its prompt can't be made, or its reward function failed.
-    `seconds`: how long that took. `traceback`: of the user's code, for people.
+    """The head found that a group is unusable: its prompt cannot be made, or its reward function failed. `seconds`: how
+    long that took. `traceback`: of the user's code, for people.
     """
 
     group: GroupRef

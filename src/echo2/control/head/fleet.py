@@ -52,7 +52,7 @@ class Worker:
 
     @property
     def is_own(self) -> bool:
-        """Whether it is a machine of the run's owner."""
+        """Whether the worker is a machine of the run's owner."""
         return not self.ticket
 
 
@@ -103,7 +103,7 @@ class Fleet:
     _counted: dict[str, tuple[bool, bool, bool, bool, int]] = field(default_factory=dict)
 
     def join(self, worker: Worker, now: float) -> None:
-        """Take a worker in, in the place of an earlier one of its id."""
+        """Add a worker, replacing an earlier one with its id."""
         self._workers[worker.worker_id] = worker
         if worker.is_own:
             self._own[worker.worker_id] = worker
@@ -117,7 +117,7 @@ class Fleet:
         return self._workers.get(worker_id)
 
     def heard(self, worker_id: str, now: float) -> None:
-        """The worker lives: it counts as lost only after another silence."""
+        """The worker is alive: it counts as lost only after another period of silence."""
         self.silence.set(worker_id, now + LOST_AFTER_HEARTBEATS * self.heartbeat_seconds)
 
     def detach(self, worker: Worker, now: float) -> None:
@@ -127,7 +127,9 @@ class Fleet:
         self.file(worker)
 
     def rest(self, worker: Worker, now: float) -> None:
-        """It failed a lease: others, where there are any, get the next ones. The failures of one batch count once."""
+        """The worker failed a lease: other workers, if there are any, get the next ones. Failures of one batch count
+        once.
+        """
         resting = self.is_resting(worker)
         others = self.num_active - self.num_resting - (not (resting or worker.detached or worker.standby))
         if others > 0 and not resting:
@@ -137,11 +139,11 @@ class Fleet:
             self.file(worker)
 
     def is_resting(self, worker: Worker) -> bool:
-        """Whether it gets no leases for a while because it failed one."""
+        """Whether the worker gets no leases for a while because it failed one."""
         return self.rests.get(worker.worker_id) is not None
 
     def end_rests(self, now: float) -> bool:
-        """Whether anybody's rest has ended."""
+        """End the rests that are over. Returns whether there were any."""
         rested = self.rests.pop_until(now)
         for worker_id in rested:
             if (worker := self._workers.get(worker_id)) is not None:
@@ -159,7 +161,7 @@ class Fleet:
     # ---- the files -------------------------------------------------------------------------------------------------
 
     def file(self, worker: Worker) -> None:
-        """Put it where it belongs now: to be called whenever one of its fields has changed."""
+        """Update the indexes for this worker. Call it whenever one of its fields has changed."""
         here = not worker.detached and not worker.standby
         free = here and not worker.samples
         resting = here and self.rests.get(worker.worker_id) is not None
@@ -176,23 +178,24 @@ class Fleet:
         ranking.set(worker.worker_id, rank)
 
     def at_once(self, worker: Worker) -> int:
-        """Groups that this worker decodes at once now: as many as fill its slots, a unit at least."""
+        """Groups that this worker decodes at once now: as many as fill its slots, but at least one unit."""
         groups = -(-worker.slots // self.group_size)
         return max(self.groups_per_unit, groups if self.most_groups is None else min(groups, self.most_groups))
 
     def room(self, worker: Worker, depth: int) -> int:
-        """Rollouts that this worker may be asked for besides those it holds: to fill its slots (depth 0), and to wait
-        at it (1)."""
+        """Rollouts that this worker may still be given: to fill its slots (depth 0), or to wait at the worker (depth
+        1).
+        """
         groups = (depth + 1) * self.at_once(worker) if worker.first_groups is None else worker.first_groups
         return groups * self.group_size - worker.samples
 
     def _depth_of(self, worker: Worker) -> int | None:
-        """The least depth at which there is room for a unit; None: at none."""
+        """The smallest depth at which the worker has room for a unit, or None."""
         unit = self.groups_per_unit * self.group_size
         return next((depth for depth in range(LOOK_AHEAD) if self.room(worker, depth) >= unit), None)
 
     def limit(self, most_groups: int) -> None:
-        """A worker decodes so many groups at once at most, from now on."""
+        """Limit the groups that a worker decodes at once, from now on."""
         if most_groups != self.most_groups:
             self.most_groups = most_groups
             for worker in self._workers.values():
@@ -228,17 +231,19 @@ class Fleet:
             self._counted.pop(worker_id, None)
 
     def rankings(self, depth: int) -> dict[Kind, Ranking]:
-        """By kind, who may be given a group: those with free slots (0), or with room for more to wait (1)."""
+        """For each kind of worker, those that may be given a group: with free slots (0), or with room for waiting
+        groups (1).
+        """
         return self._rankings[depth]
 
     # ---- looking in ------------------------------------------------------------------------------------------------
 
     def attending(self) -> list[Worker]:
-        """Workers that can be sent something, in order of joining."""
+        """Connected workers, in order of joining."""
         return [worker for worker in self._workers.values() if not worker.detached]
 
     def active(self) -> list[Worker]:
-        """Those of them that work, or would if there were any."""
+        """Connected workers that do not stand by."""
         return [worker for worker in self._workers.values() if not worker.detached and not worker.standby]
 
     def own(self) -> ValuesView[Worker]:

@@ -33,11 +33,11 @@ class Frontier:
 
     @property
     def width(self) -> int:
-        """Groups that a worker decodes at once now, at most."""
+        """Most groups that a worker decodes at once now."""
         return self.widths[self._at]
 
     def begin(self, step: int, num_workers: int) -> int | None:
-        """With how many groups a worker that has none begins this step; None if each of `num_workers` has begun it."""
+        """With how many groups an idle worker begins this step; None if each of `num_workers` has begun it."""
         num_begun = self._num_begun[step] = self._num_begun.get(step, 0) + 1
         return max(1, -(-self.width * num_begun // num_workers)) if num_begun <= num_workers else None
 
@@ -46,8 +46,8 @@ class Frontier:
         self._began.setdefault(step, now)
 
     def step_trained(self, step: int, now: float) -> None:
-        """A step took from its first lease to here, or from the end of the step before where that is later. The first
-        one is not measured: its workers were still starting.
+        """Measure a step, from its first lease (or the end of the previous step, if later) until now. The first step
+        does not count, because its workers were still starting.
         """
         began, before, self._ended = self._began.pop(step, None), self._ended, now
         self._began = {later: at for later, at in self._began.items() if later > step}
@@ -59,7 +59,7 @@ class Frontier:
         self._choose()
 
     def interrupted(self) -> None:
-        """The step under way does not show what its width is worth."""
+        """The current step does not show how good its width is."""
         self._began.clear()
         self._num_begun.clear()
         self._ended = None

@@ -49,8 +49,8 @@ class Gauge:
         self._training_since = now
 
     def step_trained(self, busy_seconds: float, now: float, num_replaced: int = 0) -> None:
-        """Where the learner does not say how long it was busy, it trained since it had all groups; a learner that
-        begins with the first ones was busy for longer.
+        """Record a trained step. If the learner does not report its busy time, it trained since it had all groups; a
+        learner that starts with the first groups was busy for longer.
         """
         self.replaced.append(num_replaced)
         if busy_seconds > 0:
@@ -60,22 +60,22 @@ class Gauge:
         self._training_since = None
 
     def published(self, ref: SnapshotRef, now: float) -> None:
-        """A newer snapshot ends the measurement of an unfinished broadcast: it lasted this long at least. What comes
-        before the first step finds workers that are still starting, and is not measured.
+        """A newer snapshot ends the measurement of an unfinished broadcast, which took at least this long. Publications
+        before the first step are not measured, because workers are still starting.
         """
         if self._spreading is not None:
             self._broadcast_over(now)
         self._spreading, self._num_installed = (ref, now) if self.train_seconds else None, 0
 
     def installed(self, ref: SnapshotRef, num_active: int, now: float) -> None:
-        """One more worker has it."""
+        """One more worker has installed the version."""
         if self._spreading is not None and ref == self._spreading[0]:
             self._num_installed += 1
             if self._num_installed >= INSTALLED_QUANTILE * num_active:
                 self._broadcast_over(now)
 
     def fewer_active(self, num_active: int, now: float) -> None:
-        """Some are waited for no longer."""
+        """Fewer workers are waited for."""
         if self._spreading is not None and 0 < self._num_installed >= INSTALLED_QUANTILE * num_active:
             self._broadcast_over(now)
 
@@ -86,12 +86,12 @@ class Gauge:
         self._spreading = None
 
     def bottleneck(self) -> str | None:
-        """What the learner waits for most (`learner_waits.CAUSES`); None where it waits for little."""
+        """What the learner mostly waits for (`learner_waits.CAUSES`), or None if it hardly waits."""
         waited = math.fsum(seconds for wait in self.waits for seconds in wait.seconds.values())
         return main_cause(self.waits) if waited > LITTLE_WAIT * math.fsum(self.train_seconds) else None
 
     def typical_replaced(self) -> int:
-        """Groups that a step takes beyond its size, because dynamic sampling replaces some."""
+        """Groups that dynamic sampling typically adds to a step."""
         return math.ceil(statistics.mean(self.replaced)) if self.replaced else 0
 
     def typical_train_seconds(self) -> float | None:
@@ -99,19 +99,19 @@ class Gauge:
         return statistics.median(self.train_seconds) if self.train_seconds else None
 
     def typical_broadcast_seconds(self) -> float:
-        """The quantile 1 / 1.1 of the last ones, as section 4.2 takes it over workers; 0 while none is known."""
+        """The quantile 1 / 1.1 of recent broadcasts, as in section 4.2; 0 while none is known."""
         known = sorted(self.broadcasts)
         return known[math.ceil(INSTALLED_QUANTILE * len(known)) - 1] if known else 0.0
 
     def lease_done(self, seconds: float) -> None:
-        """A lease gave a result after so long."""
+        """A lease gave a result after this many seconds."""
         self.num_leases += 1
         self.lease_seconds += (seconds - self.lease_seconds) * max(0.05, 1.0 / self.num_leases)
 
     def delivered(
         self, worker: Worker, num_samples: int, samples_per_batch: int, is_continuous: bool, now: float
     ) -> None:
-        """A worker's result came in. What it had when it joined was begun before that, and shows no rate."""
+        """A result of a worker arrived. Work that it had when it joined began earlier, and does not count for the rate."""
         if worker.unmeasured_samples > 0:
             worker.unmeasured_samples -= num_samples
             worker.done_samples, worker.busy_seconds = 0, 0.0
@@ -136,8 +136,8 @@ class Gauge:
 
 
 def busy_seconds(worker: Worker, now: float) -> float:
-    """Seconds for which its slots have been taken since its rate was last found; half of them taken, half a second a
-    second. So a worker that lacks work for some of its slots does not look slow.
+    """Seconds for which the worker's slots were taken since its rate was last measured; with half of them taken, half a
+    second a second. A worker that lacks work for some slots therefore does not look slow.
     """
     return worker.busy_seconds + ((now - worker.busy_since) * worker.occupancy if worker.busy_since is not None else 0)
 
@@ -150,8 +150,8 @@ def is_occupied(worker: Worker, num_slots: int, now: float) -> None:
 
 
 def rate_now(worker: Worker, assumed_rate: float, samples_per_batch: int, now: float) -> float:
-    """Rollouts a second: as measured, or assumed; less where what it has now takes longer than that allows. A measured
-    worker may have a batch and a part of another under way; one that has never given a result is at its first.
+    """Current rollouts a second: as measured or assumed, or less if the current work takes longer than that. A measured
+    worker may have one batch and part of another under way; a worker without results is at its first.
     """
     rate, seconds = worker.rate or assumed_rate, busy_seconds(worker, now)
     under_way = (2 if worker.rate else 1) * samples_per_batch

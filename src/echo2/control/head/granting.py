@@ -21,8 +21,9 @@ UNITS_LEFT_MAX = 64
 
 
 def grant(state: PlannerState, now: float) -> None:
-    """Keep every worker's slots full, group by group, earliest step first: whoever holds least is next; and only when
-    nobody has a free slot is anybody given groups that wait. In deterministic mode units take the place of groups.
+    """Keep every worker's slots full, group by group and earliest step first. The worker with the fewest groups comes
+    next. Only when no slot is free, groups are given out to wait at workers. In deterministic mode, units take the
+    place of groups.
 
     Workers of one kind (by snapshot, and by a stranger's ticket) may sample the same groups, and what there is to
     sample only gets less while leases are granted: once there is nothing for one of them, there is nothing for any.
@@ -49,7 +50,7 @@ def grant(state: PlannerState, now: float) -> None:
 
 
 def next_worker(state: PlannerState, depth: int, served: Container[Kind]) -> Worker | None:
-    """The least loaded of those with room at this depth, who came first among equals; not of the kinds that are in
+    """The least loaded worker with room at this depth, the first to join among equals, and none of the kinds in
     `served`.
     """
     firsts = (
@@ -62,15 +63,16 @@ def next_worker(state: PlannerState, depth: int, served: Container[Kind]) -> Wor
 
 
 def next_leases(state: PlannerState, worker: Worker, depth: int, now: float) -> list[Lease]:
-    """What this worker gets next, of evaluation first; empty: there is nothing for it now."""
+    """The next leases for this worker, evaluations first; empty if there is nothing for it now."""
     if depth > 0 and not is_plenty(state, worker):
         return []
     return eval_leases(state, worker, depth, now) or train_leases(state, worker, now)
 
 
 def is_plenty(state: PlannerState, worker: Worker) -> bool:
-    """Groups may wait at this worker only while there are enough to fill everybody's slots. Otherwise who is done first
-    shall have them: a group that waits behind others is the last of its step, and the learner waits with it.
+    """Whether groups may wait at this worker: only if there are enough to fill everybody's slots. Otherwise the first
+    worker to finish gets them, because a group that waits behind others becomes the last of its step, which the learner
+    waits for.
     """
     if state.fleet.num_active == 1:
         return True
@@ -80,7 +82,7 @@ def is_plenty(state: PlannerState, worker: Worker) -> bool:
 
 
 def eval_leases(state: PlannerState, worker: Worker, depth: int, now: float) -> list[Lease]:
-    """Held-out tasks for a machine of the owner: what a stranger would say of them is not evidence."""
+    """Held-out tasks for a machine of the owner; results of strangers would be no evidence."""
     if not worker.is_own or worker.installed is None or not is_published(state, worker.installed):
         return []
     samples = state.options.eval_samples
@@ -95,7 +97,7 @@ def eval_leases(state: PlannerState, worker: Worker, depth: int, now: float) -> 
 
 
 def train_leases(state: PlannerState, worker: Worker, now: float) -> list[Lease]:
-    """The earliest group this worker may sample: a queued one, else a new one. In deterministic mode a unit."""
+    """The earliest group that this worker may sample, from the queue or new; in deterministic mode a unit."""
     if not strangers.has_credit(state, worker):
         return []
     leases: list[Lease] = []
@@ -176,8 +178,9 @@ def issue_unit(state: PlannerState, step: int) -> None:
 
 
 def mend_units(state: PlannerState) -> None:
-    """A kill of the head may come between the commands of one event. A unit that was issued in part is issued to its
-    end, and one of whose leases a part had ended loses the others: its groups are sampled in one batch of fixed shape.
+    """Repair units after a kill of the head between the commands of one event. A partly issued unit is issued
+    completely. A unit of which some leases had ended loses the others, because its groups are sampled in one batch of
+    fixed shape.
     """
     if not state.options.deterministic:
         return
@@ -215,5 +218,5 @@ def last_step(state: PlannerState, installed: SnapshotRef | None) -> int:
 
 
 def is_published(state: PlannerState, ref: SnapshotRef | None) -> bool:
-    """Whether it counts: of the surviving history, and young enough."""
+    """Whether this snapshot counts: it belongs to the surviving history and is young enough."""
     return ref is not None and state.published.get(ref.version) == ref

@@ -128,7 +128,7 @@ class GroupBook:
         return self._records.get(number)
 
     def num_alike(self, number: int) -> int:
-        """Groups issued one after the other, this one among them, that were retired for the same reason."""
+        """The number of successive groups, including this one, that were retired for the same reason."""
         why = self._records[number].why
 
         def is_alike(other: int) -> bool:
@@ -150,7 +150,7 @@ class GroupBook:
         return self._by_step.get(step, NO_GROUPS).num_live
 
     def num_fed(self, step: int) -> int:
-        """Groups of this step that the learner has and has not trained on."""
+        """Groups of this step that the learner has but has not trained on yet."""
         return self._by_step.get(step, NO_GROUPS).num_fed
 
     def num_uninformative(self, step: int) -> int:
@@ -162,13 +162,13 @@ class GroupBook:
         return self._by_step.get(step, NO_GROUPS).supplied
 
     def supply(self, record: PlannedGroup, ticket: str, num_samples: int) -> None:
-        """A stranger has so many more samples of this group in hand; less, where it lost them."""
+        """Add to the samples of this group that a stranger holds or has delivered; negative if it lost them."""
         if record.state != "retired":
             _add(record.supplied_by, ticket, num_samples)
             _add(self._by_step[record.step].supplied, ticket, num_samples)
 
     def first_ready(self, step: int) -> PlannedGroup | None:
-        """Of the groups that are ready, the one that became so first."""
+        """The group that became ready first."""
         return next(iter(self._by_step.get(step, NO_GROUPS).ready.values()), None)
 
     def nth(self, step: int, index: int) -> PlannedGroup | None:
@@ -177,12 +177,12 @@ class GroupBook:
         return records[index] if index < len(records) else None
 
     def highest_number(self, last_step: int) -> int | None:
-        """Of all groups of steps up to `last_step` that are remembered."""
+        """The highest group number of all steps up to `last_step`."""
         highest = [max(r.number for r in of.records) for step, of in self._by_step.items() if step <= last_step]
         return max(highest, default=None)
 
     def move(self, record: PlannedGroup, state: str) -> None:
-        """Change a record's state.
+        """Change a record's state by a legal transition.
 
         Raises:
             InvariantError: the table has no such move.
@@ -207,12 +207,12 @@ class GroupBook:
             of_step.num_live -= 1
 
     def hold(self, record: PlannedGroup) -> None:
-        """It is not to be fed, once it is ready, before it is let go."""
+        """Do not feed this group, even when it is ready, until it is let go."""
         record.is_held = True
         self._by_step[record.step].ready.pop(record.number, None)
 
     def let_go(self, record: PlannedGroup) -> None:
-        """It may be fed."""
+        """Allow this group to be fed."""
         if record.is_held and record.state == "ready":
             self._by_step[record.step].ready[record.number] = record
         record.is_held = False
@@ -242,7 +242,7 @@ class GroupBook:
 
     @property
     def num_queued(self) -> int:
-        """Groups of the units in the queue, at most: some may be retired."""
+        """Upper bound of the groups in queued units; some may be retired."""
         return len(self._pending) * self.groups_per_unit
 
     def first_pending(self) -> tuple[int, int] | None:

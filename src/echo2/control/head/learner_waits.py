@@ -56,7 +56,7 @@ def learner_wait(step: int, records: Iterable[PlannedGroup], since: float, now: 
 
 
 def main_cause(waits: Iterable[LearnerWait]) -> str | None:
-    """What most of the time of these waits went to; None where the learner hardly waited."""
+    """The cause of most of the waiting, or None if the learner hardly waited."""
     seconds = dict.fromkeys(CAUSES, 0.0)
     for wait in waits:
         for cause, value in wait.seconds.items():

@@ -39,7 +39,7 @@ class Outlook:
 
     @property
     def text(self) -> str:
-        """What is missing, for people."""
+        """What is missing, as a sentence for people."""
         if self.needed_rate is None:
             return "how many workers are needed is known after the first step"
         if self.reward_seconds is not None:
@@ -52,7 +52,7 @@ class Outlook:
 
 
 def outlook(state: PlannerState, now: float) -> Outlook:
-    """Count and compare. Costs a look at every worker."""
+    """Compare the need with the fleet. Visits every worker."""
     active = [one for one in list_candidates(state, now) if one.is_active]
     needed = needed_rate(state)
     workers = state.fleet.active()
@@ -69,7 +69,7 @@ def outlook(state: PlannerState, now: float) -> Outlook:
 
 
 def auto_publish_every(state: PlannerState) -> int | None:
-    """What `publish_every = "auto"` would be by what is measured; None while it is not known, or where none will do."""
+    """The value of `publish_every = "auto"` by the measurements; None while it is unknown, or if no value works."""
     demand = live_demand(state)
     if demand is None or not state.gauge.broadcasts:
         return None
@@ -80,8 +80,8 @@ def auto_publish_every(state: PlannerState) -> int | None:
 
 
 def predicted_idle_ratio(state: PlannerState, now: float) -> float | None:
-    """Share of the time that the learner should wait with these workers, once under way; None while it is not known,
-    and where it waits for rewards, which are no worker's work.
+    """Predicted share of its time that the learner waits with these workers, after the start; None while it is unknown,
+    or if the learner waits for rewards, which workers do not compute.
     """
     demand = live_demand(state) if state.gauge.bottleneck() != "rewards" else None
     rates = {one.worker_id: one.rate for one in list_candidates(state, now) if one.is_active and one.rate > 0}

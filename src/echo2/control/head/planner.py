@@ -103,7 +103,7 @@ class Planner(PlannerState):
                 self.paused = None
 
     def _advance(self, now: float) -> None:
-        """What any event may have made possible."""
+        """Do everything that an event may have made possible."""
         checks.assign(self)
         workers.expel(self, now)
         self._finish_evals(now)
@@ -174,8 +174,8 @@ class Planner(PlannerState):
                 self._start_eval(ref, now)
 
     def _restore_lease(self, old: ev.RecoveredLease, now: float) -> None:
-        """The worker may still be at it: the lease lives on, and so does its worker, detached, until it comes back or
-        is lost.
+        """Restore a lease after a restart of the head. Its worker may still sample: lease and worker live on, the
+        worker as detached, until it returns or is lost.
         """
         record = self.groups.get(old.number)
         if record is None:
@@ -215,7 +215,9 @@ class Planner(PlannerState):
             self.emit(do.RecordLearner, reason, version=version, lineage=self.lineage)
 
     def _fall_back(self, version: int) -> None:
-        """The steps from `version` on are trained again, with the same groups; what came of them counts no more."""
+        """The learner fell back: the steps from `version` on are trained again, with the same groups; their old results
+        no longer count.
+        """
         reason = f"the learner fell back from version {self.version} to its checkpoint {version}"
         self.took_over_at = self.now
         self.version, self.lineage = version, self.lineage + 1
@@ -282,8 +284,8 @@ class Planner(PlannerState):
         self._drop_snapshots()
 
     def _drop_snapshots(self) -> None:
-        """Keep the newest few, what an evaluation needs, and in deterministic mode what open steps are still sampled
-        with.
+        """Drop old snapshots. Kept are the newest few, those that an evaluation needs, and in deterministic mode those
+        that open steps need.
         """
         options = self.options
         keep = set(sorted(self.retained)[-options.keep_snapshots :]) | set(self.evaluation.rounds)
@@ -314,8 +316,8 @@ class Planner(PlannerState):
     # ---- feeding ---------------------------------------------------------------------------------------------------
 
     def _feed(self, now: float) -> None:
-        """Hand the learner what is ready of the step it waits for: as it comes, or in deterministic mode in issue
-        order.
+        """Feed the learner the ready groups of the step that it waits for: as they come, or in deterministic mode in
+        issue order.
         """
         step = self.wanted_step
         if step is None or self.step_ended or step >= self.options.max_steps:
@@ -332,7 +334,7 @@ class Planner(PlannerState):
         self._end_step(step, now)
 
     def _next_to_feed(self, step: int) -> PlannedGroup | None:
-        """The next group that is ready: the first that became so, in deterministic mode the next in issue order."""
+        """The next group to feed: the first that became ready, or in deterministic mode the next in issue order."""
         if not self.options.deterministic:
             return self.groups.first_ready(step)
         while (record := self.groups.nth(step, self._num_passed)) is not None and record.state in ("fed", "retired"):

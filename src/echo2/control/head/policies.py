@@ -91,7 +91,7 @@ class Policies(StateMachine):
             self._tell(policy, event, now)
 
     def _tell(self, policy: str, event: ev.Event, now: float) -> None:
-        """What a planner answers is asked for, but its timer and its end, which are everybody's."""
+        """Pass an event to a planner and adopt its commands, except timer and end, which concern all policies."""
         planner = self.planners[policy]
         planner.num_events = self.num_events - 1  # its commands name the event in hand as their cause
         for command in planner.handle(event, now):
@@ -132,7 +132,7 @@ class Policies(StateMachine):
         return next((name for name, one in self.planners.items() if one.leases.get(lease_id) is not None), "")
 
     def _ended(self, policy: str, command: do.StopRun | do.FinishRun) -> None:
-        """The head's run is over once every policy's is; one that had to stop makes it a stop."""
+        """End the run when all policies are over, as a stop if one of them had to stop."""
         self.ends[policy] = command
         if len(self.ends) == len(self.planners):
             stops = [end for end in self.ends.values() if isinstance(end, do.StopRun)]
@@ -164,7 +164,7 @@ class Policies(StateMachine):
         self._tell(post.policy, self._as_told(post.policy, event), now)
 
     def _as_told(self, policy: str, event: ev.WorkerJoined) -> ev.WorkerJoined:
-        """What this planner hears of a worker that joins: nothing of other policies' weights and leases."""
+        """The event of a joining worker as this planner may see it, without other policies' weights and leases."""
         held = tuple(lease_id for lease_id in event.held_leases if self._holder_of(lease_id) in ("", policy))
         return replace(event, installed=_own(policy, event.installed), held_leases=held)
 
@@ -176,14 +176,14 @@ class Policies(StateMachine):
         self._tell(policy, replace(event, installed=_own(policy, event.installed)), now)
 
     def _gone(self, command: do.WorkerGone, now: float) -> None:
-        """A planner has lost a worker: so has the head, unless it only moves."""
+        """A planner has lost a worker, and so has the head, unless the worker only moves."""
         post = self.posts.pop(command.worker_id)
         self._served_until[post.policy] = now
         if command.worker_id != self._moving:
             self.out.append(command)
 
     def _place(self, event: ev.WorkerJoined, now: float) -> str:
-        """For whom a new worker works: where it is needed most; else by the weights that it has."""
+        """The policy for a new worker: the neediest one, or else the one whose weights it has."""
         mine = event.installed.policy if event.installed is not None else ""
         needs = [need for need in self._needs(now) if need.policy not in self.ends] or self._needs(now)
         return min(needs, key=lambda need: (need.urgency, need.policy != mine)).policy
@@ -191,7 +191,7 @@ class Policies(StateMachine):
     # ---- who is moved ------------------------------------------------------------------------------------------------
 
     def _look(self, now: float) -> None:
-        """Complete moves, and begin one for each policy that wants workers, the neediest first."""
+        """Complete moves of workers, and begin one for each policy that wants workers, the neediest first."""
         if now < self._look_at:
             return
         self._look_at = now + LOOK_SECONDS

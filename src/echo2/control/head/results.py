@@ -25,8 +25,8 @@ RESAMPLED_MAX = 2.0
 
 
 def end_lease(state: PlannerState, lease_id: int, outcome: str, reason: str) -> None:
-    """Close a lease that gave no result, and put its group back in the queue (or give it up after too many tries).
-    Nothing, if the group was just given up with another of its leases.
+    """Close a lease that gave no result, and queue its group again, or give it up after too many tries. Does nothing if
+    the group was just given up with another of its leases.
     """
     if state.leases.get(lease_id) is None:
         return
@@ -51,7 +51,7 @@ def end_lease(state: PlannerState, lease_id: int, outcome: str, reason: str) -> 
 
 
 def release(state: PlannerState, group: GroupRef, reason: str) -> None:
-    """Take back every lease on a group whose result nobody waits for any more."""
+    """Take back all leases on a group whose result is no longer needed."""
     take_back(state, state.leases.of_group(group), reason, "revoked")
 
 
@@ -96,7 +96,7 @@ def delivered(state: PlannerState, event: ev.GroupDelivered, now: float) -> None
 
 
 def _accept(state: PlannerState, event: ev.GroupDelivered) -> None:
-    """The result is its group's, and its lease is over."""
+    """Accept the result for its group, and close its lease."""
     reason = "the first valid result for this group"
     state.emit(
         do.AcceptDelivery,
@@ -132,7 +132,7 @@ def _refuse(
     num_tokens: int = 0,
     seconds: float = 0.0,
 ) -> None:
-    """Refuse a result and end its lease. Where that is the worker's fault it rests, so that others try."""
+    """Refuse a result and end its lease. If it is the worker's fault, the worker rests, so that others try."""
     state.emit(
         do.RefuseDelivery,
         reason,
@@ -154,8 +154,8 @@ def _refuse(
 
 
 def lease_failed(state: PlannerState, event: ev.LeaseFailed, now: float) -> None:
-    """The worker says it can't. One machine's word does not retire a group while another could try: the machine may be
-    what is broken. It rests, so that the others do try.
+    """A worker reports that it cannot produce a group. One machine's report does not retire a group while another could
+    try, because that machine may be broken. It rests, so that the others do try.
     """
     held = state.leases.get(event.lease_id)
     if held is None or held[0] != event.worker_id:
@@ -179,7 +179,7 @@ def lease_failed(state: PlannerState, event: ev.LeaseFailed, now: float) -> None
 
 
 def _voice(worker: Worker | None, worker_id: str) -> str:
-    """Each machine of the owner speaks for itself, all of a stranger's ticket with one voice."""
+    """Who counts as one voice: each machine of the owner, or all workers of a stranger's ticket."""
     return worker_id if worker is None or worker.is_own else f"ticket {worker.ticket}"
 
 
@@ -193,8 +193,8 @@ def _failed_by(state: PlannerState, group: GroupRef) -> dict[str, None]:
 
 
 def scored(state: PlannerState, event: ev.GroupScored) -> None:
-    """A group has its rewards: it may be fed, unless it is flat and to be replaced. Nothing, if it was given up or
-    scored meanwhile.
+    """A group has its rewards: it may be fed, unless it is uninformative and to be replaced. Does nothing if the group
+    was given up or scored meanwhile.
     """
     group, before = event.group, state.reward_seconds
     share = REWARD_MEAN_SHARE if before is not None else 1.0
@@ -214,8 +214,8 @@ def scored(state: PlannerState, event: ev.GroupScored) -> None:
 
 
 def replace_flat(state: PlannerState, record: PlannedGroup) -> None:
-    """Dynamic sampling (DAPO, arXiv 2503.14476): a group whose rewards are all equal has no gradient; it is retired,
-    and its step needs one more. A step may do so `RESAMPLED_MAX` times its size; after that such groups are kept.
+    """Dynamic sampling (DAPO, arXiv 2503.14476): a group whose rewards are all equal has no gradient. It is retired,
+    and its step gets another. A step may replace `RESAMPLED_MAX` times its size; further groups are kept.
     """
     most = math.ceil(RESAMPLED_MAX * state.options.groups_per_step)
     if not (state.options.dynamic_sampling and record.is_flat and record.state == "ready"):
@@ -229,9 +229,9 @@ def replace_flat(state: PlannerState, record: PlannedGroup) -> None:
 
 
 def give_up(state: PlannerState, group: GroupRef, why: str, detail: str, seconds: float = 0.0) -> None:
-    """No try can help: the group is retired (an eval task counts as failed). Too many in a row that machines of the
-    owner failed stop the run; what only strangers failed is replaced, and the run waits for good work. `seconds`: what
-    the head spent on finding out.
+    """Retire a group that no further try can help (an evaluation task counts as failed). Too many in succession that
+    machines of the owner failed stop the run; those that only strangers failed are replaced. `seconds`: time that the
+    head spent on it.
     """
     is_own_word = True
     if group.kind == "eval":
@@ -279,7 +279,7 @@ def _is_own_word(record: PlannedGroup, why: str) -> bool:
 
 
 def stop(state: PlannerState, reason: str) -> None:
-    """The run can't go on; the first reason counts."""
+    """The run cannot go on; the first reason counts."""
     if state.over is None:
         state.over = reason
         state.emit(do.StopRun, reason)

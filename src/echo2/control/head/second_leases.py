@@ -35,13 +35,13 @@ def grant_backup_leases(state: PlannerState, now: float) -> None:
 
 
 def next_at(state: PlannerState) -> float | None:
-    """When the next group is late, if somebody idle could have it."""
+    """When the next group becomes late, if an idle worker could take it."""
     lates = _lates(state)
     return lates[0][0] if lates and _idle_worker(state, lates[0][2]) is not None else None
 
 
 def _lates(state: PlannerState) -> list[tuple[float, Lease, str]]:
-    """When each lease is late that is the last one on its group: (time, lease, worker)."""
+    """When each lease that is the last on its group becomes late: (time, lease, worker)."""
     usual, step = state.gauge.lease_seconds, state.wanted_step
     if step is None or state.step_ended or not state.fleet.num_free:
         return []
@@ -57,8 +57,8 @@ def _lates(state: PlannerState) -> list[tuple[float, Lease, str]]:
 
 
 def _idle_worker(state: PlannerState, holder: str) -> Worker | None:
-    """A worker without leases that may sample this step, and is not the one that is late, or of its ticket; rather one
-    of the owner's, and with a newer snapshot.
+    """An idle worker that may sample this step, other than the late worker and those of its ticket; preferably the
+    owner's, and with a newer snapshot.
     """
     step, late = state.wanted_step or 0, state.fleet.get(holder)
     ticket = "" if late is None else late.ticket

@@ -85,7 +85,7 @@ def look(state: PlannerState, now: float) -> None:
 
 
 def _release_unneeded(state: PlannerState, candidates: list[Candidate], rate: float, now: float) -> None:
-    """Everybody has worked until now; from the first measurement on, the cheapest sufficient set does."""
+    """Switch from all workers to the cheapest sufficient set, at the first measurement."""
     found = choose(candidates, aim(rate))
     chosen = set(found.worker_ids)
     for one in candidates:
@@ -124,8 +124,8 @@ def needed_rate(state: PlannerState) -> float | None:
 
 
 def list_candidates(state: PlannerState, now: float) -> list[Candidate]:
-    """All that attend, and the active ones that may come back. A rate that is not measured yet is taken from the
-    others', by their slots.
+    """All connected workers, and active ones that may return. A rate not yet measured is estimated from others, by
+    slots.
     """
     known = [worker.rate / worker.slots for worker in state.fleet if worker.rate]
     each = statistics.median(known) if known else 0.0
@@ -142,7 +142,7 @@ def list_candidates(state: PlannerState, now: float) -> list[Candidate]:
 
 
 def activate(state: PlannerState, worker_id: str, reason: str) -> None:
-    """Let a worker that stands by have leases again."""
+    """Give leases to a worker that stood by."""
     worker = state.fleet.get(worker_id)
     if worker is not None and worker.standby:
         worker.standby, worker.standby_since = False, None
@@ -151,8 +151,8 @@ def activate(state: PlannerState, worker_id: str, reason: str) -> None:
 
 
 def release(state: PlannerState, worker_id: str, reason: str, now: float) -> None:
-    """It finishes what it has and gets nothing more. The last machine of the owner stays: nobody else evaluates, and
-    beside it strangers supply a bounded share.
+    """Let a worker finish its work and then stand by. The last machine of the owner stays, because only it can evaluate
+    and because strangers supply a bounded share beside it.
     """
     worker = state.fleet.get(worker_id)
     if worker is not None and not worker.standby and not _is_last_own(state, worker):
@@ -166,7 +166,7 @@ def _is_last_own(state: PlannerState, worker: Worker) -> bool:
 
 
 def rent_failed(state: PlannerState, offer: str, now: float) -> None:
-    """The offer is left alone for a while, longer at each failure in a row; others may be asked instead."""
+    """Leave this offer alone for a while, longer after each failure in succession; others may be used instead."""
     activation = state.activation
     if activation is None:
         return
@@ -178,8 +178,8 @@ def rent_failed(state: PlannerState, offer: str, now: float) -> None:
 
 
 def _rent(state: PlannerState, activation: Activation, short_rate: float, now: float) -> None:
-    """The cheapest machines on offer that close the gap, less those that are on their way. Where no rate is enough, it
-    is not tried with everything that can be bought.
+    """Rent the cheapest machines on offer that close the gap, less those on their way. Does not rent everything where
+    no rate is enough.
     """
     if short_rate == math.inf and len(state.fleet):
         return

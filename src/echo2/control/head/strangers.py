@@ -117,7 +117,7 @@ def leaves_to_others(state: PlannerState, worker: Worker, unit: Iterable[Planned
 
 
 def brought(state: PlannerState, worker: Worker | None) -> None:
-    """One of its results was accepted."""
+    """A result of this worker was accepted."""
     if worker is None or worker.is_own:
         return
     state.conducts.of(worker.worker_id).num_failed = 0
@@ -142,7 +142,7 @@ def failed(state: PlannerState, worker: Worker | None, held_seconds: float) -> N
 
 
 def blame(state: PlannerState, ticket: str, held_seconds: float, more: int = 0) -> None:
-    """Less credit for this ticket, and `more` less; a rest once there is none."""
+    """Reduce the credit of this ticket, by `more` beyond the usual; with no credit left, it rests."""
     standing = state.standings.of(ticket)
     standing.credit = max(0, standing.credit - LOST_CREDIT - more)
     standing.num_good = 0
@@ -176,7 +176,7 @@ def count_attempt(state: PlannerState, record: PlannedGroup, worker: Worker | No
 
 
 def held_seconds(state: PlannerState, lease: Lease) -> float:
-    """How long this lease has been out."""
+    """How long this lease has been held."""
     return max(0.0, state.now - (lease.deadline - lease.seconds))
 
 
@@ -192,7 +192,7 @@ def recover(state: PlannerState, event: ev.HeadStarted) -> None:
 
 
 def expel(state: PlannerState, worker_id: str, reason: str) -> str:
-    """Nothing is taken of this worker for a while. Returns the reason, for those who end its leases."""
+    """Refuse everything from this worker for a while. Returns the reason, for ending its leases."""
     seconds = state.conducts.expel(worker_id, reason, state.now)
     num_expelled = state.conducts.of(worker_id).num_expelled
     state.emit(do.ExpelWorker, reason, worker_id=worker_id, seconds=seconds, num_expelled=num_expelled)

@@ -9,8 +9,8 @@ from echo2.types import Wait
 
 
 def list_waits(state: PlannerState, now: float) -> list[Wait]:
-    """What pauses the run, the learner's wait, good work of strangers, each idle worker's wait, and each lease that is
-    being waited for.
+    """All waits: what pauses the run, the learner's wait, missing good work of strangers, each idle worker's wait, and
+    each lease that is waited for.
     """
     waits = [*([state.paused] if state.paused else []), *_learner_waits(state), *_waits_for_good_work(state, now)]
     for worker in state.fleet:
@@ -106,7 +106,7 @@ def _for_rewards(state: PlannerState) -> str:
 
 
 def _waits_for_good_work(state: PlannerState, now: float) -> list[Wait]:
-    """What strangers do not bring."""
+    """Waits for results that strangers fail to deliver."""
     waits = []
     if state.failed_at_strangers >= state.options.max_failures:
         reason = f"{state.failed_at_strangers} groups failed at strangers' machines in a row; the last: "
@@ -118,7 +118,7 @@ def _waits_for_good_work(state: PlannerState, now: float) -> list[Wait]:
 
 
 def _coming(worker: Worker, newest: str) -> str:
-    """Where the newest snapshot is that this worker lacks."""
+    """Where the newest snapshot is, for a worker that lacks it."""
     return f"it did not install {worker.refused}" if worker.refused else f"{newest} is on its way"
 
 

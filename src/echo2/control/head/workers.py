@@ -17,7 +17,7 @@ CLAIMS_MIN = 64
 
 
 def worker_joined(state: PlannerState, event: ev.WorkerJoined, now: float) -> None:
-    """A worker came, or came back: end the leases that it no longer has, and take it into the fleet."""
+    """A worker joined or returned: end the leases that it no longer has, and add it to the fleet."""
     lost = [lease_id for lease_id in state.leases.of_worker(event.worker_id) if lease_id not in event.held_leases]
     for lease_id in lost:
         end_lease(state, lease_id, "lost", "the worker came back without it")
@@ -76,7 +76,7 @@ def _joins_standing_by(state: PlannerState, event: ev.WorkerJoined, before: Work
 
 
 def announce_newest(state: PlannerState, reason: str, worker_ids: tuple[str, ...]) -> None:
-    """Tell these workers which snapshot is the newest that is to be had."""
+    """Tell these workers the newest available snapshot."""
     if state.retained and worker_ids:
         ref = state.retained[max(state.retained)]
         state.emit(do.AnnounceSnapshot, reason, ref=ref, worker_ids=worker_ids)
@@ -91,7 +91,7 @@ def workers_heard(state: PlannerState, worker_ids: Iterable[str], now: float) ->
 
 
 def worker_reported(state: PlannerState, event: ev.WorkerReported, now: float) -> bool:
-    """Whether it says anything but that it lives."""
+    """Handle a report. Returns whether it says more than that the worker is alive."""
     worker = state.fleet.get(event.worker_id)
     if worker is None or worker.detached:
         return False
@@ -107,20 +107,20 @@ def worker_reported(state: PlannerState, event: ev.WorkerReported, now: float) -
 
 
 def withdraw(state: PlannerState, worker_id: str, now: float) -> None:
-    """Give it no more leases: another policy is to have it, once those that it holds are done."""
+    """Give the worker no more leases: it moves to another policy when its present ones are done."""
     if (worker := state.fleet.get(worker_id)) is not None:
         stand_by(state, worker, now)
 
 
 def stand_by(state: PlannerState, worker: Worker, now: float) -> None:
-    """It finishes what it has, and gets no more leases."""
+    """The worker finishes its work and gets no more leases."""
     worker.standby, worker.standby_since = True, now
     state.fleet.file(worker)
     state.gauge.fewer_active(state.fleet.num_active, now)
 
 
 def lose_worker(state: PlannerState, worker_id: str, reason: str, now: float) -> None:
-    """A worker is gone: end its leases and take it out of the fleet."""
+    """The worker is gone: end its leases and remove it from the fleet."""
     worker = state.fleet.get(worker_id)
     if worker is None:
         return
@@ -134,7 +134,7 @@ def lose_worker(state: PlannerState, worker_id: str, reason: str, now: float) ->
 
 
 def expire(state: PlannerState, now: float) -> bool:
-    """End what is over by now; whether anything was."""
+    """End everything whose time is over. Returns whether there was anything."""
     any_over = state.fleet.end_rests(now) | state.standings.end_rests(now)
     for worker_id in state.fleet.silence.pop_until(now):
         any_over = True
@@ -157,7 +157,7 @@ def expire(state: PlannerState, now: float) -> bool:
 
 
 def expel(state: PlannerState, now: float) -> None:
-    """Let go of those whose refusals are too many, or whose logprobs are wrong."""
+    """Expel workers with too many refusals or wrong logprobs."""
     to_expel, state.conducts.to_expel = state.conducts.to_expel, {}
     for worker_id, reason in to_expel.items():
         lose_worker(state, worker_id, strangers.expel(state, worker_id, reason), now)

@@ -214,7 +214,7 @@ class WorkerScheduler(StateMachine):
                 self._begin(event, f"{event.payload} is announced")  # else `_ask` asks for it when it is its turn
 
     def _begin(self, event: ev.SnapshotAnnounced, reason: str) -> None:
-        """A newer snapshot takes the place of an unfinished one; chunks they share are stored already."""
+        """Fetch a newer snapshot in place of an unfinished one. Chunks that both share are already stored."""
         before = self.incoming
         self._has_superseded |= before is not None and not before.is_whole and not before.ref.is_base_model
         self._retry_at = 0.0
@@ -230,8 +230,8 @@ class WorkerScheduler(StateMachine):
             self.incoming = self.missing_base = None
 
     def _finishes_first(self) -> bool:
-        """Is the unfinished snapshot to be installed before the newest is begun? If much of it is here; and always if
-        it has itself taken the place of another, or a publisher that is faster than the link would starve the engine.
+        """Whether the unfinished snapshot is installed before the newest is begun: if much of it is here, and always if
+        it replaced another, because a publisher faster than the link would otherwise starve the engine.
         """
         incoming = self.incoming
         if incoming is None or self._demanded() is not None:
@@ -269,7 +269,7 @@ class WorkerScheduler(StateMachine):
         return SnapshotRef(first.lease.group.policy, 0, first.lease.exact_version)
 
     def _is_wanted(self, ref: SnapshotRef) -> bool:
-        """Is this the snapshot to have next: the one demanded, else the newest?"""
+        """Whether this is the next snapshot to get: the one demanded, or else the newest."""
         demanded = self._demanded()
         return ref == self.newest if demanded is None else _is_same_version(ref, demanded)
 
@@ -289,7 +289,7 @@ class WorkerScheduler(StateMachine):
                 self._fail_waiting(lease_id, f"no snapshot of version {ref.version} is to be had")
 
     def _ask(self, now: float) -> None:
-        """Ask for the manifest of what is wanted and is neither here nor on its way."""
+        """Request the manifest of the wanted snapshot, unless it is here or on its way."""
         if not self.connected or now < self._retry_at or self.newest is None or self._asked_manifest:
             return
         if any(ref is not None and self._is_wanted(ref) for ref in (self.installed, self.installing)):
@@ -312,13 +312,13 @@ class WorkerScheduler(StateMachine):
         self.emit(do.AskManifest, f"version {ref.version} is needed", ref=ref, base=base)
 
     def _gone(self, payload: PayloadId, now: float) -> None:
-        """What comes next is announced, or asked for anew."""
+        """Nobody has this payload any more; the next one is announced or requested anew."""
         if self.incoming is not None and self.incoming.payload == payload and self.installing != payload.ref:
             self.incoming, self._retry_at = None, now + RETRY_SECONDS
 
     def _refused(self, event: ev.SnapshotRefused, now: float) -> None:
-        """It was whole and did not verify, or the engine would not take it: never installed, fetched again; whole, if
-        it was a delta. A base model is refused as an adapter goes in over it; that is asked for anew behind it.
+        """A complete snapshot failed verification, or the engine refused it. It is not installed but fetched again, as
+        a whole if it was a delta. A base model that is refused is requested again, and its adapter after it.
         """
         is_base = event.payload.ref in self.base_models
         if self.installing == event.payload.ref or is_base:
@@ -340,8 +340,8 @@ class WorkerScheduler(StateMachine):
             self.emit(do.FetchSnapshot, f"it was refused: {event.reason}", payload=event.payload)
 
     def _too_large(self, event: ev.SnapshotTooLarge, now: float) -> None:
-        """The worker goes on with what it has, and tries again with the next snapshot; or with this one after a while,
-        because the learner may wait for this worker and so publish no other.
+        """There is no room for the snapshot. The worker keeps its weights and tries again with the next snapshot, or
+        with this one after a while, because the learner may wait for this worker and publish no other.
 
         Raises:
             UserError: it has nothing to go on with.
@@ -357,7 +357,7 @@ class WorkerScheduler(StateMachine):
         self._say(f"{event.payload}: no room for it beside {self.installed}: {event.reason}")
 
     def _say(self, refused: str) -> None:
-        """Have the head know which snapshot was not installed, and why."""
+        """Tell the head which snapshot was not installed, and why."""
         self.refused = refused
         self.emit(do.ReportInstalled, refused)
 
@@ -377,7 +377,7 @@ class WorkerScheduler(StateMachine):
         self.emit(do.InstallSnapshot, f"{incoming.payload} is whole; swapped {when}", payload=incoming.payload)
 
     def _is_kept_out(self, ref: SnapshotRef) -> bool:
-        """Must these weights wait for what is being sampled?"""
+        """Whether these weights must wait for the rollouts being sampled."""
         if not self.generating:
             return False
         is_exact = any(held.lease.exact_version is not None for held in self.generating.values())
@@ -387,7 +387,9 @@ class WorkerScheduler(StateMachine):
         return self.installed is not None and ref.policy != self.installed.policy
 
     def _is_due(self, ref: SnapshotRef) -> bool:
-        """May this one, which is whole, go in now? What a lease demands keeps others out until it is sampled."""
+        """Whether this complete snapshot may be installed now. If a lease demands a version, others wait until it is
+        sampled.
+        """
         if self._demanded() is not None or self.newest is None:
             return self._is_wanted(ref)
         return ref == self.newest or (ref.history == self.newest.history and self.installed != self.newest)
@@ -414,8 +416,9 @@ class WorkerScheduler(StateMachine):
     # ---- generating --------------------------------------------------------------------------------------------------
 
     def _start_leases(self) -> None:
-        """Give the engine what waits, in order, as far as the installed version may sample it and a slot is free. A
-        lease that waits for newer weights is passed over; one that demands its version, or another policy, is next."""
+        """Start waiting leases in order, as far as the installed version may sample them and slots are free. A lease
+        that waits for newer weights is skipped; one that demands its version, or another policy, is next.
+        """
         if self.installed is None or self._is_swap_next():
             return
         if self.deterministic:
@@ -453,7 +456,7 @@ class WorkerScheduler(StateMachine):
         return held
 
     def _is_swap_next(self) -> bool:
-        """Are weights going in, or waiting for what is sampled to end, so that no more may start?"""
+        """Whether weights are being installed, or wait for running rollouts, so that no more may start."""
         if self.installing is not None:
             return not self.swap_during or self._is_of_other_policy(self.installing)
         incoming = self.incoming
