@@ -111,7 +111,7 @@ class Gauge:
     def delivered(
         self, worker: Worker, num_samples: int, samples_per_batch: int, is_continuous: bool, now: float
     ) -> None:
-        """A result of a worker arrived. Work that it had when it joined began earlier and is not counted in the rate."""
+        """A result of a worker arrived. Work that it had when it joined began earlier and is not part of the rate."""
         if worker.unmeasured_samples > 0:
             worker.unmeasured_samples -= num_samples
             worker.done_samples, worker.busy_seconds = 0, 0.0

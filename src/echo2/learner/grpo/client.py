@@ -135,8 +135,9 @@ class GrpoClient:
         return self._trainer.tokens_per_microbatch * self._mesh.size
 
     def why_unfit(self, group: RolloutGroup) -> str:
-        """Why the model can't read the group; empty: it can. The head checks the rest when a result comes in, and knows
-        the context of most models; one that it missed would be fed again after every death of the learner.
+        """Why the model cannot read the group; empty if it can. The head checks the rest when a result arrives, and
+        knows the context of most models. A group that was not found here would be fed again after every death of the
+        learner.
         """
         prompt, longest = len(group.prompt_tokens), max(len(rollout.tokens) for rollout in group.rollouts)
         most = self.policy.max_positions
@@ -145,7 +146,7 @@ class GrpoClient:
         return f"{prompt} + {longest} tokens, where the model has {most} positions"
 
     def num_tokens_run(self, group: RolloutGroup) -> int:
-        """Tokens that training on the group runs, prompts included; 0 where it has nothing to teach.
+        """Tokens, including prompts, that training on the group runs; 0 if nothing is learned from it.
 
         Raises:
             InvariantError: the group is unscored.
@@ -179,22 +180,23 @@ class GrpoClient:
 
     @property
     def tokens_per_microbatch(self) -> int:
-        """As settled at the start, or less, where memory has run out."""
+        """The value fixed at the start, or less if memory has run out."""
         return self._trainer.tokens_per_microbatch
 
     @property
     def memory_summary(self) -> str:
-        """For people, after what the learner does: that memory has run out."""
+        """For people, after what the learner is doing: that memory has run out."""
         left = self.tokens_per_microbatch
         return f"; memory ran out: micro-batches of {left} tokens" if left < self._settled else ""
 
     @property
     def is_within_step(self) -> bool:
-        """Whether the weights are no version's: a step has been updated with a part of its groups."""
+        """Whether the weights belong to no version, because a part of the step has been applied."""
         return self._before is not None
 
     def optim_step(self) -> StepStats:
-        """One AdamW step on the gradients added so far, which ends the training step; statistics of all of it.
+        """One AdamW step on the gradients added so far, which ends the training step. Returns statistics of the whole
+        step.
 
         Raises:
             UserError: the gradient is not finite (training has diverged); the weights are those of before the update.
@@ -237,7 +239,7 @@ class GrpoClient:
         return self._trainer.save_weights_for_sampler(POLICY, self.config.model.snapshot_dtype)
 
     def finish_reading(self) -> None:
-        """Wait for who reads the weights beside the training, as the next update would."""
+        """Wait until nobody reads the weights beside the training, as the next update would."""
         self._trainer.finish_reading(POLICY)
 
     def save_state(self, directory: Path, lineage: int = 0, cursor: int = 0) -> Saving:
@@ -253,7 +255,7 @@ class GrpoClient:
         return self._trainer.save_state(POLICY, directory, asdict(position))
 
     def load_state(self, directory: Path) -> RunPosition:
-        """Go on from a checkpoint: weights, optimizer and version as they were.
+        """Continue from a checkpoint: weights, optimizer and version as they were.
 
         Raises:
             UserError: there is no whole checkpoint, or it is of another model or of no run.
@@ -269,7 +271,7 @@ class GrpoClient:
         return position
 
     def _of_all_ranks(self, outputs: list[Output]) -> list[Output]:
-        """What the loss gave back on every rank, the first rank's first."""
+        """What the loss returned on every rank, the first rank's first."""
         if self._mesh.size == 1:
             return outputs
         rows = [(stats, None if kept is None else kept.tolist()) for stats, kept in outputs]

@@ -71,27 +71,27 @@ class CrashRecord:
             )
 
     def why_unfit(self, group: RolloutGroup) -> str:
-        """Why the group is to be left out; empty: it is not."""
+        """Why the group is left out; empty if it is not."""
         is_fit = group.group.number not in self._deaths.left_out
         return "" if is_fit else f"the learner died {ALONE_MAX} times while it trained on this group alone"
 
     @property
     def summary(self) -> str:
-        """For people, after what the learner does: deaths that it has not trained past yet, and what they cost."""
+        """For people, after what the learner is doing: deaths that it has not trained past yet, and what they cost."""
         deaths = max([0, *self._deaths.together.values(), *self._deaths.alone.values()])
         left_out = ", ".join(f"train-{number}" for number in self._deaths.left_out[-LEFT_OUT_MAX:])
         died = f"; it died {deaths} times on groups that it trains again" if deaths else ""
         return died + (f"; left out, for it died of them: {left_out}" if left_out else "")
 
     def batches(self, groups: Sequence[RolloutGroup]) -> list[list[RolloutGroup]]:
-        """What to train on together: those without suspicion, and each of the others alone."""
+        """The groups to train on together: all without suspicion, and each of the others alone."""
         suspects = [group for group in groups if self._deaths.together.get(group.group.number, 0) >= TOGETHER_MAX]
         others = [group for group in groups if group not in suspects]
         return [*([others] if others else []), *([group] for group in suspects)]
 
     @contextmanager
     def training(self, groups: Sequence[RolloutGroup]) -> Iterator[None]:
-        """These groups are trained on inside; who leaves otherwise than by the end has died of it."""
+        """These groups are trained on inside the context; a process that does not reach its end has died of them."""
         numbers = [group.group.number for group in groups]
         self._write(numbers)
         yield
@@ -102,7 +102,7 @@ class CrashRecord:
         self._write([])
 
     def _write(self, at_work: list[int]) -> None:
-        """A disk that refuses costs the record, not the step."""
+        """Write the record. A disk error costs the record, not the step."""
         self._deaths.at_work = at_work
         temporary = self._path.with_name(f"{self._path.name}.tmp")
         try:

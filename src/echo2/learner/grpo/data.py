@@ -23,8 +23,8 @@ Normalisation = Literal["token", "sequence", "constant"]
 
 @dataclass(frozen=True, slots=True)
 class GroupData:
-    """What a group adds to a step. `num_tokens` and `num_rollouts` count in N and B, also where nothing is trained on:
-    a group without reward variance has no policy gradient, and it counts.
+    """What a group adds to a step. `num_tokens` and `num_rollouts` count in N and B even where nothing is trained on: a
+    group without reward variance has no policy gradient, but it counts.
     """
 
     num_tokens: int
@@ -74,6 +74,6 @@ def group_data(
 
 
 def divisor_of(kind: Normalisation, num_tokens: int, num_rollouts: int, max_tokens: int) -> float:
-    """The one division of a step, at least 1."""
+    """The divisor of a step, at least 1."""
     counts = {"token": num_tokens, "sequence": num_rollouts, "constant": num_rollouts * max_tokens}
     return float(max(1, counts[kind]))

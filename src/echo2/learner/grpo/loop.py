@@ -40,7 +40,7 @@ CRASH_RECORD = "training.json"
 
 
 def resume(client: GrpoClient, checkpoints: Path) -> bool:
-    """Load the newest whole checkpoint, if there is one; damaged newer ones are set aside."""
+    """Load the newest complete checkpoint, if there is one; damaged newer ones are set aside."""
     newest = checkpoint.recover(checkpoints)
     if newest is not None:
         client.load_state(newest)
@@ -48,8 +48,8 @@ def resume(client: GrpoClient, checkpoints: Path) -> bool:
 
 
 def train(client: GrpoClient, head: HeadSession, checkpoints: Path) -> str:
-    """Train from where `client` and `head` stand to the last step, or until the head says stop; why it ended.
-    `checkpoints` is the directory of the step_N directories.
+    """Train from the current state of `client` and `head` to the last step, or until the head says stop. Returns why it
+    ended. `checkpoints` is the directory of the step_N directories.
 
     Raises:
         LinkError: the head was away for longer than the session's patience.
@@ -139,8 +139,8 @@ def _train_steps(
 def _train_on_groups(
     client: GrpoClient, head: HeadSession, meter: StepMeter, record: CrashRecord, saves: Checkpoints
 ) -> wire.StepDone:
-    """Gradients of one step, a micro-batch as soon as another group like the last would not fit into it; what ended
-    the step.
+    """Compute the gradients of one step. A micro-batch is run as soon as another group like the last would not fit into
+    it. Returns what ended the step.
 
     Where the cuts are follows from the arrivals alone: the same arrivals give the same sums, and in deterministic mode
     the arrivals are in order of issue. With several updates a step the step is cut into as many parts, no micro-batch
@@ -188,7 +188,7 @@ def _train_on_groups(
 
 
 def _publish_if_due(client: GrpoClient, head: HeadSession) -> None:
-    """Send the weights if the schedule asks for it and workers cannot have them yet.
+    """Publish the weights if the schedule asks for it and workers cannot have them yet.
 
     After a resume between two publications the newest due one may be gone from the head; then the present weights take
     its place, or the workers would wait for ever.

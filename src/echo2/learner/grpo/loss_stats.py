@@ -28,8 +28,9 @@ TABLES = ("by_lag", "by_worker", "fresh")
 
 @dataclass(frozen=True, slots=True)
 class Mismatch:
-    """Sums over some of the tokens. `dropped_*`: without a policy gradient, by sign of the advantage. `surprise`:
-    -logprob less the entropy of what the token was drawn from, 0 on average where it was drawn from the policy.
+    """Sums over some of the tokens. `dropped_*`: tokens without a policy gradient, by sign of the advantage.
+    `surprise`: -logprob minus the entropy of the distribution that the token was drawn from; 0 on average if it was
+    drawn from the policy.
     """
 
     tokens: float = 0.0

@@ -38,7 +38,7 @@ class MachineCost:
         return self.standby_seconds + (now - self.standing_by_since if self.standing_by_since is not None else 0.0)
 
     def claim(self, seconds: float, now: float | None) -> float:
-        """Of the `seconds` up to `now`, those that no other result has claimed."""
+        """The part of the `seconds` up to `now` that no other result has claimed."""
         if now is None:
             return seconds
         claimed = max(0.0, min(seconds, now - self.counted_until))
@@ -99,7 +99,7 @@ class CostBook:
             machine.attended_seconds, machine.attending_since = machine.seconds(now), None
 
     def stands_by(self, name: str, now: float) -> None:
-        """It attends and is not to work."""
+        """The worker is connected but not to work."""
         machine = self.machines.get(name)
         if machine is not None and machine.attending_since is not None and machine.standing_by_since is None:
             machine.standing_by_since = now
@@ -110,7 +110,7 @@ class CostBook:
             machine.standby_seconds, machine.standing_by_since = machine.standby(now), None
 
     def useful(self, name: str, seconds: float, now: float | None = None) -> None:
-        """A result counts that took `seconds` up to `now`; without `now`, all of them are its own."""
+        """Count a result that took `seconds` up to `now` as useful; without `now`, all of these seconds are its own."""
         machine = self.machines.setdefault(name, MachineCost())
         claimed = machine.claim(seconds, now)
         machine.useful_seconds += claimed
@@ -125,13 +125,17 @@ class CostBook:
         machine.wasted_seconds[cause] = machine.wasted_seconds.get(cause, 0.0) + wasted
 
     def wasted_lease(self, name: str, cause: str, lasted_seconds: float) -> None:
-        """A lease that ended without a result: the mean time of this worker's groups, at most what the lease lasted."""
+        """Count a lease that ended without a result as waste: the mean time of this worker's groups, at most the
+        duration of the lease.
+        """
         machine = self.machines.setdefault(name, MachineCost())
         mean = machine.useful_seconds / machine.useful_groups if machine.useful_groups else lasted_seconds
         self.wasted(name, cause, min(mean, lasted_seconds))
 
     def count_as_wasted(self, name: str, cause: str) -> None:
-        """A result that counted as useful is not trained on after all: the mean time of this worker's groups."""
+        """Count a result as waste that was useful before and is not trained on after all: the mean time of this
+        worker's groups.
+        """
         machine = self.machines.setdefault(name, MachineCost())
         if machine.useful_groups:
             seconds = machine.useful_seconds / machine.useful_groups

@@ -58,7 +58,7 @@ class Archive:
     # ---- from the learner ----------------------------------------------------------------------------------------
 
     def offer(self, hashes: Iterable[bytes]) -> tuple[bytes, ...]:
-        """These chunks are about to come: those that are not here.
+        """The hashes among these chunks that are missing here, before they are sent.
 
         Raises:
             PeerError: "oversized", more at once, or more of one payload, than may be.
@@ -70,7 +70,7 @@ class Archive:
         return tuple(name for name in named if not self.store.has(name))
 
     async def put(self, hash_: bytes, data: bytes) -> None:
-        """One chunk that was offered.
+        """Store a chunk that was offered.
 
         Raises:
             PeerError: "malformed", it was not; "corrupt", it does not have this hash.
@@ -80,7 +80,7 @@ class Archive:
         await self._beside(self.store.put, hash_, data)
 
     async def take(self, manifest: Manifest) -> None:
-        """All chunks of this payload were sent.
+        """All chunks of this payload were sent: list it.
 
         Raises:
             PeerError: "base", it is over what can't be had here, so the whole content is needed; "missing", some chunks
@@ -116,16 +116,16 @@ class Archive:
 
     @property
     def retained(self) -> list[SnapshotRef]:
-        """What can be handed out, oldest first. At the start: all that is stored and leads to something."""
+        """The snapshots that can be served, oldest first. At the start: all that are stored and complete."""
         return sorted(self._retained)
 
     def find(self, asked: SnapshotRef) -> SnapshotRef | None:
-        """The retained snapshot of this name; lineage 0 stands for the newest lineage that has the version."""
+        """The retained snapshot with this name; lineage 0 means the newest lineage that has the version."""
         versions = [ref for ref in self._retained if (ref.policy, ref.version) == (asked.policy, asked.version)]
         return max((ref for ref in versions if asked.lineage in (0, ref.lineage)), default=None)
 
     def payload(self, ref: SnapshotRef, base: SnapshotRef | None) -> Manifest:
-        """The payload of `ref` for a worker that has `base`: over that, unless a whole content is no larger.
+        """The payload of `ref` for a worker that has `base`: a delta over it, unless the whole content is no larger.
 
         Raises:
             PeerError: "unknown_snapshot", there is no such snapshot (any more).
@@ -143,11 +143,11 @@ class Archive:
             raise PeerError("unknown_snapshot", f"snapshot {ref} can't be had: {error}") from error
 
     def is_joined(self, payload: PayloadId) -> bool:
-        """Whether this payload is remembered: handing it out costs next to nothing."""
+        """Whether this payload is remembered, so that serving it costs next to nothing."""
         return payload in self._joined
 
     def base_model(self, ref: SnapshotRef) -> SnapshotRef | None:
-        """What this snapshot is an adapter over; None where it is a whole model, or is not here."""
+        """The base model of this snapshot; None if it is a whole model, or is not here."""
         steps = self.store.chain(ref)
         return steps[-1].base_model if steps else None
 
@@ -188,7 +188,7 @@ class Archive:
     # ---- throwing away -------------------------------------------------------------------------------------------
 
     async def drop(self, ref: SnapshotRef) -> None:
-        """The planner retains it no more."""
+        """The planner no longer retains this snapshot."""
         self._retained.discard(ref)
         for payload in [payload for payload in (*self._joined, *self._forgotten) if payload.ref == ref]:
             self._joined.pop(payload, None)
@@ -197,7 +197,7 @@ class Archive:
         await self.tidy()
 
     async def tidy(self) -> None:
-        """Delete what nobody will ask for."""
+        """Delete what nobody will request."""
         joined = tuple(self._joined.values())
         gone = await self._beside(self._tidy, frozenset(self._retained), joined, frozenset(self._offered))
         for payload in gone:
@@ -214,7 +214,7 @@ class Archive:
 
 
 def reachable(listed: Collection[Manifest]) -> set[SnapshotRef]:
-    """The contents that can be made of these from nothing."""
+    """The contents that can be made from these payloads without a base."""
     found = {manifest.ref for manifest in listed if manifest.base is None}
     size = -1
     while size != len(found):
@@ -224,8 +224,9 @@ def reachable(listed: Collection[Manifest]) -> set[SnapshotRef]:
 
 
 def worth_keeping(store: ChunkStore, retained: Collection[SnapshotRef]) -> dict[PayloadId, Manifest]:
-    """What leads to the retained contents, and each policy's history: the deltas before the newest of them, as many as
-    one payload may have and no larger together than the content."""
+    """The payloads that lead to the retained contents, and for each policy the deltas before the newest of them: as
+    many as fit one payload, together no larger than the content.
+    """
     kept: dict[PayloadId, Manifest] = {}
     for ref in retained:
         kept.update({step.payload: step for step in store.chain(ref) or ()})

@@ -29,7 +29,7 @@ Order = Callable[[str, wire.Order], None]
 
 
 class Signer(Protocol):
-    """The part of `RunIdentity` that is needed here."""
+    """The part of `RunIdentity` that is used here."""
 
     def sign_manifest(self, manifest: bytes) -> bytes: ...
 
@@ -52,11 +52,11 @@ class Distribution:
         archive.on_dropped = self._dropped
 
     def held(self, worker_id: str, installed: SnapshotRef) -> None:
-        """A worker says that it has this installed."""
+        """A worker reports that it has this snapshot installed."""
         self.origin.held(worker_id, installed, self.archive.base_model(installed))
 
     def announce(self, ref: SnapshotRef, worker_ids: Iterable[str]) -> None:
-        """Tell these workers that `ref` is the newest."""
+        """Tell these workers that `ref` is the newest snapshot."""
         with_base: defaultdict[SnapshotRef | None, list[str]] = defaultdict(list)
         for worker_id in worker_ids:
             worker = self._attending(worker_id)
@@ -83,8 +83,7 @@ class Distribution:
         return worker is not None and worker.installed != ref
 
     def fetch_manifest(self, worker_id: str, request: wire.ManifestRequest) -> wire.SnapshotNotice:
-        """A worker asks for a version by itself, perhaps over what it has. Beyond `JOINS_MAX` it is told of the payload
-        that needs no base.
+        """A worker requests a version, perhaps over what it has. Beyond `JOINS_MAX` it gets the payload without a base.
 
         Raises:
             PeerError: "unknown_snapshot", where there is none (any more); "malformed".

@@ -38,7 +38,7 @@ class HeadEffects:
         self._head.log.add(now, event, commands)
 
     def carry_out(self, command: do.Command, now: float) -> None:
-        """Raises InvariantError for a command that it does not know."""
+        """Carry out one command. Raises InvariantError for an unknown one."""
         head = self._head
         match command:
             case do.IssueGroup() | do.RecordStep() | do.RecordCheckpoint() | do.RefuseLearner():

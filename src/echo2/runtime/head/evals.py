@@ -27,12 +27,12 @@ class Evals:
         self._groups[version] = []
 
     def keep(self, group: RolloutGroup) -> None:
-        """A scored result, while its version is evaluated."""
+        """Keep a scored result while its version is being evaluated."""
         if group.step in self._groups:
             self._groups[group.step].append(group)
 
     def skip(self, version: int, reason: str) -> dict[str, Any]:
-        """The metrics of an evaluation that is given up: no accuracy. What came for it so far counts no more."""
+        """The metrics of an evaluation that is given up, without an accuracy. Its results so far are dropped."""
         self._groups.pop(version, None)
         self.not_evaluated[version] = reason
         return {"eval/version": version, "eval/num_tasks": 0}
@@ -68,8 +68,8 @@ def eval_metrics(groups: Iterable[RolloutGroup], num_failed: int, set_of: Callab
 
 
 def pass_at_k(num_samples: int, num_solved: int, k: int) -> float:
-    """The chance that any of k samples is solved, without bias from n of which c were: 1 - C(n - c, k) / C(n, k).
-    1 <= k <= n. (Chen et al. 2021, arXiv 2107.03374, equation 1.)
+    """Unbiased estimate of the probability that any of k samples is solved, from n samples of which c were: 1 - C(n -
+    c, k) / C(n, k). 1 <= k <= n. (Chen et al. 2021, arXiv 2107.03374, equation 1.)
     """
     return 1.0 - math.comb(num_samples - num_solved, k) / math.comb(num_samples, k)
 

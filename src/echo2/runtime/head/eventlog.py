@@ -68,14 +68,14 @@ class EventLog:
         self.flush()
 
     def add(self, now: float, event: ev.Event, commands: Sequence[do.Command]) -> None:
-        """What happened at `now` (seconds of the head's clock), for the next `flush`."""
+        """Record an event at `now` (seconds of the head's clock) with its commands, for the next `flush`."""
         self._add({"now": now, "event": to_plain(event), "commands": [to_plain(command) for command in commands]})
 
     def _add(self, record: dict[str, Any]) -> None:
         self._waiting += msgspec.json.encode(record) + b"\n"
 
     def flush(self) -> None:
-        """Give what was added to the system.
+        """Write what was added.
 
         Raises:
             NoRoomError: the disk is full.
@@ -156,7 +156,7 @@ def replay(path: Path) -> Replay:
 
 
 def _records(parts: Sequence[Path]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Place and record of every whole line; a torn one is forgiven at the end and where a head began anew."""
+    """Place and record of every complete line. A torn line is allowed at the end, and where a new head began."""
     damage: UserError | None = None
     for path in parts:
         try:

@@ -51,14 +51,14 @@ class Failures:
             self.add(kind, f"{event.worker_id}: {event.detail}", event.traceback)
 
     def refused(self, worker_id: str, what: str) -> None:
-        """A worker did not install a snapshot. `what`: which, and why. Of one worker, the first few count."""
+        """A worker did not install a snapshot. `what`: which, and why. Only the first few of a worker count."""
         count = self._refusals.get(worker_id, 0)
         if count < REFUSALS_PER_WORKER:
             self._refusals[worker_id] = count + 1
             self.add("snapshot_refused", f"{worker_id} refused snapshot {what}")
 
     def add(self, kind: str, message: str, traceback: str = "") -> None:
-        """One more of a kind; of the first, the words are kept."""
+        """Count one more failure of a kind; keep the message and traceback of the first."""
         log.warning("%s: %s", kind, message)  # what repeats is counted there
         if kind in self._by_kind:
             self._by_kind[kind].count += 1

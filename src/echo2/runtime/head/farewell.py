@@ -32,7 +32,7 @@ def told_to_stop(head: Head, reason: str) -> None:
 
 
 def stop(head: Head, reason: str) -> None:
-    """End the run once the learner has saved; nothing, if that is under way."""
+    """End the run once the learner has saved. Does nothing if this is under way."""
     if head.stopping or head.outcome is not None:
         return
     head.stopping = reason

@@ -141,7 +141,7 @@ class Head:
         return sinks
 
     def _meta(self, key: str, make: Callable[[], Any]) -> Any:
-        """A value that is made once and kept over restarts."""
+        """A value that is created once and kept over restarts."""
         value = self.ledger.get_meta(key)
         if value is None:
             value = make()
@@ -162,7 +162,7 @@ class Head:
         return answer
 
     def dispatch(self, event: ev.Event) -> list[do.Command]:
-        """Likewise, at once.
+        """Let the driver handle an event at once. Nothing happens once the run is over.
 
         Raises:
             UserError: ledger or log can't be written.
@@ -173,7 +173,9 @@ class Head:
         return answer.result()
 
     def heard(self, worker_id: str) -> None:
-        """A worker lives and says nothing new. The planner hears so of all that did within half a heartbeat at once."""
+        """A worker is alive and reports nothing new. The planner is told of all such workers together, every half
+        heartbeat.
+        """
         if not self._heard:
             asyncio.get_running_loop().call_later(self.options.heartbeat_seconds / 2, self._tell_heard)
         self._heard[worker_id] = None
@@ -183,7 +185,7 @@ class Head:
         self.tell(ev.WorkersHeard(tuple(heard)))
 
     def _handle_waiting(self) -> None:
-        """One pass: a transaction and a write of the log for all events that wait."""
+        """Handle all waiting events in one transaction and one write of the log."""
         waiting, self._waiting = self._waiting, []
         if not waiting:
             return
@@ -238,7 +240,7 @@ class Head:
             await self.reader.load(self.distribution.archive.files(ref), stop, tuple(self.config.sampling.stop))
 
     def spawn(self, coroutine: Any) -> asyncio.Task[Any]:
-        """Run something beside the handlers; its failure stops the run instead of vanishing."""
+        """Run a coroutine beside the handlers; its failure stops the run instead of being lost."""
         task: asyncio.Task[Any] = asyncio.ensure_future(coroutine)
         self._tasks.add(task)
         task.add_done_callback(self._spawned_ended)
@@ -250,7 +252,7 @@ class Head:
             self.fail(error)
 
     def fail(self, error: BaseException) -> None:
-        """The run can't go on."""
+        """The run cannot go on."""
         log.error("the run stops", exc_info=error)
         kind = "no_room" if isinstance(error, NoRoomError) else "user_error" if isinstance(error, UserError) else "bug"
         self.end(kind, str(error) or repr(error))
@@ -285,7 +287,7 @@ class Head:
         }
 
     async def close(self) -> None:
-        """Tell everybody that it is over and let go of all files."""
+        """Tell everybody that the run is over, and close all files."""
         kind, reason = self.outcome or ("stopped", "the head is closing")
         if kind not in ("user_error", "no_room"):
             for presence in self.workers.values():
@@ -310,7 +312,7 @@ class Head:
     # ---- what its parts ask of it ----------------------------------------------------------------------------------
 
     def order(self, worker_id: str, order: wire.Order) -> None:
-        """Send an order to a worker, if it attends."""
+        """Send an order to a worker, if it is connected."""
         presence = self.workers.get(worker_id)
         if presence is not None:
             self._put(presence, order)
@@ -338,6 +340,6 @@ class Head:
         presence.outbox.put_nowait(order)
 
     def attending(self, worker_id: str) -> Worker | None:
-        """The worker, if it can be told something now."""
+        """The worker, if it is connected."""
         worker = self.planner.fleet.get(worker_id)
         return worker if worker is not None and worker_id in self.workers else None

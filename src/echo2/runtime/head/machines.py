@@ -31,7 +31,7 @@ LAST_TRIES = 3
 
 @dataclass(slots=True)
 class Machine:
-    """One rented machine. `worker_id`: empty until its worker has joined. `leaving`: it is being given back."""
+    """One rented machine. `worker_id`: empty until its worker has joined. `leaving`: it is being returned."""
 
     name: str
     offer: str
@@ -60,13 +60,13 @@ class Machines:
         self._out = {plain["name"]: Machine(**plain) for plain in saved.get("machines", [])}
 
     def start(self) -> None:
-        """Go on giving back what an earlier head was giving back."""
+        """Continue returning the machines that an earlier head was returning."""
         for machine in self._out.values():
             if machine.leaving:
                 self._spawn(self._return(machine))
 
     def rent(self, offer: str) -> None:
-        """Get one more machine of this kind, beside."""
+        """Rent one more machine of this kind, in the background."""
         self._number += 1
         machine = Machine(f"{offer}-{self._run_id[:6]}-{self._number}", offer)
         self._out[machine.name] = machine
@@ -74,7 +74,7 @@ class Machines:
         self._spawn(self._rent(machine))
 
     def bind(self, name: str, worker_id: str) -> Offer | None:
-        """The offer of the machine on which this worker says it runs; None where it is no machine of ours."""
+        """The offer of the machine on which this worker says it runs; None if it is not a machine of this run."""
         machine = self._out.get(name)
         if machine is None or machine.leaving or machine.worker_id not in ("", worker_id):
             return None
@@ -84,7 +84,7 @@ class Machines:
         return self.offers.get(machine.offer)
 
     def give_back(self, offer: str, worker_id: str) -> None:
-        """Give back the machine of this worker; without one, a machine of the offer that no worker has joined from."""
+        """Return the machine of this worker; without a worker, a machine of the offer that none has joined from."""
         for machine in self._out.values():
             if machine.offer == offer and machine.worker_id == worker_id and not machine.leaving:
                 machine.leaving = True
@@ -93,15 +93,15 @@ class Machines:
                 return
 
     def names(self) -> list[str]:
-        """Machines that are out."""
+        """Machines that are rented."""
         return list(self._out)
 
     def kept(self) -> list[Machine]:
-        """Machines that are out and not being given back."""
+        """Machines that are rented and not being returned."""
         return [machine for machine in self._out.values() if not machine.leaving]
 
     async def close(self) -> None:
-        """The run is over: give back all of them, at once."""
+        """The run is over: return all machines at once."""
         await asyncio.gather(*(self._return(machine, LAST_TRIES) for machine in list(self._out.values())))
         if self._out:
             log.error("these machines could not be returned and may still cost money: %s", ", ".join(self._out))
@@ -116,7 +116,7 @@ class Machines:
             await self._return(machine)
 
     async def _return(self, machine: Machine, tries: int | None = None) -> None:
-        """Try until it is done, or so many times."""
+        """Try to return a machine until it works, or a limited number of times."""
         pause, tried = RETRY_SECONDS[0], 0
         while machine.name in self._out:
             problem = await self._run("release", machine)
@@ -132,7 +132,7 @@ class Machines:
             pause = min(2 * pause, RETRY_SECONDS[1])
 
     async def _run(self, verb: str, machine: Machine) -> str:
-        """Run a command of its offer once no other of this machine runs; what went wrong, or nothing."""
+        """Run a command of the offer after all others of this machine. Returns what went wrong, or nothing."""
         offer = self.offers.get(machine.offer)
         if offer is None:
             return f"the offer {machine.offer!r} is not in the offers file any more"
@@ -179,7 +179,7 @@ class Machines:
 
 
 async def _ended(process: asyncio.subprocess.Process, what: str) -> str:
-    """Wait for it, within bounds; what went wrong, or nothing."""
+    """Wait for the command, within limits. Returns what went wrong, or nothing."""
     try:
         status = await asyncio.wait_for(process.wait(), HOOK_SECONDS)
     except TimeoutError:

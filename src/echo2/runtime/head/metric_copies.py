@@ -91,14 +91,14 @@ class Copy:
         self._thread.start()
 
     def write(self, step: int, values: Mapping[str, Any]) -> None:
-        """Returns at once. Rows that find the queue full are missing in the copy."""
+        """Queue a row and return at once. Rows that find the queue full are missing in the copy."""
         try:
             self._rows.put_nowait((step, dict(values)))
         except queue.Full:
             log.warning("%s is %d rows behind: step %d is missing there", self._name, ROWS_MAX, step)
 
     def close(self) -> None:
-        """Let it write what waits, for `CLOSE_SECONDS` at most."""
+        """Let the copy write what is queued, for at most `CLOSE_SECONDS`."""
         try:
             self._rows.put(None, timeout=CLOSE_SECONDS)
         except queue.Full:

@@ -37,12 +37,12 @@ class Metrics:
 
     @property
     def last_step(self) -> int:
-        """Of the newest row; -1 where there is none."""
+        """The step of the newest row; -1 if there is none."""
         step: int = self.recent[-1]["step"] if self.recent else -1
         return step
 
     def write(self, row: Row) -> None:
-        """Add a step's row; rows of the same step and of later ones (trained again after a fall-back) go."""
+        """Add a step's row; rows of the same and later steps go (they were trained again after a fall-back)."""
         if self.last_step >= row["step"]:
             self._reach(row["step"])
             self._forget_from(row["step"])
@@ -61,7 +61,7 @@ class Metrics:
             copy.write(row["step"], row)
 
     def amend(self, step: int, values: Mapping[str, Any]) -> None:
-        """Add values to the row of `step` (made if it is not there)."""
+        """Add values to the row of `step`, which is created if it does not exist."""
         self._reach(step)
         rows = {row["step"]: row for row in self.recent}
         rows.setdefault(step, {"step": step}).update(values)
@@ -73,7 +73,7 @@ class Metrics:
             copy.write(step, values)
 
     def truncate(self, version: int) -> None:
-        """Forget the rows of steps after `version`: the learner fell back and does them again."""
+        """Remove the rows of steps after `version`: the learner fell back and trains them again."""
         if self.last_step > version:
             self._reach(version)
             self._forget_from(version + 1)
@@ -92,7 +92,7 @@ class Metrics:
         self.recent, self._older_bytes = read_metrics(self._path), 0
 
     def _reach(self, step: int) -> None:
-        """Have the row of `step` in memory, and one before it, unless the file begins later."""
+        """Read the rows from `step` on into memory, with one before, as far as the file goes."""
         if self._older_bytes and self.recent[0]["step"] >= step:
             self._read()
 

@@ -60,12 +60,12 @@ class RunTokenizer:
         return self._loaded.is_set()
 
     async def loaded(self) -> None:
-        """Wait until there is a tokenizer: the learner publishes it with its first snapshot."""
+        """Wait until there is a tokenizer; the learner publishes it with its first snapshot."""
         await self._loaded.wait()
 
     @property
     def tokenizer(self) -> Tokenizer:
-        """Raises UserError while nothing is loaded."""
+        """The tokenizer. Raises UserError before one is loaded."""
         if self._tokenizer is None:
             raise UserError("No snapshot was published yet, so there is no tokenizer.")
         return self._tokenizer
@@ -93,11 +93,11 @@ class RunTokenizer:
             self._num_kept -= len(self._prompts.popitem(last=False)[1])
 
     def turn_rules(self, stop: str, is_chat: bool, max_turns: int, max_tokens: int) -> TurnRules:
-        """How rollouts in the environment are to be gone through."""
+        """How rollouts in the environment are repeated."""
         return TurnRules(self.tokenizer, self._ends, stop, is_chat, max_turns, max_tokens, self._context)
 
     def check_lengths(self, group: RolloutGroup, max_tokens: int) -> None:
-        """Raises PeerError where a rollout is longer than was leased, or than the model can read."""
+        """Raise PeerError if a rollout is longer than was leased, or than the model can read."""
         room = self._context - len(group.prompt_tokens) if self._context else max_tokens
         check_lengths(group, min(max_tokens, room))
 
@@ -135,7 +135,9 @@ class RunTokenizer:
         return replace(group, rollouts=tuple(replace(one, text=text) for one, text in texts))
 
     def pieces(self, tokens: Sequence[int]) -> list[str]:
-        """The text of each token by itself, special ones too. Part of a character is a replacement character."""
+        """The text of each token by itself, including special tokens. A part of a character becomes a replacement
+        character.
+        """
         return [self._piece(token) for token in tokens]
 
     def _piece(self, token: int) -> str:
@@ -147,7 +149,7 @@ class RunTokenizer:
         return found
 
     def logged(self, task: Task, num_samples: int, max_tokens: int, version: int) -> list[Rollout]:
-        """The rollouts that the task's log holds, with their text. They count as of `version`.
+        """The rollouts in the task's log, with their text. They count as sampled by `version`.
 
         Raises:
             UserError: they are not what is asked for.

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 async def score(head: Head, command: do.ScoreGroup) -> None:
-    """Rewards for a delivered group. What fails here is the group's end, not the run's."""
+    """Compute the rewards of a delivered group. A failure ends the group, not the run."""
     ref, delivered = command.group, command.rollouts
     await head.reader.loaded()  # a head that was restarted may hold groups before it has a snapshot
     try:

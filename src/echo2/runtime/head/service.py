@@ -83,7 +83,7 @@ class Service:
     # ---- workers -------------------------------------------------------------------------------------------------
 
     async def attend(self, peer: Peer, hello: wire.WorkerHello) -> AsyncIterator[wire.Order]:
-        """A worker attends as long as it keeps this stream open."""
+        """A worker is connected as long as it keeps this stream open."""
         head = self._head
         joined = worker_joined(peer, hello, head.config.sampling)
         environment = head.config.tasks.environment
@@ -259,7 +259,7 @@ class Service:
         return self._head.distribution.fetch_manifest(peer.peer_id, request)
 
     def expel(self, revoked: frozenset[str]) -> None:
-        """Let go of revoked workers at once: their leases end, and so do their streams; others shun them."""
+        """Disconnect revoked workers at once: their leases and streams end, and other workers avoid them."""
         if revoked != self._revoked:
             self._revoked = revoked
             self._head.distribution.origin.revoked(revoked)
@@ -270,8 +270,8 @@ class Service:
     # ---- the learner ---------------------------------------------------------------------------------------------
 
     async def learner_hello(self, peer: Peer, hello: wire.LearnerHello) -> AsyncIterator[wire.LearnerWelcome]:
-        """A learner is here as long as it keeps this stream open, and another is refused meanwhile: it would take the
-        run back to its own checkpoint.
+        """The learner is connected as long as it keeps this stream open. Another one is refused meanwhile, because it
+        would take the run back to its own checkpoint.
         """
         head = self._head
         if hello.protocol != PROTOCOL_VERSION:
@@ -317,7 +317,7 @@ class Service:
                 head.dispatch(ev.LearnerLost("its connection closed"))
 
     def _learner(self, epoch: int) -> LearnerPresence:
-        """The learner, if that is who calls."""
+        """The connected learner, if the caller is that learner."""
         learner = self._head.learner
         if learner is None or learner.epoch != epoch:
             raise PeerError("unknown_learner", "say LearnerHello first: the head was restarted, or another has joined")
@@ -381,8 +381,8 @@ class Service:
         return wire.Empty()
 
     async def publish(self, peer: Peer, request: wire.PublishRequest) -> wire.Empty:
-        """All chunks of a payload are here: it is announced, unless its version is known already. A base model is not:
-        workers ask for it when they are told of an adapter over it.
+        """All chunks of a payload are here: announce it, unless its version is known already. A base model is not
+        announced; workers request it when they are told of an adapter over it.
         """
         self._learner(request.epoch)
         head, manifest = self._head, await asyncio.to_thread(Manifest.from_bytes, request.manifest)
@@ -452,7 +452,7 @@ def worker_joined(peer: Peer, hello: wire.WorkerHello, sampling: SamplingConfig)
 
 
 def _busy_seconds(metrics: dict[str, Any]) -> float:
-    """Of a step, the seconds in which the learner did not wait; 0 where its metrics do not say."""
+    """Seconds of a step in which the learner did not wait; 0 if its metrics do not say."""
     seconds = [metrics.get(key, 0.0) for key in ("time/step", "time/wait_for_batch", "time/publish_wait")]
     if not all(isinstance(value, int | float) and math.isfinite(value) for value in seconds):
         return 0.0

@@ -27,7 +27,7 @@ TURNED_AWAY_MAX = 20
 
 
 def check_not_expelled(head: Head, worker_id: str) -> None:
-    """Raises PeerError("expelled") while nothing is taken of this worker."""
+    """Raise PeerError("expelled") while this worker is expelled."""
     now = head.clock.now()
     conduct = head.planner.conducts.expulsion(worker_id, now)
     if conduct is not None:
@@ -60,7 +60,7 @@ def known(head: Head, joined: ev.WorkerJoined) -> ev.WorkerJoined:
 
 
 def check_own(head: Head, worker_id: str) -> None:
-    """Raises PeerError("not_own") for a stranger's machine in a run whose rollouts a harness plays."""
+    """Raise PeerError("not_own") for a stranger in a run whose rollouts a harness plays."""
     if not head.identity.member(worker_id).is_own:
         raise PeerError(
             "not_own",
@@ -70,8 +70,9 @@ def check_own(head: Head, worker_id: str) -> None:
 
 
 def most_paid(config: Config, offers: Mapping[str, Offer]) -> float:
-    """Dollars an hour that a stranger may ask. A run with a budget pays the highest price that its configuration names
-    for a worker, and no more than lasts the budget for an hour; without one, prices are only written down.
+    """The most dollars an hour that a stranger may ask for. A run with a budget pays at most the highest price that its
+    configuration names for a worker, and at most what lasts the budget for an hour. Without a budget, prices are only
+    recorded.
     """
     if not config.fleet.budget_usd:
         return PRICE_MAX_USD_PER_HOUR
@@ -80,7 +81,7 @@ def most_paid(config: Config, offers: Mapping[str, Offer]) -> float:
 
 
 def check_price(price_usd_per_hour: float, most: float) -> None:
-    """Raises PeerError("too_dear") where a stranger asks more than that."""
+    """Raise PeerError("too_dear") if a stranger asks for more than that."""
     if price_usd_per_hour > most:
         raise PeerError(
             "too_dear",
@@ -91,5 +92,5 @@ def check_price(price_usd_per_hour: float, most: float) -> None:
 
 
 def process_id(pid: int) -> int:
-    """As a worker says it; 0 where it can be none."""
+    """The process id that a worker reports, or 0 if it is impossible."""
     return pid if 0 < pid <= PID_MAX else 0

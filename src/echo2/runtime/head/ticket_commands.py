@@ -43,7 +43,7 @@ def show(options: argparse.Namespace) -> int:
 
 
 def revoke(options: argparse.Namespace) -> int:
-    """Shut somebody out. Raises as `invite`."""
+    """Shut out a worker or a ticket. Raises as `invite`."""
     identity = tickets.open_identity(options.directory)
     closed = identity.revoke(options.id)
     if options.json:

@@ -39,7 +39,7 @@ class OwnTickets:
         self._known: dict[Path, str] = {}
 
     def keep(self) -> None:
-        """Write those anew that would not let a machine in, or not to this head.
+        """Replace tickets that would not admit a machine, or lead to another head.
 
         Raises:
             UserError: they can't be read or written.
@@ -83,7 +83,7 @@ def open_identity(directory: Path) -> RunIdentity:
 
 
 def invite(directory: Path, uses: int, days: float) -> str:
-    """A ticket for machines of others, which are believed less than the owner's.
+    """A new ticket for other people's machines, which are trusted less than the owner's.
 
     Raises:
         UserError: this run has had no head yet, or the numbers make no sense.
@@ -95,7 +95,7 @@ def invite(directory: Path, uses: int, days: float) -> str:
 
 
 def renew(directory: Path, ticket_id: str, uses: int, days: float) -> None:
-    """Let a ticket admit so many more machines, for so long from now.
+    """Let a ticket admit more machines, for longer.
 
     Raises:
         UserError: there is no such ticket, it was revoked, or the numbers make no sense.
