@@ -14,7 +14,7 @@ _ADDRESS = re.compile(r"(?:\[(?P<v6>[^]]+)\]|(?P<host>[^:\[\]]+))(?::(?P<port>[0
 
 
 def of_worker(hello: wire.WorkerHello, host: str) -> str:
-    """What to dial a worker at that calls from `host`: "host:port", or "" where it does not listen or says nonsense."""
+    """The address "host:port" of a worker that calls from `host`; "" if it does not listen or its claim is invalid."""
     if not 0 < hello.listen_port <= PORT_MAX:
         return ""
     if not hello.advertise:

@@ -32,7 +32,7 @@ class ChunkCache:
         self._waiting: defaultdict[bytes, set[Callable[[bytes], None]]] = defaultdict(set)
 
     def has(self, hash_: bytes) -> bool:
-        """Whether this chunk can be given now."""
+        """Whether this chunk can be sent now."""
         return hash_ in self._recent or self._store.has(hash_)
 
     async def message(self, hash_: bytes) -> bytes:

@@ -35,7 +35,7 @@ class Edges:
         self.stripes = 1
 
     def handlers(self) -> Handlers:
-        """What other workers may ask."""
+        """The methods that other workers may call."""
         return {"FetchChunks": self._server.serve, "AskWanted": self._ask_wanted, "GiveChunk": self._give_chunk}
 
     def check_not_revoked(self, peer_id: str) -> None:
@@ -81,7 +81,7 @@ class Edges:
         return decode_payload(routes.payload), tuple(routes.sources[number].peer_id for number in routes.stripes)
 
     def _set_address(self, source: wire.Source) -> None:
-        """What is under way from where it was before has failed, and that is told."""
+        """Set the address of a source. Requests under way to its old address have failed, and this is reported."""
         self._addresses[source.peer_id] = source.address
         known = self._dialled.get(source.peer_id)
         if known is not None and known.address != source.address:
@@ -91,7 +91,7 @@ class Edges:
             self._close(known)
 
     def acquaint(self, sources: Iterable[wire.Source]) -> None:
-        """These may become sources: connect, so that the first payload need not wait for it."""
+        """Connect to these possible sources, so that the first payload need not wait for it."""
         for source in sources:
             self._set_address(source)
             known = self.source(source.peer_id)

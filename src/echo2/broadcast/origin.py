@@ -105,7 +105,7 @@ class OriginNode:
     # ---- what the head says --------------------------------------------------------------------------------------
 
     def handlers(self) -> dict[str, Handler]:
-        """What workers may ask."""
+        """The methods that workers may call."""
         return {
             "FetchChunks": self._server.serve,
             "ReportFetch": self._report_fetch,
@@ -142,7 +142,7 @@ class OriginNode:
             self._happen(ev.MemberLeft(worker_id, reason))
 
     def assign(self, payload: PayloadId, worker_ids: Iterable[str], manifest: Manifest) -> None:
-        """These workers are to have this payload, which is stored here."""
+        """Send this stored payload to these workers."""
         num_bytes, ids = sum(manifest.chunk_bytes.values()), tuple(worker_ids)
         self.finished.setdefault(payload, set())
         while len(self.finished) > FINISHED_MAX:
@@ -158,7 +158,7 @@ class OriginNode:
             self._happen(ev.SnapshotHeld(worker_id, PayloadId(ref), base))
 
     def dropped(self, payload: PayloadId) -> None:
-        """It is not stored here any more."""
+        """The payload is no longer stored here."""
         self._happen(ev.PayloadDropped(payload))
 
     def revoked(self, peer_ids: Iterable[str]) -> None:
@@ -168,11 +168,11 @@ class OriginNode:
             self._order(worker_id, order)
 
     def progress(self) -> Mapping[str, Progress]:
-        """What each worker fetches, or fetched last."""
+        """What each worker is fetching, or fetched last."""
         return self._progress
 
     def address_of(self, worker_id: str) -> str:
-        """Where it can be dialled; "" where it can't be, or nobody knows yet."""
+        """The address of a worker; "" if it cannot be reached, or nobody knows yet."""
         return self._addresses.get(worker_id, "") if worker_id in self._members else ""
 
     @property

@@ -154,7 +154,7 @@ class PeerNode:
         self._server.reconsider()
 
     def stop_fetching(self, payload: PayloadId) -> None:
-        """It is not wanted any more."""
+        """The payload is no longer wanted."""
         if self._fetching is not None and self._fetching.payload == payload:
             self._fetching = None
         self._asked[payload] = -math.inf
@@ -287,7 +287,7 @@ class PeerNode:
         self._happen(ev.RequestFailed(source, reason))
 
     def _expects(self, payload: PayloadId) -> bool:
-        """Whether chunks of it that are not here may still come."""
+        """Whether missing chunks of the payload may still arrive."""
         if self._fetching is not None and self._fetching.payload == payload:
             return True
         now = time.monotonic()

@@ -69,7 +69,7 @@ class _Tape:
         return self.marks[-1][0] if self.marks else 0.0
 
     def rate(self) -> float:
-        """Of the best stretch; of all of it where it was too short for one."""
+        """The rate of the best stretch, or of everything if it was too short."""
         best, first = self.num_bytes / max(self.seconds, 1e-6) if self.seconds < WINDOW_SECONDS else 0.0, 0
         for at, (seconds, num_bytes) in enumerate(self.marks):
             while first < at and seconds - self.marks[first + 1][0] >= WINDOW_SECONDS:

@@ -41,7 +41,7 @@ class Reports:
         self._put(report)
 
     def measured(self, up: float, down: float) -> None:
-        """What the own link can do."""
+        """Report the measured rates of the worker's own link."""
         self._put(wire.FetchReport(up=up, down=down))
 
     def progress(self, payload: PayloadId, bytes_stored: int, bytes_total: int) -> None:

@@ -93,7 +93,7 @@ class Server:
             raise PeerError("closing", "this node ends")
 
     def reconsider(self) -> None:
-        """What is expected has changed: those who wait in vain are told."""
+        """The expected chunks have changed: tell peers that wait in vain."""
         for order in self._orders:
             order.woken.set()
 

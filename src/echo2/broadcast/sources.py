@@ -27,7 +27,7 @@ _FAILURE_OF = {"corrupt": "corrupt", "oversized": "corrupt", "malformed": "corru
 
 
 class Intake(Protocol):
-    """Where chunks go, and news of a source."""
+    """Receives chunks and news of a source."""
 
     async def keep(self, source: str, hash_: bytes, message: bytes, data: memoryview) -> None:
         """Verify, and store later. Raises PeerError("corrupt")."""
@@ -40,14 +40,14 @@ class Intake(Protocol):
 
 
 class Source:
-    """What both kinds share: the chunks still awaited from it."""
+    """The common part of both kinds of sources: the chunks still awaited from it."""
 
     def __init__(self, source: str, intake: Intake) -> None:
         self.source, self.intake = source, intake
         self.awaited: dict[bytes, None] = {}
 
     def ask(self, payload: PayloadId, hashes: Sequence[bytes]) -> None:
-        """Ask for these chunks of a payload, beside those asked for earlier."""
+        """Request these chunks of a payload, in addition to earlier requests."""
         raise NotImplementedError
 
     def cancel(self) -> None:
@@ -59,7 +59,7 @@ class Source:
         raise NotImplementedError
 
     async def take(self, message: bytes, awaited: dict[bytes, None]) -> None:
-        """One message of the source.
+        """Handle one message of the source.
 
         Raises:
             PeerError: it is not what was asked for.

@@ -27,7 +27,7 @@ TOOL_CALL = re.compile(r"<tool_call>\s*(\{.*?\})\s*</tool_call>", re.DOTALL)
 
 @dataclass(frozen=True, slots=True)
 class ChatAnswer:
-    """What the model wrote: its tokens, the prompt they were sampled after, and the message they are."""
+    """An answer of the model: its tokens, the prompt they were sampled after, and the message they form."""
 
     completion: Completion
     prompt: array[int]
@@ -97,7 +97,7 @@ def _plain(message: Any) -> dict[str, Any]:
 
 
 def _essence(message: Mapping[str, Any]) -> tuple[Any, ...]:
-    """What makes a message the same, whatever a client adds."""
+    """The parts that make two messages equal, whatever a client adds."""
     calls: Sequence[Mapping[str, Any]] = message.get("tool_calls") or ()
     return message["role"], message["content"], [call.get("function") for call in calls], message.get("tool_call_id")
 

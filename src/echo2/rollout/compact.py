@@ -101,11 +101,11 @@ class CompactCache:
         return CompactCache(kv, self.lengths_B.new_tensor([length]), length)
 
     def select(self, rows: Tensor) -> CompactCache:
-        """These rows; they may repeat."""
+        """Keep these rows; they may repeat."""
         return self._gathered([(self, rows)])
 
     def join(self, rows: Tensor, other: Cache, other_rows: Tensor) -> CompactCache:
-        """These rows, and behind them those of another cache."""
+        """Append the rows of another cache."""
         assert isinstance(other, CompactCache)
         return self._gathered([(self, rows), (other, other_rows)])
 

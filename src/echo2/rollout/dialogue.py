@@ -16,7 +16,7 @@ from echo2.types import Message, Task
 
 
 class Dialogue:
-    """What was said so far to one model. Without a chat template each message is a text that the model goes on with."""
+    """The conversation with one model. Without a chat template, each message is a text that the model continues."""
 
     def __init__(self, module: Any, tokenizer: Tokenizer, files: Mapping[str, bytes], temperature: float) -> None:
         self._module, self._tokenizer, self._temperature = module, tokenizer, temperature

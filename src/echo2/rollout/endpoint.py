@@ -226,7 +226,7 @@ def _bad(complaint: str) -> CallRefused:
 
 
 def _error(code: str, message: str) -> dict[str, Any]:
-    """As OpenAI's clients read it."""
+    """An error in OpenAI's format."""
     return {"error": {"message": message, "type": "invalid_request_error", "code": code}}
 
 

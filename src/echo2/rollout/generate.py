@@ -32,7 +32,7 @@ NO_ENVIRONMENTS: Environments = MappingProxyType({})
 def assignment_of(
     lease: Lease, task: Task, prompt: array[int], params: SamplingParams, environment: str = "", max_turns: int = 1
 ) -> Assignment:
-    """What whoever samples must know of the task, and no more: not its answer, unless an environment begins with it."""
+    """What a sampler must know of the task, and no more: not its answer, unless an environment begins with it."""
     columns: Mapping[str, Any] = {}
     if LOGGED_ROLLOUTS in task.columns:
         columns = {LOGGED_ROLLOUTS: without_rewards(task.columns[LOGGED_ROLLOUTS])}
@@ -164,7 +164,7 @@ def in_lockstep(engine: Engine, assignments: Sequence[Assignment]) -> Lockstep:
 
 
 def is_sampled(assignment: Assignment) -> bool:
-    """Whether the policy makes the rollouts of this lease; else the task carries them."""
+    """Whether the policy samples the rollouts of this lease; otherwise the task contains them."""
     return LOGGED_ROLLOUTS not in assignment.columns
 
 

@@ -64,12 +64,12 @@ class HfCache:
         """See `Cache.copy`: what layers keep is theirs to say, and not known here."""
 
     def select(self, rows: Tensor) -> HfCache:
-        """These rows; they may repeat."""
+        """Keep these rows; they may repeat."""
         self.past.reorder_cache(rows)
         return HfCache(self.past, self.mask_BT[rows])
 
     def join(self, rows: Tensor, other: Cache, other_rows: Tensor) -> HfCache:
-        """These rows, and behind them those of another cache, padded to one width."""
+        """Append the rows of another cache, padded to one width."""
         assert isinstance(other, HfCache)
         masks = self.mask_BT[rows], other.mask_BT[other_rows]
         # Columns that only dropped rows needed go, too.

@@ -43,7 +43,7 @@ class Lockstep:
         self._start()
 
     def _start(self) -> None:
-        """One batch of the engine, if nobody is missing. It is aborted when nobody waits for any of it."""
+        """Start one batch of the engine when no rollout is missing. It is aborted when nobody waits for any of it."""
         if not self._asked or len(self._asked) < self._num_left:
             return
         asked, self._asked = self._asked, []
@@ -64,7 +64,7 @@ class Lockstep:
 
 
 def _pass_on(to: asyncio.Future[Outcome], done: asyncio.Future[Outcome]) -> None:
-    """What the engine answered, to the rollout, if it still waits."""
+    """Give the engine's answer to the rollout, if it still waits."""
     if to.done():
         return
     if done.cancelled():

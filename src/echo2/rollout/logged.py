@@ -112,7 +112,7 @@ class _Tree:
                 self._seen[tokens[:length]] += count
 
     def logprobs(self, tokens: Sequence[int]) -> list[float]:
-        """Of each token given those before it; zeros where the log was not counted."""
+        """The logprob of each token given those before it; zeros if the log was not counted."""
         path = [tuple(tokens[:length]) for length in range(len(tokens) + 1)]
         if not self._seen[path[-1]]:
             return [0.0] * len(tokens)
@@ -158,6 +158,6 @@ def _rollout(entry: Mapping[str, Any], tree: _Tree, tokenizer: Tokenizer, versio
 
 
 def _scaled(logprobs: list[float], total: float) -> list[float]:
-    """The same shares, adding up to `total`; equal ones where there was no choice to be seen."""
+    """The same shares, scaled to add up to `total`; equal shares if there was no visible choice."""
     found = math.fsum(logprobs)
     return [value * (total / found) for value in logprobs] if found else [total / len(logprobs)] * len(logprobs)

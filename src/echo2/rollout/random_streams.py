@@ -28,7 +28,7 @@ def finalise(values: Keys) -> Keys:
 
 
 def stream_keys(seeds: Sequence[int], samples: Sequence[int]) -> Keys:
-    """One 64-bit key for each (seed, sample) pair."""
+    """A 64-bit key for each (seed, sample) pair."""
     seed_B = np.array([seed & _MASK for seed in seeds], dtype=np.uint64)
     sample_B = np.array(samples, dtype=np.uint64)
     return finalise(finalise(seed_B + _GAMMA) ^ ((sample_B + np.uint64(1)) * _GAMMA))

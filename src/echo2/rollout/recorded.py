@@ -122,15 +122,15 @@ class RecordedRollout:
 
     @property
     def is_cut(self) -> bool:
-        """Whether it ended for want of room: what its harness makes of that is its own matter."""
+        """Whether the rollout ended for lack of room; how its harness takes that is its own matter."""
         return any(branch.is_cut for branch in self._branches) and self._failure is None
 
     def fail(self, reason: str, detail: str, traceback: str = "") -> None:
-        """It is no rollout to train on, for this reason. The first counts."""
+        """The rollout cannot be trained on, for this reason. The first reason counts."""
         self._failure = self._failure or RequestFailure(reason, detail, traceback)
 
     def close(self) -> None:
-        """Take no calls any more, and abort those under way."""
+        """Accept no more calls, and abort those under way."""
         self._is_over = True
         for asked in self._asked:
             asked.cancel()

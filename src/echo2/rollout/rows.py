@@ -74,11 +74,11 @@ class RowTable:
 
     @property
     def has_many_ended(self) -> bool:
-        """Whether dropping the ended rows pays."""
+        """Whether dropping the ended rows is worth it."""
         return len(self._rows) > 0 and bool(self._is_running_B.mean() < DROP_BELOW)
 
     def place_of(self, number: int) -> int:
-        """Where the row of this number is."""
+        """The place of the row with this number."""
         return next(place for place, row in enumerate(self._rows) if row.number == number)
 
     def place_of_prompt(self, prompt: array[int], first_number: int) -> int | None:
@@ -93,7 +93,7 @@ class RowTable:
         )
 
     def end(self, numbers: Sequence[int]) -> None:
-        """These rows are wanted no more."""
+        """These rows are no longer wanted."""
         unwanted = set(numbers)
         for place, row in enumerate(self._rows):
             if row.number in unwanted:
@@ -169,7 +169,7 @@ class RowTable:
 
     @property
     def requests(self) -> list[SampleRequest]:
-        """Of the rows, by place."""
+        """The requests of the rows, by place."""
         return [row.request for row in self._rows]
 
     def _record(self, drawn: Draw, running: Ints) -> None:

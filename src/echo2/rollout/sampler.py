@@ -63,7 +63,7 @@ class Sampler:
         self._rows = {kind: np.flatnonzero(kinds == kind) for kind in ("greedy", "plain", "narrow")}
 
     def draw(self, logits_BV: Tensor, place_B: Ints) -> Draw:
-        """One token per row of `logits_BV`; `place_B`: which of its completion's, counted from 0.
+        """Draw one token per row of `logits_BV`. `place_B`: the position of each token in its completion, from 0.
 
         Raises:
             PeerError: the logits are not finite.

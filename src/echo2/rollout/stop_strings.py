@@ -27,7 +27,7 @@ class StopRule:
     tokenizer: Tokenizer
 
     def ends(self, tokens: Sequence[int]) -> bool:
-        """Whether a sample that did not end before ends with the last of these tokens; its last `window` will do."""
+        """Whether a sample that has not ended before ends with the last of these tokens; `window` of them suffice."""
         if tokens[-1] not in self.tokens:
             return False
         size = len(self.tokenizer)

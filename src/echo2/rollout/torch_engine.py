@@ -84,11 +84,11 @@ class Model(Protocol):
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the numbers that it computes with."""
+        """The dtype of the computation."""
 
     @property
     def places(self) -> Places:
-        """Where the tensors of a snapshot go."""
+        """The tensors into which those of a snapshot are loaded."""
 
     @property
     def linears(self) -> Mapping[str, tuple[int, int]]:
@@ -187,7 +187,7 @@ class TorchDecoder:
         self._current = (snapshot.ref, model.adapted(adapter), limits)
 
     def _load_beside(self, ref: SnapshotRef, snapshot: Snapshot, adapter: Adapter) -> bool:
-        """Whether there was room to. Without weights before there must be."""
+        """Load new weights beside the old ones. Returns whether there was room; without old weights there must be."""
         num_bytes, free = sum(tensor.num_bytes for tensor in snapshot.tensors.values()), free_memory_bytes(self._device)
         share = GPU_SHARE if self._device.type == "cuda" else CPU_SHARE
         if self._current is not None and num_bytes > share * free:
@@ -328,7 +328,7 @@ class TorchDecoder:
             self._rows.change(kept, added, limits)
 
     def _read_prompts(self, model: Model, added: Mapping[int, SampleRequest]) -> tuple[Cache, list[int]]:
-        """All but the last token of these prompts, each once, and the row of each request."""
+        """Run all but the last token of these prompts, each prompt once. Returns the row of each request."""
         first_of: dict[bytes, SampleRequest] = {}
         for request in added.values():
             first_of.setdefault(request.prompt_tokens.tobytes(), request)
@@ -338,7 +338,7 @@ class TorchDecoder:
         return fresh, [place_of[request.prompt_tokens.tobytes()] for request in added.values()]
 
     def _rows_model(self, model: Model) -> Model:
-        """What the rows are stepped with."""
+        """The model that decodes the rows."""
         return model
 
     def _on_device(self, rows: Sequence[int] | np.ndarray[tuple[int], np.dtype[np.int64]]) -> Tensor:

@@ -52,7 +52,7 @@ class Environment(Protocol):
 
 @dataclass(slots=True)
 class Conversation:
-    """What one rollout has come to. `pending`: the environment's last words, kept only if the policy gets to answer."""
+    """The state of one rollout. `pending`: the environment's last words, kept only if the policy answers them."""
 
     tokens: array[int] = field(default_factory=lambda: array("i"))
     logprobs: array[float] = field(default_factory=lambda: array("f"))
@@ -88,7 +88,7 @@ class Conversation:
         self.turns += 1
 
     def completion(self, finish: FinishReason) -> Completion:
-        """All of it as one completion, which nobody answered."""
+        """The whole rollout as one completion."""
         return Completion(
             self.tokens,
             self.logprobs,
@@ -120,7 +120,7 @@ class Conversation:
 async def play(
     engine: Engine | Lockstep, tokenizer: Tokenizer, environment: Environment, assignment: Assignment, sample: int
 ) -> Rollout | RequestFailure:
-    """One rollout of an assignment, turn by turn.
+    """Play one rollout of an assignment, turn by turn.
 
     Raises:
         UserError, PeerError: as `Engine.submit` and its future.

@@ -97,7 +97,8 @@ TOLERANCES = {32: Tolerance(1e-3, 1e-3, 0.02, 1e-3), 16: Tolerance(0.2, 0.15, 1.
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What a check found in a group. `num_tokens` were judged, `num_skipped` were not: they are of other versions.
+    """The result of checking a group. `num_tokens` were judged; `num_skipped` were not, because they are of other
+    versions.
 
     worst_interval  largest distance of a token's random number from its interval; 0: every one lies inside
     worst_support   largest `support_errors`
@@ -172,7 +173,9 @@ def numbers_of(assignment: Assignment, sample: int, rollout: Rollout, count: int
 
 
 def _turns(loss_mask: bytes) -> Iterator[tuple[int, int]]:
-    """Where each run of sampled tokens begins and ends. A turn has at least one environment's token behind it."""
+    """The beginning and end of each run of sampled tokens. Each turn is followed by at least one token of the
+    environment.
+    """
     start = loss_mask.find(1)
     while start >= 0:
         stop = loss_mask.find(0, start)
@@ -205,7 +208,7 @@ class Comparison:
 
 
 def compare(rollout: Rollout, found: Prefill, numbers_T: Floats, start: int = 0) -> Comparison:
-    """What the worker said beside what the prefill found, for the tokens that it read from `start` on."""
+    """Compare what the worker reported with the prefill, for the tokens from `start` on."""
     count = len(numbers_T)
     sampled = np.frombuffer(rollout.loss_mask, dtype=np.uint8)[:count] == 1
     sampled &= np.arange(count) >= start

@@ -15,7 +15,7 @@ from echo2.weights.manifest import MAX_DELTAS, RAW, FileEntry, Manifest, Record,
 
 
 def compose(steps: Sequence[Manifest]) -> Manifest:
-    """One payload that does what these do one after the other: of a single one, itself. Each is over the one before it.
+    """Join successive payloads, each over the one before it, into one. A single payload is returned as it is.
 
     Raises:
         PeerError: "base", they do not fit together, or are too many or too large for one payload.
@@ -69,7 +69,7 @@ def _sent_file(entry: FileEntry, steps: Sequence[Manifest]) -> FileEntry:
 
 
 def _joined(parts: Sequence[Segment]) -> Segment:
-    """One segment of each step as one: a raw record needs nothing that came before it."""
+    """The records of one segment, joined over all payloads: a raw record needs nothing before it."""
     records: list[Record] = []
     for part in parts:
         starts_anew = bool(part.records) and part.records[0].codec == RAW

@@ -64,7 +64,7 @@ class Content:
         self.ref = manifest.ref
 
     def snapshot(self) -> Snapshot:
-        """What is here. The tensors are read when they are asked for: they change with the next `apply`.
+        """The content as a snapshot. Its tensors are read when they are used, so they change with the next `apply`.
 
         Raises:
             PeerError: "missing", when nothing is here; also when a tensor is read and the disk does not give it.
@@ -117,7 +117,7 @@ def _num_threads() -> int:
 
 
 def _apply(file: int, old_bytes: int, read_chunk: ReadChunk, start: int, segment: Segment, width: int) -> None:
-    """One segment, where it lies in the file; what is right there already is not written."""
+    """Apply one segment in place in the file. Parts that are right already are not written."""
     is_there = start + segment.num_bytes <= old_bytes
     here = np.frombuffer(os.pread(file, segment.num_bytes, start) if is_there else b"", np.uint8)
     is_delta = bool(segment.records) and segment.records[0].codec == DELTA

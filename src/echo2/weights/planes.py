@@ -132,7 +132,9 @@ def require(is_true: bool, complaint: str) -> None:
 
 
 def where(mask: NDArray[np.bool_]) -> Positions:
-    """Where the mask is true. By words of 8 where that is rare: numpy alone mispredicts a branch for each."""
+    """The indices at which the mask is true. Works by words of 8 where these are rare, because numpy alone mispredicts
+    a branch for each.
+    """
     positions: Positions
     if mask.size < 64 or np.count_nonzero(mask) > mask.size // 10:
         positions = mask.nonzero()[0]
@@ -150,7 +152,7 @@ def where(mask: NDArray[np.bool_]) -> Positions:
 
 
 def write_positions(out: Writer, positions: Positions, num_items: int) -> None:
-    """Ascending positions below `num_items`. Their count is not written."""
+    """Encode ascending positions below `num_items`. Their count is not written."""
     gaps = np.diff(positions, prepend=-1)
     gaps -= 1
     is_long = num_items >= LONG_GAP * max(1, positions.size)
@@ -168,7 +170,7 @@ def write_positions(out: Writer, positions: Positions, num_items: int) -> None:
 
 
 def read_positions(reader: Reader, count: int, num_items: int) -> Positions:
-    """What `write_positions` wrote: `count` ascending positions below `num_items`."""
+    """Decode `count` positions written by `write_positions`."""
     is_long = reader.byte()
     require(is_long <= 1, f"positions of form {is_long}")
     low = reader.plane(count if is_long else 0)
@@ -246,7 +248,7 @@ def write_steps(out: Writer, bits: int, count: int, steps_of: Callable[[int, int
 
 
 def read_steps(reader: Reader, bits: int, count: int, width: int, take: Callable[[int, Items], None]) -> None:
-    """What `write_steps` wrote, handed to `take(start, steps)` part by part."""
+    """Decode the output of `write_steps`, and pass it to `take(start, steps)` in parts."""
     top, per_byte = (1 << bits) - 1, 8 // bits
     packed = reader.plane(-(-count // per_byte))
     others = read_item_planes(reader, reader.number(count), width)

@@ -256,7 +256,7 @@ class ServerEngine:
                 self._up.set()
 
     async def _start_again(self, reason: str) -> None:
-        """Until it runs. What is in it fails at once; what comes meanwhile waits."""
+        """Restart the server until it runs. Requests in it fail at once; those that arrive meanwhile wait."""
         self._up.clear()
         self._reason, pause = reason, RESTART_SECONDS[0]
         while True:

@@ -23,7 +23,7 @@ OWN_VARIABLES = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")
 
 
 class ServerProcess:
-    """One life of the process. What it prints goes to `log_path`."""
+    """One process of the server. Its output goes to `log_path`."""
 
     def __init__(self, process: asyncio.subprocess.Process, log_path: Path, log_start: int) -> None:
         self._process, self._log_path, self._log_start = process, log_path, log_start
@@ -62,7 +62,7 @@ class ServerProcess:
             raise LinkError(f"its process has ended ({how}). {self.last_words()}")
 
     def last_words(self) -> str:
-        """What it printed last, or the first error of this life."""
+        """The last lines of its output, or the first error of this process."""
         try:
             with self._log_path.open("rb") as log:
                 log.seek(max(self._log_start, self._log_path.stat().st_size - LOG_BYTES_MAX))
