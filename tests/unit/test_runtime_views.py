@@ -442,7 +442,7 @@ def test_a_terminal_gets_a_live_display(rundir: RunDir) -> None:
 def test_the_fleet_in_a_few_words() -> None:
     fleet: dict[str, Any] = {"active": 3, "standby": 0, "rented": [], "text": "2 workers short", "needed_rate": 5.0}
     fleet |= {"rate": 3.0, "idle_ratio": None, "idle_predicted": None}
-    assert fleet_words(fleet) == ["3 active", "2 workers short: 3 of 5 rollouts/s that are needed"]
+    assert fleet_words(fleet) == ["3 active", "2 workers short: 3 of 5 rollouts/s needed"]
     fleet |= {"standby": 1, "rented": ["spot-1"], "idle_ratio": 0.4, "idle_predicted": 0.385}
     assert fleet_words(fleet)[:3] == ["3 active", "1 standing by", "1 rented"]
     assert fleet_words(fleet)[-1] == "learner idle 40.0%, predicted 38.5%"

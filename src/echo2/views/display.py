@@ -189,7 +189,7 @@ def fleet_words(fleet: dict[str, Any] | None) -> list[str]:
     if fleet["rented"]:
         words.append(f"{len(fleet['rented'])} rented")
     needed = fleet["needed_rate"]
-    rates = "" if needed is None else f": {fleet['rate']:.3g} of {needed:.3g} rollouts/s that are needed"
+    rates = "" if needed is None else f": {fleet['rate']:.3g} of {needed:.3g} rollouts/s needed"
     words.append(f"{fleet['text']}{rates}")
     if fleet["idle_predicted"] is not None and fleet["idle_ratio"] is not None:
         steps = fleet.get("idle_steps", 1)
@@ -208,11 +208,11 @@ def _broadcast_line(status: Mapping[str, Any]) -> str:
         return ""
     done = sum(1 for worker in workers if str(worker.get("installed")).rpartition(".")[2] == str(newest))
     waiting = len(workers) - done
-    words = [f"version {newest} at {done} workers" + (f", on its way to {waiting}" if waiting else "")]
+    words = [f"version {newest} is at {done} workers" + (f", on its way to {waiting}" if waiting else "")]
     under_way = [worker["fetching"] for worker in workers if worker.get("fetching")]
     shares = [each["bytes_stored"] / max(1, each["bytes_total"]) for each in under_way]
     if shares:
-        words.append(f"{len(shares)} fetching, the slowest {min(shares):.0%}")
+        words.append(f"{len(shares)} fetching, the slowest has {min(shares):.0%}")
     broadcast = status.get("broadcast", {})
     if broadcast.get("broadcast/t_bcast") is not None:
         words.append(f"new weights reach the workers in {broadcast['broadcast/t_bcast']:.1f} s")
