@@ -207,7 +207,7 @@ class HeadClient:
                 if error.reason != TAKEN:
                     raise
                 if self.is_stopping or asyncio.get_running_loop().time() > until:
-                    raise LinkError(f"the head does not take this learner: {error.detail}") from error
+                    raise LinkError(f"the head refuses this learner: {error.detail}") from error
                 log.warning("waiting up to %.0f s for its place: %s", TAKEN_SECONDS, error.detail)
                 await asyncio.sleep(TAKEN_PAUSE_SECONDS)
 
