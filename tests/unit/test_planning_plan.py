@@ -243,7 +243,7 @@ def test_slow_rewards_bound_the_rate_whatever_is_rented(
     assert slow["inputs"]["rewards"][0] == "10 s a group, 2 at once: 2.7 min a step"
     assert main([*words, "--reward-seconds", "10"]) == 0
     text = capsys.readouterr().out
-    assert "score 1.6 rollouts/s at most, and more machines change nothing" in " ".join(text.split())
+    assert "score 1.6 rollouts/s at most, and more machines would not help" in " ".join(text.split())
     idle = re.search(r"learner idle +([\d.]+)% once", text)
     assert idle is not None
     assert float(idle.group(1)) >= 87.0  # 140 of 160 s

@@ -25,16 +25,16 @@ from echo2.rundir import RunDir, read_metrics
 MEANINGS = {
     "training": "the learner at work",
     "useful": "rollouts that were trained on, or wait for it",
-    "stale": "too old when they came",
+    "stale": "too old on arrival",
     "failed": "could not be sampled or scored",
-    "duplicate": "somebody else's came first",
+    "duplicate": "another worker's result came first",
     "late": "came after their lease had ended",
-    "malformed": "broke the wire's rules",
-    "expired": "not done when their lease ended",
-    "lost": "of workers that vanished",
+    "malformed": "malformed",
+    "expired": "unfinished when their lease ended",
+    "lost": "lost with their worker",
     "untrusted": "not drawn as its worker says, or of a worker of which that was found",
-    "standby": "attending, and not needed",
-    "idle": "paid, and nothing to do",
+    "standby": "standing by, not needed",
+    "idle": "paid, but without work",
 }
 #: Machines shown one by one; the rest in one line.
 MACHINES_SHOWN = 20

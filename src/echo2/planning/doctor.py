@@ -43,7 +43,7 @@ SLOW_SECONDS = 1.0
 
 #: A clock that is further behind the head's than this is spoken of; certificates allow for a day.
 CLOCK_DOUBT = timedelta(minutes=5)
-SET_CLOCK = "Set this machine's clock (timedatectl set-ntp true): certificates hold for their time alone."
+SET_CLOCK = "Set this machine's clock (timedatectl set-ntp true): certificates are valid only within their dates."
 #: X509_V_ERR_CERT_NOT_YET_VALID and X509_V_ERR_CERT_HAS_EXPIRED of OpenSSL.
 OUTSIDE_ITS_TIME = (9, 10)
 
@@ -88,14 +88,14 @@ def machine(directory: Path, version_of: Callable[[str], str] = version) -> Iter
     hardware = this_machine()
     yield from _gpus(hardware.gpus)
     memory = hardware.memory_bytes
-    todo = "A learner or worker needs some 2 GB for the smallest model: `echo2 plan`."
+    todo = "A learner or worker needs some 2 GB for the smallest model; see `echo2 plan`."
     yield _judged("memory", memory >= MEMORY_MIN_BYTES, f"{memory / 1e9:.1f} GB", "doubtful", todo)
     free = free_bytes(directory)
     todo = f"A run pauses below {FLOOR_BYTES / 1e6:.0f} MB: make room."
     yield _judged("disk", free >= FLOOR_BYTES, f"{free / 1e9:.1f} GB free at {directory}", "wrong", todo)
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     is_enough = hard == resource.RLIM_INFINITY or hard >= DESCRIPTORS_MIN
-    todo = f"A head of many workers wants {DESCRIPTORS_MIN}: ulimit -Hn, or limits.conf."
+    todo = f"A head with many workers needs {DESCRIPTORS_MIN}: raise ulimit -Hn, or limits.conf."
     yield _judged("open files", is_enough, f"{hard} at most", "doubtful", todo)
     yield _port(HEAD_PORT)
 
@@ -106,10 +106,10 @@ def _token_servers() -> Finding:
     if python:
         is_there = shutil.which(python) is not None
         return _judged(
-            "vllm", is_there, f"by {python}", "wrong", "ECHO2_ENGINE_PYTHON names no program: mend or unset it."
+            "vllm", is_there, f"by {python}", "wrong", "ECHO2_ENGINE_PYTHON names no program: correct or unset it."
         )
     is_here = importlib.util.find_spec("vllm") is not None
-    return Finding("vllm", "fine", "in this environment" if is_here else "not here; needed for `--engine vllm` alone")
+    return Finding("vllm", "fine", "in this environment" if is_here else "not installed; only `--engine vllm` needs it")
 
 
 def _gpus(memory_bytes: Sequence[int]) -> Iterator[Finding]:
@@ -117,7 +117,7 @@ def _gpus(memory_bytes: Sequence[int]) -> Iterator[Finding]:
         yield Finding(f"GPU {number}", "fine", f"{num_bytes / 1e9:.1f} GB")
     if not memory_bytes and NVIDIA_DRIVER.exists():
         todo = "Does `nvidia-smi` list one? A container needs --gpus all; CUDA_VISIBLE_DEVICES may hide it."
-        yield Finding("GPU", "wrong", "there is a driver, and torch finds none", todo)
+        yield Finding("GPU", "wrong", "there is a driver, but torch finds no GPU", todo)
 
 
 def _port(port: int) -> Finding:
@@ -127,7 +127,7 @@ def _port(port: int) -> Finding:
         try:
             listener.bind(("0.0.0.0", port))
         except OSError as error:
-            todo = "A head here needs another: --head.listen HOST:PORT. Workers do not mind."
+            todo = "A head here needs another port: --head.listen HOST:PORT. Workers are not affected."
             return Finding("port", "doubtful", f"{port} cannot be listened on: {error.strerror}", todo)
     return Finding("port", "fine", f"{port} is free for a head")
 
@@ -139,7 +139,7 @@ def _judged(about: str, is_fine: bool, said: str, otherwise: Verdict, todo: str)
 def _packages(version_of: Callable[[str], str]) -> Iterator[Finding]:
     yield Finding("python", "fine", sys.version.split()[0])
     yield Finding(
-        "echo2", "fine", f"{__version__}, protocol {PROTOCOL_VERSION}; head, learner and workers must be alike"
+        "echo2", "fine", f"{__version__}, protocol {PROTOCOL_VERSION}; head, learner and workers need the same version"
     )
     try:
         torch = version_of("torch")
@@ -148,7 +148,7 @@ def _packages(version_of: Callable[[str], str]) -> Iterator[Finding]:
         yield Finding("torch", "doubtful", "not installed", todo)
         return
     if NVIDIA_DRIVER.exists() and "+cpu" in torch:
-        todo = "pip install --force-reinstall torch==2.13.0 takes the build for GPUs."
+        todo = "pip install --force-reinstall torch==2.13.0 installs the build for GPUs."
         yield Finding("torch", "wrong", f"{torch} cannot use this machine's GPU", todo)
     else:
         yield Finding("torch", "fine", torch + ("" if NVIDIA_DRIVER.exists() else "; no NVIDIA driver here"))
@@ -170,9 +170,7 @@ def at_ticket(ticket: Ticket, now: float) -> Iterator[Finding]:
     told = datetime.fromtimestamp(now, UTC)
     said = f"{told:%Y-%m-%d %H:%M} UTC"
     if not made <= told <= ends:
-        todo = (
-            f"The ticket is of {made:%Y-%m-%d} to {ends:%Y-%m-%d}: set this machine's clock, or ask for a new ticket."
-        )
+        todo = f"The ticket is valid {made:%Y-%m-%d} to {ends:%Y-%m-%d}: set this machine's clock, or ask for a new one"
         yield Finding("clock", "wrong", said, todo)
         return
     yield from _dial(ticket, now)
@@ -208,7 +206,9 @@ def _dial(ticket: Ticket, now: float) -> Iterator[Finding]:
     except socket.gaierror as error:
         yield Finding("link", "wrong", f"no host {host!r}: {error.strerror}", "Check the name, and this machine's DNS.")
     except OSError as error:
-        todo = "Is the run going on (`echo2 status` at the head)? Does a firewall stand between? Workers dial out only."
+        todo = (
+            "Is the run going on (`echo2 status` at the head)? Is a firewall in the way? Workers only connect outwards."
+        )
         yield Finding("link", "wrong", f"{ticket.address} does not answer: {error.strerror or error}", todo)
 
 
@@ -229,12 +229,12 @@ def _shake_hands(ticket: Ticket, link: socket.socket, now: float) -> Iterator[Fi
     except ssl.SSLCertVerificationError as error:
         if error.verify_code in OUTSIDE_ITS_TIME:
             said = f"{datetime.fromtimestamp(now, UTC):%Y-%m-%d %H:%M} UTC: {error.verify_message}"
-            yield Finding("clock", "wrong", said, f"{SET_CLOCK} If it is right, the run's identity has ended.")
+            yield Finding("clock", "wrong", said, f"{SET_CLOCK} If it is right, the run's identity has expired.")
             return
         todo = (
-            "Somebody else has that address now, or the run was made anew: ask for a ticket of the run that is there."
+            "Another run uses that address now, or the run was started anew: ask for a ticket of the run that is there."
         )
         yield Finding("head", "wrong", f"it is not run {ticket.run_id}: {error.verify_message}", todo)
     except OSError as error:
-        todo = "The head shuts its door to floods and to revoked tickets: wait a minute, then ask its owner."
-        yield Finding("head", "wrong", f"it broke off: {error.strerror or error}", todo)
+        todo = "The head refuses floods and revoked tickets: wait a minute, then ask its owner."
+        yield Finding("head", "wrong", f"the connection broke: {error.strerror or error}", todo)

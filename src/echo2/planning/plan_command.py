@@ -64,7 +64,7 @@ def run(options: argparse.Namespace) -> int:
         return 0
     console = Console()
     show(plan, by_staleness(inputs), inputs, sources, console)
-    unknown = f"Memory: not known, for {config.model.path!r} is here neither as a directory nor in the hub's cache."
+    unknown = f"Memory: unknown, because {config.model.path!r} is neither a directory here nor in the hub's cache."
     console.print(needs_table(*needs) if needs else unknown, highlight=False)
     if rehearsal is not None:
         console.print(
@@ -204,8 +204,8 @@ def show(plan: Plan, choices: list[Plan], inputs: PlanInputs, sources: list[Basi
     table.add_row("learner idle", f"{idle:.1%} once under way, {cold:.1%} with the cold start")
     if inputs.waits_for_rewards:
         rate = inputs.groups_per_step * inputs.group_size / inputs.train_seconds
-        told = f"your reward functions score {rate:.4g} rollouts/s at most, and more machines change nothing:"
-        table.add_row("", f"[bold]{told}[/bold] make them faster, or `async def` where they wait for somebody")
+        told = f"your reward functions score {rate:.4g} rollouts/s at most, and more machines would not help:"
+        table.add_row("", f"[bold]{told}[/bold] make them faster, or `async def` where they wait for a service")
     table.add_row(
         "rate", f"{plan.rate:.4g} rollouts/s, {plan.needed_rate:.4g} needed, {plan.rate / plan.needed_rate:.2f} x"
     )
@@ -218,7 +218,7 @@ def show(plan: Plan, choices: list[Plan], inputs: PlanInputs, sources: list[Basi
     )
     workers_usd = plan.usd_per_step - inputs.usd_per_step(0.0, plan.prediction.step_seconds)
     checks = check_costs(CHECK_SHARE * inputs.groups_per_step / 2, workers_usd / inputs.groups_per_step)
-    told = f"checks cost ${checks.checks_usd:.2g} a step if they sample half of it; who cheats in every group is paid"
+    told = f"checks cost ${checks.checks_usd:.2g} a step if they sample half of it; a cheat in every group is paid"
     table.add_row("strangers", f"{told} ${checks.cheat_usd:.2g} on average before it is found")
     table.add_row("set by", f"the pace by the {plan.binds}, the number of machines by the {plan.fleet_set_by}")
     console.print(table, highlight=False)

@@ -85,7 +85,7 @@ def as_offer(name: str, price_usd_per_hour: float, measured: Measured) -> str:
     if measured.rewards is not None:
         most = measured.rewards.groups_at_once * measured.group_size / max(1e-9, measured.rewards.seconds)
         rewards.append(
-            f"# not in it: your reward functions take {measured.rewards.seconds:.3g} s a group; a head like "
+            f"# not included: your reward functions take {measured.rewards.seconds:.3g} s a group; a head like "
             f"this machine scores {most:.4g} rollouts/s at most, whatever you rent (echo2 plan --reward-seconds)"
         )
     return "\n".join(

@@ -27,7 +27,7 @@ def invite(options: argparse.Namespace) -> int:
         print(ticket)
         address = Ticket.parse(ticket).address
         if address.rpartition(":")[0].strip("[]") in LOOPBACK:
-            note = f"it names {address}, by which no other machine finds the head: set head.listen and head.advertise"
+            note = f"it names {address}, where no other machine can reach the head: set head.listen and head.advertise"
             print(f"note: {note}, then --resume", file=sys.stderr)
     return 0
 

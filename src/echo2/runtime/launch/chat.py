@@ -18,7 +18,7 @@ from echo2.rollout.tokenizer import Tokenizer, load_tokenizer
 from echo2.rundir import RunDir
 from echo2.runtime.launch.evaluate import Step, load_model
 
-HELP = "An empty line or Ctrl-D ends, /reset begins anew, Ctrl-C stops an answer."
+HELP = "An empty line or Ctrl-D ends, /reset starts again, Ctrl-C stops an answer."
 ANSWER_CHARS_MAX = 1 << 20
 
 

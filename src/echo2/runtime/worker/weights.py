@@ -182,7 +182,7 @@ class WorkerWeights:
         """
         manifest, loop = self._manifests[payload], asyncio.get_running_loop()
         if self._own_base is not None and manifest.base_model is None:
-            log.warning("the run trains whole models: --base is of no use here")
+            log.warning("the run trains whole models: --base has no effect here")
             self._own_base = None
         try:
             await loop.run_in_executor(self._loading, self.content.take, manifest)
