@@ -174,4 +174,4 @@ def test_an_invitation_that_names_this_machine_alone_says_so(
     assert main(["invite", str(head.rundir.path)]) == 0
     printed = capsys.readouterr()
     assert Ticket.parse(printed.out.strip()).address == address  # the ticket alone, for scripts
-    assert ("no other machine finds the head" in printed.err) == is_told
+    assert ("no other machine can reach the head" in printed.err) == is_told
