@@ -169,7 +169,7 @@ def _record(state: PlannerState, ticket: str, trust: Trust, reason: str) -> None
 
 
 def _missed(state: PlannerState, check: OpenCheck, reason: str) -> None:
-    """There is no verdict. A ticket in quarantine has to prove itself; others are given the benefit of the doubt."""
+    """A check ended without a verdict: a ticket in quarantine must prove itself, others get the benefit of doubt."""
     _close(state, check.number, reason)
     trust = state.trust.of(check.ticket)
     _record(state, check.ticket, replace(trust, num_missed=trust.num_missed + 1), reason)

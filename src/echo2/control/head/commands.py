@@ -224,7 +224,7 @@ class WorkerGone(PolicyCommand):
 
 
 class ExpelWorker(PolicyCommand):
-    """Durable: for so many seconds this worker is refused at the door. `num_expelled`: how often it was, with this."""
+    """Durable: the worker is refused at the door for this many seconds. `num_expelled`: how often, with this time."""
 
     worker_id: str
     seconds: float
