@@ -4,8 +4,8 @@
 
 One worker's engine and sampling, without a head, on the demo's model (`make demo` builds it) without its end token, so
 that every turn has as many tokens. A group that ends is followed by another, as a worker's leases are. Three
-environments with the same delays, each for the same time, in turn: a plain `step` (answered one after the other, as all
-were before), `async def step`, and a harness that calls the endpoint.
+environments with the same delays, each for the same time, in turn: a plain `step` (spread over processes), `async def
+step`, and a harness that calls the endpoint.
 """
 
 from __future__ import annotations

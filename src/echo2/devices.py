@@ -81,6 +81,11 @@ def free_memory_bytes(device: torch.device) -> int:
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         return int(free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device))
+    return available_memory_bytes()
+
+
+def available_memory_bytes() -> int:
+    """What may still be taken of the machine's memory, as far as it says."""
     meminfo = Path("/proc/meminfo")
     lines = meminfo.read_text(encoding="ascii").splitlines() if meminfo.exists() else []
     available = [int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:")]

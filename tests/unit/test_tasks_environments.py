@@ -18,6 +18,7 @@ from echo2.errors import UserError
 from echo2.sandbox import pipes
 from echo2.tasks.environment_process import EnvironmentProcess
 from echo2.tasks.environments import REPLY_CHARS_MAX, LocalEnvironment, load_environment
+from echo2.tasks.process_pool import PROCESSES_MAX
 from echo2.types import Reply
 
 OWN = """
@@ -127,7 +128,7 @@ class Blocking:
 
     @property
     def pid(self) -> int | None:
-        return self._asked._process.pid
+        return self._asked._pool.members[0].process.pid
 
     def close(self) -> None:
         self._run(self._asked.close())
@@ -242,20 +243,94 @@ def test_a_step_that_was_given_up_ends_by_itself_and_the_process_goes_on(own: st
         environment = EnvironmentProcess(own)
         given_up, other = environment.begin({"name": "g"}, 1), environment.begin({"name": "o"}, 2)
         assert await environment.turn_tokens(given_up) == 3
-        pid = environment._process.pid
+        pid = environment._pool.members[0].process.pid
         step = asyncio.ensure_future(environment.step(given_up, "nap"))
         await asyncio.sleep(0)
         await asyncio.sleep(0)
         step.cancel()
         environment.end(given_up)
         assert (await environment.step(other, "x")).text == "o2x"
-        assert environment._process.pid == pid
+        assert environment._pool.members[0].process.pid == pid
         await environment.close()
         for work in (environment.start(), environment.step(other, "x")):
             with pytest.raises(UserError, match="closed"):
                 await work
 
     asyncio.run(story())
+
+
+PLAIN = """
+import os, time
+
+class Plain:
+    def __init__(self, columns, seed):
+        self.said = columns.get("begin", "")
+
+    def step(self, action):
+        match action:
+            case "raise": raise KeyError("nothing here")
+            case "die": os._exit(7)
+            case "hang": time.sleep(1000)
+        time.sleep({seconds})
+        self.said += action
+        return f"{{self.said}} {{os.getpid()}}", 1.0, False
+"""
+
+
+async def played(asked: EnvironmentProcess, number: int, bad: str = "", turns: int = 4) -> tuple[str, set[str]]:
+    """What a rollout's steps add up to, and the processes that answered them."""
+    begun, pids = asked.begin({"begin": "<"}, number), set()
+    try:
+        assert await asked.turn_tokens(begun) == 0
+        for turn in range(turns):
+            said, _, pid = (await asked.step(begun, bad if bad and turn == 2 else f"{number},")).text.partition(" ")
+            pids.add(pid)
+    finally:
+        asked.end(begun)
+    return said, pids
+
+
+@pytest.mark.parametrize("bad", ["raise", "die", "hang"])
+def test_slow_plain_steps_are_spread_over_processes_and_fail_alone(tmp_path: Path, bad: str) -> None:
+    """Forty rollouts of four steps of .3 s. In the third step one goes wrong, and only that one is lost; each of the
+    others has its steps in one process, or begun anew where that died."""
+    (tmp_path / "plain.py").write_text(PLAIN.format(seconds=0.3))
+
+    async def scene() -> tuple[list[Any], list[int]]:
+        asked = EnvironmentProcess(f"{tmp_path}/plain.py:Plain", call_seconds=15.0)
+        await asked.start()
+        rollouts = (played(asked, number, bad if number == 7 else "") for number in range(40))
+        outcomes = await asyncio.gather(*rollouts, return_exceptions=True)
+        await asyncio.gather(*asked._under_way, return_exceptions=True)
+        left = [member.num_rollouts for member in asked._pool.members]
+        await asked.close()
+        return outcomes, left
+
+    outcomes, left = asyncio.run(scene())
+    assert isinstance(outcomes[7], UserError)
+    assert [outcome[0] for n, outcome in enumerate(outcomes) if n != 7] == [
+        "<" + f"{n}," * 4 for n in range(40) if n != 7
+    ]
+    pids = set().union(*(outcome[1] for n, outcome in enumerate(outcomes) if n != 7))
+    assert 2 < len(left) <= PROCESSES_MAX  # each is asked only where calls wait and are slow
+    assert len(pids) > 2
+    assert left == [0] * len(left)
+    if bad == "raise":
+        assert all(len(outcome[1]) == 1 for n, outcome in enumerate(outcomes) if n != 7)
+
+
+def test_quick_plain_steps_have_one_process(tmp_path: Path) -> None:
+    (tmp_path / "plain.py").write_text(PLAIN.format(seconds=0))
+
+    async def scene() -> int:
+        asked = EnvironmentProcess(f"{tmp_path}/plain.py:Plain")
+        await asked.start()
+        await asyncio.gather(*(played(asked, number, turns=20) for number in range(100)))
+        num = len(asked._pool.members)
+        await asked.close()
+        return num
+
+    assert asyncio.run(scene()) <= 2  # one; another only where the machine itself stalled
 
 
 @pytest.mark.parametrize("bad", ["raise", "never", "die", "hang"])

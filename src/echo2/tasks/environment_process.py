@@ -1,4 +1,4 @@
-"""A run's environment in a separate process: it can stall a single call, but neither an engine nor the head.
+"""A run's environment in separate processes: it can stall a single call, but neither an engine nor the head.
 
 `make_handler` is what runs inside (`sandbox/child.py`). A call that takes too long is killed with
 everything it started, a process that dies is replaced, and either costs the group that made the call. The other
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import asdict, dataclass, field
@@ -19,6 +20,7 @@ from echo2.errors import UserError
 from echo2.sandbox.child import Handler
 from echo2.sandbox.process import CodeFailure, CodeProcess
 from echo2.tasks.environments import LocalEnvironment
+from echo2.tasks.process_pool import Member, ProcessPool
 from echo2.types import Reply
 
 log = logging.getLogger(__name__)
@@ -31,41 +33,44 @@ T = TypeVar("T")
 
 @dataclass(slots=True)
 class Begun:
-    """What it takes to begin a rollout anew. `inside`: the process that has it, and its number there."""
+    """What it takes to begin a rollout anew. `member`, `life`, `number`: the process that has it, which of that
+    process's lives (0: none), and its number there."""
 
     columns: Mapping[str, Any]
     seed: int
     actions: list[str] = field(default_factory=list)
-    inside: tuple[int, int] | None = None
     turn_tokens: int = 0
+    member: Member | None = None
+    life: int = 0
+    number: int = 0
+    is_over: bool = False
 
 
 class EnvironmentProcess:
-    """An `Environment` of `rollout/turns.py`: instances of one class in a child process, which is started at the first
-    call. For one event loop. The child takes one call after the other, or, where `step` is `async def`, all that there
-    are at once. A call that nobody awaits any more goes on: else
-    the child would have to be killed for a rollout that was given up."""
+    """An `Environment` of `rollout/turns.py`: instances of one class in child processes, the first of which is started
+    at the first call. For one event loop. A child takes one call after the other, and slow ones are spread over more
+    children (`process_pool.py`); where `step` is `async def`, one child takes all that there are at once. A call that
+    nobody awaits any more goes on: else the child would have to be killed for a rollout that was given up."""
 
     def __init__(self, spec: str, call_seconds: float = CALL_SECONDS) -> None:
         self._spec, self._call_seconds = spec, call_seconds
         setup = {"spec": spec, "call_seconds": call_seconds}
         name = f"The process of the environment {spec}"
-        self._process = CodeProcess(name, "echo2.tasks.environment_process:make_handler", setup)
-        self._alone = asyncio.Lock()
-        self._turn: AbstractAsyncContextManager[Any] = self._alone
+        entry = "echo2.tasks.environment_process:make_handler"
+        self._pool = ProcessPool(lambda: CodeProcess(name, entry, setup))
+        self._is_async = False
         self._under_way: set[asyncio.Future[Any]] = set()
         self._closed = False
 
     async def start(self) -> str:
-        """Start the child unless it runs; the character that ends a turn beside the end token (empty: none).
+        """Start a child unless it runs; the character that ends a turn beside the end token (empty: none).
 
         Raises:
             UserError: the environment cannot be loaded; the message says why.
         """
         self._check_open()
-        said = await self._process.start()
-        if said["is_async"]:
-            self._turn = nullcontext()
+        said = await self._pool.members[0].process.start()
+        self._is_async = bool(said["is_async"])
         return str(said["stop"])
 
     def begin(self, columns: Mapping[str, Any], seed: int) -> Begun:
@@ -91,24 +96,31 @@ class EnvironmentProcess:
 
     def end(self, rollout: Begun) -> None:
         """Forget a rollout. A process that is found dead or hanging here is replaced at the next call."""
+        rollout.is_over = True
         self._finished(self._end(rollout))
 
     async def close(self) -> None:
-        """End the child; whatever it was doing is abandoned."""
+        """End the children; whatever they were doing is abandoned."""
         self._closed = True
-        await self._process.close()  # a call under way ends by it
-        async with self._alone:
-            await self._process.close()  # it was being started then
+        await self._pool.close()  # calls under way end by it
+        if self._under_way:
+            await asyncio.wait(list(self._under_way))
+            await self._pool.close()  # one was being started then
+
+    def _turn(self, member: Member | None, is_bound: bool = True) -> AbstractAsyncContextManager[Member]:
+        """A process for one call, `member` where a rollout is bound to it."""
+        return nullcontext(self._pool.members[0]) if self._is_async else self._pool.turn(member, is_bound)
 
     async def _begin(self, rollout: Begun) -> None:
-        async with self._turn:
-            await self._outlived(partial(self._number, rollout))
+        async with self._turn(rollout.member, is_bound=False) as member:
+            await self._outlived(partial(self._number, rollout, member))
 
     async def _step(self, rollout: Begun, action: str) -> Reply:
         async def step() -> dict[str, Any]:
-            return await self._call({"step": await self._number(rollout), "action": action})
+            return await self._call(member, {"step": await self._number(rollout, member), "action": action})
 
-        async with self._turn:
+        # Before its first action it can be begun anywhere.
+        async with self._turn(rollout.member, is_bound=bool(rollout.actions)) as member:
             answer = await self._outlived(step)
             rollout.actions.append(action)
             return Reply(answer["text"], answer["reward"], answer["done"])
@@ -123,32 +135,45 @@ class EnvironmentProcess:
                     raise
         return await work()
 
-    async def _end(self, rollout: Begun) -> None:
-        async with self._turn:
-            if rollout.inside is not None and self._is_inside(rollout.inside) and not self._closed:
-                try:
-                    await self._call({"end": rollout.inside[1]})
-                except UserError as error:
-                    log.warning("%s", error)
-
-    async def _number(self, rollout: Begun) -> int:
-        """The rollout's number in the process that runs now."""
-        if rollout.inside is None or not self._is_inside(rollout.inside):
-            begun = await self._call({"begin": dict(rollout.columns), "seed": rollout.seed})
-            number, rollout.turn_tokens = begun["number"], begun["turn_tokens"]
-            rollout.inside = (self._process.num_started, number)
+    async def _number(self, rollout: Begun, member: Member) -> int:
+        """The rollout's number in this process, where it is begun unless it was."""
+        if rollout.is_over:
+            raise UserError("This rollout was given up.")  # while it waited: nobody awaits it any more
+        if rollout.member is not member or not _runs(member, rollout.life):
+            if rollout.member is not None:
+                self._finished(self._forget(rollout.member, rollout.life, rollout.number))
+            rollout.member, rollout.life = member, 0
+            member.num_rollouts += 1
+            begun = await self._call(member, {"begin": dict(rollout.columns), "seed": rollout.seed})
+            rollout.number, rollout.turn_tokens = begun["number"], begun["turn_tokens"]
+            rollout.life = member.process.num_started
             for action in rollout.actions:
-                await self._call({"step": number, "action": action})
-        return rollout.inside[1]
+                await self._call(member, {"step": rollout.number, "action": action})
+        return rollout.number
 
-    def _is_inside(self, inside: tuple[int, int]) -> bool:
-        """Whether the process that runs now is that one."""
-        return self._process.pid is not None and inside[0] == self._process.num_started
+    async def _end(self, rollout: Begun) -> None:
+        if rollout.member is not None:
+            async with self._turn(rollout.member):  # behind a step of it that was given up
+                pass
+            await self._forget(rollout.member, rollout.life, rollout.number)
 
-    async def _call(self, request: dict[str, Any]) -> dict[str, Any]:
+    async def _forget(self, member: Member, life: int, number: int) -> None:
+        """Have a process forget a rollout."""
+        member.num_rollouts -= 1
+        async with self._turn(member):
+            if _runs(member, life) and not self._closed:
+                try:
+                    await self._call(member, {"end": number})
+                except UserError as error:
+                    if not self._closed:
+                        log.warning("%s", error)
+
+    async def _call(self, member: Member, request: dict[str, Any]) -> dict[str, Any]:
         self._check_open()
-        seconds = self._call_seconds + (0.0 if self._turn is self._alone else GRACE_SECONDS)
-        return await self._process.call(request, seconds, f"answering {next(iter(request))!r}")
+        seconds = self._call_seconds + (GRACE_SECONDS if self._is_async else 0.0)
+        answer = await member.process.call(request, seconds, f"answering {next(iter(request))!r}")
+        self._pool.took(answer.get("seconds", 0.0))
+        return answer
 
     def _check_open(self) -> None:
         if self._closed:
@@ -163,9 +188,14 @@ class EnvironmentProcess:
         return asyncio.shield(task)
 
 
+def _runs(member: Member, life: int) -> bool:
+    """Whether a process is in this one of its lives."""
+    return member.process.pid is not None and life == member.process.num_started
+
+
 def make_handler(setup: dict[str, Any]) -> tuple[Handler, dict[str, Any]]:
     """For `sandbox/child.py`: {"begin": columns, "seed"} is answered by {"number", "turn_tokens"}, {"step": number,
-    "action"} by {"text", "reward", "done"}, {"end": number} by {}.
+    "action"} by {"text", "reward", "done"}, {"end": number} by {}. A plain environment's answers have "seconds".
 
     Raises:
         UserError: the environment cannot be loaded.
@@ -173,13 +203,16 @@ def make_handler(setup: dict[str, Any]) -> tuple[Handler, dict[str, Any]]:
     environment = LocalEnvironment(setup["spec"])
 
     def answer(request: dict[str, Any]) -> dict[str, Any]:
+        began = time.perf_counter()
         if "begin" in request:
             number = environment.begin(request["begin"], request["seed"])
-            return {"number": number, "turn_tokens": environment.turn_tokens(number)}
-        if "step" in request:
-            return asdict(environment.step(request["step"], request["action"]))
-        environment.end(request["end"])
-        return {}
+            said = {"number": number, "turn_tokens": environment.turn_tokens(number)}
+        elif "step" in request:
+            said = asdict(environment.step(request["step"], request["action"]))
+        else:
+            environment.end(request["end"])
+            said = {}
+        return said | {"seconds": time.perf_counter() - began}
 
     async def answer_later(request: dict[str, Any]) -> dict[str, Any]:
         if "step" in request:
