@@ -36,6 +36,8 @@ from echo2.types import Snapshot
 
 NO_POSITION_LIMIT = 1 << 20
 """Context length taken for models whose config.json names none (relative positions); the longest max_tokens allowed."""
+CACHE_NAMES = ("cache", "past_key_values", "cache_params")
+"""What forward methods call their cache: in transformers 5.24 and later, before it, and before it in Mamba's kind."""
 PIECE_TOKENS = 128
 """Tokens of a sequence that are read at once to check it, at least."""
 
@@ -108,6 +110,7 @@ class HfModel:
         positions = getattr(config, "max_position_embeddings", None) or NO_POSITION_LIMIT
         self.limits = Limits(int(config.vocab_size), int(positions), end)
         takes = inspect.signature(module.forward).parameters
+        self._cache_name = next(name for name in CACHE_NAMES if name in takes)
         values = config.to_dict() | {"_name_or_path": ""}  # where it was read from: a directory that is gone
         self.architecture = json.dumps([values, str(module.dtype)], sort_keys=True, default=str)
         self.linears = {name: shape for name, part in module.named_modules() if (shape := _linear_shape(part))}
@@ -115,7 +118,7 @@ class HfModel:
         self._applied: dict[str, LowRank] = {}  # by all that share the module: of the one that runs
         self._hooked: set[str] = set()
         self._takes_positions = "position_ids" in takes
-        self._is_recurrent = "cache_params" in takes  # Mamba: its cache has another name, and a step no mask
+        self._is_recurrent = module._is_stateful and not self._takes_positions  # Mamba's kind: a step takes no mask
 
     def adapted(self, adapter: Adapter) -> HfModel:
         """See `Model.adapted`. Hooks add the adapter's part to what the module's linear maps give."""
@@ -177,7 +180,7 @@ class HfModel:
             # A row that has ended may be stepped past the last position until it is dropped; its logits are not used.
             position_BT = (cache.mask_BT.cumsum(-1) - 1).clamp(0, self.limits.max_positions - 1)
             inputs["position_ids"] = position_BT[:, -tokens_BT.shape[1] :]
-        inputs["cache_params" if self._is_recurrent else "past_key_values"] = cache.past
+        inputs[self._cache_name] = cache.past
         if not self._is_recurrent or tokens_BT.shape == cache.mask_BT.shape:
             inputs["attention_mask"] = cache.mask_BT
         output = self._module(input_ids=tokens_BT, use_cache=True, **inputs)
@@ -198,7 +201,7 @@ def build_transformers(snapshot: Snapshot, device: torch.device) -> HfModel:
 
     Raises:
         PeerError: the snapshot's files are wrong.
-        UserError: transformers does not know the architecture.
+        UserError: transformers does not know the architecture, or its forward method names no cache.
     """
     from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.initialization import no_init_weights
@@ -216,5 +219,11 @@ def build_transformers(snapshot: Snapshot, device: torch.device) -> HfModel:
             raise UserError(
                 f"transformers cannot build this model: {first_line}. Models with code of their own are not run."
             ) from error
+    if not set(CACHE_NAMES) & inspect.signature(module.forward).parameters.keys():
+        # Most would take a cache under any name, and pass over it: each step would read one token alone.
+        raise UserError(
+            f"The engine 'transformers' cannot run {type(module).__name__}: its forward method takes no cache "
+            f"(none of {', '.join(CACHE_NAMES)}). Take another model."
+        )
     module.tie_weights()  # else done as weights are initialised
     return HfModel(module.eval(), end_tokens(snapshot.files))
