@@ -21,7 +21,7 @@ from echo2.errors import UserError
 from echo2.rundir import RunDir, claimed, create
 from echo2.runtime.launch import checks
 from echo2.runtime.launch.checks import check
-from echo2.runtime.launch.start import joining, open_run, resolve, run
+from echo2.runtime.launch.start import absolute, joining, open_run, resolve, run
 from model_cases import LLAMA, model_directory
 
 
@@ -48,6 +48,22 @@ def refusal(raw: dict[str, Any]) -> str:
 
 def test_good_settings_pass(raw: dict[str, Any]) -> None:
     check(build(raw, "my.toml"))
+
+
+def test_paths_of_a_run_become_absolute_and_other_names_stay(
+    raw: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "own.py").write_text("")
+    for given, became in {
+        "own.py:Own": f"{tmp_path}/own.py:Own",
+        "harness:own.py:Own": f"harness:{tmp_path}/own.py:Own",
+        "openenv:http://127.0.0.1:8003": "openenv:http://127.0.0.1:8003",
+        "verifiers": "verifiers",
+        "package.module:Own": "package.module:Own",
+    }.items():
+        raw["tasks"]["environment"] = given
+        assert absolute(build(raw, "my.toml")).tasks.environment == became
 
 
 @pytest.mark.parametrize(

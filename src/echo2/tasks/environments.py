@@ -8,9 +8,9 @@ begin alike. Then, turn by turn,
 
 takes what the policy wrote and gives what it reads next, the reward of this action (a rollout's rewards add up), and
 whether the rollout is over. `async def step` is awaited, so that many rollouts wait at once for what is slow; a plain
-one is called for one rollout after the other, in several processes where it is slow. The same columns, seed and actions must always give the same answers. Two
-attributes are optional: `stop`, of the class, one ASCII character that ends a turn (the end token always does), and
-`turn_tokens`, of the class or the instance, the longest turn in tokens.
+one is called for one rollout after the other, in several processes where it is slow. The same columns, seed and actions
+must always give the same answers. Two attributes are optional: `stop`, of the class, one ASCII character that ends a
+turn (the end token always does), and `turn_tokens`, of the class or the instance, the longest turn in tokens.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ from echo2.runtime.launch.resume import changes
 from echo2.runtime.launch.supervisor import Supervisor
 from echo2.runtime.lifeline import LIFELINE_VARIABLE
 from echo2.runtime.process_log import keep_private
-from echo2.tasks.harness_process import OWN, is_harness
+from echo2.tasks.harness_process import OWN
 from echo2.views import display
 
 
@@ -69,7 +69,8 @@ def absolute(config: Config) -> Config:
         return {k: named(v) for k, v in source.items()} if isinstance(source, dict) else [named(v) for v in source]
 
     model = Path(config.model.path or "/nowhere")
-    kind, environment = OWN if is_harness(config.tasks.environment) else "", config.tasks.environment
+    environment = config.tasks.environment
+    kind = OWN if environment.startswith(OWN) else ""
     environment = kind + named(environment.removeprefix(kind))
     return replace(
         config,
