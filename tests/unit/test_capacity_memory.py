@@ -152,6 +152,18 @@ def test_what_is_settled_fits_or_nothing_does(
         assert min(setup.needed(max(longest, settled.tokens), each) for each in (False, True)) > memory
 
 
+def test_a_cpu_with_room_to_spare_takes_a_gigabyte_of_activations_and_no_less_than_256_tokens() -> None:
+    real = LearnerSetup(shape_of(QWEN3_0_6B))
+    settled = settle_microbatch(real, 1000 * GB, "cpu", longest=100)
+    assert 256 <= settled.tokens < 300
+    assert not settled.checkpointing
+    assert real.needed(settled.tokens, checkpointing=False) < 16 * real.shape.parameters + 2.5 * GB
+    assert settle_microbatch(real, 1000 * GB, "cpu", longest=700).tokens == 700
+    assert settle_microbatch(real, 1000 * GB, "gpu", longest=100).tokens == 16_384
+    small = LearnerSetup(shape_of({**QWEN3_0_6B, "hidden_size": 64, "num_hidden_layers": 2}))
+    assert settle_microbatch(small, 1000 * GB, "cpu", longest=100).tokens == 2048
+
+
 @given(SETUPS, st.integers(1, 20_000), st.booleans())
 def test_needs_grow_with_tokens_and_shrink_with_ranks(setup: LearnerSetup, tokens: int, checkpointing: bool) -> None:
     parts = setup.parts(tokens, checkpointing)

@@ -14,9 +14,9 @@ W = tokens of a choice, c = some choices, k = the distinct tokens in them.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -26,6 +26,10 @@ TILE = (1024, 8192)
 #: Choices are taken together while they hold no more tokens than this, within bounds: neighbours choose alike, and the
 #: row of a token is read once for all of them.
 CHOSEN_TOGETHER, CHOICES_TOGETHER = 16_384, (64, 2048)
+
+
+#: What adds the gradients of weight and bias when everything else has its own.
+Waiting: TypeAlias = "list[Callable[[_Gradients], None]]"
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +42,16 @@ class OutputLayer:
     bias_V: Tensor | None = None
     scale: float = 1.0
     softcap: float | None = None
+    waiting: Waiting | None = None
+
+    def with_late_gradients(self) -> OutputLayer:
+        """The same layer, to be taken before the decoder runs: the gradients of weight and bias are made after those of
+        the decoder's layers, when the activations are gone. They are as large as the vocabulary.
+        """
+        waiting: Waiting = []
+        apply: Any = _Late.apply
+        weight_VD, bias_V = apply(self.weight_VD, self.bias_V, waiting)
+        return replace(self, weight_VD=weight_VD, bias_V=bias_V, waiting=waiting)
 
     def finish(self, product: Tensor) -> Tensor:
         """Logits of weight hidden + bias."""
@@ -78,7 +92,9 @@ def tiled_scores(
     curve = _Curve(layer.scale / temperature, None if layer.softcap is None else layer.softcap / temperature)
     cut = _Cut(tuple(choices), wants_total, *tile)
     apply: Any = _Tiled.apply
-    log_total_u, entropy_u, *chosen = apply(hidden_uD, layer.weight_VD, layer.bias_V, curve, cut)
+    layer = layer.with_late_gradients() if layer.waiting is None else layer
+    inputs = hidden_uD, layer.weight_VD, layer.bias_V
+    log_total_u, entropy_u, *chosen = apply(*inputs, curve, cut, layer.waiting)
     return Scores(log_total_u, entropy_u, tuple(chosen))
 
 
@@ -123,19 +139,52 @@ class _Cut:
     num_tokens: int
 
 
+class _Late(torch.autograd.Function):
+    """(weight_VD, bias_V, waiting) -> the first two. Autograd goes from the newest operation to the oldest: what waits
+    is added up once everything that came after this operation has its gradient.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, weight_VD: Tensor, bias_V: Tensor | None, waiting: Waiting) -> tuple[Tensor | None, ...]:
+        ctx.like, ctx.waiting = (weight_VD.detach(), None if bias_V is None else bias_V.detach()), waiting
+        return weight_VD.view_as(weight_VD), None if bias_V is None else bias_V.view_as(bias_V)
+
+    @staticmethod
+    def backward(ctx: Any, *_: Tensor | None) -> tuple[Tensor | None, ...]:
+        sums = torch.promote_types(ctx.like[0].dtype, torch.float32)
+        pairs = list(zip(ctx.like, ctx.needs_input_grad, strict=False))
+        zeros = [torch.zeros_like(like, dtype=sums) if needed else None for like, needed in pairs]
+        into = _Gradients(None, *zeros)
+        with torch.autocast(ctx.like[0].device.type, enabled=False):
+            while ctx.waiting:
+                ctx.waiting.pop()(into)
+        return *(
+            None if grad is None else grad.to(like.dtype) for grad, (like, _) in zip(zeros, pairs, strict=True)
+        ), None
+
+
 class _Tiled(torch.autograd.Function):
-    """(hidden_uD, weight_VD, bias_V, curve, cut) -> (log_total_u, entropy_u, the logits_mW of each choice)."""
+    """(hidden_uD, weight_VD, bias_V, curve, cut, waiting) -> (log_total_u, entropy_u, the logits_mW of each choice).
+
+    Backward it gives the gradient of the hidden states alone; what adds those of weight and bias waits for `_Late`.
+    """
 
     @staticmethod
     def forward(
-        ctx: Any, hidden_uD: Tensor, weight_VD: Tensor, bias_V: Tensor | None, curve: _Curve, cut: _Cut
+        ctx: Any,
+        hidden_uD: Tensor,
+        weight_VD: Tensor,
+        bias_V: Tensor | None,
+        curve: _Curve,
+        cut: _Cut,
+        waiting: Waiting,
     ) -> tuple[Tensor, ...]:
         with torch.autocast(hidden_uD.device.type, enabled=False):
             made = _Logits(hidden_uD, weight_VD, bias_V, curve, cut)
             total_u, entropy_u, mean_row_uD = made.normalisers(wants_gradient=ctx.needs_input_grad[0])
             chosen = [made.chosen(choice) for choice in cut.choices]
         ctx.save_for_backward(hidden_uD, weight_VD, bias_V, total_u, mean_row_uD, *chosen)
-        ctx.curve, ctx.cut = curve, cut
+        ctx.curve, ctx.cut, ctx.waiting = curve, cut, waiting
         ctx.mark_non_differentiable(entropy_u)
         ctx.set_materialize_grads(False)
         return total_u, entropy_u, *chosen
@@ -143,26 +192,35 @@ class _Tiled(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         hidden_uD, weight_VD, bias_V, total_u, mean_row_uD, *chosen = ctx.saved_tensors
-        made = _Logits(hidden_uD, weight_VD, bias_V, ctx.curve, ctx.cut)
-        inputs = (hidden_uD, weight_VD, bias_V)
-        into = _Gradients(
-            *(
-                torch.zeros_like(tensor, dtype=made.sums) if needed else None
-                for tensor, needed in zip(inputs, ctx.needs_input_grad[:3], strict=True)
-            )
+        made, slope, choices = (
+            _Logits(hidden_uD, weight_VD, bias_V, ctx.curve, ctx.cut),
+            ctx.curve.slope,
+            ctx.cut.choices,
         )
         grad_total_u, _, *grads_chosen = grads
-        with torch.autocast(hidden_uD.device.type, enabled=False):
+
+        def add(into: _Gradients) -> None:
             if grad_total_u is not None:
-                if into.hidden_uD is not None:
-                    torch.mul(mean_row_uD, grad_total_u[:, None], out=into.hidden_uD)
                 made.add_total_gradients(into, total_u, grad_total_u)
-            for choice, logits_mW, grad_mW in zip(ctx.cut.choices, chosen, grads_chosen, strict=True):
+            for choice, logits_mW, grad_mW in zip(choices, chosen, grads_chosen, strict=True):
                 if grad_mW is not None:
-                    made.add_chosen_gradients(into, choice, grad_mW * ctx.curve.slope(logits_mW))
-        found = (into.hidden_uD, into.weight_VD, into.bias_V)
-        cast = (None if grad is None else grad.to(tensor.dtype) for grad, tensor in zip(found, inputs, strict=True))
-        return *cast, None, None
+                    made.add_chosen_gradients(into, choice, grad_mW * slope(logits_mW))
+
+        needed, grad_uD = ctx.needs_input_grad, None
+        if needed[0]:
+            grad_uD = torch.zeros_like(hidden_uD, dtype=made.sums)
+            with torch.autocast(hidden_uD.device.type, enabled=False):
+                if grad_total_u is not None:
+                    torch.mul(mean_row_uD, grad_total_u[:, None], out=grad_uD)
+                add(_Gradients(grad_uD, None, None))
+            grad_uD = grad_uD.to(hidden_uD.dtype)
+        if any(needed[1:3]):
+            ctx.waiting.append(add)
+        passed = (
+            like.new_zeros(()).expand_as(like) if is_needed else None
+            for like, is_needed in zip((weight_VD, bias_V), needed[1:3], strict=True)
+        )
+        return grad_uD, *passed, None, None, None
 
 
 @dataclass(frozen=True, slots=True)
@@ -240,7 +298,8 @@ class _Logits:
                 *(all_k.split(self.cut.num_tokens, -1) for all_k in (tokens_k, grad_ck)), strict=True
             ):
                 factor_cC = grad_cC.to(hidden_cD.dtype)
-                _add_product(grad_cD, factor_cC, self.weight_VD[ids].to(hidden_cD.dtype))
+                if into.hidden_uD is not None:
+                    _add_product(grad_cD, factor_cC, self.weight_VD[ids].to(hidden_cD.dtype))
                 if into.weight_VD is not None:
                     into.weight_VD.index_add_(0, ids, _product(factor_cC.t(), hidden_cD))
                 if into.bias_V is not None:

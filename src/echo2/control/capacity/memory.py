@@ -7,7 +7,8 @@
 
 Activations are what transformers' decoders of the Llama and Qwen kind keep for the backward pass, tensor by tensor
 (`tests/unit/test_capacity_memory.py` counts them in real ones, and holds the peak of whole processes against the
-forecast). With checkpointing a layer keeps its input, and one layer at a time is computed again.
+forecast). With checkpointing a layer keeps its input, and one layer at a time is computed again. Gradients of the
+vocabulary are made when the activations are gone, so the larger of the two counts.
 
 Bytes everywhere. D hidden, F feed-forward, H and K values of all heads' queries and keys, L layers, V vocabulary.
 """
@@ -28,6 +29,9 @@ PUBLISHING_BYTES = 200_000_000
 #: The learner begins to train when a micro-batch is full, and more than fill a device make no step faster
 #: (benchmarks/microbatch.py).
 MICROBATCH_TOKENS_MAX: Mapping[str, int] = {"cpu": 2048, "gpu": 16_384}
+#: On a CPU no more tokens than have so many bytes of activations, but at least so many tokens: more gain no speed
+#: (benchmarks/microbatch.py), and the machine's memory is others' too.
+CPU_ACTIVATIONS_BYTES, CPU_TOKENS_MIN = GB, 256
 #: Below this many tokens activations are checkpointed, where that makes more fit.
 CHECKPOINT_BELOW_TOKENS = 2048
 #: Of a worker's free memory: where weights take no more on a CPU, they are copied (`rollout/torch_engine.py`); and the
@@ -120,6 +124,7 @@ class LearnerSetup:
         trained = shape.adapter_parameters(self.lora_rank) if self.lora_rank else shape.parameters
         frozen = shape.parameters if self.lora_rank else 0
         reference = 4 * shape.parameters if self.keeps_reference and not self.lora_rank else 0
+        activations = tokens * self.token_bytes(checkpointing)
         return {
             "process": PROCESS_BYTES,
             "weights": (4 * trained + self.base_bytes * frozen) // ranks,
@@ -127,8 +132,8 @@ class LearnerSetup:
             "gradients": 4 * trained // ranks,
             "moments": 8 * trained // ranks,
             "gathered and cast weights": self._copies(checkpointing),
-            "gradients of the vocabulary": 0 if self.lora_rank else 4 * shape.vocabulary * (2 if shape.tied else 1),
-            "activations": tokens * self.token_bytes(checkpointing),
+            "gradients of the vocabulary": max(0, self._vocabulary_gradients - activations),
+            "activations": activations,
             "log-probabilities": LOGITS_BYTES + 12 * tokens * shape.hidden,
             "publishing": PUBLISHING_BYTES,
         }
@@ -154,6 +159,11 @@ class LearnerSetup:
         if self.is_bfloat16:  # norms stay float32; the input of every product is cast for itself
             return 26 * d + 8 * f + 6 * norms + 2 * 4 * h
         return 4 * (6 * d + 4 * f + 2 * norms + 4 * h)
+
+    @property
+    def _vocabulary_gradients(self) -> int:
+        """Of embedding and head before they are added up, which is when the activations are gone."""
+        return 0 if self.lora_rank else 4 * self.shape.vocabulary * (2 if self.shape.tied else 1)
 
     def _copies(self, checkpointing: bool) -> int:
         """Weights in another place or precision than they are kept: two layers at a time of those that are cut over
@@ -183,7 +193,10 @@ def settle_microbatch(
     longest row has, which is never cut. Activations are checkpointed where too few fit without. What does not fit at
     all is told by `needed`.
     """
-    wanted = max(longest, MICROBATCH_TOKENS_MAX[place] if given is None else given)
+    most = MICROBATCH_TOKENS_MAX[place]
+    if place == "cpu":
+        most = min(most, max(CPU_TOKENS_MIN, CPU_ACTIVATIONS_BYTES // setup.token_bytes(checkpointing=False)))
+    wanted = max(longest, most if given is None else given)
 
     def fitting(checkpointing: bool) -> int:
         low, high = 0, wanted
