@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 import importlib.util
 import os
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,6 +17,8 @@ if TYPE_CHECKING:
 
 #: How torch's allocator on the CPU words it; it has no exception of its own.
 CPU_MEMORY_IS_FULL = "can't allocate memory"
+#: M_MMAP_THRESHOLD of malloc.h.
+MALLOC_MMAP_THRESHOLD = -3
 NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")
 
 
@@ -40,6 +44,14 @@ def _first_number(path: Path) -> int:
     except OSError:
         return 0
     return next((int(word) for word in words if word.isdecimal()), 0)
+
+
+def map_large_blocks() -> None:
+    """From now on have malloc, where it is glibc's, map blocks of 256 KiB and more one by one: each goes back to the
+    system when it is free. What tensors of different sizes leave between others would stay with the process, and grow.
+    """
+    if sys.platform == "linux" and hasattr(libc := ctypes.CDLL(None), "mallopt"):
+        libc.mallopt(MALLOC_MMAP_THRESHOLD, 1 << 18)
 
 
 def is_out_of_memory(error: BaseException) -> bool:

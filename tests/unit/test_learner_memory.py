@@ -14,8 +14,9 @@ from torch import Tensor
 
 from echo2.learner.datum import Datum
 from echo2.learner.losses import LossTokens
+from echo2.learner.model import Policy
 from echo2.learner.trainer import Trainer
-from learner_cases import data_of, random_group, tiny_policy
+from learner_cases import data_of, random_group, tiny_module, tiny_policy
 
 TESTS = str(Path(__file__).parents[1])
 
@@ -76,6 +77,18 @@ def test_what_a_backward_pass_had_reached_is_not_counted_twice(
     for name, grad in found[0].items():
         torch.testing.assert_close(found[1][name], grad, rtol=1e-10, atol=1e-12)
     assert halved == [False, True]
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_gradients_of_the_vocabulary_are_made_when_the_activations_are_gone(tied: bool) -> None:
+    """They are as large as the head, and nothing else of its size should be there then."""
+    policy, trainer, made = Policy(tiny_module(tied=tied), {}, torch.device("cpu")), Trainer(1000), list[str]()
+    trainer.add("it", policy)
+    for name, parameter in policy.module.named_parameters():
+        parameter.register_post_accumulate_grad_hook(lambda _, name=name: made.append(name))
+    trainer.forward_backward("it", data_for(0), imitate)
+    assert made[-1] == ("model.embed_tokens.weight" if tied else "lm_head.weight")
+    assert len(made) == len(list(policy.module.parameters()))
 
 
 #: The process may take 150 MB more than it has when the second pass begins; the kernel refuses the rest.

@@ -31,7 +31,7 @@ from echo2.types import RolloutGroup
 from learner_cases import config_of, data_of, model_directory, random_group
 
 STEPS = 20
-pytestmark = pytest.mark.timeout(300)  # three processes that load torch
+pytestmark = pytest.mark.timeout(900)  # three processes that load torch
 #: m2po remembers a step's log ratios; the pull to the reference is a second, frozen policy.
 OPTIONS = config_of(lr=3e-3, weight_decay=0.1, tokens_per_microbatch=80, loss="m2po", reference_kl=0.05)
 
@@ -67,7 +67,8 @@ def digests(client: GrpoClient) -> dict[str, str]:
 
 def adapted(where: Path, mesh: Mesh | None = None) -> GrpoClient:
     """Of a new adapter over the model; its reference is the model itself."""
-    return GrpoClient(load_base(str(where / "model"), "cpu").adapter(LoraConfig(rank=4), seed=1), OPTIONS, mesh=mesh)
+    base = load_base(str(where / "model"), "cpu", mesh)
+    return GrpoClient(base.adapter(LoraConfig(rank=4), seed=1), OPTIONS, mesh=mesh)
 
 
 def two_ranks(directory: str, rank: int) -> None:
@@ -80,8 +81,9 @@ def two_ranks(directory: str, rank: int) -> None:
         mesh.shard(torch.nn.Linear(3, 1))
     found["refused"] = str(refused.value)
 
-    policy = load_policy(str(where / "model"), "float32", "cpu")
-    client = GrpoClient(policy, OPTIONS, mesh=mesh)
+    model = str(where / "model")
+    policy = load_policy(model, "float32", "cpu", mesh)
+    client = GrpoClient(policy, replace(OPTIONS, model=replace(OPTIONS.model, path=model)), mesh=mesh)
     found["first"] = digests(client)
     found["rows"] = train(client, range(STEPS))
     found["last"] = digests(client)
@@ -121,7 +123,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]
         subprocess.Popen([sys.executable, "-c", code, str(rank)], env=environment, stderr=subprocess.PIPE, text=True)
         for rank in range(2)
     ]
-    errors = [rank.communicate(timeout=200)[1] for rank in ranks]
+    errors = [rank.communicate(timeout=800)[1] for rank in ranks]
     assert [rank.returncode for rank in ranks] == [0, 0], "\n".join(errors)
     return where, json.loads((where / "found.json").read_text())
 

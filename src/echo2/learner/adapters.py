@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,10 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from echo2.config.sections import Config, LoraConfig
+from echo2.devices import pick_device
 from echo2.documents import parse_json
 from echo2.errors import UserError
+from echo2.learner.mesh import Mesh
 from echo2.learner.model import Policy, load_policy
 from echo2.rollout.adapter import PREFIX
 from echo2.types import Snapshot
@@ -110,7 +113,6 @@ class Adapter(Policy):
         self.base, self.base_model = base, base.snapshot.ref
         # Of the model alone: how data is laid out, and so the last bits, must not depend on who else is here.
         self.pair_cost = base.policy.pair_cost
-        self.ends_with_output_layer = base.policy.ends_with_output_layer
         self.name = name
         own = f".{name}."
         self._parameters = {
@@ -125,6 +127,10 @@ class Adapter(Policy):
                 bound = 1.0 / math.sqrt(parameter.shape[-1])
                 drawn.uniform_(-bound, bound, generator=generator)
             parameter.data = drawn.to(self.device)
+
+    @cached_property
+    def ends_with_output_layer(self) -> bool:
+        return self.base.policy.ends_with_output_layer
 
     def trained_parameters(self) -> dict[str, nn.Parameter]:
         return dict(self._parameters)
@@ -167,30 +173,29 @@ class _Alone(Policy):
         yield
 
 
-def load_base(path: str, device: str) -> BaseModel:
+def load_base(path: str, device: str, mesh: Mesh | None = None) -> BaseModel:
     """The model in a directory, or of a hub id, in the precision that it is stored in; on a CPU at least in float32,
-    whose products are up to a hundred times faster there than those in 16 bits.
+    whose products are up to a hundred times faster there than those in 16 bits. `mesh`: the ranks it is cut over.
 
     Raises:
         UserError: nothing usable is there, or the device is not.
     """
     directory = find_model(path)
     snapshot = read_base_model(directory)
-    policy = load_policy(str(directory), "stored", device)
-    if policy.device.type == "cpu" and policy.dtype in (torch.bfloat16, torch.float16):
-        policy.module.float()
-    return BaseModel(policy, snapshot)
+    is_half = {tensor.dtype for tensor in snapshot.tensors.values()} <= {"BF16", "F16"}
+    dtype = "float32" if is_half and pick_device(device).type == "cpu" else "stored"
+    return BaseModel(load_policy(str(directory), dtype, device, mesh), snapshot)
 
 
-def load_trained(config: Config, device: str) -> Policy:
-    """What a run trains, as it is at version 0: the model, or an adapter over it.
+def load_trained(config: Config, device: str, mesh: Mesh | None = None) -> Policy:
+    """What a run trains, as it is at version 0: the model, or an adapter over it. `mesh`: the ranks it is cut over.
 
     Raises:
         UserError: the model can't be loaded, or a target matches nothing.
     """
     if not config.lora.rank:
-        return load_policy(config.model.path, "float32", device)
-    return load_base(config.model.path, device).adapter(config.lora, config.run.seed)
+        return load_policy(config.model.path, "float32", device, mesh)
+    return load_base(config.model.path, device, mesh).adapter(config.lora, config.run.seed)
 
 
 def load_merged(base: str, adapter: Path, device: str) -> Policy:

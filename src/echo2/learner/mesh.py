@@ -14,9 +14,11 @@ from __future__ import annotations
 import math
 import os
 import sys
+import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -26,6 +28,7 @@ from echo2.errors import InvariantError, UserError
 from echo2.learner.datum import Datum
 
 R = TypeVar("R")
+Fill = Callable[[nn.Module], None]
 #: A collective of a step that takes longer than this has lost a rank.
 STEP_TIMEOUT = timedelta(minutes=10)
 #: The ranks wait for the first one's word while it waits for rollouts. A rank that dies ends the wait at once.
@@ -66,10 +69,11 @@ def place() -> Place | None:
 
 
 class Mesh:
-    """One process."""
+    """One process. `scratch`: where the first rank may put what its memory need not hold."""
 
     rank = 0
     size = 1
+    scratch = Path(tempfile.gettempdir())
 
     def broadcast(self, data: bytes = b"") -> bytes:
         """What the first rank gives, on every rank."""
@@ -79,13 +83,17 @@ class Mesh:
         """What each rank gives, in the order of ranks, on every rank."""
         return [data]
 
-    def shard(self, module: nn.Module) -> ModuleRun:
+    def shard(self, module: nn.Module, fill: Fill | None = None) -> ModuleRun:
         """Cut the module's weights over the ranks, in place, if that is not done. What is computed with them goes
         through the result. Adapters stay whole: each rank has all of them, and `sum` makes their gradients one.
+
+        `fill` is called with each part before that is cut, and with the module at last: to read the weights.
 
         Raises:
             UserError: there are more ranks than the model can be cut into.
         """
+        if fill is not None:
+            fill(module)
         return _run
 
     def rows(self, num_rows: int) -> tuple[int, int]:
@@ -118,12 +126,12 @@ class Mesh:
 class RankMesh(Mesh):
     """Several processes. Made by `join`."""
 
-    def __init__(self, here: Place, device: torch.device) -> None:
+    def __init__(self, here: Place, device: torch.device, scratch: Path) -> None:
         import torch.distributed as dist
         from torch.distributed.device_mesh import DeviceMesh
         from torch.distributed.tensor import DTensor
 
-        self.rank, self.size = here.rank, here.size
+        self.rank, self.size, self.scratch = here.rank, here.size, scratch
         self._dist, self._cut = dist, DTensor
         self._runs: dict[nn.Module, ModuleRun] = {}
         self._ranks = DeviceMesh(device.type, torch.arange(here.size))
@@ -147,7 +155,7 @@ class RankMesh(Mesh):
         self._dist.all_gather(found, _as_tensor(data.ljust(longest, b"\0")), group=self._words)
         return [part.numpy().tobytes()[: int(size)] for part, size in zip(found, sizes, strict=True)]
 
-    def shard(self, module: nn.Module) -> ModuleRun:
+    def shard(self, module: nn.Module, fill: Fill | None = None) -> ModuleRun:
         from torch.distributed.fsdp import fully_shard
 
         most = max(parameter.shape[0] for parameter in module.parameters() if parameter.dim())
@@ -161,7 +169,11 @@ class RankMesh(Mesh):
         layers = set(getattr(module, "_no_split_modules", None) or ())
         adapters = {parameter for name, parameter in module.named_parameters() if ".lora_" in name}
         for layer in [part for part in module.modules() if type(part).__name__ in layers]:
+            if fill is not None:
+                fill(layer)
             fully_shard(layer, mesh=self._ranks, ignored_params=adapters)
+        if fill is not None:
+            fill(module)
         whole: Any = fully_shard(_Computed(module), mesh=self._ranks, ignored_params=adapters)
 
         def run(compute: Callable[[], R]) -> R:
@@ -235,7 +247,7 @@ class _Computed(nn.Module):
         return compute()
 
 
-def join(here: Place, device: torch.device) -> Mesh:
+def join(here: Place, device: torch.device, scratch: Path = Mesh.scratch) -> Mesh:
     """Meet the other ranks; each is to do so.
 
     Raises:
@@ -258,7 +270,7 @@ def join(here: Place, device: torch.device) -> Mesh:
             f"Rank {here.rank} of {here.size} does not find the others at {here.rendezvous}: {error}. Start all with "
             "the same torchrun command, or leave it to learner.ranks."
         ) from error
-    return RankMesh(here, device)
+    return RankMesh(here, device, scratch)
 
 
 def shares(data: Sequence[Datum], num_ranks: int) -> list[list[Datum]]:

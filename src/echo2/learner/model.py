@@ -10,6 +10,7 @@ n = loss tokens.
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 from collections.abc import Mapping
@@ -25,7 +26,9 @@ from torch.utils.checkpoint import checkpoint
 from echo2.devices import pick_device
 from echo2.errors import UserError
 from echo2.learner.batch import PackedBatch
+from echo2.learner.loading import SAFETENSORS_NAMES, load_module
 from echo2.learner.logprobs import token_logprobs
+from echo2.learner.mesh import Mesh
 from echo2.learner.output_layer import OutputLayer, plain_scores, tiled_scores
 from echo2.types import SnapshotRef, StoredTensor, TensorBytes
 from echo2.weights.model_files import find_model, model_files
@@ -47,18 +50,6 @@ DTYPES = {
     "float16": torch.float16,
     "float64": torch.float64,
 }
-SAFETENSORS_NAMES = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.bfloat16: "BF16",
-    torch.float16: "F16",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-}
 
 
 class Policy:
@@ -72,7 +63,9 @@ class Policy:
     base_model: SnapshotRef | None = None
 
     def __init__(self, module: nn.Module, files: Mapping[str, bytes], device: torch.device) -> None:
-        self.module: Any = module.to(device).eval()
+        tensors = itertools.chain(module.parameters(), module.buffers())
+        is_there = all(tensor.device == device for tensor in tensors)  # what is cut over ranks does not move
+        self.module: Any = (module if is_there else module.to(device)).eval()
         self.device = device
         self.files = dict(files)
         config: Any = module.config
@@ -126,9 +119,9 @@ class Policy:
             inputs["attention_mask"] = _tree_mask(batch.ends_BT, _compute_dtype(self.dtype, self.device))
             inputs["position_ids"] = batch.positions_BT
         if self.ends_with_output_layer:
+            layer = self.output_layer().with_late_gradients()
             hidden_BTD: Tensor = self.module.base_model(**inputs).last_hidden_state
             hidden_uD = hidden_BTD.flatten(0, 1)[batch.predict_u]
-            layer = self.output_layer()
             return token_logprobs(
                 lambda choices, wants_total: tiled_scores(hidden_uD, layer, choices, temperature, wants_total), batch
             )
@@ -279,24 +272,21 @@ def _pair_cost(module: Any) -> float:
     return float(ATTENTION_SLOWDOWN * pair_flops / token_flops)
 
 
-def load_policy(path: str, dtype: str, device: str) -> Policy:
+def load_policy(path: str, dtype: str, device: str, mesh: Mesh | None = None) -> Policy:
     """Load a model directory, or a hub id (from the local cache where it is complete, else downloaded). `dtype`: one of
-    `DTYPES`, or "stored": as the weights are stored.
+    `DTYPES`, or "stored": as the weights are stored. `mesh`: the ranks that it is cut over.
 
     Raises:
-        UserError: nothing usable is there, or the device is not.
+        UserError: nothing usable is there, or the device is not; there are more ranks than it can be cut into.
     """
     from safetensors import SafetensorError
-    from transformers import AutoModelForCausalLM  # three seconds: only where a model is really loaded
     from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()  # the learner's stderr is a log file
     place = pick_device(device)
     directory = find_model(path)
     try:
-        module = AutoModelForCausalLM.from_pretrained(
-            directory, dtype=DTYPES.get(dtype, "auto"), trust_remote_code=False, local_files_only=True
-        )
+        module = load_module(directory, DTYPES.get(dtype), place, mesh or Mesh())
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
         raise UserError(
             f"model.path = {path!r}: {directory} does not hold a causal language model that transformers can load: "

@@ -38,6 +38,8 @@ log = logging.getLogger(__name__)
 
 #: Segments that are encoded at once; each takes about 30 MB.
 THREADS_MAX = 4
+#: A multiple of every item's, of what is copied at once.
+PIECE_BYTES = 16 << 20
 #: Between two tries to write to a full disk.
 NO_ROOM_SECONDS = 2.0
 
@@ -83,7 +85,7 @@ class Publisher:
         self.base_model = base_model
         self.trouble = ""  # what is waited for, for people
         self._stopped = threading.Event()
-        self.content, self.spool = (_NamelessFile(directory, self._wait_for_room) for _ in range(2))
+        self.content, self.spool = (NamelessFile(directory, self._wait_for_room) for _ in range(2))
         self._last: _Source | None = None  # what the content file holds; None: nothing, or a mixture
         self._made_from: LentWeights | None = None
         self._steps: list[Manifest] = []  # what leads to the last published content from nothing
@@ -144,7 +146,7 @@ class Payload:
         self._publisher, self._target, self._weights = publisher, target, weights
         num_threads = min(THREADS_MAX, os.cpu_count() or 1)
         self._encoder = Encoder(target, base, num_threads=num_threads, keep=self._keep)
-        self._places: dict[bytes, tuple[_NamelessFile, int, int]] = {}
+        self._places: dict[bytes, tuple[NamelessFile, int, int]] = {}
         self._files: Chunks = {}
 
     def parts(self) -> Iterator[list[bytes]]:
@@ -248,10 +250,13 @@ class BasePayload:
                 start += num_bytes
 
 
-class _NamelessFile:
-    """A file without a name, for any threads: what one writes at a place no other reads or writes meanwhile."""
+class NamelessFile:
+    """A file without a name, for any threads: what one writes at a place no other reads or writes meanwhile.
+    `wait_for_room` returns when it is worth another try, or raises.
+    """
 
     def __init__(self, directory: Path, wait_for_room: Callable[[NoRoomError], None]) -> None:
+        """Raises: UserError, the directory can't be written."""
         self._directory, self._wait_for_room = directory, wait_for_room
         self._end = 0
         self._appending = threading.Lock()
@@ -288,12 +293,19 @@ class _NamelessFile:
                 continue
             rest, at = rest[done:], at + done
 
-    def append(self, data: bytes) -> int:
+    def append(self, data: bytes | memoryview) -> int:
         """Write behind everything else; where that is."""
         with self._appending:
-            at, self._end = self._end, self._end + len(data)
+            at, self._end = self._end, self._end + memoryview(data).nbytes
         self.write(at, data)
         return at
+
+    def copied(self, tensor: TensorSource) -> StoredTensor:
+        """The same tensor, to be read from this file; a piece of it at a time is in memory."""
+        at = self._end
+        for start in range(0, tensor.num_bytes, PIECE_BYTES):
+            self.append(tensor.read(start, min(start + PIECE_BYTES, tensor.num_bytes)))
+        return StoredTensor(tensor.dtype, tensor.shape, tensor.num_bytes, partial(self.read, at))
 
     def clear(self) -> None:
         """Give the disk back what was written."""

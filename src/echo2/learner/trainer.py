@@ -39,15 +39,15 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import Tensor
 
-from echo2.devices import is_out_of_memory
-from echo2.errors import InvariantError, PeerError, UserError
+from echo2.devices import is_out_of_memory, map_large_blocks
+from echo2.errors import InvariantError, NoRoomError, PeerError, UserError
 from echo2.learner import checkpoint
 from echo2.learner.batch import Layout, PackedBatch, collate, microbatches, num_tokens_run
 from echo2.learner.datum import Datum
 from echo2.learner.losses import LossTokens
 from echo2.learner.mesh import Mesh, ModuleRun, shares
 from echo2.learner.model import DTYPES, Policy, stored
-from echo2.learner.publication import LentWeights
+from echo2.learner.publication import LentWeights, NamelessFile
 from echo2.learner.shard_files import ShardedTensors, open_tensors
 from echo2.learner.state import MOMENTS, OPTIMIZER_FILE, Saving, begin_saving, load_moments, load_weights
 from echo2.rollout.snapshot_files import read_config
@@ -60,6 +60,8 @@ T = TypeVar("T")
 #: (logp [n] with gradient, what is known of the n tokens) -> (losses [n] with gradient, what the client wants back).
 #: Called once a micro-batch. Nothing in it may depend on how the data is cut: see `learner/losses.py`.
 Loss = Callable[[Tensor, LossTokens], tuple[Tensor, T]]
+#: From here on a CPU's activations are of a size that the machine notices: malloc gives them back (`devices.py`).
+LARGE_PARAMETERS = 50_000_000
 #: Beside what the client keeps with a checkpoint of an adapter: the policy id of its base model.
 BASE_MODEL = "base_model"
 
@@ -133,6 +135,9 @@ class Trainer:
         if is_trained:
             is_fused = policy.device.type in ("cpu", "cuda")
             optimizer = torch.optim.AdamW(list(parameters.values()), fused=is_fused)
+        num_parameters = sum(map(Tensor.numel, policy.module.parameters()))
+        if policy.device.type == "cpu" and num_parameters >= LARGE_PARAMETERS:
+            map_large_blocks()
         trained = self._policies[name] = _Trained(policy, run, layout, parameters, optimizer)
         with policy.engaged():  # what is not, takes no gradients
             for parameter in parameters.values() if is_trained else ():
@@ -238,14 +243,15 @@ class Trainer:
         return lent
 
     def _gathered(self, policy: Policy, dtype: torch.dtype) -> dict[str, StoredTensor]:
-        """A copy of the weights on the first rank, none on the others: only all ranks together can read them, so nobody
-        can beside the training. One at a time is whole on the device, in its final precision.
+        """A copy of the weights in a file of the first rank, none on the others: only all ranks together can read them,
+        so nobody can beside the training. One tensor at a time is whole, in its final precision.
         """
         copies = {}
+        file = None if self._mesh.rank else NamelessFile(self._mesh.scratch, _no_room)
         for key, tensor in policy.state().items():
             whole = self._mesh.whole(tensor.to(dtype) if tensor.is_floating_point() else tensor)
-            if self._mesh.rank == 0:
-                copies[key] = stored(whole.to("cpu", copy=not self._mesh.is_cut(tensor)))
+            if file is not None:
+                copies[key] = file.copied(stored(whole))
         return copies
 
     def finish_reading(self, name: str) -> None:
@@ -389,6 +395,10 @@ def _gradients_left(reached: frozenset[Tensor]) -> Iterator[None]:
     finally:
         for parameter in reached:
             parameter.requires_grad_(True)
+
+
+def _no_room(error: NoRoomError) -> None:
+    raise error
 
 
 def _too_large_for_rank(rank: int, tokens: int) -> UserError:

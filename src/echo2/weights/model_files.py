@@ -78,17 +78,24 @@ def read_base_model(directory: Path) -> Snapshot:
     Raises:
         UserError: there is no config.json, or the weights are no safetensors that can be read.
     """
-    files, tensors = model_files(directory), dict[str, StoredTensor]()
+    files = model_files(directory)
     try:
         config: dict[str, Any] = parse_json(files["config.json"])
         is_tied = bool(config.get("tie_word_embeddings"))
-        for name in _weight_files(directory):
-            tensors |= _stored_tensors(directory / name)
+        tensors = stored_weights(directory)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise UserError(f"{directory} holds no model in safetensors that can be read: {error!r}.") from error
     if is_tied and any(name.endswith("embed_tokens.weight") for name in tensors):
         tensors.pop("lm_head.weight", None)
     return Snapshot(base_model_of(tensors, files["config.json"]), tensors, files)
+
+
+def stored_weights(directory: Path) -> dict[str, StoredTensor]:
+    """The tensors of a model directory by name, to be read when they are needed.
+
+    Raises: OSError, ValueError, KeyError, TypeError, AttributeError: they are no safetensors that can be read.
+    """
+    return {key: each for name in _weight_files(directory) for key, each in _stored_tensors(directory / name).items()}
 
 
 def read_adapter(directory: Path, ref: SnapshotRef, base_model: SnapshotRef) -> Snapshot:

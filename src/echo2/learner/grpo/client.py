@@ -121,7 +121,7 @@ class GrpoClient:
         tokens = microbatch_tokens(policy, sized)
         self._settled = min(map(int, self._mesh.gather(str(tokens).encode()))) if self._mesh.size > 1 else tokens
         self._trainer = Trainer(self._settled, layout, self._mesh)
-        reference = reference_of(policy) if config.learner.reference_kl > 0.0 else None  # before it is cut over ranks
+        reference = reference_of(policy, config, self._mesh) if config.learner.reference_kl > 0.0 else None
         self._trainer.add(POLICY, policy)
         if reference is not None:
             reference.computes_in_bfloat16 = policy.computes_in_bfloat16

@@ -20,21 +20,30 @@ import math
 import torch
 from torch import Tensor
 
+from echo2.config import Config
 from echo2.errors import UserError
 from echo2.learner.adapters import Adapter
 from echo2.learner.losses import LOG_RATIO_LIMIT, LossTokens
-from echo2.learner.model import Policy
+from echo2.learner.mesh import Mesh
+from echo2.learner.model import Policy, load_policy
 
 LOG_CAP = math.log(10.0)
 
 
-def reference_of(policy: Policy) -> Policy:
-    """The policy that training begins with: an adapter's base model, or a frozen copy of a whole model.
+def reference_of(policy: Policy, config: Config, mesh: Mesh) -> Policy:
+    """The policy that training begins with: an adapter's base model, a frozen copy of a whole model, or what is read
+    again where the model is cut over ranks.
 
     Raises:
         UserError: as `frozen_copy`.
     """
-    return policy.base.alone() if isinstance(policy, Adapter) else frozen_copy(policy)
+    if isinstance(policy, Adapter):
+        return policy.base.alone()
+    if mesh.size == 1:
+        return frozen_copy(policy)
+    reference = load_policy(config.model.path, "float32", str(policy.device), mesh)
+    reference.module.requires_grad_(False)
+    return reference
 
 
 def frozen_copy(policy: Policy) -> Policy:

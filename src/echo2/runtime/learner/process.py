@@ -51,7 +51,7 @@ def _follow(rundir: RunDir, here: Place) -> int:
         signal.signal(number, signal.SIG_IGN)
     config, device = rundir.read_config(), pick_device(f"auto:{here.local_rank}")
     mesh = join(here, device)
-    client = GrpoClient(load_trained(config, str(device)), config, mesh=mesh)
+    client = GrpoClient(load_trained(config, str(device), mesh), config, mesh=mesh)
     try:
         follow(client, mesh)
     except RuntimeError as error:
@@ -66,8 +66,8 @@ def _train(rundir: RunDir, ticket: str, here: Place | None) -> int:
         raise UserError(f"{rundir.learner_ticket} is missing: start the head first, or give its ticket with --ticket.")
     device = pick_device("auto")
     leads = here is not None and here.size > 1
-    mesh = join(here, device) if here is not None and leads else Mesh()
-    policy = load_trained(config, str(device))
+    mesh = join(here, device, rundir.path / "learner") if here is not None and leads else Mesh()
+    policy = load_trained(config, str(device), mesh)
     client = LeadingClient(policy, config, mesh=mesh) if leads else GrpoClient(policy, config)
     resumed = loop.resume(client, rundir.checkpoints)
     log.info("%s at version %d on %s", "resumed" if resumed else "fresh", client.version, policy.device)

@@ -1,0 +1,116 @@
+"""A model directory to a module: transformers makes it of config.json, and its weights are read where they will lie.
+
+They are read piece by piece, so that nothing but the weights themselves is in memory, in the precision that they are
+held in; and before a part of the model is cut over ranks, so that a rank has at most one part of it whole. Files that
+name a tensor otherwise than transformers does are read by transformers: all of it, on every rank.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+from weakref import WeakValueDictionary
+
+import torch
+from torch import nn
+
+from echo2.errors import UserError
+from echo2.learner.mesh import Mesh
+from echo2.types import StoredTensor
+from echo2.weights.model_files import stored_weights
+
+#: Weights are read so many bytes at a time.
+PIECE_BYTES = 64 << 20
+SAFETENSORS_NAMES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.bfloat16: "BF16",
+    torch.float16: "F16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+_DTYPES = {name: dtype for dtype, name in SAFETENSORS_NAMES.items()}
+
+
+def load_module(directory: Path, dtype: torch.dtype | None, device: torch.device, mesh: Mesh) -> nn.Module:
+    """The model, on `device` and cut over `mesh`. `dtype`: of its weights; None: as they are stored.
+
+    Raises:
+        UserError: there are more ranks than it can be cut into, or a tensor has another shape than config.json says.
+        OSError, ValueError, KeyError, RuntimeError, SafetensorError: there is no such model.
+    """
+    from accelerate import init_empty_weights
+    from transformers import AutoConfig, AutoModelForCausalLM  # three seconds: only where a model is really loaded
+
+    options: dict[str, Any] = {"trust_remote_code": False}
+    config = AutoConfig.from_pretrained(directory, local_files_only=True, **options)
+    tensors, dtype = stored_weights(directory), dtype or config.dtype
+    with init_empty_weights():
+        empty: Any = AutoModelForCausalLM.from_config(config, dtype=dtype or torch.float32, **options)
+    empty.tie_weights()
+    if dtype is not None and _can_be_read(empty, dtype, tensors):
+        module: nn.Module = empty.eval()
+        mesh.shard(module, _Reader(module, tensors, device).fill)
+        return module
+    whole: Any = AutoModelForCausalLM.from_pretrained(
+        directory, dtype=dtype or "auto", local_files_only=True, **options
+    )
+    module = whole.to(device)
+    mesh.shard(module)
+    return module
+
+
+class _Reader:
+    """Reads the weights of a module that has none, to where they will lie."""
+
+    def __init__(self, module: nn.Module, tensors: Mapping[str, StoredTensor], device: torch.device) -> None:
+        self._names = {parameter: name for name, parameter in module.named_parameters()}
+        self._tensors, self._device = tensors, device
+        self._read = WeakValueDictionary[nn.Parameter, nn.Parameter]()  # what has been cut is whole no more
+
+    def fill(self, part: nn.Module) -> None:
+        """Read those of a part; what is tied, once."""
+        for owner in part.modules():
+            for key, empty in owner.named_parameters(recurse=False):
+                if empty in self._names:
+                    read = self._read.get(empty)
+                    if read is None:
+                        name, values = (
+                            self._names[empty],
+                            torch.empty(empty.shape, dtype=empty.dtype, device=self._device),
+                        )
+                        _read(values, self._tensors[name], name)
+                        read = self._read[empty] = nn.Parameter(values)
+                    owner.register_parameter(key, read)
+            for key, buffer in owner.named_buffers(recurse=False):
+                owner.register_buffer(key, buffer.to(self._device), persistent=False)
+
+
+def _can_be_read(module: Any, dtype: torch.dtype, tensors: Mapping[str, StoredTensor]) -> bool:
+    """Whether the files have every tensor of the module by its name, and all are held in `dtype`."""
+    names = {name for name, _ in module.named_parameters()}
+    has_buffers = any(name in module.state_dict() for name, _ in module.named_buffers())
+    is_mixed = dtype != torch.float32 and bool(getattr(module, "_keep_in_fp32_modules", None))
+    return (
+        not has_buffers and not is_mixed and all(name in tensors and tensors[name].dtype in _DTYPES for name in names)
+    )
+
+
+def _read(into: torch.Tensor, stored: StoredTensor, name: str) -> None:
+    if tuple(into.shape) != stored.shape:
+        raise UserError(
+            f"model.path: config.json gives {name} the shape {list(into.shape)}, and the weights have "
+            f"{list(stored.shape)}. They are of different models: download the model again."
+        )
+    items, dtype = into.view(-1), _DTYPES[stored.dtype]
+    step = PIECE_BYTES // dtype.itemsize
+    for first in range(0, math.prod(stored.shape), step):
+        piece = items[first : first + step]
+        data = stored.read(first * dtype.itemsize, (first + len(piece)) * dtype.itemsize)
+        piece.copy_(torch.frombuffer(data, dtype=dtype))
