@@ -5,11 +5,14 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import shutil
 import socket
 import subprocess
+import sys
 import time
 from array import array
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -188,15 +191,13 @@ def test_a_taskset_of_the_verifiers_repository_is_played(sort_model: Path) -> No
         assert {rollout.reward_parts["environment"] for rollout in outcome.rollouts} <= {-2.0, -1.0, 1.0, 2.0}
 
 
-@pytest.fixture
-def countdown(tmp_path: Path) -> Iterator[str]:
-    """An OpenEnv environment, served."""
-    python = foreign("openenv")
-    (tmp_path / "countdown.py").write_text(COUNTDOWN)
+@contextmanager
+def served(script: Path) -> Iterator[str]:
+    """An OpenEnv environment, by a script that takes a port; where it is."""
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))
         port = found.getsockname()[1]
-    with subprocess.Popen([python, str(tmp_path / "countdown.py"), str(port)]) as server:
+    with subprocess.Popen([foreign("openenv"), str(script), str(port)]) as server:
         deadline = time.monotonic() + 60
         while time.monotonic() < deadline and server.poll() is None:
             with socket.socket() as probe:
@@ -205,6 +206,13 @@ def countdown(tmp_path: Path) -> Iterator[str]:
             time.sleep(0.2)
         yield f"http://127.0.0.1:{port}"
         server.terminate()
+
+
+@pytest.fixture
+def countdown(tmp_path: Path) -> Iterator[str]:
+    (tmp_path / "countdown.py").write_text(COUNTDOWN)
+    with served(tmp_path / "countdown.py") as url:
+        yield url
 
 
 def test_an_openenv_environment_is_played(sort_model: Path, countdown: str) -> None:
@@ -223,3 +231,30 @@ def test_an_openenv_server_that_is_not_there_costs_its_groups(sort_model: Path) 
     (outcome,) = play(sort_model, "openenv:http://127.0.0.1:9", [{"prompt": "-"}])
     assert isinstance(outcome, RequestFailure)
     assert outcome.reason == "environment_failed"
+
+
+def trained(name: str, sort_model: Path, out: Path, *settings: str) -> dict[str, Any]:
+    """The summary of an example's run, as a user starts it, on the demo's model with a chat template."""
+    model = out.with_name("model")
+    shutil.copytree(sort_model, model)
+    (model / "chat_template.jinja").write_text(
+        "{% for message in messages %}{{ message['content'] }}{% endfor %}{% if add_generation_prompt %}={% endif %}"
+    )
+    command = [sys.executable, "-m", "echo2", "run", f"examples/{name}.toml", "--out", str(out), "--json"]
+    words = ["--model.path", str(model), "--workers.count", "1", *settings]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([*command, *words], capture_output=True, text=True, check=False, env=environment)
+    assert done.returncode == 0, done.stderr[-4000:]
+    summary: dict[str, Any] = json.loads(done.stdout)
+    assert summary["groups"]["trained"] == summary["groups"]["issued"] == 320
+    assert summary["groups"]["retired"] == {}
+    return summary
+
+
+@pytest.mark.timeout(600)
+def test_a_model_learns_in_an_openenv_environment(sort_model: Path, tmp_path: Path) -> None:
+    """About .27 to .49 of the held-out tasks, in 20 steps."""
+    foreign("openenv")
+    with served(REPOSITORY / "examples" / "openenv" / "server.py") as url:
+        summary = trained("openenv", sort_model, tmp_path / "run", "--tasks.environment", f"openenv:{url}")
+    assert summary["eval_after"] > summary["eval_before"] + 0.05

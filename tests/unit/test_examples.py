@@ -20,7 +20,8 @@ from echo2.types import Rollout
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 EXAMPLES = REPOSITORY / "examples"
-OTHERS = ("offers", "serve")  # machines, a service
+#: Machines, a service, and what needs a Python of its own (tests/integration/test_foreign_environments.py runs it).
+OTHERS = ("offers", "serve", "openenv")
 PATHS = [
     REPOSITORY / "src" / "echo2" / "demo" / "sort.toml",
     *sorted(path for path in EXAMPLES.glob("*.toml") if path.stem not in OTHERS),

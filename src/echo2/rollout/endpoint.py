@@ -35,6 +35,7 @@ MODEL_NAME = "policy"
 BODY_BYTES_MAX = 16 << 20
 BODY_SECONDS = 30.0
 CONNECTIONS_MAX = 4096
+KEEP_ALIVE_SECONDS = 75  # clients drop idle connections after 5 s: one that is dropped here first fails their next call
 BACKLOG = 1024
 TOKEN_ID_MAX = 2**31 - 1
 #: A context of more tokens is none: tokenizers write 1e30 for one that they do not know.
@@ -91,6 +92,7 @@ class LoopbackEndpoint:
             log_config=None,
             access_log=False,
             limit_concurrency=CONNECTIONS_MAX,
+            timeout_keep_alive=KEEP_ALIVE_SECONDS,
             timeout_graceful_shutdown=CLOSE_SECONDS,
         )
         self._server = Server(config)

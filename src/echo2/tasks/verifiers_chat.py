@@ -62,7 +62,7 @@ async def _asked(prompts: tuple[Any, Any], model: str, trace: Any, endpoint: str
     system, prompt = prompts
     asked = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(map(message_to_wire, prompt))
     messages: list[Any] = [*([{"role": "system", "content": system}] if system else []), *asked]
-    async with AsyncOpenAI(base_url=endpoint, api_key=secret, max_retries=0) as client:
+    async with AsyncOpenAI(base_url=endpoint, api_key=secret, max_retries=0, timeout=None) as client:
         answer = (await client.chat.completions.create(model=model, messages=messages)).model_dump()
     trace.info[TOKENS] = [*answer["prompt_token_ids"], *answer["choices"][0]["token_ids"]]
     return ProgramResult(exit_code=0, stdout="", stderr="")

@@ -90,7 +90,8 @@ async def _episode(env: Any, data: dict[str, Any], model: LoopbackModel) -> Any:
     # Its client for training renders messages to tokens itself, and reads sampled ones back as text. The endpoint
     # knows what it sampled, so messages go to it as they are.
     variable = f"ECHO2_ROLLOUT_{uuid4().hex}"
-    client = EvalClientConfig(base_url=model.base_url, api_key_var=variable)
+    # The rollout has a limit of its own, and on a busy machine a connection may take long.
+    client = EvalClientConfig(base_url=model.base_url, api_key_var=variable, timeout={"connect": None})
     kind = type(env.taskset).task_type()
     task = kind(kind.data_type().model_validate(data), env.config.taskset.task)
     (slot,) = env.slots(task)
