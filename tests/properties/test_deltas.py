@@ -21,8 +21,9 @@ from echo2.errors import PeerError
 from echo2.types import RUN_POLICY, Snapshot, SnapshotRef, TensorBytes
 from echo2.weights.chain import compose
 from echo2.weights.items import apply_items, encode_items
-from echo2.weights.manifest import DELTA, ITEM_BYTES, Record
+from echo2.weights.manifest import DELTA, ITEM_BYTES, Record, Segment
 from echo2.weights.planes import UNSIGNED, Reader
+from echo2.weights.segments import apply_segment, cut_record, merge_deltas
 
 Array = NDArray[Any]
 # Infinities, NaNs with payloads, zeros of both signs, the smallest and the largest numbers, as bf16 and as fp32.
@@ -109,6 +110,54 @@ def test_a_damaged_record_is_refused_or_read_within_bounds(change: tuple[Array, 
     assert outcome(lambda: apply_items(Reader(memoryview(bytes(record[:cut_at]))), shadow)) in (None, "corrupt")
     assert not room[:8].any()
     assert not room[8 + base.size :].any()
+
+
+@settings(max_examples=60, deadline=None)
+@given(changes(), st.lists(st.tuples(st.sampled_from(KINDS), shares, st.integers(0, 1 << 32)), min_size=1, max_size=6))
+def test_deltas_added_up_do_what_they_do_in_a_row(
+    first: tuple[Array, Array], more: list[tuple[str, float, int]]
+) -> None:
+    """Bit for bit, with whatever forms the encoder chose, split ones or none."""
+    states = [first[0], first[1]]
+    for kind, share, seed in more:
+        states.append(changed(states[-1], kind, share, seed))
+    if not states[0].size:
+        return
+    records, chunks = [], dict[bytes, memoryview]()
+    for base, target in pairwise(states):
+        splits = 4 if len(records) % 3 else 0
+        record, cut = cut_record(DELTA, memoryview(encode_items(base, target, splits)), 1000)
+        records.append(record)
+        chunks |= cut
+    width, target = states[0].itemsize, states[-1]
+    segment = Segment(target.nbytes, blake3(target.tobytes()).digest(), tuple(records))
+    merged, made = merge_deltas(segment, width, chunks.__getitem__, 1)
+    assert (len(merged.records) == 1 and made) or merged == segment
+    assert sum(record.num_bytes for record in merged.records) <= sum(record.num_bytes for record in records)
+    result = apply_segment(merged, width, states[0].view(np.uint8), (chunks | made).__getitem__)
+    assert result.tobytes() == target.tobytes()
+
+
+@settings(max_examples=60, deadline=None)
+@given(changes(), st.data())
+def test_damaged_deltas_are_not_added_up(change: tuple[Array, Array], data: st.DataObject) -> None:
+    """Refused, or what the digest finds: memory stays within the segment's."""
+    base, target = change
+    if not base.size:
+        return
+    chunks, records = dict[bytes, memoryview](), []
+    for _ in range(2):
+        damaged = bytearray(encode_items(base, target, splits=0))
+        damaged[data.draw(st.integers(0, min(len(damaged), 40) - 1))] = data.draw(st.integers(0, 255))
+        record, cut = cut_record(DELTA, memoryview(bytes(damaged)), 1000)
+        records.append(record)
+        chunks |= cut
+    segment = Segment(base.nbytes, bytes(32), tuple(records))
+    assert outcome(lambda: len(merge_deltas(segment, base.itemsize, chunks.__getitem__, 1)[0].records)) in (
+        1,
+        2,
+        "corrupt",
+    )
 
 
 def outcome(work: Callable[[], Any]) -> Any:

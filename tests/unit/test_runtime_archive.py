@@ -154,6 +154,45 @@ def test_a_base_that_nobody_knows_and_deltas_that_save_nothing_get_what_needs_no
     asyncio.run(story())
 
 
+def test_the_deltas_of_a_laggard_are_added_up_without_the_weights(tmp_path: Path) -> None:
+    """What it then has is the learner's, in fewer bytes; what was made for it goes with the version."""
+
+    async def story() -> None:
+        archive = Archive(ChunkStore(tmp_path))
+        await publish_many(archive, 8)
+        in_a_row = archive.payload(ref(8), ref(3))
+        payload = PayloadId(ref(8), ref(2))
+        assert archive.is_chain(payload)
+        await asyncio.gather(archive.merge(payload), archive.merge(payload), archive.tidy())
+        merged = archive.payload(ref(8), ref(2))
+        assert merged.payload == payload
+        assert [len(segment.records) for segment in merged.segments] == [1]
+        assert [len(segment.records) for segment in in_a_row.segments] == [5]
+        assert merged.total_bytes < in_a_row.total_bytes
+        await archive.tidy()
+        assert bytes_of(applied(archive, merged)) == bytes_of(content(8))
+        made = set(merged.hashes) - {name for one in archive.store.manifests() for name in one.hashes}
+        assert made
+        await archive.drop(ref(8))
+        assert not any(archive.store.has(name) for name in made)
+
+    asyncio.run(story())
+
+
+def test_deltas_that_a_disk_altered_are_not_added_up(tmp_path: Path) -> None:
+    async def story() -> None:
+        archive = Archive(ChunkStore(tmp_path))
+        await publish_many(archive, 5)
+        step = archive.store.manifest(PayloadId(ref(4), ref(3)))
+        assert step is not None
+        spoil(tmp_path, step.hashes[0])
+        await archive.merge(PayloadId(ref(5), ref(2)))
+        assert not archive.is_joined(PayloadId(ref(5), ref(2)))
+        assert archive.store.missing(step) == step.hashes[:1], "the learner is asked for it"
+
+    asyncio.run(story())
+
+
 def test_the_archive_is_bounded(tmp_path: Path) -> None:
     async def story() -> None:
         dropped: list[PayloadId] = []

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import random
+from collections.abc import Coroutine
 from pathlib import Path
+from typing import Any
 
 import pytest
 from weights_cases import encode, encode_delta
@@ -49,7 +51,10 @@ class Fleet:
         store = ChunkStore(path / "store")
         self.origin = OriginNode(store, BroadcastOptions(), self._order, MemoryNetwork().member("head").to_peer, fail)
         self.archive = Archive(store)
-        self.distribution = Distribution(self.archive, self.origin, self.identity, self._order, self.workers.get)
+        self.telling: list[asyncio.Future[None]] = []
+        self.distribution = Distribution(
+            self.archive, self.origin, self.identity, self._order, self.workers.get, self._spawn
+        )
         for name in installed:
             self.origin.joined(name, wire.WorkerHello(), "203.0.113.9")
 
@@ -61,6 +66,9 @@ class Fleet:
         elif order.HasField("routes"):
             self.routes[worker_id].append(order.routes.payload.ref.version)
 
+    def _spawn(self, telling: Coroutine[Any, Any, None]) -> None:
+        self.telling.append(asyncio.ensure_future(telling))
+
     async def publish(self, version: int, as_delta: bool = True) -> None:
         """As the head does: list it, and announce it."""
         now = content(version)
@@ -71,6 +79,7 @@ class Fleet:
             await self.archive.put(name, bytes(chunks[name]))
         await self.archive.take(manifest)
         self.distribution.announce(now.ref, list(self.workers))
+        await asyncio.gather(*self.telling)
 
 
 def test_each_worker_is_told_of_the_payload_that_fits_what_it_has(tmp_path: Path) -> None:
@@ -110,14 +119,16 @@ def test_a_worker_may_ask_by_itself(tmp_path: Path) -> None:
         base = wire.SnapshotId(policy=RUN_POLICY, lineage=1, version=1)
         for lineage in (0, 1):
             request = wire.ManifestRequest(policy=RUN_POLICY, lineage=lineage, version=3, base=base)
-            notice = fleet.distribution.fetch_manifest("worker", request)
+            notice = await fleet.distribution.fetch_manifest("worker", request)
             assert Manifest.from_wire(notice.manifest).payload == PayloadId(ref(3), ref(1))
-        notice = fleet.distribution.fetch_manifest(
+        notice = await fleet.distribution.fetch_manifest(
             "worker", wire.ManifestRequest(policy=RUN_POLICY, lineage=1, version=3)
         )
         assert Manifest.from_wire(notice.manifest).payload == PayloadId(ref(3))
         with pytest.raises(PeerError, match="unknown_snapshot"):
-            fleet.distribution.fetch_manifest("worker", wire.ManifestRequest(policy=RUN_POLICY, lineage=2, version=3))
+            await fleet.distribution.fetch_manifest(
+                "worker", wire.ManifestRequest(policy=RUN_POLICY, lineage=2, version=3)
+            )
         await fleet.distribution.close()
 
     asyncio.run(story())
@@ -129,12 +140,12 @@ def test_a_worker_has_three_payloads_joined_for_a_version_and_is_sent_the_whole_
     async def story() -> None:
         fleet = Fleet(tmp_path, greedy=None, modest=None)
 
-        def bases(worker_id: str, version: int, *asked: SnapshotRef) -> list[SnapshotRef | None]:
+        async def bases(worker_id: str, version: int, *asked: SnapshotRef) -> list[SnapshotRef | None]:
             told = []
             for base in asked:
                 over = wire.SnapshotId(policy=base.policy, lineage=base.lineage, version=base.version)
                 request = wire.ManifestRequest(policy=RUN_POLICY, lineage=1, version=version, base=over)
-                notice = fleet.distribution.fetch_manifest(worker_id, request)
+                notice = await fleet.distribution.fetch_manifest(worker_id, request)
                 told.append(Manifest.from_wire(notice.manifest).payload.base)
             return told
 
@@ -142,12 +153,12 @@ def test_a_worker_has_three_payloads_joined_for_a_version_and_is_sent_the_whole_
             await fleet.publish(version, as_delta=version > 0)
         known = [ref(version) for version in range(7)]
         for _ in range(2):  # what is remembered costs nothing
-            assert bases("greedy", 7, *known) == [*known[:3], *[None] * 4]
-        assert bases("modest", 7, ref(5)) == [ref(5)], "each has its own share"
-        assert bases("greedy", 7, ref(5)) == [ref(5)], "it is there by now"
+            assert await bases("greedy", 7, *known) == [*known[:3], *[None] * 4]
+        assert await bases("modest", 7, ref(5)) == [ref(5)], "each has its own share"
+        assert await bases("greedy", 7, ref(5)) == [ref(5)], "it is there by now"
         await fleet.publish(8)
         unknown = [SnapshotRef(RUN_POLICY, 9, version) for version in range(3)]
-        assert bases("greedy", 8, *unknown, ref(7)) == [None] * 4
+        assert await bases("greedy", 8, *unknown, ref(7)) == [None] * 4
         await fleet.distribution.close()
 
     asyncio.run(story())

@@ -102,7 +102,7 @@ class Head:
         self.worker: Worker | None = None
         self.weights: WorkerWeights | None = None
         self.distribution = Distribution(
-            self.archive, self.origin, self.identity, self._order, lambda worker_id: self.worker
+            self.archive, self.origin, self.identity, self._order, lambda worker_id: self.worker, asyncio.ensure_future
         )
         handlers = {**self.origin.handlers(), "FetchManifest": self._fetch_manifest}
         self.server = GrpcServer("127.0.0.1", 0, self.identity, handlers)
@@ -119,7 +119,7 @@ class Head:
             self.weights.node.obey(order)
 
     async def _fetch_manifest(self, peer: Peer, request: wire.ManifestRequest) -> wire.SnapshotNotice:
-        return self.distribution.fetch_manifest(peer.peer_id, request)
+        return await self.distribution.fetch_manifest(peer.peer_id, request)
 
     async def publish(self, manifest: Manifest, chunks: Mapping[bytes, memoryview]) -> None:
         assert self.worker is not None

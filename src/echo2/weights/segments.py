@@ -9,6 +9,7 @@ from __future__ import annotations
 import mmap
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from itertools import groupby
 from typing import Any
@@ -19,7 +20,7 @@ from numpy.typing import NDArray
 
 from echo2.errors import PeerError, UserError
 from echo2.types import SnapshotRef, TensorSource
-from echo2.weights.items import apply_items, encode_items
+from echo2.weights.items import SPLIT, apply_items, encode_items
 from echo2.weights.manifest import (
     DELTA,
     MAX_CHUNK_BYTES,
@@ -41,6 +42,7 @@ CHUNKS_AIMED_AT = 512
 """Enough to spread over many links, few enough to handle: 64 MiB go in chunks of 128 KiB."""
 
 Bytes = NDArray[np.uint8]
+Chunks = dict[bytes, memoryview]
 ReadChunk = Callable[[bytes], bytes | memoryview]
 """The bytes of a chunk by its hash, which whoever keeps it has checked (`ChunkStore.get`)."""
 
@@ -179,6 +181,36 @@ def apply_segment(segment: Segment, width: int, base: Bytes, read_chunk: ReadChu
     if digest != segment.digest:
         raise PeerError("corrupt", f"a segment has digest {digest.hex()}, not {segment.digest.hex()}")
     return now
+
+
+def merge_deltas(segment: Segment, width: int, read_chunk: ReadChunk, num_segments: int) -> tuple[Segment, Chunks]:
+    """The segment with its deltas added up to one, and the chunks of that by hash. Steps are added without what they
+    are added to; a delta with items split off by their magnitude needs it, so a segment that has one stays as it is.
+    So does one that gets no smaller.
+
+    width         bytes of one item
+    num_segments  of the payload, which says how large its chunks are
+
+    Raises:
+        PeerError: "corrupt", a record cannot be one.
+        Whatever `read_chunk` raises.
+    """
+    deltas = [record for record in segment.records if record.codec == DELTA]
+    if len(deltas) < 2:
+        return segment, {}
+    steps = np.zeros(segment.num_bytes // width, UNSIGNED[width])
+    for delta in deltas:
+        data = join_record(delta, read_chunk)
+        if data[0] == SPLIT:
+            return segment, {}
+        reader = Reader(data.data)
+        apply_items(reader, steps)
+        reader.end()
+    merged = encode_items(np.zeros_like(steps), steps, splits=0)
+    if len(merged) >= min(segment.num_bytes, sum(delta.num_bytes for delta in deltas)):
+        return segment, {}
+    record, chunks = cut_record(DELTA, memoryview(merged), chunk_bytes_for(len(merged) * num_segments))
+    return replace(segment, records=(*segment.records[: -len(deltas)], record)), chunks
 
 
 def join_record(record: Record, read_chunk: ReadChunk) -> NDArray[Any]:

@@ -2,7 +2,8 @@
 
 The learner sends whole contents (anchors) and deltas over the version that it published before. They are stored as they
 come. A worker is given one payload: the deltas that lead from what it has to the newest version, joined, or an anchor
-and the deltas since. To join payloads is to copy lists of hashes; the head never holds or computes a weight.
+and the deltas since. To join payloads is to copy lists of hashes, and steps are added up without what they are
+added to; the head never holds a weight.
 
 An adapter comes after its base model, which stays as long as the run: the planner knows nothing of it.
 
@@ -15,22 +16,31 @@ One thread stores and deletes, one piece at a time, so that nothing is deleted b
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable, Collection, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from dataclasses import replace
 from typing import TypeVar
 
 from echo2.errors import PeerError
 from echo2.types import PayloadId, SnapshotRef
 from echo2.weights.chain import compose
 from echo2.weights.content import read_files
-from echo2.weights.manifest import MAX_CHUNKS, MAX_DELTAS, Manifest
+from echo2.weights.manifest import MAX_CHUNKS, MAX_DELTAS, Manifest, Segment, widths_of
+from echo2.weights.segments import merge_deltas
 from echo2.weights.store import ChunkStore
+
+log = logging.getLogger(__name__)
 
 #: Chunks that one offer may name; the learner makes more offers for more.
 OFFER_CHUNKS_MAX = 4096
 #: Joined payloads that are remembered: one each for a newcomer and for the laggards of a few versions.
 JOINED_MAX = 8
+#: Payloads whose deltas are added up; they are remembered until their version is dropped.
+MERGED_MAX = 8
+#: Seconds that adding up one payload may take. Segments that are not reached keep their deltas in a row.
+MERGING_SECONDS = 5.0
 #: Base models of one run; each is as large as a model.
 BASE_MODELS_MAX = 4
 
@@ -47,6 +57,8 @@ class Archive:
         self._retained: set[SnapshotRef] = reachable(store.manifests())
         self._offered: set[bytes] = set()
         self._joined: dict[PayloadId, Manifest] = {}
+        self._merged: dict[PayloadId, set[bytes]] = {}  # of which deltas were added up: the chunks of the sums
+        self._merging = asyncio.Lock()
         self._forgotten: set[PayloadId] = set()  # joined before, of retained contents: workers may be fetching them
 
     async def _beside(self, work: Callable[..., T], *arguments: object) -> T:
@@ -146,6 +158,41 @@ class Archive:
         """Whether this payload is remembered, so that serving it costs next to nothing."""
         return payload in self._joined
 
+    def is_chain(self, payload: PayloadId) -> bool:
+        """Whether this payload would be several deltas in a row, which `merge` may make smaller."""
+        steps = None if payload in self._joined else self.store.chain(payload.ref, payload.base)
+        return payload.base is not None and steps is not None and len(steps) > 1
+
+    async def merge(self, payload: PayloadId) -> None:
+        """Add up the deltas of a payload, segment by segment, before it is handed out. Nothing of the weights is needed
+        for that. Where it cannot be done (see `merge_deltas`) or takes too long, deltas stay in a row."""
+        loop = asyncio.get_running_loop()
+        async with self._merging:
+            if not self.is_chain(payload) or len(self._merged) >= MERGED_MAX:
+                return
+            until, made = loop.time() + MERGING_SECONDS, self._merged.setdefault(payload, set())
+            try:
+                joined = compose(self._steps(payload))
+                segments = list(joined.segments)
+                for at, width in enumerate(widths_of(joined.tensors, joined.extents)):
+                    if loop.time() < until:
+                        segments[at] = await self._beside(self._merge, segments[at], width, len(segments), made)
+            except PeerError as error:  # the disk altered a chunk, which is missing now, or a record is none
+                log.warning("the deltas of %s are not added up: %s", payload, error)
+                del self._merged[payload]
+                return
+            if payload.ref in self._retained:
+                self._joined.setdefault(payload, replace(joined, segments=tuple(segments)))
+            else:
+                del self._merged[payload]
+
+    def _merge(self, segment: Segment, width: int, num_segments: int, made: set[bytes]) -> Segment:
+        """In the thread: what it stores is among `made` before anything is thrown away."""
+        merged, chunks = merge_deltas(segment, width, self.store.get, num_segments)
+        made.update(chunks)
+        self.store.put_checked(list(chunks.items()))
+        return merged
+
     def base_model(self, ref: SnapshotRef) -> SnapshotRef | None:
         """The base model of this snapshot; None if it is a whole model, or is not here."""
         steps = self.store.chain(ref)
@@ -177,8 +224,8 @@ class Archive:
         if joined is not None and not self.store.missing(joined):
             return joined
         joined = compose(self._steps(payload))
-        while len(self._joined) >= JOINED_MAX:
-            oldest = next(iter(self._joined))
+        plain = [known for known in self._joined if known not in self._merged]
+        for oldest in plain[: max(0, len(plain) - JOINED_MAX + 1)]:
             del self._joined[oldest]
             self._forgotten.add(oldest)
         self._joined[payload] = joined
@@ -192,6 +239,7 @@ class Archive:
         self._retained.discard(ref)
         for payload in [payload for payload in (*self._joined, *self._forgotten) if payload.ref == ref]:
             self._joined.pop(payload, None)
+            self._merged.pop(payload, None)
             self._forgotten.discard(payload)
             self.on_dropped(payload)
         await self.tidy()
@@ -209,7 +257,8 @@ class Archive:
         """In the thread. Returns what is listed no more."""
         before = {manifest.payload for manifest in self.store.manifests()}
         kept = worth_keeping(self.store, retained)
-        self.store.retain([*kept.values(), *joined], offered)
+        merged = [hash_ for hashes in list(self._merged.values()) for hash_ in hashes]
+        self.store.retain([*kept.values(), *joined], [*offered, *merged])
         return sorted(before - kept.keys(), key=lambda payload: payload.ref)
 
 

@@ -1,15 +1,15 @@
 """Distributes snapshots: chooses and signs each worker's payload, and runs the origin that sends its chunks.
 
 A worker that has an older version is told of the deltas that lead from it to the newest, anybody else of a whole
-content and the deltas since. Nothing has to be made for that but a list of what is stored.
+content and the deltas since. Several deltas are added up to one before.
 """
 
 from __future__ import annotations
 
 import logging
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable
-from typing import Protocol
+from collections.abc import Callable, Coroutine, Iterable
+from typing import Any, Protocol
 
 from echo2.broadcast.origin import OriginNode
 from echo2.control.head.fleet import Worker
@@ -44,9 +44,10 @@ class Distribution:
         signer: Signer,
         order: Order,
         attending: Callable[[str], Worker | None],
+        spawn: Callable[[Coroutine[Any, Any, None]], object],
     ) -> None:
         self.archive, self.origin = archive, origin
-        self._signer, self._order, self._attending = signer, order, attending
+        self._signer, self._order, self._attending, self._spawn = signer, order, attending, spawn
         self._notices: dict[PayloadId, wire.SnapshotNotice] = {}
         self._joins: defaultdict[SnapshotRef, Counter[str]] = defaultdict(Counter)
         archive.on_dropped = self._dropped
@@ -55,20 +56,31 @@ class Distribution:
         """A worker reports that it has this snapshot installed."""
         self.origin.held(worker_id, installed, self.archive.base_model(installed))
 
-    def announce(self, ref: SnapshotRef, worker_ids: Iterable[str]) -> None:
-        """Tell these workers that `ref` is the newest snapshot."""
+    def announce(self, ref: SnapshotRef, worker_ids: Iterable[str], merges: bool = True) -> None:
+        """Tell these workers that `ref` is the newest snapshot. `merges`: those that need several deltas are told once
+        these are added up."""
         with_base: defaultdict[SnapshotRef | None, list[str]] = defaultdict(list)
         for worker_id in worker_ids:
             worker = self._attending(worker_id)
             if worker is not None:
                 with_base[worker.installed].append(worker_id)
         for base, told in with_base.items():
+            if merges and base is not None and self.archive.is_chain(PayloadId(ref, base)):
+                self._spawn(self._announce_merged(PayloadId(ref, base), told))
+                continue
             try:
                 manifest = self.archive.payload(ref, base)
             except PeerError as error:
                 log.warning("%d workers with %s are not told of %s: %s", len(told), base, ref, error)
                 continue
             self._tell(manifest, told)
+
+    async def _announce_merged(self, payload: PayloadId, worker_ids: Iterable[str]) -> None:
+        """Unless a newer version has come meanwhile: these workers are told of that."""
+        await self.archive.merge(payload)
+        newest = max((ref for ref in self.archive.retained if ref.policy == payload.ref.policy), default=None)
+        if newest == payload.ref:
+            self.announce(payload.ref, worker_ids, merges=False)
 
     def _tell(self, manifest: Manifest, worker_ids: list[str]) -> None:
         notice = self._notice(manifest)
@@ -82,7 +94,7 @@ class Distribution:
         worker = self._attending(worker_id)
         return worker is not None and worker.installed != ref
 
-    def fetch_manifest(self, worker_id: str, request: wire.ManifestRequest) -> wire.SnapshotNotice:
+    async def fetch_manifest(self, worker_id: str, request: wire.ManifestRequest) -> wire.SnapshotNotice:
         """A worker requests a version, perhaps over what it has. Beyond `JOINS_MAX` it gets the payload without a base.
 
         Raises:
@@ -93,7 +105,11 @@ class Distribution:
         if ref is None:
             raise PeerError("unknown_snapshot", f"no snapshot {asked} is stored")
         base = messages.decode_ref(request.base) if request.HasField("base") else None
-        manifest = self.archive.payload(ref, base if self._may_ask(worker_id, ref, base) else None)
+        if base is not None and not self._may_ask(worker_id, ref, base):
+            base = None
+        if base is not None:
+            await self.archive.merge(PayloadId(ref, base))
+        manifest = self.archive.payload(ref, base)
         self.origin.assign(manifest.payload, (worker_id,), manifest)
         return self._notice(manifest)
 

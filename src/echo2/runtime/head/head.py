@@ -115,7 +115,7 @@ class Head:
         archive = Archive(store)
         dial = GrpcNetwork(self.identity.credentials).to_peer
         origin = OriginNode(store, BroadcastOptions(), self.order, dial, self.fail)
-        return Distribution(archive, origin, self.identity, self.order, self.attending)
+        return Distribution(archive, origin, self.identity, self.order, self.attending, self.spawn)
 
     def _machines(self, offers: Mapping[str, Offer]) -> Machines:
         return Machines(

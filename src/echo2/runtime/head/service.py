@@ -256,7 +256,7 @@ class Service:
 
     async def fetch_manifest(self, peer: Peer, request: wire.ManifestRequest) -> wire.SnapshotNotice:
         self._presence(peer)
-        return self._head.distribution.fetch_manifest(peer.peer_id, request)
+        return await self._head.distribution.fetch_manifest(peer.peer_id, request)
 
     def expel(self, revoked: frozenset[str]) -> None:
         """Disconnect revoked workers at once: their leases and streams end, and other workers avoid them."""

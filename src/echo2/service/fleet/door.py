@@ -154,7 +154,7 @@ class FleetDoor:
 
     async def _fetch_manifest(self, peer: Peer, request: wire.ManifestRequest) -> wire.SnapshotNotice:
         self._attending(peer)
-        return self._payloads.distribution.fetch_manifest(peer.peer_id, request)
+        return await self._payloads.distribution.fetch_manifest(peer.peer_id, request)
 
     def _attending(self, peer: Peer) -> JoinedMachine:
         machine = self._machines.get(peer.peer_id)

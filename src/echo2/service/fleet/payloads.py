@@ -45,7 +45,7 @@ class Payloads:
         store = ChunkStore(directory)
         self._archive, self._directories = Archive(store), directories
         origin = OriginNode(store, BroadcastOptions(), order, GrpcNetwork(identity.credentials).to_peer, on_error)
-        self.distribution = Distribution(self._archive, origin, identity, order, lambda _: None)
+        self.distribution = Distribution(self._archive, origin, identity, order, lambda _: None, asyncio.ensure_future)
         self._bases: dict[str, SnapshotRef] = {}
         stored = [ref for ref in self._archive.retained if not ref.is_base_model]
         self._adapters: OrderedDict[SnapshotRef, None] = OrderedDict.fromkeys(stored)  # the one used last is last
