@@ -23,13 +23,16 @@ import recording
 REPOSITORY = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(REPOSITORY / "tests")]
 
-from real_runs import Run, is_running, pause  # noqa: E402 (a run, as the tests start it)
+import real_runs  # noqa: E402 (a run, as the tests start it)
+from real_runs import Run, is_running, pause  # noqa: E402
 
 VICTIMS = ("head", "learner", "worker-0", "all", "run")
 #: From a step that is trained after a kill to the next kill.
 PAUSE_SECONDS_MAX = 2.0
-#: Steps for each kill: at least one is trained between two.
-STEPS_A_KILL = 1.5
+#: Steps of the run for each kill: on a quick machine several are trained between two.
+STEPS_A_KILL = 3
+#: Without anything new a run counts as stuck: a resumed one may take its time on a busy machine.
+real_runs.STUCK_SECONDS = 300.0
 
 
 def kill(run: Run, victim: str) -> None:
@@ -56,13 +59,17 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="result file")
     options = parser.parse_args()
     rng, done = random.Random(options.seed), Counter[str]()
-    settings = ("--run.deterministic", "true", "--run.max_steps", str(int(options.kills * STEPS_A_KILL) + 2))
+    num_steps = options.kills * STEPS_A_KILL
+    settings = ("--run.deterministic", "true", "--run.max_steps", str(num_steps))
     with tempfile.TemporaryDirectory(prefix="echo2-kills-") as folder:
         calm, run = (Run(Path(folder) / name, options.model, *settings) for name in ("calm", "killed"))
         calm.start().finish(3600.0)
         run.start()
         for number in range(options.kills):
-            run.wait_version(run.status().get("version", 0) + 1)
+            version = run.status().get("version", 0) + 1
+            if version >= num_steps:
+                break  # it was quicker than its killer
+            run.wait_version(version)
             time.sleep(rng.uniform(0.0, PAUSE_SECONDS_MAX))
             victim = rng.choice(VICTIMS)
             kill(run, victim)

@@ -16,7 +16,9 @@ from echo2.runtime.head.service import worker_joined
 from echo2.runtime.worker.process import NO_SLOT_LIMIT
 from echo2.transport import wire_pb2 as wire
 from echo2.transport.base import Peer
+from echo2.transport.identity import PeerIdentity
 from echo2.transport.limits import PROTOCOL_VERSION
+from echo2.transport.tickets import Ticket
 from echo2.types import RUN_POLICY, GroupRef, Lease
 from head_cases import OpenHead, rows, settings, until
 
@@ -70,3 +72,41 @@ def test_leases_that_wait_for_a_worker_go_together(tmp_path: Path, deterministic
             assert sent == batches
 
     asyncio.run(scenario())
+
+
+def test_a_stranger_does_not_take_the_name_of_a_rented_machine(tmp_path: Path) -> None:
+    """It would be paid as that one; and the machine itself, when it comes, would not be known."""
+    spot = (
+        'name = "spot"',
+        "price_usd_per_hour = 0.5",
+        "rollouts_per_second = 1.0",
+        'rent = "true"',
+        'release = "true"',
+    )
+    (tmp_path / "offers.toml").write_text("\n".join(("[[offers]]", *spot)))
+
+    async def scenario() -> None:
+        raw = settings(rows(tmp_path / "rows.jsonl", "53="), fleet={"offers": str(tmp_path / "offers.toml")})
+        async with OpenHead(tmp_path, raw) as open_head:
+            head = open_head.head
+            (tmp_path / "run" / "ticket").write_text("a ticket")
+            head.machines.rent("spot")
+            (machine,) = head.machines.names()
+            ticket = Ticket.parse(head.identity.make_ticket("worker", "127.0.0.1:1", 1, 1.0, is_own=False))
+            csr = PeerIdentity(tmp_path / "stranger").request()
+            stranger = Peer(head.identity.enrol(ticket.ticket_id, "worker", csr)[0], "worker")
+            hello = wire.WorkerHello(protocol=PROTOCOL_VERSION, slots=1, offer=machine)
+            stream = open_head.service.attend(stranger, hello)
+            await anext(stream)
+            worker = head.planner.fleet.get(stranger.peer_id)
+            assert worker is not None
+            assert worker.offer == ""
+            async with open_head.attending("w-1", offer=machine):
+                own = open_head.peer("w-1").peer_id
+                await until(lambda: head.planner.fleet.get(own) is not None)
+                rented = head.planner.fleet.get(own)
+                assert rented is not None
+                assert rented.offer == "spot"
+            await stream.aclose()
+
+    asyncio.run(asyncio.wait_for(scenario(), 60.0))
