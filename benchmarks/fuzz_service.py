@@ -96,7 +96,10 @@ def _read_journal(path: Path) -> None:
 
 def _frames() -> list[Target]:
     record = JournalRecord(3, None, Answer(3, sampled=_SAMPLED))
-    typed, journal = (msgspec.MsgspecError, UnicodeDecodeError), from_file("service.journal", _read_journal)
+    typed, journal = (
+        (msgspec.MsgspecError, UnicodeDecodeError, RecursionError),
+        from_file("service.journal", _read_journal),
+    )
     answers = (encode(Answer(1, sampled=_SAMPLED)), encode(Answer(2, fault="it is gone", is_ours=True)))
     requests = (encode(Request(1, SampleCall("base", "", _SPEC))), encode(Request(2, UnloadCall("m"))))
     return [

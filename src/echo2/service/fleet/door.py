@@ -147,7 +147,7 @@ class FleetDoor:
         for data in message.answers:
             try:
                 answer = ANSWERS.decode(data)
-            except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+            except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
                 raise PeerError("malformed", f"an answer: {error}") from error
             machine.answered(answer)
         return wire.Empty()

@@ -108,7 +108,7 @@ class SamplerMachine:
     def _take(self, data: bytes) -> None:
         try:
             self._desk.take(REQUESTS.decode(data))
-        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
             raise PeerError("malformed", f"a call: {error}") from error
 
     def _disconnected(self) -> None:
