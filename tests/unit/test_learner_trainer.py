@@ -331,7 +331,7 @@ def test_latest_passes_over_torn_checkpoints_and_prune_keeps_the_newest(tmp_path
     data[-1] ^= 1
     weights_file.write_bytes(data)
     assert checkpoint.latest(tmp_path) == tmp_path / "step_2"
-    with pytest.raises(UserError, match="whole checkpoint"):
+    with pytest.raises(UserError, match="complete checkpoint"):
         trainer.load_state(tmp_path / "step_3")
     assert checkpoint.versions(tmp_path) == [3, 2, 1]
     checkpoint.prune(tmp_path, keep=1, spared=[1])
