@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -195,6 +196,29 @@ def test_checkpoints_of_something_else_are_refused(model: Path, tmp_path: Path) 
     for policy, directory, complaint in cases:
         with pytest.raises(UserError, match=complaint):
             GrpoClient(policy, Config()).load_state(directory)
+
+
+def test_a_run_begins_with_an_adapter(model: Path, tmp_path: Path) -> None:
+    config = lora_config()
+    config = replace(config, model=replace(config.model, path=str(model)))
+    client, rng = GrpoClient(load_trained(config, "cpu"), config), random.Random(3)
+    client.forward_backward([random_group(rng, number) for number in range(4)])
+    client.optim_step()
+    client.save_state(tmp_path / "before").result()
+
+    def begun(path: Path, **changes: Any) -> Policy:
+        return load_trained(replace(config, lora=replace(config.lora, path=str(path), **changes)), "cpu")
+
+    found = begun(tmp_path / "before").state()
+    assert all(torch.equal(found[name], tensor) for name, tensor in client.policy.state().items())
+    with pytest.raises(UserError, match="holds an adapter with r = 2; lora.rank makes it 3.*another adapter"):
+        begun(tmp_path / "before", rank=3)
+    with pytest.raises(UserError, match="holds no PEFT adapter"):
+        begun(model)
+    other = load_base(str(model_directory(tmp_path / "other", seed=1)), "cpu").adapter(LORA, 0)
+    GrpoClient(other, Config()).save_state(tmp_path / "of_other").result()
+    with pytest.raises(UserError, match=r"is an adapter over base-.*, and model\.path holds base-"):
+        begun(tmp_path / "of_other")
 
 
 def test_targets(model: Path) -> None:

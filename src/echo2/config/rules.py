@@ -142,7 +142,7 @@ def _check_lora(config: Config) -> None:
     lora = config.lora
     if not lora.targets:
         raise UserError('lora.targets is empty: name linear layers, or write ["all-linear"].')
-    if not lora.rank and (lora.alpha or lora.targets != ["all-linear"]):
+    if not lora.rank and (lora.alpha or lora.path or lora.targets != ["all-linear"]):
         raise UserError("lora.rank = 0 trains the whole model: set lora.rank, or leave out the rest of [lora].")
 
 

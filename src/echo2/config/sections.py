@@ -63,6 +63,13 @@ class LoraConfig:
         list[str],
         _doc('Linear layers with an adapter, by the ends of their names. ["all-linear"]: all but the output.'),
     ] = field(default_factory=lambda: ["all-linear"])
+    path: Annotated[
+        str,
+        _doc(
+            "PEFT adapter that training begins with, for example one that `echo2 sft` wrote. Its rank, alpha and "
+            "targets must be those of the run. Empty: a new adapter, drawn with run.seed."
+        ),
+    ] = ""
 
     @property
     def scaled_alpha(self) -> int:

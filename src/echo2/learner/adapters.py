@@ -25,9 +25,18 @@ from echo2.documents import parse_json
 from echo2.errors import UserError
 from echo2.learner.mesh import Mesh
 from echo2.learner.model import Policy, load_policy
+from echo2.learner.shard_files import open_tensors
+from echo2.learner.state import load_weights
 from echo2.rollout.adapter import PREFIX
-from echo2.types import Snapshot
-from echo2.weights.adapter_files import ADAPTER_CONFIG, ADAPTER_WEIGHTS, adapter_config, lora_targets
+from echo2.types import Snapshot, SnapshotRef
+from echo2.weights.adapter_files import (
+    ADAPTER_CONFIG,
+    ADAPTER_WEIGHTS,
+    BEGINNING_REMEDY,
+    adapter_config,
+    check_same_settings,
+    lora_targets,
+)
 from echo2.weights.model_files import find_model, read_base_model
 
 
@@ -151,13 +160,26 @@ class Adapter(Policy):
                 f"{directory} is a checkpoint of an adapter over {base_model}; model.path holds "
                 f"{ref.policy}. Set model.path back, or start another --out."
             )
-        ours, theirs = (parse_json(text) for text in (self.files[ADAPTER_CONFIG], _read(directory / ADAPTER_CONFIG)))
-        for key, setting in (("r", "rank"), ("lora_alpha", "alpha"), ("target_modules", "targets")):
-            if ours[key] != theirs.get(key):
+        check_same_settings(self.files[ADAPTER_CONFIG], directory, "Set it back, or start another --out.")
+
+    def begin_with(self, directory: Path) -> None:
+        """Take the weights of the PEFT adapter in a directory.
+
+        Raises:
+            UserError: there is none, or it is of another base model, rank, alpha or targets.
+        """
+        named = check_same_settings(self.files[ADAPTER_CONFIG], directory, BEGINNING_REMEDY)
+        ours = self.base.snapshot.ref.policy
+        if SnapshotRef(named, 0, 0).is_base_model and named != ours:  # a hub's name tells no content
+            raise UserError(f"lora.path: {directory} is an adapter over {named}, and model.path holds {ours}.")
+        with open_tensors(directory, ADAPTER_WEIGHTS) as tensors:
+            others = self.state().keys() ^ tensors.shapes.keys()
+            if others:
                 raise UserError(
-                    f"{directory} is a checkpoint of an adapter with {key} = {theirs.get(key)}; lora.{setting} makes "
-                    f"it {ours[key]}. Set lora.{setting} back, or start another --out."
+                    f"lora.path: {directory} is an adapter of another model: {len(others)} tensors are there or here "
+                    f"alone, for example {min(others)}."
                 )
+            load_weights(Mesh(), directory, self.state(), tensors)
 
 
 class _Alone(Policy):
@@ -191,11 +213,14 @@ def load_trained(config: Config, device: str, mesh: Mesh | None = None) -> Polic
     """What a run trains, as it is at version 0: the model, or an adapter over it. `mesh`: the ranks it is cut over.
 
     Raises:
-        UserError: the model can't be loaded, or a target matches nothing.
+        UserError: the model can't be loaded, a target matches nothing; as `Adapter.begin_with`.
     """
     if not config.lora.rank:
         return load_policy(config.model.path, "float32", device, mesh)
-    return load_base(config.model.path, device, mesh).adapter(config.lora, config.run.seed)
+    adapter = load_base(config.model.path, device, mesh).adapter(config.lora, config.run.seed)
+    if config.lora.path:
+        adapter.begin_with(Path(config.lora.path))
+    return adapter
 
 
 def load_merged(base: str, adapter: Path, device: str) -> Policy:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
+from echo2.documents import parse_json
 from echo2.errors import UserError
 from echo2.types import SnapshotRef
 
@@ -14,6 +16,7 @@ if TYPE_CHECKING:
 
 ADAPTER_WEIGHTS, ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"
 ALL_LINEAR = "all-linear"
+BEGINNING_REMEDY = "Set it to the value of the adapter, or name another adapter in lora.path."
 
 
 def adapter_config(lora: LoraConfig, targets: Sequence[str], base_model: SnapshotRef) -> bytes:
@@ -30,6 +33,31 @@ def adapter_config(lora: LoraConfig, targets: Sequence[str], base_model: Snapsho
         "inference_mode": True,
     }
     return json.dumps(values, indent=2, sort_keys=True).encode()
+
+
+def check_same_settings(ours: bytes, directory: Path, remedy: str) -> str:
+    """Refuse the PEFT adapter in a directory where its rank, alpha or targets are not those of the adapter_config.json
+    `ours`. What it calls its base model.
+
+    Raises:
+        UserError: saying what differs, or that there is no adapter.
+    """
+    path = directory / ADAPTER_CONFIG
+    try:
+        theirs = parse_json(path.read_bytes())
+        theirs["target_modules"] = sorted(theirs["target_modules"])
+    except OSError as error:
+        raise UserError(f"{directory} holds no PEFT adapter: {path} cannot be read ({error.strerror}).") from error
+    except (ValueError, KeyError, TypeError) as error:
+        raise UserError(f"{path} describes no LoRA adapter: {error!r}.") from error
+    wanted = parse_json(ours)
+    for key, setting in (("r", "rank"), ("lora_alpha", "alpha"), ("target_modules", "targets")):
+        if wanted[key] != theirs.get(key):
+            raise UserError(
+                f"{directory} holds an adapter with {key} = {theirs.get(key)}; lora.{setting} makes it {wanted[key]}. "
+                f"{remedy}"
+            )
+    return str(theirs.get("base_model_name_or_path"))
 
 
 def lora_targets(linear: Collection[str], targets: Sequence[str]) -> list[str]:

@@ -31,7 +31,8 @@ from echo2.tasks.environments import load_environment
 from echo2.tasks.harness_process import OWN, VERIFIERS, is_harness, load_harness
 from echo2.tasks.load import load_tasks
 from echo2.tasks.streams import training_tasks
-from echo2.weights.adapter_files import lora_targets
+from echo2.types import SnapshotRef
+from echo2.weights.adapter_files import BEGINNING_REMEDY, adapter_config, check_same_settings, lora_targets
 from echo2.weights.model_files import tensor_shapes
 
 #: Rows of a file that are checked before a run starts; the others when their turn comes.
@@ -271,14 +272,18 @@ def check_engine(config: Config) -> None:
 
 
 def check_lora(config: Config) -> None:
-    """Raises UserError where lora.targets match nothing, as far as the files of a local model tell."""
+    """Raises UserError where lora.targets match nothing, as far as the files of a local model tell, or lora.path is an
+    adapter of other settings."""
     where = Path(config.model.path)
     if not config.lora.rank or not where.is_dir():
         return
     shapes = {name: shape for file in where.glob("*.safetensors") for name, shape in tensor_shapes(file).items()}
     ends = ("embed_tokens", "lm_head")
     linear = [name.removesuffix(".weight") for name, shape in shapes.items() if len(shape) == 2]
-    lora_targets([name for name in linear if not name.endswith(ends)], config.lora.targets)
+    targets = lora_targets([name for name in linear if not name.endswith(ends)], config.lora.targets)
+    if config.lora.path:
+        ours = adapter_config(config.lora, targets, SnapshotRef("", 0, 0))
+        check_same_settings(ours, Path(config.lora.path), BEGINNING_REMEDY)
 
 
 def check_model_directory(where: Path, engine: str) -> None:

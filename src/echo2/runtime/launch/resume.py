@@ -14,6 +14,7 @@ FIXED = {
     "lora.rank": "the checkpoints are of an adapter of that rank, or of a whole model",
     "lora.alpha": "the adapter in the checkpoints is scaled by it",
     "lora.targets": "the adapter in the checkpoints is of these layers",
+    "lora.path": "the checkpoints go on from it",
     "sampling.group_size": "delivered groups have that many rollouts",
     "run.seed": "the tasks of issued groups follow from it",
     "tasks.source": "issued groups are of its tasks",

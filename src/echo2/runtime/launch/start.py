@@ -75,6 +75,7 @@ def absolute(config: Config) -> Config:
     return replace(
         config,
         model=replace(config.model, path=str(model.resolve()) if model.is_dir() else config.model.path),
+        lora=replace(config.lora, path=str(Path(config.lora.path).resolve()) if config.lora.path else ""),
         tasks=replace(config.tasks, source=named_all(config.tasks.source), environment=environment),
         eval=replace(config.eval, source=named_all(config.eval.source)),
         reward=replace(config.reward, functions=[named(entry) for entry in config.reward.functions]),
