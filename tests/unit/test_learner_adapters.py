@@ -211,7 +211,7 @@ def test_a_run_begins_with_an_adapter(model: Path, tmp_path: Path) -> None:
 
     found = begun(tmp_path / "before").state()
     assert all(torch.equal(found[name], tensor) for name, tensor in client.policy.state().items())
-    with pytest.raises(UserError, match="holds an adapter with r = 2; lora.rank makes it 3.*another adapter"):
+    with pytest.raises(UserError, match=r"with r = 2; lora\.rank makes it 3.*another adapter"):
         begun(tmp_path / "before", rank=3)
     with pytest.raises(UserError, match="holds no PEFT adapter"):
         begun(model)
