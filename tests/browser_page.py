@@ -50,7 +50,7 @@ class Page:
         """Wait until an expression is true in the page."""
         from selenium.webdriver.support.ui import WebDriverWait
 
-        return WebDriverWait(self.driver, 20, 0.1).until(lambda _: self.ask(condition), condition)
+        return WebDriverWait(self.driver, 60, 0.1).until(lambda _: self.ask(condition), condition)
 
     def text(self, selector: str) -> str:
         """What an element says."""

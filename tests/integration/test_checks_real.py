@@ -14,7 +14,7 @@ import pytest
 
 from real_runs import REPOSITORY, Run
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = pytest.mark.timeout(600)
 #: A worker whose tokens are drawn from the right weights with other random numbers, as the best of many would be.
 LIAR = """
 import sys
@@ -36,7 +36,7 @@ from echo2.runtime.worker import process
 
 class Misnaming(process.WorkerProcess):
     async def _send(self, batch):
-        for span in (span for one in batch.items for sample in one.samples for span in sample.version_spans):
+        for span in (span for one in batch.items for rollout in one.rollouts for span in rollout.version_spans):
             span.version += 1
         await super()._send(batch)
 

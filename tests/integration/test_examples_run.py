@@ -9,7 +9,7 @@ import pytest
 
 from real_runs import REPOSITORY, SMALL, echo2
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 #: Neither machines nor a service are a run; the last needs a Python of its own (test_foreign_environments.py).
 OTHERS = {"offers", "serve", "openenv"}

@@ -87,8 +87,10 @@ def look(desk: Path, words: list[str]) -> None:
     command = [sys.executable, "-m", "echo2", *words]
     with subprocess.Popen(command, cwd=desk, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
-        assert process.stdout.readline().startswith("open http://127.0.0.1:")
-        process.terminate()
+        try:
+            assert process.stdout.readline().startswith("open http://127.0.0.1:")
+        finally:
+            process.terminate()
 
 
 @pytest.mark.parametrize("page", COMMANDS, ids=lambda page: page.name)

@@ -65,7 +65,7 @@ def test_chat_learns_and_goes_on_after_a_kill(served: Served, tmp_path: Path) ->
     nats = curve(log, "train_mean_nll")
     assert len(nats) == 14
     assert nats[0] > 5.0
-    assert statistics.mean(nats[-3:]) < 4.2, nats
+    assert statistics.mean(nats[-3:]) < nats[0] - 1.0, nats
 
 
 @pytest.mark.parametrize("recipe", ["math-ppo-0", "math-importance_sampling-1", "math-stable_reinforce-2"])
@@ -75,7 +75,7 @@ def test_math_learns_in_step_and_behind(served: Served, tmp_path: Path, recipe: 
     assert start(served, recipe, log).wait() == 0, log.with_suffix(".out").read_text()[-3000:]
     rewards = curve(log, "env/all/reward/total")
     assert rewards[0] < -0.08, rewards  # a random answer of 8 tokens seldom ends
-    assert max(rewards) > -0.03, rewards
+    assert max(rewards) > rewards[0] + 0.03, rewards
 
 
 def test_a_penalty_is_paid_for_leaving_the_base_model(served: Served, tmp_path: Path) -> None:

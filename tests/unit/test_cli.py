@@ -236,13 +236,15 @@ def test_a_worker_takes_its_leave_when_it_is_told_to_end(
         signal.raise_signal(number)
         raise AssertionError("it goes on")
 
-    before = signal.getsignal(signal.SIGTERM)
+    before = {one: signal.getsignal(one) for one in (signal.SIGINT, signal.SIGTERM)}
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # it is ignored where a script runs the tests with "&"
     monkeypatch.setattr(cli, "_begin", lambda: None)
     monkeypatch.setattr(process, "run_worker", run_worker)
     try:
         assert main(["worker", ticket]) == status
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for one, handler in before.items():
+            signal.signal(one, handler)
     assert capsys.readouterr().err == "left the run; its leases go to other workers\n"
 
 

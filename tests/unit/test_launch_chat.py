@@ -31,13 +31,13 @@ def conversation(model: Path, template: str | None = None, temperature: float = 
     tokenizer: Any = load_tokenizer(policy.files)
     tokenizer.chat_template = template
     texts: list[str] = []
-    encode = tokenizer.encode
 
-    def noted(text: str, *, add_special_tokens: bool) -> Any:
-        texts.append(text)
-        return encode(text, add_special_tokens=add_special_tokens)
+    class Noting(type(tokenizer)):  # type: ignore[misc]
+        def encode(self, text: str, **options: Any) -> Any:
+            texts.append(text)
+            return super().encode(text, **options)
 
-    tokenizer.encode = noted
+    tokenizer.__class__ = Noting
     return Dialogue(policy.module, tokenizer, policy.files, temperature), texts
 
 

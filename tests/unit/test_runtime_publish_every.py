@@ -108,7 +108,7 @@ def test_damaged_or_missing_measurements_are_refused_not_passed_over(tmp_path: P
 
 def test_a_deterministic_run_needs_a_number() -> None:
     raw = {"run": {"deterministic": True}, "schedule": {"publish_every": "auto", "max_staleness": 2}}
-    with pytest.raises(UserError, match=r"run\.deterministic = true excludes schedule\.publish_every"):
+    with pytest.raises(UserError, match=r"run\.deterministic = true cannot be combined with schedule\.publish_every"):
         build(raw, "my.toml")
     build({**raw, "schedule": {"publish_every": "auto", "max_staleness": 0}}, "my.toml")  # 1, whatever is measured
 

@@ -61,7 +61,7 @@ async def is_closed(reader: asyncio.StreamReader) -> bool:
 
 
 def test_a_head_that_does_not_come_costs_its_connection(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(http_server, "HEAD_SECONDS", 1.5)
+    monkeypatch.setattr(http_server, "HEAD_SECONDS", 5.0)
 
     async def client(port: int, may_answer: asyncio.Event) -> None:
         async with connected(port) as (reader, writer):

@@ -195,7 +195,7 @@ def test_what_cannot_be_sampled_is_told_and_harms_nobody(sampler: BaseSampler, t
     ):
         with pytest.raises(UserError, match=words):
             sampled(sampler, [""], bad)
-    with pytest.raises(UserError, match="holds no"):
+    with pytest.raises(UserError, match="has no complete checkpoint"):
         sampled(sampler, [str(tmp_path / "none")])
     assert len(of_one(sampler, SPEC).tokens) > 0
 

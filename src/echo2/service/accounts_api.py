@@ -181,11 +181,12 @@ class AccountsApi:
         them does. The same idempotency key is the same copy."""
         given = parse(CopyBody, body)
         key = request.headers.get("x-idempotency-key") or secrets.token_hex(16)
-        copy = "copy_" + hashlib.sha256(f"{caller.tenant} {key} {given.source_path}".encode()).hexdigest()[:32]
-        found = self._database.find(checkpoints, model=copy)
+        copy = "copy_" + hashlib.sha256(msgspec.json.encode([caller.tenant, key, given.source_path])).hexdigest()[:32]
+        found = self._database.find(checkpoints, model=copy, tenant=caller.tenant)
         if found is None:
             found, now = self._work.checkpoint(given.source_path, caller.tenant), self._work.clock()
-            values = {column: getattr(found, column) for column in ("kind", "name", "directory", "size", "labels")}
+            values = {column: getattr(found, column) for column in ("kind", "name", "directory", "size")}
+            values["labels"] = found.labels if found.tenant == caller.tenant else None
             values |= {"id": copy.replace("copy", "chk"), "model": copy, "tenant": caller.tenant, "public": False}
             expires = None if given.ttl_seconds is None else now + given.ttl_seconds
             spec = {**found.spec, "owner": caller.tenant}

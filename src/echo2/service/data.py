@@ -20,7 +20,7 @@ from echo2.errors import PeerError, UserError
 from echo2.service import tinker_pb2 as pb
 from echo2.service.backend import ClientDatum, Floats, TrainOutput
 from echo2.service.bodies import DatumBody, LossBody, TensorBody, TrainBody, parse, prompt_tokens
-from echo2.service.sampled import sample_as_json
+from echo2.service.sampled import are_whole, sample_as_json
 
 #: Numbers of one tensor, of all sparse tensors of a request when they are written out, and data of one request.
 TENSOR_NUMBERS_MAX = 1 << 22
@@ -137,7 +137,7 @@ def _json_datum(datum: DatumBody) -> tuple[ClientDatum, int]:
 
 def _check_sparse(shapes: Iterable[Sequence[int]]) -> None:
     """What little bytes may become."""
-    count = sum(math.prod(shape) for shape in shapes)
+    count = sum(math.prod(abs(size) for size in shape) for shape in shapes)
     if count > SPARSE_NUMBERS_MAX:
         raise UserError(f"The sparse tensors of a request stand for {count} numbers; {SPARSE_NUMBERS_MAX} are taken.")
 
@@ -185,7 +185,11 @@ def _json_tensor(tensor: TensorBody) -> Array:
     dtype = JSON_DTYPES.get(tensor.dtype)
     if dtype is None:
         raise UserError(f"a tensor has the dtype {tensor.dtype!r}; there are float32 and int64.")
-    values = np.asarray(tensor.data, dtype=np.float64).astype(dtype)
+    numbers = np.asarray(tensor.data, dtype=np.float64)
+    if tensor.dtype == "int64" and not are_whole(numbers):
+        raise UserError("an int64 tensor has a number that is not a whole one, or is too large.")
+    with np.errstate(over="ignore", invalid="ignore"):  # what overflows is refused later, for it is not finite
+        values = numbers.astype(dtype)
     if tensor.sparse_crow_indices is None:
         return _shaped(values, tensor.shape)
     crow = np.asarray(tensor.sparse_crow_indices, dtype=np.int64)

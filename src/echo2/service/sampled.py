@@ -46,11 +46,16 @@ def read_targets(tensor: TensorBody, length: int) -> tuple[Ints, Ints]:
         )
     tokens = np.asarray(tensor.data, dtype=np.float64)
     rows = _rows(tensor, len(tokens), shape)
-    if not ((tokens >= -1) & (tokens < 2**31)).all():
+    if not are_whole(tokens) or not ((tokens >= -1) & (tokens < 2**31)).all():
         raise UserError("target_prompt_logprobs has a number that is neither a token nor -1.")
     is_wanted = tokens >= 0
     places = (rows[is_wanted] + 1).astype("<i4")
     return array("i", places.tobytes()), array("i", tokens[is_wanted].astype("<i4").tobytes())
+
+
+def are_whole(numbers: Any) -> bool:
+    """Whether each of these float64 numbers is an integer that float64 holds exactly."""
+    return bool(((np.abs(numbers) <= 2.0**53) & (numbers == np.floor(numbers))).all())
 
 
 def _rows(tensor: TensorBody, count: int, shape: Sequence[int]) -> Any:

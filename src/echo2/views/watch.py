@@ -79,9 +79,6 @@ class Watch:
                 await self._wait(seen)
         finally:
             self.num_listeners -= 1
-            if not self.num_listeners and self._looking is not None:
-                self._looking.cancel()
-                self._looking = None
 
     async def _wait(self, seen: int) -> None:
         """Until there is something newer, or nothing for too long a time."""
@@ -93,12 +90,16 @@ class Watch:
                 pass  # whoever listens hears that the connection lives
 
     async def _look(self) -> None:
-        while True:
+        """Look again and again while a page is open. A look that has begun is told to its end: what it read counts as
+        told."""
+        while self.num_listeners:
             try:
                 seconds, changed = await asyncio.to_thread(self._read)
             except Exception:  # a page that is open shall say what it knows; the log has why there is no more
                 log.exception("the run directories could not be read")
                 seconds, changed = 0.0, []
+                self._messages.clear()  # what was read before the failure is told anew, and whole
+                self._points = [ChartPoints() for _ in self.views]
             for kind, index, whole, news in changed:
                 self._number += 1
                 before = self._messages.get((kind, index))
@@ -108,6 +109,7 @@ class Watch:
                 async with self._news:
                     self._news.notify_all()
             await asyncio.sleep(max(LOOK_SECONDS, seconds / LOOK_SHARE))
+        self._looking = None  # nothing is awaited since the last look at who listens
 
     def _read(self) -> tuple[float, list[tuple[str, int, bytes, bytes]]]:
         """Seconds of a core that it took, and of each message that differs from the one before: the whole, and the news

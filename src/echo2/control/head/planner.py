@@ -273,6 +273,8 @@ class Planner(PlannerState):
         if ref.lineage != self.lineage or ref.version > self.version:
             self.emit(do.DropSnapshot, f"published for lineage {ref.lineage}; the run is at {self.lineage}", ref=ref)
             return
+        if self.published.get(ref.version, ref) != ref:
+            self.took_over_at = now  # workers with the version of the lineage before have not heard yet
         self.published[ref.version] = self.retained[ref.version] = ref
         self.published_at = now
         self.gauge.published(ref, now)

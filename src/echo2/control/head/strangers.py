@@ -186,7 +186,7 @@ def recover(state: PlannerState, event: ev.HeadStarted) -> None:
         state.standings.of(old.ticket).num_rests = old.num_rests
         if old.until > state.now:
             state.standings.rests.set(old.ticket, old.until)
-    for gone in event.expulsions:
+    for gone in sorted(event.expulsions, key=lambda gone: gone.until):  # the last ones are kept
         conduct = state.conducts.of(gone.worker_id)
         conduct.num_expelled, conduct.expelled_until, conduct.expelled_for = gone.num_expelled, gone.until, gone.reason
 

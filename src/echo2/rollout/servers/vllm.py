@@ -46,7 +46,7 @@ START_POLL_SECONDS = 0.25
 LOAD_SECONDS = 600.0
 CHECK_SECONDS = 30.0
 #: Seconds from a broken connection to the end of the process that had it.
-EXIT_SECONDS = 1.0
+EXIT_SECONDS = 3.0
 #: The driver's list of GPUs.
 GPUS = Path("/proc/driver/nvidia/gpus")
 #: Name of the adapter at the server.
@@ -156,7 +156,11 @@ class VllmServer:
         """See `TokenServer.check`. The version is asked of the process that computes, not of the one that listens."""
         if self._process is not None:
             self._process.check()
-        found = decode(await self._call("/weight_info", None, CHECK_SECONDS, "GET"), _Weights).weight_version
+        try:
+            found = decode(await self._call("/weight_info", None, CHECK_SECONDS, "GET"), _Weights).weight_version
+        except LinkError:
+            await self._check_exit()
+            raise
         if found != model.label:
             raise PeerError("other_weights", f"it serves {found!r}, and should serve {model.label!r}")
 
@@ -174,9 +178,7 @@ class VllmServer:
         try:
             answer = decode(await self._running().call("/inference/v1/generate", body, None, bytes_max), _Answer)
         except LinkError:
-            if (process := self._process) is not None:
-                await process.ended(EXIT_SECONDS)
-                process.check()  # how it has ended says more than a broken connection
+            await self._check_exit()
             raise
         if len(answer.choices) != 1:
             raise PeerError("bad_answer", f"{len(answer.choices)} completions of one request")
@@ -220,6 +222,12 @@ class VllmServer:
                 if time.monotonic() > deadline:
                     raise LinkError(f"no answer in {START_SECONDS:.0f} s: {self._process.last_words()}") from error
             await self._process.ended(START_POLL_SECONDS)
+
+    async def _check_exit(self) -> None:
+        """Raises LinkError where the process has ended: how it ended says more than a broken connection."""
+        if (process := self._process) is not None:
+            await process.ended(EXIT_SECONDS)
+            process.check()
 
     def _command(self, model: ServedModel, socket: Path) -> list[str]:
         python = self._place.python or sys.executable

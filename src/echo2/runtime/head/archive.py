@@ -23,7 +23,7 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import TypeVar
 
-from echo2.errors import PeerError
+from echo2.errors import PeerError, UserError
 from echo2.types import PayloadId, SnapshotRef
 from echo2.weights.chain import compose
 from echo2.weights.content import read_files
@@ -171,20 +171,21 @@ class Archive:
             if not self.is_chain(payload) or len(self._merged) >= MERGED_MAX:
                 return
             until, made = loop.time() + MERGING_SECONDS, self._merged.setdefault(payload, set())
+            is_made = False
             try:
                 joined = compose(self._steps(payload))
                 segments = list(joined.segments)
                 for at, width in enumerate(widths_of(joined.tensors, joined.extents)):
                     if loop.time() < until:
                         segments[at] = await self._beside(self._merge, segments[at], width, len(segments), made)
-            except PeerError as error:  # the disk altered a chunk, which is missing now, or a record is none
+                if payload.ref in self._retained:
+                    self._joined.setdefault(payload, replace(joined, segments=tuple(segments)))
+                    is_made = True
+            except (PeerError, UserError) as error:  # a chunk is altered or missing, a record is none, the disk is full
                 log.warning("the deltas of %s are not added up: %s", payload, error)
-                del self._merged[payload]
-                return
-            if payload.ref in self._retained:
-                self._joined.setdefault(payload, replace(joined, segments=tuple(segments)))
-            else:
-                del self._merged[payload]
+            finally:  # also where the caller was cancelled
+                if not is_made:
+                    self._merged.pop(payload, None)
 
     def _merge(self, segment: Segment, width: int, num_segments: int, made: set[bytes]) -> Segment:
         """In the thread: what it stores is among `made` before anything is thrown away."""

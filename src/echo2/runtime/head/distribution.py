@@ -109,6 +109,8 @@ class Distribution:
             base = None
         if base is not None:
             await self.archive.merge(PayloadId(ref, base))
+            if self._attending(worker_id) is None:
+                raise PeerError("unknown_worker", f"{worker_id} has left")
         manifest = self.archive.payload(ref, base)
         self.origin.assign(manifest.payload, (worker_id,), manifest)
         return self._notice(manifest)

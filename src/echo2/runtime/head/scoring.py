@@ -20,6 +20,7 @@ async def score(head: Head, command: do.ScoreGroup) -> None:
     """Compute the rewards of a delivered group. A failure ends the group, not the run."""
     ref, delivered = command.group, command.rollouts
     await head.reader.loaded()  # a head that was restarted may hold groups before it has a snapshot
+    event: ev.GroupScored | ev.GroupUnfit
     try:
         group = delivered.group if delivered is not None else None
         event = await _scored(head, group or parse_group(head.ledger.rollouts(ref.number)))
@@ -32,7 +33,7 @@ async def score(head: Head, command: do.ScoreGroup) -> None:
     await head.tell(event)
 
 
-async def _scored(head: Head, group: RolloutGroup) -> ev.GroupScored | ev.GroupUnfit:
+async def _scored(head: Head, group: RolloutGroup) -> ev.GroupScored:
     """The rewards of a group, and the seconds that they took."""
     task = await head.tasks.task(group.group, group.cursor)
     texts = head.reader.texts(group, task)

@@ -57,7 +57,7 @@ class Service:
     def __init__(self, head: Head) -> None:
         self._head = head
         self._revoked: frozenset[str] = frozenset()
-        self._reading: dict[int, asyncio.Task[wire.DeliveryReply]] = {}  # results of environments, by lease
+        self._reading: dict[tuple[str, int], asyncio.Task[wire.DeliveryReply | PeerError]] = {}  # by worker and lease
         self._turns = asyncio.Semaphore(TURNS_MAX)
 
     def handlers(self) -> dict[str, Handler]:
@@ -217,15 +217,23 @@ class Service:
         """Going through an environment may outlast the call. The reading goes on; the next call gets its answer, or
         hears that there is one.
         """
-        reading = self._reading.get(delivery.lease_id)
+        key = peer.peer_id, messages.whole_number("lease_id", delivery.lease_id)
+        reading = self._reading.get(key)
         if reading is None:
-            reading = self._reading[delivery.lease_id] = self._head.spawn(self._judged(peer, delivery))
-            reading.add_done_callback(lambda _: self._reading.pop(delivery.lease_id, None))
-        return await asyncio.shield(reading)
+            reading = self._reading[key] = self._head.spawn(self._judged(peer, delivery))
+            reading.add_done_callback(lambda _: self._reading.pop(key, None))
+        reply = await asyncio.shield(reading)
+        if isinstance(reply, PeerError):
+            raise reply
+        return reply
 
-    async def _judged(self, peer: Peer, delivery: wire.Delivery) -> wire.DeliveryReply:
-        event = await self._read(peer, delivery)
-        return self._reply(event, await self._head.tell(event))
+    async def _judged(self, peer: Peer, delivery: wire.Delivery) -> wire.DeliveryReply | PeerError:
+        """Returns the caller's mistake instead of raising it: an error in a task of the head's own ends the run."""
+        try:
+            event = await self._read(peer, delivery)
+            return self._reply(event, await self._head.tell(event))
+        except PeerError as error:
+            return error
 
     async def _read(self, peer: Peer, delivery: wire.Delivery) -> _Result:
         """What the planner is to be told of a result."""

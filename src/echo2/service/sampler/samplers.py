@@ -9,7 +9,7 @@ import asyncio
 import math
 from array import array
 from collections import OrderedDict, deque
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from dataclasses import replace
 
 from echo2.control.service.placing import SLOTS
@@ -70,7 +70,7 @@ class BaseSampler:
         finally:
             outcomes.cancel()
         if spec.top_sample_logprobs:
-            sequences = await asyncio.to_thread(_with_tops, policy, spec, sequences)
+            sequences = [await _with_tops(policy, spec, sequence) for sequence in sequences]
         return SampleOutput(sequences) if scores is None else _scored(sequences, scores)
 
     async def close(self) -> None:
@@ -146,14 +146,12 @@ def _prompt_scores(policy: CompactModel, spec: SampleSpec) -> TextScores:
     )
 
 
-def _with_tops(policy: CompactModel, spec: SampleSpec, sequences: Sequence[SampledSequence]) -> list[SampledSequence]:
-    """With the most likely tokens, from a second reading of what was sampled."""
-    found, first = [], len(spec.prompt)
-    for sequence in sequences:
-        text = spec.prompt + sequence.tokens
-        tops = score(policy, ScoreRequest(text, first, spec.top_sample_logprobs, spec.temperature))
-        found.append(replace(sequence, top_tokens=tops.top_tokens, top_logprobs=tops.top_logprobs))
-    return found
+async def _with_tops(policy: CompactModel, spec: SampleSpec, sequence: SampledSequence) -> SampledSequence:
+    """With the most likely tokens, from a second reading of what was sampled. Threads are few: other calls have their
+    turn between two sequences, and a call that is cancelled ends there."""
+    request = ScoreRequest(spec.prompt + sequence.tokens, len(spec.prompt), spec.top_sample_logprobs, spec.temperature)
+    tops = await asyncio.to_thread(score, policy, request)
+    return replace(sequence, top_tokens=tops.top_tokens, top_logprobs=tops.top_logprobs)
 
 
 def _scored(sequences: list[SampledSequence], scores: TextScores) -> SampleOutput:
