@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import random
 from array import array
 from collections.abc import Mapping
@@ -181,6 +182,27 @@ def attempt(tokens: list[int] = TOLD, theirs: tuple[int, ...] = (3, 4), finish: 
     mask = bytes(at not in theirs for at in range(len(tokens)))
     logprobs = array("f", [-0.5 if mine else 0.0 for mine in mask]).tobytes()
     return sample(tokens, loss_mask=mask, logprobs=logprobs, finish=finish)
+
+
+def test_no_delivery_ends_a_run_with_an_environment_or_takes_the_place_of_the_holders(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with parrot(tmp_path) as open_head, playing(open_head, tmp_path) as leases:
+            await until(lambda: leases)
+            four = [attempt()] * 4
+            with pytest.raises(PeerError, match="lease_id"):
+                await open_head.deliver(delivery(leases[0], four, lease_id=2**53 + 1))
+            conduct = open_head.head.planner.conducts.of(open_head.peer("w-3").peer_id)
+            conduct.num_expelled, conduct.expelled_until, conduct.expelled_for = 1, math.inf, "a test"
+            with pytest.raises(PeerError, match="may come back"):
+                await open_head.deliver(delivery(leases[0], four), name="w-3")
+            thief, holder = await asyncio.gather(
+                open_head.deliver(delivery(leases[0], four), name="w-2"), open_head.deliver(delivery(leases[0], four))
+            )
+            assert not thief[0][0]
+            assert holder[0][0], holder
+            assert open_head.head.outcome is None
+
+    asyncio.run(asyncio.wait_for(scenario(), 60.0))
 
 
 def test_the_head_gives_the_environments_rewards_itself(tmp_path: Path) -> None:

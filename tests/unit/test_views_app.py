@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import random
-from collections.abc import Mapping, Sequence
+import threading
+from collections.abc import AsyncIterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -244,6 +245,41 @@ def test_where_nothing_is_written_nothing_is_made_anew(rundir: RunDir) -> None:
     outcome = {"kind": "finished", "reason": "all steps are trained"}
     rundir.outcome.write_text(json.dumps(outcome))
     assert same.newer().state == "finished: all steps are trained"
+
+
+def test_a_page_that_closes_while_a_run_is_read_loses_no_step(rundir: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    begun, goes_on = threading.Event(), threading.Event()
+
+    async def heard_by(events: AsyncIterator[bytes], step: int) -> None:
+        """Wait until a page is told this step."""
+        heard = b""
+        while True:
+            heard += await anext(events)
+            lines = [line for line in heard.decode().splitlines() if line.startswith('data: {"run":0,"from":')]
+            if any(step in json.loads(line.removeprefix("data: "))["steps"] for line in lines):
+                return
+
+    async def listen() -> None:
+        watch = Watch([rundir.path])
+        read = watch._read
+
+        def slow() -> Any:
+            begun.set()
+            assert goes_on.wait(30)
+            return read()
+
+        first = watch.events()
+        await heard_by(first, 30)
+        monkeypatch.setattr(watch, "_read", slow)
+        assert await asyncio.to_thread(begun.wait, 30)
+        view_cases.append_step(rundir, 31)
+        await first.aclose()
+        second = watch.events()
+        goes_on.set()
+        await heard_by(second, 31)
+        await second.aclose()
+
+    asyncio.run(asyncio.wait_for(listen(), 60))
 
 
 def test_whoever_listens_hears_how_all_stands_and_then_what_changes(rundir: RunDir) -> None:
