@@ -17,12 +17,9 @@ import pytest
 import zstandard
 
 import house
-from echo2.errors import UserError
 from echo2.service import entrance, requests_api
 from echo2.service import tinker_pb2 as pb
 from echo2.service.app import SILENCE_SECONDS
-from echo2.service.bodies import TensorBody
-from echo2.service.data import _json_tensor
 from echo2.service.database import requests, sessions
 from echo2.service.settings import Quotas
 from echo2.service.status_command import status
@@ -371,38 +368,6 @@ def test_all_bodies_together_are_bounded_as_they_came_and_unpacked(
     body = b" " * 2000
     service.post("create_session", zstandard.compress(body) if headers else body, status=429, headers=headers)
     service.session()
-
-
-def test_a_small_sparse_tensor_does_not_become_a_large_one(service: Service) -> None:
-    model = service.model(service.session())
-    message = pb.ForwardBackwardRequest(model_id=model, seq_id=1, loss_fn="cross_entropy")
-    datum = message.data.add()
-    datum.model_input.add().encoded_text.tokens = bytes(4)
-    tensor = datum.loss_fn_inputs["target_tokens"]
-    tensor.dtype = pb.DTYPE_INT64
-    tensor.shape.extend([1, 1 << 40])
-    tensor.sparse_csr.crow_indices = bytes(16)
-    answer = service.result(service.post("forward_backward", message.SerializeToString(), headers=PROTO))
-    assert "sparse" in answer["error"]
-
-
-def test_a_negative_size_does_not_hide_a_large_tensor(service: Service) -> None:
-    message = pb.ForwardBackwardRequest(model_id=service.model(service.session()), seq_id=1, loss_fn="cross_entropy")
-    for shape in ([1, 1 << 22], [1, 1 << 22], [-(1 << 30), 1 << 30]):
-        datum = message.data.add()
-        datum.model_input.add().encoded_text.tokens = bytes(4)
-        tensor = datum.loss_fn_inputs["target_tokens"]
-        tensor.dtype = pb.DTYPE_INT64
-        tensor.shape.extend(shape)
-        tensor.sparse_csr.crow_indices = bytes(16)
-    answer = service.result(service.post("forward_backward", message.SerializeToString(), headers=PROTO))
-    assert "The sparse tensors of a request stand for" in answer["error"]
-
-
-@pytest.mark.parametrize("number", [1e300, 1.7, float(1 << 60)])
-def test_a_number_that_is_not_whole_is_no_token(number: float) -> None:
-    with pytest.raises(UserError, match="not a whole one"):
-        _json_tensor(TensorBody(data=[number], dtype="int64"))
 
 
 def test_the_generated_module_is_fresh(tmp_path: Path) -> None:
