@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import json
+import logging
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, Qwen3ForCausalLM
 
 from echo2.errors import UserError
 from echo2.learner import loading
+from echo2.learner.mesh import Mesh
 from echo2.learner.model import load_policy
 from echo2.types import StoredTensor
 from learner_cases import tiny_module
@@ -64,3 +67,68 @@ def test_weights_of_another_shape_are_named(tmp_path: Path) -> None:
     save_file(weights, tmp_path / "model.safetensors", {"format": "pt"})
     with pytest.raises(UserError, match=r"model\.norm\.weight the shape \[\d+\], and the weights have \[3\]"):
         load_policy(str(tmp_path), "float32", "cpu")
+
+
+def test_a_quantised_model_is_refused_by_its_name(tmp_path: Path) -> None:
+    """As compressed-tensors writes W8A8: whole numbers under the weight's name, and scales beside it."""
+    tiny_module().save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "compressed-tensors", "format": "int-quantized"}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    weights = load_file(tmp_path / "model.safetensors")
+    name = "model.layers.0.mlp.up_proj.weight"
+    weights[f"{name}_scale"] = torch.ones(len(weights[name]), 1)
+    weights[name] = torch.ones(weights[name].shape, dtype=torch.int8)
+    save_file(weights, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(UserError, match=r"^model\.path: .*quantization_config \(compressed-tensors\).* without quant"):
+        load_policy(str(tmp_path), "float32", "cpu")
+
+
+def test_only_floating_point_numbers_are_read_as_weights(tmp_path: Path) -> None:
+    module = tiny_module().eval()
+    module.save_pretrained(tmp_path)
+    tensors = loading.stored_weights(tmp_path)
+    assert loading._can_be_read(module, torch.float32, tensors)
+    name = "model.norm.weight"
+    for dtype in ("I8", "U8", "I32", "BOOL", "F8_E4M3"):
+        other = StoredTensor(dtype, tensors[name].shape, tensors[name].num_bytes, tensors[name].read)
+        assert not loading._can_be_read(module, torch.float32, tensors | {name: other})
+
+
+@pytest.mark.parametrize(
+    "header", ["[]", '{"model.norm.weight": {"dtype": "F32", "shape": [1], "data_offsets": null}}']
+)
+def test_a_damaged_header_is_the_users_to_mend(tmp_path: Path, header: str) -> None:
+    tiny_module().save_pretrained(tmp_path)
+    (tmp_path / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header.encode())
+    with pytest.raises(UserError, match="does not hold a causal language model"):
+        load_policy(str(tmp_path), "float32", "cpu")
+
+
+@pytest.mark.parametrize("kept", ["_keep_in_fp32_modules", "_keep_in_fp32_modules_strict"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_what_transformers_keeps_in_float32_is_kept(
+    tmp_path: Path, kept: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tiny_module().save_pretrained(tmp_path)
+    monkeypatch.setattr(Qwen3ForCausalLM, kept, {"norm"})
+    ours = loading.load_module(tmp_path, dtype, torch.device("cpu"), Mesh())
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=dtype)
+    found, expected = ({name: part.dtype for name, part in each.named_parameters()} for each in (ours, theirs))
+    assert found == expected
+
+
+@pytest.mark.parametrize("is_other", [False, True])
+def test_a_head_that_is_tied_and_stored_otherwise_is_said(
+    tmp_path: Path, is_other: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    tiny_module(tied=True).save_pretrained(tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
+    weights["lm_head.weight"] = weights["model.embed_tokens.weight"] + float(is_other)
+    save_file(weights, tmp_path / "model.safetensors", {"format": "pt"})
+    with caplog.at_level(logging.WARNING, logger="echo2"):
+        module = load_policy(str(tmp_path), "float32", "cpu").module
+    assert torch.equal(module.lm_head.weight, weights["model.embed_tokens.weight"])
+    said = [record.getMessage() for record in caplog.records]
+    assert len(said) == is_other
+    assert all("ties lm_head.weight to model.embed_tokens.weight" in text for text in said)

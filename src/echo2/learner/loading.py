@@ -7,6 +7,7 @@ name a tensor otherwise than transformers does are read by transformers: all of 
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Mapping
 from pathlib import Path
@@ -20,6 +21,8 @@ from echo2.errors import UserError
 from echo2.learner.mesh import Mesh
 from echo2.types import StoredTensor
 from echo2.weights.model_files import stored_weights
+
+log = logging.getLogger(__name__)
 
 #: Weights are read so many bytes at a time.
 PIECE_BYTES = 64 << 20
@@ -35,27 +38,31 @@ SAFETENSORS_NAMES = {
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
-_DTYPES = {name: dtype for dtype, name in SAFETENSORS_NAMES.items()}
+#: Of weights: what is stored as whole numbers is quantised.
+_DTYPES = {name: dtype for dtype, name in SAFETENSORS_NAMES.items() if dtype.is_floating_point}
 
 
 def load_module(directory: Path, dtype: torch.dtype | None, device: torch.device, mesh: Mesh) -> nn.Module:
     """The model, on `device` and cut over `mesh`. `dtype`: of its weights; None: as they are stored.
 
     Raises:
-        UserError: there are more ranks than it can be cut into, or a tensor has another shape than config.json says.
-        OSError, ValueError, KeyError, RuntimeError, SafetensorError: there is no such model.
+        UserError: it is quantised, there are more ranks than it can be cut into, or a tensor has another shape than
+            config.json says.
+        OSError, ValueError, KeyError, TypeError, AttributeError, RuntimeError, SafetensorError: there is no such model.
     """
     from accelerate import init_empty_weights
     from transformers import AutoConfig, AutoModelForCausalLM  # three seconds: only where a model is really loaded
 
     options: dict[str, Any] = {"trust_remote_code": False}
     config = AutoConfig.from_pretrained(directory, local_files_only=True, **options)
+    _require_unquantised(config)
     tensors, dtype = stored_weights(directory), dtype or config.dtype
     with init_empty_weights():
         empty: Any = AutoModelForCausalLM.from_config(config, dtype=dtype or torch.float32, **options)
     empty.tie_weights()
     if dtype is not None and _can_be_read(empty, dtype, tensors):
         module: nn.Module = empty.eval()
+        _warn_of_untied(empty, tensors)
         mesh.shard(module, _Reader(module, tensors, device).fill)
         return module
     whole: Any = AutoModelForCausalLM.from_pretrained(
@@ -96,10 +103,44 @@ def _can_be_read(module: Any, dtype: torch.dtype, tensors: Mapping[str, StoredTe
     """Whether the files have every tensor of the module by its name, and all are held in `dtype`."""
     names = {name for name, _ in module.named_parameters()}
     has_buffers = any(name in module.state_dict() for name, _ in module.named_buffers())
-    is_mixed = dtype != torch.float32 and bool(getattr(module, "_keep_in_fp32_modules", None))
+    in_float32 = {  # what transformers' _get_dtype_plan keeps in it
+        torch.float16: ("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict"),
+        torch.bfloat16: ("_keep_in_fp32_modules_strict",),
+    }
+    is_mixed = any(getattr(module, kept, None) for kept in in_float32.get(dtype, ()))
     return (
         not has_buffers and not is_mixed and all(name in tensors and tensors[name].dtype in _DTYPES for name in names)
     )
+
+
+def _require_unquantised(config: Any) -> None:
+    for part in (config, config.get_text_config()):
+        quantised = getattr(part, "quantization_config", None)
+        if quantised:
+            values = quantised if isinstance(quantised, dict) else quantised.to_dict()
+            raise UserError(
+                f"model.path: its config.json has a quantization_config ({values.get('quant_method')}), and weights "
+                "that are quantised cannot be trained. Give the model without quantisation."
+            )
+
+
+def _warn_of_untied(module: Any, tensors: Mapping[str, StoredTensor]) -> None:
+    """transformers would not tie what the files hold apart. Here config.json decides, as in engines."""
+    for name, source in module.all_tied_weights_keys.items():
+        if name in tensors and source in tensors and not _are_equal(tensors[name], tensors[source]):
+            log.warning(
+                "model.path: config.json ties %s to %s, and the weights have both, with different values: the second "
+                'is taken for both. If that is wrong, write "tie_word_embeddings": false into config.json.',
+                name,
+                source,
+            )
+
+
+def _are_equal(one: StoredTensor, other: StoredTensor) -> bool:
+    if (one.dtype, one.shape, one.num_bytes) != (other.dtype, other.shape, other.num_bytes):
+        return False
+    pieces = ((first, min(first + PIECE_BYTES, one.num_bytes)) for first in range(0, one.num_bytes, PIECE_BYTES))
+    return all(one.read(*piece) == other.read(*piece) for piece in pieces)
 
 
 def _read(into: torch.Tensor, stored: StoredTensor, name: str) -> None:

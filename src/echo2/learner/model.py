@@ -287,7 +287,9 @@ def load_policy(path: str, dtype: str, device: str, mesh: Mesh | None = None) ->
     directory = find_model(path)
     try:
         module = load_module(directory, DTYPES.get(dtype), place, mesh or Mesh())
-    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
+    except UserError:
+        raise
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RuntimeError, SafetensorError) as error:
         raise UserError(
             f"model.path = {path!r}: {directory} does not hold a causal language model that transformers can load: "
             f"{str(error).splitlines()[0] if str(error) else type(error).__name__}. It needs config.json and "
