@@ -121,3 +121,16 @@ def test_bfloat16_sums_are_float32(autocast: bool) -> None:
     assert found.log_total_u.dtype == grad.dtype == torch.float32
     torch.testing.assert_close(found.log_total_u - found.chosen[0][:, 0], -logp_uV[:, 5], rtol=1e-5, atol=1e-5)
     assert float((grad - expected).norm() / expected.norm()) < 1e-3
+
+
+def test_a_pass_before_for_the_hidden_states_alone_adds_nothing() -> None:
+    torch.manual_seed(0)
+    hidden_uD, weight_VD = (torch.randn(shape, requires_grad=True) for shape in [(5, 3), (11, 3)])
+    found = tiled_scores(hidden_uD, OutputLayer(weight_VD), [Choice(torch.tensor([0]), torch.tensor([[1, 2]]))])
+    total = found.log_total_u.sum() + found.chosen[0].sum()
+    (first,) = torch.autograd.grad(total, [hidden_uD], retain_graph=True)
+    both = torch.autograd.grad(total, [hidden_uD, weight_VD], retain_graph=True)
+    again = torch.autograd.grad(total, [hidden_uD, weight_VD])
+    for ours, theirs in zip(both, again, strict=True):
+        torch.testing.assert_close(ours, theirs)
+    torch.testing.assert_close(first, both[0])

@@ -28,8 +28,9 @@ TILE = (1024, 8192)
 CHOSEN_TOGETHER, CHOICES_TOGETHER = 16_384, (64, 2048)
 
 
-#: What adds the gradients of weight and bias when everything else has its own.
-Waiting: TypeAlias = "list[Callable[[_Gradients], None]]"
+#: What adds the gradients of weight and bias when everything else has its own, by the operation that they are of: one
+#: that is gone through twice (retain_graph) adds once.
+Waiting: TypeAlias = "dict[int, Callable[[_Gradients], None]]"
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +49,7 @@ class OutputLayer:
         """The same layer, to be taken before the decoder runs: the gradients of weight and bias are made after those of
         the decoder's layers, when the activations are gone. They are as large as the vocabulary.
         """
-        waiting: Waiting = []
+        waiting: Waiting = {}
         apply: Any = _Late.apply
         weight_VD, bias_V = apply(self.weight_VD, self.bias_V, waiting)
         return replace(self, weight_VD=weight_VD, bias_V=bias_V, waiting=waiting)
@@ -157,7 +158,7 @@ class _Late(torch.autograd.Function):
         into = _Gradients(None, *zeros)
         with torch.autocast(ctx.like[0].device.type, enabled=False):
             while ctx.waiting:
-                ctx.waiting.pop()(into)
+                ctx.waiting.popitem()[1](into)
         return *(
             None if grad is None else grad.to(like.dtype) for grad, (like, _) in zip(zeros, pairs, strict=True)
         ), None
@@ -215,7 +216,7 @@ class _Tiled(torch.autograd.Function):
                 add(_Gradients(grad_uD, None, None))
             grad_uD = grad_uD.to(hidden_uD.dtype)
         if any(needed[1:3]):
-            ctx.waiting.append(add)
+            ctx.waiting[id(ctx)] = add
         passed = (
             like.new_zeros(()).expand_as(like) if is_needed else None
             for like, is_needed in zip((weight_VD, bias_V), needed[1:3], strict=True)
