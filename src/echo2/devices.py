@@ -20,14 +20,16 @@ CPU_MEMORY_IS_FULL = "can't allocate memory"
 #: M_MMAP_THRESHOLD of malloc.h.
 MALLOC_MMAP_THRESHOLD = -3
 NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")
+MEMINFO = Path("/proc/meminfo")
+CGROUP = Path("/sys/fs/cgroup")
 
 
 def this_machine() -> Hardware:
     """Memory of this machine, or of the container that bounds it; torch, if it is there, is asked where there is an
     NVIDIA driver.
     """
-    total = _first_number(Path("/proc/meminfo")) * 1024
-    bound = _first_number(Path("/sys/fs/cgroup/memory.max"))
+    total = _number(MEMINFO) * 1024
+    bound = _number(CGROUP / "memory.max")
     memory_bytes = min(total, bound) if bound else total
     if not NVIDIA_DRIVER.exists() or importlib.util.find_spec("torch") is None:
         return Hardware(memory_bytes)
@@ -37,12 +39,13 @@ def this_machine() -> Hardware:
     return Hardware(memory_bytes, tuple(torch.cuda.get_device_properties(device).total_memory for device in devices))
 
 
-def _first_number(path: Path) -> int:
-    """The first whole number in a file's first line; 0 where there is none."""
+def _number(path: Path, name: str = "") -> int:
+    """The first whole number in a file's first line that begins with this name; 0 where there is none."""
     try:
-        words = path.read_text().partition("\n")[0].split()
+        lines = path.read_text().splitlines()
     except OSError:
         return 0
+    words = next((line.split() for line in lines if line.startswith(name)), [])
     return next((int(word) for word in words if word.isdecimal()), 0)
 
 
@@ -97,8 +100,20 @@ def free_memory_bytes(device: torch.device) -> int:
 
 
 def available_memory_bytes() -> int:
-    """What may still be taken of the machine's memory, as far as it says."""
-    meminfo = Path("/proc/meminfo")
-    lines = meminfo.read_text(encoding="ascii").splitlines() if meminfo.exists() else []
-    available = [int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:")]
-    return available[0] if available else os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    """What may still be taken of the machine's memory, or of that of the container that bounds it. All of the
+    machine's, where the system does not say.
+    """
+    available = _number(MEMINFO, "MemAvailable:") * 1024
+    if not available:
+        pages = "SC_AVPHYS_PAGES" if "SC_AVPHYS_PAGES" in os.sysconf_names else "SC_PHYS_PAGES"  # macOS
+        available = os.sysconf(pages) * os.sysconf("SC_PAGE_SIZE")
+    bound = _number(CGROUP / "memory.max")
+    if not bound:
+        return available
+    cached = sum(_number(CGROUP / "memory.stat", f"{kind}_file ") for kind in ("active", "inactive"))
+    return min(available, max(0, bound - _number(CGROUP / "memory.current") + cached))
+
+
+def num_cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
