@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import resource
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from contextlib import AbstractAsyncContextManager, nullcontext
@@ -172,7 +173,7 @@ class EnvironmentProcess:
         self._check_open()
         seconds = self._call_seconds + (GRACE_SECONDS if self._is_async else 0.0)
         answer = await member.process.call(request, seconds, f"answering {next(iter(request))!r}")
-        self._pool.took(answer.get("seconds", 0.0))
+        self._pool.took(answer.get("seconds", 0.0), answer.get("cpu_seconds", 0.0))
         return answer
 
     def _check_open(self) -> None:
@@ -195,7 +196,8 @@ def _runs(member: Member, life: int) -> bool:
 
 def make_handler(setup: dict[str, Any]) -> tuple[Handler, dict[str, Any]]:
     """For `sandbox/child.py`: {"begin": columns, "seed"} is answered by {"number", "turn_tokens"}, {"step": number,
-    "action"} by {"text", "reward", "done"}, {"end": number} by {}. A plain environment's answers have "seconds".
+    "action"} by {"text", "reward", "done"}, {"end": number} by {}. A plain environment's answers have "seconds" and
+    "cpu_seconds".
 
     Raises:
         UserError: the environment cannot be loaded.
@@ -203,7 +205,7 @@ def make_handler(setup: dict[str, Any]) -> tuple[Handler, dict[str, Any]]:
     environment = LocalEnvironment(setup["spec"])
 
     def answer(request: dict[str, Any]) -> dict[str, Any]:
-        began = time.perf_counter()
+        began, cpu_seconds = time.perf_counter(), _cpu_seconds()
         if "begin" in request:
             number = environment.begin(request["begin"], request["seed"])
             said = {"number": number, "turn_tokens": environment.turn_tokens(number)}
@@ -212,7 +214,7 @@ def make_handler(setup: dict[str, Any]) -> tuple[Handler, dict[str, Any]]:
         else:
             environment.end(request["end"])
             said = {}
-        return said | {"seconds": time.perf_counter() - began}
+        return said | {"seconds": time.perf_counter() - began, "cpu_seconds": _cpu_seconds() - cpu_seconds}
 
     async def answer_later(request: dict[str, Any]) -> dict[str, Any]:
         if "step" in request:
@@ -221,3 +223,9 @@ def make_handler(setup: dict[str, Any]) -> tuple[Handler, dict[str, Any]]:
 
     said = {"stop": environment.stop, "is_async": environment.is_async}
     return answer_later if environment.is_async else answer, said
+
+
+def _cpu_seconds() -> float:
+    """Of this process, and of those that it started and that have ended."""
+    used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    return sum(each.ru_utime + each.ru_stime for each in used)

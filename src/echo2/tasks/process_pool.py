@@ -2,7 +2,9 @@
 
 A plain `step` blocks its process. Quick ones need no second process, also where a busy machine holds them up: what
 counts is the time within the user's code. Where that is long on the average, or one call takes very long, the number of
-processes is doubled until nobody waits, PROCESSES_MAX run, or half of the memory that was free is gone.
+processes is doubled until nobody waits, PROCESSES_MAX run, half of the memory that was free is gone, or one does not
+start. More of them than cores help only while their code waits for something else: then they keep half of the cores
+busy at most. Half, because code that always computes has less of a core the more of it runs.
 """
 
 from __future__ import annotations
@@ -14,8 +16,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
-from echo2.devices import available_memory_bytes
-from echo2.errors import UserError
+from echo2.devices import available_memory_bytes, num_cores
 from echo2.sandbox.process import CodeProcess
 
 log = logging.getLogger(__name__)
@@ -45,9 +46,11 @@ class ProcessPool:
         self._make = make
         self.members = [Member(make())]
         self._waiting: deque[asyncio.Future[Member]] = deque()
-        self._mean_seconds = 0.0
+        self._mean_seconds = self._mean_cpu_seconds = 0.0
         self._growing: asyncio.Task[None] | None = None
+        self._may_grow = True
         self._memory_bytes = available_memory_bytes()
+        self._added_bytes = 0  # of memory, by those that were added last
 
     @asynccontextmanager
     async def turn(self, begun_in: Member | None, is_bound: bool) -> AsyncIterator[Member]:
@@ -59,9 +62,10 @@ class ProcessPool:
         finally:
             self._release(member)
 
-    def took(self, seconds: float) -> None:
-        """A call has taken so long within the user's code."""
+    def took(self, seconds: float, cpu_seconds: float) -> None:
+        """A call has taken so long within the user's code, which has computed for so much of it."""
         self._mean_seconds += (seconds - self._mean_seconds) / MEAN_CALLS
+        self._mean_cpu_seconds += (cpu_seconds - self._mean_cpu_seconds) / MEAN_CALLS
 
     async def close(self) -> None:
         """End all processes; whatever they were doing is abandoned."""
@@ -80,7 +84,7 @@ class ProcessPool:
             candidates[0].waiting.append(turn)
             return await turn
         self._waiting.append(turn)
-        if len(self.members) < PROCESSES_MAX and (self._growing is None or self._growing.done()):
+        if self._can_grow() and (self._growing is None or self._growing.done()):
             self._growing = asyncio.ensure_future(self._grow())
         return await turn
 
@@ -96,21 +100,45 @@ class ProcessPool:
 
     async def _grow(self) -> None:
         """Consumes: calls that wait for any process. Produces: processes. Waits for: calls to be slow."""
-        while self._waiting and len(self.members) < PROCESSES_MAX:
+        while self._waiting and self._can_grow():
             await asyncio.sleep(GROWTH_SECONDS)
-            if not self._waiting or not self._is_slow() or 2 * available_memory_bytes() < self._memory_bytes:
-                continue
-            room = PROCESSES_MAX - len(self.members)
-            added = [Member(self._make()) for _ in range(min(room, len(self.members), len(self._waiting)))]
-            try:
-                await asyncio.gather(*(member.process.start() for member in added))
-            except UserError as error:
-                log.warning("No further process: %s", error)
-                return
-            finally:
-                self.members += added  # one that did not start does at its first call, or says again why not
-            for member in added:
-                self._release(member)
+            room = self._room()
+            if room > 0 and self._is_slow():
+                await self._add(room)
+
+    async def _add(self, number: int) -> None:
+        """So many processes more. Where one does not start (it wants a lock or a port that another has), this was the
+        last time: it would fail again, and what is begun in it is lost."""
+        available_bytes = available_memory_bytes()
+        added = [Member(self._make()) for _ in range(number)]
+        starts = [member.process.start() for member in added]
+        try:
+            outcomes = await asyncio.gather(*starts, return_exceptions=True)
+        except asyncio.CancelledError:
+            await asyncio.gather(*(member.process.close() for member in added))
+            raise
+        self._added_bytes = max(0, available_bytes - available_memory_bytes())
+        failed = {at: outcome for at, outcome in enumerate(outcomes) if isinstance(outcome, BaseException)}
+        started = [member for at, member in enumerate(added) if at not in failed]
+        self.members += started
+        for member in started:
+            self._release(member)
+        if failed:
+            self._may_grow = False
+            why = next(iter(failed.values()))
+            log.warning("No further process beside these %d is started: %s", len(self.members), why)
+            await asyncio.gather(*(added[at].process.close() for at in failed))
+
+    def _can_grow(self) -> bool:
+        return self._may_grow and len(self.members) < PROCESSES_MAX
+
+    def _room(self) -> int:
+        """How many processes more are worth their start, or less than one."""
+        if 2 * (available_memory_bytes() - 2 * self._added_bytes) < self._memory_bytes:  # at most twice as many come
+            return 0
+        count, cores, cpu_seconds = len(self.members), num_cores(), max(self._mean_cpu_seconds, 1e-9)
+        by_cores = max(cores, int(cores / 2 * self._mean_seconds / cpu_seconds)) - count
+        return min(PROCESSES_MAX - count, count, len(self._waiting), by_cores)
 
     def _is_slow(self) -> bool:
         now = asyncio.get_running_loop().time()
