@@ -10,10 +10,12 @@ newest chunk. So the packs take at most twice the room of what they hold.
 
 from __future__ import annotations
 
+import errno
+import logging
 import os
 import struct
 import threading
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
@@ -21,8 +23,14 @@ from pathlib import Path
 
 from echo2.weights.manifest import HASH_BYTES, MAX_CHUNK_BYTES
 
+log = logging.getLogger(__name__)
+
 #: From this size on a pack is not continued. All of what comes with one payload goes at about the same time.
 PACK_BYTES = 64 << 20
+
+#: Errors that say nothing of the bytes on disk: too many files are open, or memory is short.
+PASSING = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM})
+_NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT})
 
 _NO_HASH = bytes(HASH_BYTES)
 _HEADER = struct.Struct(f"<{HASH_BYTES}sI")
@@ -112,10 +120,10 @@ class Packs:
 
     def sweep(self) -> None:
         """Give the room of forgotten chunks back to the disk. Where that is broken off, they are here after the next
-        opening, to be forgotten again.
+        opening, to be forgotten again. A full disk breaks it off: a pack stays while there is no room to move the rest.
 
         Raises:
-            OSError: a pack can't be deleted, or there is no room to move the rest of one.
+            OSError: a pack can't be deleted, read or written.
         """
         with self._sweeping:
             kept = Counter[int]()
@@ -124,19 +132,29 @@ class Packs:
             with self._writing:
                 sparse = [number for number, end in self._ends.items() if 2 * kept[number] < end]
                 self._newest += self._newest in sparse
-            for number in sorted(sparse, key=lambda number: kept[number]):  # first those that need no room
-                for hash_, place in list(self._places.items()):
-                    if place.pack == number:
+            moving: defaultdict[int, list[tuple[bytes, ChunkPlace]]] = defaultdict(list)
+            for hash_, place in list(self._places.items()):
+                moving[place.pack].append((hash_, place))
+            try:
+                for number in sorted(sparse, key=lambda number: kept[number]):  # first those that need no room
+                    for hash_, place in moving[number]:
                         self._move(hash_, place)
-                self.path(number).unlink(missing_ok=True)
-                del self._ends[number]
-            while self._forgotten:
-                self._erase(self._forgotten.pop())
+                    self.path(number).unlink(missing_ok=True)
+                    del self._ends[number]
+                while self._forgotten:
+                    self._erase(self._forgotten.pop())
+            except OSError as error:
+                if error.errno not in PASSING | _NO_ROOM:
+                    raise
+                log.warning("%s keeps, for now, chunks that nobody needs: %s", self.directory, error.strerror)
 
     def _move(self, hash_: bytes, place: ChunkPlace) -> None:
         data = b""
-        with suppress(OSError):  # a disk that can't read it: it is not here any more
+        try:
             data = self.read(place)
+        except OSError as error:  # a disk that can't read it: it is not here any more
+            if error.errno in PASSING:
+                raise
         with self._writing:
             if self._places.get(hash_) is not place:
                 return

@@ -22,7 +22,7 @@ from blake3 import blake3
 from echo2.errors import InvariantError, PeerError, UserError, write_failed
 from echo2.types import PayloadId, SnapshotRef
 from echo2.weights.manifest import HASH_BYTES, MAX_CHUNK_BYTES, MAX_DELTAS, Manifest
-from echo2.weights.packs import Packs
+from echo2.weights.packs import PASSING, Packs
 
 _CHUNK_NAME = re.compile(rf"[0-9a-f]{{{2 * HASH_BYTES}}}")  # a file for each chunk, as 0.2.0 had: that goes
 
@@ -86,11 +86,15 @@ class ChunkStore:
         Raises:
             PeerError: "missing", when it is not here; "corrupt", when the disk altered it or can't read it: it is then
                 dropped, so that it is fetched again.
+            UserError: too many files are open or memory is short. The chunk stays.
         """
         while (place := self._packs.place(hash_)) is not None:
             try:
                 data, fault = self._packs.read(place), "was altered on disk"
             except OSError as error:
+                if error.errno in PASSING:
+                    message = f"Cannot read in the snapshot store {self.directory}: {error.strerror}. "
+                    raise UserError(message + "Allow this process more open files (ulimit -n) and memory.") from error
                 data, fault = b"", f"can't be read ({error.strerror})"
             if blake3(data).digest() == hash_:
                 return data
@@ -186,7 +190,7 @@ class ChunkStore:
         """The slow half of `retain`, on any thread: what was let go gives its room back, as far as `Packs.sweep` does.
 
         Raises:
-            UserError: the disk is full or cannot be written.
+            UserError: a pack can't be deleted, read or written.
         """
         try:
             self._packs.sweep()
