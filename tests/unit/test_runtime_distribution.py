@@ -177,6 +177,47 @@ def test_many_workers_with_one_base_are_told_together(tmp_path: Path) -> None:
     asyncio.run(story())
 
 
+def test_a_payload_that_is_joined_anew_is_signed_anew(tmp_path: Path) -> None:
+    """A chunk of the sum of its deltas was lost, so that it is the deltas in a row again."""
+
+    async def story() -> None:
+        fleet = Fleet(tmp_path, worker=None)
+        for version in range(4):
+            await fleet.publish(version, as_delta=version > 0)
+        base = wire.SnapshotId(policy=RUN_POLICY, lineage=1, version=0)
+        request = wire.ManifestRequest(policy=RUN_POLICY, lineage=1, version=3, base=base)
+        signed = await fleet.distribution.fetch_manifest("worker", request)
+        assert await fleet.distribution.fetch_manifest("worker", request) is signed
+        merged = Manifest.from_wire(signed.manifest)
+        made = set(merged.hashes) - {name for one in fleet.archive.store.manifests() for name in one.hashes}
+        for name in made:
+            fleet.archive.store._packs.drop(name)
+        again = await fleet.distribution.fetch_manifest("worker", request)
+        told = Manifest.from_wire(again.manifest)
+        assert told.payload == merged.payload
+        assert made
+        assert fleet.archive.store.missing(told) == ()
+        verify_manifest(fleet.identity.credentials.ca_pem, again.manifest, again.signature)
+        await fleet.distribution.close()
+
+    asyncio.run(story())
+
+
+def test_a_version_that_is_overtaken_while_it_waits_is_not_added_up(tmp_path: Path) -> None:
+    async def story() -> None:
+        fleet = Fleet(tmp_path, worker=None)
+        for version in range(5):
+            await fleet.publish(version, as_delta=version > 0)
+        overtaken, newest = PayloadId(ref(3), ref(0)), PayloadId(ref(4), ref(0))
+        for payload in (overtaken, newest):
+            await fleet.distribution._announce_merged(payload, [])
+        assert not fleet.archive.is_joined(overtaken)
+        assert fleet.archive.is_joined(newest)
+        await fleet.distribution.close()
+
+    asyncio.run(story())
+
+
 def test_what_was_told_of_dropped_versions_is_forgotten(tmp_path: Path) -> None:
     async def story() -> None:
         workers = {f"w{number}": ref(number) for number in range(2 * JOINED_MAX)}

@@ -163,11 +163,14 @@ class Archive:
         steps = None if payload in self._joined else self.store.chain(payload.ref, payload.base)
         return payload.base is not None and steps is not None and len(steps) > 1
 
-    async def merge(self, payload: PayloadId) -> None:
+    async def merge(self, payload: PayloadId, is_wanted: Callable[[], bool] = lambda: True) -> None:
         """Add up the deltas of a payload, segment by segment, before it is handed out. Nothing of the weights is needed
-        for that. Where it cannot be done (see `merge_deltas`) or takes too long, deltas stay in a row."""
+        for that. Where it cannot be done (see `merge_deltas`) or takes too long, deltas stay in a row. `is_wanted` is
+        asked when those that were requested before are done."""
         loop = asyncio.get_running_loop()
         async with self._merging:
+            if payload.ref not in self._retained or not is_wanted():
+                return
             if not self.is_chain(payload) or len(self._merged) >= MERGED_MAX:
                 return
             until, made = loop.time() + MERGING_SECONDS, self._merged.setdefault(payload, set())
@@ -176,9 +179,10 @@ class Archive:
                 joined = compose(self._steps(payload))
                 segments = list(joined.segments)
                 for at, width in enumerate(widths_of(joined.tensors, joined.extents)):
-                    if loop.time() < until:
+                    # Once it is dropped, nothing more is made: what is thrown away then is all that was.
+                    if loop.time() < until and self._merged.get(payload) is made:
                         segments[at] = await self._beside(self._merge, segments[at], width, len(segments), made)
-                if payload.ref in self._retained:
+                if self._merged.get(payload) is made:
                     self._joined.setdefault(payload, replace(joined, segments=tuple(segments)))
                     is_made = True
             except (PeerError, UserError) as error:  # a chunk is altered or missing, a record is none, the disk is full
@@ -240,9 +244,10 @@ class Archive:
         self._retained.discard(ref)
         for payload in [payload for payload in (*self._joined, *self._forgotten) if payload.ref == ref]:
             self._joined.pop(payload, None)
-            self._merged.pop(payload, None)
             self._forgotten.discard(payload)
             self.on_dropped(payload)
+        for payload in [payload for payload in self._merged if payload.ref == ref]:
+            del self._merged[payload]  # also where they are being added up
         await self.tidy()
 
     async def tidy(self) -> None:

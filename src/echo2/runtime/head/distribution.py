@@ -48,7 +48,7 @@ class Distribution:
     ) -> None:
         self.archive, self.origin = archive, origin
         self._signer, self._order, self._attending, self._spawn = signer, order, attending, spawn
-        self._notices: dict[PayloadId, wire.SnapshotNotice] = {}
+        self._notices: dict[PayloadId, tuple[Manifest, wire.SnapshotNotice]] = {}
         self._joins: defaultdict[SnapshotRef, Counter[str]] = defaultdict(Counter)
         archive.on_dropped = self._dropped
 
@@ -77,10 +77,12 @@ class Distribution:
 
     async def _announce_merged(self, payload: PayloadId, worker_ids: Iterable[str]) -> None:
         """Unless a newer version has come meanwhile: these workers are told of that."""
-        await self.archive.merge(payload)
-        newest = max((ref for ref in self.archive.retained if ref.policy == payload.ref.policy), default=None)
-        if newest == payload.ref:
+        await self.archive.merge(payload, lambda: self._is_newest(payload.ref))
+        if self._is_newest(payload.ref):
             self.announce(payload.ref, worker_ids, merges=False)
+
+    def _is_newest(self, ref: SnapshotRef) -> bool:
+        return ref == max((known for known in self.archive.retained if known.policy == ref.policy), default=None)
 
     def _tell(self, manifest: Manifest, worker_ids: list[str]) -> None:
         notice = self._notice(manifest)
@@ -124,16 +126,17 @@ class Distribution:
         return joins[worker_id] <= JOINS_MAX
 
     def _notice(self, manifest: Manifest) -> wire.SnapshotNotice:
-        notice = self._notices.get(manifest.payload)
-        if notice is None:
+        signed, notice = self._notices.get(manifest.payload, (None, None))
+        if notice is None or signed is not manifest:  # the archive may have had to join the payload anew
             ref, raw = manifest.ref, manifest.to_wire()
             signature = self._signer.sign_manifest(raw)
             notice = wire.SnapshotNotice(
                 policy=ref.policy, lineage=ref.lineage, version=ref.version, manifest=raw, signature=signature
             )
+            self._notices.pop(manifest.payload, None)
             while len(self._notices) >= JOINED_MAX:
                 del self._notices[next(iter(self._notices))]
-            self._notices[manifest.payload] = notice
+            self._notices[manifest.payload] = manifest, notice
         return notice
 
     def _dropped(self, payload: PayloadId) -> None:
