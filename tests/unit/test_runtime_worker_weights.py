@@ -330,6 +330,40 @@ def test_a_manifest_that_the_head_did_not_sign_is_refused(tmp_path: Path) -> Non
     asyncio.run(story())
 
 
+class Patient(Machine):
+    """Does as the scheduler does where a payload that is being fetched is announced again: nothing."""
+
+    def _happen(self, event: ev.Event) -> None:
+        if isinstance(event, ev.SnapshotAnnounced) and self.weights.node.progress is not None:
+            return
+        super()._happen(event)
+
+
+def test_a_payload_that_is_announced_again_with_other_chunks_ends_as_it_began(tmp_path: Path) -> None:
+    """The head was restarted meanwhile, and has added up other deltas."""
+
+    def signed(head: Head, manifest: Manifest) -> wire.SnapshotNotice:
+        raw = manifest.to_wire()
+        return wire.SnapshotNotice(manifest=raw, signature=head.identity.sign_manifest(raw))
+
+    async def story() -> None:
+        async with joined(tmp_path) as (head, member), attending(head, member, tmp_path, kind=Patient) as machine:
+            await publish_and_install(head, machine, 0)
+            steps = [delta(1, 0), delta(2, 1)]
+            in_a_row, (at_once, chunks) = compose([manifest for manifest, _ in steps]), delta(2, 0)
+            assert in_a_row.payload == at_once.payload
+            assert set(in_a_row.hashes) - set(at_once.hashes)
+            machine.weights.announced(signed(head, at_once))
+            machine.weights.announced(signed(head, in_a_row))
+            await stored(head, (at_once, chunks))
+            head.origin.assign(at_once.payload, [member.peer_id], at_once)
+            assert await asyncio.wait_for(machine.outcomes.get(), SECONDS) == str(at_once.payload)
+            assert bytes_of(machine.weights.content.snapshot()) == bytes_of(content(2))
+            assert at_once in ChunkStore(tmp_path / "worker" / "snapshots").manifests(), "kept for others"
+
+    asyncio.run(story())
+
+
 def test_old_files_are_deleted_beside_the_event_loop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     sweep, threads = ChunkStore.sweep, []
 

@@ -80,7 +80,9 @@ class WorkerWeights:
             relays=relays,
         )
         self._manifests: dict[PayloadId, Manifest] = {}
-        self._incoming: PayloadId | None = None
+        # The payload may be announced again with other chunks; its fetch goes on, and ends, with those it began with.
+        self._incoming: Manifest | None = None
+        self._taken: Manifest | None = None  # what was applied last
         self._loading = ThreadPoolExecutor(1, thread_name_prefix="loading")
         self._taking: asyncio.Task[None] | None = None
         self.port = 0
@@ -104,7 +106,8 @@ class WorkerWeights:
         self._manifests.pop(manifest.payload, None)
         self._manifests[manifest.payload] = manifest
         if len(self._manifests) > MANIFESTS_MAX:
-            del self._manifests[next(payload for payload in self._manifests if payload != self._incoming)]
+            incoming = None if self._incoming is None else self._incoming.payload
+            del self._manifests[next(payload for payload in self._manifests if payload != incoming)]
         _, stored, total = self.node.progress or (None, 0, 1)
         progress = stored / max(1, total)
         self._dispatch(ev.SnapshotAnnounced(manifest.payload, asked_for, progress, manifest.base_model))
@@ -124,11 +127,11 @@ class WorkerWeights:
 
     def fetch(self, payload: PayloadId) -> None:
         """Fetch a payload that was announced."""
-        self._incoming = payload
+        self._incoming = manifest = self._manifests[payload]
         if payload.ref.is_base_model and self._own_base is not None:
-            self._taking = asyncio.ensure_future(self._take_own(self._manifests[payload], self._own_base))
+            self._taking = asyncio.ensure_future(self._take_own(manifest, self._own_base))
         else:
-            self.node.fetch(self._manifests[payload])
+            self.node.fetch(manifest)
 
     async def _take_own(self, manifest: Manifest, own: Snapshot) -> None:
         """What the owner has of a base model; the rest, its smaller files, is fetched."""
@@ -143,14 +146,18 @@ class WorkerWeights:
         except UserError as error:
             self._fail(error)
             return
-        if self._incoming == manifest.payload:
+        if self._incoming is manifest:
             self.node.fetch(manifest)
 
     def _whole(self, payload: PayloadId) -> None:
         if payload.ref.is_base_model:  # listed now: it is nobody's content yet, and is to outlive this process
-            self._store.put_manifest(self._manifests[payload])
+            self._store.put_manifest(self._fetched(payload))
             log.info("the base model %s is here", payload.ref.policy)
         self._dispatch(ev.SnapshotWhole(payload))
+
+    def _fetched(self, payload: PayloadId) -> Manifest:
+        incoming = self._incoming
+        return incoming if incoming is not None and incoming.payload == payload else self._manifests[payload]
 
     # ---- base models ---------------------------------------------------------------------------------------------
 
@@ -180,7 +187,8 @@ class WorkerWeights:
         Raises:
             UserError: the disk is full.
         """
-        manifest, loop = self._manifests[payload], asyncio.get_running_loop()
+        manifest, loop = self._fetched(payload), asyncio.get_running_loop()
+        self._taken = manifest
         if self._own_base is not None and manifest.base_model is None:
             log.warning("the run trains whole models: --base has no effect here")
             self._own_base = None
@@ -215,13 +223,12 @@ class WorkerWeights:
         Raises:
             UserError: the disk is full.
         """
-        manifest = self._manifests.get(payload)
-        if manifest is None:
+        manifest = self._taken
+        if manifest is None or manifest.payload != payload:
             return
         kept = await asyncio.get_running_loop().run_in_executor(self._loading, self.content.keep, manifest)
         if kept is not None:
-            incoming = self._manifests.get(self._incoming or payload, manifest)
-            self._store.let_go([*kept, incoming])  # between two events: no fetch counts on what goes
+            self._store.let_go([*kept, self._incoming or manifest])  # between two events: no fetch counts on what goes
             await asyncio.to_thread(self._store.sweep)
 
     async def close(self) -> None:
