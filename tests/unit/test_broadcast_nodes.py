@@ -87,6 +87,44 @@ def test_relay_passes_on_what_it_has_while_it_waits_for_the_rest(tmp_path: Path,
     run(scenario())
 
 
+def test_what_is_pushed_out_of_memory_before_it_is_written_is_passed_on_from_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("echo2.broadcast.chunk_cache.RECENT_BYTES", 0)
+
+    async def scenario() -> None:
+        async with opened(tmp_path, "memory") as fleet:
+            relay, child = await fleet.join("w-1"), await fleet.join("w-2")
+            manifest, data = content(1)
+            relay.node.fetch(manifest)
+            child.node.obey(routes(manifest.payload, {relay.peer_id: address(fleet, relay)}))
+            child.node.fetch(manifest)
+            waiting = relay.node._cache._waiting
+            hashes = list(manifest.hashes)
+            await until(lambda: hashes[0] in waiting, "the child has asked")
+            asked = [hash_ for hash_ in hashes if hash_ in waiting]
+            for hash_ in asked:
+                await relay.node.keep("", hash_, chunks.pack(hash_, data[hash_]), data[hash_])
+            await until(lambda: all(map(child.store.has, asked)), "passed on")
+
+    run(scenario())
+
+
+def test_what_is_delivered_to_a_node_that_ends_is_let_go(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with opened(tmp_path, "memory") as fleet:
+            worker = await fleet.join("w-1")
+            manifest, data = content(1)
+            worker.node.fetch(manifest)
+            await fleet.leave("w-1")
+            hash_ = manifest.hashes[0]
+            await worker.node.keep("", hash_, chunks.pack(hash_, data[hash_]), data[hash_])
+            assert worker.node._chores == set()
+            assert not worker.store.has(hash_)
+
+    run(scenario())
+
+
 @BOTH
 def test_who_can_only_dial_gives_by_dialling(tmp_path: Path, backend: str) -> None:
     async def scenario() -> None:

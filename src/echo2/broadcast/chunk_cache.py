@@ -12,7 +12,7 @@ from collections import OrderedDict, defaultdict
 from collections.abc import Callable
 from concurrent.futures import Executor
 
-from echo2.errors import PeerError
+from echo2.errors import PeerError, UserError
 from echo2.transport import chunks
 from echo2.weights.store import ChunkStore
 
@@ -39,7 +39,8 @@ class ChunkCache:
         """The message with this chunk.
 
         Raises:
-            PeerError: "missing", also when the disk altered it: who asks is to go elsewhere, and to call nobody a liar.
+            PeerError: "missing", also when the disk altered it: who asks is to go elsewhere, and to call nobody a liar;
+                "busy", it is here and can't be read now.
         """
         message = self._recent.get(hash_)
         if message is not None:
@@ -49,6 +50,9 @@ class ChunkCache:
         except PeerError as error:
             log.warning("a chunk is not given: %s", error)
             raise PeerError("missing", str(error)) from error
+        except UserError as error:
+            log.warning("a chunk is not given: %s", error)
+            raise PeerError("busy", f"chunk {hash_.hex()} can't be read now") from error
         message = chunks.pack(hash_, data)
         self._remember(hash_, message)
         return message
@@ -56,6 +60,10 @@ class ChunkCache:
     def arrived(self, hash_: bytes, message: bytes) -> None:
         """A chunk was verified: those who wait for it are told."""
         self._remember(hash_, message)
+        self.stored(hash_)
+
+    def stored(self, hash_: bytes) -> None:
+        """A chunk is on disk: those are told who came for it when it had been pushed out of memory already."""
         for tell in self._waiting.pop(hash_, ()):
             tell(hash_)
 

@@ -188,6 +188,7 @@ class PeerNode:
     async def close(self) -> None:
         """End everything, and wait until it has."""
         self._is_closed = True
+        self._wrote.set()  # who waits for the disk need not
         self._server.close()
         if self._wake is not None:
             self._wake.cancel()
@@ -243,8 +244,10 @@ class PeerNode:
             PeerError: "corrupt" or "oversized".
         """
         check_chunk(hash_, data)  # here: to hand it to a thread and back would take longer
-        while self._unwritten_bytes > UNWRITTEN_BYTES:
+        while self._unwritten_bytes > UNWRITTEN_BYTES and not self._is_closed:
             await self._wrote.wait()
+        if self._is_closed:
+            return
         self._unwritten.append((source, hash_, data))
         self._unwritten_bytes += len(data)
         self._cache.arrived(hash_, message)  # which remembers more than may be unwritten
@@ -262,12 +265,14 @@ class PeerNode:
             try:
                 await asyncio.get_running_loop().run_in_executor(self._disk, self._store.put_checked, chunks)
             except Exception as error:  # the disk is full, or a bug
-                self._on_error(error)
+                if not self._is_closed:
+                    self._on_error(error)
                 batch.clear()
             self._unwritten_bytes -= sum(len(data) for _, data in chunks)
             self._wrote.set()
             self._wrote = asyncio.Event()
             for source, hash_, data in batch:
+                self._cache.stored(hash_)
                 self._stored(source, hash_, len(data))
         self._is_writing = False
 

@@ -75,10 +75,13 @@ class Server:
         hash_ = order.ready.popleft()
         try:
             message = await self._cache.message(hash_)
-        except PeerError:
-            if not self._expects(payload):
+        except PeerError as error:
+            if error.reason != "missing" or not self._expects(payload):
                 raise
-            self._cache.wait_for(hash_, order.tell)
+            if self._cache.has(hash_):  # it was written meanwhile
+                order.ready.append(hash_)
+            else:
+                self._cache.wait_for(hash_, order.tell)
             return None
         del order.wanted[hash_]
         return message
