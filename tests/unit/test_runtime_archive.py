@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -26,7 +26,7 @@ from weights_cases import (
     stored_hashes,
 )
 
-from echo2.errors import NoRoomError, PeerError
+from echo2.errors import PeerError
 from echo2.runtime.head.archive import BASE_MODELS_MAX, OFFER_CHUNKS_MAX, Archive, reachable, worth_keeping
 from echo2.types import RUN_POLICY, PayloadId, Snapshot, SnapshotRef, TensorBytes
 from echo2.weights.chain import is_anchor_due
@@ -150,124 +150,6 @@ def test_a_base_that_nobody_knows_and_deltas_that_save_nothing_get_what_needs_no
         assert archive.payload(ref(3), ref(2)).payload == PayloadId(ref(3))
         with pytest.raises(PeerError, match="unknown_snapshot"):
             archive.payload(ref(9), None)
-
-    asyncio.run(story())
-
-
-def test_the_deltas_of_a_laggard_are_added_up_without_the_weights(tmp_path: Path) -> None:
-    """What it then has is the learner's, in fewer bytes; what was made for it goes with the version."""
-
-    async def story() -> None:
-        archive = Archive(ChunkStore(tmp_path))
-        await publish_many(archive, 8)
-        in_a_row = archive.payload(ref(8), ref(3))
-        payload = PayloadId(ref(8), ref(2))
-        assert archive.is_chain(payload)
-        await asyncio.gather(archive.merge(payload), archive.merge(payload), archive.tidy())
-        merged = archive.payload(ref(8), ref(2))
-        assert merged.payload == payload
-        assert [len(segment.records) for segment in merged.segments] == [1]
-        assert [len(segment.records) for segment in in_a_row.segments] == [5]
-        assert merged.total_bytes < in_a_row.total_bytes
-        await archive.tidy()
-        assert bytes_of(applied(archive, merged)) == bytes_of(content(8))
-        made = set(merged.hashes) - {name for one in archive.store.manifests() for name in one.hashes}
-        assert made
-        await archive.drop(ref(8))
-        assert not any(archive.store.has(name) for name in made)
-
-    asyncio.run(story())
-
-
-def test_deltas_that_a_disk_altered_are_not_added_up(tmp_path: Path) -> None:
-    async def story() -> None:
-        archive = Archive(ChunkStore(tmp_path))
-        await publish_many(archive, 5)
-        step = archive.store.manifest(PayloadId(ref(4), ref(3)))
-        assert step is not None
-        spoil(tmp_path, step.hashes[0])
-        await archive.merge(PayloadId(ref(5), ref(2)))
-        assert not archive.is_joined(PayloadId(ref(5), ref(2)))
-        assert archive.store.missing(step) == step.hashes[:1], "the learner is asked for it"
-
-    asyncio.run(story())
-
-
-def chunks_here(archive: Archive, path: Path) -> set[bytes]:
-    return {name for name in stored_hashes(path) if archive.store.has(name)}
-
-
-@pytest.mark.parametrize("end", ["cancelled", "dropped"])
-def test_of_a_merge_that_is_broken_off_nothing_is_left(tmp_path: Path, end: str) -> None:
-    async def story() -> None:
-        archive, payload = Archive(ChunkStore(tmp_path)), PayloadId(ref(8), ref(2))
-        await publish_many(archive, 8)
-        before = chunks_here(archive, tmp_path)
-        is_free = threading.Event()
-        archive._thread.submit(is_free.wait)
-        merging = asyncio.ensure_future(archive.merge(payload))
-        await asyncio.sleep(0)
-        assert list(archive._merged) == [payload]
-        dropping = asyncio.ensure_future(archive.drop(ref(8)) if end == "dropped" else asyncio.sleep(0))
-        await asyncio.sleep(0)
-        are_made = archive._thread.submit(lambda: chunks_here(archive, tmp_path) - before)
-        if end == "cancelled":
-            merging.cancel()
-        is_free.set()
-        assert bool(are_made.result()) == (end == "cancelled"), "a drop throws away what is made by then"
-        await asyncio.wait([merging, dropping])
-        assert merging.cancelled() == (end == "cancelled")
-        assert archive._merged == {}
-        if end == "cancelled":
-            await archive.tidy()
-        assert not archive.is_joined(payload)
-        assert chunks_here(archive, tmp_path) <= before, "nothing that was made for it"
-        await archive.merge(payload)
-        assert list(archive._merged) == ([] if end == "dropped" else [payload])
-        archive.close()
-
-    asyncio.run(story())
-
-
-class FullDisk(ChunkStore):
-    """Has room only while it is told so."""
-
-    is_full = False
-
-    def put_checked(self, chunks: Sequence[tuple[bytes, bytes | memoryview]]) -> None:
-        if self.is_full:
-            raise NoRoomError("no room")
-        super().put_checked(chunks)
-
-
-def test_on_a_full_disk_deltas_stay_in_a_row(tmp_path: Path) -> None:
-    async def story() -> None:
-        store = FullDisk(tmp_path)
-        archive, payload = Archive(store), PayloadId(ref(8), ref(2))
-        await publish_many(archive, 8)
-        store.is_full = True
-        await archive.merge(payload)
-        assert archive._merged == {}
-        in_a_row = archive.payload(ref(8), ref(2))
-        assert [len(segment.records) for segment in in_a_row.segments] == [6]
-        assert bytes_of(applied(archive, in_a_row)) == bytes_of(content(8))
-
-    asyncio.run(story())
-
-
-def test_what_is_wanted_no_more_when_its_turn_comes_is_not_added_up(tmp_path: Path) -> None:
-    async def story() -> None:
-        archive, payloads = Archive(ChunkStore(tmp_path)), [PayloadId(ref(8), ref(base)) for base in (2, 3)]
-        await publish_many(archive, 8)
-        wanted = [True, True]
-        merging = [
-            asyncio.ensure_future(archive.merge(payload, lambda at=at: wanted[at]))
-            for at, payload in enumerate(payloads)
-        ]
-        await asyncio.sleep(0)
-        wanted[1] = False
-        await asyncio.gather(*merging)
-        assert [archive.is_joined(payload) for payload in payloads] == [True, False]
 
     asyncio.run(story())
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import resource
 import signal
@@ -13,7 +12,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 import pytest
 from blake3 import blake3
@@ -25,7 +23,6 @@ from echo2.errors import InvariantError, PeerError, UserError
 from echo2.types import RUN_POLICY, PayloadId, Snapshot, SnapshotRef, TensorBytes
 from echo2.weights.chain import compose
 from echo2.weights.manifest import MAX_DELTAS, Manifest
-from echo2.weights.packs import Packs
 from echo2.weights.store import ChunkStore
 
 
@@ -177,23 +174,6 @@ def test_a_chunk_that_a_killed_process_wrote_in_part_is_not_there(tmp_path: Path
     assert ChunkStore(tmp_path).get(blake3(b"half").digest()) == b"half"
 
 
-def test_packs_are_continued_up_to_a_size_and_go_when_little_of_them_is_needed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("echo2.weights.packs.PACK_BYTES", 4000)
-    packs, chunks = Packs(tmp_path), {blake3(data).digest(): data for data in (os.urandom(1000) for _ in range(8))}
-    packs.append(chunks.items())
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["0.pack", "1.pack"]
-    for name in list(chunks)[1:4]:
-        packs.forget(name)
-        del chunks[name]
-    packs.sweep()
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["1.pack", "2.pack"], "one chunk was moved"
-    for opened in (packs, Packs(tmp_path)):
-        places = {name: opened.place(name) for name in opened.hashes()}
-        assert {name: opened.read(place) for name, place in places.items() if place is not None} == chunks
-
-
 def test_a_chunk_is_read_right_while_it_is_moved(tmp_path: Path) -> None:
     """A thread forgets and sweeps, which moves what is left; what the others read is right at any time."""
     store = ChunkStore(tmp_path)
@@ -218,86 +198,6 @@ def test_a_chunk_is_read_right_while_it_is_moved(tmp_path: Path) -> None:
     for reader in readers:
         reader.join()
     assert wrong == []
-
-
-@contextmanager
-def no_more_files() -> Iterator[None]:
-    """The operating system refuses to open any file."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (3, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-
-
-def half_forgotten(path: Path) -> tuple[Packs, dict[bytes, bytes]]:
-    """Most of a pack may go; what is to stay of it."""
-    packs, chunks = Packs(path), {blake3(data).digest(): data for data in (os.urandom(1000) for _ in range(4))}
-    packs.append(chunks.items())
-    for name in list(chunks)[1:]:
-        packs.forget(name)
-        del chunks[name]
-    return packs, chunks
-
-
-def contents(packs: Packs) -> dict[bytes, bytes]:
-    places = {name: packs.place(name) for name in packs.hashes()}
-    return {name: packs.read(place) for name, place in places.items() if place is not None}
-
-
-def test_a_chunk_stays_when_no_file_can_be_opened(tmp_path: Path) -> None:
-    store = ChunkStore(tmp_path / "store")
-    manifest = fill(store, 1, b"abcdefghij")
-    with no_more_files(), pytest.raises(UserError, match="ulimit"):
-        store.get(manifest.hashes[0])
-    assert store.get(manifest.hashes[0]) == b"{}"
-    packs, chunks = half_forgotten(tmp_path / "packs")
-    with no_more_files():
-        packs.sweep()
-    assert contents(packs) == chunks
-    packs.sweep()
-    for opened in (packs, Packs(packs.directory)):
-        assert contents(opened) == chunks
-
-
-def test_a_full_disk_keeps_what_would_need_room_to_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(file: int, data: memoryview, start: int) -> int:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    packs, chunks = half_forgotten(tmp_path)
-    with monkeypatch.context() as disk:
-        disk.setattr(os, "pwrite", full)
-        packs.sweep()
-    assert contents(packs) == chunks
-    assert (tmp_path / "0.pack").stat().st_size > 4000
-    packs.sweep()
-    assert not (tmp_path / "0.pack").exists()
-    for opened in (packs, Packs(tmp_path)):
-        assert contents(opened) == chunks
-
-
-def test_a_sweep_walks_the_chunks_once_for_all_packs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("echo2.weights.packs.PACK_BYTES", 1000)
-    packs, chunks = Packs(tmp_path), {blake3(data).digest(): data for data in (os.urandom(300) for _ in range(80))}
-    packs.append(chunks.items())
-    for number, name in enumerate(list(chunks)):
-        if number % 4:
-            packs.forget(name)
-            del chunks[name]
-    walks = 0
-
-    class Places(dict[bytes, Any]):
-        def items(self) -> Any:
-            nonlocal walks
-            walks += 1
-            return super().items()
-
-    packs._places = Places(packs._places)
-    packs.sweep()
-    assert walks == 1
-    assert contents(packs) == chunks
-    assert not (tmp_path / "0.pack").exists()
 
 
 def test_a_store_with_a_file_for_each_chunk_begins_anew(tmp_path: Path) -> None:
