@@ -21,7 +21,8 @@ def test_the_page_shows_the_run_and_ends_with_it(tmp_path: Path, sort_model: Pat
         assert "<html" in browser.get(address).text
         with browser.stream("GET", f"{address.partition('?')[0]}events") as events:
             lines = events.iter_lines()
-            told = json.loads(next(line for line in lines if line.startswith("data: "))[6:])
+            data = (json.loads(line.removeprefix("data: ")) for line in lines if line.startswith("data: "))
+            told = next(one for one in data if "version" in one)
             run.process.send_signal(signal.SIGINT)
             for _ in lines:  # until the page lets go
                 pass
