@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import resource
 import socket
 import subprocess
@@ -16,16 +17,18 @@ SMALL = ("--run.max_steps=6", "--learner.checkpoint_every=2")
 
 
 def refused(run: Run) -> str:
-    """The one error line of a run that ends with status 2."""
+    """The one error of a run that ends with status 2."""
     assert run.process is not None
     _, errors = run.process.communicate(timeout=60)
     assert run.process.returncode == 2, f"{errors}\n{run.logs()}"
-    lines = [line for line in errors.splitlines() if "error: " in line]
+    lines = [line for line in errors.splitlines() if line.startswith('{"error": ')]
     assert len(lines) == 1, errors
     assert errors.splitlines()[-1] == lines[0]
-    assert lines[0].startswith("error: ")
     assert "Traceback" not in errors
-    return lines[0]
+    told = json.loads(lines[0])
+    assert told["status"] == 2
+    error: str = told["error"]
+    return error
 
 
 def assert_whole(run: Run, num_groups: int) -> None:

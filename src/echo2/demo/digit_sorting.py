@@ -84,9 +84,12 @@ def sampled_accuracy(
     prompts = [array("i", tokenizer.encode(task["prompt"], add_special_tokens=True)) for task in problems]
 
     async def sampled() -> list[Outcome]:
-        await engine.update_weights(snapshot)
-        requests = [SampleRequest(prompt, seed, 0, params) for seed, prompt in enumerate(prompts)]
-        return await asyncio.gather(*engine.submit_together(requests))
+        try:
+            await engine.update_weights(snapshot)
+            requests = [SampleRequest(prompt, seed, 0, params) for seed, prompt in enumerate(prompts)]
+            return await asyncio.gather(*engine.submit_together(requests))
+        finally:
+            await engine.close()  # a decode thread that is alive when Python ends can abort the process
 
     num_exact = 0
     for problem, outcome in zip(problems, asyncio.run(sampled()), strict=True):

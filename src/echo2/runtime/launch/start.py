@@ -131,8 +131,9 @@ def run(
     elif summary is not None:
         display.show_summary(summary, Console())
     if outcome["kind"] != "finished":
-        print(f"error: {outcome['reason']}", file=sys.stderr)
-        return 2 if outcome["kind"] in ("stopped", "user_error") else 1
+        reason, status = outcome["reason"], 2 if outcome["kind"] in ("stopped", "user_error") else 1
+        print(json.dumps({"error": reason, "status": status}) if as_json else f"error: {reason}", file=sys.stderr)
+        return status
     return 0
 
 
