@@ -38,6 +38,10 @@ class Service:
     def end(self) -> None:
         self.client.__exit__(None, None, None)
 
+    def close(self) -> None:
+        self.end()
+        self.database.close()
+
     def sweep(self) -> None:
         assert self.client.portal is not None
         self.client.portal.call(self.front.sweep)

@@ -182,15 +182,16 @@ def test_a_restarted_head_goes_on_with_the_checks_that_were_under_way() -> None:
     """What was held stays held: who can wait for a restart, or cause one, would not be checked."""
     desk = desk_with("liar")
     (kept,) = of(do.RecordCheck, brings(desk, "liar"))
-    check = ev.RecoveredCheck(kept.number, "liar", kept.ticket, kept.ref, kept.holds, kept.is_from_stream)
-    groups = (ev.RecoveredGroup(kept.number, 0, "ready", 0, "liar"),)
+    check = kept.check
+    assert (check.worker_id, check.holds) == ("liar", True)
+    groups = (ev.RecoveredGroup(check.number, 0, "ready", 0, "liar"),)
     started = ev.HeadStarted(next_number=1, next_lease_id=2, groups=groups, published=(FIRST,), checks=(check,))
     desk = Desk(CHECKED, started)
     assert not of(do.FeedGroup, desk.tell(ev.LearnerJoined(0), ev.GroupsWanted(0)))
     (asked,) = of(do.CheckGroup, joins(desk, "own"))
     commands = answers(desk, asked, "wrong")
-    assert [one.number for one in of(do.RetireGroup, commands)] == [kept.number]
-    assert [one.number for one in of(do.EndCheck, commands)] == [kept.number]
+    assert [one.number for one in of(do.RetireGroup, commands)] == [check.number]
+    assert [one.number for one in of(do.EndCheck, commands)] == [check.number]
     assert desk.planner.trust.of("ticket-liar").is_quarantined
 
 
@@ -200,9 +201,8 @@ def test_a_restarted_head_knows_who_rests_and_who_is_expelled_and_for_how_long()
         (asked,) = of(do.CheckGroup, brings(desk, "s"))
         commands = answers(desk, asked, "wrong")
     (rest,), (gone,) = of(do.RecordRest, commands), of(do.ExpelWorker, commands)
-    rests = (ev.RecoveredRest(rest.ticket, rest.until, rest.num_rests),)
     expulsions = (ev.RecoveredExpulsion(gone.worker_id, desk.now + gone.seconds, gone.num_expelled, gone.reason),)
-    desk = Desk(CHECKED, ev.HeadStarted(published=(FIRST,), rests=rests, expulsions=expulsions))
+    desk = Desk(CHECKED, ev.HeadStarted(published=(FIRST,), rests=(rest.rest,), expulsions=expulsions))
     assert desk.planner.conducts.expulsion("s", desk.now + gone.seconds - 1) is not None
     assert desk.planner.conducts.expulsion("s", desk.now + gone.seconds + 1) is None
     assert desk.planner.conducts.expel("s", "again", desk.now) == 2 * gone.seconds

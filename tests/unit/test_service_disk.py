@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -13,10 +14,8 @@ from front_service import Service
 
 @pytest.fixture
 def service(tmp_path: Path) -> Iterator[Service]:
-    made = Service(tmp_path, f"sqlite:///{tmp_path}/service.sqlite")
-    yield made
-    made.end()
-    made.database.close()
+    with closing(Service(tmp_path, f"sqlite:///{tmp_path}/service.sqlite")) as made:
+        yield made
 
 
 def test_a_checkpoint_that_is_replaced_leaves_the_disk(service: Service) -> None:

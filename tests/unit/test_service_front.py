@@ -8,6 +8,7 @@ import subprocess
 import sys
 import tarfile
 from collections.abc import Iterator
+from contextlib import closing
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -49,10 +50,8 @@ def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
 
 @pytest.fixture
 def service(tmp_path: Path, url: str) -> Iterator[Service]:
-    made = Service(tmp_path, url)
-    yield made
-    made.end()
-    made.database.close()
+    with closing(Service(tmp_path, url)) as made:
+        yield made
 
 
 def test_a_model_is_trained_saved_and_sampled_from(service: Service) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -16,10 +17,8 @@ from front_service import PROTO, Service
 
 @pytest.fixture
 def service(tmp_path: Path) -> Iterator[Service]:
-    made = Service(tmp_path, f"sqlite:///{tmp_path}/service.sqlite")
-    yield made
-    made.end()
-    made.database.close()
+    with closing(Service(tmp_path, f"sqlite:///{tmp_path}/service.sqlite")) as made:
+        yield made
 
 
 def test_a_small_sparse_tensor_does_not_become_a_large_one(service: Service) -> None:

@@ -420,9 +420,8 @@ def test_chunks_that_no_manifest_names_yet_can_be_kept(tmp_path: Path) -> None:
 def test_a_chunk_that_came_again_is_not_swept_away(tmp_path: Path) -> None:
     store = ChunkStore(tmp_path)
     old, new = fill(store, 1, b"aaaabbbb"), fill(store, 2, b"aaaacccc")
-    let_go = store.let_go([new])
     gone = set(old.hashes) - set(new.hashes)
-    assert set(let_go) == gone
+    assert store.let_go([new]) == 4
     assert len(gone) == 1
     assert set(store.missing(old)) == gone, "it counts as missing at once"
     [hash_] = gone

@@ -10,18 +10,17 @@ holds, and every party asks again for what it did not get.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
 from echo2.buffer.ledger import Ledger
 from echo2.buffer.records import LedgerState
-from echo2.buffer.schema import STRANGERS_KINDS
 from echo2.control.head import commands as do
 from echo2.control.head import events as ev
 from echo2.control.head.planner import Planner
 from echo2.control.head.policies import Policies
 from echo2.control.head.state import PlannerOptions
-from echo2.control.head.trust import Trust
+from echo2.control.head.trust import DrawnCheck, TicketRest, Trust
 from echo2.errors import InvariantError, UserError
 from echo2.types import Attachment, GroupRef, SnapshotRef
 
@@ -169,14 +168,11 @@ def _record_of_strangers(ledger: Ledger, command: do.PolicyCommand, now: float) 
         case do.RecordTrust():
             ledger.keep("trust", command.ticket, asdict(command.trust))
         case do.RecordCheck():
-            names = (field.name for field in fields(ev.RecoveredCheck) if field.name != "ref")
-            plain = {name: getattr(command, name) for name in names}
-            ledger.keep("check", command.number, {**plain, "ref": asdict(command.ref)})
+            ledger.keep("check", command.check.number, asdict(command.check))
         case do.EndCheck():
             ledger.let_go("check", command.number)
         case do.RecordRest():
-            kept = {"ticket": command.ticket, "until": command.until, "num_rests": command.num_rests}
-            ledger.keep("rest", command.ticket, kept)
+            ledger.keep("rest", command.rest.ticket, asdict(command.rest))
         case do.ExpelWorker():
             gone = ev.RecoveredExpulsion(command.worker_id, now + command.seconds, command.num_expelled, command.reason)
             ledger.keep("expulsion", command.worker_id, asdict(gone))
@@ -205,7 +201,6 @@ def _check_options(state: LedgerState, options: PlannerOptions) -> None:
 
 def _head_started(policy: str, state: LedgerState, stored: Stored) -> ev.HeadStarted:
     """What the planner is told after a restart."""
-    strangers: Mapping[str, Mapping[str, Any]] = {kind: state.strangers.get(kind, {}) for kind in STRANGERS_KINDS}
     return ev.HeadStarted(
         version=state.version,
         lineage=max(1, state.lineage),
@@ -232,16 +227,16 @@ def _head_started(policy: str, state: LedgerState, stored: Stored) -> ev.HeadSta
         # After a fall-back that a kill cut short, later ones may be told that count no more.
         evaluated=tuple(sorted(version for version in stored.evaluated if version <= state.version)),
         machines=stored.machines,
-        trust=tuple((ticket, _trust(plain)) for ticket, plain in strangers["trust"].items()),
-        checks=tuple(sorted(map(_check, strangers["check"].values()), key=lambda check: check.number)),
-        rests=tuple(ev.RecoveredRest(**plain) for plain in strangers["rest"].values()),
-        expulsions=tuple(ev.RecoveredExpulsion(**plain) for plain in strangers["expulsion"].values()),
+        trust=tuple((ticket, _trust(plain)) for ticket, plain in state.strangers["trust"].items()),
+        checks=tuple(sorted(map(_check, state.strangers["check"].values()), key=lambda check: check.number)),
+        rests=tuple(TicketRest(**plain) for plain in state.strangers["rest"].values()),
+        expulsions=tuple(ev.RecoveredExpulsion(**plain) for plain in state.strangers["expulsion"].values()),
         policy=policy,
     )
 
 
-def _check(plain: Mapping[str, Any]) -> ev.RecoveredCheck:
-    return ev.RecoveredCheck(**{**plain, "ref": SnapshotRef(**plain["ref"])})
+def _check(plain: Mapping[str, Any]) -> DrawnCheck:
+    return DrawnCheck(**{**plain, "ref": SnapshotRef(**plain["ref"])})
 
 
 def _trust(plain: Mapping[str, Any]) -> Trust:

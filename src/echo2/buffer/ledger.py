@@ -357,7 +357,7 @@ class Ledger:
                 leases=tuple(LeaseRecord(*row) for row in leases),
                 checkpoint_version=checkpoint_version,
                 oldest_kept=oldest_kept,
-                strangers={kind: kept for kind in STRANGERS_KINDS if (kept := self._kept(kind))},
+                strangers={kind: self._kept(kind) for kind in STRANGERS_KINDS},
             )
 
     # ---- inside a transaction ----------------------------------------------------------------------------------------

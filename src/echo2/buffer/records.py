@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from echo2.buffer.schema import STRANGERS_KINDS
+
 
 @dataclass(frozen=True, slots=True)
 class GroupRecord:
@@ -63,4 +65,4 @@ class LedgerState:
     leases: tuple[LeaseRecord, ...]
     checkpoint_version: int = -1
     oldest_kept: int = 0
-    strangers: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    strangers: Mapping[str, Mapping[str, Any]] = field(default_factory=lambda: {kind: {} for kind in STRANGERS_KINDS})

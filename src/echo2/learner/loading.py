@@ -88,10 +88,8 @@ class _Reader:
                 if empty in self._names:
                     read = self._read.get(empty)
                     if read is None:
-                        name, values = (
-                            self._names[empty],
-                            torch.empty(empty.shape, dtype=empty.dtype, device=self._device),
-                        )
+                        name = self._names[empty]
+                        values = torch.empty(empty.shape, dtype=empty.dtype, device=self._device)
                         _read(values, self._tensors[name], name)
                         read = self._read[empty] = nn.Parameter(values)
                     owner.register_parameter(key, read)

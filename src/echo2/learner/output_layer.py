@@ -193,19 +193,15 @@ class _Tiled(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         hidden_uD, weight_VD, bias_V, total_u, mean_row_uD, *chosen = ctx.saved_tensors
-        made, slope, choices = (
-            _Logits(hidden_uD, weight_VD, bias_V, ctx.curve, ctx.cut),
-            ctx.curve.slope,
-            ctx.cut.choices,
-        )
+        made = _Logits(hidden_uD, weight_VD, bias_V, ctx.curve, ctx.cut)
         grad_total_u, _, *grads_chosen = grads
 
         def add(into: _Gradients) -> None:
             if grad_total_u is not None:
                 made.add_total_gradients(into, total_u, grad_total_u)
-            for choice, logits_mW, grad_mW in zip(choices, chosen, grads_chosen, strict=True):
+            for choice, logits_mW, grad_mW in zip(made.cut.choices, chosen, grads_chosen, strict=True):
                 if grad_mW is not None:
-                    made.add_chosen_gradients(into, choice, grad_mW * slope(logits_mW))
+                    made.add_chosen_gradients(into, choice, grad_mW * made.curve.slope(logits_mW))
 
         needed, grad_uD = ctx.needs_input_grad, None
         if needed[0]:

@@ -20,7 +20,7 @@ from echo2.errors import PeerError, UserError
 from echo2.service import tinker_pb2 as pb
 from echo2.service.backend import ClientDatum, Floats, TrainOutput
 from echo2.service.bodies import DatumBody, LossBody, TensorBody, TrainBody, parse, prompt_tokens
-from echo2.service.sampled import are_whole, sample_as_json
+from echo2.service.sampled import are_whole, csr_rows, sample_as_json
 
 #: Numbers of one tensor, of all sparse tensors of a request when they are written out, and data of one request.
 TENSOR_NUMBERS_MAX = 1 << 22
@@ -209,13 +209,9 @@ def _dense(values: Array, crow: Array, col: Array, shape: Sequence[int]) -> Arra
     """A sparse tensor, its rows compressed, with zeros where it has nothing."""
     if len(shape) != 2 or min(shape) < 0 or max(shape) > TENSOR_NUMBERS_MAX or shape[0] * shape[1] > TENSOR_NUMBERS_MAX:
         raise UserError(f"a sparse tensor has the shape {list(shape)[:4]}; two sizes are taken, their product bounded.")
-    rows, columns = shape
-    counts = np.diff(crow)
-    is_sound = len(crow) == rows + 1 and len(col) == len(values) and crow[0] == 0 and crow[-1] == len(values)
-    if not is_sound or (counts < 0).any() or (len(col) and not (col.min() >= 0 and col.max() < columns)):
-        raise UserError("a sparse tensor's indices do not fit its shape.")
+    rows = csr_rows(crow, col, len(values), shape)
     dense = np.zeros(shape, dtype=values.dtype)
-    dense[np.repeat(np.arange(rows), counts), col] = values
+    dense[rows, col] = values
     return dense
 
 

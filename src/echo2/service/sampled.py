@@ -66,11 +66,21 @@ def _rows(tensor: TensorBody, count: int, shape: Sequence[int]) -> Any:
         return np.repeat(np.arange(shape[0]), shape[1])
     crow = np.asarray(tensor.sparse_crow_indices, dtype=np.int64)
     col = np.asarray(tensor.sparse_col_indices or [], dtype=np.int64)
+    return csr_rows(crow, col, count, shape)
+
+
+def csr_rows(crow: Any, col: Any, count: int, shape: Sequence[int]) -> Any:
+    """The row of each of the `count` numbers of a sparse tensor with compressed rows.
+
+    Raises:
+        UserError: the indices do not fit the shape.
+    """
+    rows, columns = shape
     sizes = np.diff(crow)
-    is_sound = len(crow) == shape[0] + 1 and crow[0] == 0 and crow[-1] == len(col) == count and not (sizes < 0).any()
-    if not is_sound or (count and int(col.max()) >= shape[1]):
-        raise UserError("target_prompt_logprobs has sparse indices that do not fit its shape.")
-    return np.repeat(np.arange(shape[0]), sizes)
+    is_sound = len(crow) == rows + 1 and len(col) == count and crow[0] == 0 and crow[-1] == count
+    if not is_sound or (sizes < 0).any() or (count and not (col.min() >= 0 and col.max() < columns)):
+        raise UserError("a sparse tensor's indices do not fit its shape.")
+    return np.repeat(np.arange(rows), sizes)
 
 
 def sample_answer(output: SampleOutput, body: SampleBody) -> bytes:

@@ -165,13 +165,13 @@ class ChunkStore:
 
         Returns the number of bytes freed. Other manifests go first: one that is listed is whole at any instant.
         """
-        let_go = self.let_go(manifests, chunks)
+        num_bytes = self.let_go(manifests, chunks)
         self.sweep()
-        return sum(let_go.values())
+        return num_bytes
 
-    def let_go(self, manifests: Iterable[Manifest], chunks: Iterable[bytes] = ()) -> dict[bytes, int]:
+    def let_go(self, manifests: Iterable[Manifest], chunks: Iterable[bytes] = ()) -> int:
         """The quick half of `retain`: from now on the rest is not here, but takes its room on disk until `sweep`.
-        Returns these chunks and their sizes.
+        Returns how many bytes that are.
         """
         payloads, used = set(), set(chunks)
         for manifest in manifests:
@@ -179,12 +179,8 @@ class ChunkStore:
             used.update(manifest.chunk_bytes)
         for payload in [payload for payload in list(self._whole) if payload not in payloads]:
             self.drop_manifest(payload)
-        sizes = {}
-        for hash_ in self._packs.hashes():
-            if hash_ not in used:
-                sizes[hash_] = self._size(hash_)
-                self._packs.forget(hash_)
-        return sizes
+        forgotten = [self._packs.forget(hash_) for hash_ in self._packs.hashes() if hash_ not in used]
+        return sum(place.num_bytes for place in forgotten if place is not None)
 
     def sweep(self) -> None:
         """The slow half of `retain`, on any thread: what was let go gives its room back, as far as `Packs.sweep` does.

@@ -14,7 +14,7 @@ Deterministic runs replace no groups: nothing is checked there. Evaluations are 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict, replace
+from dataclasses import replace
 
 from echo2.control.head import commands as do
 from echo2.control.head import events as ev
@@ -22,7 +22,7 @@ from echo2.control.head import strangers
 from echo2.control.head.fleet import UNKNOWN, Worker
 from echo2.control.head.groups import PlannedGroup
 from echo2.control.head.state import PlannerState
-from echo2.control.head.trust import CLEAN_TO_LEAVE, OpenCheck, Trust
+from echo2.control.head.trust import CLEAN_TO_LEAVE, DrawnCheck, OpenCheck, Trust
 from echo2.control.seeds import mix
 from echo2.types import GroupRef
 
@@ -58,23 +58,22 @@ def delivered(state: PlannerState, record: PlannedGroup, worker: Worker | None) 
             strangers.rest(state, worker.ticket, state.options.lease_seconds, "nobody can check its groups")
         return
     holds = trust.is_quarantined or (trust.is_new and trust.num_missed < MISSED_MAX)
-    check = ev.RecoveredCheck(record.number, worker.worker_id, worker.ticket, ref, holds, worker.draws)
-    _open(state, check)
-    state.emit(do.RecordCheck, f"drawn of ticket {worker.ticket}", **asdict(check) | {"ref": ref})
+    drawn = DrawnCheck(record.number, worker.worker_id, worker.ticket, ref, holds, worker.draws)
+    _open(state, drawn)
+    state.emit(do.RecordCheck, f"drawn of ticket {worker.ticket}", check=drawn)
 
 
-def recover(state: PlannerState, checks: Iterable[ev.RecoveredCheck]) -> None:
+def recover(state: PlannerState, checks: Iterable[DrawnCheck]) -> None:
     """Those that were under way begin anew: a head that starts again believes nobody more than before."""
-    for check in checks:
-        _open(state, check)
+    for drawn in checks:
+        _open(state, drawn)
 
 
-def _open(state: PlannerState, what: ev.RecoveredCheck) -> None:
+def _open(state: PlannerState, drawn: DrawnCheck) -> None:
     until = state.now + OVERDUE_LEASES * state.options.lease_seconds
-    check = OpenCheck(what.number, what.worker_id, what.ticket, what.ref, until, what.holds, what.is_from_stream)
-    state.trust.open[what.number] = check
-    record = state.groups.get(what.number)
-    if what.holds and record is not None:
+    state.trust.open[drawn.number] = OpenCheck(drawn, until)
+    record = state.groups.get(drawn.number)
+    if drawn.holds and record is not None:
         state.groups.hold(record)
 
 
@@ -93,19 +92,19 @@ def assign(state: PlannerState) -> None:
         if check.checker:
             continue
         # An engine that checks holds the weights before the installed ones, too.
-        able = [one for one in free if one.installed is not None and one.installed >= check.ref]
+        able = [one for one in free if one.installed is not None and one.installed >= check.drawn.ref]
         if not able:
             continue
-        chosen = min(able, key=lambda one: (one.installed != check.ref, one.joined_at, one.worker_id))
+        chosen = min(able, key=lambda one: (one.installed != check.drawn.ref, one.joined_at, one.worker_id))
         free.remove(chosen)
         check.checker = chosen.worker_id
         state.emit(
             do.CheckGroup,
-            f"group {check.number} of {check.worker_id} is to be checked",
+            f"group {check.drawn.number} of {check.drawn.worker_id} is to be checked",
             worker_id=chosen.worker_id,
-            group=state.train_group(check.number),
-            ref=check.ref,
-            is_from_stream=check.is_from_stream,
+            group=state.train_group(check.drawn.number),
+            ref=check.drawn.ref,
+            is_from_stream=check.drawn.is_from_stream,
         )
 
 
@@ -122,17 +121,17 @@ def checked(state: PlannerState, event: ev.GroupChecked) -> None:
         else:
             _missed(state, check, event.missed or "none of its tokens are of the version that was checked")
         return
-    _close(state, check.number, "there is a verdict")
-    trust = state.trust.of(check.ticket)
+    _close(state, check.drawn.number, "there is a verdict")
+    trust = state.trust.of(check.drawn.ticket)
     trust = replace(trust, num_tokens=trust.num_tokens + event.num_tokens)
     if event.fault:
-        _fault(state, check, trust, f"group {check.number} of {check.worker_id}: {event.fault}")
+        _fault(state, check, trust, f"group {check.drawn.number} of {check.drawn.worker_id}: {event.fault}")
         return
     trust = trust.passed()
     if trust.is_quarantined and trust.num_clean >= CLEAN_TO_LEAVE:
         reason = f"quarantine ends: {trust.num_clean} groups in a row were as they should be"
         trust = replace(trust, is_quarantined=False).noted(state.now, reason)
-    _record(state, check.ticket, trust, f"group {check.number} was as it should be")
+    _record(state, check.drawn.ticket, trust, f"group {check.drawn.number} was as it should be")
     _release(state, check)
 
 
@@ -170,20 +169,20 @@ def _record(state: PlannerState, ticket: str, trust: Trust, reason: str) -> None
 
 def _missed(state: PlannerState, check: OpenCheck, reason: str) -> None:
     """A check ended without a verdict: a ticket in quarantine must prove itself, others get the benefit of doubt."""
-    _close(state, check.number, reason)
-    trust = state.trust.of(check.ticket)
-    _record(state, check.ticket, replace(trust, num_missed=trust.num_missed + 1), reason)
-    if trust.is_quarantined and check.holds:
-        record = state.groups.get(check.number)
+    _close(state, check.drawn.number, reason)
+    trust = state.trust.of(check.drawn.ticket)
+    _record(state, check.drawn.ticket, replace(trust, num_missed=trust.num_missed + 1), reason)
+    if trust.is_quarantined and check.drawn.holds:
+        record = state.groups.get(check.drawn.number)
         if record is not None:
-            _retire(state, record, f"ticket {check.ticket} is in quarantine: {reason}")
+            _retire(state, record, f"ticket {check.drawn.ticket} is in quarantine: {reason}")
     else:
         _release(state, check)
 
 
 def _release(state: PlannerState, check: OpenCheck) -> None:
-    record = state.groups.get(check.number)
-    if check.holds and record is not None:
+    record = state.groups.get(check.drawn.number)
+    if check.drawn.holds and record is not None:
         state.groups.let_go(record)
 
 
@@ -192,17 +191,17 @@ def _fault(state: PlannerState, check: OpenCheck, trust: Trust, reason: str) -> 
     trust = trust.failed(state.now, reason)
     if is_again:
         trust = trust.noted(state.now, "expelled: a second group in quarantine was not as it should be")
-    _record(state, check.ticket, trust, reason)
-    if check.ticket != UNKNOWN:
-        for record in [record for record in state.groups if check.ticket in record.supplied_by]:
-            _retire(state, record, f"ticket {check.ticket} is not believed: {reason}")
-    if (found := state.groups.get(check.number)) is not None:
+    _record(state, check.drawn.ticket, trust, reason)
+    if check.drawn.ticket != UNKNOWN:
+        for record in [record for record in state.groups if check.drawn.ticket in record.supplied_by]:
+            _retire(state, record, f"ticket {check.drawn.ticket} is not believed: {reason}")
+    if (found := state.groups.get(check.drawn.number)) is not None:
         _retire(state, found, reason)
     if not is_again:
         return
-    for worker in [worker for worker in state.fleet if worker.ticket == check.ticket]:
+    for worker in [worker for worker in state.fleet if worker.ticket == check.drawn.ticket]:
         state.conducts.to_expel[worker.worker_id] = f"its rollouts were not drawn as it says; {reason}"
-    strangers.rest(state, check.ticket, EXPELLED_REST_SECONDS, "its workers are expelled")
+    strangers.rest(state, check.drawn.ticket, EXPELLED_REST_SECONDS, "its workers are expelled")
 
 
 def _retire(state: PlannerState, record: PlannedGroup, reason: str) -> None:

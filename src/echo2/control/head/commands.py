@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import field
 
-from echo2.control.head.trust import Trust
+from echo2.control.head.trust import DrawnCheck, TicketRest, Trust
 from echo2.control.machine import Command as Command
 from echo2.control.machine import WakeAt as WakeAt
 from echo2.types import Attachment, GroupRef, Lease, SnapshotRef
@@ -195,12 +195,7 @@ class RecordTrust(PolicyCommand):
 class RecordCheck(PolicyCommand):
     """Durable: this check of a group is under way."""
 
-    number: int
-    worker_id: str
-    ticket: str
-    ref: SnapshotRef
-    holds: bool
-    is_from_stream: bool
+    check: DrawnCheck
 
 
 class EndCheck(PolicyCommand):
@@ -210,11 +205,9 @@ class EndCheck(PolicyCommand):
 
 
 class RecordRest(PolicyCommand):
-    """Durable: a ticket gets no leases until then, in seconds; its rests that are not made up for."""
+    """Durable: this ticket rests, or has made up for a rest."""
 
-    ticket: str
-    until: float
-    num_rests: int
+    rest: TicketRest
 
 
 class WorkerGone(PolicyCommand):

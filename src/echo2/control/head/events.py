@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from echo2.control.head.trust import Trust
+from echo2.control.head.trust import DrawnCheck, TicketRest, Trust
 from echo2.control.machine import Event as _Event
 from echo2.control.machine import Tick as Tick  # part of this module's vocabulary, too
 from echo2.types import RUN_POLICY, Attachment, GroupRef, SnapshotRef
@@ -35,29 +35,6 @@ class RecoveredLease:
     number: int
     worker_id: str
     deadline: float
-
-
-@dataclass(frozen=True, slots=True)
-class RecoveredCheck:
-    """A check that was under way when the head stopped: of this group, which the worker sampled with `ref`. `holds`:
-    the group is not trained before the verdict.
-    """
-
-    number: int
-    worker_id: str
-    ticket: str
-    ref: SnapshotRef
-    holds: bool
-    is_from_stream: bool
-
-
-@dataclass(frozen=True, slots=True)
-class RecoveredRest:
-    """Until when, in seconds, the ticket gets no leases; in the past: it may have them. `num_rests` not made up for."""
-
-    ticket: str
-    until: float
-    num_rests: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,8 +89,8 @@ class HeadStarted(PlannerEvent):
     evaluated: tuple[int, ...] = ()
     machines: tuple[RecoveredMachine, ...] = ()
     trust: tuple[tuple[str, Trust], ...] = ()
-    checks: tuple[RecoveredCheck, ...] = ()
-    rests: tuple[RecoveredRest, ...] = ()
+    checks: tuple[DrawnCheck, ...] = ()
+    rests: tuple[TicketRest, ...] = ()
     expulsions: tuple[RecoveredExpulsion, ...] = ()
     policy: str = RUN_POLICY
 

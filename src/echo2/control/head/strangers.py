@@ -23,6 +23,7 @@ from echo2.control.head.fleet import UNKNOWN, Worker
 from echo2.control.head.groups import OWN, PlannedGroup
 from echo2.control.head.standings import RESULTS_PER_PARDON
 from echo2.control.head.state import PlannerState
+from echo2.control.head.trust import TicketRest
 from echo2.types import Lease
 
 #: What a lease without a result costs of a ticket's credit; a result earns 1. A ticket of which more than a third of
@@ -162,8 +163,8 @@ def rest(state: PlannerState, ticket: str, seconds: float, reason: str) -> None:
 def _record(state: PlannerState, ticket: str, reason: str) -> None:
     """Of workers that did not come back to a new head yet, whose they are is not known."""
     if ticket != UNKNOWN:
-        until, num_rests = state.standings.rests.get(ticket) or 0.0, state.standings.of(ticket).num_rests
-        state.emit(do.RecordRest, reason, ticket=ticket, until=until, num_rests=num_rests)
+        until = state.standings.rests.get(ticket) or 0.0
+        state.emit(do.RecordRest, reason, rest=TicketRest(ticket, until, state.standings.of(ticket).num_rests))
 
 
 def count_attempt(state: PlannerState, record: PlannedGroup, worker: Worker | None) -> None:

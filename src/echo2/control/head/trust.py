@@ -61,19 +61,35 @@ class Trust:
         return replace(self, num_failed=self.num_failed + 1, num_clean=0, is_quarantined=True).noted(at, reason)
 
 
-@dataclass(slots=True)
-class OpenCheck:
-    """A group that is to be checked under `ref`: until when, by whom (`checker`; empty: nobody yet), and whether it
-    is not trained before. `is_from_stream`: its worker's engine draws from the head's random numbers.
+@dataclass(frozen=True, slots=True)
+class DrawnCheck:
+    """Of a group, which the worker sampled with `ref`, as the ledger keeps it. `holds`: the group is not trained before
+    the verdict; `is_from_stream`: its worker's engine draws from the head's random numbers.
     """
 
     number: int
     worker_id: str
     ticket: str
     ref: SnapshotRef
-    until: float
     holds: bool
     is_from_stream: bool
+
+
+@dataclass(frozen=True, slots=True)
+class TicketRest:
+    """Until when, in seconds, the ticket gets no leases; in the past: it may have them. `num_rests` not made up for."""
+
+    ticket: str
+    until: float
+    num_rests: int
+
+
+@dataclass(slots=True)
+class OpenCheck:
+    """A drawn check that is under way: until when, and by whom (`checker`; empty: nobody yet)."""
+
+    drawn: DrawnCheck
+    until: float
     checker: str = ""
     num_tries: int = 0
 

@@ -85,7 +85,7 @@ def _learner_waits(state: PlannerState) -> list[Wait]:
         reason += " (no worker is connected)" if not state.fleet.attending() else ""
         waits.append(Wait("learner", "workers", since, None, reason))
     for group, check in checks.held(state, step):
-        reason = f"step {step}: {group} of {check.worker_id} is being checked"
+        reason = f"step {step}: {group} of {check.drawn.worker_id} is being checked"
         waits.append(Wait("learner", check.checker or "head", since, check.until, reason))
     if num_unscored:
         waits.insert(0, Wait("learner", "rewards", since, None, _why_unscored(state, step, num_unscored)))

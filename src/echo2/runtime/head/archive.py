@@ -174,7 +174,7 @@ class Archive:
             if not self.is_chain(payload) or len(self._merged) >= MERGED_MAX:
                 return
             until, made = loop.time() + MERGING_SECONDS, self._merged.setdefault(payload, set())
-            is_made = False
+            merged = None
             try:
                 joined = compose(self._steps(payload))
                 segments = list(joined.segments)
@@ -183,12 +183,12 @@ class Archive:
                     if loop.time() < until and self._merged.get(payload) is made:
                         segments[at] = await self._beside(self._merge, segments[at], width, len(segments), made)
                 if self._merged.get(payload) is made:
-                    self._joined.setdefault(payload, replace(joined, segments=tuple(segments)))
-                    is_made = True
+                    merged = replace(joined, segments=tuple(segments))
+                    self._joined.setdefault(payload, merged)
             except (PeerError, UserError) as error:  # a chunk is altered or missing, a record is none, the disk is full
                 log.warning("the deltas of %s are not added up: %s", payload, error)
-            finally:  # also where the caller was cancelled
-                if not is_made:
+            finally:  # also where the caller was cancelled, or others have it already with its deltas in a row
+                if merged is None or self._joined.get(payload) is not merged:
                     self._merged.pop(payload, None)
 
     def _merge(self, segment: Segment, width: int, num_segments: int, made: set[bytes]) -> Segment:

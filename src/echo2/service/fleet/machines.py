@@ -120,11 +120,10 @@ def checked(spec: SampleSpec, output: SampleOutput | None) -> SampleOutput:
     length = len(spec.prompt)
     _check_pair(output.top_prompt_tokens, output.top_prompt_logprobs, length, spec.top_prompt_logprobs)
     _check_pair(output.alternative_tokens, output.alternative_logprobs, length - 1, spec.num_alternatives)
-    if len(output.alternative_tokens) != (length - 1) * spec.num_alternatives:
-        raise PeerError("malformed", f"{len(output.alternative_tokens)} alternatives")
     for floats, expected in (
         (output.prompt_logprobs, length if spec.wants_scores else 0),
         (output.target_logprobs, len(spec.target_places)),
+        (output.alternative_logprobs, (length - 1) * spec.num_alternatives),
     ):
         if floats.typecode != "f" or len(floats) != expected:
             raise PeerError("malformed", f"{len(floats)} logprobs where there should be {expected}")
