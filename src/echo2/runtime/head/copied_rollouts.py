@@ -1,39 +1,45 @@
-"""Finds rollouts that strangers deliver a second time. Copying is the cheapest way to cheat and is found without a
-check: judged by its own logprobs, an honest engine does not draw the same long rollout twice.
+"""Detects rollouts that strangers deliver twice. Copying is the cheapest way to cheat, and is detected without a check:
+by the rollout's own logprobs, an honest engine does not draw the same long rollout twice.
 """
 
 from __future__ import annotations
 
+import secrets
+
 import numpy as np
+from blake3 import blake3
 
 from echo2.errors import PeerError
 from echo2.types import RolloutGroup
 
-#: Rollouts that are remembered, the newest.
+#: Number of rollouts remembered, the newest ones.
 KEPT = 1 << 16
-#: A rollout less likely than e to the minus this is not drawn again: with so many remembered, one honest rollout in
-#: 3 x 10^10 is like one of them.
+#: Rollouts less likely than exp(-CHANCE_NATS) are compared. With `KEPT` remembered, one honest rollout in 3 x 10^10
+#: equals one of them by chance.
 CHANCE_NATS = 36.0
 
 
 class CopiedRollouts:
-    """What strangers delivered since the head started, by a hash of the tokens that nobody outside can compute."""
+    """Rollouts that strangers delivered since the head started, by a hash of their tokens that only this process can
+    compute: nobody can make a rollout that honest ones are then taken for copies of."""
 
     def __init__(self) -> None:
-        self._seen: dict[int, tuple[int, int]] = {}
+        self._key = secrets.token_bytes(32)
+        self._seen: dict[bytes, tuple[int, int]] = {}
 
     def check(self, group: RolloutGroup) -> None:
-        """Remember the rollouts of a group. The same group may come again: its random numbers are the same.
+        """Remember the rollouts of a group. The same group may be delivered again: its random numbers are the same.
 
         Raises:
-            PeerError: "malformed", a rollout is one of another group, or another one of this group.
+            PeerError: "malformed": a rollout equals one of another group, or another one of this group.
         """
-        found: dict[int, tuple[int, int]] = {}
+        found: dict[bytes, tuple[int, int]] = {}
         for sample, rollout in enumerate(group.rollouts):
             nats = -float(np.frombuffer(rollout.logprobs, dtype=np.float32).sum(dtype=np.float64))
             if nats < CHANCE_NATS:
                 continue
-            key, place = hash(rollout.tokens.tobytes()), (group.group.number, sample)
+            key = blake3(rollout.tokens.tobytes(), key=self._key).digest(16)
+            place = (group.group.number, sample)
             first = self._seen.get(key) or found.setdefault(key, place)
             if first != place:
                 raise PeerError(
