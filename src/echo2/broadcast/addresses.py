@@ -1,4 +1,4 @@
-"""The addresses at which a worker can be reached, and from where."""
+"""Parses worker addresses, and tells addresses of the local machine from those of the network."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ _ADDRESS = re.compile(r"(?:\[(?P<v6>[^]]+)\]|(?P<host>[^:\[\]]+))(?::(?P<port>[0
 
 
 def of_worker(hello: wire.WorkerHello, host: str) -> str:
-    """The address "host:port" of a worker that calls from `host`; "" if it does not listen or its claim is invalid."""
+    """Return the address "host:port" of a worker that connects from `host`; "" if it does not listen, or advertises an
+    invalid address."""
     if not 0 < hello.listen_port <= PORT_MAX:
         return ""
     if not hello.advertise:
@@ -24,7 +25,7 @@ def of_worker(hello: wire.WorkerHello, host: str) -> str:
 
 
 def split(address: str) -> tuple[str, int]:
-    """(host, port) of "host", "host:port", "[v6]" or "[v6]:port"; port 0 where there is none."""
+    """Return (host, port) of "host", "host:port", "[v6]" or "[v6]:port". Port 0: none given, or invalid."""
     match = _ADDRESS.fullmatch(address)
     if match is None:
         return address.strip("[]"), 0
@@ -33,7 +34,7 @@ def split(address: str) -> tuple[str, int]:
 
 
 def reach(address: str) -> str:
-    """`MemberJoined.reach` of an address: workers on the loopback interface are of one machine."""
+    """Return `MemberJoined.reach` for an address: ONE_MACHINE for the loopback interface, else ""."""
     host = split(address)[0]
     try:
         return ONE_MACHINE if ipaddress.ip_address(host).is_loopback else ""

@@ -1,7 +1,7 @@
-"""The chunks that a node can serve: those that just arrived, and those on disk.
+"""The chunks that a node can serve: recently received chunks in memory, and chunks on disk.
 
-Each chunk is handed out as the message that carries it (`transport.chunks`), so that one that is passed on to many is
-hashed, read and packed once.
+Chunks are returned as encoded messages (`transport.chunks`), so that a chunk sent to many peers is hashed, read and
+packed once.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from echo2.weights.store import ChunkStore
 
 log = logging.getLogger(__name__)
 
-#: Messages kept in memory: what the children of a relay lag behind it by.
+#: Bytes of messages kept in memory: how far the children of a relay can lag behind it without disk reads.
 RECENT_BYTES = 64 << 20
 
 
 class ChunkCache:
-    """Reads run on `disk` threads; all else on the event loop."""
+    """Serves chunks from memory or from `store`. Disk reads run on `disk` threads, the rest on the event loop."""
 
     def __init__(self, store: ChunkStore, disk: Executor) -> None:
         self._store, self._disk = store, disk
@@ -36,11 +36,11 @@ class ChunkCache:
         return hash_ in self._recent or self._store.has(hash_)
 
     async def message(self, hash_: bytes) -> bytes:
-        """The message with this chunk.
+        """Return the message with this chunk.
 
         Raises:
-            PeerError: "missing", also when the disk altered it: who asks is to go elsewhere, and to call nobody a liar;
-                "busy", it is here and can't be read now.
+            PeerError: "missing": the chunk is not stored, or damaged on disk (the peer then asks another source, and
+                does not report this one as corrupt); "busy": it is stored but can't be read now.
         """
         message = self._recent.get(hash_)
         if message is not None:
@@ -58,12 +58,13 @@ class ChunkCache:
         return message
 
     def arrived(self, hash_: bytes, message: bytes) -> None:
-        """A chunk was verified: those who wait for it are told."""
+        """Add a verified chunk, and notify the requests that wait for it."""
         self._remember(hash_, message)
         self.stored(hash_)
 
     def stored(self, hash_: bytes) -> None:
-        """A chunk is on disk: those are told who came for it when it had been pushed out of memory already."""
+        """Notify the requests that wait for this chunk, which is now on disk. A request may have begun to wait after
+        the chunk was evicted from memory and before it was written."""
         for tell in self._waiting.pop(hash_, ()):
             tell(hash_)
 

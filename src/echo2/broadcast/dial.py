@@ -1,4 +1,6 @@
-"""Connects to a peer that cannot connect to us, and sends what it wants: the other side of an `AwaitedSource`."""
+"""Connects to a peer that cannot connect to this node, and sends the chunks it asks for: the counterpart of
+`AwaitedSource`.
+"""
 
 from __future__ import annotations
 
@@ -13,20 +15,20 @@ from echo2.transport import chunks
 from echo2.transport import wire_pb2 as wire
 from echo2.transport.base import Link
 
-#: A peer that does not answer is tried again for so long, so often.
+#: How long, and at which interval, a peer that does not answer is dialled again.
 DIAL_SECONDS = 5.0
 REDIAL_SECONDS = 0.5
-#: Calls under way that give chunks; and how long one may take.
+#: Maximum number of concurrent GiveChunk calls per request, and the timeout of one call.
 GIVE_CALLS = 16
 GIVE_SECONDS = 60.0
-#: Requests of the peer that are answered at a time; it is not asked for more meanwhile.
+#: Maximum number of the peer's requests answered at once; further requests are not read meanwhile.
 GIVES_MAX = REQUESTS_PER_PEER_MAX
 
 Serve = Callable[[wire.ChunkRequest], AsyncGenerator[bytes, None]]
 
 
 class Dial:
-    """Runs from the start until the peer refuses, or can't be reached for `DIAL_SECONDS`."""
+    """Starts at once, and ends when the peer refuses or can't be reached for `DIAL_SECONDS`."""
 
     def __init__(self, address: str, link: Link, serve: Serve) -> None:
         self.address = address
@@ -37,12 +39,12 @@ class Dial:
 
     @property
     def is_over(self) -> bool:
-        """Whether the peer refused, or could not be reached any more."""
+        """Whether the peer refused, or became unreachable."""
         return self._running.done()
 
     @property
     def is_busy(self) -> bool:
-        """Whether chunks are being given."""
+        """Whether chunks are being sent."""
         return bool(self._tasks)
 
     async def _run(self) -> None:
@@ -55,7 +57,7 @@ class Dial:
                     await self._gives.acquire()
                     giving = self._spawn(self._give(request))
                     giving.add_done_callback(lambda _: self._gives.release())
-                self._end_tasks()  # what was asked for is not wanted any more
+                self._end_tasks()  # the peer ended its stream: it no longer wants these chunks
                 give_up_at = loop.time() + DIAL_SECONDS
             except PeerError:
                 return
@@ -86,7 +88,7 @@ class Dial:
         try:
             await self._link.call("GiveChunk", message, GIVE_SECONDS)
         except (LinkError, PeerError):
-            pass  # the one that asked knows best what it lacks, and from whom
+            pass  # the peer knows which chunks it lacks, and asks again or elsewhere
         finally:
             window.release()
 
@@ -95,7 +97,7 @@ class Dial:
             task.cancel()
 
     async def close(self) -> None:
-        """Stop giving, and close the link."""
+        """Stop sending, and close the link."""
         self._running.cancel()
         self._end_tasks()
         await asyncio.gather(self._running, *self._tasks, return_exceptions=True)

@@ -16,13 +16,14 @@ from echo2.transport.base import Handlers, Network, Peer
 from echo2.types import PayloadId
 
 ORIGIN = ""
-#: Connections kept of each kind, for the next time; of those that are idle, the one used longest ago goes first.
+#: Maximum number of connections of each kind that stay open for reuse; the least recently used idle one is closed
+#: first.
 EDGES_MAX = 256
 
 
 class Edges:
-    """`stripes`: connections per source, from now on. Sources stay open between payloads: an open connection knows its
-    path, a new one needs seconds to fill it."""
+    """A worker's sources and dials, by peer. `stripes`: number of connections per new source. Sources stay open between
+    payloads: the congestion window of a new connection takes seconds to grow."""
 
     def __init__(self, network: Network, intake: Intake, server: Server) -> None:
         self._network, self._intake, self._server = network, intake, server
@@ -39,14 +40,14 @@ class Edges:
         return {"FetchChunks": self._server.serve, "AskWanted": self._ask_wanted, "GiveChunk": self._give_chunk}
 
     def check_not_revoked(self, peer_id: str) -> None:
-        """Raises PeerError("revoked") for those whom the head has revoked."""
+        """Raises PeerError("revoked") if the head has revoked this peer."""
         if peer_id in self._revoked:
             raise PeerError("revoked", f"{peer_id} was revoked")
 
-    # ---- taking --------------------------------------------------------------------------------------------------
+    # ---- receiving chunks ----------------------------------------------------------------------------------------
 
     def source(self, name: str) -> Source:
-        """The source of this name, connected as the newest routes say."""
+        """Return the source of this name, connected according to the newest routes."""
         address = self._addresses.get(name, "")
         if name != ORIGIN and not address:
             return self._awaited_source(name)
@@ -69,7 +70,7 @@ class Edges:
         return source
 
     def set_routes(self, routes: wire.Routes) -> tuple[PayloadId, tuple[str, ...]]:
-        """(payload, the source of each stripe) of an order; sources are dialled by these addresses from now on.
+        """Store the source addresses of an order. Return (payload, the source of each stripe).
 
         Raises:
             PeerError: "malformed".
@@ -81,7 +82,7 @@ class Edges:
         return decode_payload(routes.payload), tuple(routes.sources[number].peer_id for number in routes.stripes)
 
     def _set_address(self, source: wire.Source) -> None:
-        """Set the address of a source. Requests under way to its old address have failed, and this is reported."""
+        """Set the address of a source. If it changed, fail and report the requests under way to the old address."""
         self._addresses[source.peer_id] = source.address
         known = self._dialled.get(source.peer_id)
         if known is not None and known.address != source.address:
@@ -91,7 +92,7 @@ class Edges:
             self._close(known)
 
     def acquaint(self, sources: Iterable[wire.Source]) -> None:
-        """Connect to these possible sources, so that the first payload need not wait for it."""
+        """Connect to possible sources ahead of the first payload."""
         for source in sources:
             self._set_address(source)
             known = self.source(source.peer_id)
@@ -99,16 +100,16 @@ class Edges:
                 known.open()
 
     def prepare(self, stripes: int) -> None:
-        """From now on, take chunks of each source over so many connections; connect to the origin."""
+        """Set the number of connections per source, and connect to the origin."""
         self.stripes = stripes
         origin = self.source(ORIGIN)
         if isinstance(origin, DialledSource):
             origin.open()
 
-    # ---- giving --------------------------------------------------------------------------------------------------
+    # ---- sending chunks ------------------------------------------------------------------------------------------
 
     def dial(self, peer_id: str, address: str) -> None:
-        """This peer wants chunks of ours and can't dial us: dial it, and give."""
+        """Dial a peer that wants chunks but can't dial this node, and send them."""
         known = self._dials.get(peer_id)
         if known is not None and known.address == address and not known.is_over:
             return
@@ -120,7 +121,7 @@ class Edges:
         self._bound(self._dials)
 
     def revoke(self, peer_ids: frozenset[str]) -> None:
-        """Have no more to do with these, and with these only."""
+        """Close all connections to these peers and refuse new ones. Replaces the earlier set."""
         self._revoked = peer_ids
         for name in peer_ids:
             for source in (self._dialled.pop(name, None), self._awaited.pop(name, None)):
@@ -141,10 +142,10 @@ class Edges:
         await source.give(message)
         return wire.Empty()
 
-    # ---- ends ----------------------------------------------------------------------------------------------------
+    # ---- closing -------------------------------------------------------------------------------------------------
 
     def _bound(self, kept: dict[str, Any]) -> None:
-        """The newest stays, and what is busy: of that there is as much as routes name."""
+        """Close idle connections above EDGES_MAX, except the newest. Busy ones stay: the routes bound their number."""
         idle = [name for name, end in kept.items() if not end.is_busy]
         for name in idle[: max(0, len(kept) - EDGES_MAX)]:
             if name != next(reversed(kept)):

@@ -1,7 +1,7 @@
 """The head's part in the broadcast: serves chunks, and carries out what `control.broadcast.origin.Broadcast` decides.
 
-It also finds out what the plan is made from: who can be dialled (by dialling back), and what each worker's link can do
-(by answering probes, one worker at a time).
+It also collects the inputs of the plan: which workers can be dialled (by dialling back), and the rates of each worker's
+link (by answering probes, one worker at a time).
 """
 
 from __future__ import annotations
@@ -35,26 +35,26 @@ from echo2.weights.store import ChunkStore
 log = logging.getLogger(__name__)
 
 DISK_THREADS = 4
-#: Dialling a worker back may take this long.
+#: Timeout of one try to dial a worker back, and the number of tries.
 DIAL_BACK_SECONDS = 3.0
 DIAL_BACK_TRIES = 4
-#: A worker that probes has the link to itself until it says that it is done, or has been silent for so long.
+#: A probing worker has the head's link to itself until it sends DONE, or has been silent for this long.
 TURN_SECONDS = 1.5
-#: And so long at most, whatever it says: several times what an honest measurement takes.
+#: Maximum length of a worker's probing turn: several times that of an honest measurement.
 TURN_MAX_SECONDS = 30.0
-#: So many workers at most are all connected with each other as they join.
+#: Up to this number of workers, all are connected with each other as they join.
 ACQUAINTED_MAX = 17
-#: Addresses kept, of workers that are away, too.
+#: Maximum number of worker addresses kept, including those of workers that left.
 ADDRESSES_MAX = 10_000
-#: Sources that one report may tell of.
+#: Maximum number of sources in one report.
 TALLIES_MAX = 10_000
-#: Payloads whose finish times are kept.
+#: Maximum number of payloads in `OriginNode.finished`.
 FINISHED_MAX = 64
 
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """How far a worker is with a payload, by its own word."""
+    """How much of a payload a worker has stored, as reported by the worker."""
 
     payload: PayloadId
     bytes_stored: int
@@ -62,12 +62,12 @@ class Progress:
 
 
 class OriginNode:
-    """Between the head and the workers that fetch.
+    """Connects the broadcast's state machine with the head and with the workers that fetch.
 
-    order(worker_id, order)     send an order to a worker that attends
-    dial(worker_id, address)    a link to a worker as a server
-    on_error(error)             a bug of ours
-    now()                       seconds that never run backwards
+    order(worker_id, order)     sends an order to an attending worker
+    dial(worker_id, address)    opens a link to a worker as a server
+    on_error(error)             is called after an unexpected exception
+    now()                       returns monotonic seconds
     """
 
     def __init__(
@@ -94,7 +94,7 @@ class OriginNode:
         self._is_closed = False
         self.finished: dict[PayloadId, set[str]] = {}
         self.suspects: dict[str, str] = {}
-        self.sources: dict[str, list[str]] = {}  # whom each worker takes the newest weights from
+        self.sources: dict[str, list[str]] = {}  # worker -> its sources of the newest weights
         self.peer_bytes = 0
         self._carry: dict[type[Any], Callable[[Any], None]] = {
             do.SetRoutes: self._set_routes,
@@ -102,7 +102,7 @@ class OriginNode:
             do.NameSuspect: self._name_suspect,
         }
 
-    # ---- what the head says --------------------------------------------------------------------------------------
+    # ---- called by the head --------------------------------------------------------------------------------------
 
     def handlers(self) -> dict[str, Handler]:
         """The methods that workers may call."""
@@ -114,23 +114,21 @@ class OriginNode:
         }
 
     def joined(self, worker_id: str, hello: wire.WorkerHello, host: str, ticket: str = "") -> None:
-        """A worker attends, from this address, by this ticket if it is a stranger's. Whether it can be dialled turns
-        out meanwhile.
-        """
+        """Add a worker that attends from `host`; dial it back in the background. `ticket`: "" unless a stranger's."""
         self._members[worker_id], self._tickets[worker_id] = hello, ticket
         self._hosts[worker_id] = host
         address = addresses.of_worker(hello, host)
-        if self._addresses.get(worker_id) != address:  # else it only lost its connection for a moment
+        if self._addresses.get(worker_id) != address:  # equal: the worker only reconnected
             self._addresses.pop(worker_id, None)
         known = self._addresses.get(worker_id, "")
         self._happen(ev.MemberJoined(worker_id, known, addresses.reach(known or host), ticket))
         if worker_id in self._dialling:
-            self._dialling.pop(worker_id).cancel()  # who joins again and again is dialled once at a time
+            self._dialling.pop(worker_id).cancel()  # at most one dial-back per worker, however often it joins
         if address:
             self._dialling[worker_id] = self._spawn(self._dial_back(worker_id, hello, address))
 
     def left(self, worker_id: str, reason: str) -> None:
-        """A worker attends no more."""
+        """Remove a worker that no longer attends."""
         dialling = self._dialling.pop(worker_id, None)
         if dialling is not None:
             dialling.cancel()
@@ -152,17 +150,17 @@ class OriginNode:
         self._happen(ev.PayloadAssigned(payload, ids, len(manifest.chunk_bytes)))
 
     def held(self, worker_id: str, ref: SnapshotRef, base_model: SnapshotRef | None = None) -> None:
-        """This worker has this content installed, over that base model if it is an adapter."""
+        """Record that a worker has installed `ref`, over `base_model` if it is an adapter."""
         if worker_id in self._members:
             base = None if base_model is None else PayloadId(base_model)
             self._happen(ev.SnapshotHeld(worker_id, PayloadId(ref), base))
 
     def dropped(self, payload: PayloadId) -> None:
-        """The payload is no longer stored here."""
+        """Record that the origin no longer stores this payload."""
         self._happen(ev.PayloadDropped(payload))
 
     def revoked(self, peer_ids: Iterable[str]) -> None:
-        """Tell everybody with whom to have nothing to do any more. All of them, each time."""
+        """Send all workers the complete list of revoked peers."""
         order = wire.Order(revoked_peers=wire.RevokedPeers(peer_ids=sorted(peer_ids)))
         for worker_id in self._members:
             self._order(worker_id, order)
@@ -172,16 +170,16 @@ class OriginNode:
         return self._progress
 
     def address_of(self, worker_id: str) -> str:
-        """The address of a worker; "" if it cannot be reached, or nobody knows yet."""
+        """Return the address of a worker; "" if it cannot be dialled, or has not been dialled back yet."""
         return self._addresses.get(worker_id, "") if worker_id in self._members else ""
 
     @property
     def origin_bytes(self) -> int:
-        """Sent by the head. What peers sent each other is `peer_bytes`, by the word of those who received it."""
+        """Bytes sent by the head. `peer_bytes`: bytes that peers sent each other, as reported by the receivers."""
         return self._server.bytes_sent
 
     async def close(self) -> None:
-        """End what is under way, and wait until it has ended."""
+        """Cancel all transfers and tasks, and wait until they have ended."""
         self._is_closed = True
         self._server.close()
         for task in self._chores:
@@ -189,7 +187,7 @@ class OriginNode:
         await asyncio.gather(*self._chores, return_exceptions=True)
         self._disk.shutdown(wait=True, cancel_futures=True)
 
-    # ---- the one place where things happen -----------------------------------------------------------------------
+    # ---- events and commands -------------------------------------------------------------------------------------
 
     def _happen(self, event: ev.Event) -> None:
         if self._is_closed:
@@ -197,7 +195,7 @@ class OriginNode:
         try:
             for command in self._machine.handle(event, self._now()):
                 self._carry[type(command)](command)
-        except Exception as error:  # called by timers too, from where it would only be logged
+        except Exception as error:  # timers call this too; their exceptions would only be logged
             log.exception("the broadcast failed")
             self._on_error(error)
 
@@ -245,7 +243,8 @@ class OriginNode:
             self._acquaint(worker_id)
 
     def _acquaint(self, worker_id: str) -> None:
-        """Few are each other's neighbours for sure: they connect before there is anything to send."""
+        """Connect a new worker with all others ahead of the first payload, as long as there are few workers: they are
+        then certain to exchange chunks."""
         if len(self._members) > ACQUAINTED_MAX:
             return
         known = {key: wire.Source(peer_id=key, address=self.address_of(key)) for key in self._members}
@@ -256,7 +255,7 @@ class OriginNode:
             if other != worker_id:
                 self._order(other, wire.Order(routes=wire.Routes(sources=[own])))
 
-    # ---- what workers ask ----------------------------------------------------------------------------------------
+    # ---- called by workers ---------------------------------------------------------------------------------------
 
     async def _report_fetch(self, peer: Peer, report: wire.FetchReport) -> wire.Empty:
         worker_id = peer.peer_id
@@ -277,7 +276,7 @@ class OriginNode:
         if report.whole:
             tallies = _tallies(report)
             finished = self.finished.get(payload, {worker_id})
-            if worker_id not in finished:  # counted once, of what was published
+            if worker_id not in finished:  # count each worker once per payload, and assigned payloads only
                 self.peer_bytes += sum(tally.num_bytes for tally in tallies if tally.source != do.ORIGIN)
                 finished.add(worker_id)
             self._happen(ev.PayloadReceived(worker_id, payload, tallies))
@@ -308,20 +307,20 @@ class OriginNode:
 
 
 async def _answer(link: Link) -> None:
-    """Raises LinkError if the worker at the other end does not answer, also when it has had time to come up."""
+    """Return when the worker answers. Raises LinkError after `DIAL_BACK_TRIES`: its server may still be starting."""
     for tries_left in reversed(range(DIAL_BACK_TRIES)):
         try:
             await link.call("GiveChunk", chunks.ALIVE, DIAL_BACK_SECONDS)
             return
         except PeerError:
-            return  # it answered, which is all that is asked
+            return  # a refusal is an answer too
         except LinkError:
             if not tries_left:
                 raise
 
 
 def _rate(value: float) -> float | None:
-    """Bytes per second as a stranger says it."""
+    """Return a reported rate in bytes per second, or None if it is implausible."""
     return value if 1.0 <= value <= 1e12 else None
 
 

@@ -1,4 +1,4 @@
-"""Names of payloads on the wire, and back. Nothing in a stranger's message is trusted."""
+"""Encodes payload names for the wire, and decodes them. Nothing in a stranger's message is trusted."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from echo2.transport.messages import decode_ref, encode_ref
 from echo2.types import PayloadId
 from echo2.weights.manifest import HASH_BYTES
 
-#: Chunks one request may ask for; more are asked for by more requests.
+#: Maximum number of chunks per request; larger demands are split into several requests.
 REQUEST_CHUNKS_MAX = 4096
 
 
@@ -19,12 +19,12 @@ def encode_payload(payload: PayloadId) -> wire.PayloadId:
 
 
 def decode_payload(message: wire.PayloadId) -> PayloadId:
-    """Raises PeerError("malformed") for what no snapshot is called."""
+    """Return the decoded name. Raises PeerError("malformed") if it is not a valid snapshot name."""
     return PayloadId(decode_ref(message.ref), decode_ref(message.base) if message.HasField("base") else None)
 
 
 def requested(request: wire.ChunkRequest) -> dict[bytes, None]:
-    """The hashes asked for, distinct, in order.
+    """Return the distinct requested hashes, in order.
 
     Raises:
         PeerError: "oversized" or "malformed".

@@ -1,7 +1,7 @@
-"""A worker's part in the broadcast: receives chunks from the sources it is given, keeps them, and passes them on.
+"""A worker's part in the broadcast: receives chunks from its assigned sources, stores them, and relays them.
 
-It drives `control.broadcast.fetcher.Fetcher`: feeds it what happens, and does what it says. Chunks are stored
-on threads; the rest runs on the event loop.
+It drives `control.broadcast.fetcher.Fetcher`: passes it events, and carries out its commands. Chunks are written on
+disk threads; the rest runs on the event loop.
 """
 
 from __future__ import annotations
@@ -30,28 +30,29 @@ from echo2.weights.manifest import Manifest
 from echo2.weights.store import ChunkStore, check_chunk
 
 DISK_THREADS = 2
-#: Verified chunks that wait for the disk; a source that brings more is not read from meanwhile.
+#: Maximum bytes of verified chunks waiting for the disk; above it, sources are not read.
 UNWRITTEN_BYTES = 8 << 20
-#: Handing chunks to a thread and back costs more than writing one of 64 KiB: fewer bytes than this wait for others.
+#: A write of fewer bytes than this first waits `GATHERING_SECONDS` for more chunks: handing chunks to a thread and back
+#: costs more than writing one of 64 KiB.
 WRITTEN_AT_ONCE_BYTES = 1 << 20
 GATHERING_SECONDS = 0.01
 PROGRESS_SECONDS = 1.0
-#: A head that measures the link of another worker is asked again after this long: the more often, the longer, up to the
-#: last, since each time costs both ends a new connection and a thousand workers may wait for their turn.
+#: First and longest pause before a measurement is tried again while the head measures another worker's link. The pause
+#: grows by `BUSY_GROWTH`: each try costs both ends a new connection, and a thousand workers may wait for their turn.
 BUSY_SECONDS = (0.2, 10.0)
 BUSY_GROWTH = 1.25
-#: Who asks for a payload that we have not heard of waits this long for us to hear of it.
+#: A peer that asks for a payload unknown to this node waits this long for the payload to be announced here.
 EARLY_SECONDS = 5.0
-#: Payloads remembered as asked for too early, or too late.
+#: Maximum number of payloads remembered as asked for before their announcement, or as no longer expected.
 ASKED_MAX = 64
 
 
-#: What a worker that gives nothing says of its uplink, in bytes per second: it is nobody's source then.
+#: Uplink rate in bytes per second reported by a worker that does not relay, so that it becomes no worker's source.
 LEAF_UP = 1.0
 
 
 class _Fetching:
-    """The payload on its way in."""
+    """The payload being fetched, and how much of it is stored."""
 
     def __init__(self, manifest: Manifest, missing: tuple[bytes, ...]) -> None:
         sizes = manifest.chunk_bytes
@@ -67,12 +68,12 @@ class _Fetching:
 
 
 class PeerNode:
-    """Between a worker's relay and the network.
+    """Connects a worker's fetcher with the network and the disk.
 
-    on_whole(payload)   every chunk of what was to be fetched is stored
-    on_gone(payload)    nobody has it any more
-    on_error(error)     a bug, or a disk that is full
-    relays              whether it gives chunks to others at all
+    on_whole(payload)   every chunk of the payload is stored
+    on_gone(payload)    no source has the payload any more
+    on_error(error)     a bug, or a full disk
+    relays              whether this worker sends chunks to others
     """
 
     def __init__(
@@ -99,7 +100,7 @@ class PeerNode:
         self._reports = Reports(link)
         self._fetching: _Fetching | None = None
         self._unwritten: list[tuple[str, bytes, memoryview]] = []  # (source, hash, bytes) of chunks
-        self._unwritten_bytes = 0  # of these, and of those that are being written
+        self._unwritten_bytes = 0  # of these chunks, and of those being written
         self._wrote, self._is_writing = asyncio.Event(), False
         self._asked: dict[PayloadId, float] = {}
         self._wake: asyncio.TimerHandle | None = None
@@ -118,20 +119,20 @@ class PeerNode:
             do.WakeAt: self._wake_at,
         }
 
-    # ---- what the worker says ------------------------------------------------------------------------------------
+    # ---- called by the worker ------------------------------------------------------------------------------------
 
     async def start(self) -> int:
-        """Listen for other workers; returns the port, 0 where this one does not listen.
+        """Listen for other workers. Return the port, 0 if this worker does not listen.
 
         Raises:
-            UserError: the address or port can't be had.
+            UserError: the address or port is not available.
         """
         if self._listen is None:
             return 0
         return await self._network.listen(*self._listen, self._edges.handlers(), self._edges.check_not_revoked)
 
     def connected(self) -> None:
-        """The head has taken us in, perhaps again."""
+        """Handle a connection to the head, the first one or a new one."""
         self._reports.connected()
         self._happen(ev.OriginBack())
         self._tell_rates()  # a restarted head does not know them
@@ -139,12 +140,12 @@ class PeerNode:
             self._measuring = self._spawn(self._measure())
 
     def disconnected(self) -> None:
-        """The head is away. Peers may go on."""
+        """Handle the loss of the head. Transfers between peers continue."""
         self._reports.disconnected()
         self._happen(ev.OriginLost())
 
     def fetch(self, manifest: Manifest) -> None:
-        """Fetch this payload, instead of another one under way. What both share is kept."""
+        """Fetch this payload instead of the one being fetched. Stored chunks that both share are kept."""
         missing = self._store.missing(manifest)
         if self._fetching is not None:
             self._asked[self._fetching.payload] = -math.inf
@@ -154,7 +155,7 @@ class PeerNode:
         self._server.reconsider()
 
     def stop_fetching(self, payload: PayloadId) -> None:
-        """The payload is no longer wanted."""
+        """Stop fetching a payload that is no longer wanted."""
         if self._fetching is not None and self._fetching.payload == payload:
             self._fetching = None
         self._asked[payload] = -math.inf
@@ -162,7 +163,7 @@ class PeerNode:
         self._server.reconsider()
 
     def obey(self, order: wire.Order) -> bool:
-        """Follow an order of the head, if it is about the broadcast."""
+        """Carry out an order of the head if it concerns the broadcast. Return whether it does."""
         kind = order.WhichOneof("order")
         if kind == "routes" and not order.routes.HasField("payload"):
             self._edges.acquaint(order.routes.sources)
@@ -176,19 +177,19 @@ class PeerNode:
 
     @property
     def progress(self) -> tuple[PayloadId, int, int] | None:
-        """(payload, bytes stored, bytes in all) of what is being fetched."""
+        """(payload, bytes stored, bytes in total) of the payload being fetched, or None."""
         now = self._fetching
         return None if now is None else (now.payload, now.bytes_stored, now.bytes_total)
 
     @property
     def bytes_sent(self) -> int:
-        """Bytes of messages given to other workers."""
+        """Bytes of messages sent to other workers."""
         return self._server.bytes_sent
 
     async def close(self) -> None:
-        """End everything, and wait until it has."""
+        """End all transfers, tasks and connections, and wait until they have ended."""
         self._is_closed = True
-        self._wrote.set()  # who waits for the disk need not
+        self._wrote.set()  # release calls of `keep` that wait for the disk
         self._server.close()
         if self._wake is not None:
             self._wake.cancel()
@@ -200,7 +201,7 @@ class PeerNode:
         await self._network.close()
         self._disk.shutdown(wait=True, cancel_futures=True)
 
-    # ---- the one place where things happen -----------------------------------------------------------------------
+    # ---- events and commands -------------------------------------------------------------------------------------
 
     def _happen(self, event: ev.Event) -> None:
         if self._is_closed:
@@ -208,7 +209,7 @@ class PeerNode:
         try:
             for command in self._fetcher.handle(event, time.monotonic()):
                 self._carry[type(command)](command)
-        except Exception as error:  # called by timers and threads too, from where it would only be logged
+        except Exception as error:  # timers and tasks call this too; their exceptions would only be logged
             self._on_error(error)
 
     def _wake_at(self, command: do.WakeAt) -> None:
@@ -221,7 +222,7 @@ class PeerNode:
         if self._fetching is not None and self._fetching.payload == command.payload:
             self._reports.whole(command.payload, self._fetching.bytes_total, command.tallies)
             self._fetching = None
-            self._asked[command.payload] = -math.inf  # what is not here now is not expected any more
+            self._asked[command.payload] = -math.inf  # no further chunks of this payload are expected
         self._on_whole(command.payload)
 
     def _gone(self, command: do.PayloadGone) -> None:
@@ -234,29 +235,29 @@ class PeerNode:
         task.add_done_callback(self._chores.discard)
         return task
 
-    # ---- taking and giving ---------------------------------------------------------------------------------------
+    # ---- storing and relaying chunks -----------------------------------------------------------------------------
 
     async def keep(self, source: str, hash_: bytes, message: bytes, data: memoryview) -> None:
-        """Verify a chunk that a source sent, and pass it on. A thread stores it, together with those that come
-        meanwhile, also when the request that brought it is cancelled.
+        """Verify a chunk that a source sent, and relay it. A thread stores it later, batched with other chunks, even if
+        the request for it is cancelled.
 
         Raises:
             PeerError: "corrupt" or "oversized".
         """
-        check_chunk(hash_, data)  # here: to hand it to a thread and back would take longer
+        check_chunk(hash_, data)  # on the event loop: a round trip to a thread takes longer than the check
         while self._unwritten_bytes > UNWRITTEN_BYTES and not self._is_closed:
             await self._wrote.wait()
         if self._is_closed:
             return
         self._unwritten.append((source, hash_, data))
         self._unwritten_bytes += len(data)
-        self._cache.arrived(hash_, message)  # which remembers more than may be unwritten
+        self._cache.arrived(hash_, message)  # the cache holds more bytes than may be unwritten
         if not self._is_writing:
             self._is_writing = True
             self._spawn(self._write())
 
     async def _write(self) -> None:
-        """Store what waits for it, as much at once as comes in a moment."""
+        """Write the unwritten chunks, in batches gathered over `GATHERING_SECONDS`."""
         while self._unwritten:
             if self._unwritten_bytes < WRITTEN_AT_ONCE_BYTES:
                 await asyncio.sleep(GATHERING_SECONDS)
@@ -327,7 +328,7 @@ class PeerNode:
             try:
                 self._know(await measure(self._network.to_head))
             except LinkError:
-                break  # once more when the head is back; until then rates are learned from what is fetched
+                break  # measured when the head is back; until then rates are estimated from fetches
             except PeerError as error:
                 if error.reason == "no_link":
                     self._know(NO_LINK)

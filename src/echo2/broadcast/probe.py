@@ -1,7 +1,7 @@
 """Measures the link between a worker and the head: the rate in each direction, and whether several connections help.
 
-Where the sender's congestion control takes loss for congestion (CUBIC), one connection of a long, slightly lossy path
-reaches a fraction of the link; eight reach several times as much. With BBR one does as well.
+If the sender's congestion control treats loss as congestion (CUBIC), one connection on a long, slightly lossy path
+reaches a fraction of the link's rate, and eight reach several times as much. With BBR, one connection suffices.
 """
 
 from __future__ import annotations
@@ -16,44 +16,44 @@ from echo2.transport import chunks
 from echo2.transport import wire_pb2 as wire
 from echo2.transport.base import Link
 
-#: One measurement: at most so long, and so much in all. At 100 ms a new connection needs half of it to get going, so
-#: the rate is the best of any stretch of `WINDOW_SECONDS`.
+#: Maximum duration and bytes of one measurement. At 100 ms round trip, a new connection needs half of that time to
+#: reach its rate, so the result is the best rate over any stretch of `WINDOW_SECONDS`.
 PROBE_SECONDS = 1.6
 PROBE_BYTES = 16 << 20
 WINDOW_SECONDS = 0.4
 PIECE_BYTES = 32 << 10
-#: Several connections are tried only where one needs longer than this for all the bytes (1.3 Gbit/s), and used
-#: only where they do so much better.
+#: Several connections are tried only if one needs longer than this for `PROBE_BYTES` (1.3 Gbit/s), and used only if
+#: they are faster by `STRIPES_GAIN`.
 FAST_SECONDS = 0.1
-#: Above this rate all links count as equal: so short a burst says more of the processors at its ends.
+#: Above this rate all links count as equal: so short a burst measures the processors at both ends, not the link.
 MAX_RATE = PROBE_BYTES / FAST_SECONDS
 STRIPES = 8
 STRIPES_GAIN = 1.5
-#: Puts under way, on all connections together, to begin with and at most (130 Mbit/s at 100 ms): with many at once on a
-#: slow link all would end together, and late.
+#: Concurrent PutProbe calls over all connections, at the start and at most (130 Mbit/s at 100 ms). Starting with more
+#: would make all calls on a slow link complete together, late in the measurement.
 FIRST_PUTS = 8
 PUTS = 48
 CALL_SECONDS = 10.0
 FILLER = chunks.pack(bytes(32), bytes(PIECE_BYTES))
-#: Sent last: another worker may measure now.
+#: The last message of a measurement: lets another worker measure.
 DONE = chunks.pack_missing(bytes(32))
 
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """Bytes per second, and over how many connections bulk should go."""
+    """Measured rates in bytes per second, and the number of connections to use for bulk transfers."""
 
     up: float
     down: float
     stripes: int
 
 
-#: Within one machine, where a burst would say how busy its processors are, and nothing else.
+#: Rates assumed within one machine, where a burst would measure only the load of its processors.
 NO_LINK = Rates(MAX_RATE, MAX_RATE, 1)
 
 
 class _Tape:
-    """When bytes came by."""
+    """Time stamps of the bytes transferred in one measurement."""
 
     def __init__(self) -> None:
         self.began = time.monotonic()
@@ -69,7 +69,7 @@ class _Tape:
         return self.marks[-1][0] if self.marks else 0.0
 
     def rate(self) -> float:
-        """The rate of the best stretch, or of everything if it was too short."""
+        """Return the best rate over `WINDOW_SECONDS`, or the overall rate of a shorter measurement."""
         best, first = self.num_bytes / max(self.seconds, 1e-6) if self.seconds < WINDOW_SECONDS else 0.0, 0
         for at, (seconds, num_bytes) in enumerate(self.marks):
             while first < at and seconds - self.marks[first + 1][0] >= WINDOW_SECONDS:
@@ -80,12 +80,13 @@ class _Tape:
 
 
 async def measure(open_link: Callable[[], Link]) -> Rates:
-    """Ask and send filler, over one connection and where that is slow over several. These connections are not used for
-    anything else: what a sender's BBR learned of its path from such a short burst made it overrun the queue later on
-    (17 % of 48 MiB were sent twice).
+    """Measure both directions with filler bytes, over one connection and, if that is slow, over several. These
+    connections are not reused: the path model that a sender's BBR built from such a short burst made it overrun the
+    queue later (17 % of 48 MiB were sent twice).
 
     Raises:
-        LinkError, PeerError: the head is away, or "busy", or on this machine: "no_link".
+        LinkError: the head cannot be reached.
+        PeerError: "busy": another worker is measuring; "no_link": the head is on this machine.
     """
     links = [open_link()]
     try:
@@ -98,7 +99,7 @@ async def measure(open_link: Callable[[], Link]) -> Rates:
 
 
 async def _measure(links: list[Link], open_link: Callable[[], Link]) -> Rates:
-    await links[0].call("PutProbe", chunks.ALIVE, CALL_SECONDS)  # connected
+    await links[0].call("PutProbe", chunks.ALIVE, CALL_SECONDS)  # connects, outside the measured time
     down, is_fast = await _race(links, _pull)
     up, is_fast_up = await _race(links, _push)
     if is_fast and is_fast_up:
@@ -112,7 +113,7 @@ async def _measure(links: list[Link], open_link: Callable[[], Link]) -> Rates:
 
 
 async def _race(links: Sequence[Link], run: Callable[[Link, _Tape, int], Awaitable[None]]) -> tuple[float, bool]:
-    """(bytes per second, whether all was through in no time)."""
+    """Return (bytes per second, whether all bytes took less than `FAST_SECONDS`)."""
     tape = _Tape()
     try:
         async with asyncio.timeout(PROBE_SECONDS):

@@ -1,4 +1,4 @@
-"""A worker's reports to the origin on what it fetches. News waits while the head is away; mere progress is dropped."""
+"""A worker's reports to the origin on its fetches. While the head is away, news is queued and progress is dropped."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from echo2.types import PayloadId
 
 CALL_SECONDS = 10.0
 RETRY_SECONDS = 1.0
-#: News kept while the head is away; the oldest goes first.
+#: Maximum number of reports queued while the head is away; the oldest is dropped first.
 NEWS_MAX = 1000
 
 
 class Reports:
-    """Sent one after the other, so that the origin hears of things in the order in which they happened."""
+    """Sends reports one after the other, so that the origin receives them in order."""
 
     def __init__(self, link: Link) -> None:
         self._link = link
@@ -29,11 +29,11 @@ class Reports:
         self._sending: asyncio.Task[None] | None = None
 
     def failed(self, payload: PayloadId, source: str, failure: str) -> None:
-        """A source was given up."""
+        """Report that a source was given up."""
         self._put(wire.FetchReport(payload=encode_payload(payload), failed_source=source, failure=failure))
 
     def whole(self, payload: PayloadId, num_bytes: int, tallies: Sequence[Tally]) -> None:
-        """Every chunk is stored, and who gave what."""
+        """Report that every chunk is stored, and how much each source sent."""
         given = [wire.Tally(source=t.source, num_bytes=t.num_bytes, seconds=t.seconds) for t in tallies]
         report = wire.FetchReport(
             payload=encode_payload(payload), bytes_stored=num_bytes, bytes_total=num_bytes, whole=True, tallies=given
@@ -45,18 +45,18 @@ class Reports:
         self._put(wire.FetchReport(up=up, down=down))
 
     def progress(self, payload: PayloadId, bytes_stored: int, bytes_total: int) -> None:
-        """How far it is. Dropped when there is news to be told first."""
+        """Report the progress of a fetch. Dropped if other reports are queued."""
         if self._is_connected and not self._news:
             encoded = encode_payload(payload)
             self._put(wire.FetchReport(payload=encoded, bytes_stored=bytes_stored, bytes_total=bytes_total))
 
     def connected(self) -> None:
-        """The head can be told: what waits is sent."""
+        """Send the queued reports: the head is connected."""
         self._is_connected = True
         self._start()
 
     def disconnected(self) -> None:
-        """The head is away: keep what is put."""
+        """Queue reports from now on: the head is away."""
         self._is_connected = False
 
     def _put(self, report: wire.FetchReport) -> None:
@@ -73,7 +73,7 @@ class Reports:
             try:
                 await self._link.call("ReportFetch", report, CALL_SECONDS)
             except PeerError:
-                pass  # it does not want to hear of this, now or later
+                pass  # the head refuses this report; sending it again would not help
             except LinkError:
                 await asyncio.sleep(RETRY_SECONDS)
                 continue
@@ -81,7 +81,7 @@ class Reports:
                 self._news.popleft()
 
     async def close(self) -> None:
-        """Stop sending; what waits is dropped."""
+        """Stop sending; queued reports are dropped."""
         self._is_connected = False
         if self._sending is not None:
             self._sending.cancel()

@@ -1,4 +1,4 @@
-"""Serves chunks to a peer: those that are here at once, those still on their way as soon as they arrive."""
+"""Serves chunks to a peer: stored chunks at once, expected chunks as soon as they arrive."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from echo2.transport import wire_pb2 as wire
 from echo2.transport.base import Peer
 from echo2.types import PayloadId
 
-#: A node that has nothing to send yet says so this often.
+#: Interval of keep-alive messages while there is no chunk to send.
 ALIVE_SECONDS = 0.5
-#: Requests of one peer under way.
+#: Maximum number of concurrent requests of one peer.
 REQUESTS_PER_PEER_MAX = 64
 
 
 class Server:
-    """`expects` says whether chunks of a payload that are not here may still come."""
+    """Serves requests from `cache`. `expects`: whether missing chunks of a payload may still arrive."""
 
     def __init__(self, cache: ChunkCache, expects: Callable[[PayloadId], bool]) -> None:
         self._cache, self._expects = cache, expects
@@ -31,10 +31,11 @@ class Server:
         self.bytes_sent = 0
 
     async def serve(self, peer: Peer, request: wire.ChunkRequest) -> AsyncGenerator[bytes, None]:
-        """Messages with the chunks that a peer asks for, not always in that order, and signs of life in between.
+        """Yield messages with the requested chunks, in any order, and keep-alive messages in between.
 
         Raises:
-            PeerError: "missing", when some are not here and not expected; "malformed"; "oversized"; "busy".
+            PeerError: "missing", when some chunks are neither stored nor expected; "malformed"; "oversized"; "busy";
+                "closing".
         """
         wanted, payload, peer_id = requested(request), decode_payload(request.payload), peer.peer_id
         if self._under_way[peer_id] >= REQUESTS_PER_PEER_MAX:
@@ -43,7 +44,7 @@ class Server:
         order = _Order(self._cache, wanted)
         self._orders.add(order)
         try:
-            yield chunks.ALIVE  # the caller knows that it got through
+            yield chunks.ALIVE  # tells the caller that the request arrived
             order.begin()
             clock = asyncio.get_running_loop().time
             told_at = clock()
@@ -52,7 +53,8 @@ class Server:
                 if not order.ready and not self._expects(payload):
                     raise PeerError("missing", f"{len(order.wanted)} chunks of {payload} are not here and not expected")
                 if not order.ready and clock() - told_at >= ALIVE_SECONDS:
-                    # All that came is sent on: who finds this slow is to know that our own source is, also if it drips.
+                    # Every chunk received so far is sent: if the peer finds this slow, the cause is this node's own
+                    # source, even if that source still delivers a little.
                     told_at = clock()
                     yield chunks.ALIVE
                 if not order.ready:
@@ -70,7 +72,7 @@ class Server:
                 del self._under_way[peer_id]
 
     async def _read(self, order: _Order, payload: PayloadId) -> bytes | None:
-        """The next message; None when the chunk went away before it was read, and is waited for again."""
+        """Return the next message; None if its chunk was dropped before it was read, and is awaited again."""
         self._check_open()
         hash_ = order.ready.popleft()
         try:
@@ -78,7 +80,7 @@ class Server:
         except PeerError as error:
             if error.reason != "missing" or not self._expects(payload):
                 raise
-            if self._cache.has(hash_):  # it was written meanwhile
+            if self._cache.has(hash_):  # written in the meantime
                 order.ready.append(hash_)
             else:
                 self._cache.wait_for(hash_, order.tell)
@@ -87,7 +89,7 @@ class Server:
         return message
 
     def close(self) -> None:
-        """Serve no more, and end what is under way."""
+        """Refuse new requests, and end those under way."""
         self._is_closed = True
         self.reconsider()
 
@@ -96,13 +98,13 @@ class Server:
             raise PeerError("closing", "this node ends")
 
     def reconsider(self) -> None:
-        """The expected chunks have changed: tell peers that wait in vain."""
+        """Make all waiting requests check again whether their chunks are still expected."""
         for order in self._orders:
             order.woken.set()
 
 
 class _Order:
-    """One request: what is still to be sent (`wanted`), and what of it can be sent now (`ready`)."""
+    """One request: the chunks still to be sent (`wanted`), and those of them that can be sent now (`ready`)."""
 
     def __init__(self, cache: ChunkCache, wanted: dict[bytes, None]) -> None:
         self._cache, self.wanted = cache, wanted
@@ -125,7 +127,7 @@ class _Order:
         self.woken.set()
 
     async def something(self) -> bool:
-        """Wait for something to send, or news. False: there was none for `ALIVE_SECONDS`."""
+        """Wait for a chunk to send, or for `reconsider`. Return False after `ALIVE_SECONDS` without either."""
         self.woken.clear()
         try:
             async with asyncio.timeout(ALIVE_SECONDS):

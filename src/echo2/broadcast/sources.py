@@ -1,7 +1,6 @@
-"""Receives chunks from one source: the origin, a peer that we connect to, or a peer that connects to us.
+"""Receives chunks from one source: the origin, a peer that this node dials, or a peer that dials this node.
 
-A source is asked for chunks again and again; requests do not wait for earlier ones. Its first failure ends all that is
-under way from it, and is told once.
+A source can have several requests under way. Its first failure ends all of them, and is reported once.
 """
 
 from __future__ import annotations
@@ -18,25 +17,25 @@ from echo2.transport import wire_pb2 as wire
 from echo2.transport.base import Link
 from echo2.types import PayloadId
 
-#: A peer that should dial us has this long.
+#: Timeout for an awaited peer to dial this node.
 DIALLED_WITHIN_SECONDS = 8.0
-#: A connection to a source has this long to be made.
+#: Timeout for connecting to a source.
 DIAL_SECONDS = 5.0
-#: What is wrong with a message that a source sent, to those who plan. Whatever else happens, it is "broken".
+#: Reason of a PeerError in handling a source's message -> failure reported to the fetcher. Other reasons: "broken".
 _FAILURE_OF = {"corrupt": "corrupt", "oversized": "corrupt", "malformed": "corrupt", "missing": "missing"}
 
 
 class Intake(Protocol):
-    """Receives chunks and news of a source."""
+    """Receives the chunks and the state changes of a source."""
 
     async def keep(self, source: str, hash_: bytes, message: bytes, data: memoryview) -> None:
-        """Verify, and store later. Raises PeerError("corrupt")."""
+        """Verify a chunk, and store it later. Raises PeerError("corrupt")."""
 
     def alive(self, source: str) -> None:
-        """A source has nothing to send yet, and says so."""
+        """Handle a keep-alive message: the source has nothing to send yet."""
 
     def failed(self, source: str, reason: str) -> None:
-        """A source gives no more of what is under way."""
+        """Handle a failure: the requests under way at this source have ended."""
 
 
 class Source:
@@ -51,18 +50,18 @@ class Source:
         raise NotImplementedError
 
     def cancel(self) -> None:
-        """End what is under way; the source stays usable."""
+        """Cancel the requests under way; the source stays usable."""
         raise NotImplementedError
 
     async def close(self) -> None:
-        """End what is under way, and the connections."""
+        """Cancel the requests under way, and close the connections."""
         raise NotImplementedError
 
     async def take(self, message: bytes, awaited: dict[bytes, None]) -> None:
         """Handle one message of the source.
 
         Raises:
-            PeerError: it is not what was asked for.
+            PeerError: "corrupt", "missing" or "malformed": it is not a requested chunk.
         """
         hash_, data = chunks.unpack(message)
         if not hash_:
@@ -76,13 +75,13 @@ class Source:
         awaited.pop(hash_, None)
 
     def fail(self, reason: str) -> None:
-        """End what is under way and tell why."""
+        """Cancel the requests under way, and report the reason."""
         self.cancel()
         self.intake.failed(self.source, reason)
 
 
 class DialledSource(Source):
-    """Dialled over one or several connections, to which the chunks of each request are dealt."""
+    """A source that this node dials, over one or several connections. Each request is split among them."""
 
     def __init__(self, source: str, address: str, intake: Intake, links: Sequence[Link]) -> None:
         super().__init__(source, intake)
@@ -108,7 +107,7 @@ class DialledSource(Source):
             link.open()
 
     def ask(self, payload: PayloadId, hashes: Sequence[bytes]) -> None:
-        """As `Source.ask`; the chunks are dealt to the connections."""
+        """As `Source.ask`; the chunks are split among the connections."""
         for number, link in enumerate(self._links):
             dealt = hashes[number :: self.stripes]
             for start in range(0, len(dealt), REQUEST_CHUNKS_MAX):
@@ -132,13 +131,13 @@ class DialledSource(Source):
                 async for message in messages:
                     if (self._was_reached or message != chunks.ALIVE) and not await self._is_good(message, awaited):
                         return
-                    self._was_reached = True  # a server says so at once
+                    self._was_reached = True  # a server sends ALIVE at once
                     if not awaited:
                         return
             self.fail("broken")
         except PeerError as error:
             self._was_reached = True
-            self.fail("missing" if error.reason == "missing" else "broken")  # a refusal, whatever the word, is no lie
+            self.fail("missing" if error.reason == "missing" else "broken")  # a refusal is never "corrupt"
         except LinkError:
             self.fail("broken" if self._was_reached else "unreachable")
 
@@ -153,7 +152,7 @@ class DialledSource(Source):
 
     def cancel(self) -> None:
         """As `Source.cancel`."""
-        own = asyncio.current_task()  # None: a timer
+        own = asyncio.current_task()  # None when called by a timer
         for task in self._tasks:
             if task is not own:
                 task.cancel()
@@ -170,7 +169,7 @@ class DialledSource(Source):
 
 
 class AwaitedSource(Source):
-    """A peer that can't be dialled: it dials us, is told what is wanted, and gives."""
+    """A peer that can't be dialled: it dials this node, receives the requests, and sends the chunks."""
 
     def __init__(self, source: str, intake: Intake) -> None:
         super().__init__(source, intake)
@@ -184,7 +183,7 @@ class AwaitedSource(Source):
         return bool(self.awaited)
 
     def ask(self, payload: PayloadId, hashes: Sequence[bytes]) -> None:
-        """As `Source.ask`; the peer hears of it when it has dialled."""
+        """As `Source.ask`; the peer receives the request once it has dialled."""
         for start in range(0, len(hashes), REQUEST_CHUNKS_MAX):
             part = hashes[start : start + REQUEST_CHUNKS_MAX]
             self.awaited.update(dict.fromkeys(part))
@@ -199,8 +198,8 @@ class AwaitedSource(Source):
             self.fail("unreachable")
 
     async def attach(self) -> AsyncIterator[wire.ChunkRequest]:
-        """The peer has dialled: what is wanted of it, as it comes. Ends when that is cancelled, or by another call:
-        what was said over the older one, which may be half open, may never have come.
+        """Yield the requests to a peer that has dialled. Ends when they are cancelled, or when the peer dials again:
+        requests sent over the older stream, which may be half open, may never have arrived, so they fail.
         """
         if self._is_attached and self.awaited:
             self.fail("broken")
@@ -220,7 +219,7 @@ class AwaitedSource(Source):
                     self.fail("broken")
 
     async def give(self, message: bytes) -> None:
-        """A chunk that the peer sent. Raises PeerError for what is not wanted of it."""
+        """Take a chunk that the peer sent. Raises PeerError if it was not requested, or is corrupt."""
         try:
             await self.take(message, self.awaited)
         except PeerError as error:

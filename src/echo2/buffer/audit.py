@@ -1,13 +1,14 @@
-"""Counts a policy's groups from the ledger's raw tables. It shares no code with the ledger, so it can find its errors.
+"""Counts a policy's groups from the ledger's raw tables. The audit shares no code with `Ledger`, so that it can find
+errors of `Ledger`.
 
-Symbols: issued = trained + retired + open + lost, where each is counted by itself:
+Invariant: issued = trained + retired + open + lost. Each term is counted independently:
 
-    issued    numbers 0 .. the largest that any table knows
-    trained   groups with a training that survives
+    issued    group numbers from 0 to the largest in any table (refusals excluded)
+    trained   groups with a surviving training
     retired   groups in state retired, by reason
-    open      groups in state open; or delivered or ready, with their rollouts
-    lost      numbers without a group; groups in state trained without a surviving training; delivered or ready ones
-              whose rollouts are gone
+    open      groups in state open; groups in state delivered or ready whose rollouts are stored
+    lost      group numbers without a row; groups in state trained without a surviving training; groups in state
+              delivered or ready whose rollouts are gone
     doubled   groups trained at more than one step, or more than once in one lineage
 
 After a fall-back, steps are trained again under a higher lineage. The training of step t in lineage L *survives* when
@@ -30,7 +31,7 @@ _SURVIVING = """
     WHERE NOT EXISTS (SELECT 1 FROM best WHERE best.step = t.step AND best.lineage > t.lineage)
       AND NOT EXISTS (SELECT 1 FROM joins AS j WHERE j.lineage > t.lineage AND j.version <= t.step)
 """
-#: The policy's rows alone, under the tables' own names.
+#: Shadows each table by the rows of one policy.
 _MINE = "WITH " + ", ".join(
     f"{table} AS (SELECT * FROM main.{table} WHERE policy = :policy)"
     for table in ("groups", "rollouts", "leases", "refusals", "trainings", "joins")
@@ -45,7 +46,7 @@ _HAS_ROLLOUTS = "groups.number IN (SELECT number FROM rollouts)"
 
 @dataclass(frozen=True, slots=True)
 class Audit:
-    """What became of every train group. `retired` and `refused` by reason, `leases` by outcome ("held" while held).
+    """Outcome of every training group. `retired` and `refused` by reason, `leases` by outcome ("held" while held).
 
     `max_staleness`: the largest (step - version of the oldest token) over surviving trainings; 0 before the first.
     """
@@ -70,14 +71,14 @@ class Audit:
 
 
 def audit(path: Path, policy: str = RUN_POLICY) -> Audit:
-    """Audit what the ledger at `path` says of `policy`, read-only; a head may be writing it, or it may be a copy.
+    """Audit the groups of `policy` in the ledger at `path`, read-only. The ledger may be a copy, or in use by a head.
 
     Raises:
-        UserError: there is no such file, or it cannot be read as a ledger.
+        UserError: there is no such file, or it is not a readable ledger.
     """
     connection = open_for_reading(path)
     try:
-        # One read transaction: all counts are of the same instant.
+        # One read transaction, so that all counts are of the same instant.
         connection.execute("BEGIN")
         mine = _Rows(connection, policy)
         issued = _count_issued(mine)
@@ -105,7 +106,7 @@ def audit(path: Path, policy: str = RUN_POLICY) -> Audit:
 
 @dataclass(frozen=True, slots=True)
 class _Rows:
-    """Asks for a policy's rows. A query may begin with more common table expressions (`_WITH`)."""
+    """Queries over one policy's rows. A query may begin with further common table expressions (`_WITH`)."""
 
     connection: sqlite3.Connection
     policy: str
@@ -114,11 +115,11 @@ class _Rows:
         return int(self._execute(sql).fetchone()[0])
 
     def by(self, sql: str) -> dict[str, int]:
-        """Counts by name; a row that should have a name and has none shows as "unknown"."""
+        """Return the rows (name, count) as a dict; a row without a name counts as "unknown"."""
         return dict(sorted((str(name or "unknown"), int(count)) for name, count in self._execute(sql)))
 
     def meta(self, key: str) -> Any:
-        """A value of the policy's; None where there is none."""
+        """Return the policy's `meta` value of this key, or None."""
         known = "SELECT value FROM meta WHERE key = ?"
         row = self.connection.execute(known, (f"{self.policy}.{key}",)).fetchone()
         return None if row is None else json.loads(row[0])
@@ -128,7 +129,7 @@ class _Rows:
 
 
 def _count_issued(mine: _Rows) -> int:
-    # Refusals are left out: their numbers may be a stranger's inventions.
+    # Refusals are excluded: a stranger can send an invented group number.
     tables = ("groups", "rollouts", "leases", "trainings")
     known = [mine.integer(f"SELECT coalesce(max(number) + 1, 0) FROM {table}") for table in tables]
     return max(*known, int((mine.meta("counts") or {"issued": 0})["issued"]))

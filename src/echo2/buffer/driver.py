@@ -1,10 +1,10 @@
-"""Passes every event to the planner, what must be durable to the ledger, and then the commands to their executors.
+"""Passes events to the planners, records their commands in the ledger, then has the commands carried out.
 
     events -> planners -> commands -> (one transaction) ledger -> (one by one) effects
 
-Events that wait at the same moment share the transaction. What must be durable is on disk before anything leaves the
-process. A kill loses the whole transaction, or any number of the last effects; a restart begins with what the ledger
-holds, and every party asks again for what it did not get.
+Events that are pending at the same moment share one transaction. Durable state is on disk before any message leaves
+the process. A kill loses either the whole transaction, or some of the last effects; a restarted head resumes from the
+ledger, and workers and learner repeat the requests that got no answer.
 """
 
 from __future__ import annotations
@@ -47,18 +47,18 @@ _RECORDED = frozenset(
 
 
 class Effects(Protocol):
-    """What the driver's owner does with the planner's commands. Neither method may call the driver."""
+    """Callbacks by which the driver's owner executes the planner's commands. Neither method may call the driver."""
 
     def decided(self, event: ev.Event, now: float, commands: Sequence[do.Command]) -> None:
-        """The planner has answered; nothing is recorded yet."""
+        """Observe the planner's answer to an event; nothing is recorded yet."""
 
     def carry_out(self, command: do.Command, now: float) -> None:
-        """Everything of a command but what the ledger records, which it has by now."""
+        """Execute a command's effects outside the ledger. The ledger already holds its durable part."""
 
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """What outlives a head beside its ledger: snapshots, evaluated versions, rented machines."""
+    """State that outlives a head besides its ledger: snapshots, evaluated versions, rented machines."""
 
     published: tuple[SnapshotRef, ...] = ()
     evaluated: tuple[int, ...] = ()
@@ -66,7 +66,7 @@ class Stored:
 
 
 class Driver:
-    """Owns the planner of each policy that the head holds. `start` comes first, once."""
+    """Owns the planner of each policy that the head trains. Call `start` once, before any other method."""
 
     def __init__(self, options: Sequence[PlannerOptions], ledger: Ledger, effects: Effects) -> None:
         self.policies = Policies(options)
@@ -75,15 +75,15 @@ class Driver:
 
     @property
     def planner(self) -> Planner:
-        """The planner of a head that holds one policy."""
+        """The only planner; the head must hold exactly one policy."""
         (planner,) = self.policies.planners.values()
         return planner
 
     def start(self, stored: Mapping[str, Stored], now: float) -> list[do.Command]:
-        """Tell the planners where their policies stand. `stored`: by policy.
+        """Initialise the planners from the ledger and from `stored` (by policy), and return their first commands.
 
         Raises:
-            UserError: the ledger's run can't go on with these options.
+            UserError: the ledger's run can't continue with these options.
         """
         found = {policy: ledger.recover() for policy, ledger in self._ledgers.items()}
         for policy, state in found.items():
@@ -92,16 +92,16 @@ class Driver:
         return [command for event in events for command in self.handle(event, now)]
 
     def handle(self, event: ev.Event, now: float) -> list[do.Command]:
-        """As `handle_all`, for one event; what the planner answered."""
+        """As `handle_all`, for one event. Return the planner's commands."""
         return self.handle_all((event,), now)[0]
 
     def handle_all(self, events: Sequence[ev.Event], now: float) -> list[list[do.Command]]:
-        """Ask the planner about one event after the other, record all its commands in one transaction, then carry them
-        out in order. Returns the commands of each event.
+        """Pass the events to the planner one by one, record all its commands in one transaction, then carry them out in
+        order. Return the commands of each event.
 
         Raises:
             UserError: the ledger can't be written; nothing was recorded or carried out.
-            InvariantError: a command contradicts the ledger; likewise.
+            InvariantError: a command contradicts the ledger; nothing was recorded or carried out.
         """
         answers = []
         for event in events:
@@ -118,7 +118,7 @@ class Driver:
         return answers
 
     def _record(self, command: do.Command, now: float) -> None:
-        """Into the ledger. It knows no evaluations, but that their lease ids are used up."""
+        """Record a command in the ledger. Of evaluations, only the used lease ids are recorded."""
         if not isinstance(command, do.PolicyCommand):
             return
         ledger = self._ledgers[command.policy]
@@ -185,7 +185,7 @@ def _data(group: GroupRef, attachment: Attachment | None) -> bytes:
 
 
 def _check_options(state: LedgerState, options: PlannerOptions) -> None:
-    """Raises UserError where the run in the ledger can't go on with these options."""
+    """Raises UserError if the run in the ledger can't continue with these options."""
     if state.version > options.max_steps:
         raise UserError(
             f"run.max_steps = {options.max_steps}, but {state.version} steps are trained already. "
@@ -200,7 +200,7 @@ def _check_options(state: LedgerState, options: PlannerOptions) -> None:
 
 
 def _head_started(policy: str, state: LedgerState, stored: Stored) -> ev.HeadStarted:
-    """What the planner is told after a restart."""
+    """Return the event that tells a planner its state after a restart."""
     return ev.HeadStarted(
         version=state.version,
         lineage=max(1, state.lineage),
@@ -224,7 +224,7 @@ def _head_started(policy: str, state: LedgerState, stored: Stored) -> ev.HeadSta
             ev.RecoveredLease(lease.lease_id, lease.number, lease.worker_id, lease.deadline) for lease in state.leases
         ),
         published=tuple(sorted(stored.published)),
-        # After a fall-back that a kill cut short, later ones may be told that count no more.
+        # A kill during a fall-back may leave evaluations of later versions, which no longer count.
         evaluated=tuple(sorted(version for version in stored.evaluated if version <= state.version)),
         machines=stored.machines,
         trust=tuple((ticket, _trust(plain)) for ticket, plain in state.strangers["trust"].items()),

@@ -1,15 +1,15 @@
-"""The exactly-once ledger: what became of every training group, durable after `kill -9` at any instant.
+"""The exactly-once ledger: the state and outcome of every training group, durable after `kill -9` at any instant.
 
-Each method is one transaction: it happened wholly or not at all. The life of a group is the table `schema.TRANSITIONS`:
+Each method is one atomic transaction. The life of a group is the table `schema.TRANSITIONS`:
 
     issue -> open -> (deliver) delivered -> (score) ready -> (train) trained
                  \\_______________ retire, with a reason ________/        \\__ fall_back -> ready, for the same step
 
-The ledger records, it decides nothing: who gets a lease, what is stale and what is retired is `control/`'s business.
-Eval groups are not in it. Times are seconds of the head's clock. One thread uses a ledger.
+The ledger records and decides nothing: `control/` decides which worker gets a lease, which groups are stale and which
+are retired. Eval groups are not recorded. Times are seconds of the head's clock. Use a ledger from one thread only.
 
-A `Ledger` is that of one policy: it sees, and its methods change, no other policy's groups, steps and lineages. Several
-share a file (`of`), its transactions and its lease ids.
+A `Ledger` belongs to one policy: it reads and changes only the groups, steps and lineages of that policy. Several
+ledgers share one file (`of`), with its transactions and its lease ids.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from echo2.types import RUN_POLICY
 
 MAX_INTEGER = (1 << 63) - 1  # SQLite's
 
-#: What a `GroupRecord` holds.
+#: The columns of a `GroupRecord`, in order.
 _COLUMNS = (
     "number, step, cursor, state, oldest_version, newest_version, num_tokens, worker_id, coalesce(reason, ''), is_flat"
 )
-#: event -> the SQL that begins taking this arrow of `TRANSITIONS`, and the SQL that ends it.
+#: event -> (first part, last part) of the SQL statement that makes this transition of `TRANSITIONS`.
 _ARROWS = {
     event: (
         f"UPDATE groups SET state = '{arrows[event]}'",
@@ -47,33 +47,33 @@ _ARROWS = {
 
 
 class Ledger:
-    """Opens the ledger of `policy` at `path`, or creates it.
+    """The ledger of `policy` in the file `path`, which is created if it does not exist.
 
-    Every method raises `UserError` when the file cannot be used (disk full, locked by another process, no permission):
-    the transaction is undone and nothing recorded is lost.
+    Every method raises `UserError` when the file cannot be used (disk full, locked by another process, no permission);
+    the transaction is rolled back and earlier records are kept.
 
     Raises:
-        UserError: the file cannot be used, is no ledger, or was written by another version.
+        UserError: the file cannot be used, is not a ledger, or was written by another version.
     """
 
     def __init__(self, path: Path, policy: str = RUN_POLICY) -> None:
         self.path, self.policy = path, policy
         self._connection = open_for_writing(path)
-        self._counts_of: dict[str, dict[str, Any]] = {}  # as `_counts` says, of each policy that was asked for
+        self._counts_of: dict[str, dict[str, Any]] = {}  # policy -> its `_counts`, read on first use
         self._counts_changed: set[str] = set()
 
     def of(self, policy: str) -> Ledger:
-        """The ledger of another policy in the same file: what both do inside one `together` happens together."""
+        """Return the ledger of another policy in the same file. `together` of either covers both."""
         other = copy(self)
         other.policy = policy
         return other
 
     def close(self) -> None:
-        """Close the file. What was recorded is safe without it."""
+        """Close the file. Records are durable without this call."""
         self._connection.close()
 
     def issue(self, number: int, step: int, cursor: int, now: float) -> None:
-        """A new group, bound to training step `step`; numbers follow each other from 0.
+        """Record a new group, bound to training step `step`. Numbers are consecutive from 0.
 
         Raises:
             InvariantError: `number` is not the next one.
@@ -89,7 +89,7 @@ class Ledger:
             self._count("issued")
 
     def use_lease_ids(self, last: int) -> None:
-        """The ids up to `last` are taken by leases that the ledger does not hold (evaluations)."""
+        """Mark lease ids up to `last` as used, by leases that the ledger does not record (evaluations)."""
         with self._transaction():
             self._put_meta("last_lease_id", last)
 
@@ -102,8 +102,8 @@ class Ledger:
         deadline: float,
         num_samples: int,
     ) -> None:
-        """A lease on a group without a result; in deterministic mode also on one that has a result and is sampled again
-        for the sake of its batch's shape.
+        """Record a lease on a group that has no result yet. In deterministic mode, a group with a result is leased too,
+        to keep the shape of its batch.
 
         Raises:
             InvariantError: the group is trained or retired, or the id was used before.
@@ -116,11 +116,11 @@ class Ledger:
                 (lease_id, worker_id, now, deadline, num_samples, self.policy, number),
             )
             if granted.rowcount != 1:
-                self._group(number)  # says so where it was never issued
+                self._group(number)  # raises if the group was never issued
                 raise InvariantError(f"lease {lease_id} on a group that is over.\n{self._story(number)}")
 
     def close_lease(self, lease_id: int, outcome: str, now: float) -> None:
-        """The end of a lease: accepted, expired, lost, failed, revoked, or why its delivery was refused.
+        """Record the end of a lease. `outcome`: accepted, expired, lost, failed, revoked, or the reason of a refusal.
 
         Raises:
             InvariantError: there is no such lease, or it is closed.
@@ -139,9 +139,9 @@ class Ledger:
     def refuse(
         self, lease_id: int, number: int, worker_id: str, reason: str, num_tokens: int, seconds: float, now: float
     ) -> None:
-        """A delivery that was refused, with what it cost. Lease and group may be inventions of a stranger.
+        """Record a refused delivery and its cost. A stranger may have invented the lease id and the group number.
 
-        Numbers that no ledger can hold are recorded as NULL.
+        Numbers outside SQLite's range are recorded as NULL.
         """
         with self._transaction():
             self._execute(
@@ -162,7 +162,7 @@ class Ledger:
         seconds: float,
         now: float,
     ) -> None:
-        """A valid result for an open group. `seconds` is what generating it took.
+        """Record a valid result for an open group. `seconds`: time spent generating it.
 
         Raises:
             InvariantError: the group is not open.
@@ -178,10 +178,10 @@ class Ledger:
             self._execute("INSERT INTO rollouts (policy, number, data) VALUES (?, ?, ?)", what)
 
     def score(self, number: int, scores: bytes, is_flat: bool, now: float) -> None:
-        """The rewards of a delivered group. `is_flat`: they are all equal.
+        """Record the rewards of a delivered group. `is_flat`: the rewards are all equal.
 
         Raises:
-            InvariantError: the group is not delivered, or scored already.
+            InvariantError: the group is not delivered, or already scored.
         """
         with self._transaction():
             self._move(number, "score", "scored_at = ?, is_flat = ?", (now, is_flat))
@@ -189,17 +189,17 @@ class Ledger:
             self._execute("INSERT INTO scores (policy, number, data) VALUES (?, ?, ?)", what)
 
     def retire(self, number: int, reason: str, now: float) -> None:
-        """A group that will never be trained on, and why.
+        """Record that a group will never be trained on, and the reason.
 
         Raises:
-            InvariantError: it was trained or retired before.
+            InvariantError: the group was trained or retired before.
         """
         with self._transaction():
             self._move(number, "retire", "retired_at = ?, reason = ?", (now, reason))
             self._count("retired", reason)
 
     def train(self, step: int, lineage: int, numbers: Sequence[int], now: float) -> None:
-        """Step `step` of `lineage` was trained on exactly these groups. The same report again changes nothing.
+        """Record that `step` of `lineage` was trained on exactly these groups. Idempotent.
 
         Raises:
             InvariantError: a group is not ready or belongs to another step; the step was reported with other groups; no
@@ -218,7 +218,7 @@ class Ledger:
                     f"step {step} of lineage {lineage} trained on {sorted(numbers)}; recorded for it: "
                     f"{[row['number'] for row in recorded]}; lineage of the newest learner: {current}"
                 )
-            # All of a step at once: one statement a group and table would be half of what a step costs.
+            # One statement for the whole step: one per group and table would take half of the time of a step.
             these, mine = "(SELECT value FROM json_each(?))", (self.policy, json.dumps(list(numbers)))
             ready = f"WHERE policy = ? AND number IN {these} AND state = 'ready' AND step = ?"
             moved = self._execute(f"{_ARROWS['train'][0]} {ready}", (*mine, step))
@@ -238,11 +238,12 @@ class Ledger:
             self._count("trained_tokens", by=int(self._execute(tokens, mine).fetchone()[0]))
 
     def learner_joined(self, version: int, lineage: int, now: float) -> None:
-        """A learner stands at `version`: groups trained at steps >= version are ready again, for the same step.
+        """Record that a learner joined at `version`. Groups trained at steps >= version are ready again, for the same
+        step.
 
         Raises:
-            InvariantError: an older lineage, or a fall-back without a new one.
-            UserError: it fell back behind the checkpoints that the ledger was told of: the groups are gone.
+            InvariantError: the lineage is older than the newest, or not newer after a fall-back.
+            UserError: the learner fell back behind the recorded checkpoints: the rollouts of the groups are gone.
         """
         with self._transaction():
             current = self._lineage()
@@ -271,11 +272,11 @@ class Ledger:
             self._execute("INSERT INTO joins (policy, lineage, version, at) VALUES (?, ?, ?, ?)", joined)
 
     def checkpoint(self, version: int, oldest_kept: int) -> None:
-        """A checkpoint of `version` is safe and the oldest one still kept is `oldest_kept`: no learner will fall behind
-        it, so rollouts and scores of groups trained before it go, and those of retired groups."""
+        """Record a saved checkpoint of `version`. No learner falls back behind `oldest_kept`, the oldest checkpoint
+        kept, so the rollouts and scores of groups trained before it and of retired groups are deleted."""
         with self._transaction():
             self._put_meta(f"{self.policy}.checkpoint", (version, oldest_kept))
-            for table in ("rollouts", "scores"):  # what they hold is looked through, not every group ever issued
+            for table in ("rollouts", "scores"):  # CROSS JOIN: scan their rows, not every group ever issued
                 covered = (
                     f"SELECT number FROM {table} CROSS JOIN groups USING (policy, number) WHERE policy = ? "
                     "AND (state = 'retired' OR (state = 'trained' AND step < ?))"
@@ -286,20 +287,20 @@ class Ledger:
                 )
 
     def keep(self, kind: str, name: str | int, value: Mapping[str, Any]) -> None:
-        """Keep what is known of a stranger: of one of `STRANGERS_KINDS` and this name, in place of what was."""
+        """Store a record about a stranger, by kind (one of `STRANGERS_KINDS`) and name. Replaces an earlier one."""
         with self._transaction():
             self._put_meta(f"{self.policy}.{kind}.{name}", value)
 
     def let_go(self, kind: str, name: str | int) -> None:
-        """Nothing of that is to be known any more."""
+        """Delete a record that `keep` stored."""
         with self._transaction():
             self._execute("DELETE FROM meta WHERE key = ?", (f"{self.policy}.{kind}.{name}",))
 
     def rollouts(self, number: int) -> bytes:
-        """The delivered bytes of a group, with those of its scores behind them once it is scored.
+        """Return the delivered bytes of a group, followed by the bytes of its scores if it is scored.
 
         Raises:
-            InvariantError: it was not delivered, or a checkpoint covers it.
+            InvariantError: the group was not delivered, or a checkpoint covers it.
         """
         with self._mapped_errors():
             row = self._execute(
@@ -312,25 +313,26 @@ class Ledger:
             return bytes(row[0]) + bytes(row[1])
 
     def set_meta(self, key: str, value: Any) -> None:
-        """Keep a JSON value under a key of the caller's, for all policies."""
+        """Store a JSON value under a key of the caller's, shared by all policies."""
         with self._transaction():
             self._put_meta(f"caller.{key}", value)
 
     def get_meta(self, key: str, default: Any = None) -> Any:
-        """The value last kept under `key`, else `default`."""
+        """Return the value last stored under `key`, else `default`."""
         return self._meta(f"caller.{key}", default)
 
     def counts(self) -> dict[str, Any]:
-        """Groups issued, trained and retired (by reason), refused deliveries by reason, and the tokens trained on."""
+        """Return counts: groups issued, trained and retired (by reason), deliveries refused (by reason), and tokens
+        trained on."""
         retired, refused = dict(self._counts["retired"]), dict(self._counts["refused"])
         return {**self._counts, "retired": retired, "refused": refused}
 
     def recover(self) -> LedgerState:
-        """Where the policy stands, from what is on disk alone."""
+        """Return the policy's state, from disk alone."""
         with self._transaction():
             lineage = self._lineage()
             version = self._version(lineage)
-            # Trained groups whose rollouts are kept: a learner may still fall back behind them.
+            # Trained groups whose rollouts are kept: a learner may still fall back to before them.
             mine = "rollouts CROSS JOIN groups USING (policy, number) WHERE policy = ? AND state = 'trained'"
             uncovered = f"SELECT {{}} FROM {mine}"
             oldest = self._execute(uncovered.format("min(step)"), (self.policy,)).fetchone()[0]
@@ -363,7 +365,7 @@ class Ledger:
     # ---- inside a transaction ----------------------------------------------------------------------------------------
 
     def _move(self, number: int, event: str, columns: str = "", values: Sequence[Any] = ()) -> None:
-        """Take one arrow of `TRANSITIONS`, and set these columns."""
+        """Make one transition of `TRANSITIONS`, and set these columns."""
         begin, end = _ARROWS[event]
         moved = self._execute(f"{begin}{', ' if columns else ''}{columns} {end}", (*values, self.policy, number))
         if moved.rowcount != 1:
@@ -377,14 +379,14 @@ class Ledger:
         return GroupRecord(*row)
 
     def _count(self, what: str, reason: str = "", by: int = 1) -> None:
-        """Add to what `counts` says; it is kept when the transaction ends."""
+        """Add to a count of `counts`. The new count is stored when the transaction ends."""
         counted, key = (self._counts[what], reason) if reason else (self._counts, what)
         counted[key] = counted.get(key, 0) + by
         self._counts_changed.add(self.policy)
 
     @property
     def _counts(self) -> dict[str, Any]:
-        """What `counts` says, in memory: with what the open transaction has added."""
+        """The policy's counts in memory, including those of the open transaction."""
         if self.policy not in self._counts_of:
             nothing: dict[str, Any] = {"issued": 0, "trained": 0, "retired": {}, "refused": {}, "trained_tokens": 0}
             self._counts_of[self.policy] = self._meta(f"{self.policy}.counts", nothing)
@@ -434,11 +436,11 @@ class Ledger:
         return self._connection.execute(sql, parameters)
 
     def together(self) -> AbstractContextManager[None]:
-        """Make everything inside one transaction: it all happened, or none of it."""
+        """Run everything inside as one atomic transaction."""
         return self._transaction()
 
     def _transaction(self) -> AbstractContextManager[None]:
-        """Nothing more inside `together`, whose end is that of all."""
+        """Begin a transaction; inside `together`, take part in the open one."""
         return nullcontext() if self._in_transaction() else self._begun()
 
     @contextmanager
@@ -451,10 +453,10 @@ class Ledger:
                     self._put_meta(f"{policy}.counts", self._counts_of[policy])
                 self._execute("COMMIT")
             except BaseException:
-                # After a full disk SQLite may have rolled back by itself.
+                # After a full disk, SQLite may already have rolled back.
                 if self._in_transaction():
                     self._connection.execute("ROLLBACK")
-                self._counts_of.clear()  # read again when they are asked for
+                self._counts_of.clear()  # stale after a rollback; read again on next use
                 raise
             finally:
                 self._counts_changed.clear()

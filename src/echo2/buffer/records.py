@@ -11,11 +11,11 @@ from echo2.buffer.schema import STRANGERS_KINDS
 
 @dataclass(frozen=True, slots=True)
 class GroupRecord:
-    """One group that is not finally covered: a learner may still need it, or need it again.
+    """One group that a learner may still need, or need again after a fall-back.
 
-    `state` is open | delivered | ready | trained (trained groups are here as long as no checkpoint covers them, that is
-    while their rollouts are kept) | retired (of steps that may still be trained, or trained again), for
-    this `reason`. Versions are None until it was delivered. `is_flat`: its rewards are all equal.
+    `state` is open | delivered | ready | trained (only until a checkpoint covers the group, that is while its rollouts
+    are kept) | retired (only of steps that may still be trained, or trained again). `reason`: why it was retired.
+    Versions are None until delivery. `is_flat`: its rewards are all equal.
     """
 
     number: int
@@ -32,7 +32,7 @@ class GroupRecord:
 
 @dataclass(frozen=True, slots=True)
 class LeaseRecord:
-    """One lease that nobody has closed. Times in seconds of the head's clock."""
+    """One lease that is still held. Times in seconds of the head's clock."""
 
     lease_id: int
     number: int
@@ -44,16 +44,16 @@ class LeaseRecord:
 
 @dataclass(frozen=True, slots=True)
 class LedgerState:
-    """Where the run stands.
+    """The state of one policy in the ledger.
 
     version, lineage   of the learner: its last trained step + 1 (0, 0 before the first learner)
     next_number        number of the next group to issue
-    cursor             next position in the task stream: one more than any issued group has
-    next_lease_id      one more than any lease granted (from 1)
-    groups, leases     in order of their numbers and ids
+    cursor             next position in the task stream: one more than the largest of any issued group
+    next_lease_id      one more than the largest lease id granted (from 1)
+    groups, leases     in order of group numbers and lease ids
     checkpoint_version, oldest_kept
-                       of the newest checkpoint that was reported, and of the oldest one that was kept then
-    strangers          what was last kept of them, by kind and name
+                       version of the newest reported checkpoint, and of the oldest checkpoint kept at that time
+    strangers          the stored records about strangers, by kind and name
     """
 
     version: int

@@ -1,18 +1,19 @@
 """The ledger's tables, the life of a group as a table, and messages for SQLite's errors.
 
-Every row names its policy, and group numbers, steps, versions and lineages count per policy. Lease ids do not.
+Every row names its policy. Group numbers, steps, versions and lineages count per policy; lease ids count per file.
 
-    groups     one row a train group: its step, cursor, state and what was delivered
-    rollouts   the rollouts as delivered, kept until a checkpoint covers them (apart: scans of `groups` stay small)
-    scores     the rewards, likewise (apart: they are written without the rollouts)
+    groups     one row per training group: its step, cursor, state, and the versions and cost of its delivery
+    rollouts   the rollouts as delivered, kept until a checkpoint covers them (separate, so that scans of `groups` stay
+               small)
+    scores     the rewards, kept as long as the rollouts (separate, because they are written later)
     leases     every lease ever granted; outcome NULL = still held
-    refusals   every delivery that was refused, by reason
-    trainings  one row for each (group, step, lineage) that was trained. Not unique: the audit must be able to fail
+    refusals   every refused delivery, with its reason
+    trainings  one row for each (group, step, lineage) trained. Not unique, so that the audit can find double trainings
     joins      every learner that joined: from `version` on, steps of earlier lineages are void
     meta       small JSON values by key
 
-WAL with synchronous=NORMAL: a committed transaction survives ``kill -9``; a power failure may take the last few, never
-the file's consistency.
+WAL with synchronous=NORMAL: a committed transaction survives ``kill -9``. A power failure may lose the last few
+transactions, but never the file's consistency.
 """
 
 from __future__ import annotations
@@ -25,10 +26,10 @@ from types import MappingProxyType
 from echo2.errors import NoRoomError, UserError
 
 SCHEMA_VERSION = 4
-#: What `meta` keeps of strangers under POLICY.KIND.NAME: trust by ticket, checks under way by group, rests by ticket,
-#: expulsions by worker.
+#: Kinds of records about strangers, stored in `meta` under POLICY.KIND.NAME: trust by ticket, pending checks by group,
+#: rests by ticket, expulsions by worker.
 STRANGERS_KINDS = ("trust", "check", "rest", "expulsion")
-BUSY_SECONDS = 5.0  # how long a transaction waits for another process before it gives up
+BUSY_SECONDS = 5.0  # how long a transaction waits for another process's lock before it fails
 
 TRANSITIONS: Mapping[str, Mapping[str, str]] = MappingProxyType(
     {
@@ -39,7 +40,7 @@ TRANSITIONS: Mapping[str, Mapping[str, str]] = MappingProxyType(
         "retired": {},
     }
 )
-"""state -> event -> state. What is not here is a bug of ours."""
+"""state -> event -> next state. Any other transition is a bug of echo2."""
 
 _TABLES = (
     """CREATE TABLE groups (policy TEXT NOT NULL, number INTEGER NOT NULL, step INTEGER NOT NULL,
@@ -70,7 +71,7 @@ def open_for_writing(path: Path) -> sqlite3.Connection:
     """Open or create a ledger.
 
     Raises:
-        UserError: the file cannot be used, is no ledger, or is of another schema version.
+        UserError: the file cannot be used, is not a ledger, or has another schema version.
     """
     try:
         connection = sqlite3.connect(path, timeout=BUSY_SECONDS, isolation_level=None)
@@ -97,10 +98,10 @@ def open_for_writing(path: Path) -> sqlite3.Connection:
 
 
 def open_for_reading(path: Path) -> sqlite3.Connection:
-    """Open a ledger that another process may be writing, or a copy of one. Writes nothing.
+    """Open a ledger read-only. Another process may be writing it, or it may be a copy.
 
     Raises:
-        UserError: there is no such file, it cannot be read, is no ledger, or is of another schema version.
+        UserError: the file does not exist, cannot be read, is not a ledger, or has another schema version.
     """
     if not path.is_file():
         raise UserError(f"There is no ledger {path}. Give the directory of a run that was started.")
@@ -108,8 +109,8 @@ def open_for_reading(path: Path) -> sqlite3.Connection:
     try:
         return _open_uri(uri, path)
     except sqlite3.OperationalError as error:
-        # A copy in a directory that cannot be written: SQLite wants to make its shared index there, and a file that
-        # nobody writes needs none.
+        # In a read-only directory SQLite cannot create its shared-memory index. A ledger that no process writes does
+        # not need one; a WAL file beside it may hold transactions, so this fallback is not used then.
         has_log = path.with_name(path.name + "-wal").exists()
         if has_log:
             raise unusable(path, error) from error
@@ -132,10 +133,10 @@ def _open_uri(uri: str, path: Path) -> sqlite3.Connection:
 
 
 def check_schema(connection: sqlite3.Connection, path: Path) -> None:
-    """Refuse a database that is not a ledger of this schema version.
+    """Check that a database is a ledger of this schema version.
 
     Raises:
-        UserError: with both versions.
+        UserError: it is not; the message names both versions.
     """
     found = connection.execute("PRAGMA user_version").fetchone()[0]
     if found != SCHEMA_VERSION:
@@ -144,7 +145,7 @@ def check_schema(connection: sqlite3.Connection, path: Path) -> None:
 
 
 def unusable(path: Path, error: Exception) -> UserError:
-    """The user's view of a failed transaction: full disk, lock, permissions, damage."""
+    """Return the error to show the user for a failed transaction: full disk, lock, permissions, damaged file."""
     is_full = getattr(error, "sqlite_errorcode", None) == sqlite3.SQLITE_FULL
     return (NoRoomError if is_full else UserError)(
         f"Cannot use the ledger {path}: {error}. Nothing that was recorded is lost. "

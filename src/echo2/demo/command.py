@@ -13,14 +13,14 @@ from echo2.errors import UserError
 from echo2.runtime.launch import start
 
 CONFIG = Path(__file__).with_name("sort.toml")
-MODEL = Path("outputs/models/digit_sorting")  # as the file says
+MODEL = Path("outputs/models/digit_sorting")  # as in the configuration
 
 
 def run(options: argparse.Namespace) -> int:
-    """Build the model where there is none, train it, sum up: the exit status.
+    """Build the model unless it exists, train it and print a summary; returns the exit status.
 
     Raises:
-        UserError: torch is not installed, or what a run refuses.
+        UserError: torch is not installed, or as `start.run`.
     """
     if find_spec("torch") is None:
         raise UserError("The demo trains, and torch is not installed: pip install 'echo2[train]'.")

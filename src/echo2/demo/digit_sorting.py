@@ -1,4 +1,4 @@
-"""The demo's model: a character tokenizer and a 0.3 M parameter Qwen3, warmed up until it sorts digits now and then.
+"""The demo's model: a character tokenizer and a 0.3 M parameter Qwen3, warmed up until it sometimes sorts correctly.
 
     python -m echo2.demo.digit_sorting --out outputs/models/digit_sorting
 
@@ -40,7 +40,7 @@ MAX_NEW_TOKENS = 12
 TARGET_ACCURACY = 0.25
 CHECK_EVERY_STEPS = 25
 CHECK_PROBLEMS = 256
-MAX_STEPS = 1000  # of which about 150 are needed: the cosine's length, not the expected one
+MAX_STEPS = 1000  # length of the cosine schedule; about 150 steps are needed
 WARMUP_STEPS = 30
 BATCH_ROWS = 64
 PEAK_LR = 3e-3
@@ -49,7 +49,7 @@ PEAK_LR = 3e-3
 def examples(
     tokenizer: PreTrainedTokenizerFast, tasks: DigitSorting, step: int
 ) -> tuple[list[list[int]], list[list[int]]]:
-    """Rows of prompt + answer + end, and their labels: only answers are taught."""
+    """Return rows of prompt + answer + end token, and their labels: only answers count in the loss."""
     rows, labels = [], []
     for index in range(step * BATCH_ROWS, (step + 1) * BATCH_ROWS):
         task = tasks[index % len(tasks)]
@@ -70,7 +70,7 @@ def learning_rate(step: int) -> float:
 def sampled_accuracy(
     model: Qwen3ForCausalLM, files: dict[str, bytes], tasks: DigitSorting, temperature: float
 ) -> float:
-    """Share of exact answers, one sample a problem, by echo2's own engine."""
+    """Share of exact answers, with one sample a problem from echo2's own engine."""
     tokenizer = load_tokenizer(files)
     engine = make_engine("compact", "cpu")
     tensors = {
@@ -102,7 +102,7 @@ def sampled_accuracy(
 def warm_up(
     model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, files: dict[str, bytes], seed: int
 ) -> tuple[int, float]:
-    """Teach by examples until the target is reached: steps done, and the accuracy then."""
+    """Train on examples until the target accuracy is reached; returns (number of steps, accuracy)."""
     train = DigitSorting("train", MIN_DIGITS, MAX_DIGITS, seed=seed)
     held_out = DigitSorting("heldout", MIN_DIGITS, MAX_DIGITS)
     optimizer = torch.optim.AdamW(model.parameters(), lr=PEAK_LR, betas=(0.9, 0.98), weight_decay=0.01)
@@ -125,10 +125,10 @@ def warm_up(
 
 
 def build(out: Path, seed: int = 0) -> None:
-    """Write the model directory, in place of an older one, and say on stdout what it can. Some fifteen seconds.
+    """Write the model directory, replacing an older one, and print the model's accuracy. Takes about fifteen seconds.
 
     Raises:
-        UserError: `out` is something else, or this seed's model does not learn.
+        UserError: `out` exists and is not a model directory, or this seed's model does not learn.
     """
     if out.exists() and any(out.iterdir()) and not (out / "tokenizer.json").is_file():
         raise UserError(f"{out} exists and is not a model directory. Name another, or remove it.")
@@ -136,7 +136,7 @@ def build(out: Path, seed: int = 0) -> None:
     disable_progress_bar()  # transformers' own, for writing one small file
     torch.set_num_threads(1)  # a model this small is faster on one thread, and its sums come out the same everywhere
     torch.manual_seed(seed)
-    # Written beside and moved in place at the end: an interrupted build leaves nothing that looks like a model.
+    # Written beside `out` and renamed at the end: an interrupted build leaves nothing that looks like a model.
     unfinished = out.with_name(f".{out.name}.unfinished")
     shutil.rmtree(unfinished, ignore_errors=True)
     unfinished.mkdir(parents=True)

@@ -11,11 +11,11 @@ from torch.nn.functional import cross_entropy
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 PAD, END = "<pad>", "<eos>"
-UNTAUGHT = -100  # the label of a token that is read only
+UNTAUGHT = -100  # label of a token that does not count in the loss
 
 
 def character_tokenizer(characters: Sequence[str], unknown: str = PAD) -> PreTrainedTokenizerFast:
-    """One token a character, in this order behind padding and end; decoding gives back the text."""
+    """Make a tokenizer with one token a character, in this order after padding and end; decoding restores the text."""
     names = dict.fromkeys((PAD, END, unknown, *characters))
     vocabulary = {name: number for number, name in enumerate(names)}
     core = Tokenizer(models.WordLevel(vocabulary, unk_token=unknown))
@@ -27,7 +27,7 @@ def character_tokenizer(characters: Sequence[str], unknown: str = PAD) -> PreTra
 
 
 def small_qwen3(tokenizer: PreTrainedTokenizerFast, context: int) -> Qwen3ForCausalLM:
-    """Random weights, .3 M. The sizes are those of a measured recipe; head_dim 32 is the least that vLLM accepts."""
+    """Make a Qwen3 with 0.3 M random weights, sized as in a measured recipe; head_dim 32 is vLLM's minimum."""
     config = Qwen3Config(
         vocab_size=len(tokenizer),
         hidden_size=96,
@@ -46,7 +46,7 @@ def small_qwen3(tokenizer: PreTrainedTokenizerFast, context: int) -> Qwen3ForCau
 
 
 def padded(rows: Sequence[Sequence[int]], value: int) -> Tensor:
-    """[rows, longest], padded on the right."""
+    """Stack rows into a tensor [rows, longest], padded on the right with `value`."""
     longest = max(map(len, rows))
     return torch.tensor([[*row, *[value] * (longest - len(row))] for row in rows])
 
@@ -54,13 +54,14 @@ def padded(rows: Sequence[Sequence[int]], value: int) -> Tensor:
 def answer_loss(
     model: Qwen3ForCausalLM, rows: Sequence[Sequence[int]], labels: Sequence[Sequence[int]], reduction: str = "mean"
 ) -> Tensor:
-    """Nats of the next tokens, 0 where the label is `UNTAUGHT`: their mean, or with "none" each [rows, longest - 1]."""
+    """Next-token cross-entropy in nats, without labels `UNTAUGHT`: the mean; with reduction "none", that of each token
+    [rows, longest - 1], 0 where the label is `UNTAUGHT`."""
     logits_BTV = model(input_ids=padded(rows, 0), use_cache=False).logits[:, :-1]
     return cross_entropy(logits_BTV.transpose(1, 2), padded(labels, UNTAUGHT)[:, 1:], reduction=reduction)
 
 
 def update(model: Qwen3ForCausalLM, optimizer: torch.optim.Optimizer, loss: Tensor) -> None:
-    """One step down this loss, its gradient clipped at norm 1."""
+    """Take one optimizer step on this loss, with the gradient clipped at norm 1."""
     optimizer.zero_grad()
     loss.backward()
     torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)

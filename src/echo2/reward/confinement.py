@@ -1,9 +1,9 @@
-"""Drops all rights of a process that scoring text does not need, for good.
+"""Permanently drops all rights of a process that scoring text does not need.
 
-After `confine` it can compute, read Python's own files and write to the descriptors it was left. It cannot open
-anything else, write a file, use the network, start a program, signal or inspect another process, or grow beyond its
-memory. Two mechanisms of the Linux kernel do it, neither needs root: Landlock (what may be opened) and seccomp (which
-system calls exist). Whoever breaks Python in there is held by these, not by Python.
+After `confine`, the process can compute, read Python's own files and write to the descriptor it was left. It cannot
+open anything else, write a file, use the network, start a program, signal or inspect another process, or exceed its
+memory limit. Two mechanisms of the Linux kernel enforce this without root: Landlock (which files may be opened) and
+seccomp (which system calls are allowed). They hold even if code in the process escapes Python's own restrictions.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ import sys
 from pathlib import Path
 
 MEMORY_BYTES = 1 << 30  # beyond what the process holds when it is confined
-CPU_SECONDS = 600  # should nobody be left to end it
+CPU_SECONDS = 600  # in case no parent is left to kill it
 SYSTEM_LIBRARIES = ("/lib", "/lib64", "/usr/lib", "/usr/lib64", "/usr/local/lib", "/nix/store")
-#: What an interpreter needs for computing and for imports; everything else fails with EPERM.
+#: System calls that an interpreter needs for computing and for imports; all others fail with EPERM.
 SYSTEM_CALLS = frozenset(
     {"read", "pread64", "write", "close", "lseek", "getdents64", "uname"}
     | {"stat", "fstat", "lstat", "newfstatat", "statx", "readlink", "readlinkat", "access", "faccessat", "faccessat2"}
@@ -27,15 +27,15 @@ SYSTEM_CALLS = frozenset(
     | {"rt_sigaction", "rt_sigprocmask", "rt_sigreturn", "sigaltstack", "sched_yield", "restart_syscall"}
     | {"clock_gettime", "clock_nanosleep", "gettimeofday", "exit", "exit_group"}
 )
-#: To open for reading: the place of the flags among the arguments. Landlock judges what may be opened, but knows
-#: nothing of truncation before Linux 6.2.
+#: System calls that are allowed for reading only, with the index of their flags argument. Landlock decides which files
+#: may be opened, but does not cover truncation before Linux 6.2.
 OPENING = {"openat": 2, "open": 1}
 WRITING = os.O_ACCMODE | os.O_CREAT | os.O_TRUNC | os.O_APPEND | getattr(os, "O_TMPFILE", 0) & ~os.O_DIRECTORY
 PR_SET_PDEATHSIG = 1
 
 
 def missing() -> str:
-    """Why this machine cannot confine a process; nothing where it can."""
+    """Why this machine cannot confine a process; empty if it can."""
     if sys.platform != "linux" or platform.machine() not in ("x86_64", "aarch64"):
         return f"it is {platform.system()} on {platform.machine()}, not Linux on x86_64 or aarch64"
     try:
@@ -53,7 +53,7 @@ def missing() -> str:
 def confine(keep: int, parent: int) -> None:
     """Give up everything but computing, Python's own files and the descriptor `keep`; end when process `parent` does.
 
-    For a process of one thread.
+    The process must have a single thread.
 
     Raises:
         OSError: the kernel refuses; the process still has its rights and must not go on.
@@ -94,7 +94,7 @@ def confine(keep: int, parent: int) -> None:
 
 
 def _readable() -> list[str]:
-    """Where Python is, and the packages that are loaded. Not `sys.path`: a project's own folder may stand there."""
+    """Directories of Python and of the loaded packages. Not `sys.path`, which may contain a project's own folder."""
     packages = {name.partition(".")[0] for name in sys.modules}
     files = (getattr(sys.modules.get(package), "__file__", None) for package in packages)
     places = {sys.prefix, sys.base_prefix, *SYSTEM_LIBRARIES, *(os.path.dirname(file) for file in files if file)}

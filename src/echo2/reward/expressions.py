@@ -1,9 +1,9 @@
-"""Reads answers as data that scorers would otherwise run as Python.
+"""Parses answers as data that scorers would otherwise run as Python.
 
-reasoning-gym passes answers to `eval`, and both it and math-verify pass them to sympy's `parse_expr`, which evaluates
-text as well. `disarm` and `disarm_eval` replace the two in this process: lists, numbers and formulas still mean what
-they meant; anything else raises ValueError, which scorers take for a wrong answer. There are more ways from text to
-code (sympy's `lambdify` prints the names of symbols into a program), so `forbid_code` then stops every other one.
+reasoning-gym passes answers to `eval`, and both reasoning-gym and math-verify pass them to sympy's `parse_expr`, which
+evaluates text as well. `disarm` and `disarm_eval` replace the two functions in this process: lists, numbers and
+formulas keep their meaning; anything else raises ValueError, which scorers take for a wrong answer. There are more ways
+from text to code (sympy's `lambdify` prints the names of symbols into a program), so `forbid_code` blocks all others.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ _FUNCTIONS = frozenset(
     | {"Integral", "Rational", "Pow", "root", "Abs", "abs", "sign", "floor", "ceiling", "factorial", "binomial"}
     | {"gcd", "lcm"}
 )
-#: Modules that write programs of numbers alone: how many variables a polynomial has, how many parameters a series.
+#: Modules that generate code from numbers only: a polynomial's number of variables, a series' number of parameters.
 _WRITERS = frozenset({"sympy.polys.monomials", "mpmath.libmp.libhyper"})
-_is_reading = False  # of the audit hook, which lives as long as the process
+_is_reading = False  # for the audit hook, which lives as long as the process
 
 
 @cache
 def disarm() -> None:
-    """Replace `parse_expr` in sympy, once, before anything that imports it by name is imported.
+    """Replace `parse_expr` in sympy. Call this before importing any module that imports `parse_expr` by name.
 
     Raises:
         ImportError: sympy is not installed.
@@ -64,7 +64,7 @@ def disarm_eval(package: str) -> None:
 
 
 def forbid_code() -> None:
-    """From now on this process compiles and runs no text but what was read above, and modules that are imported."""
+    """From now on, let this process compile and run only text that this module has checked, and imported modules."""
     sys.addaudithook(_refuse_code)
 
 
@@ -72,13 +72,13 @@ def _refuse_code(event: str, arguments: tuple[Any, ...]) -> None:
     if event not in ("compile", "exec") or _is_reading:
         return
     if event == "exec" and not arguments[0].co_filename.startswith("<"):
-        return  # a module's
+        return  # the code of a module
     frame: FrameType | None = sys._getframe(1)
     if frame is not None and frame.f_globals.get("__name__") in _WRITERS:
         return
     while frame is not None:
         if frame.f_code.co_filename.startswith("<frozen importlib."):
-            return  # modules make classes of text while they are imported
+            return  # modules may generate classes from text while they are imported
         frame = frame.f_back
     raise PermissionError(f"text was about to run as a program ({event})")
 
@@ -94,10 +94,10 @@ def _reading() -> Iterator[None]:
 
 
 def evaluate(text: str, *_: Any) -> Any:
-    """The value of a literal, or of arithmetic on literals.
+    """Return the value of a literal, or of arithmetic on literals.
 
     Raises:
-        ValueError: it is anything else, or too long. SyntaxError, ArithmeticError, TypeError: as Python does.
+        ValueError: the text is anything else, or too long. SyntaxError, ArithmeticError, TypeError: as Python does.
     """
     tree = _parsed(text, _LITERALS)
     with _reading():

@@ -3,9 +3,9 @@
     setup      {"functions", "timeout_seconds"}, answered {"is_async"}
     request    {"groups": [{"task", "rollouts"}, ...]}
     answer     {"groups": [...], "seconds": {function: seconds}}
-               of each group {"scores": [[reward, parts], ...]} or {"failed": message, "traceback"}
+               for each group {"scores": [[reward, parts], ...]} or {"failed": message, "traceback"}
 
-Scores pass through JSON unharmed: Python writes floats with all their digits.
+JSON keeps scores exactly: Python writes floats with all their digits.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from echo2.types import Message, Rollout, Task
 
 
 def group_message(task: Task, rollouts: Sequence[Rollout], texts: Sequence[str]) -> dict[str, Any]:
-    """A group as far as rewards can see it: no logprobs, no versions. `texts`: of the rollouts."""
+    """The parts of a group that rewards can see: no logprobs, no versions. `texts`: those of the rollouts."""
     prompt = task.prompt if isinstance(task.prompt, str) else [asdict(message) for message in task.prompt]
     return {
         "task": {"cursor": task.cursor, "prompt": prompt, "columns": task.columns},
@@ -35,7 +35,7 @@ def group_message(task: Task, rollouts: Sequence[Rollout], texts: Sequence[str])
 
 
 def group_of(message: dict[str, Any]) -> tuple[Task, list[Rollout]]:
-    """The inverse of `group_message`; what was not sent is empty."""
+    """The inverse of `group_message`; fields that were not sent are empty."""
     plain = message["task"]
     prompt = plain["prompt"]
     if not isinstance(prompt, str):
@@ -49,7 +49,7 @@ def group_of(message: dict[str, Any]) -> tuple[Task, list[Rollout]]:
 
 
 def make_handler(setup: dict[str, Any]) -> tuple[Handler, dict[str, Any]]:
-    """For `sandbox/child.py`: scores the groups of a request.
+    """Make the handler for `sandbox/child.py`, which scores the groups of a request.
 
     Raises:
         UserError: the functions cannot be loaded.

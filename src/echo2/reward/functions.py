@@ -1,8 +1,8 @@
 """Built-in rewards, in TRL's signature: `reward(completions, **columns) -> list[float | None]`, one number a rollout.
 
-All are 1.0 for right and 0.0 for wrong, except reasoning_gym, whose generators give partial credit. They read the
-column `answer` (reasoning_gym its own). A broken column raises UserError, for that is the data's fault; a completion
-never does.
+Matches score 1.0 for right and 0.0 for wrong against the column `answer`. reasoning_gym reads a column of its own and
+may give partial credit; `environment` and `logged` pass on given rewards. A broken column raises UserError, as the data
+is at fault; a completion never does.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _NUMBER = re.compile(
 
 
 def exact_match(completions: Sequence[Completion], answer: Sequence[Any], **_: Any) -> list[float | None]:
-    """Whether the completion is the column `answer`, white space at both ends aside."""
+    """Whether the completion is the column `answer`, apart from white space at both ends."""
     return [
         float(text_of(completion).strip() == str(_given(wanted)).strip())
         for completion, wanted in zip(completions, answer, strict=True)
@@ -39,7 +39,7 @@ def exact_match(completions: Sequence[Completion], answer: Sequence[Any], **_: A
 
 
 def numeric_match(completions: Sequence[Completion], answer: Sequence[Any], **_: Any) -> list[float | None]:
-    """Whether the last number in the completion equals that of the column `answer` (GSM8K's `#### 42` too)."""
+    """Whether the last number in the completion equals the last in the column `answer` (also in GSM8K's `#### 42`)."""
     scores: list[float | None] = []
     for completion, wanted in zip(completions, answer, strict=True):
         number = last_number(str(_given(wanted)))
@@ -52,8 +52,8 @@ def numeric_match(completions: Sequence[Completion], answer: Sequence[Any], **_:
 def math_match(completions: Sequence[Completion], answer: Sequence[Any], **_: Any) -> list[float | None]:
     """Whether the completion equals the column `answer` as mathematics (LaTeX or plain), by math-verify.
 
-    Behind the last `####` of either, where there is one, stands the answer (GSM8K's form) and nothing else counts; but
-    for completions with a \\boxed answer, which says it more clearly.
+    If a text has a `####` (GSM8K's form), only the line after the last one counts, unless the text also has a \\boxed
+    answer, which is clearer.
     """
     return _in_sandbox("math", completions, [str(_given(wanted)) for wanted in answer])
 
@@ -61,12 +61,12 @@ def math_match(completions: Sequence[Completion], answer: Sequence[Any], **_: An
 def reasoning_gym_score(
     completions: Sequence[Completion], reasoning_gym: Sequence[Mapping[str, Any]], **_: Any
 ) -> list[float | None]:
-    """The generator's own score in [0, 1] of what stands in the last <answer> tags, or else of everything."""
+    """The generator's own score in [0, 1] of the text in the last <answer> tags, or else of the whole completion."""
     return _in_sandbox("reasoning_gym", completions, reasoning_gym)
 
 
 def _in_sandbox(scorer: str, completions: Sequence[Completion], columns: Sequence[Any]) -> list[float | None]:
-    """Scores by a library that runs text, in a process without rights. A group has one task, so one column."""
+    """Score with a library that executes text, in a process without rights. A group has one task, so one column."""
     if not completions:
         return []
     return list(sandbox.shared().score(scorer, columns[0], [text_of(completion) for completion in completions]))
@@ -75,7 +75,7 @@ def _in_sandbox(scorer: str, completions: Sequence[Completion], columns: Sequenc
 def logged_reward(
     completions: Sequence[Completion], logged_rollouts: Sequence[Mapping[str, Any]] | None = None, **_: Any
 ) -> list[float | None]:
-    """What the log says that each rollout was worth; nothing for tasks that are not from a log."""
+    """The reward of each rollout in the log; None for tasks that are not from a log."""
     if logged_rollouts is None:
         return [None] * len(completions)
     return [float(column["rollouts"][place]["reward"]) for place, column in enumerate(logged_rollouts)]
@@ -84,7 +84,7 @@ def logged_reward(
 def environment_sum(
     completions: Sequence[Completion], environment_reward: Sequence[float] | None = None, **_: Any
 ) -> list[float | None]:
-    """What the environment gave for the rollout's actions, added up."""
+    """The sum of the environment's rewards for the rollout's actions."""
     if environment_reward is None:
         raise UserError("needs an environment: set tasks.environment")
     return list(environment_reward)
@@ -98,12 +98,12 @@ BUILT_IN: Mapping[str, Callable[..., list[float | None]]] = {
     "reasoning_gym": reasoning_gym_score,
     "logged": logged_reward,
 }
-#: Rewards whose library runs text, and the module that it is: they are computed in a sandbox.
+#: Rewards whose library executes text, with the library's module; they are computed in a sandbox.
 RUN_TEXT: Mapping[str, str] = {"math": "math_verify", "reasoning_gym": "reasoning_gym"}
 
 
 def unusable(name: str) -> str:
-    """Why a built-in reward cannot be computed here; nothing if it can."""
+    """Why a built-in reward cannot be computed here; empty if it can."""
     if name not in RUN_TEXT:
         return ""
     if importlib.util.find_spec(RUN_TEXT[name]) is None:
@@ -122,7 +122,7 @@ def text_of(completion: Completion) -> str:
 
 
 def last_number(text: str) -> Decimal | None:
-    """The last decimal number in a text, exact; None where there is none."""
+    """The last decimal number in a text, exact; None if there is none."""
     found = _NUMBER.findall(text)
     return Decimal(found[-1].replace(",", "")) if found else None
 

@@ -24,9 +24,9 @@ _KEYWORD = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_O
 
 @dataclass(frozen=True, slots=True)
 class RewardFunction:
-    """One reward. `call(task, rollouts)` gives whatever the user's function returned, not yet checked: if it is
-    well-behaved, one value for each rollout. `name` is what metrics call it. `is_async`: the call's value is awaited.
-    `columns`: those without which it cannot score a task; `ground_truth` may stand in `reward_model`, as verl has it.
+    """One reward function. `call(task, rollouts)` returns the result of the user's function, not yet checked; it should
+    be one value for each rollout. `name`: used in metrics. `is_async`: the result must be awaited. `columns`: columns
+    that the function requires; `ground_truth` may stand in `reward_model`, as in verl's rows.
     """
 
     name: str
@@ -35,7 +35,7 @@ class RewardFunction:
     columns: frozenset[str] = frozenset()
 
     def missing_column(self, task: Task) -> str:
-        """A column that it needs and the task has not; empty: it has all."""
+        """Return a required column that the task lacks; empty: it has all."""
         has = set(task.columns)
         if isinstance(nested := task.columns.get("reward_model"), Mapping):
             has |= nested.keys() & {"ground_truth"}
@@ -43,7 +43,7 @@ class RewardFunction:
 
 
 def load_reward(spec: str) -> RewardFunction:
-    """Find the function that `spec` names: a built-in, file.py:function or package.module:function.
+    """Load the function that `spec` names: a built-in, file.py:function or package.module:function.
 
     Raises:
         UserError: there is no such function, or its signature fits neither style.
@@ -87,7 +87,7 @@ def _signature(function: Callable[..., Any], spec: str) -> inspect.Signature:
 def _trl_style(
     function: Callable[..., Any], signature: inspect.Signature, spec: str
 ) -> Callable[[Task, Sequence[Rollout]], Any]:
-    """Everything is passed by name, as lists of one entry a rollout: what the function takes, or all with **kwargs."""
+    """Arguments are passed by name, as lists of one entry a rollout: those the function takes, or all with **kwargs."""
     parameters = signature.parameters.values()
     takes = {parameter.name for parameter in parameters if parameter.kind in _KEYWORD}
     takes_all = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters)
@@ -108,7 +108,7 @@ def _trl_style(
 
 
 def _trl_arguments(task: Task, rollouts: Sequence[Rollout]) -> dict[str, list[Any]]:
-    """TRL's keyword arguments. Each rollout gets a copy of what the group shares, for a function may write into it."""
+    """TRL's keyword arguments. Each rollout gets its own copy of shared values, since a function may modify them."""
     prompt = task.prompt if isinstance(task.prompt, str) else [asdict(message) for message in task.prompt]
     played = [rollout.reward_parts["environment"] for rollout in rollouts if "environment" in rollout.reward_parts]
     answers = [r.text if prompt is task.prompt else [{"role": "assistant", "content": r.text}] for r in rollouts]
@@ -124,7 +124,7 @@ def _trl_arguments(task: Task, rollouts: Sequence[Rollout]) -> dict[str, list[An
 def _verl_style(
     function: Callable[..., Any], signature: inspect.Signature, is_async: bool
 ) -> Callable[[Task, Sequence[Rollout]], Any]:
-    """One call a rollout, all at once where they are awaited."""
+    """One call a rollout; asynchronous calls are awaited together."""
 
     def call(task: Task, rollouts: Sequence[Rollout]) -> Any:
         return [function(**_verl_arguments(signature, task, rollout)) for rollout in rollouts]
@@ -149,7 +149,7 @@ def _verl_arguments(signature: inspect.Signature, task: Task, rollout: Rollout) 
 
 
 def _ground_truth(columns: Mapping[str, Any]) -> Any:
-    """verl's rows hold it within `reward_model`; flat rows in a column of their own."""
+    """Return the ground truth: verl's rows hold it in `reward_model`, flat rows in a column of its own."""
     nested = columns.get("reward_model")
     found = nested.get("ground_truth") if isinstance(nested, Mapping) else columns.get("ground_truth")
     if found is None:

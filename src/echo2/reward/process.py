@@ -1,8 +1,8 @@
 """Runs the user's reward functions in processes beside the head, so that they can neither stall nor kill it.
 
-A process scores one group after the other, and the head starts more of them, up to one a core, where groups wait.
-Groups that wait for quick functions go in one request. Functions that are `async def` wait for somebody else (a judge
-behind an API), so that one process scores many groups at once.
+A process scores one group at a time, and the head starts more processes, up to one a core, while groups wait. Groups
+that wait for quick functions share a request. Functions that are `async def` wait for something else (such as a judge
+behind an API), so one process scores many groups at once.
 """
 
 from __future__ import annotations
@@ -22,28 +22,28 @@ from echo2.reward.score import RewardFailure
 from echo2.sandbox.process import CodeFailure, CodeProcess
 from echo2.types import Rollout, Score, Task
 
-#: Processes at most, however many cores there are: each imports the user's module.
+#: Maximum number of processes, however many cores there are: each imports the user's module.
 PROCESSES_MAX = 16
-#: A group that waits so long for a free process gets another one.
+#: If a group waits this long for a free process, another one is started.
 GROW_SECONDS = 0.5
-#: One request holds groups that take so long together, by the seconds of those before them; and so many at most.
+#: Time that the groups of one request take together, estimated from previous groups; and their maximum number.
 REQUEST_SECONDS = 0.05
 REQUEST_GROUPS_MAX = 64
 #: Groups in flight in one process whose functions are asynchronous.
 GROUPS_TOGETHER = 64
-#: Beyond `timeout_seconds`, for an asynchronous function to be cancelled in its process.
+#: Time beyond `timeout_seconds` for an asynchronous function to be cancelled in its process.
 CANCEL_SECONDS = 5.0
 ADVICE = "Make it faster, or raise reward.timeout_seconds."
 
 
 def groups_at_once(is_async: bool) -> int:
-    """Groups that this machine scores side by side, at most."""
+    """Maximum number of groups that this machine scores at once."""
     return GROUPS_TOGETHER if is_async else min(PROCESSES_MAX, os.cpu_count() or 1)
 
 
 @dataclass(eq=False, slots=True)
 class _Group:
-    """A group that waits for its scores: those and the seconds that they took, or why there are none."""
+    """A group that waits for its scores. `doing`: for error messages; `answer`: scores or failure, and the seconds."""
 
     message: dict[str, Any]
     doing: str
@@ -51,10 +51,10 @@ class _Group:
 
 
 class RewardProcesses:
-    """Scores groups in child processes, the first of which is started at the first call (or by `start`).
+    """Scores groups in child processes, the first of which starts at the first call (or by `start`).
 
     `functions` as for `Scorer`; relative paths are relative to this process's working directory. `log_path`
-    takes what the functions print. `num_processes`: at most (default: one a core).
+    receives the output of the functions. `num_processes`: the maximum (default: one a core).
     """
 
     def __init__(
@@ -75,31 +75,30 @@ class RewardProcesses:
         self._is_async: bool | None = None
         self._waiting: deque[_Group] = deque()
         self._requests: dict[asyncio.Task[None], list[_Group]] = {}
-        self._is_asking = False  # for a process that is free
-        self._seconds = math.inf  # that the newest groups took
+        self._is_asking = False  # whether a request waits for a free process
+        self._seconds = math.inf  # per group, in the last request
         self._seconds_by_function: dict[str, float] = {}
 
     @property
     def most_at_once(self) -> int:
-        """Groups that are scored side by side, at most; known once `start` has been awaited."""
+        """Maximum number of groups scored at once; known once `start` has been awaited."""
         return GROUPS_TOGETHER if self._is_async else self._most
 
     def take_seconds(self) -> dict[str, float]:
-        """What each function took, of the groups that were scored since this was last asked."""
+        """Return the seconds of each function, over the groups scored since the last call of this."""
         taken, self._seconds_by_function = self._seconds_by_function, {}
         return taken
 
     @property
     def pids(self) -> list[int]:
-        """Of the children that are running now."""
+        """Process ids of the running children."""
         return [process.pid for process in self._all() if process.pid is not None]
 
     async def start(self) -> None:
-        """Start the first child now, so that a function that cannot be loaded is known before there is anything to
-        score.
+        """Start the first child now, so that a function that cannot be loaded fails before there is anything to score.
 
         Raises:
-            UserError: it cannot be loaded; the message says which and why.
+            UserError: a function cannot be loaded; the message says which and why.
         """
         said = await self._processes[0].start()
         if self._is_async is None:
@@ -109,7 +108,7 @@ class RewardProcesses:
                 self._free.put_nowait(self._processes[0])
 
     async def score(self, task: Task, rollouts: Sequence[Rollout]) -> tuple[tuple[Rollout, ...], float]:
-        """The same rollouts with `reward_parts` and `reward` filled in, and the seconds that took in the process.
+        """Return the rollouts with `reward_parts` and `reward` filled in, and the seconds that the process took.
 
         Raises:
             RewardFailure, UserError: as `scores`.
@@ -121,7 +120,7 @@ class RewardProcesses:
     async def scores(
         self, task: Task, rollouts: Sequence[Rollout], texts: Sequence[str]
     ) -> tuple[Sequence[Score], float]:
-        """The scores of rollouts that have these texts, and the seconds that took in the process.
+        """Return the scores of rollouts with these texts, and the seconds that the process took.
 
         Raises:
             RewardFailure: a function raised, returned no score, took over `timeout_seconds` or ended the process.
@@ -146,16 +145,16 @@ class RewardProcesses:
         return scores, seconds
 
     async def close(self) -> None:
-        """End the children; whatever they were doing is abandoned."""
+        """End the children; groups under way are abandoned."""
         for request in self._requests:
-            if not request.cancelling():  # again, it would not wait for its process to end
+            if not request.cancelling():  # cancelled twice, it would not wait for its process to end
                 request.cancel()
         await asyncio.gather(*self._requests, return_exceptions=True)
         for process in self._all():
             await process.close()
 
     def _request_soon(self) -> None:
-        """One request at a time waits for a process; what comes meanwhile may go with it."""
+        """Let one request wait for a free process; groups that arrive meanwhile may join it."""
         if self._waiting and not self._is_asking:
             self._is_asking = True
             groups: list[_Group] = []
@@ -164,8 +163,8 @@ class RewardProcesses:
             request.add_done_callback(self._requests.pop)
 
     async def _request(self, groups: list[_Group]) -> None:
-        """Consumes: groups that wait. Produces: their answers. Waits for: a process that is free. A group whose process
-        ended while it held others may not be the cause: it is tried alone.
+        """Consumes: waiting groups. Produces: their answers. Waits for: a free process. If a process ended while it
+        held several groups, any of them may be the cause: each is tried alone.
         """
         process = await self._take()
         try:
@@ -182,7 +181,7 @@ class RewardProcesses:
                 await self._answer(self._alone, [group])
 
     async def _answer(self, process: CodeProcess, groups: Sequence[_Group]) -> Sequence[_Group]:
-        """Have these groups scored. Returns them where one of them, nobody knows which, broke the process."""
+        """Score these groups in one request. Returns them if one of them, unknown which, broke the process."""
         if not groups:
             return ()
         seconds = self._timeout_seconds + (CANCEL_SECONDS if self._is_async else 0.0)
@@ -208,7 +207,7 @@ class RewardProcesses:
         return ()
 
     async def _take(self) -> CodeProcess:
-        """A process that is free; where none is for too long, one more."""
+        """Return a free process; start another if none is free within `GROW_SECONDS`."""
         if self._free.empty() and len(self._processes) < self._most:
             try:
                 async with asyncio.timeout(GROW_SECONDS):

@@ -1,7 +1,7 @@
 """The head's side of the sandbox: sends completions to a process, started at the first call, and receives numbers.
 
-That process has no secret to lose: it starts with an empty environment, outside the working directory, and what reads a
-completion in it is a fork without rights (`sandbox_child.py`).
+That process has no secrets to lose: it inherits no environment variables, starts outside the working directory, and
+lets only forks without rights read completions (`sandbox_child.py`).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from echo2.errors import PeerError, UserError
 from echo2.sandbox import pipes
 
 STARTUP_SECONDS = 120.0  # imports of the scorer's library
-SECONDS_PER_COMPLETION = 10.0  # beyond what `sandbox_child.py` lets one take
+SECONDS_PER_COMPLETION = 10.0  # more than the limits of `sandbox_child.py`
 EXIT_SECONDS = 5.0
 #: One thread, because the process forks; the rest makes scores the same on every machine.
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "PYTHONHASHSEED": "0", "PYTHONUTF8": "1"}
@@ -33,7 +33,7 @@ class Sandbox:
         self._turn = threading.Lock()
 
     def score(self, scorer: str, column: Any, texts: Sequence[str]) -> list[float]:
-        """One score in [0, 1] for each text, by the scorer `scorer` of `text_scorers.py` for one task's `column`.
+        """Return one score in [0, 1] for each text, by `scorer` of `text_scorers.py` for one task's `column`.
 
         Raises:
             UserError: the scorer cannot be made for this column, or its process cannot run.
@@ -42,7 +42,7 @@ class Sandbox:
         with self._turn:
             process = self._running()
             seconds = STARTUP_SECONDS + SECONDS_PER_COMPLETION * len(texts)
-            killer = threading.Timer(seconds, process.kill)  # its pipes end by it
+            killer = threading.Timer(seconds, process.kill)  # which ends its pipes
             killer.start()
             try:
                 answer = _exchanged(process, request)
@@ -59,10 +59,10 @@ class Sandbox:
         return [float(score) for score in answer["scores"]]
 
     def close(self) -> None:
-        """End the process, also while it scores; the next call starts another."""
+        """End the process, even while it scores; the next call starts another."""
         process = self._process
         if process is not None:
-            process.kill()  # a call under way ends by it
+            process.kill()  # which ends a call under way
         with self._turn:
             self._kill()
 
@@ -84,7 +84,7 @@ class Sandbox:
             process.wait(EXIT_SECONDS)
             for pipe in (process.stdin, process.stdout):
                 if pipe is not None:
-                    with contextlib.suppress(BrokenPipeError):  # what was not sent is not wanted any more
+                    with contextlib.suppress(BrokenPipeError):  # data not sent yet is no longer needed
                         pipe.close()
 
 
@@ -101,7 +101,7 @@ def _exchanged(process: subprocess.Popen[bytes], request: dict[str, Any]) -> dic
 
 @cache
 def shared() -> Sandbox:
-    """The sandbox of this process, which it outlives by nothing: if this process is killed, the pipe closes."""
+    """Return this process's sandbox. It ends with this process: if this process is killed, the pipe closes."""
     sandbox = Sandbox()
     atexit.register(sandbox.close)
     return sandbox

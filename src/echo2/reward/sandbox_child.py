@@ -1,8 +1,8 @@
-"""The sandboxed scoring process (`python -m echo2.reward.sandbox_child`). Only here, scorers read completions.
+"""The sandboxed scoring process (`python -m echo2.reward.sandbox_child`): only its forks run scorers on completions.
 
 Each group is scored in a fork that has given up its rights (`confinement.py`) and answers with one number a completion;
-this process reads numbers and never a completion. What hangs, dies or raises on a completion scores it 0: a scorer
-that cannot read an answer calls it wrong. The next completion then gets a new fork.
+this process reads the numbers and never a completion. A completion on which the scorer hangs, dies or raises scores 0:
+an answer that a scorer cannot read is wrong. After a hang or a death, the next completion gets a new fork.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from echo2.reward import confinement, expressions, text_scorers
 from echo2.reward.text_scorers import Score
 from echo2.sandbox import pipes
 
-COMPLETION_SECONDS = 5.0  # for each completion, and
-GROUP_SECONDS = 20.0  # when a group has cost so much,
-LATER_SECONDS = 0.5  # for each of what is left
+COMPLETION_SECONDS = 5.0  # limit for one completion
+GROUP_SECONDS = 20.0  # for a group in all; beyond that,
+LATER_SECONDS = 0.5  # limit for each completion that is left
 CONFINE_SECONDS = 30.0
 UNREADABLE_COLUMN = "finds no mathematics that math-verify can read in the column 'answer'"
 
 _NUMBER = struct.Struct("<d")
-_READY = -1.0  # what a fork sends first, once it is confined
+_READY = -1.0  # the first number of a fork, sent once it is confined
 _UNREADABLE = -2.0  # instead of a score: the task's own column is at fault
 
 
@@ -38,7 +38,7 @@ def main() -> None:
     """Answer one request after the other until standard input ends."""
     logging.disable()  # math-verify warns of its missing time limit
     inbox, outbox = pipes.take()
-    unconfined = confinement.missing()  # asked here for its side effect too: what it loads, a fork could not
+    unconfined = confinement.missing()  # also for its imports, which a confined fork could not do
     while (message := pipes.read(inbox)) is not None:
         outbox.write(pipes.encode(_answer(message, unconfined)))
         outbox.flush()
@@ -67,7 +67,7 @@ def _scores(scorer: Score, texts: Sequence[str]) -> list[float]:
 
 
 def _scores_of_a_fork(scorer: Score, texts: Sequence[str], patient_until: float) -> list[float]:
-    """Scores of the first texts: of all, or up to the one that ended the fork."""
+    """Score texts in one fork; returns the scores of all texts, or up to the text that ended the fork."""
     from_fork, to_parent = os.pipe()
     here = os.getpid()
     fork = os.fork()
@@ -94,7 +94,7 @@ def _scores_of_a_fork(scorer: Score, texts: Sequence[str], patient_until: float)
 
 
 def _number(pipe: int, seconds: float) -> float | None:
-    """The next number; None if the fork sends none in time, or none at all."""
+    """Read the next number; None if the fork sends none in time, or has ended."""
     if not select.select([pipe], [], [], seconds)[0]:
         return None
     data = os.read(pipe, _NUMBER.size)  # a fork writes 8 bytes at once
@@ -102,7 +102,7 @@ def _number(pipe: int, seconds: float) -> float | None:
 
 
 def _score_confined(scorer: Score, texts: Sequence[str], to_parent: int, parent: int) -> NoReturn:
-    """In the fork. Nothing may leave this function: behind it is the loop of the process that forked."""
+    """Score the texts, in the fork. Never returns or raises: the calling code is the loop of the parent process."""
     try:
         confinement.confine(to_parent, parent)
         expressions.forbid_code()
@@ -114,11 +114,11 @@ def _score_confined(scorer: Score, texts: Sequence[str], to_parent: int, parent:
                 score = _UNREADABLE
             except Exception:
                 # Some generators parse the answer without a guard (prime_factorization raises ValueError on a word).
-                # The entry is what their own code made, so what they cannot read is a wrong answer.
+                # Their own code made the entry, so an answer that they cannot read is wrong.
                 score = 0.0
             os.write(to_parent, _NUMBER.pack(score if math.isfinite(score) else 0.0))
     except Exception:
-        traceback.print_exc()  # for the log of the process that asked; a fork without rights has no log
+        traceback.print_exc()  # reaches the parent's log if confinement failed; a confined fork has no log
     finally:
         os._exit(0)
 

@@ -2,9 +2,9 @@
 
     reward = sum over functions i of  weight_i * part_i          (a part that is None, "not applicable", is left out)
 
-as in TRL's GRPOTrainer. Where a function returns {"score": ..., more} for a rollout, as verl's may, what else is a
-number in it stands beside the parts as `function.field` and counts for nothing. What a function gets wrong is a
-`RewardFailure`: its group is not trained on, and nothing else is lost.
+as in TRL's GRPOTrainer. If a function returns {"score": ..., more} for a rollout, as verl's may, its other numeric
+fields are kept beside the parts as `function.field` and do not count. An error of a function is a `RewardFailure`: its
+group is not trained on, and nothing else is lost.
 """
 
 from __future__ import annotations
@@ -27,19 +27,20 @@ from echo2.reward.load import RewardFunction, load_reward
 from echo2.sandbox.plugins import innermost_line
 from echo2.types import Rollout, Task
 
-#: Fields beside the score that are kept of one function.
+#: Fields beside the score that are kept for one function.
 FIELDS_MAX = 16
-#: Size of a score and of a reward: beyond it, one rollout would outweigh all the others of its step. As the wire's.
+#: Absolute value of a score and of a reward, as in `transport/limits.py`: beyond it, one rollout would outweigh all the
+#: others of its step.
 REWARD_MAX = 1e6
 
 
-#: Of one function and rollout: the score (None: it does not apply), and the other numbers that came with it.
+#: One function's result for one rollout: the score (None: not applicable), and its other numeric fields.
 _Score = tuple[float | None, dict[str, float]]
 
 
 class RewardFailure(UserError):
-    """A reward function raised, hung, died or returned what is no score. The message is for its author. `seconds`:
-    what the scoring took; `traceback`: of the function, where it raised."""
+    """A reward function raised, hung, died or returned an invalid score. The message is for its author. `seconds`:
+    duration of the scoring; `traceback`: the function's, if it raised."""
 
     def __init__(self, message: str, seconds: float = 0.0, traceback: str = "") -> None:
         super().__init__(message)
@@ -50,7 +51,7 @@ class Scorer:
     """The run's reward functions, loaded, each with its weight: `entries` are those of `reward.functions`.
 
     Raises:
-        UserError: no functions, a function that cannot be loaded, two of one name, or a weight that is no number.
+        UserError: no functions, a function that cannot be loaded, two with one name, or a weight that is not a number.
     """
 
     def __init__(self, entries: Sequence[str]) -> None:
@@ -68,21 +69,21 @@ class Scorer:
 
     @property
     def is_async(self) -> bool:
-        """Whether a function is a coroutine function: then `score_async` is the one to call."""
+        """Whether any function is a coroutine function; if so, call `score_async`."""
         return any(function.is_async for function in self._functions)
 
     def take_seconds(self) -> dict[str, float]:
-        """What the functions took since this was last asked, by name; calls that were awaited together count each."""
+        """Return the functions' seconds since the last call of this, by name; concurrent calls each count in full."""
         taken, self._seconds = self._seconds, {}
         return taken
 
     def missing_columns(self, task: Task) -> list[tuple[str, str]]:
-        """(function, column) where a function needs a column that the task has not."""
+        """Return (function, column) for each function that needs a column that the task lacks."""
         found = [(function.name, function.missing_column(task)) for function in self._functions]
         return [(name, column) for name, column in found if column]
 
     def score(self, task: Task, rollouts: Sequence[Rollout]) -> tuple[Rollout, ...]:
-        """The same rollouts with `reward_parts` and `reward` filled in.
+        """Return the rollouts with `reward_parts` and `reward` filled in.
 
         Raises:
             RewardFailure: see there.
@@ -90,7 +91,7 @@ class Scorer:
         return self._added(task, rollouts, [self._call(function, task, rollouts) for function in self._functions])
 
     async def score_async(self, task: Task, rollouts: Sequence[Rollout]) -> tuple[Rollout, ...]:
-        """As `score`, all functions at once; what is asynchronous is awaited.
+        """As `score`; asynchronous functions are awaited together.
 
         Raises:
             RewardFailure: see there.
@@ -102,7 +103,7 @@ class Scorer:
             asked = asyncio.current_task()
             if asked is not None and asked.cancelling():
                 raise
-            # It came out of a function, whose own task group or judge was cancelled.
+            # The cancellation came out of a function whose own task group or judge was cancelled.
             names = ", ".join(function.name for function in self._functions)
             raise _failure(names, f"was cancelled at {innermost_line(error)}", task) from error
         return self._added(task, rollouts, values)
@@ -121,7 +122,7 @@ class Scorer:
         for i, found in enumerate(parts):
             if not found:
                 raise _failure(names, f"returned None for rollout {i}: no function scores this task", task)
-            if not abs(totals[i]) <= REWARD_MAX:  # NaN is not, either
+            if not abs(totals[i]) <= REWARD_MAX:  # also refuses NaN
                 raise _failure(names, f"adds up to {totals[i]}; +-{REWARD_MAX:g} is the most", task)
         return tuple(
             replace(rollout, reward=total, reward_parts=found)
@@ -152,7 +153,7 @@ class Scorer:
 
 @contextmanager
 def _blamed(function: RewardFunction, task: Task) -> Iterator[None]:
-    """Whatever the function raises inside is its failure."""
+    """Turn any exception of the function into its RewardFailure."""
     try:
         yield
     except Exception as error:

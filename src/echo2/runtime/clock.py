@@ -1,4 +1,6 @@
-"""Time for the planner: seconds since the epoch that never run backwards, so deadlines outlive a restarted head."""
+"""Time for the planner: seconds since the epoch that never run backwards, so that deadlines survive a restart of the
+head.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +8,7 @@ import time
 
 
 class Clock:
-    """Wall time at start plus monotonic time since: a corrected system clock does not expire leases."""
+    """Wall time at start plus monotonic time since then: a corrected system clock does not expire leases."""
 
     def __init__(self) -> None:
         self._offset = time.time() - time.monotonic()

@@ -1,7 +1,7 @@
 """Ends child processes when their supervisor dies, whatever killed it.
 
-The supervisor holds the writing end of a pipe and hands the reading end to each child. When the supervisor goes, by
-``kill -9`` too, the kernel closes its end and every child reads end-of-file. Works wherever pipes do.
+The supervisor holds the writing end of a pipe and hands the reading end to each child. When the supervisor dies, even
+by ``kill -9``, the kernel closes its end and every child reads end-of-file. Works on every system with pipes.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ LIFELINE_VARIABLE = "ECHO2_LIFELINE_FD"
 
 
 def end_with_supervisor(may_save: bool = False) -> None:
-    """End this process as soon as its supervisor is gone; `may_save`: as SIGTERM does. Without one: nothing."""
+    """End this process when its supervisor dies: at once, or by SIGTERM if `may_save`. No effect without supervisor."""
     text = os.environ.pop(LIFELINE_VARIABLE, "")
     if text:
         threading.Thread(target=_wait_for_end, args=(int(text), may_save), daemon=True, name="lifeline").start()

@@ -1,7 +1,7 @@
-"""Logging of the processes of a run: to stderr, one sanitised line an event; repetitions are counted.
+"""Logging of the processes of a run: to stderr, one sanitised line per event; repetitions are counted.
 
-Whoever can make a process log (a peer that misbehaves, a disk that fails) can do so without end. So of lines of one
-kind, BURST_LINES are written a window, and then how many more there were.
+A misbehaving peer or a failing disk can cause log lines without end. So at most BURST_LINES lines of one kind are
+written per window, followed by the number of further ones.
 """
 
 from __future__ import annotations
@@ -15,25 +15,25 @@ from typing import TextIO
 
 from echo2.printable import printable, printable_lines
 
-#: Lines of one kind (logger and text before its values are filled in) that are written in a window; equal ones, once.
+#: Maximum number of lines of one kind (logger and unformatted message) written per window; equal lines only once.
 BURST_LINES = 20
 WINDOW_SECONDS = 60.0
-#: Kinds whose lines are counted; the one not heard of for longest is forgotten, its count written.
+#: Maximum number of kinds counted; the least recently used one is dropped, after its count is written.
 KINDS_MAX = 64
-#: Characters of a line, and of the traceback below it.
+#: Maximum characters of a line, and of the traceback below it.
 LINE_CHARS_MAX = 2000
 TRACEBACK_CHARS_MAX = 20_000
-#: Rights that nobody but the owner has: weights, rollouts, ledger, keys.
+#: Lets only the owner read and write files: weights, rollouts, ledger, keys.
 PRIVATE_UMASK = 0o077
 
 
 def keep_private() -> None:
-    """What this process and its children write is its owner's alone."""
+    """Make files of this process and its children accessible to their owner only."""
     os.umask(PRIVATE_UMASK)
 
 
 def start() -> None:
-    """Set a process of a run up: it logs to stderr, and what it writes is its owner's alone."""
+    """Set up a process of a run: it logs to stderr, and only the owner can access its files."""
     keep_private()
     handler = CountingHandler(sys.stderr)
     handler.setFormatter(SafeFormatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
@@ -41,7 +41,7 @@ def start() -> None:
 
 
 class SafeFormatter(logging.Formatter):
-    """A record's line says one thing in one line, whatever a peer wrote into it."""
+    """Formats a record as one printable line, whatever a peer wrote into it."""
 
     def formatMessage(self, record: logging.LogRecord) -> str:
         record.message = printable(record.message, LINE_CHARS_MAX)
@@ -53,7 +53,7 @@ class SafeFormatter(logging.Formatter):
 
 @dataclass(slots=True)
 class _Kind:
-    """Lines of one kind in the present window. `held_back`: how many were not written; `last` is the newest of them."""
+    """Lines of one kind in the current window. `num_held_back`: lines not written; `last`: the newest of these."""
 
     since: float
     text: str = ""
@@ -63,7 +63,7 @@ class _Kind:
 
 
 class CountingHandler(logging.StreamHandler[TextIO]):
-    """Writes records, those that repeat as "... (repeated N times)". Time is that of the records."""
+    """Writes records; repeated ones as "... (repeated N times)". Windows follow the time stamps of the records."""
 
     def __init__(self, stream: TextIO) -> None:
         super().__init__(stream)
@@ -86,7 +86,7 @@ class CountingHandler(logging.StreamHandler[TextIO]):
         super().emit(record)
 
     def close(self) -> None:
-        """Write the counts that are left."""
+        """Write the remaining counts, and close the stream handler."""
         for key in list(self._kinds):
             self._close(key)
         super().close()

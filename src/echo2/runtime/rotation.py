@@ -1,4 +1,4 @@
-"""Files that grow during a run, kept in parts of bounded size and number: `x` (the newest), `x.1`, `x.2` ... Older
+"""Rotates files that grow during a run, in parts of bounded size and number: `x` (the newest), `x.1`, `x.2` ... Older
 parts are deleted.
 """
 
@@ -8,13 +8,13 @@ import os
 import shutil
 from pathlib import Path
 
-#: Bytes of a process's log, and old parts of it that are kept.
+#: Maximum bytes of a process's log, and the number of its old parts that are kept.
 LOG_BYTES_MAX = 16 << 20
 LOG_PARTS_KEPT = 3
 
 
 def parts(path: Path) -> list[Path]:
-    """The parts that are there, oldest first."""
+    """Return the paths of the existing parts and of the current file, oldest first."""
     older: list[Path] = []
     while (part := _part(path, len(older) + 1)).exists():
         older.append(part)
@@ -22,8 +22,8 @@ def parts(path: Path) -> list[Path]:
 
 
 def shift(path: Path, num_kept: int, first: int = 0) -> None:
-    """`path` becomes `path`.1, that becomes .2, and so on; of the old parts, `num_kept` stay. Nobody may have `path`
-    open to write. Parts before the `first` stay where they are.
+    """Rename `path` to `path`.1, that to .2, and so on; keep `num_kept` old parts. No process may have `path` open for
+    writing. Parts before number `first` are not renamed.
     """
     for number in range(num_kept, first, -1):
         source = _part(path, number - 1)
@@ -32,8 +32,9 @@ def shift(path: Path, num_kept: int, first: int = 0) -> None:
 
 
 def cut_log(path: Path, bytes_max: int = LOG_BYTES_MAX, num_kept: int = LOG_PARTS_KEPT) -> bool:
-    """Begin a log anew that has become too long, and keep what it held; whether it had. The process that writes it
-    appends, and does not notice; of what it writes in just that moment, a line may be lost. On a full disk all is.
+    """Copy a log of more than `bytes_max` to an old part and truncate it. Return whether it was too long. The process
+    that writes the log appends and need not reopen it; a line written during the copy may be lost. On a full disk the
+    whole old content is lost.
     """
     if not path.exists() or path.stat().st_size <= bytes_max:
         return False
@@ -47,5 +48,5 @@ def cut_log(path: Path, bytes_max: int = LOG_BYTES_MAX, num_kept: int = LOG_PART
 
 
 def _part(path: Path, number: int) -> Path:
-    """Part 0 is the file that is written."""
+    """Return the path of a part. Part 0 is the current file."""
     return path.with_name(f"{path.name}.{number}") if number else path

@@ -1,15 +1,15 @@
 """The child process that runs the user's code (`python -m echo2.sandbox.child module:function`).
 
     parent -> child    {"id", **setup}, once; then {"id", **request}
-    child -> parent    {"id", **what it says of itself}; {"id", **answer}; or {"id", "failed": message, "traceback"};
-                       and {"at": id} where of many requests in flight this one's code runs next: should the process
-                       die or hang, that is the one to blame
+    child -> parent    {"id", **description}; {"id", **answer}; or {"id", "failed": message, "traceback"};
+                       and {"at": id} when, of many requests in flight, this request's code runs next: if the process
+                       then dies or hangs, this request is to blame
 
-The function named on the command line is ours: from the setup it makes a handler (request -> answer) and what the child
-says of itself. A handler that is a coroutine function has many requests in flight, any other has one.
+The function named on the command line is echo2's: from the setup it makes a handler (request -> answer) and the
+handler's description. A handler that is a coroutine function has many requests in flight, any other has one.
 
-The user's code may print, read its stdin and hang; none of it may disturb the frames. So the two pipes are moved to
-other descriptors first, and a thread of its own reads the frames, which ends the process when the parent is gone.
+The user's code may print, read its stdin and hang; none of this may disturb the frames. So the two pipes are moved to
+other descriptors first, and a separate thread reads the frames and ends the process when the parent is gone.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from echo2.errors import UserError
 from echo2.sandbox import pipes
 from echo2.sandbox.plugins import traceback_of
 
-#: From a request to its answer, now or to be awaited.
+#: Maps a request to its answer, or to an awaitable of its answer.
 Handler = Callable[[dict[str, Any]], Any]
 MAX_WAITING_REQUESTS = 2  # read ahead; the others wait in the pipe
 
@@ -88,7 +88,7 @@ async def _answer_later(handler: Handler, request: dict[str, Any], outbox: Binar
 
 
 class _Announced:
-    """A coroutine, with `announce` called each time before its code goes on."""
+    """Awaits a coroutine, and calls `announce` each time before its code continues."""
 
     def __init__(self, coroutine: Coroutine[Any, Any, Any], announce: Callable[[], None]) -> None:
         self._coroutine, self._announce = coroutine, announce
@@ -109,7 +109,7 @@ class _Announced:
 
 
 def failed(error: UserError) -> dict[str, Any]:
-    """What the user's code raised goes to the log in full; the parent gets the end of it."""
+    """Return the answer for a failure, with the end of the user code's traceback, which is also written to the log."""
     text = traceback_of(error)
     if text:
         print(text, file=sys.stderr, flush=True)
@@ -120,7 +120,7 @@ def _send(outbox: BinaryIO, request: dict[str, Any], answer: dict[str, Any]) -> 
     sys.stdout.flush()  # what the user's code printed reaches the log before the parent acts on the answer
     try:
         frame = pipes.encode({**answer, "id": request["id"]})
-    except (TypeError, ValueError) as error:  # what the user's code gave is no JSON
+    except (TypeError, ValueError) as error:  # the user's code returned a value that is not JSON
         frame = pipes.encode({"failed": f"gave what cannot be sent: {error}", "id": request["id"]})
     outbox.write(frame)
     outbox.flush()

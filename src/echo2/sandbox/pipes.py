@@ -1,6 +1,6 @@
-"""The pipes between a process of ours and a child with the user's code: a 4-byte length, then that many bytes of JSON.
+"""The pipes between an echo2 process and a child with the user's code. A frame is a 4-byte length, then that much JSON.
 
-Such a process may print, read its stdin, hang and die; none of it may disturb the frames or who started it.
+The child may print, read its stdin, hang and die; none of this may disturb the frames or the parent.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ PACKAGE_ROOT = str(Path(echo2.__file__).resolve().parent.parent)  # the child im
 
 
 def encode(message: dict[str, Any]) -> bytes:
-    """One frame.
+    """Encode a message as one frame.
 
     Raises:
         PeerError: "oversized".
@@ -33,14 +33,14 @@ def encode(message: dict[str, Any]) -> bytes:
 
 
 def checked_length(length: int) -> int:
-    """Raises: PeerError: a frame of so many bytes is over the limit."""
+    """Return a frame's length in bytes. Raises PeerError("oversized") if it is over the limit."""
     if length > MAX_FRAME_BYTES:
         raise PeerError("oversized", f"a frame of {length} bytes; the limit is {MAX_FRAME_BYTES}")
     return length
 
 
 def decode(body: bytes) -> dict[str, Any]:
-    """The message in a frame.
+    """Decode the message in a frame's body.
 
     Raises:
         PeerError: "malformed".
@@ -55,7 +55,7 @@ def decode(body: bytes) -> dict[str, Any]:
 
 
 def read(stream: IO[bytes]) -> dict[str, Any] | None:
-    """The next frame; None at the end of the stream (a frame cut short counts as the end).
+    """Read the next frame's message; None at the end of the stream (a frame cut short counts as the end).
 
     Raises:
         PeerError: "oversized" or "malformed".
@@ -70,7 +70,7 @@ def read(stream: IO[bytes]) -> dict[str, Any] | None:
     return decode(body)
 
 
-# ---- of the process that starts the other ----------------------------------------------------------------------------
+# ---- the parent's side -----------------------------------------------------------------------------------------------
 
 
 def child_environment() -> dict[str, str]:
@@ -80,7 +80,7 @@ def child_environment() -> dict[str, str]:
 
 
 def kill_group(group: int) -> None:
-    """Kill a child with all that it started."""
+    """Kill a child and everything that it started."""
     try:
         os.killpg(group, signal.SIGKILL)
     except ProcessLookupError:
@@ -94,11 +94,11 @@ def ending(status: int | None) -> str:
     return f"was killed by {signal.Signals(-status).name}" if status < 0 else f"exited with status {status}"
 
 
-# ---- of the process that is started ----------------------------------------------------------------------------------
+# ---- the child's side ------------------------------------------------------------------------------------------------
 
 
 def take() -> tuple[BinaryIO, BinaryIO]:
-    """The pipes from and to the parent; stdin is empty from now on, and what is printed goes to stderr."""
+    """Return the pipes from and to the parent. From then on, stdin is empty and stdout goes to stderr."""
     inbox, outbox = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)
@@ -108,7 +108,7 @@ def take() -> tuple[BinaryIO, BinaryIO]:
 
 
 def receive(inbox: BinaryIO, messages: queue.Queue[dict[str, Any]]) -> None:
-    """For a thread of its own: put every frame in the queue, and end this process when the parent is gone."""
+    """Put every frame in the queue, and end this process when the parent is gone. Needs a thread of its own."""
     while (message := read(inbox)) is not None:
         messages.put(message)
     os._exit(0)  # the main thread may be inside the user's code

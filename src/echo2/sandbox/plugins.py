@@ -48,7 +48,7 @@ def innermost_line(error: BaseException) -> str:
 
 
 def traceback_of(error: UserError) -> str:
-    """Of the user's code whose failure this error tells, its end; empty: none is known."""
+    """The end of the traceback of the failure in the user's code; empty if unknown."""
     raised = error.__cause__
     text = "".join(traceback.format_exception(raised)) if raised is not None else ""
     return (getattr(error, "traceback", "") or text)[-TRACEBACK_CHARS:]
@@ -58,7 +58,7 @@ def _from_file(path: Path) -> ModuleType:
     if not path.is_file():
         raise UserError(f"There is no file {path} (looked in {Path.cwd()}).")
     path = path.resolve()
-    # Two files of one name in two directories are two modules.
+    # Files with the same name in different directories are different modules.
     module_name = f"echo2_user_{path.stem}_{hashlib.blake2b(str(path).encode(), digest_size=4).hexdigest()}"
     if module_name in sys.modules:
         return sys.modules[module_name]

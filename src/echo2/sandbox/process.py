@@ -1,8 +1,8 @@
 """A child process that runs the user's code (rewards, environments) and can neither stall nor kill its parent.
 
-This is the parent's side; `child.py` is the other. Calls may be in flight together; the child answers in any order. A
-call that takes too long, and a child that dies, cost every call that was in flight: the child is killed with everything
-it started, and the next call starts another.
+This is the parent's side; `child.py` is the child's. Several calls may be in flight; the child answers in any order. If
+a call takes too long, or the child dies, every call in flight fails: the child is killed with everything it started,
+and the next call starts another.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from echo2.errors import InvariantError, PeerError, UserError
 from echo2.sandbox import pipes
 
 STARTUP_SECONDS = 120.0  # imports of the user's module: some load a judge, a game or a word list
-EXIT_SECONDS = 1.0  # from closing its pipe to being gone, for a child that ends by itself
+EXIT_SECONDS = 1.0  # from the end of the child's pipe to its exit, if it ends by itself
 REAP_SECONDS = 5.0
-MAX_LOG_BYTES = 16 << 20  # a longer log is begun anew at the next start of the process
+MAX_LOG_BYTES = 16 << 20  # a longer log is emptied at the next start of the process
 LOG_BYTES_READ = 16 << 10
 LOG_CHARS_SHOWN = 1500
-#: What Python prints of a crash begins so; the stacks of all threads follow it.
+#: Beginning of Python's crash report; the stacks of all threads follow it.
 CRASH_LINE = "Fatal Python error:"
 
 
 class CodeFailure(UserError):
     """The user's code raised, hung, or ended its process. `is_shared`: other calls were in flight in that process, and
-    one of them may be the one to blame. `traceback`: of the user's code, where it raised."""
+    one of them may be to blame. `traceback`: the user code's, if it raised."""
 
     def __init__(self, message: str, is_shared: bool = False, traceback: str = "") -> None:
         super().__init__(message)
@@ -44,7 +44,7 @@ class _Call:
 
 @dataclass(slots=True)
 class _Child:
-    """One life of the process. `calls`: those in flight, by number; `at`: whose code it ran last, where it says so."""
+    """One child process. `calls`: those in flight, by number; `at`: the call whose code ran last, if known."""
 
     process: asyncio.subprocess.Process
     calls: dict[int, _Call] = field(default_factory=dict)
@@ -56,8 +56,9 @@ class _Child:
 class CodeProcess:
     """A child that is started at the first call (or by `start`) and lives until `close`. For one event loop.
 
-    `entry` names the function of ours that makes the child's handler (`child.py`) from `setup`. `name` is what errors
-    call the process; `python` runs it. `log_path` takes what the user's code prints; None: the log of this process.
+    `entry` names the echo2 function that makes the child's handler (`child.py`) from `setup`. `name` is the process's
+    name in errors; `python` its interpreter. `log_path` receives the output of the user's code; None: this process's
+    log.
     """
 
     def __init__(
@@ -78,12 +79,12 @@ class CodeProcess:
 
     @property
     def pid(self) -> int | None:
-        """Of the child that is running now."""
+        """Process id of the running child; None if there is none."""
         alive = self._child is not None and self._child.process.returncode is None
         return self._child.process.pid if alive and self._child is not None else None
 
     async def start(self) -> dict[str, Any]:
-        """Start the child unless it runs; what it says of itself.
+        """Start the child unless it runs; returns its handler's description (`child.py`).
 
         Raises:
             UserError: the user's code cannot be loaded; the message says which and why.
@@ -92,19 +93,19 @@ class CodeProcess:
         return self._said
 
     async def call(self, request: Mapping[str, Any], seconds: float, doing: str, advice: str = "") -> dict[str, Any]:
-        """The child's answer. `doing` says in errors what was asked; `advice`, what to do if it takes too long.
+        """Return the child's answer. For errors, `doing` says what was asked, `advice` what to do if it takes too long.
 
         Raises:
             CodeFailure: the user's code failed, took over `seconds`, or ended its process.
-            UserError: it cannot be loaded.
+            UserError: the user's code cannot be loaded.
         """
         return await self._ask(await self._running(), request, seconds, doing, advice)
 
     async def close(self) -> None:
-        """End the child; whatever it was doing is abandoned."""
+        """End the child; calls in flight fail."""
         if self._child is not None:
             await self._lose(self._child, "was closed")
-        if self._endings:  # of whoever was given up meanwhile
+        if self._endings:  # of children whose callers were cancelled meanwhile
             await asyncio.wait(self._endings)
 
     async def _running(self) -> _Child:
@@ -132,7 +133,7 @@ class CodeProcess:
                 stdout=asyncio.subprocess.PIPE,
                 stderr=log,
                 env=pipes.child_environment(),
-                start_new_session=True,  # a group to kill as a whole; and Ctrl-C is the parent's to handle
+                start_new_session=True,  # a process group to kill as a whole; and only the parent gets Ctrl-C
             )
         except OSError as error:
             raise UserError(f"Cannot start {self._name}: {error}.") from error
@@ -146,7 +147,7 @@ class CodeProcess:
         self._log_path.parent.mkdir(parents=True, exist_ok=True)
         if self._log_path.exists() and self._log_path.stat().st_size > MAX_LOG_BYTES:
             self._log_path.write_bytes(b"")
-        return self._log_path.open("ab")  # appending: it may be cut while it is written
+        return self._log_path.open("ab")  # appending: the log may be emptied while the child writes
 
     async def _ask(
         self, child: _Child, request: Mapping[str, Any], seconds: float, doing: str, advice: str = ""
@@ -159,14 +160,14 @@ class CodeProcess:
         if child.process.stdin is None:
             raise InvariantError("the child was started without pipes")
         call = child.calls[number] = _Call(doing, asyncio.get_running_loop().create_future())
-        child.process.stdin.write(frame)  # never awaited: a child that does not read is one that takes too long
+        child.process.stdin.write(frame)  # not awaited: a child that does not read runs into the time limit
         try:
             await asyncio.wait([call.answer], timeout=seconds)
             if not call.answer.done():
                 await self._lose(child, f"took longer than {seconds:g} s", advice)
-            answer = await call.answer  # where another call ends the child already, it tells this one, too
+            answer = await call.answer  # if another call is ending the child already, that fails this call, too
         except asyncio.CancelledError:
-            if list(child.calls) == [number]:  # nobody else's answer is lost with the child
+            if list(child.calls) == [number]:  # no other call loses its answer with the child
                 await self._lose(child, "was closed")
             raise
         finally:
@@ -192,14 +193,14 @@ class CodeProcess:
             await self._lose(child, f"sent {error}")
 
     async def _lose(self, child: _Child, problem: str, advice: str = "", grace_seconds: float = 0.0) -> None:
-        """End this child; its calls in flight fail by `problem` (empty: by how it ended)."""
+        """End this child; its calls in flight fail with `problem` (empty: with how the child ended)."""
         if self._child is child:
             self._child = None
         calls, child.calls = child.calls, {}
         status = None
         try:
             status = await asyncio.shield(self._ending(child.process, grace_seconds))
-        finally:  # also where whoever ends it is given up meanwhile: the others wait for nothing else
+        finally:  # even if this caller is cancelled: the other calls wait for nothing else
             if child.reader is not None and child.reader is not asyncio.current_task():
                 child.reader.cancel()
             for number, call in calls.items():
@@ -216,7 +217,7 @@ class CodeProcess:
         return ending
 
     def _last_words(self) -> str:
-        """The end of the log, for the message: a crash says there what it has to say, the cause before its stacks."""
+        """The end of the log, for an error message. A crash report is shown from its beginning, which has the cause."""
         if self._log_path is None:
             return "What it printed is in this process's log."
         try:
@@ -231,7 +232,7 @@ class CodeProcess:
 
 
 async def _kill(process: asyncio.subprocess.Process, grace_seconds: float) -> int | None:
-    """End the child and everything it started. Its exit status: its own if it ended within `grace_seconds`."""
+    """Kill the child and everything it started, after `grace_seconds` to end by itself. Returns the exit status."""
     try:
         await asyncio.wait_for(process.wait(), grace_seconds)
     except TimeoutError:

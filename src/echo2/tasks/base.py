@@ -1,9 +1,9 @@
-"""Makes tasks from rows: their order, and whether a row is valid. `load.py` reads the rows.
+"""Turns the rows of a task source into tasks: computes their order and validates each row. `load.py` reads the rows.
 
-The order is a function of (seed, epoch, position) and of nothing that was done before, so that a resumed run, or a head
-that was killed, hands out the same task under the same cursor. An epoch is a permutation of the rows, computed and
-never stored: a Feistel network (Luby and Rackoff 1988) over the next even power of two, walked until it lands inside
-(Black and Rogaway 2002), so that a source of 10^12 generated rows costs no memory.
+The order is a function of (seed, epoch, position) alone, so that a resumed run or a restarted head gives the same task
+for the same cursor. An epoch is a permutation of the rows, computed and never stored: a Feistel network (Luby and
+Rackoff 1988) over the next power of four, applied until the result is a row's index (cycle walking, Black and Rogaway
+2002), so that a source of 10^12 generated rows costs no memory.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class TaskStream:
     """The endless, reproducible sequence of tasks that a run draws from a source: epoch after epoch.
 
     Raises:
-        UserError: the source is empty, or its first row is unfit (the commonest mistakes show at once, not at step 40).
+        UserError: the source is empty, or its first row is invalid (so common mistakes show at once, not at step 40).
     """
 
     def __init__(self, source: TaskSource, seed: int, shuffle: bool) -> None:
@@ -56,14 +56,14 @@ class TaskStream:
         return self._length
 
     def source_of(self, cursor: int) -> str:
-        """Empty: there is one source."""
+        """See `Tasks.source_of`. Always empty, as there is one source."""
         return ""
 
     def task(self, cursor: int) -> Task:
         """The task at position `cursor` >= 0; the same cursor always gives the same task.
 
         Raises:
-            UserError: that row is unfit; the message names the row.
+            UserError: that row is invalid; the message names the row.
         """
         epoch, position = divmod(cursor, self._length)
         index = permute(position, self._length, f"{self._seed}/{epoch}") if self._shuffle else position
@@ -73,22 +73,22 @@ class TaskStream:
             return task_from_row(self._source[index], cursor, where)
         except UserError:
             raise
-        except Exception as error:  # of the user's source, its `where` or its mappings
+        except Exception as error:  # raised by the user's source, its `where` or its mappings
             raise UserError(f"{where} could not be read: {innermost_line(error)}") from error
 
 
 def row_name(source: TaskSource, index: int) -> str:
-    """What to call a row in an error message."""
+    """Return the name of a row for error messages."""
     where = getattr(source, "where", None)
     return str(where(index)) if callable(where) else f"{type(source).__name__} row {index}"
 
 
 def permute(position: int, size: int, key: str) -> int:
-    """Where `position` goes in the permutation of range(size) that `key` names. 0 <= position < size."""
+    """Return the image of `position` (0 <= position < size) under the permutation of range(size) selected by `key`."""
     half_bits = max(1, ((size - 1).bit_length() + 1) // 2)
     mask = (1 << half_bits) - 1
     value = position
-    while True:  # at most 4 walks on average: the domain is less than four times too large
+    while True:  # at most 4 iterations on average: the network's domain is at most four times `size`
         left, right = value >> half_bits, value & mask
         for round_ in range(FEISTEL_ROUNDS):
             digest = hashlib.blake2b(b"%d/%d" % (round_, right), key=_short_key(key), digest_size=8).digest()
@@ -103,8 +103,8 @@ def _short_key(key: str) -> bytes:
 
 
 def task_from_row(row: Any, cursor: int, where: str) -> Task:
-    """Check one row and make a task of it. Columns come back as JSON would carry them (tuples as lists), so that
-    a reward sees the same values on every machine.
+    """Check one row and make a task from it. Columns are passed through JSON (tuples become lists), so that a reward
+    sees the same values on every machine.
 
     Raises:
         UserError: naming the row (`where`), what is wrong and what to do.

@@ -1,8 +1,8 @@
-"""A run's environment in separate processes: it can stall a single call, but neither an engine nor the head.
+"""A run's environment in child processes: it can stall a single call, but neither an engine nor the head.
 
-`make_handler` is what runs inside (`sandbox/child.py`). A call that takes too long is killed with
-everything it started, a process that dies is replaced, and either costs the group that made the call. The other
-rollouts go on: environments are deterministic, so each is begun anew in the next process and its actions done again.
+`make_handler` runs inside the child (`sandbox/child.py`). A call that takes too long is killed with everything it
+started, a process that dies is replaced, and either costs the group that made the call. The other rollouts continue:
+environments are deterministic, so each rollout is begun again in the next process and its actions are replayed.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from echo2.types import Reply
 
 log = logging.getLogger(__name__)
 
-CALL_SECONDS = 30.0  # to begin a rollout, or to answer an action
-GRACE_SECONDS = 5.0  # for an asynchronous one to be given up alone, before its process is killed
-DEATHS_MAX = 3  # of the process by other rollouts' code, that one call outlives
+CALL_SECONDS = 30.0  # limit on beginning a rollout, or on answering an action
+GRACE_SECONDS = 5.0  # for an asynchronous call to be cancelled alone, before its process is killed
+DEATHS_MAX = 3  # process deaths caused by other rollouts' code that one call survives
 T = TypeVar("T")
 
 
 @dataclass(slots=True)
 class Begun:
-    """What it takes to begin a rollout anew. `member`, `life`, `number`: the process that has it, which of that
-    process's lives (0: none), and its number there."""
+    """A rollout, with all that is needed to begin it again. `member`: the process that holds it; `life`: how many times
+    that process had been started (0: not begun); `number`: the rollout's number in that process."""
 
     columns: Mapping[str, Any]
     seed: int
@@ -48,10 +48,10 @@ class Begun:
 
 
 class EnvironmentProcess:
-    """An `Environment` of `rollout/turns.py`: instances of one class in child processes, the first of which is started
-    at the first call. For one event loop. A child takes one call after the other, and slow ones are spread over more
-    children (`process_pool.py`); where `step` is `async def`, one child takes all that there are at once. A call that
-    nobody awaits any more goes on: else the child would have to be killed for a rollout that was given up."""
+    """An `Environment` of `rollout/turns.py`: instances of one class in child processes, the first of which starts at
+    the first call. For one event loop. A child takes one call at a time, and slow calls are spread over more children
+    (`process_pool.py`); if `step` is `async def`, one child takes all calls at once. A call continues when its caller
+    is cancelled: stopping it would mean killing the child for one abandoned rollout."""
 
     def __init__(self, spec: str, call_seconds: float = CALL_SECONDS) -> None:
         self._spec, self._call_seconds = spec, call_seconds
@@ -64,7 +64,7 @@ class EnvironmentProcess:
         self._closed = False
 
     async def start(self) -> str:
-        """Start a child unless it runs; the character that ends a turn beside the end token (empty: none).
+        """Start a child unless it runs; returns the character that ends a turn besides the end token (empty: none).
 
         Raises:
             UserError: the environment cannot be loaded; the message says why.
@@ -75,11 +75,11 @@ class EnvironmentProcess:
         return str(said["stop"])
 
     def begin(self, columns: Mapping[str, Any], seed: int) -> Begun:
-        """A new rollout. Its instance is made when it is first asked for something."""
+        """Return a new rollout. Its instance is created at its first call."""
         return Begun(columns, seed)
 
     async def turn_tokens(self, rollout: Begun) -> int:
-        """The longest turn of a rollout in tokens (0: no limit of its own).
+        """Return the longest turn of a rollout in tokens (0: no limit of its own).
 
         Raises:
             UserError: the class raised, hung, or ended its process.
@@ -88,10 +88,10 @@ class EnvironmentProcess:
         return rollout.turn_tokens
 
     async def step(self, rollout: Begun, action: str) -> Reply:
-        """What the environment answers.
+        """Return the environment's answer to an action.
 
         Raises:
-            UserError: it raised, hung, ended its process, or answered what is no answer.
+            UserError: the environment raised, hung, ended its process, or gave an invalid answer.
         """
         return await self._finished(self._step(rollout, action))
 
@@ -101,15 +101,15 @@ class EnvironmentProcess:
         self._finished(self._end(rollout))
 
     async def close(self) -> None:
-        """End the children; whatever they were doing is abandoned."""
+        """End the children; calls under way are abandoned."""
         self._closed = True
-        await self._pool.close()  # calls under way end by it
+        await self._pool.close()  # calls under way fail with their processes
         if self._under_way:
             await asyncio.wait(list(self._under_way))
-            await self._pool.close()  # one was being started then
+            await self._pool.close()  # a child that was starting meanwhile
 
     def _turn(self, member: Member | None, is_bound: bool = True) -> AbstractAsyncContextManager[Member]:
-        """A process for one call, `member` where a rollout is bound to it."""
+        """Return a context that holds a process for one call: `member` if the rollout is bound to it."""
         return nullcontext(self._pool.members[0]) if self._is_async else self._pool.turn(member, is_bound)
 
     async def _begin(self, rollout: Begun) -> None:
@@ -120,14 +120,14 @@ class EnvironmentProcess:
         async def step() -> dict[str, Any]:
             return await self._call(member, {"step": await self._number(rollout, member), "action": action})
 
-        # Before its first action it can be begun anywhere.
+        # Before its first action, a rollout can be begun in any process.
         async with self._turn(rollout.member, is_bound=bool(rollout.actions)) as member:
             answer = await self._outlived(step)
             rollout.actions.append(action)
             return Reply(answer["text"], answer["reward"], answer["done"])
 
     async def _outlived(self, work: Callable[[], Awaitable[T]]) -> T:
-        """The outcome of this work, done again where another rollout's code ended the process."""
+        """Return the result of `work`, retried if another rollout's code may have ended the process."""
         for _ in range(DEATHS_MAX):
             try:
                 return await work()
@@ -137,9 +137,9 @@ class EnvironmentProcess:
         return await work()
 
     async def _number(self, rollout: Begun, member: Member) -> int:
-        """The rollout's number in this process, where it is begun unless it was."""
+        """Return the rollout's number in this process; begin it there and replay its actions if need be."""
         if rollout.is_over:
-            raise UserError("This rollout was given up.")  # while it waited: nobody awaits it any more
+            raise UserError("This rollout was given up.")  # while this call waited; its caller is gone
         if rollout.member is not member or not _runs(member, rollout.life):
             if rollout.member is not None:
                 self._finished(self._forget(rollout.member, rollout.life, rollout.number))
@@ -154,12 +154,12 @@ class EnvironmentProcess:
 
     async def _end(self, rollout: Begun) -> None:
         if rollout.member is not None:
-            async with self._turn(rollout.member):  # behind a step of it that was given up
+            async with self._turn(rollout.member):  # wait for an abandoned step of this rollout
                 pass
             await self._forget(rollout.member, rollout.life, rollout.number)
 
     async def _forget(self, member: Member, life: int, number: int) -> None:
-        """Have a process forget a rollout."""
+        """Make a process forget a rollout."""
         member.num_rollouts -= 1
         async with self._turn(member):
             if _runs(member, life) and not self._closed:
@@ -181,23 +181,23 @@ class EnvironmentProcess:
             raise UserError(f"The environment {self._spec} is closed: its worker or head ends.")
 
     def _finished(self, work: Coroutine[Any, Any, T]) -> asyncio.Future[T]:
-        """The outcome of this work, which goes on though nobody awaits it any more."""
+        """Run `work` to its end even if the caller is cancelled."""
         task = asyncio.ensure_future(work)
         self._under_way.add(task)
         task.add_done_callback(self._under_way.discard)
-        task.add_done_callback(lambda done: done.cancelled() or done.exception())  # nobody may ask
+        task.add_done_callback(lambda done: done.cancelled() or done.exception())  # retrieved: its caller may be gone
         return asyncio.shield(task)
 
 
 def _runs(member: Member, life: int) -> bool:
-    """Whether a process is in this one of its lives."""
+    """Whether a process runs and has not been restarted since `life`."""
     return member.process.pid is not None and life == member.process.num_started
 
 
 def make_handler(setup: dict[str, Any]) -> tuple[Handler, dict[str, Any]]:
-    """For `sandbox/child.py`: {"begin": columns, "seed"} is answered by {"number", "turn_tokens"}, {"step": number,
-    "action"} by {"text", "reward", "done"}, {"end": number} by {}. A plain environment's answers have "seconds" and
-    "cpu_seconds".
+    """Make the handler for `sandbox/child.py`. It answers {"begin": columns, "seed"} by {"number", "turn_tokens"},
+    {"step": number, "action"} by {"text", "reward", "done"}, and {"end": number} by {}. Answers of a synchronous
+    environment also have "seconds" and "cpu_seconds".
 
     Raises:
         UserError: the environment cannot be loaded.
@@ -226,6 +226,6 @@ def make_handler(setup: dict[str, Any]) -> tuple[Handler, dict[str, Any]]:
 
 
 def _cpu_seconds() -> float:
-    """Of this process, and of those that it started and that have ended."""
+    """CPU seconds used by this process and by its ended children."""
     used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
     return sum(each.ru_utime + each.ru_stime for each in used)

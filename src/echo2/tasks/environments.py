@@ -1,4 +1,4 @@
-"""Environments, which answer the policy's turns: a class of the user, by name.
+"""Environments, which answer the policy's turns: the user's classes, loaded by name.
 
 An environment is a class. Each rollout gets an instance of its own, `Class(columns, seed)`: the columns of the task's
 row, and a seed that no other rollout has. The row's prompt is what the policy reads first, so all rollouts of a group
@@ -6,11 +6,11 @@ begin alike. Then, turn by turn,
 
     step(action) -> (text, reward, done)
 
-takes what the policy wrote and gives what it reads next, the reward of this action (a rollout's rewards add up), and
-whether the rollout is over. `async def step` is awaited, so that many rollouts wait at once for what is slow; a plain
-one is called for one rollout after the other, in several processes where it is slow. The same columns, seed and actions
-must always give the same answers. Two attributes are optional: `stop`, of the class, one ASCII character that ends a
-turn (the end token always does), and `turn_tokens`, of the class or the instance, the longest turn in tokens.
+takes the policy's text and returns the text that the policy reads next, the reward of this action (a rollout's rewards
+add up), and whether the rollout is over. `async def step` is awaited, so that many rollouts can wait for slow work at
+once; a plain `step` is called for one rollout at a time, in several processes if it is slow. The same columns, seed and
+actions must always give the same answers. Two attributes are optional: `stop`, of the class, one ASCII character that
+ends a turn (the end token always does), and `turn_tokens`, of the class or the instance, the longest turn in tokens.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ REPLY_REWARD_MAX = 1e6
 
 
 def load_environment(spec: str) -> Any:
-    """The class that `spec` names: file.py:Class or package.module:Class.
+    """Load the class that `spec` names: file.py:Class or package.module:Class.
 
     Raises:
-        UserError: there is no such class, or it is no environment.
+        UserError: there is no such class, or it is not an environment.
     """
     kind = load_named(spec)
     stop = getattr(kind, "stop", "")
@@ -47,7 +47,7 @@ def load_environment(spec: str) -> Any:
 
 
 class LocalEnvironment:
-    """Instances of one environment in this process, by number. For a process that can be killed."""
+    """Instances of one environment class in this process, by number. Meant for a process that may be killed."""
 
     def __init__(self, spec: str) -> None:
         self._spec, self._kind = spec, load_environment(spec)
@@ -56,19 +56,19 @@ class LocalEnvironment:
 
     @property
     def is_async(self) -> bool:
-        """Whether `step` is to be awaited."""
+        """Whether `step` is a coroutine function."""
         return inspect.iscoroutinefunction(self._kind.step)
 
     @property
     def stop(self) -> str:
-        """The character that ends a turn beside the end token (empty: none)."""
+        """The character that ends a turn besides the end token (empty: none)."""
         return str(getattr(self._kind, "stop", ""))
 
     def begin(self, columns: Mapping[str, Any], seed: int) -> int:
-        """A new rollout; its number.
+        """Begin a rollout; returns its number.
 
         Raises:
-            UserError: the class raised.
+            UserError: the class raised, or its `turn_tokens` is invalid.
         """
         try:
             rollout = self._kind(columns, seed)
@@ -86,10 +86,10 @@ class LocalEnvironment:
         return int(getattr(self._rollouts[rollout], "turn_tokens", 0))
 
     def step(self, rollout: int, action: str) -> Reply:
-        """What the environment answers.
+        """Return the environment's answer to an action.
 
         Raises:
-            UserError: it raised, or answered what is no answer.
+            UserError: the environment raised, or gave an invalid answer.
         """
         try:
             answer = self._rollouts[rollout].step(action)
@@ -98,10 +98,10 @@ class LocalEnvironment:
         return self._checked(answer)
 
     async def step_async(self, rollout: int, action: str, seconds: float) -> Reply:
-        """Likewise of an environment that is asynchronous.
+        """As `step`, for an asynchronous environment.
 
         Raises:
-            UserError: also where it took over `seconds`.
+            UserError: as `step`, or the step took over `seconds`.
         """
         limit = asyncio.timeout(seconds)
         try:

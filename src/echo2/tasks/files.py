@@ -15,7 +15,7 @@ MAX_PARQUET_BYTES = 8 << 30  # decoded
 
 
 class JsonlRows:
-    """The rows of a JSON Lines file. Every line is parsed once at opening, so that a bad one shows at once; afterwards
+    """The rows of a JSON Lines file. Opening parses every line once, so that a bad line is reported at once; afterwards
     memory holds 16 bytes a row. Blank lines are skipped.
 
     Raises:

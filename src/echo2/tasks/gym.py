@@ -1,8 +1,8 @@
 """Rows from a reasoning-gym generator: `prompt` is the question; the column `reasoning_gym` is for the scorer.
 
-A scorer reads the whole entry, and some tell tuples from lists and integer keys from text, which JSON does not. So the
-entry travels as a Python literal, which `ast.literal_eval` gives back exactly. The same column on the reading side:
-`echo2/reward/text_scorers.py`.
+Scorers read the whole entry, and some distinguish tuples from lists and integer keys from text, which JSON does not. So
+the entry travels as a Python literal, which `ast.literal_eval` restores exactly. `echo2/reward/text_scorers.py` reads
+this column.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from typing import Any
 from echo2.errors import UserError, did_you_mean
 
 DEFAULT_SIZE = 100_000
-# Their questions follow the order of a set of strings, which differs from process to process: after a restart of the
-# head, answers to one question would be scored against another.
+# Generators whose questions depend on the order of a set of strings, which differs from process to process: after a
+# restart of the head, answers to one question would be scored against another.
 HASH_ORDERED = frozenset({"isomorphic_strings", "polynomial_multiplication", "ransom_note"})
 
 
 class ReasoningGymRows:
     """The rows of the generator `name`, made with `params` (its own configuration; `size` defaults to 100 000).
 
-    Without `seed` in `params`, rows follow from (seed, split): row i of a generator is seeded with its seed + i, so the
-    two are hashed far apart, or neighbouring seeds would share nearly all of their rows.
+    Without `seed` in `params`, rows are a function of (seed, split). A generator seeds row i with its seed + i, so
+    (seed, split) is hashed to the generator's seed: else neighbouring seeds would share nearly all rows.
 
     Raises:
         UserError: reasoning-gym is not installed, has no such generator, or refuses the parameters.
@@ -62,12 +62,12 @@ class ReasoningGymRows:
 
 
 def _block_seed(seed: int, split: str) -> int:
-    """31 bits, so that seed + index stays within what numpy accepts."""
+    """Hash (seed, split) to 31 bits, so that seed + index stays within numpy's range of seeds."""
     return int.from_bytes(hashlib.blake2b(f"{seed}/{split}".encode(), digest_size=4).digest(), "little") >> 1
 
 
 def _plain(value: Any) -> Any:
-    """The same value without subclasses of str (numpy's), whose repr is not a literal."""
+    """Return the value with subclasses of str (numpy's), whose repr is not a literal, replaced by str."""
     if isinstance(value, str):
         return str(value)
     if isinstance(value, dict):

@@ -1,9 +1,9 @@
-"""A run's harness in a separate process: it plays many rollouts at once, and calls the model of each by HTTP.
+"""A run's harness in a separate process: it plays many rollouts at once, and calls each rollout's model over HTTP.
 
 `tasks.environment` names it: `harness:file.py:Class`, `harness:package.module:Class`, `verifiers`, or
-`openenv:http://HOST:PORT`. The last two are packages with pins of their own, in a Python of their own. A rollout that
+`openenv:http://HOST:PORT`. The last two are packages with conflicting pins, each in a separate Python. A rollout that
 takes too long is given up alone. A process that dies or hangs is replaced, and the other rollouts that it was playing
-begin anew.
+begin again.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from echo2.tasks.loopback_model import LoopbackModel
 from echo2.tasks.own_python import own_python
 
 OWN, VERIFIERS, OPENENV = "harness:", "verifiers", "openenv:"
-#: Beyond its own limit, how long a rollout may keep its process waiting before that is killed.
+#: Time that a rollout may take beyond its own limit before its process is killed.
 GRACE_SECONDS = 30.0
 
-#: What a harness gives: a reward, and the tokens of the conversation that is the rollout where it held several.
+#: A harness's result: a reward, and the tokens of the conversation that is the rollout, if the harness held several.
 Outcome = float | tuple[float, Sequence[int]]
-#: Plays one rollout: its columns, its seed, its model.
+#: Plays one rollout, given its columns, seed and model.
 Play = Callable[[Mapping[str, Any], int, LoopbackModel], Awaitable[Outcome]]
 
 
 def is_harness(environment: str) -> bool:
-    """Whether `tasks.environment` names what calls the model by itself."""
+    """Whether `tasks.environment` names a harness, which calls the model by itself."""
     return environment == VERIFIERS or environment.startswith((OWN, OPENENV))
 
 
@@ -56,25 +56,26 @@ class HarnessProcess:
     async def play(
         self, columns: Mapping[str, Any], seed: int, model: Mapping[str, str], seconds: float
     ) -> tuple[float, list[int]]:
-        """Play one rollout and give its reward, and the tokens of its conversation where it says which. Given up by its
-        caller, it goes on until it calls the model again.
+        """Play one rollout; returns its reward and the tokens of its conversation (empty if the harness names none). If
+        the caller is cancelled, the rollout continues until its next call of the model.
 
         Raises:
-            UserError: it failed, took over `seconds`, or its process died.
+            UserError: the rollout failed, took over `seconds`, or its process died.
         """
         request = {"columns": dict(columns), "seed": seed, "model": dict(model), "seconds": seconds}
         call = asyncio.ensure_future(self._process.call(request, seconds + GRACE_SECONDS, "playing a rollout"))
-        call.add_done_callback(lambda done: done.cancelled() or done.exception())  # nobody may ask
+        call.add_done_callback(lambda done: done.cancelled() or done.exception())  # retrieved: its caller may be gone
         answer = await asyncio.shield(call)
         return answer["reward"], answer["tokens"]
 
     async def close(self) -> None:
-        """End the child; whatever it was doing is abandoned."""
+        """End the child; rollouts under way are abandoned."""
         await self._process.close()
 
 
 def make_handler(setup: dict[str, Any]) -> tuple[Handler, dict[str, Any]]:
-    """For `sandbox/child.py`: {"columns", "seed", "model", "seconds"} is answered by {"reward", "tokens"}.
+    """Make the handler for `sandbox/child.py`. It answers {"columns", "seed", "model", "seconds"} by {"reward",
+    "tokens"}.
 
     Raises:
         UserError: the harness cannot be loaded.
@@ -100,10 +101,10 @@ def make_handler(setup: dict[str, Any]) -> tuple[Handler, dict[str, Any]]:
 
 
 def load_harness(spec: str) -> Play:
-    """What plays a rollout of the harness `spec`.
+    """Return the function that plays a rollout with the harness `spec`.
 
     Raises:
-        UserError: there is no such class, or it is no harness.
+        UserError: there is no such class, or it is not a harness.
     """
     if spec == VERIFIERS:
         from echo2.tasks import verifiers_play

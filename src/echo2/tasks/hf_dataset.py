@@ -27,7 +27,7 @@ class HfRows:
         saved = not from_hub and any((Path(name) / file).is_file() for file in ("dataset_dict.json", "state.json"))
         try:
             loaded = datasets.load_from_disk(name) if saved else datasets.load_dataset(*_hub_name(name, from_hub))
-        except Exception as error:  # the library raises its own, pyarrow's, the hub client's and plain ones
+        except Exception as error:  # `datasets` raises its own errors, pyarrow's, the hub client's and built-in ones
             raise UserError(f"Cannot load the dataset {name}: {type(error).__name__}: {error}") from error
         self._rows = _pick_split(loaded, name, split) if isinstance(loaded, Mapping) else loaded
         if split and not isinstance(loaded, Mapping):
@@ -53,7 +53,7 @@ def _hub_name(name: str, from_hub: bool) -> tuple[str, ...]:
 
 
 def _pick_split(splits: Mapping[str, Any], name: str, split: str) -> Any:
-    """The named split; unnamed: `train`, or the only one there is."""
+    """Return the named split; without a name, the only split, else `train`."""
     wanted = split or (DEFAULT_SPLIT if len(splits) != 1 else next(iter(splits)))
     if wanted not in splits:
         known = ", ".join(splits)

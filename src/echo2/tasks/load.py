@@ -29,10 +29,10 @@ KINDS = (
 def load_tasks(source: str, params: Mapping[str, Any], seed: int) -> TaskSource:
     """Open a task source; `#split` at its end picks a split.
 
-    `params` and `seed` go to sources that are made (generators and classes): a class gets `params` as keyword
-    arguments, and `split` where there is one, and `seed` where its signature takes one and `params` has none.
-    reasoning_gym makes other rows for every split name. Of rows that are read, `params` can say how a prompt is made of
-    their columns: {prompt = "{question}\nThe answer is"}.
+    Generators and classes use `params` and `seed`: a class gets `params` as keyword arguments, `split` if there is one,
+    and `seed` if its signature takes one and `params` has none. reasoning_gym makes different rows for each split name.
+    For rows that are read from files or a hub, `params` can make the prompt from their columns:
+    {prompt = "{question}\nThe answer is"}.
 
     Raises:
         UserError: the source does not exist, cannot be read, is empty, or does not take the parameters.
@@ -77,7 +77,7 @@ def _read_rows(name: str, split: str, source: str) -> TaskSource:
 
 
 def _construct(kind: Any, name: str, split: str, params: Mapping[str, Any], seed: int) -> TaskSource:
-    """An instance of a source class, checked to be one."""
+    """Create an instance of a source class, and check that it is a task source."""
     arguments = {**({"split": split} if split else {}), **params}
     try:
         signature = inspect.signature(kind)

@@ -3,18 +3,18 @@
 One JSON object a line, one rollout:
 
     prompt      text, or chat messages, as in any row
-    completion  what was answered, as text
-    reward      what it was worth
-    logprob     log of the probability with which it was answered so (of the whole answer); may be missing
+    completion  the answer, as text
+    reward      the answer's reward
+    logprob     logprob of the whole answer when it was given; may be missing
     tokens, logprobs
-                the answer's token ids and their logprobs, where the log is an engine's own (in place of `logprob`)
+                the answer's token ids and their logprobs, if an engine wrote the log (in place of `logprob`)
 
-A row is `rollouts` of the rollouts at one prompt, drawn without replacement in an order that the seed gives: in one
-epoch each is trained on at most once. What is left over at the end of a prompt, less than a row, is left out.
+A row is `rollouts` of the rollouts at one prompt, drawn without replacement in an order given by the seed: an epoch
+trains on each rollout at most once. The remainder at each prompt, less than a row, is left out.
 
-Where the log has no probabilities, how often each answer was given to a prompt is the estimate of them (Hanna, Niekum
-and Stone 2019, arXiv 1806.01347, where such an estimate often did better than the true one). That needs answers that
-repeat; where they don't, the log is refused.
+If the log has no probabilities, they are estimated by the frequency of each answer at its prompt (Hanna, Niekum and
+Stone 2019, arXiv 1806.01347, where such an estimate often did better than the true probability). This needs repeated
+answers; a log without enough of them is refused.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ from echo2.types import DEFAULT_LOGGED_ROLLOUTS, LOGGED_ROLLOUTS
 
 log = logging.getLogger(__name__)
 
-#: Rollouts at a prompt for each different answer to it, on average, from which frequencies count as probabilities.
+#: Smallest mean number of rollouts per distinct answer at a prompt for frequencies to serve as probabilities.
 LEAST_REPEATS = 4
-#: Characters of all the different answers to one prompt, up to which their frequencies travel with each of its rows.
+#: Characters of all distinct answers at a prompt, up to which their frequencies travel with each of its rows.
 MAX_ANSWERS_CHARS = 1 << 16
 
 
@@ -54,9 +54,9 @@ class LoggedRollouts:
             raise UserError(f"tasks.params.rollouts = {rollouts!r}: a group needs at least 2 rollouts.")
         self._lines = JsonlRows(path)
         self._path, self._seed, self._rollouts = path, seed, rollouts
-        self._of_prompt: list[array[int]] = []  # the lines that have each prompt
-        self._answers: list[Counter[str] | None] = []  # of prompts whose probabilities are estimated
-        self._rows: list[tuple[int, int]] = []  # (prompt, number of the row among those of the prompt)
+        self._of_prompt: list[array[int]] = []  # by prompt: the lines that have it
+        self._answers: list[Counter[str] | None] = []  # by prompt: frequencies of its answers; None: not sent along
+        self._rows: list[tuple[int, int]] = []  # (prompt, number of the row within that prompt)
         self._gather()
         log.info("%s: %d rows; %d rollouts are in none", path, len(self), self.num_left_out)
         if not self._rows:
@@ -68,7 +68,7 @@ class LoggedRollouts:
 
     @property
     def num_left_out(self) -> int:
-        """Attempts of the log that no row has."""
+        """Rollouts of the log that are in no row."""
         return len(self._lines) - len(self._rows) * self._rollouts
 
     def __len__(self) -> int:
@@ -85,7 +85,7 @@ class LoggedRollouts:
         return {"prompt": chosen[0]["prompt"], LOGGED_ROLLOUTS: column}
 
     def where(self, index: int) -> str:
-        """The row's number among those of its prompt, and the line where that stands first."""
+        """The row's number within its prompt, and the first line with that prompt."""
         prompt, number = self._rows[index]
         return f"row {number} of the prompt at {self._lines.where(self._of_prompt[prompt][0])}"
 
@@ -113,7 +113,7 @@ class LoggedRollouts:
             has_row = len(lines) >= self._rollouts
             if has_row and kinds[prompt] == "none":
                 self._check_repeats(lines, answers[prompt])
-            # Of logged probabilities of whole answers too: they say which of an answer's tokens was the choice.
+            # Frequencies travel with whole-answer logprobs, too: they show which tokens decided an answer.
             travels = has_row and kinds[prompt] != "tokens" and _is_short(answers[prompt])
             self._answers.append(answers[prompt] if travels else None)
             self._rows += [(prompt, number) for number in range(len(lines) // self._rollouts)]
@@ -133,7 +133,7 @@ def _is_short(answers: Mapping[str, int]) -> bool:
 
 
 def _check(line: Mapping[str, Any], where: str) -> str:
-    """Whether a line is a rollout; its probabilities are of "tokens", of the "whole" answer, or "none"."""
+    """Check a line; returns whether its logprobs are those of "tokens", of the "whole" answer, or "none"."""
     for name in ("prompt", "reward"):
         if name not in line:
             raise UserError(f"{where}: no {name!r} (columns: {', '.join(line) or 'none'}).")

@@ -14,13 +14,13 @@ from echo2.errors import UserError
 
 
 class OutOfRoomError(UserError):
-    """The rollout has had its turns or its tokens: it was cut off, and what it has got until then may still count."""
+    """The rollout has used up its turns or tokens and was cut off; its reward so far may still count."""
 
 
 @dataclass(frozen=True, slots=True)
 class LoopbackModel:
-    """The policy, for one rollout. `base_url` ends with /v1, as OpenAI clients want it; `api_key` is the rollout's; the
-    model's tokenizer lies at `tokenizer_path`."""
+    """A client of the policy, for one rollout. `base_url` ends with /v1, as OpenAI clients expect; `api_key` belongs to
+    the rollout; `tokenizer_path` has the model's tokenizer."""
 
     base_url: str
     api_key: str
@@ -28,7 +28,7 @@ class LoopbackModel:
     tokenizer_path: str
 
     async def generate(self, token_ids: Sequence[int], **sampling_params: Any) -> dict[str, Any]:
-        """Sample behind these tokens: the first choice of vLLM's `/inference/v1/generate`.
+        """Sample a continuation of these tokens; returns the first choice of vLLM's `/inference/v1/generate`.
 
         Raises:
             UserError: the endpoint refused; the message says why.
@@ -39,7 +39,7 @@ class LoopbackModel:
         return choice
 
     async def chat(self, messages: Sequence[dict[str, Any]], **more: Any) -> dict[str, Any]:
-        """The model's next message in this conversation, as OpenAI's `/v1/chat/completions` gives it.
+        """Return the model's next message in this conversation, in the form of OpenAI's `/v1/chat/completions`.
 
         Raises:
             UserError: the endpoint refused; the message says why.
@@ -50,7 +50,7 @@ class LoopbackModel:
         return message
 
     async def _post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
-        """One request on a connection of its own: on loopback that costs less than keeping one."""
+        """Send one request on a new connection: on loopback, that costs less than keeping one open."""
         where, data = urlsplit(self.base_url), json.dumps(body).encode()
         head = (
             f"POST {path} HTTP/1.1\r\nHost: {where.netloc}\r\nAuthorization: Bearer {self.api_key}\r\n"

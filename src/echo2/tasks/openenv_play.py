@@ -1,8 +1,8 @@
 """Plays rollouts in an OpenEnv environment, in the Python that has OpenEnv's client (`harness_process.py`).
 
-The environment is a server that runs by itself. Each rollout opens a session there: `reset` with the task's columns as
-far as they are named `reset`, then the policy writes an action and reads an observation, until it is done. The rewards
-of the steps add up.
+The environment is a server that runs independently. Each rollout opens a session there: `reset` with the arguments in
+the task's column `reset`; then the policy writes actions and reads observations in turn, until the environment is done.
+The rewards of the steps add up.
 """
 
 from __future__ import annotations
@@ -18,9 +18,10 @@ if TYPE_CHECKING:
 
 
 def make_play(base_url: str) -> Play:
-    """What plays one rollout at this server. Columns of a row: `prompt_text` (what the policy reads first, before the
-    observation), `reset` (arguments of the environment's), `action` (the field of the action that the policy's text is;
-    empty: its text is the action as JSON), `observation` (the field that the policy reads; empty: all of it, as JSON).
+    """Return a function that plays one rollout at this server. Columns of a row: `prompt_text` (text before the first
+    observation), `reset` (arguments of the environment's `reset`), `action` (the action's field that takes the policy's
+    text; empty: the text is the whole action, as JSON), `observation` (the observation's field that the policy reads;
+    empty: the whole observation, as JSON).
     """
     from openenv import GenericEnvClient
 
@@ -53,7 +54,7 @@ def _words(observation: Any, columns: Mapping[str, Any]) -> str:
 
 
 def _action(text: str, columns: Mapping[str, Any]) -> dict[str, Any] | None:
-    """None: what the policy wrote is no action, and the rollout is over."""
+    """Return the action in the policy's text. None: the text is not an action, and the rollout is over."""
     if name := columns.get("action", ""):
         return {name: text.strip()}
     try:

@@ -1,4 +1,4 @@
-"""Finds the separate Python environments of packages whose pinned versions conflict with ours."""
+"""Finds the separate Python environments of packages whose pinned versions conflict with echo2's."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from echo2.errors import UserError
 
 
 def own_python(package: str) -> str:
-    """The Python that has `package`: what ECHO2_<PACKAGE>_PYTHON names, else `.venv-<package>`, as `make` builds it.
+    """Return the Python that has `package`: the one in ECHO2_<PACKAGE>_PYTHON, else `.venv-<package>`, built by `make`.
 
     Raises:
-        UserError: there is none.
+        UserError: that Python does not exist.
     """
     variable = f"ECHO2_{package.upper()}_PYTHON"
     python = Path(os.environ.get(variable) or f".venv-{package}/bin/python")
@@ -21,4 +21,4 @@ def own_python(package: str) -> str:
             f"{package} needs a Python of its own, and there is none at {python}. `make {package}` builds it; "
             f"{variable} names another."
         )
-    return str(python.absolute())  # not resolved: a venv's Python is a link
+    return str(python.absolute())  # not resolved: a venv's Python is a symbolic link

@@ -1,10 +1,10 @@
-"""The processes that a plain environment's calls are spread over: one, and more while calls are slow and others wait.
+"""The processes that share a synchronous environment's calls: one, and more while calls are slow and others wait.
 
-A plain `step` blocks its process. Quick ones need no second process, also where a busy machine holds them up: what
-counts is the time within the user's code. Where that is long on the average, or one call takes very long, the number of
-processes is doubled until nobody waits, PROCESSES_MAX run, half of the memory that was free is gone, or one does not
-start. More of them than cores help only while their code waits for something else: then they keep half of the cores
-busy at most. Half, because code that always computes has less of a core the more of it runs.
+A synchronous `step` blocks its process. Quick calls need no second process, even if a busy machine delays them: only
+the time within the user's code counts. If that time is long on average, or one call takes very long, the number of
+processes is doubled until no call waits, `PROCESSES_MAX` run, half of the memory free at the start is used, or a
+process fails to start. More processes than cores help only if their code waits for something else: then they may keep
+at most half of the cores busy. Half, because code that only computes gets less of a core the more processes run.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from echo2.sandbox.process import CodeProcess
 log = logging.getLogger(__name__)
 
 PROCESSES_MAX = 32
-SLOW_SECONDS = 0.02  # mean of a call within the user's code, from which processes more are worth their start
-MEAN_CALLS = 16  # that the mean remembers
-LONG_SECONDS = 2.0  # of a call that has not ended, whatever the mean is
-GROWTH_SECONDS = 0.1  # between two looks at who waits
+SLOW_SECONDS = 0.02  # mean time of a call within the user's code from which more processes are worth starting
+MEAN_CALLS = 16  # averaging length of the mean
+LONG_SECONDS = 2.0  # a call that has run this long is slow, whatever the mean is
+GROWTH_SECONDS = 0.1  # between two checks for waiting calls
 
 
 @dataclass(eq=False, slots=True)
 class Member:
-    """One process. `called_at`: since when it answers a call, by the loop's clock (None: it is free); `num_rollouts`:
-    begun in it; `waiting`: calls that only it can answer."""
+    """One process. `called_at`: when its current call began, on the loop's clock (None: it is free); `num_rollouts`:
+    rollouts that it holds; `waiting`: calls that only this process can answer."""
 
     process: CodeProcess
     called_at: float | None = None
@@ -40,7 +40,7 @@ class Member:
 
 
 class ProcessPool:
-    """Processes that `make` makes alike. For one event loop."""
+    """A pool of identical processes, created by `make`. For one event loop."""
 
     def __init__(self, make: Callable[[], CodeProcess]) -> None:
         self._make = make
@@ -50,11 +50,11 @@ class ProcessPool:
         self._growing: asyncio.Task[None] | None = None
         self._may_grow = True
         self._memory_bytes = available_memory_bytes()
-        self._added_bytes = 0  # of memory, by those that were added last
+        self._added_bytes = 0  # memory taken by the processes that were added last
 
     @asynccontextmanager
     async def turn(self, begun_in: Member | None, is_bound: bool) -> AsyncIterator[Member]:
-        """A process, for one call: the one that a rollout was begun in where it is bound to that, else any."""
+        """Hold a process for one call: `begun_in`, where the rollout was begun, if it is bound to that, else any."""
         member = await self._free(begun_in, is_bound)
         member.called_at = asyncio.get_running_loop().time()
         try:
@@ -63,12 +63,12 @@ class ProcessPool:
             self._release(member)
 
     def took(self, seconds: float, cpu_seconds: float) -> None:
-        """A call has taken so long within the user's code, which has computed for so much of it."""
+        """Record a call's time within the user's code, and how much of it was CPU time."""
         self._mean_seconds += (seconds - self._mean_seconds) / MEAN_CALLS
         self._mean_cpu_seconds += (cpu_seconds - self._mean_cpu_seconds) / MEAN_CALLS
 
     async def close(self) -> None:
-        """End all processes; whatever they were doing is abandoned."""
+        """End all processes; calls under way are abandoned."""
         if self._growing is not None:
             self._growing.cancel()
             await asyncio.wait([self._growing])
@@ -89,12 +89,12 @@ class ProcessPool:
         return await turn
 
     def _release(self, member: Member) -> None:
-        """The next call: of rollouts that were begun in it, then of those that can go anywhere."""
+        """Give the process to the next waiting call: of rollouts bound to it first, then of any other."""
         for waiting in (member.waiting, self._waiting):
             while waiting:
                 turn = waiting.popleft()
                 if not turn.done():
-                    turn.set_result(member)  # which stays taken
+                    turn.set_result(member)  # the process stays taken
                     return
         member.called_at = None
 
@@ -107,8 +107,8 @@ class ProcessPool:
                 await self._add(room)
 
     async def _add(self, number: int) -> None:
-        """So many processes more. Where one does not start (it wants a lock or a port that another has), this was the
-        last time: it would fail again, and what is begun in it is lost."""
+        """Start `number` more processes. If one does not start (say, it needs a lock or port that another process
+        holds), the pool grows no more: the process would fail again and lose the rollouts begun in it."""
         available_bytes = available_memory_bytes()
         added = [Member(self._make()) for _ in range(number)]
         starts = [member.process.start() for member in added]
@@ -133,8 +133,8 @@ class ProcessPool:
         return self._may_grow and len(self.members) < PROCESSES_MAX
 
     def _room(self) -> int:
-        """How many processes more are worth their start, or less than one."""
-        if 2 * (available_memory_bytes() - 2 * self._added_bytes) < self._memory_bytes:  # at most twice as many come
+        """Return how many more processes are worth starting; below 1: none."""
+        if 2 * (available_memory_bytes() - 2 * self._added_bytes) < self._memory_bytes:  # at most twice as many follow
             return 0
         count, cores, cpu_seconds = len(self.members), num_cores(), max(self._mean_cpu_seconds, 1e-9)
         by_cores = max(cores, int(cores / 2 * self._mean_seconds / cpu_seconds)) - count

@@ -1,8 +1,8 @@
 """The tasks of a run from one source or several: a mixture for training, and sets for evaluation.
 
-A mixture takes its sources in fixed shares: of any `BLOCK` tasks in a row, beginning at a multiple of it, each has as
-many as its share says, in an order that is drawn for the block. So the task at a cursor, and which row of which source
-that is, follow from the cursor alone, as in one source.
+A mixture takes its sources in fixed shares: every block of `BLOCK` consecutive tasks contains exactly each source's
+share, in an order drawn for that block. So the task at a cursor, its source and its row follow from the cursor alone,
+as they do with one source.
 """
 
 from __future__ import annotations
@@ -20,26 +20,26 @@ from echo2.tasks.base import TaskStream, permute
 from echo2.tasks.load import load_tasks
 from echo2.types import Task
 
-#: Tasks over which a mixture keeps its shares exactly.
+#: Number of consecutive tasks over which a mixture keeps its shares exactly.
 BLOCK = 1000
 
 
 class Tasks(Protocol):
-    """Tasks by cursor: a `TaskStream`, or several of them as one."""
+    """Tasks by cursor: one `TaskStream`, or several combined."""
 
     def __len__(self) -> int:
         """Rows of all sources."""
 
     def task(self, cursor: int) -> Task:
-        """The task at position `cursor` >= 0; the same cursor always gives the same task. Raises UserError: its row is
-        unfit."""
+        """The task at position `cursor` >= 0; the same cursor always gives the same task. Raises UserError if its row
+        is invalid."""
 
     def source_of(self, cursor: int) -> str:
-        """The name of the source or set that this task is of; empty where there is one."""
+        """The name of this task's source or set; empty if there is only one source."""
 
 
 def training_tasks(tasks: TasksConfig, seed: int) -> Tasks:
-    """The tasks of `tasks.source`: of one source, or of several in shares.
+    """Load the tasks of `tasks.source`: one source, or a mixture of several.
 
     Raises:
         UserError: as `load_tasks`; a weight that is not above 0; a source that is named twice.
@@ -56,7 +56,7 @@ def training_tasks(tasks: TasksConfig, seed: int) -> Tasks:
 
 
 def held_out_tasks(held_out: EvalConfig, seed: int) -> Tasks | None:
-    """The first `limit` tasks of each set of `eval.source`; None: there is none.
+    """Load the first `limit` tasks of each set of `eval.source`; None if there are no sets.
 
     Raises:
         UserError: as `load_tasks`.
@@ -68,7 +68,11 @@ def held_out_tasks(held_out: EvalConfig, seed: int) -> Tasks | None:
 
 
 class Mixture:
-    """Endless, in shares: see the module. `weights` are above 0, one for each stream."""
+    """An endless mixture of streams in fixed shares: see the module. `weights`: one per stream, above 0.
+
+    Raises:
+        UserError: a stream's share is below 1 in `BLOCK`.
+    """
 
     def __init__(self, streams: Mapping[str, TaskStream], weights: Sequence[float], seed: int) -> None:
         self._streams, self._seed = dict(streams), seed
@@ -91,7 +95,7 @@ class Mixture:
         return self._place(cursor)[0]
 
     def _place(self, cursor: int) -> tuple[str, int]:
-        """The source of a task, and how many of its tasks came before."""
+        """Return the source of a task, and the cursor within that source."""
         block, position = divmod(cursor, BLOCK)
         drawn = permute(position, BLOCK, f"{self._seed}/mixture/{block}")
         at = bisect_right(self._ends, drawn)
@@ -113,7 +117,7 @@ class Sets:
         """See `Tasks.task`.
 
         Raises:
-            UserError: there are fewer; the head reads ahead of what it wants.
+            UserError: the cursor is past the last task, which happens as the head reads ahead.
         """
         if cursor >= len(self):
             raise UserError(f"There are {len(self)} held-out tasks, and no task {cursor}.")
@@ -127,7 +131,7 @@ class Sets:
 
 
 def quotas(weights: Sequence[float], size: int) -> list[int]:
-    """`size` divided in the proportion of the weights, by largest remainders: they add up to `size`."""
+    """Divide `size` in proportion to the weights by the largest-remainder method; the parts add up to `size`."""
     exact = [size * weight / sum(weights) for weight in weights]
     shares = [int(share) for share in exact]
     by_remainder = sorted(range(len(weights)), key=lambda at: (shares[at] - exact[at], at))

@@ -13,10 +13,10 @@ from echo2.tasks.base import TaskSource, row_name
 class TemplateRows:
     """`rows` with a column `prompt`: the template with {column} filled in; `{{` and `}}` are braces. All columns stay.
 
-    With `chat` the text is the one message of a user, for the model's chat template.
+    With `chat`, the prompt is a single user message, for the model's chat template.
 
     Raises:
-        UserError: the template has fields that are not plain names, or parameters it does not take.
+        UserError: the template has fields that are not plain names, or `params` has other parameters.
     """
 
     def __init__(self, rows: TaskSource, params: Mapping[str, Any]) -> None:
@@ -38,7 +38,7 @@ class TemplateRows:
         return {**row, "prompt": [{"role": "user", "content": text}] if self._chat else text}
 
     def where(self, index: int) -> str:
-        """What the rows themselves call this one."""
+        """The underlying rows' name of this row."""
         return row_name(self._rows, index)
 
     def _column(self, row: Mapping[str, Any], name: str | None, index: int) -> str:
@@ -52,7 +52,7 @@ class TemplateRows:
 
 
 def _parse(template: str) -> list[tuple[str, str | None]]:
-    """Pieces of text, each with the column that follows it."""
+    """Split a template into pieces of text, each with the column that follows it (None: no column)."""
     try:
         pieces = list(string.Formatter().parse(template))
     except ValueError as error:

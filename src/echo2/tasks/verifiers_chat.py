@@ -1,7 +1,7 @@
 """The chat loop that plays verifiers' agents, in the process that serves them.
 
-verifiers' contract allows a harness to run its loop in the process, so long as every call goes to the rollout's own
-endpoint. A harness is found by the name of its module: `register` makes one.
+verifiers' contract allows a harness to run its loop in this process, as long as every call goes to the rollout's own
+endpoint. verifiers finds a harness by the name of its module: `register` makes that module.
 """
 
 from __future__ import annotations
@@ -11,19 +11,19 @@ from types import ModuleType
 from typing import Any
 
 HARNESS_ID = "echo2_chat"
-#: Where a trace keeps the tokens of its conversation.
+#: Key in `trace.info` of the tokens of the trace's conversation.
 TOKENS = "echo2_tokens"
 
 
 def register() -> None:
-    """Let verifiers find the harness by its id. Imports verifiers, which takes seconds, once."""
+    """Let verifiers find the harness by its id. The first call imports verifiers, which takes seconds."""
     if HARNESS_ID in sys.modules:
         return
     from verifiers.v1.configs.harness import HarnessConfig
     from verifiers.v1.harness import Harness
 
     class ChatConfig(HarnessConfig):  # type: ignore[misc]  # no types outside its own Python
-        """Nothing of its own."""
+        """The harness has no settings of its own."""
 
     class ChatHarness(Harness[ChatConfig]):  # type: ignore[misc]
         """Asks the model once a segment, with all that was said."""
@@ -54,7 +54,7 @@ def register() -> None:
 
 
 async def _asked(prompts: tuple[Any, Any], model: str, trace: Any, endpoint: str, secret: str) -> Any:
-    """One call, by the rollout's own endpoint."""
+    """Make one chat call at the rollout's own endpoint, and keep its tokens in the trace."""
     from openai import AsyncOpenAI
     from verifiers.v1.dialects.chat import message_to_wire
     from verifiers.v1.runtimes import ProgramResult

@@ -1,8 +1,8 @@
 """Plays tasks of verifiers v1 tasksets, in the Python that has verifiers (`harness_process.py`, `verifiers_rows.py`).
 
-A taskset's environment is served once in this process, and plays many rollouts at once. Its agents run in this process
-too, by a chat loop of ours: verifiers' own start a script for each rollout and fetch its packages. Every agent's calls
-go to the policy; where there are several agents, `agent` names the one whose conversation is trained on.
+A taskset's environment is served once in this process, and plays many rollouts at once. Its agents run in this process,
+too, with the chat loop of `verifiers_chat.py`: verifiers' own harnesses start a script for each rollout and fetch its
+packages. All agents call the policy; if there are several, `agent` names the one whose conversation is trained on.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from echo2.tasks.verifiers_chat import HARNESS_ID, TOKENS, register
 if TYPE_CHECKING:
     from echo2.tasks.harness_process import Play
 
-#: Column of a task that says what to play.
+#: Column with the taskset, agent and data of a task.
 COLUMN = "verifiers"
-#: What the prompt of a row says where the taskset's has no text: the agent gets what the environment says.
+#: Prompt of a row whose task has no prompt text: the agent gets the environment's text instead.
 NO_PROMPT = "-"
-#: What the endpoint calls it.
+#: The endpoint's error code for a rollout that has used up its turns or tokens.
 CUT = "context_length_exceeded"
 
 
 def make_play() -> Play:
-    """What plays one rollout of a row of `rows`."""
-    register()  # seconds of imports, before a rollout's time runs
+    """Return a function that plays one rollout of a row from `rows`."""
+    register()  # its imports take seconds, which should not count against a rollout's time limit
     stages: dict[str, asyncio.Task[Any]] = {}
     stack = AsyncExitStack()
 
@@ -49,7 +49,7 @@ def make_play() -> Play:
 
 
 def rows(taskset: Mapping[str, Any], agent: str, most: int) -> Iterator[dict[str, Any]]:
-    """The taskset's first tasks as rows of a task source. `taskset`: its `id` and what else it is configured with."""
+    """Yield the taskset's first `most` tasks as rows of a task source. `taskset`: its `id` and configuration."""
     env = load_env(taskset)
     for task, _ in zip(env.taskset.load(), range(most), strict=False):
         said = {"taskset": dict(taskset), "agent": agent, "data": task.data.model_dump(mode="json")}
@@ -57,7 +57,7 @@ def rows(taskset: Mapping[str, Any], agent: str, most: int) -> Iterator[dict[str
 
 
 def load_env(taskset: Mapping[str, Any]) -> Any:
-    """The taskset's environment, with every agent in this process.
+    """Load the taskset's environment, with every agent in this process.
 
     Raises:
         UserError: verifiers cannot load it.
@@ -76,7 +76,7 @@ def load_env(taskset: Mapping[str, Any]) -> Any:
 
 
 async def _stage(taskset: Mapping[str, Any], stack: AsyncExitStack) -> Any:
-    """A task of its own: what verifiers serves with is entered and left in one place."""
+    """Load and serve an environment. It runs as an asyncio task of its own, not in the task of one rollout."""
     env = load_env(taskset)
     await stack.enter_async_context(env.serving())
     return env
@@ -87,15 +87,15 @@ async def _episode(env: Any, data: dict[str, Any], model: LoopbackModel) -> Any:
     from verifiers.v1.configs.client import EvalClientConfig
     from verifiers.v1.types import SamplingConfig
 
-    # Its client for training renders messages to tokens itself, and reads sampled ones back as text. The endpoint
-    # knows what it sampled, so messages go to it as they are.
+    # verifiers' training client tokenizes messages itself and reads sampled tokens back as text. echo2's endpoint keeps
+    # the tokens that it sampled, so messages are sent to it unchanged.
     variable = f"ECHO2_ROLLOUT_{uuid4().hex}"
-    # The rollout has a limit of its own, and on a busy machine a connection may take long.
+    # No limit on connecting: the rollout has a time limit of its own, and a busy machine may connect slowly.
     client = EvalClientConfig(base_url=model.base_url, api_key_var=variable, timeout={"connect": None})
     kind = type(env.taskset).task_type()
     task = kind(kind.data_type().model_validate(data), env.config.taskset.task)
     (slot,) = env.slots(task)
-    os.environ[variable] = model.api_key  # the one way in which it takes a key
+    os.environ[variable] = model.api_key  # the only way in which the client accepts a key
     try:
         return await env.run_slot(slot, ModelContext(model=model.model, client=client, sampling=SamplingConfig()))
     finally:
@@ -103,9 +103,9 @@ async def _episode(env: Any, data: dict[str, Any], model: LoopbackModel) -> Any:
 
 
 def _outcome(episode: Any, agent: str) -> tuple[float, list[int]]:
-    """The trained agent's reward, and its conversation's tokens."""
+    """Return the trained agent's reward, and the tokens of its conversation."""
     traces = [trace for trace in episode.traces if not agent or trace.agent.name == agent]
-    if not traces and episode.errors:  # it failed before the agent had said anything
+    if not traces and episode.errors:  # the episode failed before the agent said anything
         raise _failure(episode.errors[-1])
     if len(traces) != 1:
         names = ", ".join(str(trace.agent.name) for trace in episode.traces) or "nobody"
@@ -115,7 +115,7 @@ def _outcome(episode: Any, agent: str) -> tuple[float, list[int]]:
     (trace,) = traces
     if errors := [*episode.errors, *trace.errors]:
         if CUT in errors[-1].message and TOKENS in trace.info:
-            return 0.0, trace.info[TOKENS]  # for want of room, and the environment cannot go on
+            return 0.0, trace.info[TOKENS]  # turns or tokens are used up, and the environment cannot continue
         raise _failure(errors[-1])
     if len(trace.branches) != 1:
         raise UserError(f"The trace has {len(trace.branches)} branches, and a rollout is one conversation.")

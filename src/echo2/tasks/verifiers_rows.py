@@ -1,6 +1,6 @@
 """`verifiers:<taskset>`: the tasks of a verifiers v1 taskset as rows, read once, in the Python that has verifiers.
 
-As a script (`python -m echo2.tasks.verifiers_rows`) it is that Python's side: a request in, the rows out.
+As a script (`python -m echo2.tasks.verifiers_rows`), it runs in that Python: it reads a request and writes the rows.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from echo2.tasks.own_python import own_python
 
 SIZE = 1024
 SIZE_MAX = 1_000_000
-#: Imports take seconds, and some tasksets read data from a hub.
+#: Limit on loading a taskset: imports take seconds, and some tasksets read data from a hub.
 READ_SECONDS = 600.0
 ERROR_CHARS = 1500
-#: Parameters of ours; all others are the taskset's configuration.
+#: Parameters of `VerifiersRows` itself; all others are the taskset's configuration.
 OWN_PARAMS = ("agent", "first", "size")
 
 
 class VerifiersRows:
-    """`params`: `agent` (whose conversation is trained on, where a task has several), `first` and `size` (which rows of
-    the taskset, and how many at most), and the taskset's own configuration.
+    """The tasks of a taskset as rows. `params`: `agent` (the agent whose conversation is trained on, if a task has
+    several), `first` and `size` (the first row, and how many rows at most), and the taskset's own configuration.
 
     Raises:
-        UserError: verifiers cannot load the taskset, or it has no such rows.
+        UserError: verifiers cannot load the taskset, or `first` or `size` is invalid.
     """
 
     def __init__(self, taskset: str, params: Mapping[str, Any]) -> None:
@@ -74,7 +74,7 @@ def _asked(request: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    """Answer one request."""
+    """Read one request from standard input, and write the rows to standard output."""
     inbox, outbox = pipes.take()
     request = pipes.read(inbox) or {}
     from echo2.tasks.verifiers_play import rows

@@ -1,11 +1,11 @@
 """The interface of links: unary calls and server streams between known peers, without naming a backend.
 
 The workers and the learner dial out; the head serves, and so does every worker that listens. A method says which roles
-may call it, and that check is made here for all backends. What crosses is protobuf (`wire.proto`), at most
-`limits.MESSAGE_BYTES_MAX` a message; chunks may be handled as the bytes of their message (`chunks`), without a copy.
+may call it, and `check_role` checks that for all backends. Messages are protobuf (`wire.proto`), at most
+`limits.MESSAGE_BYTES_MAX` each; chunks may be handled as the bytes of their message (`chunks`), without a copy.
 
-Errors a caller sees: `PeerError` with the word the other end refused with; `LinkError` when the other end is away,
-closed the connection or let the deadline pass.
+Errors a caller sees: `PeerError` with the other end's reason for refusing; `LinkError` when the other end is
+unreachable, closed the connection or let the deadline pass.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from echo2.transport.tickets import TICKET_ROLES
 
 @dataclass(frozen=True, slots=True)
 class Peer:
-    """Who calls: proven by its certificate. `role`: one of `TICKET_ROLES`, or of those after "join-" while it enrols.
+    """The caller, as proven by its certificate. `role`: one of `TICKET_ROLES`, with "join-" before it during enrolment.
     `host`: the address it calls from, as seen here."""
 
     peer_id: str
@@ -33,9 +33,9 @@ class Peer:
 
 @dataclass(frozen=True, slots=True)
 class Method:
-    """One thing the head, or a worker that listens, may be asked. `raw`: the handler gets the request as it came.
-    `in_header`: the request travels in the header of the call, which has a few kilobytes; its body is never read.
-    `is_large`: a worker's request may be as large as any message, not only `PEER_MESSAGE_BYTES_MAX`."""
+    """A remote method of the head, or of a worker that listens. `raw`: the handler gets the request's bytes, unparsed.
+    `in_header`: the request travels in the header of the call, which has a few kilobytes; the body is never read.
+    `is_large`: a worker's request may have `MESSAGE_BYTES_MAX` bytes instead of `PEER_MESSAGE_BYTES_MAX`."""
 
     name: str
     request: type[Any]
@@ -53,18 +53,18 @@ Handlers = Mapping[str, Handler]
 
 _RAW = frozenset({"GiveChunk", "PutProbe"})
 _LARGE = frozenset({"Deliver", "AnswerSamples"})
-_IN_HEADER = frozenset({"Enrol"})  # whoever has a ticket may call it
+_IN_HEADER = frozenset({"Enrol"})  # anyone with a ticket may call it
 
 
 def _methods() -> dict[str, Method]:
     joining = frozenset(f"join-{role}" for role in TICKET_ROLES)
     worker, learner, sampler = frozenset({"worker"}), frozenset({"learner"}), frozenset({"sampler"})
-    node = worker | sampler  # of a fleet: it attends, and takes and gives weights
+    node = worker | sampler  # a node attends, and exchanges weights with its peers
     rows: list[tuple[str, type[Message], type[Message], bool, frozenset[str]]] = [
         ("Enrol", wire.EnrolRequest, wire.EnrolReply, False, joining),
         ("Attend", wire.WorkerHello, wire.Order, True, node),
         ("Report", wire.WorkerReport, wire.Empty, False, node),
-        ("Leave", wire.Empty, wire.Empty, False, worker),  # good-bye: grant its leases to others
+        ("Leave", wire.Empty, wire.Empty, False, worker),  # the head then grants this worker's leases to others
         ("FailLease", wire.LeaseFailed, wire.Empty, False, worker),
         ("Deliver", wire.Deliveries, wire.DeliveryReplies, False, worker),
         ("ReportCheck", wire.CheckReport, wire.Empty, False, worker),
@@ -74,7 +74,7 @@ def _methods() -> dict[str, Method]:
         ("ReportFetch", wire.FetchReport, wire.Empty, False, node),
         ("Probe", wire.ProbeRequest, wire.Chunk, True, node),
         ("PutProbe", wire.Chunk, wire.Empty, False, node),
-        # Worker to worker, dialled by one that can't be dialled itself: it is told what is wanted of it, and gives.
+        # Worker to worker: a worker that can't be dialled asks a peer which chunks it wants, and pushes them.
         ("AskWanted", wire.Empty, wire.ChunkRequest, True, node),
         ("GiveChunk", wire.Chunk, wire.Empty, False, node),
         ("LearnerHello", wire.LearnerHello, wire.LearnerWelcome, True, learner),
@@ -96,15 +96,15 @@ class Link(Protocol):
     """The calling end of a connection."""
 
     async def call(self, method: str, request: Any, timeout_seconds: float) -> Any:
-        """One request (a message, or the bytes of one), one reply.
+        """Send one request (a message or its bytes) and return the reply.
 
         Raises:
-            LinkError: the other end is away, or did not answer in time.
-            PeerError: it refused.
+            LinkError: the other end is unreachable, or did not answer in time.
+            PeerError: the other end refused.
         """
 
     def stream(self, method: str, request: Any) -> AsyncIterator[Any]:
-        """One request, replies until the other end ends the stream. Leaving the iteration ends the stream.
+        """Send one request and yield replies until the other end ends the stream. Leaving the iteration ends it, too.
 
         Raises:
             LinkError: the connection broke.
@@ -112,37 +112,37 @@ class Link(Protocol):
         """
 
     def frames(self, method: str, request: Any) -> AsyncIterator[bytes]:
-        """As `stream`, but each reply as the bytes that came."""
+        """As `stream`, but yield each reply as bytes, unparsed."""
 
     def open(self) -> None:
-        """Begin to connect, so that the first call need not wait for it."""
+        """Begin to connect, so that the first call need not wait for the connection."""
 
     async def close(self) -> None:
-        """End the connection and everything under way on it."""
+        """End the connection and all calls under way on it."""
 
 
 class Network(Protocol):
-    """What one worker can do: open connections, each a new one, and serve on a port of its own."""
+    """One worker's access to the network: opens a new connection at each call, and serves on a port of its own."""
 
     def to_head(self) -> Link:
-        """A connection to the head, beside the one it attends on."""
+        """Return another connection to the head, besides the one on which the worker attends."""
 
     def to_peer(self, peer_id: str, address: str) -> Link:
-        """A connection to another worker, which must prove that it is this one."""
+        """Return a connection to another worker, which must prove that it is `peer_id`."""
 
     async def listen(self, host: str, port: int, handlers: Handlers, check_not_revoked: Callable[[str], None]) -> int:
-        """Serve other workers; returns the port. `check_not_revoked` raises PeerError for those that are.
+        """Serve other workers; returns the port. `check_not_revoked` raises PeerError for a revoked peer.
 
         Raises:
-            UserError: the address or port can't be had.
+            UserError: the address or port is not available.
         """
 
     async def close(self) -> None:
-        """Stop serving. Links are closed by who opened them."""
+        """Stop serving. Links stay open: their callers close them."""
 
 
 def packed(message: Any) -> bytes:
-    """The bytes of a message, or the bytes that it is already."""
+    """Return the bytes of a message; bytes are returned unchanged."""
     if isinstance(message, bytes):
         return message
     data: bytes = message.SerializeToString()
@@ -150,7 +150,7 @@ def packed(message: Any) -> bytes:
 
 
 def parse(kind: type[Any], data: bytes) -> Any:
-    """The message in these bytes. Raises PeerError("malformed") where they are none of this kind."""
+    """Parse a message of this kind. Raises PeerError("malformed") if the bytes are not one."""
     try:
         return kind.FromString(data)
     except DecodeError as error:

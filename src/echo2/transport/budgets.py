@@ -1,6 +1,6 @@
 """Budgets of one peer at a server: calls a second, calls under way, bodies read at a time, bytes a second.
 
-Each peer belongs to *parties* that share a budget: itself, those who came by the same ticket, all strangers together.
+Each peer belongs to *parties* that share a budget: the peer itself, all peers of its ticket, all strangers together.
 So neither a peer nor the holders of a ticket can use up what the others need.
 """
 
@@ -15,16 +15,16 @@ from weakref import WeakValueDictionary
 
 from echo2.transport import limits
 
-#: Of a body on the wire: TLS, frames and header come on top.
+#: A body's size on the wire, as a factor and bytes per call: TLS, frames and header come on top.
 UNREAD_OVERHEAD, UNREAD_PER_CALL = 1.02, 1024
-#: What was counted as unread is forgotten in so long: calls that wait for their turn have ended by then.
+#: Unread bytes are forgotten over this time: calls that wait for their turn have ended by then.
 UNREAD_SECONDS = 2 * limits.READ_SECONDS
 
 
 @dataclass(frozen=True, slots=True)
 class Party:
-    """Who shares a budget, and how large it is; 0: no such bound. `*_burst`: at once, after a while of rest. `unread`:
-    bytes that have come in and are no body that was read: gRPC holds them for calls that wait their turn."""
+    """Peers that share a budget, and its bounds; 0: no bound. `*_burst`: allowed at once after a while of rest.
+    `unread`: received bytes that gRPC holds for calls waiting for their turn to be read."""
 
     name: str
     calls_per_second: float = 0.0
@@ -36,7 +36,7 @@ class Party:
 
 
 class OverBudget(Exception):
-    """Too much was asked. `is_flood`: so much over it that even refusing costs too much."""
+    """A peer exceeded its budget. `is_flood`: by so much that even refusing costs too much."""
 
     def __init__(self, detail: str, is_flood: bool = False) -> None:
         super().__init__(detail)
@@ -44,7 +44,7 @@ class OverBudget(Exception):
 
 
 class Buckets:
-    """Token buckets by name: `rate` a second, `burst` at once. Those that are full again are forgotten."""
+    """Token buckets by name: `rate` a second, `burst` at once. Buckets that are full again are forgotten."""
 
     def __init__(self) -> None:
         self._levels: dict[str, tuple[float, float, float, float]] = {}  # level, then; rate, burst
@@ -52,7 +52,8 @@ class Buckets:
     def take(
         self, name: str, rate: float, burst: float, now: float, amount: float = 1.0, debt_max: float = 0.0
     ) -> float:
-        """What is left; below 0: over budget, by so much. Of that, `debt_max` has to be made up for."""
+        """Take `amount` from a bucket and return its level; below 0: over budget by that much, of which at most
+        `debt_max` is carried over as debt."""
         if len(self._levels) >= limits.BUCKETS_MAX:
             self._forget(now)
         level, then, _, _ = self._levels.get(name, (burst, now, rate, burst))
@@ -69,18 +70,18 @@ class Buckets:
 
 
 class Budgets:
-    """Of one server."""
+    """The budgets of all peers of one server."""
 
     def __init__(self) -> None:
         self._calls, self._bytes, self._unread = Buckets(), Buckets(), Buckets()
         self._under_way: Counter[str] = Counter()
-        self._turns: WeakValueDictionary[str, asyncio.Semaphore] = WeakValueDictionary()  # of those who read
+        self._turns: WeakValueDictionary[str, asyncio.Semaphore] = WeakValueDictionary()  # to read a body, by party
 
     def called(self, parties: tuple[Party, ...]) -> None:
         """Count a call.
 
         Raises:
-            OverBudget: there were too many in so short a time.
+            OverBudget: too many calls in too short a time.
         """
         now = asyncio.get_running_loop().time()
         for party in parties:
@@ -93,10 +94,10 @@ class Budgets:
 
     @contextmanager
     def under_way(self, name: str) -> Iterator[None]:
-        """While a call of this peer is answered.
+        """Count a call of this peer as under way while the context is open.
 
         Raises:
-            OverBudget: there are too many already.
+            OverBudget: too many calls of this peer are under way already.
         """
         if self._under_way[name] >= limits.CALLS_PER_PEER_MAX:
             raise OverBudget(f"{limits.CALLS_PER_PEER_MAX} calls of {name} are under way")
@@ -110,7 +111,7 @@ class Budgets:
 
     @asynccontextmanager
     async def reading(self, parties: tuple[Party, ...]) -> AsyncGenerator[None]:
-        """While a body of theirs is read: waits until it is their turn, and until earlier ones are made up for."""
+        """Hold a turn to read one body. Waits until the byte debt of earlier bodies is paid off and a turn is free."""
         for party in parties:
             if (owed := -self._charge(party, 0.0)) > 0:
                 await asyncio.sleep(owed / party.bytes_per_second)
@@ -131,13 +132,13 @@ class Budgets:
         return turns
 
     def has_read(self, parties: tuple[Party, ...], num_bytes: int) -> None:
-        """Count the bytes of a body, which waits no longer."""
+        """Charge a body that has been read, and remove it from the unread bytes."""
         for party in parties:
             self._charge(party, num_bytes)
         self.came(parties, -UNREAD_OVERHEAD * num_bytes - UNREAD_PER_CALL)
 
     def came(self, parties: tuple[Party, ...], num_bytes: float) -> Party | None:
-        """Count bytes that have come in, or (below 0) are held no more. Returns whose are too many now."""
+        """Count bytes that arrived (negative: that are no longer held). Returns a party that is over its `unread`."""
         now, over = asyncio.get_running_loop().time(), None
         for party in parties:
             if party.unread:
@@ -147,7 +148,7 @@ class Budgets:
         return over
 
     def unread(self, party: Party) -> float:
-        """How many bytes of theirs gRPC holds, at most."""
+        """Return how many bytes of this party gRPC holds, at most."""
         now = asyncio.get_running_loop().time()
         return party.unread - self._unread.take(party.name, party.unread / UNREAD_SECONDS, party.unread, now, 0.0)
 

@@ -20,7 +20,7 @@ from echo2.errors import PeerError
 
 CSR_BYTES_MAX = 4096
 CERTIFICATE_DAYS = 3650
-#: Clocks of strangers' machines may differ by this much.
+#: Clocks of strangers' machines may be off by this much.
 CLOCK_SLACK = datetime.timedelta(hours=24)
 
 Key = ec.EllipticCurvePrivateKey
@@ -34,7 +34,7 @@ def make_key() -> Key:
 def issue(
     common_name: str, key: ec.EllipticCurvePublicKey, issuer: x509.Name, ca_key: Key, dns: str = ""
 ) -> x509.Certificate:
-    """A certificate for this key, signed by the CA. `dns`: the name that those who dial its holder check."""
+    """Issue a certificate for this key, signed by the CA. `dns`: the name that peers check when dialling its holder."""
     builder = _builder(_name(common_name), key, issuer)
     builder = builder.add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
     if dns:
@@ -71,12 +71,12 @@ def _name(common_name: str) -> x509.Name:
 
 
 def read_der(data: bytes) -> x509.Certificate:
-    """Raises ValueError where this is no certificate."""
+    """Parse a certificate in DER. Raises ValueError if it is none."""
     return _read(x509.load_der_x509_certificate, data)
 
 
 def read_pem(data: bytes) -> x509.Certificate:
-    """Raises ValueError where this is no certificate."""
+    """Parse a certificate in PEM. Raises ValueError if it is none."""
     return _read(x509.load_pem_x509_certificate, data)
 
 
@@ -90,7 +90,7 @@ def _read(load: Callable[[bytes], x509.Certificate], data: bytes) -> x509.Certif
 
 
 def common_name(certificate: x509.Certificate) -> str:
-    """Raises ValueError where it has none."""
+    """Return the subject's common name. Raises ValueError if there is none."""
     names = certificate.subject.get_attributes_for_oid(NameOID.COMMON_NAME)
     if not names:
         raise ValueError("a certificate of nobody")
@@ -98,10 +98,10 @@ def common_name(certificate: x509.Certificate) -> str:
 
 
 def read_key(pem: bytes) -> Key:
-    """Raises ValueError where this is no key of ours."""
+    """Parse an unencrypted EC private key in PEM. Raises ValueError if it is none."""
     try:
         key = serialization.load_pem_private_key(pem, None)
-    except (TypeError, UnsupportedAlgorithm) as error:  # TypeError: it wants a password
+    except (TypeError, UnsupportedAlgorithm) as error:  # TypeError: the key is encrypted
         raise ValueError(str(error)) from error
     if not isinstance(key, ec.EllipticCurvePrivateKey):
         raise ValueError("the key is not an EC key")
@@ -115,7 +115,7 @@ def make_request(key: Key) -> bytes:
 
 
 def requested_key(csr_der: bytes) -> ec.EllipticCurvePublicKey:
-    """The key that signed a request.
+    """Return the public key of a signing request, after checking its signature.
 
     Raises:
         PeerError: "malformed" or "oversized".
@@ -137,7 +137,7 @@ def requested_key(csr_der: bytes) -> ec.EllipticCurvePublicKey:
 
 
 def fingerprint(key: ec.EllipticCurvePublicKey) -> str:
-    """SHA-256 of the public key, in hexadecimal: the peer's identity."""
+    """SHA-256 of the public key, in hexadecimal: the peer's identity is derived from it."""
     der = key.public_bytes(serialization.Encoding.DER, serialization.PublicFormat.SubjectPublicKeyInfo)
     return hashlib.sha256(der).hexdigest()
 
@@ -159,7 +159,7 @@ def key_pem(key: Key) -> bytes:
 
 
 def write_private(path: Path, data: bytes) -> None:
-    """Replace a file whole; only its owner can read it. Raises OSError."""
+    """Replace a file atomically; only its owner can read it. Raises OSError."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
         file.write(data)

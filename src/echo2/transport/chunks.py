@@ -1,7 +1,7 @@
 """The message that carries a chunk (`wire.Chunk`), read and written without a copy of its data.
 
-A relay hashes, stores and passes on the bytes of one and the same message. There is one form: what protobuf writes for
-`hash` and `data` in this order. No hash and no data: the sender is alive. A hash without data: it has no such chunk.
+A relay hashes, stores and forwards the bytes of the same message. Only one encoding is accepted: protobuf's, with
+`hash` before `data`. No hash and no data: the sender is alive. A hash without data: the sender has no such chunk.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from echo2.errors import PeerError
 
 HASH_BYTES = 32
-#: Alive, with nothing to send yet.
+#: The message of a sender that is alive but has nothing to send yet.
 ALIVE = b""
 
 _HASH = bytes((0x0A, HASH_BYTES))  # field 1, bytes, of this length
@@ -18,7 +18,7 @@ _LENGTH_BYTES_MAX = 5
 
 
 def pack(hash_: bytes, data: bytes | memoryview) -> bytes:
-    """The message of one chunk."""
+    """Encode the message of one chunk."""
     size, length = len(data), bytearray()
     while size > 0x7F:
         length.append(size & 0x7F | 0x80)
@@ -28,17 +28,18 @@ def pack(hash_: bytes, data: bytes | memoryview) -> bytes:
 
 
 def pack_missing(hash_: bytes) -> bytes:
-    """The message that says: no such chunk here."""
+    """Encode the message that says that the sender has no such chunk."""
     return _HASH + hash_
 
 
 def hash_of(message: bytes) -> bytes:
-    """The hash in a message that `pack` made; of others, some bytes."""
+    """Return the hash in a message made by `pack` or `pack_missing`; other messages give arbitrary bytes."""
     return message[len(_HASH) : len(_HASH) + HASH_BYTES]
 
 
 def unpack(message: bytes) -> tuple[bytes, memoryview]:
-    """(hash, data) of a message; the data is a view of it. Both empty: alive. Data empty: no such chunk.
+    """Decode a message into (hash, data); the data is a view of the message. Both empty: alive. Data empty: no such
+    chunk.
 
     Raises:
         PeerError: "malformed".

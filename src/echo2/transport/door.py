@@ -1,9 +1,9 @@
 """The public port: counts connections by address, and forwards bytes to the server behind it.
 
-gRPC takes every connection there is, until the process has no descriptors left. The door stands in front of it: it
-takes no more than it has room for, in all and of one address; it drops who says nothing, or something that is not TLS;
-it slows down who begins handshakes too often; and when descriptors run out it waits and goes on. It does not decrypt:
-who may ask what is for the server to judge, which knows callers by their certificates and tells the door.
+gRPC accepts connections until the process has no descriptors left. The door stands in front of it: it bounds the number
+of connections, in all and of one address; it drops connections that send nothing, or anything but TLS; it limits the
+rate of handshakes; and when descriptors run out it pauses and continues. It does not decrypt: the server authorizes
+calls, knows callers by their certificates, and tells the door their names.
 """
 
 from __future__ import annotations
@@ -26,39 +26,39 @@ from echo2.transport.budgets import Buckets, Party
 log = logging.getLogger(__name__)
 
 LOOPBACK = "127.0.0.1"
-#: Callers that the kernel keeps waiting, and how many are taken in one go: whoever attends is served in between.
+#: Callers that the kernel queues, and how many are accepted in one go; other connections are served in between.
 BACKLOG = 1024
 ACCEPTS_PER_TURN = 64
-#: A stranger has so long to say something, and then `grpc_options.HANDSHAKE_SECONDS` to prove who it is.
+#: Time for a new caller to send its first bytes; then it has `grpc_options.HANDSHAKE_SECONDS` for its handshake.
 FIRST_BYTES_SECONDS = 5.0
-#: And so long, after that, to ask for something.
+#: Time from the end of the handshake to the first call.
 NAMELESS_SECONDS = 20.0
-#: What was sent may still be on its way to a caller after the server has closed its connection, or all of them.
+#: Time for data in flight to reach a caller after the server has closed one connection, or all of them.
 FAREWELL_SECONDS = 5.0
 CLOSE_SECONDS = 1.0
-#: Longer than keepalive takes to find that a caller is gone (`grpc_options`).
+#: Time until unacknowledged data closes a connection; longer than keepalive takes to notice (`grpc_options`).
 SILENCE_SECONDS = 15.0
-#: Pause after running out of descriptors, and between two lines of the log about those who were refused.
+#: Pause after running out of descriptors, and between two log lines about refused connections.
 PAUSE_SECONDS = 0.25
 LOG_SECONDS = 30.0
-#: Taken at a time, and held for one who reads slowly.
+#: Bytes read at a time, and bytes held for a slow reader.
 READ_BYTES = 256 << 10
 HELD_BYTES = 512 << 10
 #: First byte of a TLS handshake.
 TLS = 0x16
-#: Of a process: connections take the rest.
+#: Descriptors of a process that are kept for files, and its descriptors in all.
 FILES_MIN = 256
 DESCRIPTORS_MAX = 1 << 16
-#: For one connection: the caller's, and both ends of the way to the server.
+#: For one connection: the caller's socket, and both ends of the connection to the server.
 DESCRIPTORS_PER_CONNECTION = 3
 
 _EXHAUSTED = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
-#: An address of this name that this machine does not have, like IPv6 where that is switched off.
+#: The host name has an address that this machine lacks, such as IPv6 where that is switched off.
 _ABSENT = frozenset({errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT})
 
 
 def raise_descriptor_limit() -> int:
-    """Let this process open as many files and connections as the system allows it; returns how many."""
+    """Raise this process's descriptor limit as far as the system allows; returns the limit."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = DESCRIPTORS_MAX if hard == resource.RLIM_INFINITY else min(hard, DESCRIPTORS_MAX)
     if soft != resource.RLIM_INFINITY and soft < wanted:
@@ -68,7 +68,7 @@ def raise_descriptor_limit() -> int:
 
 
 def connections_max() -> int:
-    """How many connections leave room for at least `FILES_MIN` files (half of the descriptors where there are few)."""
+    """Return how many connections leave `FILES_MIN` descriptors for files (or half of all descriptors, if less)."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     descriptors = DESCRIPTORS_MAX if soft == resource.RLIM_INFINITY else soft
     free = descriptors - min(FILES_MIN, descriptors // 2)
@@ -76,7 +76,7 @@ def connections_max() -> int:
 
 
 def is_out_of_descriptors(error: BaseException) -> bool:
-    """Whether an error, or what caused it, is that this process or machine can open no more files: that passes."""
+    """Whether an error, or the cause of a UserError, is that no more files can be opened: a passing condition."""
     cause = error.__cause__ if isinstance(error, UserError) else error
     return isinstance(cause, OSError) and cause.errno in _EXHAUSTED
 
@@ -99,13 +99,13 @@ class Door:
         self._handshakes = Buckets()
         self._refused: Counter[tuple[str, str]] = Counter()
         self._telling: asyncio.TimerHandle | None = None
-        self.buffer = memoryview(bytearray(READ_BYTES))  # one for all: what was read is passed on at once
+        self.buffer = memoryview(bytearray(READ_BYTES))  # shared by all connections: bytes are passed on at once
 
     async def open(self, inner_port: int) -> int:
-        """Listen, and forward to this port of the machine itself; returns the port.
+        """Listen, and forward connections to `inner_port` on loopback; returns the public port.
 
         Raises:
-            OSError: the address or port can't be had.
+            OSError: the address or port is not available.
         """
         if not 0 <= self._port < 1 << 16:
             raise OSError(errno.EINVAL, "a port is a number below 65536")
@@ -121,7 +121,7 @@ class Door:
                 continue
             port = self._listeners[0].getsockname()[1]
             if address == "::":
-                break  # that is IPv4 too
+                break  # a dual-stack socket covers IPv4, too
         if not self._listeners or absent.errno not in _ABSENT:
             self.shut()
             raise absent
@@ -138,19 +138,19 @@ class Door:
         return list(dict.fromkeys((int(family), str(where[0])) for family, _, _, _, where in found))
 
     def caller(self, inner_peer: str) -> Connection | None:
-        """The connection that the server knows by this name, like "ipv4:127.0.0.1:4700"; None: it is gone."""
+        """The connection whose inner address at the server is, say, "ipv4:127.0.0.1:4700"; None: it is closed."""
         port = inner_peer.rpartition(":")[2]
         return self._inside.get(int(port)) if port.isdecimal() else None
 
     def shut(self) -> None:
-        """Take nobody any more."""
+        """Accept no more connections."""
         for listener in self._listeners:
             asyncio.get_running_loop().remove_reader(listener)
             listener.close()
         self._listeners = []
 
     async def close(self) -> None:
-        """End all connections; what the server has sent before it closed may still go out."""
+        """End all connections; data that the server has sent already may still go out."""
         self.shut()
         if self._telling is not None:
             self._telling.cancel()
@@ -161,7 +161,7 @@ class Door:
         for connection in list(self._open):
             connection.cut()
 
-    # ---- who comes in ------------------------------------------------------------------------------------------------
+    # ---- accepting ---------------------------------------------------------------------------------------------------
 
     def _accept(self, listener: socket.socket) -> None:
         loop = asyncio.get_running_loop()
@@ -176,7 +176,7 @@ class Door:
                     loop.remove_reader(listener)
                     loop.call_later(PAUSE_SECONDS, self._accept_again, listener)
                     return
-                continue  # that caller has gone already
+                continue  # that caller has disconnected already
             host = _plain(address[0])
             why = self._reason_against(_network(host))
             if why:
@@ -184,7 +184,7 @@ class Door:
                 taken.close()
                 continue
             taken.setblocking(False)
-            if sys.platform == "linux":  # a caller that is gone without a word, while bytes for it wait
+            if sys.platform == "linux":  # detect a caller that vanished while data for it is unacknowledged
                 taken.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(SILENCE_SECONDS * 1000))
             Connection(self, host).start(taken)
 
@@ -196,7 +196,7 @@ class Door:
         few, half = max(1, self.connections_max // 4), max(1, self.connections_max // 2)
         if len(self._open) >= self.connections_max:
             return f"{self.connections_max} connections are open"
-        if len(self._open) - self._num_named >= half:  # the other half is for members that have asked something
+        if len(self._open) - self._num_named >= half:  # the other half is for members that have made a call
             return f"{half} connections have not asked anything"
         if len(self._unproven) >= min(limits.UNPROVEN_MAX, half):
             return f"{len(self._unproven)} connections have not proven who they are"
@@ -207,7 +207,7 @@ class Door:
         return ""
 
     def refuse(self, why: str, host: str) -> None:
-        """Remember for the log, which gets one line for all of them now and then."""
+        """Count a refusal; one log line every `LOG_SECONDS` sums them up."""
         if len(self._refused) >= limits.BUCKETS_MAX:
             why, host = "and others", "others"
         self._refused[why, host] += 1
@@ -223,14 +223,14 @@ class Door:
     # ---- told by connections -----------------------------------------------------------------------------------------
 
     def came(self, connection: Connection) -> None:
-        """Count a caller that was just taken; nobody knows yet who it is."""
+        """Count a connection that was just accepted; its name is not known yet."""
         self._open.add(connection)
         self._unproven.add(connection)
         self._by_address[connection.network] += 1
         self._unproven_by_address[connection.network] += 1
 
     def may_begin(self, connection: Connection) -> bool:
-        """Whether one more handshake is not too much, of its address and in all."""
+        """Whether the handshake rates, of this address and in all, allow one more."""
         now = asyncio.get_running_loop().time()
         rate, burst = limits.HANDSHAKES_PER_SECOND_PER_ADDRESS, limits.HANDSHAKES_BURST_PER_ADDRESS
         if self._handshakes.take(connection.network, rate, burst, now) < 0:
@@ -238,7 +238,7 @@ class Door:
         return self._handshakes.take("", limits.HANDSHAKES_PER_SECOND, limits.HANDSHAKES_BURST, now) >= 0
 
     async def forward(self, connection: Connection) -> int:
-        """Connect this one to the server; returns the port by which the server knows it.
+        """Connect a connection to the server; returns the port by which the server knows it.
 
         Raises:
             OSError: the server does not answer, or no descriptors are left.
@@ -248,21 +248,21 @@ class Door:
         return int(transport.get_extra_info("sockname")[1])
 
     def entered(self, connection: Connection, inner_port: int) -> None:
-        """The server knows this caller by this port."""
+        """Record the port by which the server knows this connection."""
         self._inside[inner_port] = connection
 
     def proven(self, connection: Connection) -> None:
-        """This caller has completed its handshake."""
+        """Record that this connection has completed its handshake."""
         if connection in self._unproven:
             self._unproven.discard(connection)
             _count_down(self._unproven_by_address, connection.network)
 
     def connections(self) -> list[Connection]:
-        """All callers, whoever they are."""
+        """Return all open connections."""
         return list(self._open)
 
     def named(self, connection: Connection, name: str) -> int:
-        """This caller has proven to be `name`; returns how many connections it has."""
+        """Record that this caller has proven to be `name`; returns how many connections that name has."""
         if not connection.name:
             self.proven(connection)
             connection.name = name
@@ -271,7 +271,7 @@ class Door:
         return self._by_name[name]
 
     def went(self, connection: Connection, inner_port: int) -> None:
-        """Forget a caller that is gone."""
+        """Forget a connection that has ended."""
         self.proven(connection)
         self._open.discard(connection)
         _count_down(self._by_address, connection.network)
@@ -283,8 +283,8 @@ class Door:
 
 
 class Connection:
-    """One caller. `host`: where it calls from; `name`: who it has proven to be, once it has asked something, and with
-    whom it shares budgets then; `meter`: is told how many bytes come in."""
+    """One caller's connection. `host`: its address. `name`, `parties`: its proven name and the parties whose budgets it
+    shares, both known from its first call on. `meter`: called with the number of bytes that arrive."""
 
     def __init__(self, door: Door, host: str) -> None:
         self.door, self.host, self.network, self.name = door, host, _network(host), ""
@@ -312,13 +312,13 @@ class Connection:
             self._end()
 
     def came(self, end: _End, data: memoryview) -> None:
-        """Bytes at one end, for the other."""
+        """Pass on bytes that arrived at one end to the other."""
         far = self.inner if end is self.outer else self.outer
         if far is self.inner:
             self.meter(len(data))
         if far.transport is not None:
             far.transport.write(data)
-            if far.transport.get_write_buffer_size():  # it may hold a view of them
+            if far.transport.get_write_buffer_size():  # the transport may hold a view of the buffer
                 self.door.buffer = memoryview(bytearray(READ_BYTES))
         elif not self._has_begun:
             self._has_begun = True
@@ -330,7 +330,7 @@ class Connection:
             self.drop("sent too much before it asked anything")
 
     def _begin(self, data: bytes) -> None:
-        """The first bytes: what does not begin a TLS handshake goes no further."""
+        """Handle the first bytes: only the beginning of a TLS handshake is forwarded."""
         assert self.outer.transport is not None
         self._timer.cancel()
         if data[0] != TLS:
@@ -356,11 +356,11 @@ class Connection:
         self.door.entered(self, inner_port)
         self.inner.transport.write(data)
         self.outer.transport.resume_reading()
-        # Longer than the server waits for a handshake: whoever is still here then has proven to be of this run.
+        # Longer than the server waits for a handshake: a connection still open then belongs to a member of this run.
         self._timer = asyncio.get_running_loop().call_later(grpc_options.HANDSHAKE_SECONDS + 1.0, self._proven)
 
     def _proven(self) -> None:
-        """Of this run, but not yet who: a certificate that was revoked since gets as far as this."""
+        """Record a completed handshake. The peer's name is not known yet, and its certificate may be revoked."""
         self.door.proven(self)
         if not self.name:
             self._timer = asyncio.get_running_loop().call_later(NAMELESS_SECONDS, self._drop_nameless)
@@ -370,25 +370,25 @@ class Connection:
             self.drop("asked for nothing")
 
     def hold(self, end: _End, is_full: bool) -> None:
-        """One end has more to send than its caller takes, or not any more: read from the other accordingly."""
+        """Pause reading from the far end while this end's write buffer is full; resume when it has drained."""
         far = self.inner if end is self.outer else self.outer
         if far.transport is not None:
             far.transport.pause_reading() if is_full else far.transport.resume_reading()
 
     def drop(self, why: str) -> None:
-        """End it now, and let the log say why."""
+        """Abort both ends, and count the reason for the log."""
         self.door.refuse(why, self.host)
         self.cut()
 
     def cut(self) -> None:
-        """End it now."""
+        """Abort both ends."""
         for end in (self.outer, self.inner):
             if end.transport is not None:
                 end.transport.abort()
 
     def lost(self, end: _End) -> None:
-        """One end has closed: so does the other, when it has sent what it holds, or soon. (Neither TLS nor gRPC goes
-        on when one direction has ended.)"""
+        """One end has closed: close the other when its buffer is sent, or after `FAREWELL_SECONDS`. (Neither TLS nor
+        gRPC continues when one direction has ended.)"""
         self._timer.cancel()
         end.is_over = True
         far = self.inner if end is self.outer else self.outer
@@ -405,7 +405,7 @@ class Connection:
 
 
 class _End(asyncio.BufferedProtocol):
-    """One end of a connection."""
+    """One end of a connection: `outer` is the caller's, `inner` the server's."""
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
@@ -441,14 +441,14 @@ def _listen(family: int, address: str, port: int) -> socket.socket:
 
 
 def _plain(host: str) -> str:
-    """An IPv4 address that came in over IPv6 as such."""
+    """Return an IPv4-mapped IPv6 address as IPv4; other addresses unchanged."""
     address = ipaddress.ip_address(host.partition("%")[0])
     mapped = address.ipv4_mapped if isinstance(address, ipaddress.IPv6Address) else None
     return str(mapped or address)
 
 
 def _network(host: str) -> str:
-    """What counts as one address: of IPv6 a whole /64, which a single machine may have."""
+    """Return what counts as one address: for IPv6 the whole /64, which a single machine may own."""
     if ":" not in host:
         return host
     return str(ipaddress.ip_network((host, 64), strict=False).network_address)

@@ -1,8 +1,8 @@
 """The real backend: gRPC over TCP with mutual TLS. Workers and the learner connect to the head; workers that others can
 reach listen, too (`grpc_server`).
 
-No generated stubs: `base.METHODS` is the service. A refusal travels as PERMISSION_DENIED with "<reason>: <detail>";
-everything else that goes wrong on the way is LinkError at the caller.
+No generated stubs: `base.METHODS` is the service. A refusal travels as PERMISSION_DENIED with "<reason>: <detail>" and
+becomes PeerError at the caller; most other failures become LinkError.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ CALL_SECONDS = 20.0
 
 
 class GrpcLink:
-    """One connection to the head, or to whoever proves `server_name`; reconnects by itself between calls."""
+    """One connection to the head, or to the peer that proves `server_name`; reconnects by itself between calls."""
 
     def __init__(self, address: str, credentials: Credentials, server_name: str = SERVER_NAME) -> None:
         self._address, self._is_closed = address, False
@@ -91,7 +91,7 @@ class GrpcLink:
         await self._channel.close()
 
     def _raise_if_closed(self, method: str) -> None:
-        """gRPC reports a call that `close` ended as cancelled, just as if the caller itself were."""
+        """Raises LinkError if `close` ended the call: gRPC reports that as if the caller had been cancelled."""
         task = asyncio.current_task()
         if self._is_closed and (task is None or not task.cancelling()):
             raise LinkError(f"{method}: the link was closed")
@@ -112,23 +112,23 @@ class GrpcLink:
 
 @dataclass(frozen=True, slots=True)
 class Membership:
-    """What a machine has after joining: its id, where the head is, and what it proves itself with."""
+    """The result of joining: the machine's peer id, the head's address and the machine's credentials."""
 
     peer_id: str
     address: str
     credentials: Credentials
 
     def link(self) -> GrpcLink:
-        """A connection to the head."""
+        """Return a connection to the head."""
         return GrpcLink(self.address, self.credentials)
 
     def network(self) -> GrpcNetwork:
-        """What the machine can open connections with, and serve others by."""
+        """Return a network that opens connections and serves peers with these credentials."""
         return GrpcNetwork(self.credentials, self.address)
 
 
 class GrpcNetwork:
-    """`base.Network` of one member. The head, too, dials workers with it (`to_peer`), to learn who can be dialled."""
+    """`base.Network` of one member. The head, too, dials workers with it (`to_peer`), to learn which are reachable."""
 
     def __init__(self, credentials: Credentials, head_address: str = "") -> None:
         self._credentials, self._head_address = credentials, head_address
@@ -156,17 +156,17 @@ class GrpcNetwork:
 async def connect(
     ticket_text: str, state_directory: Path, patience_seconds: float = JOIN_SECONDS
 ) -> tuple[GrpcLink, str]:
-    """Join the run that a ticket names: (link, own peer id). As `join`."""
+    """Join as `join` does; return (link to the head, own peer id)."""
     member = await join(ticket_text, state_directory, patience_seconds)
     return member.link(), member.peer_id
 
 
 async def join(ticket_text: str, state_directory: Path, patience_seconds: float = JOIN_SECONDS) -> Membership:
-    """Join the run that a ticket names. Enrols at the first time; key and certificate are kept below
-    `state_directory`, so that a restarted process is the same peer.
+    """Join the run that a ticket names. The first call enrols; key and certificate are kept below `state_directory`, so
+    that a restarted process is the same peer.
 
     Raises:
-        UserError: the ticket is no ticket, is expired or used up, or the state directory can't be written.
+        UserError: the ticket is invalid, expired or used up, or the state directory can't be written.
         LinkError: the head did not answer for `patience_seconds`.
     """
     ticket = Ticket.parse(ticket_text)

@@ -6,24 +6,22 @@ from typing import Any
 
 from echo2.transport import limits
 
-#: A silent connection is probed after this long, and given up after as long again without an answer: a black hole (a
-#: host that is gone without a word) is noticed within ten seconds. Below that, a host that is only overloaded would be
-#: cut off.
+#: A silent connection is probed after this long, and closed after as long again without an answer: a host that vanished
+#: is noticed within ten seconds. A shorter time would cut off hosts that are only overloaded.
 KEEPALIVE_SECONDS = 5.0
-#: What one attempt to connect may take: four round trips until both ends have proven who they are. (gRPC calls this the
-#: least time between attempts, which it is not: a refused connection is tried again after 0.2 s.)
+#: Limit on one attempt to connect: four round trips until both ends are authenticated. (gRPC calls this the minimum
+#: time between attempts, which it is not: a refused connection is tried again after 0.2 s.)
 CONNECT_SECONDS = 5.0
-#: What a receiver lets a sender have under way in one stream, to begin with; gRPC widens it where the path proves
-#: longer. A worker takes chunks from many at once: with 8 MiB for each, their BBR start-ups together overran its queue
-#: (100 Mbit/s, four sources: 4700 packets of 48 MiB dropped, 2900 with this, 750 with gRPC's own window; one run each,
-#: on a busy machine).
+#: Initial flow-control window of one stream; gRPC widens it on longer paths. A worker fetches chunks from many peers at
+#: once: with 8 MiB each, the senders' BBR start-ups together overran its queue (100 Mbit/s, four sources: 4700 packets
+#: of 48 MiB dropped, 2900 with this window, 750 with gRPC's own; one run each, on a busy machine).
 WINDOW_BYTES = 256 << 10
-#: Of HTTP/2. The default of 16 KiB makes sixty-four of a chunk of 1 MiB.
+#: Size of an HTTP/2 frame. The default of 16 KiB splits a chunk of 1 MiB into sixty-four frames.
 FRAME_BYTES = 1 << 20
 
-#: What a stranger's handshake may take.
+#: Limit on a caller's TLS handshake.
 HANDSHAKE_SECONDS = 10.0
-#: Of a call whose request has no body.
+#: Header that carries the request of a call without a body (`Method.in_header`).
 REQUEST_HEADER = "request-bin"
 
 _BOTH: list[tuple[str, Any]] = [
@@ -49,12 +47,12 @@ _CLIENT: list[tuple[str, Any]] = [
     ("grpc.initial_reconnect_backoff_ms", 200),
     ("grpc.min_reconnect_backoff_ms", int(CONNECT_SECONDS * 1000)),
     ("grpc.max_reconnect_backoff_ms", 2000),
-    ("grpc.enable_retries", 0),  # what may be repeated is the caller's to know
+    ("grpc.enable_retries", 0),  # only the caller knows which calls may be repeated
 ]
 
 
 def server(message_bytes_max: int, connections_max: int) -> list[tuple[str, Any]]:
-    """For a server that takes messages, and connections, up to these."""
+    """Options of a server with these limits on message size and number of connections."""
     bounds = [
         ("grpc.max_receive_message_length", message_bytes_max),
         ("grpc.max_allowed_incoming_connections", connections_max),
@@ -64,5 +62,5 @@ def server(message_bytes_max: int, connections_max: int) -> list[tuple[str, Any]
 
 
 def client(server_name: str) -> list[tuple[str, Any]]:
-    """For a link whose other end must prove this name."""
+    """Options of a link whose other end must prove `server_name`."""
     return [*_CLIENT, ("grpc.ssl_target_name_override", server_name)]

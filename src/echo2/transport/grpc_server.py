@@ -1,8 +1,8 @@
 """The server side of gRPC: at the head, and at a worker that serves chunks to others.
 
-Every method is served as one with a stream of requests, also where there is one request: gRPC calls such a handler as
-soon as the header of a call is there. So who calls, in what role, whether it is revoked and whether it has asked too
-much is known before a byte of the body is read; a body that is not read stays with the caller.
+Every method is served as one with a stream of requests, even if it takes a single request: gRPC calls such a handler as
+soon as the header of a call arrives. So the caller's identity, role, revocation and budget are checked before a byte of
+the body is read; an unread body stays with the caller.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ log = logging.getLogger(__name__)
 SERVICE = "echo2.Head"
 #: Characters of a refusal. It travels as a header, percent-encoded, and headers end at 8 KiB.
 DETAIL_CHARS_MAX = 500
-#: What is under way when the server stops may still end by itself.
+#: Time for calls under way to end by themselves when the server stops.
 GRACE_SECONDS = 0.5
 
 OnError = Callable[[BaseException], None]
 
 
 class PeerServer:
-    """Serves `handlers` on one port to members of the run. `on_error` is told what a handler raised that is nobody's
-    refusal; `advice` says what to do where the port can't be had."""
+    """Serves `handlers` on one port to members of the run. `on_error` receives exceptions of handlers that are not
+    refusals; `advice` says in the error what to do if the port is not available."""
 
     def __init__(
         self,
@@ -63,7 +63,7 @@ class PeerServer:
         """Listen; returns the port.
 
         Raises:
-            UserError: the address or port can't be had.
+            UserError: the address or port is not available.
         """
         own = self._credentials
         pair = [(own.key_pem, own.certificate_pem)]
@@ -72,7 +72,7 @@ class PeerServer:
         await self._server.start()
         try:
             return await self._door.open(inner)
-        except (OSError, UnicodeError) as error:  # UnicodeError: no name that a host can have
+        except (OSError, UnicodeError) as error:  # UnicodeError: not a valid host name
             await self._server.stop(None)
             raise UserError(
                 f"Cannot listen on {self._where}: the port is in use or the address is not this machine's "
@@ -80,13 +80,13 @@ class PeerServer:
             ) from error
 
     async def stop(self) -> None:
-        """Take nobody any more; what is under way has `GRACE_SECONDS` to end."""
+        """Accept no more connections; calls under way have `GRACE_SECONDS` to end."""
         self._door.shut()
         await self._server.stop(grace=GRACE_SECONDS)
         await self._door.close()
 
     def _parties(self, peer: Peer) -> tuple[Party, ...]:
-        """Whose budgets a call of this peer counts for; its own first."""
+        """The parties whose budgets a call of this peer counts against; its own first."""
         rate, burst = limits.PEER_CALLS_PER_SECOND_MAX, limits.PEER_CALLS_BURST
         reads, unread = limits.PEER_READS_PER_PEER_MAX, limits.PEER_UNREAD_PER_PEER_MAX
         own = Party(peer.peer_id, rate, burst, reads, unread=unread)
@@ -104,7 +104,7 @@ class PeerServer:
             except Exception as error:
                 await self._abort(method, context, error)
 
-        # A coroutine that writes, not a generator: when the caller goes, gRPC cancels it, and it closes the handler.
+        # A coroutine that writes, not a generator: gRPC cancels it when the caller is gone, which closes the handler.
         async def answer_stream(_: Any, context: Any) -> None:
             try:
                 async with self._asked(method, context) as (peer, request), aclosing(handler(peer, request)) as replies:
@@ -124,7 +124,7 @@ class PeerServer:
 
     @asynccontextmanager
     async def _asked(self, method: Method, context: Any) -> AsyncGenerator[tuple[Peer, Any]]:
-        """Who asks, and what: the body is read once it is known that this peer may ask that, and now."""
+        """Yield the caller and its request. The body is read only after the caller's rights and budget are checked."""
         names = context.auth_context().get("x509_common_name", [])
         name = names[0].decode() if names else ""
         role, _, peer_id = name.partition(":")
@@ -157,7 +157,7 @@ class PeerServer:
             raise
 
     def _came(self, parties: tuple[Party, ...], num_bytes: int) -> None:
-        """Bytes have come in: where they are too many, whoever has sent most of them is cut."""
+        """Count received bytes; if a party is over its limit, disconnect its peer with the most unread bytes."""
         over = self._budgets.came(parties, num_bytes)
         if over is None:
             return
@@ -196,7 +196,7 @@ class PeerServer:
 
 
 class GrpcServer(PeerServer):
-    """The head's: it also enrols, and heeds revocations at once."""
+    """The head's server: it also enrols peers, and applies revocations at once."""
 
     def __init__(
         self,
@@ -220,8 +220,8 @@ class GrpcServer(PeerServer):
         )
 
     def _parties(self, peer: Peer) -> tuple[Party, ...]:
-        """The learner is the owner's and has no bounds; of those who come by tickets the owner's machines and strangers
-        do not share."""
+        """See `PeerServer._parties`. The learner belongs to the owner and has no bounds. The owner's machines and
+        strangers share no budget."""
         if peer.role == "learner":
             return ()
         if peer.role.startswith("join-"):
@@ -238,7 +238,7 @@ class GrpcServer(PeerServer):
         )
         try:
             member = self._identity.member(peer.peer_id)
-        except PeerError:  # its certificate is of this run, and the list of members older
+        except PeerError:  # a valid certificate of this run, but the list of members is older
             member = Enrolment("", is_own=False)
         if member.is_own:
             return own, Party("machines of the owner", reads=limits.READS_MAX, unread=limits.UNREAD_MAX)
@@ -257,7 +257,7 @@ class GrpcServer(PeerServer):
 
 
 def _header(context: Any) -> bytes:
-    """The request in the header of a call; of a caller that has put none there, no bytes."""
+    """The request in the header of a call; empty if the caller sent none."""
     for key, value in context.invocation_metadata() or ():
         if key == grpc_options.REQUEST_HEADER and isinstance(value, bytes):
             return value
@@ -265,8 +265,8 @@ def _header(context: Any) -> bytes:
 
 
 async def _written(context: Any, data: bytes) -> bool:
-    """Send one message of a stream. False: the caller is gone, which gRPC may report here before it cancels the stream.
-    That is a caller that died, not a failure here."""
+    """Send one message of a stream. Return False if the caller is gone, which gRPC may report here before it cancels
+    the stream: the caller died, and nothing failed here."""
     try:
         await context.write(data)
     except (grpc.aio.InternalError, grpc.aio.UsageError):

@@ -1,12 +1,12 @@
 """Identities: a run's own certificate authority, enrolment, revocation.
 
     enrolment   a peer makes its own key, sends a signing request over a join connection (`tickets`) and gets a
-                certificate for "worker:<id>", which also names it "<id>.echo2" to those who dial it; the id is derived
-                from the key, so enrolling again gives the same id and burns no use.
-    revocation  a revoked peer, or one that came by a revoked ticket, is refused at every call and at every message of a
-                stream, whatever certificate it shows. It is a file below revoked/, so that `echo2 revoke` and a running
-                head share it without a lock. The ticket by which a revoked peer came admits nobody any more: else the
-                same machine would be back with another key (docs/decisions/0007).
+                certificate for "worker:<id>", with the DNS name "<id>.echo2" for peers that dial it; the id is derived
+                from the key, so enrolling again gives the same id and costs no further use of the ticket.
+    revocation  a revoked peer, or one that joined with a revoked ticket, is refused at every call and at every message
+                of a stream, whatever certificate it shows. A revocation is a file below revoked/, so that
+                `echo2 revoke` and a running head share it without a lock. The ticket of a revoked peer admits no
+                further peers: else the same machine would return with another key (docs/decisions/0007).
 
 Keys are EC P-256 and never leave their machine; files are private (mode 0600) and survive restarts.
 """
@@ -34,17 +34,17 @@ from echo2.transport.tickets import Credentials, Terms, TermsFiles, ticket_text
 
 #: The name in the head's certificate; links check it instead of an address, which may change.
 SERVER_NAME = "head.echo2"
-#: Hex digits of an id: 40 bits keep 10,000 workers apart but for one chance in 20,000.
+#: Hex digits of an id: with 40 bits, the chance that two of 10,000 workers collide is one in 20,000.
 ID_DIGITS = 10
 
 _REVOKED, _TICKETS = "revoked", "tickets"
-#: Put before what is signed, so that no signature over one kind of thing passes for one over another.
+#: Prefix of signed data: a signature over a manifest cannot pass for a signature over something else.
 _MANIFEST_DOMAIN = b"echo2 manifest\0"
 
 
 @dataclass(frozen=True, slots=True)
 class Enrolment:
-    """By which ticket a peer enrolled, and whether that is for machines of the run's owner."""
+    """The ticket with which a peer enrolled, and whether that ticket is for machines of the run's owner."""
 
     ticket_id: str
     is_own: bool
@@ -52,7 +52,7 @@ class Enrolment:
 
 @dataclass(frozen=True, slots=True)
 class KnownTicket:
-    """A ticket of the run. `refuses`: why it admits nobody (empty: it does)."""
+    """A ticket of the run. `refuses`: why it admits no more peers (empty: it does)."""
 
     ticket_id: str
     terms: Terms
@@ -61,7 +61,7 @@ class KnownTicket:
 
 
 class RunIdentity:
-    """The head's side: the run's CA and server certificate, tickets given out, members and revocations."""
+    """The head's side: the run's CA and server certificate, its tickets, members and revocations."""
 
     def __init__(self, directory: Path, ca_key: Key, ca: x509.Certificate, credentials: Credentials) -> None:
         self._directory, self._ca_key, self._ca = directory, ca_key, ca
@@ -73,10 +73,10 @@ class RunIdentity:
 
     @staticmethod
     def create_or_load(directory: Path) -> RunIdentity:
-        """The identity kept in `directory`; made at the first call.
+        """Load the identity kept in `directory`; the first call creates it.
 
         Raises:
-            UserError: the directory can't be used, or what is in it is damaged.
+            UserError: the directory can't be used, or its files are damaged.
         """
         try:
             directory.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -97,11 +97,11 @@ class RunIdentity:
     # ---- tickets -----------------------------------------------------------------------------------------------------
 
     def make_ticket(self, role: str, address: str, uses: int, hours: float, is_own: bool = False) -> str:
-        """A ticket that admits `uses` peers as worker or learner within `hours`. `is_own`: for machines of the run's
-        owner, which are believed more than those of strangers.
+        """Make a ticket that admits `uses` peers in this role (see `TICKET_ROLES`) within `hours`. `is_own`: for
+        machines of the run's owner, which are trusted more than strangers' machines.
 
         Raises:
-            UserError: it can't be written down.
+            UserError: the ticket can't be stored.
         """
         ticket_id, key, now = secrets.token_hex(8), certificates.make_key(), time.time()
         certificate = certificates.issue(f"join-{role}:{ticket_id}", key.public_key(), self._ca.subject, self._ca_key)
@@ -110,11 +110,11 @@ class RunIdentity:
         return ticket_text(address, self._ca, certificate, key)
 
     def renew_ticket(self, ticket_id: str, uses: int, hours: float) -> None:
-        """Let a ticket admit `uses` more peers, within `hours` from now; its text stays the same. One that was closed
-        is open again.
+        """Let a ticket admit `uses` more peers, within `hours` from now; its text stays the same. A closed ticket opens
+        again.
 
         Raises:
-            UserError: there is no such ticket, it was revoked, or it was made for a shorter time.
+            UserError: there is no such ticket, it was revoked, its certificate expires earlier, or it can't be stored.
         """
         known = self.ticket(ticket_id)
         until = time.time() + hours * 3600
@@ -130,7 +130,7 @@ class RunIdentity:
         """All tickets of the run.
 
         Raises:
-            UserError: their files are damaged or can't be read.
+            UserError: the tickets' files are damaged or can't be read.
         """
         try:
             return [self.ticket(ticket_id) for ticket_id in self._terms.ids()]
@@ -171,12 +171,12 @@ class RunIdentity:
     # ---- members -----------------------------------------------------------------------------------------------------
 
     def enrol(self, ticket_id: str, role: str, csr_der: bytes) -> tuple[str, bytes]:
-        """Admit the key in a signing request: (peer id, its certificate in DER). The same key gets the same id, free.
-        The request is not looked at before the ticket is found to admit somebody.
+        """Admit the key in a signing request; returns (peer id, its certificate in DER). The same key gets the same id
+        and costs no further use. The request is parsed only after the ticket is found valid.
 
         Raises:
             PeerError: "malformed" request, or "ticket": expired, used up, closed or unknown; "revoked"; "busy", when
-                the head can't write.
+                the head can't read or write its files.
         """
         try:
             terms = self._terms.read(ticket_id)
@@ -214,10 +214,10 @@ class RunIdentity:
             raise PeerError("busy", f"the head can't write down who joins: {error.strerror}") from error
 
     def member(self, peer_id: str) -> Enrolment:
-        """Whose machine an enrolled peer is.
+        """Return the ticket of an enrolled peer, and whether the machine is the owner's.
 
         Raises:
-            PeerError: "unknown", nobody enrolled under this id.
+            PeerError: "unknown", no peer enrolled under this id.
         """
         entry = self._members.get(peer_id)
         if entry is None:
@@ -225,23 +225,23 @@ class RunIdentity:
         return Enrolment(entry["ticket"], self._is_own(entry["ticket"]))
 
     def _is_own(self, ticket_id: str) -> bool:
-        if ticket_id not in self._own:  # never changes
+        if ticket_id not in self._own:  # `is_own` of a ticket never changes
             try:
                 terms = self._terms.read(ticket_id)
             except (OSError, ValueError):
-                return False  # until it can be read
+                return False  # not cached: the file may be readable later
             self._own[ticket_id] = terms is not None and terms.is_own
         return self._own[ticket_id]
 
     # ---- revocation --------------------------------------------------------------------------------------------------
 
     def revoke(self, revoked_id: str) -> str:
-        """Refuse a peer, or all who came by a ticket, from now on, at every call; also heeded by a head that is
-        running. The ticket by which a revoked peer came is closed: members stay, nobody new comes by it. Returns that
-        ticket's id; of a revoked ticket, nothing.
+        """Refuse a peer, or all peers of a ticket, from now on at every call; a running head applies it at once. The
+        ticket of a revoked peer is closed: its other members stay, but it admits no new ones. Returns the id of that
+        ticket; empty when a ticket was revoked.
 
         Raises:
-            UserError: there is no such peer or ticket, or it can't be written down.
+            UserError: there is no such peer or ticket, or the revocation can't be stored.
         """
         entry = self._members.get(revoked_id)
         if entry is None and revoked_id not in self._terms.ids():
@@ -258,7 +258,7 @@ class RunIdentity:
         return ticket.ticket_id
 
     def revoked(self) -> frozenset[str]:
-        """Ids of all revoked peers, those who came by a revoked ticket among them.
+        """Ids of all revoked peers, including the peers of revoked tickets.
 
         Raises:
             UserError: the directory can't be read.
@@ -272,8 +272,8 @@ class RunIdentity:
         )
 
     def check_not_revoked(self, peer_id: str) -> None:
-        """Raises PeerError("revoked") for a revoked peer or ticket. Asks the file system (microseconds): no cache goes
-        stale."""
+        """Raises PeerError("revoked") for a revoked peer or ticket. Asks the file system each time (microseconds), so
+        there is no cache to go stale."""
         if self._is_revoked(peer_id):
             raise PeerError("revoked", f"{peer_id} was revoked")
         entry = self._members.get(peer_id)
@@ -284,18 +284,18 @@ class RunIdentity:
         return os.path.exists(f"{self._directory}/{_REVOKED}/{name}") if name else False
 
     def sign_manifest(self, manifest: bytes) -> bytes:
-        """The CA's signature over a manifest: whoever trusts the ticket can tell that the head vouches for it."""
+        """Sign a manifest with the CA's key: a peer that trusts its ticket can verify that it is the head's."""
         return self._ca_key.sign(_MANIFEST_DOMAIN + manifest, ec.ECDSA(hashes.SHA256()))
 
 
 @dataclass(frozen=True, slots=True)
 class PeerIdentity:
-    """A worker's or learner's side, per run: its key, and its certificate once enrolled."""
+    """A peer's side, per run: its key, and its certificate once enrolled."""
 
     directory: Path
 
     def load(self) -> tuple[str, Credentials] | None:
-        """(peer id, credentials) if enrolled before.
+        """Return (peer id, credentials) if this machine has enrolled before, else None.
 
         Raises:
             UserError: the files are damaged or can't be read.
@@ -313,7 +313,7 @@ class PeerIdentity:
         return name.partition(":")[2], credentials
 
     def request(self) -> bytes:
-        """A signing request (DER) for this machine's key, which is made at the first call.
+        """Return a signing request (DER) for this machine's key; the first call makes the key.
 
         Raises:
             UserError: the directory can't be written.
@@ -330,7 +330,7 @@ class PeerIdentity:
             ) from error
 
     def keep(self, ca_pem: bytes, certificate_der: bytes) -> tuple[str, Credentials]:
-        """Store the certificate that enrolment gave.
+        """Store the certificate from enrolment; returns (peer id, credentials).
 
         Raises:
             PeerError: "malformed", when it is no certificate.
@@ -347,7 +347,7 @@ class PeerIdentity:
 
 
 def peer_name(peer_id: str) -> str:
-    """The name in the certificate of a member, which those who dial it check."""
+    """The DNS name in a member's certificate, checked by peers that dial the member."""
     return f"{peer_id}.echo2"
 
 
@@ -369,12 +369,12 @@ def _create(directory: Path) -> None:
     certificates.write_private(directory / "ca.key", certificates.key_pem(ca_key))
     certificates.write_private(directory / "ca.pem", certificates.certificate_pem(ca))
     certificates.write_private(directory / "server.key", certificates.key_pem(server_key))
-    # Last: its presence means all are there.
+    # Written last: its presence means that all files exist.
     certificates.write_private(directory / "server.pem", certificates.certificate_pem(server))
 
 
 def _read_members(path: Path) -> dict[str, dict[str, Any]]:
-    """Raises ValueError and OSError."""
+    """The members by peer id; empty if there is no file. Raises ValueError and OSError."""
     try:
         members: dict[str, dict[str, Any]] = parse_json(path.read_bytes())["members"]
         if not all(isinstance(entry["ticket"], str) and isinstance(entry["key"], str) for entry in members.values()):

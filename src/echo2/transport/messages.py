@@ -1,5 +1,5 @@
-"""Converts `echo2.types` to wire messages and back. Decoding trusts nothing: out of bounds or inconsistent is
-PeerError.
+"""Converts `echo2.types` to wire messages and back. Decoding trusts nothing: values out of bounds and inconsistent
+messages raise PeerError.
 """
 
 from __future__ import annotations
@@ -58,8 +58,8 @@ def decode_ref(message: NamesSnapshot) -> SnapshotRef:
 
 
 def encode_group(group: RolloutGroup, rollouts: Sequence[wire.Rollout] = ()) -> wire.RolloutGroup:
-    """The wire form of a group, with its scores if it has them. No texts: tokens can be decoded again. `rollouts`:
-    theirs, where a delivery brought it and nothing was changed since.
+    """The wire form of a group, with its scores if it is scored. Texts are left out: tokens can be decoded again.
+    `rollouts`: the rollouts' wire form, where a delivery contained it and the rollouts are unchanged since.
     """
     return wire.RolloutGroup(
         policy=group.group.policy,
@@ -80,7 +80,7 @@ def encode_group(group: RolloutGroup, rollouts: Sequence[wire.Rollout] = ()) -> 
 
 
 def encode_scores(scores: Sequence[Score]) -> bytes:
-    """The scores alone: behind the bytes of a group that had none, they make those of the scored group."""
+    """The scores alone. Appended to the bytes of an unscored group, they give the bytes of the scored group."""
     return wire.RolloutGroup(scores=_encode_scores(scores)).SerializeToString()
 
 
@@ -106,11 +106,11 @@ def _encode_rollout(rollout: Rollout) -> wire.Rollout:
 
 
 def parse_group(data: bytes) -> RolloutGroup:
-    """A group as the head stored it and as the learner is fed it, from its bytes. What is in it was checked when the
-    head took it in, and is not checked again.
+    """Parse a group from the bytes that the head stores and feeds to the learner. The head checked its contents at
+    delivery; they are not checked again.
 
     Raises:
-        PeerError: "malformed": it is no group.
+        PeerError: "malformed": the bytes are not a group.
     """
     try:
         message = wire.RolloutGroup.FromString(data)
@@ -132,7 +132,7 @@ def parse_group(data: bytes) -> RolloutGroup:
 
 
 def encode_delivery(lease_id: int, group: RolloutGroup) -> wire.Delivery:
-    """What a worker sends of the group that it sampled under this lease: what nobody else can know."""
+    """The wire form of a worker's result under this lease: only what the head cannot know itself."""
     message = wire.Delivery(
         lease_id=lease_id,
         policy=group.group.policy,
@@ -151,7 +151,7 @@ def encode_delivery(lease_id: int, group: RolloutGroup) -> wire.Delivery:
 
 
 def delivered_group(message: wire.Delivery) -> GroupRef:
-    """The group that a worker says its result is of.
+    """The group to which a worker's result claims to belong.
 
     Raises:
         PeerError: "malformed".
@@ -162,10 +162,10 @@ def delivered_group(message: wire.Delivery) -> GroupRef:
 def decode_delivery(
     message: wire.Delivery, lease: Lease, prompt_tokens: array[int], worker_id: str, seconds_max: float = math.inf
 ) -> RolloutGroup:
-    """A group from a worker: its rollouts are the worker's, as many as leased, all else is the head's. Without texts
-    and rewards. What a worker says of its seconds counts up to `seconds_max`.
+    """Decode a group from a worker: its rollouts come from the worker, as many as leased, all else from the head. It
+    has no texts and rewards. `generate_seconds` as reported by the worker is capped at `seconds_max`.
 
-    Here each byte of a rollout is checked, once: `message.rollouts` may be stored and fed as they are.
+    Each byte of a rollout is checked here, once: `message.rollouts` may be stored and fed unchanged.
 
     Raises:
         PeerError: "oversized" or "malformed", saying what is wrong.
@@ -188,7 +188,7 @@ def decode_delivery(
 
 
 def decode_played(message: wire.Delivery, lease: Lease, worker_id: str, seconds_max: float = math.inf) -> RolloutGroup:
-    """A group whose rollouts a harness played on a machine of the owner: prompt and rewards are that machine's word.
+    """Decode a group that a harness played on a machine of the owner; that machine also gives the prompt and rewards.
 
     Raises:
         PeerError: "oversized" or "malformed", saying what is wrong.
@@ -204,15 +204,16 @@ def decode_played(message: wire.Delivery, lease: Lease, worker_id: str, seconds_
 
 
 def check_lengths(group: RolloutGroup, max_tokens: int) -> None:
-    """Raises PeerError where a rollout is longer than was leased."""
+    """Raises PeerError("oversized") if a rollout is longer than was leased."""
     longest = max(len(rollout.tokens) for rollout in group.rollouts)
     if longest > max_tokens:
         raise PeerError("oversized", f"a rollout of {longest} tokens; {max_tokens} were leased")
 
 
 def check_turns(group: RolloutGroup, max_turns: int, is_played: bool = False) -> None:
-    """Raises PeerError("malformed") where a rollout does not begin and end with the policy's tokens, or has more turns
-    than were leased. One turn: no token is an environment's. A harness may begin each rollout with words of its own."""
+    """Raises PeerError("malformed") if a rollout does not begin and end with the policy's tokens, or has more turns
+    than were leased. With one turn, no token is the environment's. A harness's rollouts (`is_played`) may begin with
+    tokens that were not sampled."""
     for rollout in group.rollouts:
         mask = rollout.loss_mask
         _require(mask[-1] == 1, "a rollout does not end with a sampled token")
@@ -222,8 +223,8 @@ def check_turns(group: RolloutGroup, max_turns: int, is_played: bool = False) ->
 
 
 def check_support(group: RolloutGroup, params: SamplingParams, vocab_size: int) -> None:
-    """Raises PeerError("malformed") where a token was drawn from more tokens than this sampling leaves: the learner
-    makes room for the widest choice at every token."""
+    """Raises PeerError("malformed") if a token's support is wider than these sampling parameters allow: the learner
+    makes room for the widest support at every token."""
     widest = min(params.top_k or vocab_size, vocab_size, limits.SUPPORT_WIDTH_MAX)
     for rollout in group.rollouts:
         if rollout.support_offsets is not None:
@@ -235,7 +236,7 @@ def check_support(group: RolloutGroup, params: SamplingParams, vocab_size: int) 
 
 
 def check_vocabulary(group: RolloutGroup, vocab_size: int) -> None:
-    """Raises PeerError("malformed") where a token is none of the learner's: it would break the training step."""
+    """Raises PeerError("malformed") if a token is outside the learner's vocabulary: it would break a training step."""
     of_rollouts = (tokens for one in group.rollouts for tokens in (one.tokens, one.support_tokens) if tokens)
     largest = np.frombuffer(b"".join((group.prompt_tokens, *of_rollouts)), dtype=np.int32).max()
     if largest >= vocab_size:
@@ -243,7 +244,7 @@ def check_vocabulary(group: RolloutGroup, vocab_size: int) -> None:
 
 
 def _rollout(message: wire.Rollout, score: wire.Score | None = None) -> Rollout:
-    """A rollout that was checked."""
+    """Convert a rollout that has been checked."""
     has_support = message.HasField("support_tokens")
     return Rollout(
         tokens=array("i", message.tokens),
@@ -261,7 +262,7 @@ def _rollout(message: wire.Rollout, score: wire.Score | None = None) -> Rollout:
 
 
 def check_rollouts(messages: Sequence[wire.Rollout]) -> None:
-    """Check rollouts as they are told, or read in a log. What holds for each token is checked for all of them at once.
+    """Check rollouts from a worker, or from a log. Conditions on single tokens are checked for all rollouts at once.
 
     Raises:
         PeerError: "oversized" or "malformed", saying what is wrong.
@@ -287,7 +288,7 @@ def check_rollouts(messages: Sequence[wire.Rollout]) -> None:
 
 def _check_logprobs(data: bytes, mask: bytes) -> None:
     values = np.frombuffer(data, dtype="<f4")
-    least, most = float(values.min()), float(values.max())  # NaN, if any is
+    least, most = float(values.min()), float(values.max())  # NaN if any value is NaN
     _require(math.isfinite(least) and math.isfinite(most), "a logprob is not finite")
     _require(most <= limits.LOGPROB_SLACK, "a logprob is above 0")
     _require(least >= limits.LOGPROB_MIN, f"a logprob is below {limits.LOGPROB_MIN:g}")
@@ -333,7 +334,7 @@ def _check_support(message: wire.Rollout) -> None:
 
 
 def with_scores(group: RolloutGroup, texts: Sequence[str], scores: Sequence[Score]) -> RolloutGroup:
-    """The same group with texts and scores of its rollouts."""
+    """Return the group with texts and scores filled into its rollouts."""
     triples = zip(group.rollouts, texts, scores, strict=True)
     return replace(
         group,
@@ -380,7 +381,7 @@ def encode_assignment(assignment: Assignment) -> wire.Lease:
 
 
 def decode_assignment(message: wire.Lease) -> Assignment:
-    """A lease from the head. Raises PeerError, "oversized" or "malformed"."""
+    """Decode a lease from the head. Raises PeerError, "oversized" or "malformed"."""
     _require(0 < message.num_samples <= limits.SAMPLES_MAX, f"{message.num_samples} samples leased")
     _require(0 < message.max_tokens <= limits.TOKENS_MAX, f"max_tokens = {message.max_tokens}")
     _require(math.isfinite(message.temperature) and message.temperature >= 0, "temperature is not a number >= 0")
@@ -420,7 +421,7 @@ def decode_assignment(message: wire.Lease) -> Assignment:
 
 
 def decode_object(what: str, text: str) -> dict[str, Any]:
-    """A JSON object of the head's; of no text an empty one.
+    """Parse a JSON object from the head; empty text gives an empty object.
 
     Raises:
         PeerError: "oversized" or "malformed".
@@ -449,13 +450,13 @@ def _bound_chars(what: str, text: str, most: int) -> None:
 
 
 def whole_number(what: str, value: int) -> int:
-    """`value`, if everything that keeps it can. Raises PeerError("malformed")."""
+    """Return `value` if it is in 0..`limits.NUMBER_MAX`. Raises PeerError("malformed") otherwise."""
     _require(0 <= value <= limits.NUMBER_MAX, f"{what} = {value} is out of range")
     return value
 
 
 def policy_id(text: str) -> str:
-    """A policy's id. Raises PeerError("malformed") where it can be none."""
+    """Return `text` if it is a valid policy id. Raises PeerError("malformed") otherwise."""
     _require(is_policy_id(text), f"{text[:80]!r} is no policy id")
     return text
 

@@ -2,9 +2,9 @@
 
 text     "echo2-" + base64url(JSON): the head's address, the CA's certificate, and a *join certificate* with its
          key. Even enrolment thus runs over mutual TLS, on the one port (docs/decisions/0001).
-terms    how many machines it admits, until when, and whose they are: one file a ticket, read at every enrolment and
-         replaced whole, so that `echo2 invite` and a running head share it without a lock. Whom it admitted stands
-         in the list of members, which the head alone writes.
+terms    how many machines a ticket admits, until when, and whether they are the owner's: one file a ticket, read at
+         every enrolment and replaced whole, so that `echo2 invite` and a running head share it without a lock. The
+         admitted peers stand in the list of members, which only the head writes.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _ADDRESS = re.compile(r"[0-9A-Za-z._%\[\]:-]{1,300}:[0-9]{1,5}")
 
 @dataclass(frozen=True, slots=True)
 class Credentials:
-    """What one end of a TLS connection shows, and whom it trusts; PEM."""
+    """The certificate and key that one end of a TLS connection uses, and the CA that it trusts; PEM."""
 
     ca_pem: bytes
     certificate_pem: bytes
@@ -55,10 +55,10 @@ class Ticket:
 
     @staticmethod
     def parse(text: str) -> Ticket:
-        """From the ticket itself, or ``@FILE``.
+        """Parse a ticket's text, or the file in ``@FILE``.
 
         Raises:
-            UserError: it is not a ticket.
+            UserError: the text is not a ticket, or the file can't be read.
         """
         text = (_read_ticket(text[1:]) if text.startswith("@") else text).strip()
         try:
@@ -73,7 +73,7 @@ class Ticket:
 def ticket_text(
     address: str, ca: x509.Certificate, certificate: x509.Certificate, key: ec.EllipticCurvePrivateKey
 ) -> str:
-    """What `Ticket.parse` reads."""
+    """Return a ticket as text, for `Ticket.parse`."""
     number = key.private_numbers().private_value
     der = {
         "ca": certificates.certificate_der(ca),
@@ -111,7 +111,7 @@ def _parse_ticket(text: str) -> Ticket:
     named, _, ticket_id = certificates.common_name(certificate).partition(":")
     role = named.removeprefix("join-")
     if not RUN_ID.fullmatch(run_id) or role not in TICKET_ROLES or not TICKET_ID.fullmatch(ticket_id):
-        raise ValueError("its certificates are none to join with")  # run and role become part of a path
+        raise ValueError("its certificates are none to join with")  # run id and role become part of a path
     shown = Credentials(
         certificates.certificate_pem(ca), certificates.certificate_pem(certificate), certificates.key_pem(key)
     )
@@ -120,9 +120,9 @@ def _parse_ticket(text: str) -> Ticket:
 
 @dataclass(frozen=True, slots=True)
 class Terms:
-    """What a ticket admits: `uses` machines in all, as `role`, until `expires` (Unix time). `is_own`: machines of the
-    run's owner. `is_closed`: nobody any more, since somebody who came by it was revoked. `valid_until`: no renewal goes
-    beyond that, as its certificate ends then."""
+    """What a ticket admits: `uses` machines in all, as `role`, until `expires` (Unix time). `is_own`: the machines are
+    the run owner's. `is_closed`: it admits no more machines, since a peer that joined with it was revoked.
+    `valid_until`: the limit of renewals, as the ticket's certificate expires then."""
 
     role: str
     uses: int
@@ -139,16 +139,16 @@ class TermsFiles:
         self._directory = directory
 
     def ids(self) -> list[str]:
-        """Raises OSError."""
+        """The ids of all tickets, sorted. Raises OSError."""
         names = (name.removesuffix(".json") for name in os.listdir(self._directory))
         return sorted(name for name in names if TICKET_ID.fullmatch(name))
 
     def read(self, ticket_id: str) -> Terms | None:
-        """None for one that is not of this run.
+        """Read a ticket's terms; None: the ticket is not of this run.
 
         Raises:
             ValueError: the file is damaged.
-            OSError: it can't be read.
+            OSError: the file can't be read.
         """
         if not TICKET_ID.fullmatch(ticket_id):
             return None
@@ -164,5 +164,5 @@ class TermsFiles:
         return terms
 
     def write(self, ticket_id: str, terms: Terms) -> None:
-        """Raises OSError."""
+        """Write or replace a ticket's terms. Raises OSError."""
         certificates.write_private(self._directory / f"{ticket_id}.json", json.dumps(asdict(terms)).encode())

@@ -1,7 +1,6 @@
-"""The most likely tokens that a worker reports (`types.Rollout.top_tokens`); impossible reports are refused.
+"""Checks the likely tokens that a worker reports (`types.Rollout.top_tokens`); impossible reports are refused.
 
-What they say of tokens that were not drawn cannot be checked here; what they can do to a loss is bounded there
-(docs/losses.md).
+The logprobs of tokens that were not drawn cannot be verified here; the losses bound their influence (docs/losses.md).
 
 Shape suffixes: m = sampled tokens of a rollout, k = most likely tokens of each.
 """
@@ -16,8 +15,8 @@ from echo2.types import Rollout, RolloutGroup
 
 
 def check_top(group: RolloutGroup, num_asked: int, vocab_size: int) -> None:
-    """Raises PeerError("malformed") where a rollout has not as many as were asked for at each sampled token, or what
-    is no part of a distribution that gave the token that was drawn its logprob."""
+    """Raises PeerError("malformed") unless each sampled token of each rollout has `num_asked` likely tokens (or
+    `vocab_size` if that is less), consistent with a distribution that gives the sampled token its logprob."""
     width = min(num_asked, vocab_size)
     for rollout in group.rollouts:
         num_entries = rollout.loss_mask.count(1) * width
@@ -39,7 +38,7 @@ def _check_values(rollout: Rollout, width: int, vocab_size: int) -> None:
     drawn_m = np.frombuffer(rollout.tokens, dtype=np.int32)[is_sampled]
     logprob_m = np.frombuffer(rollout.logprobs, dtype=np.float32)[is_sampled]
     is_drawn_mk = ids_mk == drawn_m[:, None]
-    # A token that is not among the most likely is no more likely than any of them.
+    # A sampled token outside the top k is at most as likely as each of them.
     told_m = np.where(is_drawn_mk, logprobs_mk, 0.0).sum(1)
     error_m = TOP_ERROR * (1.0 - logprob_m)
     is_same_m = np.abs(told_m - logprob_m) <= error_m

@@ -1,10 +1,10 @@
-"""The costs of a run: dollars for each machine, and how much of it was wasted, by cause.
+"""The costs of a run: dollars for each machine, and the wasted part of them, by cause.
 
-A machine of the run's owner costs its price for as long as it attends, a stranger for the time of its accepted results
-alone. Of that time, what it spent on results is useful, or waste under the word they were refused with; groups that
-are sampled together share their batch's time. A lease that ended without a result is charged the worker's mean time
-for a group (never more than the lease lasted), as an estimate. The rest is standby or idle. A worker that comes back
-at another price opens a second account. `planning/bill.py` itemises.
+A machine of the run's owner costs its price while it attends, a stranger's only for the time of its accepted results.
+Time spent on a result is useful, or wasted under the reason of its refusal; groups that are sampled together share the
+time of their batch. A lease that ended without a result is charged the worker's mean time for a group (at most the
+duration of the lease), as an estimate. The rest is standby or idle. A worker that returns at another price opens a
+second account. `planning/bill.py` itemises.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from typing import Any
 
 @dataclass(slots=True)
 class MachineCost:
-    """One machine's account at one price, in seconds; `wasted_seconds` by cause. `counted_until`: up to here its time
-    is useful or waste already. `is_own`: a machine of the run's owner; strangers are paid for results that were
-    accepted, and their time is the time of those.
+    """One machine's account at one price, in seconds; `wasted_seconds` by cause. `counted_until`: time up to here is
+    already counted as useful or wasted. `is_own`: a machine of the run's owner. Strangers are paid for accepted results
+    only: their `attended_seconds` are the time of these results.
     """
 
     price_usd_per_hour: float = 0.0
@@ -38,7 +38,7 @@ class MachineCost:
         return self.standby_seconds + (now - self.standing_by_since if self.standing_by_since is not None else 0.0)
 
     def claim(self, seconds: float, now: float | None) -> float:
-        """The part of the `seconds` up to `now` that no other result has claimed."""
+        """Return the part of the `seconds` up to `now` that no other result has claimed, and claim it."""
         if now is None:
             return seconds
         claimed = max(0.0, min(seconds, now - self.counted_until))
@@ -63,7 +63,7 @@ class CostBook:
         for name, machine in self.machines.items():
             values = {**asdict(machine), "attended_seconds": machine.seconds(now), "attending_since": None}
             values |= {"standby_seconds": machine.standby(now), "standing_by_since": None}
-            del values["counted_until"]  # of a clock that the next head does not have
+            del values["counted_until"]  # the next head counts anew
             plain[name] = values
         return plain
 
@@ -75,12 +75,12 @@ class CostBook:
             machine = self.machines.setdefault(name, MachineCost(price_usd_per_hour))
         machine.is_own = is_own
         if not is_own:
-            machine.counted_until = max(machine.counted_until, now)  # what it did before this it was paid for
+            machine.counted_until = max(machine.counted_until, now)  # time before it joined is not charged again
         elif machine.attending_since is None:
             machine.attending_since = now
 
     def _put_away(self, name: str) -> None:
-        """Close the account of a price that is over."""
+        """Move a machine's account at its old price to an account named after that price."""
         machine = self.machines.pop(name)
         old = self.machines.setdefault(
             f"{name} at ${machine.price_usd_per_hour:g}/h", MachineCost(machine.price_usd_per_hour)
@@ -99,7 +99,7 @@ class CostBook:
             machine.attended_seconds, machine.attending_since = machine.seconds(now), None
 
     def stands_by(self, name: str, now: float) -> None:
-        """The worker is connected but not to work."""
+        """Record that a connected worker is on standby, without leases."""
         machine = self.machines.get(name)
         if machine is not None and machine.attending_since is not None and machine.standing_by_since is None:
             machine.standing_by_since = now
@@ -110,7 +110,7 @@ class CostBook:
             machine.standby_seconds, machine.standing_by_since = machine.standby(now), None
 
     def useful(self, name: str, seconds: float, now: float | None = None) -> None:
-        """Count a result that took `seconds` up to `now` as useful; without `now`, all of these seconds are its own."""
+        """Count a result that took `seconds` up to `now` as useful. Without `now`, all of these seconds count."""
         machine = self.machines.setdefault(name, MachineCost())
         claimed = machine.claim(seconds, now)
         machine.useful_seconds += claimed
@@ -120,7 +120,7 @@ class CostBook:
     def wasted(self, name: str, cause: str, seconds: float, now: float | None = None) -> None:
         machine = self.machines.setdefault(name, MachineCost())
         if not machine.is_own:
-            return  # nothing is paid for it
+            return  # strangers are not paid for wasted work
         wasted = machine.claim(seconds, now)
         machine.wasted_seconds[cause] = machine.wasted_seconds.get(cause, 0.0) + wasted
 
@@ -133,8 +133,8 @@ class CostBook:
         self.wasted(name, cause, min(mean, lasted_seconds))
 
     def count_as_wasted(self, name: str, cause: str) -> None:
-        """Count a result as waste that was useful before and is not trained on after all: the mean time of this
-        worker's groups.
+        """Move a result from useful to waste, because it is not trained on after all: the mean time of this worker's
+        groups.
         """
         machine = self.machines.setdefault(name, MachineCost())
         if machine.useful_groups:

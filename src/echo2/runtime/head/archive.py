@@ -1,16 +1,16 @@
-"""The snapshots at the head: what is stored of each, which payload a worker gets, and what is deleted.
+"""The snapshots at the head: stores payloads, chooses the payload that a worker gets, and deletes old ones.
 
-The learner sends whole contents (anchors) and deltas over the version that it published before. They are stored as they
-come. A worker is given one payload: the deltas that lead from what it has to the newest version, joined, or an anchor
-and the deltas since. To join payloads is to copy lists of hashes, and steps are added up without what they are
-added to; the head never holds a weight.
+The learner sends whole contents (anchors) and deltas over the version that it published before; they are stored
+unchanged. A worker gets one payload: the deltas from its version to the newest, joined, or an anchor and the deltas
+since. Joining payloads copies lists of hashes, and merging adds deltas without their base, so the head never holds
+weights.
 
-An adapter comes after its base model, which stays as long as the run: the planner knows nothing of it.
+An adapter is published after its base model, which is kept until the end of the run; the planner does not know it.
 
-What the planner retains can be had from nothing. What it drops stays as *history*: the newest deltas, so that a worker
-that was away for some versions is sent what changed.
+Every snapshot that the planner retains can be served to a worker without any base. Of the dropped ones, the newest
+deltas stay as *history*, so that a worker that was away for some versions gets deltas.
 
-One thread stores and deletes, one piece at a time, so that nothing is deleted before it is listed.
+One thread stores and deletes, one operation at a time, so that no chunk is deleted before its payload is listed.
 """
 
 from __future__ import annotations
@@ -33,22 +33,22 @@ from echo2.weights.store import ChunkStore
 
 log = logging.getLogger(__name__)
 
-#: Chunks that one offer may name; the learner makes more offers for more.
+#: Maximum number of chunks per offer; the learner splits larger payloads into several offers.
 OFFER_CHUNKS_MAX = 4096
-#: Joined payloads that are remembered: one each for a newcomer and for the laggards of a few versions.
+#: Number of joined payloads remembered: one for new workers, and one each for workers a few versions behind.
 JOINED_MAX = 8
-#: Payloads whose deltas are added up; they are remembered until their version is dropped.
+#: Maximum number of merged payloads; they are remembered until their version is dropped.
 MERGED_MAX = 8
-#: Seconds that adding up one payload may take. Segments that are not reached keep their deltas in a row.
+#: Time limit for merging one payload. Segments not reached by then keep their deltas in sequence.
 MERGING_SECONDS = 5.0
-#: Base models of one run; each is as large as a model.
+#: Maximum number of base models of one run; each is as large as a model.
 BASE_MODELS_MAX = 4
 
 T = TypeVar("T")
 
 
 class Archive:
-    """All methods are for the event loop; `on_dropped` is told of payloads that are handed out no more."""
+    """The stored snapshots. Call all methods on the event loop. `on_dropped` gets payloads no longer served."""
 
     def __init__(self, store: ChunkStore, on_dropped: Callable[[PayloadId], None] = lambda payload: None) -> None:
         self.store = store
@@ -57,9 +57,9 @@ class Archive:
         self._retained: set[SnapshotRef] = reachable(store.manifests())
         self._offered: set[bytes] = set()
         self._joined: dict[PayloadId, Manifest] = {}
-        self._merged: dict[PayloadId, set[bytes]] = {}  # of which deltas were added up: the chunks of the sums
+        self._merged: dict[PayloadId, set[bytes]] = {}  # merged payload -> the chunks made by merging
         self._merging = asyncio.Lock()
-        self._forgotten: set[PayloadId] = set()  # joined before, of retained contents: workers may be fetching them
+        self._forgotten: set[PayloadId] = set()  # evicted from `_joined`; workers may still be fetching them
 
     async def _beside(self, work: Callable[..., T], *arguments: object) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._thread, work, *arguments)
@@ -70,10 +70,10 @@ class Archive:
     # ---- from the learner ----------------------------------------------------------------------------------------
 
     def offer(self, hashes: Iterable[bytes]) -> tuple[bytes, ...]:
-        """The hashes among these chunks that are missing here, before they are sent.
+        """Accept an offer of chunks. Return the hashes of those that are not stored, for the learner to send.
 
         Raises:
-            PeerError: "oversized", more at once, or more of one payload, than may be.
+            PeerError: "oversized": too many chunks in this offer, or in this payload.
         """
         named = tuple(dict.fromkeys(hashes))
         if len(named) > OFFER_CHUNKS_MAX or len(self._offered) + len(named) > MAX_CHUNKS:
@@ -85,19 +85,19 @@ class Archive:
         """Store a chunk that was offered.
 
         Raises:
-            PeerError: "malformed", it was not; "corrupt", it does not have this hash.
+            PeerError: "malformed": the chunk was not offered; "corrupt": it does not have this hash.
         """
         if hash_ not in self._offered:
             raise PeerError("malformed", "a chunk that was not offered")
         await self._beside(self.store.put, hash_, data)
 
     async def take(self, manifest: Manifest) -> None:
-        """All chunks of this payload were sent: list it.
+        """List a payload whose chunks have all been sent.
 
         Raises:
-            PeerError: "base", it is over what can't be had here, so the whole content is needed; "missing", some chunks
-                never came, or were thrown away before they were offered; "base_model", it is an adapter over one that
-                is not here; "oversized", it is one base model too many.
+            PeerError: "base": its base is not stored here, so the whole content is needed; "missing": some chunks were
+                never sent, or were deleted before they were offered; "base_model": it is an adapter over a base model
+                that is not stored here; "oversized": it is one base model too many.
         """
         base_models = {ref for ref in self._retained if ref.is_base_model}
         if manifest.base_model is not None and manifest.base_model not in base_models:
@@ -105,18 +105,18 @@ class Archive:
         if manifest.ref.is_base_model and len(base_models | {manifest.ref}) > BASE_MODELS_MAX:
             raise PeerError("oversized", f"more than {BASE_MODELS_MAX} base models in one run")
         was_retained = manifest.ref in self._retained
-        self._retained.add(manifest.ref)  # first: what is thrown away from now on is not this
+        self._retained.add(manifest.ref)  # before listing: protects the payload from deletion
         try:
             await self._beside(self._list, manifest)
-        except BaseException:  # its caller's connection may have closed, too
+        except BaseException:  # including the cancellation when the caller's connection closes
             if not was_retained:
                 self._retained.discard(manifest.ref)
             raise
-        self._retained.add(manifest.ref)  # again: an earlier call for it may have been cancelled meanwhile
+        self._retained.add(manifest.ref)  # again: an earlier, cancelled call for it may have discarded it meanwhile
         self._offered.clear()
 
     def _list(self, manifest: Manifest) -> None:
-        """In the thread, so that nothing is being thrown away between the look and the listing."""
+        """Check and list a payload, on the thread, so that no chunk is deleted between the check and the listing."""
         if manifest.base is not None:
             compose([*self._steps(PayloadId(manifest.base)), manifest])
         absent = self.store.missing(manifest)
@@ -124,30 +124,30 @@ class Archive:
             raise PeerError("missing", f"{len(absent)} chunks of {manifest.payload} are not here")
         self.store.put_manifest(manifest)
 
-    # ---- what is here --------------------------------------------------------------------------------------------
+    # ---- reading -------------------------------------------------------------------------------------------------
 
     @property
     def retained(self) -> list[SnapshotRef]:
-        """The snapshots that can be served, oldest first. At the start: all that are stored and complete."""
+        """The snapshots that can be served, oldest first. At the start: all that are completely stored."""
         return sorted(self._retained)
 
     def find(self, asked: SnapshotRef) -> SnapshotRef | None:
-        """The retained snapshot with this name; lineage 0 means the newest lineage that has the version."""
+        """Return the retained snapshot of this name, or None. Lineage 0 means the newest lineage with this version."""
         versions = [ref for ref in self._retained if (ref.policy, ref.version) == (asked.policy, asked.version)]
         return max((ref for ref in versions if asked.lineage in (0, ref.lineage)), default=None)
 
     def payload(self, ref: SnapshotRef, base: SnapshotRef | None) -> Manifest:
-        """The payload of `ref` for a worker that has `base`: a delta over it, unless the whole content is no larger.
+        """Return the payload of `ref` for a worker that has `base`: a delta, unless the whole content is no larger.
 
         Raises:
-            PeerError: "unknown_snapshot", there is no such snapshot (any more).
+            PeerError: "unknown_snapshot": there is no such snapshot (any more).
         """
         if ref not in self._retained:
             raise PeerError("unknown_snapshot", f"no snapshot {ref} is stored")
         if base is not None and base != ref:
-            with suppress(PeerError):  # it is of another history, or too old
+            with suppress(PeerError):  # the base is of another history, or too old
                 delta = self._join(PayloadId(ref, base))
-                if delta.total_bytes < delta.content_bytes:  # which a payload without a base sends at least
+                if delta.total_bytes < delta.content_bytes:  # the minimum size of a payload without a base
                     return delta
         try:
             return self._join(PayloadId(ref))
@@ -155,18 +155,18 @@ class Archive:
             raise PeerError("unknown_snapshot", f"snapshot {ref} can't be had: {error}") from error
 
     def is_joined(self, payload: PayloadId) -> bool:
-        """Whether this payload is remembered, so that serving it costs next to nothing."""
+        """Whether this payload is remembered, so that serving it is cheap."""
         return payload in self._joined
 
     def is_chain(self, payload: PayloadId) -> bool:
-        """Whether this payload would be several deltas in a row, which `merge` may make smaller."""
+        """Whether this payload would be a sequence of deltas, which `merge` may make smaller."""
         steps = None if payload in self._joined else self.store.chain(payload.ref, payload.base)
         return payload.base is not None and steps is not None and len(steps) > 1
 
     async def merge(self, payload: PayloadId, is_wanted: Callable[[], bool] = lambda: True) -> None:
-        """Add up the deltas of a payload, segment by segment, before it is handed out. Nothing of the weights is needed
-        for that. Where it cannot be done (see `merge_deltas`) or takes too long, deltas stay in a row. `is_wanted` is
-        asked when those that were requested before are done."""
+        """Merge the deltas of a payload, segment by segment, before it is served. This does not need the weights. Where
+        it is impossible (see `merge_deltas`) or takes too long, the deltas stay in sequence. `is_wanted` is called
+        after earlier merges are done."""
         loop = asyncio.get_running_loop()
         async with self._merging:
             if payload.ref not in self._retained or not is_wanted():
@@ -179,35 +179,35 @@ class Archive:
                 joined = compose(self._steps(payload))
                 segments = list(joined.segments)
                 for at, width in enumerate(widths_of(joined.tensors, joined.extents)):
-                    # Once it is dropped, nothing more is made: what is thrown away then is all that was.
+                    # Stop once the payload is dropped, so that no chunk is stored after the others were deleted.
                     if loop.time() < until and self._merged.get(payload) is made:
                         segments[at] = await self._beside(self._merge, segments[at], width, len(segments), made)
                 if self._merged.get(payload) is made:
                     merged = replace(joined, segments=tuple(segments))
                     self._joined.setdefault(payload, merged)
-            except (PeerError, UserError) as error:  # a chunk is altered or missing, a record is none, the disk is full
+            except (PeerError, UserError) as error:  # a damaged or missing chunk, an invalid record, or a full disk
                 log.warning("the deltas of %s are not added up: %s", payload, error)
-            finally:  # also where the caller was cancelled, or others have it already with its deltas in a row
+            finally:  # also if the caller was cancelled, or the payload was joined unmerged meanwhile
                 if merged is None or self._joined.get(payload) is not merged:
                     self._merged.pop(payload, None)
 
     def _merge(self, segment: Segment, width: int, num_segments: int, made: set[bytes]) -> Segment:
-        """In the thread: what it stores is among `made` before anything is thrown away."""
+        """Merge one segment, on the thread: its chunks are in `made` before any deletion can run."""
         merged, chunks = merge_deltas(segment, width, self.store.get, num_segments)
         made.update(chunks)
         self.store.put_checked(list(chunks.items()))
         return merged
 
     def base_model(self, ref: SnapshotRef) -> SnapshotRef | None:
-        """The base model of this snapshot; None if it is a whole model, or is not here."""
+        """Return the base model of this snapshot; None if it is a whole model, or not stored."""
         steps = self.store.chain(ref)
         return steps[-1].base_model if steps else None
 
     def files(self, ref: SnapshotRef) -> dict[str, bytes]:
-        """The files of a snapshot, without its tensors; with those of its base model.
+        """Return the files of a snapshot (not its tensors), and those of its base model.
 
         Raises:
-            PeerError: "base", it can't be had here; "corrupt", the disk altered a chunk.
+            PeerError: "base": the snapshot is not stored here; "corrupt": a chunk is damaged on disk.
         """
         manifest = compose(self._steps(PayloadId(ref)))
         below = {} if manifest.base_model is None else self.files(manifest.base_model)
@@ -220,10 +220,11 @@ class Archive:
         return steps
 
     def _join(self, payload: PayloadId) -> Manifest:
-        """One and the same for as long as it is remembered: workers that fetch it take chunks from each other.
+        """Return the joined payload. It is the same manifest while it is remembered, so that workers which fetch it can
+        exchange chunks.
 
         Raises:
-            PeerError: "base", nothing here leads to it.
+            PeerError: "base": the stored payloads do not lead to it.
         """
         joined = self._joined.get(payload)
         if joined is not None and not self.store.missing(joined):
@@ -237,21 +238,21 @@ class Archive:
         self._forgotten.discard(payload)
         return joined
 
-    # ---- throwing away -------------------------------------------------------------------------------------------
+    # ---- deleting ------------------------------------------------------------------------------------------------
 
     async def drop(self, ref: SnapshotRef) -> None:
-        """The planner no longer retains this snapshot."""
+        """Stop serving a snapshot that the planner no longer retains."""
         self._retained.discard(ref)
         for payload in [payload for payload in (*self._joined, *self._forgotten) if payload.ref == ref]:
             self._joined.pop(payload, None)
             self._forgotten.discard(payload)
             self.on_dropped(payload)
         for payload in [payload for payload in self._merged if payload.ref == ref]:
-            del self._merged[payload]  # also where they are being added up
+            del self._merged[payload]  # also stops a merge under way
         await self.tidy()
 
     async def tidy(self) -> None:
-        """Delete what nobody will request."""
+        """Delete payloads and chunks that no worker will request."""
         joined = tuple(self._joined.values())
         gone = await self._beside(self._tidy, frozenset(self._retained), joined, frozenset(self._offered))
         for payload in gone:
@@ -260,7 +261,7 @@ class Archive:
     def _tidy(
         self, retained: Collection[SnapshotRef], joined: Collection[Manifest], offered: Collection[bytes]
     ) -> list[PayloadId]:
-        """In the thread. Returns what is listed no more."""
+        """Delete on the thread. Return the payloads that are no longer listed."""
         before = {manifest.payload for manifest in self.store.manifests()}
         kept = worth_keeping(self.store, retained)
         merged = [hash_ for hashes in list(self._merged.values()) for hash_ in hashes]
@@ -269,7 +270,7 @@ class Archive:
 
 
 def reachable(listed: Collection[Manifest]) -> set[SnapshotRef]:
-    """The contents that can be made from these payloads without a base."""
+    """Return the snapshots that these payloads lead to without a base."""
     found = {manifest.ref for manifest in listed if manifest.base is None}
     size = -1
     while size != len(found):
@@ -279,8 +280,8 @@ def reachable(listed: Collection[Manifest]) -> set[SnapshotRef]:
 
 
 def worth_keeping(store: ChunkStore, retained: Collection[SnapshotRef]) -> dict[PayloadId, Manifest]:
-    """The payloads that lead to the retained contents, and for each policy the deltas before the newest of them: as
-    many as fit one payload, together no larger than the content.
+    """Return the payloads that lead to the retained snapshots, and for each policy the deltas up to its newest one: at
+    most `MAX_DELTAS`, and together no larger than the content.
     """
     kept: dict[PayloadId, Manifest] = {}
     for ref in retained:

@@ -1,8 +1,8 @@
 """Measures how long snapshots take from publication to installation, as the head sees it.
 
-A publication starts when the learner has its copy of the weights. `t_bcast` is ECHO-2's: until a share of 1/1.1 of the
-workers that attended at publication have installed it, reload included. A worker that skipped a version for a newer one
-counts from when it has the newer one; who joined later does not count, who left counts no more.
+A publication starts when the learner has its copy of the weights. `t_bcast` is ECHO-2's: the time until 1/1.1 of the
+workers that attended at publication have installed the snapshot, reload included. A worker that skips a version counts
+when it has installed a newer one. Workers that joined after the publication, or left, do not count.
 """
 
 from __future__ import annotations
@@ -14,15 +14,16 @@ from typing import Any
 
 from echo2.types import SnapshotRef
 
-#: Versions whose times are remembered.
+#: Number of versions whose times are remembered.
 VERSIONS_MAX = 16
-#: ECHO-2's gamma: the target is provisioned so that this many times the workers are there.
+#: ECHO-2's gamma: the fleet is provisioned with this many times the workers it needs.
 GAMMA = 1.1
 
 
 @dataclass(slots=True)
 class Publication:
-    """One version on its way. `waits_for`: workers that attended at publication and do not have it yet."""
+    """The broadcast of one version. `waits_for`: workers that attended at publication and have not installed it yet.
+    `seconds`: times of those that have; `late_seconds`: times of workers that joined later."""
 
     started_at: float
     waits_for: set[str]
@@ -30,7 +31,7 @@ class Publication:
     late_seconds: dict[str, float] = field(default_factory=dict)
 
     def t_bcast(self) -> float | None:
-        """Seconds until enough workers had it; None while too few have."""
+        """Return the seconds until enough workers had installed the version; None while too few have."""
         needed = math.ceil((len(self.seconds) + len(self.waits_for)) / GAMMA)
         if needed == 0 or len(self.seconds) < needed:
             return None
@@ -43,16 +44,16 @@ class BroadcastTimes:
     def __init__(self) -> None:
         self._publications: dict[SnapshotRef, Publication] = {}
         self._delta_ratio = 1.0
-        self.snapshot_bytes = 0  # of the newest, whole
+        self.snapshot_bytes = 0  # size of the newest snapshot's whole content
 
     def published(self, ref: SnapshotRef, started_at: float, attending: Collection[str]) -> None:
-        """A version that is published again (whole, after its delta proved wrong) keeps its time."""
+        """Start timing a version. One that is published again (whole, after its delta proved wrong) keeps its start."""
         self._publications.setdefault(ref, Publication(started_at, set(attending)))
         while len(self._publications) > VERSIONS_MAX:
             del self._publications[next(iter(self._publications))]
 
     def sized(self, sent_bytes: int, whole_bytes: int) -> None:
-        """What the newest publication takes to send, and what its content takes."""
+        """Record the bytes of the newest publication's payload, and of its whole content."""
         self._delta_ratio = sent_bytes / max(1, whole_bytes)
         self.snapshot_bytes = whole_bytes
 
@@ -71,8 +72,8 @@ class BroadcastTimes:
             publication.waits_for.discard(worker_id)
 
     def metrics(self) -> dict[str, Any]:
-        """Quantiles over the workers of the newest version that any worker has; T_bcast of the newest that enough
-        have."""
+        """Return quantiles of the latency over workers, for the newest version that any worker has installed, and
+        T_bcast of the newest version that enough workers have installed."""
         row: dict[str, Any] = {"broadcast/t_bcast": None, "broadcast/delta_ratio": self._delta_ratio}
         for publication in self._publications.values():
             seconds = sorted([*publication.seconds.values(), *publication.late_seconds.values()])

@@ -1,5 +1,5 @@
-"""Sends groups of strangers to the owner's machines for checking, and collects the verdicts. `control/head/checks.py`
-decides which groups, and what follows.
+"""Sends strangers' groups to the owner's machines for checking, and collects the verdicts. `control/head/checks.py`
+chooses the groups and acts on the verdicts.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from echo2.types import GroupRef, Lease
 if TYPE_CHECKING:
     from echo2.runtime.head.head import Head
 
-#: Characters of a verdict; each is in the ticket's history.
+#: Maximum characters of a verdict, which the ticket's history stores.
 FAULT_CHARS_MAX = 300
 
 
 async def send_check(head: Head, command: do.CheckGroup) -> None:
-    """Send the group with all that its worker was told, and what it gave."""
+    """Send a group to the checking worker: its assignment, and the rollouts that were delivered."""
     try:
         data = head.ledger.rollouts(command.group.number)
-    except InvariantError:  # trained long ago, and a checkpoint covers it
+    except InvariantError:  # a checkpoint covers the group, so its rollouts are deleted
         head.tell(ev.GroupChecked(command.worker_id, command.group, missed="its rollouts are not kept any more"))
         return
     config, group = head.config, messages.parse_group(data)
@@ -56,7 +56,7 @@ async def send_check(head: Head, command: do.CheckGroup) -> None:
 
 
 async def report_check(head: Head, peer: Peer, report: wire.CheckReport) -> wire.Empty:
-    """A verdict. Whether it was asked for is the planner's to say."""
+    """Pass a verdict to the planner, which knows whether it was requested."""
     group = GroupRef(messages.policy_id(report.policy), "train", messages.whole_number("number", report.number))
     if group.policy != head.options.policy:
         raise PeerError("malformed", f"a verdict on {group}; this run's policy is {head.options.policy}")
@@ -73,5 +73,5 @@ async def report_check(head: Head, peer: Peer, report: wire.CheckReport) -> wire
 
 
 def draws_from_stream(head: Head, engine: str) -> bool:
-    """Whether the engine that a worker names draws tokens with the head's random numbers."""
+    """Whether the worker's engine draws tokens with the head's random numbers."""
     return (head.config.workers.engine if engine == "auto" else engine) in STREAM_ENGINES

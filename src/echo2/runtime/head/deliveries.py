@@ -1,7 +1,7 @@
 """Turns a delivery into checked rollouts: tokens and logprobs come from the worker, everything else from the head.
 
-A delivery that the run's configuration does not make possible is refused here, before the planner is asked. Texts and
-rewards come later (`scoring.py`).
+A delivery that is impossible under the run's configuration is refused here, before the planner sees it. Texts and
+rewards are added later (`scoring.py`).
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from echo2.transport.limits import MESSAGE_BYTES_MAX, TOKENS_MAX
 from echo2.transport.top_logprobs import check_top
 from echo2.types import LOGGED_ROLLOUTS, Attachment, Lease, RolloutGroup, Task
 
-#: Bytes of groups that the learner is sent in one message, unless a single group is larger.
+#: Maximum bytes of groups sent to the learner in one message, unless a single group is larger.
 FEED_BYTES = 8 << 20
-#: Bytes of a group as it is stored, without its scores: the learner is sent both in one message.
+#: Maximum bytes of a stored group without its scores: the learner receives both in one message.
 GROUP_BYTES_MAX = MESSAGE_BYTES_MAX - FEED_BYTES - (1 << 20)
 
 
 async def read_delivery(head: Head, worker_id: str, lease: Lease, delivery: wire.Delivery) -> ev.GroupDelivered:
-    """What the planner is told: the group with the prompt that was leased, checked, and as it will be stored and fed.
-    Which lease it is of, and whether its versions may be, is the planner's to judge.
+    """Check a delivery under its lease. Return the event with the group, its prompt, and the bytes to store and feed.
+    The planner checks that the lease is open and that the versions are allowed.
 
     Raises:
-        PeerError: "malformed" or "oversized", saying what could not have been sampled under this lease.
+        PeerError: "malformed" or "oversized": the result cannot have been sampled under this lease.
         UserError: the environment fails.
     """
     task, config = await head.tasks.task(lease.group, lease.cursor), head.config
@@ -45,10 +45,10 @@ async def read_delivery(head: Head, worker_id: str, lease: Lease, delivery: wire
     told = group.rollouts
     if not 0 < group.lineage <= head.planner.lineage:
         raise PeerError("malformed", f"sampled in lineage {group.lineage}; the run is in {head.planner.lineage}")
-    # Beside what max_tokens bounds, each rollout of a harness may have a prompt of its own.
+    # A harness's rollout may begin with a prompt of its own, which max_tokens does not bound.
     head.reader.check_lengths(group, TOKENS_MAX if by_harness else params.max_tokens)
     messages.check_turns(group, config.sampling.max_turns if config.tasks.environment else 1, by_harness)
-    if head.vocab_size is not None:  # else no learner was ever here, and nothing is leased
+    if head.vocab_size is not None:  # None only before the first learner, when no group is leased
         messages.check_support(group, params, head.vocab_size)
         messages.check_vocabulary(group, head.vocab_size)
         check_top(group, params.top_logprobs, head.vocab_size)
@@ -64,7 +64,7 @@ async def read_delivery(head: Head, worker_id: str, lease: Lease, delivery: wire
         head.copied.check(group)
     as_told = delivery.rollouts if group.rollouts is told and not by_harness else ()
     message = messages.encode_group(group, as_told)
-    if group.logged:  # a log is the user's, and not what was told
+    if group.logged:  # these rollouts come from the user's log and were not checked when decoded
         messages.check_rollouts(message.rollouts)
     stored = message.SerializeToString()
     if len(stored) > GROUP_BYTES_MAX:
@@ -81,12 +81,16 @@ async def read_delivery(head: Head, worker_id: str, lease: Lease, delivery: wire
         seconds=group.generate_seconds,
         rollouts=Attachment(stored, group),
         lineage=group.lineage,
-        versions_between=tuple(versions[1:-1][: config.schedule.max_staleness]),  # where there are more, one is stale
+        versions_between=tuple(versions[1:-1][: config.schedule.max_staleness]),  # with more of them, one is stale
     )
 
 
 def _as_logged(head: Head, task: Task, group: RolloutGroup, max_tokens: int) -> RolloutGroup:
-    """The rollouts as the head reads them in the log itself; the worker's say whether its model can read them."""
+    """Return the group with the rollouts that the head itself reads from the task's log.
+
+    Raises:
+        PeerError: "malformed": the log is unusable, or the worker's tokens differ from the log.
+    """
     try:
         logged = head.reader.logged(task, len(group.rollouts), max_tokens, group.newest_version)
     except UserError as error:

@@ -1,7 +1,7 @@
 """Distributes snapshots: chooses and signs each worker's payload, and runs the origin that sends its chunks.
 
-A worker that has an older version is told of the deltas that lead from it to the newest, anybody else of a whole
-content and the deltas since. Several deltas are added up to one before.
+A worker with an older version gets the deltas from that version to the newest; any other worker gets an anchor and the
+deltas since. Several deltas are first merged into one.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ from echo2.weights.manifest import Manifest
 
 log = logging.getLogger(__name__)
 
-#: Payloads of one version that are joined because one worker asks for them.
+#: Maximum number of payloads of one version that are joined at the request of one worker.
 JOINS_MAX = 3
 
 Order = Callable[[str, wire.Order], None]
 
 
 class Signer(Protocol):
-    """The part of `RunIdentity` that is used here."""
+    """The part of `RunIdentity` that `Distribution` uses."""
 
     def sign_manifest(self, manifest: bytes) -> bytes: ...
 
 
 class Distribution:
-    """Tells workers of payloads. `attending` gives a worker that can be told something now, or None."""
+    """Announces payloads to workers. `attending` returns a worker that is connected, or None."""
 
     def __init__(
         self,
@@ -53,12 +53,12 @@ class Distribution:
         archive.on_dropped = self._dropped
 
     def held(self, worker_id: str, installed: SnapshotRef) -> None:
-        """A worker reports that it has this snapshot installed."""
+        """Record that a worker has this snapshot installed."""
         self.origin.held(worker_id, installed, self.archive.base_model(installed))
 
     def announce(self, ref: SnapshotRef, worker_ids: Iterable[str], merges: bool = True) -> None:
-        """Tell these workers that `ref` is the newest snapshot. `merges`: those that need several deltas are told once
-        these are added up."""
+        """Announce `ref` to these workers as the newest snapshot. `merges`: workers that need several deltas are told
+        once these are merged."""
         with_base: defaultdict[SnapshotRef | None, list[str]] = defaultdict(list)
         for worker_id in worker_ids:
             worker = self._attending(worker_id)
@@ -76,7 +76,8 @@ class Distribution:
             self._tell(manifest, told)
 
     async def _announce_merged(self, payload: PayloadId, worker_ids: Iterable[str]) -> None:
-        """Unless a newer version has come meanwhile: these workers are told of that."""
+        """Merge the deltas, then announce the payload, unless a newer version was published meanwhile: that one has its
+        own announcement."""
         await self.archive.merge(payload, lambda: self._is_newest(payload.ref))
         if self._is_newest(payload.ref):
             self.announce(payload.ref, worker_ids, merges=False)
@@ -97,10 +98,11 @@ class Distribution:
         return worker is not None and worker.installed != ref
 
     async def fetch_manifest(self, worker_id: str, request: wire.ManifestRequest) -> wire.SnapshotNotice:
-        """A worker requests a version, perhaps over what it has. Beyond `JOINS_MAX` it gets the payload without a base.
+        """Return the payload of a version for a worker, as a delta if the request names a base. A worker that has used
+        up its `JOINS_MAX` for this version gets it without a base.
 
         Raises:
-            PeerError: "unknown_snapshot", where there is none (any more); "malformed".
+            PeerError: "unknown_snapshot": the version is not stored (any more); "unknown_worker"; "malformed".
         """
         asked = messages.decode_ref(request)
         ref = self.archive.find(asked)
@@ -118,7 +120,7 @@ class Distribution:
         return self._notice(manifest)
 
     def _may_ask(self, worker_id: str, ref: SnapshotRef, base: SnapshotRef | None) -> bool:
-        """Whether the payload is remembered, or this worker had few others joined."""
+        """Whether the payload is already joined, or this worker has not used up its joins."""
         if base is None or self.archive.is_joined(PayloadId(ref, base)):
             return True
         joins = self._joins[ref]
@@ -127,7 +129,7 @@ class Distribution:
 
     def _notice(self, manifest: Manifest) -> wire.SnapshotNotice:
         signed, notice = self._notices.get(manifest.payload, (None, None))
-        if notice is None or signed is not manifest:  # the archive may have had to join the payload anew
+        if notice is None or signed is not manifest:  # the archive may have joined the payload anew
             ref, raw = manifest.ref, manifest.to_wire()
             signature = self._signer.sign_manifest(raw)
             notice = wire.SnapshotNotice(

@@ -22,16 +22,16 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-#: Outcomes of leases that brought nothing: the worker's time is wasted, under this cause.
+#: Outcome of a lease without a result -> the cause under which the worker's time is counted as wasted.
 _WASTED = {"expired": "expired", "lost": "lost", "failed": "failed", "superseded": "duplicate"}
 
 
 class HeadEffects:
-    """The driver's `Effects`, over links, books, metrics and machines."""
+    """The driver's `Effects`: acts on links, costs, metrics and machines."""
 
     def __init__(self, head: Head) -> None:
         self._head = head
-        self._granted: dict[int, tuple[str, float]] = {}  # open leases of this head: worker, since when
+        self._granted: dict[int, tuple[str, float]] = {}  # open leases granted by this head: worker, time of grant
         self._wake: asyncio.TimerHandle | None = None
 
     def decided(self, event: ev.Event, now: float, commands: Sequence[do.Command]) -> None:
@@ -42,9 +42,9 @@ class HeadEffects:
         head = self._head
         match command:
             case do.IssueGroup() | do.RecordStep() | do.RecordCheckpoint() | do.RefuseLearner():
-                pass  # the ledger has it, or whoever asked reads it in the answer
+                pass  # recorded by the ledger, or read by the handler that dispatched the event
             case do.RecordTrust() | do.RecordCheck() | do.EndCheck() | do.RecordRest():
-                pass  # the ledger has it, or whoever asked reads it in the answer
+                pass  # recorded by the ledger
             case do.GrantLeases():
                 self._grant(command, now)
             case do.CloseLease():
@@ -64,7 +64,7 @@ class HeadEffects:
                     self._keep_scored(command.scores.group)
             case do.RetireGroup():
                 record = head.planner.groups.get(command.number)
-                if record is not None and record.worker_id:  # its result came, and counted as useful so far
+                if record is not None and record.worker_id:  # its result was delivered, and counted as useful
                     head.costs.count_as_wasted(record.worker_id, command.why)
             case do.FeedGroup() | do.EndStep():
                 self._feed(command)
@@ -86,7 +86,7 @@ class HeadEffects:
                 self._manage_fleet(command, now)
 
     def _manage_fleet(self, command: do.Command, now: float) -> None:
-        """Workers that come and go, and the machines they are on."""
+        """Carry out a command about workers or their machines. Raises InvariantError for an unknown one."""
         head = self._head
         match command:
             case do.WorkerGone():
@@ -99,7 +99,7 @@ class HeadEffects:
                 head.costs.activated(command.worker_id, now)
             case do.ReleaseWorker():
                 head.costs.stands_by(command.worker_id, now)
-                head.broadcast_times.gone(command.worker_id)  # it need not fetch what is on its way
+                head.broadcast_times.gone(command.worker_id)  # on standby it does not fetch snapshots
             case do.RentMachine():
                 head.machines.rent(command.offer)
             case do.ReturnMachine():
@@ -109,7 +109,7 @@ class HeadEffects:
                 raise InvariantError(f"the head does not know {command}")
 
     def seconds_of(self, lease_id: int, now: float) -> float:
-        """Since an open lease was granted; one that was granted by an earlier head has all its length."""
+        """Return the seconds since an open lease was granted; `lease_seconds` if an earlier head granted it."""
         granted = self._granted.get(lease_id)
         return self._head.options.lease_seconds if granted is None else now - granted[1]
 

@@ -9,13 +9,13 @@ from typing import Any
 
 from echo2.types import RolloutGroup
 
-#: From this reward on, a rollout counts as solved in pass@k.
+#: Minimum reward of a rollout that counts as solved in pass@k.
 SOLVED = 1.0
 
 
 class Evals:
-    """Scored eval groups by version, and why versions were not evaluated. In memory only: a restarted head evaluates
-    again. `set_of`: the name of the held-out set that a position is of; empty where there is one.
+    """Scored eval groups by version, and the reasons for versions that were not evaluated. In memory only: a restarted
+    head evaluates again. `set_of`: held-out position -> name of its set; "" if there is only one set.
     """
 
     def __init__(self, set_of: Callable[[int], str] = lambda position: "") -> None:
@@ -27,25 +27,25 @@ class Evals:
         self._groups[version] = []
 
     def keep(self, group: RolloutGroup) -> None:
-        """Keep a scored result while its version is being evaluated."""
+        """Keep a scored group if its version is being evaluated."""
         if group.step in self._groups:
             self._groups[group.step].append(group)
 
     def skip(self, version: int, reason: str) -> dict[str, Any]:
-        """The metrics of an evaluation that is given up, without an accuracy. Its results so far are dropped."""
+        """Drop an evaluation that is given up. Return its metrics, which have no accuracy."""
         self._groups.pop(version, None)
         self.not_evaluated[version] = reason
         return {"eval/version": version, "eval/num_tasks": 0}
 
     def finish(self, version: int, num_failed: int) -> dict[str, Any]:
-        """The metrics of a finished evaluation."""
+        """Return the metrics of a finished evaluation."""
         return {"eval/version": version, **eval_metrics(self._groups.pop(version, []), num_failed, self._set_of)}
 
 
 def eval_metrics(groups: Iterable[RolloutGroup], num_failed: int, set_of: Callable[[int], str]) -> dict[str, Any]:
-    """Accuracy is the mean reward of a task's n rollouts, over the tasks: the share solved, if each is 0 or 1, and
-    avg@n. A task that failed counts as 0. With n above 1 also pass@k for powers of two up to n. By set where there are
-    several; a task that failed counts in no set.
+    """Return the metrics of an evaluation. Accuracy is the mean over the tasks of the mean reward of their n rollouts
+    (avg@n); with rewards of 0 or 1, the share solved. A failed task counts as 0. With n above 1 also pass@k for powers
+    of two up to n. With several held-out sets also the accuracy of each, without the failed tasks.
     """
     found = list(groups)
     means = [statistics.fmean(_rewards(group)) for group in found]
@@ -68,8 +68,8 @@ def eval_metrics(groups: Iterable[RolloutGroup], num_failed: int, set_of: Callab
 
 
 def pass_at_k(num_samples: int, num_solved: int, k: int) -> float:
-    """Unbiased estimate of the probability that any of k samples is solved, from n samples of which c were: 1 - C(n -
-    c, k) / C(n, k). 1 <= k <= n. (Chen et al. 2021, arXiv 2107.03374, equation 1.)
+    """Return an unbiased estimate of the probability that any of k samples is solved, from n samples of which c are
+    solved: 1 - C(n - c, k) / C(n, k). 1 <= k <= n. (Chen et al. 2021, arXiv 2107.03374, equation 1.)
     """
     return 1.0 - math.comb(num_samples - num_solved, k) / math.comb(num_samples, k)
 

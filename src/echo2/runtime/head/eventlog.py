@@ -1,9 +1,9 @@
 """Writes events.jsonl: every event of the planner with the commands that answered it, so that a run can be replayed.
 
-One JSON object a line. A head writes its planner's options when it starts, then one line an event: {"now": ...,
-"event": {"type": ..., ...}, "commands": [{"type": ..., ...}, ...]}. A line torn by a kill is the last one of its head
-and is passed over when it is read. The log is kept in parts (`rotation`); once the oldest is gone, what is replayed
-begins with the first head that started after it.
+One JSON object per line. A head writes its planner's options when it starts, then one line per event: {"now": ...,
+"event": {"type": ..., ...}, "commands": [{"type": ..., ...}, ...]}. A line torn by a kill is the last one of its head;
+readers skip it. The log is kept in parts (`rotation`); once the oldest part is deleted, a replay begins with the first
+head that started after it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from echo2.errors import UserError, write_failed
 from echo2.runtime import rotation
 from echo2.types import Attachment
 
-#: Bytes of a part, and old parts that are kept: half a gigabyte in all.
+#: Maximum bytes of a part, and number of old parts that are kept: half a gigabyte in all.
 PART_BYTES_MAX = 64 << 20
 PARTS_KEPT = 7
 
@@ -33,7 +33,7 @@ _EVENTS.update((kind.__name__, kind) for kind in ev.PlannerEvent.__subclasses__(
 
 
 def to_plain(value: ev.Event | do.Command) -> dict[str, Any]:
-    """An event or command as plain JSON values, with its type's name."""
+    """Return an event or command as plain JSON values, with the name of its type."""
     plain: dict[str, Any] = msgspec.to_builtins(value, enc_hook=_without_attachment)
     return {"type": type(value).__name__, **plain}
 
@@ -45,10 +45,10 @@ def _without_attachment(value: object) -> None:
 
 
 def from_plain(plain: dict[str, Any]) -> ev.Event:
-    """An event from `to_plain`'s form, exactly as it was.
+    """Return the event that `to_plain` converted, unchanged.
 
     Raises:
-        KeyError, TypeError, msgspec.ValidationError: it is none.
+        KeyError, TypeError, msgspec.ValidationError: the values are not an event.
     """
     values = dict(plain)
     kind = _EVENTS[values.pop("type")]
@@ -57,7 +57,7 @@ def from_plain(plain: dict[str, Any]) -> ev.Event:
 
 
 class EventLog:
-    """Appends to events.jsonl: `add` holds a line back until `flush`."""
+    """Appends to events.jsonl: `add` buffers a line until `flush`."""
 
     def __init__(self, path: Path, options: PlannerOptions, part_bytes_max: int = PART_BYTES_MAX) -> None:
         self._path, self._part_bytes_max = path, part_bytes_max
@@ -75,15 +75,15 @@ class EventLog:
         self._waiting += msgspec.json.encode(record) + b"\n"
 
     def flush(self) -> None:
-        """Write what was added.
+        """Write the buffered lines.
 
         Raises:
             NoRoomError: the disk is full.
-            UserError: it can't be written otherwise.
+            UserError: the log can't be written for another reason.
         """
         lines, self._waiting = memoryview(self._waiting), b""
         try:
-            while lines:  # a disk that fills up takes a part, and only then raises
+            while lines:  # a disk that fills up accepts part of a write before it raises
                 lines = lines[self._file.write(lines) :]
             if self._file.tell() > self._part_bytes_max:
                 self._file.close()
@@ -105,8 +105,9 @@ def _ends_with_newline(path: Path) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Replay:
-    """What a replay found: `num_different` events had other commands than logged, `first_difference` is one.
-    `num_headless` events could not be replayed: the part of the log in which their head began is gone.
+    """Result of a replay. `num_different`: events whose commands differ from the logged ones; `first_difference`
+    describes the first. `num_headless`: events that could not be replayed, because the part of the log with their
+    head's options was deleted.
     """
 
     num_events: int
@@ -145,7 +146,7 @@ def replay(path: Path) -> Replay:
         except (KeyError, TypeError, ValueError, msgspec.ValidationError) as error:
             raise UserError(f"{where} holds no event that this version knows: {error}.") from error
         commands = [to_plain(command) for command in planner.handle(event, now)]
-        # Through JSON, as the logged ones went: tuples become lists, and infinities null.
+        # Through JSON, like the logged commands: tuples become lists, and infinities null.
         commands = msgspec.json.decode(msgspec.json.encode(commands))
         num_events += 1
         num_commands += len(commands)
@@ -156,7 +157,7 @@ def replay(path: Path) -> Replay:
 
 
 def _records(parts: Sequence[Path]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Place and record of every complete line. A torn line is allowed at the end, and where a new head began."""
+    """Yield place and record of every complete line. A torn line is allowed at the end, and before a head's start."""
     damage: UserError | None = None
     for path in parts:
         try:

@@ -1,4 +1,4 @@
-"""Failures of the user's code and data, for people: a count for each kind, and the first one in full."""
+"""Collects failures of the user's code and data for display: a count per kind, and the first failure in full."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from echo2.printable import printable, printable_lines
 
 log = logging.getLogger(__name__)
 
-#: Reasons of a failed lease that are nobody's mistake.
+#: Reasons of a failed lease that are not errors.
 HARMLESS = frozenset({"snapshot_gone", "revoked", "busy"})
-#: Characters of a message, and of a traceback.
+#: Maximum characters of a message, and of a traceback.
 MESSAGE_CHARS = 1000
 TRACEBACK_CHARS = 4000
-#: Refused snapshots that one worker can have counted and logged: it words them itself.
+#: Maximum number of refused snapshots counted and logged per worker, which chooses the text of the message.
 REFUSALS_PER_WORKER = 10
 
 
 @dataclass(slots=True)
 class Failure:
-    """`count` of one kind; `message` and `traceback` of the first of them."""
+    """Number of failures of one kind, with message and traceback of the first."""
 
     kind: str
     count: int
@@ -34,15 +34,15 @@ class Failure:
 
 
 class Failures:
-    """Of one run. `plain`: what `to_plain` gave to an earlier head."""
+    """The failures of one run. `plain`: the result of an earlier head's `to_plain`."""
 
     def __init__(self, plain: list[dict[str, Any]] | None = None) -> None:
         self._by_kind = {entry["kind"]: Failure(**entry) for entry in plain or []}
         self._refusals: dict[str, int] = {}
 
     def see(self, event: ev.Event, commands: Iterable[do.Command]) -> None:
-        """Count what an event says has failed. `commands`: what the planner made of it. The word of a worker for a
-        lease that it does not hold closes none, and counts nothing.
+        """Count the failure that an event reports, if any. `commands`: the planner's answer. A worker's report on a
+        lease that it does not hold closes no lease, and is not counted.
         """
         if isinstance(event, ev.GroupUnfit):
             self.add(event.reason, event.detail, event.traceback)
@@ -51,7 +51,8 @@ class Failures:
             self.add(kind, f"{event.worker_id}: {event.detail}", event.traceback)
 
     def refused(self, worker_id: str, what: str) -> None:
-        """A worker did not install a snapshot. `what`: which, and why. Only the first few of a worker count."""
+        """Count a snapshot that a worker refused to install. `what`: which, and why. Only the first few per worker
+        count."""
         count = self._refusals.get(worker_id, 0)
         if count < REFUSALS_PER_WORKER:
             self._refusals[worker_id] = count + 1
@@ -59,7 +60,7 @@ class Failures:
 
     def add(self, kind: str, message: str, traceback: str = "") -> None:
         """Count one more failure of a kind; keep the message and traceback of the first."""
-        log.warning("%s: %s", kind, message)  # what repeats is counted there
+        log.warning("%s: %s", kind, message)  # the log handler collapses repetitions
         if kind in self._by_kind:
             self._by_kind[kind].count += 1
         else:
@@ -67,7 +68,7 @@ class Failures:
             self._by_kind[kind] = Failure(kind, 1, *first)
 
     def to_plain(self) -> list[dict[str, Any]]:
-        """For the ledger, status.json and the summary; the most frequent first."""
+        """Return plain values for the ledger, status.json and the summary; the most frequent kind first."""
         return [asdict(one) for one in sorted(self._by_kind.values(), key=lambda one: -one.count)]
 
 

@@ -14,16 +14,16 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-#: Seconds that the learner has to end its step and to save.
+#: Timeout for the learner to finish its step and save a checkpoint.
 SAVE_SECONDS = 600.0
-#: Seconds in which a learner that is gone may come back.
+#: Time in which a disconnected learner may reconnect.
 LOST_SECONDS = 5.0
 LOOK_SECONDS = 0.1
 
 
 def told_to_stop(head: Head, reason: str) -> None:
-    """A person or the supervisor says that the run is to stop. Said again, it stops at once; the first time it does
-    not, even if it is about to stop for a reason of its own.
+    """Stop the run at the request of a person or the supervisor. The first request waits for the learner's checkpoint,
+    even if the run is already stopping for another reason; the second one stops the run at once.
     """
     if head.was_told_to_stop:
         head.end("stopped", head.stopping)
@@ -32,7 +32,7 @@ def told_to_stop(head: Head, reason: str) -> None:
 
 
 def stop(head: Head, reason: str) -> None:
-    """End the run once the learner has saved. Does nothing if this is under way."""
+    """End the run once the learner has saved a checkpoint. Does nothing if the run is already stopping or over."""
     if head.stopping or head.outcome is not None:
         return
     head.stopping = reason
@@ -49,7 +49,7 @@ async def _end_when_saved(head: Head) -> None:
     try:
         async with asyncio.timeout(SAVE_SECONDS):
             while not has_saved(head) and head.clock.now() - here_at < LOST_SECONDS:
-                await asyncio.sleep(LOOK_SECONDS)  # the learner need not tell, and may be dead
+                await asyncio.sleep(LOOK_SECONDS)  # poll: the learner may save without a report, or be dead
                 if head.learner is not None:
                     here_at = head.clock.now()
     except TimeoutError:
@@ -58,7 +58,7 @@ async def _end_when_saved(head: Head) -> None:
 
 
 def has_saved(head: Head) -> bool:
-    """Whether a checkpoint covers every recorded step, or nothing was trained and no learner is there."""
+    """Whether a checkpoint covers every recorded step, or nothing was trained and no learner is connected."""
     version = head.planner.version
     if version == 0 and head.learner is None:
         return True

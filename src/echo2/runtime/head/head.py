@@ -1,8 +1,8 @@
 """The head: one run's control plane, around the driver (`buffer/driver.py`) with planner and ledger.
 
-It never imports torch, so that no training step can stall a heartbeat. `service` answers the links and turns what they
-say into events, `effects` carries the planner's commands out, `scoring` and `evals` look after results, `report` tells
-people.
+It never imports torch, so that no training step can stall a heartbeat. `service` answers calls and turns them into
+events, `effects` carries out the planner's commands, `scoring` and `evals` handle results, and `report` writes metrics
+and status for people.
 """
 
 from __future__ import annotations
@@ -56,12 +56,12 @@ from echo2.weights.store import ChunkStore
 
 log = logging.getLogger(__name__)
 
-#: Orders that may wait for one worker; one that reads so slowly is cut off and comes back.
+#: Maximum number of orders queued for one worker. A worker that reads too slowly is disconnected, and reconnects.
 OUTBOX_ORDERS_MAX = 1024
 
 
 class Head:
-    """The parts of a head, and `dispatch(event)`, by which everything happens."""
+    """The parts of a head, and `dispatch(event)`, which all state changes go through."""
 
     def __init__(self, rundir: RunDir, config: Config, identity: RunIdentity) -> None:
         self.rundir, self.config, self.identity = rundir, config, identity
@@ -73,7 +73,7 @@ class Head:
         self.run_id = self._meta("run_id", lambda: secrets.token_hex(6))
         offers = read_offers(config)
         planned = planner_options(config, len(held_out) if held_out is not None else 0, offers)
-        # A new seed at each start: whoever has seen what was checked before knows nothing of what will be.
+        # A new seed at each start: earlier checks must not reveal which groups will be checked.
         self.options = replace(planned, check_seed=secrets.randbits(63))
         self.effects = HeadEffects(self)
         self.driver = Driver([self.options], self.ledger, self.effects)
@@ -88,7 +88,7 @@ class Head:
         self.idle_predicted: tuple[float, float] | None = None  # when, and the ratio
         self.evals = Evals() if held_out is None else Evals(held_out.source_of)
         self.turned_away: dict[str, str] = {}
-        self.source_rewards: dict[str, list[float]] = {}  # of the groups that were scored since the last row of metrics
+        self.source_rewards: dict[str, list[float]] = {}  # by source, of groups scored since the last row of metrics
         self.broadcast_times = BroadcastTimes()
         self.reader = RunTokenizer(config.model.chat_template_args)
         walked = config.tasks.environment and not is_harness(config.tasks.environment)
@@ -99,8 +99,8 @@ class Head:
         )
         self.workers: dict[str, Presence] = {}
         self.learner: LearnerPresence | None = None
-        self.started_at = self.clock.now() - self.ledger.get_meta("seconds", 0.0)  # of all heads of this run together
-        self.stopping = ""  # why it is about to end
+        self.started_at = self.clock.now() - self.ledger.get_meta("seconds", 0.0)  # earlier heads' time included
+        self.stopping = ""  # why the run is about to end; empty while it is not
         self.was_told_to_stop = False  # by a signal
         self.outcome: tuple[str, str] | None = None
         self.distribution = self._distribution()
@@ -141,18 +141,18 @@ class Head:
         return sinks
 
     def _meta(self, key: str, make: Callable[[], Any]) -> Any:
-        """A value that is created once and kept over restarts."""
+        """Return a value that is created once and kept over restarts."""
         value = self.ledger.get_meta(key)
         if value is None:
             value = make()
             self.ledger.set_meta(key, value)
         return value
 
-    # ---- the one place where things happen -----------------------------------------------------------------------
+    # ---- events and commands -------------------------------------------------------------------------------------
 
     def tell(self, event: ev.Event) -> asyncio.Future[list[do.Command]]:
-        """Let the driver handle an event with all others that wait by then; the planner's answer. Nothing happens once
-        the run is over.
+        """Queue an event, to be handled together with other pending events. Return the planner's future answer: no
+        commands once the run is over.
         """
         loop = asyncio.get_running_loop()
         if not self._waiting:
@@ -162,10 +162,10 @@ class Head:
         return answer
 
     def dispatch(self, event: ev.Event) -> list[do.Command]:
-        """Let the driver handle an event at once. Nothing happens once the run is over.
+        """Let the driver handle an event at once. Return the planner's commands: none once the run is over.
 
         Raises:
-            UserError: ledger or log can't be written.
+            UserError: the ledger or the log can't be written.
             InvariantError: a command contradicts the ledger.
         """
         answer = self.tell(event)
@@ -173,7 +173,7 @@ class Head:
         return answer.result()
 
     def heard(self, worker_id: str) -> None:
-        """A worker is alive and reports nothing new. The planner is told of all such workers together, every half
+        """Record that a worker is alive without news. The planner is told of all such workers together, every half
         heartbeat.
         """
         if not self._heard:
@@ -197,7 +197,7 @@ class Head:
             for _, answer in waiting:
                 if not answer.done():
                     answer.set_exception(error)
-                    answer.exception()  # whoever asked may not want to know
+                    answer.exception()  # marks it as retrieved: callers of `tell` may ignore the answer
             return
         for (_, answer), commands in zip(waiting, answers, strict=True):
             if not answer.done():
@@ -216,7 +216,7 @@ class Head:
         """Tell the planner what the ledger and the snapshot store hold.
 
         Raises:
-            UserError: the run has done more steps than it now is to do, or groups of another size are under way.
+            UserError: the run has trained more steps than `max_steps`, or groups of another size are under way.
         """
         published = [ref for ref in self.distribution.archive.retained if not ref.is_base_model]
         if published:
@@ -226,10 +226,10 @@ class Head:
         stored = Stored(tuple(published), evaluated, machines)
         self.driver.start({self.options.policy: stored}, self.clock.now())
         self.log.flush()
-        self.metrics.truncate(self.planner.version)  # a kill may have come between a fall-back and this
+        self.metrics.truncate(self.planner.version)  # a kill may have preceded this after a fall-back
 
     async def read_files(self, ref: SnapshotRef) -> None:
-        """Load the tokenizer that comes with a snapshot, unless there is one.
+        """Load the tokenizer of a snapshot, unless one is loaded.
 
         Raises:
             PeerError: the store is damaged.
@@ -240,7 +240,7 @@ class Head:
             await self.reader.load(self.distribution.archive.files(ref), stop, tuple(self.config.sampling.stop))
 
     def spawn(self, coroutine: Any) -> asyncio.Task[Any]:
-        """Run a coroutine beside the handlers; its failure stops the run instead of being lost."""
+        """Run a coroutine in the background. Its failure stops the run instead of being lost."""
         task: asyncio.Task[Any] = asyncio.ensure_future(coroutine)
         self._tasks.add(task)
         task.add_done_callback(self._spawned_ended)
@@ -252,13 +252,14 @@ class Head:
             self.fail(error)
 
     def fail(self, error: BaseException) -> None:
-        """The run cannot go on."""
+        """End the run because of an error."""
         log.error("the run stops", exc_info=error)
         kind = "no_room" if isinstance(error, NoRoomError) else "user_error" if isinstance(error, UserError) else "bug"
         self.end(kind, str(error) or repr(error))
 
     def end(self, kind: str, reason: str) -> None:
-        """The first end counts. `kind`: finished, stopped, user_error, no_room (of this head, not the run) or bug."""
+        """End the run; only the first call counts. `kind`: finished, stopped, user_error, bug, or no_room, which ends
+        this head but not the run."""
         if self.outcome is None:
             self.outcome = (kind, reason)
             self.over.set()
@@ -287,7 +288,7 @@ class Head:
         }
 
     async def close(self) -> None:
-        """Tell everybody that the run is over, and close all files."""
+        """Tell the workers and the learner that the run is over, and close all files."""
         kind, reason = self.outcome or ("stopped", "the head is closing")
         if kind not in ("user_error", "no_room"):
             for presence in self.workers.values():
@@ -296,7 +297,7 @@ class Head:
             self.learner.orders.put_nowait(wire.LearnerWelcome(stop=reason))
         for task in list(self._tasks):
             task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)  # those that score end their process first
+        await asyncio.gather(*self._tasks, return_exceptions=True)  # scoring tasks end their reward process first
         await self.reward.close()
         self.tasks.close()
         if self.referee is not None:
@@ -309,7 +310,7 @@ class Head:
         self.metrics.close()
         self.log.close()
 
-    # ---- what its parts ask of it ----------------------------------------------------------------------------------
+    # ---- used by the parts of the head -----------------------------------------------------------------------------
 
     def order(self, worker_id: str, order: wire.Order) -> None:
         """Send an order to a worker, if it is connected."""
@@ -318,8 +319,8 @@ class Head:
             self._put(presence, order)
 
     def grant(self, worker_id: str, leases: Sequence[Lease]) -> None:
-        """Send leases to a worker, if it attends: with those that wait for it already, unless the run is deterministic.
-        There, what is granted together is sampled together.
+        """Send leases to a worker, if it attends, together with its unsent ones. In deterministic mode each grant is
+        sent separately: leases granted together are sampled together.
         """
         presence = self.workers.get(worker_id)
         if presence is None:
@@ -335,11 +336,11 @@ class Head:
         if presence.outbox.qsize() >= OUTBOX_ORDERS_MAX:
             while not presence.outbox.empty():
                 presence.outbox.get_nowait()
-            presence.outbox.put_nowait(None)  # ends its stream; it reconnects and is told everything anew
+            presence.outbox.put_nowait(None)  # ends its stream; it reconnects and gets the current state
             return
         presence.outbox.put_nowait(order)
 
     def attending(self, worker_id: str) -> Worker | None:
-        """The worker, if it is connected."""
+        """Return the worker, if it is connected."""
         worker = self.planner.fleet.get(worker_id)
         return worker if worker is not None and worker_id in self.workers else None

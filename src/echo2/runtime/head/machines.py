@@ -1,8 +1,8 @@
 """Rents and returns machines during a run, with the `rent` and `release` commands of the offers.
 
-A command is the user's own; its words are those of `shlex`, no shell sees it, and what is filled in stays one word. It
-gets {name}, {ticket} and {offer}, and the same in its environment. The list of machines is durable: a head that is
-started again still knows what it has to give back. A rent that fails is the planner's to try again, a return is ours.
+The user writes the commands. They are split by `shlex` and run without a shell, so a filled-in value stays one word. A
+command gets {name}, {ticket} and {offer}, and the same values in its environment. The list of machines is durable, so
+that a restarted head still returns them. The planner retries a failed rent; this module retries a failed return.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from echo2.config.offers import Offer
 
 log = logging.getLogger(__name__)
 
-#: Seconds that a command may take; then it is killed, with all it started.
+#: Timeout of a command; then it is killed, with its child processes.
 HOOK_SECONDS = 900.0
-#: Seconds between two tries to give a machine back, doubled up to the last.
+#: First and longest pause between tries to return a machine; doubled after each try.
 RETRY_SECONDS = (5.0, 600.0)
-#: Tries to give a machine back once the run is over.
+#: Number of tries to return a machine once the run is over.
 LAST_TRIES = 3
 
 
 @dataclass(slots=True)
 class Machine:
-    """One rented machine. `worker_id`: empty until its worker has joined. `leaving`: it is being returned."""
+    """One rented machine. `worker_id`: empty until its worker has joined. `leaving`: the machine is being returned."""
 
     name: str
     offer: str
@@ -40,7 +40,8 @@ class Machine:
 
 
 class Machines:
-    """`save` keeps the list over restarts; `failed(offer, reason)` is called when a command got no machine."""
+    """The rented machines of a run. `save` stores the list for restarts; `failed(offer, reason)` is called when a
+    `rent` command fails."""
 
     def __init__(
         self,
@@ -66,7 +67,7 @@ class Machines:
                 self._spawn(self._return(machine))
 
     def rent(self, offer: str) -> None:
-        """Rent one more machine of this kind, in the background."""
+        """Rent one more machine of this offer, in the background."""
         self._number += 1
         machine = Machine(f"{offer}-{self._run_id[:6]}-{self._number}", offer)
         self._out[machine.name] = machine
@@ -74,7 +75,8 @@ class Machines:
         self._spawn(self._rent(machine))
 
     def bind(self, name: str, worker_id: str) -> Offer | None:
-        """The offer of the machine on which this worker says it runs; None if it is not a machine of this run."""
+        """Return the offer of the machine `name`, on which the worker claims to run, and bind the worker to it. None if
+        this run did not rent that machine, returns it, or has another worker on it."""
         machine = self._out.get(name)
         if machine is None or machine.leaving or machine.worker_id not in ("", worker_id):
             return None
@@ -84,7 +86,7 @@ class Machines:
         return self.offers.get(machine.offer)
 
     def give_back(self, offer: str, worker_id: str) -> None:
-        """Return the machine of this worker; without a worker, a machine of the offer that none has joined from."""
+        """Return the machine of this worker; with an empty id, a machine of the offer whose worker has not joined."""
         for machine in self._out.values():
             if machine.offer == offer and machine.worker_id == worker_id and not machine.leaving:
                 machine.leaving = True
@@ -93,11 +95,11 @@ class Machines:
                 return
 
     def names(self) -> list[str]:
-        """Machines that are rented."""
+        """Names of the rented machines, including those being returned."""
         return list(self._out)
 
     def kept(self) -> list[Machine]:
-        """Machines that are rented and not being returned."""
+        """Rented machines that are not being returned."""
         return [machine for machine in self._out.values() if not machine.leaving]
 
     async def close(self) -> None:
@@ -110,7 +112,7 @@ class Machines:
         problem = await self._run("rent", machine)
         if problem and machine.name in self._out:
             log.warning("no machine of offer %s: %s", machine.offer, problem)
-            machine.leaving = True  # what a failed command has left behind, if anything, is to go
+            machine.leaving = True  # a failed command may still have created a machine
             self._remember()
             self._failed(machine.offer, problem)
             await self._return(machine)
@@ -132,13 +134,13 @@ class Machines:
             pause = min(2 * pause, RETRY_SECONDS[1])
 
     async def _run(self, verb: str, machine: Machine) -> str:
-        """Run a command of the offer after all others of this machine. Returns what went wrong, or nothing."""
+        """Run a command of the offer, after all earlier ones for this machine. Return the problem, or ""."""
         offer = self.offers.get(machine.offer)
         if offer is None:
             return f"the offer {machine.offer!r} is not in the offers file any more"
         async with self._busy.setdefault(machine.name, asyncio.Lock()):
             if machine.name not in self._out:
-                return ""  # given back meanwhile
+                return ""  # returned in the meantime
             return await self._execute(verb, offer, machine)
 
     async def _execute(self, verb: str, offer: Offer, machine: Machine) -> str:
@@ -162,7 +164,7 @@ class Machines:
                     stdout=output,
                     stderr=output,
                     env=environment,
-                    start_new_session=True,  # it goes on to its end if the head is killed
+                    start_new_session=True,  # the command finishes even if the head is killed
                 )
             except OSError as error:
                 return f"cannot start {words[0]!r}: {error.strerror}"
@@ -179,7 +181,7 @@ class Machines:
 
 
 async def _ended(process: asyncio.subprocess.Process, what: str) -> str:
-    """Wait for the command, within limits. Returns what went wrong, or nothing."""
+    """Wait for the command, at most `HOOK_SECONDS`. Return the problem, or ""."""
     try:
         status = await asyncio.wait_for(process.wait(), HOOK_SECONDS)
     except TimeoutError:

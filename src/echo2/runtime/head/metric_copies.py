@@ -1,4 +1,4 @@
-"""Copies metrics to TensorBoard and Weights & Biases. A failure or stall there affects only the copy."""
+"""Copies metrics to TensorBoard and Weights & Biases. A failure or stall of a service affects only its copy."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from echo2.runtime.head.rollout_tables import COLUMNS, rollout_rows
 
 log = logging.getLogger(__name__)
 
-#: How far TensorBoard's files may lag behind.
+#: Flush interval of TensorBoard's files.
 TENSORBOARD_SECONDS = 5
-#: Steps from one table of training rollouts to the next; every evaluation has one.
+#: Steps between tables of training rollouts; every evaluation has a table.
 TABLE_STEPS = 10
-#: Rows that wait for a sink at most, and how long its end is waited for.
+#: Maximum number of rows queued for a sink, and timeout for closing it.
 ROWS_MAX = 1024
 CLOSE_SECONDS = 30.0
 
 
 class Sink:
-    """Where metrics are copied to."""
+    """A destination of copied metrics."""
 
     def write(self, step: int, values: Mapping[str, Any]) -> None:
         raise NotImplementedError
@@ -52,9 +52,9 @@ class TensorBoardSink(Sink):
 
 
 class WandbSink(Sink):
-    """Weights & Biases, resumed under the run's id. The step is a metric of its own: W&B's takes no late evaluation.
+    """Weights & Biases, resumed under the run's id. The step is a separate metric: W&B's takes no late evaluation.
 
-    `rollouts`: the directory of the run's rollouts, where tables of them are to be copied, too.
+    `rollouts`: the directory of the run's rollouts, if tables of them are copied, too.
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class WandbSink(Sink):
 
 
 class Copy:
-    """Hands rows to a sink on a thread of its own."""
+    """Writes rows to a sink on a separate thread."""
 
     def __init__(self, sink: Sink) -> None:
         self._sink, self._name = sink, type(sink).__name__
@@ -91,18 +91,18 @@ class Copy:
         self._thread.start()
 
     def write(self, step: int, values: Mapping[str, Any]) -> None:
-        """Queue a row and return at once. Rows that find the queue full are missing in the copy."""
+        """Queue a row and return at once. If the queue is full, the row is missing in the copy."""
         try:
             self._rows.put_nowait((step, dict(values)))
         except queue.Full:
             log.warning("%s is %d rows behind: step %d is missing there", self._name, ROWS_MAX, step)
 
     def close(self) -> None:
-        """Let the copy write what is queued, for at most `CLOSE_SECONDS`."""
+        """Let the copy write its queued rows, for at most `CLOSE_SECONDS` after the queue has room for the end mark."""
         try:
             self._rows.put(None, timeout=CLOSE_SECONDS)
         except queue.Full:
-            pass  # what is said next is true of it
+            pass  # the warning below covers this case
         self._thread.join(CLOSE_SECONDS)
         if self._thread.is_alive():
             log.warning("%s did not end within %.0f s: its last rows may be missing", self._name, CLOSE_SECONDS)

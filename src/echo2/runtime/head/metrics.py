@@ -1,8 +1,8 @@
-"""Writes metrics.jsonl, one object for each training step.
+"""Writes metrics.jsonl, one object per training step.
 
-A row's `step` is the number of completed steps (row N describes the step that made version N); `eval/*` in row N is
-of version N and is added when that evaluation ends, which may be a few steps later. Row 0 holds the evaluation before
-training.
+A row's `step` is the number of completed steps: row N describes the step that made version N. `eval/*` in row N
+describes version N and is added when that evaluation ends, which may be a few steps later. Row 0 holds the evaluation
+before training.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from echo2.runtime.head.metric_copies import Copy, Sink
 
 Row = dict[str, Any]
 
-#: Rows that are kept in memory, at least.
+#: Minimum number of rows kept in memory, once there are as many.
 KEPT_ROWS = 64
 
 
 class Metrics:
-    """Appends rows to a file, amends and (after a fall-back) truncates them. In memory are the newest ones alone."""
+    """Appends rows to a file, amends them, and truncates them after a fall-back. Only the newest are kept in memory."""
 
     def __init__(self, path: Path, sinks: Sequence[Sink] = ()) -> None:
         self._path, self._copies = path, [Copy(sink) for sink in sinks]
@@ -42,7 +42,7 @@ class Metrics:
         return step
 
     def write(self, row: Row) -> None:
-        """Add a step's row; rows of the same and later steps go (they were trained again after a fall-back)."""
+        """Add a step's row. Delete rows of the same and later steps: a fall-back trains these steps again."""
         if self.last_step >= row["step"]:
             self._reach(row["step"])
             self._forget_from(row["step"])
@@ -80,7 +80,7 @@ class Metrics:
             self._rewrite()
 
     def close(self) -> None:
-        """Let the copies write what they still hold."""
+        """Let the copies write their queued rows."""
         for copy in self._copies:
             copy.close()
 
@@ -92,7 +92,7 @@ class Metrics:
         self.recent, self._older_bytes = read_metrics(self._path), 0
 
     def _reach(self, step: int) -> None:
-        """Read the rows from `step` on into memory, with one before, as far as the file goes."""
+        """Make sure that the rows from `step` on, and one before, are in memory; else read the whole file."""
         if self._older_bytes and self.recent[0]["step"] >= step:
             self._read()
 
@@ -102,7 +102,7 @@ class Metrics:
             self._older_bytes += sum(map(len, map(_line, older)))
 
     def _rewrite(self) -> None:
-        """Replace the rows in memory, in the file; those before them stay as they are."""
+        """Rewrite the file with the rows in memory; its older rows are unchanged."""
         older = b""
         if self._older_bytes:
             with open(self._path, "rb") as file:

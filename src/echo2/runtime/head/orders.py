@@ -1,4 +1,4 @@
-"""The stream of orders to a worker: single orders one by one, and all waiting leases together."""
+"""The stream of orders to a worker: orders one by one, and all waiting leases in one message."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ if TYPE_CHECKING:
 
 
 async def orders(head: Head, presence: Presence) -> AsyncIterator[wire.Order]:
-    """What is put into the worker's outbox, until its end."""
+    """Yield the orders in the worker's outbox, until None ends it."""
     while (item := await presence.outbox.get()) is not None:
         if isinstance(item, wire.Order):
             yield item
             continue
         if item is presence.unsent:
-            presence.unsent = None  # what is granted from now on is for another message
+            presence.unsent = None  # leases granted from now on go into another message
         batch = await _batch(head, item)
         if batch.leases:
             yield wire.Order(leases=batch)
 
 
 async def _batch(head: Head, leases: Sequence[Lease]) -> wire.LeaseBatch:
-    """These leases, less those whose task is unfit: nobody can sample them."""
+    """Return the message with these leases. Groups whose task is unfit are reported to the planner and left out."""
     batch = wire.LeaseBatch()
     for lease in leases:
         try:

@@ -11,17 +11,17 @@ from echo2.control.head.state import PlannerOptions, RentableOffer
 
 
 def read_offers(config: Config) -> dict[str, Offer]:
-    """Offers by name.
+    """Return the run's offers by name.
 
     Raises:
-        UserError: the offers file is wrong.
+        UserError: the offers file is invalid.
     """
     found = load_offers(Path(config.fleet.offers)) if config.fleet.offers else []
     return {offer.name: offer for offer in found}
 
 
 def planner_options(config: Config, eval_size: int, offers: Mapping[str, Offer] | None = None) -> PlannerOptions:
-    """The part of the configuration that decisions rest on.
+    """Return the part of the configuration that the planner needs.
 
     Raises:
         UserError: an offer that can be rented has no rate.

@@ -1,4 +1,4 @@
-"""Who is connected to the head, in memory."""
+"""In-memory records of the workers and the learner that are connected to the head."""
 
 from __future__ import annotations
 
@@ -10,14 +10,15 @@ from echo2.transport import wire_pb2 as wire
 from echo2.transport.limits import NAME_CHARS_MAX, PRICE_MAX_USD_PER_HOUR, PROTOCOL_VERSION
 from echo2.types import Lease, SnapshotRef
 
-#: Leases a returning worker may claim to hold, and environments it may name.
+#: Maximum number of leases that a returning worker may claim to hold, and of environments that it may name.
 CLAIMS_MAX = 10_000
 
 
 @dataclass(slots=True)
 class Presence:
-    """What the head knows of an attending worker beyond what the planner needs. `outbox`: what its stream says next, in
-    order; None ends it. `unsent`: the newest list of leases in the outbox, which takes more in; None: it was sent.
+    """The head's record of an attending worker, beyond the planner's. `outbox`: the next messages of its stream, in
+    order; None ends the stream. `unsent`: the newest list of leases in the outbox, to which further leases are added;
+    None once it was sent.
     """
 
     outbox: asyncio.Queue[wire.Order | list[Lease] | None]
@@ -32,8 +33,8 @@ class Presence:
 
 @dataclass(slots=True)
 class LearnerPresence:
-    """The connected learner. `feed`: what is to be sent on the stream of its step; groups as the ledger holds them.
-    `orders`: what its session's stream says after the welcome. None ends either stream.
+    """The connected learner. `feed`: messages for the stream of its current step; groups as stored in the ledger.
+    `orders`: messages for its session's stream after the welcome. None ends either stream.
     """
 
     epoch: int
@@ -45,14 +46,14 @@ class LearnerPresence:
     feed: asyncio.Queue[bytes | wire.StepDone | None] | None = None
 
     def end(self) -> None:
-        """End its streams: it is gone, or has a new session."""
+        """End the learner's streams: it is gone, or has a new session."""
         self.orders.put_nowait(None)
         if self.feed is not None:
             self.feed.put_nowait(None)
 
 
 def check_hello(hello: wire.WorkerHello) -> None:
-    """Raises PeerError where what a machine says of itself is beyond all bounds."""
+    """Raises PeerError if a value of the message is out of bounds."""
     if hello.protocol != PROTOCOL_VERSION:
         raise PeerError(
             "protocol", f"the worker speaks protocol {hello.protocol}, the head {PROTOCOL_VERSION}: upgrade one"

@@ -1,4 +1,4 @@
-"""`echo2 head DIR`: opens the run, listens, and serves until the run is over."""
+"""`echo2 head DIR`: opens the run, listens for workers and the learner, and serves until the run is over."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ from echo2.transport.identity import RunIdentity
 
 log = logging.getLogger(__name__)
 
-#: Seconds between two writings of status.json.
+#: Interval at which status.json is written.
 STATUS_SECONDS = 0.5
-#: Seconds that workers and learner have to hear that the run is over.
+#: Time for the workers and the learner to receive the message that the run is over.
 FAREWELL_SECONDS = 1.0
 TOLD_TO_STOP = "the head was told to stop"
 
@@ -37,17 +37,17 @@ async def run_head(rundir: RunDir) -> None:
     """Serve the run in this directory until it is finished or told to stop.
 
     Raises:
-        NoRoomError: the disk is full; the run can go on with another head when there is room.
-        UserError: the run can't go on (failing rewards, port in use, another head here, ...).
-        InvariantError: a bug of ours stopped it.
+        NoRoomError: the disk is full; another head can continue the run when there is room.
+        UserError: the run can't continue (failing rewards, port in use, another head here, ...).
+        InvariantError: a bug of echo2 stopped the run.
     """
     with claimed(rundir.path, "head"):
         await _serve(rundir)
 
 
 def forbid_torch() -> None:
-    """For the whole process: it would take seconds and hundreds of megabytes. `transformers` reads tokenizers without
-    it, and says so on each start unless it is told not to.
+    """Make `import torch` fail in this process: it takes seconds and hundreds of megabytes. `transformers` reads
+    tokenizers without torch; its notice about that is switched off.
     """
     sys.modules.setdefault("torch", None)  # type: ignore[arg-type]  # Python's own way to stop an import
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
@@ -55,18 +55,18 @@ def forbid_torch() -> None:
 
 async def _serve(rundir: RunDir) -> None:
     config = rundir.read_config()
-    rundir.outcome.unlink(missing_ok=True)  # that of an earlier head
+    rundir.outcome.unlink(missing_ok=True)  # the outcome of an earlier head
     identity = RunIdentity.create_or_load(rundir.identity)
     head = Head(rundir, config, identity)
     host, port = config.head.address
     port = port or head.ledger.get_meta("port", 0)
     service = Service(head)
     server = GrpcServer(host, port, identity, service.handlers(), head.fail)
-    await head.reward.start()  # a reward file that does not load is found before anything is sampled
-    await head.start()  # before anybody can call: what the ledger holds comes first
+    await head.reward.start()  # fails before any sampling if a reward file does not load
+    await head.start()  # before the server: the planner must know the ledger before the first call
     bound = await server.start()
     gc.collect()
-    gc.freeze()  # modules and libraries live as long as the process: nobody need look through them again
+    gc.freeze()  # modules and libraries live as long as the process: exclude them from later collections
     head.ledger.set_meta("port", bound)
     address = f"{config.head.advertise or host}:{bound}"
     tickets = OwnTickets(identity, own_files(rundir), address)
@@ -80,7 +80,7 @@ async def _serve(rundir: RunDir) -> None:
     await head.over.wait()
     assert head.outcome is not None
     log.info("the run is over: %s", head.outcome)
-    if head.outcome[0] != "no_room":  # the run is not over: it waits for room
+    if head.outcome[0] != "no_room":  # "no_room" ends this head only; the run waits for disk space
         await head.machines.close()
         _write_end(head)
     await head.close()
@@ -96,8 +96,8 @@ async def _serve(rundir: RunDir) -> None:
 
 
 async def _keep_reporting(head: Head, service: Service, identity: RunIdentity, tickets: OwnTickets) -> None:
-    """Consumes: the planner's tables; what `echo2 revoke` wrote. Produces: status.json; expulsions; tickets in place of
-    those that admit nobody any more. Waits for: the clock.
+    """Consumes: the planner's tables; the revocations of `echo2 revoke`. Produces: status.json; expulsions;
+    replacements of the owner's tickets that no longer admit a machine. Waits for: the clock.
     """
     disk = DiskWatch(head.rundir.path)
     while True:
@@ -109,7 +109,7 @@ async def _keep_reporting(head: Head, service: Service, identity: RunIdentity, t
             tickets.keep()
             head.check_budget()
             head_report.write_status(head)
-            for name in ("reward.log", "machines.log"):  # of children; the supervisor looks after our own
+            for name in ("reward.log", "machines.log"):  # of child processes; the supervisor cuts the head's own log
                 rotation.cut_log(head.rundir.logs / name)
         except UserError as error:
             if is_out_of_descriptors(error):

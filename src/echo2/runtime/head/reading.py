@@ -1,6 +1,6 @@
 """Tokenises prompts and decodes rollouts at the head, so that no worker is trusted with either.
 
-The tokenizer comes with the snapshots, by way of `rollout/tokenizer.py`, and without torch.
+The tokenizer comes with the snapshots and is loaded by `rollout/tokenizer.py`, without torch.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from echo2.rollout.tokenizer import Tokenizer, decoded_all, encode_prompt, load_
 from echo2.transport.messages import check_lengths
 from echo2.types import LOGGED_ROLLOUTS, GroupKind, Rollout, RolloutGroup, Task
 
-#: Tokens of all prompts that are kept: a delivery wants its lease's again, and so does a second lease. 16 MiB.
+#: Maximum number of tokens of cached prompts (16 MiB). A delivery and a second lease need the prompt of a lease again.
 KEPT_PROMPT_TOKENS = 4 << 20
 
 
 class RunTokenizer:
-    """The run's tokenizer: `load` comes first, once. One for all snapshots of a run: its files do not change."""
+    """The run's tokenizer. Call `load` once, first. Its files are the same in all snapshots of a run."""
 
     def __init__(self, template_arguments: Mapping[str, Any] = MappingProxyType({})) -> None:
         self._template_arguments = template_arguments
@@ -37,14 +37,14 @@ class RunTokenizer:
         self._loaded = asyncio.Event()
         self._prompts: OrderedDict[tuple[GroupKind, int], array[int]] = OrderedDict()
         self._num_kept = 0
-        self._pieces: dict[int, str] = {}  # at most one for each token of the vocabulary
+        self._pieces: dict[int, str] = {}  # token id -> text; bounded by the vocabulary
 
     async def load(self, files: Mapping[str, bytes], stop: str = "", stop_strings: tuple[str, ...] = ()) -> None:
-        """Read the tokenizer among a snapshot's files, beside the event loop: it takes a second. `stop`: the character
-        that ends a turn in the run's environment; `stop_strings`: `sampling.stop`.
+        """Load the tokenizer from a snapshot's files, on a thread: this takes a second. `stop`: the character that ends
+        a turn in the run's environment; `stop_strings`: `sampling.stop`.
 
         Raises:
-            UserError: there is none that transformers can read.
+            UserError: transformers can't read a tokenizer from the files.
         """
         try:
             found = await asyncio.to_thread(_load, files, stop, self._template_arguments)
@@ -60,7 +60,7 @@ class RunTokenizer:
         return self._loaded.is_set()
 
     async def loaded(self) -> None:
-        """Wait until there is a tokenizer; the learner publishes it with its first snapshot."""
+        """Wait until the tokenizer is loaded. The learner publishes it with its first snapshot."""
         await self._loaded.wait()
 
     @property
@@ -71,10 +71,10 @@ class RunTokenizer:
         return self._tokenizer
 
     def prompt(self, kind: GroupKind, task: Task) -> array[int]:
-        """Token ids of a task's prompt.
+        """Return the token ids of a task's prompt.
 
         Raises:
-            UserError: it has no tokens, or the chat template does not write it; the message names the task.
+            UserError: the prompt has no tokens, or the chat template fails on it; the message names the task.
         """
         found = self._prompts.get((kind, task.cursor))
         if found is None:
@@ -93,17 +93,17 @@ class RunTokenizer:
             self._num_kept -= len(self._prompts.popitem(last=False)[1])
 
     def turn_rules(self, stop: str, is_chat: bool, max_turns: int, max_tokens: int) -> TurnRules:
-        """How rollouts in the environment are repeated."""
+        """Return the rules for replaying rollouts in the environment."""
         return TurnRules(self.tokenizer, self._ends, stop, is_chat, max_turns, max_tokens, self._context)
 
     def check_lengths(self, group: RolloutGroup, max_tokens: int) -> None:
-        """Raise PeerError if a rollout is longer than was leased, or than the model can read."""
+        """Raise PeerError if a rollout is longer than its lease allows, or than the model's context."""
         room = self._context - len(group.prompt_tokens) if self._context else max_tokens
         check_lengths(group, min(max_tokens, room))
 
     def check_ends(self, group: RolloutGroup, max_tokens: int) -> None:
-        """Raises PeerError("malformed") where a rollout of one turn does not end as one does: with its only end token
-        or stop string, or where it was cut off for its length. Nothing is said of a model without either.
+        """Raises PeerError("malformed") if a rollout of one turn does not end properly: with its only end token or stop
+        string, or cut off at its maximum length. Not checked if the run has neither end tokens nor stop strings.
         """
         if not self._ends and self._stop is None:
             return
@@ -122,7 +122,7 @@ class RunTokenizer:
                 raise PeerError("malformed", f"a rollout was cut off after {length} of {max_tokens} tokens")
 
     def texts(self, group: RolloutGroup, task: Task) -> list[str]:
-        """The texts of the group's rollouts: what their tokens say, or the log that they come from."""
+        """Return the texts of the group's rollouts, decoded from their tokens or read from their log."""
         if group.logged:
             longest = max(len(rollout.tokens) for rollout in group.rollouts)
             logged = self.logged(task, len(group.rollouts), longest, group.newest_version)
@@ -130,13 +130,13 @@ class RunTokenizer:
         return decoded_all(self.tokenizer, (rollout.tokens for rollout in group.rollouts))
 
     def read(self, group: RolloutGroup, task: Task) -> RolloutGroup:
-        """The group with the texts of its rollouts."""
+        """Return the group with the texts of its rollouts."""
         texts = zip(group.rollouts, self.texts(group, task), strict=True)
         return replace(group, rollouts=tuple(replace(one, text=text) for one, text in texts))
 
     def pieces(self, tokens: Sequence[int]) -> list[str]:
-        """The text of each token by itself, including special tokens. A part of a character becomes a replacement
-        character.
+        """Return the text of each token by itself, including special tokens. A part of a character becomes a
+        replacement character.
         """
         return [self._piece(token) for token in tokens]
 
@@ -149,10 +149,10 @@ class RunTokenizer:
         return found
 
     def logged(self, task: Task, num_samples: int, max_tokens: int, version: int) -> list[Rollout]:
-        """The rollouts in the task's log, with their text. They count as sampled by `version`.
+        """Return the rollouts in the task's log, with their text. They count as sampled by `version`.
 
         Raises:
-            UserError: they are not what is asked for.
+            UserError: the log does not have such rollouts.
         """
         return logged_rollouts(task.columns[LOGGED_ROLLOUTS], num_samples, max_tokens, self.tokenizer, version)
 
@@ -160,7 +160,7 @@ class RunTokenizer:
 def _load(
     files: Mapping[str, bytes], stop: str, template_arguments: Mapping[str, Any]
 ) -> tuple[Tokenizer, frozenset[int], int]:
-    """The tokenizer, the tokens that end a turn, and how many the model can read (0: it does not say)."""
+    """Return the tokenizer, the tokens that end a turn, and the model's context length (0: not stated)."""
     tokenizer = load_tokenizer(files, template_arguments)
     ends = frozenset(end_tokens(files)) | (tokens_with(tokenizer, stop) if stop else frozenset())
     context = read_config(files).get("max_position_embeddings") if "config.json" in files else None

@@ -1,7 +1,7 @@
-"""Repeats delivered rollouts with the run's environment at the head, and takes their rewards from there.
+"""Replays delivered rollouts in the run's environment at the head, and takes their rewards from it.
 
-It has a process of its own, as at a worker. Rollouts are gone through side by side; one at which the environment hangs
-(30 s a call) costs the worker whose rollout it was.
+The environment runs in a separate process, as at a worker. Rollouts are replayed concurrently; if the environment hangs
+on one (30 s a call), the result of the worker that delivered it fails.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ from echo2.rollout.turns import ENVIRONMENT_SAMPLE, derived_seed
 from echo2.tasks.environment_process import EnvironmentProcess
 from echo2.types import Lease, Rollout, RolloutGroup, Task
 
-#: Rollouts that the environment's process holds at once.
+#: Maximum number of concurrent rollouts in the environment's process.
 ROLLOUTS_TOGETHER_MAX = 1024
 
 
 class Referee:
-    """Judges rollouts with the environment `spec`, whose process is started at the first call."""
+    """Judges rollouts with the environment `spec`. Its process starts at the first call."""
 
     def __init__(self, spec: str) -> None:
         self._environment = EnvironmentProcess(spec)
         self._room = asyncio.Semaphore(ROLLOUTS_TOGETHER_MAX)
 
     async def stop(self) -> str:
-        """The character that ends a turn, beside the end token (empty: none).
+        """Return the character that ends a turn, besides the end token (empty: none).
 
         Raises:
             UserError: the environment can't be loaded.
@@ -39,10 +39,10 @@ class Referee:
         await self._environment.close()
 
     async def judged(self, rules: TurnRules, lease: Lease, task: Task, group: RolloutGroup) -> RolloutGroup:
-        """The group, each rollout with what the environment gives for it.
+        """Return the group, each rollout with the environment's reward.
 
         Raises:
-            PeerError: "malformed", a rollout is not what the environment makes of its turns.
+            PeerError: "malformed": a rollout differs from the environment's replay of its turns.
             UserError: the environment fails.
         """
         pairs = enumerate(group.rollouts)

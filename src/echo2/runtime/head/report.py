@@ -18,12 +18,12 @@ from echo2.rundir import newest_checkpoint, read_metrics, write_atomically
 from echo2.runtime.head.head import Head
 from echo2.types import SnapshotRef
 
-#: How old the prediction of the learner's idle time may be.
+#: Maximum age of the prediction of the learner's idle time.
 PREDICTED_SECONDS = 5.0
 
 
 def step_row(head: Head, version: int, learner_metrics: dict[str, Any]) -> dict[str, Any]:
-    """The metrics of the step that made `version`, which is recorded: the learner's, and what the head adds."""
+    """Return the row of metrics of the recorded step that made `version`: the learner's metrics and the head's."""
     now = head.clock.now()
     active = head.planner.fleet.active()
     idle = sum(1 for worker in active if worker.idle_since is not None)
@@ -64,7 +64,7 @@ def step_row(head: Head, version: int, learner_metrics: dict[str, Any]) -> dict[
 
 
 def _waits(head: Head, step: int) -> dict[str, Any]:
-    """What the learner waited for before this step."""
+    """Return the learner's waits before this step: seconds by cause, and the last worker."""
     wait = next((one for one in head.planner.gauge.waits if one.step == step), None)
     if wait is None:
         return {}
@@ -72,7 +72,8 @@ def _waits(head: Head, step: int) -> dict[str, Any]:
 
 
 def resampling_metrics(head: Head, step: int) -> dict[str, Any]:
-    """Of a step: groups that dynamic sampling replaced, and those that it kept because it may replace no more."""
+    """Return a step's number of flat groups that dynamic sampling replaced, and of those that it kept because its limit
+    was reached."""
     if not head.options.dynamic_sampling:
         return {}
     groups = head.planner.groups
@@ -81,13 +82,13 @@ def resampling_metrics(head: Head, step: int) -> dict[str, Any]:
 
 
 def _batch_groups(head: Head) -> dict[str, int]:
-    """With order = "frontier": groups that a worker could sample together in this step."""
+    """Return, with order = "frontier", the number of groups that a worker could sample together in this step."""
     frontier = head.planner.frontier
     return {} if frontier is None else {"schedule/batch_groups": frontier.width}
 
 
 def fleet_metrics(head: Head) -> dict[str, Any]:
-    """How the fleet measures up, and how long the learner should wait. What is not known is left out."""
+    """Return the fleet's rates and the learner's predicted idle ratio. Unknown and infinite values are left out."""
     now = head.clock.now()
     found = outlook(head.planner, now)
     values = {
@@ -104,7 +105,8 @@ def fleet_metrics(head: Head) -> dict[str, Any]:
 
 
 def _predicted_idle(head: Head, now: float) -> float | None:
-    """Walking steps through costs as much as dozens of groups: where steps are short, one prediction serves a few."""
+    """Return the predicted idle ratio, at most `PREDICTED_SECONDS` old: simulating steps costs as much as handling
+    dozens of groups, so that short steps share one prediction."""
     if head.idle_predicted is None or now >= head.idle_predicted[0] + PREDICTED_SECONDS:
         ratio = predicted_idle_ratio(head.planner, now)
         head.idle_predicted = None if ratio is None else (now, ratio)
@@ -112,7 +114,8 @@ def _predicted_idle(head: Head, now: float) -> float | None:
 
 
 def fleet_status(head: Head) -> dict[str, Any]:
-    """The same for `echo2 status`, with the newest prediction and what was measured over the steps it follows from."""
+    """Return the fleet's state for `echo2 status`, with the newest predicted idle ratio and the ratio measured over the
+    steps that the prediction is based on."""
     found = outlook(head.planner, head.clock.now())
     last = head.metrics.recent[-1] if head.metrics.recent else {}
     recent = [row for row in head.metrics.recent[-NUM_REMEMBERED:] if "time/wait_for_batch" in row]
@@ -136,7 +139,7 @@ def fleet_status(head: Head) -> dict[str, Any]:
 
 
 def status(head: Head) -> dict[str, Any]:
-    """Everything `echo2 status` shows, as plain values."""
+    """Return everything that `echo2 status` shows, as plain values."""
     now = head.clock.now()
     planner, learner = head.planner, head.learner
     workers, progress = [], head.distribution.origin.progress()
@@ -198,7 +201,7 @@ def status(head: Head) -> dict[str, Any]:
 
 
 def _told(head: Head, wait: dict[str, Any]) -> dict[str, Any]:
-    """A wait as people read it: a worker that refused the snapshot it waits for says why."""
+    """Return a wait for display. If the worker refused the snapshot that it waits for, the reason says so."""
     presence = head.workers.get(wait["waiter"])
     if presence is not None and presence.report.refused and presence.installed is None:
         wait["reason"] = f"it refused snapshot {presence.report.refused}; it tries again"
@@ -206,7 +209,7 @@ def _told(head: Head, wait: dict[str, Any]) -> dict[str, Any]:
 
 
 def _fetching(progress: Progress | None, installed: SnapshotRef | None) -> dict[str, Any] | None:
-    """What a worker fetches and how far it is; None where it has that installed."""
+    """Return a worker's fetch and its progress; None if that snapshot or a newer one is installed."""
     if progress is None or (installed is not None and progress.payload.ref <= installed):
         return None
     base = progress.payload.base
@@ -219,7 +222,7 @@ def _fetching(progress: Progress | None, installed: SnapshotRef | None) -> dict[
 
 
 def _pause_seconds(head: Head) -> float:
-    """Of generation, for swaps, since the start: the mean over the workers that attend."""
+    """Return the seconds that generation paused for weight swaps since the start, averaged over attending workers."""
     pauses = [presence.report.pause_seconds for presence in head.workers.values()]
     return sum(pauses) / max(1, len(pauses))
 
@@ -233,7 +236,7 @@ def _group_counts(head: Head) -> dict[str, int]:
 
 
 def summary(head: Head) -> dict[str, Any]:
-    """What is left of a run when it ends: for the closing table, and for scripts."""
+    """Return the summary of a run that ended, for the closing table and for scripts."""
     now = head.clock.now()
     written = read_metrics(head.rundir.metrics)
     rows = [row for row in written if "eval/accuracy" in row]

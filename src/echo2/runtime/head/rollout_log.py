@@ -1,5 +1,5 @@
-"""Writes rollouts for people: rollouts/step_N.jsonl has a few groups of the step that makes version N, with their first
-tokens one by one; rollouts/eval_N.jsonl has all answers of version N to the held-out tasks, as text.
+"""Writes rollouts for people to read. rollouts/step_N.jsonl has a few groups of the step that makes version N, with
+their first tokens one by one; rollouts/eval_N.jsonl has all answers of version N to the held-out tasks, as text.
 """
 
 from __future__ import annotations
@@ -16,29 +16,29 @@ from echo2.types import LOGGED_ROLLOUTS, Rollout, RolloutGroup, Task
 
 log = logging.getLogger(__name__)
 
-#: Groups of each step that are written.
+#: Maximum number of groups written per step.
 LOGGED_GROUPS = 4
-#: Tokens of a step that are written one by one, each rollout's first ones in equal shares: some 250 KB.
+#: Maximum number of tokens per step written one by one, an equal share of first tokens per rollout: some 250 KB.
 LOGGED_TOKENS = 16_384
-#: Files of steps that stay; of older ones, one in so many.
+#: The files of the newest `KEPT_STEPS` steps are kept; of older ones, one in `KEPT_EVERY`.
 KEPT_STEPS, KEPT_EVERY = 400, 20
-#: Columns of a task that are written, and characters of each.
+#: Maximum number of a task's columns that are written, and characters of each.
 COLUMNS_MAX, COLUMN_CHARS_MAX = 16, 500
 
-#: The text of each token.
+#: Returns the text of each token.
 Pieces = Callable[[Sequence[int]], list[str]]
 
 
 class RolloutLog:
-    """Takes the first `LOGGED_GROUPS` groups that are fed for each step. `advantage`: as the learner's."""
+    """Writes the first `LOGGED_GROUPS` groups that are fed for each step. `advantage`: the learner's setting."""
 
     def __init__(self, directory: Path, advantage: Advantage) -> None:
         self._directory, self._advantage = directory, advantage
         self._step, self._claimed = -1, 0
 
     def claim(self, step: int) -> bool:
-        """Whether a group that is fed for the step is to be written. The first begins the step's file anew, and ends
-        that of a step long ago.
+        """Return whether to write a group that is fed for the step. The first call for a step deletes the step's old
+        file, and that of an old step.
         """
         if step != self._step:
             self._step, self._claimed = step, 0
@@ -49,7 +49,7 @@ class RolloutLog:
         return self._claimed <= LOGGED_GROUPS
 
     def begin(self, name: str) -> None:
-        """Remove this file, if it is there: what is in it was done over, or is old."""
+        """Remove this file, if it exists: its step is done again, or is old."""
         try:
             self._path(name).unlink(missing_ok=True)
         except OSError as error:
@@ -59,8 +59,8 @@ class RolloutLog:
         return self._directory / f"{name}.jsonl"
 
     def write(self, name: str, group: RolloutGroup, task: Task, pieces: Pieces | None = None) -> None:
-        """Add a group with its texts, and with its tokens where `pieces` is given. A disk that refuses costs the text,
-        not the run.
+        """Append a group with its texts, and with its tokens if `pieces` is given. A disk error loses this record, not
+        the run.
         """
         prompt = task.prompt
         is_train = group.group.kind == "train"
@@ -96,13 +96,13 @@ class RolloutLog:
 
 
 def _columns(task: Task) -> dict[str, str]:
-    """The beginnings of what the rewards are given beside the completions."""
+    """Return the first characters of the task's columns, which the rewards get besides the completions."""
     named = ((name, value) for name, value in task.columns.items() if name != LOGGED_ROLLOUTS)
     return {name: str(value)[:COLUMN_CHARS_MAX] for name, value in islice(named, COLUMNS_MAX)}
 
 
 def _tokens(rollout: Rollout, room: int, pieces: Pieces) -> dict[str, Any]:
-    """The first tokens as text with their behaviour logprobs, and which an environment wrote: [from, to) each."""
+    """Return the first tokens as text, their behaviour logprobs, and the ranges [from, to) of environment tokens."""
     runs, start = [], 0
     for is_policys, run in groupby(rollout.loss_mask[:room]):
         length = len(list(run))

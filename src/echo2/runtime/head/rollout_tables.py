@@ -1,4 +1,4 @@
-"""Makes tables of rollouts for other places, such as Weights & Biases, from the files of `rollout_log.py`."""
+"""Makes tables of rollouts for services such as Weights & Biases, from the files of `rollout_log.py`."""
 
 from __future__ import annotations
 
@@ -9,14 +9,15 @@ from typing import Any
 from echo2.views.rollouts import Group, read_groups
 
 COLUMNS = ("prompt", "completion", "reward", "worker", "version")
-#: Of one table; of one text in it.
+#: Maximum number of rows of a table, and of characters of a text in it.
 TABLE_ROWS = 32
 TEXT_CHARS = 2000
 
 
 def rollout_rows(folder: Path, name: str) -> list[list[Any]]:
-    """The first `TABLE_ROWS` rollouts of the file `name`, a row of `COLUMNS` each; none where there is no such file.
-    `version`: the oldest that wrote a token of it. A text that is longer than `TEXT_CHARS` ends with "…".
+    """Return the first `TABLE_ROWS` rollouts of the file `name`, one row of `COLUMNS` each; [] without such a file.
+    `version`: the oldest version that sampled a token of the rollout. Texts longer than `TEXT_CHARS` are cut and end
+    with "…".
     """
     rows = (
         [

@@ -1,8 +1,8 @@
 """The head's side of every connection: requests become events, and the planner's commands become answers.
 
-The transport has checked size and form of a message. A handler bounds every value in it, refuses what no honest caller
-would send, tells the planner (`Head.dispatch`: now; `Head.tell`: with what else has come by then), and reads the answer
-out of the returned commands. All other decisions are the planner's.
+The transport has checked size and form of a message. A handler bounds every value in it, refuses values that no honest
+caller sends, passes an event to the planner (`Head.dispatch`: at once; `Head.tell`: batched with other pending events),
+and reads the answer from the returned commands. The planner makes all other decisions.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ from echo2.transport.limits import DURATION_SECONDS_MAX, NAME_CHARS_MAX, PROTOCO
 from echo2.types import SnapshotRef
 from echo2.weights.manifest import HASH_BYTES, Manifest
 
-#: Results in one call.
+#: Maximum number of results in one call.
 DELIVERIES_PER_CALL_MAX = 4096
-#: And of those, how many are read in one go, and how many calls have such a turn at once. All others wait for theirs,
-#: and a heartbeat for these at most, however many workers deliver: a tenth of a millisecond each.
+#: Results that a call reads in one turn, and calls that have a turn at once. Other calls wait for a turn. A heartbeat
+#: waits at most for the results of these turns, however many workers deliver: a tenth of a millisecond each.
 READ_TOGETHER_MAX = 16
 TURNS_MAX = 4
-#: Characters of a worker's word on why something failed; each is a line of events.jsonl.
+#: Maximum characters of a worker's explanation of a failure; each is a line of events.jsonl.
 DETAIL_CHARS_MAX = 500
 
 _Result = ev.GroupDelivered | ev.DeliveryMalformed | ev.LeaseFailed
@@ -83,7 +83,7 @@ class Service:
     # ---- workers -------------------------------------------------------------------------------------------------
 
     async def attend(self, peer: Peer, hello: wire.WorkerHello) -> AsyncIterator[wire.Order]:
-        """A worker is connected as long as it keeps this stream open."""
+        """Yield a worker's orders. The worker is connected as long as it keeps this stream open."""
         head = self._head
         joined = worker_joined(peer, hello, head.config.sampling)
         environment = head.config.tasks.environment
@@ -132,9 +132,7 @@ class Service:
                 head.dispatch(ev.WorkerDetached(peer.peer_id, "its connection closed"))
 
     def _at_offer(self, joined: ev.WorkerJoined, machine: str) -> ev.WorkerJoined:
-        """What the machine was rented as, and at its price, if this is one that the run rented. Those join by the
-        owner's ticket.
-        """
+        """Set offer and price of a worker whose machine the run rented; such workers join by the owner's ticket."""
         offer = None if joined.ticket else self._head.machines.bind(machine, joined.worker_id)
         if offer is None:
             return joined
@@ -179,7 +177,7 @@ class Service:
         return wire.Empty()
 
     async def leave(self, peer: Peer, _: wire.Empty) -> wire.Empty:
-        """The worker's owner ends it: others get its leases at once."""
+        """Remove a worker that its owner ends. Other workers get its leases at once."""
         self._presence(peer)
         self._head.dispatch(ev.WorkerLeft(peer.peer_id, "its owner ended it"))
         return wire.Empty()
@@ -214,8 +212,8 @@ class Service:
         return wire.DeliveryReplies(items=replies)
 
     async def _deliver_played(self, peer: Peer, delivery: wire.Delivery) -> wire.DeliveryReply:
-        """Going through an environment may outlast the call. The reading goes on; the next call gets its answer, or
-        hears that there is one.
+        """Judge a result with the environment. This may outlast the call: it goes on then, and the worker's next call
+        gets the answer, or learns that the result was answered already.
         """
         key = peer.peer_id, messages.whole_number("lease_id", delivery.lease_id)
         reading = self._reading.get(key)
@@ -228,7 +226,7 @@ class Service:
         return reply
 
     async def _judged(self, peer: Peer, delivery: wire.Delivery) -> wire.DeliveryReply | PeerError:
-        """Returns the caller's mistake instead of raising it: an error in a task of the head's own ends the run."""
+        """Return the caller's PeerError instead of raising it: an exception in a spawned task ends the run."""
         try:
             event = await self._read(peer, delivery)
             return self._reply(event, await self._head.tell(event))
@@ -236,22 +234,22 @@ class Service:
             return error
 
     async def _read(self, peer: Peer, delivery: wire.Delivery) -> _Result:
-        """What the planner is to be told of a result."""
+        """Return the event that tells the planner of a result."""
         head, lease_id = self._head, messages.whole_number("lease_id", delivery.lease_id)
         strangers.check_not_expelled(head, peer.peer_id)
         held = head.planner.leases.get(lease_id)
         try:
-            if held is None or held[0] != peer.peer_id:  # nothing of it is read: the planner says why it is refused
+            if held is None or held[0] != peer.peer_id:  # not read: the planner refuses it, and says why
                 return ev.GroupDelivered(peer.peer_id, lease_id, messages.delivered_group(delivery), 0, 0, 0, 0)
             return await read_delivery(head, peer.peer_id, held[1], delivery)
-        except UserError as error:  # as the worker would have said, had the environment failed there
+        except UserError as error:  # reported as if the environment had failed at the worker
             return ev.LeaseFailed(peer.peer_id, lease_id, "environment_failed", str(error), traceback_of(error))
         except PeerError as error:
             detail = printable(error.detail, DETAIL_CHARS_MAX)
             return ev.DeliveryMalformed(peer.peer_id, lease_id, error.reason, detail)
 
     def _reply(self, event: _Result, commands: list[do.Command]) -> wire.DeliveryReply:
-        """What the planner says to a result."""
+        """Return the reply to a delivery, from the planner's commands."""
         if isinstance(event, ev.LeaseFailed):
             return wire.DeliveryReply(accepted=False, reason=f"{event.reason}: {event.detail}")
         for command in commands:
@@ -278,8 +276,8 @@ class Service:
     # ---- the learner ---------------------------------------------------------------------------------------------
 
     async def learner_hello(self, peer: Peer, hello: wire.LearnerHello) -> AsyncIterator[wire.LearnerWelcome]:
-        """The learner is connected as long as it keeps this stream open. Another one is refused meanwhile, because it
-        would take the run back to its own checkpoint.
+        """Yield the learner's orders. The learner is connected as long as it keeps this stream open. A second learner
+        is refused, because it would take the run back to its own checkpoint.
         """
         head = self._head
         if hello.protocol != PROTOCOL_VERSION:
@@ -351,7 +349,7 @@ class Service:
                 is_whole = fed.HasField("done")
                 yield fed
         finally:
-            if learner.feed is feed:  # else another stream took its place
+            if learner.feed is feed:  # else another stream has replaced this one
                 learner.feed = None
                 if not is_whole and head.learner is learner:
                     head.dispatch(ev.LearnerLost("its stream closed before the step had all its groups"))
@@ -369,8 +367,8 @@ class Service:
         busy_seconds, mismatches = _busy_seconds(metrics), tuple(_mismatches(metrics))
         head.dispatch(ev.StepTrained(report.step, tuple(report.groups), busy_seconds, mismatches))
         version = report.step + 1
-        # Of the newest step alone, once: a report may come late or twice. A kill before this line leaves a step without
-        # a row; the learner had no answer then, and reports it again.
+        # One row, for the newest step only: a report may arrive late or twice. After a kill before this line the step
+        # has no row, but the learner got no answer and reports the step again.
         if head.planner.version == version and head.metrics.last_step < version:
             head.metrics.write(step_row(head, version, metrics))
         head.save_books()
@@ -389,8 +387,8 @@ class Service:
         return wire.Empty()
 
     async def publish(self, peer: Peer, request: wire.PublishRequest) -> wire.Empty:
-        """All chunks of a payload are here: announce it, unless its version is known already. A base model is not
-        announced; workers request it when they are told of an adapter over it.
+        """Publish a payload whose chunks have arrived: announce it, unless its version is already published. A base
+        model is not announced; workers request it when an adapter over it is announced.
         """
         self._learner(request.epoch)
         head, manifest = self._head, await asyncio.to_thread(Manifest.from_bytes, request.manifest)
@@ -426,8 +424,8 @@ class Service:
 
 
 async def _together(feed: asyncio.Queue[bytes | wire.StepDone | None], held: list[bytes]) -> wire.FedGroups | None:
-    """The next item, and those that wait behind it: a message costs far more than a group. None: the stream ends.
-    `held`: a group that the message before had no room for, and on return the one that this has no room for.
+    """Return the next items of the feed in one message, which costs far more than a group. None: the stream ends.
+    `held`: the group that did not fit into the previous message; on return, the one that did not fit into this one.
     """
     fed, size = wire.FedGroups(), 0
     item: bytes | wire.StepDone | None = held.pop() if held else await feed.get()
@@ -448,7 +446,7 @@ async def _together(feed: asyncio.Queue[bytes | wire.StepDone | None], held: lis
 
 
 def worker_joined(peer: Peer, hello: wire.WorkerHello, sampling: SamplingConfig) -> ev.WorkerJoined:
-    """What a worker says of itself, within bounds. It samples what the run asks for together, or less."""
+    """Return the event of a worker that joins, from its checked message. Its slots are capped at one batch."""
     check_hello(hello)
     return ev.WorkerJoined(
         worker_id=peer.peer_id,
@@ -460,7 +458,7 @@ def worker_joined(peer: Peer, hello: wire.WorkerHello, sampling: SamplingConfig)
 
 
 def _busy_seconds(metrics: dict[str, Any]) -> float:
-    """Seconds of a step in which the learner did not wait; 0 if its metrics do not say."""
+    """Return the seconds of a step in which the learner did not wait; 0 if its metrics are not numbers."""
     seconds = [metrics.get(key, 0.0) for key in ("time/step", "time/wait_for_batch", "time/publish_wait")]
     if not all(isinstance(value, int | float) and math.isfinite(value) for value in seconds):
         return 0.0
@@ -468,7 +466,7 @@ def _busy_seconds(metrics: dict[str, Any]) -> float:
 
 
 def _mismatches(metrics: dict[str, Any]) -> Iterator[ev.WorkerMismatch]:
-    """Of the workers that the learner names: its word, as the metrics are."""
+    """Yield the mismatch of each worker named in the learner's metrics. The learner's numbers are trusted."""
     for key, mean in metrics.items():
         if key.startswith(FRESH_MISMATCH):
             worker_id = key.removeprefix(FRESH_MISMATCH)
@@ -482,7 +480,8 @@ def _installed(said: wire.WorkerHello | wire.WorkerReport) -> SnapshotRef | None
 
 
 def _raise_over(head: Head) -> None:
-    """Nothing is recorded any more. A head without room comes back: for the learner it is as if it were gone."""
+    """Raise PeerError if the run is over. A head that ended for want of disk space will be restarted, so the learner is
+    told that its session is gone."""
     if head.outcome is not None:
         kind, reason = head.outcome
         raise PeerError("unknown_learner" if kind == "no_room" else "over", f"the run is over: {reason}")

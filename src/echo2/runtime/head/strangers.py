@@ -1,7 +1,7 @@
-"""Limits what strangers may claim: whose machine they are, their price, the leases they hold, their name.
+"""Limits the claims of strangers: the owner of their machine, their price, the leases they hold, their process id.
 
-A stranger joined by a ticket that is not for machines of the run's owner. What follows from what it does is decided in
-`control/head/strangers.py`.
+A stranger joined by a ticket that is not for machines of the run's owner. `control/head/strangers.py` decides how the
+head reacts to its conduct.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from echo2.transport.limits import PRICE_MAX_USD_PER_HOUR
 if TYPE_CHECKING:
     from echo2.runtime.head.head import Head
 
-#: Largest process number that Linux gives; other systems stay below it.
+#: Largest process id on Linux; other systems stay below it.
 PID_MAX = 2**22
-#: Workers turned away for their price that `echo2 status` names.
+#: Maximum number of workers turned away for their price that `echo2 status` names.
 TURNED_AWAY_MAX = 20
 
 
@@ -36,15 +36,16 @@ def check_not_expelled(head: Head, worker_id: str) -> None:
 
 
 def known(head: Head, joined: ev.WorkerJoined) -> ev.WorkerJoined:
-    """The same, with whose machine it is, and of the leases that it says it holds those that may be its own.
+    """Return the event with the stranger's ticket ("" for the owner's machines), a stranger's first price, and only
+    those claimed leases that may be its own.
 
     Raises:
-        PeerError: it is expelled, or asks more than this run pays strangers.
+        PeerError: the worker is expelled, or asks for more than this run pays strangers.
     """
     check_not_expelled(head, joined.worker_id)
     member = head.identity.member(joined.worker_id)
     if not member.is_own:
-        known_as = head.costs.machines.get(joined.worker_id)  # its first price stays: each has an account of its own
+        known_as = head.costs.machines.get(joined.worker_id)  # its first price stays: each price opens an account
         joined = replace(joined, price_usd_per_hour=known_as.price_usd_per_hour) if known_as else joined
         try:
             check_price(joined.price_usd_per_hour, most_paid(head.config, head.machines.offers))
@@ -70,8 +71,8 @@ def check_own(head: Head, worker_id: str) -> None:
 
 
 def most_paid(config: Config, offers: Mapping[str, Offer]) -> float:
-    """The most dollars an hour that a stranger may ask for. A run with a budget pays at most the highest price that its
-    configuration names for a worker, and at most what lasts the budget for an hour. Without a budget, prices are only
+    """Return the maximum dollars per hour that a stranger may ask for: with a budget, the highest price of a worker in
+    the configuration, and at most the price that would spend the budget in an hour. Without a budget, prices are only
     recorded.
     """
     if not config.fleet.budget_usd:
@@ -81,7 +82,7 @@ def most_paid(config: Config, offers: Mapping[str, Offer]) -> float:
 
 
 def check_price(price_usd_per_hour: float, most: float) -> None:
-    """Raise PeerError("too_dear") if a stranger asks for more than that."""
+    """Raise PeerError("too_dear") if a stranger asks for more than `most`."""
     if price_usd_per_hour > most:
         raise PeerError(
             "too_dear",
@@ -92,5 +93,5 @@ def check_price(price_usd_per_hour: float, most: float) -> None:
 
 
 def process_id(pid: int) -> int:
-    """The process id that a worker reports, or 0 if it is impossible."""
+    """Return the process id that a worker reports, or 0 if it is impossible."""
     return pid if 0 < pid <= PID_MAX else 0

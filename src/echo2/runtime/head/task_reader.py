@@ -1,4 +1,4 @@
-"""Reads the user's task source on a separate thread, so that a slow row delays its lease but no heartbeat."""
+"""Reads the user's task source on a separate thread, so that a slow row delays its lease but not the heartbeats."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from echo2.errors import UserError
 from echo2.tasks.streams import Tasks
 from echo2.types import GroupRef, Task
 
-#: A row that takes longer counts as unfit.
+#: Timeout for reading a row; a slower row is unfit.
 ROW_SECONDS = 60.0
-#: Tasks that are read ahead of the one that is wanted, and tasks that are kept: a result wants its lease's again.
+#: Number of tasks read ahead, and of tasks kept: a delivery needs the task of its lease again.
 AHEAD = 32
 KEPT = 4096
 
 
 @dataclass(slots=True)
 class _Job:
-    """A row to read. `found`: the task, or why there is none."""
+    """A row to read. `found`: the task, or the error."""
 
     stream: Tasks
     cursor: int
@@ -31,14 +31,14 @@ class _Job:
     found: Task | UserError | None = None
 
     def end(self, found: Task | UserError) -> None:
-        """On the event loop. The first end counts."""
+        """Set the result, on the event loop. Only the first call counts."""
         if self.found is None:
             self.found = found
             self.done.set()
 
 
 class TaskReader:
-    """Tasks by group. `evaluation`: held-out tasks, if the run has any."""
+    """Returns the task of a group. `evaluation`: held-out tasks, if the run has any."""
 
     def __init__(self, train: Tasks, evaluation: Tasks | None) -> None:
         self._streams = {"train": train, "eval": evaluation}
@@ -46,7 +46,7 @@ class TaskReader:
         self._thread = _ReadingThread()
 
     async def task(self, group: GroupRef, cursor: int) -> Task:
-        """The task of this group.
+        """Return the task of this group.
 
         Raises:
             UserError: its row is unfit, or took longer than `ROW_SECONDS`; the message names the row.
@@ -65,7 +65,7 @@ class TaskReader:
         return job.found
 
     def close(self) -> None:
-        """Read no more. A row that hangs is left behind; it does not keep the process."""
+        """Stop reading. A hanging row is abandoned; its daemon thread does not keep the process alive."""
         self._thread.jobs.put(None)
 
     def _begin(self, kind: str, cursor: int) -> _Job:
@@ -81,7 +81,7 @@ class TaskReader:
         return job
 
     def _give_up_hung(self) -> None:
-        """Where the row in hand takes too long, leave its thread behind and go on with another."""
+        """If the row being read takes too long, fail it, abandon its thread, and start another."""
         thread = self._thread
         job, since = thread.job, thread.since
         if job is not None and time.monotonic() - since >= ROW_SECONDS:
@@ -92,7 +92,7 @@ class TaskReader:
 
 
 class _ReadingThread:
-    """Reads rows in the order in which they were asked for. A daemon: it never keeps a process that wants to end."""
+    """Reads rows in order of request, on a daemon thread, which does not keep the process alive."""
 
     def __init__(self, jobs: SimpleQueue[_Job | None] | None = None) -> None:
         self.jobs: SimpleQueue[_Job | None] = SimpleQueue() if jobs is None else jobs

@@ -1,4 +1,4 @@
-"""`echo2 invite`, `echo2 tickets` and `echo2 revoke`: who may join a run."""
+"""`echo2 invite`, `echo2 tickets` and `echo2 revoke`: control which machines may join a run."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def show(options: argparse.Namespace) -> int:
 
 
 def revoke(options: argparse.Namespace) -> int:
-    """Shut out a worker or a ticket. Raises as `invite`."""
+    """Revoke a worker or a ticket. Raises as `invite`."""
     identity = tickets.open_identity(options.directory)
     closed = identity.revoke(options.id)
     if options.json:

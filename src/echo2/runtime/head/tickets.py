@@ -1,8 +1,8 @@
-"""The tickets of a run: the head keeps the owner's usable; the commands about tickets list them.
+"""The tickets of a run: the head replaces the owner's before they become unusable; the ticket commands list them.
 
-`<out>/ticket` is for workers on machines of the owner: those that `echo2 run` starts, and those that the run rents. One
-that is half used up (who was given it may be on the way), has expired or was closed is replaced by another, never
-renewed by itself: whoever has a copy of the old text gets no further by it.
+`<out>/ticket` is for workers on machines of the owner: those that `echo2 run` starts, and those that the run rents. A
+ticket that is half used up (machines that got it may still be starting), expired or closed is replaced by a new one,
+never renewed, so that a copy of the old text admits no further machines.
 """
 
 from __future__ import annotations
@@ -27,22 +27,22 @@ OWN_TICKET_HOURS = 24 * 90.0
 
 
 def own_files(rundir: RunDir) -> dict[Path, str]:
-    """A run's files with tickets for machines of its owner, and the role that each gives."""
+    """Return the files of a run with tickets for its owner's machines -> the role that each ticket gives."""
     return {rundir.ticket: "worker", rundir.learner_ticket: "learner"}
 
 
 class OwnTickets:
-    """Files with tickets for machines of the owner, by the role that they give, of a head at this address."""
+    """Keeps the owner's tickets usable. `files`: path -> role; `address`: the head's address in new tickets."""
 
     def __init__(self, identity: RunIdentity, files: Mapping[Path, str], address: str) -> None:
         self._identity, self._address, self._files = identity, address, files
         self._known: dict[Path, str] = {}
 
     def keep(self) -> None:
-        """Replace tickets that would not admit a machine, or lead to another head.
+        """Replace tickets that are missing, half used up, no longer valid, or name another head.
 
         Raises:
-            UserError: they can't be read or written.
+            UserError: a ticket can't be read or written.
         """
         for path, role in self._files.items():
             why = self._flaw(path)
@@ -55,7 +55,7 @@ class OwnTickets:
     def _flaw(self, path: Path) -> str:
         if not path.exists():
             return "there was none"
-        if path not in self._known:  # of an earlier head
+        if path not in self._known:  # written by an earlier head
             try:
                 ticket = Ticket.parse(f"@{path}")
                 self._identity.ticket(ticket.ticket_id)
@@ -71,7 +71,7 @@ class OwnTickets:
 
 
 def open_identity(directory: Path) -> RunIdentity:
-    """The identity of a run that exists.
+    """Open the identity of an existing run.
 
     Raises:
         UserError: this run has had no head yet.
@@ -83,10 +83,10 @@ def open_identity(directory: Path) -> RunIdentity:
 
 
 def invite(directory: Path, uses: int, days: float) -> str:
-    """A new ticket for other people's machines, which are trusted less than the owner's.
+    """Return a new ticket for other people's machines, which are trusted less than the owner's.
 
     Raises:
-        UserError: this run has had no head yet, or the numbers make no sense.
+        UserError: this run has had no head yet, or `uses` or `days` is out of range.
     """
     _check(uses, days)
     identity = open_identity(directory)
@@ -98,7 +98,7 @@ def renew(directory: Path, ticket_id: str, uses: int, days: float) -> None:
     """Let a ticket admit more machines, for longer.
 
     Raises:
-        UserError: there is no such ticket, it was revoked, or the numbers make no sense.
+        UserError: there is no such ticket, it was revoked, or `uses` or `days` is out of range.
     """
     _check(uses, days)
     open_identity(directory).renew_ticket(ticket_id, uses, days * 24)
@@ -110,7 +110,7 @@ def _check(uses: int, days: float) -> None:
 
 
 def describe(ticket: KnownTicket) -> dict[str, Any]:
-    """For `echo2 tickets --json`."""
+    """Return a ticket as plain values, for `echo2 tickets --json`."""
     terms = ticket.terms
     return {
         "id": ticket.ticket_id,
@@ -125,8 +125,8 @@ def describe(ticket: KnownTicket) -> dict[str, Any]:
 
 
 def describe_revoked(identity: RunIdentity, revoked_id: str, closed: str) -> dict[str, Any]:
-    """For `echo2 revoke --json`: who is out by it, and the tickets that admit nobody any more. `closed`: what
-    `RunIdentity.revoke` gave."""
+    """Return the effect of a revocation for `echo2 revoke --json`: the workers that are shut out, and the tickets that
+    no longer admit machines. `closed`: the result of `RunIdentity.revoke`."""
     found = [ticket for ticket in identity.tickets() if ticket.ticket_id in (revoked_id, closed)]
     is_ticket = any(ticket.ticket_id == revoked_id for ticket in found)
     workers = list(found[0].members) if is_ticket else [revoked_id]
@@ -139,7 +139,7 @@ def describe_revoked(identity: RunIdentity, revoked_id: str, closed: str) -> dic
 
 
 def show(tickets: list[KnownTicket], console: Console) -> None:
-    """A table for people."""
+    """Print the tickets as a table."""
     table = Table(box=None, pad_edge=False)
     for name in ("ticket", "for", "used", "expires", "admits", "members"):
         table.add_column(name, no_wrap=name in ("ticket", "used", "expires"))

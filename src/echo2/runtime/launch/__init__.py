@@ -1,1 +1,1 @@
-"""From a configuration file to a run: check, start, supervise, judge."""
+"""From a configuration file to a run: checks, starts, supervises and evaluates it."""

@@ -1,4 +1,4 @@
-"""`echo2 chat`: talk to the model of a run, or to any other, from a terminal or through a pipe."""
+"""`echo2 chat`: talk to the model of a run, or to any other model, from a terminal or through a pipe."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ ANSWER_CHARS_MAX = 1 << 20
 
 
 def run(options: argparse.Namespace) -> int:
-    """Talk until the person has no more to say, or once where stdin is no terminal.
+    """Talk until an empty line or the end of input; answer once if stdin is not a terminal.
 
     Raises:
         UserError: there is no such checkpoint or model, or it can't be loaded.
@@ -55,7 +55,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _load(target: Path, step: Step, device: str) -> tuple[Any, Tokenizer, Mapping[str, bytes]]:
-    """The model of a run's checkpoint, or any other."""
+    """Load the model of a run's checkpoint, or of any model path. Return it with its tokenizer and its files."""
     from echo2.learner.model import load_policy
 
     rundir = RunDir(target)

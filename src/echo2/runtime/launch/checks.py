@@ -1,4 +1,4 @@
-"""Checks before a start, also for `--dry-run`: finds the user's mistakes and explains each in one sentence."""
+"""Checks before a start, also for `--dry-run`: finds the user's mistakes, and explains each in one sentence."""
 
 from __future__ import annotations
 
@@ -35,17 +35,17 @@ from echo2.types import SnapshotRef
 from echo2.weights.adapter_files import BEGINNING_REMEDY, adapter_config, check_same_settings, lora_targets
 from echo2.weights.model_files import tensor_shapes
 
-#: Rows of a file that are checked before a run starts; the others when their turn comes.
+#: Maximum number of rows of a file checked before a run starts; the others are checked when they are used.
 ROWS_CHECKED_MAX = 10_000
 ANY_HOST = ("0.0.0.0", "::")
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
-#: What a target of run.log_to imports.
+#: Target of run.log_to -> the package that it imports.
 LOG_PACKAGES = {"tensorboard": "tensorboardX", "wandb": "wandb", "wandb+rollouts": "wandb"}
 
 
 def check(config: Config, has_learner: bool = True) -> None:
-    """Find the user's mistakes before processes are started, as `--dry-run` does and every start. What is doubtful and
-    no mistake is printed. `has_learner`: the learner runs on this machine.
+    """Find the user's mistakes before processes are started, at every start and for `--dry-run`. Doubtful settings that
+    are not mistakes are printed as warnings. `has_learner`: the learner runs on this machine.
 
     Raises:
         UserError: the first mistake found.
@@ -88,7 +88,7 @@ def check(config: Config, has_learner: bool = True) -> None:
 
 
 def check_harness(config: Config) -> None:
-    """Raises UserError where the run's harness cannot be had, or cannot be what is asked for."""
+    """Raises UserError if the run's harness cannot be loaded, or the run is deterministic, which harnesses are not."""
     if config.run.deterministic:
         raise UserError(
             f"run.deterministic = true with tasks.environment = {config.tasks.environment!r}: a harness calls the "
@@ -99,10 +99,11 @@ def check_harness(config: Config) -> None:
 
 
 def check_group_bytes(config: Config) -> None:
-    """The longest group with its likely tokens must fit where groups are kept, or it is sampled again and again.
+    """Check that the longest possible group, with its likely tokens, does not exceed the size limit of a stored group:
+    it would be refused and sampled again without end.
 
     Raises:
-        UserError: it does not.
+        UserError: it exceeds the limit.
     """
     sampling, top = config.sampling, config.sampling_params.top_logprobs
     token_bytes = 9 + 6 * top
@@ -116,10 +117,10 @@ def check_group_bytes(config: Config) -> None:
 
 
 def check_budget(config: Config, offers: Iterable[Offer]) -> None:
-    """A budget is of no use where nothing costs anything. Workers that only join later bring their own prices.
+    """Check that a run with a budget has a price. Workers that join later bring their own prices.
 
     Raises:
-        UserError: with the settings that have the prices.
+        UserError: nothing in the run costs anything; the message names the settings with the prices.
     """
     prices = [config.learner.price_usd_per_hour, *(offer.price_usd_per_hour for offer in offers if offer.rent)]
     if config.workers.count:
@@ -134,11 +135,11 @@ def check_budget(config: Config, offers: Iterable[Offer]) -> None:
 
 
 def check_tasks(tasks: TaskSource, scorer: Scorer, source: str) -> None:
-    """Find bad rows, and rows without a column that a reward needs. Rows that lie in a file are all looked at, up to a
-    limit; of those that are made, the first.
+    """Find bad rows, and rows without a column that a reward needs. Of rows in a file, `ROWS_CHECKED_MAX` are checked;
+    of generated rows, only the first.
 
     Raises:
-        UserError: naming the first bad row, or the column that no row has.
+        UserError: names the first bad row, or the column that no row has.
     """
     stream, missing = TaskStream(tasks, 0, False), Counter[tuple[str, str]]()
     num_rows = min(len(tasks), ROWS_CHECKED_MAX) if hasattr(tasks, "where") else 1
@@ -156,11 +157,11 @@ def check_tasks(tasks: TaskSource, scorer: Scorer, source: str) -> None:
 
 
 def check_prompts(config: Config) -> None:
-    """Find what the head would find with the first task: a tokenizer that cannot be read, a prompt that cannot be made.
-    Of a model directory, not of a hub id. Loads transformers, which takes seconds.
+    """Find mistakes that the head would meet at the first task: an unreadable tokenizer, or a prompt that the chat
+    template can't write. Checks a model directory, not a hub id. Loads transformers, which takes seconds.
 
     Raises:
-        UserError: naming the model's tokenizer or the task.
+        UserError: names the model's tokenizer or the task.
     """
     where, reader = Path(config.model.path), RunTokenizer(config.model.chat_template_args)
     if where.is_dir():
@@ -170,10 +171,10 @@ def check_prompts(config: Config) -> None:
 
 
 def check_machine(config: Config) -> None:
-    """Find what this machine lacks: an address for tickets, packages for logs.
+    """Check that this machine has an address for tickets, and the packages for logs.
 
     Raises:
-        UserError: naming the setting.
+        UserError: names the setting.
     """
     host, _ = config.head.address
     if host in ANY_HOST and not config.head.advertise:
@@ -190,10 +191,11 @@ def check_machine(config: Config) -> None:
 
 
 def check_memory(config: Config, has_learner: bool = True) -> None:
-    """Find a model that this machine cannot train, or its local workers cannot hold, as far as config.json says.
+    """Check that this machine has the memory to train the model, and local workers to hold it, as far as config.json
+    tells.
 
     Raises:
-        UserError: with what is needed, what there is, and what would help.
+        UserError: names the memory needed, the memory available, and remedies.
     """
     shape = model_shape(config.model.path)
     if shape is not None:
@@ -205,10 +207,10 @@ def check_memory(config: Config, has_learner: bool = True) -> None:
 
 
 def check_port(config: Config) -> None:
-    """Find that another process has the head's port. Not for a run that may be the one that has it.
+    """Check that no other process uses the head's port. Do not call it for a run whose own head may still use it.
 
     Raises:
-        UserError: naming the setting.
+        UserError: names the setting.
     """
     host, port = config.head.address
     if not port:
@@ -225,10 +227,10 @@ def check_port(config: Config) -> None:
 
 
 def check_model(path: str, engine: str) -> None:
-    """Find a model that can't be loaded, as far as that shows without torch.
+    """Check that the model can be loaded, as far as possible without torch.
 
     Raises:
-        UserError: no path, no model at it, a model that the engine cannot run, no tokenizer, or a hub id that is not
+        UserError: no path, no model there, a model that the engine cannot run, no tokenizer, or a hub id that is not
             in the cache while the hub is switched off.
     """
     if not path:
@@ -251,7 +253,7 @@ def check_model(path: str, engine: str) -> None:
 
 
 def check_engine(config: Config) -> None:
-    """Raises UserError where workers on this machine cannot have their engine; those elsewhere are not looked at."""
+    """Raises UserError if the engine of workers on this machine is not available. Other machines are not checked."""
     engine, count = config.workers.engine, config.workers.count
     if not count or engine not in SERVERS:
         return
@@ -272,8 +274,8 @@ def check_engine(config: Config) -> None:
 
 
 def check_lora(config: Config) -> None:
-    """Raises UserError where lora.targets match nothing, as far as the files of a local model tell, or lora.path is an
-    adapter of other settings."""
+    """Raises UserError if lora.targets match no layer, as far as the files of a local model tell, or if lora.path is an
+    adapter with other settings."""
     where = Path(config.model.path)
     if not config.lora.rank or not where.is_dir():
         return
@@ -287,7 +289,7 @@ def check_lora(config: Config) -> None:
 
 
 def check_model_directory(where: Path, engine: str) -> None:
-    """Raises UserError where a model directory lacks tokenizer or weights, or is nothing that the engine can run."""
+    """Raises UserError if a model directory lacks a tokenizer or weights, or the engine can't run the model."""
     if not any((where / name).is_file() for name in TOKENIZER_FILES) and not any(where.glob("*.model")):
         raise UserError(
             f"model.path = {str(where)!r}: that directory holds no tokenizer (none of {', '.join(TOKENIZER_FILES)}). "
@@ -306,7 +308,7 @@ def check_model_directory(where: Path, engine: str) -> None:
 
 
 def _is_reachable(hub_id: str) -> bool:
-    """Whether a hub id is worth a try. Only the learner needs the hub, and only its machine has the hub's package."""
+    """Whether loading a hub id may succeed. Only the learner's machine needs the hub, and may have its package."""
     try:
         from huggingface_hub import constants, try_to_load_from_cache
     except ImportError:

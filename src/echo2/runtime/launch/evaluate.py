@@ -29,22 +29,22 @@ from echo2.runtime.head.evals import eval_metrics
 from echo2.types import RolloutGroup
 from echo2.weights.adapter_files import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 
-#: Tasks sampled together, and then scored.
+#: Number of tasks sampled, and then scored, together.
 BATCH_TASKS = 64
 #: Files of a checkpoint that are the learner's own, not the model's.
 LEARNER_FILES = ("optimizer.safetensors", "state.json")
 MODEL_FILE = "model.safetensors"
-#: Whose checkpoint: that of a step, of the most accurate version on held-out tasks, or (None) the newest.
+#: Selects a checkpoint: of a step, of the version with the best held-out accuracy, or (None) the newest.
 Step = int | Literal["best"] | None
-#: What each of several ranks wrote.
+#: Files of single ranks, in a checkpoint of several ranks.
 PARTS = "*.*-of-*.safetensors"
 
 
 def checkpoint_directory(rundir: RunDir, step: Step) -> Path:
-    """The checkpoint of `step`.
+    """Return the directory of the checkpoint of `step`.
 
     Raises:
-        UserError: there is none, or this is no run directory.
+        UserError: there is no such checkpoint, or this is not a run directory.
     """
     rundir.read_config()
     steps = rundir.checkpoints
@@ -64,7 +64,7 @@ def checkpoint_directory(rundir: RunDir, step: Step) -> Path:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Print what `evaluate` finds. Raises as it does."""
+    """Print the result of `evaluate`. Raises as `evaluate`."""
     values = evaluate(options.target, options.step, options.model, options.overrides)
     if options.json:
         print(json.dumps(values))
@@ -74,7 +74,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def evaluate(target: Path, step: Step, model: str, overrides: Mapping[str, str]) -> dict[str, Any]:
-    """Sample the held-out tasks once each and score them as a run does.
+    """Sample the held-out tasks, `eval.samples` rollouts each, and score them as a run does. Return the metrics.
 
     Raises:
         UserError: no such run, model or tasks; no task could be evaluated.
@@ -97,7 +97,7 @@ def evaluate(target: Path, step: Step, model: str, overrides: Mapping[str, str])
 
 @contextmanager
 def _whole(where: str) -> Iterator[str]:
-    """A model directory, or a checkpoint of several ranks as one."""
+    """Yield a model directory; a checkpoint of several ranks is joined into a temporary one."""
     if not any(Path(where).glob(PARTS)):
         yield where
         return
@@ -107,8 +107,7 @@ def _whole(where: str) -> Iterator[str]:
 
 
 def load_model(rundir: RunDir, step: Step, device: str) -> tuple[Any, Any, Mapping[str, bytes]]:
-    """A checkpoint's model in float32, an adapter's as the whole model that it makes of its base, its tokenizer and its
-    files.
+    """Return a checkpoint's model in float32, its tokenizer and its files. An adapter is merged into its base.
 
     Raises:
         UserError: there is no such checkpoint, or it cannot be loaded.
@@ -129,18 +128,18 @@ def load_model(rundir: RunDir, step: Step, device: str) -> tuple[Any, Any, Mappi
 
 
 def copy_model(source: Path, to: Path, dtype: str = "") -> None:
-    """Copy the model part of a checkpoint to the directory `to`, what several ranks wrote as one file. `dtype`: of the
-    weights there, if not as they are stored.
+    """Copy the model part of a checkpoint to the directory `to`, joining the parts of several ranks into one file.
+    `dtype`: of the copied weights, if not as stored.
 
     Raises:
-        UserError: not all ranks' parts are there, or a weight is too large for `dtype`.
+        UserError: a rank's part is missing, or a weight is too large for `dtype`.
     """
     weights = ADAPTER_WEIGHTS if (source / ADAPTER_CONFIG).is_file() else MODEL_FILE
     is_rewritten = bool(dtype) or any(source.glob(PARTS))
     left = (*LEARNER_FILES, PARTS, *([weights] if is_rewritten else []))
     shutil.copytree(source, to, ignore=shutil.ignore_patterns(*left), dirs_exist_ok=True)
     if is_rewritten:
-        from echo2.learner.shard_files import write_whole  # with torch, which a copy does not need
+        from echo2.learner.shard_files import write_whole  # imports torch, which a plain copy does not need
 
         write_whole(source, weights, to / weights, dtype)
     if dtype and weights == MODEL_FILE:
@@ -150,9 +149,9 @@ def copy_model(source: Path, to: Path, dtype: str = "") -> None:
 
 
 async def _scored(config: configuration.Config, sampler: LocalSampler) -> list[RolloutGroup]:
-    """The groups of all held-out tasks that could be sampled and scored."""
+    """Return the groups of all held-out tasks that could be sampled and scored."""
     size, console = len(sampler.tasks), Console(stderr=True)
-    if not config.eval.source:  # tasks that are trained on, then
+    if not config.eval.source:  # without held-out tasks, training tasks are evaluated
         size = min(size, config.eval.limit)
     scored: list[RolloutGroup] = []
     batches = [range(first, min(first + BATCH_TASKS, size)) for first in range(0, size, BATCH_TASKS)]

@@ -15,14 +15,14 @@ from echo2.runtime.launch.evaluate import Step, checkpoint_directory, copy_model
 from echo2.runtime.launch.hub import check_push, push, write_card
 from echo2.weights.adapter_files import ADAPTER_CONFIG
 
-#: Of the weights in all checkpoints.
+#: Dtype of the weights in all checkpoints.
 STORED_DTYPE = "float32"
 
 
 @dataclass(frozen=True, slots=True)
 class Export:
-    """A directory that was written. `dtype`: of its weights; `bytes`: of all its files; `url`: where it was
-    pushed to, if it was."""
+    """A written directory. `dtype`: of its weights; `bytes`: size of all its files; `url`: address of the repository
+    that it was pushed to, or ""."""
 
     path: str
     step: int
@@ -33,7 +33,7 @@ class Export:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Export, push if asked, and say what was written. Raises as `export`, `check_push` and `push`."""
+    """Export, push if asked, and print the result. Raises as `export`, `check_push` and `push`."""
     rundir = RunDir(options.directory)
     if options.push:
         check_push(options.push, rundir.read_config(), options.merged)
@@ -52,8 +52,8 @@ def run(options: argparse.Namespace) -> int:
 
 
 def export(directory: Path, step: Step, to: Path, is_merged: bool = False, dtype: str = "") -> Export:
-    """Copy the model part of a checkpoint to `to`, a directory that must not exist. An adapter's is a PEFT directory;
-    `is_merged`: the whole model that it makes of its base, in float32. `dtype`: of the weights instead.
+    """Copy the model part of a checkpoint to `to`, a directory that must not exist. An adapter becomes a PEFT
+    directory, or with `is_merged` the whole model of base and adapter. `dtype`: of the weights, if not float32.
 
     Raises:
         UserError: no such checkpoint; the target exists or can't be written; there is nothing to merge; a weight is too
@@ -67,7 +67,7 @@ def export(directory: Path, step: Step, to: Path, is_merged: bool = False, dtype
     if is_merged and not is_adapter:
         raise UserError(f"--merged: {source.name} is a whole model already, not an adapter. Leave --merged out.")
     partial = to.with_name(f".{to.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)  # of an export that was killed
+    shutil.rmtree(partial, ignore_errors=True)  # left by a killed export
     try:
         if is_merged:
             _write_merged(base, source, partial, dtype)
@@ -91,7 +91,7 @@ def _num_bytes(directory: Path) -> int:
 
 
 def _write_merged(base: str, adapter: Path, to: Path, dtype: str) -> None:
-    from echo2.learner.adapters import load_merged  # with torch, which a copy does not need
+    from echo2.learner.adapters import load_merged  # imports torch, which a plain copy does not need
     from echo2.learner.model import with_dtype
     from echo2.learner.shard_files import cast
 

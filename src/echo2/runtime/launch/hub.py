@@ -1,6 +1,6 @@
-"""`echo2 export --push`: an exported directory and a model card, uploaded to the Hugging Face hub by its own library.
+"""`echo2 export --push`: uploads an exported directory and a model card with the Hugging Face hub's own library.
 
-The card says what the run's files say and nothing else. Directories of this machine are not named in it.
+The card states only facts from the run's files, and names no directories of this machine.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ GET_TOKEN = (
 
 
 def check_push(repo: str, config: Config, is_merged: bool) -> None:
-    """Refuse, before anything is written, what could not be pushed.
+    """Check that an export can be pushed, before anything is written.
 
     Raises:
-        UserError: `repo` is no name, there is no token, or nobody else could load the adapter.
+        UserError: `repo` is not a repository name, there is no token, or the adapter's base is on this machine only.
     """
     from huggingface_hub import get_token
 
@@ -43,12 +43,12 @@ def check_push(repo: str, config: Config, is_merged: bool) -> None:
 
 
 def push(directory: Path, repo: str, is_public: bool) -> str:
-    """Upload all files of the directory; the repository's address. It is made if there is none, private unless
-    `is_public`.
+    """Upload all files of the directory. Return the repository's address. The repository is created if it does not
+    exist, private unless `is_public`.
 
     Raises:
-        UserError: the hub is out of reach or refuses; the repository holds something else, or is not as private as it
-            should be. The directory stays.
+        UserError: the hub can't be reached or refuses; the repository holds something else, or has the other
+            visibility. The directory stays.
     """
     from httpx2 import HTTPError
     from huggingface_hub import HfApi
@@ -61,7 +61,7 @@ def push(directory: Path, repo: str, is_public: bool) -> str:
         api.upload_folder(repo_id=repo, folder_path=directory, commit_message="Upload from echo2 export")
     except UserError:
         raise
-    except (OSError, HTTPError, RuntimeError, ValueError) as error:  # what the library and its uploader raise
+    except (OSError, HTTPError, RuntimeError, ValueError) as error:  # raised by the library and its uploader
         visibility = "--no-private" if is_public else "--private"
         again = f"hf upload {repo} {shlex.quote(str(directory))} . {visibility}"
         reason = _reason(error, repo, api.endpoint)
@@ -70,7 +70,7 @@ def push(directory: Path, repo: str, is_public: bool) -> str:
 
 
 def _check_repo(repo: str, is_private: bool, is_public: bool, files: Collection[str], directory: Path) -> None:
-    """Raises UserError where a repository that was there should not get these files."""
+    """Raises UserError if an existing repository has the other visibility, or holds the other kind of model."""
     kept = f"Nothing was pushed; {directory} is written."
     if is_private == is_public:
         what, do = ("private", "leave --public out") if is_private else ("public", "add --public")
@@ -84,7 +84,7 @@ def _check_repo(repo: str, is_private: bool, is_public: bool, files: Collection[
 
 
 def _reason(error: Exception, repo: str, endpoint: str) -> str:
-    """What went wrong, and what to do."""
+    """Return the cause of a failed upload, and a remedy."""
     from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
 
     if isinstance(error, OfflineModeIsEnabled):
@@ -105,7 +105,7 @@ def _is_hub_id(path: str) -> bool:
 
 
 def _wrong_id(name: str) -> str:
-    """Why the hub would not take this for a repository's name; empty: it would."""
+    """Return why the hub would refuse this repository name; "" if it is valid."""
     from huggingface_hub.errors import HFValidationError
     from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]  # documented there
 
@@ -120,7 +120,7 @@ def write_card(directory: Path, rundir: RunDir, step: int, dtype: str) -> None:
     """Write the model card README.md of an export: base model, run, step, and how it was trained.
 
     Raises:
-        UserError: the run's configuration can't be read, or the card not be written.
+        UserError: the run's configuration can't be read, or the card can't be written.
     """
     config, is_adapter = rundir.read_config(), (directory / ADAPTER_CONFIG).is_file()
     base, rank = config.model.path, config.lora.rank
@@ -164,7 +164,7 @@ def _training(config: Config) -> Mapping[str, str]:
 
 
 def _accuracy(rundir: RunDir, step: int) -> Mapping[str, str]:
-    """Of the step itself, where the run measured it."""
+    """Return the accuracy of the exported step, if the run measured it."""
     found = accuracies(read_metrics(rundir.metrics))
     if step not in found:
         return {}
@@ -173,6 +173,6 @@ def _accuracy(rundir: RunDir, step: int) -> Mapping[str, str]:
 
 
 def _named(texts: Iterable[str]) -> str:
-    """Without the directories that files of this machine are in, and what would end a cell of a table."""
+    """Return the names for a cell of a table: without the directories of local files, and with "|" escaped."""
     names = [re.sub(r"(^|[\s:])/\S*/", r"\1", text) for text in texts]
     return ", ".join(f"`{name}`".replace("|", r"\|") for name in names) or "none"

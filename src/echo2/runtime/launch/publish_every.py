@@ -1,8 +1,8 @@
 """`schedule.publish_every = "auto"`: finds the number with which a run starts or resumes, and the reason.
 
-The rule needs the seconds of a step and of a broadcast. They are those that a run measured: the one that is resumed, or
-another that the user names. Before anything is measured it is 1, which any bound allows. The number is settled before a
-process starts and is written to config.json: head and learner never differ, and no step is bound to two rules.
+The rule needs the seconds of a step and of a broadcast, as measured by the resumed run, or by another run that the user
+names. Without measurements the number is 1, which any staleness bound allows. It is settled before any process starts
+and is written to config.json, so that head and learner never differ, and no step follows two rules.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from echo2.rundir import RunDir, read_metrics
 
 @dataclass(frozen=True, slots=True)
 class Settled:
-    """`reason`: for people; empty where the configuration has a number."""
+    """A configuration with a number. `reason`: for display; empty if the number was configured."""
 
     config: Config
     reason: str = ""
 
 
 def settle(config: Config, where: Path, resume: bool, like: Path | None) -> Settled:
-    """The configuration with a number. `where`: the run's directory; `like`: a run whose times count.
+    """Return the configuration with a number. `where`: the run's directory; `like`: a run whose measured times to use.
 
     Raises:
-        UserError: `like` has not measured what is needed, or no number keeps the bound with these times.
+        UserError: `like` lacks the measurements, or no number keeps the staleness bound with these times.
     """
     bound = config.schedule.max_staleness
     if config.schedule.publish_every != "auto":
@@ -62,14 +62,14 @@ def _measured(config: Config, past: PastRun, broadcast_seconds: float, source: s
 
 
 def _before(where: Path) -> int | None:
-    """The number that the run had; None where it has not begun."""
+    """Return the number that the run had; None if it has not begun."""
     rundir = RunDir(where)
     found = rundir.read_config().schedule.publish_every if rundir.config.is_file() else "auto"
     return None if found == "auto" else found
 
 
 def _past(where: Path) -> PastRun | None:
-    """What the run has measured; None before its first step."""
+    """Return the run's measurements; None before its first step."""
     has_trained = any("time/train" in row for row in read_metrics(RunDir(where).metrics, refuses_damage=True))
     return read_past_run(where) if has_trained else None
 

@@ -1,4 +1,6 @@
-"""Decides what a resumed run may change: names each change, and refuses what ledger or checkpoints depend on."""
+"""Decides which settings a resumed run may change: lists the changes, and refuses those that the ledger or the
+checkpoints depend on.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,7 @@ from echo2 import config as configuration
 from echo2.config import Config
 from echo2.errors import UserError
 
-#: Settings that a run keeps, and why.
+#: Settings that a resumed run can't change -> the reason.
 FIXED = {
     "model.path": "the checkpoints are of that model",
     "lora.rank": "the checkpoints are of an adapter of that rank, or of a whole model",
@@ -24,10 +26,10 @@ FIXED = {
 
 
 def changes(old: Config, new: Config) -> list[str]:
-    """One line for each setting that differs: `learner.lr: 1e-06 -> 2e-06`.
+    """Return one line per setting that differs: `learner.lr: 1e-06 -> 2e-06`.
 
     Raises:
-        UserError: a setting that can't change has changed, or max_staleness was lowered.
+        UserError: a setting of `FIXED` differs, or max_staleness was lowered.
     """
     found = []
     for section, key, *_ in configuration.all_fields():

@@ -1,5 +1,5 @@
-"""`echo2 sft`: supervised fine-tuning before a run. Prompts are the tasks of the run's file, tokenised as in the run,
-and a column has the answers.
+"""`echo2 sft`: supervised fine-tuning before a run. The prompts are the tasks of the run's configuration, tokenised as
+in the run; a column of the tasks has the answers.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ from echo2.runtime.launch.evaluate import copy_model
 from echo2.tasks.streams import Tasks, held_out_tasks, training_tasks
 from echo2.types import Task
 
-#: Held-out rows of which the loss is told before and after.
+#: Maximum number of held-out rows whose loss is reported before and after.
 HELD_OUT_ROWS = 256
-#: Steps between checkpoints.
+#: Number of steps between checkpoints.
 SAVE_STEPS = 50
 EXIT_INTERRUPTED = 130
 
 
 class Answers:
-    """Rows as data to learn from: prompts as in a run, then the answer and the model's end token."""
+    """Makes training data from rows: the prompt as in a run, then the answer and the model's end token."""
 
     def __init__(
         self, tasks: Tasks, column: str, tokenizer: Tokenizer, ends: tuple[int, ...], context: int | None
@@ -48,7 +48,7 @@ class Answers:
         self._end, self._context = ends[:1], context
 
     def data(self, cursors: range) -> list[Datum]:
-        """The rows at these places of the task stream.
+        """Return the rows at these positions of the task stream.
 
         Raises:
             UserError: a row has no answer, or is longer than the model's context.
@@ -71,10 +71,10 @@ class Answers:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Train, and write a model directory, or of an adapter a PEFT directory.
+    """Train, and write a model directory, or a PEFT directory for an adapter. Return the exit status.
 
     Raises:
-        UserError: settings, model or rows are wrong, or the target can't be written.
+        UserError: settings, model or rows are invalid, or the target can't be written.
     """
     config = configuration.load(options.config, options.overrides)
     to: Path = options.to
@@ -124,7 +124,7 @@ def _held_out(config: Config, answers: Callable[[Tasks], Answers]) -> list[Datum
 def _train(
     client: SupervisedClient, rows: Answers, rows_per_step: int, working: Path, is_told: list[int]
 ) -> list[float]:
-    """All steps that are left, or until a signal comes; the losses. What was done is saved in either case."""
+    """Train the remaining steps, or until a signal. Save the last step in either case. Return the losses."""
     console, losses = Console(stderr=True), list[float]()
     columns = (
         TextColumn("sft"),
@@ -157,7 +157,7 @@ def _save(client: SupervisedClient, working: Path) -> None:
 
 @contextmanager
 def _told_to_end() -> Iterator[list[int]]:
-    """The signals that told this process to end; the step under way is finished and saved."""
+    """Yield the list of signals received that end this process; the current step is finished and saved first."""
     told: list[int] = []
     signals = (signal.SIGINT, signal.SIGTERM)
     before = {number: signal.signal(number, lambda number, _: told.append(number)) for number in signals}

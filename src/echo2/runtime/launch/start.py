@@ -1,4 +1,4 @@
-"""`echo2 run`, from configuration file to summary: resolve, check, start, show progress, sum up."""
+"""`echo2 run`, from configuration file to summary: resolves, checks, starts, shows progress, sums up."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ from echo2.views import display
 def resolve(
     path: Path, overrides: Mapping[str, str], out: Path | None, resume: bool = False, like: Path | None = None
 ) -> tuple[Config, Path]:
-    """The configuration, with a number for "auto" and absolute paths, and the run directory it names: both mean the
-    same wherever a command of the run is started. A resumed run's changes are printed.
+    """Return the configuration, with a number for "auto" and absolute paths, and the absolute run directory. Both are
+    valid in any working directory. Prints the changes of a resumed run.
 
     Raises:
-        UserError: the configuration is wrong, or a resumed run can't go on with it.
+        UserError: the configuration is invalid, or a resumed run can't continue with it.
     """
     config = absolute(configuration.load(path, overrides))
     where = (out or Path("outputs") / path.stem).resolve()
@@ -50,10 +50,10 @@ def resolve(
 
 
 def absolute(config: Config) -> Config:
-    """The same with absolute paths wherever a setting names a file or directory that exists here."""
+    """Return the configuration with absolute paths, where a setting names an existing file or directory."""
 
     def named(text: str) -> str:
-        """`name`, `name#split` or `file.py:Name`, with a weight before it or none."""
+        """Resolve `name`, `name#split` or `file.py:Name`, with or without a weight before it."""
         weight, star, name = text.rpartition("*")
         for mark in ("", "#", ":"):
             file, _, rest = name.strip().partition(mark) if mark else (name.strip(), "", "")
@@ -63,7 +63,7 @@ def absolute(config: Config) -> Config:
         return text
 
     def named_all(source: Any) -> Any:
-        """The same of one source, of several with weights, and of sets by name."""
+        """Resolve one source, a list of sources with weights, or sources by the name of their set."""
         if isinstance(source, str):
             return named(source)
         return {k: named(v) for k, v in source.items()} if isinstance(source, dict) else [named(v) for v in source]
@@ -86,7 +86,7 @@ def absolute(config: Config) -> Config:
 def open_run(
     target: Path, out: Path | None, resume: bool, overrides: Mapping[str, str], like: Path | None = None
 ) -> RunDir:
-    """A run directory that exists, or a new one from a configuration file."""
+    """Open an existing run directory, or create one from a configuration file."""
     if target.is_dir():
         rundir = RunDir(target)
         rundir.read_config()
@@ -109,8 +109,8 @@ def run(
     has_page: bool = False,
     has_learner: bool = True,
 ) -> int:
-    """`echo2 run`. Returns the exit status. `has_page`: with `echo2 view` beside it. `has_learner`: else it is started
-    somewhere else, and joins with the learner's ticket."""
+    """Carry out `echo2 run`. Return the exit status. `has_page`: also start `echo2 view`. `has_learner`: start the
+    learner here; otherwise it is started elsewhere, and joins with the learner's ticket."""
     keep_private()
     config, where = resolve(path, overrides, out, resume, like)
     check(config, has_learner)
@@ -121,7 +121,7 @@ def run(
         print(configuration.to_json(config))
         return 0
     with claimed(where, "run"):
-        if not resume:  # else the killed head of this run may still listen: the next one waits for it
+        if not resume:  # the killed head of a resumed run may still listen; the next head waits for its end
             check_port(config)
         rundir = create(where, config, resume)
         outcome = _supervise(rundir, config, has_page, has_learner)
@@ -138,7 +138,7 @@ def run(
 
 
 def _supervise(rundir: RunDir, config: Config, has_page: bool, has_learner: bool) -> dict[str, str]:
-    """Start the run's processes, show how it goes, and wait for its end."""
+    """Start the run's processes, show its progress, and wait for its end. Return its outcome."""
     workers = config.workers
     arguments = ["--price-usd-per-hour", str(workers.price_usd_per_hour)]
     if config.tasks.environment:
@@ -153,7 +153,7 @@ def _supervise(rundir: RunDir, config: Config, has_page: bool, has_learner: bool
 
 
 def joining(rundir: RunDir, config: Config) -> list[str]:
-    """Where the run is, and how other machines join it."""
+    """Return lines that say where the run is, and how other machines join it."""
     where, ticket = escape(str(rundir.path)), escape(str(rundir.ticket))
     lines = [f"run directory [bold]{where}[/bold]"]
     if config.head.is_local:
@@ -168,7 +168,7 @@ def joining(rundir: RunDir, config: Config) -> list[str]:
 
 @contextmanager
 def _page(rundir: RunDir, console: Console) -> Iterator[None]:
-    """`echo2 view` of this run, for as long as it lasts."""
+    """Run `echo2 view` of this run inside the context."""
     reading, writing = os.pipe()
     command = [sys.executable, "-m", "echo2", "view", str(rundir.path)]
     lifeline = {**os.environ, LIFELINE_VARIABLE: str(reading)}
@@ -181,6 +181,6 @@ def _page(rundir: RunDir, console: Console) -> Iterator[None]:
             yield
         finally:
             page.terminate()
-            page.wait()  # the end of its lifeline would cut off what it is saying
+            page.wait()  # before the lifeline ends, which would cut off its last output
             os.close(reading)
             os.close(writing)

@@ -1,9 +1,8 @@
 """Starts head, learner and workers on this machine, connected as over a network, and restarts those that die.
 
-A process that dies is started again (the head from its ledger, the learner from its checkpoint, a worker afresh), up
-to a limit. A process that ends with the user's mistake ends the run, with its one-line error; one that ends for lack of
-room on the disk is started again when there is room. When the supervisor
-itself dies, its children end too (`lifeline`).
+A process that dies is restarted (the head from its ledger, the learner from its checkpoint, a worker afresh), up to a
+limit. A process that fails because of the user's mistake ends the run, with its one-line error; one that fails because
+the disk is full is restarted when there is room. When the supervisor itself dies, its children end too (`lifeline`).
 """
 
 from __future__ import annotations
@@ -27,16 +26,16 @@ from echo2.rundir import RunDir, newest_checkpoint, read_json, write_atomically
 from echo2.runtime import rotation
 from echo2.runtime.lifeline import LIFELINE_VARIABLE
 
-#: Restarts of one process within the window that show that restarting does not help.
+#: Deaths of one process within the window after which the supervisor gives up.
 RESTARTS_MAX = 5
 RESTART_WINDOW_SECONDS = 60.0
-#: Seconds a process has to end by itself once the run is over.
+#: Time for a process to end by itself once the run is over.
 FAREWELL_SECONDS = 10.0
-#: Seconds after which a stop that waits for the learner's checkpoint says so.
+#: Time after which a stop that waits for the learner's checkpoint prints a message.
 PATIENCE_SECONDS = 3.0
-#: Seconds the others have left once the head is gone.
+#: Time for the other processes to end once the head is gone.
 STRAGGLER_SECONDS = 3.0
-#: Seconds the head has to start listening.
+#: Timeout for the head to start listening.
 HEAD_START_SECONDS = 180.0
 POLL_SECONDS = 0.1
 #: Exit status of a process that ended because of the user's mistake; its log ends with the error.
@@ -44,7 +43,7 @@ USER_ERROR_STATUS = 2
 #: Exit status of a process that ended because its disk is full.
 NO_ROOM_STATUS = 3
 ERROR_PREFIX = "error: "
-#: With less than this left, a disk counts as full.
+#: A disk with fewer free bytes than this counts as full.
 FULL_DISK_BYTES = 1 << 16
 
 
@@ -66,7 +65,7 @@ class Child:
 
 
 class Supervisor:
-    """Owns the local processes of one run. Without `has_learner`, somebody else starts the learner."""
+    """Owns the local processes of one run. Without `has_learner`, the learner is started elsewhere."""
 
     def __init__(
         self,
@@ -82,7 +81,7 @@ class Supervisor:
         self.learner = Child("learner", ["learner", path]) if has_learner else None
         self.others = [self.learner] if self.learner else []
         for number in range(num_workers):
-            name, device = f"worker-{number}", f"auto:{number + num_ranks}"  # the learner has the first
+            name, device = f"worker-{number}", f"auto:{number + num_ranks}"  # the learner has the first devices
             places = ["--state", str(rundir.path / "workers" / name), "--device", device]
             self.others.append(Child(name, ["worker", f"@{rundir.ticket}", *places, *worker_arguments]))
         self._lifeline = os.pipe()
@@ -96,10 +95,10 @@ class Supervisor:
         return [self.head, *self.others]
 
     def run(self, on_poll: Callable[[], None]) -> dict[str, str]:
-        """Run until the run is over; returns its outcome ({"kind", "reason"}).
+        """Run until the run is over. Return its outcome ({"kind", "reason"}).
 
         Raises:
-            UserError: the user's mistake, as the process that met it worded it.
+            UserError: the user's mistake, in the words of the process that failed.
             ProcessFailed: a process keeps dying.
             KeyboardInterrupt: the run was stopped by a signal; it can be resumed.
         """
@@ -138,10 +137,10 @@ class Supervisor:
     def _start(self, child: Child) -> None:
         reading, _ = self._lifeline
         environment = {**os.environ, LIFELINE_VARIABLE: str(reading), "PYTHONUNBUFFERED": "1"}
-        environment.setdefault("PYTHONHASHSEED", "0")  # what iterates over sets makes the same tasks everywhere
+        environment.setdefault("PYTHONHASHSEED", "0")  # task code that iterates over sets gives the same tasks always
         environment.setdefault("OMP_NUM_THREADS", "1")  # processes share the cores: see docs/operations.md
         with open(self._log(child), "ab") as log:
-            child.log_start = log.tell()  # what an earlier process wrote is not this one's
+            child.log_start = log.tell()  # skips the output of earlier processes
             child.process = subprocess.Popen(
                 [sys.executable, "-m", "echo2", *child.arguments],
                 stdin=subprocess.DEVNULL,
@@ -149,12 +148,12 @@ class Supervisor:
                 stderr=log,
                 env=environment,
                 pass_fds=(reading,),
-                start_new_session=True,  # Ctrl-C is the supervisor's to handle
+                start_new_session=True,  # Ctrl-C reaches only the supervisor
             )
         self._list()
 
     def _list(self) -> None:
-        """Write down which processes there are, where that has changed; later, where the disk has no room."""
+        """Write the list of processes if it has changed. On a full disk, the next call tries again."""
         listing = [("supervisor", "run", os.getpid())]
         listing += [(c.arguments[0], c.name, c.process.pid) for c in self.children if c.process is not None]
         plain = json.dumps([{"role": role, "name": name, "pid": pid} for role, name, pid in listing])
@@ -182,12 +181,12 @@ class Supervisor:
             if rotation.cut_log(self._log(child)):
                 child.log_start = 0
             status = child.process.poll() if child.process is not None else None
-            is_done = status == 0 and child is not self.head  # the learner has trained all steps; evaluation goes on
+            is_done = status == 0 and child is not self.head  # the learner may end before the last evaluation
             if status is not None and not is_done and self._outcome() is None:
                 self._died(child)
 
     def _died(self, child: Child) -> None:
-        """Start a dead child again, or give up on the run."""
+        """Restart a dead child, or give up on the run."""
         assert child.process is not None
         status = child.process.returncode
         now = time.monotonic()
@@ -204,8 +203,8 @@ class Supervisor:
         self._start(child)
 
     def _may_wait_for_room(self, child: Child, now: float) -> bool:
-        """Start it again when there is room. False for one that finds none again, soon after it was started with room:
-        its disk is another, or it has a quota.
+        """Restart a child that met a full disk, once there is room. Return False if it meets a full disk again soon
+        after a restart with room: then it writes to another disk, or has a quota.
         """
         free = disk.free_bytes(self.rundir.path)
         if free < disk.FLOOR_BYTES:
@@ -221,7 +220,7 @@ class Supervisor:
         return True
 
     def _silent(self, child: Child) -> str:
-        """What to say of a child that refused to run and left no word: a full disk takes no log line either."""
+        """Return the error of a child that refused to run without one: a full disk takes no log line either."""
         free = disk.free_bytes(self.rundir.path)
         if free < FULL_DISK_BYTES:
             return f"The disk of {self.rundir.path} is full ({free} bytes left). Free some space, then --resume."
@@ -231,7 +230,8 @@ class Supervisor:
         return self.rundir.logs / f"{child.name}.log"
 
     def _head_tells(self) -> bool:
-        """Whether the head tells the others that it is over; without an outcome, it is asked to."""
+        """Whether the head tells the other processes that the run is over. If the run has no outcome yet, the head is
+        asked to stop it."""
         outcome = self._outcome()
         if outcome is not None:
             return outcome["kind"] in ("finished", "stopped")
@@ -241,11 +241,11 @@ class Supervisor:
         return True
 
     def _wait_for_checkpoint(self) -> None:
-        """The head ends the run once the learner has saved, however long that takes; a second signal: at once."""
+        """Wait until the head ends the run, after the learner has saved, or at once after a second signal."""
         started, num_signals, said = time.monotonic(), self._num_signals, False
         while self._outcome() is None and self.head.process is not None and self.head.process.poll() is None:
             if self._num_signals > num_signals or self._has_lost_learner():
-                self.head.process.terminate()  # nobody is left to save anything, or nobody wants to wait
+                self.head.process.terminate()  # the learner is gone, or the user does not want to wait
                 return
             if not said and time.monotonic() - started > PATIENCE_SECONDS:
                 print("stopping: the learner saves a checkpoint; interrupt again to stop at once", file=sys.stderr)
@@ -253,13 +253,13 @@ class Supervisor:
             time.sleep(POLL_SECONDS)
 
     def _has_lost_learner(self) -> bool:
-        """Whether it was to be here, and is not; of one elsewhere the head knows."""
+        """Whether the local learner is not running. A learner elsewhere is watched by the head."""
         if self.learner is None:
             return False
         return self.learner.process is None or self.learner.process.poll() is not None
 
     def _write_end(self, failure: Echo2Error | None) -> None:
-        """What outcome.json does not say yet: the error that ended the run, and steps that no checkpoint covers."""
+        """Add to outcome.json the error that ended the run, and the steps that no checkpoint covers."""
         outcome = self._outcome() or {
             "kind": "failed",
             "reason": "the head ended without an error message; see logs/head.log",
@@ -278,7 +278,7 @@ class Supervisor:
             write_atomically(self.rundir.outcome, json.dumps(outcome))
 
     def _end_all(self) -> None:
-        """Let the others go first by themselves where the head tells them, then ask, then insist."""
+        """End all children: wait for those that the head tells to end, then SIGTERM, then SIGKILL."""
         told = self._head_tells()
         if told:
             self._wait_for_checkpoint()
@@ -289,7 +289,7 @@ class Supervisor:
                 process.wait(max(0.1, deadline - time.monotonic()))
             except subprocess.TimeoutExpired:
                 process.terminate()
-            if child is self.head:  # who has not heard it from the head by now never will
+            if child is self.head:  # the head is first and has ended: no further message will reach the others
                 deadline = min(deadline, time.monotonic() + STRAGGLER_SECONDS)
         for _, process in started:
             try:
@@ -302,7 +302,7 @@ class Supervisor:
 
 
 def last_error(log: Path, start: int = 0) -> str | None:
-    """The last line of a log, from byte `start` on, that tells an error to people."""
+    """Return the last line of a log, from byte `start` on, that begins with "error: ", without that prefix."""
     text = log.read_bytes()[start:].decode("utf-8", errors="replace")
     errors = [line.removeprefix(ERROR_PREFIX) for line in text.splitlines() if line.startswith(ERROR_PREFIX)]
     return errors[-1] if errors else None

@@ -28,10 +28,10 @@ STOPPED_STATUS = 128 + signal.SIGTERM
 
 
 def run_learner(rundir: RunDir, ticket: str) -> int:
-    """Train until the run is over, or a signal comes: then the last completed step is saved. The exit status.
+    """Train until the run is over, or until a signal; then the last completed step is saved. Return the exit status.
 
     Raises:
-        UserError: the model can't be loaded, the disk is full, the head does not take this learner.
+        UserError: the model can't be loaded, the disk is full, or the head refuses this learner.
         LinkError: the head stayed away.
     """
     here = place()
@@ -46,7 +46,7 @@ def run_learner(rundir: RunDir, ticket: str) -> int:
 
 
 def _follow(rundir: RunDir, here: Place) -> int:
-    """As another rank than the first, which takes the signals for all. The exit status."""
+    """Run a rank other than the first, which handles signals for all ranks. Return the exit status."""
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)
     config, device = rundir.read_config(), pick_device(f"auto:{here.local_rank}")

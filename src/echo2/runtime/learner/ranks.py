@@ -1,7 +1,7 @@
 """Starts and watches a learner's other ranks on one machine, as `torchrun` would.
 
-All end together: the others with the first one's lifeline, and the first as soon as one of the others has died. What
-looks after the learner then starts it again, from the checkpoint.
+All ranks end together: the others by the lifeline of the first, and the first as soon as one of the others dies. The
+supervisor then restarts the learner from its checkpoint.
 """
 
 from __future__ import annotations
@@ -22,15 +22,16 @@ from echo2.runtime.lifeline import LIFELINE_VARIABLE
 
 log = logging.getLogger(__name__)
 
-#: Seconds that the others have to end by themselves when they were let go.
+#: Time for the other ranks to end by themselves after they were released.
 FAREWELL_SECONDS = 10.0
-#: Exit statuses that say whose fault it was; any other death is one.
+#: Exit statuses with a meaning of their own, which are passed on; any other becomes 1.
 TELLING_STATUSES = (2, 3)
 
 
 @contextmanager
 def started(rundir: RunDir, size: int) -> Iterator[Place]:
-    """The first rank's place; the others run meanwhile, and are to be let go before the end."""
+    """Run the other ranks, and yield the place of the first. The caller must release them before leaving the context
+    (`LeadingClient.end`)."""
     is_over = threading.Event()
     reading, writing = os.pipe()
     with tempfile.TemporaryDirectory(prefix="echo2-ranks-") as meeting:
@@ -49,7 +50,7 @@ def started(rundir: RunDir, size: int) -> Iterator[Place]:
                 watcher.join(FAREWELL_SECONDS)
         finally:
             is_over.set()
-            os.close(writing)  # whoever is still there ends now
+            os.close(writing)  # ends the ranks that still run
             os.close(reading)
             for watcher in watchers:
                 watcher.join(FAREWELL_SECONDS)

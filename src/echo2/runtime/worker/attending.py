@@ -13,18 +13,19 @@ from echo2.transport.base import Link
 
 log = logging.getLogger(__name__)
 
-#: Pause before the first try to reconnect, doubled up to the last.
+#: First and longest pause before reconnecting; doubled after each try.
 RECONNECT_SECONDS = (0.2, 5.0)
 
 
 async def attended(
     link: Link, hello: Callable[[], wire.WorkerHello], patience_seconds: float, disconnected: Callable[[], None]
 ) -> AsyncGenerator[wire.Order]:
-    """Orders, for ever. `hello`: what each stream begins with; `disconnected` is called when one has ended.
+    """Yield the head's orders, over as many streams as needed. `hello` returns the first message of each stream;
+    `disconnected` is called when a stream has ended.
 
     Raises:
-        LinkError: nobody was there for `patience_seconds`.
-        PeerError: this machine was refused.
+        LinkError: the head was away for `patience_seconds`.
+        PeerError: the head refused this machine.
     """
     away_since, pause = time.monotonic(), RECONNECT_SECONDS[0]
     while True:

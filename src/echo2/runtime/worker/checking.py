@@ -1,4 +1,4 @@
-"""Checks rollouts of strangers on a machine of the owner, between decoding steps of its own sampling."""
+"""Checks strangers' rollouts on a machine of the run's owner, between the decoding steps of its own sampling."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from echo2.transport import wire_pb2 as wire
 
 
 async def check(engine: Any, asked: wire.Check) -> wire.CheckReport:
-    """What the head is told of the group.
+    """Check a group, and return the report for the head.
 
     Raises:
-        PeerError: "oversized" or "malformed", what the head sent is no check.
+        PeerError: "oversized" or "malformed": the head's message is not a valid check.
     """
     assignment, group = messages.decode_assignment(asked.lease), messages.parse_group(asked.group)
     if assignment.lease.group != group.group or assignment.prompt_tokens != group.prompt_tokens:

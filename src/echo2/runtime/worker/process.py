@@ -1,9 +1,9 @@
-"""`echo2 worker TICKET`: one rollout worker. The scheduler decides; this module drives it and the connection,
-`sampling` runs leases at the engine, and `weights` fetches, installs and serves weights.
+"""`echo2 worker TICKET`: one rollout worker. The scheduler decides; this module drives the scheduler and the
+connection, `sampling` samples leases with the engine, and `weights` fetches, installs and serves weights.
 
-Things run at once, so that none delays another: the event loop (link, heartbeats, chunks), the engine's decode thread,
-a process for each environment, and a loading thread (apply and verify a snapshot beside the old one). Results wait with
-the scheduler until the head has answered for them.
+These run concurrently, so that none delays another: the event loop (link, heartbeats, chunks), the engine's decode
+thread, a process for each environment, and a loading thread (applies and verifies a snapshot beside the old one). The
+scheduler keeps results until the head has answered their delivery.
 """
 
 from __future__ import annotations
@@ -48,21 +48,22 @@ from echo2.weights.model_files import find_model, read_base_model
 log = logging.getLogger(__name__)
 
 CALL_SECONDS = 60.0
-#: Seconds that a worker whose owner ends it waits to be let go.
+#: Timeout of the Leave call of a worker that its owner ends.
 LEAVE_SECONDS = 2.0
-#: Bytes of results sent in one call, unless a single one is larger; far below the limit of a message.
+#: Maximum bytes of results sent in one call, unless a single one is larger; far below the size limit of a message.
 DELIVER_BYTES = 8 << 20
-#: Leases that a worker keeps; far above what a head grants.
+#: Maximum number of leases that a worker keeps; far above the number that a head grants.
 LEASES_MAX = 100_000
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerOptions:
-    """What the owner of the machine decides. `listen`: HOST:PORT for other workers (empty: any port); `advertise`:
-    where they dial it (empty: where the head sees it); `relays`: whether it gives them chunks at all. `offer`: name of
-    its machine, if the run rented it. `engine`: "auto" is the run's; `engine_python`, `engine_url`, `engine_args`:
-    where its token server is, if it is one. `slots`: rollouts to decode at once at most (0: as the run asks). `base`:
-    directory or hub id of the model that the run's adapters are over (empty: it is fetched from the run).
+    """Options of the machine's owner. `listen`: HOST:PORT to listen on for other workers (empty: any port);
+    `advertise`: the address at which they dial this worker (empty: the one that the head sees); `relays`: whether this
+    worker sends chunks to others. `offer`: name of the machine, if the run rented it. `engine`: "auto" selects the
+    run's; `engine_python`, `engine_url`, `engine_args`: where its token server is, if it is one. `slots`: maximum
+    number of rollouts decoded at once (0: as the run asks). `base`: directory or hub id of the base model of the run's
+    adapters (empty: it is fetched from the run).
     """
 
     engine: str = "auto"
@@ -82,7 +83,7 @@ class WorkerOptions:
 
 
 class WorkerProcess:
-    """Drives one scheduler. `run` returns when the head says stop."""
+    """Drives one scheduler. `run` returns when the head orders the worker to stop."""
 
     def __init__(
         self,
@@ -115,11 +116,11 @@ class WorkerProcess:
         self._beating: asyncio.Task[None] | None = None
 
     async def run(self) -> str:
-        """Attend until the run is over; returns why.
+        """Attend until the run is over. Return the reason.
 
         Raises:
             LinkError: the head was away for longer than `patience_seconds`.
-            UserError: the engine can't run this model, the disk is full, or the address to listen on can't be had.
+            UserError: the engine can't run this model, the disk is full, or the address to listen on is unavailable.
         """
         await self._weights.start()
         attending: asyncio.Future[Any] = asyncio.ensure_future(self._keep_attending())
@@ -131,7 +132,7 @@ class WorkerProcess:
             return self._stopped.result()
         finally:
             if not self._stopped.done() and self._scheduler is not None and self._scheduler.connected:
-                await self._leave()  # the owner ends it
+                await self._leave()  # the owner ends this worker
             attending.cancel()
             for task in list(self._tasks):
                 task.cancel()
@@ -140,7 +141,7 @@ class WorkerProcess:
             await self._weights.close()
             await self._link.close()
 
-    # ---- the one place where things happen -----------------------------------------------------------------------
+    # ---- events and commands -------------------------------------------------------------------------------------
 
     def _dispatch(self, event: ev.Event) -> None:
         if self._scheduler is None or self._stopped.done():
@@ -148,7 +149,7 @@ class WorkerProcess:
         try:
             for command in self._scheduler.handle(event, self._clock.now()):
                 self._carry_out(command)
-        except Exception as error:  # called by timers and callbacks too, from where it would only be logged
+        except Exception as error:  # timers and callbacks call this too; their exceptions would only be logged
             self._give_up(error)
 
     def _carry_out(self, command: do.Command) -> None:
@@ -206,8 +207,8 @@ class WorkerProcess:
     # ---- attending -----------------------------------------------------------------------------------------------
 
     async def _keep_attending(self) -> None:
-        """Consumes: orders. Waits for: the head. Unblocked by: its stream. Produces: events. Reconnects for ever,
-        but gives up after `patience_seconds` without the head."""
+        """Consumes: orders. Waits for: the head. Unblocked by: its stream. Produces: events. Reconnects, and gives up
+        after `patience_seconds` without the head."""
         patience_seconds = self._options.patience_seconds
         try:
             async with aclosing(attended(self._link, self._hello, patience_seconds, self._disconnected)) as orders:
@@ -253,13 +254,14 @@ class WorkerProcess:
         return hello
 
     def _installed(self) -> SnapshotRef | None:
-        """What is installed; before the engine is there, what an earlier process had and will be, in a moment."""
+        """Return the installed snapshot; before the engine exists, the stored one that is about to be loaded."""
         if self._scheduler is not None:
             return self._scheduler.installed
         return self._weights.content.ref
 
     async def _start(self, settings: wire.RunSettings) -> None:
-        """The first time: make the engine, the run's unless the owner named one."""
+        """Handle the settings that begin a stream. The first time, make the engine: the run's, unless the owner named
+        another."""
         if self._scheduler is None:
             name = settings.engine if self._options.engine == "auto" else self._options.engine
             slots = max(1, min(settings.slots, self._options.slots or NO_SLOT_LIMIT))
@@ -277,7 +279,7 @@ class WorkerProcess:
         self._dispatch(ev.Connected())
 
     def _server_place(self, engine: str) -> ServerPlace:
-        """Raises UserError where the owner says how to reach a token server, and the engine is none."""
+        """Return where the token server is. Raises UserError if the owner gave such options and the engine has none."""
         options = self._options
         given = options.engine_python, options.engine_url, options.engine_args
         if any(given) and engine not in SERVERS:
@@ -324,7 +326,7 @@ class WorkerProcess:
             log.info("heartbeat not taken: %s", error)
 
     async def _leave(self) -> None:
-        """Say goodbye, so that the head grants our leases to others at once."""
+        """Tell the head that this worker leaves, so that it grants the leases to others at once."""
         try:
             await self._link.call("Leave", wire.Empty(), LEAVE_SECONDS)
         except (LinkError, PeerError) as error:
@@ -333,12 +335,12 @@ class WorkerProcess:
     # ---- checking -------------------------------------------------------------------------------------------------
 
     async def _check(self, asked: wire.Check) -> None:
-        """Read a stranger's group again, and tell the head."""
+        """Check a stranger's group, and report the verdict to the head."""
         report = await check(self._engine, asked)
         try:
             await self._link.call("ReportCheck", report, CALL_SECONDS)
         except (LinkError, PeerError) as error:
-            log.info("the verdict on group %d was not taken: %s", report.number, error)  # it is overdue by then
+            log.info("the verdict on group %d was not taken: %s", report.number, error)  # not retried: overdue by then
 
     # ---- snapshots -----------------------------------------------------------------------------------------------
 
@@ -360,8 +362,8 @@ class WorkerProcess:
         return f"{payload} installed; {self._sampler.num_groups} groups, {rate:.0f} tokens/s{cost} so far"
 
     async def _load(self, snapshot: Snapshot) -> float:
-        """Load a verified snapshot beside the old weights, and swap; before an adapter its base model, where the engine
-        has another."""
+        """Load a verified snapshot beside the old weights, and swap. Load an adapter's base model first, if the engine
+        has another one. Return the seconds that generation paused."""
         assert self._engine is not None
         assert self._sampler is not None
         files = {name: bytes(data) for name, data in snapshot.files.items()}
@@ -373,7 +375,7 @@ class WorkerProcess:
         if snapshot.base_model is not None and snapshot.base_model != self._engine.base_model:
             base = await self._weights.base(snapshot.base_model)
         pause = await self._engine.update_weights(snapshot, base)
-        self._sampler.tokenizer, self._tokenizer_files = tokenizer, files  # not before: the engine may refuse
+        self._sampler.tokenizer, self._tokenizer_files = tokenizer, files  # only now: the engine may refuse
         return pause
 
     # ---- delivering ----------------------------------------------------------------------------------------------
@@ -385,7 +387,7 @@ class WorkerProcess:
             self._spawn(self._deliver_all())
 
     async def _deliver_all(self) -> None:
-        """Send what waits, together; what becomes ready meanwhile goes with the next call."""
+        """Send all waiting results together. Results that become ready meanwhile go with the next call."""
         try:
             while self._outgoing:
                 batch, size = wire.Deliveries(), 0
@@ -415,11 +417,11 @@ class WorkerProcess:
         try:
             await self._link.call("FailLease", failed, CALL_SECONDS)
         except (LinkError, PeerError) as error:
-            log.info("lease %d: failure not taken: %s", lease_id, error)  # its deadline will tell the head
+            log.info("lease %d: failure not taken: %s", lease_id, error)  # the head sees the lease expire
 
 
 def open_environment(spec: str) -> EnvironmentProcess | HarnessEnvironment:
-    """What answers or plays rollouts, by its name; `start` and `close` are the caller's."""
+    """Return the environment or harness of this name. The caller calls `start` and `close`."""
     return HarnessEnvironment(HarnessProcess(spec)) if is_harness(spec) else EnvironmentProcess(spec)
 
 
@@ -432,10 +434,11 @@ def _read_base(path: str) -> Snapshot:
 async def enrolled(
     ticket: str, directory: Path | None, options: WorkerOptions
 ) -> tuple[Membership, Path, Snapshot | None]:
-    """Who this machine is, by its ticket, where it keeps what it keeps, and the base model that its owner has.
+    """Enrol with the ticket. Return this machine's membership, its state directory, and the owner's base model.
 
     Raises:
-        UserError: the ticket admits nobody, or `base` is no model. LinkError: the head is away.
+        UserError: the ticket admits no machine, or `base` is not a model.
+        LinkError: the head is away.
     """
     from echo2.transport import grpc_link
 
@@ -447,18 +450,18 @@ async def enrolled(
 
 
 async def join(ticket: str, directory: Path | None, options: WorkerOptions) -> str:
-    """Enrol with the ticket, attend until the run is over, and say why it ended.
+    """Enrol with the ticket, attend until the run is over, and return the reason for its end.
 
     Raises:
-        UserError: an environment can't be loaded, or `base` is no model; and as `WorkerProcess.run`.
+        UserError: an environment can't be loaded, or `base` is not a model; and as `WorkerProcess.run`.
     """
     member, place, own_base = await enrolled(ticket, directory, options)
     environments = {spec: open_environment(spec) for spec in options.allow_environments}
     for environment in environments.values():
-        await environment.start()  # what can't be loaded is known before the head is told of it
+        await environment.start()  # fails here, before this worker offers the environment to the head
     return await WorkerProcess(member, place, options, environments, own_base).run()
 
 
 def run_worker(ticket: str, directory: Path | None, options: WorkerOptions) -> str:
-    """The whole life of a worker process."""
+    """Run a worker process. Return the reason for the run's end."""
     return asyncio.run(join(ticket, directory, options))

@@ -1,6 +1,6 @@
-"""Runs a worker's leases at the engine: one task for each, from its start to its group.
+"""Samples a worker's leases with its engine: one asyncio task per lease, from its start to its finished group.
 
-Nothing here blocks the event loop: the engine decodes in its own thread, and environments answer in processes.
+Nothing here blocks the event loop: the engine decodes in its own thread, and environments run in processes.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from echo2.types import Assignment
 
 log = logging.getLogger(__name__)
 
-#: Characters of an error that the head is told.
+#: Maximum characters of an error reported to the head.
 ERROR_CHARS = 500
 
 
 class LeaseSampler:
-    """Samples leases with one engine. `dispatch` takes the scheduler's events, `fail` what can't be gone on from."""
+    """Samples leases with one engine. `dispatch` receives the scheduler's events, `fail` the fatal errors."""
 
     def __init__(
         self,
@@ -54,30 +54,30 @@ class LeaseSampler:
 
     @property
     def doing(self) -> str:
-        """One line for people."""
+        """One line for people: what this worker is doing."""
         if not self._tasks:
             return "waiting"
         num_running = self._engine.slots - self._engine.free_slots
         return f"sampling {num_running} rollouts of {len(self._tasks)} groups with {self._engine.installed}"
 
     def start(self, assignment: Assignment) -> None:
-        """Sample this lease beside the others."""
+        """Start sampling this lease, concurrently with the others."""
         self._begin(assignment, None)
 
     def start_unit(self, assignments: Sequence[Assignment]) -> None:
-        """Sample these leases together and alone."""
+        """Start sampling these leases in lockstep, as one batch."""
         lockstep = generate.in_lockstep(self._engine, assignments)
         for assignment in assignments:
             self._begin(assignment, lockstep)
 
     def abort(self, lease_id: int) -> None:
-        """End the rollouts of this lease. Their slots are free at the next token."""
+        """Cancel the rollouts of this lease. Their slots become free at the next token."""
         if (task := self._tasks.get(lease_id)) is not None:
             task.cancel()
 
     async def close(self) -> None:
-        """Abort everything, end the environments, and give back the device. Nothing is told any more: the slots of what
-        is aborted would go to leases that wait."""
+        """Abort all leases, and close the environments and the engine. No further events are dispatched: the scheduler
+        would give the slots of the aborted rollouts to waiting leases."""
         self._dispatch = lambda event: None
         for task in self._tasks.values():
             task.cancel()
@@ -103,13 +103,14 @@ class LeaseSampler:
         def ended(done: asyncio.Task[None]) -> None:
             if lockstep is not None and generate.is_sampled(assignment):
                 for _ in range(num_left):
-                    lockstep.leave()  # aborted before they began
+                    lockstep.leave()  # for rollouts aborted before they began
             self._ended(lease_id, done)
 
         task.add_done_callback(ended)
 
     async def _sample(self, assignment: Assignment, engine: Engine | Lockstep, on_rollout: Callable[[], None]) -> None:
-        """A group is charged the time since the one before it, so that all groups add up to the busy time."""
+        """Sample one lease and dispatch its outcome. A group's `generate_seconds` is the time since the previous group,
+        so that the groups add up to the busy time."""
         lease_id = assignment.lease.lease_id
         try:
             if assignment.environment and assignment.environment not in self._environments:
@@ -121,7 +122,7 @@ class LeaseSampler:
             )
         except UserError:
             raise
-        except Exception as error:  # of whatever kind: it costs this lease alone, and the head is told
+        except Exception as error:  # any error fails only this lease, and is reported to the head
             log.error("lease %d failed", lease_id, exc_info=error)
             self._dispatch(
                 ev.LeaseAbandoned(lease_id, "engine_failed", f"{type(error).__name__}: {error}"[:ERROR_CHARS])

@@ -1,8 +1,8 @@
-"""A worker's weights: which payload is fetched, what is installed and kept, and what is served to others.
+"""A worker's weights: fetches payloads, installs snapshots, and keeps the chunks that other workers need.
 
-The content lies in a file: the next payload is applied to it in place, segment by segment, and the engine reads its
-weights from there. Beside it lies what leads to it (a whole content and the deltas since): late joiners are served the
-same chunks, and a worker that was killed half-way mends its content with them.
+The content is one file: the next payload is applied to it in place, segment by segment, and the engine reads its
+weights from there. Beside it are the chunks that lead to it (an anchor and the deltas since): they are served to late
+joiners, and a worker that was killed while applying a payload repairs its content from them.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from echo2.weights.store import ChunkStore
 log = logging.getLogger(__name__)
 
 CALL_SECONDS = 60.0
-#: Manifests of announced payloads that are remembered.
+#: Maximum number of manifests of announced payloads that are remembered.
 MANIFESTS_MAX = 8
 
 
 def listen_address(listen: str, relays: bool, head_address: str) -> tuple[str, int] | None:
-    """Where to listen for other workers; None: not at all. By default any free port: on all addresses, or on this
-    machine's own where the head is on it too.
+    """Return the (host, port) to listen on for other workers, or None not to listen. The default is any free port: on
+    all interfaces, or on loopback if the head is on this machine.
 
     Raises:
         UserError: `listen` is not HOST:PORT.
@@ -50,9 +50,9 @@ def listen_address(listen: str, relays: bool, head_address: str) -> tuple[str, i
 
 
 class WorkerWeights:
-    """`dispatch` takes the scheduler's events, `fail` what can't be gone on from. `node`: its part of the broadcast;
-    `port`: where others can dial it (0: nowhere). `own_base`: the base model that the owner of the machine has; its
-    bytes need not be fetched."""
+    """Fetches, installs and keeps a worker's weights. `dispatch` receives the scheduler's events, `fail` the fatal
+    errors. `node`: the worker's part in the broadcast; `port`: where others can dial it (0: it does not listen).
+    `own_base`: a base model on the owner's disk, whose bytes need not be fetched."""
 
     def __init__(
         self,
@@ -80,19 +80,19 @@ class WorkerWeights:
             relays=relays,
         )
         self._manifests: dict[PayloadId, Manifest] = {}
-        # The payload may be announced again with other chunks; its fetch goes on, and ends, with those it began with.
+        # The payload may be announced again with other chunks; a fetch under way continues with its first manifest.
         self._incoming: Manifest | None = None
-        self._taken: Manifest | None = None  # what was applied last
+        self._taken: Manifest | None = None  # of the payload applied last
         self._loading = ThreadPoolExecutor(1, thread_name_prefix="loading")
         self._taking: asyncio.Task[None] | None = None
         self.port = 0
         self.content = KeptContent(self._store)
 
     async def start(self) -> None:
-        """Listen, and load what an earlier process had installed.
+        """Listen for other workers, and restore the content that an earlier process had installed.
 
         Raises:
-            UserError: the address can't be had, or the disk is full.
+            UserError: the address is not available, or the disk is full.
         """
         self.port = await self.node.start()
         await asyncio.get_running_loop().run_in_executor(self._loading, self.content.restore)
@@ -100,7 +100,8 @@ class WorkerWeights:
     # ---- fetching ------------------------------------------------------------------------------------------------
 
     def announced(self, notice: wire.SnapshotNotice, asked_for: bool = False) -> None:
-        """Raises PeerError where the notice is not the head's, or no notice."""
+        """Remember an announced manifest, and tell the scheduler. Raises PeerError if it is invalid or not signed by
+        the head."""
         verify_manifest(self._ca_pem, notice.manifest, notice.signature)
         manifest = Manifest.from_wire(notice.manifest)
         self._manifests.pop(manifest.payload, None)
@@ -113,14 +114,14 @@ class WorkerWeights:
         self._dispatch(ev.SnapshotAnnounced(manifest.payload, asked_for, progress, manifest.base_model))
 
     async def ask(self, ref: SnapshotRef, base: SnapshotRef | None) -> None:
-        """Ask the head for a payload of `ref`, over `base` where it can."""
+        """Ask the head for a payload of `ref`, preferably a delta from `base`."""
         over = None if base is None else messages.encode_ref(base)
         request = wire.ManifestRequest(policy=ref.policy, lineage=ref.lineage, version=ref.version, base=over)
         try:
             self.announced(await self._link.call("FetchManifest", request, CALL_SECONDS), asked_for=True)
         except PeerError as error:
             log.info("no manifest of %s: %s", ref, error)
-            is_unknown = error.reason == "unknown_snapshot"  # else it does not know us, or its answer was no manifest
+            is_unknown = error.reason == "unknown_snapshot"  # else the worker is unknown, or the manifest is invalid
             self._dispatch(ev.SnapshotUnknown(ref) if is_unknown else ev.ManifestFailed())
         except LinkError:
             self._dispatch(ev.ManifestFailed())
@@ -134,7 +135,7 @@ class WorkerWeights:
             self.node.fetch(manifest)
 
     async def _take_own(self, manifest: Manifest, own: Snapshot) -> None:
-        """What the owner has of a base model; the rest, its smaller files, is fetched."""
+        """Take a base model's weights from the owner's disk, then fetch the rest, its smaller files."""
         try:
             if own.ref != manifest.ref:
                 ours, theirs = own.ref.policy, manifest.ref.policy
@@ -150,7 +151,7 @@ class WorkerWeights:
             self.node.fetch(manifest)
 
     def _whole(self, payload: PayloadId) -> None:
-        if payload.ref.is_base_model:  # listed now: it is nobody's content yet, and is to outlive this process
+        if payload.ref.is_base_model:  # record its manifest now: no content uses it yet, and it must outlive a restart
             self._store.put_manifest(self._fetched(payload))
             log.info("the base model %s is here", payload.ref.policy)
         self._dispatch(ev.SnapshotWhole(payload))
@@ -163,14 +164,14 @@ class WorkerWeights:
 
     @property
     def base_models(self) -> set[SnapshotRef]:
-        """Those that are whole on disk."""
+        """Base models that are complete on disk."""
         return {manifest.ref for manifest in self._store.manifests() if manifest.ref.is_base_model}
 
     async def base(self, ref: SnapshotRef) -> Snapshot:
-        """One of those, to be loaded now.
+        """Return one of `base_models`, ready to be loaded.
 
         Raises:
-            PeerError: "base_model", it is not what it is said to be: it has to be fetched again.
+            PeerError: "base_model": its content does not match its name; it must be fetched again.
             UserError: the disk is full.
         """
         try:
@@ -181,8 +182,8 @@ class WorkerWeights:
     # ---- installing ----------------------------------------------------------------------------------------------
 
     async def install(self, payload: PayloadId, load: Callable[[Snapshot], Awaitable[float]]) -> float | None:
-        """Apply the payload, verify it, have it loaded; the seconds of pause that took. None: it was refused,
-        or there is no room for it, and the scheduler knows.
+        """Apply the payload, verify it, and load it by `load`. Return the seconds that generation paused. None: the
+        payload was refused or does not fit into memory; the scheduler has been told.
 
         Raises:
             UserError: the disk is full.
@@ -207,7 +208,7 @@ class WorkerWeights:
         return pause
 
     async def reload(self, load: Callable[[Snapshot], Awaitable[float]]) -> SnapshotRef | None:
-        """Have the content of an earlier process loaded; what is installed then."""
+        """Load the content that an earlier process installed. Return its snapshot, or None if it is not usable."""
         if self.content.ref is None:
             return None
         try:
@@ -218,7 +219,7 @@ class WorkerWeights:
         return self.content.ref
 
     async def keep(self, payload: PayloadId) -> None:
-        """Keep on disk what leads to the installed content, and throw the rest away.
+        """Keep the chunks that lead to the installed content on disk, and delete the others.
 
         Raises:
             UserError: the disk is full.
@@ -228,10 +229,10 @@ class WorkerWeights:
             return
         kept = await asyncio.get_running_loop().run_in_executor(self._loading, self.content.keep, manifest)
         if kept is not None:
-            self._store.let_go([*kept, self._incoming or manifest])  # between two events: no fetch counts on what goes
+            self._store.let_go([*kept, self._incoming or manifest])  # no await in between: no fetch relies on the rest
             await asyncio.to_thread(self._store.sweep)
 
     async def close(self) -> None:
-        """Fetch and give nothing more."""
+        """Stop fetching, and stop serving other workers."""
         self._loading.shutdown(wait=False, cancel_futures=True)
         await self.node.close()
