@@ -1,4 +1,4 @@
-"""Seeds by (run, group): the random numbers of a group do not depend on who samples it, or when."""
+"""Seeds by (run, group): the random numbers of a group do not depend on which worker samples it, or when."""
 
 from __future__ import annotations
 
@@ -16,6 +16,6 @@ def mix(value: int) -> int:
 
 
 def group_seed(run_seed: int, group: GroupRef) -> int:
-    """The 63-bit seed of a group; the engine derives each sample's from it."""
+    """Return the 63-bit seed of a group; the engine derives the seed of each sample from it."""
     kind = {"train": 1, "eval": 2}[group.kind]
     return mix(mix(mix(run_seed) ^ group.number) ^ kind) >> 1

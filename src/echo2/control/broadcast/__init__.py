@@ -1,1 +1,1 @@
-"""Decides who sends which chunk of a snapshot to whom: the origin's plan, and each worker's fetches."""
+"""Decides which peer sends which chunk of a snapshot to which worker: the origin's plan, and each worker's fetches."""

@@ -1,8 +1,8 @@
 """A worker's state machine for fetching one payload: which chunks to ask which source for, and when to drop a source.
 
-The origin says where to take each stripe from (`RoutesSet`); each source is asked at once for everything that its
-stripes still lack. A source that fails is reported, and its stripes wait a little for other routes; when none come, the
-origin is asked itself, and where that is away, the other sources. Nothing else waits meanwhile.
+The origin names the source of each stripe (`RoutesSet`); each source is asked at once for every missing chunk of its
+stripes. A source that fails is reported, and its stripes wait a few seconds for new routes. If none arrive, the stripes
+go to the origin, or to the other sources while the origin is away. All other stripes continue meanwhile.
 """
 
 from __future__ import annotations
@@ -18,33 +18,34 @@ from echo2.control.broadcast.origin_events import Tally
 from echo2.control.machine import StateMachine
 from echo2.types import PayloadId
 
-#: Seconds that a source may be silent: at least this, or this many times the longest usual gap between its chunks.
+#: A source may be silent for this many seconds, or for this many times the usual gap between chunks if that is longer.
 PATIENCE_SECONDS = 3.0
 PATIENCE_GAPS = 4.0
-#: When nothing at all arrives, the fault may be ours: so long is waited then.
+#: Minimum patience while no source sends anything: the fault may be this worker's own link.
 QUIET_SECONDS = 10.0
 MAX_PATIENCE_SECONDS = 60.0
-#: The stripes of a source that failed wait so long for other routes, and up to so much more, different for each worker.
+#: Stripes of a failed source wait this long for new routes, plus a jitter of up to the second value, fixed per worker.
 REROUTE_SECONDS = 3.0
 REROUTE_JITTER_SECONDS = 2.0
-#: At the start routes are waited for so long before the origin is asked itself.
+#: A new download waits this long for its first routes before it asks the origin.
 FIRST_ROUTES_SECONDS = 5.0
-#: A source is slow when, at its rate up to now, it needs this much longer for what it still has to send than everything
-#: that is missing would take at the rate of all. One is named at a time: what is done about it changes the others.
+#: A source is slow when the chunks it still owes need, at its rate so far, more than SLOW_SECONDS + SLOW_TIMES x (the
+#: time that all missing chunks need at the combined rate of all sources). SLOW_PAUSE_SECONDS pass between two reports,
+#: because new routes change the rates of the other sources.
 SLOW_SECONDS = 5.0
 SLOW_TIMES = 3.0
 SLOW_PAUSE_SECONDS = 5.0
-#: One that has just said that it has nothing to send is not slow: its own source is. So much is forgiven for that, and
-#: no more: who only ever says so would be waited for without end.
+#: A source that reported within STARVED_SECONDS that it has nothing to send yet is not slow; its own source is. Its
+#: limit is MAX_STARVED_SECONDS instead of SLOW_SECONDS, so that a source that always reports this is given up, too.
 STARVED_SECONDS = 1.5
 MAX_STARVED_SECONDS = 60.0
-#: One that is still asked, because its report changed nothing, is reported again after this long.
+#: A slow source that is still asked, because the report changed nothing, is reported again after this many seconds.
 SLOW_AGAIN_SECONDS = 30.0
-#: Failures of one source for one payload, after which routes that name it are not followed.
+#: Failures of one source for one payload after which routes that name it are ignored.
 MAX_FAILURES = 3
-#: Seconds before the origin is asked again after a failure, doubled up to the last.
+#: Seconds before the origin is asked again after a failure: first value, doubled at each failure up to the second.
 RETRY_SECONDS = (0.5, 8.0)
-#: Seconds between two looks at the sources.
+#: Seconds between two checks of the sources.
 CHECK_SECONDS = 0.5
 #: Routes kept for payloads that are not wanted yet.
 MAX_EARLY_ROUTES = 8
@@ -52,13 +53,13 @@ MAX_EARLY_ROUTES = 8
 
 @dataclass(slots=True)
 class ChunkSource:
-    """One of whom chunks are asked. Times in seconds of the worker's clock.
+    """A source of chunks: a peer or the origin. Times in seconds of the worker's clock.
 
-    asked        chunks asked for and not here yet
+    asked        chunks requested and not received yet
     asked_at     when it was first asked after a pause
     heard_at     when it last sent anything, or was first asked after a pause
-    alive_at     when it last said that it waits itself
-    gap_seconds  the longest usual time between two of its chunks
+    alive_at     when it last reported that it waits for its own source
+    gap_seconds  the longest recent time between two of its chunks
     """
 
     asked: dict[bytes, None] = field(default_factory=dict)
@@ -75,14 +76,14 @@ class ChunkSource:
     slow_again_at: float = float("-inf")
 
     def got(self, num_bytes: int, now: float) -> None:
-        """A chunk of so many bytes came from it at `now`."""
+        """Record a chunk of this many bytes, received at `now`."""
         gap = now - self.heard_at if self.num_chunks else 0.0
         self.gap_seconds = max(0.8 * self.gap_seconds, gap)
         self.num_chunks, self.num_bytes = self.num_chunks + 1, self.num_bytes + num_bytes
         self.heard_at = self.chunk_at = now
 
     def seconds_left(self, now: float) -> float:
-        """Until all it was asked for is here, at its rate up to now."""
+        """Return the seconds until all requested chunks are received, at the source's rate so far."""
         if not self.asked:
             return 0.0
         elapsed = now - self.begun_at
@@ -91,7 +92,7 @@ class ChunkSource:
 
 @dataclass(slots=True)
 class Download:
-    """The payload under way. `sources` of each stripe; None: it waits for routes, at most until `orphaned_until`."""
+    """The payload being fetched. `sources`: of each stripe; None: it waits for routes until `orphaned_until`."""
 
     payload: PayloadId
     chunks: tuple[bytes, ...]
@@ -108,7 +109,7 @@ class Download:
 
 
 class Fetcher(StateMachine):
-    """State, and one method a kind of event."""
+    """The fetcher's state, and one method per kind of event."""
 
     def __init__(self, worker_id: str) -> None:
         super().__init__()
@@ -124,7 +125,7 @@ class Fetcher(StateMachine):
         self._unsettled: dict[str, str] = {}
 
     def handle(self, event: ev.Event, now: float) -> list[do.Command]:
-        """Take one event at time `now` (seconds of the worker's clock) and say what is to be done, in order."""
+        """Handle one event at time `now` (seconds of the worker's clock) and return the commands, in order."""
         self.begin(event)
         match event:
             case ev.ChunkStored():
@@ -174,7 +175,7 @@ class Fetcher(StateMachine):
             self._whole()
 
     def _end(self, reason: str) -> None:
-        """Whatever is under way is over."""
+        """End the current download, if any, and cancel its requests."""
         for name in list(self.sources):
             self._cancel(name, reason)
         self.download, self.sources, self._unsettled = None, {}, {}
@@ -192,18 +193,18 @@ class Fetcher(StateMachine):
         self.emit(do.PayloadWhole, f"every chunk of {payload} is stored", payload=payload, tallies=tallies)
 
     def _stored(self, event: ev.ChunkStored, now: float) -> bool:
-        """True if there is more to decide than to go on."""
+        """Record a chunk. Return True if it completed the payload."""
         source = self.sources.get(event.source)
         if self.download is None or source is None:
             return False
         self._chunk_at = now
-        if source.asked.pop(event.chunk, self) is self:  # asked of another since
+        if source.asked.pop(event.chunk, self) is self:  # requested from another source meanwhile
             for other in self.sources.values():
                 other.asked.pop(event.chunk, None)
         source.got(event.num_bytes, now)
         if event.source == ORIGIN:
             self._retry_seconds = RETRY_SECONDS[0]
-        if self.download.missing.pop(event.chunk, self) is self:  # we had it
+        if self.download.missing.pop(event.chunk, self) is self:  # it was stored already
             return False
         if self.download.missing:
             return False
@@ -228,7 +229,7 @@ class Fetcher(StateMachine):
         download.orphaned_until = now
         for name, source in self.sources.items():
             stays = {chunk: None for chunk in source.asked if self._source_of(chunk) == name}
-            if len(stays) != len(source.asked):  # what it was asked for comes from elsewhere now
+            if len(stays) != len(source.asked):  # another source now serves some of its chunks
                 self._cancel(name, "other routes")
 
     def _source_of(self, chunk: bytes) -> str | None:
@@ -244,10 +245,10 @@ class Fetcher(StateMachine):
         if name in self.sources:
             self.sources[name].asked = {}
 
-    # ---- asking ------------------------------------------------------------------------------------------------------
+    # ---- requests ----------------------------------------------------------------------------------------------------
 
     def _ask(self, now: float) -> None:
-        """Ask each source for what its stripes lack and it was not asked for yet."""
+        """Ask each source for the missing chunks of its stripes that were not requested yet."""
         download = self.download
         if download is None:
             return
@@ -263,7 +264,7 @@ class Fetcher(StateMachine):
         for name, chunks in wanted.items():
             if name == ORIGIN and (not self.has_origin or now < self._retry_at):
                 continue
-            chunks.sort(key=download.stripe_of.__getitem__)  # what is passed on comes before what is not
+            chunks.sort(key=download.stripe_of.__getitem__)  # peers relay the first stripes
             source = self.sources.setdefault(name, ChunkSource(begun_at=now))
             if not source.asked:
                 source.asked_at = source.heard_at = now
@@ -272,7 +273,7 @@ class Fetcher(StateMachine):
             self.emit(do.RequestChunks, reason, source=name, payload=download.payload, chunks=tuple(chunks))
 
     def _adopt(self, download: Download) -> None:
-        """No routes came: take what waits for them from the origin, or if it is away, from the sources that live."""
+        """No routes came: give the waiting stripes to the origin, or if it is away, to the sources that still work."""
         named = [name for name in dict.fromkeys(download.sources) if name]
         living = [name for name in named if name not in self.sources or not self.sources[name].is_barred]
         if self.has_origin or not living:
@@ -318,7 +319,7 @@ class Fetcher(StateMachine):
             self._report(name, reason)
 
     def _look(self, now: float) -> None:
-        """Is a source silent for too long, or much slower than the others?"""
+        """Give up sources that are silent for too long, and report one that is much slower than the others."""
         if self.download is None:
             return
         busy = {name: source for name, source in self.sources.items() if source.asked}
@@ -327,7 +328,7 @@ class Fetcher(StateMachine):
         for name, source in busy.items():
             patience = PATIENCE_GAPS * max(source.gap_seconds, usual_gap)
             patience = min(MAX_PATIENCE_SECONDS, max(PATIENCE_SECONDS if gaps else QUIET_SECONDS, patience))
-            if self._chunk_at <= source.heard_at + 1.0:  # nothing came of others since: it may be our own link
+            if self._chunk_at <= source.heard_at + 1.0:  # the others are silent, too: perhaps our own link
                 patience = max(patience, QUIET_SECONDS)
             if now - source.heard_at >= patience:
                 self._cancel(name, f"silent for {now - source.heard_at:.1f} s")

@@ -9,7 +9,7 @@ from echo2.types import PayloadId
 
 
 class RequestChunks(Command):
-    """Ask this source for these chunks, in this order, in addition to what it was asked for before. It sends each as
+    """Ask this source for these chunks, in this order, in addition to earlier requests. The source sends each chunk as
     soon as it has it."""
 
     source: str
@@ -18,13 +18,13 @@ class RequestChunks(Command):
 
 
 class CancelRequests(Command):
-    """End everything that is under way from this source."""
+    """Cancel all open requests to this source."""
 
     source: str
 
 
 class ReportSource(Command):
-    """Tell the origin that this source was given up for this payload."""
+    """Tell the origin that this worker gave up this source for this payload."""
 
     payload: PayloadId
     source: str
@@ -32,13 +32,13 @@ class ReportSource(Command):
 
 
 class PayloadWhole(Command):
-    """Every chunk is stored: tell the relay, and the origin with what each source gave."""
+    """Every chunk is stored: tell the worker, and send the origin the tally of each source."""
 
     payload: PayloadId
     tallies: tuple[Tally, ...]
 
 
 class PayloadGone(Command):
-    """Not even the origin has it any more."""
+    """The origin no longer has this payload."""
 
     payload: PayloadId

@@ -13,7 +13,7 @@ class FetcherEvent(_Event):
 
 class PayloadWanted(FetcherEvent):
     """Fetch this payload. `chunks`: the hashes of all its distinct chunks in stream order; `missing`: those not stored
-    here. It takes the place of another one under way; chunks both share are stored already.
+    here. It replaces a download under way; chunks that both share are stored already.
     """
 
     payload: PayloadId
@@ -28,8 +28,7 @@ class PayloadUnwanted(FetcherEvent):
 
 
 class RoutesSet(FetcherEvent):
-    """The origin says where to take each share from. `sources` as in `origin_commands`; may come before
-    `PayloadWanted`."""
+    """The origin named the source of each stripe (see `origin_commands`); may come before `PayloadWanted`."""
 
     payload: PayloadId
     sources: tuple[str, ...]
@@ -44,7 +43,7 @@ class ChunkStored(FetcherEvent):
 
 
 class SourceAlive(FetcherEvent):
-    """A source said that it is there and has nothing to send yet: it waits for its own source."""
+    """A source reported that it works but has nothing to send yet, because it waits for its own source."""
 
     source: str
 
@@ -57,11 +56,11 @@ class RequestFailed(FetcherEvent):
 
 
 class OriginLost(FetcherEvent):
-    """The link to the head broke; peers may go on."""
+    """The link to the head broke; downloads from peers may go on."""
 
 
 class OriginBack(FetcherEvent):
-    """The head has taken us in again."""
+    """The head accepted this worker again."""
 
 
 Event = FetcherEvent | Tick

@@ -1,8 +1,8 @@
-"""The origin's state machine: which worker takes which part of a payload from whom, and who replaces a failed source.
+"""The origin's state machine: the source of each stripe for each worker, and the replacement of failed sources.
 
-Each payload has one plan for all workers that are to have it. It is made when the payload is assigned, from what is
-known of the links, and then only mended. What is learned (rates, pairs that can't reach each other, who sent wrong
-bytes) outlives the payload.
+Each payload has one plan for all workers that shall receive it. The plan is made when the payload is assigned, from the
+link rates known then, and afterwards only repaired. What was learned about members (rates, pairs that can't reach each
+other, senders of wrong bytes) outlives the payload.
 """
 
 from __future__ import annotations
@@ -19,21 +19,22 @@ from echo2.control.broadcast.routes import Receiver, Routes, can_link, plan_rout
 from echo2.control.machine import StateMachine
 from echo2.types import PayloadId
 
-#: Stripes of a payload: fine enough that a lost relay's are dealt out over many, and to follow unequal uplinks.
+#: Stripes of a payload: enough to spread a lost relay's stripes over many peers, and to match unequal uplinks.
 MAX_STRIPES = 64
-#: Payloads on their way at once; the oldest is forgotten for one more.
+#: Plans kept at once. One more replaces the oldest that is done, or the oldest if none is.
 MAX_PLANS = 16
-#: So many who gave a source up are believed: nobody is sent to it any more for this payload. Of strangers, all of one
-#: ticket count as one.
+#: When this many workers gave a source up, no member uses it any more for this payload. All strangers of one ticket
+#: count as one.
 BLAMERS = 2
-#: One who accuses more peers than this of wrong bytes, or of lacking what they should have, is the likelier liar: from
-#: then on only it is kept from them. (Accusations count for good: who comes back may not accuse anew.)
+#: A worker that accuses more peers than this of wrong bytes, or of missing chunks that they should have, is more likely
+#: the liar: from then on its accusations only separate the worker itself from the accused peers. (Accusations are never
+#: forgotten: a worker that leaves and rejoins may not start anew.)
 MAX_ACCUSED = 2
-#: Seconds after such a move in which nobody else is moved for being slow.
+#: Seconds after giving up a source in which no other source is replaced for being slow.
 CALM_SECONDS = 4.0
 #: Failed pairs remembered for each member.
 MAX_FAILED_PAIRS = 64
-#: How fast what a relay did in earlier broadcasts corrects its measured uplink, and the bounds of that factor.
+#: Step size with which a relay's speed in earlier broadcasts corrects its measured uplink; bounds of the factor.
 BIAS_STEP = 0.2
 BIAS_BOUNDS = (0.1, 2.0)
 #: Broadcasts shorter than this say nothing about rates.
@@ -42,9 +43,11 @@ MIN_TALLY_SECONDS = 0.5
 
 @dataclass(frozen=True, slots=True)
 class BroadcastOptions:
-    """plan     how routes are made for those who begin together; None: the origin sends everything to each of them
-    fan_out     distinct workers one worker sends to at a time
-    origin_up   bytes per second: the origin's uplink (B_0), where it is known beforehand
+    """Options of the broadcast.
+
+    plan        makes the routes of workers that start together; None: the origin sends everything to each worker
+    fan_out     distinct workers that one worker sends to at a time
+    origin_up   bytes per second: the origin's uplink (B_0), if it is known beforehand
     """
 
     plan: Callable[..., Routes] | None = plan_routes
@@ -53,7 +56,7 @@ class BroadcastOptions:
 
 
 class Broadcast(StateMachine):
-    """State, and one method a kind of event."""
+    """The origin's state, and one method per kind of event."""
 
     def __init__(self, options: BroadcastOptions) -> None:
         super().__init__()
@@ -72,7 +75,7 @@ class Broadcast(StateMachine):
         self._reason = ""
 
     def handle(self, event: ev.Event, now: float) -> list[do.Command]:
-        """Take one event and say what is to be done, in order."""
+        """Handle one event and return the commands, in order."""
         self.begin(event)
         match event:
             case ev.MemberJoined():
@@ -108,7 +111,7 @@ class Broadcast(StateMachine):
         return max(1e-9, measured * self.bias.get(worker_id, 1.0))
 
     def _usual_up(self) -> float:
-        """The median uplink, worked out once for each change of the members: it is asked for far more often."""
+        """Return the median uplink. It is cached until the members change, because it is read far more often."""
         if self._middle_up is None:
             rates = sorted(member.up for member in self.members.values() if member.up)
             self._middle_up = rates[len(rates) // 2] if rates else 1.0
@@ -141,7 +144,7 @@ class Broadcast(StateMachine):
                 self._link_anew(plan, member)
 
     def _link_anew(self, plan: RoutePlan, member: Receiver) -> None:
-        """It is reached in another way: tell its neighbours, and part it from those it can't have any more."""
+        """After a change of a member's address: tell its neighbours, and unlink those that can no longer reach it."""
         children = list(plan.children.get(member.worker_id, ()))
         lost = [child for child in children if not can_link(member, self.members[child])]
         plan.replace_source(member.worker_id, lost, self.fleet)
@@ -166,7 +169,7 @@ class Broadcast(StateMachine):
         self._forget_pairs(event.worker_id)
 
     def _move_away(self, source: str, reason: str, is_gone: bool) -> None:
-        """Nobody takes anything from this source any more."""
+        """Move all members away from this source, for all payloads."""
         self._reason = reason
         for plan in self.plans.values():
             plan.unusable.add(source)
@@ -185,8 +188,8 @@ class Broadcast(StateMachine):
                 self.origin_up = self._origin_up()
 
     def _origin_up(self) -> float | None:
-        """What most were sent is the least that the origin can do; those on its own machine, of whom no link is asked,
-        are looked at only where there are no others.
+        """Estimate the origin's uplink by the median downlink measured by members, which the origin has sustained.
+        Members on its own machine, which use no network link, count only where there are no others.
         """
         far = [member for member in self.members.values() if member.reach != ONE_MACHINE]
         for members in (far, self.members.values()):
@@ -206,7 +209,7 @@ class Broadcast(StateMachine):
             self._forget_old_plans()
         self._reason = f"{event.payload} is to be sent"
         wanted = [key for key in dict.fromkeys(event.worker_ids) if key in self.members]
-        for worker_id in wanted:  # it asks anew: it may have lost what it had
+        for worker_id in wanted:  # assigned anew: the worker may have lost its chunks
             if worker_id in plan.whole:
                 self._move_children(plan, worker_id)
                 plan.whole.discard(worker_id)
@@ -233,7 +236,7 @@ class Broadcast(StateMachine):
             del self.plans[(done or list(self.plans))[0]]
 
     def _plan_together(self, plan: RoutePlan, worker_ids: Sequence[str]) -> None:
-        """Routes for those who begin at the same time; what others have already does not burden the origin again."""
+        """Plan routes for workers that start together. Members that hold the payload already relieve the origin."""
         members = [self._rated(worker_id) for worker_id in worker_ids]
         if not members:
             return
@@ -249,7 +252,7 @@ class Broadcast(StateMachine):
         if not plan.routes:
             plan.num_stripes = len(routes[worker_ids[0]])
         for worker_id, sources in routes.items():
-            # Who joins in later takes as many stripes as those before.
+            # The number of stripes stays the same for members that join later.
             plan.set_route(worker_id, [sources[stripe % len(sources)] for stripe in range(plan.num_stripes)])
         if any(key in self.members and key not in plan.unusable for key in plan.whole):
             for worker_id in routes:
@@ -262,7 +265,7 @@ class Broadcast(StateMachine):
     def _received(self, event: ev.PayloadReceived) -> None:
         plan = self.plans.get(event.payload)
         if plan is None or event.worker_id not in plan.routes or event.worker_id in plan.whole:
-            return  # who says it again and again is heard once
+            return  # repeated reports count once
         plan.received(event.worker_id)
         plan.unusable.discard(event.worker_id)
         peers = [tally for tally in event.tallies if tally.source in self.members and tally.num_bytes > 0]
@@ -297,7 +300,7 @@ class Broadcast(StateMachine):
         is_own = not self.tickets[event.worker_id]
         may_accuse = event.reason == "corrupt" and (is_own or source in plan.taken.get(event.worker_id, ()))
         if source == ORIGIN or source not in self.members or not (is_taking or may_accuse):
-            plan.changed[event.worker_id] = None  # of a source that it does not have (any more) it is not asked
+            plan.changed[event.worker_id] = None  # not its source (any more): send the current routes again
             return
         self._reason = f"{event.worker_id} found {source} {event.reason}"
         if event.reason == "corrupt":
@@ -313,7 +316,7 @@ class Broadcast(StateMachine):
                 if is_own or num_blamers >= BLAMERS:
                     self._correct(source, 0.7)
                 if now < plan.calm_until:
-                    return  # the last one that was relieved changed everybody's rates; it will be said again
+                    return  # the last replaced source changed all rates; the worker will report again
             if num_blamers >= BLAMERS:
                 self._give_up(plan, source)
                 plan.calm_until = now + CALM_SECONDS
@@ -324,19 +327,19 @@ class Broadcast(StateMachine):
         plan.changed[event.worker_id] = None
 
     def _give_up(self, plan: RoutePlan, source: str) -> None:
-        """Nobody takes this payload of it any more; whoever still does is moved."""
+        """Stop using this source for this payload, and move the members that still do."""
         plan.whole.discard(source) if source not in plan.routes else None
         plan.unusable.add(source)
         plan.replace_source(source, list(plan.children.get(source, ())), self.fleet)
         if source in plan.routes and source not in plan.whole:
-            plan.spare_origin(source, self.fleet)  # its children's new way is a way for it, too
+            plan.spare_origin(source, self.fleet)  # its children's new sources can serve it, too
 
     def _num_owners(self, worker_ids: Iterable[str]) -> int:
-        """Machines of the owner each count for themselves, all strangers of one ticket as one."""
+        """Count independent reporters: each machine of the owner is one, all strangers of one ticket are one."""
         return len({self.tickets.get(worker_id) or f"own {worker_id}" for worker_id in worker_ids})
 
     def _accused(self, accuser: str, source: str) -> None:
-        """A machine of the owner is believed, strangers only where two of different tickets say the same."""
+        """Handle an accusation of wrong bytes. It takes one machine of the owner, or strangers of two tickets."""
         accused, ticket = self.accused.setdefault(accuser, set()), self.tickets[accuser]
         accused.add(source)
         if source in self.suspects or len(accused) > MAX_ACCUSED:
@@ -356,7 +359,7 @@ class Broadcast(StateMachine):
         if len(pairs) > MAX_FAILED_PAIRS:
             del pairs[next(iter(pairs))]
 
-    # ---- orders ------------------------------------------------------------------------------------------------------
+    # ---- commands ----------------------------------------------------------------------------------------------------
 
     def _send_routes(self, plan: RoutePlan) -> None:
         changed, plan.changed = plan.changed, {}

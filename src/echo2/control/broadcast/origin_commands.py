@@ -15,8 +15,8 @@ ORIGIN = ""
 
 
 class SetRoutes(Command):
-    """Tell this worker where to take each stripe from, from now on. `addresses`: of the named sources that it dials
-    itself; the others dial it (`DialPeer`).
+    """Tell this worker the source of each stripe from now on. `addresses`: of those sources that the worker dials
+    itself; the other sources dial the worker (`DialPeer`).
     """
 
     worker_id: str
@@ -26,7 +26,7 @@ class SetRoutes(Command):
 
 
 class DialPeer(Command):
-    """Tell this worker, which can't be dialled, to dial a peer that wants chunks of it."""
+    """Tell this worker, which can't be dialled, to dial a peer that takes chunks from it."""
 
     worker_id: str
     peer_id: str
@@ -34,7 +34,7 @@ class DialPeer(Command):
 
 
 class NameSuspect(Command):
-    """A peer sent wrong bytes: it is avoided from now on, and people are told."""
+    """A peer sent wrong bytes: warn the operator. No member takes chunks from this peer any more."""
 
     worker_id: str
     accused_by: str

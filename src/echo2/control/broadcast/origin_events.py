@@ -18,13 +18,13 @@ ONE_MACHINE = "loopback"
 
 
 class BroadcastEvent(_Event):
-    """Base of everything that can happen to a broadcast."""
+    """Base class of the events of a broadcast."""
 
 
 class MemberJoined(BroadcastEvent):
-    """A worker can be sent payloads (again). `address`: where others can dial it, "" where nobody can. `reach`: members
-    with different words here can't reach each other by address ("" is the internet, ONE_MACHINE that of the origin).
-    `ticket`: by which a stranger joined; "" for a machine of the run's owner.
+    """A worker can receive payloads (again). `address`: where peers can dial it, "" if they can't. `reach`: members
+    with different values can't reach each other by address ("" is the internet, ONE_MACHINE the origin's machine).
+    `ticket`: the ticket with which a stranger joined; "" for a machine of the run's owner.
     """
 
     worker_id: str
@@ -34,14 +34,14 @@ class MemberJoined(BroadcastEvent):
 
 
 class MemberLeft(BroadcastEvent):
-    """A worker is gone, for whatever reason."""
+    """A worker left or was lost."""
 
     worker_id: str
     reason: str
 
 
 class LinkMeasured(BroadcastEvent):
-    """A worker's own link was probed: what it can send and receive."""
+    """A worker's own link was probed: `up` is its uplink, `down` its downlink."""
 
     worker_id: str
     up: float | None
@@ -49,7 +49,7 @@ class LinkMeasured(BroadcastEvent):
 
 
 class PayloadAssigned(BroadcastEvent):
-    """These workers are to have this payload, of so many chunks."""
+    """These workers shall receive this payload of `num_chunks` chunks."""
 
     payload: PayloadId
     worker_ids: tuple[str, ...]
@@ -57,14 +57,14 @@ class PayloadAssigned(BroadcastEvent):
 
 
 class PayloadDropped(BroadcastEvent):
-    """The origin does not store it any more."""
+    """The origin no longer stores this payload."""
 
     payload: PayloadId
 
 
 @dataclass(frozen=True, slots=True)
 class Tally:
-    """What one source gave one worker of one payload: bytes, and the seconds from its first chunk to its last."""
+    """Bytes of one payload that one source gave one worker, and seconds from the download's start to its last chunk."""
 
     source: str
     num_bytes: int
@@ -72,7 +72,7 @@ class Tally:
 
 
 class PayloadReceived(BroadcastEvent):
-    """A worker has all chunks of a payload and can serve every one of them."""
+    """A worker has all chunks of a payload and can serve each of them."""
 
     worker_id: str
     payload: PayloadId
@@ -80,8 +80,8 @@ class PayloadReceived(BroadcastEvent):
 
 
 class SnapshotHeld(BroadcastEvent):
-    """A worker has this content whole (installed), so it can serve the whole payload of it to those who join late; and
-    that of the base model which it is an adapter over."""
+    """A worker has this snapshot installed, so it can serve the whole payload to members that join late. If the
+    snapshot is an adapter, the worker can also serve the payload of its base model."""
 
     worker_id: str
     payload: PayloadId
@@ -89,7 +89,7 @@ class SnapshotHeld(BroadcastEvent):
 
 
 class SourceFailed(BroadcastEvent):
-    """A worker gave up a source of a payload; `reason` is one of SOURCE_FAILURES. It waits for other routes."""
+    """A worker gave up a source of a payload and waits for new routes; `reason` is one of SOURCE_FAILURES."""
 
     worker_id: str
     payload: PayloadId

@@ -1,7 +1,8 @@
-"""The current plan for one payload: who takes which stripe from whom, and how this changes when a source drops out.
+"""The current plan for one payload: the source of each member's stripes, and how it changes when a source drops out.
 
-A change moves as few stripes as possible: those that came from the source that dropped out, to whoever has most uplink
-to spare among those that have the stripe or are on a way to it which does not lead through the one that asks.
+A change moves as few stripes as possible: only those that came from the source that dropped out. Each goes to the
+member with the most spare uplink among those that have the stripe, or receive it on a path that does not lead through
+the member that needs it.
 """
 
 from __future__ import annotations
@@ -13,13 +14,13 @@ from echo2.control.broadcast.origin_commands import ORIGIN
 from echo2.control.broadcast.routes import Receiver, can_link
 from echo2.types import PayloadId
 
-#: Good places compared before one is taken.
+#: Suitable sources compared before the cheapest is taken.
 PLACES_COMPARED = 16
 
 
 @dataclass(frozen=True, slots=True)
 class MembersView:
-    """What a plan must know of the members. `can_serve(source, worker)`: nothing known speaks against this pair."""
+    """What a plan must know about the members. `can_serve(source, worker)`: no known failure rules out this pair."""
 
     members: Mapping[str, Receiver]
     up: Callable[[str], float]
@@ -29,12 +30,14 @@ class MembersView:
 
 @dataclass(slots=True)
 class RoutePlan:
-    """routes    the source of each stripe, of every member that has the payload or is to have it
-    children     source -> child -> stripes it takes of it; only children that are not whole
-    whole        members that have all of it (they may also have it from elsewhere, and have no routes)
-    unusable     not asked any more for this payload, by anybody
-    blamed       source -> who gave it up
-    taken        member -> sources it was ever to take stripes of
+    """The routes of one payload.
+
+    routes       the source of each stripe, for every member that has the payload or shall receive it
+    children     source -> child -> number of stripes taken; only children that do not have the whole payload
+    whole        members that have the whole payload (they may have it from elsewhere, and then have no routes)
+    unusable     sources that no member uses any more for this payload
+    blamed       source -> members that gave it up
+    taken        member -> all sources that it was ever told to take stripes from
     """
 
     payload: PayloadId
@@ -50,15 +53,15 @@ class RoutePlan:
 
     @property
     def is_done(self) -> bool:
-        """Whether everybody who was to have the payload has all of it."""
+        """Whether every member with routes has the whole payload."""
         return all(worker_id in self.whole for worker_id in self.routes)
 
     def load(self, source: str) -> int:
-        """Stripes times children."""
+        """Return how many (child, stripe) pairs this source serves."""
         return sum(self.children.get(source, {}).values())
 
     def set_source(self, worker_id: str, stripe: int, source: str) -> None:
-        """Let this member take this stripe from `source` from now on."""
+        """Make `source` the source of this member's stripe from now on."""
         sources = self.routes[worker_id]
         if sources[stripe] != source:
             self._unlink(worker_id, sources[stripe])
@@ -67,7 +70,7 @@ class RoutePlan:
         self.changed[worker_id] = None
 
     def set_route(self, worker_id: str, sources: Iterable[str]) -> None:
-        """All stripes of a member that had no route."""
+        """Set the sources of all stripes of a member that had no route."""
         self.routes[worker_id] = list(sources)
         for source in self.routes[worker_id]:
             self._link(worker_id, source)
@@ -87,7 +90,7 @@ class RoutePlan:
                 self.children.pop(source, None)
 
     def received(self, worker_id: str) -> None:
-        """It has all of it and takes nothing more."""
+        """Record that this member has the whole payload and takes nothing more."""
         if worker_id in self.routes and worker_id not in self.whole:
             self._forget_sources(worker_id)
         self.whole.add(worker_id)
@@ -97,7 +100,7 @@ class RoutePlan:
             self._unlink(worker_id, source)
 
     def drop(self, worker_id: str) -> None:
-        """This member is gone: it neither takes nor gives any more."""
+        """Remove a member that left: it neither takes nor serves any more."""
         if worker_id in self.routes:
             if worker_id not in self.whole:
                 self._forget_sources(worker_id)
@@ -111,7 +114,7 @@ class RoutePlan:
             blamers.discard(worker_id)
 
     def leads_to_origin(self, source: str, stripe: int, without: str, lost: str) -> bool:
-        """Has `source` this stripe, or gets it on a way that leads through neither of the two?"""
+        """Return whether `source` has this stripe, or receives it on a path through neither `without` nor `lost`."""
         for _ in range(len(self.routes) + 1):
             if source in (without, lost):
                 return False
@@ -125,7 +128,7 @@ class RoutePlan:
     # ---- moving stripes ----------------------------------------------------------------------------------------------
 
     def replace_source(self, lost: str, children: Iterable[str], fleet: MembersView) -> None:
-        """Give these children other sources for the stripes that they took of `lost`."""
+        """Give these children other sources for the stripes that they took from `lost`."""
         orphans: dict[int, list[str]] = {}
         for child in children:
             if child in self.whole:
@@ -137,35 +140,35 @@ class RoutePlan:
             return
         places = self._places(fleet)
         for stripe, waiting in orphans.items():
-            # Who has most to spare goes first: where all others came through `lost`, it takes its place.
+            # The child with the most spare uplink goes first: it replaces `lost` where all paths led through `lost`.
             waiting.sort(key=lambda child: (self.cost(child, fleet), child))
             for child in waiting:
                 self.set_source(child, stripe, self._place(child, stripe, lost, places, fleet))
 
     def add_late(self, worker_id: str, fleet: MembersView) -> None:
-        """One more who is to have it, as a leaf of those that are at it or have it."""
+        """Add a member that joins late, as a leaf below members that have the payload or are receiving it."""
         self.set_route(worker_id, [ORIGIN] * self.num_stripes)
         self.spare_origin(worker_id, fleet)
 
     def spare_origin(self, worker_id: str, fleet: MembersView) -> None:
-        """What it takes of the origin it takes of others, where it can."""
+        """Move this member's stripes from the origin to peers, where possible."""
         places = self._places(fleet)
         for stripe, source in enumerate(self.routes[worker_id]):
             if source == ORIGIN:
                 self.set_source(worker_id, stripe, self._place(worker_id, stripe, ORIGIN, places, fleet))
 
     def cost(self, source: str, fleet: MembersView) -> float:
-        """The load on its uplink if it served one stripe more, against that uplink."""
+        """Return the load on this source's uplink if it served one more stripe, divided by that uplink."""
         return (self.load(source) + 1) / fleet.up(source)
 
     def _places(self, fleet: MembersView) -> list[str]:
-        """Who may serve, least loaded first. Sources outside the fleet of this payload are those that hold it."""
+        """Return the possible sources, least loaded first: members with routes, and others that hold the payload."""
         ids = [key for key in dict.fromkeys([*self.routes, *sorted(self.whole)]) if key not in self.unusable]
         return sorted(ids, key=lambda key: (self.cost(key, fleet), key))
 
     def _place(self, child: str, stripe: int, lost: str, places: list[str], fleet: MembersView) -> str:
         member = fleet.members[child]
-        barred = lost if lost in self.unusable else child  # else only this pair failed, and others may pass it on
+        barred = lost if lost in self.unusable else child  # else only this pair failed: others may relay
         found: list[str] = []
         for source in places:
             mine = self.children.get(source, {})

@@ -1,14 +1,15 @@
-"""Plans routes: who takes which stripe of a payload from whom. Stateless.
+"""Plans routes: the source of each stripe of a payload for each member. Stateless.
 
 A stripe travels from the origin down a tree of members. The relays are dealt to *colours*; each colour has one tree,
 whose inner nodes are the relays of that colour, and an equal share of the stripes (the origin's streams share its
-uplink evenly, so they end together); a relay has children in proportion to its uplink. With n <= fan_out + 1 members (a
-*mesh*) each relay is a colour of its own, with a share that its uplink carries: origin -> root -> everybody else. A
-member that receives far slower than most is a leaf everywhere, and does not count when the pace is set. The schemes to
-compare with are in benchmarks/broadcast_schemes.py.
+uplink evenly, so they end together). A relay has children in proportion to its uplink. With n <= fan_out + 1 members (a
+*mesh*) each relay is a colour of its own, with a share that its uplink carries: origin -> root -> all other members. A
+member that receives far slower than most does not count when the pace is set, and serves at most members that are no
+faster. Alternative schemes for comparison are in benchmarks/broadcast_schemes.py.
 
-The rate to aim at is min(B_0, (B_0 + sum of uplinks) / n, the receivers' own downlinks). What relays can't carry, the
-origin sends itself: the last stripes, since chunks are asked for stripe by stripe and relays' work is to begin first.
+The target rate is min(B_0, (B_0 + sum of uplinks) / n, the receivers' own downlinks). The origin itself sends the
+stripes that relays can't carry. These are the last ones: chunks are requested stripe by stripe, and the relayed stripes
+must start first.
 """
 
 from __future__ import annotations
@@ -24,29 +25,29 @@ from echo2.control.broadcast.origin_commands import ORIGIN
 from echo2.control.broadcast.shares import deal, mesh_shares, water_level
 from echo2.errors import InvariantError
 
-#: Below this share of the median uplink, a member is a leaf.
+#: A member whose uplink is below this share of the median is a leaf.
 SLOW_UP = 0.25
-#: The common rate is at most this much above what the slowest relay takes in.
+#: The common rate is at most this factor above the downlink of the slowest relay.
 RELAY_DOWN = 1.05
-#: Nobody is reckoned to get less than this share of what it could take in.
+#: The cost estimate assumes that every slow member gets at least this share of its downlink.
 STARVED = 0.1
-#: Numbers of relays that are tried.
+#: How many different relay counts are tried.
 PACES_TRIED = 24
-#: Relays are spared by the origin when they would be later than the pace by more than this.
+#: The origin relieves the relays if the busiest one needs more than this many times the time at the common rate.
 PACE_SLACK = 1.02
-#: Load is moved between relays where one has more than this share of what it can send; so often, at most.
+#: Load moves between relays while one uses more than this share of its uplink; limit of moves per member.
 FULL_USE = 0.95
 MOVES_A_MEMBER = 8
-#: Share of the places for children that is kept free, for those of a relay that drops out. (In a mesh, where all are
-#: neighbours already, nobody needs a new place.)
+#: Share of the child places kept free, for the children of a relay that drops out. (In a mesh all members are
+#: neighbours already and need no new places.)
 SPARE_PLACES = 0.25
-#: Members looked at when a place outside the own colour must be found.
+#: Members examined as a possible parent outside the own colour.
 SPARE_TRIES = 64
 
 
 @dataclass(frozen=True, slots=True)
 class Receiver:
-    """A worker as the planning sees it. Rates in bytes per second, None where not known."""
+    """A worker as route planning sees it. Rates in bytes per second, None where unknown."""
 
     worker_id: str
     address: str = ""
@@ -57,9 +58,9 @@ class Receiver:
 
 @dataclass(frozen=True, slots=True)
 class Pace:
-    """Rates with the gaps filled in. `relays`: who may have any children, fastest uplink first; `slow`: who takes in
-    less than the common rate, fastest downlink first, and of them `able` to relay to those behind; `demand`: what share
-    of the common rate a member can take in.
+    """Rates with unknown values filled in. `relays`: members that may have children, fastest uplink first; `slow`:
+    members that receive less than the common rate, fastest downlink first; `able`: members with enough uplink to relay
+    to slower ones; `demand`: the share of the common rate that a member can receive.
     """
 
     up: Mapping[str, float]
@@ -83,8 +84,8 @@ def plan_routes(
     weak: AbstractSet[str] = frozenset(),
     blocked: AbstractSet[tuple[str, str]] = frozenset(),
 ) -> Routes:
-    """The source of each stripe, for each member: of at most `num_stripes`, the same number for all. `weak`: never
-    relays; `blocked`: pairs that failed, in either order.
+    """Return the source of each stripe for each member: at most `num_stripes` stripes, the same number for all members.
+    `weak`: members that never relay; `blocked`: pairs that failed, in either order.
     """
     if fan_out < 1 or num_stripes < 1:
         raise InvariantError(f"no routes for fan_out {fan_out}, {num_stripes} stripes")
@@ -104,7 +105,7 @@ def plan_routes(
 
 
 def by_reach(members: Iterable[Receiver], origin_up: float | None) -> Iterator[tuple[list[Receiver], float | None]]:
-    """Those that reach each other, in an order of their own, and their share of the origin's uplink."""
+    """Yield each group of members that reach each other, in a fixed order, with its share of the origin's uplink."""
     ranked = sorted(members, key=lambda member: (member.reach, member.worker_id))
     for _, group in itertools.groupby(ranked, key=lambda member: member.reach):
         mine = list(group)
@@ -112,14 +113,14 @@ def by_reach(members: Iterable[Receiver], origin_up: float | None) -> Iterator[t
 
 
 def can_link(one: Receiver, other: Receiver) -> bool:
-    """May these two be neighbours: in reach of each other, and one of them can be dialled?"""
+    """Return whether these two can be neighbours: they are in reach of each other, and one of them can be dialled."""
     return one.reach == other.reach and bool(one.address or other.address)
 
 
 def find_pace(members: Sequence[Receiver], origin_up: float | None, weak: AbstractSet[str]) -> Pace:
-    """What these can do together, and who of them relays. A relay that takes in less than the common rate would hold
-    up everybody whose stripes come through it, so it is tried with the k best receivers as relays, for several k; what
-    counts is when the members are done, on average.
+    """Return the common rate of these members, and which of them relay. A relay that receives less than the common rate
+    delays all members below it. So several counts k are tried, with the k fastest receivers as relays; the k with the
+    smallest mean completion time wins.
     """
     ups, downs = _filled([member.up for member in members]), _filled([member.down for member in members])
     middle = sorted(ups)[len(ups) // 2]
@@ -140,7 +141,7 @@ def find_pace(members: Sequence[Receiver], origin_up: float | None, weak: Abstra
         fast = sum(down * RELAY_DOWN >= common for down in ranked)
         common = min(common, supply / max(1, fast))
         cost = fast / common + _cost_of_slow(pairs[fast:], gives, supply - fast * common)
-        if cost <= best[0] * (1.0 + 1e-9):  # where it makes no difference, the more the better
+        if cost <= best[0] * (1.0 + 1e-9):  # on a tie, more relays are better
             best, rate = (cost, count), common
     relays = sorted(able[: best[1]], key=lambda item: (-item[1], item[2].worker_id))
     known = {member.worker_id for _, _, member in relays}
@@ -156,7 +157,7 @@ def find_pace(members: Sequence[Receiver], origin_up: float | None, weak: Abstra
 
 
 def _cost_of_slow(pairs: Sequence[tuple[float, Receiver]], gives: Mapping[str, float], spare: float) -> float:
-    """How long those take, in order, who are fed by what those before them have to spare."""
+    """Return the summed transfer times of the slow members, each fed by the spare rate of those before it."""
     cost = 0.0
     for down, member in pairs:
         rate = min(down, max(spare, STARVED * down))
@@ -166,7 +167,7 @@ def _cost_of_slow(pairs: Sequence[tuple[float, Receiver]], gives: Mapping[str, f
 
 
 def _filled(rates: Iterable[float | None]) -> list[float]:
-    """Unknown ones count as the median of the known; all equal where none is."""
+    """Replace unknown rates by the median of the known ones, or by 1.0 if none is known."""
     rates = list(rates)
     known = sorted(rate for rate in rates if rate)
     return [rate or (known[len(known) // 2] if known else 1.0) for rate in rates]
@@ -186,7 +187,7 @@ class _Tree:
         self.placed: list[Receiver] = [root]
 
     def may_move(self, child: str, parent: Receiver) -> bool:
-        """Would this not be a circle?"""
+        """Return whether moving `child` below `parent` creates no cycle."""
         above = parent.worker_id
         while above != ORIGIN and above != child:
             above = self.parent[above]
@@ -198,8 +199,8 @@ class _Tree:
 
 
 class _Trees:
-    """The trees of one reach class. `load`: what each relay sends, in payloads; at the common rate its uplink allows
-    `budget`."""
+    """The trees of one reach class. `load`: how many payloads each relay sends; `_budget` is how many its uplink can
+    send at the common rate."""
 
     def __init__(
         self,
@@ -225,15 +226,15 @@ class _Trees:
             self._even_out()
 
     def fill(self, routes: Routes, num_stripes: int) -> None:
-        """Deal the trees their stripes; the others, which are asked for last, the origin sends to everybody."""
+        """Deal stripes to the trees. The origin sends the others, which are requested last, to every member itself."""
         kept = self._share_of_peers()
         for stripe, owner in enumerate(deal([tree.share * kept for tree in self.trees], num_stripes)):
             for worker_id, parent in self.trees[owner].parent.items():
                 routes[worker_id][stripe] = parent
 
     def _share_of_peers(self) -> float:
-        """How much of their trees' shares relays can carry at the common pace; what is left the origin sends to
-        everybody, as far as its uplink has room for that.
+        """Return the fraction of the trees' shares that the relays carry at the common pace. The origin sends the rest
+        to every member, as far as its uplink has room.
         """
         if self.origin_up is None:
             return 1.0
@@ -249,7 +250,7 @@ class _Trees:
         return self.pace.up[member.worker_id] / self.pace.rate
 
     def _mesh(self) -> list[_Tree]:
-        """One tree a relay. Each will send its own share at least once, which is kept free for it meanwhile."""
+        """Build one tree per relay. Each relay sends its own share at least once; that load is reserved beforehand."""
         relays, ups = self.pace.relays, [self.pace.up[relay.worker_id] for relay in self.pace.relays]
         shares = mesh_shares(ups, self.pace.rate, len(self.others), self.origin_up)
         self.load.update({root.worker_id: share for root, share in zip(relays, shares, strict=True)})
@@ -259,13 +260,13 @@ class _Trees:
         return trees
 
     def _colours(self) -> list[_Tree]:
-        """One tree a colour, all with the same share."""
+        """Build one tree per colour, all with the same share."""
         colours = self._inner_nodes()
         return [self._grow(inner, 1.0 / len(colours)) for inner in colours]
 
     def _inner_nodes(self) -> list[list[Receiver]]:
-        """Inner nodes of each tree: relays dealt so that all trees can send the same; first those that can be dialled.
-        Unequal uplinks make fewer trees, so that the faster ones have places left for more children than the others.
+        """Return the inner nodes of each tree: relays dealt so that all trees can send the same, dialable relays first.
+        Unequal uplinks make fewer trees, so that the faster relays have places left for more children than the others.
         """
         relays, needed = self.pace.relays, len(self.others) - 1
         a_tree = -(-needed // self.most_children)
@@ -278,14 +279,15 @@ class _Trees:
         wide = self.most_children if evenness > 1.0 / PACE_SLACK else max(2, int(self.most_children * evenness))
         most = max(1, min(len(relays) // a_tree, len(dialable), self.num_stripes, wide))
 
-        def busiest(count: int) -> float:  # children of a relay in the smallest hand, times the share of its tree
+        def busiest(count: int) -> float:  # children per relay of the smallest colour, times its tree's share
             return math.ceil(needed / (len(relays) // count)) / count
 
         count = min(range(1, most + 1), key=lambda count: (busiest(count), -count))
         return [[*_dealt(dialable, at, count), *_dealt(hidden, at, count)] for at in range(count)]
 
     def _grow_mesh(self, root: Receiver, share: float) -> _Tree:
-        """The root sends to everybody it can reach as far as its uplink goes; others that have it already help."""
+        """Build the tree of `root`, which sends to all members it can reach until its uplink is full. Relays placed
+        before help with the rest."""
         tree = _Tree(root, share)
         self.load[root.worker_id] -= share
         fast = {member.worker_id for member in self.pace.relays}
@@ -300,7 +302,7 @@ class _Trees:
         return tree
 
     def _place_slow(self, tree: _Tree) -> None:
-        """Slow ones take it of whoever has most to spare and receives no slower: relays, or slow ones before them."""
+        """Place slow members below the least loaded parent that receives no slower: a relay, or an earlier slow one."""
         by_id = {member.worker_id: member for member in self.members}
         free = [(self._use(member), member.worker_id) for member in tree.placed if member.worker_id in self.pace.able]
         heapq.heapify(free)
@@ -312,7 +314,7 @@ class _Trees:
                 other = by_id[worker_id]
                 seen.append((self._use(other), worker_id))
                 if use < seen[-1][0]:
-                    heapq.heappush(free, seen.pop())  # it has been given more since
+                    heapq.heappush(free, seen.pop())  # its load has grown since
                 elif self._may_take(other, member):
                     parent = other
             self._place(tree, member, parent)
@@ -322,7 +324,7 @@ class _Trees:
                 heapq.heappush(free, (self._use(member), member.worker_id))
 
     def _even_out(self) -> None:
-        """Move children from the busiest relay to idler ones, as long as that helps."""
+        """Move children from the busiest relay to less loaded ones, as long as that helps."""
         by_id = {member.worker_id: member for member in self.members}
         for _ in range(MOVES_A_MEMBER * len(self.members)):
             busiest = max(self.pace.relays, key=lambda relay: (self._use(relay), relay.worker_id))
@@ -346,7 +348,7 @@ class _Trees:
             self.load[other.worker_id] += cost
 
     def _use(self, member: Receiver, more: float = 0.0) -> float:
-        """How much of its budget a relay's load takes."""
+        """Return the share of its budget that a relay uses with `more` payloads added to its load."""
         return (self.load[member.worker_id] + more) / self._budget(member)
 
     def _place(self, tree: _Tree, member: Receiver, parent: Receiver | None) -> None:
@@ -391,7 +393,7 @@ class _Trees:
         return len(mine) < self.most_children or member.worker_id in mine
 
     def _spare_parent(self, member: Receiver, tree: _Tree) -> Receiver | None:
-        """A relay of another colour that has this one's stripes, too, and room for a child."""
+        """Return a relay of another colour that also receives this tree's stripes and has room for a child, or None."""
         found: list[Receiver] = []
         for _ in range(min(SPARE_TRIES, len(self.spare))):
             relay = self.spare[self.next_spare % len(self.spare)]
@@ -404,7 +406,7 @@ class _Trees:
         return min(found, key=self._use)
 
     def _slots(self, inner: Sequence[Receiver]) -> dict[str, int]:
-        """Children of each inner node: in proportion to its uplink, at most `fan_out`, at least one."""
+        """Return the number of children of each inner node: proportional to its uplink, from 1 to `most_children`."""
         slots = dict.fromkeys((member.worker_id for member in inner), 1)
         left = len(self.others) - 1 - len(inner)
         ups = self.pace.up
@@ -427,5 +429,5 @@ class _Trees:
 
 
 def _dealt(items: Sequence[Receiver], at: int, count: int) -> Sequence[Receiver]:
-    """Those of the `at`-th of `count` hands; items are dealt there and back, so that no hand gets all the best."""
+    """Return the items of hand `at` of `count`. They are dealt back and forth, so that no hand gets all the best."""
     return [item for number, item in enumerate(items) if min(number % (2 * count), (-number - 1) % (2 * count)) == at]

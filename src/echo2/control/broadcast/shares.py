@@ -1,9 +1,10 @@
-"""Decides how large a part of a payload each relay passes on, and which stripes.
+"""Decides how large a share of a payload each relay passes on, and which stripes.
 
-With n members of uplinks u_i and an origin of B_0, content can reach all at R = min(B_0, (B_0 + sum u_i) / n): relay i
-is given the share u_i / ((n - 1) R) and sends it on n - 1 times; what is left of the whole the origin sends to each
-itself. No scheme can do better (Li, Chou and Zhang, Mutualcast, 2005), where the origin's connections get what they
-need. They get the same each: a share that arrives late is passed on late.
+With n members of uplinks u_i and an origin of uplink B_0, all members can receive the payload at the rate
+R = min(B_0, (B_0 + sum u_i) / n): relay i gets the share u_i / ((n - 1) R) and sends it n - 1 times; the origin sends
+the rest to each member itself. No scheme is faster (Li, Chou and Zhang, Mutualcast, 2005), provided that each of the
+origin's connections gets the bandwidth it needs. In fact all connections get the same bandwidth, so a large share
+arrives late and is passed on late.
 """
 
 from __future__ import annotations
@@ -12,9 +13,11 @@ from collections.abc import Sequence
 
 
 def mesh_shares(ups: Sequence[float], rate: float, count: int, origin_up: float | None) -> list[float]:
-    """The share of each relay that sends it to all others of `count` members, at this rate: together the whole, where
-    uplinks allow it or the origin's is not known. As even as they allow, and no larger than what arrives in time, as
-    far as others can take what is left over and send it on once: the one spared helps them with the rest.
+    """Return the share that each relay sends to all others of `count` members, at this rate.
+
+    The shares add up to 1 where the uplinks allow it or `origin_up` is None. They are as even as the uplinks allow. A
+    share larger than what arrives in time is cut, as far as other relays can take the excess and send it once; the
+    relay with the smaller share helps them with the other copies.
     """
     most = [up / (max(1, count - 1) * rate) for up in ups]
     level = water_level(sorted(most), 1.0)
@@ -33,7 +36,10 @@ def mesh_shares(ups: Sequence[float], rate: float, count: int, origin_up: float 
 
 
 def water_level(ranked: Sequence[float], supply: float) -> float:
-    """What everybody can have at most (its own limit, where that is less) so that all together take `supply`."""
+    """Return the level at which all takers together take `supply`, each the level or its own limit, whichever is less.
+
+    `ranked`: the limits in ascending order. If the limits add up to less than `supply`, the largest limit is returned.
+    """
     for at, limit in enumerate(ranked):
         level = supply / (len(ranked) - at)
         if level <= limit:
@@ -43,8 +49,8 @@ def water_level(ranked: Sequence[float], supply: float) -> float:
 
 
 def deal(shares: Sequence[float], num_stripes: int) -> list[int]:
-    """Whose each stripe is, by place in `shares`: in turn, of the first stripes; nobody's are the last, as many as the
-    shares lack to 1.
+    """Return the owner of each of the first stripes, as an index into `shares`, dealt in turn. If the shares add up to
+    less than 1, the remaining stripes have no owner and are left out.
     """
     given = [0] * len(shares)
     owners: list[int] = []

@@ -1,1 +1,1 @@
-"""Formulas and forecasts: how many workers keep the learner busy, and which of them are cheapest."""
+"""Formulas and forecasts: how many workers keep the learner busy, and which set of workers is cheapest."""

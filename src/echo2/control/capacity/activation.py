@@ -2,9 +2,9 @@
 
     min  sum of prices of the chosen   such that   sum of their rates >= target
 
-`choose` tries every worker as the last one, drops who is not needed, and then searches with bounds, for so many nodes.
-(The paper's rule, cheapest per rollout first, is in benchmarks/activation.py.)
-`ActivationLoop` adds what a live fleet needs: patience, and a band in which nothing happens.
+`choose` tries every worker as the last one, drops workers that are not needed, and then runs a branch-and-bound search
+with a node limit. (The paper's rule, cheapest per rollout first, is in benchmarks/activation.py.)
+`ActivationLoop` adds what a live fleet needs: delays before a change, and a band of rates in which nothing changes.
 """
 
 from __future__ import annotations
@@ -18,23 +18,23 @@ from typing import Any
 
 from echo2.errors import UserError
 
-#: Nodes the search may visit before it settles for the best found.
+#: Nodes the search may visit before it returns the best set found so far.
 MAX_NODES = 5000
-#: How often a cheaper set is looked for while it must last to count.
+#: Searches for a cheaper set per SURPLUS_SECONDS, the time for which the set must stay cheaper.
 LOOKS = 4
-#: Nothing happens between the rate that is needed and this share more.
+#: Nothing changes between the needed rate and this share above it.
 BAND = 0.15
-#: Seconds that a deficit lasts before it counts, and a surplus. A worker that is lost is replaced at once.
+#: Seconds that a deficit and a surplus must last before the loop reacts. A lost worker is replaced at once.
 DEFICIT_SECONDS, SURPLUS_SECONDS = 30.0, 120.0
-#: A machine takes the place of another only if it is cheaper by this share, and a set only if the whole bill is; then
-#: not again for so many seconds.
+#: A machine replaces another only if it is cheaper by this share, and a set another only if the whole bill is. After an
+#: exchange there is none for EXCHANGE_SECONDS.
 LEAST_SAVING, EXCHANGE_SECONDS = 0.1, 1200.0
 _SLACK = 1e-9
 
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A machine that works or could: `rate` in rewarded rollouts per second."""
+    """A machine that is active or could be. `rate`: rewarded rollouts per second."""
 
     worker_id: str
     rate: float
@@ -43,13 +43,13 @@ class Candidate:
 
     @property
     def usd_per_rollout(self) -> float:
-        """Dollars that it costs for each rollout; infinite where it makes none."""
+        """Cost of one rollout in dollars; infinite if the rate is 0."""
         return self.price_usd_per_hour / self.rate / 3600 if self.rate > 0 else math.inf
 
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """Chosen machines, in order of activation. `missing_rate` > 0: all of the pool is here, and too slow."""
+    """Chosen machines, in order of activation. `missing_rate` > 0: even the whole pool is too slow."""
 
     worker_ids: tuple[str, ...]
     rate: float
@@ -58,13 +58,13 @@ class Selection:
 
 
 def by_unit_cost(pool: Sequence[Candidate]) -> list[Candidate]:
-    """Cheapest per rollout first; ties by the larger rate, then by name. Machines that do nothing are left out."""
+    """Sort machines, cheapest per rollout first; ties by the larger rate, then by name. Omit those with rate 0."""
     able = [one for one in pool if one.rate > 0]
     return sorted(able, key=lambda one: (one.price_usd_per_hour / one.rate, -one.rate, one.worker_id))
 
 
 def choose(pool: Sequence[Candidate], target_rate: float, max_nodes: int = MAX_NODES) -> Selection:
-    """A set that reaches the target, as cheap as can be found. The same pool gives the same set.
+    """Return the cheapest set found that reaches the target. The same pool gives the same set.
 
     Raises:
         UserError: the pool is empty, or a price is negative.
@@ -81,7 +81,7 @@ def choose(pool: Sequence[Candidate], target_rate: float, max_nodes: int = MAX_N
 
 
 def reaches(rate: float, target_rate: float) -> bool:
-    """Whether a rate counts as the target, up to rounding. Rollouts per second."""
+    """Return whether a rate reaches the target, up to rounding. Rollouts per second."""
     return rate >= target_rate * (1 - _SLACK)
 
 
@@ -97,9 +97,9 @@ def _usd(chosen: Sequence[Candidate]) -> float:
 
 
 def _close_gap(items: Sequence[Candidate], target_rate: float) -> list[Candidate]:
-    """Cheapest per rollout first, but a machine that would reach the target is only noted as one way to end, and the
-    others go on without it; the cheapest end counts. At most twice the optimum (Gens and Levner 1979); greedy alone can
-    cost any multiple of it.
+    """Add machines, cheapest per rollout first. A machine that would reach the target is not added, only noted as one
+    possible last machine; the cheapest such ending wins. Costs at most twice the optimum (Gens and Levner 1979); greedy
+    alone can cost any multiple of it.
     """
     begun: list[Candidate] = []
     rate, usd, best_usd, best = 0.0, 0.0, math.inf, (0, -1)
@@ -114,7 +114,7 @@ def _close_gap(items: Sequence[Candidate], target_rate: float) -> list[Candidate
 
 
 def _trim(chosen: Sequence[Candidate], target_rate: float) -> list[Candidate]:
-    """Without those whom the others do not need, dearest first."""
+    """Drop machines that the target does not need, most expensive first."""
     rate, dropped = sum(one.rate for one in chosen), set()
     for one in sorted(chosen, key=lambda one: (-one.price_usd_per_hour, one.rate, one.worker_id)):
         if reaches(rate - one.rate, target_rate):
@@ -124,8 +124,9 @@ def _trim(chosen: Sequence[Candidate], target_rate: float) -> list[Candidate]:
 
 
 def _search(items: list[Candidate], found: list[Candidate], target_rate: float, max_nodes: int) -> Selection:
-    """Depth first over equal machines at once, most of the cheapest first, cut off where even a fraction of a machine
-    at the next best price per rollout costs as much as what is found. For offers, that is a handful of nodes.
+    """Branch and bound, depth first. Each level decides how many of a kind of equal machines to take, the most of the
+    cheapest kind first. A branch ends where its bound, with divisible machines, is no cheaper than the best set found.
+    For real offers that is a handful of nodes.
     """
     kinds = [list(group) for _, group in itertools.groupby(items, key=lambda one: (one.rate, one.price_usd_per_hour))]
     sums = _Sums(kinds)
@@ -152,7 +153,7 @@ def _search(items: list[Candidate], found: list[Candidate], target_rate: float, 
     return _selection(chosen, target_rate)
 
 
-#: How many of the last kind, and before it those of the kinds before: nodes share what they have in common.
+#: A linked list, last kind first: (counts of the earlier kinds, count of this kind). Nodes share common prefixes.
 _Counts = tuple[Any, int] | None
 
 
@@ -165,7 +166,7 @@ def _listed(counts: _Counts) -> list[int]:
 
 
 class _Sums:
-    """Rates and prices of the first so many kinds, cheapest per rollout first."""
+    """Prefix sums of rates and prices over the kinds, cheapest per rollout first."""
 
     def __init__(self, kinds: list[list[Candidate]]) -> None:
         self.rates, self.prices = [0.0], [0.0]
@@ -174,7 +175,8 @@ class _Sums:
             self.prices.append(self.prices[-1] + len(group) * group[0].price_usd_per_hour)
 
     def least_usd(self, at: int, gap: float) -> float:
-        """What closing the gap from kind `at` on costs at least, were machines divisible; infinity: they can't."""
+        """Lower bound of the cost of closing the gap with kinds from `at` on, as if machines were divisible; infinite
+        if they can't close it."""
         reach = self.rates[at] + gap
         end = bisect.bisect_left(self.rates, reach * (1 - _SLACK), lo=at)
         if end == len(self.rates):
@@ -187,7 +189,7 @@ class _Sums:
 
 
 def num_short(active: Sequence[Candidate], needed_rate: float) -> int:
-    """How many more workers like these are missing for the rate; negative: how many could be released."""
+    """Return how many more workers like these the rate needs; if negative, how many could be released."""
     able = by_unit_cost(active)
     rate = math.fsum(one.rate for one in able)
     if not reaches(rate, needed_rate):
@@ -199,12 +201,12 @@ def num_short(active: Sequence[Candidate], needed_rate: float) -> int:
     return -over
 
 
-# ---- the loop --------------------------------------------------------------------------------------------------------
+# ---- activation loop -------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """What to do now. `short_rate`: what is missing although every worker is active: rent, if there are offers."""
+    """What to do now. `short_rate`: the rate still missing with all workers active; rent it if there are offers."""
 
     activate: tuple[str, ...] = ()
     release: tuple[str, ...] = ()
@@ -213,15 +215,15 @@ class Change:
 
 
 def aim(needed_rate: float) -> float:
-    """The middle of the band, in rollouts a second."""
+    """Return the middle of the band, in rollouts per second."""
     return needed_rate * (1 + BAND / 2)
 
 
 @dataclass(slots=True)
 class ActivationLoop:
-    """Closed loop over `choose`. Pure: time comes in. `update` is to be called every few seconds, and when a worker
-    was lost. What can wait, releases and exchanges, goes by each worker's mean rate over `SURPLUS_SECONDS`; a deficit
-    by the rates of the moment.
+    """Closed loop over `choose`. Pure: time is an argument. Call `update` every few seconds, and when a worker is lost.
+    Releases and exchanges, which can wait, use each worker's mean rate over `SURPLUS_SECONDS`; a deficit uses the
+    current rates.
     """
 
     _deficit_since: float | None = None
@@ -234,7 +236,7 @@ class ActivationLoop:
     _updated_at: float | None = None
 
     def update(self, now: float, needed_rate: float, workers: Sequence[Candidate]) -> Change:
-        """What to change, given the rate that is needed and everybody who attends, with the rates of the moment."""
+        """Return what to change. `workers`: all workers of the fleet with their current rates, active or not."""
         active = [one for one in workers if one.is_active]
         smooth = self._smooth(now, workers)
         calm = [one for one in smooth if one.is_active]
@@ -259,7 +261,7 @@ class ActivationLoop:
         return change
 
     def _smooth(self, now: float, workers: Sequence[Candidate]) -> list[Candidate]:
-        """The same workers with their mean rates: of all that was seen of each, older values fading."""
+        """Return the same workers with their mean rates, in which older values fade exponentially."""
         seconds = 0.0 if self._updated_at is None else now - self._updated_at
         self._updated_at = now
         kept = math.exp(-seconds / SURPLUS_SECONDS)
@@ -272,18 +274,18 @@ class ActivationLoop:
         return [replace(one, rate=means[one.worker_id][1] if one.rate > 0 else 0.0) for one in workers]
 
     def _floor(self, one: Candidate, needed_rate: float) -> float:
-        """What the others must do for this one to go."""
+        """Return the rate that the others must reach before this worker may be released."""
         top = needed_rate * (1 + BAND)
         return aim(needed_rate) if one.worker_id in self._leaving else top
 
     def _spare(self, active: Sequence[Candidate], rate: float, needed_rate: float) -> list[Candidate]:
-        """Active workers that could go: those that a cheaper set took the place of, then the dearest per rollout."""
+        """Return active workers that could be released: those replaced by an exchange, then the dearest per rollout."""
         spare = [one for one in active if reaches(rate - one.rate, self._floor(one, needed_rate))]
         spare.sort(key=lambda one: (one.worker_id not in self._leaving, -one.usd_per_rollout, one.rate, one.worker_id))
         return spare
 
     def _some_of(self, spare: Sequence[Candidate], rate: float, needed_rate: float) -> tuple[str, ...]:
-        """The first, and more of them up to half of the surplus: what is left shrinks fast and is never overshot."""
+        """Return the first worker, and more up to half of the surplus, so that it shrinks fast without overshooting."""
         released, left = [spare[0].worker_id], rate - spare[0].rate
         half = rate - (rate - aim(needed_rate)) / 2
         for one in spare[1:]:
@@ -304,7 +306,7 @@ class ActivationLoop:
     def _cheaper(
         self, now: float, active: Sequence[Candidate], needed_rate: float, workers: Sequence[Candidate]
     ) -> Change:
-        """Activate what a clearly cheaper set has more; those it has not are released afterwards."""
+        """If a clearly cheaper set exists, activate its new workers; those outside the set are released later."""
         if now < self._look_at:
             return Change()
         self._look_at = now + SURPLUS_SECONDS / LOOKS

@@ -1,8 +1,8 @@
 """Checks whether a run's learner and workers fit in their machines' memory (`memory.py`), and sizes the micro-batch.
 
-The learner takes the first GPU, local workers the ones after it, counted round (`devices.nth_device`); on a machine
-without one all share its memory. What is settled follows from the configuration, the model and the machine's total
-memory alone: the same on every start of a run.
+The learner takes the first GPU, local workers the next ones, modulo the number of GPUs (`devices.nth_device`); on a
+machine without a GPU all processes share its memory. The result depends only on the configuration, the model and the
+machine's total memory, so it is the same on every start of a run.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from echo2.control.capacity.memory import (
 from echo2.errors import UserError
 from echo2.types import Hardware
 
-#: The head's memory: it does not grow with the model.
+#: The head's memory, which does not grow with the model.
 HEAD_BYTES = 500_000_000
-#: Tokens of a prompt where nobody has looked at the tasks.
+#: Assumed tokens of a prompt, where the tasks have not been read.
 PROMPT_TOKENS = 128
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryNeed:
-    """Bytes by part that a process needs, `available` to it at most, and where that is."""
+    """Bytes that a process needs, by part; the bytes `available` to it; and the `place` of that memory."""
 
     parts: dict[str, int]
     available: int
@@ -46,18 +46,18 @@ class MemoryNeed:
 
 @dataclass(frozen=True, slots=True)
 class LearnerMemoryNeed(MemoryNeed):
-    """What the learner needs with its micro-batch."""
+    """The learner's memory need with its micro-batch."""
 
     microbatch: Microbatch
 
 
 def row_tokens(config: Config, shape: ModelShape) -> int:
-    """Tokens of the longest row that is trained on: one datum is never cut."""
+    """Return the tokens of the longest training row; a row is never cut."""
     return min(shape.max_positions, PROMPT_TOKENS + config.sampling.max_tokens)
 
 
 def learner_setup(config: Config, shape: ModelShape, on_gpu: bool) -> LearnerSetup:
-    """What the learner's memory follows from."""
+    """Return the settings that determine the learner's memory."""
     return LearnerSetup(
         shape,
         is_bfloat16=config.model.compute_dtype == "bfloat16" or (config.model.compute_dtype == "auto" and on_gpu),
@@ -69,7 +69,7 @@ def learner_setup(config: Config, shape: ModelShape, on_gpu: bool) -> LearnerSet
 
 
 def settle(config: Config, shape: ModelShape, machine: Hardware) -> Microbatch:
-    """The learner's micro-batch on this machine."""
+    """Return the learner's micro-batch on this machine."""
     given = config.learner.tokens_per_microbatch
     setup = learner_setup(config, shape, bool(machine.gpus))
     place: Literal["cpu", "gpu"] = "gpu" if machine.gpus else "cpu"
@@ -78,18 +78,18 @@ def settle(config: Config, shape: ModelShape, machine: Hardware) -> Microbatch:
 
 
 def learner_bytes(config: Config, shape: ModelShape, machine: Hardware) -> int:
-    """What a learner's process may use of the machine: what head and local workers leave."""
+    """Return the bytes of the machine that head and local workers leave to one learner process."""
     ranks, count = config.learner.ranks, config.workers.count
     local = worker_need(config, shape, machine).total
     if not machine.gpus:
         return (machine.memory_bytes - HEAD_BYTES - count * local) // ranks
     ranks = min(ranks, len(machine.gpus))  # the others are elsewhere
-    sharing = -(-(ranks + count) // len(machine.gpus)) - 1  # of those on the fullest GPU
+    sharing = -(-(ranks + count) // len(machine.gpus)) - 1  # workers beside the learner on the fullest GPU
     return min(machine.gpus) - sharing * local
 
 
 def worker_need(config: Config, shape: ModelShape, machine: Hardware) -> MemoryNeed:
-    """A worker on such a machine: where two copies of the weights don't fit, it takes new ones in place."""
+    """Return a worker's need on such a machine. If two copies of the weights don't fit, it loads new ones in place."""
     sampling = config.sampling
     rollouts, length = sampling.groups_per_batch * sampling.group_size, row_tokens(config, shape)
     available = min(machine.gpus, default=machine.memory_bytes)
@@ -103,7 +103,7 @@ def worker_need(config: Config, shape: ModelShape, machine: Hardware) -> MemoryN
 
 
 def learner_need(config: Config, shape: ModelShape, machine: Hardware) -> LearnerMemoryNeed:
-    """The learner on this machine, with the micro-batch it would take, and room for the longest row."""
+    """Return the learner's need on this machine, with its micro-batch and room for at least the longest row."""
     microbatch = settle(config, shape, machine)
     setup = learner_setup(config, shape, bool(machine.gpus))
     tokens = max(microbatch.tokens, row_tokens(config, shape))
@@ -113,10 +113,10 @@ def learner_need(config: Config, shape: ModelShape, machine: Hardware) -> Learne
 
 
 def check_fits(what: str, need: MemoryNeed, remedies: str) -> None:
-    """Refuse what cannot fit.
+    """Raise if the memory does not suffice.
 
     Raises:
-        UserError: with what is needed, the largest parts of it, what there is, and what would help.
+        UserError: names the memory needed, its largest parts, the memory available, and the remedies.
     """
     if need.total <= need.available:
         return

@@ -1,6 +1,6 @@
 """Forecasts a run with given workers: walks through every batch, in milliseconds and without randomness.
 
-`formulas.py` treats rollouts as a fluid. This has their grains: whole batches, groups that take different times, steps
+`formulas.py` treats rollouts as a fluid. This module is discrete: whole batches, groups of different durations, steps
 that wait for their last group, each worker's own version. It follows the rules of `granting.py` (earliest step first,
 no version older than the bound) for workers that never fail; durations are log-normal, drawn by a hash.
 """
@@ -19,7 +19,7 @@ from echo2.control.capacity.formulas import Demand
 from echo2.control.seeds import mix
 from echo2.errors import UserError
 
-#: Steps that are walked at most; what follows is taken to go on like the second half of these.
+#: Steps that are simulated at most; all later steps are assumed to take as long as the second half of these.
 MAX_STEPS = 120
 #: Standard deviation of the logarithm of the time to load a snapshot.
 RELOAD_SPREAD = 0.3
@@ -28,8 +28,8 @@ _FACTOR_DRAWS = 2000
 
 @dataclass(frozen=True, slots=True)
 class WorkerPace:
-    """`count` equal workers. `rate`: rollouts per second of one, batches back to back. `spread`: standard deviation of
-    the logarithm of a group's duration.
+    """`count` equal workers. `rate`: rollouts per second of one worker that never pauses between batches. `spread`:
+    standard deviation of the logarithm of a group's duration.
     """
 
     rate: float
@@ -40,8 +40,8 @@ class WorkerPace:
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """`idle_ratio`: of the whole run, its cold start included; `steady_idle_ratio`: once under way. `staleness`: share
-    of groups by age of their oldest token.
+    """`idle_ratio`: of the whole run, including its cold start; `steady_idle_ratio`: in the steady state. `staleness`:
+    age of a group's oldest token, in versions -> share of groups.
     """
 
     idle_ratio: float
@@ -88,8 +88,8 @@ def forecast(demand: Demand, paces: Sequence[WorkerPace], steps: int, seed: int 
 
 @dataclass(slots=True)
 class _Worker:
-    """`version`: what it has installed; -1: nothing yet. `held`: a batch that waits for the running one, as groups by
-    step. `parked_at`: since when it has nothing that it may sample; `is_woken`: and it is known until when.
+    """`version`: the installed version; -1: none yet. `held`: a batch that waits for the running one, as step -> number
+    of groups. `parked_at`: the time since which it has had nothing to sample; `is_woken`: its wake-up is scheduled.
     """
 
     pace: WorkerPace
@@ -101,7 +101,9 @@ class _Worker:
 
 
 class _Walk:
-    """`ended[t]`: when step t was trained. `queue`: workers by the time at which their engine is free."""
+    """State of the simulation. `ended[t]`: time at which the training of step t ends. `queue`: workers by the time at
+    which their engine becomes free.
+    """
 
     def __init__(self, demand: Demand, paces: Sequence[WorkerPace], steps: int, seed: int) -> None:
         self.demand, self.steps, self.seed = demand, steps, seed
@@ -124,7 +126,7 @@ class _Walk:
             self._push(0.0, number)
 
     def step(self, step: int) -> None:
-        """Let workers go on until every group of the step is being sampled; then it is known when it is trained."""
+        """Advance the workers until every group of the step has started, which fixes when its training ends."""
         while self.unstarted.get(step, self.demand.groups_per_step) > 0:
             at, _, number = heapq.heappop(self.queue)
             self._free(self.workers[number], number, at)
@@ -136,14 +138,14 @@ class _Walk:
                     self._wake(worker, number)
 
     def _push(self, at: float, number: int) -> None:
-        """Who is free at the same time is served in no order."""
+        """Queue a worker. Workers that become free at the same time are served in pseudo-random order."""
         self.num_draws += 1
         heapq.heappush(self.queue, (at, mix(mix(self.seed) ^ self.num_draws), number))
 
     # ---- a worker ----------------------------------------------------------------------------------------------------
 
     def _free(self, worker: _Worker, number: int, at: float) -> None:
-        """Its engine is free: install what has arrived, start what it holds or is given, or wait for a version."""
+        """Handle a free engine: install an arrived version, start the held or a new batch, or wait for a version."""
         newest = self._arrived(worker, at)
         if newest > worker.version:
             worker.version = newest
@@ -161,7 +163,7 @@ class _Walk:
             worker.held = self._issue(worker)
 
     def _wake(self, worker: _Worker, number: int) -> None:
-        """Wake it when the version arrives that the next step needs, if it is known when."""
+        """Schedule the worker for the arrival of the version that the next step needs, if that time is known."""
         assert worker.parked_at is not None
         needed = max(self._needed(self.frontier), worker.version + 1)
         needed += -needed % self.demand.publish_every
@@ -171,7 +173,7 @@ class _Walk:
             self._push(max(worker.parked_at, arrives), number)
 
     def _issue(self, worker: _Worker) -> dict[int, int]:
-        """A batch of the earliest groups that its version may sample."""
+        """Return a batch of the earliest groups that the worker's version may sample, as step -> number of groups."""
         batch: dict[int, int] = {}
         room = worker.pace.groups_per_batch
         while room > 0 and self.frontier < self.steps and self._needed(self.frontier) <= worker.version:
@@ -184,13 +186,13 @@ class _Walk:
         return batch
 
     def _is_plenty(self, worker: _Worker) -> bool:
-        """`granting.is_plenty`: a second batch may wait here only while there is a batch for everybody."""
+        """As `granting.is_plenty`: a worker may hold a second batch only while there is a batch for every worker."""
         last = min(worker.version + self.demand.max_staleness, self.steps - 1)
         num_unissued = (last - self.frontier) * self.demand.groups_per_step + self.unissued
         return len(self.workers) == 1 or num_unissued >= self.active_groups
 
     def _run(self, worker: _Worker, batch: dict[int, int], start: float) -> float:
-        """When the last group of the batch is done."""
+        """Run a batch and return the time at which its last group is done."""
         longest = start
         for step, count in batch.items():
             for _ in range(count):
@@ -202,7 +204,7 @@ class _Walk:
         return longest
 
     def _thawed(self, start: float, seconds: float) -> float:
-        """When so much work is done, if engines stand still while a snapshot travels."""
+        """Return when work of `seconds` is done, given that engines pause during a broadcast unless it overlaps."""
         end, frozen = start + seconds, self.travel_seconds
         if self.demand.overlaps or frozen <= 0:
             return end
@@ -222,12 +224,12 @@ class _Walk:
     # ---- versions ----------------------------------------------------------------------------------------------------
 
     def _needed(self, step: int) -> int:
-        """The oldest published version that may sample this step."""
+        """Return the oldest published version that may sample this step."""
         kappa = self.demand.publish_every
         return max(0, kappa * -(-(step - self.demand.max_staleness) // kappa))
 
     def _arrived(self, worker: _Worker, at: float) -> int:
-        """The newest version that it has whole by now, as far as publications are known."""
+        """Return the newest known version that has fully arrived at the worker by time `at`."""
         kappa, version = self.demand.publish_every, len(self.ended) - len(self.ended) % self.demand.publish_every
         while version > worker.version and version > 0 and self._published(version) + self.travel_seconds > at + 1e-9:
             version -= kappa
@@ -237,7 +239,7 @@ class _Walk:
         return self.ended[version - 1] if version > 0 else 0.0
 
     def _draw(self, spread: float) -> float:
-        """A log-normal factor with median 1."""
+        """Draw a log-normal factor with median 1."""
         if spread <= 0:
             return 1.0
         self.num_draws += 1
@@ -248,7 +250,7 @@ _NORMAL = NormalDist()
 
 
 def normal(seed: int, number: int) -> float:
-    """The `number`-th of a stream of standard normal values."""
+    """Return the `number`-th value of a stream of standard normal values."""
     return _NORMAL.inv_cdf(((mix(mix(seed) ^ number) >> 11) + 0.5) / 2**53)
 
 

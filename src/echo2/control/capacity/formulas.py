@@ -3,7 +3,8 @@
 Equation numbers are the paper's; `docs/capacity.md` derives them. T = seconds of a training step, Tb = seconds from a
 publication until workers can generate with it, kappa = publish_every, S = max_staleness, R = rollouts of a step,
 mu = rollouts per second of all active workers. The paper lets every worker pause for all of Tb; workers that go on with
-the old version (`generate_during_broadcast`) pause only while they load. A fluid model: `forecast.py` has the grains.
+the old version (`generate_during_broadcast`) pause only while they load. This is a fluid model; `forecast.py` is
+discrete.
 """
 
 from __future__ import annotations
@@ -17,13 +18,13 @@ from echo2.errors import UserError
 GAMMA = 1.1
 #: Share of the active workers that must have installed a snapshot for its broadcast to count as over (section 4.2).
 INSTALLED_QUANTILE = 1 / GAMMA
-_SLACK = 1e-9  # of quotients that are whole numbers but for rounding
+_SLACK = 1e-9  # tolerance for quotients that would be whole numbers without rounding errors
 
 
 @dataclass(frozen=True, slots=True)
 class Demand:
-    """What the learner asks of its workers. `reload_seconds`: the part of a broadcast in which a worker cannot
-    generate whatever the mode; `rollout_seconds`: one group from start to delivery, where the fluid model minds.
+    """What the learner requires of its workers. `reload_seconds`: the part of a broadcast in which a worker cannot
+    generate in any mode; `rollout_seconds`: one group from start to delivery, used where the fluid model needs it.
     """
 
     groups_per_step: int
@@ -56,12 +57,12 @@ class Demand:
 
     @property
     def period_seconds(self) -> float:
-        """kappa * T: what one publication period lasts with a learner that never waits."""
+        """kappa * T: the duration of one publication period if the learner never waits."""
         return self.publish_every * self.train_seconds
 
     @property
     def pause_seconds(self) -> float:
-        """Of each period, the time in which workers do not generate."""
+        """Seconds of each period in which workers do not generate."""
         return min(self.reload_seconds, self.broadcast_seconds) if self.overlaps else self.broadcast_seconds
 
     @property
@@ -71,8 +72,8 @@ class Demand:
 
     @property
     def lead_seconds(self) -> float:
-        """From a version's installation to the moment the learner wants the first step that needs it: (S - kappa + 1) T
-        - Tb, less one rollout. The window of staleness allows workers so long for that step.
+        """Seconds from a version's installation until the learner wants the first step that needs it:
+        (S - kappa + 1) T - Tb, less one rollout. The staleness window leaves workers this long to sample that step.
         """
         slack = (self.max_staleness - self.publish_every + 1) * self.train_seconds
         return slack - self.broadcast_seconds - self.rollout_seconds
@@ -94,7 +95,7 @@ def mu_min(demand: Demand) -> float:
 
 
 def mu_window(demand: Demand) -> float:
-    """R / ((S - kappa + 1) T - Tb): below it the window of S steps makes the learner wait for each new version.
+    """R / ((S - kappa + 1) T - Tb): at a lower rate the window of S steps makes the learner wait for each new version.
 
     It is equation (7) <= S solved for mu; in the paper's mode with kappa = S - 1 and Tb < T equation (2) implies it.
 
@@ -110,7 +111,7 @@ def mu_needed(demand: Demand) -> float:
     """The least rate, in rollouts per second, at which the learner never waits.
 
     Raises:
-        UserError: there is none; the message has the missing number and what would supply it.
+        UserError: no such rate exists; the message names what is missing and a remedy.
     """
     if demand.max_staleness == 0:
         raise UserError(
@@ -156,7 +157,7 @@ def choose_publish_every(max_staleness: int, train_seconds: float, broadcast_sec
     """`publish_every = "auto"`: the largest kappa >= 1 whose bound (12) is at most S; 1 where S = 0.
 
     Raises:
-        UserError: there is none, with the S or the broadcast that would do.
+        UserError: no kappa qualifies; the message names a sufficient S or broadcast time.
     """
     if max_staleness == 0:
         return 1
@@ -176,7 +177,7 @@ def choose_publish_every(max_staleness: int, train_seconds: float, broadcast_sec
 
 
 def step_seconds(demand: Demand, mu: float) -> float:
-    """Mean seconds of a step in the steady state: the slowest of three loops that feed themselves.
+    """Mean seconds of a step in the steady state: the slowest of three feedback loops.
 
     The learner (T); the workers (R / mu + pause / kappa); and version -> broadcast -> first m steps that need it ->
     training up to the next version, for each m. Exact for a fluid without pauses; with pauses a lower bound (a pause
@@ -194,12 +195,12 @@ def step_seconds(demand: Demand, mu: float) -> float:
 
 
 def idle_ratio(demand: Demand, mu: float) -> float:
-    """Share of the time that the learner waits, in the steady state."""
+    """Share of the time for which the learner waits, in the steady state."""
     return 1 - demand.train_seconds / step_seconds(demand, mu)
 
 
 def binding(demand: Demand, mu: float) -> str:
-    """What sets the pace at this rate: learner, rollouts, broadcast or staleness."""
+    """Return the bottleneck at this rate: learner, rollouts, broadcast or staleness."""
     pace = step_seconds(demand, mu)
     if pace <= demand.train_seconds * (1 + _SLACK):
         return "learner"
@@ -210,7 +211,7 @@ def binding(demand: Demand, mu: float) -> str:
     return "rollouts"
 
 
-# ---- refusals --------------------------------------------------------------------------------------------------------
+# ---- error messages --------------------------------------------------------------------------------------------------
 
 
 def _no_room(demand: Demand) -> str:

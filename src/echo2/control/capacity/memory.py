@@ -1,16 +1,16 @@
 """Forecasts the memory of a learner and a worker, by part, from config.json alone, and the micro-batch that fits.
 
     learner   weights, gradients and moments of the trained parameters; activations, which grow with the tokens of a
-              micro-batch; what is done with the vocabulary at once (`learner/`'s tiles, gradients of the embedding)
-    worker    weights, keys and values of the rollouts that it decodes, logits of one token each; of what is left,
-              copies of weights and rows kept between turns
+              micro-batch; temporary tensors over the vocabulary (`learner/`'s tiles, gradients of the embedding)
+    worker    weights, keys and values of the rollouts that it decodes, logits of one token each; from the remaining
+              memory, copies of weights and rows kept between turns
 
-Activations are what transformers' decoders of the Llama and Qwen kind keep for the backward pass, tensor by tensor
-(`tests/unit/test_capacity_memory.py` counts them in real ones, and holds the peak of whole processes against the
-forecast). With checkpointing a layer keeps its input, and one layer at a time is computed again. Gradients of the
-vocabulary are made when the activations are gone, so the larger of the two counts.
+Activations are the tensors that transformers' decoders of the Llama and Qwen kind keep for the backward pass
+(`tests/unit/test_capacity_memory.py` counts them in real models, and compares the peak of whole processes with the
+forecast). With checkpointing a layer keeps only its input, and one layer at a time is recomputed. Gradients of the
+vocabulary are made after the activations are freed, so the larger of the two counts.
 
-Bytes everywhere. D hidden, F feed-forward, H and K values of all heads' queries and keys, L layers, V vocabulary.
+All sizes are in bytes. D hidden, F feed-forward, H and K values of all heads' queries and keys, L layers, V vocabulary.
 """
 
 from __future__ import annotations
@@ -20,31 +20,31 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 GB = 1_000_000_000
-#: Python, torch and transformers before a model; on a GPU its context and kernels' workspaces.
+#: Python, torch and transformers before a model is loaded; on a GPU the context and the kernels' workspaces.
 PROCESS_BYTES = 500_000_000
-#: Tiles of logits that are made at once (`learner/output_layer.py`), and what becomes of them.
+#: Tiles of logits that exist at the same time (`learner/output_layer.py`), and tensors computed from them.
 LOGITS_BYTES = 200_000_000
-#: Snapshots and checkpoints are read from the weights by segments of 16 MB, a few at a time.
+#: Snapshots and checkpoints are written from the weights in segments of 16 MB, a few at a time.
 PUBLISHING_BYTES = 200_000_000
-#: The learner begins to train when a micro-batch is full, and more than fill a device make no step faster
+#: The learner starts to train when a micro-batch is full. A micro-batch larger than this makes no step faster
 #: (benchmarks/microbatch.py).
 MICROBATCH_TOKENS_MAX: Mapping[str, int] = {"cpu": 2048, "gpu": 16_384}
-#: On a CPU no more tokens than have so many bytes of activations, but at least so many tokens: more gain no speed
-#: (benchmarks/microbatch.py), and the machine's memory is others' too.
+#: On a CPU, the limit of a micro-batch's activations in bytes, but at least CPU_TOKENS_MIN tokens: more gain no speed
+#: (benchmarks/microbatch.py), and other processes share the machine's memory.
 CPU_ACTIVATIONS_BYTES, CPU_TOKENS_MIN = GB, 256
-#: Below this many tokens activations are checkpointed, where that makes more fit.
+#: If fewer tokens than this fit, activations are checkpointed where that makes more tokens fit.
 CHECKPOINT_BELOW_TOKENS = 2048
-#: Of a worker's free memory: where weights take no more on a CPU, they are copied (`rollout/torch_engine.py`); and the
-#: most that rows take which are kept between turns (`rollout/kept_rows.py`).
+#: Shares of a worker's free memory: on a CPU, weights are copied if they take no more than the first
+#: (`rollout/torch_engine.py`); rows kept between turns take at most the second (`rollout/kept_rows.py`).
 COPY_SHARE, KEPT_SHARE = 1 / 32, 1 / 16
-#: Of a device's memory: what a forecast may fill. The rest is fragments, and what it does not know.
+#: Share of a device's memory that a forecast may fill. The rest is for fragmentation and unknown consumers.
 USABLE = 0.9
 
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
     """A decoder's sizes. `heads_width`, `kv_width`: values of all heads' queries, and keys, of a token (H and K);
-    `stored_bytes`: of a parameter, as the model is stored.
+    `stored_bytes`: bytes per parameter in the stored model.
     """
 
     vocab: int
@@ -70,17 +70,17 @@ class ModelShape:
 
     @property
     def parameters(self) -> int:
-        """Parameters in all."""
+        """Parameters in total."""
         return self.layers * self.layer_parameters + self.vocabulary * (1 if self.tied else 2)
 
     def adapter_parameters(self, rank: int) -> int:
-        """Of low-rank adapters on every linear layer but the head."""
+        """Parameters of low-rank adapters on every linear layer except the output head."""
         d, h, k, f = self.hidden, self.heads_width, self.kv_width, self.ffn
         return self.layers * rank * (2 * (d + h) + 2 * (d + k) + 3 * (d + f))
 
 
 def read_shape(config: Mapping[str, Any]) -> ModelShape | None:
-    """The sizes in config.json; None where they are not those of a plain decoder (experts, other names, nonsense)."""
+    """Read the sizes from config.json. None if it is not a plain dense decoder (experts, other names, bad values)."""
     if any(name in config for name in ("num_experts", "num_local_experts", "n_routed_experts")):
         return None
     try:
@@ -103,11 +103,11 @@ def read_shape(config: Mapping[str, Any]) -> ModelShape | None:
 
 @dataclass(frozen=True, slots=True)
 class LearnerSetup:
-    """What a learner's memory follows from, apart from its micro-batch.
+    """What determines a learner's memory, apart from its micro-batch.
 
     ranks            processes that share weights, gradients and moments
     lora_rank        0: the whole model is trained, in float32; else adapters of this rank over a frozen base
-    base_bytes       of a frozen parameter
+    base_bytes       bytes per frozen parameter
     keeps_reference  a second copy of the weights, for `learner.reference_kl`
     """
 
@@ -119,7 +119,7 @@ class LearnerSetup:
     keeps_reference: bool = False
 
     def parts(self, tokens: int, checkpointing: bool) -> dict[str, int]:
-        """Bytes by part, of each rank, with micro-batches of so many tokens."""
+        """Bytes of each rank by part, with micro-batches of `tokens` tokens."""
         shape, ranks = self.shape, self.ranks
         trained = shape.adapter_parameters(self.lora_rank) if self.lora_rank else shape.parameters
         frozen = shape.parameters if self.lora_rank else 0
@@ -139,11 +139,11 @@ class LearnerSetup:
         }
 
     def needed(self, tokens: int, checkpointing: bool) -> int:
-        """Bytes in all, of each rank."""
+        """Total bytes of each rank."""
         return sum(self.parts(tokens, checkpointing).values())
 
     def token_bytes(self, checkpointing: bool) -> int:
-        """Activations of a token: what the backward pass needs of each layer, and as much again of one under way."""
+        """Bytes of activations per token: the tensors kept for the backward pass, and those of one running layer."""
         shape, layer = self.shape, self.layer_token_bytes
         residual = 4 * shape.hidden
         kept = shape.layers * residual + layer if checkpointing else shape.layers * layer
@@ -151,8 +151,8 @@ class LearnerSetup:
 
     @property
     def layer_token_bytes(self) -> int:
-        """What autograd keeps of a token in a layer. Norms: input and normed value of two; products: their inputs;
-        attention: queries, keys and values (as many heads each, under a mask of our own) and the result."""
+        """Bytes that autograd keeps per token in a layer. Two norms: their inputs and normed values; matrix products:
+        their inputs; attention: queries, keys, values (each with all heads, because of our own mask) and the result."""
         shape = self.shape
         d, f, h, k = shape.hidden, shape.ffn, shape.heads_width, shape.kv_width
         norms = h + k if shape.qk_norm else 0
@@ -162,13 +162,12 @@ class LearnerSetup:
 
     @property
     def _vocabulary_gradients(self) -> int:
-        """Of embedding and head before they are added up, which is when the activations are gone."""
+        """Bytes of the embedding's and the head's gradients before they are summed, after the activations are freed."""
         return 0 if self.lora_rank else 4 * self.shape.vocabulary * (2 if self.shape.tied else 1)
 
     def _copies(self, checkpointing: bool) -> int:
-        """Weights in another place or precision than they are kept: two layers at a time of those that are cut over
-        ranks, and the vocabulary; in bfloat16 what the backward pass will read again, which is all but what is
-        computed again."""
+        """Bytes of temporary weights that are gathered or cast. With several ranks or checkpointing: two layers at a
+        time, and one embedding. Otherwise, in bfloat16: all weights, because the backward pass reads them again."""
         shape = self.shape
         whole = not (self.ranks > 1 or checkpointing)
         parameters = shape.parameters if whole else 2 * shape.layer_parameters + shape.vocabulary
@@ -180,7 +179,7 @@ class LearnerSetup:
 
 @dataclass(frozen=True, slots=True)
 class Microbatch:
-    """`tokens` of a forward and backward pass; `checkpointing`: whether activations are computed again."""
+    """`tokens`: of one forward and backward pass; `checkpointing`: whether activations are recomputed."""
 
     tokens: int
     checkpointing: bool
@@ -189,9 +188,9 @@ class Microbatch:
 def settle_microbatch(
     setup: LearnerSetup, memory_bytes: float, place: Literal["cpu", "gpu"], longest: int, given: int | None = None
 ) -> Microbatch:
-    """The micro-batch for a rank that may use so many bytes: `given` tokens, or as many as fit, and no fewer than the
-    longest row has, which is never cut. Activations are checkpointed where too few fit without. What does not fit at
-    all is told by `needed`.
+    """Return the micro-batch for a rank that may use `memory_bytes`: `given` tokens, or as many as fit but at least
+    `longest`, because a row is never cut. Activations are checkpointed if too few tokens fit without. The result may
+    still not fit; `needed` tells.
     """
     most = MICROBATCH_TOKENS_MAX[place]
     if place == "cpu":
@@ -216,8 +215,8 @@ def settle_microbatch(
 
 
 def worker_parts(shape: ModelShape, bytes_per_value: int, rollouts: int, length: int) -> dict[str, int]:
-    """Bytes by part of a worker that decodes so many rollouts of `length` tokens, prompts included. A swap needs the
-    weights again where there is room for them, and nothing in place.
+    """Bytes by part of a worker that decodes `rollouts` rollouts of `length` tokens, prompts included. Not counted: a
+    swap needs the weights a second time if there is room, and nothing if it works in place.
     """
     weights = bytes_per_value * shape.parameters
     cache = 2 * shape.layers * shape.kv_width * bytes_per_value * rollouts * min(length, shape.max_positions)
@@ -230,8 +229,8 @@ def worker_parts(shape: ModelShape, bytes_per_value: int, rollouts: int, length:
 
 
 def engine_parts(weights: int, free: int, packs: bool, is_in_turns: bool) -> dict[str, int]:
-    """Bytes that an engine in the worker takes of `free` ones for speed: never more than there are. `packs`: it is on a
-    CPU, in float32. While new weights come, there are two copies of them and as many packed ones.
+    """Bytes of the `free` memory that an engine in the worker uses for speed, at most all of it. `packs`: it runs on a
+    CPU, in float32. While new weights arrive, there are two copies of them and as many packed ones.
     """
     return {
         "packed and coming weights": 3 * weights if packs and weights <= COPY_SHARE * free else 0,

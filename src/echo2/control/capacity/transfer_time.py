@@ -1,8 +1,8 @@
 """Estimates how long a snapshot takes to send, before anything is measured: ECHO-2's section 6. Bits and seconds.
 
 G = bits to send, B0 = the head's uplink, Bw = a worker's link, n workers, c = bits of a chunk. A worker can't have the
-snapshot before G / Bw; a head that sends it to each worker needs n G / B0. Floors, not promises: links that lose
-packets or carry rollouts as well take longer. A run measures it (`broadcast/t_bcast`).
+snapshot before G / Bw; a head that sends it to each worker needs n G / B0. These are lower bounds: links that lose
+packets or also carry rollouts take longer. A run measures the real time (`broadcast/t_bcast`).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from echo2.control.capacity.formulas import INSTALLED_QUANTILE
 from echo2.errors import UserError
 
 CHUNK_BYTES = 1 << 20
-#: Workers that one worker sends to, and seconds of one way between any two.
+#: Workers that one worker sends to, and one-way latency between any two.
 FAN_OUT, LATENCY_SECONDS = 8, 0.05
 
 
@@ -29,7 +29,7 @@ class Links:
 
 
 def star_seconds(num_bytes: float, num_workers: int, head_up_bps: float, worker_down_bps: float) -> float:
-    """max(G / Bw, n G / B0): the head sends to everybody."""
+    """max(G / Bw, n G / B0): the head sends to every worker itself."""
     bits = 8 * num_bytes
     return max(bits / worker_down_bps, num_workers * bits / head_up_bps)
 
@@ -37,7 +37,7 @@ def star_seconds(num_bytes: float, num_workers: int, head_up_bps: float, worker_
 def chain_seconds(
     num_bytes: float, num_workers: int, worker_bps: float, head_up_bps: float, chunk_bytes: float = CHUNK_BYTES
 ) -> float:
-    """G / Bw + (L - 1) c / Bw: N = B0 / Bw chains of L = n / N workers, each passing on what it gets."""
+    """G / Bw + (L - 1) c / Bw: N = B0 / Bw chains of L = n / N workers, each worker forwarding to the next."""
     bits, chunk = 8 * num_bytes, 8 * min(chunk_bytes, num_bytes)
     num_chains = max(1, math.floor(head_up_bps / worker_bps))
     length = math.ceil(num_workers / num_chains)
@@ -45,7 +45,7 @@ def chain_seconds(
 
 
 def slowest_bps(links: Sequence[Links]) -> float:
-    """The download of the worker at the quantile that ends a broadcast: slower ones are not waited for."""
+    """Return the downlink of the worker at INSTALLED_QUANTILE, with which a broadcast ends; slower ones don't count."""
     total, have = sum(one.count for one in links), 0
     for one in sorted(links, key=lambda one: -one.down_bps):
         have += one.count
@@ -55,8 +55,8 @@ def slowest_bps(links: Sequence[Links]) -> float:
 
 
 def transfer_seconds(num_bytes: float, links: Sequence[Links], head_up_bps: float) -> float:
-    """max(G / B0, G / Bw, n G / (B0 + sum of uplinks)) and a chunk for each hop: seconds until enough of these
-    workers have it: every worker relays a part.
+    """Return max(G / B0, G / Bw, n G / (B0 + sum of uplinks)) plus a chunk per hop: seconds until INSTALLED_QUANTILE of
+    these workers have the snapshot, where every worker relays a part.
 
     Raises:
         UserError: no workers, or a link without bandwidth.

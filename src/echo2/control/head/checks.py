@@ -1,14 +1,15 @@
 """Decides which groups of strangers the owner's machines check, and what follows from the verdicts.
 
-drawn       a share of every ticket's groups, all of a newcomer's first ones, of a ticket in quarantine, and of a worker
-            whose tokens surprise the learner. The draw is from a seed that no worker can know (those of groups lead
-            back to the run's).
-held        groups of newcomers and of tickets in quarantine are not trained before the verdict, or until it is
-            overdue; then a newcomer's are trained, and the others are retired.
+drawn       a share of every ticket's groups, and all groups of a newcomer, of a ticket in quarantine, and of a worker
+            whose tokens surprise the learner. The draw uses a secret seed that no worker can know (the run's seed could
+            be derived from the seeds of its groups).
+held        groups of newcomers and of tickets in quarantine are not trained before the verdict. If it is overdue, a
+            newcomer's groups are trained, and those of a ticket in quarantine are retired.
 verdict     a fault quarantines the ticket: its groups that are not trained yet are retired `untrusted` and replaced. A
-            fault in quarantine expels every worker of the ticket, and it rests. Clean checks in a row end a quarantine.
+            fault in quarantine expels every worker of the ticket, and the ticket rests. Clean checks in a row end a
+            quarantine.
 
-Deterministic runs replace no groups: nothing is checked there. Evaluations are the owner's own.
+Deterministic runs can't replace groups, so nothing is checked there. Evaluations are sampled by the owner's machines.
 """
 
 from __future__ import annotations
@@ -28,15 +29,15 @@ from echo2.types import GroupRef
 
 #: Share of the groups of a ticket that are checked (benchmarks/hostile_sampling.py).
 CHECK_SHARE = 0.05
-#: Deadlines of a lease within which a verdict comes, or there is none.
+#: A check without a verdict is given up after this many lease durations.
 OVERDUE_LEASES = 0.5
-#: Checks under way or waiting; no more are drawn beyond them.
+#: Limit of checks running or waiting; no more are drawn beyond it.
 OPEN_MAX = 256
-#: Seconds that a ticket rests which is expelled.
+#: Seconds that an expelled ticket rests.
 EXPELLED_REST_SECONDS = 3600.0
-#: Checks without a verdict after which a newcomer's groups are held no more: the owner's machines can't keep up.
+#: Checks without a verdict after which a newcomer's groups are no longer held: the owner's machines can't keep up.
 MISSED_MAX = 8
-#: Why a group is retired whose worker is not believed.
+#: Reason for retiring groups of a worker that is not trusted.
 UNTRUSTED = "untrusted"
 
 
@@ -49,7 +50,7 @@ def delivered(state: PlannerState, record: PlannedGroup, worker: Worker | None) 
     if worker.ticket != UNKNOWN:
         trust = replace(trust, num_groups=trust.num_groups + 1)
         state.trust.put(worker.ticket, trust)
-    ref = state.published[record.oldest_version or 0]  # `delivery` takes no other of a stranger
+    ref = state.published[record.oldest_version or 0]  # `delivery` accepts no unpublished version from a stranger
     is_drawn = trust.is_new or trust.is_quarantined or state.conducts.is_odd(worker.worker_id)
     is_drawn |= mix(mix(secret) ^ record.number) < CHECK_SHARE * 2.0**64
     if not is_drawn or len(state.trust.open) >= OPEN_MAX or not any(_checkers(state)):
@@ -64,7 +65,7 @@ def delivered(state: PlannerState, record: PlannedGroup, worker: Worker | None) 
 
 
 def recover(state: PlannerState, checks: Iterable[DrawnCheck]) -> None:
-    """Those that were under way begin anew: a head that starts again believes nobody more than before."""
+    """Restart the checks that were running when the head stopped, so that a restart makes no ticket more trusted."""
     for drawn in checks:
         _open(state, drawn)
 
@@ -83,7 +84,7 @@ def _close(state: PlannerState, number: int, reason: str) -> None:
 
 
 def assign(state: PlannerState) -> None:
-    """Every machine of the owner that can check has one check at a time; the oldest first."""
+    """Give each idle machine of the owner that can check one check, the oldest first."""
     if all(check.checker for check in state.trust.open.values()):
         return
     busy = {check.checker for check in state.trust.open.values()}
@@ -91,7 +92,7 @@ def assign(state: PlannerState) -> None:
     for check in state.trust.open.values() if free else ():
         if check.checker:
             continue
-        # An engine that checks holds the weights before the installed ones, too.
+        # An engine that checks also keeps the weights that were installed before the current ones.
         able = [one for one in free if one.installed is not None and one.installed >= check.drawn.ref]
         if not able:
             continue
@@ -109,7 +110,7 @@ def assign(state: PlannerState) -> None:
 
 
 def checked(state: PlannerState, event: ev.GroupChecked) -> None:
-    """Handle a verdict. Ignores one that was not asked for or is overdue."""
+    """Handle a verdict. Ignores verdicts that were not requested or are overdue."""
     check = state.trust.open.get(event.group.number)
     if check is None or check.checker != event.worker_id:
         return
@@ -145,13 +146,13 @@ def expire(state: PlannerState, now: float) -> bool:
 
 
 def next_at(state: PlannerState) -> float | None:
-    """When the next check is overdue."""
+    """Return the time at which the next check becomes overdue, or None."""
     check = state.trust.first_open()
     return None if check is None else check.until
 
 
 def _checkers(state: PlannerState) -> Iterator[Worker]:
-    """The owner's machines that can check rollouts of others."""
+    """Iterate over the owner's machines that can check rollouts of strangers."""
     return (
         worker
         for worker in state.fleet.own()
@@ -160,15 +161,15 @@ def _checkers(state: PlannerState) -> Iterator[Worker]:
 
 
 def _record(state: PlannerState, ticket: str, trust: Trust, reason: str) -> None:
-    """This is known of the ticket, also after a restart; of workers that did not come back yet nothing is: whose they
-    are is not known, and what one of them forged says nothing of the others."""
+    """Record the trust in a ticket durably. Skips workers that have not returned since a restart of the head: their
+    ticket is unknown, and a forgery by one of them says nothing about the others."""
     if ticket != UNKNOWN:
         state.trust.put(ticket, trust)
         state.emit(do.RecordTrust, reason, ticket=ticket, trust=trust)
 
 
 def _missed(state: PlannerState, check: OpenCheck, reason: str) -> None:
-    """A check ended without a verdict: a ticket in quarantine must prove itself, others get the benefit of doubt."""
+    """End a check without a verdict. Its group is retired if the ticket is in quarantine, and released otherwise."""
     _close(state, check.drawn.number, reason)
     trust = state.trust.of(check.drawn.ticket)
     _record(state, check.drawn.ticket, replace(trust, num_missed=trust.num_missed + 1), reason)
@@ -205,7 +206,7 @@ def _fault(state: PlannerState, check: OpenCheck, trust: Trust, reason: str) -> 
 
 
 def _retire(state: PlannerState, record: PlannedGroup, reason: str) -> None:
-    """Retire this group, so that its step gets another. Does nothing if the learner already has it."""
+    """Retire this group, so that its step gets another one. Does nothing if the learner already has it."""
     if record.state not in ("delivered", "ready"):
         return
     state.groups.retire(record, UNTRUSTED)
@@ -214,7 +215,7 @@ def _retire(state: PlannerState, record: PlannedGroup, reason: str) -> None:
 
 
 def held(state: PlannerState, step: int) -> list[tuple[GroupRef, OpenCheck]]:
-    """The groups of this step that wait for a verdict."""
+    """Return the groups of this step that wait for a verdict, with their checks."""
     return [
         (state.train_group(record.number), state.trust.open[record.number])
         for record in state.groups.of_step(step)

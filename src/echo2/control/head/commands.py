@@ -1,8 +1,8 @@
-"""The commands of the planner. `cause` is the number of the event that led to the command, `reason` is for people, and
-`policy` is the id of the policy whose groups, versions and steps the numbers refer to.
+"""The commands of the planner. `cause` is the number of the event that led to the command, `reason` is a text for the
+operator, and `policy` is the id of the policy whose groups, versions and steps the numbers refer to.
 
-The driver carries commands out in order. Those marked *durable* must be on disk before the next command is carried
-out: that is what makes every group exactly-once through a kill at any instant.
+The driver executes commands in order. Those marked *durable* must be on disk before the next command is executed. This
+makes the handling of every group exactly-once, even if the head is killed at any instant.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from echo2.types import Attachment, GroupRef, Lease, SnapshotRef
 
 
 class PolicyCommand(Command):
-    """Base: a command on behalf of one policy."""
+    """Base class: a command on behalf of one policy."""
 
     policy: str
 
@@ -52,7 +52,7 @@ class RevokeLease(PolicyCommand):
 
 
 class AcceptDelivery(PolicyCommand):
-    """Durable, then answered: the rollouts are this group's. `seconds`: what sampling it took."""
+    """Durable, then answered: the rollouts become this group's result. `seconds`: sampling time."""
 
     worker_id: str
     lease_id: int
@@ -66,7 +66,7 @@ class AcceptDelivery(PolicyCommand):
 
 class RefuseDelivery(PolicyCommand):
     """Durable, then answered: `refusal` is one word (late, duplicate, stale, malformed, oversized, ...). `num_tokens`
-    and `seconds`: what sampling it cost, where that is known.
+    and `seconds`: the cost of sampling the refused result, if known.
     """
 
     worker_id: str
@@ -78,14 +78,14 @@ class RefuseDelivery(PolicyCommand):
 
 
 class ScoreGroup(PolicyCommand):
-    """Have the reward process score this delivered group. `rollouts` None: the ledger has them."""
+    """Have the reward process score this delivered group. `rollouts` None: read them from the ledger."""
 
     group: GroupRef
     rollouts: Attachment | None = field(compare=False)
 
 
 class KeepScores(PolicyCommand):
-    """Durable: the rewards of this delivered group, which is ready for the learner now."""
+    """Durable: the rewards of this delivered group, which makes it ready for the learner."""
 
     group: GroupRef
     is_flat: bool
@@ -93,14 +93,14 @@ class KeepScores(PolicyCommand):
 
 
 class RetireGroup(PolicyCommand):
-    """Durable: the group will never be trained on. `why` is one word, counted by the audit."""
+    """Durable: the group will never be trained on. `why` is one word, which the audit counts."""
 
     number: int
     why: str
 
 
 class FeedGroup(PolicyCommand):
-    """To the learner: this group belongs to the step it waits for."""
+    """To the learner: this group belongs to the step that it waits for."""
 
     step: int
     number: int
@@ -123,7 +123,7 @@ class RecordStep(PolicyCommand):
 
 
 class RecordLearner(PolicyCommand):
-    """Durable: the learner stands at `version` in `lineage`; groups of later steps are ready again, for the same
+    """Durable: the learner is at `version` in `lineage`; trained groups of later steps become ready again, for the same
     steps.
     """
 
@@ -143,13 +143,13 @@ class AnnounceSnapshot(PolicyCommand):
 
 
 class DropSnapshot(PolicyCommand):
-    """Nobody needs this snapshot any more."""
+    """Delete this snapshot, which is no longer needed."""
 
     ref: SnapshotRef
 
 
 class RecordCheckpoint(PolicyCommand):
-    """Durable: rollouts of steps below `oldest_kept` are covered by a checkpoint and may go."""
+    """Durable: rollouts of steps below `oldest_kept` are covered by a checkpoint and may be deleted."""
 
     version: int
     oldest_kept: int
@@ -162,14 +162,14 @@ class StartEval(PolicyCommand):
 
 
 class FinishEval(PolicyCommand):
-    """The evaluation of this version has all its results (`num_failed` tasks had none)."""
+    """The evaluation of this version is complete (`num_failed` tasks have no result)."""
 
     version: int
     num_failed: int
 
 
 class SkipEval(PolicyCommand):
-    """The evaluation of this version is given up: there is no machine whose results would count."""
+    """The evaluation of this version is given up: no machine of the owner is connected, and no other may evaluate."""
 
     version: int
 
@@ -193,7 +193,7 @@ class RecordTrust(PolicyCommand):
 
 
 class RecordCheck(PolicyCommand):
-    """Durable: this check of a group is under way."""
+    """Durable: this check of a group is running."""
 
     check: DrawnCheck
 
@@ -205,7 +205,7 @@ class EndCheck(PolicyCommand):
 
 
 class RecordRest(PolicyCommand):
-    """Durable: this ticket rests, or has made up for a rest."""
+    """Durable: this ticket rests, or has earned the pardon of a rest."""
 
     rest: TicketRest
 
@@ -217,7 +217,7 @@ class WorkerGone(PolicyCommand):
 
 
 class ExpelWorker(PolicyCommand):
-    """Durable: the worker is refused at the door for this many seconds. `num_expelled`: how often, with this time."""
+    """Durable: the worker may not join for this many seconds. `num_expelled`: its expulsions, including this one."""
 
     worker_id: str
     seconds: float
@@ -225,13 +225,13 @@ class ExpelWorker(PolicyCommand):
 
 
 class ActivateWorker(PolicyCommand):
-    """A worker that stood by gets leases from now on."""
+    """A worker on standby gets leases from now on."""
 
     worker_id: str
 
 
 class ReleaseWorker(PolicyCommand):
-    """It finishes what it has, then stands by: it gets no leases and is not told of snapshots."""
+    """The worker finishes its leases, then stands by: it gets no leases and no announcements of snapshots."""
 
     worker_id: str
 
@@ -243,7 +243,7 @@ class RentMachine(PolicyCommand):
 
 
 class ReturnMachine(PolicyCommand):
-    """To the offer's hook: this worker's machine is not needed any more. `worker_id` empty: one whose worker has not
+    """To the offer's hook: this worker's machine is no longer needed. `worker_id` empty: a machine whose worker has not
     joined.
     """
 
@@ -252,7 +252,7 @@ class ReturnMachine(PolicyCommand):
 
 
 class StopRun(PolicyCommand):
-    """The run cannot go on. Nothing is lost, and `--resume` continues it when the reason is gone."""
+    """The run cannot go on. Nothing is lost, and `--resume` continues it after the cause is fixed."""
 
 
 class FinishRun(PolicyCommand):

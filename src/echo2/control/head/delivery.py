@@ -1,4 +1,4 @@
-"""Decides whether a delivered result is accepted. A refusal has one word, which is counted, and a reason for people."""
+"""Decides whether a delivered result is accepted. A refusal is one word, which is counted, and a readable reason."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from echo2.types import GroupRef, Lease
 
 
 def judge(state: PlannerState, event: ev.GroupDelivered) -> tuple[str, str] | None:
-    """None if the result is the first valid one of an open lease; otherwise (refusal, reason).
+    """Return None if the result is the first valid one of an open lease; otherwise (refusal, reason).
 
-    late: the lease is over, or the weights it was sampled with count no more.  duplicate: the group has a result
-    already.  malformed: the result is not what was leased, or of weights that there never were.  stale: a token is
-    older than the lease allowed.
+    late: the lease is over, or its weights are no longer valid.  duplicate: the group has a result already.
+    malformed: the result does not match the lease, or names weights that never existed.  stale: a token is older than
+    the lease allowed.
     """
     done = has_result(state, event.group)
     held = state.leases.get(event.lease_id)
@@ -43,11 +43,11 @@ def judge(state: PlannerState, event: ev.GroupDelivered) -> tuple[str, str] | No
 
 
 def _unknown_weights(state: PlannerState, event: ev.GroupDelivered, lease: Lease) -> str | None:
-    """Why nobody could have sampled this with weights that count, or could sample it again to see: a version above the
-    step's own; or, where a stranger says so, one that is not published in the lineage that it names. None: neither.
+    """Return why the named weights are invalid or can't be checked, or None. They are invalid if a version is above the
+    step's own. They can't be checked if a stranger names a version that is not published in its lineage.
 
-    Honest workers send such a group after the learner fell back, or a head took over that does not know every version
-    of before: if its lease is of before that, or of shortly after. Machines of the owner are believed, and in
+    Honest workers send such a group after the learner fell back, or after a new head took over that does not know every
+    earlier version: if the lease was granted before that, or shortly after. Machines of the owner are trusted, and in
     deterministic runs the weights are the same in every lineage.
     """
     if event.newest_version > lease.step:
@@ -64,7 +64,7 @@ def _unknown_weights(state: PlannerState, event: ev.GroupDelivered, lease: Lease
 
 
 def has_result(state: PlannerState, group: GroupRef) -> bool:
-    """Whether no more results are expected for this group: it has a valid one, or was given up."""
+    """Whether no further result is expected for this group: it has a valid one, or was given up."""
     if group.kind == "eval":
         place = state.evaluation.locate(group)
         return place is None or place[1] in place[0].done

@@ -1,7 +1,7 @@
-"""Evaluations: the owner's machines sample each held-out task with one exact version. Keeps which version is evaluated,
-and what is still missing.
+"""Evaluations: the owner's machines sample each held-out task with one exact version. Tracks which versions are being
+evaluated, and which tasks still lack a result.
 
-Eval groups are numbered version * size + position; they are bound to no training step, and the ledger does not hold
+Eval groups are numbered version * size + position. They are bound to no training step, and the ledger does not store
 them: after a restart of the head an unfinished evaluation starts again.
 """
 
@@ -15,7 +15,7 @@ from echo2.types import GroupRef, SnapshotRef
 
 @dataclass(slots=True)
 class EvalRound:
-    """One evaluation under way. A position is waiting, leased, being scored, or done."""
+    """One running evaluation. A position is waiting, leased, being scored, or done."""
 
     ref: SnapshotRef
     size: int
@@ -37,8 +37,8 @@ class EvalRound:
 
 @dataclass(slots=True)
 class Evaluation:
-    """Of one policy: `size` tasks (0: never), before the first and after the last step, and each `every` steps where
-    that is not 0.
+    """The evaluations of one policy: of `size` tasks (0: never), before the first and after the last step, and every
+    `every` steps if that is not 0.
     """
 
     policy: str
@@ -50,7 +50,7 @@ class Evaluation:
     skipped: set[int] = field(default_factory=set)
 
     def is_due(self, version: int) -> bool:
-        """Whether this version is to be evaluated and was not yet."""
+        """Whether this version shall be evaluated and its evaluation has not started yet."""
         if not self.size or version in self.evaluated or version in self.skipped or version in self.rounds:
             return False
         return version in (0, self.max_steps) or bool(self.every and version % self.every == 0)
@@ -60,28 +60,28 @@ class Evaluation:
         self.rounds[ref.version] = EvalRound(ref, self.size, started_at=now)
 
     def forget_after(self, version: int) -> None:
-        """The learner fell back to `version`: forget evaluations of later weights, which no longer count."""
+        """After the learner fell back to `version`: forget evaluations of later weights, which no longer count."""
         for later in [v for v in self.rounds if v > version]:
             del self.rounds[later]
         self.evaluated = {v for v in self.evaluated if v <= version}
         self.skipped = {v for v in self.skipped if v <= version}
 
     def skip(self, version: int) -> None:
-        """Give up this evaluation: there is no machine whose results would count."""
+        """Give up this evaluation, because no machine of the owner is connected."""
         del self.rounds[version]
         self.skipped.add(version)
 
     def group(self, version: int, position: int) -> GroupRef:
-        """The name of the group that samples this task with this version."""
+        """Return the name of the group that samples this task with this version."""
         return GroupRef(self.policy, "eval", version * self.size + position)
 
     def locate(self, group: GroupRef) -> tuple[EvalRound, int] | None:
-        """The round and position of an eval group, while that round is open."""
+        """Return the round and position of an eval group, or None if its round is not open."""
         round_ = self.rounds.get(group.number // self.size) if self.size else None
         return None if round_ is None else (round_, group.number % self.size)
 
     def take(self, installed_version: int, num_groups: int) -> tuple[EvalRound, list[int]] | None:
-        """Positions for a worker with this version, from the oldest round whose version it has reached."""
+        """Take positions for a worker with this version from the oldest round whose version it has reached, or None."""
         for version in sorted(self.rounds):
             round_ = self.rounds[version]
             if round_.waiting and version <= installed_version:
@@ -91,7 +91,7 @@ class Evaluation:
         return None
 
     def put_back(self, group: GroupRef) -> int:
-        """The lease on this group ended without a result. Returns how often this has happened."""
+        """Requeue a group whose lease ended without a result. Return how often this has happened."""
         place = self.locate(group)
         if place is None or place[1] in place[0].done:
             return 0

@@ -14,8 +14,8 @@ from echo2.types import RUN_POLICY, Attachment, GroupRef, SnapshotRef
 
 @dataclass(frozen=True, slots=True)
 class RecoveredGroup:
-    """A group as the ledger remembers it. `state`: open, delivered (not yet scored), ready, trained or retired; `why`
-    that was. `is_flat`: its rewards are all equal, where that is looked at.
+    """A group as recorded in the ledger. `state`: open, delivered (not yet scored), ready, trained or retired; `why`:
+    the reason for retiring it. `is_flat`: its rewards are all equal, if that was checked.
     """
 
     number: int
@@ -39,7 +39,7 @@ class RecoveredLease:
 
 @dataclass(frozen=True, slots=True)
 class RecoveredExpulsion:
-    """Until when, in seconds, nothing is taken of this worker; how often it was expelled, and why the last time."""
+    """An expelled worker: nothing is accepted from it until `until` (seconds). `reason`: of the last expulsion."""
 
     worker_id: str
     until: float
@@ -49,9 +49,9 @@ class RecoveredExpulsion:
 
 @dataclass(frozen=True, slots=True)
 class WorkerMismatch:
-    """How far a worker's logprobs are from those that the learner computes under the weights that the tokens were
-    sampled with: tokens of a step at lag 0, and the sum of the absolute log ratios over them. `surprise`: the sum of
-    -logprob less the entropy of what each was drawn from, by the learner's logprobs.
+    """How far a worker's logprobs are from those that the learner computes under the weights that sampled the tokens:
+    the number of tokens of a step at lag 0, and the sum of their absolute log ratios. `surprise`: the sum of -logprob
+    less the entropy of the distribution that each token was drawn from, by the learner's logprobs.
     """
 
     worker_id: str
@@ -62,18 +62,18 @@ class WorkerMismatch:
 
 @dataclass(frozen=True, slots=True)
 class RecoveredMachine:
-    """A machine that an earlier head rented and has not given back. `worker_id`: empty if none has joined from it."""
+    """A machine that an earlier head rented and has not returned. `worker_id`: empty if no worker joined from it."""
 
     offer: str
     worker_id: str = ""
 
 
 class PlannerEvent(_Event):
-    """Base of everything that can happen to the planner."""
+    """Base class of the planner's events."""
 
 
 class HeadStarted(PlannerEvent):
-    """The head (re)started with what the ledger and the snapshot store hold; on a fresh run everything is empty.
+    """The head (re)started with the contents of the ledger and the snapshot store; on a fresh run everything is empty.
     `trust`: by ticket.
     """
 
@@ -96,8 +96,8 @@ class HeadStarted(PlannerEvent):
 
 
 class LearnerJoined(PlannerEvent):
-    """The learner connected, holding the weights after `version` steps (lower than ours after a fall-back to a
-    checkpoint).
+    """The learner connected with the weights after `version` steps (fewer than the planner's if the learner fell back
+    to a checkpoint).
     """
 
     version: int
@@ -120,7 +120,7 @@ class GroupsWanted(PlannerEvent):
 
 class StepTrained(PlannerEvent):
     """The learner finished a step with exactly these groups; its version is now step + 1. `busy_seconds`: time without
-    waiting, as reported by the learner (0: unknown). `mismatches`: of the workers with the largest.
+    waiting, as reported by the learner (0: unknown). `mismatches`: of the workers with the largest mismatch.
     """
 
     step: int
@@ -131,14 +131,14 @@ class StepTrained(PlannerEvent):
 
 
 class SnapshotPublished(PlannerEvent):
-    """A snapshot is whole in the origin's store."""
+    """A snapshot is completely stored at the origin."""
 
     ref: SnapshotRef
     num_bytes: int
 
 
 class CheckpointSaved(PlannerEvent):
-    """A checkpoint of `version` is durable; the oldest one kept is of `oldest_kept`."""
+    """A checkpoint of `version` is durable; `oldest_kept` is the version of the oldest checkpoint kept."""
 
     version: int
     oldest_kept: int
@@ -146,9 +146,10 @@ class CheckpointSaved(PlannerEvent):
 
 
 class WorkerJoined(PlannerEvent):
-    """A worker attends (again). `slots`: rollouts that it decodes at once. `held_leases` are leases it still works on;
-    `offer` what its machine was rented as, if the planner asked for it. `ticket`: by which a stranger joined; empty for
-    machines of the run's owner. `draws`: its engine draws from the head's random numbers, and can check who does.
+    """A worker connected (again). `slots`: rollouts that it decodes at once. `held_leases`: leases it still works on;
+    `offer`: the offer from which the planner rented its machine, or empty. `ticket`: with which a stranger joined;
+    empty for machines of the run's owner. `draws`: its engine draws from the head's random numbers, and can check
+    workers that do so.
     """
 
     worker_id: str
@@ -168,7 +169,8 @@ class WorkersHeard(PlannerEvent):
 
 
 class WorkerReported(PlannerEvent):
-    """The worker is alive and has this snapshot installed. `refused`: a newer one that it did not install, and why."""
+    """The worker is alive and has this snapshot installed. `refused`: a newer snapshot that it could not install, and
+    why."""
 
     worker_id: str
     installed: SnapshotRef | None
@@ -183,7 +185,7 @@ class WorkerDetached(PlannerEvent):
 
 
 class WorkerWithdrawn(PlannerEvent):
-    """The worker will work for another policy: it gets no more leases here, and leaves when it has none."""
+    """The worker will work for another policy: it gets no more leases here, and leaves when its last one ends."""
 
     worker_id: str
 
@@ -196,8 +198,9 @@ class WorkerLeft(PlannerEvent):
 
 
 class GroupDelivered(PlannerEvent):
-    """A well-formed result came in. `seconds`: what sampling it took. `rollouts` go on with `AcceptDelivery` and
-    `ScoreGroup`. `lineage`: of the weights, as the worker says; `versions_between` the oldest and the newest one.
+    """A well-formed result arrived. `seconds`: sampling time. `rollouts` are passed on with `AcceptDelivery` and
+    `ScoreGroup`. `lineage`: of the weights, as the worker claims; `versions_between`: versions of tokens between the
+    oldest and the newest.
     """
 
     worker_id: str
@@ -224,7 +227,7 @@ class DeliveryMalformed(PlannerEvent):
 
 class LeaseFailed(PlannerEvent):
     """The worker could not produce the group. `reason` is one of `leases.FAILURES`. `traceback`: of the user's
-    environment, for people.
+    environment, for display.
     """
 
     worker_id: str
@@ -235,8 +238,8 @@ class LeaseFailed(PlannerEvent):
 
 
 class GroupScored(PlannerEvent):
-    """A reward process scored a delivered group. `is_flat`: its rewards are all equal. `seconds`: what it took.
-    `scores` go on with `KeepScores`.
+    """A reward process scored a delivered group. `is_flat`: its rewards are all equal. `seconds`: scoring time.
+    `scores` are passed on with `KeepScores`.
     """
 
     group: GroupRef
@@ -247,7 +250,7 @@ class GroupScored(PlannerEvent):
 
 class GroupUnfit(PlannerEvent):
     """The head found that a group is unusable: its prompt cannot be made, or its reward function failed. `seconds`: how
-    long that took. `traceback`: of the user's code, for people.
+    long that took. `traceback`: of the user's code, for display.
     """
 
     group: GroupRef
@@ -258,8 +261,8 @@ class GroupUnfit(PlannerEvent):
 
 
 class GroupChecked(PlannerEvent):
-    """A machine of the owner has read a group again. `num_tokens` were judged; `fault`: why the group was not drawn as
-    its worker says, empty if it was; `missed`: why it could not be read.
+    """A machine of the owner has checked a group. `num_tokens`: tokens that were judged; `fault`: why the group was not
+    drawn as its worker claims, empty if it was; `missed`: why the group could not be checked.
     """
 
     worker_id: str
@@ -270,20 +273,20 @@ class GroupChecked(PlannerEvent):
 
 
 class RentFailed(PlannerEvent):
-    """The offer's hook got no machine."""
+    """The offer's hook could not rent a machine."""
 
     offer: str
     reason: str
 
 
 class DiskFull(PlannerEvent):
-    """There is just enough room on the head's disk for what is under way; `reason` names disk and sizes."""
+    """The head's disk has just enough room for the work in progress; `reason` names disk and sizes."""
 
     reason: str
 
 
 class DiskFreed(PlannerEvent):
-    """There is room again."""
+    """The head's disk has room again."""
 
 
 Event = PlannerEvent | Tick

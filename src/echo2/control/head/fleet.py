@@ -1,7 +1,8 @@
-"""The workers as the planner sees them: who is connected, has which version, counts as lost when, gets work next.
+"""The workers as the planner sees them: which are connected, which version each has installed, when each counts as
+lost, and which gets work next.
 
-Nothing here looks at every worker when one changes: `file` puts a worker where `granting` will find it, by the
-snapshot that it has installed, because workers with the same one may sample the same steps.
+A change of one worker never costs a scan of all: `file` indexes a worker for `granting` by the snapshot that it has
+installed, because workers with the same snapshot may sample the same steps.
 """
 
 from __future__ import annotations
@@ -15,13 +16,13 @@ from echo2.types import SnapshotRef
 
 @dataclass(slots=True)
 class Worker:
-    """One attending worker. `slots`: rollouts that it decodes at once. `first_groups`: with how many groups it begins a
-    step, until one of them is in (`frontier`); None: with as many as it takes. `detached`: its connection is closed, it
-    may return. `ticket`: by which a stranger joined; empty for machines of the run's owner. `standby`: it waits to be
-    chosen and gets no leases. `offer`: what it was rented as; `returned`: its machine is being given back. `samples`:
-    asked of it and not delivered yet. `rate`: rollouts a second while it has work, 0 until it is known, and its
-    variance; the four behind them are what `gauge` takes them from. `refused`: the snapshot that it did not
-    install, and why. `draws`: its engine draws from the head's random numbers.
+    """One worker of the fleet. `slots`: rollouts that it decodes at once. `first_groups`: limit of groups with which it
+    begins a step, until one of them is delivered (`frontier`); None: no such limit. `detached`: its connection is
+    closed, and it may return. `ticket`: with which a stranger joined; empty for machines of the run's owner. `standby`:
+    it waits to be activated and gets no leases. `offer`: from which its machine was rented; `returned`: the machine is
+    being returned. `samples`: leased to it and not delivered yet. `rate`: rollouts per second while it has work, 0
+    until measured, and its variance; `gauge` computes both from the four fields that follow. `refused`: the snapshot
+    that it could not install, and why. `draws`: its engine draws from the head's random numbers.
     """
 
     worker_id: str
@@ -56,22 +57,21 @@ class Worker:
         return not self.ticket
 
 
-#: In place of the ticket of a worker whose leases outlived the head, until it comes back.
+#: Placeholder ticket of a worker whose leases outlived a restart of the head, until the worker comes back.
 UNKNOWN = "unknown"
 
-#: A worker that fails its leases rests before it gets more: this long, doubled at each failure in a row, up to the
-#: last.
+#: Seconds that a worker rests after a failed lease: first value, doubled at each failure in a row, up to the second.
 REST_SECONDS = (1.0, 60.0)
 
-#: A worker counts as lost after so many heartbeats without a report: a busy machine or a slow link may swallow some.
+#: A worker counts as lost after this many heartbeats without a report; a busy machine or a slow link may miss some.
 LOST_AFTER_HEARTBEATS = 5
-#: And after so many where its connection closed: one that only lost its link is back within a heartbeat or two.
+#: The same after its connection closed: a worker that only lost its link is back within a heartbeat or two.
 GRACE_HEARTBEATS = 3
 
-#: Workers that may be given the same: by what they have installed, and a stranger's ticket ("": the owner's).
+#: Workers of one kind may get the same groups: the installed snapshot, and a stranger's ticket ("": the owner's).
 Kind = tuple[SnapshotRef | None, str]
-#: Groups that a worker may hold, as a multiple of those that fill its slots: rollouts of a group end one by one, which
-#: leaves slots free while others of it are under way; and a round trip to the head shall cost the worker nothing.
+#: Groups that a worker may hold, as a multiple of those that fill its slots. Rollouts of a group end one by one, which
+#: frees slots while others of the group still run; and a worker shall not idle for a round trip to the head.
 LOOK_AHEAD = 2
 #: Workers by load: samples asked for, a stranger's failures in a row, time of joining, worker id.
 Ranking = LazyHeap[str, tuple[int, int, float, str]]
@@ -81,8 +81,8 @@ Place = tuple[int, Kind]
 
 @dataclass(slots=True)
 class Fleet:
-    """Attending workers by id, in order of joining. `silence`: when each counts as lost; `rests`: until when those rest
-    that failed a lease.
+    """The workers by id, in order of joining. `silence`: when each counts as lost; `rests`: end of the rest of each
+    worker that failed a lease.
     """
 
     heartbeat_seconds: float
@@ -113,21 +113,21 @@ class Fleet:
         self.file(worker)
 
     def get(self, worker_id: str) -> Worker | None:
-        """The worker of this id, or None."""
+        """Return the worker with this id, or None."""
         return self._workers.get(worker_id)
 
     def heard(self, worker_id: str, now: float) -> None:
-        """The worker is alive: it counts as lost only after another period of silence."""
+        """Record that the worker is alive: it counts as lost only after another period of silence."""
         self.silence.set(worker_id, now + LOST_AFTER_HEARTBEATS * self.heartbeat_seconds)
 
     def detach(self, worker: Worker, now: float) -> None:
-        """Its connection closed: it counts as lost after the grace period unless it comes back."""
+        """Record a closed connection: the worker counts as lost after the grace period unless it comes back."""
         worker.detached, worker.detached_at = True, now
         self.silence.set(worker.worker_id, now + GRACE_HEARTBEATS * self.heartbeat_seconds)
         self.file(worker)
 
     def rest(self, worker: Worker, now: float) -> None:
-        """The worker failed a lease: other workers, if there are any, get the next ones. Failures of one batch count
+        """Rest a worker that failed a lease, if others are there to get the next leases. Failures of one batch count
         once.
         """
         resting = self.is_resting(worker)
@@ -143,7 +143,7 @@ class Fleet:
         return self.rests.get(worker.worker_id) is not None
 
     def end_rests(self, now: float) -> bool:
-        """End the rests that are over. Returns whether there were any."""
+        """End the rests that are over. Return whether there were any."""
         rested = self.rests.pop_until(now)
         for worker_id in rested:
             if (worker := self._workers.get(worker_id)) is not None:
@@ -151,17 +151,17 @@ class Fleet:
         return bool(rested)
 
     def remove(self, worker_id: str) -> None:
-        """Forget the worker of this id, if it is here."""
+        """Remove the worker with this id, if present."""
         self._own.pop(worker_id, None)
         if self._workers.pop(worker_id, None) is not None:
             self._count(worker_id, (False, False, False, False, 0))
             self._place(worker_id, None)
         self.silence.drop(worker_id)
 
-    # ---- the files -------------------------------------------------------------------------------------------------
+    # ---- indexes ---------------------------------------------------------------------------------------------------
 
     def file(self, worker: Worker) -> None:
-        """Update the indexes for this worker. Call it whenever one of its fields has changed."""
+        """Update the indexes for this worker. Call this whenever one of its fields has changed."""
         here = not worker.detached and not worker.standby
         free = here and not worker.samples
         resting = here and self.rests.get(worker.worker_id) is not None
@@ -178,19 +178,19 @@ class Fleet:
         ranking.set(worker.worker_id, rank)
 
     def at_once(self, worker: Worker) -> int:
-        """Groups that this worker decodes at once now: as many as fill its slots, but at least one unit."""
+        """Return how many groups this worker decodes at once now: as many as fill its slots, but at least one unit."""
         groups = -(-worker.slots // self.group_size)
         return max(self.groups_per_unit, groups if self.most_groups is None else min(groups, self.most_groups))
 
     def room(self, worker: Worker, depth: int) -> int:
-        """Rollouts that this worker may still be given: to fill its slots (depth 0), or to wait at the worker (depth
-        1).
+        """Return how many more rollouts this worker may get: to fill its slots (depth 0), or also to wait at the worker
+        (depth 1).
         """
         groups = (depth + 1) * self.at_once(worker) if worker.first_groups is None else worker.first_groups
         return groups * self.group_size - worker.samples
 
     def _depth_of(self, worker: Worker) -> int | None:
-        """The smallest depth at which the worker has room for a unit, or None."""
+        """Return the smallest depth at which the worker has room for a unit, or None."""
         unit = self.groups_per_unit * self.group_size
         return next((depth for depth in range(LOOK_AHEAD) if self.room(worker, depth) >= unit), None)
 
@@ -216,7 +216,7 @@ class Fleet:
             self._places[worker_id] = place
 
     def _count(self, worker_id: str, new: tuple[bool, bool, bool, bool, int]) -> None:
-        """`new`: whether it attends, is active, rests, has nothing to do; and its capacity if it is active."""
+        """Update the totals. `new`: whether the worker is connected, active, resting, idle; and its groups at once."""
         old = self._counted.get(worker_id, (False, False, False, False, 0))
         if old == new:
             return
@@ -231,19 +231,19 @@ class Fleet:
             self._counted.pop(worker_id, None)
 
     def rankings(self, depth: int) -> dict[Kind, Ranking]:
-        """For each kind of worker, those that may be given a group: with free slots (0), or with room for waiting
-        groups (1).
+        """Return, for each kind, the workers that may get a group: with free slots (depth 0), or with room for waiting
+        groups (depth 1).
         """
         return self._rankings[depth]
 
-    # ---- looking in ------------------------------------------------------------------------------------------------
+    # ---- queries ---------------------------------------------------------------------------------------------------
 
     def attending(self) -> list[Worker]:
         """Connected workers, in order of joining."""
         return [worker for worker in self._workers.values() if not worker.detached]
 
     def active(self) -> list[Worker]:
-        """Connected workers that do not stand by."""
+        """Connected workers that are not on standby."""
         return [worker for worker in self._workers.values() if not worker.detached and not worker.standby]
 
     def own(self) -> ValuesView[Worker]:

@@ -1,24 +1,24 @@
-"""Finds how many groups a worker should decode at once so that a step's first groups finish soon.
+"""Finds how many groups a worker should decode at once (the *width*) so that a step's first groups finish soon.
 
-Many at once are quick per group and late with the first one; the learner waits for that. Which number ends a step
-soonest depends on the engines (their time may grow with it, or not), on the fleet and on the learner. So it is found
-by trial: from the largest downwards until the two below the best were no better, and now and then a neighbour of the
-best again.
+A large width takes less time per group but finishes the first group late, and the learner waits for it. The width that
+ends a step soonest depends on the engines (whose time may or may not grow with it), the fleet and the learner. So it is
+found by trial: from the largest width downwards until the two below the best were no better, and from then on
+occasionally a neighbour of the best.
 
-Workers that begin a step together would also end their first groups together, and the learner would be given groups in
-bursts. So they begin with different numbers of groups, the fewest first, until one of these is in.
+Workers that begin a step together would also finish their first groups together, and the learner would get groups in
+bursts. So workers begin with different numbers of groups, the fewest first, until one of these is delivered.
 """
 
 from __future__ import annotations
 
-#: Weight of a new measurement against what was known of a width.
+#: Weight of a new measurement of a width in its running mean.
 NEW_SECONDS = 0.5
-#: Steps between two trials of another width, once the best is found.
+#: Steps between two trials of other widths, once the best is found.
 TRIAL_EVERY = 12
 
 
 class Frontier:
-    """`width`: groups a worker decodes at once now, at most."""
+    """The search for the best `width`, and the start of each step."""
 
     def __init__(self, most_groups: int) -> None:
         self.widths = [most_groups]
@@ -33,16 +33,16 @@ class Frontier:
 
     @property
     def width(self) -> int:
-        """Most groups that a worker decodes at once now."""
+        """Maximum number of groups that a worker decodes at once now."""
         return self.widths[self._at]
 
     def begin(self, step: int, num_workers: int) -> int | None:
-        """With how many groups an idle worker begins this step; None if each of `num_workers` has begun it."""
+        """Return with how many groups an idle worker begins this step; None if `num_workers` have begun it already."""
         num_begun = self._num_begun[step] = self._num_begun.get(step, 0) + 1
         return max(1, -(-self.width * num_begun // num_workers)) if num_begun <= num_workers else None
 
     def leased(self, step: int, now: float) -> None:
-        """A group of this step was leased."""
+        """Record that a group of this step was leased."""
         self._began.setdefault(step, now)
 
     def step_trained(self, step: int, now: float) -> None:
@@ -59,7 +59,7 @@ class Frontier:
         self._choose()
 
     def interrupted(self) -> None:
-        """The current step does not show how good its width is."""
+        """Exclude the current step from the measurements."""
         self._began.clear()
         self._num_begun.clear()
         self._ended = None

@@ -1,6 +1,6 @@
 """Measures the running fleet and learner from the planner's own events: the symbols of `formulas.py`.
 
-A worker's rate is of the time in which it holds leases, so that one that has nothing to do does not look slow.
+A worker's rate counts only the time in which it holds leases, so that a worker without work does not look slow.
 """
 
 from __future__ import annotations
@@ -15,20 +15,21 @@ from echo2.control.head.fleet import Worker
 from echo2.control.head.learner_waits import LearnerWait, main_cause
 from echo2.types import SnapshotRef
 
-#: Batches of a worker after which its rate is taken anew; the first time, one will do.
+#: Batches of a worker between two measurements of its rate; the first measurement takes one batch.
 BATCHES_PER_RATE = 4
-#: Weight of the new rate against what was known before.
+#: Weight of a new rate in the running mean.
 NEW_RATE = 0.5
-#: Steps and broadcasts that are remembered.
+#: Steps and broadcasts remembered.
 NUM_REMEMBERED = 15
-#: Of the time that it trains, what the learner may wait before it matters for what.
+#: Share of its training time that the learner may wait before a bottleneck is reported.
 LITTLE_WAIT = 0.05
 
 
 @dataclass(slots=True)
 class Gauge:
-    """`train_seconds`: of the last steps; `waits`: what the learner waited for before each; `replaced`: their groups
-    that dynamic sampling retired. `broadcasts`: seconds from a publication until enough workers had it.
+    """Measurements of recent steps. `train_seconds`: training time; `waits`: what the learner waited for before each
+    step; `replaced`: groups that dynamic sampling retired. `broadcasts`: seconds from a publication until enough
+    workers had installed it.
     """
 
     train_seconds: deque[float] = field(default_factory=lambda: deque(maxlen=NUM_REMEMBERED))
@@ -44,13 +45,13 @@ class Gauge:
     _num_installed: int = 0
 
     def step_fed(self, wait: LearnerWait, now: float) -> None:
-        """The learner has all groups of its step."""
+        """Record that the learner has all groups of its step."""
         self.waits.append(wait)
         self._training_since = now
 
     def step_trained(self, busy_seconds: float, now: float, num_replaced: int = 0) -> None:
-        """Record a trained step. If the learner does not report its busy time, it trained since it had all groups; a
-        learner that starts with the first groups was busy for longer.
+        """Record a trained step. If the learner does not report its busy time, the time since it had all groups counts;
+        a learner that starts with the first groups was busy for longer.
         """
         self.replaced.append(num_replaced)
         if busy_seconds > 0:
@@ -60,7 +61,7 @@ class Gauge:
         self._training_since = None
 
     def published(self, ref: SnapshotRef, now: float) -> None:
-        """A newer snapshot ends the measurement of an unfinished broadcast, which took at least this long. Publications
+        """Start to measure a broadcast. An unfinished one is recorded with its time so far, a lower bound. Publications
         before the first step are not measured, because workers are still starting.
         """
         if self._spreading is not None:
@@ -68,14 +69,14 @@ class Gauge:
         self._spreading, self._num_installed = (ref, now) if self.train_seconds else None, 0
 
     def installed(self, ref: SnapshotRef, num_active: int, now: float) -> None:
-        """One more worker has installed the version."""
+        """Record that one more worker has installed this snapshot."""
         if self._spreading is not None and ref == self._spreading[0]:
             self._num_installed += 1
             if self._num_installed >= INSTALLED_QUANTILE * num_active:
                 self._broadcast_over(now)
 
     def fewer_active(self, num_active: int, now: float) -> None:
-        """Fewer workers are waited for."""
+        """Check whether the broadcast is over now that fewer workers are active."""
         if self._spreading is not None and 0 < self._num_installed >= INSTALLED_QUANTILE * num_active:
             self._broadcast_over(now)
 
@@ -86,7 +87,7 @@ class Gauge:
         self._spreading = None
 
     def bottleneck(self) -> str | None:
-        """What the learner mostly waits for (`learner_waits.CAUSES`), or None if it hardly waits."""
+        """Return what the learner mostly waits for (`learner_waits.CAUSES`), or None if it hardly waits."""
         waited = math.fsum(seconds for wait in self.waits for seconds in wait.seconds.values())
         return main_cause(self.waits) if waited > LITTLE_WAIT * math.fsum(self.train_seconds) else None
 
@@ -104,14 +105,14 @@ class Gauge:
         return known[math.ceil(INSTALLED_QUANTILE * len(known)) - 1] if known else 0.0
 
     def lease_done(self, seconds: float) -> None:
-        """A lease gave a result after this many seconds."""
+        """Record that a lease gave a result after this many seconds."""
         self.num_leases += 1
         self.lease_seconds += (seconds - self.lease_seconds) * max(0.05, 1.0 / self.num_leases)
 
     def delivered(
         self, worker: Worker, num_samples: int, samples_per_batch: int, is_continuous: bool, now: float
     ) -> None:
-        """A result of a worker arrived. Work that it had when it joined began earlier and is not part of the rate."""
+        """Record a result of a worker. Work that it had when it joined began earlier and does not count."""
         if worker.unmeasured_samples > 0:
             worker.unmeasured_samples -= num_samples
             worker.done_samples, worker.busy_seconds = 0, 0.0
@@ -122,7 +123,7 @@ class Gauge:
             return
         seconds = busy_seconds(worker, now)
         if seconds > 0:
-            # At first its slots were empty; now what is in them is half done, on average. Later the two cancel out.
+            # The first time, slots started empty and their content is now half done on average; later both cancel out.
             begun = min(worker.samples, samples_per_batch) / 2 if is_continuous and not worker.rate else 0.0
             rate = (worker.done_samples + begun) / seconds
             known, difference = worker.rate > 0, rate - worker.rate
@@ -136,22 +137,22 @@ class Gauge:
 
 
 def busy_seconds(worker: Worker, now: float) -> float:
-    """Seconds for which the worker's slots were taken since its rate was last measured; with half of them taken, half a
-    second a second. A worker that lacks work for some slots therefore does not look slow.
+    """Seconds for which the worker was busy since its rate was last measured, weighted by the share of slots in use. A
+    worker that lacks work for some slots therefore does not look slow.
     """
     return worker.busy_seconds + ((now - worker.busy_since) * worker.occupancy if worker.busy_since is not None else 0)
 
 
 def is_occupied(worker: Worker, num_slots: int, now: float) -> None:
-    """Note how many of its `num_slots` slots are taken from now on."""
+    """Record how many of the worker's `num_slots` slots are used from now on."""
     worker.busy_seconds = busy_seconds(worker, now)
     worker.occupancy = min(1.0, worker.samples / num_slots)
     worker.busy_since = now if worker.samples else None
 
 
 def rate_now(worker: Worker, assumed_rate: float, samples_per_batch: int, now: float) -> float:
-    """Current rollouts a second: as measured or assumed, or less if the current work takes longer than that. A measured
-    worker may have one batch and part of another under way; a worker without results is at its first.
+    """Current rollouts per second: as measured or assumed, or less if the current work already takes longer than that.
+    A measured worker may have one batch and part of another in progress; a worker without results is at its first.
     """
     rate, seconds = worker.rate or assumed_rate, busy_seconds(worker, now)
     under_way = (2 if worker.rate else 1) * samples_per_batch

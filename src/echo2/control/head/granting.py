@@ -1,5 +1,5 @@
-"""Which worker gets which groups next. Frontier first: the earliest step's groups go out before any later one's, with
-backfill up to what the staleness bound lets be sampled ahead (RolloutPipe's frontier dispatch as a priority, not a
+"""Decides which worker gets which groups next. Frontier first: groups of the earliest step are leased before any later
+ones, with backfill of later steps up to the staleness bound (RolloutPipe's frontier dispatch as a priority, not a
 gate).
 """
 
@@ -16,17 +16,17 @@ from echo2.control.head.state import PlannerState
 from echo2.control.seeds import group_seed
 from echo2.types import GroupRef, Lease, SnapshotRef
 
-#: Groups in the queue that are passed over for one worker, because others are to have them.
+#: Queued groups that are skipped at most for one worker, because they are reserved for other workers.
 UNITS_LEFT_MAX = 64
 
 
 def grant(state: PlannerState, now: float) -> None:
-    """Keep every worker's slots full, group by group and earliest step first. The worker with the fewest groups comes
-    next. Only when no slot is free, groups are given out to wait at workers. In deterministic mode, units take the
-    place of groups.
+    """Keep every worker's slots full, group by group and earliest step first. The worker with the fewest samples comes
+    next. Groups are leased to wait at workers only when no slot is free. In deterministic mode, units take the place of
+    groups.
 
-    Workers of one kind (by snapshot, and by a stranger's ticket) may sample the same groups, and what there is to
-    sample only gets less while leases are granted: once there is nothing for one of them, there is nothing for any.
+    Workers of one kind (same snapshot, and same ticket if strangers) may sample the same groups, and the supply only
+    shrinks while leases are granted: once there is nothing for one worker, there is nothing for its whole kind.
     """
     state.settle(now)
     if not state.published:
@@ -38,7 +38,7 @@ def grant(state: PlannerState, now: float) -> None:
             leases = next_leases(state, worker, depth, now)
             if not leases:
                 served.add((worker.installed, worker.ticket))
-            else:  # in deterministic mode what is granted together is sampled together: each unit by itself
+            else:  # in deterministic mode leases granted together are sampled together: grant unit by unit
                 unit = leases[0].lease_id if state.options.deterministic else 0
                 grants.setdefault((worker.worker_id, leases[0].group.kind, unit), []).extend(leases)
             state.settle(now)
@@ -50,7 +50,7 @@ def grant(state: PlannerState, now: float) -> None:
 
 
 def next_worker(state: PlannerState, depth: int, served: Container[Kind]) -> Worker | None:
-    """The least loaded worker with room at this depth, the first to join among equals, and none of the kinds in
+    """Return the least loaded worker with room at this depth, the first to join among equals, excluding the kinds in
     `served`.
     """
     firsts = (
@@ -63,16 +63,16 @@ def next_worker(state: PlannerState, depth: int, served: Container[Kind]) -> Wor
 
 
 def next_leases(state: PlannerState, worker: Worker, depth: int, now: float) -> list[Lease]:
-    """The next leases for this worker, evaluations first; empty if there is nothing for it now."""
+    """Return the next leases for this worker, evaluations first; empty if there is nothing for it now."""
     if depth > 0 and not is_plenty(state, worker):
         return []
     return eval_leases(state, worker, depth, now) or train_leases(state, worker, now)
 
 
 def is_plenty(state: PlannerState, worker: Worker) -> bool:
-    """Whether groups may wait at this worker: only if there are enough to fill everybody's slots. Otherwise the first
-    worker to finish gets them, because a group that waits behind others becomes the last of its step, which the learner
-    waits for.
+    """Whether groups may wait at this worker: only if there are enough to fill the slots of all workers. Otherwise they
+    are kept for the first worker to finish, because a group that waits behind others becomes the last of its step, and
+    the learner waits for it.
     """
     if state.fleet.num_active == 1:
         return True
@@ -82,7 +82,7 @@ def is_plenty(state: PlannerState, worker: Worker) -> bool:
 
 
 def eval_leases(state: PlannerState, worker: Worker, depth: int, now: float) -> list[Lease]:
-    """Held-out tasks for a machine of the owner; results of strangers would be no evidence."""
+    """Lease held-out tasks to a machine of the owner; results of strangers would be no evidence."""
     if not worker.is_own or worker.installed is None or not is_published(state, worker.installed):
         return []
     samples = state.options.eval_samples
@@ -97,7 +97,7 @@ def eval_leases(state: PlannerState, worker: Worker, depth: int, now: float) -> 
 
 
 def train_leases(state: PlannerState, worker: Worker, now: float) -> list[Lease]:
-    """The earliest group that this worker may sample, from the queue or new; in deterministic mode a unit."""
+    """Lease the earliest group that this worker may sample, from the queue or new; in deterministic mode a unit."""
     if not strangers.has_credit(state, worker):
         return []
     leases: list[Lease] = []
@@ -116,13 +116,13 @@ def train_leases(state: PlannerState, worker: Worker, now: float) -> list[Lease]
 
 
 def lease_of(state: PlannerState, record: PlannedGroup, now: float) -> Lease:
-    """A lease on this train group, not yet in the table."""
+    """Return a lease on this train group, not yet in the table."""
     number = record.number
     return new_lease(state, state.train_group(number), record.step, number, state.options.group_size, now)
 
 
 def new_lease(state: PlannerState, group: GroupRef, step: int, cursor: int, num_samples: int, now: float) -> Lease:
-    """A lease on a group, not yet in the table. An evaluation is of exactly version `step`."""
+    """Return a lease on a group, not yet in the table. An evaluation samples with exactly version `step`."""
     options = state.options
     exact = step if group.kind == "eval" else None
     if group.kind == "train" and options.deterministic:
@@ -142,7 +142,7 @@ def new_lease(state: PlannerState, group: GroupRef, step: int, cursor: int, num_
 
 
 def next_unit(state: PlannerState, worker: Worker) -> list[PlannedGroup]:
-    """Groups to lease to this worker, taken from the queue or new: the earliest it may sample."""
+    """Return the groups to lease to this worker, taken from the queue or new: the earliest it may sample."""
     last = min(last_step(state, worker.installed), state.options.max_steps - 1)
     with_room: Iterator[int] = (step for step in range(state.version, last + 1) if room(state, step) > 0)
     if state.options.deterministic:  # groups are numbered step by step
@@ -160,7 +160,7 @@ def next_unit(state: PlannerState, worker: Worker) -> list[PlannedGroup]:
             found = unit
     if not found and new_step is not None and (pending is None or pending[0] > new_step):
         issue_unit(state, new_step)
-        state.groups.first_pending()  # drops what is queued and not pending any more
+        state.groups.first_pending()  # drops queued units that are no longer pending
         found = state.groups.pop_unit()  # new groups are queued ahead of every later step
     for record in left:
         state.groups.push_pending(record)
@@ -168,7 +168,7 @@ def next_unit(state: PlannerState, worker: Worker) -> list[PlannedGroup]:
 
 
 def issue_unit(state: PlannerState, step: int) -> None:
-    """New groups of `step` up to the end of a unit, or of the step."""
+    """Issue new groups of `step` up to the end of a unit, or of the step."""
     while room(state, step) > 0:
         record = state.groups.issue(step)
         record.issued_at = state.now
@@ -178,8 +178,8 @@ def issue_unit(state: PlannerState, step: int) -> None:
 
 
 def mend_units(state: PlannerState) -> None:
-    """Repair units after a kill of the head between the commands of one event. A partly issued unit is issued
-    completely. A unit of which some leases had ended loses the others, because its groups are sampled in one batch of
+    """Repair units after the head was killed between the commands of one event. A partly issued unit is completed. If
+    some leases of a unit had ended, the others are taken back, because the groups of a unit are sampled in one batch of
     fixed shape.
     """
     if not state.options.deterministic:
@@ -194,15 +194,15 @@ def mend_units(state: PlannerState) -> None:
 
 
 def room(state: PlannerState, step: int) -> int:
-    """Groups the step still needs. A retired group is replaced, except in deterministic mode, where a replacement's
-    number would depend on when the failure was noticed.
+    """Return how many groups the step still needs. A retired group is replaced, except in deterministic mode, where the
+    replacement's number would depend on when the failure was noticed.
     """
     counted = state.groups.num_issued(step) if state.options.deterministic else state.groups.num_live(step)
     return state.options.groups_per_step - counted
 
 
 def last_step(state: PlannerState, installed: SnapshotRef | None) -> int:
-    """The last step that a worker with this snapshot may sample for (rule 1, pacing at admission); -1: none."""
+    """Return the last step that a worker with this snapshot may sample for (rule 1, pacing at admission); -1: none."""
     options = state.options
     if options.deterministic:
         last = max(state.published) + options.max_staleness
@@ -218,5 +218,5 @@ def last_step(state: PlannerState, installed: SnapshotRef | None) -> int:
 
 
 def is_published(state: PlannerState, ref: SnapshotRef | None) -> bool:
-    """Whether this snapshot counts: it belongs to the surviving history and is young enough."""
+    """Whether this snapshot is valid: it belongs to the surviving history and is recent enough."""
     return ref is not None and state.published.get(ref.version) == ref

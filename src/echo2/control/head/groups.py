@@ -1,12 +1,12 @@
-"""The state of every training group: one record a group, and one table of the legal transitions.
+"""The state of every training group: one record per group, and one table of the legal transitions.
 
     pending --lease--> leased --result--> delivered --score--> ready --feed--> fed --step--> trained
        ^------expiry------'                                      ^------------- fall-back -----'
     any of the first four --> retired (with a reason)
 
-`delivered` waits for a reward process beside the head. A group stays bound to the step it was issued for through every
-move. Trained groups are remembered until a checkpoint covers their step, because a learner that falls back trains the
-same groups at the same step again.
+A `delivered` group waits for a reward process beside the head. A group stays bound to the step it was issued for
+through every transition. Trained groups are kept until a checkpoint covers their step, because a learner that falls
+back trains the same groups at the same step again.
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ MOVES: dict[str, frozenset[str]] = {
 }
 
 
-#: Why a group is retired whose rewards are all equal: it has no gradient, and dynamic sampling replaces it.
+#: Reason for retiring a group whose rewards are all equal: it has no gradient, and dynamic sampling replaces it.
 UNINFORMATIVE = "uninformative"
-#: All machines of the run's owner, where strangers are told apart by their tickets.
+#: Stands for all machines of the run's owner, where a stranger is identified by its ticket.
 OWN = ""
 
 
 @dataclass(slots=True)
 class PlannedGroup:
-    """What the planner knows of one group. `why` it was retired; `is_flat`: its rewards are all equal. `tried_by`:
-    whose leases on it brought nothing, `OWN` or a stranger's ticket; `failed_by`: who said that it can't be produced.
-    `supplied_by`: samples that strangers hold or have delivered, by ticket. `is_held`: it is not fed for now. `..._at`:
-    when it last came so far; before everything where that was under an earlier head.
+    """What the planner knows about one group. `why`: reason for retiring it; `is_flat`: its rewards are all equal.
+    `tried_by`: owners whose leases on it gave no result, `OWN` or a stranger's ticket; `failed_by`: machines and
+    tickets that reported it can't be produced. `supplied_by`: samples that strangers hold or have delivered, by ticket.
+    `is_held`: it is not fed for now. `..._at`: when it last reached that state; -inf if that was under an earlier head.
     """
 
     number: int
@@ -65,9 +65,9 @@ class PlannedGroup:
 
 @dataclass(slots=True)
 class StepGroups:
-    """The groups of one step in issue order, and what would take a look at each of them: how many are not retired, how
-    many are fed and how many were uninformative, those that are ready, in the order in which they became so, and the
-    samples that strangers supply, by ticket.
+    """The groups of one step in issue order, with totals that would otherwise need a scan: groups not retired, fed, and
+    retired as uninformative; ready groups in the order in which they became ready; and the samples that strangers
+    supply, by ticket.
     """
 
     records: list[PlannedGroup] = field(default_factory=list)
@@ -78,7 +78,7 @@ class StepGroups:
     supplied: dict[str, int] = field(default_factory=dict)
 
 
-#: Of a step of which nothing was issued.
+#: The groups of a step for which none was issued.
 NO_GROUPS = StepGroups()
 
 
@@ -86,8 +86,8 @@ NO_GROUPS = StepGroups()
 class GroupBook:
     """All groups that are not covered by a checkpoint yet, by number and by step.
 
-    `groups_per_unit` groups make a *unit*, the smallest thing that is leased: 1, or in deterministic mode the fixed
-    batch.
+    `groups_per_unit` groups make a *unit*, which is always leased as a whole: 1 group, or in deterministic mode the
+    fixed batch.
     """
 
     groups_per_unit: int = 1
@@ -98,14 +98,14 @@ class GroupBook:
     _is_pending: set[tuple[int, int]] = field(default_factory=set)
 
     def issue(self, step: int) -> PlannedGroup:
-        """A new group for `step`, pending."""
+        """Add a new pending group for `step`."""
         record = PlannedGroup(self.next_number, step)
         self._add(record)
         self.push_pending(record)
         return record
 
     def restore(self, record: PlannedGroup) -> None:
-        """A group from the ledger."""
+        """Add a group from the ledger."""
         self._add(record)
         if record.state == "pending":
             self.push_pending(record)
@@ -124,11 +124,11 @@ class GroupBook:
         self.next_number = max(self.next_number, record.number + 1)
 
     def get(self, number: int) -> PlannedGroup | None:
-        """The group of this number, or None where it is not remembered."""
+        """Return the group with this number, or None if it is not kept."""
         return self._records.get(number)
 
     def num_alike(self, number: int) -> int:
-        """The number of successive groups, including this one, that were retired for the same reason."""
+        """Return the number of successive groups, including this one, that were retired for the same reason."""
         why = self._records[number].why
 
         def is_alike(other: int) -> bool:
@@ -138,46 +138,46 @@ class GroupBook:
         return next(after for after in itertools.count(number) if not is_alike(after)) - first
 
     def of_step(self, step: int) -> list[PlannedGroup]:
-        """Groups bound to this step in issue order, retired ones too."""
+        """Return the groups bound to this step in issue order, including retired ones."""
         return list(self._by_step.get(step, NO_GROUPS).records)
 
     def num_issued(self, step: int) -> int:
-        """Groups that were issued for this step, retired ones too."""
+        """Number of groups that were issued for this step, including retired ones."""
         return len(self._by_step.get(step, NO_GROUPS).records)
 
     def num_live(self, step: int) -> int:
-        """Issued and not retired."""
+        """Number of groups of this step that are not retired."""
         return self._by_step.get(step, NO_GROUPS).num_live
 
     def num_fed(self, step: int) -> int:
-        """Groups of this step that the learner has but has not trained on yet."""
+        """Number of groups of this step that the learner has but has not trained on yet."""
         return self._by_step.get(step, NO_GROUPS).num_fed
 
     def num_uninformative(self, step: int) -> int:
-        """Retired because their rewards were all equal."""
+        """Number of groups of this step that were retired because their rewards were all equal."""
         return self._by_step.get(step, NO_GROUPS).num_uninformative
 
     def supplied(self, step: int) -> Mapping[str, int]:
-        """Samples of this step that strangers hold or have delivered, by ticket; not of retired groups."""
+        """Samples of this step that strangers hold or have delivered, by ticket, without retired groups."""
         return self._by_step.get(step, NO_GROUPS).supplied
 
     def supply(self, record: PlannedGroup, ticket: str, num_samples: int) -> None:
-        """Add to the samples of this group that a stranger holds or has delivered; negative if it lost them."""
+        """Add to the samples of this group that a stranger holds or has delivered; negative if its lease ended."""
         if record.state != "retired":
             _add(record.supplied_by, ticket, num_samples)
             _add(self._by_step[record.step].supplied, ticket, num_samples)
 
     def first_ready(self, step: int) -> PlannedGroup | None:
-        """The group that became ready first."""
+        """Return the group of this step that became ready first, or None."""
         return next(iter(self._by_step.get(step, NO_GROUPS).ready.values()), None)
 
     def nth(self, step: int, index: int) -> PlannedGroup | None:
-        """The group that was issued for this step after `index` others."""
+        """Return the group that was issued for this step after `index` others, or None."""
         records = self._by_step.get(step, NO_GROUPS).records
         return records[index] if index < len(records) else None
 
     def highest_number(self, last_step: int) -> int | None:
-        """The highest group number of all steps up to `last_step`."""
+        """Return the highest group number of all steps up to `last_step`, or None."""
         highest = [max(r.number for r in of.records) for step, of in self._by_step.items() if step <= last_step]
         return max(highest, default=None)
 
@@ -185,7 +185,7 @@ class GroupBook:
         """Change a record's state by a legal transition.
 
         Raises:
-            InvariantError: the table has no such move.
+            InvariantError: the table has no such transition.
         """
         if state not in MOVES[record.state]:
             raise InvariantError(
@@ -207,7 +207,7 @@ class GroupBook:
             of_step.num_live -= 1
 
     def hold(self, record: PlannedGroup) -> None:
-        """Do not feed this group, even when it is ready, until it is let go."""
+        """Do not feed this group, even when it is ready, until `let_go`."""
         record.is_held = True
         self._by_step[record.step].ready.pop(record.number, None)
 
@@ -218,10 +218,10 @@ class GroupBook:
         record.is_held = False
 
     def retire(self, record: PlannedGroup, why: str) -> None:
-        """It will never be trained on.
+        """Retire a group: it will never be trained on.
 
         Raises:
-            InvariantError: it is fed, trained or retired already.
+            InvariantError: the group is fed, trained or retired already.
         """
         for ticket, num_samples in list(record.supplied_by.items()):
             self.supply(record, ticket, -num_samples)
@@ -230,7 +230,7 @@ class GroupBook:
         self._by_step[record.step].num_uninformative += why == UNINFORMATIVE
 
     def unit_of(self, record: PlannedGroup) -> tuple[int, int]:
-        """The unit that a group is leased with: its step and its first number."""
+        """Return the unit that a group is leased with: its step and its first number."""
         return record.step, record.number - record.number % self.groups_per_unit
 
     def push_pending(self, record: PlannedGroup) -> None:
@@ -246,7 +246,7 @@ class GroupBook:
         return len(self._pending) * self.groups_per_unit
 
     def first_pending(self) -> tuple[int, int] | None:
-        """(step, first number) of the next unit to lease; units with nothing pending are dropped on the way."""
+        """Return (step, first number) of the next unit to lease, or None. Drops units without pending groups."""
         while self._pending:
             unit = self._pending[0]
             if any(record.state == "pending" for record in self.unit_records(unit)):
@@ -255,8 +255,8 @@ class GroupBook:
         return None
 
     def pop_unit(self) -> list[PlannedGroup]:
-        """Take the first unit: its groups that are not retired. In a unit of several, groups with a result are
-        sampled again for the sake of the batch's shape, and their second result is refused as a duplicate.
+        """Remove the first unit and return its groups that are not retired. In a unit of several, groups with a result
+        are sampled again to keep the batch's shape, and their second result is refused as a duplicate.
         """
         unit = self._drop_first()
         return [record for record in self.unit_records(unit) if record.state != "retired"]
@@ -267,13 +267,13 @@ class GroupBook:
         return unit
 
     def unit_records(self, unit: tuple[int, int]) -> list[PlannedGroup]:
-        """The groups of a unit that are remembered."""
+        """Return the groups of a unit that are kept here."""
         step, first = unit
         numbers = range(first, first + self.groups_per_unit)
         return [r for r in (self._records.get(n) for n in numbers) if r is not None and r.step == step]
 
     def forget_below(self, step: int) -> None:
-        """Drop the groups of steps below `step`: a checkpoint covers them."""
+        """Drop the groups of steps below `step`, which a checkpoint covers."""
         for old in [key for key in self._by_step if key < step]:
             for record in self._by_step.pop(old).records:
                 del self._records[record.number]
@@ -286,7 +286,7 @@ class GroupBook:
 
 
 def _add(counts: dict[str, int], key: str, count: int) -> None:
-    """Zeros are not kept."""
+    """Add to a count, and remove it when it is zero."""
     counts[key] = counts.get(key, 0) + count
     if not counts[key]:
         del counts[key]

@@ -1,4 +1,4 @@
-"""A heap with lazy deletion: keys by rank, such as leases by deadline. Moving one costs a logarithm of their number."""
+"""A heap with lazy deletion: keys by rank, such as leases by deadline. Changing a rank costs O(log n)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ Rank = TypeVar("Rank", float, tuple[int, int, float, str])
 
 
 class LazyHeap(Generic[Key, Rank]):
-    """At most one rank a key; the smallest is first. Keys of equal rank are in the order in which they got it."""
+    """At most one rank per key; the smallest is first. Keys of equal rank are in the order in which they got it."""
 
     def __init__(self) -> None:
         self._ranks: dict[Key, tuple[Rank, int]] = {}
@@ -18,7 +18,7 @@ class LazyHeap(Generic[Key, Rank]):
         self._count = 0
 
     def set(self, key: Key, rank: Rank) -> None:
-        """Give this key this rank."""
+        """Set the rank of this key."""
         if self.get(key) == rank:
             return
         self._count += 1
@@ -29,16 +29,16 @@ class LazyHeap(Generic[Key, Rank]):
             heapq.heapify(self._heap)
 
     def drop(self, key: Key) -> None:
-        """Forget this key, if it has a rank."""
+        """Remove this key, if it has a rank."""
         self._ranks.pop(key, None)
 
     def get(self, key: Key) -> Rank | None:
-        """The rank of this key, or None."""
+        """Return the rank of this key, or None."""
         entry = self._ranks.get(key)
         return None if entry is None else entry[0]
 
     def first(self) -> Rank | None:
-        """The smallest rank, or None."""
+        """Return the smallest rank, or None."""
         while self._heap and self._ranks.get(self._heap[0][2]) != self._heap[0][:2]:
             heapq.heappop(self._heap)
         return self._heap[0][0] if self._heap else None

@@ -1,6 +1,6 @@
 """Explains why the learner waited for a step: what the group that arrived last was doing meanwhile.
 
-That group is the step's critical path: had any other come sooner, the learner would have waited as long.
+That group is the step's critical path: if any other group had arrived sooner, the learner would have waited as long.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from types import MappingProxyType
 
 from echo2.control.head.groups import PlannedGroup
 
-#: What the last group was at, and the words for it.
+#: What the last group waited for, with a description for the operator.
 CAUSES: Mapping[str, str] = MappingProxyType(
     {
         "replaced": "groups that were retired and replaced",
@@ -28,8 +28,8 @@ CAUSES: Mapping[str, str] = MappingProxyType(
 
 @dataclass(frozen=True, slots=True)
 class LearnerWait:
-    """Seconds from when the learner wanted the groups of `step` until it had the last, by cause. `worker_id` sampled
-    the last one. A learner that begins with the first groups was busy for a part of them.
+    """Seconds by cause from when the learner wanted the groups of `step` until it had the last one, which `worker_id`
+    sampled. A learner that starts with the first groups was busy for part of that time.
     """
 
     step: int
@@ -38,10 +38,10 @@ class LearnerWait:
 
 
 def learner_wait(step: int, records: Iterable[PlannedGroup], since: float, now: float) -> LearnerWait:
-    """Of a step whose last group is fed `now`, and that the learner wanted `since` then. `records`: all of the step.
+    """Return the wait for a step that the learner wanted at `since` and whose last group is fed at `now`.
 
-    A group is issued as it is leased, so the time before that is a wait for a worker, unless another of the step went
-    on meanwhile and was retired.
+    `records`: all groups of the step. A group is issued when it is leased, so the time before that is a wait for a
+    worker, unless another group of the step was in progress and was retired.
     """
     records = list(records)
     last = max((one for one in records if one.state != "retired"), key=lambda record: (record.ready_at, record.number))
@@ -56,7 +56,7 @@ def learner_wait(step: int, records: Iterable[PlannedGroup], since: float, now: 
 
 
 def main_cause(waits: Iterable[LearnerWait]) -> str | None:
-    """The cause of most of the waiting, or None if the learner hardly waited."""
+    """Return the cause of most of the waiting, or None if the learner did not wait."""
     seconds = dict.fromkeys(CAUSES, 0.0)
     for wait in waits:
         for cause, value in wait.seconds.items():

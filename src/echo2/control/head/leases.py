@@ -1,4 +1,4 @@
-"""The leases: who holds which group until when. A lease is granted, and closed exactly once, with an outcome."""
+"""The leases: which worker holds which group until when. A lease is closed exactly once, with an outcome."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from echo2.control.head.lazy_heap import LazyHeap
 from echo2.errors import InvariantError
 from echo2.types import GroupRef, Lease
 
-#: Why a worker may fail a lease, and whether another try can help (a prompt stays too long, an engine may recover).
+#: Reasons for which a worker fails a lease -> whether another try can help (a prompt stays too long, an engine may
+#: recover).
 FAILURES: dict[str, bool] = {
     "prompt_too_long": False,
     "environment_failed": False,
@@ -18,25 +19,25 @@ FAILURES: dict[str, bool] = {
     "revoked": True,
     "busy": True,
 }
-#: Tries (expired, lost or failed leases) after which a group is given up: it may be what kills its workers.
+#: Tries (expired, lost or failed leases) after which a group is given up: perhaps the group itself kills its workers.
 MAX_ATTEMPTS = 5
 
 
 @dataclass(slots=True)
 class LeaseIds:
-    """Numbers leases; all planners of a head take their ids from one."""
+    """Numbers the leases; all planners of a head share one instance."""
 
     next_id: int = 1
 
     def take(self) -> int:
-        """An id that no lease has had."""
+        """Return an id that no lease has had."""
         self.next_id += 1
         return self.next_id - 1
 
 
 @dataclass(slots=True)
 class LeaseTable:
-    """The open leases, by id, by group and by worker. One whose deadline has passed is open until it is closed."""
+    """The open leases, by id, by group and by worker. A lease past its deadline stays open until it is closed."""
 
     ids: LeaseIds = field(default_factory=LeaseIds)
     _open: dict[int, tuple[str, Lease]] = field(default_factory=dict)
@@ -46,10 +47,10 @@ class LeaseTable:
     deadlines: LazyHeap[int, float] = field(default_factory=LazyHeap)
 
     def add(self, worker_id: str, lease: Lease) -> None:
-        """A worker holds this lease from now on.
+        """Add a lease held by this worker.
 
         Raises:
-            InvariantError: it is granted already.
+            InvariantError: the lease is granted already.
         """
         if lease.lease_id in self._open:
             raise InvariantError(f"lease {lease.lease_id} granted twice")
@@ -60,11 +61,11 @@ class LeaseTable:
         self.deadlines.set(lease.lease_id, lease.deadline)
 
     def get(self, lease_id: int) -> tuple[str, Lease] | None:
-        """(worker, lease) while it is open."""
+        """Return (worker, lease) of an open lease, or None."""
         return self._open.get(lease_id)
 
     def close(self, lease_id: int) -> tuple[str, Lease]:
-        """Take an open lease out and return (worker, lease)."""
+        """Remove an open lease and return (worker, lease)."""
         worker_id, lease = self._open.pop(lease_id)
         self.deadlines.drop(lease_id)
         self._samples[worker_id] -= lease.num_samples
@@ -85,7 +86,7 @@ class LeaseTable:
         return tuple(self._by_worker.get(worker_id, ()))
 
     def samples_of(self, worker_id: str) -> int:
-        """Samples that the worker has been asked for and not delivered yet."""
+        """Samples that are leased to the worker and not delivered yet."""
         return self._samples.get(worker_id, 0)
 
     def open_leases(self) -> list[tuple[str, Lease]]:

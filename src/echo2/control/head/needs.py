@@ -1,7 +1,7 @@
-"""Computes what each policy of a head needs from the fleet, and which policy gets a worker next; `policies` moves it.
+"""Computes what each policy of a head needs from the fleet, and which worker it gets next; `policies` moves the worker.
 
-A policy *wants* workers while it has groups to lease. Its frontier is the step to be trained next: how long that takes
-with the workers it has says who is needed most.
+A policy *wants* workers while it has groups to lease. Its frontier is the step to be trained next. The policy whose
+frontier would take longest with its current workers is the neediest.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from echo2.control.head.state import PlannerState
 
 @dataclass(frozen=True, slots=True)
 class PostedWorker:
-    """A worker that attends and stays with its policy; `since`: how long already, as a time. `rate` in rollouts a
-    second: measured, or that of the others on average.
+    """A connected worker that stays with its policy; `since`: the time at which it started to work for it. `rate` in
+    rollouts per second: measured, or the mean of the other workers.
     """
 
     worker: Worker
@@ -27,14 +27,14 @@ class PostedWorker:
     rate: float
 
     def had_turn(self, state: PlannerState, now: float) -> bool:
-        """Whether it has worked for its policy for a lease's length."""
+        """Whether the worker has worked for its policy for at least the duration of a lease."""
         return now - self.since >= state.options.lease_seconds
 
 
 @dataclass(frozen=True, slots=True)
 class Need:
-    """What one policy has and lacks. `alone_since`: since when no worker is of use to it; infinite where one is. One
-    without weights is of use until its turn is over: then it may never have them.
+    """What one policy has and lacks. `alone_since`: since when it has no useful worker; infinite if it has one. A
+    worker without weights counts as useful until its turn is over; after that it may never get them.
     """
 
     policy: str
@@ -46,11 +46,11 @@ class Need:
 
     @property
     def is_alone(self) -> bool:
-        """Whether no worker is of use to it."""
+        """Whether the policy has no useful worker."""
         return self.alone_since < math.inf
 
     def seconds_left(self, without: PostedWorker | None = None) -> float:
-        """Until the frontier step has its rollouts, with all its workers or all but one."""
+        """Return the seconds until the frontier step has its rollouts, with all workers or all but `without`."""
         if self.is_alone:
             return math.inf
         rate = math.fsum(member.rate for member in self.members if member is not without)
@@ -58,18 +58,18 @@ class Need:
 
     @property
     def urgency(self) -> tuple[bool, float, float]:
-        """Sorts policies, the neediest first."""
+        """Sort key of policies, the neediest first."""
         return not self.num_unleased, -self.seconds_left(), self.alone_since
 
 
 def typical_rate(workers: Iterable[Worker]) -> float:
-    """The mean of the rates that are known, in rollouts a second; 1 where none is."""
+    """Return the mean of the known rates in rollouts per second; 1 if none is known."""
     known = [worker.rate for worker in workers if worker.rate]
     return statistics.mean(known) if known else 1.0
 
 
 def num_unleased(state: PlannerState) -> int:
-    """Groups that a worker with the newest snapshot could be leased now, evaluations' included."""
+    """Return how many groups could be leased now to a worker with the newest snapshot, including evaluations."""
     if state.over is not None or state.paused is not None or not state.retained:
         return 0
     last = granting.last_step(state, state.retained[max(state.retained)])
@@ -80,7 +80,7 @@ def num_unleased(state: PlannerState) -> int:
 
 
 def frontier_rollouts(state: PlannerState) -> int:
-    """Rollouts that the step to be trained next still lacks."""
+    """Return how many rollouts the next step to be trained still lacks."""
     step = state.version
     if state.over is not None or step >= state.options.max_steps:
         return 0
@@ -89,12 +89,12 @@ def frontier_rollouts(state: PlannerState) -> int:
 
 
 def donor(mine: Need, others: Collection[Need], now: float) -> str | None:
-    """The worker that is to work for this policy next; None: nobody, for now.
+    """Return the worker that shall work for this policy next; None: no worker, for now.
 
-    - One that its policy has left idle for as long as the new weights take to arrive.
-    - Else one of the policy whose frontier will be complete first, if that still holds without it: at once where this
-      policy has no worker, else after its turn.
-    - Where there are fewer workers than policies: whoever has had its turn.
+    - A worker that its policy has left idle for as long as the new weights take to arrive.
+    - Else a worker of the policy whose frontier will be complete first, if that policy is still ahead of this one
+      without the worker: at once if this policy has no useful worker, otherwise after the worker's turn.
+    - If this policy has no useful worker (as when there are fewer workers than policies): any worker after its turn.
     """
     patience = mine.state.gauge.typical_broadcast_seconds()
     found: list[tuple[bool, float, int, str]] = []
@@ -110,5 +110,5 @@ def donor(mine: Need, others: Collection[Need], now: float) -> str | None:
 
 
 def _is_left_idle(need: Need, worker: Worker, since: float) -> bool:
-    """Whether the worker has had no lease since then, and its policy has none for it."""
+    """Whether the worker has had no lease since `since`, and its policy has none for it."""
     return not need.num_unleased and worker.idle_since is not None and worker.idle_since <= since

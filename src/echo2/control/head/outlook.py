@@ -1,7 +1,7 @@
-"""Compares the fleet with the need: the rate needed, the rate there is, and the predicted wait of the learner.
+"""Compares the fleet with the need: the rate needed, the current rate, and the predicted wait of the learner.
 
-The numbers of `echo2 status` and of the metrics, from the same model that plans a run (`capacity`, `forecast`) and that
-chooses workers (`standby`).
+These are the numbers of `echo2 status` and of the metrics. They come from the same model that plans a run (`capacity`,
+`forecast`) and that chooses workers (`standby`).
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from echo2.control.head.standby import list_candidates, live_demand, needed_rate
 from echo2.control.head.state import PlannerState
 from echo2.errors import UserError
 
-#: Steps that a forecast walks: enough to forget the start, few enough to cost the head some milliseconds.
+#: Steps of a forecast: enough to forget the start, few enough to cost the head only milliseconds.
 STEPS = 40
 
 
 @dataclass(frozen=True, slots=True)
 class Outlook:
-    """Rates in rollouts a second. `needed_rate`: None until a step is trained, infinite where no rate is enough.
-    `rate_sd`: standard deviation of the active rate, from how much each worker's changes between its batches. `short`:
-    workers missing; negative: that could be released; None where it is not known. `reward_seconds`: of a group, where
-    the learner waits for rewards more than for anything else; else None.
+    """Rates in rollouts per second. `needed_rate`: None until a step is trained, infinite if no rate is enough.
+    `rate_sd`: standard deviation of the active rate, from the changes of each worker's rate between its batches.
+    `short`: workers missing; if negative, workers that could be released; None if unknown. `reward_seconds`: scoring
+    time of a group, if the learner waits for rewards more than for anything else; otherwise None.
     """
 
     active: int
@@ -39,7 +39,7 @@ class Outlook:
 
     @property
     def text(self) -> str:
-        """What is missing, as a sentence for people."""
+        """What is missing, as a sentence for the operator."""
         if self.needed_rate is None:
             return "how many workers are needed is known after the first step"
         if self.reward_seconds is not None:
@@ -69,7 +69,7 @@ def outlook(state: PlannerState, now: float) -> Outlook:
 
 
 def auto_publish_every(state: PlannerState) -> int | None:
-    """The value of `publish_every = "auto"` by the measurements; None while it is unknown, or if no value works."""
+    """Return the value of `publish_every = "auto"` from measurements; None if it is unknown or no value works."""
     demand = live_demand(state)
     if demand is None or not state.gauge.broadcasts:
         return None
@@ -80,8 +80,8 @@ def auto_publish_every(state: PlannerState) -> int | None:
 
 
 def predicted_idle_ratio(state: PlannerState, now: float) -> float | None:
-    """Predicted share of its time that the learner waits with these workers, after the start; None while it is unknown,
-    or if the learner waits for rewards, which workers do not compute.
+    """Return the predicted share of time that the learner waits with these workers, in the steady state. None while it
+    is unknown, or if the learner waits for rewards, which workers do not compute.
     """
     demand = live_demand(state) if state.gauge.bottleneck() != "rewards" else None
     rates = {one.worker_id: one.rate for one in list_candidates(state, now) if one.is_active and one.rate > 0}
@@ -97,5 +97,5 @@ def predicted_idle_ratio(state: PlannerState, now: float) -> float | None:
 
 
 def _spread(worker: Worker) -> float:
-    """Standard deviation of the logarithm of its durations, as far as its rate shows it."""
+    """Estimate the standard deviation of the logarithm of the worker's durations from its rate and variance."""
     return min(1.0, math.sqrt(worker.rate_variance) / worker.rate) if worker.rate > 0 else 0.0

@@ -1,12 +1,12 @@
 """The planner, the state machine of the head: which worker samples which group, with which version and until when; what
 the learner is fed; when the run is over.
 
-`handle(event, now)` is the only way in, the returned commands the only way out. It composes the tables beside it:
-`groups` (which group is where), `leases` (who holds what), `fleet` (who attends), `evaluation`, and the rule in
-`staleness`. Read `granting` first. Sources: ECHO-2 sections 4 and 4.1 (versioned execution), RolloutPipe
+`handle(event, now)` is the only input, the returned commands are the only output. The planner uses the tables beside
+it: `groups` (the state of each group), `leases` (which worker holds what), `fleet` (the workers), `evaluation`, and the
+rule in `staleness`. Read `granting` first. Sources: ECHO-2 sections 4 and 4.1 (versioned execution), RolloutPipe
 (complete groups, frontier first).
 
-A run's order of things, for step t:  IssueGroup (bound to t) -> GrantLeases -> AcceptDelivery -> ScoreGroup ->
+The commands of step t in order:  IssueGroup (bound to t) -> GrantLeases -> AcceptDelivery -> ScoreGroup ->
 KeepScores -> FeedGroup -> EndStep -> RecordStep.
 """
 
@@ -26,21 +26,21 @@ from echo2.control.head.waits import list_waits
 from echo2.errors import InvariantError
 from echo2.types import SnapshotRef, Wait
 
-#: Deadlines of a lease that an evaluation waits for a machine of the owner.
+#: How many lease durations an evaluation waits for a machine of the owner.
 EVAL_WAIT_LEASES = 2.0
 
 
 class Planner(PlannerState):
-    """The state, and what each kind of event does to it. `lease_ids`: shared with other policies' planners."""
+    """The state, and the effect of each kind of event on it. `lease_ids`: shared with other policies' planners."""
 
     def __init__(self, options: PlannerOptions, lease_ids: LeaseIds | None = None) -> None:
         super().__init__(options, lease_ids or LeaseIds())
         self._num_passed = 0
 
-    # ---- the door --------------------------------------------------------------------------------------------------
+    # ---- events ----------------------------------------------------------------------------------------------------
 
     def handle(self, event: ev.Event, now: float) -> list[do.Command]:
-        """Take one event at time `now` (seconds, never decreasing) and say what is to be done, in order."""
+        """Handle one event at time `now` (seconds, never decreasing) and return the commands, in order."""
         self.begin(event)
         self.now = now
         any_change = self.has_unsettled or not isinstance(event, ev.WorkerReported | ev.WorkersHeard)
@@ -48,7 +48,7 @@ class Planner(PlannerState):
             workers.workers_heard(self, event.worker_ids, now)
         if isinstance(event, ev.WorkerReported) and workers.worker_reported(self, event, now):
             any_change = True
-        # First: what comes at its deadline is late, whether or not the timer fired yet.
+        # Deadlines go first: a result that arrives at its deadline is late, whether or not the timer has fired yet.
         if workers.expire(self, now) | checks.expire(self, now) or any_change:
             self._take(event, now)
             self._advance(now)
@@ -82,7 +82,7 @@ class Planner(PlannerState):
             case ev.WorkerLeft():
                 workers.lose_worker(self, event.worker_id, event.reason, now)
             case ev.GroupDelivered() | ev.DeliveryMalformed() | ev.LeaseFailed() if self._is_expelled(event):
-                pass  # nothing is taken of it, not even to refuse it
+                pass  # ignore everything from an expelled worker
             case ev.GroupDelivered():
                 results.delivered(self, event, now)
             case ev.DeliveryMalformed():
@@ -103,7 +103,7 @@ class Planner(PlannerState):
                 self.paused = None
 
     def _advance(self, now: float) -> None:
-        """Do everything that an event may have made possible."""
+        """Emit all commands that the event may have made possible."""
         checks.assign(self)
         workers.expel(self, now)
         self._finish_evals(now)
@@ -123,7 +123,7 @@ class Planner(PlannerState):
         if self.evaluation.rounds and self.skips_evals_at is not None:
             dues.append(self.skips_evals_at)
         if self.options.offers and self.learner_joined and self.activation is not None and self.over is None:
-            dues.append(self.activation.next_at)  # nobody else may be there to report
+            dues.append(self.activation.next_at)  # there may be no worker whose reports wake it
         if self.paused is None and (late_at := second_leases.next_at(self)) is not None:
             dues.append(late_at)
         if dues:
@@ -168,14 +168,14 @@ class Planner(PlannerState):
             self._restore_lease(lease, now)
         granting.mend_units(self)
         for record in list(self.groups):
-            results.replace_flat(self, record)  # scored, and the kill came before it was retired
+            results.replace_flat(self, record)  # scored, but the head was killed before it was retired
         for ref in self.retained.values():
             if self.evaluation.is_due(ref.version):
                 self._start_eval(ref, now)
 
     def _restore_lease(self, old: ev.RecoveredLease, now: float) -> None:
-        """Restore a lease after a restart of the head. Its worker may still sample: lease and worker live on, the
-        worker as detached, until it returns or is lost.
+        """Restore a lease after a restart of the head. Its worker may still be sampling, so lease and worker are kept,
+        the worker as detached, until it returns or is lost.
         """
         record = self.groups.get(old.number)
         if record is None:
@@ -215,8 +215,8 @@ class Planner(PlannerState):
             self.emit(do.RecordLearner, reason, version=version, lineage=self.lineage)
 
     def _fall_back(self, version: int) -> None:
-        """The learner fell back: the steps from `version` on are trained again, with the same groups; their old results
-        no longer count.
+        """Handle a learner that fell back: the steps from `version` on are trained again, with the same groups; the old
+        results of these steps no longer count.
         """
         reason = f"the learner fell back from version {self.version} to its checkpoint {version}"
         self.took_over_at = self.now
@@ -248,7 +248,7 @@ class Planner(PlannerState):
 
     def _step_trained(self, event: ev.StepTrained, now: float) -> None:
         if event.step < self.version:
-            return  # reported again, because our answer to the first report was lost
+            return  # a repeated report: the answer to the first one was lost
         fed = tuple(sorted(record.number for record in self.groups.of_step(event.step) if record.state == "fed"))
         if event.step != self.version or tuple(sorted(event.numbers)) != fed or not self.step_ended:
             raise InvariantError(
@@ -274,7 +274,7 @@ class Planner(PlannerState):
             self.emit(do.DropSnapshot, f"published for lineage {ref.lineage}; the run is at {self.lineage}", ref=ref)
             return
         if self.published.get(ref.version, ref) != ref:
-            self.took_over_at = now  # workers with the version of the lineage before have not heard yet
+            self.took_over_at = now  # workers may still have this version of the previous lineage
         self.published[ref.version] = self.retained[ref.version] = ref
         self.published_at = now
         self.gauge.published(ref, now)
@@ -286,7 +286,7 @@ class Planner(PlannerState):
         self._drop_snapshots()
 
     def _drop_snapshots(self) -> None:
-        """Drop old snapshots. Kept are the newest few, those that an evaluation needs, and in deterministic mode those
+        """Drop old snapshots, except the newest few, those that an evaluation needs, and in deterministic mode those
         that open steps need.
         """
         options = self.options
@@ -318,8 +318,8 @@ class Planner(PlannerState):
     # ---- feeding ---------------------------------------------------------------------------------------------------
 
     def _feed(self, now: float) -> None:
-        """Feed the learner the ready groups of the step that it waits for: as they come, or in deterministic mode in
-        issue order.
+        """Feed the learner the ready groups of the step that it waits for: in the order in which they became ready, or
+        in deterministic mode in issue order.
         """
         step = self.wanted_step
         if step is None or self.step_ended or step >= self.options.max_steps:
@@ -336,7 +336,7 @@ class Planner(PlannerState):
         self._end_step(step, now)
 
     def _next_to_feed(self, step: int) -> PlannedGroup | None:
-        """The next group to feed: the first that became ready, or in deterministic mode the next in issue order."""
+        """Return the next group to feed: the first that became ready, or in deterministic mode the next issued one."""
         if not self.options.deterministic:
             return self.groups.first_ready(step)
         while (record := self.groups.nth(step, self._num_passed)) is not None and record.state in ("fed", "retired"):
@@ -380,7 +380,7 @@ class Planner(PlannerState):
             self.emit(do.FinishEval, "every held-out task has a result", version=version, num_failed=round_.num_failed)
 
     def _lacks_own(self, now: float) -> bool:
-        """Whether no machine of the owner has been here to evaluate for too long."""
+        """Whether no machine of the owner has been available for evaluations for too long."""
         if any(not (worker.detached or worker.standby) for worker in self.fleet.own()):
             self.skips_evals_at = None
             return False
@@ -395,11 +395,11 @@ class Planner(PlannerState):
             self.over = "all steps are trained"
             self.emit(do.FinishRun, self.over)
 
-    # ---- looking in ------------------------------------------------------------------------------------------------
+    # ---- queries ---------------------------------------------------------------------------------------------------
 
     def _is_expelled(self, event: ev.GroupDelivered | ev.DeliveryMalformed | ev.LeaseFailed) -> bool:
         return self.conducts.expulsion(event.worker_id, self.now) is not None
 
     def waits(self, now: float) -> list[Wait]:
-        """Who waits for whom, since when, until when, and why."""
+        """Return all waits: who waits for whom, since when, until when, and why."""
         return list_waits(self, now)

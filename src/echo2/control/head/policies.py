@@ -1,15 +1,15 @@
 """Several policies in one head: one planner for each, and one fleet that they share.
 
-A planner knows nothing of the others: its S, steps, groups, versions and lineages are its policy's. What they share is
-the numbering of leases, and the workers: a worker has weights of one policy at a time, and so it works for one planner
-at a time. This machine tells each event to the planner that it concerns, and moves workers where they are needed most:
+A planner knows nothing of the others: its S, steps, groups, versions and lineages are its policy's. The planners share
+the numbering of leases, and the workers: a worker has weights of one policy at a time, so it works for one planner at a
+time. This machine passes each event to the planner that it concerns, and moves workers where they are needed most:
 
-    it gets no more leases -> its last one ends -> it leaves that planner and joins the other, which announces its
-    newest snapshot
+    the worker gets no more leases -> its last one ends -> it leaves that planner and joins the other, which announces
+    its newest snapshot
 
-With one policy, the commands are the planner's own, one for one.
+With one policy, the commands are exactly those of its planner.
 
-Who is moved, and where to, is said in `needs`.
+`needs` decides which worker moves, and to which policy.
 """
 
 from __future__ import annotations
@@ -28,14 +28,15 @@ from echo2.control.machine import StateMachine
 from echo2.errors import InvariantError
 from echo2.types import SnapshotRef
 
-#: Seconds between two looks at who needs workers.
+#: Seconds between two checks of which policies need workers.
 LOOK_SECONDS = 1.0
 
 
 @dataclass(slots=True)
 class Post:
-    """Where a worker works: for `policy`, since then; `target`: for which one it will, once its leases are done.
-    `joined`: how it joined, with what it has installed now; None after a restart, until it comes back.
+    """A worker's assignment: it works for `policy` since `since`; `target`: the policy for which it will work once its
+    leases are done. `joined`: its join event, updated with what it has installed now; None after a restart of the head,
+    until the worker comes back.
     """
 
     policy: str
@@ -45,8 +46,8 @@ class Post:
 
 
 class Policies(StateMachine):
-    """The planners by policy id, and each worker's post; `ends`: how the policies that are over ended. `handle` is the
-    only way in, as with a planner.
+    """The planners by policy id, and each worker's post; `ends`: how the finished policies ended. `handle` is the only
+    input, as with a planner.
     """
 
     def __init__(self, options: Iterable[PlannerOptions]) -> None:
@@ -62,10 +63,10 @@ class Policies(StateMachine):
         self._served_until = dict.fromkeys(self.planners, 0.0)
         self.ends: dict[str, do.StopRun | do.FinishRun] = {}
 
-    # ---- the door ----------------------------------------------------------------------------------------------------
+    # ---- events ------------------------------------------------------------------------------------------------------
 
     def handle(self, event: ev.Event, now: float) -> list[do.Command]:
-        """Take one event at time `now` (seconds, never decreasing) and say what is to be done, in order."""
+        """Handle one event at time `now` (seconds, never decreasing) and return the commands, in order."""
         self.begin(event)
         match event:
             case ev.Tick():
@@ -91,9 +92,9 @@ class Policies(StateMachine):
             self._tell(policy, event, now)
 
     def _tell(self, policy: str, event: ev.Event, now: float) -> None:
-        """Pass an event to a planner and adopt its commands, except timer and end, which concern all policies."""
+        """Pass an event to a planner and adopt its commands, except timers and ends, which concern all policies."""
         planner = self.planners[policy]
-        planner.num_events = self.num_events - 1  # its commands name the event in hand as their cause
+        planner.num_events = self.num_events - 1  # its commands then name the current event as their cause
         for command in planner.handle(event, now):
             match command:
                 case do.WakeAt():
@@ -106,7 +107,7 @@ class Policies(StateMachine):
                     self.out.append(command)
 
     def _policy_of(self, event: ev.Event) -> str:
-        """Whom an event concerns. What a worker names may be made up: then its own planner says what is wrong."""
+        """Return the policy that an event concerns. If a worker names a false one, its own planner handles that."""
         match event:
             case ev.GroupDelivered():
                 policy = self._holder_of(event.lease_id) or event.group.policy
@@ -128,7 +129,7 @@ class Policies(StateMachine):
         return post.policy if post is not None else next(iter(self.planners))
 
     def _holder_of(self, lease_id: int) -> str:
-        """The policy of an open lease; "" where there is none of that id."""
+        """Return the policy of an open lease; "" if no lease with that id is open."""
         return next((name for name, one in self.planners.items() if one.leases.get(lease_id) is not None), "")
 
     def _ended(self, policy: str, command: do.StopRun | do.FinishRun) -> None:
@@ -148,7 +149,7 @@ class Policies(StateMachine):
     # ---- workers -----------------------------------------------------------------------------------------------------
 
     def _started(self, event: ev.HeadStarted, now: float) -> None:
-        """Workers with leases of before the restart stay with the policy whose these are."""
+        """Start a planner. Workers with leases from before the restart stay with the policy of those leases."""
         self._tell(event.policy, event, now)
         for worker in self.planners[event.policy].fleet:
             if worker.worker_id in self.posts:
@@ -164,7 +165,7 @@ class Policies(StateMachine):
         self._tell(post.policy, self._as_told(post.policy, event), now)
 
     def _as_told(self, policy: str, event: ev.WorkerJoined) -> ev.WorkerJoined:
-        """The event of a joining worker as this planner may see it, without other policies' weights and leases."""
+        """Return a join event as this planner may see it, without other policies' weights and leases."""
         held = tuple(lease_id for lease_id in event.held_leases if self._holder_of(lease_id) in ("", policy))
         return replace(event, installed=_own(policy, event.installed), held_leases=held)
 
@@ -176,19 +177,19 @@ class Policies(StateMachine):
         self._tell(policy, replace(event, installed=_own(policy, event.installed)), now)
 
     def _gone(self, command: do.WorkerGone, now: float) -> None:
-        """A planner has lost a worker, and so has the head, unless the worker only moves."""
+        """Handle a planner's loss of a worker. The head has lost it too, unless the worker only moves."""
         post = self.posts.pop(command.worker_id)
         self._served_until[post.policy] = now
         if command.worker_id != self._moving:
             self.out.append(command)
 
     def _place(self, event: ev.WorkerJoined, now: float) -> str:
-        """The policy for a new worker: the neediest one, or else the one whose weights it has."""
+        """Return the policy for a new worker: the neediest one; among equals, the one whose weights it has."""
         mine = event.installed.policy if event.installed is not None else ""
         needs = [need for need in self._needs(now) if need.policy not in self.ends] or self._needs(now)
         return min(needs, key=lambda need: (need.urgency, need.policy != mine)).policy
 
-    # ---- who is moved ------------------------------------------------------------------------------------------------
+    # ---- moving workers ----------------------------------------------------------------------------------------------
 
     def _look(self, now: float) -> None:
         """Complete moves of workers, and begin one for each policy that wants workers, the neediest first."""
@@ -217,7 +218,7 @@ class Policies(StateMachine):
         self._tell(target, self._as_told(target, replace(joined, held_leases=())), now)
 
     def _is_coming(self, policy: str, now: float) -> bool:
-        """Whether a worker is on its way to this policy: still at another one, or without its weights for a while."""
+        """Whether a worker is moving to this policy: it still works for another one, or lacks the new weights yet."""
         turn = self.planners[policy].options.lease_seconds
         for worker_id, post in self.posts.items():
             if post.target == policy:
@@ -229,7 +230,7 @@ class Policies(StateMachine):
         return False
 
     def _needs(self, now: float) -> list[Need]:
-        """Of every policy, the neediest first."""
+        """Return the needs of all policies, the neediest first."""
         typical = typical_rate(worker for planner in self.planners.values() for worker in planner.fleet)
         needs = [self._need(policy, planner, typical, now) for policy, planner in self.planners.items()]
         return sorted(needs, key=lambda need: need.urgency)
@@ -248,14 +249,14 @@ class Policies(StateMachine):
             alone_since=math.inf if is_served else self._served_until[policy],
         )
 
-    # ---- looking in --------------------------------------------------------------------------------------------------
+    # ---- queries -----------------------------------------------------------------------------------------------------
 
     def expelled_until(self, worker_id: str, now: float) -> float | None:
-        """Until when nothing is to be taken of this worker; None: it is not expelled."""
+        """Return until when this worker is expelled; None if it is not."""
         conducts = [planner.conducts.expulsion(worker_id, now) for planner in self.planners.values()]
         return max((conduct.expelled_until for conduct in conducts if conduct is not None), default=None)
 
 
 def _own(policy: str, installed: SnapshotRef | None) -> SnapshotRef | None:
-    """A snapshot as this policy sees it: another's is none."""
+    """Return the snapshot if it belongs to this policy, otherwise None."""
     return installed if installed is not None and installed.policy == policy else None

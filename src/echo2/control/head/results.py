@@ -1,4 +1,4 @@
-"""Handles the end of a lease: a result that is accepted or refused, or an end without one."""
+"""Handles the end of a lease: a result that is accepted or refused, or an end without a result."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from echo2.control.head.standings import MALFORMED_COST, REFUSED_COST
 from echo2.control.head.state import PlannerState
 from echo2.types import GroupRef
 
-#: Weight of the newest group in the running mean of seconds that rewards take.
+#: Weight of the newest group in the running mean of the seconds that rewards take.
 REWARD_MEAN_SHARE = 0.1
 
-#: Groups that dynamic sampling replaces for one step, at most, in sizes of a step. A step must end even if every task
-#: is too easy or too hard; tasks of which two in three teach nothing should rather be chosen anew.
+#: Groups that dynamic sampling replaces for one step, at most, as a multiple of the step's size. A step must end even
+#: if every task is too easy or too hard. If two in three tasks teach nothing, the task set should be changed instead.
 RESAMPLED_MAX = 2.0
 
 
 def end_lease(state: PlannerState, lease_id: int, outcome: str, reason: str) -> None:
-    """Close a lease that gave no result, and queue its group again, or give it up after too many tries. Does nothing if
-    the group was just given up with another of its leases.
+    """Close a lease that gave no result, and queue its group again, or give the group up after too many tries. Does
+    nothing if the lease was just closed, because its group was given up with another of its leases.
     """
     if state.leases.get(lease_id) is None:
         return
@@ -44,7 +44,7 @@ def end_lease(state: PlannerState, lease_id: int, outcome: str, reason: str) -> 
         return
     if record.state == "leased" and not state.leases.of_group(lease.group):
         state.groups.move(record, "pending")
-    if outcome not in ("revoked", "superseded"):  # which say nothing about the group
+    if outcome not in ("revoked", "superseded"):  # these outcomes say nothing about the group
         strangers.count_attempt(state, record, worker)
     if record.attempts >= MAX_ATTEMPTS:
         give_up(state, lease.group, "gave_up", f"{record.attempts} leases brought no result; the last: {reason}")
@@ -64,7 +64,7 @@ def take_back(state: PlannerState, lease_ids: Iterable[int], reason: str, outcom
 
 
 def delivered(state: PlannerState, event: ev.GroupDelivered, now: float) -> None:
-    """A worker delivered a group: refuse it with a reason, or accept it and ask for its rewards."""
+    """Handle a delivered group: refuse it with a reason, or accept it and ask for its rewards."""
     refusal = judge(state, event)
     if refusal is not None:
         word, reason = refusal
@@ -74,7 +74,7 @@ def delivered(state: PlannerState, event: ev.GroupDelivered, now: float) -> None
     _, lease = state.close_lease(event.lease_id, is_in=True)
     worker = state.fleet.get(event.worker_id)
     is_usual = worker is None or worker.is_own or not strangers.own_can_work(state)
-    if is_usual and event.group.kind == "train":  # a held-out task is one rollout, and so much quicker
+    if is_usual and event.group.kind == "train":  # held-out tasks usually have fewer samples
         state.gauge.lease_done(now - (lease.deadline - lease.seconds))
     strangers.brought(state, worker)
     if worker is not None:
@@ -87,7 +87,7 @@ def delivered(state: PlannerState, event: ev.GroupDelivered, now: float) -> None
     if record is not None:
         record.oldest_version, record.worker_id, record.delivered_at = event.oldest_version, event.worker_id, now
         state.groups.move(record, "delivered")
-        if not state.options.deterministic:  # there the others keep their batch's shape
+        if not state.options.deterministic:  # there, other leases keep their batch's shape
             take_back(state, state.leases.of_group(event.group), "another result came first", "superseded")
         checks.delivered(state, record, worker)
         if record.state == "retired":
@@ -116,7 +116,7 @@ def _accept(state: PlannerState, event: ev.GroupDelivered) -> None:
 
 
 def delivery_malformed(state: PlannerState, event: ev.DeliveryMalformed) -> None:
-    """A delivery broke the protocol: refuse it, count it against its worker, and lease the group again."""
+    """Handle a delivery that broke the protocol: refuse it, count it against its worker, and lease the group again."""
     held = state.leases.get(event.lease_id)
     group = held[1].group if held is not None and held[0] == event.worker_id else None
     _refuse(state, event, event.reason, event.detail, MALFORMED_COST, group)
@@ -132,7 +132,7 @@ def _refuse(
     num_tokens: int = 0,
     seconds: float = 0.0,
 ) -> None:
-    """Refuse a result and end its lease. If it is the worker's fault, the worker rests, so that others try."""
+    """Refuse a result and end its lease. If the worker is at fault, it rests, so that others try the group."""
     state.emit(
         do.RefuseDelivery,
         reason,
@@ -154,8 +154,8 @@ def _refuse(
 
 
 def lease_failed(state: PlannerState, event: ev.LeaseFailed, now: float) -> None:
-    """A worker reports that it cannot produce a group. One machine's report does not retire a group while another could
-    try, because that machine may be broken. It rests, so that the others do try.
+    """Handle a worker's report that it cannot produce a group. One machine's report does not retire a group while
+    another could try, because that machine may be broken. The worker rests, so that others try the group.
     """
     held = state.leases.get(event.lease_id)
     if held is None or held[0] != event.worker_id:
@@ -179,12 +179,12 @@ def lease_failed(state: PlannerState, event: ev.LeaseFailed, now: float) -> None
 
 
 def _voice(worker: Worker | None, worker_id: str) -> str:
-    """Who counts as one voice: each machine of the owner, or all workers of a stranger's ticket."""
+    """Return the name under which a report counts once: of each machine of the owner, or of a stranger's ticket."""
     return worker_id if worker is None or worker.is_own else f"ticket {worker.ticket}"
 
 
 def _failed_by(state: PlannerState, group: GroupRef) -> dict[str, None]:
-    """Who reported that this group can't be produced."""
+    """Return the voices that reported that this group can't be produced."""
     if group.kind == "eval":
         place = state.evaluation.locate(group)
         return place[0].failed_by.setdefault(place[1], {}) if place is not None else {}
@@ -193,7 +193,7 @@ def _failed_by(state: PlannerState, group: GroupRef) -> dict[str, None]:
 
 
 def scored(state: PlannerState, event: ev.GroupScored) -> None:
-    """A group has its rewards: it may be fed, unless it is uninformative and to be replaced. Does nothing if the group
+    """Handle the rewards of a group: it becomes ready, or is replaced if it is uninformative. Does nothing if the group
     was given up or scored meanwhile.
     """
     group, before = event.group, state.reward_seconds
@@ -215,7 +215,7 @@ def scored(state: PlannerState, event: ev.GroupScored) -> None:
 
 def replace_flat(state: PlannerState, record: PlannedGroup) -> None:
     """Dynamic sampling (DAPO, arXiv 2503.14476): a group whose rewards are all equal has no gradient. It is retired,
-    and its step gets another. A step may replace `RESAMPLED_MAX` times its size; further groups are kept.
+    and its step gets another one. A step may replace `RESAMPLED_MAX` times its size; further flat groups are kept.
     """
     most = math.ceil(RESAMPLED_MAX * state.options.groups_per_step)
     if not (state.options.dynamic_sampling and record.is_flat and record.state == "ready"):
@@ -229,9 +229,9 @@ def replace_flat(state: PlannerState, record: PlannedGroup) -> None:
 
 
 def give_up(state: PlannerState, group: GroupRef, why: str, detail: str, seconds: float = 0.0) -> None:
-    """Retire a group that no further try can help (an evaluation task counts as failed). Too many in succession that
-    machines of the owner failed stop the run; those that only strangers failed are replaced. `seconds`: time that the
-    head spent on it.
+    """Retire a group that no further try can help (an evaluation task counts as failed). Too many groups in a row that
+    machines of the owner failed stop the run; groups that only strangers failed are replaced. `seconds`: time that the
+    head spent on the group.
     """
     is_own_word = True
     if group.kind == "eval":
@@ -250,7 +250,7 @@ def give_up(state: PlannerState, group: GroupRef, why: str, detail: str, seconds
             if len(record.supplied_by) == 1 and sum(record.supplied_by.values()) >= state.options.group_size:
                 strangers.blame(state, next(iter(record.supplied_by)), seconds, int(seconds))
         elif not is_own_word and state.options.deterministic and state.groups.num_live(record.step) == 1:
-            record.attempts = 0  # the last one of a step that can't be replaced is never given up on strangers' word
+            record.attempts = 0  # strangers alone can't retire the last group of a step without replacements
             record.failed_by.clear()
             return
         state.groups.retire(record, why)
@@ -259,7 +259,7 @@ def give_up(state: PlannerState, group: GroupRef, why: str, detail: str, seconds
     if not is_own_word:
         state.failed_at_strangers, state.last_failure = state.failed_at_strangers + 1, f"{why}: {detail}"
         return
-    if why == "bad_task":  # known before anything is sampled: rows that are fit take longer, and come after it
+    if why == "bad_task":  # found before sampling; good rows take longer and come later: count by number
         num_in_a_row = state.groups.num_alike(group.number) if group.kind == "train" else 0
     else:
         num_in_a_row = state.failures_in_a_row = state.failures_in_a_row + 1
@@ -268,8 +268,8 @@ def give_up(state: PlannerState, group: GroupRef, why: str, detail: str, seconds
 
 
 def _is_own_word(record: PlannedGroup, why: str) -> bool:
-    """Whether the head or machines of the owner failed this group; or, where its results are what is wrong, whether
-    they are its only samplers.
+    """Whether the head or machines of the owner failed this group. If its delivered results are at fault: whether only
+    machines of the owner sampled it.
     """
     if why == "bad_task":
         return True
@@ -279,7 +279,7 @@ def _is_own_word(record: PlannedGroup, why: str) -> bool:
 
 
 def stop(state: PlannerState, reason: str) -> None:
-    """The run cannot go on; the first reason counts."""
+    """Stop the run; the first reason counts."""
     if state.over is None:
         state.over = reason
         state.emit(do.StopRun, reason)

@@ -1,8 +1,8 @@
 """Grants an idle worker a second lease on a group that is late. The first valid result counts.
 
-Late: out for `LATE_AFTER` times as long as leases usually take. Deterministic mode, where a batch's shape is fixed, has
-none.
-Both workers sample with the group's seed, so that the quicker one does not mean the shorter answers.
+A group is late when its lease has run `LATE_AFTER` times as long as leases usually take. Deterministic mode, where a
+batch's shape is fixed, has no second leases. Both workers sample with the group's seed, so that taking the first result
+does not favour shorter completions.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ from echo2.control.head.fleet import Worker
 from echo2.control.head.state import PlannerState
 from echo2.types import Lease
 
-#: Accepted results after which it is known how long leases usually take.
+#: Accepted results after which the usual duration of a lease counts as known.
 LEASES_KNOWN = 8
-#: In usual times from lease to result. Simulated (docs/overlap.md): at 1.5 equal machines sample one group in seven
-#: twice, at 3 stragglers cost more time.
+#: As a multiple of the usual time from lease to result. In simulations (docs/overlap.md), equal machines sample one
+#: group in seven twice at 1.5, and stragglers cost more time at 3.
 LATE_AFTER = 2.0
 
 
 def grant_backup_leases(state: PlannerState, now: float) -> None:
-    """Second leases on the late groups of the step that the learner waits for, the latest first."""
+    """Grant second leases on the late groups of the step that the learner waits for, the latest first."""
     for late_at, late, holder in _lates(state):
         worker = _idle_worker(state, holder) if late_at <= now else None
         record = state.groups.get(late.group.number)
@@ -35,13 +35,13 @@ def grant_backup_leases(state: PlannerState, now: float) -> None:
 
 
 def next_at(state: PlannerState) -> float | None:
-    """When the next group becomes late, if an idle worker could take it."""
+    """Return when the next group becomes late, if an idle worker could take it."""
     lates = _lates(state)
     return lates[0][0] if lates and _idle_worker(state, lates[0][2]) is not None else None
 
 
 def _lates(state: PlannerState) -> list[tuple[float, Lease, str]]:
-    """When each lease that is the last on its group becomes late: (time, lease, worker)."""
+    """Return when the last lease on each missing group becomes late: (time, lease, worker), sorted by time."""
     usual, step = state.gauge.lease_seconds, state.wanted_step
     if step is None or state.step_ended or not state.fleet.num_free:
         return []
@@ -57,8 +57,8 @@ def _lates(state: PlannerState) -> list[tuple[float, Lease, str]]:
 
 
 def _idle_worker(state: PlannerState, holder: str) -> Worker | None:
-    """An idle worker that may sample this step, other than the late worker and those of its ticket; preferably the
-    owner's, and with a newer snapshot.
+    """Return an idle worker that may sample this step, other than the late worker and those of its ticket; preferably
+    the owner's, and with a newer snapshot.
     """
     step, late = state.wanted_step or 0, state.fleet.get(holder)
     ticket = "" if late is None else late.ticket

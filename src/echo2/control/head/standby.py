@@ -1,8 +1,9 @@
-"""Decides who works and who stands by: the capacity model and the activation loop, fed with measurements.
+"""Decides which workers are active and which on standby: the capacity model and the activation loop, fed with
+measurements.
 
-A worker that stands by is connected, gets no leases and need not fetch snapshots. Before the first trained step nothing
-is known, and all workers work. Machines on offer are rented when the connected workers are too few, and returned when
-they have not been needed for a while.
+A worker on standby is connected, gets no leases and need not fetch snapshots. Before the first trained step nothing is
+known, and all workers are active. Machines on offer are rented when the connected workers are too few, and returned
+when they have not been needed for a while.
 """
 
 from __future__ import annotations
@@ -21,25 +22,26 @@ from echo2.control.head.state import Activation, PlannerState
 from echo2.control.head.workers import announce_newest, stand_by
 from echo2.errors import UserError
 
-#: Seconds between two looks at the fleet: each costs as much as the fleet is large.
+#: Seconds between two reviews of the fleet: the cost of each grows with the fleet.
 LOOK_SECONDS = 5.0
-#: Seconds after which a machine that was rented and has not joined is no longer waited for.
+#: Seconds after which a rented machine that has not joined is given up.
 RENT_SECONDS = 900.0
-#: Seconds that a rented machine stands by, or has lost its worker, before it is returned.
+#: Seconds that a rented machine is on standby, or without its worker, before it is returned.
 RETURN_SECONDS = 300.0
-#: Seconds that the learner waits with nobody there before the first machine is rented for it.
+#: Seconds that the learner waits without any worker before the first machine is rented.
 ALONE_SECONDS = 60.0
-#: Seconds between two tries of an offer whose hook fails, doubled at each failure up to the last.
+#: Seconds between two tries of an offer whose hook fails: the first value, doubled at each failure up to the second.
 RETRY_SECONDS = (15.0, 900.0)
-#: Of R / T: a window so narrow that it takes more is one that no rate is enough for. Money does not widen it.
+#: A target above this multiple of R / T counts as infinite: the staleness window is too narrow, and renting machines
+#: does not widen it.
 MOST_FACTOR = 10.0
-#: Rollouts a second that are asked for when nobody attends and nothing is known: the cheapest machine.
+#: Rollouts per second to rent when no worker is connected and nothing is known: selects the cheapest machine.
 LEAST_RATE = 1e-9
 
 
 def recover(state: PlannerState, machines: Iterable[ev.RecoveredMachine], now: float) -> None:
-    """Machines that an earlier head rented: one without a worker is still waited for; a worker is away until it is back
-    and its machine is returned where it stays away.
+    """Restore machines that an earlier head rented. A machine without a worker is still waited for. A known worker
+    counts as away until it returns; if it does not, its machine is returned.
     """
     activation = state.activation
     if activation is None:
@@ -52,7 +54,7 @@ def recover(state: PlannerState, machines: Iterable[ev.RecoveredMachine], now: f
 
 
 def look(state: PlannerState, now: float) -> None:
-    """Activate and release, rent and return, if it is time to look."""
+    """Activate, release, rent and return machines, if a review of the fleet is due."""
     activation = state.activation
     if activation is None or now < activation.next_at:
         return
@@ -85,7 +87,7 @@ def look(state: PlannerState, now: float) -> None:
 
 
 def _release_unneeded(state: PlannerState, candidates: list[Candidate], rate: float, now: float) -> None:
-    """Switch from all workers to the cheapest sufficient set, at the first measurement."""
+    """At the first measurement, switch from all workers to the cheapest sufficient set."""
     found = choose(candidates, aim(rate))
     chosen = set(found.worker_ids)
     for one in candidates:
@@ -94,7 +96,7 @@ def _release_unneeded(state: PlannerState, candidates: list[Candidate], rate: fl
 
 
 def live_demand(state: PlannerState) -> Demand | None:
-    """What the learner asks for, by what is measured; None until a step is trained."""
+    """Return the learner's demand by measurements; None until a step is trained."""
     options, gauge = state.options, state.gauge
     train_seconds = gauge.typical_train_seconds()
     if not train_seconds:
@@ -111,21 +113,21 @@ def live_demand(state: PlannerState) -> Demand | None:
 
 
 def needed_rate(state: PlannerState) -> float | None:
-    """1.1 times what the learner needs in order never to wait, in rollouts a second."""
+    """Return 1.1 times the rate at which the learner never waits, in rollouts per second; None until it is known."""
     demand = live_demand(state)
     if demand is None:
         return None
     try:
         target = mu_target(demand)
     except UserError:
-        return math.inf  # on-policy, or the broadcast cannot be hidden: everybody helps
+        return math.inf  # on-policy, or the broadcast cannot be hidden: every worker helps
     plain = demand.rollouts_per_step / demand.train_seconds
     return target if target <= MOST_FACTOR * plain else math.inf
 
 
 def list_candidates(state: PlannerState, now: float) -> list[Candidate]:
-    """All connected workers, and active ones that may return. A rate not yet measured is estimated from others, by
-    slots.
+    """Return all connected workers, and active ones that may return. A rate not yet measured is estimated from the
+    other workers, in proportion to slots.
     """
     known = [worker.rate / worker.slots for worker in state.fleet if worker.rate]
     each = statistics.median(known) if known else 0.0
@@ -142,7 +144,7 @@ def list_candidates(state: PlannerState, now: float) -> list[Candidate]:
 
 
 def activate(state: PlannerState, worker_id: str, reason: str) -> None:
-    """Give leases to a worker that stood by."""
+    """Activate a worker on standby."""
     worker = state.fleet.get(worker_id)
     if worker is not None and worker.standby:
         worker.standby, worker.standby_since = False, None
@@ -151,8 +153,8 @@ def activate(state: PlannerState, worker_id: str, reason: str) -> None:
 
 
 def release(state: PlannerState, worker_id: str, reason: str, now: float) -> None:
-    """Let a worker finish its work and then stand by. The last machine of the owner stays, because only it can evaluate
-    and because strangers supply a bounded share beside it.
+    """Let a worker finish its leases and then stand by. The owner's last machine stays active, because only it can
+    evaluate, and because strangers may supply only a bounded share beside it.
     """
     worker = state.fleet.get(worker_id)
     if worker is not None and not worker.standby and not _is_last_own(state, worker):
@@ -166,7 +168,7 @@ def _is_last_own(state: PlannerState, worker: Worker) -> bool:
 
 
 def rent_failed(state: PlannerState, offer: str, now: float) -> None:
-    """Leave this offer alone for a while, longer after each failure in succession; others may be used instead."""
+    """Skip this offer for a while, longer after each failure in a row; others may be used instead."""
     activation = state.activation
     if activation is None:
         return
@@ -178,8 +180,8 @@ def rent_failed(state: PlannerState, offer: str, now: float) -> None:
 
 
 def _rent(state: PlannerState, activation: Activation, short_rate: float, now: float) -> None:
-    """Rent the cheapest machines on offer that close the gap, less those on their way. Does not rent everything where
-    no rate is enough.
+    """Rent the cheapest machines on offer that close the gap, less those already rented but not joined. If no rate is
+    enough, rents one machine if there are no workers, and otherwise none.
     """
     if short_rate == math.inf and len(state.fleet):
         return
@@ -211,7 +213,7 @@ def _return_unneeded(state: PlannerState, activation: Activation, now: float) ->
     for worker in state.fleet:
         since = worker.standby_since
         if worker.offer and worker.standby and not worker.returned and _is_long_ago(since, now):
-            worker.returned = True  # asked for once
+            worker.returned = True  # request the return only once
             reason = f"it has stood by for {RETURN_SECONDS:.0f} s"
             state.emit(do.ReturnMachine, reason, offer=worker.offer, worker_id=worker.worker_id)
     for worker_id, (offer, since) in list(activation.gone.items()):

@@ -23,7 +23,7 @@ from echo2.types import RUN_POLICY, GroupRef, Lease, SnapshotRef, Wait
 
 @dataclass(frozen=True, slots=True)
 class RentableOffer:
-    """Machines that can be rented while the run goes on: up to `count`, with this rate in rollouts a second each."""
+    """Machines that can be rented during the run: up to `count`, each with this rate in rollouts per second."""
 
     name: str
     rate: float
@@ -33,12 +33,12 @@ class RentableOffer:
 
 @dataclass(frozen=True, slots=True)
 class PlannerOptions:
-    """What the planner needs to know of the configuration; names as there. `policy`: id of the policy it plans for.
-    `activation`: False, and everybody works. `check_seed`: by which groups are drawn to be checked, and which no worker
-    can know; None: nothing is checked.
+    """The part of the configuration that the planner needs, with the same names. `policy`: id of the policy it plans
+    for. `activation`: if False, all workers are active. `check_seed`: secret seed, unknown to all workers, for drawing
+    the groups to check; None: nothing is checked.
 
-    `heartbeat_seconds` between two reports of a worker, and `max_failures`, of groups in a row that stop the run, are
-    not settings: a run has the defaults. Simulated worlds with other time scales, and machines that fail, have others.
+    `heartbeat_seconds` (between two reports of a worker) and `max_failures` (failed groups in a row that stop the run)
+    are not settings: a run uses the defaults. Simulations with other time scales or failing machines use other values.
     """
 
     groups_per_step: int
@@ -66,10 +66,10 @@ class PlannerOptions:
 
 @dataclass(slots=True)
 class Activation:
-    """What `standby` remembers. `needed_rate`: rollouts a second, None while it is not known, infinite where no rate is
-    enough. `rents`: when each machine that has not joined yet was rented, by offer. `failures`: of each offer's hook in
-    a row, and until when it is left alone. `gone`: rented machines whose worker is lost, by worker, with the offer and
-    since when.
+    """The state of `standby`. `needed_rate`: rollouts per second, None while it is unknown, infinite if no rate is
+    enough. `rents`: by offer, when each machine was rented that has not joined yet. `failures`: by offer, the hook's
+    failures in a row, and until when the offer is skipped. `gone`: rented machines whose worker is lost, as worker ->
+    (offer, time of the loss).
     """
 
     loop: ActivationLoop = field(default_factory=ActivationLoop)
@@ -81,21 +81,21 @@ class Activation:
 
 
 class PlannerState(StateMachine):
-    """All of it is plain data. Only the functions of this package change it, and only while an event is handled.
+    """Plain data. Only the functions of this package change it, and only while an event is handled.
 
     published   versions of the surviving history that a worker may have installed
     retained    those of them that the origin still stores
     wanted_step the step whose groups the learner waits for; `step_ended` once it has them all
-    over        why the run ended, once it has
-    now         time of the event in hand, in seconds
+    over        why the run ended; None before its end
+    now         time of the current event, in seconds
     published_at  when the newest snapshot was published
-    skips_evals_at  until when evaluations wait for a machine of the owner, while none works
+    skips_evals_at  until when evaluations wait for a machine of the owner, while none is active
     failed_at_strangers, last_failure
                 groups in a row that only strangers failed, and why the last of them was given up
-    first_lease_id  that this head granted: earlier ones it may not know
-    reward_seconds  that the reward functions take for a group: a running mean, None before the first
-    paused      what keeps the run from leasing and feeding groups, while something does
-    took_over_at  when the learner last fell back, or this head took the place of another; before: long ago
+    first_lease_id  the first lease of this head, which may not know earlier ones
+    reward_seconds  of the reward functions for a group: a running mean, None before the first
+    paused      what keeps the run from leasing and feeding groups; None if nothing does
+    took_over_at  when the learner last fell back, or this head replaced an earlier one; -inf if neither happened
     """
 
     def __init__(self, options: PlannerOptions, lease_ids: LeaseIds) -> None:
@@ -133,7 +133,7 @@ class PlannerState(StateMachine):
         self._touched: dict[str, None] = {}
 
     def open_lease(self, worker_id: str, lease: Lease) -> None:
-        """The worker holds this lease from now on."""
+        """Add a lease held by this worker."""
         self.leases.add(worker_id, lease)
         self._touched[worker_id] = None
         self.conducts.granted(worker_id)
@@ -143,7 +143,7 @@ class PlannerState(StateMachine):
             self._supply(lease, worker.ticket, lease.num_samples)
 
     def close_lease(self, lease_id: int, is_in: bool = False) -> tuple[str, Lease]:
-        """Nobody holds this lease any more: (worker, lease). `is_in`: its result is the group's."""
+        """Close a lease and return (worker, lease). `is_in`: its result was accepted for the group."""
         worker_id, lease = self.leases.close(lease_id)
         self._touched[worker_id] = None
         ticket = self.standings.closed(lease_id)
@@ -157,7 +157,7 @@ class PlannerState(StateMachine):
             self.groups.supply(record, ticket, num_samples)
 
     def settle(self, now: float) -> None:
-        """File the workers whose leases have changed, and note since when they have none."""
+        """Update the indexes of workers whose leases have changed, and record since when they have none."""
         for worker_id in self._touched:
             worker = self.fleet.get(worker_id)
             if worker is not None:
@@ -171,13 +171,13 @@ class PlannerState(StateMachine):
 
     @property
     def has_unsettled(self) -> bool:
-        """Whether leases have ended that `settle` has not seen."""
+        """Whether leases have changed that `settle` has not processed yet."""
         return bool(self._touched)
 
     def train_group(self, number: int) -> GroupRef:
-        """The name of this policy's train group of that number."""
+        """Return the name of this policy's train group with this number."""
         return GroupRef(self.options.policy, "train", number)
 
     def emit(self, kind: type[do.Command], reason: str, **fields: object) -> None:
-        """Add a command of this policy, caused by the event in hand."""
+        """Add a command of this policy, caused by the current event."""
         super().emit(kind, reason, policy=self.options.policy, **fields)

@@ -2,15 +2,16 @@
 joined with a ticket for other people's machines; all workers of one ticket count as one.
 
 credit    leases that a ticket may hold at once: 1 at first, one more for each accepted result, two less for each lease
-          without one, and one less for each second that the head spends on a reward which fails. At 0 the ticket
-          rests for as long as it held that lease, doubled at each rest; then it has 1.
-share     while a machine of the owner can work, a ticket supplies half of a step at most, or one batch if batches of a
+          without a result, and one less for each second that the head spends on a reward which fails. At 0 the ticket
+          rests for as long as it held that lease, doubled at each rest; then its credit is 1.
+share     while a machine of the owner can work, a ticket supplies at most half of a step, or one batch if batches of a
           fixed shape are larger than that.
-attempts  what a ticket tried and failed is left to others that can try, and counts once against the group.
-junk      who causes more refusals than `standings` allows is expelled.
-mismatch  so is any worker, the owner's too, whose logprobs are not those of the weights that it names.
+attempts  a group that a ticket tried and failed is left to others that can try; the ticket's tries count once against
+          the group.
+junk      a worker that causes more refusals than `standings` allows is expelled.
+mismatch  so is any worker, the owner's included, whose logprobs are not those of the weights that it names.
 
-What strangers fail never stops a run: see `results.give_up`.
+Groups that only strangers failed never stop a run: see `results.give_up`.
 """
 
 from __future__ import annotations
@@ -26,28 +27,28 @@ from echo2.control.head.state import PlannerState
 from echo2.control.head.trust import TicketRest
 from echo2.types import Lease
 
-#: What a lease without a result costs of a ticket's credit; a result earns 1. A ticket of which more than a third of
-#: the leases fails is given less and less.
+#: Credit that a ticket loses by a lease without a result; a result earns 1. A ticket with more than a third of its
+#: leases failing gets fewer and fewer.
 LOST_CREDIT = 2
-#: A ticket without credit rests so long at least; at most; and at most where nobody else can work.
+#: Bounds of the rest of a ticket without credit: minimum; maximum; maximum if no other worker can sample.
 REST_SECONDS, MOST_REST_SECONDS, MOST_REST_ALONE_SECONDS = 1.0, 3600.0, 60.0
 #: Leases in a row without a result after which a machine of the owner counts as one that can't work.
 OWN_FAILURES_MAX = 3
-#: Ends of a lease that say nothing against its worker.
+#: Outcomes of a lease that say nothing against its worker.
 NO_FAULT = frozenset({"accepted", "revoked", "retired", "duplicate", "late"})
 
 
 def owner_of(worker: Worker | None) -> str:
-    """The ticket of a stranger, or `OWN`. Who is not here any more counts as a stranger."""
+    """Return the ticket of a stranger, or `OWN`. A worker that has left counts as a stranger."""
     return UNKNOWN if worker is None else worker.ticket
 
 
-# ---- who can work ------------------------------------------------------------------------------------------------
+# ---- available workers -------------------------------------------------------------------------------------------
 
 
 def own_can_work(state: PlannerState) -> bool:
-    """Whether any machine of the owner is here, works, and brings results. One that has not installed what is newest
-    counts as long as a lease lasts: a snapshot takes its time.
+    """Whether any machine of the owner is connected, active, and gives results. A machine that lacks a usable snapshot
+    still counts for the duration of a lease after it joined or the newest snapshot was published.
     """
     return any(_can_work(state, worker) for worker in state.fleet.own())
 
@@ -60,7 +61,7 @@ def _can_work(state: PlannerState, worker: Worker) -> bool:
 
 
 def _can_sample(state: PlannerState, worker: Worker, step: int) -> bool:
-    """Whether it may sample this step with what it has installed."""
+    """Whether the worker may sample this step with its installed snapshot."""
     if state.options.deterministic:
         return True
     ref = worker.installed
@@ -69,7 +70,7 @@ def _can_sample(state: PlannerState, worker: Worker, step: int) -> bool:
 
 
 def others_can_try(state: PlannerState, owner: str, step: int, tried_by: Iterable[str] = ()) -> bool:
-    """Whether anybody else could sample a group of this step who has not failed it yet."""
+    """Whether another owner could sample a group of this step and has not failed it yet."""
     failed = {owner, *tried_by}
     if OWN not in failed and own_can_work(state):
         return True
@@ -85,11 +86,11 @@ def is_resting(state: PlannerState, worker: Worker) -> bool:
     return state.standings.rests.get(worker.ticket) is not None
 
 
-# ---- what one may have -------------------------------------------------------------------------------------------
+# ---- permissions -------------------------------------------------------------------------------------------------
 
 
 def has_credit(state: PlannerState, worker: Worker) -> bool:
-    """Whether its ticket may hold another lease."""
+    """Whether the worker's ticket may hold another lease."""
     if worker.is_own or is_resting(state, worker):
         return worker.is_own
     standing = state.standings.of(worker.ticket)
@@ -97,7 +98,7 @@ def has_credit(state: PlannerState, worker: Worker) -> bool:
 
 
 def may_supply(state: PlannerState, worker: Worker, step: int) -> bool:
-    """Whether its ticket may have another unit of this step."""
+    """Whether the worker's ticket may get another unit of this step."""
     if worker.is_own:
         return True
     used = state.groups.supplied(step).get(worker.ticket, 0)
@@ -107,18 +108,18 @@ def may_supply(state: PlannerState, worker: Worker, step: int) -> bool:
 
 
 def leaves_to_others(state: PlannerState, worker: Worker, unit: Iterable[PlannedGroup]) -> bool:
-    """Whether this worker's ticket failed one of these groups, and somebody else can try it."""
+    """Whether this worker's ticket failed one of these groups, and another owner can try it."""
     return not worker.is_own and any(
         worker.ticket in record.tried_by and others_can_try(state, worker.ticket, record.step, record.tried_by)
         for record in unit
     )
 
 
-# ---- what follows ------------------------------------------------------------------------------------------------
+# ---- consequences ------------------------------------------------------------------------------------------------
 
 
 def brought(state: PlannerState, worker: Worker | None) -> None:
-    """A result of this worker was accepted."""
+    """Record that a result of this worker was accepted."""
     if worker is None or worker.is_own:
         return
     state.conducts.of(worker.worker_id).num_failed = 0
@@ -132,7 +133,7 @@ def brought(state: PlannerState, worker: Worker | None) -> None:
 
 
 def failed(state: PlannerState, worker: Worker | None, held_seconds: float) -> None:
-    """A lease of its came to nothing: it rests, and others of its ticket are tried before it."""
+    """Record that a lease of this worker gave no result: it rests, and other workers of its ticket come before it."""
     if worker is not None and not worker.is_own:
         state.fleet.rest(worker, state.now)
         conduct = state.conducts.of(worker.worker_id)
@@ -155,20 +156,22 @@ def blame(state: PlannerState, ticket: str, held_seconds: float, more: int = 0) 
 
 
 def rest(state: PlannerState, ticket: str, seconds: float, reason: str) -> None:
-    """The ticket gets no leases for so long, also of a head that starts meanwhile."""
+    """Give the ticket no leases for this many seconds, even if the head restarts meanwhile."""
     state.standings.rest(ticket, state.now + seconds)
     _record(state, ticket, reason)
 
 
 def _record(state: PlannerState, ticket: str, reason: str) -> None:
-    """Of workers that did not come back to a new head yet, whose they are is not known."""
+    """Record the ticket's rest durably. Skips workers that have not returned since a restart of the head: their ticket
+    is unknown.
+    """
     if ticket != UNKNOWN:
         until = state.standings.rests.get(ticket) or 0.0
         state.emit(do.RecordRest, reason, rest=TicketRest(ticket, until, state.standings.of(ticket).num_rests))
 
 
 def count_attempt(state: PlannerState, record: PlannedGroup, worker: Worker | None) -> None:
-    """A lease on this group brought nothing. A ticket's tries count once while others can try."""
+    """Record that a lease on this group gave no result. A ticket's tries count once while others can try."""
     owner = owner_of(worker)
     is_again = owner != OWN and owner in record.tried_by
     if not (is_again and others_can_try(state, owner, record.step, record.tried_by)):
@@ -177,23 +180,23 @@ def count_attempt(state: PlannerState, record: PlannedGroup, worker: Worker | No
 
 
 def held_seconds(state: PlannerState, lease: Lease) -> float:
-    """How long this lease has been held."""
+    """Return for how many seconds this lease has been held."""
     return max(0.0, state.now - (lease.deadline - lease.seconds))
 
 
 def recover(state: PlannerState, event: ev.HeadStarted) -> None:
-    """What was known of them before the head started again."""
+    """Restore rests and expulsions from before a restart of the head."""
     for old in event.rests:
         state.standings.of(old.ticket).num_rests = old.num_rests
         if old.until > state.now:
             state.standings.rests.set(old.ticket, old.until)
-    for gone in sorted(event.expulsions, key=lambda gone: gone.until):  # the last ones are kept
+    for gone in sorted(event.expulsions, key=lambda gone: gone.until):  # the book keeps the latest
         conduct = state.conducts.of(gone.worker_id)
         conduct.num_expelled, conduct.expelled_until, conduct.expelled_for = gone.num_expelled, gone.until, gone.reason
 
 
 def expel(state: PlannerState, worker_id: str, reason: str) -> str:
-    """Refuse everything from this worker for a while. Returns the reason, for ending its leases."""
+    """Refuse everything from this worker for a while. Return the reason for ending its leases."""
     seconds = state.conducts.expel(worker_id, reason, state.now)
     num_expelled = state.conducts.of(worker_id).num_expelled
     state.emit(do.ExpelWorker, reason, worker_id=worker_id, seconds=seconds, num_expelled=num_expelled)

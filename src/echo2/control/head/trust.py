@@ -1,5 +1,5 @@
-"""The results of checks for each stranger's ticket, as plain data; `checks` has the rules. They are recorded and
-outlive the head, as checks under way do.
+"""The results of checks for each stranger's ticket, as plain data; `checks` has the rules. The results and the running
+checks are recorded in the ledger and outlive the head.
 """
 
 from __future__ import annotations
@@ -9,20 +9,20 @@ from typing import Any
 
 from echo2.types import SnapshotRef
 
-#: Clean checks after which a ticket is no newcomer.
+#: Clean checks after which a ticket is no longer a newcomer.
 NEWCOMER_CHECKS = 4
 #: Clean checks in a row that end a quarantine.
 CLEAN_TO_LEAVE = 8
-#: Events of a ticket's history that are kept.
+#: Events kept in a ticket's history.
 HISTORY_MAX = 16
-#: Tickets that are remembered; those heard of longest ago go first.
+#: Tickets that are remembered; the least recently updated are dropped first.
 TICKETS_MAX = 10_000
 
 
 @dataclass(frozen=True, slots=True)
 class Trust:
-    """Of one ticket. `num_missed`: checks without a verdict; `num_clean`: passed since the last fault; `history`: when,
-    in seconds, and what.
+    """The trust in one ticket. `num_missed`: checks without a verdict; `num_clean`: checks passed since the last fault;
+    `history`: (time in seconds, event).
     """
 
     num_groups: int = 0
@@ -36,35 +36,35 @@ class Trust:
 
     @property
     def score(self) -> float:
-        """Probability that the next check passes, by Laplace's rule: 1/2 where nothing is known."""
+        """Probability that the next check passes, by Laplace's rule: 1/2 if nothing is known."""
         return (self.num_passed + 1) / (self.num_passed + self.num_failed + 2)
 
     @property
     def is_new(self) -> bool:
-        """Whether too little is known of it."""
+        """Whether too few checks of the ticket have passed."""
         return self.num_passed < NEWCOMER_CHECKS
 
     def to_plain(self) -> dict[str, Any]:
-        """For people and scripts."""
+        """Return a plain dictionary for display and scripts."""
         return {"score": self.score, "is_new": self.is_new, **asdict(self)}
 
     def noted(self, at: float, what: str) -> Trust:
-        """With this in its history."""
+        """Return a copy with this event in its history."""
         return replace(self, history=(*self.history, (at, what))[-HISTORY_MAX:])
 
     def passed(self) -> Trust:
-        """After a check that found nothing."""
+        """Return the trust after a check that found no fault."""
         return replace(self, num_passed=self.num_passed + 1, num_clean=self.num_clean + 1)
 
     def failed(self, at: float, reason: str) -> Trust:
-        """After a check that found something: in quarantine, if it was not there."""
+        """Return the trust after a check that found a fault: in quarantine."""
         return replace(self, num_failed=self.num_failed + 1, num_clean=0, is_quarantined=True).noted(at, reason)
 
 
 @dataclass(frozen=True, slots=True)
 class DrawnCheck:
-    """Of a group, which the worker sampled with `ref`, as the ledger keeps it. `holds`: the group is not trained before
-    the verdict; `is_from_stream`: its worker's engine draws from the head's random numbers.
+    """A check of a group that the worker sampled with `ref`, as the ledger stores it. `holds`: the group is not trained
+    before the verdict; `is_from_stream`: the worker's engine draws from the head's random numbers.
     """
 
     number: int
@@ -77,7 +77,7 @@ class DrawnCheck:
 
 @dataclass(frozen=True, slots=True)
 class TicketRest:
-    """Until when, in seconds, the ticket gets no leases; in the past: it may have them. `num_rests` not made up for."""
+    """The rest of a ticket. It gets no leases until `until` (seconds; may be past). `num_rests`: not cancelled yet."""
 
     ticket: str
     until: float
@@ -86,7 +86,7 @@ class TicketRest:
 
 @dataclass(slots=True)
 class OpenCheck:
-    """A drawn check that is under way: until when, and by whom (`checker`; empty: nobody yet)."""
+    """A drawn check without a verdict. `until`: when it is overdue; `checker`: who checks it; empty: no worker yet."""
 
     drawn: DrawnCheck
     until: float
@@ -96,26 +96,26 @@ class OpenCheck:
 
 @dataclass(slots=True)
 class TrustBook:
-    """By ticket; and the checks under way, by group, the oldest first: it is overdue first, too."""
+    """The trust by ticket, and the open checks by group, the oldest first, which is also overdue first."""
 
     open: dict[int, OpenCheck] = field(default_factory=dict)
     _of: dict[str, Trust] = field(default_factory=dict)
 
     def of(self, ticket: str) -> Trust:
-        """The trust in this ticket; a newcomer's where nothing is known of it."""
+        """Return the trust in this ticket; a newcomer's if the ticket is unknown."""
         return self._of.get(ticket) or Trust()
 
     def put(self, ticket: str, trust: Trust) -> None:
-        """So much is known of it now."""
+        """Set the trust in this ticket."""
         self._of.pop(ticket, None)
         self._of[ticket] = trust
         if len(self._of) > TICKETS_MAX:
             del self._of[next(iter(self._of))]
 
     def first_open(self) -> OpenCheck | None:
-        """The check that is overdue first."""
+        """Return the check that is overdue first, or None."""
         return next(iter(self.open.values()), None)
 
     def all(self) -> dict[str, Trust]:
-        """Of every ticket of which there was a group."""
+        """Return the trust in every ticket that has delivered a group."""
         return dict(self._of)

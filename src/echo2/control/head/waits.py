@@ -9,8 +9,8 @@ from echo2.types import Wait
 
 
 def list_waits(state: PlannerState, now: float) -> list[Wait]:
-    """All waits: what pauses the run, the learner's wait, missing good work of strangers, each idle worker's wait, and
-    each lease that is waited for.
+    """Return all waits: a pause of the run, the learner's waits, missing valid results of strangers, waits for detached
+    workers, waits of idle and standby workers, and those of evaluations.
     """
     waits = [*([state.paused] if state.paused else []), *_learner_waits(state), *_waits_for_good_work(state, now)]
     for worker in state.fleet:
@@ -29,7 +29,7 @@ def list_waits(state: PlannerState, now: float) -> list[Wait]:
 
 
 def _evaluation_waits(state: PlannerState) -> list[Wait]:
-    """For tasks that are to be sampled, and for the rewards of those that are."""
+    """Return the waits of evaluations for tasks that are not sampled yet, and for rewards of sampled ones."""
     waits = []
     leases = [lease for _, lease in state.leases.open_leases() if lease.group.kind == "eval"]
     for version, round_ in state.evaluation.rounds.items():
@@ -49,7 +49,7 @@ def _evaluation_waits(state: PlannerState) -> list[Wait]:
 
 def _learner_waits(state: PlannerState) -> list[Wait]:
     if not state.learner_joined and state.version >= state.options.max_steps:
-        return []  # it has ended; the last evaluation is under way
+        return []  # the learner has ended; the last evaluation is running
     if not state.learner_joined:
         return [Wait("head", "learner", state.wanted_since or 0.0, None, "no learner is connected")]
     step, since = state.wanted_step, state.wanted_since
@@ -106,7 +106,7 @@ def _for_rewards(state: PlannerState) -> str:
 
 
 def _waits_for_good_work(state: PlannerState, now: float) -> list[Wait]:
-    """Waits for results that strangers fail to deliver."""
+    """Return the waits for results that strangers fail to deliver, and for expelled workers."""
     waits = []
     if state.failed_at_strangers >= state.options.max_failures:
         reason = f"{state.failed_at_strangers} groups failed at strangers' machines in a row; the last: "
@@ -118,12 +118,12 @@ def _waits_for_good_work(state: PlannerState, now: float) -> list[Wait]:
 
 
 def _coming(worker: Worker, newest: str) -> str:
-    """Where the newest snapshot is, for a worker that lacks it."""
+    """Explain why a worker lacks the newest snapshot."""
     return f"it did not install {worker.refused}" if worker.refused else f"{newest} is on its way"
 
 
 def _why_idle(state: PlannerState, worker: Worker) -> tuple[str, str]:
-    """Whom an idle worker waits for, and why."""
+    """Return whom an idle worker waits for, and why."""
     installed = worker.installed
     if not state.published:
         return "learner", "no snapshot is published yet"

@@ -12,7 +12,7 @@ from echo2.control.head.fleet import Worker
 from echo2.control.head.results import end_lease
 from echo2.control.head.state import PlannerState
 
-#: Leases that a worker which comes back may say it holds: twice what it is ever granted, and these at least.
+#: Minimum limit of leases that a returning worker may claim to hold; otherwise twice the most that it is ever granted.
 CLAIMS_MIN = 64
 
 
@@ -31,7 +31,7 @@ def worker_joined(state: PlannerState, event: ev.WorkerJoined, now: float) -> No
     before = state.fleet.get(event.worker_id)
     if before is not None:
         worker.rate, worker.rate_variance, worker.returned = before.rate, before.rate_variance, before.returned
-    if before is not None and not lost:  # it went on meanwhile, and what it is measured by goes on with it
+    if before is not None and not lost:  # it kept working, so its measurements continue
         worker.done_samples, worker.unmeasured_samples = before.done_samples, before.unmeasured_samples
         worker.busy_seconds, worker.busy_since = before.busy_seconds, before.busy_since
         worker.occupancy = before.occupancy
@@ -52,15 +52,15 @@ def worker_joined(state: PlannerState, event: ev.WorkerJoined, now: float) -> No
 
 
 def possible_claims(state: PlannerState, lease_ids: Iterable[int]) -> tuple[int, ...]:
-    """Of the leases that a worker says it holds, those that were ever granted; no more of them than it can hold."""
+    """Return those of the claimed leases that were ever granted, and no more of them than a worker can hold."""
     most = max(CLAIMS_MIN, 4 * state.options.groups_per_batch)
     granted = (lease_id for lease_id in dict.fromkeys(lease_ids) if 0 < lease_id < state.leases.ids.next_id)
     return tuple(itertools.islice(granted, most))
 
 
 def _joins_standing_by(state: PlannerState, event: ev.WorkerJoined, before: Worker | None) -> bool:
-    """As before it was away. A new one works at once while nothing is known, or if it was rented because it is needed;
-    else it waits to be chosen.
+    """Whether a joining worker starts on standby. A returning one continues as before. A new one is active at once if
+    the needed rate is unknown or its machine was just rented; otherwise it waits to be activated.
     """
     activation = state.activation
     if activation is None:
@@ -83,7 +83,7 @@ def announce_newest(state: PlannerState, reason: str, worker_ids: tuple[str, ...
 
 
 def workers_heard(state: PlannerState, worker_ids: Iterable[str], now: float) -> None:
-    """Those of them that attend are not silent."""
+    """Record that these workers are alive, if they are connected."""
     for worker_id in worker_ids:
         worker = state.fleet.get(worker_id)
         if worker is not None and not worker.detached:
@@ -91,7 +91,7 @@ def workers_heard(state: PlannerState, worker_ids: Iterable[str], now: float) ->
 
 
 def worker_reported(state: PlannerState, event: ev.WorkerReported, now: float) -> bool:
-    """Handle a report. Returns whether it says more than that the worker is alive."""
+    """Handle a report. Return whether the installed snapshot changed."""
     worker = state.fleet.get(event.worker_id)
     if worker is None or worker.detached:
         return False
@@ -107,20 +107,20 @@ def worker_reported(state: PlannerState, event: ev.WorkerReported, now: float) -
 
 
 def withdraw(state: PlannerState, worker_id: str, now: float) -> None:
-    """Give the worker no more leases: it moves to another policy when its present ones are done."""
+    """Give the worker no more leases: it moves to another policy when its current ones are done."""
     if (worker := state.fleet.get(worker_id)) is not None:
         stand_by(state, worker, now)
 
 
 def stand_by(state: PlannerState, worker: Worker, now: float) -> None:
-    """The worker finishes its work and gets no more leases."""
+    """Give the worker no more leases; it finishes those that it has."""
     worker.standby, worker.standby_since = True, now
     state.fleet.file(worker)
     state.gauge.fewer_active(state.fleet.num_active, now)
 
 
 def lose_worker(state: PlannerState, worker_id: str, reason: str, now: float) -> None:
-    """The worker is gone: end its leases and remove it from the fleet."""
+    """Remove a lost worker from the fleet and end its leases."""
     worker = state.fleet.get(worker_id)
     if worker is None:
         return
@@ -134,7 +134,7 @@ def lose_worker(state: PlannerState, worker_id: str, reason: str, now: float) ->
 
 
 def expire(state: PlannerState, now: float) -> bool:
-    """End everything whose time is over. Returns whether there was anything."""
+    """End all overdue rests, silent workers and expired leases. Return whether there were any."""
     any_over = state.fleet.end_rests(now) | state.standings.end_rests(now)
     for worker_id in state.fleet.silence.pop_until(now):
         any_over = True
@@ -150,7 +150,7 @@ def expire(state: PlannerState, now: float) -> bool:
             continue  # its group was just given up with another of its leases
         worker_id, _ = held
         if (late := state.fleet.get(worker_id)) is not None:
-            state.fleet.rest(late, now)  # the others come first: a hung engine may have a lively heartbeat
+            state.fleet.rest(late, now)  # others come first: a hung engine may still send heartbeats
         end_lease(state, lease_id, "expired", "the lease's deadline passed")
         state.emit(do.RevokeLease, "the lease's deadline passed", worker_id=worker_id, lease_ids=(lease_id,))
     return any_over

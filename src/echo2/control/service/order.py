@@ -1,23 +1,23 @@
 """Decides the order in which a model's requests are carried out.
 
-A client numbers them 1, 2, 3, ... and sends several at once, the last chunk of a batch possibly first: a request waits
-until those before it are there. A number that was passed already belongs to a client that counts anew (one that loaded
-a state into its model does), and such a request goes in the order of its arrival.
+A client numbers its requests 1, 2, 3, ... and sends several at once, the last chunk of a batch possibly first. A
+request waits until all earlier numbers have arrived. A number that was passed already belongs to a client that started
+counting again (for example after it loaded a state into its model); such requests run in the order of arrival.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-#: How long a request waits for those before it: clients send a request again for five minutes, then give it up.
+#: How long a request waits for earlier ones: clients repeat a request for five minutes, then give up.
 GAP_SECONDS = 330.0
-#: Requests of a model that wait for one before them.
+#: Requests of a model that may wait for an earlier one.
 HELD_MAX = 4096
 
 
 @dataclass(frozen=True, slots=True)
 class Released:
-    """A request whose turn it is. `missing`: the number of one before it that never came; 0: there is none."""
+    """A request that may run now. `missing`: the number of an earlier request that never arrived; 0: none."""
 
     request: str
     missing: int = 0
@@ -25,13 +25,13 @@ class Released:
 
 @dataclass(slots=True)
 class ModelOrder:
-    """The requests of one model. `next_number`: what the next one is expected to have."""
+    """The requests of one model. `next_number`: the expected number of the next request."""
 
     next_number: int = 1
     _held: dict[int, tuple[str, float]] = field(default_factory=dict)
 
     def arrive(self, request: str, number: int | None, now: float) -> list[Released]:
-        """A request came; those whose turn it is now, in order."""
+        """Add a request; return those that may run now, in order."""
         if number is None or number < self.next_number or number in self._held:
             return [Released(request)]
         self._held[number] = (request, now)
@@ -39,15 +39,15 @@ class ModelOrder:
 
     @property
     def num_held(self) -> int:
-        """How many wait for one before them."""
+        """How many requests wait for an earlier one."""
         return len(self._held)
 
     def waits_for(self, request: str) -> int:
-        """The number that a held request waits for; 0: it isn't held."""
+        """Return the number that a held request waits for; 0 if it is not held."""
         return self.next_number if any(held == request for held, _ in self._held.values()) else 0
 
     def expire(self, now: float) -> list[Released]:
-        """Those that waited too long, each with the number that never came, and those that waited for them alone."""
+        """Release requests that waited too long, each with the number that never arrived, and those they blocked."""
         late = [number for number, (_, since) in self._held.items() if now - since >= GAP_SECONDS]
         if not late:
             return []

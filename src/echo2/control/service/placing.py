@@ -1,9 +1,9 @@
-"""Decides which machine samples which call: the tenant with the fewest sequences under way comes next, on a machine of
-the fleet that has room, or else on this machine.
+"""Decides which machine samples which call. The tenant with the fewest running sequences is served next, on a machine
+of the fleet that has room, or else on this machine.
 
-A machine has room until twice as many sequences are under way there as it decodes at once, so that it never waits for
-the next call. Of those with room, the one with least to do for its size goes first; one that never sampled from the
-snapshot counts as fuller than it is, for it has to fetch it.
+A machine has room until it has twice as many running sequences as it decodes at once, so that it never waits for the
+next call. Of the machines with room, the one with the least load for its size is taken. A machine that never sampled
+from the snapshot counts as more loaded than it is, because it has to fetch the snapshot.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from dataclasses import dataclass, field
 LOCAL = ""
 #: Sequences that a machine decodes at once, unless its owner says otherwise.
 SLOTS = 128
-#: Machines of the fleet that may lose a call, or fail it, before it is this machine's alone.
+#: Machines of the fleet that may lose or fail a call before only this machine may sample it.
 TRIES_MAX = 3
-#: Of its slots; that much fuller counts a machine that lacks a snapshot.
+#: Load added to a machine that lacks the snapshot, as a fraction of its slots.
 FETCH_LOAD = 0.25
-#: Snapshots that a machine is taken to have at hand.
+#: Snapshots that a machine is assumed to keep.
 HELD_MAX = 64
 
 
@@ -35,7 +35,7 @@ class _Machine:
         return self.used < 2 * self.slots
 
     def load(self, snapshot: str) -> float:
-        """What it has to do, for its size, if it is to sample from this one, too."""
+        """Return the load relative to the machine's size, with the cost of fetching this snapshot if it lacks it."""
         return self.used / self.slots + (0.0 if snapshot in self.held else FETCH_LOAD)
 
 
@@ -45,41 +45,43 @@ class _Call:
     owner: str
     snapshot: str
     num_samples: int
-    machine: _Machine | None = None  # where it is sampled, perhaps gone meanwhile; None: it waits
+    machine: _Machine | None = None  # where it is sampled (may have left meanwhile); None: the call waits
     failed_at: set[str] = field(default_factory=set)
 
 
 class Placing:
-    """Calls by number, from `arrive` to `ended`; machines by name. `place` says what is to be sampled where, now."""
+    """Calls by number, from `arrive` to `ended`; machines by name. `place` assigns waiting calls to machines."""
 
     def __init__(self, local_slots: int = SLOTS) -> None:
         self._machines = {LOCAL: _Machine(LOCAL, local_slots)}
         self._calls: dict[int, _Call] = {}
         self._waiting: dict[str, deque[_Call]] = {}
-        self._used: Counter[str] = Counter()  # sequences under way, by owner
+        self._used: Counter[str] = Counter()  # running sequences by owner
 
     def joined(self, machine: str, slots: int) -> None:
-        """It samples from now on; `slots`: sequences that it decodes at once."""
+        """Add a machine. `slots`: sequences that it decodes at once."""
         self._machines[machine] = _Machine(machine, slots)
 
     def left(self, machine: str) -> None:
-        """It samples no more. Its calls come back one by one."""
+        """Remove a machine. The caller returns its calls one by one (`came_back`)."""
         del self._machines[machine]
 
     def arrive(self, number: int, owner: str, snapshot: str, num_samples: int) -> None:
-        """A call waits for its turn."""
+        """Add a call to its owner's queue."""
         call = self._calls[number] = _Call(number, owner, snapshot, num_samples)
         self._waiting.setdefault(owner, deque()).append(call)
 
     def came_back(self, number: int) -> None:
-        """The machine was lost, or failed at it. It is the first of its owner's again, and goes elsewhere if it can."""
+        """Requeue a call whose machine was lost or failed, first in its owner's queue. It goes to another machine
+        if possible.
+        """
         call = self._calls[number]
         machine = self._take_from_machine(call)
         call.failed_at.add(machine.name)
         self._waiting.setdefault(call.owner, deque()).appendleft(call)
 
     def ended(self, number: int) -> None:
-        """It was answered, or nobody waits for the answer any more."""
+        """Remove a call that was answered or cancelled."""
         call = self._calls.pop(number)
         if call.machine is not None:
             self._take_from_machine(call)
@@ -90,7 +92,7 @@ class Placing:
             del self._waiting[call.owner]
 
     def place(self) -> list[tuple[int, str]]:
-        """(number, machine) of each call whose turn it is; from now on it is under way there."""
+        """Assign waiting calls as far as there is room. Return (number, machine) for each; it counts as running now."""
         placed = []
         while (found := self._next()) is not None:
             call, machine = found
@@ -114,7 +116,7 @@ class Placing:
         return sum(map(len, self._waiting.values()))
 
     def under_way(self) -> dict[str, int]:
-        """Sequences under way on each machine."""
+        """Return the running sequences of each machine."""
         return {name: machine.used for name, machine in self._machines.items()}
 
     def _next(self) -> tuple[_Call, _Machine] | None:

@@ -1,20 +1,20 @@
-"""Decides which tenant of a shared learner comes next: the one that has used least of it while waiting.
+"""Decides which tenant of a shared learner comes next: the waiting one that has used the fewest seconds.
 
-Start-time fair queueing (Goyal, Vin, Cheng 1996) with pieces of work for packets. Whoever waits without a gap gets an
-equal share of the seconds, whatever the size of the pieces; who comes anew gets no credit for the time away; and nobody
-waits longer than one piece of each other takes.
+Start-time fair queueing (Goyal, Vin, Cheng 1996) with pieces of work for packets. Tenants that wait without a gap get
+equal shares of the seconds, whatever the size of their pieces; a returning tenant gets no credit for its absence; and
+no tenant waits longer than one piece of each other tenant takes.
 """
 
 from __future__ import annotations
 
 
 class Turns:
-    """Owners of work and the seconds that each has used. A name is charged for what it used, waiting or not."""
+    """Owners of work and the seconds that each has used. An owner is charged whether it is waiting or not."""
 
     def __init__(self) -> None:
         self._used: dict[str, float] = {}
         self._waiting: set[str] = set()
-        self._now = 0.0  # what whoever was last chosen had used then
+        self._now = 0.0  # virtual time: the seconds used by the owner chosen last, at that moment
 
     def wait(self, owner: str) -> None:
         """The owner has work from now on."""
@@ -23,16 +23,16 @@ class Turns:
             self._waiting.add(owner)
 
     def rest(self, owner: str) -> None:
-        """The owner has no work any more. What it has used beyond the others is remembered."""
+        """The owner has no more work. Seconds that it used beyond the virtual time are remembered."""
         self._waiting.discard(owner)
         self._used = {name: used for name, used in self._used.items() if name in self._waiting or used > self._now}
 
     def charge(self, owner: str, seconds: float) -> None:
-        """The owner has used so much."""
+        """Charge the owner for these seconds."""
         self._used[owner] = self._used.get(owner, 0.0) + seconds
 
     def next(self) -> str | None:
-        """Who has used least of those that wait; None: nobody waits."""
+        """Choose the waiting owner that has used the fewest seconds; None if no owner waits."""
         chosen = min(self._waiting, key=lambda owner: (self._used[owner], owner), default=None)
         if chosen is not None:
             self._now = self._used[chosen]

@@ -10,8 +10,8 @@ from echo2.types import Lease, PayloadId, SnapshotRef
 
 
 class AskManifest(Command):
-    """Ask the head for this snapshot's manifest; lineage 0 means the newest lineage that has the version. `base`: what
-    a delta may stand on; None asks for the whole content.
+    """Ask the head for this snapshot's manifest; lineage 0 means the newest lineage that has the version. `base`: the
+    snapshot that a delta may build on; None asks for the whole content.
     """
 
     ref: SnapshotRef
@@ -19,26 +19,26 @@ class AskManifest(Command):
 
 
 class FetchSnapshot(Command):
-    """Fetch what is missing of this payload (again), in the place of another one that was being fetched."""
+    """Fetch the missing chunks of this payload (again), replacing the current download."""
 
     payload: PayloadId
 
 
 class StopFetching(Command):
-    """Nobody wants this payload any more."""
+    """Stop fetching this payload, which is no longer needed."""
 
     payload: PayloadId
 
 
 class InstallSnapshot(Command):
     """Decode (over the installed weights, if it is a delta), verify the digest, load into a shadow, swap. An adapter's
-    base model is stored; it is loaded before it where the engine has another."""
+    base model is stored already; it is loaded first if the engine has another one."""
 
     payload: PayloadId
 
 
 class StartLease(Command):
-    """Sample this lease with the installed snapshot. `assignment`: what came with it."""
+    """Sample this lease with the installed snapshot. `assignment`: the data that came with the lease."""
 
     lease: Lease
     assignment: Any
@@ -52,7 +52,7 @@ class StartUnit(Command):
 
 
 class AbortLease(Command):
-    """Nobody wants this lease any more, which is being sampled: end its rollouts now."""
+    """End the rollouts of this running lease now; its result is no longer needed."""
 
     lease_id: int
 

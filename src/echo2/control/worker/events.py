@@ -14,11 +14,11 @@ from echo2.types import Lease, PayloadId, SnapshotRef
 
 
 class SchedulerEvent(_Event):
-    """Base of everything that can happen to the scheduler."""
+    """Base class of the scheduler's events."""
 
 
 class Connected(SchedulerEvent):
-    """The head has taken us in (again)."""
+    """The head accepted this worker (again)."""
 
 
 class Disconnected(SchedulerEvent):
@@ -26,7 +26,7 @@ class Disconnected(SchedulerEvent):
 
 
 class LeasesGranted(SchedulerEvent):
-    """The head granted these at once. `assignments`: one for each."""
+    """The head granted these leases together. `assignments`: one for each lease."""
 
     leases: tuple[Lease, ...]
     assignments: tuple[Any, ...]
@@ -40,8 +40,8 @@ class LeaseRevoked(SchedulerEvent):
 
 
 class SnapshotAnnounced(SchedulerEvent):
-    """A manifest came: of the snapshot that is the newest from now on, or one that was asked for. `progress`: the share
-    of the payload being fetched that is stored already (0 where none is). `base_model`: what it is an adapter over.
+    """A manifest arrived: of the snapshot that is the newest from now on, or of one that was requested (`asked_for`).
+    `progress`: the stored share of the payload being fetched now (0 if none is). `base_model`: set for an adapter.
     """
 
     payload: PayloadId
@@ -51,13 +51,13 @@ class SnapshotAnnounced(SchedulerEvent):
 
 
 class SnapshotUnknown(SchedulerEvent):
-    """The head has no snapshot of this name, as it was asked for (lineage 0: of this version)."""
+    """The head has no snapshot with the requested name (lineage 0: none of this version)."""
 
     ref: SnapshotRef
 
 
 class ManifestFailed(SchedulerEvent):
-    """Asking for a manifest failed on the way."""
+    """The request for a manifest did not get through."""
 
 
 class SnapshotWhole(SchedulerEvent):
@@ -67,14 +67,14 @@ class SnapshotWhole(SchedulerEvent):
 
 
 class SnapshotGone(SchedulerEvent):
-    """Nobody has this payload any more."""
+    """No source has this payload any more."""
 
     payload: PayloadId
 
 
 class SnapshotRefused(SchedulerEvent):
-    """A whole payload, or the base model that it went in over, did not verify, does not fit the installed weights, or
-    the engine would not take it. What is not stored any more of it is fetched again.
+    """A whole payload, or the base model below it, failed verification, does not fit the installed weights, or was
+    rejected by the engine. Chunks of it that are no longer stored are fetched again.
     """
 
     payload: PayloadId
@@ -88,20 +88,20 @@ class SnapshotInstalled(SchedulerEvent):
 
 
 class SnapshotTooLarge(SchedulerEvent):
-    """The engine has no room to put this one beside the installed one, which stays."""
+    """The engine has no room to load this snapshot beside the installed one, which stays."""
 
     payload: PayloadId
     reason: str
 
 
 class RolloutEnded(SchedulerEvent):
-    """A rollout of this lease needs its slot no more."""
+    """A rollout of this lease no longer needs its slot."""
 
     lease_id: int
 
 
 class GroupProduced(SchedulerEvent):
-    """The group of this lease is complete. `result`: what is to be delivered."""
+    """The group of this lease is complete. `result`: the data to deliver."""
 
     lease_id: int
     result: Any
@@ -116,7 +116,7 @@ class LeaseAbandoned(SchedulerEvent):
 
 
 class DeliveryAnswered(SchedulerEvent):
-    """The head accepted or refused a result; either way it is dealt with."""
+    """The head accepted or refused a result; either way it need not be delivered again."""
 
     lease_id: int
 

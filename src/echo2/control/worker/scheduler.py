@@ -1,17 +1,18 @@
 """The worker's scheduler, a state machine: what to fetch, when to swap weights, what to sample, what to deliver again.
 
-It holds leases in order of arrival, as many of them at the engine as its slots take, results until the head has
-answered for them, and at most one snapshot on its way in. New weights go in when nothing is sampled: until then no
-lease starts (with swap = "during" they go in at once, between two tokens). Like the planner it is pure: events in,
+It keeps leases in order of arrival (as many run in the engine as it has slots), results until the head has answered
+them, and at most one incoming snapshot. New weights are installed when nothing is sampled, and no lease starts before
+that (with swap = "during" they are installed at once, between two tokens). Like the planner it is pure: events in,
 commands out.
 
 A worker works for one policy at a time: the one whose snapshot the head announced last. Leases are sampled with weights
-of their own policy, and none is under way while weights of another go in.
+of their own policy, and none runs while weights of another policy are installed.
 
     announced -> fetching (from the origin and peers, while the engine generates) -> whole -> installing -> installed
 
-An adapter goes in over its base model, which is fetched before it where it is not here yet, in the same way, and then
-stays. What is the newest by then is asked for anew.
+An adapter is installed over its base model. A missing base model is fetched first, in the same way, and then kept; the
+newest snapshot is requested again afterwards.
+
     lease:  waiting -> generating -> produced -> answered
 """
 
@@ -26,23 +27,23 @@ from echo2.control.worker import events as ev
 from echo2.errors import InvariantError, UserError
 from echo2.types import Lease, PayloadId, SnapshotRef
 
-#: Times a snapshot is fetched in a row although it proved corrupt.
+#: Fetches in a row of a snapshot that is refused each time.
 MAX_FETCHES = 3
-#: Seconds before a snapshot that proved corrupt so often is asked for again, unless a newer one comes first. (Never to
-#: ask again would be a deadlock where the learner waits for this worker and so publishes nothing newer.)
+#: Seconds before a snapshot that was refused so often is requested again, unless a newer one comes first. (To give it
+#: up would be a deadlock if the learner waits for this worker and therefore publishes nothing newer.)
 REFUSED_SECONDS = 30.0
-#: Seconds between tries to deliver a result that the head did not answer for.
+#: Seconds between attempts to deliver a result that the head did not answer.
 REDELIVER_SECONDS = 2.0
-#: Seconds before a manifest that did not come is asked for again.
+#: Seconds before a manifest that did not arrive is requested again.
 RETRY_SECONDS = 1.0
-#: An unfinished snapshot of which this share is here is finished first, though a newer one is announced.
+#: An unfinished snapshot with more than this share stored is finished first, even if a newer one is announced.
 NEARLY_WHOLE = 0.5
 
 
 @dataclass(slots=True)
 class Held:
-    """A lease that is here. `assignment`: its `types.Assignment`, which nobody reads here. `grant`: number of the
-    event that brought it. `num_running`: rollouts of it that need a slot."""
+    """A lease held by this worker. `assignment`: its `types.Assignment`, not read here. `grant`: number of the event
+    that brought the lease. `num_running`: its rollouts that need a slot."""
 
     lease: Lease
     assignment: Any
@@ -52,7 +53,7 @@ class Held:
 
 @dataclass(slots=True)
 class Produced:
-    """A result that the head has not answered for. It is delivered again at `due_at`."""
+    """A result that the head has not answered. It is delivered again at `due_at`."""
 
     result: Any
     due_at: float = float("inf")
@@ -60,7 +61,7 @@ class Produced:
 
 @dataclass(slots=True)
 class Incoming:
-    """The snapshot on its way in."""
+    """The snapshot that is being fetched, or waits to be installed."""
 
     payload: PayloadId
     is_nearly_whole: bool = False
@@ -73,8 +74,8 @@ class Incoming:
 
 
 class WorkerScheduler(StateMachine):
-    """State, and one method a kind of event. `slots`: rollouts that the engine decodes at once. `deterministic`: leases
-    are sampled grant by grant, because the shape of a batch is part of what they ask for."""
+    """State, and one method per kind of event. `slots`: rollouts that the engine decodes at once. `deterministic`:
+    leases are sampled grant by grant, because the shape of a batch is part of the request."""
 
     def __init__(self, slots: int, swap_during: bool, deterministic: bool) -> None:
         super().__init__()
@@ -84,8 +85,8 @@ class WorkerScheduler(StateMachine):
         self.connected = False
         self.installed: SnapshotRef | None = None
         self.newest: SnapshotRef | None = None
-        self.base_models: set[SnapshotRef] = set()  # that are whole on disk
-        self.missing_base: SnapshotRef | None = None  # of what is wanted, to be fetched before it
+        self.base_models: set[SnapshotRef] = set()  # stored completely on disk
+        self.missing_base: SnapshotRef | None = None  # of the wanted adapter, to be fetched before it
         self.incoming: Incoming | None = None
         self.installing: SnapshotRef | None = None
         self.waiting: dict[int, Held] = {}
@@ -98,7 +99,7 @@ class WorkerScheduler(StateMachine):
         self._retry_at = 0.0
 
     def handle(self, event: ev.Event, now: float) -> list[do.Command]:
-        """Take one event at time `now` (seconds of the worker's clock) and say what is to be done, in order."""
+        """Handle one event at time `now` (seconds of the worker's clock) and return the commands, in order."""
         self.begin(event)
         match event:
             case ev.Connected():
@@ -198,7 +199,7 @@ class WorkerScheduler(StateMachine):
                 self._begin(event, f"{self.newest} is an adapter over {ref}")
             return
         if not event.asked_for:
-            # The head's word counts, not the order of names: after a fall-back an older one may be the newest.
+            # The announcement decides, not the version number: after a fall-back the newest may be an older version.
             self.newest = ref
             if before is not None and ref != before:
                 self._retry_at = 0.0
@@ -211,7 +212,7 @@ class WorkerScheduler(StateMachine):
             is_ready = event.base_model is None or event.base_model in self.base_models
             self.missing_base = None if is_ready else event.base_model
             if is_ready:
-                self._begin(event, f"{event.payload} is announced")  # else `_ask` asks for it when it is its turn
+                self._begin(event, f"{event.payload} is announced")  # else `_ask` requests it after its base model
 
     def _begin(self, event: ev.SnapshotAnnounced, reason: str) -> None:
         """Fetch a newer snapshot in place of an unfinished one. Chunks that both share are already stored."""
@@ -230,8 +231,8 @@ class WorkerScheduler(StateMachine):
             self.incoming = self.missing_base = None
 
     def _finishes_first(self) -> bool:
-        """Whether the unfinished snapshot is installed before the newest is begun: if much of it is here, and always if
-        it replaced another, because a publisher faster than the link would otherwise starve the engine.
+        """Whether the unfinished snapshot is installed before the newest is fetched: if much of it is stored, or if it
+        replaced another, because a publisher faster than the link would otherwise starve the engine.
         """
         incoming = self.incoming
         if incoming is None or self._demanded() is not None:
@@ -246,8 +247,8 @@ class WorkerScheduler(StateMachine):
         return payload.base == (self.installing or self.installed) and self._refusals[0] != payload.ref
 
     def _fell_back(self, ref: SnapshotRef, before: SnapshotRef) -> None:
-        """If the learner came back to an older version, what was granted before may wait for one that never comes; so
-        it does if this worker works for another policy now.
+        """Fail waiting leases whose version may never come: the learner fell back to an older version, or this worker
+        works for another policy now.
         """
         if ref.history == before.history and ref.version > before.version:
             return
@@ -262,7 +263,7 @@ class WorkerScheduler(StateMachine):
         self.emit(do.FailLease, detail, lease_id=lease_id, failure="snapshot_gone")
 
     def _demanded(self) -> SnapshotRef | None:
-        """What the first waiting lease demands exactly, if it does; of whichever lineage (0) has the version."""
+        """Return the exact version that the first waiting lease demands, with lineage 0 (any), or None."""
         first = next(iter(self.waiting.values()), None)
         if first is None or first.lease.exact_version is None:
             return None
@@ -274,7 +275,7 @@ class WorkerScheduler(StateMachine):
         return ref == self.newest if demanded is None else _is_same_version(ref, demanded)
 
     def _unknown(self, ref: SnapshotRef, now: float) -> None:
-        """The origin has no such snapshot (any more)."""
+        """Handle the head's answer that it has no such snapshot (any more)."""
         self._asked_manifest = False
         if ref == self.missing_base:
             self.missing_base, self._retry_at = None, now + RETRY_SECONDS
@@ -289,7 +290,7 @@ class WorkerScheduler(StateMachine):
                 self._fail_waiting(lease_id, f"no snapshot of version {ref.version} is to be had")
 
     def _ask(self, now: float) -> None:
-        """Request the manifest of the wanted snapshot, unless it is here or on its way."""
+        """Request the manifest of the wanted snapshot, unless it is installed or being fetched."""
         if not self.connected or now < self._retry_at or self.newest is None or self._asked_manifest:
             return
         if any(ref is not None and self._is_wanted(ref) for ref in (self.installed, self.installing)):
@@ -312,7 +313,7 @@ class WorkerScheduler(StateMachine):
         self.emit(do.AskManifest, f"version {ref.version} is needed", ref=ref, base=base)
 
     def _gone(self, payload: PayloadId, now: float) -> None:
-        """Nobody has this payload any more; the next one is announced or requested anew."""
+        """Handle a payload that no source has any more; the next one is announced or requested again."""
         if self.incoming is not None and self.incoming.payload == payload and self.installing != payload.ref:
             self.incoming, self._retry_at = None, now + RETRY_SECONDS
 
@@ -344,7 +345,7 @@ class WorkerScheduler(StateMachine):
         with this one after a while, because the learner may wait for this worker and publish no other.
 
         Raises:
-            UserError: it has nothing to go on with.
+            UserError: no snapshot is installed yet, so the worker can't go on.
         """
         if self.installed is None:
             raise UserError(
@@ -369,7 +370,7 @@ class WorkerScheduler(StateMachine):
         if base is not None and base != self.installed:
             self._refusals = (incoming.ref, 0)
             self.incoming = None
-            return  # it stands on weights that are not here; `_ask` asks for all of it
+            return  # its base weights are not installed; `_ask` requests the full snapshot
         if self._is_kept_out(incoming.ref):
             return
         self.installing = incoming.ref
@@ -387,8 +388,8 @@ class WorkerScheduler(StateMachine):
         return self.installed is not None and ref.policy != self.installed.policy
 
     def _is_due(self, ref: SnapshotRef) -> bool:
-        """Whether this complete snapshot may be installed now. If a lease demands a version, others wait until it is
-        sampled.
+        """Whether this complete snapshot may be installed now. If a lease demands a version, other versions wait until
+        the lease is sampled.
         """
         if self._demanded() is not None or self.newest is None:
             return self._is_wanted(ref)
@@ -417,7 +418,7 @@ class WorkerScheduler(StateMachine):
 
     def _start_leases(self) -> None:
         """Start waiting leases in order, as far as the installed version may sample them and slots are free. A lease
-        that waits for newer weights is skipped; one that demands its version, or another policy, is next.
+        that waits for newer weights is skipped; a lease that needs an exact version or another policy blocks the rest.
         """
         if self.installed is None or self._is_swap_next():
             return
@@ -437,7 +438,7 @@ class WorkerScheduler(StateMachine):
             self.emit(do.StartLease, reason, lease=lease, assignment=held.assignment)
 
     def _start_unit(self, installed: SnapshotRef) -> None:
-        """A grant, when the one before it has ended."""
+        """Start all leases of the next grant, once the previous grant has ended."""
         if self.generating or not self.waiting or self.installing is not None:
             return
         grant = next(iter(self.waiting.values())).grant
@@ -456,7 +457,7 @@ class WorkerScheduler(StateMachine):
         return held
 
     def _is_swap_next(self) -> bool:
-        """Whether weights are being installed, or wait for running rollouts, so that no more may start."""
+        """Whether weights are being installed, or wait for running rollouts, so that no further lease may start."""
         if self.installing is not None:
             return not self.swap_during or self._is_of_other_policy(self.installing)
         incoming = self.incoming
@@ -466,7 +467,7 @@ class WorkerScheduler(StateMachine):
 
 
 def _fits(lease: Lease, installed: SnapshotRef) -> bool:
-    """Whether weights that are installed may sample this lease."""
+    """Whether the installed weights may sample this lease."""
     if installed.policy != lease.group.policy:
         return False
     exact, version = lease.exact_version, installed.version
