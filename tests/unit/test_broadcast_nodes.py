@@ -90,7 +90,7 @@ def test_relay_passes_on_what_it_has_while_it_waits_for_the_rest(tmp_path: Path,
 def test_what_is_pushed_out_of_memory_before_it_is_written_is_passed_on_from_disk(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("echo2.broadcast.chunk_cache.RECENT_BYTES", 0)
+    monkeypatch.setattr("echo2.broadcast.serving.RECENT_BYTES", 0)
 
     async def scenario() -> None:
         async with opened(tmp_path, "memory") as fleet:

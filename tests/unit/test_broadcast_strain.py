@@ -11,12 +11,11 @@ from typing import Any
 import pytest
 
 from broadcast_fleet import SECONDS, content, fail, opened, until
-from echo2.broadcast.dial import GIVES_MAX, REDIAL_SECONDS
+from echo2.broadcast.dial import GIVES_MAX, REDIAL_SECONDS, AwaitedSource
 from echo2.broadcast.edges import EDGES_MAX
 from echo2.broadcast.origin import TURN_MAX_SECONDS, TURN_SECONDS, OriginNode
 from echo2.broadcast.payloads import encode_payload
 from echo2.broadcast.probe import DONE
-from echo2.broadcast.sources import AwaitedSource
 from echo2.control.broadcast.origin import BroadcastOptions
 from echo2.errors import PeerError
 from echo2.transport import chunks

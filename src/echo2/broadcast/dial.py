@@ -1,20 +1,27 @@
-"""Connects to a peer that cannot connect to this node, and sends the chunks it asks for: the counterpart of
-`AwaitedSource`.
+"""Both ends of an edge whose source can't be dialled: the source dials the peer that wants its chunks.
+
+Dial            at the source: connects, receives requests, sends the chunks
+AwaitedSource   at the peer: waits for the source to connect, and asks it for chunks
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Coroutine
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import aclosing
 from typing import Any
 
+from echo2.broadcast.payloads import REQUEST_CHUNKS_MAX, encode_payload
 from echo2.broadcast.serving import REQUESTS_PER_PEER_MAX
+from echo2.broadcast.sources import FAILURE_OF, Intake, Source
 from echo2.errors import LinkError, PeerError
 from echo2.transport import chunks
 from echo2.transport import wire_pb2 as wire
 from echo2.transport.base import Link
+from echo2.types import PayloadId
 
+#: Timeout for an awaited peer to dial this node.
+DIALLED_WITHIN_SECONDS = 8.0
 #: How long, and at which interval, a peer that does not answer is dialled again.
 DIAL_SECONDS = 5.0
 REDIAL_SECONDS = 0.5
@@ -102,3 +109,77 @@ class Dial:
         self._end_tasks()
         await asyncio.gather(self._running, *self._tasks, return_exceptions=True)
         await self._link.close()
+
+
+class AwaitedSource(Source):
+    """A peer that can't be dialled: it dials this node, receives the requests, and sends the chunks."""
+
+    def __init__(self, source: str, intake: Intake) -> None:
+        super().__init__(source, intake)
+        self._requests: asyncio.Queue[wire.ChunkRequest | None] = asyncio.Queue()
+        self._is_attached = False
+        self._patience: asyncio.TimerHandle | None = None
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether chunks are awaited."""
+        return bool(self.awaited)
+
+    def ask(self, payload: PayloadId, hashes: Sequence[bytes]) -> None:
+        """As `Source.ask`; the peer receives the request once it has dialled."""
+        for start in range(0, len(hashes), REQUEST_CHUNKS_MAX):
+            part = hashes[start : start + REQUEST_CHUNKS_MAX]
+            self.awaited.update(dict.fromkeys(part))
+            self._requests.put_nowait(wire.ChunkRequest(hashes=part, payload=encode_payload(payload)))
+        if not self._is_attached and self._patience is None:
+            loop = asyncio.get_running_loop()
+            self._patience = loop.call_later(DIALLED_WITHIN_SECONDS, self._was_not_dialled)
+
+    def _was_not_dialled(self) -> None:
+        self._patience = None
+        if self.awaited:
+            self.fail("unreachable")
+
+    async def attach(self) -> AsyncIterator[wire.ChunkRequest]:
+        """Yield the requests to a peer that has dialled. Ends when they are cancelled, or when the peer dials again:
+        requests sent over the older stream, which may be half open, may never have arrived, so they fail.
+        """
+        if self._is_attached and self.awaited:
+            self.fail("broken")
+        elif self._is_attached:
+            self.cancel()
+        requests, self._is_attached = self._requests, True
+        if self._patience is not None:
+            self._patience.cancel()
+            self._patience = None
+        try:
+            while (request := await requests.get()) is not None:
+                yield request
+        finally:
+            if requests is self._requests:
+                self._is_attached = False
+                if self.awaited:
+                    self.fail("broken")
+
+    async def give(self, message: bytes) -> None:
+        """Take a chunk that the peer sent. Raises PeerError if it was not requested, or is corrupt."""
+        try:
+            await self.take(message, self.awaited)
+        except PeerError as error:
+            hash_ = chunks.hash_of(message)
+            if error.reason != "corrupt" or hash_ in self.awaited:
+                self.fail(FAILURE_OF.get(error.reason, "broken"))
+            raise
+
+    def cancel(self) -> None:
+        """As `Source.cancel`; the peer has to dial again."""
+        self.awaited.clear()
+        if self._patience is not None:
+            self._patience.cancel()
+            self._patience = None
+        self._requests.put_nowait(None)
+        self._requests, self._is_attached = asyncio.Queue(), False
+
+    async def close(self) -> None:
+        """As `Source.close`."""
+        self.cancel()

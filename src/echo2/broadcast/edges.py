@@ -6,10 +6,10 @@ import asyncio
 from collections.abc import AsyncIterator, Iterable
 from typing import Any
 
-from echo2.broadcast.dial import Dial
+from echo2.broadcast.dial import AwaitedSource, Dial
 from echo2.broadcast.payloads import decode_payload
 from echo2.broadcast.serving import Server
-from echo2.broadcast.sources import AwaitedSource, DialledSource, Intake, Source
+from echo2.broadcast.sources import DialledSource, Intake, Source
 from echo2.errors import PeerError
 from echo2.transport import wire_pb2 as wire
 from echo2.transport.base import Handlers, Network, Peer

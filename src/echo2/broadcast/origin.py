@@ -16,10 +16,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from echo2.broadcast import addresses
-from echo2.broadcast.chunk_cache import ChunkCache
 from echo2.broadcast.payloads import decode_payload, encode_payload
 from echo2.broadcast.probe import DONE, FILLER, PIECE_BYTES, PROBE_BYTES
-from echo2.broadcast.serving import Server
+from echo2.broadcast.serving import ChunkCache, Server
 from echo2.control.broadcast import origin_commands as do
 from echo2.control.broadcast import origin_events as ev
 from echo2.control.broadcast.origin import Broadcast, BroadcastOptions

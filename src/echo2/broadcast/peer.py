@@ -14,11 +14,10 @@ from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from echo2.broadcast.chunk_cache import ChunkCache
 from echo2.broadcast.edges import ORIGIN, Edges
 from echo2.broadcast.probe import NO_LINK, Rates, measure
 from echo2.broadcast.reports import Reports
-from echo2.broadcast.serving import Server
+from echo2.broadcast.serving import ChunkCache, Server
 from echo2.control.broadcast import fetcher_commands as do
 from echo2.control.broadcast import fetcher_events as ev
 from echo2.control.broadcast.fetcher import Fetcher

@@ -1,23 +1,101 @@
-"""Serves chunks to a peer: stored chunks at once, expected chunks as soon as they arrive."""
+"""Serves chunks to peers: recently received chunks from memory, other stored chunks from disk, expected chunks as soon
+as they arrive.
+
+Chunks are kept as encoded messages (`transport.chunks`), so that a chunk sent to many peers is hashed, read and packed
+once.
+"""
 
 from __future__ import annotations
 
 import asyncio
-from collections import Counter, deque
+import logging
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import AsyncGenerator, Callable
+from concurrent.futures import Executor
 
-from echo2.broadcast.chunk_cache import ChunkCache
 from echo2.broadcast.payloads import decode_payload, requested
-from echo2.errors import PeerError
+from echo2.errors import PeerError, UserError
 from echo2.transport import chunks
 from echo2.transport import wire_pb2 as wire
 from echo2.transport.base import Peer
 from echo2.types import PayloadId
+from echo2.weights.store import ChunkStore
 
+log = logging.getLogger(__name__)
+
+#: Bytes of messages kept in memory: how far the children of a relay can lag behind it without disk reads.
+RECENT_BYTES = 64 << 20
 #: Interval of keep-alive messages while there is no chunk to send.
 ALIVE_SECONDS = 0.5
 #: Maximum number of concurrent requests of one peer.
 REQUESTS_PER_PEER_MAX = 64
+
+
+class ChunkCache:
+    """Serves chunks from memory or from `store`. Disk reads run on `disk` threads, the rest on the event loop."""
+
+    def __init__(self, store: ChunkStore, disk: Executor) -> None:
+        self._store, self._disk = store, disk
+        self._recent: OrderedDict[bytes, bytes] = OrderedDict()
+        self._recent_bytes = 0
+        self._waiting: defaultdict[bytes, set[Callable[[bytes], None]]] = defaultdict(set)
+
+    def has(self, hash_: bytes) -> bool:
+        """Whether this chunk can be sent now."""
+        return hash_ in self._recent or self._store.has(hash_)
+
+    async def message(self, hash_: bytes) -> bytes:
+        """Return the message with this chunk.
+
+        Raises:
+            PeerError: "missing": the chunk is not stored, or damaged on disk (the peer then asks another source, and
+                does not report this one as corrupt); "busy": it is stored but can't be read now.
+        """
+        message = self._recent.get(hash_)
+        if message is not None:
+            return message
+        try:
+            data = await asyncio.get_running_loop().run_in_executor(self._disk, self._store.get, hash_)
+        except PeerError as error:
+            log.warning("a chunk is not given: %s", error)
+            raise PeerError("missing", str(error)) from error
+        except UserError as error:
+            log.warning("a chunk is not given: %s", error)
+            raise PeerError("busy", f"chunk {hash_.hex()} can't be read now") from error
+        message = chunks.pack(hash_, data)
+        self._remember(hash_, message)
+        return message
+
+    def arrived(self, hash_: bytes, message: bytes) -> None:
+        """Add a verified chunk, and notify the requests that wait for it."""
+        self._remember(hash_, message)
+        self.stored(hash_)
+
+    def stored(self, hash_: bytes) -> None:
+        """Notify the requests that wait for this chunk, which is now on disk. A request may have begun to wait after
+        the chunk was evicted from memory and before it was written."""
+        for tell in self._waiting.pop(hash_, ()):
+            tell(hash_)
+
+    def wait_for(self, hash_: bytes, tell: Callable[[bytes], None]) -> None:
+        """Call `tell` once, when the chunk arrives."""
+        self._waiting[hash_].add(tell)
+
+    def forget(self, hash_: bytes, tell: Callable[[bytes], None]) -> None:
+        """Undo `wait_for`."""
+        waiting = self._waiting.get(hash_)
+        if waiting is not None:
+            waiting.discard(tell)
+            if not waiting:
+                del self._waiting[hash_]
+
+    def _remember(self, hash_: bytes, message: bytes) -> None:
+        if hash_ in self._recent:
+            return
+        self._recent[hash_] = message
+        self._recent_bytes += len(message)
+        while self._recent_bytes > RECENT_BYTES:
+            self._recent_bytes -= len(self._recent.popitem(last=False)[1])
 
 
 class Server:

@@ -1,4 +1,4 @@
-"""Receives chunks from one source: the origin, a peer that this node dials, or a peer that dials this node.
+"""Receives chunks from one source: the origin, a peer that this node dials, or (`dial.py`) a peer that dials this node.
 
 A source can have several requests under way. Its first failure ends all of them, and is reported once.
 """
@@ -6,7 +6,7 @@ A source can have several requests under way. Its first failure ends all of them
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Sequence
 from contextlib import aclosing
 from typing import Protocol
 
@@ -17,12 +17,10 @@ from echo2.transport import wire_pb2 as wire
 from echo2.transport.base import Link
 from echo2.types import PayloadId
 
-#: Timeout for an awaited peer to dial this node.
-DIALLED_WITHIN_SECONDS = 8.0
 #: Timeout for connecting to a source.
 DIAL_SECONDS = 5.0
 #: Reason of a PeerError in handling a source's message -> failure reported to the fetcher. Other reasons: "broken".
-_FAILURE_OF = {"corrupt": "corrupt", "oversized": "corrupt", "malformed": "corrupt", "missing": "missing"}
+FAILURE_OF = {"corrupt": "corrupt", "oversized": "corrupt", "malformed": "corrupt", "missing": "missing"}
 
 
 class Intake(Protocol):
@@ -146,7 +144,7 @@ class DialledSource(Source):
             await self.take(message, awaited)
         except PeerError as error:
             self._was_reached = True
-            self.fail(_FAILURE_OF.get(error.reason, "broken"))
+            self.fail(FAILURE_OF.get(error.reason, "broken"))
             return False
         return True
 
@@ -166,77 +164,3 @@ class DialledSource(Source):
         await asyncio.gather(*self._tasks, return_exceptions=True)
         for link in self._links:
             await link.close()
-
-
-class AwaitedSource(Source):
-    """A peer that can't be dialled: it dials this node, receives the requests, and sends the chunks."""
-
-    def __init__(self, source: str, intake: Intake) -> None:
-        super().__init__(source, intake)
-        self._requests: asyncio.Queue[wire.ChunkRequest | None] = asyncio.Queue()
-        self._is_attached = False
-        self._patience: asyncio.TimerHandle | None = None
-
-    @property
-    def is_busy(self) -> bool:
-        """Whether chunks are awaited."""
-        return bool(self.awaited)
-
-    def ask(self, payload: PayloadId, hashes: Sequence[bytes]) -> None:
-        """As `Source.ask`; the peer receives the request once it has dialled."""
-        for start in range(0, len(hashes), REQUEST_CHUNKS_MAX):
-            part = hashes[start : start + REQUEST_CHUNKS_MAX]
-            self.awaited.update(dict.fromkeys(part))
-            self._requests.put_nowait(wire.ChunkRequest(hashes=part, payload=encode_payload(payload)))
-        if not self._is_attached and self._patience is None:
-            loop = asyncio.get_running_loop()
-            self._patience = loop.call_later(DIALLED_WITHIN_SECONDS, self._was_not_dialled)
-
-    def _was_not_dialled(self) -> None:
-        self._patience = None
-        if self.awaited:
-            self.fail("unreachable")
-
-    async def attach(self) -> AsyncIterator[wire.ChunkRequest]:
-        """Yield the requests to a peer that has dialled. Ends when they are cancelled, or when the peer dials again:
-        requests sent over the older stream, which may be half open, may never have arrived, so they fail.
-        """
-        if self._is_attached and self.awaited:
-            self.fail("broken")
-        elif self._is_attached:
-            self.cancel()
-        requests, self._is_attached = self._requests, True
-        if self._patience is not None:
-            self._patience.cancel()
-            self._patience = None
-        try:
-            while (request := await requests.get()) is not None:
-                yield request
-        finally:
-            if requests is self._requests:
-                self._is_attached = False
-                if self.awaited:
-                    self.fail("broken")
-
-    async def give(self, message: bytes) -> None:
-        """Take a chunk that the peer sent. Raises PeerError if it was not requested, or is corrupt."""
-        try:
-            await self.take(message, self.awaited)
-        except PeerError as error:
-            hash_ = chunks.hash_of(message)
-            if error.reason != "corrupt" or hash_ in self.awaited:
-                self.fail(_FAILURE_OF.get(error.reason, "broken"))
-            raise
-
-    def cancel(self) -> None:
-        """As `Source.cancel`; the peer has to dial again."""
-        self.awaited.clear()
-        if self._patience is not None:
-            self._patience.cancel()
-            self._patience = None
-        self._requests.put_nowait(None)
-        self._requests, self._is_attached = asyncio.Queue(), False
-
-    async def close(self) -> None:
-        """As `Source.close`."""
-        self.cancel()
