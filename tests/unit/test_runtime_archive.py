@@ -157,7 +157,8 @@ def test_a_base_that_nobody_knows_and_deltas_that_save_nothing_get_what_needs_no
 def test_the_archive_is_bounded(tmp_path: Path) -> None:
     async def story() -> None:
         dropped: list[PayloadId] = []
-        archive = Archive(ChunkStore(tmp_path), dropped.append)
+        archive = Archive(ChunkStore(tmp_path))
+        archive.on_dropped = dropped.append
         newest = 3 * MAX_DELTAS
         await publish_many(archive, newest)
         listed = [manifest.payload for manifest in archive.store.manifests()]

@@ -13,12 +13,15 @@ from weights_cases import encode, encode_delta
 
 from broadcast_fleet import fail
 from echo2.broadcast.origin import OriginNode
+from echo2.broadcast.payloads import encode_payload
 from echo2.control.broadcast.origin import BroadcastOptions
 from echo2.control.head.fleet import Worker
 from echo2.errors import PeerError
 from echo2.runtime.head.archive import JOINED_MAX, Archive
 from echo2.runtime.head.distribution import Distribution
+from echo2.transport import chunks
 from echo2.transport import wire_pb2 as wire
+from echo2.transport.base import Peer
 from echo2.transport.identity import RunIdentity, verify_manifest
 from echo2.types import RUN_POLICY, PayloadId, Snapshot, SnapshotRef, TensorBytes
 from echo2.weights.manifest import Manifest
@@ -106,6 +109,24 @@ def test_who_has_it_already_is_told_that_it_is_the_newest_and_sent_nothing(tmp_p
         await fleet.publish(0, as_delta=False)
         assert fleet.notices["worker"] == [PayloadId(ref(0))]
         assert fleet.routes["worker"] == []
+        await fleet.distribution.close()
+
+    asyncio.run(story())
+
+
+def test_new_chunks_are_served_without_reading_them_from_disk(tmp_path: Path) -> None:
+    """The head has just checked and stored them."""
+
+    async def story() -> None:
+        fleet = Fleet(tmp_path, worker=None)
+        await fleet.publish(0, as_delta=False)
+        hashes = fleet.archive.payload(ref(0), None).hashes
+        for path in (tmp_path / "store" / "chunks").iterdir():
+            path.unlink()
+        request = wire.ChunkRequest(hashes=hashes, payload=encode_payload(PayloadId(ref(0))))
+        serve = fleet.origin.handlers()["FetchChunks"]
+        messages = [message async for message in serve(Peer("worker", "worker", "203.0.113.9"), request)]
+        assert {chunks.unpack(message)[0] for message in messages} - {b""} == set(hashes)
         await fleet.distribution.close()
 
     asyncio.run(story())

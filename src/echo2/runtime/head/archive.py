@@ -48,11 +48,15 @@ T = TypeVar("T")
 
 
 class Archive:
-    """The stored snapshots. Call all methods on the event loop. `on_dropped` gets payloads no longer served."""
+    """The stored snapshots. Call all methods on the event loop.
 
-    def __init__(self, store: ChunkStore, on_dropped: Callable[[PayloadId], None] = lambda payload: None) -> None:
+    `on_dropped` is called with payloads that are no longer served, `on_stored` with the learner's chunks (hash, bytes).
+    """
+
+    def __init__(self, store: ChunkStore) -> None:
         self.store = store
-        self.on_dropped = on_dropped
+        self.on_dropped: Callable[[PayloadId], None] = lambda payload: None
+        self.on_stored: Callable[[bytes, bytes], None] = lambda hash_, data: None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="archive")
         self._retained: set[SnapshotRef] = reachable(store.manifests())
         self._offered: set[bytes] = set()
@@ -90,6 +94,7 @@ class Archive:
         if hash_ not in self._offered:
             raise PeerError("malformed", "a chunk that was not offered")
         await self._beside(self.store.put, hash_, data)
+        self.on_stored(hash_, data)
 
     async def take(self, manifest: Manifest) -> None:
         """List a payload whose chunks have all been sent.

@@ -50,7 +50,7 @@ class Distribution:
         self._signer, self._order, self._attending, self._spawn = signer, order, attending, spawn
         self._notices: dict[PayloadId, tuple[Manifest, wire.SnapshotNotice]] = {}
         self._joins: defaultdict[SnapshotRef, Counter[str]] = defaultdict(Counter)
-        archive.on_dropped = self._dropped
+        archive.on_dropped, archive.on_stored = self._dropped, origin.stored
 
     def held(self, worker_id: str, installed: SnapshotRef) -> None:
         """Record that a worker has this snapshot installed."""
