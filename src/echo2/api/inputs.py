@@ -1,4 +1,4 @@
-"""Turns Python arguments into the files and settings that `echo2 run` reads, so that nothing exists only in memory."""
+"""Turns Python arguments into the configuration and data files that `echo2 run` reads; nothing stays in memory only."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ from echo2.rundir import RunDir, write_atomically
 
 
 class Saves(Protocol):
-    """A model or a tokenizer of transformers, as far as it is needed here."""
+    """A transformers model or tokenizer: only its `save_pretrained` is used here."""
 
     def save_pretrained(self, directory: str, /) -> Any: ...
 
 
 #: A directory or hub id, or a model and its tokenizer.
 Model: TypeAlias = str | Path | tuple[Saves, Saves]
-#: What `tasks.source` may be, or rows: a list of mappings, a Dataset of Hugging Face, whatever gives one after another.
+#: A value of `tasks.source`, or an iterable of rows: a list of mappings, a Hugging Face Dataset, a generator.
 Tasks: TypeAlias = str | Path | Sequence[str] | Iterable[Mapping[str, Any]]
 Reward: TypeAlias = str | Callable[..., Any]
-#: One, several that add up, or several with weights.
+#: One reward function, several whose values are added, or several with weights.
 Rewards: TypeAlias = Reward | Sequence[Reward] | Mapping[Reward, float]
 
 
 def sections(settings: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """Settings by section. A keyword is a section with its keys (`eval={"every": 20}`), or a key that only one section
-    has (`lr=1e-5`).
+    """Return the settings grouped by section. A keyword names a section with its keys (`eval={"every": 20}`), or a key
+    that exists in only one section (`lr=1e-5`).
 
     Raises:
         UserError: there is no such section or key, or several sections have the key.
@@ -66,10 +66,11 @@ def write_run(
     environment: str | type | None,
     settings: Mapping[str, Any],
 ) -> Path:
-    """The configuration file of a run, and beside it in `folder` whatever was given as an object.
+    """Write the configuration file of a run and return its path. Arguments given as Python objects are saved beside the
+    file in `folder`.
 
     Raises:
-        UserError: something given is not what it must be; a setting is wrong; the folder cannot be written.
+        UserError: an argument has the wrong type; a setting is wrong; the folder cannot be written.
     """
     tables = sections(settings)
 
@@ -99,7 +100,8 @@ def write_run(
 
 
 def write_resumed(rundir: RunDir, settings: Mapping[str, Any]) -> Path:
-    """The configuration file of a run that goes on: its own, with these settings changed.
+    """Write the configuration file of a resumed run and return its path: the run's own configuration with these
+    settings changed.
 
     Raises:
         UserError: this is no run directory, or a setting is wrong.
@@ -128,7 +130,7 @@ def _model(model: Any, directory: Path) -> str:
 
 
 def _source(tasks: Any, path: Path) -> str | list[str]:
-    """What `tasks.source` is: the same text, or the file with the rows."""
+    """Return the value of `tasks.source`: the given text unchanged, or the path of the file that the rows go to."""
     if isinstance(tasks, str | Path):
         return str(tasks)
     if isinstance(tasks, list | tuple) and tasks and all(isinstance(each, str) for each in tasks):

@@ -1,14 +1,15 @@
 """Writes a function or class of the user's session to a Python file that another process can load.
 
 Rewards and environments run in processes of their own (`reward/process.py`), which cannot see a notebook. Nothing is
-pickled: the file holds the source of the function and of what it uses, so that a person can read in the run directory
-what scored the run, and so that a later `echo2 eval` or a resumed run has it too. What it uses is
+pickled: the file holds the source of the function and of its dependencies. The run directory thus records what scored
+the run, and a later `echo2 eval` or a resumed run can load it. Dependencies are handled by kind:
 
-    a module, or what has a name in one      imported by that name
-    a function or class of the session       its source, and what that uses in turn
-    numbers, texts, lists, dicts, patterns   written down as they are now
+    a module, or an attribute of a module    imported by its name
+    a function or class of the session       its source, and its own dependencies in turn
+    numbers, texts, lists, dicts, patterns   written as literals with their current values
 
-and anything else is refused by name. The file stays on the owner's machines: workers of others never get it.
+Any other dependency is refused by name. The file stays on the owner's machines and is never sent to other people's
+workers.
 """
 
 from __future__ import annotations
@@ -30,17 +31,17 @@ from echo2.errors import UserError
 from echo2.printable import shown
 from echo2.rundir import write_atomically
 
-#: Of one value that is written down.
+#: Longest literal that is written for one value.
 LITERAL_CHARS_MAX = 1 << 20
 HEADER = '"""Written by echo2 from a Python session."""\n\nfrom __future__ import annotations\n'
 INSTEAD = "Make it inside the function, or put the function in a file and name that: file.py:name."
 
 
 def named_code(thing: Any, folder: Path) -> str:
-    """How a setting names a function or class: `file.py:name`. A text names one already; else the file is written.
+    """Write a function or class to a file and return its name in a setting, `file.py:name`. A text is returned as is.
 
     Raises:
-        UserError: it has no name or no source, or uses what cannot be written down.
+        UserError: `thing` has no name or no source, or depends on a value that cannot be written as a literal.
     """
     if isinstance(thing, str):
         return thing
@@ -55,11 +56,11 @@ def named_code(thing: Any, folder: Path) -> str:
 
 
 class _Writing:
-    """The file, in the order in which its names are needed."""
+    """The contents of the file; every definition comes after its dependencies."""
 
     def __init__(self) -> None:
         self._added: dict[str, Any] = {}
-        self._places: dict[str, None] = {}  # a set in order
+        self._places: dict[str, None] = {}  # an ordered set
         self._imports: list[str] = []
         self._bodies: list[str] = []
 
@@ -69,7 +70,7 @@ class _Writing:
         return "\n".join(["", "\n\n".join(parts), "\n", "\n\n\n".join(self._bodies), ""])
 
     def add(self, name: str, value: Any, user: str) -> None:
-        """Whatever gives `name` this value. `user`: the function that needs it."""
+        """Add the import, source or literal that gives `name` this value. `user`: the function that needs it."""
         if name in self._added:
             if self._added[name] is not value:
                 raise UserError(f"{user} and what it uses mean two things by {name!r}. Rename one.")
@@ -85,7 +86,7 @@ class _Writing:
             self._bodies.append(f"{name} = {_literal(name, value, user)}")
 
     def _import(self, name: str, value: Any) -> str | None:
-        """The line that imports a module, or what a module has under its own name; None: neither."""
+        """Return the line that imports a module, or an object from its home module; None if neither is possible."""
         if isinstance(value, ModuleType):
             self._find(value)
             return f"import {value.__name__}" + ("" if value.__name__ == name else f" as {name}")
@@ -96,7 +97,7 @@ class _Writing:
         return f"from {home.__name__} import {own}" + ("" if own == name else f" as {name}")
 
     def _find(self, module: ModuleType) -> None:
-        """Where a module was found, unless every process of this Python finds it."""
+        """Record the directory that a module was imported from, unless every process of this Python can import it."""
         file = getattr(module, "__file__", None)
         if file is None or Path(file).is_relative_to(sys.prefix) or Path(file).is_relative_to(sys.base_prefix):
             return
@@ -131,10 +132,10 @@ def _literal(name: str, value: Any, user: str) -> str:
 
 
 def _source(thing: Any) -> str:
-    """The text of a function's or class's definition, from its decorators on, with nothing before it on its lines.
+    """Return the source of a function or class from its first decorator on, dedented.
 
     Raises:
-        UserError: it cannot be had, as for what was typed into a bare `python`.
+        UserError: the source is not available, for example if it was typed into a bare `python` prompt.
     """
     for file, line in _places(thing):
         lines = linecache.getlines(file)
@@ -149,25 +150,27 @@ def _source(thing: Any) -> str:
 def _definitions(text: str, name: str) -> list[ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef]:
     try:
         nodes = ast.walk(ast.parse(text))
-    except SyntaxError:  # the file is another one by now
+    except SyntaxError:  # the file has changed since it was loaded
         return []
     kinds = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
     return [node for node in nodes if isinstance(node, kinds) and node.name == name]
 
 
 def _places(thing: Any) -> Iterator[tuple[str, int | None]]:
-    """File and line of a function, or of the methods of a class; of one without any, the files that may have it."""
+    """Yield file and first line of a function or of a class's methods; for a class without methods, candidate files
+    with line None.
+    """
     functions = list(_functions(thing))
     yield from ((function.__code__.co_filename, function.__code__.co_firstlineno) for function in functions)
     module = sys.modules.get(thing.__module__)
     if isinstance(thing, type) and not functions:
         yield from ((file, None) for file in [getattr(module, "__file__", None)] if file)
         cached: dict[str, Any] = linecache.cache
-        yield from ((file, None) for file, entry in reversed(cached.items()) if entry[1:2] == (None,))  # cells
+        yield from ((file, None) for file, entry in reversed(cached.items()) if entry[1:2] == (None,))  # notebook cells
 
 
 def _functions(thing: Any) -> Iterator[FunctionType]:
-    """A function itself, or the methods of a class."""
+    """Yield a function itself, or the methods of a class."""
     for part in [thing] if isinstance(thing, FunctionType) else vars(thing).values():
         function = inspect.unwrap(getattr(part, "__func__", part))
         if isinstance(function, FunctionType):
@@ -175,7 +178,7 @@ def _functions(thing: Any) -> Iterator[FunctionType]:
 
 
 def _names_seen(thing: Any) -> Mapping[str, Any]:
-    """The values of the names that a function or the methods of a class can see around them, by name."""
+    """Return the global and closure variables visible to a function or to the methods of a class, by name."""
     values: dict[str, Any] = dict(vars(sys.modules.get(thing.__module__, builtins)))
     for function in _functions(thing):
         around = inspect.getclosurevars(function).nonlocals
@@ -184,7 +187,7 @@ def _names_seen(thing: Any) -> Mapping[str, Any]:
 
 
 class _WithoutAnnotations(ast.NodeTransformer):
-    """Annotations stay texts in the file, so that what only they name need not be there."""
+    """Removes annotations: the file never evaluates them, so names used only in annotations are no dependencies."""
 
     def visit_arg(self, node: ast.arg) -> ast.arg:
         node.annotation = None
@@ -205,7 +208,7 @@ class _WithoutAnnotations(ast.NodeTransformer):
 
 
 def _free_names(source: str) -> set[str]:
-    """The names that a definition reads and does not bind."""
+    """Return the names that a definition reads but does not bind."""
     plain = ast.unparse(ast.fix_missing_locations(_WithoutAnnotations().visit(ast.parse(source))))
     module = symtable.symtable(plain, "<session>", "exec")
     bound = {symbol.get_name() for symbol in module.get_symbols() if symbol.is_assigned()}

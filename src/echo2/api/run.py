@@ -1,4 +1,4 @@
-"""A run as a Python object: its run directory, and the `echo2 run` that works on it, if this session started it."""
+"""A run as a Python object: its run directory and, if this session started it, its `echo2 run` process."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ if TYPE_CHECKING:
     from echo2.runtime.launch.evaluate import Step
 
 POLL_SECONDS = 0.2
-#: Below logs/: what `echo2 run` says.
+#: File in logs/ for the output of `echo2 run`.
 LOG_NAME = "run.log"
-#: Of `echo2 run`: it did all its steps, or was interrupted.
+#: Exit statuses of `echo2 run` that finished all its steps or was interrupted.
 FINE_STATUSES = (0, 130, -signal.SIGTERM)
-#: Kinds of outcome.json.
+#: Values of `kind` in outcome.json that mean a failure.
 FAILED = ("user_error", "failed")
 
 
 class Run:
-    """A run directory: what is read from it is as it is now, also while the run goes on. From `echo2.train`,
-    `echo2.start` or `echo2.load`.
+    """A run, read from its run directory. Every property shows the current state, also while the run is training.
+    Returned by `echo2.train`, `echo2.start` and `echo2.load`.
     """
 
     def __init__(self, path: Path, process: subprocess.Popen[bytes] | None = None, lifeline: int = -1) -> None:
@@ -57,41 +57,41 @@ class Run:
     def __exit__(self, *_: object) -> None:
         self.stop()
 
-    # ---- what it is doing --------------------------------------------------------------------------------------
+    # ---- state and results -------------------------------------------------------------------------------------
 
     @property
     def view(self) -> RunView:
-        """All that the run directory says now, as `echo2 status` and the dashboard read it."""
+        """The current contents of the run directory, as `echo2 status` and the dashboard show them."""
         self._view = self._view.newer()
         return self._view
 
     @property
     def state(self) -> str:
-        """`running`, `paused: why`, or how it ended: `finished: ...`, `stopped: ...`, `failed: ...`."""
+        """`running`, `paused: REASON`, or how the run ended: `finished: ...`, `stopped: ...`, `failed: ...`."""
         return self.view.state
 
     @property
     def step(self) -> int:
-        """Training steps done."""
+        """Number of training steps completed."""
         return self.view.version
 
     @property
     def accuracy(self) -> float | None:
-        """The newest accuracy on held-out tasks, from 0 to 1; None: there is none."""
+        """The newest accuracy on held-out tasks, from 0 to 1; None before the first evaluation."""
         found = self.view.accuracies
         return found[-1][1] if found else None
 
     def metrics(self) -> list[dict[str, Any]]:
-        """One row a step, as metrics.jsonl has them; `pandas.DataFrame(run.metrics())` is a table."""
+        """Return the rows of metrics.jsonl, one per step; `pandas.DataFrame(run.metrics())` is a table."""
         return [dict(row) for row in self.view.rows]
 
     def rollouts(self, step: int | None = None) -> list[dict[str, Any]]:
-        """Rollouts of a few groups of a step (default: the newest that has any), one mapping each: `prompt`, `text`,
-        `columns` (of the task, as text, cut at 500 characters), `reward`, `reward_parts`, `finish`, `versions` ([first
-        token, policy version] pairs), `group` and `worker`.
+        """Return rollouts of a few groups of a step (default: the newest step with rollouts), one mapping each:
+        `prompt`, `text`, `columns` (of the task, as text, cut at 500 characters), `reward`, `reward_parts`, `finish`,
+        `versions` ([first token, policy version] pairs), `group` and `worker`.
 
         Raises:
-            UserError: none of that step were written.
+            UserError: no rollouts of that step were written.
         """
         folder = self.rundir.rollouts
         steps = [int(name.removeprefix("step_")) for name in rollouts.names(folder) if name.startswith("step_")]
@@ -105,7 +105,8 @@ class Run:
         ]
 
     def cost(self) -> dict[str, Any]:
-        """Dollars: `total` and `machines` by cause, `usd_per_step`, `usd_per_mtok`; as `echo2 cost --json` prints them.
+        """Return the run's cost in dollars: `total` and `machines` by cause, `usd_per_step` and `usd_per_mtok`, as
+        `echo2 cost --json` prints them.
 
         Raises:
             UserError: no step has been recorded yet.
@@ -113,7 +114,7 @@ class Run:
         return self.view.cost()
 
     def plot(self) -> Figure:
-        """Reward and held-out accuracy by step, as a figure of matplotlib.
+        """Return a matplotlib figure of reward and held-out accuracy by step.
 
         Raises:
             UserError: matplotlib is not installed.
@@ -124,7 +125,7 @@ class Run:
             raise UserError("run.plot() needs matplotlib: pip install matplotlib.") from error
 
         class Shown(Figure):
-            """Notebooks show it without an inline backend."""
+            """A figure that notebooks display without an inline backend."""
 
             def _repr_png_(self) -> bytes:
                 self.savefig(buffer := BytesIO(), format="png")
@@ -141,21 +142,21 @@ class Run:
             axes.legend()
         return figure
 
-    # ---- its model ---------------------------------------------------------------------------------------------
+    # ---- the model ---------------------------------------------------------------------------------------------
 
     def checkpoint(self, step: Step = None) -> Path:
-        """The Hugging Face directory of the checkpoint of a step, or the "best" one (default: the newest).
+        """Return the Hugging Face directory of the checkpoint of a step, or of the "best" one (default: the newest).
 
         Raises:
-            UserError: there is none.
+            UserError: there is no such checkpoint.
         """
         from echo2.runtime.launch.evaluate import checkpoint_directory
 
         return checkpoint_directory(self.rundir, step)
 
     def model(self, step: Step = None, device: str = "cpu") -> tuple[Any, Any]:
-        """The trained model, in float32, and its tokenizer, as transformers loads them; of an adapter the whole model
-        that it makes of its base.
+        """Return the trained model, in float32, and its tokenizer, as transformers objects. An adapter is merged into
+        its base model.
 
         Raises:
             UserError: there is no such checkpoint.
@@ -165,14 +166,14 @@ class Run:
         model, tokenizer, _ = load_model(self.rundir, step, device)
         return model, tokenizer
 
-    # ---- going on and ending -----------------------------------------------------------------------------------
+    # ---- resume and stop ---------------------------------------------------------------------------------------
 
     def wait(self) -> Run:
         """Show a progress bar until the run is over.
 
         Raises:
-            UserError: the run ended because of a mistake of yours; the message says which.
-            Echo2Error: it failed.
+            UserError: the run ended because of a mistake in its configuration or inputs; the message says which.
+            Echo2Error: the run failed.
         """
         with tqdm(desc="training", unit="step") as bar:
             while self.goes_on():
@@ -183,7 +184,7 @@ class Run:
         return self
 
     def stop(self) -> None:
-        """End a run of this machine, once its learner has saved a checkpoint. `resume` goes on from there."""
+        """Stop a run on this machine once its learner has saved a checkpoint. `resume` continues from there."""
         if supervisor := self._supervisor():
             os.kill(supervisor, signal.SIGTERM)
             while self.goes_on():
@@ -191,22 +192,22 @@ class Run:
         self._let_go()
 
     def resume(self, **settings: Any) -> Run:
-        """Go on with a run that has ended, for example for more steps (`max_steps=200`). As `echo2.start`, it returns
-        at once: then `wait`.
+        """Resume a run that has ended, for example for more steps (`max_steps=200`). Like `echo2.start`, this returns
+        at once; call `wait` on the returned run.
 
         Raises:
-            UserError: it goes on, or it cannot change such a setting.
+            UserError: the run has not ended, or a setting cannot be changed.
         """
         if self.goes_on():
             raise UserError(f"{self.path} is still running: stop() it first.")
         return begin(self.path, write_resumed(self.rundir, settings), "--resume")
 
     def goes_on(self) -> bool:
-        """Whether an `echo2 run` of this machine works on it."""
+        """Whether an `echo2 run` process on this machine is working on the run."""
         return bool(self._supervisor())
 
     def _supervisor(self) -> int:
-        """The `echo2 run` that works on it; 0: none lives on this machine."""
+        """Return the process id of the run's `echo2 run`; 0 if none is alive on this machine."""
         if self._process is not None:
             return self._process.pid if self._process.poll() is None else 0
         processes = self.view.status.get("processes", ())
@@ -229,14 +230,14 @@ class Run:
             bar.set_postfix(shown)
 
     def check_end(self) -> None:
-        """Raise what ended the run, unless it did all its steps or was stopped."""
+        """Raise the error that ended the run, unless the run finished all its steps or was stopped."""
         self._let_go()
         outcome = read_json(self.rundir.outcome) or {"kind": "", "reason": ""}
         if self._process is None:
             is_fine, is_mistake, said = outcome["kind"] not in FAILED, outcome["kind"] == "user_error", None
         else:
             status, said = self._process.returncode, last_error(self.rundir.logs / LOG_NAME)
-            was_stopped = outcome["kind"] == "stopped" and outcome["reason"] == said  # not the outcome before a resume
+            was_stopped = outcome["kind"] == "stopped" and outcome["reason"] == said  # not one from before a resume
             is_fine, is_mistake = status in FINE_STATUSES or was_stopped, status == USER_ERROR_STATUS
         if not is_fine:
             reason = said or outcome["reason"] or f"the run ended without a word; see {self.rundir.logs}"
@@ -249,7 +250,7 @@ class Run:
 
 
 def begin(path: Path, config: Path, *arguments: str) -> Run:
-    """Start `echo2 run CONFIG --out PATH`, which ends when this process does."""
+    """Start `echo2 run CONFIG --out PATH`. Its processes end when this process does."""
     logs = RunDir(path).logs
     logs.mkdir(mode=0o700, parents=True, exist_ok=True)
     reading, writing = os.pipe()
@@ -261,7 +262,7 @@ def begin(path: Path, config: Path, *arguments: str) -> Run:
             stderr=log,
             env={**os.environ, LIFELINE_VARIABLE: str(reading)},
             pass_fds=(reading,),
-            start_new_session=True,  # Ctrl-C is this process's to handle
+            start_new_session=True,  # so that Ctrl-C reaches this process only
         )
     os.close(reading)
     return Run(path, process, writing)

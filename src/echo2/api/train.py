@@ -22,24 +22,24 @@ def train(
     out: str | Path | None = None,
     **settings: Any,
 ) -> Run:
-    """Train a model on this machine and whatever machines join, and return when that is done. Ctrl-C stops the run when
-    its learner has saved; `echo2.load(DIR).resume()` goes on.
+    """Train a model on this machine and on all machines that join, and return when training is done. Ctrl-C stops the
+    run once its learner has saved a checkpoint; `echo2.load(DIR).resume()` continues it.
 
     Args:
-        model: a directory, a hub id, or (model, tokenizer) of transformers, which are saved in the run directory.
-        tasks: rows, each a mapping with `prompt` (text, or chat messages) and any columns that JSON can carry: a list,
-            a Dataset of Hugging Face; or what the setting tasks.source names (a file, `hub:owner/name`, ...).
-        reward: a function, or several whose values add up (with weights: a mapping to them). Of your session or a
-            module, in TRL's signature, `f(completions, **columns) -> list[float]`, or verl's; or what the setting
-            reward.functions names (`"math"`, `"file.py:name"`). None is needed with an environment, which has its own.
-        heldout: tasks that are not trained on, or several such sets by name. Their accuracy is measured.
+        model: a directory, a hub id, or a transformers (model, tokenizer) pair, which is saved in the run directory.
+        tasks: rows, each a mapping with `prompt` (text, or chat messages) and any columns that JSON can represent: a
+            list or a Hugging Face Dataset; or a value of the setting tasks.source (a file, `hub:owner/name`, ...).
+        reward: a function, or several whose values are added (with weights: a mapping from function to weight). It may
+            be defined in your session or in a module, with TRL's signature, `f(completions, **columns) ->
+            list[float]`, or verl's; or a value of the setting reward.functions (`"math"`, `"file.py:name"`). Not
+            needed with an environment, which returns its own reward.
+        heldout: tasks that are not trained on, or several such sets by name. The run measures its accuracy on them.
         environment: a class with `step(action) -> (text, reward, done)`, for tasks of several turns.
         out: the run directory (default: a new one below `outputs/`).
-        settings: any setting of `echo2 run --help`, by its name (`lr=1e-5`), or section by section
-            (`workers={"count": 2}`).
+        settings: any setting of `echo2 run --help`, by its name (`lr=1e-5`), or by section (`workers={"count": 2}`).
 
     Raises:
-        UserError: something given is wrong; what, and what to do, is in the message.
+        UserError: an argument or setting is wrong; the message says which, and what to do.
         Echo2Error: the run failed.
     """
     with start(model, tasks, reward, heldout=heldout, environment=environment, out=out, **settings) as run:
@@ -56,11 +56,11 @@ def start(
     out: str | Path | None = None,
     **settings: Any,
 ) -> Run:
-    """As `train`, but return as soon as the run's processes are being started. They end with this Python: a run that is
-    to outlive it is one for `echo2 run`. As a context manager, the run is stopped where the block is left.
+    """Like `train`, but return as soon as the run's processes are being started. They end with this Python process; use
+    `echo2 run` for a run that must outlive it. Used as a context manager, the run is stopped when the block ends.
 
     Raises:
-        UserError: something given is wrong. What only the started processes find, `Run.wait` raises.
+        UserError: an argument or setting is wrong. `Run.wait` raises errors that only the started processes find.
     """
     path = run_directory(out)
     config = write_run(RunDir(path).inputs, model, tasks, reward, heldout, environment, settings)
@@ -68,7 +68,7 @@ def start(
 
 
 def load(directory: str | Path) -> Run:
-    """The run in a directory, of this session or another one, going on or over.
+    """Return the run in a directory, started by this or another session, running or ended.
 
     Raises:
         UserError: this is not a run directory.
@@ -79,10 +79,10 @@ def load(directory: str | Path) -> Run:
 
 
 def run_directory(out: str | Path | None) -> Path:
-    """Where a new run is to be: `out`, or outputs/run-YYYYMMDD-HHMMSS, which is made.
+    """Return the directory of a new run: `out`, or outputs/run-YYYYMMDD-HHMMSS, which is created.
 
     Raises:
-        UserError: a run is there, or nothing can be written.
+        UserError: the directory already has a run, or cannot be written.
     """
     if out is not None:
         path = Path(out).resolve()

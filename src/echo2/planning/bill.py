@@ -1,8 +1,8 @@
 """The bill of a run: dollars by machine and by cause, from the accounts of the head (`runtime/head/accounts.py`).
 
-Causes: useful (results that were trained on or wait for it), every word of refusal or loss (stale, duplicate, late,
-malformed, expired, lost, failed ...), standby, idle; of the learner: training, idle. For each machine and in all, the
-causes add up to the total.
+Causes of a worker: useful (results that were trained on or wait for training), each reason of refusal or loss (stale,
+duplicate, late, malformed, expired, lost, failed ...), standby, idle. Causes of the learner: training, idle. For each
+machine and for the whole run, the causes add up to the total.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ from dataclasses import dataclass
 from typing import Any
 
 LEARNER = "learner"
-#: Causes that are no waste of work, in the order in which they are shown; others come between.
+#: Causes that are not wasted work, in the order in which they are shown; the others are shown in between.
 FIRST, LAST = ("training", "useful"), ("standby", "idle")
-#: Causes that a total always names, if only to say that there were none.
+#: Causes that a total always lists, even if they are zero.
 ALWAYS = ("useful", "stale", "failed", "duplicate", "idle")
 
 
 @dataclass(frozen=True, slots=True)
 class Bill:
-    """What one machine, or all of them, cost. `seconds`: paid time."""
+    """The cost of one machine, or of all machines. `seconds`: paid time."""
 
     name: str
     usd: float
@@ -31,7 +31,9 @@ class Bill:
 
 
 def itemise(accounts: Mapping[str, Mapping[str, Any]], learner_idle_ratio: float = 0.0) -> list[Bill]:
-    """One bill a machine, the learner's first. `learner_idle_ratio`: share of its time that it waited for groups."""
+    """Return one bill per machine, the learner's first. `learner_idle_ratio`: share of the learner's time spent waiting
+    for groups.
+    """
     bills = []
     for name, account in accounts.items():
         if name.partition(" ")[0] == LEARNER:
@@ -44,7 +46,9 @@ def itemise(accounts: Mapping[str, Mapping[str, Any]], learner_idle_ratio: float
 
 
 def worker_seconds(account: Mapping[str, Any]) -> dict[str, float]:
-    """A worker's paid seconds by cause. Estimates of lost work that exceed the time there was are cut to it."""
+    """Return a worker's paid seconds by cause. If the causes, some of them estimates, add up to more than the paid
+    time, they are scaled down to it.
+    """
     paid = float(account["attended_seconds"])
     claimed = {"useful": float(account["useful_seconds"]), "standby": float(account.get("standby_seconds", 0.0))}
     for cause, seconds in account["wasted_seconds"].items():
@@ -56,7 +60,7 @@ def worker_seconds(account: Mapping[str, Any]) -> dict[str, float]:
 
 
 def total(bills: list[Bill]) -> Bill:
-    """All bills as one, with the causes that are always named."""
+    """Return the sum of all bills, with the causes that are always listed."""
     causes = sorted({*ALWAYS, *(cause for bill in bills for cause in bill.by_cause)}, key=_place)
     return Bill(
         name="total",

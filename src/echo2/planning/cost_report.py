@@ -21,7 +21,7 @@ from echo2.planning.check_costs import check_costs
 from echo2.planning.units import duration
 from echo2.rundir import RunDir, read_metrics
 
-#: What the causes mean, for those who read the table.
+#: Explanations of the causes, shown in the table.
 MEANINGS = {
     "training": "the learner at work",
     "useful": "rollouts that were trained on, or wait for it",
@@ -36,7 +36,7 @@ MEANINGS = {
     "standby": "standing by, not needed",
     "idle": "paid, but without work",
 }
-#: Machines shown one by one; the rest in one line.
+#: Machines that have a line of their own; the rest share one.
 MACHINES_SHOWN = 20
 
 
@@ -55,7 +55,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def read_report(directory: Path) -> dict[str, Any]:
-    """Bills by machine, the total, and what a step and a million trained tokens cost.
+    """Return the bills by machine, the total, and the cost per step and per million trained tokens.
 
     Raises:
         UserError: as `run`.
@@ -64,7 +64,7 @@ def read_report(directory: Path) -> dict[str, Any]:
 
 
 def report(directory: Path, metrics: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-    """The same, of a run whose rows of metrics are known.
+    """Like `read_report`, with rows of metrics that have already been read.
 
     Raises:
         UserError: as `run`.
@@ -91,7 +91,9 @@ def report(directory: Path, metrics: Iterable[Mapping[str, Any]]) -> dict[str, A
 def _strangers(
     accounts: Mapping[str, Mapping[str, Any]], bills: Iterable[Bill], trust: list[Mapping[str, Any]]
 ) -> dict[str, Any] | None:
-    """What checking strangers cost, by the price of their own groups, and what a cheat is paid; None without any."""
+    """Return the cost of checking strangers, by the price of their groups, and the pay of a cheat; None without any
+    paid groups of strangers.
+    """
     paid = total([bill for bill in bills if not accounts[bill.name].get("is_own", True)])
     if not trust or not paid.groups:
         return None
@@ -123,7 +125,7 @@ def _read_ledger(path: Path) -> tuple[dict[str, Any], int, list[Mapping[str, Any
 
 
 def show(report: dict[str, Any], console: Console) -> None:
-    """The bill as two tables, one by machine and one by cause."""
+    """Print the bill as two tables, one by machine and one by cause."""
     machines = Table(box=None, padding=(0, 1, 0, 0))
     machines.add_column("machine")
     for heading in ("$", "time", "groups"):

@@ -1,6 +1,7 @@
 """`echo2 doctor`: finds what is wrong with this machine, or with its way to the head of a ticket, and what to do.
 
-It looks and changes nothing. Of a ticket it tries the address as a worker would, up to the handshake: no use is spent.
+The command changes nothing. With a ticket, it connects to the ticket's address as a worker would, up to the TLS
+handshake; this does not count as a use of the ticket.
 """
 
 from __future__ import annotations
@@ -32,16 +33,16 @@ from echo2.transport.identity import SERVER_NAME
 from echo2.transport.limits import PROTOCOL_VERSION
 from echo2.transport.tickets import Ticket
 
-#: For a head of hundreds of workers: a connection each, and files.
+#: Enough for a head with hundreds of workers: one connection per worker, and files.
 DESCRIPTORS_MIN = 4096
 MEMORY_MIN_BYTES = 2 << 30
 DIAL_SECONDS = 5.0
-#: In the examples of `head.listen`.
+#: The port in the documentation's examples of `head.listen`.
 HEAD_PORT = 7341
-#: Beyond this a group's lease is mostly travel.
+#: Seconds to connect beyond which a lease is mostly network latency.
 SLOW_SECONDS = 1.0
 
-#: A clock that is further behind the head's than this is spoken of; certificates allow for a day.
+#: A clock further behind the head's than this is reported; certificates tolerate a day.
 CLOCK_DOUBT = timedelta(minutes=5)
 SET_CLOCK = "Set this machine's clock (timedatectl set-ntp true): certificates are valid only within their dates."
 #: X509_V_ERR_CERT_NOT_YET_VALID and X509_V_ERR_CERT_HAS_EXPIRED of OpenSSL.
@@ -52,7 +53,7 @@ Verdict = Literal["fine", "doubtful", "wrong"]
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One thing that was looked at. `todo`: what to do about it; empty where it is fine."""
+    """The result of one check. `todo`: what to do about it; empty if the check is fine."""
 
     about: str
     verdict: Verdict
@@ -61,10 +62,10 @@ class Finding:
 
 
 def run(options: argparse.Namespace) -> int:
-    """The command: 0 if nothing is wrong, else 1.
+    """The command. Returns 0 if nothing is wrong, else 1.
 
     Raises:
-        UserError: the ticket is none.
+        UserError: the text given as a ticket is not a ticket.
     """
     ticket = Ticket.parse(options.ticket) if options.ticket else None
     found = [*machine(Path.cwd()), *(at_ticket(ticket, time.time()) if ticket else ())]
@@ -82,7 +83,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def machine(directory: Path, version_of: Callable[[str], str] = version) -> Iterator[Finding]:
-    """What can be known without anybody else."""
+    """Check this machine, without contacting any other."""
     yield from _packages(version_of)
     yield _token_servers()
     hardware = this_machine()
@@ -101,7 +102,7 @@ def machine(directory: Path, version_of: Callable[[str], str] = version) -> Iter
 
 
 def _token_servers() -> Finding:
-    """Whether a worker here would find vLLM; SGLang is never started by one."""
+    """Check whether a worker here would find vLLM. SGLang is not checked: no worker starts it."""
     python = os.environ.get("ECHO2_ENGINE_PYTHON", "")
     if python:
         is_there = shutil.which(python) is not None
@@ -121,7 +122,7 @@ def _gpus(memory_bytes: Sequence[int]) -> Iterator[Finding]:
 
 
 def _port(port: int) -> Finding:
-    """Whether a head may listen where the documentation has it listen."""
+    """Check whether a head here can listen on the port that the documentation uses."""
     with socket.socket() as listener:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -163,7 +164,7 @@ def _packages(version_of: Callable[[str], str]) -> Iterator[Finding]:
 
 
 def at_ticket(ticket: Ticket, now: float) -> Iterator[Finding]:
-    """Whether this machine could join by the ticket. `now`: Unix time."""
+    """Check whether this machine could join with the ticket. `now`: Unix time."""
     yield Finding("ticket", "fine", f"of run {ticket.run_id}, for a {ticket.role}, at {ticket.address}")
     certificate = certificates.read_pem(ticket.credentials.certificate_pem)
     made, ends = certificate.not_valid_before_utc, certificate.not_valid_after_utc
@@ -177,8 +178,8 @@ def at_ticket(ticket: Ticket, now: float) -> Iterator[Finding]:
 
 
 def _clock(certificate: bytes, now: float) -> Finding:
-    """This machine's clock against the head's certificate (DER), which the head made when the run began: an earlier
-    clock is behind. One that is ahead does no harm, for certificates last for years.
+    """Compare this machine's clock with the head's certificate (DER), which was made when the run began: a clock that
+    shows an earlier time is behind. A clock that is ahead does no harm, because certificates last for years.
     """
     shown = certificates.read_der(certificate)
     told, made = datetime.fromtimestamp(now, UTC), shown.not_valid_before_utc + certificates.CLOCK_SLACK
@@ -213,7 +214,7 @@ def _dial(ticket: Ticket, now: float) -> Iterator[Finding]:
 
 
 def _shake_hands(ticket: Ticket, link: socket.socket, now: float) -> Iterator[Finding]:
-    """TLS as a worker begins it: each end shows what it has."""
+    """Perform a worker's TLS handshake, in which both ends present certificates."""
     context = ssl.create_default_context(cadata=ticket.credentials.ca_pem.decode())
     context.set_alpn_protocols(["h2"])
     with tempfile.TemporaryDirectory() as folder:

@@ -30,13 +30,13 @@ if TYPE_CHECKING:
 
 
 def load_engine(config: configuration.Config, model: str, slots: int) -> tuple[Engine, Tokenizer]:
-    """The run's engine with the weights of `model` (a directory or a hub id), and the tokenizer beside them. An adapter
-    is merged into the run's model.
+    """Return the run's engine with the weights of `model` (a directory or a hub id), and the model's tokenizer. An
+    adapter is merged into the run's model.
 
     Raises:
         UserError: there is no such model, or the engine cannot run it.
     """
-    from echo2.learner.adapters import load_merged  # here: nothing else of planning needs torch
+    from echo2.learner.adapters import load_merged  # imported here: nothing else in planning needs torch
     from echo2.learner.model import DTYPES, load_policy
 
     if (Path(model) / ADAPTER_CONFIG).is_file():
@@ -52,7 +52,7 @@ def load_engine(config: configuration.Config, model: str, slots: int) -> tuple[E
 
 @asynccontextmanager
 async def reward_processes(config: configuration.Config) -> AsyncIterator[RewardProcesses]:
-    """The run's reward functions, ready to score; what they print is not kept.
+    """Start the run's reward functions; their output is discarded.
 
     Raises:
         UserError: a function cannot be loaded.
@@ -68,8 +68,8 @@ async def reward_processes(config: configuration.Config) -> AsyncIterator[Reward
 
 
 class LocalSampler:
-    """Samples groups as a worker does: of the training tasks in their shuffled order (`kind` "train"), or one rollout
-    at each held-out task ("eval"). `failures`: why groups are missing, in the order of their failing.
+    """Samples groups as a worker does: of training tasks in their shuffled order (`kind` "train"), or `eval.samples`
+    rollouts of each held-out task ("eval"). `failures`: why groups are missing, in order of failure.
     """
 
     def __init__(
@@ -91,12 +91,12 @@ class LocalSampler:
         self._environments = {name: _environment(name)} if name else {}
 
     async def sample(self, cursors: Iterable[int]) -> list[RolloutGroup]:
-        """The groups at these tasks, sampled all at once, in the order in which they ended."""
+        """Sample one group per cursor, all at once, and return the groups in order of completion."""
         assignments: list[Assignment] = []
         for cursor in cursors:
             try:
                 assignments.append(self._assignment(cursor))
-            except UserError as error:  # the prompt of this one
+            except UserError as error:  # concerns this task's prompt only
                 self.failures.append(str(error))
         for environment in self._environments.values():
             await environment.start()
@@ -114,7 +114,7 @@ class LocalSampler:
         return groups
 
     async def score(self, processes: RewardProcesses, group: RolloutGroup) -> tuple[tuple[Rollout, ...], float]:
-        """The group's rollouts with texts and rewards, and the seconds that scoring took.
+        """Return the group's rollouts with texts and rewards, and the seconds that scoring took.
 
         Raises:
             RewardFailure: as `RewardProcesses.score`.
@@ -123,7 +123,7 @@ class LocalSampler:
         return await processes.score(self.tasks.task(group.cursor), rollouts)
 
     async def aclose(self) -> None:
-        """End the environment's process."""
+        """End the process of the environment."""
         for environment in self._environments.values():
             await environment.close()
 

@@ -16,12 +16,12 @@ from echo2.planning.units import size
 from echo2.rundir import read_json
 from echo2.types import Hardware
 
-#: Parts smaller than this share of the whole are shown together.
+#: Parts smaller than this share of the total are not shown.
 SHOWN = 0.01
 
 
 def model_shape(path: str) -> ModelShape | None:
-    """The shape of a model directory, or of a hub id in the hub's cache; None where neither says."""
+    """Return the shape of a model directory, or of a hub id in the local hub cache; None if it is unknown."""
     config = Path(path) / "config.json"
     if not config.is_file():
         try:
@@ -41,10 +41,10 @@ def model_shape(path: str) -> ModelShape | None:
 
 
 def learner_that_fits(config: Config, shape: ModelShape, hardware: Hardware) -> LearnerMemoryNeed:
-    """What the learner needs on this hardware.
+    """Return the memory that the learner needs on this hardware.
 
     Raises:
-        UserError: it cannot fit.
+        UserError: the learner does not fit.
     """
     need = learner_need(config, shape, hardware)
     check_fits("The learner", need, _learner_remedies(config))
@@ -52,10 +52,10 @@ def learner_that_fits(config: Config, shape: ModelShape, hardware: Hardware) -> 
 
 
 def worker_that_fits(config: Config, shape: ModelShape, hardware: Hardware, which: str = "A worker") -> MemoryNeed:
-    """What a worker needs on this hardware.
+    """Return the memory that a worker needs on this hardware.
 
     Raises:
-        UserError: it cannot fit.
+        UserError: the worker does not fit.
     """
     need = worker_need(config, shape, hardware)
     rounded = "" if config.model.snapshot_dtype == "bfloat16" else 'model.snapshot_dtype = "bfloat16", '
@@ -77,10 +77,11 @@ def _learner_remedies(config: Config) -> str:
 def memory_needs(
     config: Config, shape: ModelShape, hardware: Hardware, offers: Sequence[Offer]
 ) -> tuple[LearnerMemoryNeed, MemoryNeed]:
-    """Of the learner on this hardware, and of a worker, which every offer that names its memory must hold.
+    """Return the memory needs of the learner and of a worker on this hardware. A worker must also fit every offer that
+    states its memory.
 
     Raises:
-        UserError: one of them cannot fit.
+        UserError: the learner or a worker does not fit.
     """
     learner = learner_that_fits(config, shape, hardware)
     for offer in offers:
@@ -91,7 +92,7 @@ def memory_needs(
 
 
 def needs_as_dict(learner: LearnerMemoryNeed, worker: MemoryNeed) -> dict[str, Any]:
-    """Plain values, in bytes, for `--json`."""
+    """Return the needs as plain values, in bytes, for `--json`."""
     return {
         "learner": {
             "parts": learner.parts,
@@ -105,7 +106,7 @@ def needs_as_dict(learner: LearnerMemoryNeed, worker: MemoryNeed) -> dict[str, A
 
 
 def needs_table(learner: LearnerMemoryNeed, worker: MemoryNeed) -> Table:
-    """For people: one row for the learner, one for a worker."""
+    """Return the needs as a table for people."""
     table = Table(title="Memory", show_header=False, title_justify="left", box=None, padding=(0, 2, 0, 0))
     how = "computed again" if learner.microbatch.checkpointing else "kept"
     cut = f"micro-batches of {learner.microbatch.tokens} tokens, activations {how}"

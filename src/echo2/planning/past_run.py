@@ -1,4 +1,4 @@
-"""Measurements of an earlier run, from its metrics: seconds of a step and of a broadcast, and the size of deltas."""
+"""Reads an earlier run's metrics: seconds per step, per broadcast and per rewarded group, and the size of deltas."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from echo2.rundir import RunDir, read_metrics
 
 @dataclass(frozen=True, slots=True)
 class PastRun:
-    """`train_seconds`: median over steps. `broadcast_seconds`: at quantile 1 / 1.1 of the publications, or None.
-    `delta_ratio`: bytes sent over bytes of the whole, median, or None. `reward_seconds`: what the reward functions take
-    for a group, or None.
+    """Measurements of an earlier run. `train_seconds`: median over steps. `broadcast_seconds`: quantile 1 / 1.1 over
+    publications, or None. `delta_ratio`: bytes sent over bytes of the full snapshot, median, or None. `reward_seconds`:
+    time of the reward functions per group, median, or None.
     """
 
     num_steps: int
@@ -29,10 +29,10 @@ class PastRun:
 
 
 def read_past_run(directory: Path) -> PastRun:
-    """Read `metrics.jsonl` of a run directory; its first step, which warms up, does not count where there are more.
+    """Read `metrics.jsonl` of a run directory. The first step is a warm-up and is left out if there are more.
 
     Raises:
-        UserError: it is damaged, or there is no trained step in it.
+        UserError: the file is damaged, or has no trained step.
     """
     rows = read_metrics(RunDir(directory).metrics, refuses_damage=True)
     steps = [row for row in rows if _number(row.get("time/train")) is not None]

@@ -1,10 +1,11 @@
-"""The plan: staleness bound, publication period and machines that keep the learner busy for the least money.
+"""Finds the staleness bound S, publication period kappa and machines that keep the learner busy at the least cost.
 
-For each (S, kappa) that the bound on staleness allows: the rate that is needed (`control/capacity/formulas.py`), the
-cheapest machines that reach gamma times it (`control/capacity/activation.py`), how long snapshots take to reach those
-(`control/capacity/transfer_time.py`, which may need a larger rate: repeated until it holds), and a walk through the run
-with them (`control/capacity/forecast.py`). Where the walk shows waiting that the fluid formulas do not see, the rate is
-raised. The cheapest wins; among those that cost about the same, the freshest data.
+For each (S, kappa) that the bound on staleness allows, the planner computes the needed rate
+(`control/capacity/formulas.py`), the cheapest machines that reach gamma times this rate
+(`control/capacity/activation.py`), the time of a broadcast to these machines (`control/capacity/transfer_time.py`; a
+longer broadcast may need a larger rate, so this is repeated until stable), and a forecast of the run with them
+(`control/capacity/forecast.py`). If the forecast shows waiting that the fluid formulas miss, the rate is raised. The
+cheapest plan wins; among plans of about equal cost, the one with the freshest data.
 """
 
 from __future__ import annotations
@@ -22,15 +23,15 @@ from echo2.control.capacity.forecast import Prediction, WorkerPace, forecast, lo
 from echo2.control.capacity.formulas import Demand
 from echo2.errors import UserError
 
-#: Costs this close count as equal: then fresher data decide.
+#: Costs within this relative difference count as equal; then the plan with fresher data wins.
 SAME_COST = 0.005
-#: Factor between one rate that is tried and the next.
+#: Factor between successive rates that are tried.
 RATE_STEP = 1.06
-#: Of the needed rate: the smallest fleet that a budget or on-policy training may choose.
+#: Smallest share of the needed rate for which fleets are tried under a budget or on-policy.
 FRUGAL_FACTOR = 0.1
-#: Where the waiting was at most so many times as long with half the rate, it is not the rate that is missing.
+#: If half the rate made the learner idle at most this many times as long, a higher rate does not help.
 HARDLY_LESS = 1.1
-#: Walks through a run with the same machines.
+#: Forecasts of a run with the same machines, each with its own seed.
 WALKS = 3
 _MAX_TRIES = 50
 _MAX_STALENESS_SHOWN = 64
@@ -38,8 +39,8 @@ _MAX_STALENESS_SHOWN = 64
 
 @dataclass(frozen=True, slots=True)
 class BroadcastInputs:
-    """What a publication sends, and how. `seconds`: measured, transfer and reload in one, instead of the formulas;
-    `at_least_seconds`: measured elsewhere, a lower bound here. `delta_bytes`: of the change of one step.
+    """Size and speed of a publication. `seconds`: measured time of transfer and reload, used instead of the formulas;
+    `at_least_seconds`: measured in another run, a lower bound here. `delta_bytes`: size of one step's delta.
     """
 
     full_bytes: float = 0.0
@@ -50,12 +51,12 @@ class BroadcastInputs:
     at_least_seconds: float = 0.0
 
     def num_bytes(self, publish_every: int) -> float:
-        """kappa steps change at most kappa times what one does, and never more than everything."""
+        """Return the bytes of a publication: kappa deltas of one step at most, and never more than a full snapshot."""
         full = self.full_bytes
         return full if self.delta_bytes is None else min(full, self.delta_bytes * publish_every)
 
     def seconds_to(self, links: Sequence[transfer_time.Links], publish_every: int) -> float:
-        """T_bcast for workers behind these links."""
+        """Return T_bcast for workers behind these links."""
         if self.seconds is not None:
             return self.seconds
         travels = transfer_time.transfer_seconds(self.num_bytes(publish_every), links, self.head_up_bps)
@@ -64,9 +65,9 @@ class BroadcastInputs:
 
 @dataclass(frozen=True, slots=True)
 class PlanInputs:
-    """Everything that a plan follows from. `publish_every` None: to be chosen. `max_idle`: share of its time that the
-    learner may wait for workers. `train_seconds`: from step to step, with `waits_for_rewards`: the share of it in which
-    the learner waits for reward functions, which no machine changes.
+    """Inputs of a plan. `publish_every`: None lets the planner choose. `max_idle`: largest share of its time that the
+    learner may wait for workers. `train_seconds`: from step to step; `waits_for_rewards`: share of that time in which
+    the learner waits for reward functions, which more machines do not change.
     """
 
     groups_per_step: int
@@ -86,7 +87,7 @@ class PlanInputs:
     waits_for_rewards: float = 0.0
 
     def demand(self, max_staleness: int, publish_every: int, broadcast_seconds: float) -> Demand:
-        """What the learner asks of the workers with this S, kappa and T_bcast (seconds)."""
+        """Return the learner's demand on the workers with this S, kappa and T_bcast (seconds)."""
         return Demand(
             groups_per_step=self.groups_per_step,
             group_size=self.group_size,
@@ -99,15 +100,15 @@ class PlanInputs:
         )
 
     def offer(self, name: str) -> Offer:
-        """The machine of that name."""
+        """Return the offer of that name."""
         return next(offer for offer in self.offers if offer.name == name)
 
     def batch(self, offer: Offer) -> int:
-        """Groups that such a machine samples at once."""
+        """Return the number of groups that a machine of this offer samples at once."""
         return offer.groups_per_batch or self.groups_per_batch
 
     def broadcast_seconds(self, machines: Mapping[str, int], publish_every: int) -> float:
-        """T_bcast for so many machines of each offer."""
+        """Return T_bcast for these machines, given as a number by offer."""
         links = [
             transfer_time.Links(self.offer(name).up_mbps * 1e6, self.offer(name).down_mbps * 1e6, count)
             for name, count in machines.items()
@@ -115,15 +116,15 @@ class PlanInputs:
         return self.broadcast.seconds_to(links, publish_every)
 
     def least_broadcast_seconds(self, publish_every: int) -> float:
-        """T_bcast for the one machine that has it first."""
+        """Return T_bcast for a single machine, of the offer with the fastest broadcast."""
         return min(self.broadcast_seconds({offer.name: 1}, publish_every) for offer in self.offers)
 
     def usd_per_step(self, workers_usd_per_hour: float, step_seconds: float) -> float:
-        """What a step costs, learner and workers."""
+        """Return the cost of a step: learner and workers."""
         return (self.learner_usd_per_hour + workers_usd_per_hour) * step_seconds / 3600
 
     def candidates(self) -> list[activation.Candidate]:
-        """Every machine on offer."""
+        """Return every machine on offer."""
         return [
             activation.Candidate(f"{offer.name}#{number}", offer.effective_rate, offer.effective_usd_per_hour)
             for offer in self.offers
@@ -133,9 +134,9 @@ class PlanInputs:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """`machines`: number by offer. `needed_rate`: below it the learner waits whatever the safety factor. `binds`: what
-    sets the pace of the run; `fleet_set_by`: what the number of machines follows from. `floor_usd_per_step`: the
-    learner alone. `auto_publish_every`: what "auto" is with this S and these broadcasts, None where no number will do.
+    """`machines`: number by offer. `needed_rate`: without the safety factor; below it the learner waits. `binds`: what
+    limits the pace of the run; `fleet_set_by`: what determines the number of machines. `floor_usd_per_step`: cost of
+    the learner alone. `auto_publish_every`: value of "auto" with this S and T_bcast; None if no value is possible.
     """
 
     machines: dict[str, int]
@@ -155,7 +156,7 @@ class Plan:
     fleet_set_by: str
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, for `--json`."""
+        """Return plain values, for `--json`."""
         plain = asdict(self)
         plain["prediction"]["mean_staleness"] = self.prediction.mean_staleness
         plain["prediction"]["max_staleness"] = self.prediction.max_staleness
@@ -163,10 +164,10 @@ class Plan:
 
 
 def make_plan(inputs: PlanInputs) -> Plan:
-    """The cheapest plan that keeps the learner busy.
+    """Return the cheapest plan that keeps the learner busy.
 
     Raises:
-        UserError: there is none; the message has the number that is missing and what would supply it.
+        UserError: there is none; the message has the missing number and what would supply it.
     """
     _check(inputs)
     pool = inputs.candidates()
@@ -193,8 +194,8 @@ def _usd(value: float) -> str:
 
 
 def by_staleness(inputs: PlanInputs) -> list[Plan]:
-    """The best plan for each S up to the bound, where there is one and until a larger S pays no more: what fresher
-    data would cost.
+    """Return the best plan for each S up to the bound, to show the price of fresher data. S without a plan are left
+    out, and the search ends when a larger S no longer pays off.
     """
     plans: list[Plan] = []
     for max_staleness in range(1, inputs.max_staleness + 1):
@@ -233,7 +234,7 @@ def _check(inputs: PlanInputs) -> None:
 
 
 def _pairs(inputs: PlanInputs) -> Iterator[tuple[int, int]]:
-    """(S, kappa) that may be planned, freshest first."""
+    """Yield the (S, kappa) pairs that may be planned, freshest data first."""
     for max_staleness in range(min(1, inputs.max_staleness), inputs.max_staleness + 1):
         for publish_every in range(1, max(1, max_staleness) + 1):
             if inputs.publish_every in (None, publish_every):
@@ -241,7 +242,9 @@ def _pairs(inputs: PlanInputs) -> Iterator[tuple[int, int]]:
 
 
 def _search(inputs: PlanInputs, pool: Sequence[activation.Candidate]) -> Plan:
-    """Pairs by the cost that the formulas give them, walked until no other can be cheaper."""
+    """Return the cheapest plan. Pairs are forecast in order of their cost by the formulas, until no other pair can be
+    cheaper.
+    """
     drafts, refusals = [], []
     for pair in _pairs(inputs):
         try:
@@ -284,20 +287,20 @@ def _search(inputs: PlanInputs, pool: Sequence[activation.Candidate]) -> Plan:
 
 
 def least_idle(inputs: PlanInputs, max_staleness: int, publish_every: int) -> float:
-    """How long the learner waits in the long run, however many machines: a version's first batch takes its time."""
+    """Return the learner's idle ratio with unlimited machines: the first batch of a new version still takes time."""
     seconds = inputs.least_broadcast_seconds(publish_every)
     batches = []
     for offer in inputs.offers:
         size = inputs.batch(offer)
         median = size * inputs.group_size / offer.effective_rate / longest_of(size, offer.spread)
-        batches.append(median * math.exp(-3 * offer.spread))  # the shortest of hundreds
+        batches.append(median * math.exp(-3 * offer.spread))  # 3 standard deviations: the shortest of hundreds
     demand = replace(inputs.demand(max_staleness, publish_every, seconds), rollout_seconds=min(batches))
     return capacity.idle_ratio(demand, math.inf)
 
 
 @dataclass(frozen=True, slots=True)
 class _Draft:
-    """Machines for one (S, kappa) before the walk."""
+    """Machines for one (S, kappa), before the forecast."""
 
     selection: activation.Selection
     machines: dict[str, int]
@@ -308,11 +311,11 @@ class _Draft:
 def _draft(
     inputs: PlanInputs, max_staleness: int, publish_every: int, pool: Sequence[activation.Candidate], factor: float
 ) -> _Draft:
-    """The cheapest machines for `factor` times the needed rate. More of them may need a longer broadcast, and that a
-    larger rate: until it is steady.
+    """Return the cheapest machines for `factor` times the needed rate. More machines may need a longer broadcast, and
+    a longer broadcast a larger rate, so this iterates until T_bcast is stable.
 
     Raises:
-        UserError: the pair is impossible, or the pool too slow.
+        UserError: the pair is impossible, or the pool is too slow.
     """
     seconds = inputs.least_broadcast_seconds(publish_every)
     while True:
@@ -331,7 +334,7 @@ def _draft(
 def _ladder(
     inputs: PlanInputs, max_staleness: int, publish_every: int, pool: Sequence[activation.Candidate], factor: float
 ) -> Iterator[_Draft]:
-    """Machines for one (S, kappa), more and more of them, from `factor` times the needed rate upwards."""
+    """Yield ever larger sets of machines for one (S, kappa), from `factor` times the needed rate upwards."""
     seen: dict[str, int] = {}
     for _ in range(_MAX_TRIES):
         try:
@@ -345,8 +348,8 @@ def _ladder(
 
 
 def _frugal(inputs: PlanInputs, pool: Sequence[activation.Candidate], best: Plan | None) -> Plan:
-    """The least dollars a step, whatever the learner waits. The formulas' pace is a bound: what it makes too dear is
-    not walked.
+    """Return the plan with the least cost per step, however long the learner waits. The formulas give a lower bound on
+    the cost; drafts whose bound is too high are not forecast.
     """
     drafts = [draft for pair in _pairs(inputs) for draft in _ladder(inputs, *pair, pool, FRUGAL_FACTOR)]
 
@@ -368,10 +371,10 @@ def _frugal(inputs: PlanInputs, pool: Sequence[activation.Candidate], best: Plan
 
 
 def _walked(inputs: PlanInputs, draft: _Draft, most_idle: float = 1.0) -> Plan:
-    """The draft as a plan. Walks end with the first that waits for more than `most_idle`."""
+    """Return the draft as a plan. No more seeds are forecast once the idle ratio exceeds `most_idle`."""
     demand, machines = draft.demand, [(inputs.offer(name), count) for name, count in sorted(draft.machines.items())]
     paces = [WorkerPace(one.effective_rate, count, inputs.batch(one), one.spread) for one, count in machines]
-    # Which worker happens to get the last batch of a step is chance: the unluckiest of a few walks counts.
+    # Which worker gets the last batch of a step is chance: the worst of a few forecasts counts.
     prediction = forecast(demand, paces, inputs.steps)
     for seed in range(1, WALKS):
         if prediction.steady_idle_ratio <= most_idle:
@@ -427,7 +430,7 @@ def _fleet_set_by(demand: Demand) -> str:
 
 
 class _TooSlowError(UserError):
-    """All offers together do not reach the rate; `missing`: by how much."""
+    """All offers together do not reach the rate. `missing`: the shortfall in rollouts per second."""
 
     missing = 0.0
 
@@ -453,7 +456,7 @@ def _explained(
     pool: Sequence[activation.Candidate],
     refusals: Sequence[tuple[tuple[int, int], UserError]],
 ) -> UserError:
-    """Of all refusals the one that is nearest to a plan, and the staleness at which these machines would do."""
+    """Return the refusal that is closest to a plan, with the max_staleness at which these machines would suffice."""
     slow = [error for _, error in refusals if isinstance(error, _TooSlowError)]
     chosen: UserError = min(slow, key=lambda error: error.missing) if slow else refusals[-1][1]
     for max_staleness in range(inputs.max_staleness + 1, _MAX_STALENESS_SHOWN):

@@ -30,14 +30,14 @@ from echo2.reward.score import Scorer
 from echo2.types import Hardware
 
 DEFAULT_UPLINK_MBPS = 1000.0
-#: Flags that take a number: seconds may be 0, what is left must be above it.
+#: Flags that take a number: those in seconds may be 0, the others must be positive.
 SECONDS = ("train_seconds", "reward_seconds", "broadcast_seconds", "reload_seconds")
 POSITIVE = ("snapshot_bytes", "delta_bytes", "uplink_mbps", "learner_memory_gb")
 
 
 @dataclass(frozen=True, slots=True)
 class Basis:
-    """What an input rests on, for the reader of the plan."""
+    """The value of an input and its origin, for the reader of the plan."""
 
     name: str
     value: str
@@ -48,7 +48,7 @@ def run(options: argparse.Namespace) -> int:
     """Plan and print.
 
     Raises:
-        UserError: there is no plan, or not enough is known for one.
+        UserError: no plan exists, or an input is missing.
     """
     config = configuration.load(options.config, options.overrides)
     past = read_past_run(options.source) if options.source is not None else None
@@ -78,10 +78,10 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _memory(config: configuration.Config, options: argparse.Namespace) -> tuple[LearnerMemoryNeed, MemoryNeed] | None:
-    """What learner and workers need, as far as the model is known.
+    """Return the memory needs of learner and workers; None if the model's shape is unknown.
 
     Raises:
-        UserError: it cannot fit.
+        UserError: the learner or a worker does not fit.
     """
     shape, given = model_shape(config.model.path), options.learner_memory_gb
     if shape is None:
@@ -93,10 +93,10 @@ def _memory(config: configuration.Config, options: argparse.Namespace) -> tuple[
 def gather(
     config: configuration.Config, options: argparse.Namespace, past: PastRun | None
 ) -> tuple[PlanInputs, list[Basis]]:
-    """Everything the plan needs, each with where it comes from.
+    """Return the inputs of the plan and the origin of each.
 
     Raises:
-        UserError: something needed is neither given nor measured; a given number is out of bounds.
+        UserError: a required input is neither given nor measured; a given number is out of bounds.
     """
     for flag in (*SECONDS, *POSITIVE):
         value = getattr(options, flag)
@@ -146,7 +146,7 @@ def _train_seconds(options: argparse.Namespace, past: PastRun | None, sources: l
 def _reward_seconds(
     config: configuration.Config, options: argparse.Namespace, past: PastRun | None, sources: list[Basis]
 ) -> float:
-    """Seconds that the rewards of one step take on this machine, as the head's: no step is shorter."""
+    """Return the seconds of one step's rewards if the head is a machine like this one; no step is shorter."""
     measured = past.reward_seconds if past is not None else None
     each = options.reward_seconds if options.reward_seconds is not None else measured
     if each is None:
@@ -189,7 +189,7 @@ def _broadcast(
 
 
 def show(plan: Plan, choices: list[Plan], inputs: PlanInputs, sources: list[Basis], console: Console) -> None:
-    """The plan in two short tables, and what it rests on."""
+    """Print the plan as two short tables, and the origin of its inputs."""
     table = Table(title="Plan", show_header=False, title_justify="left", box=None, padding=(0, 2, 0, 0))
     table.add_row("machines", ", ".join(f"[bold]{n} x {name}[/bold]" for name, n in plan.machines.items()))
     table.add_row(

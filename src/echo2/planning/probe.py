@@ -1,8 +1,8 @@
-"""`echo2 probe`: this machine's rollouts per second, with the run's own model, prompts and engine.
+"""`echo2 probe`: measures this machine's rollouts per second with the run's own model, prompts and engine.
 
-It does what a worker does, without a head: whole batches. A first batch warms up and does not count. What the network
-and other machines cost is not in it. The reward functions are timed apart, because the head calls them: they bound the
-rollouts a second of the whole run, however many workers there are.
+Like a worker, but without a head, it samples whole batches; the first batch is a warm-up and does not count. Delays by
+the network and other machines are not included. The reward functions are timed separately because the head calls them:
+they bound the rollouts per second of the whole run, however many workers there are.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ from echo2.types import RolloutGroup
 if TYPE_CHECKING:
     from echo2.rollout.tokenizer import Tokenizer
 
-#: Batches that count, at least, however long they take.
+#: Minimum number of batches that count, however long they take.
 MIN_BATCHES = 2
-#: Groups whose rewards are timed.
+#: Number of groups whose rewards are timed.
 GROUPS_SCORED = 8
 
 
 @dataclass(frozen=True, slots=True)
 class RewardTime:
-    """`seconds`: what the run's reward functions take for a group; `groups_at_once`: on this machine."""
+    """Speed of the run's reward functions. `seconds`: per group; `groups_at_once`: in parallel on this machine."""
 
     seconds: float
     groups_at_once: int
@@ -79,7 +79,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def as_offer(name: str, price_usd_per_hour: float, measured: Measured) -> str:
-    """An entry for the offers file."""
+    """Return an entry for the offers file."""
     error = measured.standard_error / measured.rollouts_per_second
     rewards = []
     if measured.rewards is not None:
@@ -105,7 +105,7 @@ def as_offer(name: str, price_usd_per_hour: float, measured: Measured) -> str:
 
 
 def _config(options: argparse.Namespace) -> configuration.Config:
-    """The run's configuration; for a model directory, the built-in task with it."""
+    """Return the run's configuration; for a model directory, one that trains this model on the built-in task."""
     if options.target.is_dir() and not (options.target / "metrics.jsonl").exists():
         raw = {
             "model": {"path": str(options.target)},
@@ -122,7 +122,7 @@ def _config(options: argparse.Namespace) -> configuration.Config:
 def measure_engine(
     config: configuration.Config, engine: Engine, tokenizer: Tokenizer, seconds: float, clock: Callable[[], float]
 ) -> Measured:
-    """Sample batches for so many seconds with an engine that has its weights.
+    """Sample batches for `seconds` seconds with an engine whose weights are loaded, and return the rates.
 
     Raises:
         UserError: nothing could be sampled.
@@ -134,7 +134,7 @@ def measure_engine(
 async def _measure(
     config: configuration.Config, sampler: LocalSampler, seconds: float, clock: Callable[[], float]
 ) -> Measured:
-    """Whole batches, as a worker is leased them, `MIN_BATCHES` at least, after one that does not count."""
+    """Sample one warm-up batch, then whole batches as in a worker's leases, at least `MIN_BATCHES` of them."""
     size = config.sampling.groups_per_batch
     batches: list[tuple[list[RolloutGroup], float]] = []
     async with aclosing(sampler):
@@ -169,7 +169,7 @@ async def _batch(sampler: LocalSampler, cursors: range) -> list[RolloutGroup]:
 
 
 async def _reward_time(config: configuration.Config, sampler: LocalSampler, groups: list[RolloutGroup]) -> RewardTime:
-    """What scoring these groups takes, one after the other."""
+    """Return the mean time to score one of these groups, one after the other."""
     async with reward_processes(config) as processes:
         took = [(await sampler.score(processes, group))[1] for group in groups]
         return RewardTime(statistics.fmean(took), processes.most_at_once)

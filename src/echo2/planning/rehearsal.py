@@ -7,11 +7,11 @@ from echo2.sim.report import Report
 from echo2.sim.run import run_scenario
 from echo2.sim.scenario import BroadcastSpec, LearnerSpec, Scenario, WorkersSpec
 
-#: Steps that are simulated at most.
+#: Maximum number of simulated steps.
 MAX_STEPS = 60
-#: Of a step: the time between two heartbeats, so that a rehearsal of hours takes no longer than one of seconds.
+#: Heartbeats in the time of one step, so that simulating steps of hours takes no longer than steps of seconds.
 HEARTBEATS_PER_STEP = 20
-#: Steps without end: more than any plan takes.
+#: Time limit, as a multiple of the predicted time; longer than any plan takes.
 TIME_LIMIT_FACTOR = 5.0
 
 
@@ -19,13 +19,13 @@ def rehearse(plan: Plan, inputs: PlanInputs, seed: int = 0) -> Report:
     """Simulate the plan's first steps.
 
     Raises:
-        InvariantError: a rule of the control code did not hold, or the run did not end: our bug.
+        InvariantError: an invariant of the control code was violated, or the run did not end: a bug in echo2.
     """
     return run_scenario(scenario_of(plan, inputs), seed, keeps_events=False)
 
 
 def scenario_of(plan: Plan, inputs: PlanInputs) -> Scenario:
-    """The plan as a scenario. Snapshots take exactly T_bcast; machines that can be lost are lost and replaced."""
+    """Return the plan as a scenario. Broadcasts take exactly T_bcast; unreliable machines are lost and replaced."""
     train, steps = inputs.train_seconds, min(inputs.steps, MAX_STEPS)
     seconds = plan.prediction.step_seconds * steps + plan.broadcast_seconds + plan.prediction.run_seconds / inputs.steps
     heartbeat = max(0.05, train / HEARTBEATS_PER_STEP)

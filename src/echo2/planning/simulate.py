@@ -32,7 +32,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def simulate(study: Study, seed: int, quiet: bool = False) -> list[Report]:
-    """Every run of the study, with the same seed; a bar on the terminal says how far it is."""
+    """Simulate every run of the study with the same seed, and show a progress bar if stderr is a terminal."""
     reports: list[Report] = []
     with Progress(console=Console(stderr=True), transient=True, disable=quiet or not sys.stderr.isatty()) as bar:
         task = bar.add_task("simulating", total=sum(case.scenario.max_steps for case in study.cases))
@@ -47,7 +47,7 @@ def _tell(bar: Progress, task: TaskID, done: int, steps: int) -> None:
 
 
 def to_json(study: Study, reports: list[Report]) -> dict[str, Any]:
-    """All runs as plain values, for `--json`."""
+    """Return all runs as plain values, for `--json`."""
     runs = [
         {"label": case.label, "values": dict(case.values), **report.to_dict()}
         for case, report in zip(study.cases, reports, strict=True)
@@ -56,7 +56,7 @@ def to_json(study: Study, reports: list[Report]) -> dict[str, Any]:
 
 
 def to_table(study: Study, reports: list[Report]) -> str:
-    """One line a run."""
+    """Return a table with one line per run."""
     width = max(len(str(case)) for case in study.cases)
     head = f"{study.name:<{width}}  workers   idle  s/step  wait/period  staleness mean, max  broadcast    $/step"
     lines = [head]

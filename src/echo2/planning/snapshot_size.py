@@ -1,4 +1,4 @@
-"""Bytes of a model's snapshot from its safetensors headers: no torch, no weights read."""
+"""Computes the size of a model's snapshot from its safetensors headers, without torch and without reading weights."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ BYTES_PER_VALUE = {"float32": 4, "bfloat16": 2}
 
 
 def snapshot_bytes(model: Path, snapshot_dtype: str) -> int:
-    """What the workers are sent of this model directory, tensors alone.
+    """Return the bytes of tensors that a worker receives in a full snapshot of this model directory.
 
     Raises:
-        UserError: it is no directory of safetensors.
+        UserError: the path is no directory with safetensors files.
     """
     files = sorted(model.glob("*.safetensors")) if model.is_dir() else []
     if not files:

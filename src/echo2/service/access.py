@@ -1,4 +1,4 @@
-"""Who may do what: API keys with scopes, an expiry and a rate."""
+"""Access control: API keys with scopes, an expiry and a rate limit."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from echo2.service.database import Database, keys
 
 #: train: models and checkpoints; sample: samplers and samples.
 SCOPES = ("train", "sample")
-PREFIX = "tml-"  # what the SDK asks of a key
+PREFIX = "tml-"  # required by the SDK
 
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """Who sent a request."""
+    """The sender of a request."""
 
     tenant: str
     key: str
@@ -25,7 +25,7 @@ class Caller:
 
 
 class Doorkeeper:
-    """Knows callers by their keys, and how fast each of them calls."""
+    """Authenticates callers by their keys and limits their rate."""
 
     def __init__(self, database: Database, clock: Callable[[], float]) -> None:
         self._database, self._clock = database, clock
@@ -34,7 +34,7 @@ class Doorkeeper:
     def add_key(
         self, tenant: str, scopes: Sequence[str] = SCOPES, days: float | None = None, per_minute: int = 100_000
     ) -> str:
-        """A new key. Its text is not kept: whoever asks has it from here alone.
+        """Create a key and return its text. Only a digest is stored, so the text cannot be retrieved later.
 
         Raises:
             UserError: there is no such scope.
@@ -65,10 +65,10 @@ class Doorkeeper:
             raise UserError(f"There is no key {key_id!r}.")
 
     def admit(self, text: str) -> Caller:
-        """Whoever has this key.
+        """Return the caller with this key.
 
         Raises:
-            PeerError: `unauthenticated`, or `rate` where it calls too fast.
+            PeerError: `unauthenticated`, or `rate` if the key's rate is exceeded.
         """
         row = self._database.find(keys, digest=_digest(text)) if text else None
         now = self._clock()

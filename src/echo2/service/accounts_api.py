@@ -1,4 +1,4 @@
-"""Endpoints that are answered at once: sessions, what there is, checkpoints, training runs."""
+"""Endpoints that are answered at once: sessions, capabilities, checkpoints, training runs, bills."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from echo2.service.own_adapters import take_adapter
 from echo2.service.settings import PRICED
 from echo2.service.work import KINDS, Work
 
-#: How long the address of an archive can be used.
+#: Seconds for which the URL of an archive is valid.
 ARCHIVE_SECONDS = 900.0
 CHECKPOINT_TYPES = {"weights": "training", "sampler_weights": "sampler"}
 NOTHING = Response(status_code=204)
@@ -40,31 +40,31 @@ class PathBody(msgspec.Struct):
 
 
 class AccountsApi:
-    """What a tenant has, and how it is told."""
+    """Endpoints that list and change what a tenant has."""
 
     def __init__(self, work: Work, dispatcher: Dispatcher, bills: Bills) -> None:
         self._work, self._database, self._dispatcher, self._bills = work, work.database, dispatcher, bills
         self._archives: dict[str, tuple[float, str]] = {}
-        self._importing = asyncio.Lock()  # one adapter at a time: it takes several times its size of memory
+        self._importing = asyncio.Lock()  # one at a time: an import needs several times the adapter's size in memory
 
     async def health(self, request: Request) -> Response:
-        """For whoever asks whether the process lives."""
+        """Answer that the process is alive; needs no key."""
         return answer({"status": "ok"})
 
     async def config(self, caller: Caller, request: Request, body: bytes) -> Response:
-        """Flags of the SDK: the defaults, but for compression, which costs more here than it saves on loopback."""
+        """Return the SDK's flags: its defaults, except compression, which costs more than it saves on loopback."""
         return answer({"parallel_fwdbwd_chunks": True, "proto_write_fwdbwd": True, "use_pyqwest_transport": False})
 
     async def dynamic_config(self, caller: Caller, request: Request, body: bytes) -> Response:
-        """Flags that the SDK asks for again and again: it shall say when nobody waits for a sample any more."""
+        """Return the flags that the SDK polls: it is to cancel samples whose results are no longer awaited."""
         return answer({"sample_cancel_enabled": True})
 
     async def telemetry(self, caller: Caller, request: Request, body: bytes) -> Response:
-        """Taken and forgotten."""
+        """Accept telemetry and discard it."""
         return answer({"status": "accepted"})
 
     async def capabilities(self, caller: Caller, request: Request, body: bytes) -> Response:
-        """The base models."""
+        """List the base models."""
         bases = [
             {"model_name": base.name, "max_context_length": base.max_tokens, "trainable": True, "sampleable": True}
             for base in self._work.backend.bases.values()
@@ -72,7 +72,7 @@ class AccountsApi:
         return answer({"supported_models": bases})
 
     async def create_session(self, caller: Caller, request: Request, body: bytes) -> Response:
-        """A session: what its models and samplers are named after."""
+        """Create a session. The ids of its models and samplers begin with the session's id."""
         given, now = parse(SessionBody, body), self._work.clock()
         session = secrets.token_hex(16)
         self._database.insert(
@@ -81,7 +81,7 @@ class AccountsApi:
         return answer({"type": "create_session", "session_id": session})
 
     async def heartbeat(self, caller: Caller, request: Request, body: bytes) -> Response:
-        """The client lives."""
+        """Record that the client of a session is alive."""
         session = self._own(sessions, parse(SessionIdBody, body).session_id, caller)
         if session.finished is not None:
             raise PeerError("gone", f"the session {session.id} is finished.")
@@ -89,27 +89,27 @@ class AccountsApi:
         return answer({"type": "session_heartbeat"})
 
     async def finish_session(self, caller: Caller, request: Request, body: bytes) -> Response:
-        """The client is done."""
+        """End a session."""
         session = self._own(sessions, request.path_params["session"], caller)
         if session.finished is None:
             self._dispatcher.end_session(session.id, "The session was finished.")
         return NOTHING
 
     async def list_sessions(self, caller: Caller, request: Request, body: bytes) -> Response:
-        """The ids of a tenant's sessions, newest first."""
+        """List the ids of a tenant's sessions, newest first."""
         limit, offset = _page(request)
         rows = self._database.select(sessions, "-created", limit, offset, tenant=caller.tenant)
         return answer({"sessions": [row.id for row in rows]})
 
     async def show_session(self, caller: Caller, request: Request, body: bytes) -> Response:
-        """What a session made."""
+        """List the models and samplers of a session."""
         session = self._own(sessions, request.path_params["session"], caller)
         made = [self._database.select(table, session=session.id, limit=10_000) for table in (models, samplers)]
         runs, found = ([row.id for row in rows] for rows in made)
         return answer({"training_run_ids": runs, "sampler_ids": found, "user_metadata": _labels(session.labels)})
 
     async def get_info(self, caller: Caller, request: Request, body: bytes) -> Response:
-        """What a model is."""
+        """Return the base model and rank of a model."""
         model = self._own(models, parse(ModelIdBody, body).model_id, caller)
         base = model.spec["base"]
         told = {"model_name": base, "tokenizer_id": base}
@@ -117,24 +117,24 @@ class AccountsApi:
         return answer({"type": "get_info", "model_id": model.id, "model_data": told, **adapter})
 
     async def unload_model(self, caller: Caller, request: Request, body: bytes) -> Response:
-        """Let a model leave memory."""
+        """Unload a model from memory."""
         model = self._own(models, parse(ModelIdBody, body).model_id, caller)
         await self._work.backend.unload(model.id)
         return answer({"type": "unload_model", "model_id": model.id})
 
     async def show_sampler(self, caller: Caller, request: Request, body: bytes) -> Response:
-        """What a sampler samples from."""
+        """Return what a sampler samples from."""
         row = self._own(samplers, request.path_params["sampler"], caller)
         return answer({"sampler_id": row.id, "base_model": row.base, "model_path": row.path})
 
     async def weights_info(self, caller: Caller, request: Request, body: bytes) -> Response:
-        """What a checkpoint is of."""
+        """Return the base model and adapter settings of a checkpoint."""
         spec = self._work.checkpoint(parse(PathBody, body).tinker_path, caller.tenant).spec
         trained = {"train_unembed": False, "train_mlp": _trains(spec, "up_proj"), "train_attn": _trains(spec, "q_proj")}
         return answer({"base_model": spec["base"], "is_lora": True, "lora_rank": spec["rank"], **trained})
 
     async def list_runs(self, caller: Caller, request: Request, body: bytes) -> Response:
-        """A tenant's models, newest first."""
+        """List a tenant's models, newest first."""
         limit, offset = _page(request)
         rows = self._database.select(models, "-created", limit, offset, tenant=caller.tenant)
         total = self._database.count(models, tenant=caller.tenant)
@@ -142,43 +142,43 @@ class AccountsApi:
         return answer({"training_runs": [self._run(row) for row in rows], "cursor": cursor})
 
     async def show_run(self, caller: Caller, request: Request, body: bytes) -> Response:
-        """One of them."""
+        """Return one of a tenant's models."""
         return answer(self._run(self._own(models, request.path_params["model"], caller)))
 
     async def list_run_checkpoints(self, caller: Caller, request: Request, body: bytes) -> Response:
-        """The checkpoints of a model."""
+        """List the checkpoints of a model."""
         model = self._own(models, request.path_params["model"], caller)
         return self._listing(request, model=model.id, tenant=caller.tenant)
 
     async def list_checkpoints(self, caller: Caller, request: Request, body: bytes) -> Response:
-        """All checkpoints of a tenant."""
+        """List all checkpoints of a tenant."""
         return self._listing(request, tenant=caller.tenant)
 
     async def delete_checkpoint(self, caller: Caller, request: Request, body: bytes) -> Response:
-        """Forget a checkpoint. Its files stay as long as a sampler that was made of it."""
+        """Delete a checkpoint. Its files stay as long as a sampler made from it exists."""
         self._database.delete(checkpoints, id=self._checkpoint(caller, request).id)
         return NOTHING
 
     async def publish(self, caller: Caller, request: Request, body: bytes) -> Response:
-        """Let others load it."""
+        """Let other tenants load a checkpoint."""
         self._database.update(checkpoints, {"id": self._checkpoint(caller, request).id}, public=True)
         return NOTHING
 
     async def unpublish(self, caller: Caller, request: Request, body: bytes) -> Response:
-        """Let nobody else load it."""
+        """Stop letting other tenants load a checkpoint."""
         self._database.update(checkpoints, {"id": self._checkpoint(caller, request).id}, public=False)
         return NOTHING
 
     async def set_ttl(self, caller: Caller, request: Request, body: bytes) -> Response:
-        """How long from now it is kept."""
+        """Set how long from now a checkpoint is kept."""
         seconds = parse(TtlBody, body or b"{}").ttl_seconds
         expires = None if seconds is None else self._work.clock() + seconds
         self._database.update(checkpoints, {"id": self._checkpoint(caller, request).id}, expires=expires)
         return NOTHING
 
     async def copy_weights(self, caller: Caller, request: Request, body: bytes) -> Response:
-        """A checkpoint of the caller's own of one that it may read. Both name the same files, which stay while one of
-        them does. The same idempotency key is the same copy."""
+        """Copy a checkpoint that the caller may read to one of the caller's own. Both refer to the same files, which
+        stay as long as either exists. The same idempotency key gives the same copy."""
         given = parse(CopyBody, body)
         key = request.headers.get("x-idempotency-key") or secrets.token_hex(16)
         copy = "copy_" + hashlib.sha256(msgspec.json.encode([caller.tenant, key, given.source_path])).hexdigest()[:32]
@@ -194,7 +194,7 @@ class AccountsApi:
         return answer({"tinker_path": f"tinker://{copy}/{found.kind}/{found.name}"})
 
     async def bring_adapter(self, caller: Caller, request: Request, body: bytes) -> Response:
-        """A PEFT adapter of the client's own, as a tar file: from now on a checkpoint, to train and to sample from."""
+        """Import a client's own PEFT adapter, a tar file, as a checkpoint to train and to sample from."""
         given = parse(AdapterBody, msgspec.json.encode(dict(request.query_params)))
         base = self._work.backend.bases.get(given.base_model)
         if base is None:
@@ -221,7 +221,7 @@ class AccountsApi:
         return answer({"path": f"tinker://{model}/sampler_weights/{given.name}"})
 
     async def archive(self, caller: Caller, request: Request, body: bytes) -> Response:
-        """Where the checkpoint can be fetched as a tar file, for a while and by whoever knows the address."""
+        """Redirect to a temporary URL of the checkpoint as a tar file, which needs no key."""
         row, now = self._checkpoint(caller, request), self._work.clock()
         self._archives = {token: entry for token, entry in self._archives.items() if entry[0] > now}
         token = secrets.token_urlsafe(32)
@@ -232,7 +232,7 @@ class AccountsApi:
         return Response(status_code=302, headers=headers)
 
     async def fetch_archive(self, request: Request) -> Response:
-        """The tar file."""
+        """Return the tar file at a URL from `archive`."""
         entry = self._archives.get(request.path_params["token"])
         is_there = entry is not None and entry[0] > self._work.clock()
         path = await asyncio.to_thread(_packed, Path(entry[1])) if entry is not None and is_there else None
@@ -241,11 +241,11 @@ class AccountsApi:
         return FileResponse(path, media_type="application/x-tar", filename="checkpoint.tar")
 
     async def show_usage(self, caller: Caller, request: Request, body: bytes) -> Response:
-        """A tenant's bill: requests, tokens and dollars by kind, its quota, and the prices."""
+        """Return a tenant's bill: requests, tokens and dollars by kind, its quota, and the prices."""
         return answer(self._bills.of(caller.tenant))
 
     async def estimate(self, caller: Caller, request: Request, body: bytes) -> Response:
-        """What so many tokens would cost: `?forward_backward=1200000&sample=300000`."""
+        """Return what these numbers of tokens would cost: `?forward_backward=1200000&sample=300000`."""
         if unknown := sorted(request.query_params.keys() - set(PRICED)):
             raise PeerError("malformed", f"{unknown[0][:64]!r} has no price; {', '.join(PRICED)} have.")
         return answer(self._bills.estimate(caller.tenant, {kind: _number(request, kind, "0") for kind in PRICED}))
@@ -257,7 +257,7 @@ class AccountsApi:
         return row
 
     def _checkpoint(self, caller: Caller, request: Request) -> Row:
-        """One's own, by `weights/NAME`, `sampler_weights/NAME`, `NAME` or its id."""
+        """Find a checkpoint of the caller by `weights/NAME`, `sampler_weights/NAME`, `NAME` or its id."""
         model, named = request.path_params["model"], request.path_params["checkpoint"]
         kind, _, name = named.rpartition("/")
         where: dict[str, Any] = {"model": model, "tenant": caller.tenant}
@@ -292,7 +292,7 @@ class AccountsApi:
 
 
 def _checkpoint(row: Row) -> dict[str, Any]:
-    """Under the names of both SDKs."""
+    """Describe a checkpoint, with the field names of both SDKs."""
     path = f"{row.model}/{row.kind}/{row.name}"
     expires = None if row.expires is None else _time(row.expires)
     return {
@@ -326,7 +326,7 @@ def _trains(spec: Mapping[str, Any], layer: str) -> bool:
 
 
 def _page(request: Request) -> tuple[int, int]:
-    """`limit` and `offset` of a listing."""
+    """Return `limit` and `offset` of a listing."""
     return min(1000, _number(request, "limit", "100")), _number(request, "offset", "0")
 
 
@@ -338,7 +338,7 @@ def _number(request: Request, name: str, default: str) -> int:
 
 
 def _packed(directory: Path) -> Path | None:
-    """The tar file of a directory, made once; None: the directory is gone."""
+    """Return the tar file of a directory, which is made once; None if the directory is gone."""
     path = directory.with_name(directory.name + ".tar")
     if not directory.is_dir():
         return None

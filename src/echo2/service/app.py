@@ -1,4 +1,4 @@
-"""The service's HTTP application: which path is which endpoint, and what goes on beside them."""
+"""The service's HTTP application: routes to endpoints, and the periodic cleanup."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from echo2.service.work import Work
 
 log = logging.getLogger(__name__)
 
-#: How often the service looks for what is over; how long a client may be silent; how long answers are kept.
+#: Seconds between cleanups; seconds of silence until a session is ended; seconds for which answers are kept.
 SWEEP_SECONDS = 10.0
 SILENCE_SECONDS = 1800.0
 ANSWER_SECONDS = 86400.0
@@ -37,7 +37,7 @@ NO_QUOTAS = Quotas()
 
 
 class Front:
-    """The application `app` over a database and a back end. `directory`: where checkpoints lie."""
+    """The application `app` over a database and a back end. `directory`: holds the checkpoints."""
 
     def __init__(
         self,
@@ -126,7 +126,7 @@ class Front:
             self.sweep()
 
     def sweep(self) -> None:
-        """End what is over: silent sessions, waits for requests that never came, checkpoints, old answers, files."""
+        """End silent sessions and waits for missing requests; delete expired checkpoints, old answers and files."""
         now = self.clock()
         self.dispatcher.expire()
         for row in self.database.older(sessions, "seen", now - SILENCE_SECONDS, finished=None):

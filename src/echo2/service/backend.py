@@ -1,12 +1,12 @@
-"""What carries out a service's work, as its front sees it. No torch here.
+"""The interface between a service's front and the back end that carries out the work. No torch here.
 
-The front numbers the operations of a model 1, 2, 3, ... and calls them in that order; it need not await one before it
-calls the next. An operation is carried out once, whatever dies: called again under its number it is answered with what
-came of it. An answer that was given survives the death of every process.
+The front numbers the operations of a model 1, 2, 3, ... and calls them in that order; it may call the next operation
+before the previous one is answered. An operation is carried out once, even if processes die: a repeated call with the
+same number returns the answer of the first one. An answer that was returned survives the death of every process.
 
 All methods raise:
-    UserError: the tenant's mistake: unknown names, shapes, values that the model or the loss does not take.
-    InvariantError: the operation ended the process that carried it out, again and again.
+    UserError: the tenant's mistake: unknown names or shapes, or values that the model or the loss does not accept.
+    InvariantError: the operation repeatedly killed the process that carried it out.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ if TYPE_CHECKING:
     Ints: TypeAlias = array[int]
     Floats: TypeAlias = array[float]
 else:
-    Ints = Floats = array  # when it runs it takes no parameter, and these classes are read when they run
+    Ints = Floats = array  # array takes no parameter at run time, when annotations are evaluated
 
 
 @dataclass(frozen=True, slots=True)
 class BaseInfo:
-    """A base model: the name that clients know it by, its directory (with its tokenizer) and its context in tokens."""
+    """A base model: its name for clients, its directory (with its tokenizer) and its context length in tokens."""
 
     name: str
     directory: str
@@ -35,8 +35,8 @@ class BaseInfo:
 
 @dataclass(frozen=True, slots=True)
 class ModelSpec:
-    """An adapter that is to be trained. `owner`: whose share of the learner it uses. `alpha` 0: twice the rank.
-    `targets`: ends of the names of linear layers; ("all-linear",): all but the head.
+    """An adapter to train. `owner`: the tenant whose share of the learner it uses. `alpha`: 0 means twice the rank.
+    `targets`: suffixes of the names of linear layers; ("all-linear",): all except the output head.
     """
 
     base: str
@@ -49,7 +49,7 @@ class ModelSpec:
 
 @dataclass(frozen=True, slots=True)
 class ClientDatum:
-    """N tokens that are read, and after each of them K >= 1 tokens whose logprobs count.
+    """N input tokens, and after each of them K >= 1 target tokens, whose logprobs enter the loss.
 
     tokens      'i' [N]
     targets     'i' [N * K], row by row; a target may be any token, not only the next one
@@ -80,7 +80,7 @@ class TrainOutput:
 
 @dataclass(frozen=True, slots=True)
 class AdamSettings:
-    """AdamW. `grad_clip`: largest norm of the gradient; 0: it is not clipped."""
+    """AdamW. `grad_clip`: maximum norm of the gradient; 0: no clipping."""
 
     lr: float
     beta1: float = 0.9
@@ -92,17 +92,17 @@ class AdamSettings:
 
 @dataclass(frozen=True, slots=True)
 class SampleSpec:
-    """What to sample from a prompt of P tokens, `num_samples` times. `owner`: whose share of the sampler it uses.
+    """`num_samples` samples from a prompt of P tokens. `owner`: the tenant whose share of the sampler they use.
 
-    stop_tokens, stop_strings  what ends a sample beside `max_tokens`; a stop token is its last token, and a stop string
-                               is in its last tokens. `ends_with_model`: the model's own end tokens end it, too
-    temperature                0: the most likely token. Logprobs are of the tempered distribution; at 0 of the plain
-    prompt_logprobs            whether the prompt's logprobs are wanted
-    top_prompt_logprobs        how many of the most likely tokens at each place of the prompt
-    top_sample_logprobs        likewise of the samples, at their temperature and before top-p and top-k narrow it
-    target_places              'i' [M], ascending places of the prompt from 1 on
-    target_tokens              'i' [M], tokens whose logprobs are wanted at these places
-    num_alternatives           how many tokens to draw at each place of the prompt but the first, at `temperature`
+    stop_tokens, stop_strings  what ends a sample besides `max_tokens`; the sample includes the stop token or the tokens
+                               of the stop string. `ends_with_model`: the model's own end tokens end it, too
+    temperature                0: greedy. Logprobs are of the distribution at this temperature; at 0, of that at 1
+    prompt_logprobs            whether to return the prompt's logprobs
+    top_prompt_logprobs        number of most likely tokens to return at each position of the prompt
+    top_sample_logprobs        likewise for the samples, at their temperature and before top-p and top-k are applied
+    target_places              'i' [M], ascending positions in the prompt, from 1 on
+    target_tokens              'i' [M], tokens whose logprobs to return at these positions
+    num_alternatives           number of tokens to draw, at `temperature`, at each position of the prompt but the first
     """
 
     prompt: Ints
@@ -125,14 +125,14 @@ class SampleSpec:
 
     @property
     def wants_scores(self) -> bool:
-        """Whether anything of the prompt's own places is wanted."""
+        """Whether any scores at positions of the prompt are requested."""
         most = max(self.top_prompt_logprobs, len(self.target_places), self.num_alternatives)
         return self.prompt_logprobs or most > 0
 
 
 @dataclass(frozen=True, slots=True)
 class SampledSequence:
-    """T sampled tokens 'i' and their logprobs 'f'; of the k most likely ones the ids 'i' and logprobs 'f' [T * k]."""
+    """T sampled tokens 'i' and their logprobs 'f'; the k most likely tokens at each position, 'i' and 'f' [T * k]."""
 
     tokens: Ints
     logprobs: Floats
@@ -145,7 +145,7 @@ class SampledSequence:
 class SampleOutput:
     """`prompt_logprobs` 'f' [P], NaN first; `top_prompt_tokens` 'i' and `top_prompt_logprobs` 'f' [P, k] row by row,
     the first row -1 and NaN; `target_logprobs` 'f' [M]; `alternative_tokens` 'i' and `alternative_logprobs` 'f', at
-    temperature 1, [P - 1, D]. Empty where they were not wanted.
+    temperature 1, [P - 1, D]. Arrays that were not requested are empty.
     """
 
     sequences: list[SampledSequence]
@@ -165,7 +165,7 @@ class Backend(Protocol):
         """The base models by name."""
 
     async def create_model(self, model: str, spec: ModelSpec) -> None:
-        """A new adapter under this id (letters, digits and ":._-"); the same again is no mistake."""
+        """Create an adapter with this id (letters, digits and ":._-"). An identical call has no further effect."""
 
     async def forward_backward(
         self,
@@ -179,24 +179,24 @@ class Backend(Protocol):
         """Add up the gradients of the *sum* of the data's token losses, never a mean (`learner/client_losses.py`)."""
 
     async def optim_step(self, model: str, operation: int, adam: AdamSettings) -> dict[str, float]:
-        """One AdamW step on the gradients added since the last, which are forgotten. Metrics: `grad_norm`. A gradient
-        that is not finite is a UserError and leaves the weights as they were."""
+        """Apply one AdamW step to the gradients added since the last step, and clear them. Metrics: `grad_norm`. A
+        gradient that is not finite raises UserError and leaves the weights unchanged."""
 
     async def save_state(self, model: str, operation: int, directory: Path) -> None:
         """Write weights and optimizer to `directory`, whole or not at all."""
 
     async def load_state(self, model: str, operation: int, directory: Path, with_optimizer: bool) -> None:
-        """Weights, and if wanted the optimizer, of what `save_state` wrote for an adapter of equal rank and targets;
-        of what `publish` wrote, the weights. Gradients are forgotten."""
+        """Load weights, and optionally the optimizer, that `save_state` wrote for an adapter of equal rank and targets;
+        or only weights that `publish` wrote. Gradients are cleared."""
 
     async def publish(self, model: str, operation: int, directory: Path) -> None:
-        """Write the weights as they are now to `directory`, as a PEFT adapter, for samplers. It never changes."""
+        """Write the current weights to `directory` as a PEFT adapter for samplers. The adapter never changes."""
 
     async def unload(self, model: str) -> None:
-        """Let the model leave memory; its next operation brings it back."""
+        """Unload the model from memory; its next operation loads it again."""
 
     async def delete(self, model: str) -> None:
-        """Forget the model for ever. What was saved or published elsewhere stays."""
+        """Delete the model permanently. Directories to which it was saved or published stay."""
 
     async def sample(self, base: str, snapshot: Path | None, spec: SampleSpec) -> SampleOutput:
         """Sample from what `publish` wrote to `snapshot`, or from the base model alone. The same seed gives the same

@@ -1,4 +1,4 @@
-"""What tenants used, what it costs them, and how far they may go."""
+"""Usage, costs and quotas of tenants."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from echo2.service.settings import Quotas
 
 
 class Bills:
-    """Dollars by tenant and kind of request. A price that is changed counts from then on."""
+    """Dollars by tenant and kind of request. A changed price applies to later requests only."""
 
     def __init__(self, database: Database, quotas: Quotas) -> None:
         self._database, self._quotas = database, quotas
 
     def charge(self, tenant: str, kind: str, num_tokens: int) -> None:
-        """Count a request that was done."""
+        """Charge a completed request."""
         usd = self._price(kind, num_tokens)
         where = {"tenant": tenant, "kind": kind}
         with self._database.transaction():
@@ -31,20 +31,22 @@ class Bills:
                 self._database.insert(bills, **where, requests=1, tokens=num_tokens, usd=usd)
 
     def check(self, tenant: str) -> None:
-        """Raises PeerError("spent") where the tenant's quota is: what is open already is still done, and charged."""
+        """Raise PeerError("spent") if the tenant's quota is used up. Open requests are still completed and charged."""
         quota = self._quotas.quota_usd.get(tenant)
         if quota is not None and (usd := self.of(tenant)["usd"]) >= quota:
             raise PeerError("spent", f"{tenant} has spent ${usd:.4f} of ${quota:g}; ask who runs the service for more.")
 
     def estimate(self, tenant: str, num_tokens: Mapping[str, int]) -> dict[str, Any]:
-        """Dollars of so many tokens by kind of request, in all, and what the tenant may still spend; None: any sum."""
+        """Return the cost of these tokens, in total and by kind of request, and the rest of the tenant's quota (None:
+        no quota).
+        """
         by_kind = {kind: self._price(kind, count) for kind, count in num_tokens.items()}
         quota = self._quotas.quota_usd.get(tenant)
         left = None if quota is None else max(0.0, quota - self.of(tenant)["usd"])
         return {"usd": sum(by_kind.values()), "usd_by_kind": by_kind, "usd_left": left}
 
     def of(self, tenant: str) -> dict[str, Any]:
-        """A tenant's bill, with the prices as they are now."""
+        """Return a tenant's bill, with the current prices."""
         rows = self._database.select(bills, tenant=tenant)
         used = {row.kind: {"requests": row.requests, "tokens": row.tokens, "usd": row.usd} for row in rows}
         prices = self._quotas.usd_per_million_tokens

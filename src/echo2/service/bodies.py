@@ -10,13 +10,13 @@ from msgspec import Meta, Struct
 
 from echo2.errors import PeerError
 
-#: Whole numbers that a database of 64 bits holds, and those that an int32 array does.
+#: Whole numbers that fit a 64-bit database column, and those that fit an int32 array.
 Count: TypeAlias = Annotated[int, Meta(ge=0, le=2**53)]
 Token: TypeAlias = Annotated[int, Meta(ge=-(2**31), lt=2**31)]
-#: An id of ours or a path with one in it, and a name that a user chose, which becomes part of such a path.
+#: An id made by the service or a path that contains one; and a name chosen by a user, which becomes part of a path.
 Id: TypeAlias = Annotated[str, Meta(max_length=512)]
 Name: TypeAlias = Annotated[str, Meta(pattern=r"^(?!\.+$)[A-Za-z0-9._-]{1,128}$")]
-#: Free data of users: it is stored and given back.
+#: Free-form data of users, which is stored and returned.
 Labels: TypeAlias = Annotated[dict[str, Any], Meta(max_length=64)]
 
 T = TypeVar("T", bound=Struct)
@@ -37,7 +37,7 @@ class SessionIdBody(Struct):
 
 
 class LoraBody(Struct):
-    """What an adapter is like."""
+    """Settings of an adapter."""
 
     rank: Annotated[int, Meta(ge=1, le=1024)] = 32
     seed: Annotated[int, Meta(ge=0, le=2**63 - 1)] | None = None
@@ -63,7 +63,7 @@ class ModelIdBody(Struct):
 
 
 class TensorBody(Struct):
-    """A tensor as JSON. Sparse: rows are compressed."""
+    """A tensor as JSON, dense or sparse with compressed rows (CSR)."""
 
     data: list[float]
     dtype: str = "float32"
@@ -73,7 +73,7 @@ class TensorBody(Struct):
 
 
 class ChunkBody(Struct):
-    """A part of a prompt; only text is taken."""
+    """A part of a prompt; only text is accepted."""
 
     tokens: list[Token] | None = None
     type: str = "encoded_text"
@@ -86,7 +86,7 @@ class PromptBody(Struct):
 
 
 class DatumBody(Struct):
-    """What is trained on."""
+    """One training datum."""
 
     model_input: PromptBody
     loss_fn_inputs: dict[str, TensorBody]
@@ -163,7 +163,7 @@ class SamplerBody(Struct):
 
 
 class SamplingBody(Struct):
-    """How to sample. `stop` null: at the model's own end; an empty list: nowhere."""
+    """Sampling parameters. `stop`: null stops at the model's own end tokens, an empty list never."""
 
     max_tokens: Annotated[int, Meta(ge=1, lt=2**31)] | None = None
     seed: int | None = None
@@ -192,14 +192,14 @@ class SampleBody(Struct):
 
 
 class CopyBody(Struct):
-    """`copy_weights`. There are no projects here: whichever it names, the copy is the caller's."""
+    """`copy_weights`. There are no projects here: a project in the body is ignored, and the copy is the caller's."""
 
     source_path: Id
     ttl_seconds: Annotated[int, Meta(ge=1, le=10**9)] | None = None
 
 
 class AdapterBody(Struct):
-    """`adapters`: over which base model a client's own adapter is, and what it shall be called."""
+    """`adapters`: the base model of a client's own adapter, and the name to give it."""
 
     base_model: Id
     name: Name
@@ -213,16 +213,16 @@ class FutureBody(Struct):
 
 
 class TtlBody(Struct):
-    """The time that a checkpoint is kept; null: for ever."""
+    """The time for which a checkpoint is kept; null: forever."""
 
     ttl_seconds: Annotated[int, Meta(ge=1, le=10**9)] | None = None
 
 
 def parse(kind: type[T], body: bytes) -> T:
-    """A typed body.
+    """Decode a body.
 
     Raises:
-        PeerError: it is not JSON of that type.
+        PeerError: the body is not JSON of that type.
     """
     try:
         return msgspec.json.decode(body, type=kind)
@@ -231,10 +231,10 @@ def parse(kind: type[T], body: bytes) -> T:
 
 
 def prompt_tokens(prompt: PromptBody) -> Sequence[int]:
-    """The tokens of all parts.
+    """Return the tokens of all parts.
 
     Raises:
-        PeerError: a part is no text.
+        PeerError: a part is not text.
     """
     tokens: list[int] = []
     for chunk in prompt.chunks:

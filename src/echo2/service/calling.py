@@ -1,5 +1,5 @@
-"""A process that answers calls, as who calls it sees it: started, started again when it dies, and asked again what it
-had not answered.
+"""The caller's side of a process that answers calls: starts the process, restarts it when it dies, and sends all
+unanswered calls again.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from echo2.service.frames import ANSWERS, Answer, Call, CancelCall, Request, fra
 
 log = logging.getLogger(__name__)
 
-#: Deaths of the process under one call after which it is the call that kills it; starts that came to nothing.
+#: Deaths of the process during one call after which the call is failed; likewise starts in a row without an answer.
 MOST_DEATHS = 8
-#: Between two starts of a process that dies at once; doubled from the first to the second.
+#: Shortest and longest pause between two starts; the pause doubles while the process dies without an answer.
 RESTART_SECONDS = (0.1, 10.0)
 LOG_BYTES = 10 << 20
 
 
 @dataclass(slots=True)
 class _Pending:
-    """A call that has no answer yet. `deaths`: of the process while it was worked on."""
+    """A call that has no answer yet. `deaths`: how often the process died while working on it."""
 
     frame: bytes
     answered: asyncio.Future[Answer]
@@ -36,8 +36,8 @@ class _Pending:
 
 
 class AnsweringProcess:
-    """`python -m MODULE SETTINGS`, which answers calls by stdin and stdout, and writes its log to a file. For one event
-    loop.
+    """A process `python -m MODULE SETTINGS` that answers calls over stdin and stdout and writes its log to a file. For
+    one event loop.
     """
 
     def __init__(self, module: str, settings: str, log_path: Path) -> None:
@@ -50,15 +50,15 @@ class AnsweringProcess:
 
     @property
     def process_id(self) -> int | None:
-        """Of the process that runs now."""
+        """Id of the running process; None if it is not running."""
         return None if self._process is None else self._process.pid
 
     async def call(self, call: Call) -> Answer:
-        """The answer, however often the process has to be started for it. Cancelled: nobody waits for it any more.
+        """Return the answer, restarting the process if it dies. Cancelling this also cancels the call in the process.
 
         Raises:
             UserError: the tenant's mistake, in the process's words.
-            InvariantError: a bug of ours, or the process dies of this call.
+            InvariantError: a bug in echo2, or the call kills the process.
         """
         if self._running is None:
             self._running = asyncio.create_task(self._run())
@@ -77,7 +77,7 @@ class AnsweringProcess:
         return answer
 
     async def close(self) -> None:
-        """End the process; calls under way are cancelled."""
+        """End the process; calls in progress are cancelled."""
         self._is_closing = True
         if self._running is not None:
             if self._process is not None and self._process.returncode is None:
@@ -89,18 +89,18 @@ class AnsweringProcess:
             pending.answered.cancel()
 
     async def _send(self, data: bytes) -> None:
-        """To the process, if it runs: what is pending is sent to the next one."""
+        """Send to the process, if it is running; the next process gets all pending calls when it starts."""
         process = self._process
         if process is not None and process.stdin is not None and not process.stdin.is_closing():
             process.stdin.write(data)
             try:
                 await process.stdin.drain()
             except ConnectionError:
-                pass  # it died
+                pass  # the process died
 
     async def _run(self) -> None:
         pause, longest = RESTART_SECONDS
-        fruitless = 0  # starts after which it ended by itself and had answered nothing
+        fruitless = 0  # starts in a row after which the process exited without an answer
         while True:
             with self._log_path.open("ab") as log_file:
                 if log_file.tell() > LOG_BYTES:

@@ -1,6 +1,6 @@
-"""Training data of clients, of both wires, as what the back end takes; and what it answers, as bytes.
+"""Converts clients' training data, protobuf or JSON, to the back end's types, and the back end's answers to bytes.
 
-Sizes are checked before anything is made of them: a shape of a sparse tensor can name more than memory holds.
+Sizes are checked before anything is allocated: the shape of a small sparse tensor can exceed the memory.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from echo2.service.backend import ClientDatum, Floats, TrainOutput
 from echo2.service.bodies import DatumBody, LossBody, TensorBody, TrainBody, parse, prompt_tokens
 from echo2.service.sampled import are_whole, csr_rows, sample_as_json
 
-#: Numbers of one tensor, of all sparse tensors of a request when they are written out, and data of one request.
+#: Limits: numbers in one tensor; numbers in all sparse tensors of a request once dense; data in one request.
 TENSOR_NUMBERS_MAX = 1 << 22
 SPARSE_NUMBERS_MAX = 1 << 24
 DATA_MAX = 8192
@@ -34,7 +34,7 @@ DTYPES: Mapping[int, str] = {
     pb.DTYPE_BFLOAT16: "<u2",
 }
 JSON_DTYPES = {"float32": "<f4", "int64": "<i8"}
-#: What a datum may hold beside its tokens.
+#: Names allowed in a datum's `loss_fn_inputs`.
 CLIPS = ("clip_low_threshold", "clip_high_threshold")
 INPUTS = frozenset({"target_tokens", "weights", "advantages", "logprobs", "mask", "sequence_ratio_mask", *CLIPS})
 Array: TypeAlias = NDArray[Any]
@@ -42,7 +42,7 @@ Array: TypeAlias = NDArray[Any]
 
 @dataclass(frozen=True, slots=True)
 class TrainWork:
-    """A `forward_backward` as it came: what it names, and its data or what is wrong with them."""
+    """A parsed `forward_backward`: its settings, and its data or, in `error`, what is wrong with the data."""
 
     model: str
     seq: int | None
@@ -55,10 +55,10 @@ class TrainWork:
 
 
 def read_protobuf(body: bytes) -> tuple[TrainWork, bytes]:
-    """The work, and the bytes that are the same for the same work.
+    """Return the work in a protobuf body, and canonical bytes that are the same for the same work.
 
     Raises:
-        PeerError: it is no such message.
+        PeerError: the body is not such a message.
     """
     message = pb.ForwardBackwardRequest()
     try:
@@ -98,10 +98,10 @@ def _params(message: pb.ForwardBackwardRequest) -> dict[str, float]:
 
 
 def read_json(body: bytes, forward_only: bool) -> TrainWork:
-    """The work of an SDK that sends JSON.
+    """Return the work in the body of an SDK that sends JSON.
 
     Raises:
-        PeerError: it is no such body.
+        PeerError: the body is not such JSON.
     """
     parsed = parse(TrainBody, body)
     given = parsed.forward_input if forward_only else parsed.forward_backward_input
@@ -136,7 +136,7 @@ def _json_datum(datum: DatumBody) -> tuple[ClientDatum, int]:
 
 
 def _check_sparse(shapes: Iterable[Sequence[int]]) -> None:
-    """What little bytes may become."""
+    """Refuse sparse tensors that would be too large once dense."""
     count = sum(math.prod(abs(size) for size in shape) for shape in shapes)
     if count > SPARSE_NUMBERS_MAX:
         raise UserError(f"The sparse tensors of a request stand for {count} numbers; {SPARSE_NUMBERS_MAX} are taken.")
@@ -148,7 +148,7 @@ def _check_count(count: int) -> None:
 
 
 def _named(index: int, read: Any, given: Any) -> Any:
-    """What `read` makes of it; its errors say which datum."""
+    """Return `read(given)`; errors name the datum by its index."""
     try:
         return read(given)
     except (UserError, ValueError, OverflowError) as error:
@@ -188,7 +188,7 @@ def _json_tensor(tensor: TensorBody) -> Array:
     numbers = np.asarray(tensor.data, dtype=np.float64)
     if tensor.dtype == "int64" and not are_whole(numbers):
         raise UserError("an int64 tensor has a number that is not a whole one, or is too large.")
-    with np.errstate(over="ignore", invalid="ignore"):  # what overflows is refused later, for it is not finite
+    with np.errstate(over="ignore", invalid="ignore"):  # overflows become infinite and are refused later
         values = numbers.astype(dtype)
     if tensor.sparse_crow_indices is None:
         return _shaped(values, tensor.shape)
@@ -206,7 +206,7 @@ def _shaped(values: Array, shape: Sequence[int] | None) -> Array:
 
 
 def _dense(values: Array, crow: Array, col: Array, shape: Sequence[int]) -> Array:
-    """A sparse tensor, its rows compressed, with zeros where it has nothing."""
+    """Convert a sparse tensor with compressed rows to a dense one."""
     if len(shape) != 2 or min(shape) < 0 or max(shape) > TENSOR_NUMBERS_MAX or shape[0] * shape[1] > TENSOR_NUMBERS_MAX:
         raise UserError(f"a sparse tensor has the shape {list(shape)[:4]}; two sizes are taken, their product bounded.")
     rows = csr_rows(crow, col, len(values), shape)
@@ -216,7 +216,7 @@ def _dense(values: Array, crow: Array, col: Array, shape: Sequence[int]) -> Arra
 
 
 def _datum(tokens: Array, inputs: Mapping[str, Array]) -> tuple[ClientDatum, int]:
-    """The datum, and the width of its targets: 0 where they are one row."""
+    """Return the datum, and the width of its targets; 0 if the targets have one dimension."""
     unknown = sorted(inputs.keys() - INPUTS)
     if unknown:
         raise UserError(f"loss_fn_inputs has {unknown[0]!r}; known: {', '.join(sorted(INPUTS))}.")
@@ -254,7 +254,7 @@ def _floats(name: str, values: Array, targets: Array) -> Array:
 
 
 def train_answer(output: TrainOutput, widths: Sequence[int]) -> bytes:
-    """`ForwardBackwardOutput`: data of one width are one record."""
+    """Return the bytes of a `ForwardBackwardOutput`, in which consecutive data of equal width share a record."""
     message = pb.ForwardBackwardOutput(loss_fn_output_type="ArrayRecord", metrics=output.metrics)
     begin = 0
     for end in range(1, len(widths) + 1):
@@ -273,7 +273,7 @@ def _batched(rows: Sequence[Floats], width: int) -> pb.BatchedTensor:
 
 
 def answer_as_json(kind: str, answer: bytes) -> dict[str, Any]:
-    """The same answer for a client that takes JSON alone."""
+    """Convert an answer for a client that accepts only JSON."""
     if kind == "sample":
         return sample_as_json(pb.SampleResponse.FromString(answer))
     message = pb.ForwardBackwardOutput.FromString(answer)

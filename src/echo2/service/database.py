@@ -1,6 +1,6 @@
-"""What the service remembers, in SQLite or any database that SQLAlchemy speaks to: eight tables, no bytes of weights.
+"""The service's store, in SQLite or any other database that SQLAlchemy supports: seven tables, no weights.
 
-A request is stored before it is acknowledged. Every row has its tenant, and every look-up for a client names it.
+A request is stored before it is acknowledged. Every row has a tenant, and every look-up for a client names the tenant.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from echo2.errors import UserError
 Row: TypeAlias = sql.Row[Any]
 
 metadata = MetaData()
-#: Of 64 bits everywhere. SQLite's are, and it counts up only what it calls INTEGER.
+#: 64-bit integers in every database. SQLite's INTEGER has 64 bits, and is the only type that auto-increments.
 Number = BigInteger().with_variant(Integer, "sqlite")
 
 keys = Table(
@@ -64,9 +64,9 @@ models = Table(
     Column("spec", JSON, nullable=False),
     Column("created", Float, nullable=False),
     Column("used", Float, nullable=False),
-    Column("next_number", Number, nullable=False),  # of the client
-    Column("next_operation", Number, nullable=False),  # of the back end
-    Column("inflight", String),  # the directory that its inflight samplers read
+    Column("next_number", Number, nullable=False),  # expected of the client's next request
+    Column("next_operation", Number, nullable=False),  # of the next call to the back end
+    Column("inflight", String),  # the directory that the model's inflight samplers read
     Column("labels", JSON),
 )
 requests = Table(
@@ -131,7 +131,7 @@ bills = Table(
 
 
 class Database:
-    """Short statements, and transactions of several. For one thread."""
+    """Short statements, and transactions of several statements. For one thread."""
 
     def __init__(self, url: str) -> None:
         """`url`: as SQLAlchemy reads it, `sqlite:///FILE` or `postgresql+psycopg://...`.
@@ -140,7 +140,7 @@ class Database:
             UserError: there is no such database.
         """
         try:
-            self._engine = sql.create_engine(url, pool_pre_ping=True)  # a server may have been started again
+            self._engine = sql.create_engine(url, pool_pre_ping=True)  # the database server may have restarted
             if self._engine.dialect.name == "sqlite":
                 sql.event.listen(self._engine, "connect", _prepare_sqlite)
             metadata.create_all(self._engine)
@@ -150,10 +150,10 @@ class Database:
 
     @contextmanager
     def transaction(self) -> Iterator[sql.Connection]:
-        """All statements within, or none. Within another one it is part of it.
+        """Carry out all statements in the block, or none. A nested transaction is part of the outer one.
 
         Raises:
-            UserError: a value that this kind of database does not take, such as text with a NUL.
+            UserError: a value that this kind of database does not accept, such as text with a NUL.
         """
         if self._open is not None:
             yield self._open
@@ -167,7 +167,7 @@ class Database:
             self._open = None
 
     def find(self, table: Table, **where: Any) -> Row | None:
-        """The row that has these values; None: there is none."""
+        """Return the row with these values; None if there is none. A tuple stands for any of its values."""
         rows = self.select(table, limit=1, **where)
         return rows[0] if rows else None
 
@@ -180,7 +180,7 @@ class Database:
         columns: Sequence[str] = (),
         **where: Any,
     ) -> list[Row]:
-        """Rows that have these values. `order`: a column, "-" before it: backwards. `columns`: empty: all."""
+        """Return the rows with these values. `order`: a column, descending after "-". `columns`: empty means all."""
         wanted = [table.c[name] for name in columns] or table.c
         query = sql.select(*wanted).where(*_conditions(table, where)).limit(limit).offset(offset)
         if order:
@@ -190,30 +190,30 @@ class Database:
             return list(connection.execute(query))
 
     def count(self, table: Table, **where: Any) -> int:
-        """How many rows have these values."""
+        """Return the number of rows with these values."""
         query = sql.select(sql.func.count()).select_from(table).where(*_conditions(table, where))
         with self.transaction() as connection:
             return int(connection.execute(query).scalar_one())
 
     def older(self, table: Table, column: str, than: float, limit: int = 1000, **where: Any) -> list[Row]:
-        """Rows with these values and a time before this one."""
+        """Return the rows with these values whose time in `column` is before `than`."""
         query = sql.select(table).where(table.c[column] < than, *_conditions(table, where)).limit(limit)
         with self.transaction() as connection:
             return list(connection.execute(query))
 
     def insert(self, table: Table, **values: Any) -> None:
-        """A new row."""
+        """Insert a row."""
         with self.transaction() as connection:
             connection.execute(sql.insert(table).values(**values))
 
     def update(self, table: Table, where: dict[str, Any], **values: Any) -> int:
-        """Change rows; how many there were."""
+        """Change rows and return their number."""
         with self.transaction() as connection:
             done = connection.execute(sql.update(table).where(*_conditions(table, where)).values(**values))
             return done.rowcount
 
     def delete(self, table: Table, **where: Any) -> int:
-        """Remove rows; how many there were."""
+        """Delete rows and return their number."""
         with self.transaction() as connection:
             return connection.execute(sql.delete(table).where(*_conditions(table, where))).rowcount
 

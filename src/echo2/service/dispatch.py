@@ -1,7 +1,7 @@
-"""Requests from their acknowledgement to their answer: stored, ordered, carried out, waited for.
+"""Requests from acknowledgement to answer: stores them, orders them, carries them out, and waits for their end.
 
-A request is `held` while one before it is missing, `queued` from when its turn is fixed, then `done` or `failed`. What
-is open when the process dies is taken up by the next one, in the same order and under the same numbers.
+A request is `held` while an earlier one is missing, `queued` once its turn is fixed, then `done` or `failed`. Requests
+that are open when the process dies are resumed by the next process, in the same order and under the same numbers.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from echo2.service.work import Work
 log = logging.getLogger(__name__)
 
 OPEN = ("held", "queued")
-#: Operations of a model that the back end has at once, samples that it has at once, and open requests of a tenant.
+#: Limits: operations of one model at the back end; samples at the back end; open requests of a tenant.
 OPERATIONS_MAX = 16
 SAMPLES_MAX = 512
 OPEN_MAX = 8192
 
 
 class Dispatcher:
-    """Everything that is between an acknowledged request and its answer. For one event loop."""
+    """Takes each acknowledged request to its answer. For one event loop."""
 
     def __init__(self, database: Database, work: Work, bills: Bills, clock: Callable[[], float]) -> None:
         self._database, self._work, self._bills, self._clock = database, work, bills, clock
@@ -45,7 +45,7 @@ class Dispatcher:
         self._tasks: set[asyncio.Task[None]] = set()
 
     def start(self) -> None:
-        """Take up what a former process left."""
+        """Resume the open requests of the previous process."""
         rows = self._database.select(requests, order="arrival", state=OPEN)
         for row in sorted(rows, key=lambda row: (row.state == "held", row.operation or 0)):
             self._count(row.tenant, 1)
@@ -60,10 +60,10 @@ class Dispatcher:
     def submit(
         self, caller: Caller, session: str, target: str, kind: str, number: int | None, digest: str, body: bytes
     ) -> str:
-        """Store a request; its id. The same again has the same id.
+        """Store a request and return its id. An identical request gets the same id.
 
         Raises:
-            PeerError: `rate` where the tenant has too many open, `spent` where its quota is.
+            PeerError: `rate` if too many requests of the tenant or model are open, `spent` if the quota is used up.
         """
         again = number is not None and self._database.find(
             requests, target=target, number=number, kind=kind, digest=digest
@@ -100,7 +100,7 @@ class Dispatcher:
         return request
 
     async def wait(self, request: str, tenant: str, seconds: float) -> Row | None:
-        """The request when it has ended, or as it is after so many seconds; None: this tenant has no such request."""
+        """Return the request once it has ended, or open after `seconds`; None if the tenant has no such request."""
         row = self._database.find(requests, id=request, tenant=tenant)
         if row is None or row.state not in OPEN:
             return row
@@ -112,7 +112,7 @@ class Dispatcher:
         return self._database.find(requests, id=request, tenant=tenant)
 
     def why_it_waits(self, request: Row) -> str:
-        """For people."""
+        """Return, for people, why an open request waits."""
         missing = self._order(request.target).waits_for(request.id) if request.state == "held" else 0
         if missing:
             return f"request {missing} of this model has not come yet"
@@ -123,13 +123,13 @@ class Dispatcher:
         return f"{queue.qsize() if queue else 0} requests of this model wait before the learner"
 
     def cancel_sample(self, request: str, tenant: str) -> None:
-        """Fail a sample that is open: it loses its turn, and costs nothing."""
+        """Fail an open sample: it loses its turn and costs nothing."""
         row = self._database.find(requests, id=request, tenant=tenant, kind="sample", state=OPEN)
         if row is not None:
             self._end(row, "failed", error="The client cancelled the sample.", category="user")
 
     def end_session(self, session: str, reason: str) -> None:
-        """Fail what it has open that the back end does not have yet, and let its models leave memory."""
+        """Fail the session's open samples and held requests, and unload its models from memory."""
         self._database.update(sessions, {"id": session}, finished=self._clock())
         for row in self._database.select(requests, session=session, state=OPEN):
             if row.kind == "sample" or row.state == "held":
@@ -139,12 +139,12 @@ class Dispatcher:
             self._spawn(self._work.backend.unload(model.id))
 
     def expire(self) -> None:
-        """Give up waiting for requests that never came."""
+        """Stop waiting for requests that never arrived."""
         for model, order in list(self._orders.items()):
             self._release(model, order.expire(self._clock()))
 
     async def close(self) -> None:
-        """Leave everything as it is stored."""
+        """Stop all work; open requests stay stored."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -156,7 +156,7 @@ class Dispatcher:
         return self._orders[model]
 
     def _release(self, model: str, released: list[Released]) -> None:
-        """Fix the turn of requests: number those that the back end is to have, and answer the others."""
+        """Fix the turn of requests: number those that go to the back end, and fail the others."""
         if not released:
             return
         with self._database.transaction():
@@ -188,7 +188,7 @@ class Dispatcher:
         self._queues[row.target].put_nowait(row.id)
 
     async def _run_model(self, model: str, queue: asyncio.Queue[str]) -> None:
-        """Call the back end in order; what makes the model is awaited, the others follow each other at once."""
+        """Call the back end in order. The request that creates the model is awaited; the others overlap."""
         room = asyncio.Semaphore(OPERATIONS_MAX)
         while True:
             row = self._database.find(requests, id=await queue.get())
@@ -236,7 +236,7 @@ class Dispatcher:
                     self._bills.charge(row.tenant, row.kind, done.num_tokens)
 
     def _end(self, row: Row, state: str, **values: Any) -> bool:
-        """Store what came of it, and wake who waits; false: something came of it before."""
+        """Store the outcome of a request and wake its waiters; return False if the request had already ended."""
         where = {"id": row.id, "state": OPEN}
         if is_news := bool(
             self._database.update(requests, where, state=state, body=None, ended=self._clock(), **values)

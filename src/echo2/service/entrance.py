@@ -1,6 +1,6 @@
-"""What every request passes on its way in: its key first, then its body, bounded while it is read.
+"""Checks every request before its handler: first the key, then the body, whose size is bounded while it is read.
 
-A caller's mistakes are answered with a status that the SDKs treat as final; 408 and 429 they try again.
+A caller's mistakes are answered with a status that the SDKs treat as final; after 408 and 429 they try again.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from echo2.service.access import Caller, Doorkeeper
 
 log = logging.getLogger(__name__)
 
-#: Bytes of a body, as it comes and unpacked; of all bodies that are read or being handled; and how long one may take.
+#: Limits: bytes of a body, as received and unpacked; of all bodies being read or handled; seconds to receive a body.
 BODY_BYTES_MAX = 32 << 20
 SMALL_BODY_BYTES_MAX = 4 << 20
 ALL_BODIES_BYTES_MAX = 512 << 20
@@ -29,7 +29,7 @@ BODY_SECONDS = 60.0
 
 STATUS = {
     "unauthenticated": 401,
-    "spent": 402,  # the SDKs pause and ask again for an hour
+    "spent": 402,  # the SDKs pause and retry for an hour
     "scope": 403,
     "not_found": 404,
     "gone": 410,
@@ -42,19 +42,19 @@ Endpoint: TypeAlias = Callable[[Request], Awaitable[Response]]
 
 
 def answer(value: object, status: int = 200) -> Response:
-    """A JSON answer."""
+    """Return a JSON response."""
     return Response(msgspec.json.encode(value), status, media_type="application/json")
 
 
 class Entrance:
-    """Wraps handlers. `keeper` knows the callers."""
+    """Wraps handlers. `keeper` authenticates the callers."""
 
     def __init__(self, keeper: Doorkeeper) -> None:
         self._keeper = keeper
         self._num_bytes = 0
 
     def __call__(self, handler: Handler, scope: str = "", max_bytes: int = SMALL_BODY_BYTES_MAX) -> Endpoint:
-        """The endpoint of a handler. `scope`: what the key must allow; empty: any key."""
+        """Return the endpoint of a handler. `scope`: a scope that the key must have; empty: any key."""
 
         async def endpoint(request: Request) -> Response:
             try:
@@ -89,10 +89,10 @@ class Entrance:
 
     @contextmanager
     def _taking(self) -> Iterator[Callable[[bytes], bytes]]:
-        """What counts bytes of one request, as they came and unpacked, for as long as it is being answered.
+        """Yield a function that counts the bytes of one request, both as received and unpacked, until it is answered.
 
         Raises:
-            PeerError: "rate", all requests together have too many.
+            PeerError: "rate", all requests together have too many bytes.
         """
         taken = 0
 
@@ -123,10 +123,10 @@ async def _bounded(request: Request, max_bytes: int) -> AsyncIterator[bytes]:
 
 
 def unpacked(body: bytes, max_bytes: int) -> bytes:
-    """A zstd body, whatever size it claims to have, up to a bound.
+    """Unpack a zstd body up to `max_bytes`, whatever size the body claims to have.
 
     Raises:
-        PeerError: it is not zstd, or larger.
+        PeerError: the body is not zstd, or unpacks to more.
     """
     try:
         with zstandard.ZstdDecompressor(max_window_size=1 << 27).stream_reader(body) as reader:

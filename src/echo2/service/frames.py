@@ -1,6 +1,6 @@
-"""What a service's processes say to each other: a 4-byte length, then that many bytes of MessagePack.
+"""Messages between a service's processes: a 4-byte length, then that many bytes of MessagePack.
 
-msgspec checks the types. Arrays travel as their type code and their bytes.
+msgspec checks the types. Arrays are sent as their type code and their bytes.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from echo2.errors import PeerError
 from echo2.sandbox.pipes import HEADER, checked_length
 from echo2.service.backend import AdamSettings, ClientDatum, ModelSpec, SampleOutput, SampleSpec, TrainOutput
 
-#: Type codes of arrays that are sent.
+#: Type codes of the arrays that may be sent.
 _CODES = ("i", "f", "d")
 
 
@@ -90,7 +90,7 @@ class SampleCall(msgspec.Struct, frozen=True, tag=True):
 
 
 class CancelCall(msgspec.Struct, frozen=True, tag=True):
-    """Nobody waits for the answer to this number any more."""
+    """The caller no longer waits for the answer to call `number`."""
 
     number: int
 
@@ -101,15 +101,15 @@ Call: TypeAlias = ModelCall | SampleCall | CancelCall
 
 
 class Request(msgspec.Struct, frozen=True):
-    """A call under a number of the caller's."""
+    """A call, numbered by the caller."""
 
     number: int
     call: Call
 
 
 class Answer(msgspec.Struct, frozen=True):
-    """What came of a call; what does not belong to its kind is None. `has_begun`: nothing yet, but it is worked on.
-    `fault`: in words; `is_ours`: not the tenant's.
+    """The outcome of a call; fields of other kinds of calls are None. `has_begun`: no outcome yet, but the call is in
+    progress. `fault`: an error message; `is_ours`: the fault is echo2's, not the tenant's.
     """
 
     number: int = 0
@@ -122,8 +122,8 @@ class Answer(msgspec.Struct, frozen=True):
 
 
 class JournalRecord(msgspec.Struct, frozen=True):
-    """An operation that was carried out. `call`: what has to be done again to come to the same state; else None.
-    `is_checkpoint`: no operation, but that a checkpoint after this one has all before it.
+    """An operation that was carried out. `call`: the call to repeat to restore the model's state; None if there is
+    nothing to repeat. `is_checkpoint`: no operation, but a mark that a checkpoint covers all up to `operation`.
     """
 
     operation: int
@@ -151,12 +151,12 @@ RECORDS = msgspec.msgpack.Decoder(JournalRecord, dec_hook=_typed)
 
 
 def encode(message: Request | Answer) -> bytes:
-    """A message alone, for links that keep messages apart."""
+    """Encode a message without its length, for links that preserve message boundaries."""
     return _ENCODER.encode(message)
 
 
 def frame(message: Request | Answer | JournalRecord) -> bytes:
-    """One frame.
+    """Encode a message as one frame.
 
     Raises:
         PeerError: "oversized".
@@ -166,10 +166,10 @@ def frame(message: Request | Answer | JournalRecord) -> bytes:
 
 
 def frame_length(header: bytes) -> int:
-    """Bytes that follow a frame's header.
+    """Return the number of bytes that follow a frame's header.
 
     Raises:
-        PeerError: "oversized", or the header is not whole.
+        PeerError: "oversized"; or "torn", the header is incomplete.
     """
     if len(header) != HEADER.size:
         raise PeerError("torn", f"a frame's header of {len(header)} bytes")

@@ -1,4 +1,4 @@
-"""The service's HTTP server: uvicorn, with bounds on connections of which nobody is known yet, and a prompt end."""
+"""The service's HTTP server: uvicorn, with limits on unauthenticated connections and a prompt shutdown."""
 
 from __future__ import annotations
 
@@ -14,25 +14,25 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from echo2.transport.door import raise_descriptor_limit
 
-#: Connections that wait to be taken: 2000 samples of an SDK are 2000 polls.
+#: Connections that wait to be accepted: an SDK with 2000 samples polls 2000 times at once.
 BACKLOG = 4096
 HEADER_BYTES_MAX = 64 << 10
-#: From a connection's beginning, or from its last answer, to the whole head of its next request.
+#: Maximum seconds from a connection's start or its last response to the complete head of its next request.
 HEAD_SECONDS = 75.0
-#: Descriptors that are left for files, the database and other processes.
+#: Descriptors reserved for files, the database and other processes.
 DESCRIPTORS_LEFT = 256
 LAST_SECONDS = 5
 
 
 class BoundedConnection(H11Protocol):
-    """A connection that is closed where its next request does not come, whole or byte by byte, or where there are too
-    many: uvicorn itself waits for the head of a first request for ever.
+    """A connection that is closed if the complete head of its next request does not arrive in time, or if there are too
+    many connections. uvicorn itself waits forever for the head of a first request.
     """
 
     _waiting: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """It begins."""
+        """Accept the connection, or abort it if there are too many."""
         super().connection_made(transport)
         if len(self.connections) > connections_max():
             transport.abort()
@@ -40,18 +40,18 @@ class BoundedConnection(H11Protocol):
             self._wait_for_head()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """It has ended."""
+        """Stop the timer of a closed connection."""
         self._stop_waiting()
         super().connection_lost(exc)
 
     def handle_events(self) -> None:
-        """Bytes have come."""
+        """Stop the timer once the head of a request is complete."""
         super().handle_events()
         if not getattr(self.cycle, "response_complete", True):  # None before the first request
             self._stop_waiting()
 
     def on_response_complete(self) -> None:
-        """The next request may come."""
+        """Start the timer for the next request."""
         self._stop_waiting()
         self._wait_for_head()
         super().on_response_complete()
@@ -67,12 +67,12 @@ class BoundedConnection(H11Protocol):
 
 @functools.cache
 def connections_max() -> int:
-    """As many as there can be descriptors, but for those that the process itself needs."""
+    """Return the maximum number of connections: the descriptor limit, less `DESCRIPTORS_LEFT`."""
     return max(64, raise_descriptor_limit() - DESCRIPTORS_LEFT)
 
 
 class HttpServer(uvicorn.Server):
-    """uvicorn, which lets polls go by `stop` when it is told to end, and says where it listens."""
+    """uvicorn, which prints its address, and which calls `stop` to answer open polls when it is told to end."""
 
     def __init__(self, app: Starlette, stop: Callable[[], None], host: str, port: int) -> None:
         super().__init__(
@@ -92,7 +92,7 @@ class HttpServer(uvicorn.Server):
         self._stop = stop
 
     async def startup(self, sockets: Any = None) -> None:
-        """Listen, then say so."""
+        """Listen, then print the address."""
         await super().startup(sockets)
         for server in self.servers:
             for socket in server.sockets:
@@ -100,6 +100,6 @@ class HttpServer(uvicorn.Server):
                 print(f"serving at http://{host}:{port}", flush=True)
 
     def handle_exit(self, sig: int, frame: Any) -> None:
-        """Ends the polls, too."""
+        """Answer the open polls, then end the server."""
         self._stop()
         super().handle_exit(signal.SIGTERM, frame)

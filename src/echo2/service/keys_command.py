@@ -1,4 +1,4 @@
-"""`echo2 keys`: who may use a service. It may be running meanwhile."""
+"""`echo2 keys`: manages the API keys of a service, which may be running meanwhile."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Directories of checkpoints and published adapters that nothing names any more: they leave the disk."""
+"""Deletes directories of checkpoints and published adapters that nothing refers to any more."""
 
 from __future__ import annotations
 
@@ -9,23 +9,24 @@ from pathlib import Path
 from echo2.service.database import Database, checkpoints, models, requests, samplers, sessions
 from echo2.service.dispatch import OPEN
 
-#: Removed at once, so that the front is not held up.
+#: Maximum number removed at once, so that the front is not blocked.
 REMOVED_MAX = 64
-#: Where tenants' own adapters lie until they have a name.
+#: Subdirectory for tenants' own adapters during their import.
 ARRIVING = "arriving"
 
 
 class Leftovers:
-    """What lies in `folder`, by the first part of its name: `NAME/`, `NAME.tar`, `.NAME.partial`."""
+    """The entries of `folder`, identified by the first part of their names: `NAME/`, `NAME.tar`, `.NAME.partial`."""
 
     def __init__(self, database: Database, folder: Path) -> None:
         self._database, self._folder = database, folder
         self._unnamed_since: dict[Path, float] = {}
 
     def remove(self, now: float) -> None:
-        """Remove what no checkpoint names, no sampler of a session that goes on, and no open request.
+        """Remove entries that no checkpoint, no sampler of a live session and no open request refers to.
 
-        A request that was open before a directory lost its name may still read it, and is waited for.
+        A request that was open before an entry became unreferenced may still read it, so the entry is kept until that
+        request has ended.
         """
         named = self._named()
         unnamed = [path for path in self._folder.iterdir() if path.name.lstrip(".").split(".")[0] not in named]

@@ -1,5 +1,5 @@
-"""PEFT adapters that tenants bring: checked against the base model, then written as what the service publishes itself.
-No torch here.
+"""Imports PEFT adapters of tenants: checks them against the base model, and writes them in the form that the service
+itself publishes. No torch here.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ from echo2.types import Snapshot, StoredTensor, TensorBytes, TensorSource
 from echo2.weights.adapter_files import ADAPTER_CONFIG, ADAPTER_WEIGHTS, adapter_config
 from echo2.weights.model_files import read_adapter, read_base_model
 
-#: Of a tar file; it is in memory while it is read.
+#: Maximum size of a tar file, which is held in memory while it is read.
 ARCHIVE_BYTES_MAX = 256 << 20
 ENTRIES_MAX, RANK_MAX, ALPHA_MAX = 64, 1024, 2**20
 #: PEFT's names of a linear layer's factors A and B.
 PREFIX, DOWN, UP = "base_model.model.", ".lora_A.weight", ".lora_B.weight"
-#: Settings that change what given factors compute, and leave their names and shapes as they are.
+#: Settings that are refused because they change what the factors compute without changing their names and shapes.
 REFUSED = ("use_rslora", "alpha_pattern", "use_qalora")
 
 
 def take_adapter(archive: bytes, base: BaseInfo, owner: str, to: Path) -> ModelSpec:
-    """Write the adapter in a tar file to `to`, in float32: what a model with it is created as.
+    """Write the adapter in a tar file to `to`, in float32, and return the spec of a model created from it.
 
     Raises:
-        UserError: it is no LoRA adapter of this base model, or has a value that is not finite.
-        PeerError: it is no tar file.
+        UserError: the adapter is no LoRA adapter of this base model, or has a value that is not finite.
+        PeerError: the archive is no tar file.
     """
     model = _base_model(base.directory)
     with TemporaryDirectory(dir=to.parent) as unpacked:
@@ -56,7 +56,7 @@ def take_adapter(archive: bytes, base: BaseInfo, owner: str, to: Path) -> ModelS
 
 @cache
 def _base_model(directory: str) -> Snapshot:
-    """Its name takes a reading of all its bytes."""
+    """Read the base model once: its policy id is computed from all its bytes."""
     return read_base_model(Path(directory))
 
 
@@ -78,7 +78,7 @@ def _unpack(archive: bytes, to: Path) -> None:
 
 
 def _read_config(text: bytes, base: str, policy: str) -> tuple[int, int]:
-    """Rank and alpha."""
+    """Check the adapter's configuration, and return rank and alpha."""
     try:
         config: Any = parse_json(text)
     except ValueError as error:
@@ -93,20 +93,20 @@ def _read_config(text: bytes, base: str, policy: str) -> tuple[int, int]:
     if not whole_rank or not whole_alpha:
         raise UserError(f"{ADAPTER_CONFIG}: r = {rank!r}, lora_alpha = {alpha!r}: whole numbers, r to {RANK_MAX}.")
     named = str(config.get("base_model_name_or_path"))
-    if re.fullmatch(r"base-[0-9a-f]{16}", named) and named != policy:  # as the service writes it, and runs do
+    if re.fullmatch(r"base-[0-9a-f]{16}", named) and named != policy:  # the form that services and runs write
         raise UserError(f"The adapter is of the base model {named}; {base} is {policy}.")
     return whole_rank, whole_alpha
 
 
 def _whole(value: object, most: int) -> int:
-    """A whole number from 1 to `most`; 0: it is none."""
+    """Return the value if it is a whole number from 1 to `most`, else 0."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return 0
     return int(value) if 1 <= value <= most and value % 1 == 0 else 0
 
 
 def _check_shapes(adapter: Snapshot, model: Snapshot, rank: int, base: str) -> list[str]:
-    """The targets: ends of the names of the layers that it has factors of, all such layers of the base model."""
+    """Return the targets: suffixes of the names of layers. All such layers of the base model must have factors."""
     ends = {name.removesuffix(DOWN).rpartition(".")[2] for name in adapter.tensors if name.endswith(DOWN)}
     expected: dict[str, Sequence[int]] = {}
     for name, tensor in model.tensors.items():

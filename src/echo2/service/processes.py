@@ -1,4 +1,4 @@
-"""The back end: a learner process, a sampler process, and machines that sample. No torch in this one."""
+"""The back end: a learner process, a sampler process, and machines that sample. No torch in this process."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ from echo2.weights.model_files import find_model, model_files
 
 
 class LocalBackend:
-    """A `Backend`. `root`: where models and logs are kept; another one that has it takes up where this one ended."""
+    """A `Backend`. `root`: directory of models and logs; a later back end with the same root continues from there."""
 
     def __init__(self, bases: Mapping[str, str], root: Path, device: str = "auto") -> None:
         """`bases`: directories, or hub ids, by the names that clients use.
 
         Raises:
-            UserError: there is no such model, or its config.json does not name its context.
+            UserError: there is no such model, or its config.json does not state the context length.
         """
         directories = {name: str(find_model(path, f"bases.{name}").absolute()) for name, path in bases.items()}
         self._bases = {

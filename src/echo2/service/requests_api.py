@@ -1,4 +1,4 @@
-"""Endpoints that are answered at once with the id of a request, and the one that waits for what comes of it."""
+"""Endpoints that return the id of a request at once, and the endpoint that waits for the request's outcome."""
 
 from __future__ import annotations
 
@@ -31,27 +31,27 @@ from echo2.service.dispatch import OPEN, Dispatcher
 from echo2.service.entrance import answer
 from echo2.service.work import Work, sample_spec
 
-#: How long a poll is held; the SDKs give up at 45 and ask again at once.
+#: Seconds for which a poll is held open; the SDKs give up after 45 and poll again at once.
 POLL_SECONDS = 30.0
-#: The scale of an adapter's product is alpha / rank; the SDKs name no alpha.
+#: LoRA's alpha (an adapter is scaled by alpha / rank); the SDKs send none.
 ALPHA = 32
 PROTOBUF = "application/x-protobuf"
 WITH_PROTOBUF = {"forward": "train", "forward_backward": "train", "sample": "sample"}
 
 
 class RequestsApi:
-    """Takes requests, and hands out their answers."""
+    """Accepts requests and returns their answers."""
 
     def __init__(self, work: Work, dispatcher: Dispatcher) -> None:
         self._work, self._database, self._dispatcher = work, work.database, dispatcher
         self._stopping = asyncio.Event()
 
     def stop(self) -> None:
-        """Answer all polls now: the process ends."""
+        """Answer all polls now, because the process is ending."""
         self._stopping.set()
 
     async def create_model(self, caller: Caller, request: Request, body: bytes) -> Response:
-        """A new adapter."""
+        """Create an adapter."""
         given = parse(ModelBody, body)
         if given.base_model not in self._work.backend.bases:
             known = ", ".join(self._work.backend.bases)
@@ -61,7 +61,7 @@ class RequestsApi:
         return self._submit_first(caller, given.session_id, model, "create_model", body)
 
     async def load_weights(self, caller: Caller, request: Request, body: bytes) -> Response:
-        """A checkpoint into a model, or into a new one like the one that it is of."""
+        """Load a checkpoint into a model, or into a new model with the settings of the checkpoint's model."""
         given = parse(LoadBody, body)
         if given.session_id is None or given.model_seq_id is None:
             return self._submit(caller, given.model_id or "", "load_weights", given.seq_id, body)
@@ -71,7 +71,7 @@ class RequestsApi:
         return self._submit_first(caller, given.session_id, model, "load_weights", body)
 
     async def forward_backward(self, caller: Caller, request: Request, body: bytes) -> Response:
-        """Gradients, of either wire."""
+        """Add up gradients; the body is protobuf or JSON."""
         if request.headers.get("content-type", "").startswith(PROTOBUF):
             work, canonical = read_protobuf(body)
             return self._submit(caller, work.model, "forward_backward", work.seq, body, canonical)
@@ -79,27 +79,27 @@ class RequestsApi:
         return self._submit(caller, work.model, "forward_backward", work.seq, body)
 
     async def forward(self, caller: Caller, request: Request, body: bytes) -> Response:
-        """Logprobs alone, of the SDKs that send JSON."""
+        """Compute logprobs only, for the SDKs that send JSON."""
         work = read_json(body, forward_only=True)
         return self._submit(caller, work.model, "forward", work.seq, body)
 
     async def optim_step(self, caller: Caller, request: Request, body: bytes) -> Response:
-        """One step of the optimizer."""
+        """Apply one step of the optimizer."""
         given = parse(OptimBody, body)
         return self._submit(caller, given.model_id, "optim_step", given.seq_id, body)
 
     async def save_weights(self, caller: Caller, request: Request, body: bytes) -> Response:
-        """A checkpoint with the optimizer."""
+        """Save a checkpoint with the optimizer."""
         given = parse(SaveBody, body)
         return self._submit(caller, given.model_id, "save_weights", given.seq_id, body)
 
     async def save_weights_for_sampler(self, caller: Caller, request: Request, body: bytes) -> Response:
-        """An adapter to sample from."""
+        """Publish an adapter to sample from."""
         given = parse(SaveBody, body)
         return self._submit(caller, given.model_id, "save_weights_for_sampler", given.seq_id, body)
 
     async def create_sampling_session(self, caller: Caller, request: Request, body: bytes) -> Response:
-        """A sampler of a base model or a checkpoint."""
+        """Create a sampler of a base model or a checkpoint."""
         given = parse(SamplerBody, body)
         self.session(caller, given.session_id)
         sampler = f"{given.session_id}:sample:{given.sampling_session_seq_id}"
@@ -108,7 +108,7 @@ class RequestsApi:
         return answer({"type": "create_sampling_session", "sampling_session_id": sampler})
 
     async def sample(self, caller: Caller, request: Request, body: bytes) -> Response:
-        """Samples, each with an id of its own."""
+        """Request samples; each gets an id of its own."""
         given = parse(SampleBody, body)
         if given.sampling_session_id is None:
             raise UserError("sampling_session_id is missing: create a sampling session first.")
@@ -124,7 +124,7 @@ class RequestsApi:
         return answer({"request_id": submitted, "sample_sequence_ids": ids})
 
     async def retrieve_future(self, caller: Caller, request: Request, body: bytes) -> Response:
-        """What came of a request. The poll is held while nothing has."""
+        """Return the outcome of a request. The poll is held open until the request has ended."""
         given = parse(FutureBody, body)
         waiting = asyncio.ensure_future(self._dispatcher.wait(given.request_id, caller.tenant, POLL_SECONDS))
         stopping = asyncio.ensure_future(self._stopping.wait())
@@ -139,15 +139,15 @@ class RequestsApi:
         return self._outcome(row, request.headers)
 
     async def cancel_future(self, caller: Caller, request: Request, body: bytes) -> Response:
-        """Nobody waits for a sample any more; of what has ended or trains nothing changes."""
+        """Cancel an open sample. Requests that train are not cancelled."""
         self._dispatcher.cancel_sample(parse(FutureBody, body).request_id, caller.tenant)
         return Response(status_code=204)
 
     def session(self, caller: Caller, session: str) -> Row:
-        """A caller's own session that goes on.
+        """Return a live session of the caller.
 
         Raises:
-            PeerError: there is none, or it is finished.
+            PeerError: there is no such session, or it is finished.
         """
         row = self._database.find(sessions, id=session, tenant=caller.tenant)
         if row is None:
@@ -203,7 +203,7 @@ class RequestsApi:
         )
 
     def _submit_first(self, caller: Caller, session: str, model: str, kind: str, body: bytes) -> Response:
-        """What makes a model; it comes once."""
+        """Submit the request that creates a model; a repetition returns the first request's id."""
         again = self._database.find(requests, target=model, kind=kind, session=session, number=None)
         submitted = again.id if again else self._dispatcher.submit(caller, session, model, kind, None, "", body)
         return answer({"request_id": submitted, "model_id": model})

@@ -1,4 +1,4 @@
-"""What clients want scored beside their samples, and what came of a sample, as bytes of both wires."""
+"""Scores that clients request beside their samples, and the answers to sample requests as protobuf and JSON."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from echo2.service import tinker_pb2 as pb
 from echo2.service.backend import Floats, Ints, SampleOutput, SampleSpec
 from echo2.service.bodies import SampleBody, TensorBody
 
-#: Scores of one call: of most likely tokens, targets and alternatives together.
+#: Maximum scores in one call: of most likely tokens, targets and alternatives together.
 SCORES_MAX = 1 << 22
-#: The wire's own sign for no logprob.
+#: The protocol's value for "no logprob".
 NO_LOGPROB = -99999.0
 
 
 def check_scores(spec: SampleSpec) -> None:
-    """Refuse what would be too much to hold and to send.
+    """Refuse a request for more scores than can be held and sent.
 
     Raises:
-        UserError: so many scores are wanted.
+        UserError: too many scores are requested.
     """
     of_prompt = len(spec.prompt) * (spec.top_prompt_logprobs + spec.num_alternatives) + len(spec.target_places)
     count = of_prompt + spec.num_samples * spec.max_tokens * spec.top_sample_logprobs
@@ -34,10 +34,10 @@ def check_scores(spec: SampleSpec) -> None:
 
 
 def read_targets(tensor: TensorBody, length: int) -> tuple[Ints, Ints]:
-    """Places of a prompt of this length, ascending, and tokens that are wanted there.
+    """Return ascending positions in a prompt of this length, and the tokens to score there.
 
     Raises:
-        UserError: it is no int64 tensor [length - 1, K] of tokens, dense or with compressed rows.
+        UserError: the tensor is no int64 tensor [length - 1, K] of tokens, dense or with compressed rows.
     """
     shape = tensor.shape or []
     if tensor.dtype != "int64" or len(shape) != 2 or shape[0] != length - 1:
@@ -59,7 +59,7 @@ def are_whole(numbers: Any) -> bool:
 
 
 def _rows(tensor: TensorBody, count: int, shape: Sequence[int]) -> Any:
-    """The row of each number of a tensor."""
+    """Return the row of each number of a tensor."""
     if tensor.sparse_crow_indices is None:
         if count != shape[0] * shape[1]:
             raise UserError(f"target_prompt_logprobs of shape {list(shape)} has {count} numbers.")
@@ -70,7 +70,7 @@ def _rows(tensor: TensorBody, count: int, shape: Sequence[int]) -> Any:
 
 
 def csr_rows(crow: Any, col: Any, count: int, shape: Sequence[int]) -> Any:
-    """The row of each of the `count` numbers of a sparse tensor with compressed rows.
+    """Return the row of each of the `count` numbers of a sparse tensor with compressed rows.
 
     Raises:
         UserError: the indices do not fit the shape.
@@ -84,7 +84,7 @@ def csr_rows(crow: Any, col: Any, count: int, shape: Sequence[int]) -> Any:
 
 
 def sample_answer(output: SampleOutput, body: SampleBody) -> bytes:
-    """`SampleResponse` to what the body asked for."""
+    """Return the bytes of a `SampleResponse` with all that the body requests."""
     message = pb.SampleResponse()
     for sequence in output.sequences:
         reason = pb.STOP_REASON_STOP if sequence.finish == "stop" else pb.STOP_REASON_LENGTH
@@ -124,7 +124,7 @@ def _top(tokens: Ints, logprobs: Floats, rows: int, num_skipped: int = 0) -> pb.
 
 
 def _targets(asked: TensorBody, found: Floats) -> pb.Tensor:
-    """Laid out as it was asked; 0 where nothing was."""
+    """Return logprobs in the layout of the requested targets; 0 where no target was requested."""
     logprobs = np.zeros(len(asked.data), dtype="<f4")
     logprobs[np.asarray(asked.data) >= 0] = np.frombuffer(found, dtype="<f4")
     answer = pb.Tensor(dtype=pb.DTYPE_FLOAT32, shape=asked.shape)
@@ -140,7 +140,7 @@ def _targets(asked: TensorBody, found: Floats) -> pb.Tensor:
 
 
 def sample_as_json(message: pb.SampleResponse) -> dict[str, Any]:
-    """The same answer for a client that takes JSON alone; no SDK of that wire asks for targets or alternatives."""
+    """Convert an answer for a client that accepts only JSON. No JSON SDK requests targets or alternatives."""
     names = {pb.STOP_REASON_STOP: "stop", pb.STOP_REASON_LENGTH: "length"}
     sequences = [
         {

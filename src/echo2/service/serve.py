@@ -1,4 +1,4 @@
-"""The process of `echo2 serve`: HTTP, keys and the store; learner and sampler are processes of their own."""
+"""The process of `echo2 serve`: HTTP, keys and the store. The learner and the sampler are separate processes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from echo2.service.settings import ServiceSettings, load
 
 
 def serve(config: Path, out: Path, port: int | None) -> int:
-    """Serve until the process is told to end. `port`: in place of the file's; 0: any that is free.
+    """Serve until the process is told to end. `port`: overrides the file's; 0: any free port.
 
     Raises:
         UserError: the settings are wrong, or the address is taken.
@@ -36,12 +36,12 @@ def serve(config: Path, out: Path, port: int | None) -> int:
 
 
 def open_database(out: Path, url: str = "") -> Database:
-    """The service's store."""
+    """Open the service's store."""
     return Database(url or f"sqlite:///{out.absolute() / 'service.sqlite'}")
 
 
 def first_key(out: Path, database: Database, keeper: Doorkeeper) -> None:
-    """A key that may do everything, in DIR/api-key, for who starts the service."""
+    """Write a key with all scopes to DIR/api-key, for the owner of the service, unless there is one."""
     path = out / "api-key"
     if path.exists() and database.count(keys):
         return
@@ -52,7 +52,7 @@ def first_key(out: Path, database: Database, keeper: Doorkeeper) -> None:
 
 
 def base_directories(bases: dict[str, str], out: Path) -> dict[str, str]:
-    """Where each base model lies; the tiny one is made.
+    """Return the directory or hub id of each base model; an empty path makes the tiny model.
 
     Raises:
         UserError: a name is not `owner/name`.

@@ -1,4 +1,4 @@
-"""The end of a process that answers calls: frames from stdin, until who started it is gone."""
+"""The receiving end of a process that answers calls: reads frames from stdin until the parent process is gone."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from echo2.service.frames import REQUESTS, Request, frame_length
 
 
 def receive(inbox: BinaryIO, take: Callable[[Request], None]) -> None:
-    """For a thread of its own: give every request on, and end this process when no more can come."""
+    """Pass every request to `take`, and end this process at the end of input. Runs in its own thread."""
     while len(header := inbox.read(HEADER.size)) == HEADER.size:
         length = frame_length(header)
         body = inbox.read(length)
         if len(body) < length:
             break
         take(REQUESTS.decode(body))
-    os._exit(0)  # the main thread may be in the middle of a pass
+    os._exit(0)  # the main thread may be in the middle of a forward or backward pass

@@ -17,8 +17,8 @@ PRICED = ("forward_backward", "forward", "sample")
 
 
 class Quotas(Struct, forbid_unknown_fields=True, frozen=True):
-    """`usd_per_million_tokens`: by kind of request (`forward_backward`, `forward`, `sample`: of its prompt and what was
-    sampled); others cost nothing. `quota_usd`: by tenant, how much it may spend in all; who is not named, any sum.
+    """`usd_per_million_tokens`: by kind of request (`forward_backward`, `forward`, or `sample`, for the prompt and the
+    samples); other kinds are free. `quota_usd`: total spending limit by tenant; tenants not listed have no limit.
     """
 
     usd_per_million_tokens: dict[str, Annotated[float, Meta(ge=0)]] = {}
@@ -30,8 +30,8 @@ class Quotas(Struct, forbid_unknown_fields=True, frozen=True):
 
 
 class FleetSettings(Struct, forbid_unknown_fields=True, frozen=True):
-    """`listen`: HOST:PORT where machines of the owner join to sample; empty: none can. `advertise`: the host that their
-    ticket names; empty: that of `listen`.
+    """`listen`: HOST:PORT where machines of the owner join to sample; empty: no machine can join. `advertise`: the host
+    in their ticket; empty: the host of `listen`.
     """
 
     listen: str = ""
@@ -39,14 +39,14 @@ class FleetSettings(Struct, forbid_unknown_fields=True, frozen=True):
 
     def __post_init__(self) -> None:
         if self.listen:
-            _ = self.address  # refused with the file, not later
+            _ = self.address  # refuses a bad address when the file is read
 
     @property
     def address(self) -> tuple[str, int]:
         """Host and port of `listen`.
 
         Raises:
-            UserError: it is not HOST:PORT.
+            UserError: `listen` is not HOST:PORT.
         """
         host, port = host_and_port(self.listen, "fleet.listen", "0.0.0.0:8643")
         if not port:
@@ -55,8 +55,8 @@ class FleetSettings(Struct, forbid_unknown_fields=True, frozen=True):
 
 
 class ServiceSettings(Struct, forbid_unknown_fields=True):
-    """What is served, and where. `bases`: directories or hub ids by the names that clients use; empty: a tiny model is
-    made. `database`: as SQLAlchemy reads it; empty: SQLite in the service's directory.
+    """What is served, and where. `bases`: a directory or hub id by the name that clients use; an empty one makes a tiny
+    model. `database`: a URL for SQLAlchemy; empty: SQLite in the service's directory.
     """
 
     bases: Annotated[dict[str, str], Meta(min_length=1)]
@@ -69,7 +69,7 @@ class ServiceSettings(Struct, forbid_unknown_fields=True):
 
 
 def load(path: Path) -> ServiceSettings:
-    """Read them.
+    """Read the settings from a file.
 
     Raises:
         UserError: the file is missing, or a key or value is wrong.

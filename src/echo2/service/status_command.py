@@ -1,4 +1,4 @@
-"""`echo2 serve status`: who waits for what, and who spent what. The service may be running meanwhile, or not."""
+"""`echo2 serve status`: open requests and spending by tenant. The service need not be running."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from echo2.service.serve import open_database
 from echo2.service.status_page import StatusPage, Table
 from echo2.views.serve import serve_pages
 
-#: What the service last said of its fleet counts for so long.
+#: Age after which the service's last report on its fleet is ignored.
 STALE_SECONDS = 15.0
 
 
 def run(options: argparse.Namespace) -> int:
-    """Print it, or with a port show it as a page until the process is told to end.
+    """Print the status, or with a port serve it as a page until the process is told to end.
 
     Raises:
         UserError: there is no service in that directory, or the port is taken.
@@ -52,7 +52,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def status(database: Database, now: float) -> dict[str, Any]:
-    """Of each tenant: live sessions, models, open requests by kind, seconds that the oldest waits, tokens, dollars."""
+    """Return by tenant: live sessions, models, open requests by kind, oldest wait in seconds, tokens, dollars."""
     tenants: dict[str, dict[str, Any]] = {}
 
     def of(tenant: str) -> dict[str, Any]:
@@ -74,11 +74,11 @@ def status(database: Database, now: float) -> dict[str, Any]:
 
 
 def fleet(out: Path, now: float) -> dict[str, Any]:
-    """The machines that joined, and how many calls none has room for; empty where the service has no fleet, or is not
-    running.
+    """Return the machines that joined, and the number of calls for which no machine has room; empty if the service has
+    no fleet or is not running.
 
     Raises:
-        UserError: its file is damaged.
+        UserError: the file with the report on the fleet is damaged.
     """
     told = read_json(out / STATUS_FILE)
     if told is None or now - told["at"] > STALE_SECONDS:
@@ -87,7 +87,7 @@ def fleet(out: Path, now: float) -> dict[str, Any]:
 
 
 def tables(found: dict[str, Any]) -> list[Table]:
-    """For people: of the tenants, and of the machines if there are any."""
+    """Return the status as tables: tenants, and machines if there are any."""
     tenants = []
     for tenant, row in found["tenants"].items():
         waiting = ", ".join(f"{count} {kind}" for kind, count in row["open"].items()) or "-"
@@ -105,7 +105,7 @@ def tables(found: dict[str, Any]) -> list[Table]:
 
 
 def show(found: dict[str, Any], console: Console) -> None:
-    """Tables in the terminal."""
+    """Print the status as tables."""
     for made in tables(found):
         table = rich.table.Table(box=None, pad_edge=False)
         for head in made.heads:

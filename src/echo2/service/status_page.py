@@ -1,4 +1,4 @@
-"""The status of a service as a page of tables, which the browser asks for again and again; it has no script."""
+"""The status of a service as a page of tables without scripts, which the browser reloads periodically."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ PAGE = """<!doctype html>
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """Text in rows, as many cells in each as there are heads."""
+    """A table of text; each row has one cell per column head."""
 
     heads: Sequence[str]
     rows: Sequence[Sequence[str]]
 
 
 class StatusPage:
-    """The application `app`. `tell`: the tables as they are now; `token`: see `TokenGuard`."""
+    """The application `app`. `tell` returns the current tables; `token`: see `TokenGuard`."""
 
     def __init__(self, tell: Callable[[], Sequence[Table]], token: str) -> None:
         self._tell = tell
@@ -39,7 +39,7 @@ class StatusPage:
         self.app = Starlette(routes=[Route("/", guard(self._page)), Route("/page.css", guard(self._style))])
 
     def stop(self) -> None:
-        """Nothing is open longer than an answer takes."""
+        """Do nothing: no response stays open."""
 
     async def _page(self, request: Request) -> Response:
         text = "".join(f'<section class="scroll">{_table(table)}</section>' for table in self._tell())

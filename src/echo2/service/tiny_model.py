@@ -1,4 +1,4 @@
-"""The base model that needs no download: a Qwen3 of 0.1 M random parameters with a tokenizer of bytes."""
+"""A base model that needs no download: a Qwen3 with 0.1 M random parameters and a byte tokenizer."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from echo2.types import TensorBytes
 
 HIDDEN, INTERMEDIATE, LAYERS, HEADS, HEAD_SIZE = 64, 192, 2, 2, 32
 CONTEXT = 8192
-#: What chat templates are made of; the second ends an answer.
+#: Tokens of chat templates; the second ends an answer.
 SPECIAL_TOKENS = ("<|endoftext|>", "<|im_end|>", "<|im_start|>", "<think>", "</think>")
 CHAT_TEMPLATE = (
     "{% for message in messages %}{{ '<|im_start|>' + message.role + '\n' + message.content + '<|im_end|>\n' }}"
@@ -24,7 +24,7 @@ CHAT_TEMPLATE = (
 
 
 def make(directory: Path) -> None:
-    """Write it as a Hugging Face directory, whole or not at all; the same every time."""
+    """Write the model as a Hugging Face directory, whole or not at all. The result is the same every time."""
     if directory.is_dir():
         return
     partial = directory.with_name(directory.name + ".part")
@@ -60,7 +60,7 @@ def make(directory: Path) -> None:
 
 
 def _write_tokenizer(directory: Path) -> int:
-    """One token a byte, and the special ones; the number of all."""
+    """Write a tokenizer with one token per byte and the special tokens, and return the number of tokens."""
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocabulary = {token: number for number, token in enumerate((*SPECIAL_TOKENS, *letters))}
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))

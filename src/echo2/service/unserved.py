@@ -1,4 +1,4 @@
-"""What the SDKs can ask for that is not served, and what to do instead; the answer is final for them."""
+"""Endpoints of the SDKs that are not served, and what to do instead. The SDKs treat the refusal as final."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from echo2.service.entrance import Handler
 _USAGE = "hours are not kept apart; GET /api/v1/usage tells tokens and dollars by kind of request."
 _ARCHIVE = "nothing is written outside of the service; fetch GET .../checkpoints/NAME/archive, a PEFT adapter as tar."
 _KEYS = "`echo2 keys DIR` on the service's machine lists, adds and revokes keys."
-#: By method and path below /api/v1/.
+#: What to do instead, by method and path below /api/v1/.
 UNSERVED = {
     ("POST", "auth/token"): "API keys are taken as they are: set TINKER_API_KEY to a tml- key.",
     ("GET", "auth/apikey/me"): _KEYS,
@@ -32,7 +32,7 @@ UNSERVED = {
 
 
 def refusing(words: str) -> Handler:
-    """A handler that says so."""
+    """Return a handler that refuses with these words."""
 
     async def refuse(caller: Caller, request: Request, body: bytes) -> Response:
         raise PeerError("unsupported", f"{request.url.path} is not served here: {words}")

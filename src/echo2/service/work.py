@@ -1,4 +1,4 @@
-"""One acknowledged request after another as calls of the back end."""
+"""Carries out acknowledged requests by calls of the back end."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ KINDS = ("weights", "sampler_weights")
 
 @dataclass(frozen=True, slots=True)
 class Done:
-    """What came of a request: its answer, and the tokens it cost."""
+    """The result of a request: its answer, and the number of tokens to charge."""
 
     answer: bytes
     num_tokens: int = 0
 
 
 class Work:
-    """Carries out requests. `directory`: where checkpoints and published adapters lie."""
+    """Carries out requests. `directory`: holds checkpoints and published adapters."""
 
     def __init__(self, database: Database, backend: Backend, directory: Path, clock: Callable[[], float]) -> None:
         self.database, self.backend, self.clock = database, backend, clock
@@ -49,16 +49,16 @@ class Work:
         }
 
     async def carry_out(self, request: Row) -> Done:
-        """Do what it asks for.
+        """Carry out a request.
 
         Raises:
-            UserError, PeerError: it can't be done. InvariantError: see `Backend`.
+            UserError, PeerError: the request can't be carried out. InvariantError: see `Backend`.
         """
         done: Done = await self._carriers[request.kind](request)
         return done
 
     def refusal(self, request: Row) -> str:
-        """Why a request of a model is not passed on to the back end; empty: it is."""
+        """Return why a model's request is not passed to the back end; empty if it is passed."""
         try:
             if request.kind in ("forward_backward", "forward"):
                 return read_train(request).error
@@ -73,10 +73,10 @@ class Work:
         return ""
 
     def checkpoint(self, path: str, tenant: str) -> Row:
-        """The checkpoint of a path, if it is this tenant's or public.
+        """Return the checkpoint at a path, if it is this tenant's or public.
 
         Raises:
-            UserError: there is none.
+            UserError: there is no such checkpoint.
         """
         scheme = next((known for known in SCHEMES if path.startswith(known)), "")
         parts = path.removeprefix(scheme).split("/")
@@ -117,7 +117,7 @@ class Work:
         return _json(type="optim_step", metrics=metrics)
 
     async def _save(self, request: Row) -> Done:
-        """Into a directory that has the request's name: what a user calls it is in the database alone."""
+        """Save to a directory named after the request; the user's name for it is only in the database."""
         body = parse(SaveBody, request.body)
         directory = self.directory / request.id
         if request.kind == "save_weights":
@@ -192,17 +192,17 @@ class Work:
 
 
 def read_train(request: Row) -> TrainWork:
-    """A stored forward_backward, of either wire."""
+    """Parse a stored forward_backward or forward, protobuf or JSON."""
     if request.body[:1] == b"{":
         return read_json(request.body, request.kind == "forward")
     return read_protobuf(request.body)[0]
 
 
 def adam_settings(body: AdamBody) -> AdamSettings:
-    """AdamW's settings of a client.
+    """Convert a client's settings of AdamW.
 
     Raises:
-        UserError: one is out of its bounds.
+        UserError: a setting is out of bounds.
     """
     given = msgspec.structs.asdict(body)
     bounds = {"beta1": 1.0, "beta2": 1.0}
@@ -215,10 +215,10 @@ def adam_settings(body: AdamBody) -> AdamSettings:
 
 
 def sample_spec(body: SampleBody, max_tokens: int, request: str) -> SampleSpec:
-    """What to sample. Without a seed it is drawn from the request's id, so that doing it again gives the same.
+    """Convert a sample request. A missing seed is derived from the request's id, so that a repetition samples the same.
 
     Raises:
-        UserError: the prompt is empty or fills the context, or what is wanted of it is malformed or too much.
+        UserError: the prompt is empty or fills the context, or the requested scores are malformed or too many.
     """
     prompt, given = prompt_tokens(body.prompt), body.sampling_params
     room = max_tokens - len(prompt)

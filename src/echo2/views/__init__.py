@@ -1,1 +1,1 @@
-"""What people see of a run. `run_view` reads a run directory; the other modules show it."""
+"""Displays of a run for people. `run_view` reads a run directory; the other modules show its state."""

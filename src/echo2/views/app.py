@@ -25,7 +25,7 @@ from echo2.views.watch import Watch
 
 #: Pages that may be open at once.
 LISTENERS_MAX = 64
-#: Everything comes from here, and no text becomes code: a rollout may say what it likes.
+#: Browsers load resources from this server only and run no inline code: the text of a rollout is not trusted.
 HEADERS = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
     "img-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
@@ -35,7 +35,7 @@ HEADERS = {
     "Cache-Control": "no-store",
 }
 TYPES = {"html": "text/html", "js": "text/javascript", "css": "text/css", "svg": "image/svg+xml"}
-#: Of a file of rollouts; a held-out set may have thousands, which no page draws in time.
+#: Groups shown of a file of rollouts; a held-out set may have thousands, too many to draw in time.
 GROUPS_SHOWN = 200
 FILES = (
     "page.js",
@@ -54,17 +54,17 @@ Handler = Callable[[Request], Awaitable[Response]]
 
 
 class TokenGuard:
-    """What lets a browser in: the token, as `/?token=...` once and by a cookie from then on; programs say it in the
-    header, `Authorization: Bearer ...`."""
+    """Checks the token of a request. A browser sends it once as `/?token=...` and then as a cookie; programs send the
+    header `Authorization: Bearer ...`."""
 
     def __init__(self, token: str) -> None:
         self._token = token
 
     def __call__(self, handler: Handler) -> Handler:
-        """The handler behind the token, and with the headers that keep strange texts harmless."""
+        """Wrap a handler so that it requires the token and answers with `HEADERS`."""
 
         async def guarded(request: Request) -> Response:
-            cookie = f"echo2_view_{request.url.port or 80}"  # browsers give one port's cookies to the others
+            cookie = f"echo2_view_{request.url.port or 80}"  # browsers share cookies between ports
             given = request.query_params.get("token", "")
             response: Response
             if request.url.path == "/" and self._lets_in(given):
@@ -87,7 +87,7 @@ class TokenGuard:
 
 
 class Dashboard:
-    """The application `app` over run directories, which may be empty still. `token`: see `TokenGuard`."""
+    """The application `app` for run directories, which may still be empty. `token`: see `TokenGuard`."""
 
     def __init__(self, directories: Sequence[Path], token: str) -> None:
         self._rundirs = [RunDir(directory) for directory in directories]
@@ -103,7 +103,7 @@ class Dashboard:
         )
 
     def stop(self) -> None:
-        """Let the open pages go."""
+        """End the event streams of the open pages."""
         self._watch.stop()
 
     async def _page(self, request: Request) -> Response:
@@ -118,13 +118,13 @@ class Dashboard:
         return StreamingResponse(self._watch.events(), media_type="text/event-stream")
 
     async def _metrics(self, request: Request) -> Response:
-        """For Prometheus."""
+        """Return the newest metrics for Prometheus."""
         async with self._scraping:
             views = await asyncio.to_thread(self._watch.newest)
         return Response(prometheus.exposition(views), media_type=prometheus.MEDIA_TYPE)
 
     async def _rollouts(self, request: Request) -> Response:
-        """Without `name`: which files of rollouts there are; else the first groups in one."""
+        """Without `name`: return the names of the files of rollouts; else the first groups of that file."""
         folder, name = self._rundir(request).rollouts, request.query_params.get("name")
         if name is None:
             return _json(await asyncio.to_thread(rollouts.names, folder))
@@ -135,7 +135,7 @@ class Dashboard:
         return _json(await asyncio.to_thread(rollouts.task_over_steps, self._rundir(request).rollouts, name, number))
 
     async def _workers(self, request: Request) -> Response:
-        """One page of the fleet, from worker `first` on, of those with the words `find`."""
+        """Return one page of the workers that contain the words `find`, from index `first` on."""
         view, first, words = self._watch.views[self._index(request)], _number(request, "first"), request.query_params
         return _json(await asyncio.to_thread(fleet_page, view, first, words.get("find", "")))
 
@@ -162,7 +162,7 @@ def _number(request: Request, name: str) -> int:
 
 
 def asset(name: str) -> Response:
-    """A file of `page/`."""
+    """Return a file of `page/`."""
     content = (files("echo2.views") / "page" / name).read_bytes()
     return Response(content, media_type=TYPES[name.rpartition(".")[2]])
 

@@ -11,7 +11,7 @@ from echo2.rundir import RunDir
 
 
 def run(options: argparse.Namespace) -> int:
-    """0 if no group is lost, doubled, or was trained above the bound; else 1."""
+    """The command. Returns 0 if no group is lost, doubled or was trained above the staleness bound, else 1."""
     rundir = RunDir(options.directory)
     found = audit(rundir.ledger)
     bound = rundir.read_config().schedule.max_staleness if rundir.config.is_file() else None

@@ -1,4 +1,4 @@
-"""The charts' columns over steps, thinned out: however long a run is, a page holds some hundred points."""
+"""Columns of the charts over steps, downsampled: however long a run is, a chart has at most `POINTS_MAX` points."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 from echo2.control.head.learner_waits import CAUSES
 from echo2.views.metrics_file import Row
 
-#: Points of a line on a chart, at most.
+#: Maximum number of points of a line on a chart.
 POINTS_MAX = 500
 
 Values = Sequence[float]
@@ -26,7 +26,7 @@ def _last(values: Values) -> float:
     return values[-1]
 
 
-#: By metric: what stands for several steps that share a point.
+#: By metric: how the values of several steps become one point.
 COLUMNS: Mapping[str, Callable[[Values], float]] = {
     "eval/accuracy": _last,
     "reward/mean": _mean,
@@ -49,20 +49,20 @@ COLUMNS: Mapping[str, Callable[[Values], float]] = {
 
 
 class ChartPoints:
-    """Points that each stand for equally many steps, a power of two of them, so that points keep their place as a run
-    goes on. A new row costs the point that it falls into, not all of them.
+    """The points of a run's charts. All points cover the same number of steps, a power of two, so that points stay in
+    place while the run continues. A new row recomputes only the point that it falls into.
     """
 
     def __init__(self) -> None:
-        self.stride = 1  # steps of a point
+        self.stride = 1  # steps per point
         self._rows: Sequence[Row] = ()
-        self._steps: list[int] = []  # of each point its last
+        self._steps: list[int] = []  # the last step of each point
         self._columns: dict[str, Column] = {name: [] for name in COLUMNS}
         self._shown: list[str] = []
 
     def take(self, rows: Sequence[Row]) -> int:
-        """Follow the run to these rows, of ascending steps. Returns how many of the leading points are as they were,
-        with the columns that are shown; 0: a page needs all."""
+        """Update the points to these rows, in ascending order of steps. Return how many of the leading points are
+        unchanged; 0 means that a page needs all points, for example because other columns are shown."""
         last = rows[-1]["step"] if rows else 0
         stride = 1 << max(0, math.ceil(math.log2((last + 1) / POINTS_MAX)))
         kept = self._first_changed(rows) if stride == self.stride else 0
@@ -81,7 +81,7 @@ class ChartPoints:
         return kept if shown == was_shown else 0
 
     def tail(self, first: int) -> dict[str, Any]:
-        """The points from number `first` on, as the page is told them."""
+        """Return the points from index `first` on, as they are sent to a page."""
         columns = {name: self._columns[name][first:] for name in self._shown}
         return {"from": first, "steps": self._steps[first:], "stride": self.stride, "columns": columns}
 
@@ -92,7 +92,7 @@ class ChartPoints:
         return self._place(row["step"])
 
     def _first_changed(self, rows: Sequence[Row]) -> int:
-        """The first point that has other rows than before. Rows that are the same are the same objects."""
+        """Return the index of the first point whose rows have changed. Unchanged rows are the same objects."""
         pairs = enumerate(zip(self._rows, rows, strict=False))
         same = next((number for number, (old, new) in pairs if old is not new), min(len(self._rows), len(rows)))
         changed = [self._place_of(each[same]) for each in (self._rows, rows) if same < len(each)]
@@ -102,7 +102,7 @@ class ChartPoints:
 
 
 def _is_shown(name: str, values: Iterable[float | None]) -> bool:
-    """Whether it is known; and of what the learner may wait for, what it did wait for."""
+    """Whether a column has any value; for a cause of waiting (`wait/...`), whether the learner waited for it at all."""
     return any(values) if name.startswith("wait/") else any(value is not None for value in values)
 
 

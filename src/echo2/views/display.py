@@ -21,15 +21,15 @@ from echo2.rundir import RunDir
 from echo2.views.rollouts import samples
 from echo2.views.run_view import RunView
 
-#: Without a terminal: one line every so many seconds.
+#: Seconds between two lines without a terminal.
 PLAIN_SECONDS = 5.0
-#: How often files are read for the display.
+#: Minimum seconds between two reads of the run directory.
 REFRESH_SECONDS = 0.3
-#: By whether the process lives; None: it runs on another machine.
+#: State shown for a process, by whether it is alive; None: it runs on another machine.
 PROCESS_STATES = {True: "[green]alive[/green]", False: "[red]gone[/red]", None: "remote"}
-#: Of a reason or a state; the longest of ours have half of it.
+#: Maximum length of a reason or state; echo2's own have at most half of that.
 REASON_CHARS = 1000
-#: What failed, by kind, and the log that has every one.
+#: By kind of failure: its description, and the log that lists every failure.
 FAILURE_WORDS = {
     "reward_failed": ("groups were lost to your reward function", "reward.log"),
     "environment_failed": ("groups were lost to your environment", "head.log"),
@@ -39,17 +39,17 @@ FAILURE_WORDS = {
     "snapshot_refused": ("snapshots were refused by workers", "head.log"),
     "engine_failed": ("leases failed in the worker's engine", "head.log"),
 }
-#: Share of its time that the learner may wait without a word of what for.
+#: Idle ratio of the learner from which the main cause of its waiting is shown.
 WORTH_WORDS = 0.05
-#: Wasted by a machine, in all, that is worth its cause.
+#: Seconds that a machine wasted on one cause, from which the cause is shown.
 WORTH_SECONDS = 1.0
-#: Before a rollout that stands for others.
+#: Indentation of a sample rollout.
 SAMPLE_INDENT = "  "
 _BLOCKS = "▁▂▃▄▅▆▇█"
 
 
 class RunDisplay:
-    """Reads the run directory and shows how the run goes: live in a terminal, else a line now and then."""
+    """Shows the progress of a run from its run directory: live in a terminal, else one line every `PLAIN_SECONDS`."""
 
     def __init__(self, rundir: RunDir, max_steps: int, console: Console | None = None) -> None:
         self._console = console or Console(stderr=True)
@@ -68,7 +68,7 @@ class RunDisplay:
         self._read_at = self._printed_at = 0.0
         self._view = RunView.read(rundir.path)
         self._told, self._told_version = set[str](), 0
-        self._sampled, self._samples = -1, list[str]()  # the evaluation that they are of
+        self._sampled, self._samples = -1, list[str]()  # version of the evaluation they come from
 
     def __enter__(self) -> RunDisplay:
         if self._console.is_terminal:
@@ -80,7 +80,7 @@ class RunDisplay:
             self._live.stop()
 
     def poll(self) -> None:
-        """Look whether there is news, at most a few times a second."""
+        """Read the run directory and update the display, at most every `REFRESH_SECONDS`."""
         now = time.monotonic()
         if now - self._read_at < REFRESH_SECONDS:
             return
@@ -98,7 +98,7 @@ class RunDisplay:
                 self._console.print(Text(line), soft_wrap=True)
 
     def _look_for_samples(self) -> None:
-        """Of the newest evaluation, once."""
+        """Read samples of the newest evaluation, once per evaluation."""
         version = max((version for version, _ in self._view.accuracies), default=-1)
         if version > self._sampled:
             self._sampled = version
@@ -107,8 +107,8 @@ class RunDisplay:
             self._samples = [f"{SAMPLE_INDENT}{line}" for line in found]
 
     def _plain_lines(self) -> list[str]:
-        """Where it stands, in 80 columns; behind that samples of a new evaluation, what is wrong, once each, and where
-        nothing was trained since the last line, what is waited for."""
+        """Return a progress line of 80 columns, then samples of a new evaluation and problems, each shown once, and the
+        current waits if no step was trained since the last line."""
         status, steps = self._view.status, _rewarded(self._view)
         words = [f"step {status.get('version', 0)}/{status.get('max_steps', '?')}"]
         if steps:
@@ -130,7 +130,7 @@ class RunDisplay:
 
 
 def sparkline(values: Sequence[float], width: int = 40) -> str:
-    """The newest finite values as small bars, the last one at the right."""
+    """Return the newest finite values as small bars, the last one at the right."""
     values = [value for value in values if math.isfinite(value)][-width:]
     low, high = min(values, default=0.0), max(values, default=0.0)
     span = (high / 2 - low / 2) or 1.0  # halves: the difference of two finite numbers need not be finite
@@ -142,7 +142,7 @@ def _rewarded(view: RunView) -> list[Mapping[str, Any]]:
 
 
 def _wrong_lines(status: Mapping[str, Any]) -> list[str]:
-    """Why the run is paused, and what failed."""
+    """Return why the run is paused, and what failed."""
     paused = [f"paused: {printable(status['paused'], REASON_CHARS)}"] if status.get("paused") else []
     return paused + failure_lines(status)
 
@@ -180,7 +180,7 @@ def _news(view: RunView) -> Text:
 
 
 def fleet_words(fleet: dict[str, Any] | None) -> list[str]:
-    """Whether the workers suffice, and how long the learner should wait and does."""
+    """Describe whether the workers suffice, and the predicted and measured idle ratio of the learner."""
     if not fleet:
         return []
     words = [f"{fleet['active']} active"]
@@ -202,7 +202,7 @@ def fleet_words(fleet: dict[str, Any] | None) -> list[str]:
 
 
 def _broadcast_line(status: Mapping[str, Any]) -> str:
-    """Who has the newest weights, how far the others are, and how long the last broadcast took."""
+    """Describe how many workers have the newest weights, the progress of the others, and the last broadcast time."""
     workers, newest = status.get("workers", []), status.get("published")
     if newest is None or not workers:
         return ""
@@ -222,7 +222,7 @@ def _broadcast_line(status: Mapping[str, Any]) -> str:
 
 
 def strangers_lines(status: Mapping[str, Any]) -> list[str]:
-    """Which evaluations were given up, what strangers ask, and who was turned away for that."""
+    """Return lines about skipped evaluations, the prices strangers ask, and strangers turned away for their price."""
     lines = []
     if versions := sorted(status.get("not_evaluated") or {}, key=int):
         names = ", ".join(versions)
@@ -234,7 +234,7 @@ def strangers_lines(status: Mapping[str, Any]) -> list[str]:
 
 
 def failure_lines(status: Mapping[str, Any], with_tracebacks: bool = False) -> list[str]:
-    """Of each kind of failure: how many, the first in full, and which log has the others."""
+    """Return a line per kind of failure: the count, the first failure in full, and the log that has the others."""
     lines = []
     for failure in status.get("failures") or []:
         what, log = FAILURE_WORDS.get(failure["kind"], (f"groups failed ({failure['kind']})", "head.log"))
@@ -246,7 +246,7 @@ def failure_lines(status: Mapping[str, Any], with_tracebacks: bool = False) -> l
 
 
 def show_summary(summary: dict[str, Any], console: Console) -> None:
-    """The closing tables."""
+    """Print the closing tables."""
     groups = summary["groups"]
     retired = ", ".join(f"{count} {_safe(why)}" for why, count in groups["retired"].items()) or "0"
     refused = ", ".join(f"{count} {_safe(why)}" for why, count in groups["refused"].items()) or "0"
@@ -300,7 +300,7 @@ def show_summary(summary: dict[str, Any], console: Console) -> None:
 
 
 def _show_samples(summary: Mapping[str, Any], console: Console) -> None:
-    """What the model says now: of the newest evaluation, or else of the newest step."""
+    """Print samples of the newest evaluation, or else of the newest step."""
     if not summary.get("directory"):
         return
     folder = RunDir(Path(summary["directory"])).rollouts
@@ -313,7 +313,7 @@ def _show_samples(summary: Mapping[str, Any], console: Console) -> None:
 
 
 def _mostly(summary: Mapping[str, Any]) -> str:
-    """What the learner waited for, where it did."""
+    """Return the main cause of the learner's waiting; empty if the learner hardly waited."""
     waits: Mapping[str, float] = summary.get("learner_waits") or {}
     seconds, cause = max(((seconds, cause) for cause, seconds in waits.items()), default=(0.0, ""))
     if summary["learner_idle_ratio"] < WORTH_WORDS or seconds <= 0:
@@ -322,7 +322,7 @@ def _mostly(summary: Mapping[str, Any]) -> str:
 
 
 def next_steps(summary: dict[str, Any]) -> list[str]:
-    """Where the model is, and what to do with it."""
+    """Return lines that say where the trained model is and what to do with it."""
     where, version = summary.get("directory"), summary.get("checkpoint")
     if not where or version is None:
         return []
@@ -336,12 +336,12 @@ def next_steps(summary: dict[str, Any]) -> list[str]:
 
 
 def _safe(text: str, chars_max: int = LINE_CHARS_MAX) -> str:
-    """What a peer may have worded, in a table: no control characters, no markup."""
+    """Make text that may come from a peer safe for a table: no control characters, no markup."""
     return escape(printable(text, chars_max))
 
 
 def show_status(status: Mapping[str, Any], console: Console) -> None:
-    """`echo2 status`: where the run stands, who waits for whom, and the local processes."""
+    """Print `echo2 status`: progress of the run, who waits for whom, and the processes."""
     done = f"step {status['version']} of {status['max_steps']}, lineage {status['lineage']}"
     published = f"snapshot {status['published']}, checkpoint {status['checkpoint']}"
     where, state = escape(status["directory"]), _safe(status["state"], REASON_CHARS)

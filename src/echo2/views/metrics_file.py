@@ -16,18 +16,18 @@ Row = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class MetricsFile:
-    """The rows of the file up to the first damaged one, and how far it was read. The head appends rows; when a late
-    evaluation ends, and when the learner falls back, it replaces the file by one whose older rows are the same.
+    """The rows of the file up to the first damaged one, and how far the file was read. The head appends rows; when a
+    late evaluation ends, and when the learner falls back, it replaces the file by one with the same older rows.
     """
 
     rows: tuple[Row, ...] = ()
-    _marks: tuple[tuple[int, int], ...] = ()  # of each row: where its line begins, and the line's hash
-    _seen: tuple[int, int, int] | None = None  # the file's inode, size and time of change
+    _marks: tuple[tuple[int, int], ...] = ()  # offset and hash of each row's line
+    _seen: tuple[int, int, int] | None = None  # inode, size and modification time of the file
 
     def newer(self, path: Path) -> MetricsFile:
-        """What the file holds now; this object where that is the same.
+        """Return the current contents of the file; this object if they have not changed.
 
-        No more is read than the size that was found: a device has no end.
+        Reading stops at the size reported by the file system, because a device file has no end.
         """
         try:
             with path.open("rb") as file:
@@ -47,7 +47,7 @@ class MetricsFile:
             return self if self._seen is None else MetricsFile()
 
     def _read(self, text: bytes, start: int, num_kept: int, seen: tuple[int, int, int]) -> MetricsFile:
-        """The first `num_kept` rows, and those of `text`, which begins at byte `start` of the file."""
+        """Return the first `num_kept` rows, followed by those of `text`, which begins at byte `start` of the file."""
         rows, marks = list(self.rows[:num_kept]), list(self._marks[:num_kept])
         for line in text.split(b"\n"):
             mark = start, hash(line)

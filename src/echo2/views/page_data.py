@@ -1,4 +1,4 @@
-"""The dashboard's data on the state of a run, as plain values; `chart_points.py` has the data of its charts."""
+"""The dashboard's data on the state of a run, as plain values; `chart_points.py` has the data of the charts."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from echo2.views import trust
 from echo2.views.display import failure_lines, fleet_words, strangers_lines
 from echo2.views.run_view import RunView
 
-#: Workers of the fleet's first page and of each other one, and waits that are shown one by one.
+#: Workers shown per page of the fleet, and waits that are listed individually.
 WORKERS_SHOWN, WAITS_SHOWN = 50, 20
 
 
 def run_data(view: RunView) -> dict[str, Any]:
-    """How the run stands: everything on the page that is no chart and no rollout."""
+    """Return the state of the run: everything on the page except charts, costs and rollouts."""
     status = view.status
     workers = _workers(status)
     trusted = trust.rows(status) if status else []
@@ -52,7 +52,7 @@ def run_data(view: RunView) -> dict[str, Any]:
 
 
 def fleet_page(view: RunView, first: int, words: str) -> dict[str, Any]:
-    """Of the workers that have these words in what is told of them, `WORKERS_SHOWN` from number `first` on."""
+    """Return `WORKERS_SHOWN` workers from index `first` on, of those whose data contain `words` (see `_searched`)."""
     wanted = words.casefold()
     found = [worker for worker in _workers(view.status) if wanted in _searched(worker)]
     shown = sorted(found, key=_place)[first : first + WORKERS_SHOWN]
@@ -65,7 +65,7 @@ def _searched(worker: Mapping[str, Any]) -> str:
 
 
 def _workers(status: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """As the head told them; of a head that is gone nobody knows what they do now."""
+    """Return the workers of the status. If the head is gone, none is shown as attending."""
     workers: list[Mapping[str, Any]] = status.get("workers", [])
     heads = [process for process in status.get("processes", []) if process["role"] == "head"]
     if any(head["alive"] is False for head in heads):
@@ -74,7 +74,7 @@ def _workers(status: Mapping[str, Any]) -> list[Mapping[str, Any]]:
 
 
 def cost_data(view: RunView) -> dict[str, Any]:
-    """Dollars by cause, and what they will be at the end."""
+    """Return the dollars by cause so far, and the forecast for the end of the run."""
     forecast = view.forecast()
     left = None if forecast is None else {"usd": forecast.usd, "seconds": forecast.seconds}
     try:
@@ -86,7 +86,7 @@ def cost_data(view: RunView) -> dict[str, Any]:
 
 
 def _place(worker: Mapping[str, Any]) -> tuple[bool, bool, float, str]:
-    """The suspected first, then those at work, the fastest before the others."""
+    """Sort key: suspected workers first, then active before standby ones, then the fastest first."""
     return not worker.get("suspected"), bool(worker.get("standby")), -(worker.get("rate") or 0.0), worker["id"]
 
 

@@ -9,12 +9,12 @@ from collections.abc import Sequence
 from echo2.views.run_view import RunView
 
 MEDIA_TYPE = "text/plain; version=0.0.4; charset=utf-8"
-#: Metrics whose names are the run's own; those that end in a worker's name have others in front.
+#: Names of exported metrics. A metric with a third part, such as the name of a data source, is left out.
 NAME = re.compile(r"[a-z0-9_]+(/[a-z0-9_]+)?")
 
 
 def exposition(views: Sequence[RunView]) -> str:
-    """Of each run its version, and each metric of its steps as it was told last."""
+    """Return the version and the newest value of each metric of each run."""
     samples: dict[str, list[str]] = {}
     for view in views:
         label = view.name.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")

@@ -13,12 +13,12 @@ from echo2.documents import parse_json
 from echo2.errors import UserError
 from echo2.printable import CUT_OFF, printable
 
-#: Of one file; what comes after it is not shown.
+#: Bytes read of one file; the rest is not shown.
 FILE_BYTES_MAX = 32 << 20
-#: Files that are searched for a task, the newest first, and bytes of them together.
+#: Limits of the search for a task: number of files, newest first, and bytes of all these files together.
 SEARCHED_FILES, SEARCHED_BYTES = 400, 64 << 20
 
-#: Of a file, that `samples` chooses from.
+#: Groups of a file from which `samples` chooses.
 SAMPLED_GROUPS = 32
 
 _NAME = re.compile(r"(step|eval)_(\d{1,12})")
@@ -27,17 +27,17 @@ Group = dict[str, Any]
 
 
 def names(folder: Path) -> list[str]:
-    """`step_N` (of the step that made version N) and `eval_N` (of version N), the newest first."""
+    """Return the file names, newest first: `step_N` (the step that made version N) and `eval_N` (of version N)."""
     found = [match for path in folder.glob("*.jsonl") if (match := _NAME.fullmatch(path.stem))]
     return [match[0] for match in sorted(found, key=lambda match: (int(match[2]), match[1]), reverse=True)]
 
 
 def read_groups(folder: Path, name: str, most: int | None = None) -> list[Group]:
-    """The groups in a file, the first `most` of them, as they were written; none where there is no such file. One that
-    is half written is passed over.
+    """Return the first `most` groups of a file, as they were written; none if there is no such file. A half-written
+    group is skipped.
 
     Raises:
-        UserError: this is no name of such a file.
+        UserError: `name` is not the name of a file of rollouts.
     """
     if not _NAME.fullmatch(name):
         raise UserError(f"{name!r} is not a file of rollouts: they are called step_N and eval_N.")
@@ -46,9 +46,9 @@ def read_groups(folder: Path, name: str, most: int | None = None) -> list[Group]
 
 
 def samples(folder: Path, kind: str, version: int, line_chars: int) -> list[str]:
-    """A line each for the best and the worst rollout among the first groups of the newest file of a kind (`step`,
-    `eval`) up to a version: `reward 1  the prompt's end → the completion`, of `line_chars` characters at most. None
-    where there is no such file, and one line where all rewards are alike.
+    """Return one line each for the best and the worst rollout in the first groups of the newest file of a kind (`step`,
+    `eval`) up to a version: `reward 1  the prompt's end → the completion`, at most `line_chars` characters long. No
+    lines if there is no such file, one line if all rewards are equal.
     """
     found = (each for each in names(folder) if each.startswith(kind) and int(each.partition("_")[2]) <= version)
     groups = read_groups(folder, next(found, f"{kind}_0"), SAMPLED_GROUPS)
@@ -73,8 +73,8 @@ def _sample(reward: float, prompt: str | list[list[str]], text: str, line_chars:
 
 
 def task_over_steps(folder: Path, name: str, number: int) -> list[tuple[str, Group]]:
-    """(file, group) wherever the task of group `number` was tried again: by the same prompt, in files of the same kind,
-    in ascending order. The newest `SEARCHED_FILES` are searched.
+    """Return (file, group) of every attempt at the task of group `number`: groups with the same prompt, in files of the
+    same kind, in ascending order. Only the newest `SEARCHED_FILES` are searched.
 
     Raises:
         UserError: as `read_groups`; or there is no such group.

@@ -1,8 +1,8 @@
-"""The state of a run directory at one moment. `echo2 status`, the progress display, the dashboard and the Python API
-are made from it.
+"""The state of a run directory at one moment, used by `echo2 status`, the progress display, the dashboard and the
+Python API.
 
-It reads and never writes, so a run that goes on, ended, was killed or was copied from elsewhere is read alike. A file
-that is missing or half written says nothing yet.
+The directory is only read, so it makes no difference whether the run is going on, has ended, was killed or was copied
+from elsewhere. A file that is missing or half written counts as having no data yet.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from echo2.types import Wait
 from echo2.views.metrics_file import MetricsFile, Row
 from echo2.views.status import live_status
 
-#: So many of the newest steps say what the next ones take and cost.
+#: Number of the newest steps from which the time and cost of the remaining ones are extrapolated.
 FORECAST_STEPS = 50
 
 
 @dataclass(frozen=True, slots=True)
 class Forecast:
-    """Of a run that goes on as in its newest steps: dollars at its end, and seconds until then."""
+    """Extrapolation of a run's newest steps: dollars at the end of the run, and seconds until then."""
 
     usd: float
     seconds: float
@@ -33,12 +33,12 @@ class Forecast:
 
 @dataclass(frozen=True, slots=True)
 class RunView:
-    """One moment of a run; `newer` reads the next one and no more than is new.
+    """State of a run at one moment; `newer` reads the current state and parses only what is new.
 
-    status   what the head told last (status.json), with `state`, `processes` but those of workers, and `waits` as they
-             are now; empty while no head has told anything. The same object as before where nothing has changed
-    summary  numbers of the closing table, once the run is over; else None
-    problem  what can't be read, for people; empty: nothing
+    status   the head's last status.json, with current `state`, `processes` (without workers) and `waits`; empty until
+             a head writes status.json. The same object as before if nothing has changed
+    summary  numbers of the closing table once the run is over, else None
+    problem  why a file can't be read, for people; empty if all files can
     """
 
     rundir: RunDir
@@ -46,20 +46,20 @@ class RunView:
     summary: Mapping[str, Any] | None
     problem: str
     _metrics: MetricsFile
-    _told: Mapping[str, Any] | None = None  # status.json, and which one it was
+    _told: Mapping[str, Any] | None = None  # status.json as last read, and its `_identity`
     _told_by: tuple[int, int] | None = None
 
     @classmethod
     def read(cls, directory: Path) -> RunView:
-        """The run in a directory, which may not have begun."""
+        """Read the run in a directory; the run may not have begun."""
         return cls(RunDir(directory), {}, None, "", MetricsFile()).newer()
 
     def newer(self) -> RunView:
-        """The same run now; equal to this where nothing has changed."""
+        """Return the current state of the same run; equal to this one if nothing has changed."""
         status: Mapping[str, Any] = {}
         summary, problem, told, told_by = None, "", self._told, _identity(self.rundir.status)
         try:
-            if told_by != self._told_by:  # with thousands of workers it is megabytes
+            if told_by != self._told_by:  # megabytes with thousands of workers
                 told = read_json(self.rundir.status)
             status = {} if told is None else live_status(self.rundir, told, with_workers=False)
             if told is self._told and status == self.status:
@@ -72,12 +72,12 @@ class RunView:
 
     @property
     def name(self) -> str:
-        """Of the directory."""
+        """The name of the run directory."""
         return self.rundir.path.resolve().name
 
     @property
     def rows(self) -> tuple[Row, ...]:
-        """metrics.jsonl: row N is of the step that made version N; row 0 has the evaluation before training."""
+        """Rows of metrics.jsonl: step N made version N; step 0 has the evaluation before training."""
         return self._metrics.rows
 
     @property
@@ -87,17 +87,17 @@ class RunView:
 
     @property
     def state(self) -> str:
-        """For people: running, starting, paused and why, how it ended, or that nothing runs."""
+        """State for people: running, starting, paused and why, how the run ended, or that no process is running."""
         return self.problem or self.status.get("state") or "no head was started here yet"
 
     @property
     def version(self) -> int:
-        """Completed training steps."""
+        """Number of completed training steps."""
         return int(self.status.get("version", self.rows[-1]["step"] if self.rows else 0))
 
     @property
     def max_steps(self) -> int | None:
-        """Steps that it is to train; None: not known yet."""
+        """Number of steps to train; None if not known yet."""
         return self.status.get("max_steps")
 
     @property
@@ -107,16 +107,16 @@ class RunView:
 
     @property
     def waits(self) -> tuple[Wait, ...]:
-        """Who waits for whom; nobody where no head runs."""
+        """Current waits: who waits for whom; empty if no head is running."""
         return tuple(Wait(**wait) for wait in self.status.get("waits", ()))
 
     def series(self, name: str) -> tuple[tuple[int, float], ...]:
-        """(step, value) of each row that has this metric as a number."""
+        """Return (step, value) of each row that has this metric as a number."""
         found = ((row["step"], row.get(name)) for row in self.rows)
         return tuple((step, float(value)) for step, value in found if isinstance(value, int | float))
 
     def cost(self) -> dict[str, Any]:
-        """The bill, as `echo2 cost --json` prints it.
+        """Return the bill, as `echo2 cost --json` prints it.
 
         Raises:
             UserError: the head has not saved accounts yet.
@@ -124,7 +124,7 @@ class RunView:
         return report(self.rundir.path, self.rows)
 
     def forecast(self) -> Forecast | None:
-        """None where the run is over or nothing is known yet."""
+        """Return the forecast; None if the run is over or too few steps are known."""
         recent = [row for row in self.steps[-FORECAST_STEPS:] if "cost/cum_usd" in row and "time/since_start" in row]
         if self.summary is not None or self.max_steps is None or len(recent) < 2:
             return None
@@ -135,7 +135,7 @@ class RunView:
 
 
 def _identity(path: Path) -> tuple[int, int] | None:
-    """Of a file that is only ever replaced whole."""
+    """Return what identifies the version of a file that is always replaced as a whole; None if there is no file."""
     try:
         stat = path.stat()
     except OSError:

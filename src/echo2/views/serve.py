@@ -1,4 +1,4 @@
-"""`echo2 view`: the dashboard's process."""
+"""`echo2 view`: serves the dashboard."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from echo2.rundir import newest_run
 from echo2.views.app import Dashboard
 
 LOOPBACK = "127.0.0.1"
-#: Seconds that open pages have at the end.
+#: Seconds that open connections get to finish at shutdown.
 LAST_SECONDS = 5
 BYTES_OF_TOKEN = 16
-#: A token that stays, for programs that look in again and again.
+#: Environment variable with a fixed token, for programs that connect repeatedly.
 TOKEN_VARIABLE = "ECHO2_VIEW_TOKEN"
 
 
@@ -37,7 +37,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def serve(directories: Sequence[Path], host: str = LOOPBACK, port: int = 0) -> int:
-    """Show these runs until the process is told to end. `port` 0: any that is free.
+    """Serve the dashboard of these runs until the process is told to end. `port` 0: any free port.
 
     Raises:
         UserError: the address is taken, or a directory is not there.
@@ -49,7 +49,7 @@ def serve(directories: Sequence[Path], host: str = LOOPBACK, port: int = 0) -> i
 
 
 class Pages(Protocol):
-    """`app`: what is served; `stop`: lets open pages go."""
+    """The application `app` to serve. `stop` ends the event streams of open pages."""
 
     app: Starlette
 
@@ -57,7 +57,7 @@ class Pages(Protocol):
 
 
 def serve_pages(make: Callable[[str], Pages], host: str = LOOPBACK, port: int = 0) -> int:
-    """Serve pages until the process is told to end. `make`: them, of the token that they ask for.
+    """Serve pages until the process is told to end. `make` builds the pages for the token that they require.
 
     Raises:
         UserError: the address is taken.
@@ -76,7 +76,7 @@ def serve_pages(make: Callable[[str], Pages], host: str = LOOPBACK, port: int = 
 
 
 class _Server(uvicorn.Server):
-    """uvicorn, which lets open pages go when it is told to end."""
+    """uvicorn, which ends the event streams of open pages when it is told to end."""
 
     def __init__(self, pages: Pages) -> None:
         settings = uvicorn.Config(
@@ -86,7 +86,7 @@ class _Server(uvicorn.Server):
         self._pages = pages
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Ends the pages' events, too."""
+        """End the event streams of the pages before the server."""
         self._pages.stop()
         super().handle_exit(sig, frame)
 

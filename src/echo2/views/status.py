@@ -1,4 +1,4 @@
-"""`echo2 status`: the last status.json of the head, compared with the processes that are really alive."""
+"""`echo2 status`: the head's last status.json, compared with the processes that are actually alive."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from echo2.disk import FLOOR_BYTES, free_bytes
 from echo2.errors import UserError
 from echo2.rundir import RunDir, read_json
 
-#: Linux's largest.
+#: The largest process id of Linux.
 PID_MAX = 1 << 22
-#: A head on another machine, whose run directory is copied or shared, counts as away once it told nothing for so long.
+#: A head on another machine (run directory copied or shared) counts as gone after this time without a new status.
 SILENT_SECONDS = 60.0
 
 
 def read_status(rundir: RunDir) -> dict[str, Any]:
-    """The head's status, plus `state`, and `processes` with role, id, pid and whether each lives.
+    """Return the head's status, plus `state` and `processes` (role, id, pid and whether each is alive).
 
     Raises:
         UserError: no run was started in this directory.
@@ -31,14 +31,14 @@ def read_status(rundir: RunDir) -> dict[str, Any]:
 
 
 def live_status(rundir: RunDir, told: Mapping[str, Any], with_workers: bool = True) -> dict[str, Any]:
-    """What the head `told`, with the run's state and processes as they are now; those of workers, of which there may be
-    thousands, only where they are asked for.
+    """Return the status that the head `told`, with the current state and processes of the run. Worker processes, of
+    which there may be thousands, are included only with `with_workers`.
 
     Raises:
         UserError: a file of the run directory is damaged.
     """
     processes = _processes(rundir, told, with_workers)
-    head = processes[0]  # the one that told; its successor may be here already, and has told nothing yet
+    head = processes[0]  # the head that wrote the status; a successor may be starting
     lives = {process["role"] for process in processes if process["alive"]}
     outcome = read_json(rundir.outcome)
     is_going_on = head["alive"] or (head["alive"] is None and time.time() - told["time"] < SILENT_SECONDS)
@@ -58,7 +58,7 @@ def live_status(rundir: RunDir, told: Mapping[str, Any], with_workers: bool = Tr
 
 
 def _processes(rundir: RunDir, status: Mapping[str, Any], with_workers: bool) -> list[dict[str, Any]]:
-    """Every process known: those connected to the head, and those a supervisor on this machine started."""
+    """Return all known processes: those connected to the head, and those that a supervisor on this machine started."""
     here = socket.gethostname()
     known: list[dict[str, Any]] = [{"role": "head", "id": "head", **status["head"], "doing": "serving the run"}]
     if status["learner"] is not None:
@@ -80,7 +80,7 @@ def _process(entry: dict[str, Any], here: str) -> dict[str, Any]:
 
 
 def _weights(entry: dict[str, Any]) -> str:
-    """A worker's weights in a few words: `v11, v12 63 %, up 3.1 MB, down 9.8 MB`."""
+    """Describe a worker's weights in a few words: `v11, v12 63%, up 3.1 MB, down 9.8 MB`."""
     words = [f"v{entry['installed'].rpartition('.')[2]}"] if entry.get("installed") else []
     if (fetching := entry.get("fetching")) is not None:
         share = fetching["bytes_stored"] / max(1, fetching["bytes_total"])
@@ -96,7 +96,7 @@ def _weights(entry: dict[str, Any]) -> str:
 
 
 def _is_pid(said: int | None) -> bool:
-    """A worker says its own pid, and may say anything."""
+    """Whether this can be a pid. Workers report their own pid, so any value is possible."""
     return said is not None and 0 < said <= PID_MAX
 
 
@@ -106,5 +106,5 @@ def _is_alive(pid: int) -> bool:
     except ProcessLookupError:
         return False
     except PermissionError:
-        pass  # it lives, and is somebody else's
+        pass  # it is alive, but belongs to another user
     return True

@@ -16,7 +16,9 @@ REASON_CHARS = 160
 
 
 def rows(status: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """One for each ticket of strangers who delivered, the least trusted first; times in seconds before the status."""
+    """Return a row for each ticket of strangers that delivered groups, the least trusted first. Times are in seconds
+    before the status.
+    """
     found = []
     for ticket, trust in (status.get("trust") or {}).items():
         history = [{"seconds_ago": status["time"] - at, "what": what} for at, what in trust["history"]]
@@ -25,7 +27,7 @@ def rows(status: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def show(found: list[dict[str, Any]], console: Console) -> None:
-    """A table for people."""
+    """Print the rows as a table."""
     if not found:
         console.print("no stranger has delivered a group")
         return

@@ -1,4 +1,4 @@
-"""Sends running runs to all open pages. Runs are read only while somebody looks, once for all."""
+"""Sends the state of runs to all open pages. Runs are read only while a page is open, once for all pages."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from echo2.views.run_view import RunView
 
 log = logging.getLogger(__name__)
 
-#: How often the run directories are looked at; more seldom where that would take more than this share of a core.
+#: Seconds between two reads of the run directories; longer if reading would take more than this share of a core.
 LOOK_SECONDS, LOOK_SHARE = 0.5, 0.1
-#: How often a bill is made, if a step has ended since: it reads the ledger.
+#: Minimum seconds between two bills, which read the ledger. A bill is only made if a step has ended since the last.
 BILL_SECONDS = 5.0
-#: After so much silence the connection says that it lives.
+#: Seconds without an event after which a keep-alive is sent.
 ALIVE_SECONDS = 15.0
 
 
 @dataclass(frozen=True, slots=True)
 class PageEvent:
-    """An event of a kind about a run: `whole` for any page, `news`, shorter, for one that was told number `since`."""
+    """A server-sent event. `whole`: complete, for any page; `news`: shorter, for a page that got number `since`."""
 
     number: int
     whole: bytes
@@ -36,12 +36,12 @@ class PageEvent:
     since: int
 
     def after(self, number: int) -> bytes:
-        """What to send to a page that was told all up to this number."""
+        """Return what to send to a page that got all events up to this number."""
         return self.news if number >= self.since else self.whole
 
 
 class Watch:
-    """The newest message of each kind about each run. A page that is slow gets the newest, not all."""
+    """The newest event of each kind about each run. A slow page skips superseded events."""
 
     def __init__(self, directories: Sequence[Path]) -> None:
         self.views = [RunView.read(directory) for directory in directories]
@@ -57,16 +57,16 @@ class Watch:
         self._is_over = False
 
     def stop(self) -> None:
-        """End the events of all pages, within `LOOK_SECONDS`. Also for signal handlers."""
+        """End the event streams of all pages, within `LOOK_SECONDS`. Safe in a signal handler."""
         self._is_over = True
 
     def newest(self) -> list[RunView]:
-        """The runs as they are now, for who asks now and then. Not for two threads at once."""
+        """Return the current state of the runs, for occasional requests. Not for two threads at once."""
         self._asked = [view.newer() for view in self._asked]
         return self._asked
 
     async def events(self) -> AsyncIterator[bytes]:
-        """Server-sent events: how all stands, then each change."""
+        """Yield server-sent events: the current state of all runs, then each change."""
         self.num_listeners += 1
         if self._looking is None:
             self._looking = asyncio.create_task(self._look())
@@ -81,24 +81,24 @@ class Watch:
             self.num_listeners -= 1
 
     async def _wait(self, seen: int) -> None:
-        """Until there is something newer, or nothing for too long a time."""
+        """Wait for an event after number `seen`, but at most `ALIVE_SECONDS`."""
         async with self._news:
             try:
                 async with asyncio.timeout(ALIVE_SECONDS):
                     await self._news.wait_for(lambda: self._is_over or self._number > seen)
             except TimeoutError:
-                pass  # whoever listens hears that the connection lives
+                pass  # the caller sends a keep-alive
 
     async def _look(self) -> None:
-        """Look again and again while a page is open. A look that has begun is told to its end: what it read counts as
-        told."""
+        """Read the runs again and again while a page is open. The result of every read is published, because the next
+        read reports only what differs from it."""
         while self.num_listeners:
             try:
                 seconds, changed = await asyncio.to_thread(self._read)
-            except Exception:  # a page that is open shall say what it knows; the log has why there is no more
+            except Exception:  # open pages keep showing the last state; the reason is in the log
                 log.exception("the run directories could not be read")
                 seconds, changed = 0.0, []
-                self._messages.clear()  # what was read before the failure is told anew, and whole
+                self._messages.clear()  # the next read sends everything again, in full
                 self._points = [ChartPoints() for _ in self.views]
             for kind, index, whole, news in changed:
                 self._number += 1
@@ -109,11 +109,10 @@ class Watch:
                 async with self._news:
                     self._news.notify_all()
             await asyncio.sleep(max(LOOK_SECONDS, seconds / LOOK_SHARE))
-        self._looking = None  # nothing is awaited since the last look at who listens
+        self._looking = None  # no await since `num_listeners` was 0: no page is missed
 
     def _read(self) -> tuple[float, list[tuple[str, int, bytes, bytes]]]:
-        """Seconds of a core that it took, and of each message that differs from the one before: the whole, and the news
-        in it."""
+        """Return the CPU seconds used, and (kind, run, whole, news) of each event that has changed."""
         began, found = time.thread_time(), []
         for index, before in enumerate(self.views):
             view = self.views[index] = before.newer()

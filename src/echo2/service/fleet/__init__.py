@@ -1,1 +1,1 @@
-"""Samples on machines that joined the service by ticket, and on this one."""
+"""Sampling on machines that joined the service by ticket, and on the service's own machine."""

@@ -1,5 +1,5 @@
-"""Where machines join the service: by ticket, over mutual TLS, as they join a run. For the owner's alone, whose samples
-are believed.
+"""Lets machines join the service by ticket, over mutual TLS, as they join a run. Only the owner's machines can join,
+because their samples are trusted.
 """
 
 from __future__ import annotations
@@ -33,19 +33,19 @@ from echo2.transport.limits import NAME_CHARS_MAX
 log = logging.getLogger(__name__)
 
 HEARTBEAT_SECONDS = 2.0
-#: A machine that has said nothing for so long is lost.
+#: Seconds without a heartbeat after which a machine counts as lost.
 SILENCE_SECONDS = 20.0
-#: What `echo2 serve status` reads, in the service's directory.
+#: The file in the service's directory that `echo2 serve status` reads.
 STATUS_FILE = "fleet.json"
-#: Sequences that one machine may say it decodes at once.
+#: Maximum number of sequences that a machine may claim to decode at once.
 SLOTS_MAX = 4096
 ADVICE = "Set fleet.listen to an address of this machine and another port."
-#: Answers in one call.
+#: Maximum number of answers in one call.
 ANSWERS_MAX = 4096
 
 
 class FleetDoor:
-    """Lets machines in, and hands them to `samplers`."""
+    """Admits machines, and adds them to `samplers`."""
 
     def __init__(self, out: Path, settings: FleetSettings, bases: dict[str, str], samplers: Samplers) -> None:
         """`bases`: directories of the base models by name. `out`: the service's directory.
@@ -67,7 +67,7 @@ class FleetDoor:
         """Listen, and write the ticket.
 
         Raises:
-            UserError: the address can't be had, or the ticket can't be written.
+            UserError: the address can't be listened on, or the ticket can't be written.
         """
         port = await self._server.start()
         address = f"{self._settings.advertise or self._settings.address[0]}:{port}"
@@ -77,7 +77,7 @@ class FleetDoor:
         print(f"your other machines sample for it with: echo2 worker @{self._rundir.ticket}", flush=True)
 
     async def close(self) -> None:
-        """Let all machines go; they come back if the service does."""
+        """Disconnect all machines; they reconnect if the service restarts."""
         if self._watching is not None:
             self._watching.cancel()
         for machine in list(self._machines.values()):
@@ -86,7 +86,7 @@ class FleetDoor:
         await self._payloads.close()
 
     def machines(self) -> dict[str, dict[str, Any]]:
-        """Of each machine where it is, what it does and what it costs."""
+        """Return host, device, activity, work and price of each machine by name."""
         under_way = self._samplers.under_way()
         return {
             name: {
@@ -174,8 +174,8 @@ class FleetDoor:
         log.info("%s left", name)
 
     async def _watch(self, tickets: OwnTickets) -> None:
-        """Consumes: what `echo2 revoke` wrote, and heartbeats. Produces: machines that are lost; tickets. Waits for:
-        the clock."""
+        """Consumes: revocations by `echo2 revoke`, and heartbeats. Produces: lost machines; tickets. Waits for: the
+        clock."""
         while True:
             await asyncio.sleep(HEARTBEAT_SECONDS)
             try:

@@ -1,4 +1,4 @@
-"""A machine that samples, as the service sees it: its own sampler process, or a worker that joined by ticket."""
+"""A sampling machine as the service sees it: the service's own sampler process, or a worker that joined by ticket."""
 
 from __future__ import annotations
 
@@ -19,23 +19,23 @@ from echo2.transport.limits import LOGPROB_SLACK
 
 
 class MachineLostError(Echo2Error):
-    """The machine is gone, or failed at a call: another one has to sample it."""
+    """The machine is gone or failed at a call, so another machine must take the call."""
 
 
 class SamplingMachine(Protocol):
-    """Samples, several calls at once."""
+    """Samples, several calls concurrently."""
 
     async def sample(self, number: int, base: str, snapshot: Path | None, spec: SampleSpec) -> SampleOutput:
-        """As `Backend.sample`; `number`: of the call, which no other has.
+        """As `Backend.sample`. `number`: unique number of the call.
 
         Raises:
-            UserError: the tenant's mistake. MachineLostError: none of the tenant's.
-            InvariantError: no machine could.
+            UserError: the tenant's mistake. MachineLostError: not the tenant's mistake.
+            InvariantError: no machine can carry out the call.
         """
 
 
 class OwnProcess:
-    """The sampler process beside the service, which is started again whenever it dies."""
+    """The sampler process beside the service, which is restarted whenever it dies."""
 
     def __init__(self, process: AnsweringProcess) -> None:
         self._process = process
@@ -49,7 +49,7 @@ class OwnProcess:
 
 
 class JoinedMachine:
-    """A worker that attends. `outbox`: what its stream says next; None ends it."""
+    """A connected worker. `outbox`: the next orders on its stream; None ends the stream."""
 
     def __init__(self, hello: wire.WorkerHello, payloads: Payloads) -> None:
         self.host, self.device = printable(hello.host), printable(hello.device, 50)
@@ -84,13 +84,13 @@ class JoinedMachine:
         return checked(spec, answer.sampled)
 
     def answered(self, answer: Answer) -> None:
-        """It says what came of a call; one that nobody waits for any more is no mistake."""
+        """Take the machine's answer to a call. An answer that is no longer awaited is ignored."""
         asked = self._asked.get(answer.number)
         if asked is not None and not asked.done() and not answer.has_begun:
             asked.set_result(answer)
 
     def lose(self) -> None:
-        """It is gone: end its stream, and give its calls to others."""
+        """Give up on the machine: end its stream, and fail its calls so that other machines take them."""
         self._is_lost = True
         self.outbox.put_nowait(None)
         for asked in self._asked.values():
@@ -102,7 +102,7 @@ class JoinedMachine:
 
 
 def checked(spec: SampleSpec, output: SampleOutput | None) -> SampleOutput:
-    """A machine's answer, if it can be one to this call.
+    """Return a machine's answer, if it is a valid answer to this call.
 
     Raises:
         PeerError: "malformed".
@@ -131,7 +131,7 @@ def checked(spec: SampleSpec, output: SampleOutput | None) -> SampleOutput:
 
 
 def _check_pair(tokens: Ints, logprobs: Floats, rows: int, width_max: int) -> None:
-    """Tokens and their logprobs, equally many in each row; fewer than asked for where the vocabulary is small."""
+    """Check that all rows have equally many tokens and logprobs; fewer than requested if the vocabulary is small."""
     is_whole = len(tokens) == len(logprobs) and len(tokens) <= rows * width_max and len(tokens) % max(1, rows) == 0
     if (tokens.typecode, logprobs.typecode) != ("i", "f") or not is_whole:
         raise PeerError("malformed", f"{len(tokens)} tokens and {len(logprobs)} logprobs in {rows} rows")

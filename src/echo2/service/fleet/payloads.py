@@ -1,8 +1,8 @@
-"""Base models and published adapters as payloads of the broadcast: what machines of the fleet fetch, from here and from
-each other.
+"""Base models and published adapters as payloads of the broadcast, which machines of the fleet fetch from the service
+and from each other.
 
-A base model is stored when the first machine samples from it; its chunks take as much disk as the model. Of adapters
-the ones sampled last are stored; another one is made again of its directory.
+A base model is stored when the first machine samples from it; its chunks take as much disk as the model. Only the most
+recently used adapters are stored; others are encoded again from their directories when needed.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from echo2.weights.encoder import Encoder
 from echo2.weights.model_files import read_adapter, read_base_model
 from echo2.weights.store import ChunkStore
 
-#: Adapters that are stored at once.
+#: Maximum number of stored adapters.
 ADAPTERS_MAX = 256
-#: A published adapter has one version.
+#: Lineage and version of every published adapter, which has only one version.
 LINEAGE, VERSION = 1, 0
 
 
 class Payloads:
-    """`directories`: of the base models, by the names that clients use. `order` tells a machine of sources."""
+    """`directories`: of the base models, by the names that clients use. `order` sends an order to a machine."""
 
     def __init__(
         self,
@@ -48,14 +48,15 @@ class Payloads:
         self.distribution = Distribution(self._archive, origin, identity, order, lambda _: None, asyncio.ensure_future)
         self._bases: dict[str, SnapshotRef] = {}
         stored = [ref for ref in self._archive.retained if not ref.is_base_model]
-        self._adapters: OrderedDict[SnapshotRef, None] = OrderedDict.fromkeys(stored)  # the one used last is last
+        self._adapters: OrderedDict[SnapshotRef, None] = OrderedDict.fromkeys(stored)  # most recently used last
         self._storing = asyncio.Lock()
 
     async def store(self, base: str, snapshot: Path | None) -> tuple[str, str]:
-        """Policy ids of a base model and of the adapter in a directory ("": none), which machines can fetch now.
+        """Store a base model and the adapter in a directory for machines to fetch; return their policy ids ("" without
+        an adapter).
 
         Raises:
-            UserError: what lies there is no model, or the disk is full.
+            UserError: a directory holds no model, or the disk is full.
             PeerError: there are more base models than one archive takes.
         """
         async with self._storing:
@@ -87,10 +88,10 @@ class Payloads:
         await self._archive.take(encoder.manifest())
 
     async def close(self) -> None:
-        """Give nothing more."""
+        """Stop serving payloads."""
         await self.distribution.close()
 
 
 def adapter_ref(directory: Path) -> SnapshotRef:
-    """The name of what was published to a directory, which never changes."""
+    """Return the reference of the adapter that was published to a directory and never changes."""
     return SnapshotRef(f"adapter-{hashlib.sha256(bytes(directory)).hexdigest()[:32]}", LINEAGE, VERSION)

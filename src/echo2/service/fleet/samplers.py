@@ -1,4 +1,4 @@
-"""All machines that sample for a service, and each call given to one of them until it is answered."""
+"""Gives each sampling call to one of the service's machines, and to another one if that machine is lost."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ log = logging.getLogger(__name__)
 
 
 class Samplers:
-    """For one event loop."""
+    """The machines that sample for a service. For one event loop."""
 
     def __init__(self, own: SamplingMachine) -> None:
         self._placing = Placing()
@@ -25,13 +25,13 @@ class Samplers:
         self._turns: dict[int, asyncio.Future[SamplingMachine]] = {}
 
     def joined(self, name: str, slots: int, machine: SamplingMachine) -> None:
-        """A machine of the fleet samples from now on."""
+        """Add a machine of the fleet."""
         self._machines[name] = machine
         self._placing.joined(name, slots)
         self._place()
 
     def left(self, name: str) -> None:
-        """It is gone. Its calls end with `MachineLostError`, and others take them."""
+        """Remove a machine. Its calls end with `MachineLostError`, and other machines take them."""
         del self._machines[name]
         self._placing.left(name)
 
@@ -57,15 +57,15 @@ class Samplers:
 
     @property
     def num_waiting(self) -> int:
-        """Calls that no machine has room for."""
+        """Number of calls that no machine has room for."""
         return self._placing.num_waiting
 
     def under_way(self) -> dict[str, int]:
-        """Sequences under way, by machine."""
+        """Return the number of sequences in progress, by machine."""
         return self._placing.under_way()
 
     def _place(self) -> None:
         for number, name in self._placing.place():
             turn = self._turns[number]
-            if not turn.done():  # else nobody waits any more, and its call is about to end
+            if not turn.done():  # else the caller was cancelled, and its call is about to end
                 turn.set_result(self._machines[name])

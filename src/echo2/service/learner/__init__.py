@@ -1,1 +1,1 @@
-"""The service's learner: a process of its own, which carries out operations on many tenants' adapters."""
+"""The service's learner: a separate process that carries out operations on many tenants' adapters."""

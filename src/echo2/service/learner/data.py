@@ -1,4 +1,4 @@
-"""A client's data as the learner takes it, and the learner's logprobs as the client wants them."""
+"""Converts a client's data to the learner's form, and the learner's logprobs to the client's."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from echo2.service.backend import ClientDatum
 
 @dataclass(frozen=True, slots=True)
 class LearnerData:
-    """`rows`: of each client's datum one for each of its targets a token (`widths`). They read the same tokens, so the
-    learner runs these once where that is cheaper.
+    """`rows`: for each client datum, as many rows as it has targets per token (`widths`). The rows of a datum have the
+    same input tokens, so the learner runs these once where that is cheaper.
     """
 
     rows: list[Datum]
     widths: list[int]
 
     def by_client(self, logprobs: Sequence[array[float]]) -> list[array[float]]:
-        """Logprobs of the rows, 'd' [N], as those of the client's data, 'f' [N * K]."""
+        """Convert logprobs of the rows, 'd' [N], to logprobs of the client's data, 'f' [N * K]."""
         found, start = [], 0
         for width in self.widths:
             rows = logprobs[start : start + width]
@@ -36,10 +36,10 @@ class LearnerData:
 
 
 def learner_data(data: Sequence[ClientDatum], loss: str) -> LearnerData:
-    """The client's data for a loss.
+    """Convert the client's data for a loss.
 
     Raises:
-        UserError: there is no datum, one has no tokens, or an array of another length than its targets'.
+        UserError: there is no datum, or a datum has no tokens or an array that differs in length from its targets.
     """
     if not data:
         raise UserError("There is no data: give at least one datum.")
@@ -86,7 +86,7 @@ def _checked_width(place: int, datum: ClientDatum) -> int:
 
 
 def _check_clips(place: int, datum: ClientDatum, loss: str) -> None:
-    """An unknown loss is refused later, by its name."""
+    """Refuse clip bounds that the loss does not have. An unknown loss is refused later, by its name."""
     known = CLIENT_LOSSES[loss].defaults if loss in CLIENT_LOSSES else (LOW, HIGH)
     for name, values in ((LOW, datum.clip_low), (HIGH, datum.clip_high)):
         if values is not None and name not in known:
@@ -94,8 +94,8 @@ def _check_clips(place: int, datum: ClientDatum, loss: str) -> None:
 
 
 def _weights(datum: ClientDatum, loss: str) -> array[float] | None:
-    """The client's, and 0 where the losses with advantages have padding. In gspo, without weights, tokens of advantage
-    0 are no part of a sequence's ratio.
+    """Return the client's weights, with 0 for padding in the losses with advantages. In gspo without weights, tokens of
+    advantage 0 are no part of a sequence's ratio, so their weight is 0, too.
     """
     if loss == "cross_entropy" or datum.advantages is None:
         return datum.weights

@@ -1,8 +1,9 @@
-"""The operations of one model since its last checkpoint, on disk: what a killed learner had done is done again.
+"""The operations of one model since its last checkpoint, on disk, so that they can be repeated after a kill.
 
-A record is appended when its operation has been carried out, before that is told to anybody. So what was told is here;
-what was under way when the process was killed is not, and is asked for again. A record that was cut short is cut off.
-It is written, not synced: a killed process loses nothing, a machine that loses its power may lose the last second.
+A record is appended when its operation has been carried out, before the answer is sent. So every answered operation is
+in the journal; an operation that was in progress at a kill is not, and is requested again. An incomplete last record is
+cut off. Records are written but not synced: a killed process loses nothing, but a power failure may lose the last
+second.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from echo2.errors import InvariantError
 from echo2.sandbox.pipes import HEADER
 from echo2.service.frames import RECORDS, Answer, JournalRecord, frame
 
-#: Answers that can be asked for again. A front does not ask for more operations of one model at a time.
+#: Number of answers that can be requested again. A front has fewer operations of one model open at a time.
 ANSWERS_KEPT = 256
 _CHECK_BYTES = 4
 
@@ -42,7 +43,7 @@ class Journal:
         self._file.truncate(whole)
 
     def take_to_redo(self, after: int) -> list[JournalRecord]:
-        """The records with something to do again, of operations after that of the checkpoint; they are given once.
+        """Return the records to repeat, of operations after that of the checkpoint. They are returned only once.
 
         Raises:
             InvariantError: there was a later checkpoint.
@@ -55,28 +56,28 @@ class Journal:
         return found
 
     def append(self, record: JournalRecord) -> None:
-        """From now on the operation has been carried out."""
+        """Record that an operation has been carried out."""
         self._file.write(_checked(record))
         self._file.flush()
         self._remember(record)
 
     def answer(self, operation: int) -> Answer | None:
-        """What was answered to an operation; None: it has not been carried out.
+        """Return the answer to an operation; None if it has not been carried out.
 
         Raises:
-            InvariantError: it was, too long ago.
+            InvariantError: it was carried out too long ago.
         """
         if operation > self.last_operation:
             return None
         for record in self._recent:
             if record.operation == operation:
                 return record.answer
-        if operation == self._covered:  # a state was loaded and saved, and the process killed before it was on record
+        if operation == self._covered:  # killed after a state was loaded and saved, before the record
             return Answer()
         raise InvariantError(f"operation {operation} was asked for again, {self.last_operation} was the last")
 
     def cover(self) -> None:
-        """A checkpoint has it all: keep the answers alone."""
+        """Note that a checkpoint covers all operations, and keep only their answers."""
         partial, self._covered = self._path.with_suffix(".partial"), self.last_operation
         answers = [JournalRecord(record.operation, None, record.answer) for record in self._recent]
         with partial.open("wb") as file:
@@ -102,7 +103,7 @@ def _checked(record: JournalRecord) -> bytes:
 
 
 def _read(path: Path) -> Iterator[tuple[JournalRecord, int]]:
-    """The whole records, and where each ends."""
+    """Yield the complete records, and the offset at which each ends."""
     if not path.is_file():
         return
     with path.open("rb") as file:

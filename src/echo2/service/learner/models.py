@@ -1,11 +1,11 @@
-"""Models by id: on disk always, in memory while they are used, and the same bit for bit after any death of the process.
+"""Models by id: always on disk, in memory while in use, and bitwise the same after any death of the process.
 
-    root/<model>/spec.json    what it was created as
-    root/<model>/step_<n>/    its last checkpoint, after operation n
+    root/<model>/spec.json    the spec that the model was created with
+    root/<model>/step_<n>/    the last checkpoint, after operation n
     root/<model>/journal      the operations since
 
-A model comes into memory by its checkpoint and the operations after it, which are carried out again; the same numbers
-come of them, for they depend on nothing else (`learner/tenants.py`). It leaves when others need the room.
+To load a model into memory, its checkpoint is read and the operations since are carried out again; they give the same
+numbers, because they depend on nothing else (`learner/tenants.py`). A model is unloaded when others need the memory.
 """
 
 from __future__ import annotations
@@ -44,20 +44,20 @@ from echo2.service.frames import (
 from echo2.service.learner.data import learner_data
 from echo2.service.learner.journal import Journal
 
-#: Work that may have to be done again: beyond it a checkpoint is written. That takes 5 to 60 ms for small models.
+#: Seconds of work since the last checkpoint beyond which a new one is written; writing takes 5 to 60 ms (small models).
 REDO_SECONDS = 10.0
-#: Of adapters in memory, with their gradients and moments.
+#: Maximum memory of all loaded adapters, with their gradients and moments.
 MEMORY_BYTES = 4 << 30
 _MODEL_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9:._-]{0,200}")
 
-#: Yields when another model may have a turn.
+#: Yields whenever another model may have a turn.
 Turn = Generator[None, None, Answer]
 
 
 @dataclass(slots=True)
 class _Model:
-    """A model in memory. `redo_seconds`: what carrying out again would take. `has_gradients`: a checkpoint would not
-    hold them. `is_busy`: an operation is under way, or what brings it into memory.
+    """A model in memory. `redo_seconds`: time to repeat the operations since the last checkpoint. `has_gradients`: it
+    has gradients, which a checkpoint does not hold. `is_busy`: an operation or the loading is in progress.
     """
 
     spec: ModelSpec
@@ -74,10 +74,10 @@ class Models:
 
     def __init__(self, bases: Mapping[str, Tenants], root: Path) -> None:
         self._bases, self._root = bases, root
-        self._in_memory: OrderedDict[str, _Model] = OrderedDict()  # the longest unused first
+        self._in_memory: OrderedDict[str, _Model] = OrderedDict()  # least recently used first
 
     def owner(self, call: ModelCall) -> str:
-        """Whose work the call is; a model that nobody knows is its own owner."""
+        """Return the owner to whom the call is charged; an unknown model is its own owner."""
         if isinstance(call, CreateModelCall):
             return call.spec.owner
         known = self._in_memory.get(call.model)
@@ -89,10 +89,10 @@ class Models:
             return call.model
 
     def carry_out(self, call: ModelCall) -> Turn:
-        """What comes of the call.
+        """Carry out a call and return its answer.
 
         Raises:
-            UserError: the tenant's mistake; it is on record where the call is an operation.
+            UserError: the tenant's mistake. If an operation itself fails, the fault is recorded and in the answer.
         """
         if isinstance(call, CreateModelCall):
             return self._create(call)
@@ -106,7 +106,7 @@ class Models:
         return Answer()
 
     def close(self) -> None:
-        """Let all models leave memory as they are."""
+        """Drop all models from memory without a checkpoint."""
         for name in list(self._in_memory):
             self._forget(name)
 
@@ -132,14 +132,14 @@ class Models:
         try:
             answer = yield from self._record(model, call)
         except Exception:
-            self._forget(call.model)  # whatever it is now, the next operation brings back what is on disk
+            self._forget(call.model)  # its state is unknown; the next operation restores it from disk
             raise
         model.is_busy = False
         return answer
 
     def _record(self, model: _Model, call: Operation) -> Turn:
-        """Carry out an operation, and put it on record."""
-        is_redone = isinstance(call, OptimStepCall)  # where it fails, too: it has forgotten the gradients
+        """Carry out an operation, and record it in the journal."""
+        is_redone = isinstance(call, OptimStepCall)  # also if it fails: it has cleared the gradients
         try:
             answer = yield from self._apply(model, call)
             is_redone |= isinstance(call, ForwardBackwardCall) and not call.forward_only
@@ -148,7 +148,7 @@ class Models:
         except UserError as error:
             answer = Answer(fault=str(error))
         if isinstance(call, LoadStateCall) and not answer.fault:
-            self._save(call.model, model, call.operation)  # what it was loaded from may be gone by the next time
+            self._save(call.model, model, call.operation)  # the source may be gone at the next restore
         redo = call if is_redone and isinstance(call, ForwardBackwardCall | OptimStepCall) else None
         model.journal.append(JournalRecord(call.operation, redo, answer))
         if model.redo_seconds > REDO_SECONDS:
@@ -198,7 +198,7 @@ class Models:
         return Answer(trained=TrainOutput(data.by_client(logprobs), {"loss:sum": total}))
 
     def _bring(self, name: str) -> Generator[None, None, _Model]:
-        """The model, in memory."""
+        """Return the model, loading it into memory if necessary."""
         model = self._in_memory.get(name)
         if model is not None:
             self._in_memory.move_to_end(name)
@@ -240,7 +240,7 @@ class Models:
         return model
 
     def _make_room(self, name: str) -> None:
-        """For this model: who was unused longest leaves."""
+        """Unload the least recently used models until there is room for this one."""
         sizes = {each: model.tenants.num_bytes(each) for each, model in self._in_memory.items()}
         excess = sum(sizes.values()) - MEMORY_BYTES
         for other in [each for each, model in self._in_memory.items() if each != name and not model.is_busy]:

@@ -1,7 +1,7 @@
-"""The learner process of a service: calls come in by stdin, answers go out by stdout; it ends with who started it.
+"""The learner process of a service: reads calls from stdin, writes answers to stdout, and ends with its parent.
 
-Calls of one model are carried out in the order in which they came; between models the owner who has used least is next
-(`control/service/turns.py`), a forward and backward pass at a time.
+Calls of one model are carried out in order of arrival. Between models, the owner who has used least is next
+(`control/service/turns.py`), for one forward and backward pass at a time.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ log = logging.getLogger(__name__)
 
 
 class LearnerSettings(msgspec.Struct, frozen=True):
-    """`bases`: directories by name. `root`: where the models are kept."""
+    """`bases`: directories of the base models by name. `root`: directory of the models."""
 
     bases: dict[str, str]
     root: str
@@ -41,7 +41,7 @@ class LearnerSettings(msgspec.Struct, frozen=True):
 
 @dataclass(slots=True)
 class _Queue:
-    """The calls of one model, and the turn of the first of them that is under way."""
+    """The calls of one model. `turn`: the first call, if it has begun."""
 
     owner: str
     calls: deque[tuple[int, ModelCall]] = field(default_factory=deque)
@@ -49,7 +49,7 @@ class _Queue:
 
 
 class Desk:
-    """Takes calls, and gives each model its turns. For one thread."""
+    """Queues calls, and schedules turns of the models. For one thread."""
 
     def __init__(self, models: Models, outbox: BinaryIO) -> None:
         self._models, self._outbox = models, outbox
@@ -58,10 +58,10 @@ class Desk:
         self._of_owner: dict[str, deque[str]] = {}
 
     def take(self, request: Request) -> None:
-        """A call has come."""
+        """Queue a call."""
         call = request.call
         if isinstance(call, SampleCall | CancelCall):
-            return  # what a learner has begun it ends, and it samples nothing
+            return  # the learner neither cancels calls nor samples
         waiting = self._queues.get(call.model)
         if waiting is None:
             waiting = self._queues[call.model] = _Queue(self._models.owner(call))
@@ -70,7 +70,7 @@ class Desk:
         waiting.calls.append((request.number, call))
 
     def work(self) -> bool:
-        """Give one turn; False: there is nothing to do."""
+        """Run one turn; return False if there is nothing to do."""
         owner = self._turns.next()
         if owner is None:
             return False
@@ -100,7 +100,7 @@ class Desk:
             answer: Answer = end.value
         except UserError as error:
             answer = Answer(fault=str(error), is_ours=isinstance(error, NoRoomError))
-        except Exception as error:  # the others' work goes on; whose this was is told, and the log has it all
+        except Exception as error:  # other tenants' work goes on; this caller gets the error
             log.exception("%s of %s", type(call).__name__, call.model)
             answer = Answer(fault=f"{type(error).__name__}: {error}", is_ours=True)
         waiting.turn = None
@@ -113,11 +113,11 @@ class Desk:
 
 
 def main(settings_text: str) -> None:
-    """Until stdin ends."""
+    """Answer calls until stdin ends."""
     inbox, outbox = pipes.take()
     logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(asctime)s learner %(message)s")
     settings = msgspec.json.decode(settings_text, type=LearnerSettings)
-    with claimed(Path(settings.root), "learner"):  # one before may take an instant to end
+    with claimed(Path(settings.root), "learner"):  # the previous process may still be ending
         bases = {name: Tenants(load_base(directory, settings.device)) for name, directory in settings.bases.items()}
         for tenants in bases.values():
             tenants.warm_up()

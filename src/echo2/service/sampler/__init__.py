@@ -1,1 +1,1 @@
-"""The service's sampler: a process of its own, which samples from published adapters and base models."""
+"""The service's sampler: a separate process that samples from published adapters and base models."""

@@ -1,4 +1,4 @@
-"""Base models and adapters on a machine that samples for a service: fetched one after another, kept on disk."""
+"""Fetches base models and adapters, one at a time, on a machine that samples for a service, and keeps them on disk."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from echo2.weights.store import ChunkStore
 log = logging.getLogger(__name__)
 
 CALL_SECONDS = 60.0
-#: Of adapters on disk; the ones unused for longest make room.
+#: Maximum size of all adapters on disk; the least recently used are deleted.
 ADAPTER_BYTES_MAX = 4 << 30
 
 
 class FetchedWeights:
-    """`node`: this machine's part in the broadcast. `own_base`: a base model that its owner has. For one event loop."""
+    """`node`: this machine's peer in the broadcast. `own_base`: a base model already here. For one event loop."""
 
     def __init__(
         self,
@@ -55,7 +55,7 @@ class FetchedWeights:
             listen=listen_address(listen, relays, member.address),
             relays=relays,
         )
-        self._adapters: OrderedDict[PayloadId, int] = OrderedDict(  # their bytes; the one used last is last
+        self._adapters: OrderedDict[PayloadId, int] = OrderedDict(  # sizes in bytes; most recently used last
             (manifest.payload, manifest.content_bytes)
             for manifest in self._store.manifests()
             if not manifest.ref.is_base_model
@@ -64,10 +64,10 @@ class FetchedWeights:
         self._arrival: asyncio.Future[None] | None = None
 
     async def base(self, policy: str) -> Snapshot:
-        """A base model.
+        """Return a base model, fetching it if necessary.
 
         Raises:
-            LinkError, PeerError: it can't be had now.
+            LinkError, PeerError: the model can't be fetched now.
             UserError: the disk is full.
         """
         if self._own_base is not None and self._own_base.ref.policy == policy:
@@ -75,11 +75,11 @@ class FetchedWeights:
         return await self._content(SnapshotRef(policy, 0, 0))
 
     async def adapter(self, ref: SnapshotRef) -> Snapshot:
-        """An adapter. Raises as `base`."""
+        """Return an adapter, fetching it if necessary. Raises as `base`."""
         return await self._content(ref)
 
     async def close(self) -> None:
-        """Fetch and give nothing more."""
+        """Stop fetching and serving chunks."""
         await self.node.close()
 
     async def _content(self, ref: SnapshotRef) -> Snapshot:
@@ -90,7 +90,7 @@ class FetchedWeights:
             content = Content(self._contents / ref.policy)
             try:
                 await asyncio.to_thread(content.apply, manifest, self._store.get)
-            except PeerError:  # the disk altered it: it is fetched again when it is wanted again
+            except PeerError:  # damaged on disk: the next request fetches it again
                 self._store.drop_manifest(manifest.payload)
                 raise
             if not ref.is_base_model:

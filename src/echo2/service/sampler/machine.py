@@ -1,7 +1,7 @@
-"""`echo2 worker` with the ticket of a service: samples of its tenants, on a machine of its owner.
+"""`echo2 worker` with the ticket of a service: samples for the service's tenants on a machine of its owner.
 
-It attends as a worker of a run does. Calls come as orders, answers are sent together as they become ready; base models
-and adapters are fetched when a call needs them. What is under way when the connection breaks is another machine's.
+The machine attends like a worker of a run. Calls arrive as orders; answers are sent in batches as they become ready;
+base models and adapters are fetched when a call needs them. If the connection breaks, open calls go to other machines.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from echo2.types import Snapshot, SnapshotRef
 
 log = logging.getLogger(__name__)
 
-#: Answers are sent again after this long, if the connection holds.
+#: Seconds after which unsent answers are sent again, if the connection holds.
 AGAIN_SECONDS = 0.2
 ANSWER_BYTES_MAX = MESSAGE_BYTES_MAX - (1 << 20)
 
@@ -57,11 +57,12 @@ class SamplerMachine:
         self._port = 0
 
     async def run(self) -> NoReturn:
-        """Sample until the service was away for `patience_seconds`. The end of its stream says that it leaves.
+        """Sample until the service is unreachable for `patience_seconds`. The end of the stream tells the service that
+        this machine leaves.
 
         Raises:
-            LinkError: it was. PeerError: this machine was refused.
-            UserError: the address to listen on can't be had, or the disk is full.
+            LinkError: the service was unreachable for so long. PeerError: this machine was refused.
+            UserError: the address can't be listened on, or the disk is full.
         """
         self._port = await self._weights.node.start()
         attending = asyncio.ensure_future(self._attend())
@@ -112,7 +113,7 @@ class SamplerMachine:
             raise PeerError("malformed", f"a call: {error}") from error
 
     def _disconnected(self) -> None:
-        """Others do what was under way here."""
+        """Drop all calls; other machines take them."""
         if self._beating is not None:
             self._beating.cancel()
         if self._sending is not None:
@@ -142,7 +143,7 @@ class SamplerMachine:
     # ---- samples -----------------------------------------------------------------------------------------------------
 
     async def _sampler(self, base: str) -> BaseSampler:
-        """That of a base model, which is fetched and loaded once."""
+        """Return the sampler of a base model, which is fetched and loaded once."""
         loading = self._bases.get(base)
         if loading is None:
             loading = self._bases[base] = asyncio.create_task(self._load(base))
@@ -161,7 +162,9 @@ class SamplerMachine:
         return await self._had(self._weights.adapter(SnapshotRef(policy, LINEAGE, VERSION)))
 
     async def _had(self, fetching: Awaitable[Snapshot]) -> Snapshot:
-        """Raises LinkError where it can't be had, which is no tenant's mistake: another machine samples then."""
+        """Await weights; raise LinkError if they can't be fetched, so that another machine takes the call: this is not
+        the tenant's mistake.
+        """
         try:
             return await fetching
         except (PeerError, UserError) as error:
@@ -186,7 +189,7 @@ class SamplerMachine:
                 batch.answers.append(self._answers.popleft())
             try:
                 await self._link.call("AnswerSamples", batch, CALL_SECONDS)
-            except LinkError as error:  # if the connection is broken, the stream of orders breaks too, and ends this
+            except LinkError as error:  # a broken connection also ends the stream of orders, and thereby this task
                 log.info("%d answers not taken: %s", len(batch.answers), error)
                 self._answers.extendleft(reversed(batch.answers))
                 await asyncio.sleep(AGAIN_SECONDS)
@@ -198,7 +201,7 @@ async def join(ticket: str, directory: Path | None, options: WorkerOptions) -> N
     """Enrol with the ticket and sample.
 
     Raises:
-        UserError: an option that a machine of a service has no use for; and as `SamplerMachine.run`.
+        UserError: an option that does not apply to a machine of a service; and as `SamplerMachine.run`.
     """
     if options.engine not in ("auto", "compact") or options.allow_environments or options.offer:
         raise UserError("A service samples with the engine compact, without environments, on machines of its owner.")
@@ -207,5 +210,5 @@ async def join(ticket: str, directory: Path | None, options: WorkerOptions) -> N
 
 
 def run_machine(ticket: str, directory: Path | None, options: WorkerOptions) -> NoReturn:
-    """The whole life of the process."""
+    """Run the whole process."""
     asyncio.run(join(ticket, directory, options))

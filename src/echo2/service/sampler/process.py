@@ -1,4 +1,4 @@
-"""The sampler process of a service: calls come in by stdin, answers go out by stdout; it ends with who started it."""
+"""The sampler process of a service: reads calls from stdin, writes answers to stdout, and ends with its parent."""
 
 from __future__ import annotations
 
@@ -25,27 +25,27 @@ log = logging.getLogger(__name__)
 
 
 class SamplerSettings(msgspec.Struct, frozen=True):
-    """`bases`: directories by name."""
+    """`bases`: directories of the base models by name."""
 
     bases: dict[str, str]
     device: str = "auto"
 
 
 class SampleDesk:
-    """Gives each call to the sampler of its base model, and `tell` what comes of it. For one event loop."""
+    """Passes each call to the sampler of its base model, and the answer to `tell`. For one event loop."""
 
     def __init__(self, sampler_of: Callable[[str], Awaitable[BaseSampler]], tell: Callable[[Answer], None]) -> None:
-        """`sampler_of` raises UserError where there is no such base model."""
+        """`sampler_of` raises UserError if there is no such base model."""
         self._sampler_of, self._tell = sampler_of, tell
         self._under_way: dict[int, asyncio.Task[None]] = {}
 
     @property
     def num_under_way(self) -> int:
-        """Calls that have no answer yet."""
+        """Number of calls that have no answer yet."""
         return len(self._under_way)
 
     def take(self, request: Request) -> None:
-        """A call has come."""
+        """Begin a sample call, or cancel one."""
         call, number = request.call, request.number
         if isinstance(call, CancelCall):
             if task := self._under_way.get(number):
@@ -55,7 +55,7 @@ class SampleDesk:
             task.add_done_callback(partial(self._ended, number))
 
     def drop_all(self) -> None:
-        """Nobody waits for any answer any more."""
+        """Cancel all calls, because their answers are no longer awaited."""
         for task in self._under_way.values():
             task.cancel()
 
@@ -70,29 +70,29 @@ class SampleDesk:
             answer = Answer(number, sampled=await sampler.sample(call.snapshot, call.spec))
         except UserError as error:
             answer = Answer(number, fault=str(error))
-        except PeerError as error:  # weights that are not finite, or no adapter: what the tenant trained or gave
+        except PeerError as error:  # the tenant's weights are not finite, or not an adapter
             answer = Answer(number, fault=error.detail)
-        except Exception as error:  # the others' work goes on; whose this was is told, and the log has it all
+        except Exception as error:  # other tenants' work goes on; this caller gets the error
             log.exception("a sample")
             answer = Answer(number, fault=f"{type(error).__name__}: {error}", is_ours=True)
         self._tell(answer)
 
 
 def published(directory: str, base: SnapshotRef) -> Snapshot:
-    """The adapter that the learner wrote to a directory, over this base model if it was trained over it.
+    """Return the adapter that the learner wrote to a directory, with the base model that it was trained on.
 
     Raises:
-        UserError: none is there.
+        UserError: the directory holds no adapter.
     """
     trained_over = checkpoint.read_client(Path(directory))["base_model"]
     return read_adapter(Path(directory), base, SnapshotRef(trained_over, 0, 0))
 
 
 def base_sampler(directory: str, device: str, slots: int = SLOTS) -> BaseSampler:
-    """Of a base model and the adapters over it on this disk, which are called by their directories.
+    """Return a sampler of a base model and its adapters on this disk, which calls name by their directories.
 
     Raises:
-        UserError: no model is there that the compact engine computes.
+        UserError: the directory holds no model that the compact engine supports.
     """
     base = read_base_model(Path(directory))
 
@@ -103,7 +103,7 @@ def base_sampler(directory: str, device: str, slots: int = SLOTS) -> BaseSampler
 
 
 async def serve(settings: SamplerSettings) -> None:
-    """Until stdin ends."""
+    """Answer calls until stdin ends."""
     inbox, outbox = pipes.take()
     samplers = {name: base_sampler(directory, settings.device) for name, directory in settings.bases.items()}
 
@@ -126,7 +126,7 @@ async def serve(settings: SamplerSettings) -> None:
 
 
 def main(settings_text: str) -> None:
-    """Until stdin ends."""
+    """Run the process until stdin ends."""
     logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(asctime)s sampler %(message)s")
     asyncio.run(serve(msgspec.json.decode(settings_text, type=SamplerSettings)))
 

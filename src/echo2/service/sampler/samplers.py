@@ -1,6 +1,6 @@
-"""Samples of one base model and the adapters over it that were published, all in one batch.
+"""Samples from one base model and its published adapters, all in one batch.
 
-A published adapter is read when it is first sampled from, and never again while it is in memory: it is frozen for ever.
+A published adapter is read when it is first used, and not again while it is in memory, because it never changes.
 """
 
 from __future__ import annotations
@@ -24,35 +24,35 @@ from echo2.rollout.tokenizer import Tokenizer, load_tokenizer
 from echo2.service.backend import SampledSequence, SampleOutput, SampleSpec
 from echo2.types import SamplingParams, Snapshot
 
-#: Of adapters in memory; the one unused for longest makes room.
+#: Maximum memory of all adapters; the least recently used are dropped.
 MEMORY_BYTES = 2 << 30
-#: Samples of one call.
+#: Maximum number of samples in one call.
 MOST_SAMPLES = 1024
 
 
 class BaseSampler:
-    """A base model and adapters over it. For one event loop."""
+    """Samples from a base model and its adapters. For one event loop."""
 
     def __init__(
         self, base: Snapshot, device: str, read: Callable[[str], Awaitable[Snapshot]], slots: int = SLOTS
     ) -> None:
-        """`read` gives an adapter by the name that calls have for it.
+        """`read` returns an adapter by its name in calls.
 
         Raises:
-            UserError: it is no model that the compact engine computes.
+            UserError: the compact engine does not support the model.
         """
         self._files, self._read_adapter = base.files, read
         self._policies = ManyPolicies(base, device)
         self._loop = DecodeLoop(self._policies, slots)
         self._slots = _Slots(self._loop)
-        self._adapters: OrderedDict[str, asyncio.Task[tuple[CompactModel, int]]] = OrderedDict()  # with their bytes
+        self._adapters: OrderedDict[str, asyncio.Task[tuple[CompactModel, int]]] = OrderedDict()  # and sizes in bytes
         self._tokenizer: Tokenizer | None = None
 
     async def sample(self, snapshot: str, spec: SampleSpec) -> SampleOutput:
-        """Samples of an adapter, or with "" of the base model.
+        """Sample from the adapter `snapshot`, or from the base model if it is "".
 
         Raises:
-            UserError: the request is not one that can be sampled.
+            UserError: the request cannot be sampled.
             PeerError: the adapter does not fit, or its logits are not finite.
             Whatever `read` raises.
         """
@@ -74,7 +74,7 @@ class BaseSampler:
         return SampleOutput(sequences) if scores is None else _scored(sequences, scores)
 
     async def close(self) -> None:
-        """Abort what is under way."""
+        """Abort all requests in progress."""
         await self._loop.close()
 
     def _requests(self, policy: CompactModel, spec: SampleSpec, stop: StopRule | None) -> list[PolicyRequest]:
@@ -147,8 +147,8 @@ def _prompt_scores(policy: CompactModel, spec: SampleSpec) -> TextScores:
 
 
 async def _with_tops(policy: CompactModel, spec: SampleSpec, sequence: SampledSequence) -> SampledSequence:
-    """With the most likely tokens, from a second reading of what was sampled. Threads are few: other calls have their
-    turn between two sequences, and a call that is cancelled ends there."""
+    """Add the most likely tokens, from a second forward pass over the sequence. Threads are few: other calls get their
+    turn between two sequences, and a cancelled call ends there."""
     request = ScoreRequest(spec.prompt + sequence.tokens, len(spec.prompt), spec.top_sample_logprobs, spec.temperature)
     tops = await asyncio.to_thread(score, policy, request)
     return replace(sequence, top_tokens=tops.top_tokens, top_logprobs=tops.top_logprobs)
@@ -168,7 +168,7 @@ def _scored(sequences: list[SampledSequence], scores: TextScores) -> SampleOutpu
 
 
 class _Slots:
-    """Gives an engine's slots to owners in equal shares: the next free one to who has fewest, of those that wait."""
+    """Shares an engine's slots equally: the next free slot goes to the waiting owner that uses the fewest."""
 
     def __init__(self, engine: DecodeLoop) -> None:
         self._engine = engine
@@ -176,7 +176,7 @@ class _Slots:
         self._waiting: dict[str, deque[asyncio.Future[None]]] = {}
 
     async def run(self, owner: str, request: PolicyRequest) -> Outcome:
-        """What comes of the request, when it has had its turn."""
+        """Wait for a free slot, run the request, and return its outcome."""
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._waiting.setdefault(owner, deque()).append(turn)
         self._give()
