@@ -92,7 +92,25 @@ def _outcome(out: Path) -> dict[str, Any]:
         "groups": summary.get("groups", {}),
         "accuracy": json.loads(judged.stdout)["eval/accuracy"] if judged.returncode == 0 else None,
         "log_bytes": files,
+        "faults": _faults(out),
     }
+
+
+def _faults(out: Path) -> list[dict[str, Any]]:
+    """The first fault that a check found, of each ticket of strangers: how many steps were trained before it."""
+    told = subprocess.run([*ECHO2, "trust", str(out), "--json"], env=ENVIRONMENT, capture_output=True, text=True)
+    if told.returncode:
+        return []
+    lines = (out / "metrics.jsonl").read_text().splitlines()
+    written = (out / "status.json").stat().st_mtime
+    steps = [at for line in lines if (at := json.loads(line).get("time/unix"))]
+    found = []
+    for row in json.loads(told.stdout):
+        counts = {name: row[name] for name in ("num_groups", "num_passed", "num_failed")}
+        for first in row["history"][:1]:
+            num_steps = sum(at < written - first["seconds_ago"] for at in steps)
+            found.append({"steps_before": num_steps, "what": first["what"], **counts})
+    return found
 
 
 def main() -> None:
@@ -114,6 +132,8 @@ def main() -> None:
         print(
             f"{lie or 'honest':24} {row['ended']:10} accuracy {accuracy}   {row['seconds']:6.1f} s"
             f" ({ratio:.2f} of honest)   logs {row['log_bytes'] / 1e6:.1f} MB   {row['reason'][:90]}",
+            *(f"{fault['steps_before']} steps before: {fault['what'][:80]}" for fault in row["faults"]),
+            sep="\n    ",
             flush=True,
         )
     sizes = {"honest": options.honest, "liars": options.liars, "steps": options.steps, "seed": options.seed}
