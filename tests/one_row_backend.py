@@ -114,7 +114,11 @@ class OneRowBackend:
         """See `Backend`."""
         self.calls.append(("sample", snapshot and snapshot.name, spec.seed))
         row = np.zeros(VOCABULARY) if snapshot is None else np.load(snapshot / "row.npy")
-        await self.gate.wait()
+        try:
+            await self.gate.wait()
+        except asyncio.CancelledError:
+            self.calls.append(("cancelled", None, spec.seed))
+            raise
         logp = log_softmax(row)
         source = random.Random(spec.seed)
         sequences = [self._draw(source, logp, spec) for _ in range(spec.num_samples)]

@@ -457,6 +457,7 @@ def test_a_cancelled_sample_loses_its_turn_and_costs_nothing(service: Service) -
     assert service.database.count(requests, state="queued") == 1
     service.post("cancel_future", request, status=204)
     assert "cancelled" in service.result(future)["error"]
+    assert [call[0] for call in service.backend.calls[-2:]] == ["sample", "cancelled"], "it stops at the back end, too"
     service.backend.gate.set()
     model = service.model(sampler["session_id"])
     trained = service.train(model, 1, [1])

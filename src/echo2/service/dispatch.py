@@ -11,6 +11,7 @@ import logging
 import secrets
 from collections import deque
 from collections.abc import Callable, Coroutine
+from functools import partial
 from typing import Any
 
 from echo2.control.service.order import HELD_MAX, ModelOrder, Released
@@ -39,10 +40,11 @@ class Dispatcher:
         self._queues: dict[str, asyncio.Queue[str]] = {}
         self._samples: dict[str, deque[str]] = {}
         self._turns = Turns()
-        self._num_sampling = 0
+        self._sampling: dict[str, asyncio.Task[None]] = {}
         self._num_open: dict[str, int] = {}
         self._ended: dict[str, asyncio.Event] = {}
         self._tasks: set[asyncio.Task[None]] = set()
+        self._is_closed = False
 
     def start(self) -> None:
         """Resume the open requests of the previous process."""
@@ -118,22 +120,22 @@ class Dispatcher:
             return f"request {missing} of this model has not come yet"
         if request.kind == "sample":
             num_waiting = sum(map(len, self._samples.values()))
-            return f"{self._num_sampling} samples are under way, {num_waiting} wait for their turn"
+            return f"{len(self._sampling)} samples are under way, {num_waiting} wait for their turn"
         queue = self._queues.get(request.target)
         return f"{queue.qsize() if queue else 0} requests of this model wait before the learner"
 
     def cancel_sample(self, request: str, tenant: str) -> None:
-        """Fail an open sample: it loses its turn and costs nothing."""
+        """Fail an open sample, and stop it if it runs: it loses its turn and costs nothing."""
         row = self._database.find(requests, id=request, tenant=tenant, kind="sample", state=OPEN)
         if row is not None:
-            self._end(row, "failed", error="The client cancelled the sample.", category="user")
+            self._stop(row, "The client cancelled the sample.")
 
     def end_session(self, session: str, reason: str) -> None:
         """Fail the session's open samples and held requests, and unload its models from memory."""
         self._database.update(sessions, {"id": session}, finished=self._clock())
         for row in self._database.select(requests, session=session, state=OPEN):
             if row.kind == "sample" or row.state == "held":
-                self._end(row, "failed", error=reason, category="user")
+                self._stop(row, reason)
         for model in self._database.select(models, session=session):
             self._orders.pop(model.id, None)
             self._spawn(self._work.backend.unload(model.id))
@@ -145,6 +147,7 @@ class Dispatcher:
 
     async def close(self) -> None:
         """Stop all work; open requests stay stored."""
+        self._is_closed = True
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -205,7 +208,7 @@ class Dispatcher:
         self._turns.wait(tenant)
 
     def _start_samples(self) -> None:
-        while self._num_sampling < SAMPLES_MAX and (tenant := self._turns.next()) is not None:
+        while len(self._sampling) < SAMPLES_MAX and (tenant := self._turns.next()) is not None:
             waiting = self._samples[tenant]
             row = self._database.find(requests, id=waiting.popleft())
             if not waiting:
@@ -213,13 +216,18 @@ class Dispatcher:
                 self._turns.rest(tenant)
             if row is not None and row.state == "queued":
                 self._turns.charge(tenant, 1.0)
-                self._num_sampling += 1
-                self._spawn(self._carry_out(row)).add_done_callback(self._sampled)
+                task = self._sampling[row.id] = self._spawn(self._carry_out(row))
+                task.add_done_callback(partial(self._sampled, row.id))
 
-    def _sampled(self, task: asyncio.Task[None]) -> None:
-        self._num_sampling -= 1
-        if not task.cancelled():
+    def _sampled(self, request: str, _: asyncio.Task[None]) -> None:
+        del self._sampling[request]
+        if not self._is_closed:
             self._start_samples()
+
+    def _stop(self, row: Row, reason: str) -> None:
+        self._end(row, "failed", error=reason, category="user")
+        if row.id in self._sampling:
+            self._sampling[row.id].cancel()  # also at the back end
 
     async def _carry_out(self, row: Row) -> None:
         try:
