@@ -1,9 +1,9 @@
-"""A LoRA adapter in the torch engines: computed beside each linear layer of the base model, not merged into it.
+"""LoRA adapters in the torch engines: computed beside each linear layer of the base model, not merged into its weights.
 
     y = W x + b + B (A x) scale
 
-Names and configuration are PEFT's. What is not this formula is refused. The base model's weights are untouched, so many
-adapters can be over one of them, and a swap costs what the adapter weighs.
+Tensor names and configuration follow PEFT. Adapters that compute another formula are refused. The base model's weights
+stay unchanged, so many adapters can share one base model, and a swap costs only the size of the adapter.
 
 Source: Hu et al., LoRA (arXiv 2106.09685); for `use_rslora`, Kalajdzievski (arXiv 2312.03732).
 
@@ -30,7 +30,7 @@ RANK_MAX = 4096
 ALPHA_MAX = 1e6
 CONFIG_FILE = "adapter_config.json"
 PREFIX, DOWN, UP = "base_model.model.", ".lora_A.weight", ".lora_B.weight"
-#: Entries of adapter_config.json that change nothing in what a given A and B compute. Others have to be empty.
+#: Entries of adapter_config.json that do not change what a given A and B compute. All other entries must be empty.
 HARMLESS = {
     *("auto_mapping", "base_model_name_or_path", "bias", "ensure_weight_tying", "exclude_modules", "fan_in_fan_out"),
     *("inference_mode", "init_lora_weights", "layers_pattern", "layers_to_transform", "lora_alpha", "lora_dropout"),
@@ -46,36 +46,36 @@ class LowRank(NamedTuple):
     b_OR: Tensor
 
     def add(self, y: Tensor, x: Tensor) -> Tensor:
-        """y [..., O] of the base model plus the adapter's part for x [..., I]; the sum is rounded to y's dtype once."""
+        """Return the base model's y [..., O] plus the adapter's part for x [..., I], rounded to y's dtype once."""
         low = functional.linear(functional.linear(x.to(self.a_RI.dtype), self.a_RI), self.b_OR)
         return (y + low).to(y.dtype)
 
 
 class RowAdapters(NamedTuple):
-    """Adapters of one linear map, each for some of the rows of a batch."""
+    """Adapters of one linear map, each applied to its own rows of a batch."""
 
     parts: tuple[tuple[Tensor, LowRank], ...]
 
     def add(self, y: Tensor, x: Tensor) -> Tensor:
-        """As `LowRank.add`, y [rows, ..., O] in place."""
+        """See `LowRank.add`; changes y [rows, ..., O] in place."""
         for rows, low in self.parts:
             y.index_copy_(0, rows, low.add(y.index_select(0, rows), x.index_select(0, rows)))
         return y
 
 
 Adapter = Mapping[str, LowRank]
-"""By module of the base model; empty: there is none."""
+"""LoRA pairs by module name of the base model; empty: no adapter."""
 
 
 def read_adapter(
     snapshot: Snapshot, linears: Mapping[str, tuple[int, int]], device: torch.device
 ) -> dict[str, LowRank]:
-    """The adapter of a snapshot, by module of the base model.
+    """Read the adapter of a snapshot, by module name of the base model.
 
-    linears  (outputs, inputs) of the base model's linear maps, by module
+    linears  (outputs, inputs) of the base model's linear maps, by module name
 
     Raises:
-        PeerError: it is no LoRA adapter, not of this base model, or torn.
+        PeerError: the snapshot is not a LoRA adapter, does not fit this base model, or is damaged.
     """
     rank, scale = _read_scale(snapshot)
     modules = {name.removeprefix(PREFIX).removesuffix(DOWN).removesuffix(UP) for name in snapshot.tensors}
@@ -105,9 +105,9 @@ def read_adapter(
 
 
 def join(parts: list[tuple[LowRank | None, int]]) -> LowRank | None:
-    """The adapters of linear maps whose outputs lie behind each other, as of one map: a block for each.
+    """Join the adapters of linear maps whose outputs are concatenated into one adapter, whose B is block-diagonal.
 
-    parts  for each map its adapter, if it has one, and the number of its outputs
+    parts  (adapter or None, number of outputs) of each map
     """
     there = [part for part, _ in parts if part is not None]
     if not there:
@@ -125,7 +125,7 @@ def join(parts: list[tuple[LowRank | None, int]]) -> LowRank | None:
 
 
 def _read_scale(snapshot: Snapshot) -> tuple[int, float]:
-    """Rank, and what B (A x) is multiplied by."""
+    """Return the rank and the factor that scales B (A x)."""
     config = read_object(snapshot.files, CONFIG_FILE)
     rank, alpha = config.get("r"), config.get("lora_alpha")
     _require(snapshot, config.get("peft_type") == "LORA", "peft_type", config.get("peft_type"))

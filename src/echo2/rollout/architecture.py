@@ -1,6 +1,6 @@
-"""Reads the architecture of a Llama, Qwen2 or Qwen3 model from config.json, and refuses what `compact` does not know.
+"""Reads the architecture of a Llama, Qwen2 or Qwen3 model from config.json, and refuses variants unknown to `compact`.
 
-Source: transformers' configuration and modelling files of the three (`models/{llama,qwen2,qwen3}`). No torch here.
+Source: transformers' configuration and modelling files (`models/{llama,qwen2,qwen3}`). No torch here.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from echo2.errors import UserError
 
 MODEL_TYPES = ("llama", "qwen2", "qwen3")
 ROPE_TYPES = ("default", "linear", "llama3")
-#: Eight times those of the deepest models; what claims more would be counted layer by layer before it is refused.
+#: Eight times as many as the deepest models have. `tensor_shapes` lists every layer that a config.json claims.
 LAYERS_MAX = 1000
 
 
 @dataclass(frozen=True, slots=True)
 class Rope:
-    """Rotary position embedding. The last four matter for `llama3`, `factor` for `linear` too."""
+    """Rotary position embedding. Of the last four fields, `llama3` uses all and `linear` uses only `factor`."""
 
     kind: str
     theta: float
@@ -50,7 +50,7 @@ class Architecture:
     qk_norm: bool
 
     def tensor_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Every parameter by its Hugging Face name."""
+        """Return the shape of every parameter by its Hugging Face name."""
         d, f, heads, kv = (
             self.hidden_size,
             self.ffn_size,
@@ -86,10 +86,11 @@ class Architecture:
 
 
 def read_architecture(config: Mapping[str, Any]) -> Architecture:
-    """The architecture that config.json describes.
+    """Return the architecture that config.json describes.
 
     Raises:
-        UserError: not one of the three, or a variant that `compact` does not compute; names the engine that does.
+        UserError: `compact` does not support the model type or the variant (the message names the engine that does),
+            or config.json is incomplete.
     """
     try:
         _check_variant(config)

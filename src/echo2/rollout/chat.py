@@ -1,7 +1,8 @@
-"""Chat messages as tokens of a recorded rollout, and back: each message is tokenised once, when it appears.
+"""Converts chat messages to tokens of a recorded rollout and back. Each message is tokenised once, when it appears.
 
-Chat clients send the whole conversation with every call. Here the model's own answers are recognised in it and stay the
-tokens that were sampled; only what follows them is new. A conversation that was changed is another one.
+Chat clients send the whole conversation with every call. The model's own answers are recognised in it and keep the
+tokens that were sampled; only the messages after them are tokenised. A conversation with a changed message counts as
+a new conversation.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from echo2.rollout.tokenizer import decoded, following_tokens, rendered_tokens
 
 MESSAGES_MAX = 10_000
 TOOLS_MAX = 128
-#: How the models of the Qwen and Hermes families write a call.
+#: The syntax of tool calls in the Qwen and Hermes families.
 TOOL_CALL = re.compile(r"<tool_call>\s*(\{.*?\})\s*</tool_call>", re.DOTALL)
 
 
@@ -36,7 +37,7 @@ class ChatAnswer:
 
 @dataclass(frozen=True, slots=True)
 class _Said:
-    """A conversation up to an answer: what its messages are, its tools, and its tokens."""
+    """A conversation up to and including an answer: its messages (as `_essence`), its tools and its tokens."""
 
     essences: list[tuple[Any, ...]]
     tools: Any
@@ -51,10 +52,10 @@ class ChatRollout:
         self._said: list[_Said] = []
 
     async def answer(self, messages: Any, tools: Any, max_tokens: int | None) -> ChatAnswer:
-        """The model's next message.
+        """Sample the model's next message.
 
         Raises:
-            CallRefused: the messages are no conversation; or as `RecordedRollout.complete`.
+            CallRefused: the messages are malformed; or as `RecordedRollout.complete`.
         """
         said = _checked(messages)
         if tools and not (isinstance(tools, list) and len(tools) <= TOOLS_MAX):
@@ -85,7 +86,7 @@ def _checked(messages: Any) -> list[dict[str, Any]]:
 
 
 def _plain(message: Any) -> dict[str, Any]:
-    """A message whose content is one text: OpenAI's clients may send it in parts."""
+    """Return the message with its content as one text: OpenAI's clients may send the content in parts."""
     content = message.get("content") if isinstance(message, Mapping) else None
     if isinstance(content, list) and all(isinstance(p, Mapping) and isinstance(p.get("text"), str) for p in content):
         content = "".join(part["text"] for part in content)
@@ -97,19 +98,19 @@ def _plain(message: Any) -> dict[str, Any]:
 
 
 def _essence(message: Mapping[str, Any]) -> tuple[Any, ...]:
-    """The parts that make two messages equal, whatever a client adds."""
+    """Return the fields by which messages are compared. Other fields, which clients may add, are ignored."""
     calls: Sequence[Mapping[str, Any]] = message.get("tool_calls") or ()
     return message["role"], message["content"], [call.get("function") for call in calls], message.get("tool_call_id")
 
 
 def _message(text: str, has_tools: bool) -> dict[str, Any]:
-    """The answer as OpenAI's clients read it; calls of tools are looked for where there are tools."""
+    """Return the answer as an OpenAI message. Tool calls are parsed only if the request named tools."""
     calls: list[dict[str, Any]] = []
     for found in TOOL_CALL.finditer(text) if has_tools else ():
         try:
             call = parse_json(found.group(1))
         except ValueError:
-            continue  # no call: it stays in the text, and the harness says so to the model if it likes
+            continue  # not a valid call: it stays in the text, and the harness decides what to reply
         if isinstance(call, dict) and isinstance(call.get("name"), str):
             function = {"name": call["name"], "arguments": json.dumps(call.get("arguments") or {})}
             calls.append({"id": f"call_{len(calls)}", "type": "function", "function": function})

@@ -1,9 +1,9 @@
 """The forward pass of the engine `compact`: Llama, Qwen2 and Qwen3 in plain torch, for inference only.
 
-What makes it fast on small models is fewer and larger operations: query, key and value in one product, gate and up in
-one, queries and keys normalised and rotated together, each prompt read once and its keys and values copied to its
-samples, a cache that is written in place. It must agree with transformers within 1e-4 in logprobs (float32); a test
-holds it.
+It is fast on small models because it runs fewer and larger operations: one product for query, key and value, one for
+gate and up, joint normalisation and rotation of queries and keys, one prefill per prompt whose keys and values are
+copied to its samples, and a cache that is written in place. A test checks that it agrees with transformers within 1e-4
+in logprobs (float32).
 
 Shape suffixes: R = prompts, B = rows, T = tokens of a row, D = hidden, H = query heads, K = key-value heads, G = H / K,
 E = head dim, F = ffn, L = layers, C = columns of the cache (token slots), V = vocabulary.
@@ -33,11 +33,11 @@ from echo2.rollout.torch_engine import Cache, TorchDecoder
 from echo2.types import Snapshot
 
 GROW_COLUMNS = 32
-"""The cache grows by at least this many columns, and by half of itself: few copies, little unused memory."""
+"""The cache grows by half its columns, but at least by this many: few copies, little unused memory."""
 QKV, GATE_UP = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), ("mlp.gate_proj", "mlp.up_proj")
 OUT, DOWN = "self_attn.o_proj", "mlp.down_proj"
 PREFILL_TOKENS = 1 << 15
-"""Prompt tokens read at once (at least one prompt); bounds the memory of long prompts."""
+"""Prompt tokens prefilled at once (at least one prompt); bounds the memory of long prompts."""
 
 
 def make_engine(device: str, slots: int) -> Engine:
@@ -46,17 +46,17 @@ def make_engine(device: str, slots: int) -> Engine:
 
 
 SPLIT_ITEMS = 1 << 18
-"""Keys and values of one layer (items) that a block of rows must leave away to be computed by itself, on a CPU."""
+"""On a CPU, a block of rows is split if attention then skips more than this many items (keys and values) per layer."""
 
 Block = tuple[int, int, int]
-"""First place, place behind the last, columns in use."""
+"""(first place, end place (exclusive), columns in use)"""
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """Weights of one layer; `qk_norm_HE` is the norm of queries and keys, one row per head. Linear maps that are fused
-    have their adapters fused."""
+    """Weights of one layer. `qk_norm_HE`: the norm of queries and keys, one row per head. Adapters of fused linear maps
+    are fused too."""
 
     attention_norm_D: Tensor
     qkv: Linear
@@ -72,11 +72,11 @@ class Layer:
 
 
 class CompactCache:
-    """Keys and values, [L, 2, B, K, C, E]. A row's tokens lie in its first columns; what lies behind them is finite and
-    masked, for rows are of different lengths.
+    """Keys and values, [L, 2, B, K, C, E]. A row's tokens fill its first columns. The columns behind them are masked,
+    since rows differ in length; their values are finite.
 
-    Where lengths differ much the rows lie in the order of their lengths, in blocks, and each block's attention is
-    computed over its own columns. `order_B`: the row of the batch at each place; `place_B`: the place of each row.
+    Where lengths differ much, rows are sorted by length and grouped into blocks, and attention of a block runs over its
+    own columns only. `order_B`: the row of the batch at each place; `place_B`: the place of each row.
     """
 
     can_join = True
@@ -110,7 +110,7 @@ class CompactCache:
         return self._gathered([(self, rows), (other, other_rows)])
 
     def _gathered(self, parts: list[tuple[CompactCache, Tensor]]) -> CompactCache:
-        """Rows of several caches behind each other."""
+        """Concatenate rows of several caches."""
         lengths_B = torch.cat([part.lengths_B.index_select(0, rows) for part, rows in parts])
         layers, two, _, heads, _, head_dim = self.kv.shape
         longest, most = int(lengths_B.max()), SPLIT_ITEMS // (2 * heads * head_dim)
@@ -134,7 +134,7 @@ class CompactCache:
         return found
 
     def _copy(self, to: Tensor, first: int, places: Tensor, columns: int) -> None:
-        """Layer by layer: what is copied twice is one layer."""
+        """Copy layer by layer, so that the temporary copy of `index_select` is one layer large."""
         for source, target in zip(self.kv, to, strict=True):
             target[:, first : first + len(places), :, :columns] = source[:, :, :, :columns].index_select(1, places)
 
@@ -150,7 +150,7 @@ class CompactCache:
         self.blocks = [(start, stop, columns + 1) for start, stop, columns in self.blocks]
 
     def mask_B11C(self) -> Tensor:
-        """To be added to attention scores, by place: -inf behind each row's newest token."""
+        """Return the mask to add to attention scores, by place: -inf behind each row's newest token."""
         lengths_B = self.lengths_B if self.order_B is None else self.lengths_B[self.order_B]
         column_C = torch.arange(self.longest, device=self.kv.device)
         is_behind_BC = column_C > lengths_B[:, None]
@@ -158,7 +158,7 @@ class CompactCache:
         return mask_BC[:, None, None, :]
 
     def attention(self, layer: int, q_BKGE: Tensor, mask_B11C: Tensor) -> Tensor:
-        """Of one query for each row, which are scaled: [B, K, G, E]."""
+        """Return the attention output [B, K, G, E] of one query per row; the queries are scaled already."""
         keys, values = self.kv[layer]
         if self.order_B is None:
             return attention(q_BKGE, keys[:, :, : self.longest], values[:, :, : self.longest], mask_B11C)
@@ -171,7 +171,7 @@ class CompactCache:
 
 
 def split_by_length(lengths: Sequence[int], most: int, first: int = 0) -> list[Block]:
-    """Blocks of rows whose lengths fall: two in the place of one where that leaves more than `most` columns away."""
+    """Split rows, in descending order of length, into blocks wherever a split saves more than `most` columns."""
     saved = [(len(lengths) - place) * (lengths[0] - length) for place, length in enumerate(lengths)]
     best = max(range(len(saved)), key=saved.__getitem__)
     if saved[best] <= most:
@@ -183,8 +183,8 @@ def split_by_length(lengths: Sequence[int], most: int, first: int = 0) -> list[B
 
 
 def attention(q_BKGE: Tensor, k_BKCE: Tensor, v_BKCE: Tensor, mask_B11C: Tensor) -> Tensor:
-    """The queries that share a key-value head are like several tokens of one head: no key is copied. Two products are a
-    third faster than the fused kernel here, which is made for many queries."""
+    """Grouped-query attention. Queries that share a key-value head are treated as tokens of one head, so no key is
+    copied. Two products are a third faster here than the fused kernel, which is made for many queries."""
     scores_BKGC = (q_BKGE @ k_BKCE.transpose(-1, -2)).float()
     scores_BKGC += mask_B11C
     out_BKGE: Tensor = scores_BKGC.softmax(-1).to(v_BKCE.dtype) @ v_BKCE
@@ -231,7 +231,7 @@ class CompactModel:
         return model
 
     def mixed(self, policies: Sequence[tuple[CompactModel, Tensor]]) -> CompactModel:
-        """For a batch of which each of these policies over the same weights has some rows."""
+        """Return a model for a batch in which each of these policies, all over the same weights, has its own rows."""
         model = copy.copy(self)
 
         def of_rows(at: int, name: str) -> RowAdapters | None:
@@ -265,13 +265,13 @@ class CompactModel:
         return [self._head, *(one for at in self._layers for one in (at.qkv, at.out, at.gate_up, at.down))]
 
     def prefill(self, prompts: Sequence[array[int]], known: Sequence[Cache | None] = ()) -> CompactCache:
-        """See `Model.prefill`. Prompts are right-padded: masks keep the padding from mattering."""
+        """See `Model.prefill`. Prompts are right-padded, and masks hide the padding."""
         arch, device = self._arch, self._embed_VD.device
         lengths = [len(prompt) for prompt in prompts]
         known = known or [None] * len(prompts)
         firsts = [one.longest if isinstance(one, CompactCache) else 0 for one in known]
         firsts_R, columns = torch.tensor(firsts, device=device), max(lengths)
-        # Padding behind known tokens may lie further on than any prompt.
+        # Rows with known tokens are padded behind these, so they may need more columns than the longest prompt.
         room = columns + max(length - first if first else 0 for length, first in zip(lengths, firsts, strict=True))
         kv = self._embed_VD.new_zeros((arch.num_layers, 2, len(prompts), arch.num_kv_heads, room, arch.head_dim))
         for row, one in enumerate(known):
@@ -300,7 +300,7 @@ class CompactModel:
         self._run(self._embed_VD[tokens_RT], self._rotation(torch.arange(columns, device=kv.device)[None]), attend)
 
     def _read_on(self, kv: Tensor, at_R: Tensor, tokens_RT: Tensor, first_R: Tensor) -> None:
-        """Read what follows the first tokens of these rows, which are known."""
+        """Read the rest of the prompts of these rows; their first `first_R` tokens are in the cache already."""
         columns = tokens_RT.shape[1]
         position_RT = first_R[:, None] + torch.arange(columns, device=kv.device)
         used = int(first_R.max()) + columns
@@ -348,7 +348,7 @@ class CompactModel:
         return logits_BV
 
     def _run(self, x_BTD: Tensor, cos_sin: tuple[Tensor, Tensor], attend: Attend) -> Tensor:
-        """All layers. `attend(layer, queries, keys, values)` keeps the keys and values and returns the attention."""
+        """Run all layers. `attend(layer, queries, keys, values)` stores keys and values, and returns the attention."""
         arch = self._arch
         rows, columns, _ = x_BTD.shape
         heads, kv_heads, head_dim, eps = arch.num_heads, arch.num_kv_heads, arch.head_dim, arch.rms_eps
@@ -371,13 +371,13 @@ class CompactModel:
         return self._head(rms_norm(hidden_BD, self._final_norm_D, self._arch.rms_eps)).float()
 
     def _rotation(self, position_BT: Tensor) -> tuple[Tensor, Tensor]:
-        """cos and sin [B, T, 1, E] in the computing dtype; the angles are float32, as in transformers."""
+        """Return cos and sin [B, T, 1, E] in the computing dtype; the angles are float32, as in transformers."""
         angle_BT1E = position_BT[..., None, None].float() * self._frequency_E
         return angle_BT1E.cos().to(self._embed_VD.dtype), angle_BT1E.sin().to(self._embed_VD.dtype)
 
 
 def right_padded(sequences: Sequence[array[int]]) -> Tensor:
-    """Token ids [R, T] of sequences of different lengths."""
+    """Return the token ids [R, T] of sequences of different lengths, padded with 0."""
     tokens_RT = torch.zeros((len(sequences), max(map(len, sequences))), dtype=torch.long)
     for row, sequence in enumerate(sequences):
         tokens_RT[row, : len(sequence)] = torch.tensor(sequence, dtype=torch.long)
@@ -385,7 +385,7 @@ def right_padded(sequences: Sequence[array[int]]) -> Tensor:
 
 
 def causal(layer: int, q_BTHE: Tensor, k_BTKE: Tensor, v_BTKE: Tensor) -> Tensor:
-    """Attention of each token to itself and those before it; `layer` does not matter."""
+    """Causal self-attention; `layer` is not used."""
     out_BHTE = functional.scaled_dot_product_attention(
         q_BTHE.transpose(1, 2),
         k_BTKE.transpose(1, 2),
@@ -410,7 +410,7 @@ def rotate(x_BTHE: Tensor, cos_BT1E: Tensor, sin_BT1E: Tensor) -> Tensor:
 
 
 def rope_frequencies(rope: Rope, head_dim: int) -> Tensor:
-    """Radians per position [E / 2], float32. `llama3` slows long wavelengths by `factor`, blending in between."""
+    """Radians per position [E / 2], float32. `llama3` divides those of long wavelengths by `factor`, with a blend."""
     exponent = torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim
     frequency = 1.0 / (rope.theta**exponent)
     if rope.kind == "linear":
@@ -424,7 +424,8 @@ def rope_frequencies(rope: Rope, head_dim: int) -> Tensor:
 
 
 class _Weights:
-    """Room for weights: `places` by name in a snapshot, several of which may be parts of one tensor."""
+    """Allocates weights. `places`: the destination of each tensor of a snapshot, by name; several may be parts of one
+    fused tensor."""
 
     def __init__(self, arch: Architecture, dtype: torch.dtype, device: torch.device) -> None:
         self._arch, self._dtype, self._device = arch, dtype, device
@@ -432,7 +433,7 @@ class _Weights:
         self.places: dict[str, tuple[Tensor, ...]] = {}
 
     def new(self, *names: str) -> Tensor:
-        """One tensor for these, behind each other."""
+        """Allocate one tensor that holds these parameters one behind the other."""
         shapes = [self._shapes[name] for name in names]
         whole = torch.empty((sum(shape[0] for shape in shapes), *shapes[0][1:]), dtype=self._dtype, device=self._device)
         parts = whole.split([shape[0] for shape in shapes])
@@ -440,7 +441,7 @@ class _Weights:
         return whole
 
     def layer(self, prefix: str) -> Layer:
-        """The layer whose names begin so."""
+        """Allocate the layer whose parameter names begin with `prefix`."""
 
         def fused(*names: str) -> Linear:
             has_bias = f"{prefix}{names[0]}.bias" in self._shapes
@@ -458,7 +459,7 @@ class _Weights:
         )
 
     def _qk_norm(self, prefix: str) -> Tensor:
-        """The norm of queries for each of their heads, and that of keys for each of theirs."""
+        """Allocate the query and key norms as one tensor: a row for each query head, then one for each key head."""
         heads, kv_heads = self._arch.num_heads, self._arch.num_kv_heads
         norm_HE = torch.empty((heads + kv_heads, self._arch.head_dim), dtype=self._dtype, device=self._device)
         self.places[f"{prefix}q_norm.weight"] = norm_HE[:heads].unbind()
@@ -467,11 +468,11 @@ class _Weights:
 
 
 def build_compact(snapshot: Snapshot, device: torch.device) -> CompactModel:
-    """The model of a snapshot, in the dtype of its largest tensor, its weights yet to be filled in.
+    """Build the model of a snapshot in the dtype of its largest tensor; its weights are not loaded yet.
 
     Raises:
         PeerError: the snapshot's files are wrong.
-        UserError: the architecture is not one that is computed here.
+        UserError: this engine does not support the architecture.
     """
     arch = read_architecture(read_config(snapshot.files))
     return CompactModel(arch, computing_dtype(snapshot), device, end_tokens(snapshot.files))

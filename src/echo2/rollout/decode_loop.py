@@ -1,7 +1,7 @@
 """Continuous batching for engines in this process: one decode thread; requests join and leave between two tokens.
 
-`DecodeLoop` is the engine as the event loop sees it: futures, queue, slots. A `Decoder` is what runs on the thread: it
-knows the model and decides nothing. The thread is there while there are requests. No torch here.
+`DecodeLoop` is the engine as the event loop sees it: futures, queue, slots. A `Decoder` runs on the thread: it knows
+the model and makes no scheduling decisions. The thread exists only while there are requests. No torch here.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ from echo2.rollout.engine import Completion, Outcome, RequestFailure, SampleRequ
 from echo2.rollout.verification import Prefill, PrefillRequest
 from echo2.types import Snapshot, SnapshotRef
 
-#: Slots of an engine that was asked for no number.
+#: Slots of an engine whose caller names no number.
 DEFAULT_SLOTS = 64
-#: Waiting requests join when so great a share of the slots is free, or when all of them fit: joining copies the cache,
-#: which costs about a third of a step, and reads the prompts, which is faster for many at once.
+#: Waiting requests join when this share of the slots is free, or when all of them fit. Joining copies the cache, which
+#: costs about a third of a step, and prefills the prompts, which is faster for many at once.
 JOIN_SHARE = 0.15
-#: Tokens between two joins, for the same reason.
+#: Minimum number of tokens (per row) between two joins, for the same reason.
 JOIN_EVERY_TOKENS = 4
 #: Seconds without requests after which the thread ends.
 LINGER_SECONDS = 5.0
 
 
 class Decoder(Protocol):
-    """Rows of tokens under way, of one policy. `step` and `clear` are called by the decode thread, the others by any
-    thread at any time."""
+    """Decodes rows of tokens with one policy. `step` and `clear` are called by the decode thread, the other methods by
+    any thread at any time."""
 
     @property
     def installed(self) -> SnapshotRef | None:
@@ -52,28 +52,28 @@ class Decoder(Protocol):
         """As `Engine.refusal`."""
 
     def load(self, snapshot: Snapshot, base: Snapshot | None = None) -> float:
-        """Check the new policy and put it in the place of the old one: the next step takes the new one. Returns the
-        seconds for which no step could be made meanwhile.
+        """Check the new policy and install it in place of the old one; the next step uses it. Returns the seconds for
+        which no step could run meanwhile.
 
         Raises:
             PeerError, UserError, OutOfMemoryError: as `Engine.update_weights`.
         """
 
     def step(self, added: Mapping[int, SampleRequest], dropped: Sequence[int]) -> list[tuple[int, Completion]]:
-        """Take these rows in, by number, let those go, and sample one token for each row. Returns the rows that have
-        ended with it."""
+        """Add the rows `added`, by number, drop the rows `dropped`, and sample one token for each row. Returns the rows
+        that ended with this token."""
 
     def prefill(self, ref: SnapshotRef, requests: Sequence[PrefillRequest]) -> list[Prefill]:
-        """As `PrefillEngine.prefill`, at once. After the first call the weights before the installed ones are kept,
-        where the new ones came beside them."""
+        """As `PrefillEngine.prefill`, but blocking. After the first call, an update keeps the previous weights too if
+        the new ones were loaded beside them."""
 
     def clear(self) -> None:
-        """Let all rows go."""
+        """Drop all rows."""
 
 
 @dataclass(slots=True)
 class _Ticket:
-    """A request on its way. `unit`: the number of those it runs together and alone with; 0: it runs with any."""
+    """A request and its future. `unit`: the number of its batch (`submit_together`); 0: it runs with any others."""
 
     request: SampleRequest
     unit: int
@@ -121,7 +121,7 @@ class DecodeLoop:
         return self._submit([request], 0)[0]
 
     def submit_together(self, requests: Sequence[SampleRequest]) -> list[asyncio.Future[Outcome]]:
-        """See `Engine.submit_together`. All of each is read: what is kept of others would change the shapes."""
+        """See `Engine.submit_together`. Prompts are prefilled in full: kept caches would change the shapes."""
         return self._submit([replace(request, in_turns=False) for request in requests], next(self._units))
 
     def _submit(self, requests: Sequence[SampleRequest], unit: int) -> list[asyncio.Future[Outcome]]:
@@ -136,11 +136,11 @@ class DecodeLoop:
             if self._is_closed:
                 raise UserError("The engine is closed.")
             self._queue.extend(ticket for ticket in tickets if not ticket.future.done())
-        loop.call_soon(self._wake)  # not now: what is submitted in this turn of the event loop joins together
+        loop.call_soon(self._wake)  # deferred: all requests of this iteration of the event loop join together
         return [ticket.future for ticket in tickets]
 
     def _wake(self) -> None:
-        """Have the decode thread look at the queue."""
+        """Wake the decode thread, or start it if requests wait."""
         with self._changed:
             if self._thread is None and self._queue and not self._is_closed:
                 self._thread = threading.Thread(target=self._run, name="decode", daemon=True)
@@ -173,7 +173,7 @@ class DecodeLoop:
         while self._has_work():
             try:
                 self._token()
-            except Exception as error:  # whoever awaits a request is told, and knows what it means
+            except Exception as error:  # raised by the futures of the running requests
                 with self._changed:
                     failed = list(self._running.values())
                     self._running.clear()
@@ -196,7 +196,7 @@ class DecodeLoop:
         return False
 
     def _token(self) -> None:
-        """Let aborted requests go and waiting ones in, then sample one token for each."""
+        """Drop aborted requests, add waiting ones, then sample one token for each row."""
         with self._changed:
             dropped = [number for number, ticket in self._running.items() if ticket.future.cancelled()]
             for number in dropped:
@@ -212,7 +212,8 @@ class DecodeLoop:
         _settle(settled)
 
     def _joining(self) -> list[_Ticket]:
-        """Take from the queue what joins now; what runs together and alone as a whole, when nothing else runs."""
+        """Take the requests that join now from the queue. A batch of `submit_together` joins as a whole, and only when
+        nothing else runs."""
         while self._queue and self._queue[0].future.cancelled():
             self._queue.popleft()
         if not self._queue:
@@ -238,12 +239,12 @@ class DecodeLoop:
 
 
 def _settle(settled: Sequence[tuple[_Ticket, Outcome | Exception | None]]) -> None:
-    """From the decode thread: give the futures their results (None: cancel them), one call for each event loop."""
+    """Set the results of futures (None: cancel) from the decode thread, with one call for each event loop."""
     by_loop: dict[asyncio.AbstractEventLoop, list[tuple[_Ticket, Outcome | Exception | None]]] = {}
     for ticket, outcome in settled:
         by_loop.setdefault(ticket.loop, []).append((ticket, outcome))
     for loop, of_loop in by_loop.items():
-        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
+        with contextlib.suppress(RuntimeError):  # the loop is closed: no caller waits
             loop.call_soon_threadsafe(_deliver, of_loop)
 
 

@@ -1,4 +1,4 @@
-"""A dialogue with one model, whose answers are streamed."""
+"""A dialogue with one model; its answers are streamed."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ class Dialogue:
         self._said: tuple[Message, ...] = ()
 
     def reset(self) -> None:
-        """Forget what was said."""
+        """Forget the conversation so far."""
         self._said = ()
 
     def answer(self, message: str, max_tokens: int, tell: Callable[[str], None]) -> dict[str, Any]:
-        """The model's answer, told piece by piece: its text, how it ended (stop, length, interrupted) and how many
-        tokens it has. Ctrl-C ends it.
+        """Generate an answer and pass its text to `tell` piece by piece. Returns the text, how it ended (stop, length,
+        interrupted) and the number of tokens. Ctrl-C ends the answer.
 
         Raises:
             UserError: the text is empty, leaves no room in the model's context, or the chat template refuses it.
@@ -49,8 +49,8 @@ class Dialogue:
             self._generate(prompt, room, words)
             finish = "stop" if words.tokens and words.tokens[-1] in self._ends else "length"
         except KeyboardInterrupt:
-            pass  # the person has read enough
-        words.end()  # an answer that was stopped, too
+            pass  # the answer so far counts
+        words.end()  # transformers does not call it for an interrupted answer
         self._said = (*said, Message("assistant", words.text))
         return {"answer": words.text, "finish": finish, "tokens": len(words.tokens)}
 
@@ -72,7 +72,7 @@ class Dialogue:
 
 
 class _Words(BaseStreamer):
-    """transformers' interface of a streamer: the prompt comes first, then token by token."""
+    """A streamer for transformers, which passes the prompt first and then each token."""
 
     def __init__(self, tokenizer: Tokenizer, tell: Callable[[str], None]) -> None:
         self._tokenizer, self._tell = tokenizer, tell
@@ -81,7 +81,7 @@ class _Words(BaseStreamer):
         self.text = ""
 
     def put(self, value: Any) -> None:
-        """Tokens have come."""
+        """Receive tokens from transformers."""
         if not self._has_prompt:
             self._has_prompt = True
             return
@@ -91,7 +91,7 @@ class _Words(BaseStreamer):
             self._say(text)
 
     def end(self) -> None:
-        """No more will come."""
+        """Pass on the rest of the text: no more tokens follow."""
         self._say(self._tokenizer.decode(self.tokens, skip_special_tokens=True))
 
     def _say(self, text: str) -> None:

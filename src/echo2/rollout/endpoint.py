@@ -2,11 +2,11 @@
 
     POST /inference/v1/generate   vLLM's token form: token ids in, token ids with their logprobs and versions out
     POST /v1/chat/completions     OpenAI's form, with the token ids of prompt and answer and the logprobs beside it
-    GET  /v1/models               what there is, and how many tokens it reads
+    GET  /v1/models               the model's name and context length
 
-The secret is known before a body is read. Bodies, calls, tokens and seconds are bounded; what a call may ask for beyond
-tokens is refused or is the run's matter (docs/tasks.md). Logprobs name their token twice, as `token_id` (vLLM) and as
-the text `token_id:N` (what renderers read).
+The key is checked before a body is read. Bodies, calls, tokens and seconds are bounded. Other sampling options of a
+call are refused, or the run's settings replace them (docs/tasks.md). Logprobs name their token twice, as `token_id`
+(vLLM) and as the text `token_id:N` (read by renderers).
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ if TYPE_CHECKING:
     from starlette.responses import Response
 
 MODEL_NAME = "policy"
-#: A million token ids, written as JSON, have seven.
+#: A million token ids take about 7 MB as JSON.
 BODY_BYTES_MAX = 16 << 20
 BODY_SECONDS = 30.0
 CONNECTIONS_MAX = 4096
-KEEP_ALIVE_SECONDS = 75  # clients drop idle connections after 5 s: one that is dropped here first fails their next call
+KEEP_ALIVE_SECONDS = 75  # above the clients' 5 s: a connection that the server drops first fails the next call
 BACKLOG = 1024
 TOKEN_ID_MAX = 2**31 - 1
-#: A context of more tokens is none: tokenizers write 1e30 for one that they do not know.
+#: A longer context counts as unknown: tokenizers write 1e30 if they do not know theirs.
 TOKENS_MAX = 1 << 24
 STOP_TOKENS_MAX = 1024
 #: How long calls under way may take to end when the worker ends.
@@ -47,7 +47,7 @@ LOOPBACK = "127.0.0.1"
 
 
 class LoopbackEndpoint:
-    """Serves the rollouts that are open. For one event loop."""
+    """Serves the calls of all open rollouts. For one event loop."""
 
     def __init__(self) -> None:
         self._rollouts: dict[str, ChatRollout] = {}
@@ -58,10 +58,10 @@ class LoopbackEndpoint:
         self._serving: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
-        """Listen, unless it does.
+        """Start listening, unless the endpoint listens already.
 
         Raises:
-            UserError: the packages for it are not installed.
+            UserError: the packages of the HTTP server are not installed.
         """
         if self._server is not None:
             return
@@ -75,7 +75,7 @@ class LoopbackEndpoint:
         class Server(uvicorn.Server):
             @contextlib.contextmanager
             def capture_signals(self) -> Iterator[None]:
-                yield  # they are the worker's
+                yield  # the worker handles signals
 
         routes = [
             Route("/inference/v1/generate", self._handler(self._generate), methods=["POST"]),
@@ -99,7 +99,7 @@ class LoopbackEndpoint:
         self._serving = asyncio.ensure_future(self._server.serve(sockets=[listening]))
 
     def open(self, recorded: RecordedRollout) -> dict[str, str]:
-        """Serve one rollout; what its harness needs to know."""
+        """Serve one rollout. Returns what its harness needs to call the model: URL, key and model name."""
         if not self._port:
             raise InvariantError("a rollout was opened at an endpoint that does not listen")
         secret = secrets.token_urlsafe(24)
@@ -107,18 +107,18 @@ class LoopbackEndpoint:
         return {"base_url": f"http://{LOOPBACK}:{self._port}/v1", "api_key": secret, "model": MODEL_NAME}
 
     def close_rollout(self, recorded: RecordedRollout) -> None:
-        """Serve it no more; a call under way is aborted."""
+        """Stop serving a rollout, and abort its calls under way."""
         del self._rollouts[self._secrets.pop(id(recorded))]
         recorded.close()
 
     async def close(self) -> None:
-        """Stop listening, and abort what is under way."""
+        """Stop listening, and abort all calls under way."""
         for rollout in self._rollouts.values():
             rollout.recorded.close()
         if self._server is not None and self._serving is not None and self._listening is not None:
             self._server.should_exit = True
             await self._serving
-            self._listening.close()  # it may not have come to that itself
+            self._listening.close()  # the server may have ended before closing it
 
     def _handler(
         self, answer: Callable[[ChatRollout, dict[str, Any]], Awaitable[dict[str, Any]]]
@@ -142,7 +142,7 @@ class LoopbackEndpoint:
 
     async def _models(self, rollout: ChatRollout, _: dict[str, Any]) -> dict[str, Any]:
         card: dict[str, Any] = {"id": MODEL_NAME, "object": "model", "owned_by": "echo2"}
-        if (longest := rollout.recorded.tokenizer.model_max_length) <= TOKENS_MAX:  # else it is not known
+        if (longest := rollout.recorded.tokenizer.model_max_length) <= TOKENS_MAX:  # else unknown
             card["max_model_len"] = longest
         return {"object": "list", "data": [card]}
 
@@ -204,7 +204,7 @@ class LoopbackEndpoint:
 
 
 async def _read(request: Request) -> dict[str, Any]:
-    """The body, an object; empty where there is none."""
+    """Return the JSON object in the body; {} for an empty body."""
     data = bytearray()
     try:
         async with asyncio.timeout(BODY_SECONDS):

@@ -1,8 +1,8 @@
 """The contract of engines: an engine holds one policy and samples token sequences from it. No torch here.
 
-One contract for engines in this process and for token servers. A request is one rollout's tokens: prompt token ids in,
-token ids out, with the logprob and the version of every token. Requests are submitted one by one and awaited one by
-one; each ends by itself, may be aborted by itself, and new weights may come while others run.
+The same contract holds for engines in this process and for token servers. A request samples one completion: prompt
+token ids in, token ids out, with the logprob and the version of every token. Each request is submitted, awaited,
+finished and aborted independently of the others, and weights may be updated while requests run.
 
 `engines.py` lists the engines.
 """
@@ -22,14 +22,14 @@ from echo2.types import FinishReason, SamplingParams, Snapshot, SnapshotRef
 
 @dataclass(frozen=True, slots=True)
 class SampleRequest:
-    """One prompt, to be continued once.
+    """One prompt, and how to sample one completion of it.
 
-    The tokens are drawn from the random stream (seed, sample): what else the engine samples at the time does not
-    change them. The completion ends with the model's end token, one of `stop_tokens`, where `stop` says, or with
-    `params.max_tokens`.
+    Tokens are drawn from the random stream (seed, sample), so they do not depend on what else the engine samples. The
+    completion ends with the model's end token, with one of `stop_tokens`, where `stop` says, or after
+    `params.max_tokens` tokens.
 
-    `in_turns`: one of several that go on from each other. An engine may keep what it has read and written, and read
-    only what is new in a request that begins with it.
+    `in_turns`: the request is one turn of several. An engine may keep the key-value cache of a turn, and prefill only
+    the new tokens of a later request whose prompt begins with that turn.
     """
 
     prompt_tokens: array[int]
@@ -60,8 +60,8 @@ class Completion:
 
 @dataclass(frozen=True, slots=True)
 class RequestFailure:
-    """This request can't be sampled; the others are. `reason` is one word, as in `control/head/leases.py`.
-    `traceback`: of the user's environment.
+    """This request cannot be sampled; other requests go on. `reason`: one word, as in `control/head/leases.py`.
+    `traceback`: from the user's environment.
     """
 
     reason: str
@@ -85,15 +85,15 @@ class Engine(Protocol):
 
     @property
     def base_model(self) -> SnapshotRef | None:
-        """The base model that it holds below an adapter; None: the policy is a whole model, or there is none."""
+        """The base model of the installed adapter; None: the policy is a whole model, or nothing is installed."""
 
     @property
     def slots(self) -> int:
-        """Requests that are decoded at once; further ones wait in order of arrival."""
+        """Maximum number of requests decoded at once; further requests wait in order of arrival."""
 
     @property
     def free_slots(self) -> int:
-        """Slots that neither a running nor a waiting request needs."""
+        """Number of slots that no running or waiting request needs."""
 
     def refusal(self, request: SampleRequest) -> RequestFailure | None:
         """Why this request can't be sampled, or None. May be called from any thread."""
@@ -102,39 +102,40 @@ class Engine(Protocol):
         """Sample one request. Cancelling the future, or the task that awaits it, aborts the request: its slot is free
         at the next token.
 
-        The future raises `PeerError` where the policy gives logits that are not finite, and whatever else broke the
-        engine while the request was in it; the engine itself goes on.
+        The future raises `PeerError` if the policy's logits are not finite, or any other error that occurred in the
+        engine while the request ran; the engine itself goes on.
 
         Raises:
             UserError: nothing is installed.
         """
 
     def submit_together(self, requests: Sequence[SampleRequest]) -> list[asyncio.Future[Outcome]]:
-        """Sample these requests together and alone: they start when nothing else runs, however many they are, and
-        nothing joins them. The shapes of the computation, and so its last bits, depend on these requests only.
+        """Sample these requests as one batch of their own. The batch starts when nothing else runs, may exceed `slots`,
+        and no other request joins it. So the shapes of the computation, and the last bits of its results, depend on
+        these requests only.
 
         Raises:
             UserError: nothing is installed.
         """
 
     async def update_weights(self, snapshot: Snapshot, base: Snapshot | None = None) -> float:
-        """Check a new policy and put it in the place of the installed one, which goes on sampling until then. Requests
-        under way go on with the new weights from their next token. The engine decides whether the new weights come
-        beside the old ones for a while or are copied over them between two tokens. Returns the seconds in which nothing
-        could be sampled because of it.
+        """Check a new policy and install it in place of the old one, which samples until then. Requests under way
+        continue with the new weights from their next token. The engine decides whether it loads the new weights beside
+        the old ones or copies them over the old ones between two tokens. Returns the seconds for which the update kept
+        the engine from sampling.
 
-        `base`: the base model of an adapter, where the engine does not hold it (`base_model`).
+        `base`: the base model of an adapter, if the engine does not hold it (`base_model`).
 
         Raises:
-            PeerError: the snapshot is torn or wrong, or an adapter that does not fit its base model; the old weights
-                stay, except where its bytes, which were checked, could not be read again half-way through copying: then
+            PeerError: the snapshot is damaged or wrong, or is an adapter that does not fit its base model. The old
+                weights stay, unless the bytes, which were checked, could not be read again while they were copied: then
                 nothing is installed.
-            UserError: this engine does not know the architecture; the old weights stay.
-            OutOfMemoryError: there is no room for it; the old weights stay.
+            UserError: this engine does not support the architecture; the old weights stay.
+            OutOfMemoryError: the device has no room for the policy; the old weights stay.
         """
 
     async def close(self) -> None:
-        """Abort all requests and give back the device."""
+        """Abort all requests and release the device."""
 
 
 def refuse_request(request: SampleRequest, vocab_size: int, max_positions: int) -> RequestFailure | None:

@@ -12,14 +12,14 @@ from echo2.rollout.decode_loop import DEFAULT_SLOTS
 from echo2.rollout.engine import Engine
 from echo2.rollout.servers.engine import ServerEngine
 
-#: Nothing said: this Python, and temporary files.
+#: The default: the server runs in this Python, with temporary files.
 NO_PLACE = ServerPlace()
 
 
 def make_engine(name: str, device: str = "auto", slots: int = DEFAULT_SLOTS, place: ServerPlace = NO_PLACE) -> Engine:
-    """The engine called `name` on `device` (cpu | cuda | cuda:0 ... | auto), which decodes up to `slots` rollouts at
-    once; a token server is at `place`. Torch takes a second to import, and transformers' models take three more, so an
-    engine's module is imported here and not before.
+    """Make the engine `name` on `device` (cpu | cuda | cuda:0 ... | auto), which decodes up to `slots` rollouts at a
+    time. `place`: where a token server is. An engine's module is imported only here, since torch takes a second to
+    import and transformers' models take three more.
 
     Raises:
         UserError: there is no such engine or device.

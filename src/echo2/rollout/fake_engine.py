@@ -24,13 +24,13 @@ DEFAULT_MAX_POSITIONS = 1 << 20
 
 
 def make_engine(device: str, slots: int) -> Engine:
-    """The engine `fake`; it has no use for a device."""
+    """The engine `fake`; `device` is ignored."""
     return DecodeLoop(FakeDecoder(), slots)
 
 
 class FakeDecoder:
-    """A `Decoder`. Each sample ends after a hashed number of tokens, spread evenly over 1..max_tokens, or at a stop
-    token or string that was hashed before.
+    """A `Decoder`. Each sample ends after a hashed number of tokens, spread evenly over 1..max_tokens, or earlier at a
+    stop token or stop string among its hashed tokens.
 
     `tokens_per_second`: speed of all rows together. `advance(seconds)` is called once for each step, in the decode
     thread, with the time that this speed would take.
@@ -85,7 +85,7 @@ class FakeDecoder:
         return [(number, self._rows.pop(number).completion()) for number in ended]
 
     def prefill(self, ref: SnapshotRef, requests: Sequence[PrefillRequest]) -> list[Prefill]:
-        """See `Decoder.prefill`. There is no distribution to check anything by."""
+        """See `Decoder.prefill`. Always raises: there is no distribution to check tokens against."""
         raise PeerError("snapshot_gone", "the fake engine holds no weights")
 
     def clear(self) -> None:
@@ -99,7 +99,7 @@ class FakeDecoder:
 
 
 class _Row:
-    """One sample on its way. Its last token is the end token, unless it fills all the room there is."""
+    """One sample being decoded. Its last token is the end token, unless its length is the maximum."""
 
     def __init__(self, request: SampleRequest, room: int, end: int) -> None:
         self._name = (request.seed, request.sample)

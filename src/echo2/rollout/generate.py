@@ -1,7 +1,7 @@
-"""Samples leases: every rollout is an asyncio task, and a group is complete when its last rollout is.
+"""Samples the groups of leases: every rollout is an asyncio task, and a group is complete when its last rollout is.
 
-What the engine read and wrote is what the learner trains on: nothing is tokenised again. Texts and rewards are somebody
-else's work. Imports without torch.
+The learner trains on exactly the tokens that the engine read and wrote: nothing is tokenised again. Texts and rewards
+are made elsewhere. Imports without torch.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from echo2.rollout.tokenizer import Tokenizer
 from echo2.rollout.turns import Environment, play
 from echo2.types import LOGGED_ROLLOUTS, Assignment, Lease, Rollout, RolloutGroup, SamplingParams, Task
 
-#: What answers or plays rollouts, by the name that leases have for it.
+#: Environments and harnesses by their name in `Assignment.environment`.
 Environments = Mapping[str, Environment | HarnessEnvironment]
 NO_ENVIRONMENTS: Environments = MappingProxyType({})
 
@@ -32,7 +32,8 @@ NO_ENVIRONMENTS: Environments = MappingProxyType({})
 def assignment_of(
     lease: Lease, task: Task, prompt: array[int], params: SamplingParams, environment: str = "", max_turns: int = 1
 ) -> Assignment:
-    """What a sampler must know of the task, and no more: not its answer, unless an environment begins with it."""
+    """Return a lease with the parts of its task that sampling needs. The task's columns, which may hold the answer, are
+    included only for an environment; logged rollouts come without their rewards."""
     columns: Mapping[str, Any] = {}
     if LOGGED_ROLLOUTS in task.columns:
         columns = {LOGGED_ROLLOUTS: without_rewards(task.columns[LOGGED_ROLLOUTS])}
@@ -49,12 +50,13 @@ async def sample_group(
     environments: Environments = NO_ENVIRONMENTS,
     on_rollout: Callable[[], None] = lambda: None,
 ) -> RolloutGroup | RequestFailure:
-    """Sample the group of one lease, seeded by the lease: no texts, no rewards, no seconds. With an environment its
-    rollouts are played turn by turn in the one of that name. Rollouts that a task carries are read. Cancelling
-    the task aborts what is under way. `on_rollout()` is called when a rollout has been sampled or given up.
+    """Sample the group of one lease, seeded by the lease; texts, rewards and seconds are added later. If the assignment
+    names an environment, it plays the rollouts. If the task carries logged rollouts, they are read instead of sampled.
+    Cancelling the asyncio task aborts all rollouts under way. `on_rollout()` is called whenever a rollout has been
+    sampled or given up.
 
-    A group that was still sampled when a snapshot of another lineage or policy came is given up: one version number
-    would mean two sets of weights.
+    The group is given up if a snapshot of another lineage or policy is installed while it is sampled: one version
+    number would stand for two sets of weights.
 
     Raises:
         UserError: the engine has no weights.
@@ -95,7 +97,7 @@ async def _rollouts(
     environments: Environments,
     on_rollout: Callable[[], None],
 ) -> tuple[array[int], list[Rollout]] | RequestFailure:
-    """The prompt and all rollouts of a group, or the first failure: it aborts the others."""
+    """Return the prompt and all rollouts of a group, or the first failure, which aborts the other rollouts."""
     strings = assignment.params.stop
     stop = await asyncio.to_thread(stop_rule, tokenizer, strings) if strings else None
 
@@ -134,8 +136,8 @@ async def sample_groups(
     environments: Environments = NO_ENVIRONMENTS,
     clock: Callable[[], float] = time.perf_counter,
 ) -> None:
-    """Sample these leases, all at once. Each ends in exactly one call of `on_group` (as `sample_group`, with the
-    seconds since the start) or `on_failed`, as soon as it ends.
+    """Sample these leases concurrently. Each lease gives exactly one call, as soon as it ends: `on_group` with the
+    group of `sample_group` and the seconds since the start, or `on_failed`.
 
     Raises:
         UserError, PeerError: as `sample_group`.
@@ -159,7 +161,7 @@ async def sample_groups(
 
 
 def in_lockstep(engine: Engine, assignments: Sequence[Assignment]) -> Lockstep:
-    """The engine for these leases where they are sampled together and alone (`run.deterministic`)."""
+    """Return the engine that samples these leases as one batch of their own (`run.deterministic`)."""
     return Lockstep(engine, sum(one.lease.num_samples for one in assignments if is_sampled(one)))
 
 
@@ -169,7 +171,7 @@ def is_sampled(assignment: Assignment) -> bool:
 
 
 def _rollout(completion: Completion) -> Rollout:
-    """A completion of a single-turn task: every token is the policy's own."""
+    """Return the rollout of a single-turn task: the policy sampled every token."""
     return Rollout(
         tokens=completion.tokens,
         logprobs=completion.logprobs,

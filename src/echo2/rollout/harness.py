@@ -1,4 +1,4 @@
-"""Groups whose rollouts are played by harnesses; each rollout has its own model to call on this machine."""
+"""Groups whose rollouts are played by harnesses. Each rollout has a key of its own for calls to the model."""
 
 from __future__ import annotations
 
@@ -20,26 +20,26 @@ from echo2.sandbox.plugins import traceback_of
 from echo2.sandbox.process import CodeFailure
 from echo2.types import Assignment, Rollout
 
-#: What a rollout may take where its lease has no limit (`echo2 eval`).
+#: Time limit of a rollout whose lease has none (`echo2 eval`).
 PLAY_SECONDS = 600.0
-#: Of a harness's process by other rollouts, that one rollout outlives.
+#: How often a rollout is begun, if the harness's process dies each time and another rollout may be to blame.
 DEATHS_MAX = 4
 
 
 class Harness(Protocol):
-    """Plays rollouts by itself, many at once (`tasks/harness_process.py`)."""
+    """Plays whole rollouts, many at once (`tasks/harness_process.py`)."""
 
     async def start(self) -> None:
-        """Load what plays. Raises UserError where that cannot be had."""
+        """Load the harness. Raises UserError if it cannot be loaded."""
 
     async def play(
         self, columns: Mapping[str, Any], seed: int, model: Mapping[str, str], seconds: float
     ) -> tuple[float, Sequence[int]]:
-        """Play one rollout and give its reward, and the tokens of the conversation that it is where there are several.
-        `model`: where to call it. Raises UserError where it failed."""
+        """Play one rollout. Returns its reward, and the tokens of the conversation to train on if there are several.
+        `model`: how to call the model. Raises UserError if the harness fails."""
 
     async def close(self) -> None:
-        """End it; what it was doing is abandoned."""
+        """Stop the harness; rollouts under way are abandoned."""
 
 
 class HarnessEnvironment:
@@ -55,7 +55,7 @@ class HarnessEnvironment:
         """Load the harness and listen.
 
         Raises:
-            UserError: the harness cannot be had, or packages are missing.
+            UserError: the harness cannot be loaded, or packages are missing.
         """
         await self._harness.start()
         await self._endpoint.start()
@@ -63,9 +63,9 @@ class HarnessEnvironment:
     async def play(
         self, engine: Engine | Lockstep, tokenizer: Tokenizer, assignment: Assignment, sample: int
     ) -> Played | RequestFailure:
-        """One rollout of an assignment. A harness that fails where its rollout was cut off for its length gives 0: that
-        is no fault of its own, and the tokens are as good as any. Where another rollout's harness ended their process,
-        this one begins anew.
+        """Play one rollout of an assignment. If the harness fails after its rollout was cut off for its length, the
+        reward is 0: the harness is not at fault, and the tokens are valid. If another rollout may have ended the
+        shared process, this rollout starts again.
         """
         for _ in range(DEATHS_MAX):
             try:
@@ -78,7 +78,7 @@ class HarnessEnvironment:
     async def _play(
         self, engine: Engine | Lockstep, tokenizer: Tokenizer, assignment: Assignment, sample: int
     ) -> Played | RequestFailure:
-        """Raises CodeFailure where others than this rollout may be to blame for the end of the process."""
+        """Raises CodeFailure if another rollout may be to blame for the end of the process."""
         async with self._saving:
             if self._saved is not tokenizer:
                 await asyncio.to_thread(tokenizer.save_pretrained, self._folder.name)
@@ -99,14 +99,15 @@ class HarnessEnvironment:
             self._endpoint.close_rollout(recorded)
 
     async def close(self) -> None:
-        """End both."""
+        """Stop the harness and the endpoint."""
         await self._harness.close()
         await self._endpoint.close()
         self._folder.cleanup()
 
 
 def as_group(played: Sequence[Played]) -> tuple[array[int], list[Rollout]] | RequestFailure:
-    """The prompt that these rollouts share, and each with the rest of its own prompt in front: read, not trained on."""
+    """Return the prefix that all prompts share, and the rollouts with the rest of their prompts in front, which is
+    masked out of the loss."""
     prompt = _shared([one.prompt for one in played])
     if not prompt:
         return RequestFailure("environment_failed", "The rollouts of the group do not begin with the same token.")

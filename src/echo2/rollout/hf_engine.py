@@ -35,11 +35,11 @@ from echo2.rollout.torch_engine import Cache, TorchDecoder
 from echo2.types import Snapshot
 
 NO_POSITION_LIMIT = 1 << 20
-"""Context length taken for models whose config.json names none (relative positions); the longest max_tokens allowed."""
+"""Context length of models whose config.json names none (relative positions); the longest max_tokens allowed."""
 CACHE_NAMES = ("cache", "past_key_values", "cache_params")
-"""What forward methods call their cache: in transformers 5.24 and later, before it, and before it in Mamba's kind."""
+"""Names of the cache argument of forward methods: since transformers 5.24, before, and before in models like Mamba."""
 PIECE_TOKENS = 128
-"""Tokens of a sequence that are read at once to check it, at least."""
+"""Minimum number of tokens of a sequence that `HfModel.logits` reads at once (recurrent models read one)."""
 
 
 def make_engine(device: str, slots: int) -> Engine:
@@ -48,7 +48,7 @@ def make_engine(device: str, slots: int) -> Engine:
 
 
 class HfCache:
-    """transformers' own cache, and which of its columns are padding (0), which lies on the left of each row."""
+    """transformers' own cache, and the mask of its columns. Padding (0) is on the left of each row."""
 
     def __init__(self, past: Any, mask_BT: Tensor) -> None:
         self.past = past
@@ -56,14 +56,14 @@ class HfCache:
 
     @property
     def can_join(self) -> bool:
-        """Only where all layers keep all keys and values: windows and recurrent states of two caches don't fit
-        together."""
+        """Whether all layers keep all keys and values: sliding windows and recurrent states of two caches cannot be
+        joined."""
         return all(type(layer) is DynamicLayer for layer in self.past.layers)
 
     num_bytes = 0
 
     def copy(self, row: int, length: int) -> None:
-        """See `Cache.copy`: what layers keep is theirs to say, and not known here."""
+        """See `Cache.copy`. Always None: the format of the layers' caches is not known here."""
 
     def select(self, rows: Tensor) -> HfCache:
         """Keep these rows; they may repeat."""
@@ -74,7 +74,7 @@ class HfCache:
         """Append the rows of another cache, padded to one width."""
         assert isinstance(other, HfCache)
         masks = self.mask_BT[rows], other.mask_BT[other_rows]
-        # Columns that only dropped rows needed go, too.
+        # Columns that only dropped rows needed are dropped too.
         widths = [int(mask_BT.sum(1).max()) for mask_BT in masks]
         width = max(widths)
         past = DynamicCache()
@@ -89,7 +89,7 @@ class HfCache:
 
 
 def _side_by_side(own: Tensor, rows: Tensor, other: Tensor, other_rows: Tensor, widths: Sequence[int]) -> Tensor:
-    """Keys or values [rows + other rows, heads, widest, head dim], the newest `widths` columns of each on the right."""
+    """Return keys or values [rows + other rows, heads, widest, head dim], the newest `widths` columns on the right."""
     out = own.new_zeros((len(rows) + len(other_rows), own.shape[1], max(widths), own.shape[3]))
     for part, (source, picked, width) in zip(
         (out[: len(rows)], out[len(rows) :]), ((own, rows, widths[0]), (other, other_rows, widths[1])), strict=True
@@ -111,17 +111,17 @@ class HfModel:
         self.limits = Limits(int(config.vocab_size), int(positions), end)
         takes = inspect.signature(module.forward).parameters
         self._cache_name = next(name for name in CACHE_NAMES if name in takes)
-        values = config.to_dict() | {"_name_or_path": ""}  # where it was read from: a directory that is gone
+        values = config.to_dict() | {"_name_or_path": ""}  # a temporary directory, different for each model
         self.architecture = json.dumps([values, str(module.dtype)], sort_keys=True, default=str)
         self.linears = {name: shape for name, part in module.named_modules() if (shape := _linear_shape(part))}
         self._adapter: Adapter = {}
-        self._applied: dict[str, LowRank] = {}  # by all that share the module: of the one that runs
+        self._applied: dict[str, LowRank] = {}  # the running policy's adapter; shared by all policies over the module
         self._hooked: set[str] = set()
         self._takes_positions = "position_ids" in takes
-        self._is_recurrent = module._is_stateful and not self._takes_positions  # Mamba's kind: a step takes no mask
+        self._is_recurrent = module._is_stateful and not self._takes_positions  # like Mamba: a step takes no mask
 
     def adapted(self, adapter: Adapter) -> HfModel:
-        """See `Model.adapted`. Hooks add the adapter's part to what the module's linear maps give."""
+        """See `Model.adapted`. Forward hooks add the adapter's part to the outputs of the module's linear maps."""
         model = copy.copy(self)
         model._adapter = adapter
         for name in adapter.keys() - self._hooked:
@@ -134,13 +134,14 @@ class HfModel:
         return output if low is None else low.add(output, inputs[0])
 
     def pack(self) -> None:
-        """See `Model.pack`: transformers' modules compute with the weights as they are."""
+        """See `Model.pack`. Does nothing: transformers' modules compute with the weights as they are."""
 
     def unpack(self) -> None:
         """See `Model.unpack`."""
 
     def prefill(self, prompts: Sequence[array[int]], known: Sequence[Cache | None] = ()) -> HfCache:
-        """Read the prompts. Nothing of them is known. One column is read at least: padding, where all are empty."""
+        """See `Model.prefill`. `known` is not used: `HfCache.copy` gives no caches. If all prompts are empty, one
+        column of padding is read."""
         columns = max(1, *(len(prompt) for prompt in prompts))
         tokens_RT = torch.zeros((len(prompts), columns), dtype=torch.long)
         mask_RT = torch.zeros((len(prompts), columns), dtype=torch.long)
@@ -152,7 +153,7 @@ class HfModel:
         return cache
 
     def logits(self, sequences: Sequence[array[int]], firsts: Sequence[int], most: int) -> Iterator[Tensor]:
-        """See `Model.logits`. One sequence after the other, in pieces behind each other: any model can do that."""
+        """See `Model.logits`. Reads one sequence at a time, in consecutive pieces, which every model supports."""
         for sequence, first in zip(sequences, firsts, strict=True):
             past, size = DynamicCache(config=self._module.config), 1 if self._is_recurrent else max(most, PIECE_TOKENS)
             for start in range(0, len(sequence) - 1, size):
@@ -189,19 +190,19 @@ class HfModel:
 
 
 def _linear_shape(part: Any) -> tuple[int, int] | None:
-    """(outputs, inputs) of a linear map; None: it is something else."""
+    """Return (outputs, inputs) of a linear map; None for any other module."""
     if isinstance(part, torch.nn.Linear):
         return part.out_features, part.in_features
     return (part.nf, part.nx) if isinstance(part, Conv1D) else None
 
 
 def build_transformers(snapshot: Snapshot, device: torch.device) -> HfModel:
-    """The model of a snapshot, in the dtype of its largest tensor (config.json names the learner's), its weights yet
-    to be filled in.
+    """Build the model of a snapshot in the dtype of its largest tensor (config.json names the learner's dtype); its
+    weights are not loaded yet.
 
     Raises:
         PeerError: the snapshot's files are wrong.
-        UserError: transformers does not know the architecture, or its forward method names no cache.
+        UserError: transformers does not know the architecture, or its forward method has no cache argument.
     """
     from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.initialization import no_init_weights
@@ -220,10 +221,10 @@ def build_transformers(snapshot: Snapshot, device: torch.device) -> HfModel:
                 f"transformers cannot build this model: {first_line}. Models with code of their own are not run."
             ) from error
     if not set(CACHE_NAMES) & inspect.signature(module.forward).parameters.keys():
-        # Most would take a cache under any name, and pass over it: each step would read one token alone.
+        # Most forward methods accept and ignore unknown arguments: each step would read one token without context.
         raise UserError(
             f"The engine 'transformers' cannot run {type(module).__name__}: its forward method takes no cache "
             f"(none of {', '.join(CACHE_NAMES)}). Take another model."
         )
-    module.tie_weights()  # else done as weights are initialised
+    module.tie_weights()  # a part of weight initialisation, which is skipped above
     return HfModel(module.eval(), end_tokens(snapshot.files))

@@ -1,11 +1,11 @@
-"""The KV cache that a torch engine keeps of ended rows, so that a rollout's next turn reads only what is new."""
+"""KV caches of ended rows, kept by a torch engine so that a rollout's next turn prefills only its new tokens."""
 
 from __future__ import annotations
 
 from typing import Generic, Protocol, TypeVar
 
 KEPT_SHARE = 1 / 16
-"""Of the device's free memory when a policy's first row is kept: the most that all kept rows take."""
+"""Limit of all kept rows together, as a share of the device's free memory when a policy's first row is kept."""
 
 
 class KeptCache(Protocol):
@@ -13,15 +13,15 @@ class KeptCache(Protocol):
 
     @property
     def num_bytes(self) -> int:
-        """Memory that it takes."""
+        """Memory of this cache, bytes."""
 
 
 C = TypeVar("C", bound=KeptCache)
 
 
 class KeptRows(Generic[C]):
-    """Caches by the tokens that were read, in the order in which they were kept: the oldest go where there is no room.
-    A rollout that never comes back costs no more than that."""
+    """Caches by the tokens that were read, oldest first. Above the memory limit the oldest are dropped, so rollouts
+    that never continue do not pile up."""
 
     def __init__(self, most_bytes: int) -> None:
         self._most_bytes = most_bytes
@@ -37,7 +37,7 @@ class KeptRows(Generic[C]):
             self._drop(next(iter(self._rows)))
 
     def take(self, tokens: bytes) -> C | None:
-        """The cache of the longest beginning of these tokens; it is kept no more."""
+        """Remove and return the cache of the longest prefix of these tokens that is kept."""
         longest = max(filter(tokens.startswith, self._rows), key=len, default=None)
         return None if longest is None else self._drop(longest)
 

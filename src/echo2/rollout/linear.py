@@ -1,8 +1,7 @@
 """Linear layers of the engine `compact`: weights, bias, and on a CPU a packed copy.
 
 A packed matrix is laid out for the processor's vector units: a product with few rows is 1.2 to 4 times as fast, one
-with a thousand rows 1.1 times. Small matrices stay as they are: the packed product has 12 microseconds more of
-overhead.
+with a thousand rows 1.1 times. Small matrices are not packed: the packed product has 12 microseconds more overhead.
 """
 
 from __future__ import annotations
@@ -25,18 +24,18 @@ class Linear:
         self._packed: Tensor | None = None
 
     def pack(self) -> None:
-        """Make the packed copy, of what the weights are now. Takes as much memory as they do."""
+        """Make a packed copy of the current weights. It takes as much memory as the weights."""
         weight_OI = self._weight_OI
         is_for_cpu = weight_OI.device.type == "cpu" and weight_OI.dtype is torch.float32
         if is_for_cpu and weight_OI.numel() >= PACK_ITEMS and torch.backends.mkldnn.is_available():
             self._packed = torch.ops.mkldnn._reorder_linear_weight(weight_OI)
 
     def unpack(self) -> None:
-        """Forget the packed copy: the weights are about to change."""
+        """Drop the packed copy, before the weights change."""
         self._packed = None
 
     def __call__(self, x: Tensor, adapter: LowRank | RowAdapters | None = None) -> Tensor:
-        """x [..., I] through the map, and through its adapter where it has one: [..., O]."""
+        """Return y [..., O] for x [..., I], including the adapter's part if there is one."""
         if self._packed is None:
             y = functional.linear(x, self._weight_OI, self._bias_O)
         else:

@@ -1,7 +1,7 @@
-"""Samples a batch of rollouts together and alone, turn by turn, as `run.deterministic` requires.
+"""Samples a batch of rollouts turn by turn, with nothing else in the engine, as `run.deterministic` requires.
 
-How an engine rounds depends on the shapes it computes with. In lockstep these depend on the rollouts alone: a turn
-starts when every rollout that is not over has asked for one.
+The rounding of an engine depends on the shapes of its computation. In lockstep the shapes depend on these rollouts
+only: a turn starts when every unfinished rollout has asked for it.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from echo2.types import SnapshotRef
 
 
 class Lockstep:
-    """As much of an `Engine` as a rollout needs, for so many rollouts. Each calls `leave` once when it is over."""
+    """The part of an `Engine` that rollouts need, for `num_rollouts` of them. Call `leave` once for each that ends."""
 
     def __init__(self, engine: Engine, num_rollouts: int) -> None:
         self._engine, self._num_left = engine, num_rollouts
@@ -30,24 +30,24 @@ class Lockstep:
         return self._engine.refusal(request)
 
     def submit(self, request: SampleRequest) -> asyncio.Future[Outcome]:
-        """See `Engine.submit`. Aborting one request leaves the others in the shapes they have."""
+        """See `Engine.submit`. Aborting one request does not change the shapes of the others' computation."""
         future: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
         self._asked.append((request, future))
         self._start()
         return future
 
     def leave(self) -> None:
-        """A rollout is over, or given up: the others wait for it no more."""
+        """A rollout has ended or was given up: the others no longer wait for it."""
         self._num_left -= 1
         self._asked = [(request, future) for request, future in self._asked if not future.cancelled()]
         self._start()
 
     def _start(self) -> None:
-        """Start one batch of the engine when no rollout is missing. It is aborted when nobody waits for any of it."""
+        """Start one batch once every rollout has asked. The batch is aborted when no rollout waits for a result."""
         if not self._asked or len(self._asked) < self._num_left:
             return
         asked, self._asked = self._asked, []
-        asked.sort(key=lambda each: (each[0].seed, each[0].sample))  # not in the order in which environments answer
+        asked.sort(key=lambda each: (each[0].seed, each[0].sample))  # the order in which rollouts ask must not matter
         submitted = self._engine.submit_together([request for request, _ in asked])
         num_awaited = len(asked)
 

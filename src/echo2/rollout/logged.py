@@ -1,13 +1,13 @@
 """Logged rollouts: a task with the column `logged_rollouts` is replayed and not sampled.
 
-Text is tokenised here, once, with the end token behind it. A logged token has no policy version. It counts as one of
-the version that this worker holds, which is what the bookkeeping of leases needs; the group is marked `logged`, and no
-metric takes that version for an age. What corrects for the difference between who made the log and who is trained is
-the loss, by the behaviour logprobs:
+Text is tokenised here, once, and the end token is appended. A logged token has no policy version. It is given the
+version that this worker holds, because leases need one; the group is marked `logged`, so no metric computes staleness
+from it. The loss corrects for the difference between the policy that wrote the log and the policy that is trained. It
+uses the behaviour logprobs:
 
-    logged for each token        taken as they are
-    not logged                   log of how often the log goes on with this token where it has come this far
-    logged for the whole answer  the same, scaled so that they add up to what was logged
+    logged for each token        used as they are
+    not logged                   log of the share of logged answers with the same prefix that go on with this token
+    logged for the whole answer  the same, scaled so that they add up to the logged value
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from echo2.rollout.lockstep import Lockstep
 from echo2.rollout.tokenizer import Tokenizer
 from echo2.types import LOGGED_ROLLOUTS, Assignment, FinishReason, Rollout
 
-#: The least probability that a logged token may have: smaller ones would be no choice but a misprint. As the wire's.
+#: Lower bound of a logged token's logprob, as on the wire. Smaller values are errors in the log, and are raised to it.
 LEAST_LOGPROB = -100.0
 
 
 def read_log(engine: Engine | Lockstep, tokenizer: Tokenizer, assignment: Assignment) -> list[Rollout] | RequestFailure:
-    """The group of a task that carries its rollouts. Tokenises long texts: not for the event loop.
+    """Return the rollouts that a task carries. Tokenises long texts: do not call it in the event loop.
 
     Raises:
         UserError: the engine has no weights.
@@ -50,10 +50,10 @@ def read_log(engine: Engine | Lockstep, tokenizer: Tokenizer, assignment: Assign
 def logged_rollouts(
     column: Any, num_samples: int, max_tokens: int, tokenizer: Tokenizer, version: int
 ) -> list[Rollout]:
-    """The rollouts of a task's column, in the log's order: rewards go by place. They count as of this version.
+    """Return the rollouts in a task's column as of this version, in the log's order: rewards are matched by position.
 
     Raises:
-        UserError: they are not what is asked for, or not what `tasks/logs.py` writes.
+        UserError: their number or length does not fit, or the column is not in the format of `tasks/logs.py`.
     """
     if not isinstance(column, Mapping) or not isinstance(column.get("rollouts"), list):
         raise UserError(
@@ -70,7 +70,7 @@ def logged_rollouts(
         rollouts = [_rollout(entry, tree, tokenizer, version) for entry in logged]
     except UserError:
         raise
-    except (LookupError, TypeError, ValueError, AttributeError, OverflowError) as error:  # of a class of one's own
+    except (LookupError, TypeError, ValueError, AttributeError, OverflowError) as error:  # from a user's own class
         raise UserError(f"The column {LOGGED_ROLLOUTS!r} is not what `tasks/logs.py` writes: {error!r}.") from error
     longest = max(len(rollout.tokens) for rollout in rollouts)
     if longest > max_tokens:
@@ -82,9 +82,9 @@ def logged_rollouts(
 
 
 def without_rewards(column: Any) -> Any:
-    """The column as far as it takes to read it."""
+    """Return the column without the rewards of its rollouts, which a sampler does not need."""
     if not isinstance(column, Mapping) or not isinstance(column.get("rollouts"), list):
-        return column  # no log: whoever reads it says so
+        return column  # not a log: `logged_rollouts` reports it
     logged = [
         {name: value for name, value in one.items() if name != "reward"} if isinstance(one, Mapping) else one
         for one in column["rollouts"]
@@ -93,7 +93,7 @@ def without_rewards(column: Any) -> Any:
 
 
 def _refusal(engine: Engine | Lockstep, assignment: Assignment, rollouts: Sequence[Rollout]) -> RequestFailure | None:
-    """Why the model cannot read these rollouts: too long for its context, or no tokens of its own."""
+    """Return why the model cannot read these rollouts (context too short, or unknown tokens), or None."""
     for rollout in rollouts:
         read = SampleRequest(assignment.prompt_tokens + rollout.tokens[:-1], 0, 0, assignment.params)
         if (failure := engine.refusal(read)) is not None:
@@ -102,7 +102,7 @@ def _refusal(engine: Engine | Lockstep, assignment: Assignment, rollouts: Sequen
 
 
 class _Tree:
-    """How often the log goes on with each token, wherever it has come: counts of the prefixes of all its answers."""
+    """Counts of the prefixes of all logged answers: how often the log goes on with each token after each prefix."""
 
     def __init__(self, answers: Mapping[str, int], tokenizer: Tokenizer) -> None:
         self._seen: Counter[tuple[int, ...]] = Counter()
@@ -112,7 +112,7 @@ class _Tree:
                 self._seen[tokens[:length]] += count
 
     def logprobs(self, tokens: Sequence[int]) -> list[float]:
-        """The logprob of each token given those before it; zeros if the log was not counted."""
+        """Return the logprob of each token given the tokens before it; zeros if this answer was not counted."""
         path = [tuple(tokens[:length]) for length in range(len(tokens) + 1)]
         if not self._seen[path[-1]]:
             return [0.0] * len(tokens)
@@ -121,10 +121,10 @@ class _Tree:
 
 
 def answer_tokens(text: str, tokenizer: Tokenizer) -> list[int]:
-    """The tokens of a whole answer, the end token behind them where the tokenizer has one.
+    """Return the tokens of a whole answer, followed by the tokenizer's end token if it has one.
 
     Raises:
-        UserError: there are none.
+        UserError: the answer has no tokens.
     """
     end = tokenizer.eos_token_id
     tokens = [*tokenizer.encode(text, add_special_tokens=False), *([] if end is None else [end])]
@@ -158,6 +158,6 @@ def _rollout(entry: Mapping[str, Any], tree: _Tree, tokenizer: Tokenizer, versio
 
 
 def _scaled(logprobs: list[float], total: float) -> list[float]:
-    """The same shares, scaled to add up to `total`; equal shares if there was no visible choice."""
+    """Scale the logprobs so that they add up to `total`; if all are 0, spread `total` evenly."""
     found = math.fsum(logprobs)
     return [value * (total / found) for value in logprobs] if found else [total / len(logprobs)] * len(logprobs)

@@ -1,7 +1,8 @@
 """Decodes rows of many policies in one batch: each row has its own adapter over a common base model.
 
-Linear maps are computed for all rows at once, and of each adapter the low-rank part for its rows. A policy is read once
-and never changes. It speaks `decode_loop.Decoder`, as the base model, for requests that name a policy.
+Linear maps of the base model are computed for all rows at once, the low-rank part of each adapter only for its own
+rows. A policy is loaded once and never changes. `ManyPolicies` is a `decode_loop.Decoder` whose installed snapshot is
+the base model; each request names its policy.
 """
 
 from __future__ import annotations
@@ -28,8 +29,8 @@ class PolicyRequest(SampleRequest):
 
 
 class ManyPolicies(TorchDecoder):
-    """A `Decoder` of a base model and adapters over it. A request without a stop token ends at `max_tokens`: whether
-    the model's own `end_tokens` end it is the caller's to say.
+    """A `Decoder` of a base model and adapters over it. A request without a stop token ends at `max_tokens`: the caller
+    decides whether the model's `end_tokens` are among its stop tokens.
     """
 
     def __init__(self, base: Snapshot, device: str = "auto") -> None:
@@ -43,10 +44,10 @@ class ManyPolicies(TorchDecoder):
         self._mixed: Model | None = None
 
     def adapter(self, snapshot: Snapshot) -> CompactModel:
-        """The policy that an adapter over this base model makes.
+        """Return the policy of an adapter over this base model.
 
         Raises:
-            PeerError: it is over another base model, or no LoRA adapter that fits.
+            PeerError: the adapter is over another base model, or is not a LoRA adapter that fits.
         """
         ref, model, _ = self._policy()
         if snapshot.base_model is None or snapshot.base_model.policy != ref.policy:
@@ -95,7 +96,7 @@ class ManyPolicies(TorchDecoder):
         super()._change(model, limits, added)
 
     def _known(self, request: SampleRequest) -> Cache | None:
-        """Nothing: what another policy has read is of no use."""
+        """Return None: a cache that another policy has read must not be reused."""
         return None
 
     def _policy_of(self, request: SampleRequest) -> CompactModel:

@@ -1,4 +1,4 @@
-"""Computes the logits that a check needs for tokens already drawn, in memory that does not grow with the text.
+"""Computes the `Prefill` of tokens already drawn from a policy's logits, in memory that does not grow with the text.
 
 Shape suffixes: N = tokens, V = vocabulary, W = width of the widest support.
 """
@@ -17,20 +17,20 @@ from echo2.rollout.sampler import MAX_SUPPORT_TOKENS
 from echo2.rollout.verification import Prefill, PrefillRequest
 
 TILE_ITEMS = 1 << 22
-"""Logits worked on at once (tokens x vocabulary), a token's at least: some 100 MB with what is computed from them."""
+"""Logits processed at once (tokens x vocabulary; at least one token): some 100 MB with intermediate results."""
 BATCH_TOKENS = 1 << 12
-"""Tokens read between two steps of what is being sampled, a sequence at least."""
+"""Tokens read between two decoding steps (at least one sequence)."""
 TIE_NATS = {32: 1e-3, 16: 0.25}
-"""Tokens whose logits are this close may be in either order in a support, by bits of the numbers computed with."""
+"""Tokens whose logits are this close may be in either order in a support, by bits of the computing dtype."""
 
 
 def sequence_of(request: PrefillRequest) -> array[int]:
-    """What the policy reads."""
+    """Return the tokens that the policy reads: the prompt and the completion."""
     return request.prompt_tokens + request.tokens
 
 
 def batches(requests: Sequence[PrefillRequest]) -> Iterator[list[int]]:
-    """Places of requests that are read together: the shortest first, padded to `BATCH_TOKENS` tokens at most."""
+    """Yield the indices of requests that are read together: shortest first, at most `BATCH_TOKENS` padded tokens."""
     order = sorted(range(len(requests)), key=lambda place: len(sequence_of(requests[place])))
     batch: list[int] = []
     for place in order:
@@ -43,7 +43,7 @@ def batches(requests: Sequence[PrefillRequest]) -> Iterator[list[int]]:
 
 
 def measure(tiles: Iterator[Tensor], request: PrefillRequest, bits: int) -> Prefill:
-    """`tiles` begins with the logits [n, V] float32 of the request's tokens, one tile behind the other."""
+    """Return the `Prefill` of a request. `tiles`: its logits [n, V] float32, tile by tile; more may follow."""
     count, parts = len(request.tokens), list[Tensor]()
     tokens = torch.tensor(request.tokens, dtype=torch.long)
     at = 0
@@ -63,7 +63,7 @@ def measure(tiles: Iterator[Tensor], request: PrefillRequest, bits: int) -> Pref
 
 
 def _plain(logits_NV: Tensor, tokens_N: Tensor) -> Tensor:
-    """[N, 6]: the fields of `Prefill`. Inversion goes through the vocabulary in order."""
+    """Return the array fields of `Prefill` [N, 6]. Inversion goes through the vocabulary in order."""
     logprobs_NV = logits_NV.log_softmax(-1)
     probs_NV = logprobs_NV.exp()
     is_behind_NV = torch.arange(logits_NV.shape[1], device=logits_NV.device) >= tokens_N[:, None]
@@ -75,7 +75,7 @@ def _plain(logits_NV: Tensor, tokens_N: Tensor) -> Tensor:
 
 
 def _moments(logprobs: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
-    """Mean and variance of -logprob [N]; where the probability is 0, so is its part."""
+    """Return mean and variance of -logprob [N]; tokens of probability 0 contribute 0."""
     nats = logprobs.clamp(min=-1e4)
     parts = probs * nats
     entropy_N = -parts.sum(-1, dtype=torch.float64)
@@ -83,13 +83,13 @@ def _moments(logprobs: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _narrow(logits_NV: Tensor, tokens_N: Tensor, request: PrefillRequest, picked: slice, tie: float) -> Tensor:
-    """Likewise over the supports that were named. Inversion goes through them from the most likely down, so tokens that
-    are nearly as likely may have changed places.
+    """Like `_plain`, over the reported supports. Inversion goes through a support from the most likely token down, so
+    tokens that are nearly equally likely may have changed places.
     """
     supports = _supports(request, picked)
     if supports is None:
         plain = _plain(logits_NV, tokens_N)
-        plain[:, 5] = 1.0  # a support has to be named
+        plain[:, 5] = 1.0  # narrowed tokens must come with their supports
         return plain
     ids_NW, is_in_NW = (torch.from_numpy(part).to(logits_NV.device) for part in supports)
     of_support_NW = logits_NV.gather(1, ids_NW).masked_fill(~is_in_NW, float("-inf"))
@@ -104,7 +104,7 @@ def _narrow(logits_NV: Tensor, tokens_N: Tensor, request: PrefillRequest, picked
 
 
 def _supports(request: PrefillRequest, picked: slice) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_]] | None:
-    """Token ids [N, W], and which of them are there."""
+    """Return the token ids of the supports [N, W] and which entries are used; None if no supports were reported."""
     if request.support_tokens is None or request.support_offsets is None:
         return None
     offsets = np.frombuffer(request.support_offsets, dtype=np.int32)[picked.start : picked.stop + 1]
@@ -118,7 +118,7 @@ def _supports(request: PrefillRequest, picked: slice) -> tuple[npt.NDArray[np.in
 def _support_error(
     logits_NV: Tensor, of_support_NW: Tensor, is_in_NW: Tensor, request: PrefillRequest, tie: float
 ) -> Tensor:
-    """By how much probability the supports are not the most likely tokens, or too few or too many of them [N]."""
+    """Return by how much probability [N] the supports miss the most likely tokens, or hold too few or too many."""
     params, vocab, width = request.params, logits_NV.shape[1], is_in_NW.shape[1]
     top_k = min(params.top_k or vocab, vocab, MAX_SUPPORT_TOKENS)
     best_NW = logits_NV.topk(min(max(width + 1, top_k if params.top_k else 0), vocab), dim=-1).values

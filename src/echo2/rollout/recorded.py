@@ -1,12 +1,12 @@
 """A rollout that a harness plays: the harness calls the model, and each call is recorded here.
 
-A harness is an environment that asks the model for what it wants to hear, when it wants to: nobody walks it turn by
-turn, as `turns.py` does. A call goes on with a conversation where its prompt begins with all that was read and written
-there, token by token; else it begins another one. One conversation is the rollout: the sequence to train on, in which
-what was sampled is marked, and nothing is tokenised again. A harness that holds several (with a judge, an opponent, a
-summary of itself) says which; one that does not costs the rollout's group.
+A harness is an environment that calls the model by itself, whenever it wants; `turns.py` instead drives environments
+turn by turn. A call continues a conversation if its prompt begins with all tokens read and written there. Otherwise it
+starts a new conversation. One conversation becomes the rollout: the token sequence to train on, in which sampled tokens
+are marked and nothing is tokenised again. A harness that holds several conversations (with a judge, an opponent, a
+summary of itself) must name the one to train on; otherwise the rollout's group fails.
 
-How tokens are drawn is the run's matter: of a call, only its prompt, its longest answer and its stop tokens count.
+The run's settings decide how tokens are drawn. A call sets only its prompt, its longest answer and its stop tokens.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from echo2.rollout.tokenizer import Tokenizer
 from echo2.rollout.turns import Conversation, check_sum, derived_seed
 from echo2.types import Assignment, Rollout, SamplingParams
 
-#: With opponents, judges, and what a harness tries again.
+#: Conversations of one rollout, including those with opponents and judges and a harness's retries.
 CONVERSATIONS_MAX = 64
 
 
 class CallRefused(UserError):
-    """A call of a harness that gets no tokens. `status`: of HTTP; `code`: one word."""
+    """A harness's call is refused. `status`: the HTTP status; `code`: one word."""
 
     def __init__(self, status: int, code: str, message: str) -> None:
         super().__init__(message)
@@ -45,8 +45,8 @@ class Played:
 
 @dataclass(slots=True)
 class _Branch:
-    """One conversation. `prompt`: of its first call; `is_asking`: a call of it is under way; `is_cut`: for want of
-    room."""
+    """One conversation. `prompt`: that of its first call; `is_asking`: a call is under way; `is_cut`: it was cut off
+    for lack of room."""
 
     prompt: array[int]
     spoken: Conversation = field(default_factory=Conversation)
@@ -55,12 +55,12 @@ class _Branch:
 
     @property
     def tokens(self) -> array[int]:
-        """Everything that was read and written so far."""
+        """All tokens that were read and written so far."""
         return self.prompt + self.spoken.tokens
 
 
 class RecordedRollout:
-    """What one rollout's harness asks of the engine, call by call. For one event loop."""
+    """Passes the calls of one rollout's harness to the engine, and records them. For one event loop."""
 
     def __init__(self, engine: Engine | Lockstep, tokenizer: Tokenizer, assignment: Assignment, sample: int) -> None:
         self.tokenizer = tokenizer
@@ -73,11 +73,11 @@ class RecordedRollout:
     async def complete(
         self, prompt: array[int], max_tokens: int | None = None, stop_tokens: frozenset[int] = frozenset()
     ) -> Completion:
-        """Sample what follows `prompt`: all that was read and written in a conversation and what the harness adds to
-        it, or how another one begins. `max_tokens`: the longest answer (None: whatever the run leaves).
+        """Sample a completion of `prompt`, which is either a conversation so far and the tokens that the harness adds,
+        or the start of a new conversation. `max_tokens`: the longest answer (None: as long as the run allows).
 
         Raises:
-            CallRefused: with the reason; whether the rollout goes on, `played` knows.
+            CallRefused: with the reason. The rollout may be valid nevertheless; see `played`.
         """
         branch = self._branch(prompt)
         said = prompt[len(branch.tokens) :] if branch.spoken.turns else array("i")
@@ -100,11 +100,11 @@ class RecordedRollout:
         return outcome
 
     def played(self, reward: float, trained: Sequence[int] = ()) -> Played | RequestFailure:
-        """What came of it, for the reward that the harness gave; or why there is nothing. `trained`: the tokens of the
-        conversation that is the rollout, where there are several.
+        """Close the rollout. Returns it with the harness's reward, or the reason of its failure. `trained`: the tokens
+        of the conversation to train on, if there are several.
 
         Raises:
-            UserError: no rollout may have such a reward.
+            UserError: the reward is out of range.
         """
         self.close()
         if self._failure is not None:
@@ -122,11 +122,11 @@ class RecordedRollout:
 
     @property
     def is_cut(self) -> bool:
-        """Whether the rollout ended for lack of room; how its harness takes that is its own matter."""
+        """Whether the rollout was cut off for lack of room, and has not failed."""
         return any(branch.is_cut for branch in self._branches) and self._failure is None
 
     def fail(self, reason: str, detail: str, traceback: str = "") -> None:
-        """The rollout cannot be trained on, for this reason. The first reason counts."""
+        """Mark the rollout as failed: it is not trained on. The first reason counts."""
         self._failure = self._failure or RequestFailure(reason, detail, traceback)
 
     def close(self) -> None:
@@ -136,7 +136,7 @@ class RecordedRollout:
             asked.cancel()
 
     def _branch(self, prompt: array[int]) -> _Branch:
-        """The longest conversation that goes on with this prompt, or a new one."""
+        """Return the longest conversation that this prompt continues, or a new one."""
         if self._is_over or self._failure is not None:
             raise CallRefused(409, "rollout_over", self._failure.detail if self._failure else "the rollout is over")
         known = [one for one in self._branches if not one.is_asking and one.spoken.turns]

@@ -1,8 +1,8 @@
-"""Repeats a rollout with its environment: other words are refused, and the rewards are those of the repetition.
-Environments are deterministic, so this is possible.
+"""Replays a rollout in its environment. Replies that differ from the rollout are refused, and the reward is that of the
+replay. This works because environments are deterministic.
 
-The policy's turns are taken from the rollout's tokens by the rules of `turns.py`; whether they were honestly sampled is
-not looked at here. Imports without torch.
+The policy's turns are cut from the rollout's tokens by the rules of `turns.py`. Whether they were sampled honestly is
+not checked here. Imports without torch.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from echo2.types import Reply, Rollout
 
 @dataclass(frozen=True, slots=True)
 class TurnRules:
-    """What ends a turn and a rollout. `ends`: tokens that end a turn; `stop`: the character that does (empty: none);
-    `context`: tokens that the model can read (0: not known, and then a rollout may end after any turn).
+    """The rules that end turns and rollouts. `ends`: tokens that end a turn; `stop`: the character that ends a turn
+    (empty: none); `context`: the model's context length (0: unknown, then a rollout may end after any turn).
     """
 
     tokenizer: Tokenizer
@@ -38,11 +38,11 @@ async def retrace(
     rollout: Rollout,
     step: Callable[[str], Awaitable[Reply]],
 ) -> float:
-    """The reward of a rollout, by asking the environment again with `step`. `turn_tokens`: the longest turn (0: any);
-    `prompt_tokens`: how many the prompt has.
+    """Replay a rollout with the environment's `step` and return its reward. `turn_tokens`: the longest turn in tokens
+    (0: no limit); `prompt_tokens`: the number of tokens of the prompt.
 
     Raises:
-        PeerError: "malformed", the environment says something else, or the rollout did not end where it was over.
+        PeerError: "malformed", a reply of the environment differs, or the rollout ends elsewhere than it must.
         UserError: the environment fails.
     """
     tokens, mask = rollout.tokens, rollout.loss_mask
@@ -71,8 +71,8 @@ async def retrace(
 
 
 def _turn_end(rules: TurnRules, turn_tokens: int, prompt_tokens: int, rollout: Rollout, start: int) -> int:
-    """Where the turn ends that begins at `start`: behind an end token, at its longest, or before the next words of the
-    environment's. It may say nothing, and then only the first two tell one turn from the next.
+    """Return the end of the turn that begins at `start`: behind an end token, at the longest turn, or before the next
+    reply of the environment. A reply may be empty, and then only the first two rules separate turns.
     """
     room = rules.max_tokens - start
     longest = min(room, turn_tokens or room, rules.context - prompt_tokens - start if rules.context else room)

@@ -1,6 +1,7 @@
 """The rows that a torch engine decodes: the tokens drawn so far, which rows still run, and their results.
 
-Shape suffixes: B = rows (one a request), V = vocabulary, T = tokens of the longest completion so far, Q = ways to end.
+Shape suffixes: B = rows (one per request), V = vocabulary, T = tokens of the longest completion so far, Q = different
+rules that end a completion.
 """
 
 from __future__ import annotations
@@ -23,12 +24,12 @@ DROP_BELOW = 0.85
 """Ended rows are dropped when fewer than this share of the rows still runs: copying the cache costs about a third of a
 step."""
 FIRST_TOKENS = 64
-"""Tokens that a completion has room for at first; the room is doubled when it is full."""
+"""Tokens that a completion has room for at first; the room is doubled when it is used up."""
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What the decode loop must know of a model."""
+    """The limits of a model that the decode loop needs."""
 
     vocab_size: int
     max_positions: int
@@ -37,7 +38,7 @@ class Limits:
 
 @dataclass(slots=True)
 class _Row:
-    """What of a row is not a number in a table."""
+    """The fields of a row that are not columns of an array."""
 
     number: int
     request: SampleRequest
@@ -47,7 +48,7 @@ class _Row:
 
 
 class RowTable:
-    """Rows by place, in the order of the tensors."""
+    """All rows. A row's place is its index in the tensors."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -82,7 +83,7 @@ class RowTable:
         return next(place for place, row in enumerate(self._rows) if row.number == number)
 
     def place_of_prompt(self, prompt: array[int], first_number: int) -> int | None:
-        """Where a row runs that has this prompt, and a number from `first_number` on."""
+        """Return the place of a running row with this prompt and a number of at least `first_number`, or None."""
         return next(
             (
                 place
@@ -93,14 +94,14 @@ class RowTable:
         )
 
     def end(self, numbers: Sequence[int]) -> None:
-        """These rows are no longer wanted."""
+        """End these rows: their requests were aborted."""
         unwanted = set(numbers)
         for place, row in enumerate(self._rows):
             if row.number in unwanted:
                 self._is_running_B[place] = False
 
     def change(self, kept: Ints, added: Mapping[int, SampleRequest], limits: Limits) -> None:
-        """Only the rows at the places `kept`, in this order, and behind them new ones, by number."""
+        """Keep only the rows at the places `kept`, in this order, and append the rows `added`, by number."""
         requests = list(added.values())
         zeros = np.zeros(len(requests), dtype=np.int64)
         self._rows = [self._rows[place] for place in kept]
@@ -136,7 +137,7 @@ class RowTable:
         self._version = None  # new rows have no version yet
 
     def draw(self, logits_BV: Tensor, version: int) -> list[tuple[int, Completion]]:
-        """Draw a token for every row, from a policy of this version. Returns the rows that have ended with it.
+        """Draw a token for every row, with a policy of this version. Returns the rows that ended with this token.
 
         Raises:
             PeerError: the logits are not finite.

@@ -25,9 +25,9 @@ from echo2.rollout.random_streams import Keys, uniforms
 from echo2.types import SamplingParams
 
 MAX_SUPPORT_TOKENS = 4096
-"""Widest support. A wider top-k, or a nucleus that needs more tokens, is cut here; the support says so exactly."""
+"""Widest support. A wider top-k, or a nucleus that needs more tokens, is cut to it; the reported support is exact."""
 LEAST_LOGPROB = -100.0
-"""Of the most likely tokens that are reported: a tiny vocabulary has some that are less likely."""
+"""Lower bound of the logprobs that are reported of likely tokens: in a tiny vocabulary some of them are smaller."""
 MAX_SAMPLER_ITEMS = 1 << 26
 """Logits worked on at once (rows x vocabulary); more rows are done in slices. Bounds the sampler's memory."""
 
@@ -37,8 +37,8 @@ Top = tuple[npt.NDArray[np.int32], npt.NDArray[np.float16]]
 
 @dataclass(frozen=True, slots=True)
 class Draw:
-    """One token for each row. `supports[row]` is there for narrowed rows only, `tops[row]` (the most likely tokens and
-    their logprobs) for those that ask for it and are not narrowed."""
+    """One token for each row. `supports[row]` exists only for narrowed rows. `tops[row]`, the most likely tokens and
+    their logprobs, exists only for rows that ask for it and are neither narrowed nor greedy."""
 
     tokens_B: Ints
     logprobs_B: npt.NDArray[np.float32]
@@ -133,7 +133,7 @@ def _kind(params: SamplingParams) -> str:
 
 
 def invert(logprobs_BV: Tensor, uniform_B: Tensor) -> tuple[Tensor, Tensor]:
-    """Token and logprob for each uniform number: the first token whose cumulative probability exceeds it."""
+    """Return token and logprob for each uniform number: the first token whose cumulative probability exceeds it."""
     # float64: over 150 000 tokens, float32 sums would be off by more than rare tokens' probabilities.
     cumulative_BV = logprobs_BV.exp().cumsum(-1, dtype=torch.float64)
     target_B1 = (uniform_B * cumulative_BV[:, -1])[:, None]
@@ -143,16 +143,16 @@ def invert(logprobs_BV: Tensor, uniform_B: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def narrow(logits_BV: Tensor, top_k_B1: Tensor, top_p_B1: Tensor, min_p_B1: Tensor) -> tuple[Tensor, Tensor]:
-    """The most likely tokens that top-k, top-p and min-p leave: logits [B, W] in falling order, -inf where cut; ids.
+    """Return the tokens that top-k, top-p and min-p leave: logits [B, W] in descending order, -inf where cut; ids.
 
-    The nucleus is the smallest set of most likely tokens whose mass, of what top-k left, is at least top-p. Min-p cuts
-    what is less likely than this share of the most likely token (arXiv 2407.01082).
+    The nucleus is the smallest set of most likely tokens with at least the share top-p of the mass that top-k leaves.
+    Min-p cuts tokens less likely than this share of the most likely token's probability (arXiv 2407.01082).
     """
     width = min(logits_BV.shape[1], MAX_SUPPORT_TOKENS, int(top_k_B1.max()))
     logits_BW, ids_BW = logits_BV.topk(width, dim=-1)
     rank_W = torch.arange(width, device=logits_BV.device)
     logits_BW = logits_BW.masked_fill(rank_W >= top_k_B1, float("-inf"))
-    # Without a top-k the mass is of all tokens, not only of those among the first W.
+    # Without top-k the mass is that of all tokens, not only of the first W.
     is_cut_by_k_B1 = top_k_B1 < logits_BV.shape[1]
     is_cut_by_k_B1 &= top_k_B1 < MAX_SUPPORT_TOKENS
     total_B1 = torch.where(is_cut_by_k_B1, logits_BW.logsumexp(-1, True), logits_BV.logsumexp(-1, True))

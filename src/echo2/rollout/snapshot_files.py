@@ -10,7 +10,7 @@ from echo2.errors import PeerError
 
 
 def read_config(files: Mapping[str, bytes]) -> dict[str, Any]:
-    """config.json of a snapshot.
+    """Return config.json of a snapshot.
 
     Raises:
         PeerError: it is missing or is not a JSON object.
@@ -19,10 +19,10 @@ def read_config(files: Mapping[str, bytes]) -> dict[str, Any]:
 
 
 def read_object(files: Mapping[str, bytes], name: str) -> dict[str, Any]:
-    """The JSON object in one file of a snapshot.
+    """Return the JSON object in one file of a snapshot.
 
     Raises:
-        PeerError: it is missing or is not one.
+        PeerError: the file is missing or is not a JSON object.
     """
     try:
         value = parse_json(files[name])
@@ -34,7 +34,7 @@ def read_object(files: Mapping[str, bytes], name: str) -> dict[str, Any]:
 
 
 def end_tokens(files: Mapping[str, bytes]) -> tuple[int, ...]:
-    """The ids that end a completion: generation_config.json's, else config.json's; none at all is allowed.
+    """Return the token ids that end a completion, from generation_config.json or else config.json; () if neither has.
 
     Raises:
         PeerError: a file is not JSON, or an id is not a whole number.

@@ -23,19 +23,19 @@ DTYPES = FLOAT_DTYPES | {
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
-#: Bytes of a tensor that are read at once; a multiple of every item.
+#: Bytes of a tensor that are read at once; a multiple of every item size.
 PIECE_BYTES = 4 << 20
 
 Places = Mapping[str, Sequence[Tensor]]
-"""Where each tensor of a snapshot goes, by its name: to one tensor of its shape or to several, contiguous ones. Names
-with the same place are tied: a snapshot has at least one of them."""
+"""The destination of each tensor of a snapshot, by name: one or several contiguous tensors of its shape. Names with the
+same place are tied: a snapshot has at least one of them."""
 
 
 def computing_dtype(snapshot: Snapshot) -> torch.dtype:
-    """That of the largest tensor.
+    """Return the dtype that an engine computes in: that of the largest tensor.
 
     Raises:
-        PeerError: it is not one of floating-point numbers.
+        PeerError: it is not a floating-point dtype, or there are no tensors.
     """
     stored = max(snapshot.tensors.values(), key=lambda tensor: tensor.num_bytes, default=None)
     if stored is None or stored.dtype not in FLOAT_DTYPES:
@@ -45,11 +45,11 @@ def computing_dtype(snapshot: Snapshot) -> torch.dtype:
 
 
 def check_tensors(snapshot: Snapshot, places: Places) -> None:
-    """Read all tensors that have a place. The places are not touched, and may be on no device ("meta").
+    """Read and check all tensors. The places are not written, and may be on the device "meta".
 
     Raises:
-        PeerError: a tensor is missing or has no place; unknown dtype, another shape than its place, a wrong number of
-            bytes, or values that are not finite.
+        PeerError: a tensor is missing or has no place; its dtype is unknown, its shape is not that of its place, its
+            number of bytes is wrong, or a value is not finite.
     """
     buffer = _buffer()
     for name in _taken(snapshot, places):
@@ -64,16 +64,16 @@ def check_tensors(snapshot: Snapshot, places: Places) -> None:
             said = f"{name} has {source.num_bytes} bytes, not those of {source.dtype} {list(shape)}"
             raise PeerError("bad_snapshot", said)
         for _, piece in _pieces(source, buffer) if dtype.is_floating_point else ():
-            # Either end of the range is NaN if any value is: thirty times as fast as to ask each value.
+            # Minimum and maximum are NaN if any value is: thirty times as fast as checking each value.
             if not all(math.isfinite(float(end)) for end in torch.aminmax(piece)):
                 raise PeerError("bad_snapshot", f"{name} holds NaN or infinity")
 
 
 def copy_tensors(snapshot: Snapshot, places: Places) -> None:
-    """Copy all tensors, which were checked, into their places, whatever dtype these have.
+    """Copy all tensors into their places, converting dtypes. Call `check_tensors` before.
 
     Raises:
-        PeerError: the snapshot's bytes are not there any more; some places are filled then, others not.
+        PeerError: the snapshot's bytes can no longer be read; some places are filled then, others not.
     """
     buffer = _buffer()
     for name in _taken(snapshot, places):
@@ -83,7 +83,7 @@ def copy_tensors(snapshot: Snapshot, places: Places) -> None:
 
 
 def _taken(snapshot: Snapshot, places: Places) -> list[str]:
-    """The names of the tensors that are read: of those that are tied the first that the snapshot has."""
+    """Return the names of the tensors to read: of tied names, the first that the snapshot has."""
     tied: dict[int, list[str]] = {}
     for name, place in places.items():
         tied.setdefault(id(place[0]), []).append(name)
@@ -102,10 +102,10 @@ def _buffer() -> Tensor:
 
 
 def _pieces(source: TensorSource, buffer: Tensor) -> Iterator[tuple[int, Tensor]]:
-    """(first item, items) of one piece of a tensor after the other, all in the same buffer."""
+    """Yield (first item, items) of consecutive pieces of a tensor, all in the same buffer."""
     dtype = DTYPES[source.dtype]
     for start in range(0, source.num_bytes, PIECE_BYTES):
         stop = min(source.num_bytes, start + PIECE_BYTES)
         part = buffer[: stop - start]
-        part.numpy()[:] = np.frombuffer(source.read(start, stop), np.uint8)  # bytes that are read-only, and not aligned
+        part.numpy()[:] = np.frombuffer(source.read(start, stop), np.uint8)  # a copy: these are read-only and unaligned
         yield start // dtype.itemsize, part.view(dtype)

@@ -1,7 +1,7 @@
-"""What a policy thinks of a text that is given: logprobs of its tokens and of others in their places.
+"""Scores a given text with a policy: logprobs of its tokens, and of other tokens in their places.
 
-One reading of the whole text gives all of it. A token is scored by the tokens before it, so the first one has no score.
-Logprobs are at temperature 1 unless said otherwise.
+One forward pass over the text gives all scores. A token is scored given the tokens before it, so the first token has no
+score. Logprobs are at temperature 1 unless stated otherwise.
 
 Shape suffixes: N = scored places of one tile, V = vocabulary, K = most likely tokens, M = cells of one tile, D = draws.
 """
@@ -27,13 +27,13 @@ if TYPE_CHECKING:
 
 #: Tokens of a text whose logits exist at once.
 LOGITS_TOKENS = 256
-#: The number of the first draw's random stream: far from those of samples, which are counted from 0.
+#: The random stream of the first draw: far from the streams of samples, which are counted from 0.
 FIRST_DRAW = 1 << 32
 
 
 @dataclass(frozen=True, slots=True)
 class ScoreRequest:
-    """What is wanted of a text of P tokens from the place `first` >= 1 on.
+    """The scores to compute for a text of P tokens from the place `first` >= 1 on.
 
     top_k        how many of the most likely tokens at each place, with their logprobs at `top_temperature`
     cell_places  'i' [M], ascending, and cell_tokens 'i' [M]: tokens whose logprobs are wanted at these places
@@ -53,8 +53,8 @@ class ScoreRequest:
 
 @dataclass(frozen=True, slots=True)
 class TextScores:
-    """Of the N = P - first scored places: `logprobs` [N] of the text's own tokens, ids and logprobs of the most likely
-    ones [N * K], row by row, `cell_logprobs` [M], and what was drawn with its logprobs at temperature 1 [N * D].
+    """Scores of the N = P - first places: `logprobs` [N] of the text's own tokens; ids and logprobs of the most likely
+    tokens [N * K], row by row; `cell_logprobs` [M]; drawn tokens and their logprobs at temperature 1 [N * D].
     """
 
     logprobs: Floats = field(default_factory=lambda: array("f"))
@@ -66,7 +66,7 @@ class TextScores:
 
 
 def score(policy: Model, request: ScoreRequest) -> TextScores:
-    """Read the text once, and answer. From any thread.
+    """Score a text in one forward pass. May be called from any thread.
 
     Raises:
         UserError: a cell's token is not in the vocabulary.
@@ -80,7 +80,7 @@ def score(policy: Model, request: ScoreRequest) -> TextScores:
 
 
 def _score_tile(logits_NV: Tensor, place: int, request: ScoreRequest, found: TextScores) -> None:
-    """Add what is wanted of the places from `place` on."""
+    """Add the scores of one tile, whose first place is `place`."""
     end, device = place + len(logits_NV), logits_NV.device
     logprobs_NV = logits_NV.log_softmax(-1)
     own_N = torch.tensor(request.text[place:end], dtype=torch.long, device=device)
@@ -104,12 +104,12 @@ def _score_tile(logits_NV: Tensor, place: int, request: ScoreRequest, found: Tex
 
 
 def _tempered(logprobs_NV: Tensor, temperature: float) -> Tensor:
-    """At another temperature; of 0, where one token has all of the mass, as they are."""
+    """Return the logprobs at another temperature; unchanged at 0, where one token would have all the mass."""
     return logprobs_NV if temperature in (0.0, 1.0) else (logprobs_NV / temperature).log_softmax(-1)
 
 
 def _draw(logprobs_NV: Tensor, place: int, request: ScoreRequest) -> Tensor:
-    """Tokens [N, D], drawn with replacement; at temperature 0 always the most likely."""
+    """Draw tokens [N, D] with replacement; at temperature 0 always the most likely token."""
     if request.draw_temperature == 0.0:
         return logprobs_NV.argmax(-1, keepdim=True).expand(-1, request.num_draws).contiguous()
     tempered_NV = _tempered(logprobs_NV, request.draw_temperature)

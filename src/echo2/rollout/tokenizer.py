@@ -1,4 +1,4 @@
-"""Tokenises prompts and an environment's words. Imports no library before a tokenizer is loaded, and never torch."""
+"""Tokenises prompts and environments' replies. Imports no library before a tokenizer is loaded, and never torch."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from echo2.types import Rollout, Task
 
 TOKENIZER_SUFFIXES = frozenset({".json", ".jinja", ".txt", ".model"})
 
-#: Stands for an earlier answer where a chat template is asked what follows one.
+#: Stands for an earlier answer when a chat template is rendered to find the text that follows an answer.
 ANSWER_MARK = "echo2-answer-mark"
-#: What a chat template's expressions raise, beside jinja2's own.
+#: Errors that a chat template's expressions raise, besides jinja2's own.
 TEMPLATE_ERRORS = (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError)
 _SEARCHING = threading.Lock()
-#: What decoders write for a part of a character.
+#: Decoders write this for an incomplete character.
 BROKEN = "\ufffd"
 
 
@@ -57,8 +57,8 @@ class Tokenizer(Protocol):
 def load_tokenizer(
     files: Mapping[str, bytes], template_arguments: Mapping[str, Any] = MappingProxyType({})
 ) -> Tokenizer:
-    """The tokenizer among a snapshot's files; code that comes with it is never run. `template_arguments` go to its chat
-    template, such as {"enable_thinking": False}.
+    """Load the tokenizer among a snapshot's files; code that comes with it is never run. `template_arguments`, such as
+    {"enable_thinking": False}, are passed to its chat template.
 
     Raises:
         PeerError: a file name would leave the directory, or there is no tokenizer that transformers can read.
@@ -73,24 +73,25 @@ def load_tokenizer(
                 (Path(folder) / name).write_bytes(data)
         try:
             tokenizer: Any = AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
-        except Exception as error:  # each tokenizer class fails in its own way; files are not ours to trust
+        except Exception as error:  # each tokenizer class fails in its own way, and the files are untrusted
             first_line = str(error).splitlines()[0] if str(error) else type(error).__name__
             raise PeerError("bad_snapshot", f"no tokenizer that transformers reads: {first_line}") from error
     if template_arguments:
         tokenizer.apply_chat_template = partial(tokenizer.apply_chat_template, **template_arguments)
     loaded: Tokenizer = tokenizer
     positions = read_config(files).get("max_position_embeddings") if "config.json" in files else None
-    if isinstance(positions, int):  # what the model reads; a tokenizer may say anything
+    if isinstance(positions, int):  # the model's context length; a tokenizer's own value may be anything
         loaded.model_max_length = positions
     return loaded
 
 
 def encode_prompt(task: Task, tokenizer: Tokenizer) -> array[int]:
-    """Token ids of a prompt. Text is tokenised as it is, with the start token that the tokenizer itself adds (unless
-    the text has it); chat messages go through the chat template, followed by the opening of the assistant's turn.
+    """Return the token ids of a prompt. Text is tokenised as it is, with the start token that the tokenizer adds
+    (unless the text has it). Chat messages go through the chat template, followed by the opening of the assistant's
+    turn.
 
     Raises:
-        UserError: chat messages, but there is no chat template or it refuses them; or the tokenizer fails.
+        UserError: chat messages without a chat template, or refused by it; or the tokenizer fails.
     """
     if isinstance(task.prompt, str):
         has_start = bool(tokenizer.bos_token) and task.prompt.startswith(tokenizer.bos_token or "")
@@ -108,7 +109,7 @@ def encode_prompt(task: Task, tokenizer: Tokenizer) -> array[int]:
 
 
 def rendered_tokens(tokenizer: Tokenizer, messages: list[dict[str, Any]], tools: Any = None) -> array[int]:
-    """Token ids of chat messages, followed by the opening of the assistant's turn. `tools`: as OpenAI describes them.
+    """Return the token ids of chat messages and the opening of the assistant's turn. `tools`: in OpenAI's format.
 
     Raises:
         UserError: there is no chat template, or it refuses them.
@@ -131,14 +132,14 @@ def _ids(tokenizer: Tokenizer, text: str, *, add_special_tokens: bool) -> array[
         if core is not None:
             return array("i", core.encode(text, add_special_tokens=add_special_tokens).ids)
         return array("i", tokenizer.encode(text, add_special_tokens=add_special_tokens))
-    except Exception as error:  # of its native code: the plainest kind
+    except Exception as error:  # its native code raises plain Exception
         raise UserError(f"the model's tokenizer can't write {text[:80]!r}: {error}") from error
 
 
 @lru_cache(maxsize=16)
 def _core(tokenizer: Tokenizer) -> Any:
-    """The Rust tokenizer, where transformers' wrapper around it (two thirds of the time of a short text) adds nothing;
-    else None.
+    """Return the Rust tokenizer if transformers' wrapper around it adds nothing, else None. The wrapper takes two
+    thirds of the time of a short text.
     """
     from transformers import PreTrainedTokenizerBase, TokenizersBackend
 
@@ -148,23 +149,23 @@ def _core(tokenizer: Tokenizer) -> Any:
     kind: Any = type(wrapper)
     is_plain = kind.encode is PreTrainedTokenizerBase.encode and kind.decode is PreTrainedTokenizerBase.decode
     is_plain &= kind._encode_plus is TokenizersBackend._encode_plus and kind._decode is TokenizersBackend._decode
-    # The wrapper takes spaces away from texts of some kinds of tokenizers.
+    # For some kinds of tokenizers the wrapper removes spaces from texts.
     is_bpe = type(wrapper.backend_tokenizer.model).__name__ == "BPE"
     is_bpe &= not wrapper.clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output
     if not is_plain or (wrapper.clean_up_tokenization_spaces and not is_bpe):
         return None
-    wrapper.encode("", add_special_tokens=False)  # leaves it without truncation and padding
+    wrapper.encode("", add_special_tokens=False)  # turns truncation and padding off
     return wrapper.backend_tokenizer
 
 
 def decoded(tokenizer: Tokenizer, tokens: array[int]) -> str:
-    """The text of what was sampled, as in `decoded_all`."""
+    """Return the text of sampled tokens; see `decoded_all`."""
     return decoded_all(tokenizer, (tokens,))[0]
 
 
 def decoded_all(tokenizer: Tokenizer, rows: Iterable[array[int]]) -> list[str]:
-    """The texts of what was sampled, without special tokens. Models have ids that their tokenizer has not, which pad
-    the vocabulary: they say nothing, and some tokenizers would raise.
+    """Return the texts of sampled tokens, without special tokens. Ids that only pad the model's vocabulary and are
+    unknown to the tokenizer are skipped: some tokenizers would raise.
     """
     size, core = len(tokenizer), _core(tokenizer)
     known = [row.tolist() if not row or max(row) < size else [token for token in row if token < size] for row in rows]
@@ -175,17 +176,17 @@ def decoded_all(tokenizer: Tokenizer, rows: Iterable[array[int]]) -> list[str]:
 
 
 def with_texts(rollouts: Sequence[Rollout], tokenizer: Tokenizer) -> tuple[Rollout, ...]:
-    """The same rollouts with their tokens decoded."""
+    """Return the rollouts with their texts decoded."""
     texts = decoded_all(tokenizer, (rollout.tokens for rollout in rollouts))
     return tuple(replace(rollout, text=text) for rollout, text in zip(rollouts, texts, strict=True))
 
 
 def reply_tokens(tokenizer: Tokenizer, is_chat: bool, text: str, last_token: int) -> array[int]:
-    """Token ids of what an environment said, to be appended to a turn that ended with `last_token`. Chat: as the user's
-    message.
+    """Return the token ids of an environment's reply, to append to a turn that ended with `last_token`. In a chat the
+    reply is a user message.
 
     Raises:
-        UserError: the chat template does not write what follows an answer, or the tokenizer fails.
+        UserError: the chat template cannot write what follows an answer, or the tokenizer fails.
     """
     if not is_chat:
         return _ids(tokenizer, text, add_special_tokens=False)
@@ -193,11 +194,11 @@ def reply_tokens(tokenizer: Tokenizer, is_chat: bool, text: str, last_token: int
 
 
 def following_tokens(tokenizer: Tokenizer, said: Sequence[dict[str, Any]], last_token: int) -> array[int]:
-    """Token ids of the messages that follow an answer which ended with `last_token`: the rest of the assistant's turn,
-    the messages, and the opening of the assistant's next turn.
+    """Return the token ids of the messages after an answer that ended with `last_token`: the rest of the assistant's
+    turn, the messages, and the opening of the assistant's next turn.
 
     Raises:
-        UserError: the chat template does not write what follows an answer, or the tokenizer fails.
+        UserError: the chat template cannot write what follows an answer, or the tokenizer fails.
     """
     from jinja2 import TemplateError
 
@@ -210,22 +211,22 @@ def following_tokens(tokenizer: Tokenizer, said: Sequence[dict[str, Any]], last_
     if not mark:
         raise UserError("the chat template drops earlier answers, so turns cannot be appended")
     is_known = last_token < len(tokenizer)
-    if is_known and not tokenizer.decode([last_token], skip_special_tokens=True):  # an end token: it is written already
+    if is_known and not tokenizer.decode([last_token], skip_special_tokens=True):  # an end token: it is sampled already
         tail = tail.removeprefix(tokenizer.decode([last_token], skip_special_tokens=False))
     return _ids(tokenizer, tail, add_special_tokens=False)
 
 
 def tokens_with(tokenizer: Tokenizer, characters: str, *, special: bool = False) -> frozenset[int]:
-    """Every token whose text holds one of `characters`, or maybe the end of one. `special`: special tokens have their
-    names for texts, else none. A second or two for a vocabulary of 150,000, once: not for the event loop, and not for
-    several threads at once."""
+    """Return every token whose text contains one of `characters`, or may end an incomplete one. `special`: the text of
+    a special token is its name, else empty. The first call takes a second or two for a vocabulary of 150,000: do not
+    call this in the event loop. Threads take turns."""
     with _SEARCHING:
         return _tokens_with(tokenizer, characters, special)
 
 
 @lru_cache(maxsize=16)
 def _tokens_with(tokenizer: Tokenizer, characters: str, special: bool) -> frozenset[int]:
-    before = tokenizer.encode("a", add_special_tokens=False)  # some decoders leave the first space away
+    before = tokenizer.encode("a", add_special_tokens=False)  # some decoders drop the first space
     length = len(tokenizer.decode(before, skip_special_tokens=True))
     wanted = {*characters, *("" if characters.isascii() else BROKEN)}
     texts = (

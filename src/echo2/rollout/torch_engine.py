@@ -1,17 +1,17 @@
 """The common part of the torch engines: rows join a batch, are decoded, and leave it. No forward pass.
 
-A *model* is one policy. Where there is room a new snapshot is a new model, built beside the old one, and the swap is
-one assignment; else, when all of it has been checked, it is copied over the old weights between two tokens.
-Rows under way keep their key-value cache across a swap: what was read under the old weights is not read again (as
-PipelineRL, arXiv 2509.19128); the logprob of each token is the one it was really drawn with.
+A *model* is one policy. If there is room, a new snapshot becomes a new model beside the old one, and the swap is one
+assignment. Otherwise the whole snapshot is checked, and then copied over the old weights between two tokens. Rows under
+way keep their key-value cache across a swap: tokens read under the old weights are not read again (as in PipelineRL,
+arXiv 2509.19128). The reported logprob of each token is the one that it was drawn with.
 
-An adapter is a model that shares the weights of its base model, whose own are never changed by it: the swap to another
-adapter over the same base model is one assignment, too.
+An adapter is a model that shares the weights of its base model and never changes them. The swap to another adapter over
+the same base model is one assignment, too.
 
-Rows that have ended are dropped from the batch as soon as enough of them have, or others join, so that short
-completions stop costing. Rows with the same prompt share its prefill, if they join together or one of them still runs.
-The next turn of a rollout goes on from what is kept of the turn before (`kept_rows.py`). Both only where all of it was
-read with the installed policy: a prompt is never read with one policy and continued with another.
+Ended rows are dropped from the batch once there are enough of them, or when other rows join, so that short completions
+stop costing compute. Rows with the same prompt share its prefill, if they join together or one of them still runs. The
+next turn of a rollout continues from the kept cache of its last turn (`kept_rows.py`). Both kinds of reuse need a cache
+that was read entirely with the installed policy: a prompt is never read partly with another one.
 
 Shape suffixes: R = prompts, B = rows (one a request), V = vocabulary.
 """
@@ -42,8 +42,8 @@ from echo2.types import Snapshot, SnapshotRef
 
 log = logging.getLogger(__name__)
 
-#: New weights are built beside the old ones where they take no more than this share of the free memory. A GPU is the
-#: engine's own, and leaves as much for keys and values; a machine's memory is wanted by others, and copying is quick.
+#: New weights are built beside the old ones if they take at most this share of the free memory. The engine has a GPU to
+#: itself, and leaves half for keys and values. It shares main memory with others, and copying in place is quick there.
 GPU_SHARE = 1 / 2
 CPU_SHARE = 1 / 32
 META = torch.device("meta")
@@ -58,29 +58,29 @@ class Cache(Protocol):
 
     @property
     def num_bytes(self) -> int:
-        """Memory that it takes."""
+        """Memory of this cache, bytes."""
 
     def copy(self, row: int, length: int) -> Cache | None:
-        """The first `length` columns of one row, as a cache of their own; None: this kind has none."""
+        """Copy the first `length` columns of one row into a new cache; None: this kind of cache cannot be copied."""
 
     def select(self, rows: Tensor) -> Cache:
-        """The cache of these rows, which may repeat; this one is not used afterwards."""
+        """Return the cache of these rows, which may repeat. This cache must not be used afterwards."""
 
     def join(self, rows: Tensor, other: Cache, other_rows: Tensor) -> Cache:
-        """The cache of these rows, and behind them those rows of another cache, which may repeat; neither is used
-        afterwards."""
+        """Return the cache of these rows, followed by those rows of another cache; rows may repeat. Neither cache may
+        be used afterwards."""
 
 
 class Model(Protocol):
-    """One policy on a device. `architecture` is equal for models that can go on with each other's cache."""
+    """One policy on a device."""
 
     @property
     def limits(self) -> Limits:
-        """Sizes of the vocabulary and the context, and what ends a completion."""
+        """Sizes of the vocabulary and the context, and the end tokens."""
 
     @property
     def architecture(self) -> Hashable:
-        """Equal for models that can go on with each other's cache."""
+        """Equal for models that can continue from each other's cache."""
 
     @property
     def dtype(self) -> torch.dtype:
@@ -88,36 +88,37 @@ class Model(Protocol):
 
     @property
     def places(self) -> Places:
-        """The tensors into which those of a snapshot are loaded."""
+        """The tensors into which a snapshot's tensors are loaded."""
 
     @property
     def linears(self) -> Mapping[str, tuple[int, int]]:
         """(outputs, inputs) of the linear maps that may have an adapter, by module."""
 
     def adapted(self, adapter: Adapter) -> Model:
-        """The model that shares these weights and has this adapter, in the place of another, over them."""
+        """Return a model that shares these weights and has this adapter over them, in place of any other."""
 
     def pack(self) -> None:
-        """The weights are all there, and there is room for a copy of them that is quicker to compute with."""
+        """Make a copy of the weights that is faster to compute with. Called when all weights are loaded, if memory
+        allows."""
 
     def unpack(self) -> None:
-        """The weights are about to change: forget that copy."""
+        """Drop that copy, before the weights change."""
 
     def prefill(self, prompts: Sequence[array[int]], known: Sequence[Cache | None] = ()) -> Cache:
-        """Read R sequences of tokens, any of which may be empty. `known`: of each the cache of its first tokens, which
-        are not read again."""
+        """Read R sequences of tokens, any of which may be empty. `known`: for each sequence the cache of its first
+        tokens, which are not read again, or None."""
 
     def step(self, cache: Cache, tokens_B: Tensor) -> Tensor:
-        """Read one more token per row into the cache (in place): the logits [B, V] (float32) of the next."""
+        """Read one more token per row into the cache (in place). Returns the logits [B, V] (float32) of the next."""
 
     def logits(self, sequences: Sequence[array[int]], firsts: Sequence[int], most: int) -> Iterator[Tensor]:
-        """Read sequences from their beginning: of one after the other, the logits (float32) behind its token `first`
-        and all that follow but the last, in order, in tiles of `most` tokens at most."""
+        """Read whole sequences, and yield logits (float32) sequence by sequence, in tiles of at most `most` tokens. A
+        sequence gives the logits behind each of its tokens from place `first` on, except behind the last."""
 
 
 BuildModel = Callable[[Snapshot, torch.device], Model]
-"""The model of a snapshot by its files and its largest tensor, the weights yet to be filled in. On the device "meta" it
-takes no memory and can only be looked at."""
+"""Builds the model of a snapshot from its files and the dtype of its largest tensor; the weights are not loaded. On the
+device "meta" the model takes no memory and can only be inspected."""
 
 
 class TorchDecoder:
@@ -136,8 +137,8 @@ class TorchDecoder:
         # Rows from this number on were read with the policy of `_read_with` from their first token.
         self._read_with: SnapshotRef | None = None
         self._read_from = self._next_number = 0
-        # The weights are used or changed by whoever holds `_using`. Who is next holds `_next`: else the decode thread,
-        # which gives `_using` back only for an instant, would keep others out.
+        # A thread holds `_using` while it uses or changes the weights, and `_next` while it waits for `_using`. Without
+        # `_next` the decode thread, which releases `_using` only for an instant, would starve the other threads.
         self._next, self._using = threading.Lock(), threading.Lock()
 
     @property
@@ -159,7 +160,7 @@ class TorchDecoder:
     def load(self, snapshot: Snapshot, base: Snapshot | None = None) -> float:
         """See `Decoder.load`."""
         whole, before = snapshot if snapshot.base_model is None else base, self._current
-        self._before = None  # first: three would be one more than there is room for
+        self._before = None  # freed first: there is no room for three sets of weights
         with torch.inference_mode():
             if whole is None:
                 self._load_adapter(snapshot)
@@ -179,7 +180,7 @@ class TorchDecoder:
             return seconds
 
     def _load_adapter(self, snapshot: Snapshot) -> None:
-        """Over the base model that is here."""
+        """Install an adapter over the base model that is loaded already."""
         if snapshot.base_model != self.base_model:
             raise InvariantError(f"{snapshot.ref} is over {snapshot.base_model}; the engine holds {self.base_model}")
         _, model, limits = self._policy()
@@ -187,7 +188,8 @@ class TorchDecoder:
         self._current = (snapshot.ref, model.adapted(adapter), limits)
 
     def _load_beside(self, ref: SnapshotRef, snapshot: Snapshot, adapter: Adapter) -> bool:
-        """Load new weights beside the old ones. Returns whether there was room; without old weights there must be."""
+        """Load new weights beside the old ones. Returns whether there was room; raises OutOfMemoryError if there was no
+        room and there are no old weights to copy over."""
         num_bytes, free = sum(tensor.num_bytes for tensor in snapshot.tensors.values()), free_memory_bytes(self._device)
         share = GPU_SHARE if self._device.type == "cuda" else CPU_SHARE
         if self._current is not None and num_bytes > share * free:
@@ -207,14 +209,14 @@ class TorchDecoder:
         return True
 
     def _load_in_place(self, ref: SnapshotRef, snapshot: Snapshot, adapter: Adapter, limits: Limits) -> float:
-        """Copy over the weights that are there. Returns the seconds for which they could not be used."""
+        """Copy new weights over the old ones. Returns the seconds for which no weights could be used."""
         with self._next, self._using:
             started, (_, model, _) = time.perf_counter(), self._policy()
             model.unpack()
             try:
                 copy_tensors(snapshot, model.places)
             except BaseException:
-                self._current = self.base_model = None  # a mixture of two policies is none
+                self._current = self.base_model = None  # the weights are a mixture of two policies
                 raise
             self._current = (ref, model.adapted(adapter), limits)
         seconds = time.perf_counter() - started
@@ -249,20 +251,20 @@ class TorchDecoder:
         return ended
 
     def _keep(self, ended: Sequence[tuple[int, Completion]]) -> None:
-        """Keep of rows that have ended what the next turns of their rollouts begin with."""
+        """Keep the caches of ended rows for the next turns of their rollouts."""
         for number, completion in ended:
             place = self._rows.place_of(number)
             request = self._rows.requests[place]
             if self._cache is None or not request.in_turns or number < self._read_from:
                 continue
-            tokens = (request.prompt_tokens + completion.tokens)[:-1]  # the last is not read
+            tokens = (request.prompt_tokens + completion.tokens)[:-1]  # the last was never read
             if (cache := self._cache.copy(place, len(tokens))) is not None:
                 if self._kept is None:
                     self._kept = KeptRows(int(KEPT_SHARE * free_memory_bytes(self._device)))
                 self._kept.keep(tokens.tobytes(), cache)
 
     def _known(self, request: SampleRequest) -> Cache | None:
-        """What of its prompt was read before with this policy: by a row that runs, or by the turn before."""
+        """Return the cache of a prefix of its prompt, if a running row or the last turn read it with this policy."""
         prompt = request.prompt_tokens
         place = self._rows.place_of_prompt(prompt, self._read_from)
         if place is not None and self._cache is not None:
@@ -311,10 +313,10 @@ class TorchDecoder:
         return self._current
 
     def _change(self, model: Model, limits: Limits, added: Mapping[int, SampleRequest]) -> None:
-        """Drop the ended rows, and read all but the last token of new prompts: the next step reads that."""
+        """Drop the ended rows, and read new prompts up to their last token, which the next step reads."""
         kept = self._rows.running
         if not len(kept):
-            self._let_go()  # before there is another cache
+            self._let_go()  # frees this cache before there is another one
         if added:
             fresh, places = self._read_prompts(model, added)
             rows = self._on_device(places)
@@ -328,7 +330,8 @@ class TorchDecoder:
             self._rows.change(kept, added, limits)
 
     def _read_prompts(self, model: Model, added: Mapping[int, SampleRequest]) -> tuple[Cache, list[int]]:
-        """Run all but the last token of these prompts, each prompt once. Returns the row of each request."""
+        """Read all but the last token of these prompts, each distinct prompt once. Returns the cache, and the row of
+        each request in it."""
         first_of: dict[bytes, SampleRequest] = {}
         for request in added.values():
             first_of.setdefault(request.prompt_tokens.tobytes(), request)

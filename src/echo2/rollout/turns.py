@@ -1,11 +1,11 @@
 """Rollouts of several turns: the policy writes and an environment answers, until one of them ends the rollout.
 
-Each rollout is a conversation of its own: it submits a turn, awaits it, has the environment answer, and goes on; none
-waits for another. Its prompt is then all that it has read and written so far: it is never tokenised again, and an
-engine that keeps turns reads only what is new. What the environment writes is tokenised alone, appended, and marked in
-the loss mask: it is not trained on. A rollout ends with a token of the policy's own.
+Rollouts do not wait for each other: each submits a turn, awaits it, awaits the environment's reply, and goes on. The
+prompt of a later turn is all tokens read and written so far: they are never tokenised again, and an engine that keeps
+turns prefills only the new ones. The environment's reply is tokenised alone, appended, and masked out of the loss. A
+rollout ends with a token sampled by the policy.
 
-Environments answer in a process of their own, never in the event loop or the decode thread. Imports without torch.
+Environments run in processes of their own, never in the event loop or the decode thread. Imports without torch.
 """
 
 from __future__ import annotations
@@ -24,27 +24,27 @@ from echo2.rollout.tokenizer import Tokenizer, decoded, reply_tokens, tokens_wit
 from echo2.sandbox.plugins import traceback_of
 from echo2.types import Assignment, FinishReason, Reply, Rollout
 
-#: Sample number of the environments' own random streams: no sample of the policy's has it.
+#: Sample number of the environments' random streams; the policy's samples have smaller numbers.
 ENVIRONMENT_SAMPLE = 1 << 32
-#: Size of the sum of a rollout's rewards; as the wire's.
+#: Largest absolute sum of a rollout's rewards, as on the wire.
 ROLLOUT_REWARD_MAX = 1e6
 
 
 class Environment(Protocol):
-    """Answers the turns of rollouts, each with an instance of its own (`tasks/environment_process.py`). A rollout is
-    known to it by what `begin` returns. The coroutines raise UserError where the environment fails."""
+    """Answers the turns of rollouts, each with an instance of its own (`tasks/environment_process.py`). `begin` returns
+    the handle by which later calls name a rollout. The coroutines raise UserError if the environment fails."""
 
     async def start(self) -> str:
-        """The character that ends a turn, beside the end token (empty: none)."""
+        """Start the environment. Returns the character that ends a turn, besides the end token (empty: none)."""
 
     def begin(self, columns: Mapping[str, Any], seed: int) -> Any:
-        """A new rollout of a task."""
+        """Begin a rollout of a task."""
 
     async def turn_tokens(self, rollout: Any) -> int:
-        """The longest turn (0: no limit of its own)."""
+        """Return the longest turn in tokens (0: no limit of its own)."""
 
     async def step(self, rollout: Any, action: str) -> Reply:
-        """What it answers to what the policy wrote."""
+        """Return the environment's reply to the policy's turn."""
 
     def end(self, rollout: Any) -> None:
         """Forget a rollout."""
@@ -52,7 +52,7 @@ class Environment(Protocol):
 
 @dataclass(slots=True)
 class Conversation:
-    """The state of one rollout. `pending`: the environment's last words, kept only if the policy answers them."""
+    """The state of one rollout. `pending`: the environment's last reply, kept only if the policy answers it."""
 
     tokens: array[int] = field(default_factory=lambda: array("i"))
     logprobs: array[float] = field(default_factory=lambda: array("f"))
@@ -68,14 +68,14 @@ class Conversation:
     finish: FinishReason | None = None
 
     def take(self, completion: Completion) -> None:
-        """Append what the environment said before, and the policy's turn."""
+        """Append the environment's pending reply, and the policy's turn."""
         start = len(self.tokens) + len(self.pending)
         self.tokens += self.pending + completion.tokens
         self.logprobs += array("f", bytes(4 * len(self.pending))) + completion.logprobs
         self.loss_mask += bytes(len(self.pending)) + b"\x01" * len(completion.tokens)
         for first, version in completion.version_spans:
             if not self.spans or self.spans[-1][1] != version:
-                # What the environment wrote counts to the turn before it.
+                # The environment's tokens belong to the version span of the turn before them.
                 self.spans.append((start + first, version))
         if completion.support_tokens is not None and completion.support_offsets is not None:
             before = self.support_offsets[-1]
@@ -161,7 +161,7 @@ async def _play(
         if isinstance(outcome, RequestFailure):
             if outcome.reason != "prompt_too_long" or not spoken.turns:
                 return outcome
-            spoken.finish = "length"  # the context is full: what the environment said last is left away
+            spoken.finish = "length"  # the context is full: the environment's last reply is dropped
             break
         spoken.take(outcome)
         action = decoded(tokenizer, outcome.tokens)
@@ -182,15 +182,15 @@ async def _play(
 
 
 def derived_seed(seed: int, sample: int, turn: int) -> int:
-    """A 63-bit seed of its own for every turn of every sample."""
+    """Return a separate 63-bit seed for every turn of every sample."""
     (of_sample,) = stream_keys([seed], [sample])
     (of_turn,) = stream_keys([int(of_sample)], [turn])
     return int(of_turn) >> 1
 
 
 def check_sum(reward: float) -> None:
-    """Raises UserError where an environment's rewards add up to more than a reward may be."""
-    if not abs(reward) <= ROLLOUT_REWARD_MAX:  # NaN is not, either
+    """Raises UserError if the sum of an environment's rewards is beyond the limit."""
+    if not abs(reward) <= ROLLOUT_REWARD_MAX:  # refuses NaN too
         raise UserError(
             f"The environment's rewards add up to {reward:g} over a rollout; +-{ROLLOUT_REWARD_MAX:g} is "
             "the most. Scale them down."

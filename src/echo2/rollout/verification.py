@@ -1,13 +1,13 @@
 """Checks whether rollouts were drawn as their worker says, with one prefill under the same snapshot.
 
-Our engines draw by inversion from a stream of random numbers that the head chose (`sampler`, `random_streams`). So the
-number of each token must lie where the policy's cumulative distribution has that token, give or take what rounding
-does to the distribution. It does not matter who sampled, with which batch or kernel. Engines that draw otherwise are
-held by logprobs, and by how surprising their tokens are: on average as much as the entropy says.
+echo2's own engines draw by inversion from a stream of random numbers that the head chose (`sampler`, `random_streams`).
+So the random number of each token must lie in that token's interval of the policy's cumulative distribution, up to
+rounding. The check does not depend on the worker, its batches or its kernels. Engines that draw otherwise are checked
+by their logprobs, and by their surprise: the mean of -logprob must be close to the mean entropy.
 
-Tokens behind a change of weights were sampled with keys and values of the older weights, which a prefill under the
-newer ones does not have: they are judged as loosely as 16 bits are (benchmarks/hostile_sampling.py has by how much they
-are off), and only where the engine holds both.
+Tokens after a change of weights were sampled with keys and values of the older weights, which a prefill under the newer
+weights does not have. They are judged as loosely as 16-bit numbers (benchmarks/hostile_sampling.py measures their
+deviation), and only if the engine holds both sets of weights.
 
 No torch here. Shape suffixes: T = tokens of a rollout.
 """
@@ -30,14 +30,14 @@ from echo2.types import Assignment, Rollout, RolloutGroup, SamplingParams, Snaps
 
 Floats = npt.NDArray[np.float64]
 
-#: Standard deviations that the mean surprise of a group may be away from the mean entropy. Beyond it by chance: one
-#: group in 500 million, if surprises were normal; they have a tail, so it is wider than that asks for.
+#: Standard deviations by which a group's mean surprise may differ from its mean entropy. An honest group in 500 million
+#: would exceed 6 if surprises were normal; they have a tail, so the limit is wider.
 SURPRISE_DEVIATIONS_MAX = 7.0
 
 
 @dataclass(frozen=True, slots=True)
 class PrefillRequest:
-    """A finished continuation to be read. `support_tokens`, `support_offsets`: as in `Rollout`, of these tokens."""
+    """A finished completion to check. `support_tokens`, `support_offsets`: as in `Rollout`, of these tokens."""
 
     prompt_tokens: array[int]
     tokens: array[int]
@@ -48,14 +48,14 @@ class PrefillRequest:
 
 @dataclass(frozen=True, slots=True)
 class Prefill:
-    """What a policy would have drawn each of T tokens from; temperature and narrowing applied, all [T] float64.
+    """A policy's distributions for each of T given tokens, with temperature and narrowing applied; all [T] float64.
 
     low, high       inversion draws the token for random numbers from `low` to `high`
     logprobs        of the token
     entropies       of the distribution, nats
     variances       of -logprob under the distribution, nats^2
-    support_errors  probability by which the support that was named is not what top-k and top-p leave
-    bits            of the numbers computed with: 32 or 16
+    support_errors  probability by which the reported support is not what top-k and top-p leave
+    bits            of the computing dtype: 32 or 16
     """
 
     low: Floats
@@ -69,10 +69,10 @@ class Prefill:
 
 @runtime_checkable
 class PrefillEngine(Protocol):
-    """An engine that can check others. Engines of this package; token servers can't."""
+    """An engine that can check rollouts: those of this package can, token servers cannot."""
 
     async def prefill(self, ref: SnapshotRef, requests: Sequence[PrefillRequest]) -> list[Prefill]:
-        """Read continuations under the weights of `ref`, between the tokens of what is being sampled.
+        """Read completions under the weights of `ref`, between the decoding steps of running requests.
 
         Raises:
             PeerError: "snapshot_gone", the engine does not hold these weights.
@@ -81,8 +81,8 @@ class PrefillEngine(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Tolerance:
-    """How far an honest group may be off. `interval` and `support` in probability, `logprob` in nats: of a token, and
-    on average over a group.
+    """Deviations allowed to an honest group. `interval` and `support`: probability; `logprob` (of a token) and
+    `mean_logprob` (mean over a group): nats.
     """
 
     interval: float
@@ -91,20 +91,20 @@ class Tolerance:
     mean_logprob: float
 
 
-#: By bits of the numbers computed with, from false alarms (benchmarks/hostile_sampling.py, docs/security.md).
+#: By bits of the computing dtype. Set by false-alarm rates (benchmarks/hostile_sampling.py, docs/security.md).
 TOLERANCES = {32: Tolerance(1e-3, 1e-3, 0.02, 1e-3), 16: Tolerance(0.2, 0.15, 1.5, 0.1)}
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """The result of checking a group. `num_tokens` were judged; `num_skipped` were not, because they are of other
-    versions.
+    """The result of checking a group. `num_tokens` were judged; `num_skipped` were not, because they are of versions
+    that the engine does not hold.
 
-    worst_interval  largest distance of a token's random number from its interval; 0: every one lies inside
+    worst_interval  largest distance of a token's random number from its interval; 0: all lie inside
     worst_support   largest `support_errors`
-    worst_logprob   largest |logprob said - logprob found|, nats; `mean_logprob` likewise
-    surprise        (sum of -logprob less sum of entropies) in standard deviations
-    fault           why it was not drawn as it says; empty: it was
+    worst_logprob   largest |reported logprob - computed logprob|, nats; `mean_logprob`: the mean
+    surprise        (sum of -logprob minus sum of entropies) in standard deviations
+    fault           why the group was not drawn as its worker says; empty: it passes
     """
 
     num_tokens: int
@@ -120,16 +120,16 @@ class Verdict:
 async def check_group(
     engine: PrefillEngine, ref: SnapshotRef, assignment: Assignment, group: RolloutGroup, is_from_stream: bool = True
 ) -> Verdict:
-    """Judge a delivered group by the weights of `ref` and of the versions behind it that the engine holds.
-    `is_from_stream`: the worker's engine draws as ours do.
+    """Judge a delivered group by the weights of `ref` and of earlier versions that the engine holds. `is_from_stream`:
+    the worker's engine draws from the head's random streams.
 
     Raises:
         PeerError: as `PrefillEngine.prefill`, for `ref`.
     """
     num_sampled = sum(one.loss_mask.count(1) for one in group.rollouts)
-    if group.lineage != ref.lineage or group.logged:  # its version number means other weights, or none
+    if group.lineage != ref.lineage or group.logged:  # its versions mean other weights, or none
         return verdict([], num_sampled, TOLERANCES[32])
-    # Where an environment may answer with nothing, nobody sees where one turn ends and the next stream begins.
+    # If an environment's reply may be empty, the loss mask does not show where a turn ends and the next stream begins.
     draws, is_from_stream = is_from_stream, is_from_stream and (assignment.is_chat or not assignment.environment)
     first, later, bits = list[Comparison](), list[Comparison](), 32
     for version in sorted({version for one in group.rollouts for _, version in one.version_spans}):
@@ -145,13 +145,13 @@ async def check_group(
             bits = found.bits
             compared = compare(rollout, found, numbers_of(assignment, sample, rollout, stop), start)
             (later if start else first).append(compared)
-    # A token server computes as it likes: in 16 bits, too, where the weights have 32.
+    # A token server may compute in 16 bits even if the weights have 32.
     exact = verdict(first, num_sampled, TOLERANCES[bits if draws else 16], is_from_stream)
     return merged(exact, verdict(later, num_sampled, TOLERANCES[16], is_from_stream), num_sampled)
 
 
 def _spans_of(group: RolloutGroup, version: int) -> Iterator[tuple[int, Rollout, int, int]]:
-    """(sample, rollout, start, stop) of the tokens that are of this version."""
+    """Yield (sample, rollout, start, stop) of the spans of this version."""
     for sample, rollout in enumerate(group.rollouts):
         ends = [start for start, _ in rollout.version_spans[1:]] + [len(rollout.tokens)]
         for (start, of_span), stop in zip(rollout.version_spans, ends, strict=True):
@@ -160,7 +160,7 @@ def _spans_of(group: RolloutGroup, version: int) -> Iterator[tuple[int, Rollout,
 
 
 def numbers_of(assignment: Assignment, sample: int, rollout: Rollout, count: int) -> Floats:
-    """The random number that each of the first `count` tokens had to be drawn with; of an environment's tokens any."""
+    """Return the random number that each of the first `count` tokens must be drawn with; 0 for environments' tokens."""
     seed, found = assignment.lease.seed, np.zeros(count)
     for turn, (start, stop) in enumerate(_turns(rollout.loss_mask)):
         if start >= count:
@@ -173,9 +173,7 @@ def numbers_of(assignment: Assignment, sample: int, rollout: Rollout, count: int
 
 
 def _turns(loss_mask: bytes) -> Iterator[tuple[int, int]]:
-    """The beginning and end of each run of sampled tokens. Each turn is followed by at least one token of the
-    environment.
-    """
+    """Yield the start and end of each run of sampled tokens: the turns, if no reply of the environment is empty."""
     start = loss_mask.find(1)
     while start >= 0:
         stop = loss_mask.find(0, start)
@@ -197,8 +195,8 @@ def _request(assignment: Assignment, rollout: Rollout, count: int) -> PrefillReq
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """Of the sampled tokens of one rollout, [N] each: distance of the random number from the token's interval, error of
-    the support, |logprob said - found|, -logprob less entropy, variance of that."""
+    """Deviations of a rollout's sampled tokens, [N] each: distance of the random number from the token's interval,
+    error of the support, |reported - computed logprob|, -logprob minus entropy, and the variance of -logprob."""
 
     intervals: Floats
     supports: Floats
@@ -224,7 +222,7 @@ def compare(rollout: Rollout, found: Prefill, numbers_T: Floats, start: int = 0)
 
 
 def merged(one: Verdict, other: Verdict, num_sampled: int) -> Verdict:
-    """The verdict on both parts of a group."""
+    """Merge the verdicts on two parts of a group."""
     if not (one.num_tokens and other.num_tokens):
         return one if one.num_tokens else other
     num = one.num_tokens + other.num_tokens
@@ -243,7 +241,7 @@ def merged(one: Verdict, other: Verdict, num_sampled: int) -> Verdict:
 def verdict(
     parts: Sequence[Comparison], num_sampled: int, tolerance: Tolerance, is_from_stream: bool = True
 ) -> Verdict:
-    """The verdict on a group of `num_sampled` tokens, some of whose rollouts were compared."""
+    """Return the verdict on a group of `num_sampled` tokens, from the parts that were compared."""
     if not parts:
         return Verdict(0, num_sampled, 0.0, 0.0, 0.0, 0.0, 0.0, "")
     intervals, supports, logprobs, surprises, variances = (

@@ -1,4 +1,4 @@
-"""The files of a PEFT adapter directory: their names, adapter_config.json, and the layers that its targets mean."""
+"""The files of a PEFT adapter directory: their names, adapter_config.json, and the layers that its targets select."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ BEGINNING_REMEDY = "Set it to the value of the adapter, or name another adapter 
 
 
 def adapter_config(lora: LoraConfig, targets: Sequence[str], base_model: SnapshotRef) -> bytes:
-    """The adapter's adapter_config.json. It names the base model by content, not where this machine has it."""
+    """Return the adapter's adapter_config.json. It names the base model by content, not by its path on this machine."""
     values = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -36,11 +36,11 @@ def adapter_config(lora: LoraConfig, targets: Sequence[str], base_model: Snapsho
 
 
 def check_same_settings(ours: bytes, directory: Path, remedy: str) -> str:
-    """Refuse the PEFT adapter in a directory where its rank, alpha or targets are not those of the adapter_config.json
-    `ours`. What it calls its base model.
+    """Check that the PEFT adapter in a directory has the rank, alpha and targets of the adapter_config.json `ours`.
+    Returns the base model that the adapter names.
 
     Raises:
-        UserError: saying what differs, or that there is no adapter.
+        UserError: the message says what differs, or that there is no adapter.
     """
     path = directory / ADAPTER_CONFIG
     try:
@@ -61,11 +61,11 @@ def check_same_settings(ours: bytes, directory: Path, remedy: str) -> str:
 
 
 def lora_targets(linear: Collection[str], targets: Sequence[str]) -> list[str]:
-    """The targets as PEFT takes them, sorted: ends of the names of linear layers. `linear`: the names of all that there
-    are but the model's head.
+    """Return the targets in PEFT's form, sorted: suffixes of the names of linear layers. `linear`: the names of all
+    linear layers except the model's head.
 
     Raises:
-        UserError: one matches no linear layer.
+        UserError: a target matches no linear layer.
     """
     ends = sorted({name.rpartition(".")[2] for name in linear})
     if list(targets) == [ALL_LINEAR]:

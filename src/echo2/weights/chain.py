@@ -1,7 +1,7 @@
 """Joins successive payloads into one, without reading or decoding weights.
 
-Each record of a segment is applied to what the one before it made, so a chain of deltas is one payload that has their
-records behind each other. A raw record needs nothing that came before it.
+Each record of a segment is applied to the result of the record before it, so a chain of deltas equals one payload with
+all their records in order. A raw record makes the records before it unnecessary.
 """
 
 from __future__ import annotations
@@ -42,8 +42,9 @@ def compose(steps: Sequence[Manifest]) -> Manifest:
 
 
 def is_anchor_due(steps: Sequence[Manifest]) -> bool:
-    """Whether the next payload without a base should be raw throughout: these, which lead to the newest snapshot from
-    nothing, are as many or have as many deltas as one payload may have, or the deltas are as large as the content."""
+    """Whether the next payload without a base should be raw throughout. `steps` lead from nothing to the newest
+    snapshot. A raw payload is due once they reach the number of deltas that one payload may have, or once their deltas
+    are as large as the content."""
     try:
         whole = compose(steps)
     except PeerError:  # they do not fit into one payload
@@ -58,7 +59,7 @@ def _num_deltas(segment: Segment) -> int:
 
 
 def _sent_file(entry: FileEntry, steps: Sequence[Manifest]) -> FileEntry:
-    """The entry of the newest step that sends this file; that of the first, where none does and it is the base's."""
+    """Return the entry of the newest step that sends this file, or the first step's if the file is from its base."""
     for step in reversed(steps):
         found = next((one for one in step.files if one.name == entry.name and one.digest == entry.digest), None)
         if found is None:
@@ -69,7 +70,7 @@ def _sent_file(entry: FileEntry, steps: Sequence[Manifest]) -> FileEntry:
 
 
 def _joined(parts: Sequence[Segment]) -> Segment:
-    """The records of one segment, joined over all payloads: a raw record needs nothing before it."""
+    """Join the records of one segment over all payloads. Records before a raw record are dropped."""
     records: list[Record] = []
     for part in parts:
         starts_anew = bool(part.records) and part.records[0].codec == RAW

@@ -1,9 +1,9 @@
 """A snapshot's content on disk. Payloads are applied in place, segment by segment, and each result is verified.
 
-The stream of tensors lies in one file and is never in memory: who wants a tensor reads it from there. A payload that
-breaks off half-way leaves a mixture of two snapshots, which is the content of none: `ref` is None then, and only a
-payload that needs no base can be applied. The same holds for a file that a killed process left: what of it is as a
-payload says, by its digest, stays; all else is made anew.
+The tensor stream lies in one file and is never in memory as a whole: tensors are read from the file on demand. A
+payload that fails half-way leaves a mixture of two snapshots. `ref` is None then, and only a payload without a base can
+be applied. The same holds for the file of a killed process. Segments in it that have the digest of the new payload
+stay; all others are written again.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from echo2.weights.manifest import DELTA, Manifest, Segment, TensorEntry, widths
 from echo2.weights.packs import write_at
 from echo2.weights.segments import ReadChunk, apply_segment, join_record
 
-#: Segments that are applied at once; each takes some 60 MB.
+#: Maximum number of segments applied at once; each takes some 60 MB.
 THREADS_MAX = 4
 
 
 class Content:
-    """`ref`: the snapshot that is here, verified; None: there is none. `path`: the file of its tensors."""
+    """A snapshot on disk. `ref`: the snapshot, verified; None: there is none. `path`: the file of its tensors."""
 
     def __init__(self, path: Path) -> None:
         self.ref: SnapshotRef | None = None
@@ -40,11 +40,11 @@ class Content:
         self._base_model: SnapshotRef | None = None
 
     def apply(self, manifest: Manifest, read_chunk: ReadChunk) -> None:
-        """Turn what is here into the manifest's content. `read_chunk` gives the bytes of a chunk by its hash.
+        """Apply a payload: afterwards this is the manifest's content. `read_chunk` gives the bytes of a chunk by hash.
 
         Raises:
-            PeerError: "base", when the payload is over another content than this, which then stays; "corrupt", when a
-                chunk, a record or a digest is wrong.
+            PeerError: "base", when the payload's base is not this content, which then stays; "corrupt", when a chunk, a
+                record or a digest is wrong.
             UserError: the disk is full or cannot be written or read.
             Whatever `read_chunk` raises.
         """
@@ -64,10 +64,10 @@ class Content:
         self.ref = manifest.ref
 
     def snapshot(self) -> Snapshot:
-        """The content as a snapshot. Its tensors are read when they are used, so they change with the next `apply`.
+        """Return the content as a snapshot. Its tensors are read when they are used, so the next `apply` changes them.
 
         Raises:
-            PeerError: "missing", when nothing is here; also when a tensor is read and the disk does not give it.
+            PeerError: "missing", when there is no complete snapshot; later also when a tensor cannot be read from disk.
         """
         if self.ref is None:
             raise PeerError("missing", "no snapshot is whole here")
@@ -80,8 +80,8 @@ class Content:
 
     @contextmanager
     def _opened(self, num_bytes: int) -> Iterator[tuple[int, int]]:
-        """The file, of this size, and the bytes that it had before. It takes room on the disk as it is written: a
-        manifest's claim alone takes none."""
+        """Open the file and set its size. Gives the file descriptor, and the size before. The file takes disk space
+        only as it is written: the size that a manifest claims takes none."""
         try:
             file = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o600)
             try:
@@ -98,7 +98,7 @@ class Content:
             raise write_failed(error, message) from error
 
     def _read(self, at: int, start: int, stop: int) -> memoryview:
-        """The bytes from `start` to `stop` of what lies at `at`."""
+        """Read the bytes from `start` to `stop` of the tensor at offset `at` of the file."""
         try:
             with open(self.path, "rb", buffering=0) as file:
                 data = os.pread(file.fileno(), stop - start, at + start)
@@ -117,7 +117,7 @@ def _num_threads() -> int:
 
 
 def _apply(file: int, old_bytes: int, read_chunk: ReadChunk, start: int, segment: Segment, width: int) -> None:
-    """Apply one segment in place in the file. Parts that are right already are not written."""
+    """Apply one segment in place in the file. Unless it is a delta, a segment that has its digest already stays."""
     is_there = start + segment.num_bytes <= old_bytes
     here = np.frombuffer(os.pread(file, segment.num_bytes, start) if is_there else b"", np.uint8)
     is_delta = bool(segment.records) and segment.records[0].codec == DELTA
@@ -126,7 +126,7 @@ def _apply(file: int, old_bytes: int, read_chunk: ReadChunk, start: int, segment
 
 
 def read_files(manifest: Manifest, read_chunk: ReadChunk, base: dict[str, bytes] | None = None) -> dict[str, bytes]:
-    """The files of a snapshot by name, those that are not sent from `base`.
+    """Return the files of a snapshot by name. Files that are not sent are taken from `base`.
 
     Raises:
         PeerError: "corrupt", when a file has other bytes than its digest says; "base", when a file is neither

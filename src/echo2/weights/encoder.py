@@ -27,7 +27,7 @@ from echo2.weights.segments import (
 
 Chunks = dict[bytes, memoryview]
 Keep = Callable[[int, Bytes, Segment, Chunks], None]
-"""(place in the tensor stream, the segment's bytes there, what becomes of them, its distinct chunks by hash)"""
+"""Called with (offset in the tensor stream, the segment's bytes, the encoded segment, its distinct chunks by hash)."""
 
 
 class SnapshotSource(Protocol):
@@ -43,7 +43,7 @@ class SnapshotSource(Protocol):
 
     @property
     def files(self) -> Mapping[str, bytes]:
-        """What makes the tensors a model."""
+        """The other files of the model (configuration, tokenizer), by name."""
 
     @property
     def base_model(self) -> SnapshotRef | None:
@@ -51,12 +51,12 @@ class SnapshotSource(Protocol):
 
 
 class Encoder:
-    """The payload of `target`, over `base` where one is given.
+    """Encodes the payload of `target`, over `base` if there is one.
 
-    `extents`: bytes of each segment, as `Manifest.extents`; by default as one process cuts them. `chunk_bytes`: the
-    size of all chunks; by default as suits the payload. `num_threads`: segments that are encoded at once. The target is
-    read in the order of its stream by whoever takes the parts, a segment or two ahead; the base by the threads. `keep`
-    is called by them with every segment that is encoded, before its chunks are among the parts.
+    `extents`: bytes of each segment, as `Manifest.extents`; by default those of `cut_stream`. `chunk_bytes`: the size
+    of all chunks; by default it depends on the payload. `num_threads`: segments that are encoded at once. The thread
+    that iterates over `parts` reads the target in stream order, a segment or two ahead. The encoder threads read the
+    base, and call `keep` with every encoded segment before `parts` yields its chunks.
 
     Raises:
         UserError: a dtype that snapshots cannot carry.
@@ -85,9 +85,9 @@ class Encoder:
             raise InvariantError(f"{base.ref} has other tensors than {target.ref}: there is no delta between them")
 
     def parts(self) -> Iterator[Chunks]:
-        """Distinct chunks by hash, about `SEGMENT_BYTES` at a time: all together those that the manifest names.
+        """Yield distinct chunks by hash, about `SEGMENT_BYTES` at a time; together all chunks that the manifest names.
 
-        The chunks are views of what is encoded, or of the target's tensors.
+        The chunks are views of encoded records, or of the target's tensors.
         """
         self._files, self._segments = [], []
         chunks = self._encode_files()
@@ -100,7 +100,7 @@ class Encoder:
         yield chunks
 
     def manifest(self) -> Manifest:
-        """The manifest, when all parts were taken.
+        """Return the manifest. Take all parts before.
 
         Raises:
             UserError: a name, shape or size that a manifest cannot carry.
@@ -117,7 +117,7 @@ class Encoder:
         )
 
     def _encode_segments(self) -> Iterator[tuple[Segment, Chunks]]:
-        """In order. One segment more than there are threads is read and not encoded yet, or encoded and not taken."""
+        """Yield encoded segments in order. At most one segment more than there are threads is under way at a time."""
         under_way: deque[Future[tuple[Segment, Chunks]]] = deque()
         starts = accumulate(self._extents, initial=0)
         widths = widths_of(self._tensors, self._extents)
@@ -141,7 +141,8 @@ class Encoder:
         return segment, chunks
 
     def _size_of_chunks(self, record_bytes: int) -> int:
-        """How to cut a record: as if all others were as large, or so that all whole payloads of it are cut alike."""
+        """Return the chunk size of a record: over a base as if all records were as large; without a base by the size of
+        the content, so that all whole payloads of this content are cut alike."""
         if self._chunk_bytes is not None:
             return self._chunk_bytes
         total = self._content_bytes if self._base is None else record_bytes * len(self._extents)

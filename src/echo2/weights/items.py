@@ -1,12 +1,12 @@
-"""Encodes the change of an array of items as a record, in the smallest of several forms, and applies it again.
+"""Encodes the change of an array of items as a record, in the smallest of several forms, and applies such records.
 
-    sparse steps   positions of the items that changed, and how far each went as an integer
+    sparse steps   positions of the items that changed, and the step of each as an integer
     dense steps    the step of every item, in symbols of 2, 4 or 8 bits
     step planes    the step of every item, as byte planes
-    split          the items whose magnitude is below a bound by themselves, then the others: a weight near zero changes
-                   far more often than a large one, since it is stored more finely
+    split          first the items whose magnitude is below a bound, then the others: weights near zero change far more
+                   often than large ones, since they are stored more finely
 
-Steps are small where values moved to a neighbour: the bf16 cast of an fp32 master goes one unit up or down, if at all.
+Steps are small if values move to a neighbour: the bf16 cast of an fp32 master weight moves one unit, if at all.
 """
 
 from __future__ import annotations
@@ -36,25 +36,24 @@ from echo2.weights.planes import (
 SPARSE_STEPS, DENSE_STEPS, STEP_PLANES, SPLIT = range(4)
 STEP_BITS = (2, 4, 8)
 
-SPARSE_BELOW = 0.05  # share of changed items below which nothing but a sparse form is tried
-SPARSE_UP_TO = 0.45  # share above which a sparse form is not tried: gaps shorter than a symbol of Huffman's
-WORTH_WAITING = 1.02  # a form that is slower must be smaller by this
-SAMPLE_ITEMS = 1 << 15  # items that are looked at before a form is chosen
+SPARSE_BELOW = 0.05  # share of changed items below which only the sparse form is tried
+SPARSE_UP_TO = 0.45  # share above which the sparse form is not tried: gaps would be shorter than a Huffman symbol
+WORTH_WAITING = 1.02  # a slower form must be smaller by this factor
+SAMPLE_ITEMS = 1 << 15  # items that are sampled to choose a form
 TRIAL_ITEMS = 1 << 14  # items on which forms are tried
-TRIAL_STEPS = 1 << 12  # steps on which the number of bits is tried where few items changed
+TRIAL_STEPS = 1 << 12  # steps on which numbers of bits are tried for the sparse form
 SAMPLE_RUN = 1 << 10
 
-SPLIT_FROM = 1 << 14  # items below which nothing is split off
-SPLIT_UP_TO = 0.2  # largest share to be split off
-SPLIT_COSTS = 0.125  # bits that must be saved for each item that is split off: it is gathered and scattered by itself
-SPLIT_SAVES = (
-    1 / 256
-)  # of the bytes of the items: below that 100 Mbit/s send them before four cores have made the split
+SPLIT_FROM = 1 << 14  # arrays with fewer items are not split
+SPLIT_UP_TO = 0.2  # largest share of the items that is split off
+SPLIT_COSTS = 0.125  # bits that a split must save for each item that it gathers and scatters
+# Share of the items' bytes that a split must save: below it, 100 Mbit/s send them before four cores make the split.
+SPLIT_SAVES = 1 / 256
 MAX_SPLITS = 4
 
 
 def encode_items(base: Items, target: Items, splits: int = MAX_SPLITS) -> bytes:
-    """The record that turns `base` into `target`, each [num_items]. It may be longer than `target` itself."""
+    """Return the record that turns `base` into `target`, each [num_items]. It may be longer than `target` itself."""
     sample = _sample(base.size, SAMPLE_ITEMS)
     base_sample, target_sample = _take(base, sample), _take(target, sample)
     bound = _bound(base_sample, base_sample != target_sample) if splits else 0
@@ -79,7 +78,7 @@ def encode_items(base: Items, target: Items, splits: int = MAX_SPLITS) -> bytes:
 
 
 def _magnitudes(items: Items) -> Items:
-    """The items without their sign, as numbers that order floats by size, in the top bits."""
+    """Return the items without their sign bit, shifted up by one bit: integers that order floats by magnitude."""
     return items << 1
 
 
@@ -96,10 +95,10 @@ def _exponents(items: Items) -> NDArray[np.uint8]:
 
 
 def _bound(base: Items, is_changed: NDArray[np.bool_]) -> int:
-    """The exponent below which items are best coded by themselves; 0 where that saves too little.
+    """Return the exponent below which items are best coded separately; 0 if that saves too little.
 
-    Computed from the entropy of positions alone. What is split off is taken at the entropy given its exponent, since it
-    may be split again; the others keep their places among all items.
+    Only the entropy of positions counts. Items that are split off count with the entropy given their exponent, since
+    they may be split again; the others keep their positions among all items.
     """
     if base.size < SPLIT_FROM:
         return 0
@@ -117,16 +116,16 @@ def _bound(base: Items, is_changed: NDArray[np.bool_]) -> int:
 
 
 def _position_bits(changed: NDArray[np.float64], items: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Entropy of which of so many items changed, if so many did."""
+    """Return the entropy, in bits, of the positions of `changed` changed items among `items`."""
     share = np.clip(changed / np.maximum(items, 1), 1e-9, 1 - 1e-9)
     return -items * (share * np.log2(share) + (1 - share) * np.log2(1 - share))
 
 
 def apply_items(reader: Reader, items: Items, splits: int = MAX_SPLITS) -> None:
-    """Turn `items`, which hold the base, into the target, in place. Part of a record that is corrupt may be applied.
+    """Turn `items`, which hold the base, into the target, in place. A corrupt record may be applied in part.
 
     Raises:
-        PeerError: "corrupt", where the record cannot be one of such items.
+        PeerError: "corrupt", when the record is not valid for these items.
     """
     form = reader.byte()
     if form == SPLIT:
@@ -157,7 +156,7 @@ def apply_items(reader: Reader, items: Items, splits: int = MAX_SPLITS) -> None:
 
 
 def _sparse(base: Items, target: Items, bound: int = 0) -> bytes:
-    """The positions and steps of the items that differ and are not below `bound`."""
+    """Encode the positions and steps of the items that differ and are not below `bound`."""
     differs = np.empty(base.size, np.bool_)
     for part in _blocks(base.size):
         np.not_equal(base[part], target[part], out=differs[part])
@@ -194,7 +193,7 @@ def _dense(form: int, bits: int, base: Items, target: Items) -> bytes:
 
 
 def _smallest_form(base: Items, target: Items, changed: float) -> tuple[int, int]:
-    """(form, bits a symbol) that is smallest on this sample; of forms about as small the one that is faster."""
+    """Return the (form, bits per symbol) that is smallest on this sample; among about equal sizes, the fastest."""
     forms = [(STEP_PLANES, 0), *((DENSE_STEPS, bits) for bits in STEP_BITS)]
     sizes = {form: len(_dense(*form, base, target)) for form in forms}
     if changed <= SPARSE_UP_TO:
@@ -210,7 +209,7 @@ def _steps(steps: Items, bits: int) -> bytes:
 
 
 def _sample(num_items: int, wanted: int) -> list[slice]:
-    """Runs spread evenly over the items, about as many items as wanted; all of them where there are few."""
+    """Return runs spread evenly over the items, with about `wanted` items in all; everything if there are fewer."""
     if num_items <= wanted:
         return [slice(0, num_items)]
     runs = wanted // SAMPLE_RUN

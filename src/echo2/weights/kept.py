@@ -1,6 +1,6 @@
-"""A worker's content and the payloads that lead to it. It serves other workers, and repairs the content after a crash.
+"""A worker's content and the payloads that lead to it, which serve other workers and restore the content after a crash.
 
-Nothing here runs by itself or waits for anything: the caller fetches, and says when to apply, list and throw away.
+Nothing here runs in the background or waits: the caller fetches, and decides when to apply, list and delete.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ log = logging.getLogger(__name__)
 
 
 class KeptContent(Content):
-    """The content of one worker, its store, and what of it adapters go in over."""
+    """The content of one worker, with the store of its payloads and of the base models of adapters."""
 
     def __init__(self, store: ChunkStore) -> None:
         super().__init__(store.directory / "content")
         self._store = store
 
     def base(self, ref: SnapshotRef) -> Snapshot:
-        """A base model, whose chunks are stored.
+        """Return a base model, made from its stored chunks.
 
         Raises:
-            PeerError: it is not whole here, or the disk altered it.
+            PeerError: the store does not have all of it, or the disk altered it.
             UserError: the disk is full.
         """
         manifest = self._store.manifest(PayloadId(ref))
@@ -41,7 +41,7 @@ class KeptContent(Content):
         return base.snapshot()
 
     def take_base(self, manifest: Manifest, own: Snapshot) -> None:
-        """Store the chunks of a base model that are in tensors which somebody has.
+        """Store the chunks of a base model, taken from the tensors of `own`, a copy on this machine.
 
         Raises:
             UserError: the disk is full.
@@ -54,7 +54,7 @@ class KeptContent(Content):
                 start += num_bytes
 
     def restore(self) -> None:
-        """Make the newest content that the store leads to. One that is damaged is forgotten.
+        """Restore the newest content that the store's payloads lead to. If it is damaged, its payloads are forgotten.
 
         Raises:
             UserError: the disk is full.
@@ -73,15 +73,16 @@ class KeptContent(Content):
             self._store.drop_snapshot(newest)
 
     def take(self, manifest: Manifest) -> None:
-        """Turn what is here into the content of this payload, whose chunks are stored; see `Content.apply`."""
+        """Apply a payload whose chunks are stored; see `Content.apply`."""
         if self.ref != manifest.ref:  # else an engine refused it, and it is tried again
             self.apply(manifest, self._store.get)
 
     def keep(self, manifest: Manifest) -> list[Manifest] | None:
-        """List the payload that led here. Returns what leads to the content now, and base models: all else may go.
+        """List the payload of the current content. Returns the payloads that are still needed, which are the chain that
+        leads to the content, and base models. All others may be deleted.
 
-        Where that has become long, the whole content is written, in the chunks that the learner makes of it. Nothing
-        may go then (None): others may still want the newest delta.
+        If the chain has become long, the whole content is stored too, in the same chunks as the learner makes. Returns
+        None then, and nothing may be deleted: peers may still need the newest delta.
 
         Raises:
             UserError: the disk is full.

@@ -1,23 +1,23 @@
 """The manifest of a payload: what a snapshot consists of, and in which chunks it is sent. It contains no weights.
 
-The tensors of a snapshot lie behind each other in one stream, wide items first, then in name order, so that every
-tensor is aligned to its items. The stream is cut into *segments*: a tensor, a shard of one, or several small tensors.
-Each segment has a digest of its bytes after applying, and the *records* that lead to those bytes, in this order:
+The tensors of a snapshot form one stream, wide items first, then in name order, so that every tensor is aligned to its
+items. The stream is cut into *segments*: a tensor, a shard of a tensor, or several small tensors. Each segment has a
+digest of its bytes after applying, and the *records* that lead to those bytes, in this order:
 
-    raw     the bytes as they are; whatever was there before does not matter
-    delta   what changed since the base, or since the record before (`items.py`)
+    raw     the bytes as they are, independent of the bytes before
+    delta   the change since the base, or since the record before (`items.py`)
 
-A segment without records is the base's. So a payload over a base may be one delta or several deltas in a row, and a
-payload without a base begins with a raw record in every segment. Each record is cut into chunks, named by their BLAKE3
-hash. A file is sent whole, or is the base's.
+A segment without records is unchanged from the base. So a payload over a base may be one delta or several deltas in a
+row, and a payload without a base begins with a raw record in every segment. Each record is cut into chunks, named by
+their BLAKE3 hash. A file is sent whole, or taken from the base.
 
-`Manifest.root` names the content: files, tensors and the digests of all segments. However the bytes were encoded, a
-renamed, missing, swapped or altered tensor changes it. There is one JSON text for one manifest (sorted keys, hashes in
-base64); anything else is refused. `to_bytes()` is that text: the learner sends it to the head. `to_wire()` is the text
-compressed: the head signs it and sends it to workers.
+`Manifest.root` names the content: files, tensors and the digests of all segments. A renamed, missing, swapped or
+altered tensor changes it, and the encoding does not. A manifest has exactly one JSON text (sorted keys, hashes in
+base64); any other text is refused. The learner sends this `text` to the head. The head signs `to_wire()`, the
+compressed text, and sends it to workers.
 
-An adapter's manifest names its `base_model`, the frozen model that the tensors belong to. A base model is a snapshot of
-a policy of its own, which has no other and is named by its content: whoever has the bytes can tell the name.
+An adapter's manifest names its `base_model`, the frozen model that the tensors belong to. A base model is the only
+snapshot of its own policy and is named by its content: its name can be computed from its bytes.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ HASH_BYTES = 32
 
 MAX_MANIFEST_BYTES = 32 << 20  # half of the largest message
 WIRE_LEVEL = 3
-MAX_CHUNK_BYTES = 1 << 20  # as transport: small enough to be re-requested, large enough to fill a link
+MAX_CHUNK_BYTES = 1 << 20  # as in transport: small enough to be re-requested, large enough to fill a link
 MAX_CHUNKS = 1 << 20  # 1 TiB in all
-MAX_SEGMENT_BYTES = 64 << 20  # who applies one needs a few times its size in memory
+MAX_SEGMENT_BYTES = 64 << 20  # applying a segment takes a few times its size in memory
 MAX_SEGMENTS = 1 << 18
-MAX_DELTAS = 24  # of one segment in one payload; whoever publishes sends a whole content in time
-MAX_CONTENTS = 3  # a payload is at most so many times as large as what it leads to
+MAX_DELTAS = 24  # of one segment in one payload; a whole content is published before there are more
+MAX_CONTENTS = 3  # a payload is at most this many times as large as its content
 MAX_TENSORS = 1 << 18  # the largest mixtures of experts have about 100 000
 MAX_FILES = 256
 MAX_FILE_BYTES = 256 << 20  # of all files together; large tokenizers have about 30 MB
@@ -98,7 +98,7 @@ class Record:
 
 @dataclass(frozen=True, slots=True)
 class FileEntry:
-    """One file of the snapshot: a plain name, no directories. `record`: None, it is not sent; it is the base's file.
+    """One file of the snapshot: a plain name, no directories. `record`: None if the file is taken from the base.
     `digest`: BLAKE3 of its bytes."""
 
     name: str
@@ -109,7 +109,7 @@ class FileEntry:
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """The next `num_bytes` of the tensor stream. `digest`: BLAKE3 of them when every record is applied."""
+    """The next `num_bytes` of the tensor stream. `digest`: BLAKE3 of these bytes after all records are applied."""
 
     num_bytes: int
     digest: bytes
@@ -118,7 +118,7 @@ class Segment:
 
 @dataclass(frozen=True)
 class Manifest:
-    """What one payload is made of. A constructed manifest is consistent in itself and within every limit.
+    """The description of one payload. A constructed manifest is consistent in itself and within every limit.
 
     Raises:
         UserError: names the entry that is inconsistent or over a limit, and the value.
@@ -146,7 +146,7 @@ class Manifest:
 
     @property
     def payload(self) -> PayloadId:
-        """The name of the payload: what it makes, and over which base."""
+        """The name of the payload: its snapshot and its base."""
         return PayloadId(self.ref, self.base)
 
     @property
@@ -181,26 +181,26 @@ class Manifest:
 
     @cached_property
     def root(self) -> bytes:
-        """BLAKE3 of what the snapshot consists of: every file and tensor, the digest of every segment, and the base
-        model. The same for every payload that leads to the same content, if its tensors are cut in the same way."""
+        """BLAKE3 over every file and tensor entry, the digest of every segment, and the base model. It is the same for
+        every payload that leads to the same content, if the tensor stream is cut in the same way."""
         files = [(entry.name, entry.num_bytes, entry.digest) for entry in self.files]
         segments = [(segment.num_bytes, segment.digest) for segment in self.segments]
         content = [files, self.tensors, segments, self.base_model]
         return blake3(msgspec.json.encode(content, order="sorted")).digest()
 
     def records(self) -> Iterator[Record]:
-        """Everything that is sent, in stream order."""
+        """Yield all records that are sent: the files', then the segments' in stream order."""
         yield from (entry.record for entry in self.files if entry.record is not None)
         for segment in self.segments:
             yield from segment.records
 
     @cached_property
     def text(self) -> bytes:
-        """The canonical JSON text, made once: it is stored and sent as it was read."""
+        """The canonical JSON text, encoded once. It is stored and sent in this form."""
         return msgspec.json.encode(self, order="sorted")
 
     def to_wire(self) -> bytes:
-        """The text, compressed: it goes to every worker, and names are most of it."""
+        """Return the compressed text: it goes to every worker, and consists mostly of names."""
         return zstandard.ZstdCompressor(level=WIRE_LEVEL).compress(self.text)
 
     @classmethod
@@ -254,11 +254,11 @@ def stream_order(name: str, dtype: str) -> tuple[int, str]:
 
 
 def widths_of(tensors: Iterable[TensorEntry], extents: Iterable[int]) -> Iterator[int]:
-    """Bytes of one item in each segment of a stream that is cut into `extents`.
+    """Yield the item width, in bytes, of each segment of a stream that is cut into `extents`.
 
     Raises:
-        UserError: a segment is empty, holds items of different sizes or a part of one, or the segments are not the
-            stream.
+        UserError: a segment is empty, holds items of different sizes or a part of an item, or the segments do not add
+            up to the stream.
     """
     entries = iter(tensors)
     left, width = 0, 1
@@ -287,7 +287,7 @@ def widths_of(tensors: Iterable[TensorEntry], extents: Iterable[int]) -> Iterato
 def name_base_model(
     tensors: Sequence[TensorEntry], segments: Iterable[tuple[int, bytes]], config_digest: bytes
 ) -> SnapshotRef:
-    """The name of a base model: one byte more, less or other in a tensor or in config.json makes another.
+    """Return the name of a base model. Any other byte in a tensor or in config.json gives another name.
 
     segments       (bytes, BLAKE3 digest) of each segment of the tensor stream, as `segments.cut_stream` cuts it
     config_digest  BLAKE3 of config.json

@@ -1,7 +1,7 @@
 """A Hugging Face model directory: its files, and its weights as a base model, read when they are needed.
 
-A base model is what the directory holds, byte for byte, so learner and workers give it the same name wherever each has
-it from. No torch here.
+A base model is the contents of the directory, byte for byte, so learner and workers give it the same name wherever they
+got it. No torch here.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from echo2.types import Snapshot, SnapshotRef, StoredTensor
 from echo2.weights.adapter_files import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from echo2.weights.segments import base_model_of
 
-# What a snapshot carries beside the weights, so that a worker needs no hub.
+# The files that a snapshot carries besides the weights, so that a worker needs no hub.
 MODEL_FILES = (
     "config.json",
     "generation_config.json",
@@ -34,16 +34,16 @@ MODEL_FILES = (
     "chat_template.json",
 )
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
-#: A header is small; what claims more is no safetensors file.
+#: Headers are small: a file that claims a larger one is not safetensors.
 MAX_HEADER_BYTES = 100 << 20
 
 
 def find_model(path: str, setting: str = "model.path") -> Path:
-    """A model directory, or that of a hub id: from the local cache where it is complete, else downloaded. `setting`:
-    where the user wrote it.
+    """Return the model directory of a path or a hub id. A hub model comes from the local cache if it is complete there,
+    else it is downloaded. `setting`: the setting that has the path, for messages.
 
     Raises:
-        UserError: there is none.
+        UserError: there is no such model.
     """
     if Path(path).is_dir():
         return Path(path)
@@ -66,17 +66,17 @@ def find_model(path: str, setting: str = "model.path") -> Path:
 
 
 def model_files(directory: Path) -> dict[str, bytes]:
-    """Those of `MODEL_FILES` that are there."""
+    """Return the files of `MODEL_FILES` that the directory has."""
     return {name: (directory / name).read_bytes() for name in MODEL_FILES if (directory / name).is_file()}
 
 
 def read_base_model(directory: Path) -> Snapshot:
-    """The base model in a directory. Its bytes are read once, for the name; then again, tensor by tensor, when needed.
+    """Return the base model in a directory. All bytes are read once, for the name. Tensors are read again on demand.
 
-    A head that is tied to the embedding is left out where the files hold both: engines make it of the embedding.
+    A head that is tied to the embedding is left out even if the files have it: engines use the embedding.
 
     Raises:
-        UserError: there is no config.json, or the weights are no safetensors that can be read.
+        UserError: there is no config.json, or the weights are not readable safetensors.
     """
     files = model_files(directory)
     try:
@@ -91,18 +91,18 @@ def read_base_model(directory: Path) -> Snapshot:
 
 
 def stored_weights(directory: Path) -> dict[str, StoredTensor]:
-    """The tensors of a model directory by name, to be read when they are needed.
+    """Return the tensors of a model directory by name. They are read on demand.
 
-    Raises: OSError, ValueError, KeyError, TypeError, AttributeError: they are no safetensors that can be read.
+    Raises: OSError, ValueError, KeyError, TypeError, AttributeError: they are not readable safetensors.
     """
     return {key: each for name in _weight_files(directory) for key, each in _stored_tensors(directory / name).items()}
 
 
 def read_adapter(directory: Path, ref: SnapshotRef, base_model: SnapshotRef) -> Snapshot:
-    """The PEFT adapter in a directory, to be called `ref`. Its tensors are read when they are needed.
+    """Return the PEFT adapter in a directory as the snapshot `ref`. Its tensors are read on demand.
 
     Raises:
-        UserError: there is none that can be read.
+        UserError: there is no readable adapter.
     """
     try:
         files = {ADAPTER_CONFIG: (directory / ADAPTER_CONFIG).read_bytes()}
@@ -112,10 +112,10 @@ def read_adapter(directory: Path, ref: SnapshotRef, base_model: SnapshotRef) -> 
 
 
 def tensor_shapes(file: Path) -> dict[str, tuple[int, ...]]:
-    """The shape of each tensor in a safetensors file; no weights are read.
+    """Return the shape of each tensor in a safetensors file; no weights are read.
 
     Raises:
-        UserError: it is none that can be read.
+        UserError: the file is not readable safetensors.
     """
     try:
         with file.open("rb") as opened:
@@ -126,7 +126,7 @@ def tensor_shapes(file: Path) -> dict[str, tuple[int, ...]]:
 
 
 def _weight_files(directory: Path) -> list[str]:
-    """As transformers chooses: one file, else those of the index."""
+    """Return the weight files that transformers would choose: the single file, else those of the index."""
     if (directory / WEIGHTS).is_file():
         return [WEIGHTS]
     index: dict[str, Any] = parse_json((directory / INDEX).read_bytes())
@@ -137,7 +137,7 @@ def _weight_files(directory: Path) -> list[str]:
 
 
 def _header(length: bytes, read: Any) -> tuple[dict[str, Any], int]:
-    """The entries of a safetensors header by tensor name, and where the data begins."""
+    """Return the entries of a safetensors header by tensor name, and the offset of the data."""
     size = int.from_bytes(length, "little")
     if size > MAX_HEADER_BYTES:
         raise ValueError(f"its header claims {size} bytes")
@@ -162,7 +162,7 @@ def _stored_tensors(file: Path) -> dict[str, StoredTensor]:
 
 
 def _read(file: Path, offset: int, start: int, stop: int) -> memoryview:
-    """Read and not mapped: the pages of a mapped file count as the process's memory for as long as there is any."""
+    """Read bytes without mapping the file: mapped pages count as the process's memory while any memory is free."""
     data = np.fromfile(file, np.uint8, stop - start, offset=offset + start)
     if data.size != stop - start:
         raise UserError(f"{file} became shorter while it was read, probably because it is being replaced. Start again.")

@@ -1,11 +1,11 @@
-"""Chunks on disk, behind each other in a few large files: a file for each costs more than all else done with a chunk.
+"""Stores chunks in a few large files: one file for each chunk would cost more than all other work on the chunk.
 
-    <directory>/<number>.pack     of each chunk its hash (32 bytes), its size (4 bytes) and its bytes
+    <directory>/<number>.pack     for each chunk: its hash (32 bytes), its size (4 bytes) and its bytes
 
-Chunks are only ever written behind the last one, so what a killed process leaves half-written is at the end of a pack:
-it is cut off at the next opening, as is all behind a header that a disk has altered. The hash of a chunk that is
-forgotten is written over. A pack goes when less than half of it is still needed; what is, is written again behind the
-newest chunk. So the packs take at most twice the room of what they hold.
+Chunks are only appended, so a chunk that a killed process leaves half-written is at the end of a pack. The next opening
+cuts it off, and also everything behind a header that the disk has altered. The hash of a forgotten chunk is
+overwritten. A pack is deleted when less than half of it is still needed; its needed chunks are first appended to the
+newest pack. So the packs take at most twice the space of their chunks.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from echo2.weights.manifest import HASH_BYTES, MAX_CHUNK_BYTES
 
 log = logging.getLogger(__name__)
 
-#: From this size on a pack is not continued. All of what comes with one payload goes at about the same time.
+#: A pack of this size is not extended. The chunks of one payload are deleted at about the same time.
 PACK_BYTES = 64 << 20
 
-#: Errors that say nothing of the bytes on disk: too many files are open, or memory is short.
+#: Errors that do not mean damaged bytes on disk: too many files are open, or memory is short.
 PASSING = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM})
 _NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT})
 
@@ -38,7 +38,7 @@ _HEADER = struct.Struct(f"<{HASH_BYTES}sI")
 
 @dataclass(frozen=True, slots=True)
 class ChunkPlace:
-    """Where the bytes of a chunk are."""
+    """Where the bytes of a chunk are stored."""
 
     pack: int
     start: int
@@ -46,7 +46,7 @@ class ChunkPlace:
 
 
 class Packs:
-    """The chunks in a directory, by hash. Hashes are the caller's to check. Any thread may call anything.
+    """The chunks in a directory, by hash. The caller checks hashes. Any thread may call any method.
 
     Raises:
         OSError: the directory cannot be used.
@@ -73,32 +73,32 @@ class Packs:
         return self.directory / f"{number}.pack"
 
     def place(self, hash_: bytes) -> ChunkPlace | None:
-        """Where a chunk is; None: it is not here."""
+        """Return where a chunk is stored; None: it is not stored here."""
         return self._places.get(hash_)
 
     def hashes(self) -> list[bytes]:
-        """Of all chunks that are here."""
+        """Return the hashes of all stored chunks."""
         return list(self._places)
 
     def forget(self, hash_: bytes) -> ChunkPlace | None:
-        """From now on this chunk is not here; where it was. Its bytes stay until `sweep`."""
+        """Remove a chunk from the index, and return its place. Its bytes stay on disk until `sweep`."""
         place = self._places.pop(hash_, None)
         if place is not None:
             self._forgotten.append(place)
         return place
 
     def drop(self, hash_: bytes) -> None:
-        """Forget a chunk that the disk altered, for the next opening too: its place is not trusted any more."""
+        """Forget a chunk that the disk altered, and overwrite its hash, so that the next opening does not find it."""
         place = self.forget(hash_)
         if place is not None:
-            with suppress(OSError):  # on such a disk it is found wrong once more then
+            with suppress(OSError):  # if this fails, the chunk is found and refused once more
                 self._erase(place)
 
     def append(self, chunks: Iterable[tuple[bytes, bytes | memoryview]]) -> None:
-        """Write (hash, bytes) of chunks, in order; those that are here already are not written again.
+        """Store chunks, given as (hash, bytes), in order. Chunks that are stored already are not written again.
 
         Raises:
-            OSError: the disk is full or cannot be written: the chunks before are here, this one and the rest are not.
+            OSError: the disk is full or cannot be written; only the chunks before the one that failed are stored.
         """
         with self._writing:
             for hash_, data in chunks:
@@ -107,10 +107,10 @@ class Packs:
                     self._places[hash_] = self._write(hash_, data)
 
     def read(self, place: ChunkPlace) -> bytes:
-        """The bytes there, whatever the disk made of them; fewer where the pack has become shorter.
+        """Return the bytes of a place, unverified; fewer bytes if the pack has become shorter.
 
         Raises:
-            OSError: it can't be read, or a sweep has moved the chunk.
+            OSError: the pack cannot be read, or a sweep has moved the chunk.
         """
         file = os.open(self.path(place.pack), os.O_RDONLY)
         try:
@@ -119,11 +119,11 @@ class Packs:
             os.close(file)
 
     def sweep(self) -> None:
-        """Give the room of forgotten chunks back to the disk. Where that is broken off, they are here after the next
-        opening, to be forgotten again. A full disk breaks it off: a pack stays while there is no room to move the rest.
+        """Free the disk space of forgotten chunks. If a sweep is interrupted, these chunks reappear at the next opening
+        and must be forgotten again. A full disk interrupts it: a pack stays while its needed chunks cannot be moved.
 
         Raises:
-            OSError: a pack can't be deleted, read or written.
+            OSError: a pack cannot be deleted, read or written.
         """
         with self._sweeping:
             kept = Counter[int]()
@@ -136,7 +136,7 @@ class Packs:
             for hash_, place in list(self._places.items()):
                 moving[place.pack].append((hash_, place))
             try:
-                for number in sorted(sparse, key=lambda number: kept[number]):  # first those that need no room
+                for number in sorted(sparse, key=lambda number: kept[number]):  # least to move first
                     for hash_, place in moving[number]:
                         self._move(hash_, place)
                     self.path(number).unlink(missing_ok=True)
@@ -152,7 +152,7 @@ class Packs:
         data = b""
         try:
             data = self.read(place)
-        except OSError as error:  # a disk that can't read it: it is not here any more
+        except OSError as error:  # unreadable: the chunk is lost
             if error.errno in PASSING:
                 raise
         with self._writing:
@@ -191,7 +191,7 @@ class Packs:
 
 
 def write_at(file: int, start: int, data: bytes | memoryview) -> None:
-    """Write all of it, from this place of the file on.
+    """Write all bytes at offset `start` of the file.
 
     Raises:
         OSError: the disk is full or cannot be written.
@@ -203,7 +203,7 @@ def write_at(file: int, start: int, data: bytes | memoryview) -> None:
 
 
 def _scan(path: Path, number: int) -> Iterator[tuple[bytes, ChunkPlace]]:
-    """The chunks of a pack, up to the first that is not whole."""
+    """Yield the chunks of a pack, up to the first incomplete chunk."""
     with path.open("rb", buffering=0) as pack:
         size, at = os.fstat(pack.fileno()).st_size, 0
         while at + _HEADER.size <= size:

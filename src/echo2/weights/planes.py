@@ -1,17 +1,17 @@
 """Entropy coding of the parts of a delta: byte planes, increasing positions, and steps. Works on whole arrays.
 
-A *plane* is an array of bytes that are alike, so that zstd's Huffman stage has one distribution to model. Match finding
-is all but switched off: in planes of chance there is nothing to match, and accidental matches cost more than they save.
+A *plane* is an array of bytes with one distribution, for zstd's Huffman stage to model. Match finding is almost
+switched off: random planes have nothing to match, and accidental matches cost more than they save.
 
-*Positions* are sent as gaps. A gap is sent in bytes: 255 says "255 further", anything less ends it. Where positions are
-a matter of chance, gaps are geometric, and a geometric distribution has no memory, so nothing is lost against coding
-each gap as it is. Where gaps are long their low bytes, which are then all but uniform, go in a plane of their own.
+*Positions* are sent as gaps, and a gap as bytes: 255 means "255 further", and a smaller byte ends the gap. If positions
+are random, gaps are geometric. A geometric distribution is memoryless, so this loses nothing against coding each gap as
+one symbol. If gaps are long, their low bytes are almost uniform and go into a plane of their own.
 
 *Steps* are differences of items read as integers, modulo their width: a step of -1, 0 or +1 takes 2 bits of a plane
-before entropy coding. Four of them, or two of 4 bits, make one byte, since Huffman coding wants symbols of several
-bits. The largest symbol stands for any other step, which follows in planes of its own.
+before entropy coding. Four such symbols, or two of 4 bits, make one byte, since Huffman coding needs symbols of several
+bits. The largest symbol stands for any other step; those steps follow in planes of their own.
 
-What is read here may come from a stranger: sizes are checked against what is possible before memory is taken.
+The input of a reader may come from an untrusted peer: sizes are checked before memory is allocated.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Items = NDArray[Any]  # unsigned integers of 1, 2, 4 or 8 bytes
 Positions = NDArray[np.int64]
 
 LONG_GAP = 500  # mean gap from which low bytes have a plane of their own; both forms cost the same there
-BLOCK_ITEMS = 1 << 16  # items worked on at once, so that what is in between stays in the processor's cache
+BLOCK_ITEMS = 1 << 16  # items processed at once, so that intermediate results stay in the CPU cache
 UNSIGNED: Mapping[int, np.dtype[Any]] = MappingProxyType({width: np.dtype(f"<u{width}") for width in (1, 2, 4, 8)})
 SIGNED: Mapping[int, np.dtype[Any]] = MappingProxyType({width: np.dtype(f"<i{width}") for width in (1, 2, 4, 8)})
 
@@ -67,7 +67,7 @@ class Writer:
         self._parts.append(data)
 
     def plane(self, plane: NDArray[np.uint8]) -> None:
-        """A plane; its size is not written: the reader knows it."""
+        """Add a compressed plane. Its size is not written: the reader knows it."""
         if plane.size:
             frame = zstandard.ZstdCompressor(compression_params=_HUFFMAN_ONLY).compress(
                 np.ascontiguousarray(plane).data
@@ -76,15 +76,15 @@ class Writer:
             self._parts.append(frame)
 
     def record(self) -> bytes:
-        """All parts, in the order in which they were added."""
+        """Return all parts, in the order in which they were added."""
         return b"".join(self._parts)
 
 
 class Reader:
-    """Takes a record apart again.
+    """Reads the parts of one record.
 
     Raises:
-        PeerError: "corrupt", for whatever a `Writer` could not have written.
+        PeerError: "corrupt", for a record that no `Writer` could have written.
     """
 
     def __init__(self, data: memoryview) -> None:
@@ -101,13 +101,13 @@ class Reader:
         return self.raw(1)[0]
 
     def raw(self, num_bytes: int) -> memoryview:
-        """Take so many bytes as they are."""
+        """Take `num_bytes` bytes as they are."""
         require(num_bytes <= self._rest.nbytes, f"{self._rest.nbytes} bytes left of {num_bytes}")
         taken, self._rest = self._rest[:num_bytes], self._rest[num_bytes:]
         return taken
 
     def plane(self, num_bytes: int) -> NDArray[np.uint8]:
-        """The next plane, of exactly `num_bytes`: a frame that claims to hold anything else is not opened."""
+        """Take a plane of exactly `num_bytes`. A frame that claims another size is not decompressed."""
         if not num_bytes:
             return np.empty(0, np.uint8)
         frame = self.raw(self.number(self._rest.nbytes))
@@ -121,7 +121,7 @@ class Reader:
         return np.frombuffer(data, np.uint8)
 
     def end(self) -> None:
-        """Nothing may be left."""
+        """Check that nothing is left."""
         require(not self._rest.nbytes, f"{self._rest.nbytes} bytes too many")
 
 
@@ -132,8 +132,8 @@ def require(is_true: bool, complaint: str) -> None:
 
 
 def where(mask: NDArray[np.bool_]) -> Positions:
-    """The indices at which the mask is true. Works by words of 8 where these are rare, because numpy alone mispredicts
-    a branch for each.
+    """Return the indices at which the mask is true. If they are rare, words of 8 are searched first, because numpy
+    alone mispredicts a branch for each index.
     """
     positions: Positions
     if mask.size < 64 or np.count_nonzero(mask) > mask.size // 10:
@@ -198,7 +198,7 @@ def read_positions(reader: Reader, count: int, num_items: int) -> Positions:
 
 
 def write_item_planes(out: Writer, items: Items) -> None:
-    """Items as one plane for each of their bytes, the lowest first."""
+    """Encode items as one plane for each of their bytes, the lowest first."""
     for shift in range(0, 8 * items.itemsize, 8):
         plane = np.empty(items.size, np.uint8)
         for start in range(0, items.size, BLOCK_ITEMS):
@@ -207,7 +207,7 @@ def write_item_planes(out: Writer, items: Items) -> None:
 
 
 def read_item_planes(reader: Reader, count: int, width: int) -> Items:
-    """`count` items of `width` bytes from their byte planes, lowest first."""
+    """Decode `count` items of `width` bytes from their byte planes, the lowest first."""
     items = np.zeros(count, UNSIGNED[width])
     for shift in range(0, 8 * width, 8):
         plane = reader.plane(count)
@@ -217,7 +217,7 @@ def read_item_planes(reader: Reader, count: int, width: int) -> Items:
 
 
 def zigzag(steps: Items) -> Items:
-    """Steps modulo their width as numbers that are small for small steps of either sign: 0, -1, 1, -2, 2 ..."""
+    """Map steps modulo their width to numbers that are small for small steps: 0, -1, 1, -2 as 0, 1, 2, 3."""
     signs = (steps.view(SIGNED[steps.itemsize]) >> (8 * steps.itemsize - 1)).view(steps.dtype)
     return (steps << 1) ^ signs
 
@@ -228,7 +228,7 @@ def unzigzag(numbers: Items) -> Items:
 
 
 def write_steps(out: Writer, bits: int, count: int, steps_of: Callable[[int, int], Items]) -> None:
-    """`count` steps, of which `steps_of(start, stop)` gives a part, in symbols of 2, 4 or 8 bits."""
+    """Encode `count` steps in symbols of 2, 4 or 8 bits. `steps_of(start, stop)` gives a part of the steps."""
     top, per_byte = (1 << bits) - 1, 8 // bits
     packed = np.empty(-(-count // per_byte), np.uint8)
     others: list[Items] = []
@@ -288,7 +288,7 @@ def _unpack(packed: NDArray[np.uint8], bits: int) -> NDArray[np.uint8]:
 
 
 def _symbol_table(bits: int) -> Items:
-    """For every byte the symbols in it, one a byte, as one number."""
+    """Return for every byte its symbols, one per byte, as one number."""
     every = np.arange(256)
     table = sum(((every >> (bits * place)) & ((1 << bits) - 1)) << (8 * place) for place in range(8 // bits))
     return np.asarray(table, "<u4" if bits == 2 else "<u2")

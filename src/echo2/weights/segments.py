@@ -1,7 +1,7 @@
-"""Encodes one segment as a record and chunks, and decodes it, without any other segment.
+"""Encodes one segment as a record and chunks, and decodes it, independently of all other segments.
 
-So whoever holds a shard of a tensor encodes that shard alone, several do so in parallel, and nobody needs memory for
-more than the segment, its base, and what lies between them.
+So a process encodes only the shards of tensors that it holds, several processes encode in parallel, and each needs
+memory only for the segment, its base and the difference between them.
 """
 
 from __future__ import annotations
@@ -36,25 +36,25 @@ from echo2.weights.planes import UNSIGNED, Reader
 
 SEGMENT_BYTES = 16 << 20
 MIN_CHUNK_BYTES = 32 << 10
-PASSING_BYTES = 4 << 20  # from which on a buffer is asked of the system
-PEEK_BYTES = 64 << 10  # compared first: as a rule something has changed there
+PASSING_BYTES = 4 << 20  # buffers of at least this size are mapped from the system
+PEEK_BYTES = 64 << 10  # compared first: usually there is a change in these bytes
 CHUNKS_AIMED_AT = 512
 """Enough to spread over many links, few enough to handle: 64 MiB go in chunks of 128 KiB."""
 
 Bytes = NDArray[np.uint8]
 Chunks = dict[bytes, memoryview]
 ReadChunk = Callable[[bytes], bytes | memoryview]
-"""The bytes of a chunk by its hash, which whoever keeps it has checked (`ChunkStore.get`)."""
+"""Returns the bytes of a chunk by its hash, verified (`ChunkStore.get`)."""
 
 
 def chunk_bytes_for(num_bytes: int) -> int:
-    """The size of the chunks (but the last) of a payload of `num_bytes`: a power of two, 32 KiB to 1 MiB."""
+    """Return the size of the chunks (except the last) of a payload of `num_bytes`: a power of two, 32 KiB to 1 MiB."""
     wanted = max(1, num_bytes // CHUNKS_AIMED_AT)
     return min(max(MIN_CHUNK_BYTES, 1 << (wanted - 1).bit_length()), MAX_CHUNK_BYTES)
 
 
 def tensor_index(tensors: Mapping[str, TensorSource]) -> tuple[TensorEntry, ...]:
-    """The tensors in the order of the tensor stream.
+    """Return the entries of the tensors in the order of the tensor stream.
 
     Raises:
         UserError: a dtype that snapshots cannot carry, or more or fewer bytes than the shape needs.
@@ -72,8 +72,8 @@ def tensor_index(tensors: Mapping[str, TensorSource]) -> tuple[TensorEntry, ...]
 
 
 def cut_stream(entries: Iterable[TensorEntry]) -> tuple[int, ...]:
-    """Bytes of each segment where one process holds all tensors: large tensors are cut, small neighbours of one item
-    width share a segment."""
+    """Return the bytes of each segment if one process holds all tensors. Large tensors are cut; small neighbours of one
+    item width share a segment."""
     extents: list[int] = []
     for _, group in groupby(entries, key=lambda entry: item_bytes(entry.dtype)):
         last = 0  # bytes of the segment that the next tensor of this width may share
@@ -88,14 +88,14 @@ def cut_stream(entries: Iterable[TensorEntry]) -> tuple[int, ...]:
 
 
 def gather(tensors: Mapping[str, TensorSource], extents: Iterable[int]) -> Iterator[Bytes]:
-    """The bytes of each segment, read when it is its turn: as they are where they lie in one piece, else a copy."""
+    """Yield the bytes of each segment, read when its turn comes: a copy only if they lie in several pieces."""
     return (read() for read in readers(tensors, extents))
 
 
 def readers(tensors: Mapping[str, TensorSource], extents: Iterable[int]) -> Iterator[Callable[[], Bytes]]:
-    """What reads the bytes of each segment, at any time and in any thread that the tensors can be read in."""
+    """Yield for each segment a function that reads its bytes, at any time and in any thread that can read tensors."""
     entries = iter(tensor_index(tensors))
-    source, at, end = None, 0, 0  # the tensor at hand, and how much of it is taken
+    source, at, end = None, 0, 0  # the current tensor, the bytes taken of it, and its size
     for extent in extents:
         parts: list[tuple[TensorSource, int, int]] = []
         while extent:
@@ -115,7 +115,7 @@ def _read(parts: Iterable[tuple[TensorSource, int, int]]) -> Bytes:
 
 
 def base_model_of(tensors: Mapping[str, TensorSource], config: bytes) -> SnapshotRef:
-    """The name of the base model that these tensors and this config.json are: reads all bytes, a segment at a time.
+    """Return the name of the base model of these tensors and this config.json. Reads all bytes, a segment at a time.
 
     Raises:
         UserError: as `tensor_index`.
@@ -129,12 +129,12 @@ def base_model_of(tensors: Mapping[str, TensorSource], config: bytes) -> Snapsho
 def encode_segment(
     target: Bytes, width: int, base: Bytes | None = None, chunk_bytes: Callable[[int], int] = chunk_bytes_for
 ) -> tuple[Segment, dict[bytes, memoryview]]:
-    """A segment as one record, and its distinct chunks by hash: what changed since `base`, or its bytes as they are
-    where there is no base or they take no more.
+    """Encode a segment as one record. Returns it with its distinct chunks by hash. The record is a delta over `base`,
+    or raw if there is no base or the delta is not smaller. A segment that equals `base` has no record.
 
     target, base  [num_bytes] the bytes of the segment; the chunks of a raw record are views of `target`
     width         bytes of one item
-    chunk_bytes   the size of the chunks of a record of so many bytes
+    chunk_bytes   gives the size of the chunks by the bytes of the record
     """
     digest = blake3(target.data).digest()
     if base is not None and np.array_equal(base[:PEEK_BYTES], target[:PEEK_BYTES]) and np.array_equal(base, target):
@@ -148,7 +148,7 @@ def encode_segment(
 
 
 def cut_record(codec: str, data: memoryview, chunk_bytes: int) -> tuple[Record, dict[bytes, memoryview]]:
-    """The record of these encoded bytes, and its distinct chunks by hash."""
+    """Cut encoded bytes into chunks. Returns the record, and its distinct chunks by hash."""
     named = []
     for start in range(0, data.nbytes, chunk_bytes):
         chunk = data[start : start + chunk_bytes]
@@ -157,14 +157,14 @@ def cut_record(codec: str, data: memoryview, chunk_bytes: int) -> tuple[Record, 
 
 
 def apply_segment(segment: Segment, width: int, base: Bytes, read_chunk: ReadChunk) -> Bytes:
-    """The bytes of a segment, verified. `base` stays as it is.
+    """Apply the records of a segment, and return its verified bytes. `base` is not changed.
 
-    base          [num_bytes] what was there before, whatever it was where the first record is raw
+    base          [num_bytes] the bytes before; not used if the first record is raw
     read_chunk    gives the bytes of a chunk by its hash
 
     Raises:
-        PeerError: "corrupt", when a chunk does not have its size, a record cannot be one, or the result is not what
-            the segment says.
+        PeerError: "corrupt", when a chunk does not have its size, a record is invalid, or the result does not have the
+            digest of the segment.
         Whatever `read_chunk` raises.
     """
     now = base
@@ -184,15 +184,15 @@ def apply_segment(segment: Segment, width: int, base: Bytes, read_chunk: ReadChu
 
 
 def merge_deltas(segment: Segment, width: int, read_chunk: ReadChunk, num_segments: int) -> tuple[Segment, Chunks]:
-    """The segment with its deltas added up to one, and the chunks of that by hash. Steps are added without what they
-    are added to; a delta with items split off by their magnitude needs it, so a segment that has one stays as it is.
-    So does one that gets no smaller.
+    """Add up the deltas of a segment into one. Returns the new segment, and the chunks of the merged delta by hash.
+    Steps are added up without the base. A split delta needs the base, so a segment with a split delta stays as it is.
+    So does a segment that would not get smaller.
 
     width         bytes of one item
-    num_segments  of the payload, which says how large its chunks are
+    num_segments  of the payload; it determines the chunk size
 
     Raises:
-        PeerError: "corrupt", a record cannot be one.
+        PeerError: "corrupt", a record is invalid.
         Whatever `read_chunk` raises.
     """
     deltas = [record for record in segment.records if record.codec == DELTA]
@@ -214,7 +214,7 @@ def merge_deltas(segment: Segment, width: int, read_chunk: ReadChunk, num_segmen
 
 
 def join_record(record: Record, read_chunk: ReadChunk) -> NDArray[Any]:
-    """The encoded bytes of a record; an array of its own. What becomes of them has a digest, a segment's or a file's.
+    """Join the chunks of a record into a new array. It is not verified here: the decoded segment or file has a digest.
 
     Raises:
         PeerError: "corrupt", when a chunk does not have its size.
@@ -232,19 +232,19 @@ def join_record(record: Record, read_chunk: ReadChunk) -> NDArray[Any]:
 
 
 def passing_bytes(num_bytes: int) -> memoryview:
-    """A buffer that goes back to the system as soon as nobody has it: what several threads take from malloc for one
-    segment after the other and give back, stays with the process, up to a byte a parameter."""
+    """Return a buffer whose memory goes back to the system with its last reference. Memory that several threads take
+    from malloc and free, segment after segment, stays with the process: up to a byte per parameter."""
     if num_bytes < PASSING_BYTES:
         return memoryview(bytearray(num_bytes))
     buffer = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
-        with suppress(OSError):  # a kernel without large pages: small ones take four times as long, and do
+        with suppress(OSError):  # a kernel without large pages: small pages work, but take four times as long
             buffer.madvise(mmap.MADV_HUGEPAGE)
     return memoryview(buffer)
 
 
 def empty_bytes(num_bytes: int) -> Bytes:
-    """A buffer to be filled. Its pages cost no memory until they are written: a manifest's claim alone does not.
+    """Return an uninitialised buffer. Its pages cost no memory until written: the size that a manifest claims is free.
 
     Raises:
         UserError: it does not fit into memory.

@@ -2,11 +2,11 @@
 
     <directory>/chunks/<number>.pack      manifests/<ref>[-over-<ref>].json      tmp/
 
-One snapshot may be listed as several payloads: over no base, and over others. Each comes to the same content.
+One snapshot may be listed as several payloads: without a base, and over several bases. All lead to the same content.
 
-At any instant, also under ``kill -9``, what is here is whole: chunks as `packs.py` says, and a manifest is written
-under tmp/ and renamed into place. Files are not synced, so after a *power* failure some may be empty or full of zeros;
-hashes are checked at each reading, and what is wrong counts as missing and is fetched again.
+At any instant, also under ``kill -9``, everything stored is complete: chunks as described in `packs.py`, and a manifest
+is written under tmp/ and renamed into place. Files are not synced, so after a *power* failure some may be empty or full
+of zeros. Hashes are checked at each read, and a wrong chunk counts as missing and is fetched again.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from echo2.types import PayloadId, SnapshotRef
 from echo2.weights.manifest import HASH_BYTES, MAX_CHUNK_BYTES, MAX_DELTAS, Manifest
 from echo2.weights.packs import PASSING, Packs
 
-_CHUNK_NAME = re.compile(rf"[0-9a-f]{{{2 * HASH_BYTES}}}")  # a file for each chunk, as 0.2.0 had: that goes
+_CHUNK_NAME = re.compile(rf"[0-9a-f]{{{2 * HASH_BYTES}}}")  # 0.2.0 had a file for each chunk; such files are deleted
 
 
 class ChunkStore:
-    """Content-addressed chunks and the manifests that are whole.
+    """Content-addressed chunks, and the manifests whose chunks are all stored.
 
     Opening creates the directory where needed and clears what a killed process left half-written. One thread may write
-    while others read: what they get is verified, or missing.
+    while others read: a read gives verified bytes, or an error.
 
     Raises:
         UserError: the directory cannot be used or is full; nothing half-written is visible, nothing stored is lost.
@@ -56,11 +56,11 @@ class ChunkStore:
             raise UserError(f"Cannot open the snapshot store {directory}: {error.strerror}.") from error
 
     def has(self, hash_: bytes) -> bool:
-        """Whether this chunk is here."""
+        """Whether this chunk is stored here."""
         return self._packs.place(hash_) is not None
 
     def put(self, hash_: bytes, data: bytes | memoryview) -> None:
-        """Keep one chunk. Putting it again changes nothing.
+        """Store one chunk. Putting it again changes nothing.
 
         Raises:
             PeerError: "corrupt", when the data does not have this hash; "oversized".
@@ -70,7 +70,7 @@ class ChunkStore:
         self.put_checked([(hash_, data)])
 
     def put_checked(self, chunks: Sequence[tuple[bytes, bytes | memoryview]]) -> None:
-        """Keep chunks, (hash, bytes), that went through `check_chunk`.
+        """Store chunks, given as (hash, bytes), that passed `check_chunk`.
 
         Raises:
             UserError: the disk is full or cannot be written; the chunks before the one that failed are kept.
@@ -81,11 +81,11 @@ class ChunkStore:
             raise self._write_failed(sum(len(data) for _, data in chunks), error) from error
 
     def get(self, hash_: bytes) -> bytes:
-        """The bytes of one chunk, verified.
+        """Return the bytes of one chunk, verified.
 
         Raises:
-            PeerError: "missing", when it is not here; "corrupt", when the disk altered it or can't read it: it is then
-                dropped, so that it is fetched again.
+            PeerError: "missing", when it is not stored here; "corrupt", when the disk altered it or cannot read it. The
+                chunk is dropped then, so that it is fetched again.
             UserError: too many files are open or memory is short. The chunk stays.
         """
         while (place := self._packs.place(hash_)) is not None:
@@ -105,11 +105,11 @@ class ChunkStore:
         raise PeerError("missing", f"chunk {hash_.hex()[:128]} is not in this store")
 
     def missing(self, manifest: Manifest) -> tuple[bytes, ...]:
-        """Hashes of the manifest's chunks that are not here, distinct, in stream order."""
+        """Return the distinct hashes of the manifest's chunks that are not stored here, in stream order."""
         return tuple(hash_ for hash_, size in manifest.chunk_bytes.items() if self._size(hash_) != size)
 
     def put_manifest(self, manifest: Manifest) -> None:
-        """List a manifest whose chunks are all here.
+        """List a manifest whose chunks are all stored.
 
         Raises:
             InvariantError: some chunks are missing, or another content is listed under the same ref.
@@ -124,18 +124,19 @@ class ChunkStore:
         self._whole[manifest.payload] = manifest
 
     def manifest(self, payload: PayloadId) -> Manifest | None:
-        """The manifest of this payload, if it is whole."""
+        """Return the manifest of this payload if all its chunks are stored, else None."""
         manifest = self._whole.get(payload)
         return None if manifest is None or self.missing(manifest) else manifest
 
     def manifests(self) -> list[Manifest]:
-        """The manifests that are whole, oldest first; of one snapshot those without a base first."""
+        """Return the manifests whose chunks are all stored, oldest first; for one snapshot, without a base first."""
         found = (self.manifest(payload) for payload in sorted(self._whole, key=_age))
         return [manifest for manifest in found if manifest is not None]
 
     def chain(self, ref: SnapshotRef, over: SnapshotRef | None = None) -> list[Manifest] | None:
-        """The payloads, in the order of applying, that lead to `ref` from nothing, or from `over`; None: there are
-        none, or more than one payload may be made of. From nothing, the nearest payload without a base is taken."""
+        """Return the payloads that lead to `ref` from nothing, or from `over`, in the order of applying. None: no such
+        chain is stored, or it is too long for one payload. From nothing, it begins with the nearest payload without a
+        base."""
         steps: list[Manifest] = []
         while len(steps) <= MAX_DELTAS:
             whole = None if over is not None else self.manifest(PayloadId(ref))
@@ -161,17 +162,18 @@ class ChunkStore:
             self.drop_manifest(payload)
 
     def retain(self, manifests: Iterable[Manifest], chunks: Iterable[bytes] = ()) -> int:
-        """Keep what these manifests (listed, or still being fetched) name, and these chunks; delete the rest.
+        """Keep these manifests (listed, or still being fetched), their chunks, and `chunks`; delete all others.
 
-        Returns the number of bytes freed. Other manifests go first: one that is listed is whole at any instant.
+        Returns the number of bytes freed. Manifests are deleted before their chunks: a listed manifest is complete at
+        any instant.
         """
         num_bytes = self.let_go(manifests, chunks)
         self.sweep()
         return num_bytes
 
     def let_go(self, manifests: Iterable[Manifest], chunks: Iterable[bytes] = ()) -> int:
-        """The quick half of `retain`: from now on the rest is not here, but takes its room on disk until `sweep`.
-        Returns how many bytes that are.
+        """The quick half of `retain`: forget all other manifests and chunks. The chunks take disk space until `sweep`.
+        Returns the number of their bytes.
         """
         payloads, used = set(), set(chunks)
         for manifest in manifests:
@@ -183,10 +185,10 @@ class ChunkStore:
         return sum(place.num_bytes for place in forgotten if place is not None)
 
     def sweep(self) -> None:
-        """The slow half of `retain`, on any thread: what was let go gives its room back, as far as `Packs.sweep` does.
+        """The slow half of `retain`, on any thread: free the disk space of forgotten chunks. See `Packs.sweep`.
 
         Raises:
-            UserError: a pack can't be deleted, read or written.
+            UserError: a pack cannot be deleted, read or written.
         """
         try:
             self._packs.sweep()
@@ -203,7 +205,7 @@ class ChunkStore:
         return self._manifests / f"{payload.ref}{over}.json"
 
     def _load_manifests(self) -> dict[PayloadId, Manifest]:
-        """Manifests that are whole; the files of others (a disk's damage) are deleted."""
+        """Load the manifests whose chunks are all stored; delete the files of the others (damaged by the disk)."""
         whole: dict[PayloadId, Manifest] = {}
         for path in self._manifests.iterdir():
             try:

@@ -1,5 +1,4 @@
 """Token servers as engines: processes beside the worker that sample over HTTP, token ids in and out.
 
-Read `engine.py` first (an `Engine` over a `TokenServer`), then `vllm.py`; what servers answer is checked in
-`answers.py`.
+Read `engine.py` first (an `Engine` over a `TokenServer`), then `vllm.py`; `answers.py` checks the servers' answers.
 """

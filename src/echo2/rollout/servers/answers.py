@@ -1,4 +1,4 @@
-"""Checks every token that a token server returns (id, logprob, version, support), and makes a completion of them."""
+"""Checks every token that a token server returns (id, logprob, version, support), and builds the completion."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from echo2.errors import PeerError
 from echo2.rollout.engine import Completion, SampleRequest
 
 T = TypeVar("T")
-#: Widest support, as of the engines in the worker: a wider top-k, or a nucleus that needs more tokens, is cut there.
+#: Widest support, as in the worker's own engines: a wider top-k, or a nucleus that needs more tokens, is cut to it.
 SUPPORT_TOKENS_MAX = 4096
 #: Servers write this, or less, for a probability of 0.
 NO_LOGPROB = -9999.0
-#: Of the most likely tokens that are reported.
+#: Lower bound of the logprobs that are reported of likely tokens.
 LEAST_LOGPROB = -100.0
-#: A float32 logprob may be that much above 0.
+#: Rounding may put a float32 logprob this far above 0.
 LOGPROB_SLACK = 1e-4
 
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """What is served, as far as requests say it and answers are checked against it. `label`: what the server calls the
-    newest weights; `versions`: of these and earlier ones, by label."""
+    """The facts about the served model that requests carry and answers are checked against. `label`: the server's name
+    of the newest weights; `versions`: policy versions of these and earlier weights, by label."""
 
     label: str
     is_adapter: bool
@@ -41,8 +41,8 @@ class Served:
 
 @dataclass(frozen=True, slots=True)
 class Drawn:
-    """What a server says: T tokens, their logprobs, spans (first token, label of the weights), what each was drawn from
-    (None: not said), and the most likely tokens of each with their logprobs, in falling order (None: not asked for)."""
+    """A server's answer: T tokens, their logprobs, spans (first token, label of the weights), the support of each token
+    (None: not reported), and the likely tokens of each with their logprobs, descending (None: not requested)."""
 
     tokens: Sequence[int]
     logprobs: Sequence[float]
@@ -52,10 +52,10 @@ class Drawn:
 
 
 def decode(data: bytes, kind: type[T]) -> T:
-    """An answer's JSON as a `msgspec.Struct`.
+    """Decode an answer's JSON into a `msgspec.Struct`.
 
     Raises:
-        PeerError: "bad_answer", it is none.
+        PeerError: "bad_answer", it has another form.
     """
     try:
         return msgspec.json.decode(data, type=kind)
@@ -64,20 +64,20 @@ def decode(data: bytes, kind: type[T]) -> T:
 
 
 def width_of(request: SampleRequest, served: Served) -> int:
-    """How many tokens a narrowed token is drawn from at most."""
+    """Return the largest support that a narrowed token may have."""
     return min(request.params.top_k or SUPPORT_TOKENS_MAX, SUPPORT_TOKENS_MAX, served.vocab_size)
 
 
 def room_of(request: SampleRequest, served: Served) -> int:
-    """Tokens that a completion can have at most."""
+    """Return the largest number of tokens that the completion may have."""
     return min(request.params.max_tokens, served.max_positions - len(request.prompt_tokens))
 
 
 def completion_of(drawn: Drawn, request: SampleRequest, served: Served) -> Completion:
-    """The completion that a server drew for a request.
+    """Check a server's answer to a request, and return it as a completion.
 
     Raises:
-        PeerError: "bad_answer", it is none that this request can have.
+        PeerError: "bad_answer", it is not a possible answer to this request.
     """
     tokens, ends = drawn.tokens, served.end_tokens | request.stop_tokens
     _require(1 <= len(tokens) <= room_of(request, served), f"{len(tokens)} tokens of {request.params.max_tokens}")

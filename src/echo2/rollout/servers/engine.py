@@ -1,8 +1,8 @@
 """An `Engine` over a token server: sends requests over HTTP and watches the server's health.
 
-All of it happens in an event loop and thread of its own, so that parsing answers never delays a heartbeat, and whoever
-asks may do so from any event loop. A server that dies or hangs costs the requests that were in it: they fail, it is
-started again with the weights that it had, and what waits goes on.
+All work runs in an event loop and thread of its own, so that parsing answers never delays a heartbeat, and requests may
+come from any event loop. If a server dies or hangs, the requests in it fail. It is restarted with the same weights, and
+waiting requests go on.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from echo2.types import Snapshot, SnapshotRef
 
 log = logging.getLogger(__name__)
 
-#: Seconds between two looks at a server.
+#: Seconds between two health checks of a server.
 CHECK_EVERY_SECONDS = 5.0
-#: Pause before a server that died is started again, doubled up to the last while that fails.
+#: Pause before a dead server is restarted: the first value, doubled after each failure up to the second.
 RESTART_SECONDS = (0.5, 60.0)
-#: Weights under which a request that is still running may have begun.
+#: Maximum number of weight versions remembered for requests still running.
 LABELS_MAX = 1000
 
 
@@ -42,42 +42,40 @@ class TokenServer(Protocol):
 
     @property
     def unties(self) -> bool:
-        """Whether it takes new weights of an output layer only as a tensor of its own."""
+        """Whether the server loads new weights of a tied output layer only from a tensor of its own."""
 
     async def start(self, model: ServedModel) -> int:
-        """Start the server with this model, or attach to it and load the model. Returns the tokens that its context
-        has.
+        """Start the server with this model, or attach to it and load the model. Returns its context length in tokens.
 
         Raises:
-            UserError: it can't be started, or does not give what echo2 needs; what it said is in the message.
+            UserError: it cannot be started, or lacks a feature that echo2 needs; the message says what it reported.
             LinkError, PeerError: it does not answer, or refused.
         """
 
     async def load(self, model: ServedModel) -> float:
-        """Put these weights in the place of the old ones, between two tokens. Returns the seconds in which nothing
-        could be sampled.
+        """Replace the old weights by these, between two tokens. Returns the seconds for which nothing could be sampled.
 
         Raises:
-            LinkError, PeerError: as `start`; which weights it has then is not known.
+            LinkError, PeerError: as `start`; the server's weights are unknown then.
         """
 
     async def check(self, model: ServedModel) -> None:
-        """Raises LinkError or PeerError where it is dead, hangs, or has other weights than these."""
+        """Raises LinkError or PeerError if the server is dead, hangs, or has other weights than these."""
 
     async def sample(self, request: SampleRequest, served: Served) -> Completion:
         """Sample one request. Cancelling aborts it.
 
         Raises:
-            LinkError: it died, or is out of reach.
-            PeerError: it refused, or its answer is none.
+            LinkError: the server died, or is unreachable.
+            PeerError: the server refused, or its answer is not valid.
         """
 
     async def stop(self) -> None:
-        """End the process, if it is the worker's own, and close connections."""
+        """End the process, if the worker started it, and close connections."""
 
 
 class ServerEngine:
-    """Holds one policy, as the server does. `directory` takes model directories; None: a temporary one."""
+    """An `Engine` over a token server. `directory`: where model directories are written; None: a temporary one."""
 
     def __init__(self, server: TokenServer, slots: int, directory: Path | None) -> None:
         self._server, self.slots = server, slots
@@ -87,7 +85,7 @@ class ServerEngine:
         self._model: ServedModel | None = None
         self._versions: dict[str, int] = {}
         self._open: set[Future[Any]] = set()
-        self._reason = ""  # why it is being started again
+        self._reason = ""  # why the server is being restarted
         self._is_closed = False
         self._looking: Future[Any] | None = None
         self._loop = asyncio.new_event_loop()
@@ -118,7 +116,7 @@ class ServerEngine:
         return refuse_request(request, model.vocab_size, model.max_positions)
 
     def submit(self, request: SampleRequest) -> asyncio.Future[Outcome]:
-        """See `Engine.submit`. While the server is started again, requests wait for it."""
+        """See `Engine.submit`. While the server restarts, requests wait."""
         self._installed()
         if self._is_closed:
             raise UserError("The engine is closed.")
@@ -132,13 +130,13 @@ class ServerEngine:
         raise UserError("A token server can't sample a batch alone: set run.deterministic = false, or another engine.")
 
     async def update_weights(self, snapshot: Snapshot, base: Snapshot | None = None) -> float:
-        """See `Engine.update_weights`. The first one starts the server. Weights that it could not load are undone by
-        starting it again with the old ones, or by loading these again where it is not the worker's own."""
+        """See `Engine.update_weights`. The first call starts the server. If it cannot load new weights, it is restarted
+        with the old ones; a server that the worker did not start loads the old ones again."""
         seconds: float = await self._there(self._update(snapshot, base))
         return seconds
 
     async def close(self) -> None:
-        """See `Engine.close`. The server ends too, if it is the worker's own."""
+        """See `Engine.close`. Ends the server too, if the worker started it."""
         self._is_closed = True
         for running in (*self._open, *((self._looking,) if self._looking else ())):
             running.cancel()
@@ -168,7 +166,7 @@ class ServerEngine:
                 await self._completion(request) if request.stop is None else await self._stopped(request, request.stop)
             )
         except LinkError as error:
-            self._up.clear()  # others wait until somebody has looked
+            self._up.clear()  # other requests wait for the next health check
             self._doubted.set()
             return RequestFailure("engine_failed", f"the token server is gone: {self._reason or error}")
 
@@ -185,8 +183,8 @@ class ServerEngine:
         return await self._server.sample(request, served)
 
     async def _stopped(self, request: SampleRequest, stop: StopRule) -> Completion:
-        """Up to a stop string. The server has no text: it stops behind each token that may complete one, and is asked
-        to go on where none did."""
+        """Sample up to a stop string. The server has no text: it stops behind each token that may complete a stop
+        string, and is asked to go on if none is complete."""
         written, ends = Conversation(), request.stop_tokens | frozenset(self._installed().end_tokens)
         room = min(request.params.max_tokens, self._installed().max_positions - len(request.prompt_tokens))
         while True:
@@ -209,7 +207,7 @@ class ServerEngine:
             try:
                 model = await asyncio.to_thread(self._directories.write, snapshot, base, before)
             except BaseException:
-                self._directories.keep_only(before)  # what is refused again and again must not fill the disk
+                self._directories.keep_only(before)  # repeated refusals must not fill the disk
                 raise
             self._versions[model.label] = model.ref.version
             while len(self._versions) > LABELS_MAX:
@@ -227,7 +225,7 @@ class ServerEngine:
             return pause_seconds
 
     async def _start(self, model: ServedModel) -> float:
-        """The first start, or one with another base model."""
+        """Start the server for the first time, or with another base model."""
         started = time.perf_counter()
         self._up.clear()
         try:
@@ -243,7 +241,8 @@ class ServerEngine:
         return time.perf_counter() - started
 
     async def _look_after(self) -> None:
-        """Consumes: doubts. Waits for: one of them, or for `CHECK_EVERY_SECONDS`. Produces: a server that is well."""
+        """Check the server every `CHECK_EVERY_SECONDS`, or at once when a request failed (`_doubted`). Restart it if
+        the check fails."""
         while True:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._doubted.wait(), CHECK_EVERY_SECONDS)

@@ -1,7 +1,7 @@
 """Runs a command until it ends or standard input closes, and then kills all processes that it started.
 
-Whoever holds the other end of the pipe may die by whatever: the kernel closes it. Run by its path, with the standard
-library alone: `python guard.py COMMAND...`. Exits with the command's status.
+However the process at the other end of the pipe dies, the kernel closes the pipe. Run it by its path, with only the
+standard library: `python guard.py COMMAND...`. Exits with the command's status.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import threading
 
 
 def main(command: list[str]) -> int:
-    """The status of the command, negative where a signal ended it."""
+    """Run the command. Returns its status, negative if a signal ended it."""
     child = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True)
     threading.Thread(target=_end_with_pipe, args=(child.pid,), daemon=True).start()
     status = child.wait()

@@ -1,4 +1,4 @@
-"""An HTTP client for one token server: answers are bounded; failures say whether the server is gone or has refused."""
+"""An HTTP client for one token server. Answers are bounded; errors tell a server that is gone from one that refuses."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ import httpx2
 
 from echo2.errors import LinkError, PeerError
 
-logging.getLogger("httpx2").setLevel(logging.WARNING)  # else it tells of every request
-#: Bytes of an answer other than a completion.
+logging.getLogger("httpx2").setLevel(logging.WARNING)  # else it logs every request
+#: Size limit of an answer other than a completion.
 ANSWER_BYTES_MAX = 1 << 20
-#: Characters of a refusal that are told.
+#: Characters of a refusal that the error message quotes.
 REFUSAL_CHARS = 500
 CONNECT_SECONDS = 10.0
 
@@ -22,7 +22,7 @@ class ServerLink:
     """Connections to the server at `url`, or behind a Unix socket. For one event loop."""
 
     def __init__(self, url: str, socket: str | None = None, key: str = "") -> None:
-        headers = {"accept-encoding": "identity"}  # what is not compressed has the size that is counted
+        headers = {"accept-encoding": "identity"}  # no compression: the byte limit counts real sizes
         if key:
             headers["authorization"] = f"Bearer {key}"
         limits = httpx2.Limits(max_connections=None, max_keepalive_connections=None)
@@ -38,11 +38,11 @@ class ServerLink:
         bytes_max: int = ANSWER_BYTES_MAX,
         method: str = "POST",
     ) -> bytes:
-        """The answer to one request. Cancelling closes its connection. `seconds`: between two signs of life (None:
-        no limit).
+        """Send one request and return the answer. Cancelling closes its connection. `seconds`: the longest silence of
+        the server (None: no limit).
 
         Raises:
-            LinkError: the server is gone, or said nothing for so long.
+            LinkError: the server is gone, or was silent for `seconds`.
             PeerError: it refused, or its answer is longer than `bytes_max`.
         """
         data = None if body is None else json.dumps(body, separators=(",", ":")).encode()

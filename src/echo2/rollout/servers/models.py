@@ -1,7 +1,7 @@
 """Writes a snapshot as a model directory for a token server, which can read weights only from files.
 
-The directory of the weights that are served stays until others are: with it a server is started again, and with it the
-old weights come back where new ones could not be loaded.
+The directory of the served weights stays until other weights are served. A server is restarted from it, and the old
+weights are restored from it if new ones cannot be loaded.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from echo2.rollout.snapshot_files import end_tokens, read_config, read_object
 from echo2.types import Snapshot, SnapshotRef, StoredTensor, TensorSource
 
 DTYPE_NAMES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
-#: Of floating-point numbers, as unsigned integers: all bits of the exponent are set in NaN and infinity alone.
+#: Unsigned integer type and exponent mask of each float dtype: only NaN and infinity have all exponent bits set.
 EXPONENTS: Mapping[str, tuple[type[np.unsignedinteger[Any]], int]] = {
     "F64": (np.uint64, 0x7FF << 52),
     "F32": (np.uint32, 0xFF << 23),
@@ -36,8 +36,8 @@ Shapes = Mapping[str, tuple[str, tuple[int, ...]]]
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
-    """What a server serves: the whole model in `directory`, and over it the adapter of this `rank` in `adapter`
-    (None: none). `shapes`: dtype and shape of the snapshot's tensors, by name."""
+    """The policy of a server: the whole model in `directory`, and over it the adapter in `adapter` (None: no adapter),
+    of this `rank`. `shapes`: dtype and shape of the snapshot's tensors, by name."""
 
     ref: SnapshotRef
     base_model: SnapshotRef | None
@@ -53,25 +53,25 @@ class ServedModel:
 
     @property
     def label(self) -> str:
-        """What the server calls these weights: their name, in letters that vLLM takes in a cache's salt too."""
+        """The server's name of these weights, in characters that vLLM accepts in a cache salt too."""
         return f"{self.ref.policy}-{self.ref.lineage}.{self.ref.version}"
 
 
 class ModelDirectories:
-    """Those below `root`, which nobody else writes to. `unties`: an output layer that is the embedding too is written
-    beside it, as a tensor of its own (`TokenServer.unties`)."""
+    """The model directories below `root`, which nothing else writes to. `unties`: a tied output layer is written as a
+    tensor of its own beside the embedding (`TokenServer.unties`)."""
 
     def __init__(self, root: Path, unties: bool = False) -> None:
         self._root, self._count, self._unties = root, 0, unties
-        shutil.rmtree(root, ignore_errors=True)  # an earlier process's
+        shutil.rmtree(root, ignore_errors=True)  # left by an earlier process
         root.mkdir(parents=True)
 
     def write(self, snapshot: Snapshot, base: Snapshot | None, before: ServedModel | None) -> ServedModel:
-        """Check a snapshot, and write what a server reads of it. `before`: what is served.
+        """Check a snapshot, and write the files that a server reads. `before`: the model that is served now.
 
         Raises:
-            PeerError: it is no model, holds NaN or infinity, or has another architecture than the one before.
-            UserError: the disk is full, or the model is none that a server has the dtype of.
+            PeerError: it is not a model, holds NaN or infinity, or has another architecture than the one before.
+            UserError: the disk is full, or token servers do not support the model's dtype.
         """
         whole = snapshot if snapshot.base_model is None else base
         shapes = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in snapshot.tensors.items()}
@@ -103,7 +103,7 @@ class ModelDirectories:
         )
 
     def keep_only(self, model: ServedModel | None) -> None:
-        """Delete all other directories."""
+        """Delete the directories of all other models."""
         kept = (model.directory, model.adapter) if model is not None else ()
         for path in self._root.iterdir():
             if path not in kept:
@@ -129,10 +129,10 @@ class ModelDirectories:
 
 
 def _untied(snapshot: Snapshot) -> Snapshot:
-    """The same model with an output layer of its own.
+    """Return the same model with its output layer as a tensor of its own.
 
     Raises:
-        UserError: its output layer is the embedding, and that has an unknown name.
+        UserError: its output layer is tied to an embedding of unknown name.
     """
     if HEAD in snapshot.tensors:
         return snapshot
@@ -148,7 +148,7 @@ def _untied(snapshot: Snapshot) -> Snapshot:
 
 
 def _checked(name: str, tensor: TensorSource) -> StoredTensor:
-    """The tensor, whose reading raises PeerError where it holds NaN or infinity."""
+    """Return the tensor with a check: reading it raises PeerError if it holds NaN or infinity."""
     return StoredTensor(tensor.dtype, tensor.shape, tensor.num_bytes, partial(_read_finite, name, tensor))
 
 
@@ -163,7 +163,7 @@ def _read_finite(name: str, tensor: TensorSource, start: int, stop: int) -> byte
 
 
 def _dtype(snapshot: Snapshot) -> str:
-    """That of the largest tensor, as servers call it."""
+    """Return the dtype of the largest tensor, by the servers' name."""
     largest = max(snapshot.tensors.values(), key=lambda tensor: tensor.num_bytes, default=None)
     if largest is None or largest.dtype not in DTYPE_NAMES:
         found = "none" if largest is None else largest.dtype
@@ -172,7 +172,7 @@ def _dtype(snapshot: Snapshot) -> str:
 
 
 def _size(config: Mapping[str, Any], key: str) -> int:
-    """A size in config.json, of the text model where there are several."""
+    """Return a size in config.json, from `text_config` if it is not at the top level."""
     text = config.get("text_config")
     value = config.get(key, text.get(key) if isinstance(text, dict) else None)
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:

@@ -13,12 +13,12 @@ from typing import BinaryIO
 from echo2.errors import LinkError, UserError
 from echo2.rollout.servers import guard
 
-#: Of its log, for a message.
+#: Limits of the log excerpt in an error message.
 LAST_LINES, LAST_CHARS = 6, 1200
 LOG_BYTES_MAX = 16 << 20
-#: A message names the first error; what follows it (farewells, other processes' stacks) says less.
+#: A message quotes the first error. Later lines (shutdown messages, stacks of other processes) say less.
 ERROR_LINE = re.compile(rb"(?:^|[\])(] ?)(?:[\w.]*(?:Error|Exception)|error): ")
-#: Of Python's environment of the worker: its modules are not the server's.
+#: Variables of the worker's Python environment. They are not passed on: the server has other modules.
 OWN_VARIABLES = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")
 
 
@@ -31,7 +31,7 @@ class ServerProcess:
 
     @classmethod
     async def start(cls, command: Sequence[str], variables: Mapping[str, str], log_path: Path) -> ServerProcess:
-        """Start it, with these environment variables beside the worker's.
+        """Start a command, with these environment variables in addition to the worker's.
 
         Raises:
             UserError: there is no such program.
@@ -46,16 +46,16 @@ class ServerProcess:
                 stdout=log,
                 stderr=log,
                 env={**environment, **variables},
-                start_new_session=True,  # Ctrl-C is the worker's to handle
+                start_new_session=True,  # the worker handles Ctrl-C
             )
             return cls(process, log_path, log.tell())
 
     async def ended(self, seconds: float) -> None:
-        """Wait until it has ended, but no longer than so many seconds."""
+        """Wait until the process has ended, but at most this many seconds."""
         await asyncio.wait({self._exit}, timeout=seconds)
 
     def check(self) -> None:
-        """Raises LinkError where it has ended, with how and its last words."""
+        """Raises LinkError if the process has ended, with its status and last output."""
         if self._exit.done():
             status = self._exit.result()
             how = f"signal {256 - status}" if status > 192 else f"status {status}"
@@ -75,7 +75,7 @@ class ServerProcess:
         return f"Its log {self._log_path} says: {text[:LAST_CHARS]}"
 
     async def kill(self) -> None:
-        """End it and everything it started."""
+        """Kill the server and all processes that it started."""
         if self._process.stdin is not None:
             self._process.stdin.close()
         await self._exit

@@ -1,5 +1,5 @@
-"""The engine `sglang`, for a server that its owner has started: `POST /generate`, and weights that the server reads
-from disk while requests are held.
+"""The engine `sglang`, for a server that its owner has started: sampling by `POST /generate`, and weights that the
+server reads from disk while requests are paused.
 
 Source: SGLang 0.5.23, `srt/managers/io_struct.py` (requests), `srt/managers/tokenizer_manager.py` (answers),
 `srt/entrypoints/http_server.py` (routes).
@@ -92,7 +92,8 @@ class SglangServer:
         return time.perf_counter() - started
 
     async def check(self, model: ServedModel) -> None:
-        """See `TokenServer.check`. A token is drawn, since the process that listens knows the version by itself."""
+        """See `TokenServer.check`. Samples a token too: the listening process knows the version even if the computing
+        process hangs."""
         await self._call("/health_generate", None, CHECK_SECONDS, "GET")
         found = decode(await self._call("/model_info", None, CHECK_SECONDS, "GET"), _Info).weight_version
         if found != model.label:
@@ -111,7 +112,7 @@ class SglangServer:
                 "top_p": params.top_p if params.temperature > 0.0 else 1.0,
                 "min_p": params.min_p if params.temperature > 0.0 else 0.0,
                 "stop_token_ids": sorted(served.end_tokens | request.stop_tokens),
-                "ignore_eos": False,  # else its stop tokens are ignored too
+                "ignore_eos": False,  # true would ignore the stop tokens too
                 "sampling_seed": int(key) >> 33,  # 31 bits
                 "skip_special_tokens": False,
                 "no_stop_trim": True,
@@ -119,7 +120,7 @@ class SglangServer:
             "return_logprob": True,
             "top_logprobs_num": 0 if narrow else params.top_logprobs,
             "return_sampling_mask": narrow,
-            "extra_key": served.label,  # what was read under other weights is not taken from the cache
+            "extra_key": served.label,  # the prefix cache of other weights is not reused
         }
         room = room_of(request, served)
         bytes_max = TOKEN_BYTES * (room + 8) + CANDIDATE_BYTES * room * (
@@ -131,7 +132,7 @@ class SglangServer:
         return completion_of(_drawn(answer, request), request, served)
 
     async def stop(self) -> None:
-        """See `TokenServer.stop`. The server is its owner's."""
+        """See `TokenServer.stop`. Only closes connections: the server belongs to its owner."""
         if self._link is not None:
             await self._link.close()
         self._link = None
@@ -147,14 +148,14 @@ class SglangServer:
 
 
 def make_server(place: ServerPlace, device: str, slots: int) -> SglangServer:
-    """As `rollout/engines.py` asks for it. Device and slots are the server's own."""
+    """Make the server for `rollout/engines.py`. `device` and `slots` are ignored: the server has its own."""
     return SglangServer(place)
 
 
 def _drawn(answer: _Answer, request: SampleRequest) -> Drawn:
     meta, narrow = answer.meta_info, request.params.is_narrow
     logprobs = [logprob for logprob, _, _ in meta.output_token_logprobs]
-    if narrow:  # these are of what was narrowed, those of what was not
+    if narrow:  # logprobs after narrowing; `output_token_logprobs` are those before
         logprobs = meta.output_token_sampling_logprobs or []
     tops = meta.output_top_logprobs
     return Drawn(

@@ -1,7 +1,7 @@
-"""The engine `vllm`: `POST /inference/v1/generate`, and weights reloaded from a directory while requests run.
+"""The engine `vllm`: sampling by `POST /inference/v1/generate`, and weights reloaded from a directory under requests.
 
-The worker's own server listens on a socket that only its user can reach: vLLM guards `/v1` and `/inference` with an API
-key, and leaves the routes that load weights and call methods open to whoever can connect.
+A server started by the worker listens on a socket that only its user can reach: vLLM guards `/v1` and `/inference` with
+an API key, but leaves the routes that load weights and call methods open to every client that can connect.
 
 Source: vLLM 0.32.0, `entrypoints/scale_out/token_in_token_out` (requests and answers), `entrypoints/rl/online` and
 `entrypoints/serve/dev` (pause, resume, versions, `collective_rpc`), `entrypoints/serve/lora`.
@@ -39,28 +39,28 @@ from echo2.rollout.servers.http import ServerLink
 from echo2.rollout.servers.models import ServedModel
 from echo2.rollout.servers.process import ServerProcess
 
-#: Seconds until a started server answers: torch, weights, and on a GPU the capture of its graphs.
+#: Seconds until a started server must answer: it loads torch and weights, and on a GPU captures its graphs.
 START_SECONDS = 1800.0
 START_POLL_SECONDS = 0.25
-#: Seconds to load weights, and to answer a question that needs no weights but the engine's turn.
+#: Seconds to load weights, and to answer a query that loads no weights but waits for the engine.
 LOAD_SECONDS = 600.0
 CHECK_SECONDS = 30.0
-#: Seconds from a broken connection to the end of the process that had it.
+#: Seconds to wait for the end of the process after its connection broke.
 EXIT_SECONDS = 3.0
 #: The driver's list of GPUs.
 GPUS = Path("/proc/driver/nvidia/gpus")
 #: Name of the adapter at the server.
 ADAPTER = "policy"
-#: Ranks that vLLM makes room for.
+#: The maximum LoRA ranks that vLLM supports.
 RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
-#: Bytes of an answer: of a token, and of each of the tokens that might have been drawn in its place.
+#: Size limits of an answer in bytes: for each token, and for each candidate token in its place.
 TOKEN_BYTES, CANDIDATE_BYTES = 512, 128
 VARIABLES = {
     "VLLM_SERVER_DEV_MODE": "1",  # the routes that load weights
     "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
     "VLLM_NO_USAGE_STATS": "1",
 }
-#: On a CPU: no cores of its own, since learner and workers share them; and KV cache in GiB, unless the user says more.
+#: On a CPU: no pinned cores, since learner and workers share them; KV cache in GiB. The user's own values win.
 CPU_VARIABLES = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_CPU_KVCACHE_SPACE": "1", "OMP_NUM_THREADS": "1"}
 
 
@@ -108,7 +108,7 @@ class _Cards(msgspec.Struct):
 
 
 class VllmServer:
-    """A `TokenServer`: of the worker's own, or at `place.url`."""
+    """A `TokenServer`: started by the worker, or running at `place.url`."""
 
     def __init__(self, place: ServerPlace, device: str, slots: int) -> None:
         self._place, self._slots = place, slots
@@ -121,7 +121,7 @@ class VllmServer:
     @property
     def unties(self) -> bool:
         """See `TokenServer.unties`. On a CPU vLLM 0.32 packs a copy of the output layer when it starts, and a reload
-        packs it again only where it is in the checkpoint."""
+        packs it again only if the checkpoint has it."""
         return not self._on_gpu and not self._place.url
 
     async def start(self, model: ServedModel) -> int:
@@ -153,7 +153,7 @@ class VllmServer:
         return time.perf_counter() - started
 
     async def check(self, model: ServedModel) -> None:
-        """See `TokenServer.check`. The version is asked of the process that computes, not of the one that listens."""
+        """See `TokenServer.check`. The version comes from the computing process, not from the listening one."""
         if self._process is not None:
             self._process.check()
         try:
@@ -170,7 +170,7 @@ class VllmServer:
         body = {
             "token_ids": request.prompt_tokens.tolist(),
             "sampling_params": _sampling_params(request, served, num_candidates),
-            "cache_salt": served.label,  # what was read under other weights is not taken from the cache
+            "cache_salt": served.label,  # the prefix cache of other weights is not reused
             **({"model": ADAPTER} if served.is_adapter else {}),
         }
         room = room_of(request, served)
@@ -207,7 +207,7 @@ class VllmServer:
                 "There is no vLLM in this Python environment. Name the Python of one that has it with --engine-python "
                 "PATH or ECHO2_ENGINE_PYTHON (`make vllm` makes one for CPUs), or a server that runs with --engine-url."
             )
-        self._sockets = Path(tempfile.mkdtemp(prefix="echo2-"))  # short, and nobody else's: see above
+        self._sockets = Path(tempfile.mkdtemp(prefix="echo2-"))  # short, and private (see above)
         socket = self._sockets / "vllm"
         log_path = model.directory.parent.with_suffix(".log")
         self._process = await ServerProcess.start(self._command(model, socket), self._variables, log_path)
@@ -224,7 +224,7 @@ class VllmServer:
             await self._process.ended(START_POLL_SECONDS)
 
     async def _check_exit(self) -> None:
-        """Raises LinkError where the process has ended: how it ended says more than a broken connection."""
+        """Raises LinkError if the process has ended: its status says more than a broken connection."""
         if (process := self._process) is not None:
             await process.ended(EXIT_SECONDS)
             process.check()
@@ -244,10 +244,10 @@ class VllmServer:
         ]
 
     async def _look_at_abilities(self, model: ServedModel) -> None:
-        """Draw one token where only one can be drawn: what is not as echo2 needs it shows.
+        """Check the server's features by sampling one token with top_k = 1, whose logprob must be 0.
 
         Raises:
-            UserError: it says what is missing.
+            UserError: a feature is missing; the message names it.
         """
         params = {"max_tokens": 1, "temperature": 1.0, "top_k": 1, "logprobs": 0, "detokenize": False}
         body = {"token_ids": [0], "sampling_params": params, **({"model": ADAPTER} if model.adapter else {})}
@@ -277,9 +277,9 @@ class VllmServer:
         return await self._running().call(path, body, seconds, method=method)
 
     def _num_candidates(self, request: SampleRequest, served: Served) -> int:
-        """Of each token, how many of the most likely ones the server is asked for: those that it might have drawn, if
-        it does not say these in another way, or those that the run asks for and one more, since the list begins with
-        the drawn one."""
+        """Return how many likely tokens the server must report in place of each token. For narrowed requests: the whole
+        support, unless the server reports a sampling mask. Else: the number that the run asks for and one more, since
+        the list begins with the drawn token."""
         if request.params.is_narrow:
             return 0 if self._has_mask else width_of(request, served)
         width = request.params.top_logprobs
@@ -287,12 +287,12 @@ class VllmServer:
 
 
 def make_server(place: ServerPlace, device: str, slots: int) -> VllmServer:
-    """As `rollout/engines.py` asks for it."""
+    """Make the server for `rollout/engines.py`."""
     return VllmServer(place, device, slots)
 
 
 def _place_on(device: str) -> tuple[dict[str, str], bool]:
-    """Environment variables for this device, and whether it is a GPU. "cuda": all of them."""
+    """Return the environment variables for this device, and whether it is a GPU. "cuda": all GPUs."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
     gpus = visible if visible != [""] else [str(number) for number, _ in enumerate(GPUS.glob("*"))]
     kind, _, number = nth_device(device, len(gpus)).partition(":")
@@ -316,7 +316,7 @@ def _sampling_params(request: SampleRequest, served: Served, num_candidates: int
         "seed": int(key) >> 1,  # 63 bits: vLLM's is signed
         "logprobs": num_candidates,
         "stop_token_ids": sorted(served.end_tokens | request.stop_tokens),
-        "ignore_eos": True,  # what the snapshot says ends a completion, and not what vLLM makes of its files
+        "ignore_eos": True,  # the snapshot's end tokens count, not those that vLLM reads from its files
         "detokenize": False,
     }
 
