@@ -2,9 +2,9 @@
 
     run = echo2.train(model, tasks, reward)     train, with a progress bar (api/train.py)
     run = echo2.start(model, tasks, reward)     the same in the background
-    run = echo2.load(directory)                 a run that exists
+    run = echo2.load(directory)                 open an existing run
 
-They are imported when they are first used: this package itself loads nothing.
+The functions are imported on first use: importing this package loads nothing else.
 """
 
 from __future__ import annotations

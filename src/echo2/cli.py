@@ -22,13 +22,13 @@ from echo2.printable import printable, printable_lines
 Command = Callable[[argparse.Namespace], int]
 #: `_add` with its first argument.
 Add = Callable[..., argparse.ArgumentParser]
-#: Of an error, which may quote a peer or a file.
+#: Maximum length of a printed error, which may quote a peer or a file.
 ERROR_CHARS_MAX = 10_000
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command. Exit status: 0 done, 1 our fault or a peer's, 2 the user's mistake, 3 a full disk,
-    130 interrupted.
+    """Run one command. Return the exit status: 0 success, 1 a bug or a peer's fault, 2 the user's mistake, 3 a full
+    disk, 130 interrupted.
     """
     parser = build_parser()
     options, unknown = parser.parse_known_args(arguments)
@@ -57,10 +57,10 @@ def _exit_status(error: Echo2Error) -> int:
 
 
 def refuse_unknown_settings(unknown: Iterable[str]) -> None:
-    """A flag that argparse does not know may be a misspelt setting, or one without its section: say which.
+    """Refuse a flag that argparse does not know: it may be a misspelt setting, or a setting without its section.
 
     Raises:
-        UserError: with the nearest setting.
+        UserError: names the nearest setting.
     """
     for word in unknown:
         if word.startswith("--"):
@@ -69,7 +69,7 @@ def refuse_unknown_settings(unknown: Iterable[str]) -> None:
 
 
 def settings_help() -> str:
-    """Every setting of the configuration file, as a flag."""
+    """Return the help text that lists every setting of the configuration file as a flag."""
     lines, last = ["settings (keys of the configuration file, section by section):"], ""
     for section, name, kind, default, description in config.all_fields():
         if section != last:
@@ -82,7 +82,7 @@ def settings_help() -> str:
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """All commands with their flags."""
+    """Build the parser of all commands."""
     parser = argparse.ArgumentParser(
         prog="echo2",
         description="Reinforcement learning for language models: one learner, rollout workers on machines anywhere.",
@@ -110,7 +110,7 @@ def _add(
     takes_settings: bool = False,
     has_json: bool = False,
 ) -> argparse.ArgumentParser:
-    """One command. `directory`: what its first argument DIR is; empty: it has none."""
+    """Add one command. `directory`: help text of its first argument DIR; empty: the command has none."""
     parser = commands.add_parser(
         name, help=text, description=text, allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -345,18 +345,18 @@ def _run(options: argparse.Namespace) -> int:
     from echo2.runtime.launch.start import run
     from echo2.runtime.lifeline import end_with_supervisor
 
-    end_with_supervisor(may_save=True)  # the session that called echo2.start
+    end_with_supervisor(may_save=True)  # the supervisor is the session that called echo2.start
     given = options.config, options.out, options.resume, options.dry_run, options.overrides, options.json, options.like
     return run(*given, has_page=options.view, has_learner=not options.no_learner)
 
 
 def _module(name: str, function: str = "run") -> Command:
-    """A function of a module, which is imported when it runs."""
+    """Return a command that imports a module when it runs, and calls the module's function."""
     return lambda options: int(getattr(import_module(f"echo2.{name}"), function)(options))
 
 
 def _begin() -> None:
-    """What head, learner and worker do before anything else."""
+    """Do what head, learner and worker do before anything else."""
     from echo2.runtime import lifeline, process_log
     from echo2.transport.door import raise_descriptor_limit
 
@@ -387,17 +387,17 @@ def _learner(options: argparse.Namespace) -> int:
 
 
 def _worker(options: argparse.Namespace) -> int:
-    os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is there; docs/operations.md
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported; see docs/operations.md
     from echo2.runtime.worker.process import WorkerOptions, run_worker
     from echo2.transport.tickets import Ticket
 
-    ended: list[int] = []  # by SIGTERM, as who looks after machines ends them: no error
+    ended: list[int] = []  # signals by which a machine manager ended this worker: no error
 
     def end(number: int, _frame: object) -> None:
         ended.append(number)
-        if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as of a process that a script started with "&"
+        if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in a process that a script started with "&"
             signal.signal(signal.SIGINT, signal.default_int_handler)
-        signal.raise_signal(signal.SIGINT)  # either way it takes its leave
+        signal.raise_signal(signal.SIGINT)  # in both cases the worker leaves the run in good order
 
     signal.signal(signal.SIGTERM, end)
     _begin()
@@ -421,7 +421,7 @@ def _view(options: argparse.Namespace) -> int:
     from echo2.runtime import lifeline
     from echo2.views import serve
 
-    lifeline.end_with_supervisor()  # that of `echo2 run --view`
+    lifeline.end_with_supervisor()  # the supervisor is `echo2 run --view`
     return serve.run(options)
 
 

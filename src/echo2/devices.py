@@ -1,4 +1,4 @@
-"""Finds a device by name, and its memory, for the learner and the engines. Imports torch only when called."""
+"""Finds devices by name and reports memory, for the learner and the engines. Imports torch only when called."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from echo2.types import Hardware
 if TYPE_CHECKING:
     import torch
 
-#: How torch's allocator on the CPU words it; it has no exception of its own.
+#: Part of the error message of torch's CPU allocator, which has no exception type of its own.
 CPU_MEMORY_IS_FULL = "can't allocate memory"
 #: M_MMAP_THRESHOLD of malloc.h.
 MALLOC_MMAP_THRESHOLD = -3
@@ -25,8 +25,8 @@ CGROUP = Path("/sys/fs/cgroup")
 
 
 def this_machine() -> Hardware:
-    """Memory of this machine, or of the container that bounds it; torch, if it is there, is asked where there is an
-    NVIDIA driver.
+    """Return the memory of this machine, or of the container that limits it, and of each GPU. GPUs are reported only
+    where torch and an NVIDIA driver are installed.
     """
     total = _number(MEMINFO) * 1024
     bound = _number(CGROUP / "memory.max")
@@ -40,7 +40,7 @@ def this_machine() -> Hardware:
 
 
 def _number(path: Path, name: str = "") -> int:
-    """The first whole number in a file's first line that begins with this name; 0 where there is none."""
+    """Return the first whole number in a file's first line that begins with `name`; 0 if there is none."""
     try:
         lines = path.read_text().splitlines()
     except OSError:
@@ -50,22 +50,22 @@ def _number(path: Path, name: str = "") -> int:
 
 
 def map_large_blocks() -> None:
-    """From now on have malloc, where it is glibc's, map blocks of 256 KiB and more one by one: each goes back to the
-    system when it is free. What tensors of different sizes leave between others would stay with the process, and grow.
+    """Make glibc's malloc map blocks of 256 KiB and more one by one from now on: each returns to the system when it is
+    freed. Otherwise the gaps between tensors of different sizes would stay with the process, and grow.
     """
     if sys.platform == "linux" and hasattr(libc := ctypes.CDLL(None), "mallopt"):
         libc.mallopt(MALLOC_MMAP_THRESHOLD, 1 << 18)
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an error says that a device, or the machine, has no memory left."""
+    """Whether an error means that a device, or the machine, has no memory left."""
     import torch
 
     return isinstance(error, MemoryError | torch.OutOfMemoryError) or CPU_MEMORY_IS_FULL in str(error)
 
 
 def pick_device(name: str) -> torch.device:
-    """A torch device from cpu, cuda, cuda:0 ..., auto (the first GPU if there is one) or auto:N (see `nth_device`).
+    """Return the torch device of a name: cpu, cuda, cuda:0 ..., auto (the first GPU, if any) or auto:N (`nth_device`).
 
     Raises:
         UserError: the name is unknown, or there is no such device.
@@ -81,8 +81,8 @@ def pick_device(name: str) -> torch.device:
 
 
 def nth_device(name: str, num_gpus: int) -> str:
-    """auto:N as the GPU after N others, counted round, so that the processes of one machine share its GPUs; auto is
-    auto:0, and without a GPU both are cpu. Other names stay."""
+    """Resolve auto:N to GPU N modulo the number of GPUs, so that the processes of one machine share its GPUs. `auto` is
+    auto:0; without a GPU both are cpu. Other names are returned unchanged."""
     kind, _, number = name.partition(":")
     if kind != "auto" or not (number or "0").isdecimal():
         return name
@@ -90,7 +90,7 @@ def nth_device(name: str, num_gpus: int) -> str:
 
 
 def free_memory_bytes(device: torch.device) -> int:
-    """What may still be taken of a device's memory; of the machine's for a CPU, as far as it says."""
+    """Return the bytes still available on a device; for a CPU, see `available_memory_bytes`."""
     import torch
 
     if device.type == "cuda":
@@ -100,8 +100,8 @@ def free_memory_bytes(device: torch.device) -> int:
 
 
 def available_memory_bytes() -> int:
-    """What may still be taken of the machine's memory, or of that of the container that bounds it. All of the
-    machine's, where the system does not say.
+    """Return the bytes still available on this machine, or in the container that limits it. If the system does not
+    report available memory, return all memory of the machine.
     """
     available = _number(MEMINFO, "MemAvailable:") * 1024
     if not available:
@@ -115,5 +115,5 @@ def available_memory_bytes() -> int:
 
 
 def num_cores() -> int:
-    """Cores that this process may use."""
+    """Return the number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -1,7 +1,7 @@
 """Parses other people's JSON and TOML, or raises a ValueError that says what is wrong; and writes safetensors.
 
-The parsers of the standard library raise RecursionError for what is nested too deep, and so do many things done with
-what just passes them (copying, printing, writing it again); so depth has a limit of its own.
+The parsers of the standard library raise RecursionError for input that is nested too deep, and so do many operations on
+values that just pass the parsers (copying, printing, writing). So depth has an explicit limit.
 """
 
 from __future__ import annotations
@@ -15,33 +15,33 @@ from typing import Any
 from echo2.errors import UserError, did_you_mean
 from echo2.types import TensorSource
 
-#: Brackets within brackets; no file of anybody's has a tenth of it.
+#: Maximum nesting of brackets; real files have less than a tenth of it.
 DEPTH_MAX = 100
-#: Bytes that are in memory at once of a tensor that is elsewhere.
+#: Bytes read at a time from a tensor that is not in memory.
 PIECE_BYTES = 16 << 20
 
 
 def parse_json(text: str | bytes | bytearray, with_nan: bool = True) -> Any:
-    """The value that JSON text holds. NaN and the infinities, which are no JSON, are taken, or else read as None.
+    """Parse JSON text. NaN and the infinities, which JSON excludes, are accepted; without `with_nan` they become None.
 
     Raises:
-        ValueError: it is not JSON, or nested deeper than `DEPTH_MAX`.
+        ValueError: the text is not JSON, or nested deeper than `DEPTH_MAX`.
     """
     try:
         value = json.loads(text, parse_constant=None if with_nan else lambda _: None)
     except RecursionError as error:
         raise _too_deep() from error
     opened = text.count("[") + text.count("{") if isinstance(text, str) else text.count(b"[") + text.count(b"{")
-    if opened > DEPTH_MAX:  # in any other text, nothing can be nested deeper
+    if opened > DEPTH_MAX:  # with fewer brackets, nothing can be nested deeper
         _check_depth(value)
     return value
 
 
 def parse_toml(text: str) -> dict[str, Any]:
-    """The tables that TOML text holds.
+    """Parse TOML text.
 
     Raises:
-        ValueError: it is not TOML, or nested deeper than `DEPTH_MAX`.
+        ValueError: the text is not TOML, or nested deeper than `DEPTH_MAX`.
     """
     try:
         tables = tomllib.loads(text)
@@ -52,10 +52,10 @@ def parse_toml(text: str) -> dict[str, Any]:
 
 
 def read_tables(path: Path, what: str) -> dict[str, Any]:
-    """The tables of a TOML file, or of a JSON file by its name. `what`: what people call it.
+    """Return the tables of a TOML file, or of a JSON file if its name ends in .json. `what`: the file's name in errors.
 
     Raises:
-        UserError: it is missing, or is not such a file.
+        UserError: the file is missing or malformed.
     """
     is_json = path.suffix == ".json"
     try:
@@ -71,8 +71,8 @@ def read_tables(path: Path, what: str) -> dict[str, Any]:
 
 
 def safetensors_pieces(tensors: Mapping[str, TensorSource]) -> Iterable[bytes | memoryview]:
-    """The bytes of a safetensors file, piece by piece, so that weights are never in memory twice (the library's own
-    writer takes them all at once).
+    """Yield the bytes of a safetensors file, piece by piece, so that weights are never in memory twice (the library's
+    own writer takes all tensors at once).
     """
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     offset = 0

@@ -2,10 +2,10 @@
 
 * `UserError`: the user's mistake (a config key, a dataset row, a reward function, a full disk). It says what was wrong,
   the value, and what to do. The command line prints it as one line and exits with status 2.
-  `NoRoomError` is one: a full disk, which a run waits for.
+  Its subclass `NoRoomError` means a full disk; a run waits for free space.
 * `PeerError`: a stranger on the wire misbehaved (malformed, oversized, late, unauthenticated). It carries a
   short `reason` that is counted and shown; it never stops a run.
-* `InvariantError`: our own bug. It carries the story that led there.
+* `InvariantError`: a bug in echo2. The message describes what led to it.
 
 Expected outcomes (a stale group, a duplicate result, an expired lease) are values with reasons, not exceptions.
 """
@@ -26,16 +26,16 @@ class UserError(Echo2Error, ValueError):
 
 
 class NoRoomError(UserError):
-    """A disk is full. What was recorded is safe, and whoever needs the room may wait for it and go on."""
+    """A disk is full. Recorded data is safe, and the caller may wait for free space and continue."""
 
 
 def write_failed(error: OSError, message: str) -> UserError:
-    """What to raise where a file could not be written: whether room would help decides the type."""
+    """Return the error to raise when a file could not be written: `NoRoomError` if free space would help."""
     return (NoRoomError if error.errno in (errno.ENOSPC, errno.EDQUOT) else UserError)(message)
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """ " Did you mean ...?", for the end of a `UserError` about a word that is not among these; or nothing."""
+    """Return " Did you mean ...?" for the end of a `UserError` about an unknown word; empty if none is similar."""
     near = difflib.get_close_matches(word, sorted(known), n=1, cutoff=0.5)
     return f" Did you mean {near[0]}?" if near else ""
 
@@ -53,8 +53,8 @@ class PeerError(Echo2Error):
 
 
 class LinkError(Echo2Error):
-    """The other end is unreachable, closed the connection or let a deadline pass; trying again may help."""
+    """The other end is unreachable, closed the connection or missed a deadline; trying again may help."""
 
 
 class InvariantError(Echo2Error, AssertionError):
-    """A bug of ours: a rule that always holds did not."""
+    """A bug in echo2: an invariant is violated."""

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import re
 
-#: Escape sequences of terminals: their letters mean nothing without the escape, so they go with it.
+#: Terminal escape sequences. They are removed whole: their letters mean nothing without the escape character.
 _SEQUENCES = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)?|[PX^_][^\x1b]*(?:\x1b\\)?)")
 REPLACED = "\N{REPLACEMENT CHARACTER}"
 CUT_OFF = "\N{HORIZONTAL ELLIPSIS}"
-#: Characters of one line for people: a wait, a reason, what somebody does.
+#: Maximum characters of one line for people: a wait, a reason, an activity.
 LINE_CHARS_MAX = 200
 
 
 def printable(text: str, chars_max: int = LINE_CHARS_MAX) -> str:
-    """One line without anything that a terminal obeys or hides: no control characters (C0 and C1), no escape sequences,
-    no change of writing direction, nothing invisible; `chars_max` characters at most.
+    """Return `text` as one line without anything that a terminal obeys or hides: no control characters (C0 and C1), no
+    escape sequences, no change of writing direction, nothing invisible; `chars_max` characters at most.
     """
-    text = text[: 4 * chars_max]  # a bound on the work, too
+    text = text[: 4 * chars_max]  # this bounds the work, too
     if not text.isprintable():
         text = _SEQUENCES.sub("", text)
         text = "".join(c if c.isprintable() else " " if c.isspace() else REPLACED for c in text)
@@ -24,12 +24,12 @@ def printable(text: str, chars_max: int = LINE_CHARS_MAX) -> str:
 
 
 def shown(value: object, chars_max: int = 120) -> str:
-    """A value as an error message shows it: its `repr`, `chars_max` characters of it at most."""
+    """Return the `repr` of a value for an error message, `chars_max` characters at most."""
     return printable(repr(value), chars_max)
 
 
 def printable_lines(text: str, chars_max: int) -> str:
-    """The same for text of several lines."""
+    """Apply `printable` to each line of `text`; the result has `chars_max` characters at most."""
     lines = [printable(line, chars_max) for line in text[: 4 * chars_max].split("\n")]
     whole = "\n".join(lines)
     return whole if len(whole) <= chars_max else whole[: chars_max - 1] + CUT_OFF

@@ -1,13 +1,13 @@
 """A run directory: where its files are, and which process may use it.
 
     config.json       resolved configuration            metrics.jsonl   one object a step
-    ledger.sqlite     what became of every group        events.jsonl    what the planner was told and answered (replay)
+    ledger.sqlite     the fate of every group           events.jsonl    the planner's events and commands (for replay)
     status.json       who waits for whom, right now     rollouts/       samples as text, for people
     checkpoints/      step_N/: HF model + optimizer     snapshots/      chunks that workers fetch
     logs/             one file a process                identity/       the run's keys (private)
     ticket            what `echo2 worker` needs to join processes.json  local processes with their pids
     outcome.json      how the run ended                 summary.json    the numbers of its closing table
-    inputs/           rows, functions and a model that Python gave (`echo2.train`)
+    inputs/           rows, functions and a model passed from Python (`echo2.train`)
 
 Small files are replaced whole (`write_atomically`), so that a reader never sees half of one.
 """
@@ -29,10 +29,11 @@ from echo2 import config as configuration
 from echo2.documents import parse_json
 from echo2.errors import UserError, write_failed
 
-#: In metrics.jsonl, before a worker's name: mean |log ratio| of its tokens at lag 0, and how many they are.
+#: Prefixes of keys in metrics.jsonl, before a worker's name. For the worker's tokens at lag 0: their mean surprise,
+#: their mean |log ratio|, and their number.
 FRESH_SURPRISE = "mismatch/surprise/lag_0/worker/"
 FRESH_MISMATCH, FRESH_TOKENS = "mismatch/abs_log_ratio/lag_0/worker/", "mismatch/tokens/lag_0/worker/"
-#: How long a claim waits for a predecessor that is about to die (children outlive a killed supervisor by a moment).
+#: How long `claimed` waits for the previous holder to die (children outlive a killed supervisor by a moment).
 CLAIM_SECONDS = 3.0
 
 
@@ -70,7 +71,7 @@ class RunDir:
     inputs = _Entry("inputs")
 
     def read_config(self) -> configuration.Config:
-        """The resolved configuration of this run.
+        """Return the resolved configuration of this run.
 
         Raises:
             UserError: this is not a run directory.
@@ -82,10 +83,10 @@ class RunDir:
 
 @contextmanager
 def claimed(path: Path, role: str) -> Iterator[None]:
-    """Be the only `role` (run, head, serve) of a directory; the system lets go of the claim when the process dies.
+    """Hold the only claim to a `role` (run, head, serve) in a directory; it ends with the process, however that dies.
 
     Raises:
-        UserError: another process is.
+        UserError: another process holds the claim, or the directory cannot be written.
     """
     lock, give_up_at = path / f".{role}.lock", time.monotonic() + CLAIM_SECONDS
     try:
@@ -107,10 +108,10 @@ def claimed(path: Path, role: str) -> Iterator[None]:
 
 
 def check_directory(path: Path, resume: bool) -> None:
-    """Find that a run cannot begin, or go on with `resume`, in this directory.
+    """Check that a run can begin, or with `resume` continue, in this directory.
 
     Raises:
-        UserError: it holds a run and `resume` was not asked for; there is nothing to resume.
+        UserError: the directory holds a run and `resume` is False, or there is nothing to resume.
     """
     rundir = RunDir(path)
     exists = rundir.ledger.exists() or rundir.config.exists()
@@ -126,7 +127,7 @@ def create(path: Path, config: configuration.Config, resume: bool) -> RunDir:
     """Make the directory of a new run, or reopen one with `resume`. A resumed run may change its configuration.
 
     Raises:
-        UserError: as `check_directory` says; or it cannot be written.
+        UserError: see `check_directory`; or the directory cannot be written.
     """
     check_directory(path, resume)
     rundir = RunDir(path)
@@ -145,17 +146,17 @@ def create(path: Path, config: configuration.Config, resume: bool) -> RunDir:
 
 
 def failed_to_start(rundir: RunDir) -> bool:
-    """Whether what was started there ended with an error and left nothing that is worth keeping: no checkpoint, and no
-    group of use in its ledger."""
+    """Whether the last start in this directory failed and left nothing worth keeping: no checkpoint, and no useful
+    group in the ledger."""
     outcome = read_json(rundir.outcome)
     is_failure = outcome is not None and outcome.get("kind") in ("user_error", "failed")
     return is_failure and newest_checkpoint(rundir.checkpoints) is None and not _has_groups(rundir.ledger)
 
 
 def _has_groups(ledger: Path) -> bool:
-    """Whether a ledger records a training, or a group that was delivered and not retired. One that cannot be read may.
+    """Whether a ledger records a training step, or a delivered group that was not retired. True if it is unreadable.
 
-    The ledger is asked, and not status.json: that file is of the newest start, the ledger of all.
+    status.json would not do: it describes only the newest start, the ledger covers all.
     """
     if not ledger.exists():
         return False
@@ -168,7 +169,7 @@ def _has_groups(ledger: Path) -> bool:
 
 
 def clear(rundir: RunDir) -> None:
-    """Take a start that failed away; its keys, logs and workers' directories stay."""
+    """Delete the files of a failed start, except its keys, logs and workers' directories."""
     for pattern in ("ledger.sqlite*", "events.jsonl*", "metrics.jsonl", "training.json"):
         for path in rundir.path.glob(pattern):
             path.unlink()
@@ -177,19 +178,19 @@ def clear(rundir: RunDir) -> None:
 
 
 def newest_checkpoint(checkpoints: Path) -> int | None:
-    """The version of the newest whole checkpoint; None: there is none."""
+    """Return the version of the newest whole checkpoint; None if there is none."""
     states = checkpoints.glob("step_*/state.json")
     versions = (path.parent.name.removeprefix("step_") for path in states)
     return max((int(version) for version in versions if version.isdecimal()), default=None)
 
 
 def accuracies(rows: Iterable[Mapping[str, Any]]) -> dict[int, float]:
-    """Held-out accuracy by version, of the rows of a metrics file that have one."""
+    """Return the held-out accuracy by version, from the rows of a metrics file that have one."""
     return {row["step"]: row["eval/accuracy"] for row in rows if "eval/accuracy" in row}
 
 
 def best_version(versions: Iterable[int], accuracies: Mapping[int, float]) -> int | None:
-    """The most accurate of `versions`, the newest of equals; None: none of them was evaluated."""
+    """Return the most accurate of `versions`, the newest of equals; None if none was evaluated."""
     evaluated = (version for version in versions if version in accuracies)
     return max(evaluated, key=lambda version: (accuracies[version], version), default=None)
 
@@ -199,7 +200,7 @@ def write_atomically(path: Path, text: str, mode: int = 0o644) -> None:
 
     Raises:
         NoRoomError: the disk is full; the old file is untouched.
-        UserError: the directory can't be written otherwise.
+        UserError: the directory can't be written for another reason.
     """
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
@@ -213,10 +214,10 @@ def write_atomically(path: Path, text: str, mode: int = 0o644) -> None:
 
 
 def read_json(path: Path) -> Any:
-    """The JSON value in a file, or None while there is no such file.
+    """Return the JSON value in a file, or None if there is no such file.
 
     Raises:
-        UserError: it can't be read, or holds something else.
+        UserError: the file can't be read, or does not hold JSON.
     """
     try:
         return parse_json(path.read_bytes())
@@ -227,7 +228,7 @@ def read_json(path: Path) -> Any:
 
 
 def newest_run(outputs: Path = Path("outputs")) -> RunDir:
-    """The run directory below `outputs` whose head wrote last.
+    """Return the run directory below `outputs` whose head wrote last.
 
     Raises:
         UserError: there is none.
@@ -239,12 +240,14 @@ def newest_run(outputs: Path = Path("outputs")) -> RunDir:
 
 
 def _last_written(rundir: RunDir) -> float:
-    """Not the directory's own time: looking at a run (its ledger's lock files) changes that."""
+    """Return when the head last wrote. The directory's own time does not say: viewing a run (its ledger's lock files)
+    changes it.
+    """
     return max(path.stat().st_mtime for path in (rundir.config, rundir.status) if path.exists())
 
 
 def read_metrics(path: Path, refuses_damage: bool = False) -> list[dict[str, Any]]:
-    """The rows of a metrics file up to the first damaged one; none where there is no file.
+    """Return the rows of a metrics file up to the first damaged one; none if there is no file.
 
     Raises:
         UserError: with `refuses_damage`, a row before the last is damaged; the last may be torn by a kill.
@@ -262,9 +265,9 @@ def read_metrics(path: Path, refuses_damage: bool = False) -> list[dict[str, Any
 
 
 def parse_row(line: bytes) -> dict[str, Any] | None:
-    """A row of a metrics file; None where the line is damaged."""
+    """Parse a row of a metrics file; None if the line is damaged."""
     try:
         row = parse_json(line)
-    except ValueError:  # no JSON, or a character cut in two
+    except ValueError:  # not JSON, or a character cut in two
         return None
     return row if isinstance(row, dict) and type(row.get("step")) is int else None

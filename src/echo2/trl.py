@@ -4,16 +4,16 @@ rewards.
     fleet = echo2.trl.RolloutFleet(model, dataset, reward, args)
     AsyncGRPOTrainer(model, args=args, train_dataset=dataset, rollout_worker=fleet, weight_transfer=fleet).train()
 
-A `RolloutFleet` has both protocols of TRL 1.16, `RolloutWorkerProtocol` and `WeightTransferProtocol`, and is the run's
-learner to the head:
+A `RolloutFleet` implements both protocols of TRL 1.16, `RolloutWorkerProtocol` and `WeightTransferProtocol`, and acts
+as the run's learner towards the head:
 
     TRL                                          here
     weight sync number v, from 0                 version v is published
-    the samples that one sync to the next eats   step v: `groups_per_step` whole groups
+    the samples trained on between two syncs     step v: `groups_per_step` whole groups
 
 TRL reads a micro-batch ahead of its training. So the groups of step v + 1 are handed out when version v is published,
-while TRL trains on step v, and a step counts as trained when all its groups are in TRL's queue. A trainer that dies
-leaves at most two steps that were handed out and not trained on.
+while TRL trains on step v, and a step counts as trained when all its groups are in TRL's queue. If the trainer dies, at
+most two steps were handed out and not trained on.
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ if TYPE_CHECKING:
     from echo2.learner.session import HeadSession
     from echo2.transport.base import Link
 
-#: Of a run whose end only TRL knows.
+#: Number of steps of a run whose end only TRL knows.
 NO_END = 1_000_000
-#: Steps that are handed out before the ones that TRL's own last step needs.
+#: Steps that the run has beyond TRL's last one, because groups are handed out ahead of TRL's training.
 STEPS_AHEAD = 2
 
 
 class Buffer(queue.Queue["RolloutSample"]):
-    """What the trainer drains."""
+    """The queue that the trainer drains; it measures how long the trainer waits."""
 
     _waited_seconds = 0.0
 
@@ -62,15 +62,15 @@ class Buffer(queue.Queue["RolloutSample"]):
             self._waited_seconds += time.monotonic() - started
 
     def take_waited_seconds(self) -> float:
-        """How long the trainer has waited since this was asked last."""
+        """Return the seconds that the trainer has waited since the last call."""
         seconds, self._waited_seconds = self._waited_seconds, 0.0
         return seconds
 
 
 class RolloutFleet:
-    """Workers that make rollouts for `AsyncGRPOTrainer`. Make it on every rank; the first one starts the run.
+    """Workers that make rollouts for `AsyncGRPOTrainer`. Create one on every rank; the first rank starts the run.
 
-    rollout_buffer, metrics_queue   what the trainer drains; the second stays empty: `run` has the metrics
+    rollout_buffer, metrics_queue   queues that the trainer drains; the second stays empty: `run` has the metrics
     run                             the run, with its ticket for more machines; None on the other ranks
     """
 
@@ -89,24 +89,24 @@ class RolloutFleet:
         """Check everything and write the run directory; the run starts with the training.
 
         Args:
-            model: directory or hub id that the trainer is given, too.
-            tasks, reward, heldout, environment, out, settings: as of `echo2.train`. Rewards are computed here: TRL's
+            model: directory or hub id, the same as the trainer's.
+            tasks, reward, heldout, environment, out, settings: as in `echo2.train`. Rewards are computed here: TRL's
                 `reward_funcs` are not called.
             args: the trainer's `AsyncGRPOConfig`. Sampling, group size, staleness and batches follow it.
 
         Raises:
-            UserError: something given is wrong, or does not fit together.
+            UserError: an argument is wrong, or arguments contradict each other.
         """
         self.rollout_buffer, self.metrics_queue = Buffer(), queue.Queue[dict[str, float]]()
         self.run: Run | None = None
         derived = _settings(args, tasks)
-        self._copies = args.world_size > 1  # what FSDP gathers is whole for a moment
+        self._copies = args.world_size > 1  # a tensor that FSDP gathers is whole only for a moment
         self._session: HeadSession | None = None
         self._thread: threading.Thread | None = None
         self._changed = threading.Condition()
         self._published, self._handed_out, self._is_over = -1, 0, False
         self._failure: Exception | None = None
-        self._behind = 0  # our versions, TRL's count of syncs
+        self._behind = 0  # TRL's number of the last version, minus the version here
         self._last_sign = time.monotonic()
         if args.process_index:
             return
@@ -118,7 +118,7 @@ class RolloutFleet:
                     f"{section}.{key} follows args.{name} = {value!r}: set it there, and leave it out here."
                 )
             tables[section][key] = value
-        tables.setdefault("learner", {}).setdefault("advantage", "grpo")  # TRL's own
+        tables.setdefault("learner", {}).setdefault("advantage", "grpo")  # the same as TRL's
         self._config = write_run(RunDir(path).inputs, str(model), tasks, reward, heldout, environment, tables)
         self.run = Run(path)
 
@@ -128,7 +128,7 @@ class RolloutFleet:
         """Start head and workers, and join as the learner.
 
         Raises:
-            UserError, Echo2Error: the run did not start; why.
+            UserError, Echo2Error: the run did not start; the message says why.
         """
         from echo2.learner.head_client import LearnerInfo
         from echo2.learner.publication import Publisher
@@ -149,11 +149,11 @@ class RolloutFleet:
         self._session = HeadSession(self._connect, 0, info, Publisher(run.rundir.path / "learner"))
 
     def pause(self) -> None:
-        """Nothing: workers take new weights while they sample."""
+        """Do nothing: workers take new weights while they sample."""
 
     def send_weights(self, iterator: Iterable[tuple[str, Any]]) -> None:
-        """Publish the weights, (name, tensor) pairs. Returns when they are encoded, so that they may change; they are
-        sent meanwhile.
+        """Publish the weights, given as (name, tensor) pairs. Returns when they are encoded: they may change from then
+        on, while the upload continues in the background.
 
         Raises:
             Echo2Error: the run has failed.
@@ -179,7 +179,7 @@ class RolloutFleet:
             self._changed.notify_all()
 
     def resume(self) -> None:
-        """Nothing: see `pause`."""
+        """Do nothing: see `pause`."""
 
     def destroy(self) -> None:
         """Leave the head, and end the run."""
@@ -199,7 +199,7 @@ class RolloutFleet:
         self._thread.start()
 
     def stop(self) -> None:
-        """Hand out no more."""
+        """Stop handing out rollouts."""
         with self._changed:
             self._is_over = True
             self._changed.notify_all()
@@ -209,15 +209,15 @@ class RolloutFleet:
             self._thread.join()
 
     def update_model_version(self, model_version: int) -> None:
-        """What TRL calls the version that was published last."""
+        """Record TRL's number of the version that was published last."""
         self._behind = model_version - self._published
 
     def check_health(self, stale_after_s: float) -> None:
-        """The trainer has nothing to train on.
+        """Check the run when the trainer has nothing to train on.
 
         Raises:
             Echo2Error: the run has failed, or ended.
-            LinkError: no group came for `stale_after_s` seconds; it says who waits for whom.
+            LinkError: no group came for `stale_after_s` seconds; the message says who waits for whom.
         """
         assert self.run is not None
         if self._failure is not None:
@@ -249,17 +249,17 @@ class RolloutFleet:
         return self._session
 
     def _wait_for(self, is_so: Callable[[], bool]) -> bool:
-        """Whether it came about; not where the fleet is over."""
+        """Wait until `is_so()` holds or the fleet is over. Return False if the fleet is over."""
         with self._changed:
             self._changed.wait_for(lambda: is_so() or self._is_over)
             return not self._is_over
 
     def _hand_out(self) -> None:
-        """In a thread of its own: step after step, until the fleet is over or has failed."""
+        """Hand out step after step, in a thread of its own, until the fleet is over or has failed."""
         try:
             while self._hand_out_step():
                 pass
-        except Exception as error:  # whatever it is, it is the trainer's to raise
+        except Exception as error:  # raised later in the trainer's thread
             self._failure = error
         finally:
             with self._changed:
@@ -267,7 +267,7 @@ class RolloutFleet:
                 self._changed.notify_all()
 
     def _hand_out_step(self) -> bool:
-        """Whether there may be another one."""
+        """Hand out one step. Return whether another may follow."""
         from echo2.learner.grpo.step_meter import StepMeter
 
         session, step = self._joined(), self._handed_out
@@ -288,14 +288,14 @@ class RolloutFleet:
             self._last_sign = time.monotonic()
         meter.waited(self.rollout_buffer.take_waited_seconds())
         session.report_step(step, meter.numbers, meter.rollout_metrics())
-        session.report_checkpoint(step + 1, step + 1, ())  # TRL's checkpoints are its own: the groups may go
+        session.report_checkpoint(step + 1, step + 1, ())  # TRL writes its own checkpoints: drop the groups
         with self._changed:
             self._handed_out = step + 1
             self._changed.notify_all()
         return True
 
     def _samples(self, group: RolloutGroup) -> Iterator[RolloutSample]:
-        """As TRL's trainer reads them; texts are left to the run directory."""
+        """Yield a group's rollouts as TRL's trainer reads them, without texts: those are in the run directory."""
         from trl.experimental.async_grpo.async_rollout_worker import RolloutSample
 
         from echo2.learner.grpo.advantages import group_advantages
@@ -322,10 +322,10 @@ class RolloutFleet:
 
 
 def _settings(args: Any, tasks: Any) -> list[tuple[str, str, Any, str]]:
-    """(section, key, value, name in `args`) of all settings that follow the trainer's.
+    """Return (section, key, value, name in `args`) of all settings that follow the trainer's arguments.
 
     Raises:
-        UserError: a value that a fleet cannot serve.
+        UserError: a value that a fleet cannot support.
     """
     if args.token_budget != 0:
         raise UserError(
@@ -351,7 +351,7 @@ def _settings(args: Any, tasks: Any) -> list[tuple[str, str, Any, str]]:
         syncs = args.num_train_epochs * len(tasks) / num_groups if isinstance(tasks, Sized) else NO_END
     return [
         ("run", "seed", args.seed, "seed"),
-        ("learner", "ranks", args.world_size, "world_size"),  # local workers take the GPUs after them
+        ("learner", "ranks", args.world_size, "world_size"),  # local workers take the GPUs after the ranks'
         ("run", "max_steps", math.ceil(syncs) + STEPS_AHEAD, "max_steps"),
         ("model", "chat_template_args", dict(args.chat_template_kwargs or {}), "chat_template_kwargs"),
         ("sampling", "group_size", args.num_generations, "num_generations"),
@@ -367,7 +367,7 @@ def _settings(args: Any, tasks: Any) -> list[tuple[str, str, Any, str]]:
 
 
 def _vocab_size(directory: Path) -> int:
-    """Rows of the model's embedding."""
+    """Return the number of rows of the model's embedding."""
     from echo2.planning.memory_needs import model_shape
 
     shape = model_shape(str(directory))

@@ -3,10 +3,11 @@
 Token data is held in `array.array` ('i' for token ids, 'f' for logprobs): compact, and readable without a copy by
 `numpy.frombuffer` and `torch.frombuffer`.
 
-A *policy version* is a number of completed training steps. After a learner has fallen back to a checkpoint, numbers
-are used again for other weights; the *lineage*, which grows by one at each such fall-back, tells them apart.
+A *policy version* is the number of completed training steps. After a learner falls back to a checkpoint, the same
+numbers name other weights; the *lineage*, which grows by one at each fall-back, tells them apart.
 
-A *policy id* says whose version or group it is: each policy counts its lineages, versions and groups by itself.
+A *policy id* names the policy that a version or group belongs to: each policy counts its own lineages, versions and
+groups.
 """
 
 from __future__ import annotations
@@ -20,22 +21,22 @@ from typing import Any, Literal, Protocol
 GroupKind = Literal["train", "eval"]
 FinishReason = Literal["stop", "length"]
 
-#: Id of the one policy that a run trains.
+#: Id of the policy that a run trains.
 RUN_POLICY = "policy"
-#: What a policy id may be. Ids become file names, also on disks that do not tell upper from lower case.
+#: Allowed policy ids. They become file names, also on file systems that ignore case.
 _POLICY_ID = re.compile(r"[a-z0-9][a-z0-9_-]{0,63}")
 #: Policy id of a base model: 16 hex digits of the digest of its content (`weights/manifest.py`).
 _BASE_MODEL_ID = re.compile(r"base-[0-9a-f]{16}")
 
-#: Column of a task whose rollouts were made long ago and are not sampled (`tasks/logs.py`).
+#: Column of a task that holds logged rollouts, which are used instead of sampling (`tasks/logs.py`).
 LOGGED_ROLLOUTS = "logged_rollouts"
 DEFAULT_LOGGED_ROLLOUTS = 8
-#: Strings that end a rollout, and characters of each.
+#: Maximum number of stop strings, and of characters in each.
 STOP_STRINGS_MAX, STOP_CHARS_MAX = 16, 128
 
 
 def is_policy_id(text: str) -> bool:
-    """Whether `text` can be a policy's id: 1 to 64 lower-case letters, digits, "_" and "-", no sign first."""
+    """Whether `text` is a valid policy id: 1 to 64 lower-case letters, digits, "_" and "-", first a letter or digit."""
     return _POLICY_ID.fullmatch(text) is not None
 
 
@@ -63,12 +64,12 @@ class SnapshotRef:
 
     @property
     def history(self) -> tuple[str, int]:
-        """(policy, lineage): within it, a version number means one set of weights, and versions only grow."""
+        """(policy, lineage). Within one history a version number names one set of weights, and versions only grow."""
         return self.policy, self.lineage
 
     @property
     def is_base_model(self) -> bool:
-        """Whether it names a frozen model that adapters are laid over: it has one snapshot, and a name by content."""
+        """Whether this names a frozen base model of adapters: it has one snapshot, and its id is a content digest."""
         return not self.lineage and not self.version and _BASE_MODEL_ID.fullmatch(self.policy) is not None
 
     def __str__(self) -> str:
@@ -77,7 +78,7 @@ class SnapshotRef:
 
 @dataclass(frozen=True, slots=True)
 class PayloadId:
-    """What a worker is sent of `ref`: what leads to it from nothing where `base` is None, else from `base`."""
+    """Name of the data that produces `ref`: the whole snapshot if `base` is None, else a delta from `base`."""
 
     ref: SnapshotRef
     base: SnapshotRef | None = None
@@ -108,11 +109,11 @@ class Task:
 
 @dataclass(frozen=True, slots=True)
 class Lease:
-    """A time-limited right of one worker to produce one group.
+    """A time-limited right of a worker to produce one group.
 
     The group is bound to training step `step`. Its tokens must come from `exact_version` where that is set, else from
-    any version >= `min_version`. `deadline` is in seconds of the head's clock; `seconds` is how long that is from the
-    grant.
+    any version >= `min_version`. `deadline` is in seconds of the head's clock; `seconds` is the time from the grant to
+    the deadline.
     """
 
     lease_id: int
@@ -129,7 +130,7 @@ class Lease:
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """What an environment answers to one action: the text that follows it, the reward of this action, and whether the
+    """An environment's answer to one action: the text that follows it, the reward of this action, and whether the
     rollout is over. The rewards of a rollout's actions add up."""
 
     text: str
@@ -137,7 +138,7 @@ class Reply:
     done: bool
 
 
-#: Of one rollout: its reward, and the parts that add up to it by name of the function.
+#: A rollout's reward, and the parts that add up to it, by name of the reward function.
 Score = tuple[float, Mapping[str, float]]
 
 
@@ -148,22 +149,22 @@ class Rollout:
     T = number of tokens after the prompt, including tokens that an environment wrote between turns.
 
     tokens        [T] token ids
-    logprobs      [T] behaviour logprobs, under the distribution that was sampled from (after temperature, top-k,
-                  top-p); 0.0 where `loss_mask` is 0
+    logprobs      [T] behaviour logprobs, under the distribution that each token was sampled from (after temperature,
+                  top-k, top-p); 0.0 where `loss_mask` is 0
     loss_mask     [T] one byte a token: 1 = sampled by the policy (trained on), 0 = written by the environment
     version_spans ((first token index, policy version), ...): the version of each token, run-length coded, ascending
     finish        "stop" (end token, stop string, or the environment ended it) or "length" (cut off at max_tokens or
                   max_turns)
     text          the decoded tokens, for rewards and people; empty until the head has decoded them
     reward        weighted sum of `reward_parts`; None until scored
-    reward_parts  by name of the function; before scoring, `environment` alone: what the environment gave
+    reward_parts  by name of the reward function; before scoring, only `environment`: the environment's reward
     support_tokens, support_offsets
-                  where top-k or top-p narrowed the distribution: the token ids that token t was drawn from are
+                  if top-k or top-p narrowed the distribution: the token ids that token t was drawn from are
                   support_tokens[support_offsets[t]:support_offsets[t + 1]]  (offsets have T + 1 entries); else None
     top_tokens, top_logprobs
-                  where the run asks for them: the k most likely tokens of the distribution that each sampled token was
-                  drawn from, one row after the other [loss_mask.count(1) * k], and their logprobs (float16,
-                  little-endian); k is the vocabulary's size where that is less; else empty
+                  if the run asks for them: the k most likely tokens of the distribution that each sampled token was
+                  drawn from, row by row [loss_mask.count(1) * k], and their logprobs (float16, little-endian); k is at
+                  most the vocabulary's size; else empty
     """
 
     tokens: array[int]
@@ -193,10 +194,11 @@ class Rollout:
 @dataclass(frozen=True, slots=True)
 class RolloutGroup:
     """The K rollouts at one task that are compared with each other. `prompt_tokens` is shared by all of them.
-    `worker_id`: who sampled them.
+    `worker_id`: the worker that sampled them.
 
-    `logged`: they come from a log and not from a policy of this run. Their versions are bookkeeping, not an age.
-    `by_harness`: a harness played them, so that prompt and rewards are its worker's word (not kept: the head knows).
+    `logged`: the rollouts come from a log and not from a policy of this run; their versions do not measure staleness.
+    `by_harness`: a harness produced the rollouts, so prompt and rewards are the worker's unverified claims. This flag
+    is not stored: the head knows it from the configuration.
     """
 
     group: GroupRef
@@ -212,7 +214,7 @@ class RolloutGroup:
 
     @property
     def oldest_version(self) -> int:
-        """The policy version of the oldest token of any rollout: what staleness is counted from."""
+        """The policy version of the oldest token of any rollout; staleness is counted from it."""
         return min(rollout.oldest_version for rollout in self.rollouts)
 
     @property
@@ -222,24 +224,24 @@ class RolloutGroup:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens that the policy wrote, in all rollouts: no prompt, nothing of an environment's."""
+        """Number of tokens sampled by the policy in all rollouts, without prompts and tokens of an environment."""
         return sum(rollout.loss_mask.count(1) for rollout in self.rollouts)
 
     @property
     def is_scored(self) -> bool:
-        """Whether every rollout has its reward."""
+        """Whether every rollout has a reward."""
         return all(rollout.reward is not None for rollout in self.rollouts)
 
     @property
     def is_flat(self) -> bool:
-        """Scored, and every reward is the same: its advantages are 0."""
+        """Whether the group is scored and all rewards are equal, so that its advantages are 0."""
         return self.is_scored and len({rollout.reward for rollout in self.rollouts}) == 1
 
 
 class Attachment:
-    """What travels with an event and with the commands that it leads to, and is read by nobody on the way. It is
-    not in an event log. `data`: the bytes of a group's rollouts, or of its scores, as they are stored and fed. `group`:
-    the whole group at that time, with its scores where `data` is those; None where nobody has parsed it.
+    """Data that travels with an event and with the resulting commands, unread on the way. It is not in the event log.
+    `data`: the bytes of a group's rollouts, or of its scores, as they are stored and fed. `group`: the whole group at
+    that time, with its scores if `data` holds scores; None if the group was not parsed.
     """
 
     __slots__ = ("data", "group")
@@ -250,9 +252,9 @@ class Attachment:
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How tokens are drawn. `top_k` = 0, `top_p` = 1.0 and `min_p` = 0.0 (the least probability that a token may have,
-    as a share of the most likely one's): no narrowing; `temperature` = 0.0: greedy (eval only).
-    `top_logprobs`: how many of the most likely tokens come back with each that is drawn (only without narrowing).
+    """How tokens are drawn. `min_p`: the least probability of a token, as a share of the most likely token's. With
+    `top_k` = 0, `top_p` = 1.0 and `min_p` = 0.0 the distribution is not narrowed. `temperature` = 0.0: greedy (eval
+    only). `top_logprobs`: number of most likely tokens returned with each drawn token (only without narrowing).
     `stop`: strings that end a rollout of one turn (`rollout/stop_strings.py`).
     """
 
@@ -266,13 +268,13 @@ class SamplingParams:
 
     @property
     def is_narrow(self) -> bool:
-        """Whether tokens are drawn from a part of the distribution, which must then be told with each."""
+        """Whether tokens are drawn from a part of the distribution. Each token's support must then be recorded."""
         return self.temperature > 0.0 and (self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0.0)
 
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """Somebody is waiting: for whom, since when, until when, and why. Times in seconds of the head's clock."""
+    """One wait: who waits for whom, since when, until when, and why. Times in seconds of the head's clock."""
 
     waiter: str
     waits_for: str
@@ -283,12 +285,12 @@ class Wait:
 
 @dataclass(frozen=True, slots=True)
 class Assignment:
-    """A lease with all that a worker needs to work on it, and no more: it asks no hub and no head again, and nothing
-    here tells it what would be rewarded.
+    """A lease with everything that a worker needs for it: the worker asks neither a hub nor the head again. Nothing
+    here reveals what is rewarded.
 
-    `environment` answers the policy's turns, `max_turns` of them at most; empty: one turn, and nobody answers.
-    `is_chat`: the prompt was chat messages, so the environment's words are too. `columns`: what the environment begins
-    with, or the rollouts to be replayed; else none.
+    `environment` answers the policy's turns, at most `max_turns`; empty: a single turn without an environment.
+    `is_chat`: the prompt was chat messages, so the environment's answers are too. `columns`: the input of the
+    environment, or the rollouts to replay; else empty.
     """
 
     lease: Lease
@@ -301,15 +303,15 @@ class Assignment:
 
 
 class TensorSource(Protocol):
-    """A tensor whose bytes may be anywhere until they are read: in memory, on a device, in a file."""
+    """A tensor whose bytes are read on demand, from memory, a device or a file."""
 
     @property
     def dtype(self) -> str:
-        """As in safetensors."""
+        """Name of the dtype, as in safetensors."""
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the tensor."""
+        """Shape of the tensor."""
 
     @property
     def num_bytes(self) -> int:
@@ -317,13 +319,13 @@ class TensorSource(Protocol):
 
     @property
     def read(self) -> Callable[[int, int], bytes | memoryview]:
-        """Gives the bytes from one place to another, little-endian and row-major; both are multiples of an item's."""
+        """Function (start, stop) -> bytes, little-endian and row-major. Both offsets are multiples of the item size."""
 
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """A tensor that is to be written or sent. `read` gives its little-endian bytes, row-major, from one place to
-    another, when they are needed; both are multiples of an item's. Nothing is copied where they are the tensor's own.
+    """A tensor to be written or sent. `read(start, stop)` returns its bytes on demand, little-endian and row-major;
+    both offsets are multiples of the item size. Bytes are not copied where the tensor's own memory can be returned.
     """
 
     dtype: str
@@ -352,13 +354,13 @@ class TensorBytes:
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """Weights for workers, whole and verified: `tensors` by Hugging Face parameter name, and the `files` that make them
-    a model (config.json, tokenizer.json, chat_template.jinja, ...), so that a worker needs no hub.
+    """Weights for workers, whole and verified: `tensors` by Hugging Face parameter name, and the other `files` of a
+    model (config.json, tokenizer.json, chat_template.jinja, ...), so that a worker needs no hub.
 
-    `base_model`: None, it is a whole model. Else it is a LoRA adapter over that frozen model, named and described as
-    PEFT does (`adapter_model.safetensors`, adapter_config.json); its other files are the base model's.
+    `base_model`: None for a whole model. Otherwise the snapshot is a LoRA adapter over that frozen model, with PEFT's
+    names and files (`adapter_model.safetensors`, adapter_config.json); its other files are the base model's.
 
-    On a worker the tensors are read from disk each time, and the next payload changes them there."""
+    On a worker every access reads the tensors from disk, and the next payload overwrites them there."""
 
     ref: SnapshotRef
     tensors: Mapping[str, TensorSource]
@@ -368,7 +370,7 @@ class Snapshot:
 
 @dataclass(frozen=True, slots=True)
 class Hardware:
-    """Bytes of memory in all, and of each GPU: none of it is asked for what is free."""
+    """Total memory of a machine in bytes, and of each GPU. It does not say how much is free."""
 
     memory_bytes: int
     gpus: tuple[int, ...] = ()

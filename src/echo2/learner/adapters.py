@@ -1,9 +1,9 @@
 """LoRA: any number of adapters over one frozen model, which is held once.
 
-W x + (alpha / rank) B A x in each targeted linear layer (arXiv 2106.09685), by `peft`, whose layers are put into the
-model itself: it stays transformers' own class. Each adapter is a `Policy` with parameters of its own; while one is
-engaged, the others are as if they were not there. B begins as 0, so version 0 is the base model. Adapter parameters are
-float32 whatever the base model is stored in: an update of one is never rounded away.
+Each targeted linear layer computes W x + (alpha / rank) B A x (arXiv 2106.09685). `peft` puts its layers into the model
+in place, which stays of transformers' own class. Each adapter is a `Policy` with parameters of its own; while one is
+engaged, the others have no effect. B begins as 0, so version 0 is the base model. Adapter parameters are float32 in
+whatever dtype the base model is stored, so that no update is rounded away.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ from echo2.weights.model_files import find_model, read_base_model
 
 
 class BaseModel:
-    """A frozen model, its name and bytes (`snapshot`), and which adapter over it computes now.
+    """A frozen model with its name and bytes (`snapshot`), and the adapters over it, of which at most one is engaged.
 
     Raises:
-        UserError: transformers gives its tensors other names than its files do: workers could not tell them.
+        UserError: transformers names the tensors differently from the files, so workers could not match them.
     """
 
     def __init__(self, policy: Policy, snapshot: Snapshot) -> None:
@@ -63,15 +63,15 @@ class BaseModel:
         self._tuner: Any = None
         self._num_adapters = 0
         self._tuned: list[Any] = []  # layers that have adapters
-        self._engaged: str | None = ""  # "": whatever PEFT made of it
+        self._engaged: str | None = ""  # "": unknown, as PEFT left it
 
     def adapter(self, lora: LoraConfig, seed: int) -> Adapter:
-        """A new adapter: the same for the same settings and seed, on every device.
+        """Create an adapter. The same settings and seed give the same adapter on every device.
 
         Raises:
             UserError: a target matches no linear layer.
         """
-        from peft import LoraConfig as PeftConfig  # two seconds: only where there are adapters
+        from peft import LoraConfig as PeftConfig  # takes two seconds: only if there are adapters
         from peft import LoraModel
         from peft.tuners.tuners_utils import BaseTunerLayer
 
@@ -91,18 +91,18 @@ class BaseModel:
         return Adapter(self, name, files, seed)
 
     def remove(self, adapter: Adapter) -> None:
-        """Forget an adapter of this model: what it took of memory is free when nobody else holds its tensors."""
+        """Forget an adapter of this model. Its memory is freed once nothing else holds its tensors."""
         for layer in self._tuned:
-            layer.set_adapter([])  # PEFT would engage another in the place of one that computes
+            layer.set_adapter([])  # otherwise PEFT engages another in place of an active one
         self._engaged = ""
         self._tuner.delete_adapter(adapter.name)
 
     def alone(self) -> Policy:
-        """The base model as a policy, whatever adapters it has."""
+        """Return the base model as a policy without adapters."""
         return _Alone(self)
 
     def engage(self, name: str | None) -> None:
-        """From now on this adapter computes, or none."""
+        """Make this adapter the active one; None: no adapter is active."""
         if name == self._engaged:
             return
         for layer in self._tuned:
@@ -120,7 +120,7 @@ class Adapter(Policy):
     def __init__(self, base: BaseModel, name: str, files: Mapping[str, bytes], seed: int) -> None:
         super().__init__(base.policy.module, files, base.policy.device)
         self.base, self.base_model = base, base.snapshot.ref
-        # Of the model alone: how data is laid out, and so the last bits, must not depend on who else is here.
+        # The base model's cost: the layout of data, and so the last bits, must not depend on other adapters.
         self.pair_cost = base.policy.pair_cost
         self.name = name
         own = f".{name}."
@@ -163,14 +163,14 @@ class Adapter(Policy):
         check_same_settings(self.files[ADAPTER_CONFIG], directory, "Set it back, or start another --out.")
 
     def begin_with(self, directory: Path) -> None:
-        """Take the weights of the PEFT adapter in a directory.
+        """Load the weights of the PEFT adapter in a directory.
 
         Raises:
-            UserError: there is none, or it is of another base model, rank, alpha or targets.
+            UserError: there is no adapter, or it has another base model, rank, alpha or targets.
         """
         named = check_same_settings(self.files[ADAPTER_CONFIG], directory, BEGINNING_REMEDY)
         ours = self.base.snapshot.ref.policy
-        if SnapshotRef(named, 0, 0).is_base_model and named != ours:  # a hub's name tells no content
+        if SnapshotRef(named, 0, 0).is_base_model and named != ours:  # a hub id does not identify content
             raise UserError(f"lora.path: {directory} is an adapter over {named}, and model.path holds {ours}.")
         with open_tensors(directory, ADAPTER_WEIGHTS) as tensors:
             others = self.state().keys() ^ tensors.shapes.keys()
@@ -196,11 +196,11 @@ class _Alone(Policy):
 
 
 def load_base(path: str, device: str, mesh: Mesh | None = None) -> BaseModel:
-    """The model in a directory, or of a hub id, in the precision that it is stored in; on a CPU at least in float32,
-    whose products are up to a hundred times faster there than those in 16 bits. `mesh`: the ranks it is cut over.
+    """Load the model of a directory or hub id in the precision in which it is stored. On a CPU, a model in 16 bits is
+    loaded in float32, whose products are up to a hundred times faster there. `mesh`: the ranks that it is cut over.
 
     Raises:
-        UserError: nothing usable is there, or the device is not.
+        UserError: the model or the device is not usable.
     """
     directory = find_model(path)
     snapshot = read_base_model(directory)
@@ -210,10 +210,11 @@ def load_base(path: str, device: str, mesh: Mesh | None = None) -> BaseModel:
 
 
 def load_trained(config: Config, device: str, mesh: Mesh | None = None) -> Policy:
-    """What a run trains, as it is at version 0: the model, or an adapter over it. `mesh`: the ranks it is cut over.
+    """Load the policy that a run trains, at version 0: the model, or an adapter over it. `mesh`: the ranks that the
+    model is cut over.
 
     Raises:
-        UserError: the model can't be loaded, a target matches nothing; as `Adapter.begin_with`.
+        UserError: the model can't be loaded, or a target matches no layer; see also `Adapter.begin_with`.
     """
     if not config.lora.rank:
         return load_policy(config.model.path, "float32", device, mesh)
@@ -224,7 +225,7 @@ def load_trained(config: Config, device: str, mesh: Mesh | None = None) -> Polic
 
 
 def load_merged(base: str, adapter: Path, device: str) -> Policy:
-    """The whole model that the adapter in the directory `adapter` makes of the model `base`, in float32.
+    """Return the model `base` in float32, with the adapter in the directory `adapter` merged into it.
 
     Raises:
         UserError: there is no such model, or the adapter does not fit it.

@@ -1,19 +1,19 @@
-"""Turns data into the tensors of one forward pass. Two layouts have the same gradient.
+"""Turns data into the tensors of one forward pass. Its two layouts have the same gradient.
 
 *plain*: one row per datum, [prompt, tokens], right padded. Causal attention keeps the padding out; no mask is needed.
 
 *shared*: one strip for neighbouring data with equal prompts that holds their *prefix tree*: the prompt once, and of
-every datum only the tokens after the point where it leaves those before it. Each token sees its ancestors and itself;
-position ids say how deep it sits. A token's hidden state depends on its ancestors only, so this is the plain
-computation with the repetitions left out. Descendants follow a token without a gap, so one number a token, where they
-end, says who sees whom. Strips are packed into rows of about equal length, because padding costs as
-much as tokens do.
+every datum only the tokens after the prefix that it shares with earlier data. Each token attends to its ancestors and
+itself; its position id is its depth. A token's hidden state depends on its ancestors only, so this is the plain
+computation without the repetitions. Descendants follow a token without a gap, so one number per token, the end of its
+descendants, defines the mask. Strips are packed into rows of about equal length, because padding costs as much as
+tokens do.
 
 Attention is quadratic in the row, so long data are cheaper plain: `auto` takes the layout with the lower estimated
 cost. In both, the tokens after which no loss token follows (the last one of every datum) are not run at all.
 
-Micro-batches are cut by the tokens that are run, never by groups: what a forward pass takes in memory grows with them.
-A mask grows with the square of its rows, so neither a strip nor strips in one row go beyond SHARED_ROW_TOKENS.
+Micro-batches are limited by the tokens that are run, never by groups: the memory of a forward pass grows with tokens.
+A mask grows with the square of the row length, so neither a strip nor the strips of a row exceed SHARED_ROW_TOKENS.
 
 Shape suffixes: B = rows, T = longest row, n = loss tokens, S = sequences (data), u = distinct positions that predict
 loss tokens, W = widest support.
@@ -40,13 +40,13 @@ from echo2.learner.losses import LOGGED_LAG, LossTokens
 Layout = Literal["auto", "shared", "plain"]
 Ints = npt.NDArray[np.int64]
 MOST_STRIPS_PER_ROW = 8
-#: In a row with a mask: at most 16 KiB of mask, in float32, for each token that is run; a fraction of its activations.
+#: Maximum tokens of a row with a mask: at most 16 KiB of mask, in float32, per token; a fraction of its activations.
 SHARED_ROW_TOKENS = 4096
 
 
 @dataclass(frozen=True, slots=True)
 class Support:
-    """For some of the loss tokens drawn from a narrowed distribution (top-k, top-p): which tokens could have come.
+    """The tokens that could have been drawn, for some of the loss tokens of a narrowed distribution (top-k, top-p).
 
     rows_m     index of these tokens among the n loss tokens
     tokens_mW  the token ids, padded with 0
@@ -62,9 +62,9 @@ class Support:
 class PackedBatch:
     """One forward pass.
 
-    positions_BT and ends_BT are None in the plain layout. Else a row's token i may look at j <= i if i < ends[j].
+    positions_BT and ends_BT are None in the plain layout. Otherwise a row's token i attends to j <= i if i < ends[j].
     predict_u indexes the flattened B * T positions; loss token i is predicted at predict_u[position_n[i]]. Sequence s
-    is datum data_S[s] of those that were packed.
+    is datum data_S[s] of the packed data.
     """
 
     tokens_BT: Tensor
@@ -78,7 +78,7 @@ class PackedBatch:
     data_S: tuple[int, ...]
 
     def to(self, device: torch.device, dtype: torch.dtype) -> PackedBatch:
-        """The batch on `device`, what the loss reads as numbers in `dtype`."""
+        """Return the batch on `device`, with floating-point tensors in `dtype`."""
 
         def move(part: Any) -> Any:
             if isinstance(part, Tensor):
@@ -93,9 +93,9 @@ class PackedBatch:
 
 @dataclass(frozen=True, slots=True)
 class _Strip:
-    """Tokens that go into one row together. A token's descendants are those after it and before `ends`. `losses` and
-    `predict` hold, datum by datum, which tokens are loss tokens and where each is predicted; `places` are the data's
-    indices.
+    """A prefix tree, whose tokens go into one row together. A token's descendants are the tokens after it and before
+    its entry in `ends`. `losses` and `predict` hold, datum by datum, the indices of loss tokens and where each is
+    predicted; `places` are the data's indices.
     """
 
     tokens: Ints
@@ -112,14 +112,14 @@ _Family = Sequence[tuple[int, Datum]]
 
 
 def _families(data: Sequence[Datum]) -> list[_Family]:
-    """The data, those together that have the prompt of their neighbour."""
+    """Group neighbouring data with equal prompts."""
     by_prompt = itertools.groupby(enumerate(data), key=lambda item: item[1].prompt_tokens)
     return [list(family) for _, family in by_prompt]
 
 
 def num_tokens_run(data: Sequence[Datum], shares_prompts: bool) -> int:
-    """Tokens in a forward pass over the data. With `shares_prompts` the prompt of neighbours counts once, and tokens
-    that they share after it each time; else the data are rows, padded to the longest.
+    """Return the number of tokens in a forward pass over the data. With `shares_prompts` a prompt that neighbours share
+    counts once, and tokens that they share after it each time; otherwise the data are rows padded to the longest.
     """
     if not shares_prompts:
         return len(data) * max((len(datum.prompt_tokens) + datum.num_inputs for datum in data), default=0)
@@ -128,8 +128,8 @@ def num_tokens_run(data: Sequence[Datum], shares_prompts: bool) -> int:
 
 
 def microbatches(data: Sequence[Datum], tokens_max: int, shares_prompts: bool) -> list[list[Datum]]:
-    """The data in order, cut so that no part runs more than `tokens_max` tokens (`num_tokens_run`), and that data which
-    share a prompt have no more than SHARED_ROW_TOKENS, but for a datum that has more by itself.
+    """Split the data, in order, so that no part runs more than `tokens_max` tokens (`num_tokens_run`), and data that
+    share a prompt have no more than SHARED_ROW_TOKENS. A single datum may exceed either limit.
     """
     parts: list[list[Datum]] = []
     num_tokens = longest = strip = 0
@@ -150,10 +150,10 @@ def microbatches(data: Sequence[Datum], tokens_max: int, shares_prompts: bool) -
 
 
 def collate(data: Sequence[Datum], layout: Layout, pair_cost: float, tokens_max: int | None = None) -> PackedBatch:
-    """Tensors (on the CPU) of one forward pass over `data`, at least one.
+    """Return the tensors (on the CPU) of one forward pass over `data`, which is not empty.
 
-    `pair_cost`: what one attended pair of tokens costs, in units of what one token costs in the rest of the model.
-    `auto` takes the plain layout only where its rows hold no more than `tokens_max` tokens.
+    `pair_cost`: cost of one attended pair of tokens, in units of one token's cost in the rest of the model. `auto`
+    takes the plain layout only if its rows hold no more than `tokens_max` tokens.
 
     Raises:
         InvariantError: a datum has an empty prompt.
@@ -164,12 +164,12 @@ def collate(data: Sequence[Datum], layout: Layout, pair_cost: float, tokens_max:
         is_large = tokens_max is not None and len(plain) * max(plain) > tokens_max
         if layout == "shared" or is_large or _cost(_row_lengths(rows), pair_cost) <= _cost(plain, pair_cost / 2):
             return _tensors(rows, masked=True)
-    # Causal kernels skip half of the pairs (hence pair_cost / 2 above); with a mask of our own they don't.
+    # Causal kernels skip half of the pairs (hence pair_cost / 2 above); with a custom mask they don't.
     return _tensors([[_prefix_tree([item])] for family in families for item in family], masked=False)
 
 
 def _loss_positions(datum: Datum) -> Ints:
-    """Indices of the tokens that count."""
+    """Return the indices of the loss tokens."""
     return np.flatnonzero(np.frombuffer(datum.loss_mask, dtype=np.uint8))
 
 
@@ -178,9 +178,10 @@ def _int_array(tokens: Sequence[int]) -> Ints:
 
 
 def _prefix_tree(family: _Family) -> _Strip:
-    """Data with one prompt in lexicographic order, each adding only what the previous one does not already hold.
+    """Build the strip of data with one prompt, in lexicographic order; each datum adds only the tokens after the prefix
+    that it shares with the previous one.
 
-    In that order the longest prefix shared with any earlier datum is the one shared with the previous datum.
+    In this order the longest prefix shared with any earlier datum is the one shared with the previous datum.
     """
     data = [datum for _, datum in family]
     prompt = _int_array(data[0].prompt_tokens)
@@ -192,7 +193,7 @@ def _prefix_tree(family: _Family) -> _Strip:
     order = sorted(range(len(inputs)), key=lambda index: inputs[index])
     roots = np.arange(len(prompt))
     tokens, positions = [prompt], [roots]
-    left: list[tuple[Ints, int]] = []  # tokens whose descendants end here
+    left: list[tuple[Ints, int]] = []  # tokens, and where their descendants end
     predict: list[Ints] = []
     previous, path, size = prompt[:0], roots[-1:], len(prompt)  # path: last prompt token, then one entry per input
     for index in order:
@@ -232,12 +233,14 @@ def _row_lengths(rows: Sequence[Sequence[_Strip]]) -> list[int]:
 
 
 def _cost(lengths: Sequence[int], pair_cost: float) -> float:
-    """Of rows padded to the longest, in tokens' worth."""
+    """Return the cost of rows padded to the longest, in units of one token."""
     return len(lengths) * max(lengths) * (1.0 + pair_cost * max(lengths))
 
 
 def _pack(strips: Sequence[_Strip], pair_cost: float) -> list[list[_Strip]]:
-    """Rows of about equal length: longest strip first, always into the shortest row; as many rows as cost least."""
+    """Pack strips into rows of about equal length: longest strip first, always into the shortest row. The number of
+    rows is the cheapest.
+    """
     ordered = sorted(strips, key=lambda strip: -len(strip.tokens))
     counts = sorted({-(-len(strips) // share) for share in range(1, MOST_STRIPS_PER_ROW + 1)}, reverse=True)
     longest = max(len(ordered[0].tokens), SHARED_ROW_TOKENS)
@@ -259,7 +262,7 @@ def _tensors(rows: Sequence[Sequence[_Strip]], masked: bool) -> PackedBatch:
     longest = max(_row_lengths(rows))
     tokens_BT = np.zeros((len(rows), longest), dtype=np.int64)
     positions_BT = np.zeros_like(tokens_BT)
-    # Padding sees itself, because a softmax over nothing is NaN.
+    # Padding attends to itself, because a softmax over nothing is NaN.
     ends_BT = np.tile(np.arange(longest) + 1, (len(rows), 1))
     predict: list[Ints] = []
     for index, row in enumerate(rows):
@@ -324,7 +327,7 @@ def _loss_side(strips: Sequence[_Strip]) -> tuple[Tensor, LossTokens, tuple[Supp
 
 
 def _lags(datum: Datum, at: Ints) -> Ints:
-    """Versions between those that sampled the tokens `at` and the one that is trained."""
+    """Return the lag of each token of `at`: the trained version minus the version that sampled the token."""
     if not datum.version_spans:
         return np.full(len(at), LOGGED_LAG)
     starts, versions = (np.asarray(column, dtype=np.int64) for column in zip(*datum.version_spans, strict=True))
@@ -333,7 +336,7 @@ def _lags(datum: Datum, at: Ints) -> Ints:
 
 
 def _top(data: Sequence[Datum], losses: Sequence[Ints]) -> tuple[Tensor, Tensor]:
-    """The sampler's most likely tokens [n, k] and their logprobs, -inf where a datum has fewer than another."""
+    """Return the sampler's most likely tokens [n, k] and their logprobs, -inf where a datum has fewer than another."""
     widths = [len(datum.top_tokens) // len(at) for datum, at in zip(data, losses, strict=True)]
     shape = sum(map(len, losses)), max(widths)
     tokens_nk, logprobs_nk = np.zeros(shape, np.int64), np.full(shape, -np.inf, np.float32)
@@ -347,8 +350,9 @@ def _top(data: Sequence[Datum], losses: Sequence[Ints]) -> tuple[Tensor, Tensor]
 
 
 def _supports(data: Sequence[Datum], losses: Sequence[Ints]) -> tuple[Support, ...]:
-    """The narrowed distributions of all loss tokens that have one, as padded tables: one for each power of two of their
-    widths, so that at most half of a table is padding. In a single one, one wide distribution would make all so wide.
+    """Return the narrowed distributions of all loss tokens that have one, as padded tables: one for each power of two
+    of their widths, so that at most half of a table is padding. In a single table, one wide distribution would widen
+    all rows.
     """
     rows: dict[int, list[int]] = {}
     pieces: dict[int, list[npt.NDArray[np.int32]]] = {}

@@ -3,10 +3,10 @@
     config.json, tokenizer files, model.safetensors     a Hugging Face model directory
     optimizer.safetensors                               AdamW's moments and step counts, by parameter name
     ... of several ranks, each its rows                 model.0-of-2.safetensors ..., see `shard_files.py`
-    state.json                                          what the client of the verbs keeps (`client`), and the size and
+    state.json                                          the data of the verbs' client (`client`), and the size and
                                                         BLAKE3 digest of every other file
 
-A checkpoint is written beside its place, synced, and renamed into it: it is there whole or not at all. No pickle.
+A checkpoint is written to a temporary directory, synced, and renamed: it exists whole or not at all. No pickle.
 There is no random state to keep: the learner draws no random numbers.
 """
 
@@ -38,21 +38,21 @@ _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def step_directory(root: Path, version: int) -> Path:
-    """Where the checkpoint of a version lies."""
+    """Return the directory of a version's checkpoint."""
     return root / f"step_{version}"
 
 
 def latest(root: Path) -> Path | None:
-    """The newest whole checkpoint under `root`; torn or damaged ones are passed over."""
+    """Return the newest whole checkpoint under `root`; torn or damaged ones are skipped."""
     return next((path for path in _newest_first(root) if is_whole(path)), None)
 
 
 def recover(root: Path) -> Path | None:
-    """As `latest`, for whom training goes on from it: the newer ones, which are damaged, are renamed to
-    `damaged_step_N`. `prune` counts files of the right size as whole, and would keep them in its place.
+    """Return the newest whole checkpoint to resume from; the newer ones, which are damaged, are renamed to
+    `damaged_step_N`. Otherwise `prune`, which only compares file sizes, would keep them in its place.
 
     Raises:
-        UserError: one can't be renamed.
+        UserError: a damaged checkpoint can't be renamed.
     """
     for path in _newest_first(root):
         if is_whole(path):
@@ -68,12 +68,12 @@ def recover(root: Path) -> Path | None:
 
 
 def versions(root: Path) -> list[int]:
-    """Of the checkpoints that seem whole (see `read_state`), the newest first."""
+    """Return the versions of the checkpoints that seem whole (see `read_state`), newest first."""
     return [_version_of(path) for path in _newest_first(root) if read_state(path) is not None]
 
 
 def prune(root: Path, keep: int, spared: Collection[int] = ()) -> None:
-    """Delete all checkpoints that are older than the newest `keep` whole ones, but those of the `spared` versions."""
+    """Delete all checkpoints older than the newest `keep` whole ones, except those of the `spared` versions."""
     oldest = min(versions(root)[:keep], default=0)
     for path in _newest_first(root):
         if _version_of(path) < oldest and _version_of(path) not in spared:
@@ -81,7 +81,7 @@ def prune(root: Path, keep: int, spared: Collection[int] = ()) -> None:
 
 
 def read_state(directory: Path) -> dict[str, Any] | None:
-    """state.json if it can be read and all files have the sizes it names; else None. Cheap: reads no weights."""
+    """Return state.json if it is valid and all files have the sizes it names; else None. Cheap: reads no weights."""
     try:
         state: dict[str, Any] = parse_json((directory / STATE_FILE).read_bytes())
         sizes_fit = all((directory / name).stat().st_size == entry["bytes"] for name, entry in state["files"].items())
@@ -93,7 +93,7 @@ def read_state(directory: Path) -> dict[str, Any] | None:
 
 
 def is_whole(directory: Path) -> bool:
-    """Whether every file is there with the digest that state.json names."""
+    """Whether every file exists with the digest that state.json names."""
     state = read_state(directory)
     if state is None:
         return False
@@ -101,7 +101,7 @@ def is_whole(directory: Path) -> bool:
 
 
 def read_client(directory: Path) -> dict[str, Any]:
-    """What the client kept with the checkpoint in `directory`.
+    """Return the client's data in the checkpoint in `directory`.
 
     Raises:
         UserError: there is no whole checkpoint.
@@ -124,14 +124,14 @@ def write_checkpoint(
     `tensors`: safetensors file name -> the tensors in it.
 
     Raises:
-        NoRoomError: no room. UserError: the place cannot be written. What was there before is untouched.
+        NoRoomError: no room. UserError: the directory cannot be written. An earlier checkpoint there is untouched.
     """
     begin_checkpoint(directory)
     commit_checkpoint(directory, client, write_part(directory, files, tensors))
 
 
 def begin_checkpoint(directory: Path) -> None:
-    """Make the place where the parts of a checkpoint are written; what an attempt before left there is gone.
+    """Make the temporary directory for the parts of a checkpoint; remains of an earlier attempt are deleted.
 
     Raises: as `write_checkpoint`.
     """
@@ -143,7 +143,7 @@ def begin_checkpoint(directory: Path) -> None:
 def write_part(
     directory: Path, files: Mapping[str, bytes], tensors: Mapping[str, Mapping[str, StoredTensor]]
 ) -> dict[str, Any]:
-    """Write some files of a checkpoint that was begun; the entries of state.json for them.
+    """Write some files of a checkpoint that was begun. Return their entries for state.json.
 
     Raises: as `write_checkpoint`.
     """
@@ -153,7 +153,7 @@ def write_part(
 
 
 def commit_checkpoint(directory: Path, client: Mapping[str, Any], index: Mapping[str, Any]) -> None:
-    """Make a checkpoint of which all files are written, those of `index`, one that is there.
+    """Commit a checkpoint whose files, those of `index`, are all written.
 
     Raises: as `write_checkpoint`.
     """
@@ -166,7 +166,7 @@ def commit_checkpoint(directory: Path, client: Mapping[str, Any], index: Mapping
 
 @contextmanager
 def _cleaned_up(directory: Path) -> Iterator[Path]:
-    """Where the checkpoint is written; what is there goes if that fails."""
+    """Yield the temporary directory of a checkpoint; delete it if writing fails."""
     partial = directory.with_name(f".{directory.name}.partial")
     try:
         yield partial
@@ -207,7 +207,7 @@ def _digest(path: Path) -> str:
 
 
 def _replace(partial: Path, directory: Path) -> None:
-    """Rename into place. A directory cannot replace a full one, so an old one steps aside first."""
+    """Rename into place. A directory cannot replace a non-empty one, so an old checkpoint is moved aside first."""
     aside = directory.with_name(f".{directory.name}.old")
     shutil.rmtree(aside, ignore_errors=True)
     if directory.exists():

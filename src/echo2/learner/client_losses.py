@@ -1,8 +1,8 @@
 """The losses that a client of the service can name: sums over tokens, exactly as written here, without clamps.
 
-Whoever trains here made both the data and the behaviour logprobs, so there is no stranger to guard against (`losses.py`
-does). Legend: lp = log pi of the target, q = the behaviour logprob given, A = advantage, w = weight, r = exp(lp - q),
-sg = no gradient.
+The client provides both the data and the behaviour logprobs, so these losses need not guard against forged input
+(those of `losses.py` do). Legend: lp = log pi of the target, q = the given behaviour logprob, A = advantage,
+w = weight, r = exp(lp - q), sg = no gradient.
 
     cross_entropy        -w lp
     importance_sampling  -r A
@@ -10,9 +10,11 @@ sg = no gradient.
     cispo                -sg(clip(r, low, high)) lp A
     dro                  -(lp A - beta / 2 (lp - q)^2)
     gspo                 as ppo, with r the geometric mean over the sequence's tokens of weight > 0, and each token's
-                         own gradient. Here, in ppo and in cispo a datum's own bounds are in the place of low and high
+                         own gradient
     stable_reinforce     -sg(min(r, high)) lp A + kl_coeff / 2 (lp - q)^2: a stand-in. The service that this protocol
                          comes from has not published the formula of its loss of that name
+
+A datum's own bounds replace low and high.
 
 Sources: the Tinker documentation (losses); PPO arXiv 1707.06347, CISPO arXiv 2506.13585, DRO arXiv 2405.19107, GSPO
 arXiv 2507.18071.
@@ -36,12 +38,12 @@ LOW, HIGH, BETA, KL = "clip_low_threshold", "clip_high_threshold", "beta", "kl_c
 
 
 def cross_entropy(logp_n: Tensor, tokens: LossTokens, p: Params) -> Tensor:
-    """The weights are the trainer's to multiply with."""
+    """Negative log-likelihood. The trainer multiplies by the weights."""
     return -logp_n
 
 
 def importance_sampling(logp_n: Tensor, tokens: LossTokens, p: Params) -> Tensor:
-    """Policy gradient with the ratio as it is."""
+    """Policy gradient with the unclipped ratio."""
     return -(logp_n - tokens.behaviour_n).exp() * tokens.advantage_n
 
 
@@ -57,7 +59,7 @@ def cispo(logp_n: Tensor, tokens: LossTokens, p: Params) -> Tensor:
 
 
 def dro(logp_n: Tensor, tokens: LossTokens, p: Params) -> Tensor:
-    """Policy gradient with a quadratic pull towards the behaviour."""
+    """Policy gradient with a quadratic penalty towards the behaviour policy."""
     return p[BETA] / 2.0 * (logp_n - tokens.behaviour_n).square() - logp_n * tokens.advantage_n
 
 
@@ -74,7 +76,7 @@ def gspo(logp_n: Tensor, tokens: LossTokens, p: Params) -> Tensor:
 
 
 def stable_reinforce(logp_n: Tensor, tokens: LossTokens, p: Params) -> Tensor:
-    """Policy gradient with a capped ratio, and a quadratic pull towards the behaviour."""
+    """Policy gradient with a capped ratio, and a quadratic penalty towards the behaviour policy."""
     log_ratio_n = logp_n - tokens.behaviour_n
     ratio_n = torch.minimum(log_ratio_n.exp().detach(), _given(tokens.clip_high_n, p[HIGH]))
     return p[KL] / 2.0 * log_ratio_n.square() - ratio_n * logp_n * tokens.advantage_n
@@ -89,7 +91,7 @@ def _clamped(ratio_n: Tensor, tokens: LossTokens, p: Params) -> Tensor:
 
 
 def _given(bound_n: Tensor, default: float) -> Tensor:
-    """The data's own bounds, and the loss's where they name none."""
+    """Return the data's own bounds, with `default` where they name none."""
     return bound_n.nan_to_num(nan=default)
 
 
@@ -113,7 +115,7 @@ CLIENT_LOSSES: Mapping[str, ClientLoss] = {
 
 
 def client_loss(name: str, params: Params) -> Callable[[Tensor, LossTokens], tuple[Tensor, float]]:
-    """The loss for the trainer, `params` in place of its defaults. Its output is the weighted sum.
+    """Return the loss for the trainer, with `params` in place of its defaults. Its output is the weighted sum.
 
     Raises:
         UserError: there is no such loss, or it has no such parameter.

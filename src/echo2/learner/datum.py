@@ -10,20 +10,20 @@ from dataclasses import dataclass, field
 class Datum:
     """One sequence of P prompt tokens and T tokens after them. Prompt tokens are read and never predicted.
 
-    prompt_tokens       'i' [P], P >= 1. Neighbours with equal prompts share its computation
+    prompt_tokens       'i' [P], P >= 1. Neighbouring data with equal prompts share the prompt's computation
     tokens              'i' [T], T >= 1
     loss_mask           [T], 1 where the token is predicted and counts; at least one is
     weights             'd' [T], factor of each token's loss; None: 1. Gradients are sums of weighted token losses
     advantages          'd' [T], for policy gradients; None: 0
     behaviour_logprobs  'f' [T], of the sampler, at the temperature and the supports it drew from; None: 0
-    reference_logprobs  'd' [T], of a reference policy, for losses that pull towards one; None: 0
-    version_spans       (first token, policy version that sampled from there on), ascending; empty: no version did
-    version             the policy version that is trained: lags count from it
-    source              who made it, for statistics
-    support_*           as in `types.Rollout`: the tokens that each could have been, where sampling was narrowed
+    reference_logprobs  'd' [T], of a reference policy, for losses with a penalty towards one; None: 0
+    version_spans       (first token, policy version that sampled from there on), ascending; empty: not sampled by one
+    version             the policy version that is trained; lags count from it
+    source              the worker that sampled the sequence, for statistics
+    support_*           as in `types.Rollout`: the tokens that each was drawn from, where sampling was narrowed
     top_*               as in `types.Rollout`: the sampler's most likely tokens and their logprobs; empty: not known
-    targets             'i' [T], what is predicted in the place of each token; None: the token itself
-    clip_low, clip_high 'd' [T], bounds of each token's ratio in a client's loss; None: those of the loss
+    targets             'i' [T], the token to predict in place of each token; None: the token itself
+    clip_low, clip_high 'd' [T], bounds of each token's ratio in a client's loss; None: the loss's bounds
     """
 
     prompt_tokens: array[int]
@@ -46,5 +46,5 @@ class Datum:
 
     @property
     def num_inputs(self) -> int:
-        """Tokens after the prompt that are run: nothing is predicted after the last token that counts."""
+        """Number of tokens after the prompt that are run: those before the last loss token."""
         return self.loss_mask.rindex(1)

@@ -1,15 +1,14 @@
 """The learner's client of the head: its half of `wire.proto`. It waits for a head that restarts.
 
 Every call is repeated while the head is away, with growing pauses, for at most `patience_seconds` in a row. All calls
-may be repeated: the head knows a step it has recorded and chunks it has. What a restarted head no longer knows is
-told again:
+may be repeated: the head knows a step it has recorded and chunks it has. A restarted head is told again what it forgot:
 
-* it does not know the learner: LearnerHello, with the version whose report it last acknowledged. Each hello gives a new
-  epoch, which every later call carries; while another learner is there, the head refuses (`_hello`);
-* it does not know what it fed: TakeGroups again, groups already received are passed over;
-* it may or may not have recorded the step whose report was under way: see `_report_again`.
+* the learner: LearnerHello, with the version whose report the head last acknowledged. Each hello gives a new epoch,
+  which every later call carries; while another learner is connected, the head refuses (`_hello`);
+* the groups it has fed: TakeGroups again; groups already received are skipped;
+* the step whose report was under way, which the head may or may not have recorded: see `_report_again`.
 
-Runs in one asyncio loop; `session.py` gives the training thread its plain face.
+Runs in one asyncio loop; `session.py` wraps it for the training thread.
 """
 
 from __future__ import annotations
@@ -38,31 +37,31 @@ log = logging.getLogger(__name__)
 CALL_SECONDS = 30.0  # one attempt of a small call
 FIRST_PAUSE_SECONDS = 0.1
 LONGEST_PAUSE_SECONDS = 3.0
-OFFER_CHUNKS = 1024  # named in one call
+OFFER_CHUNKS = 1024  # chunks named in one call
 PARALLEL_CHUNKS = 8  # enough to hide the round trip of a chunk, few enough to be bounded in memory
-SENDS_MAX = 3  # of one payload, where the head lost chunks that it had when they were offered
-MISSING = "missing"  # the head's word for: chunks that I said I had are gone
-UNKNOWN_LEARNER = "unknown_learner"  # the head's word for: I was restarted, say hello
-REFUSED = "refused"  # the head's word for: the run does not stand where you say
-TAKEN = "taken"  # the head's word for: another learner is here
-OVER = "over"  # the head's word for: the run is over
-TAKEN_SECONDS = 30.0  # longer than the head needs to notice that a machine has gone without a word
+SENDS_MAX = 3  # attempts to send one payload, if the head loses chunks that it had when they were offered
+MISSING = "missing"  # the head's reason: it no longer has chunks that it said it had
+UNKNOWN_LEARNER = "unknown_learner"  # the head's reason: it was restarted and needs a hello
+REFUSED = "refused"  # the head's reason: the run is not at the learner's version
+TAKEN = "taken"  # the head's reason: another learner is connected
+OVER = "over"  # the head's reason: the run is over
+TAKEN_SECONDS = 30.0  # longer than the head needs to notice that a machine vanished without a word
 TAKEN_PAUSE_SECONDS = 1.0
-UNUSABLE_DELTA = "base"  # the head's word for: send the whole content instead
+UNUSABLE_DELTA = "base"  # the head's reason: it needs the whole content instead of a delta
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
 class LearnerInfo:
-    """What a learner tells of itself. `vocab_size`: rows of its embedding; a rollout with a token beyond is refused."""
+    """A learner's report about itself. `vocab_size`: rows of its embedding; rollouts with tokens beyond are refused."""
 
     device: str
     vocab_size: int
 
 
 class HeadClient:
-    """One learner's dealings with the head over `link`, after its first hello (`join_head`)."""
+    """One learner's side of the protocol over `link`, usable after the first hello: see `join_head`."""
 
     def __init__(
         self,
@@ -75,29 +74,29 @@ class HeadClient:
     ) -> None:
         self._link = link
         self._publisher = publisher
-        self._version = version  # the last one that the head acknowledged
+        self._version = version  # the last version that the head acknowledged
         self._info = info
         self._patience_seconds = patience_seconds
         self._epoch = 0  # of the last welcome
         self._session: asyncio.Task[None] | None = None
         self._on_stop = on_stop
-        self.is_stopping = False  # the head is waited for no more
+        self.is_stopping = False  # calls no longer wait for an absent head
         self._joins = 0
         self._fed_at_join = 0  # the value of _joins when the last step's groups were complete
         self._join_lock = asyncio.Lock()
-        self._publish_lock = asyncio.Lock()  # in order: each is encoded over the one before
+        self._publish_lock = asyncio.Lock()  # in order: each snapshot is encoded over the one before
         self.lineage = 0
         self.max_steps = 0
         self.published: set[int] = set()
-        self._base_models: set[str] = set()  # that the head has, by policy id
+        self._base_models: set[str] = set()  # ids of the base models that the head has
 
     async def take_groups(self, step: int) -> AsyncIterator[RolloutGroup | wire.StepDone]:
-        """The groups of `step` as they become available, each once, then a StepDone: no more come for this step, or,
-        with `stop`, for any other.
+        """Yield the groups of `step` as they become available, each once, then a StepDone: no more groups follow for
+        this step, or, with `stop`, for any other.
 
         Raises:
             LinkError: the head was away for too long.
-            PeerError: it sent something malformed.
+            PeerError: the head sent a malformed message.
         """
         seen: set[int] = set()
         patience = _Patience("TakeGroups", self._patience_seconds)
@@ -124,15 +123,15 @@ class HeadClient:
                 if error.reason not in (UNKNOWN_LEARNER, REFUSED):
                     raise
                 await self._pause(patience, error)
-            # A broken stream counts as a lost learner at the head, even when it was not restarted.
+            # The head treats a broken stream as a lost learner, even if the head was not restarted.
             await self._patiently("LearnerHello", lambda joins=joins: self._join_again(joins))  # type: ignore[misc]
 
     async def report_step(self, step: int, numbers: Sequence[int], metrics: Mapping[str, Any]) -> None:
-        """The step is done with exactly these groups. On return the head has recorded it."""
+        """Report a step as trained on exactly these groups. On return the head has recorded it."""
         request = wire.StepReport(step=step, groups=numbers, metrics_json=json.dumps(dict(metrics), allow_nan=False))
 
         async def attempt() -> None:
-            async with self._join_lock:  # no other call may say hello in the middle of this
+            async with self._join_lock:  # no other call may say hello meanwhile
                 if self._joins == self._fed_at_join:
                     try:
                         request.epoch = self._epoch
@@ -147,8 +146,8 @@ class HeadClient:
         self._version = step + 1
 
     async def publish(self, version: int, weights: LentWeights) -> None:
-        """Encode a snapshot, send the chunks that the head lacks, and have it announced; one after the other. The
-        weights are given back when they are encoded.
+        """Encode a snapshot, send the chunks that the head lacks, and have it announced; one snapshot after the other.
+        The weights are given back when they are encoded.
         """
         started = asyncio.get_running_loop().time()
         async with self._publish_lock:
@@ -168,14 +167,14 @@ class HeadClient:
             log.warning("version %d goes whole: %s", ref.version, error)
             sent = await self._send(self._publisher.whole(ref), started)
         if ref.lineage != self.lineage:
-            return  # the head fell back meanwhile, and has dropped what was published under the old one
+            return  # the head fell back meanwhile, and dropped the snapshots of the old lineage
         if self._publisher.published(sent):
             self._publisher.published(await self._send(self._publisher.whole(ref), started))
         self.published.add(ref.version)
 
     async def report_checkpoint(self, version: int, oldest_kept: int, versions: Sequence[int]) -> Collection[int]:
-        """A checkpoint of `version` is durable, and the learner will resume from none older than `oldest_kept`. Of
-        `versions`, which have checkpoints, those that the head wants spared.
+        """Report that a checkpoint of `version` is durable, and that the learner will resume from none older than
+        `oldest_kept`. Return those of `versions` (all versions with checkpoints) that the head wants spared.
         """
         request = wire.CheckpointReport(version=version, oldest_kept=oldest_kept, versions=versions)
 
@@ -186,7 +185,7 @@ class HeadClient:
         return await self._patiently("ReportCheckpoint", attempt)
 
     async def report_doing(self, text: str) -> None:
-        """One line for people. Tried once: the next one is along in a moment."""
+        """Report one line for people. Tried only once, because the next line follows in a moment."""
         await self._link.call("LearnerReport", wire.LearnerReport(doing=text, epoch=self._epoch), CALL_SECONDS)
 
     async def close(self) -> None:
@@ -196,8 +195,8 @@ class HeadClient:
         await self._link.close()
 
     async def _hello(self, version: int) -> None:
-        """Say hello. Another learner that is still there may be one that died without a word: it is waited for a while,
-        and this one is not to take its place.
+        """Say hello. If another learner is connected, wait a while: it may have died without a word. This learner must
+        not take the place of a live one.
         """
         until = asyncio.get_running_loop().time() + TAKEN_SECONDS
         while True:
@@ -236,7 +235,7 @@ class HeadClient:
         self._joins += 1
 
     async def _attend(self, session: AsyncIterator[wire.LearnerWelcome]) -> None:
-        """Keep the session open; a head that ends it, or goes away, is noticed by the calls that need it."""
+        """Keep the session open. If the head ends it or goes away, the calls that need the head notice."""
         try:
             async for order in session:
                 if order.stop:
@@ -251,10 +250,10 @@ class HeadClient:
                 await self._hello(self._version)
 
     async def _report_again(self, request: wire.StepReport) -> None:
-        """Report a step to a head that was restarted and may or may not have recorded it.
+        """Report a step to a restarted head that may or may not have recorded it.
 
-        If it has, it welcomes a learner that stands behind that step, and all is well. If not, it refuses one, and is
-        led through the step again: it feeds the same groups, which are passed over.
+        If the head has recorded it, it welcomes a learner at the version after the step, and all is well. If not, it
+        refuses that version, and the step is repeated: the head feeds the same groups, which are skipped.
         """
         try:
             await self._hello(request.step + 1)
@@ -281,8 +280,8 @@ class HeadClient:
         await self._link.call("ReportStep", request, CALL_SECONDS)
 
     async def _send(self, payload: Payload | BasePayload, started: float) -> Manifest:
-        """Send a payload and have it announced. `started`: when the weights were lent. What the head threw away
-        meanwhile is sent again."""
+        """Send a payload and have it announced. `started`: when the weights were lent. Chunks that the head dropped
+        meanwhile are sent again."""
         await self._send_parts(payload)
         manifest = payload.manifest
         for sends_left in reversed(range(SENDS_MAX)):
@@ -296,8 +295,8 @@ class HeadClient:
         raise InvariantError("a payload is sent at least once")
 
     async def _send_parts(self, payload: Payload | BasePayload) -> None:
-        """Each part when it is encoded. Encoding runs beside the loop, so that arriving groups do not wait for it, and
-        waits for no link: the weights are lent until its end."""
+        """Upload each part when it is encoded. Encoding runs in a thread, so that arriving groups do not wait for
+        it. It does not wait for the link, because the weights are lent until it ends."""
         loop = asyncio.get_running_loop()
         encoded: asyncio.Queue[list[bytes] | None] = asyncio.Queue()
 
@@ -311,11 +310,11 @@ class HeadClient:
             while (names := await encoded.get()) is not None:
                 await self._patiently("PutChunk", partial(self._upload, payload, names))
         finally:
-            await asyncio.wait([encoding])  # the next payload is written over the same content
+            await asyncio.wait([encoding])  # the next payload overwrites the same content file
         encoding.result()
 
     async def _upload(self, payload: Payload | BasePayload, names: Sequence[bytes]) -> None:
-        """Those chunks that the head lacks."""
+        """Upload those of the chunks that the head lacks."""
         missing: list[bytes] = []
         for start in range(0, len(names), OFFER_CHUNKS):
             offer = wire.ChunkOffer(hashes=names[start : start + OFFER_CHUNKS], epoch=self._epoch)
@@ -340,11 +339,11 @@ class HeadClient:
         await self._link.call("Publish", request, CALL_SECONDS)
 
     async def _patiently(self, what: str, attempt: Callable[[], Awaitable[T]]) -> T:
-        """Repeat `attempt` while the head is away, joining again where it was restarted.
+        """Repeat `attempt` while the head is away; join again if the head was restarted.
 
         Raises:
-            LinkError: it was away for `patience_seconds`.
-            PeerError: it refused.
+            LinkError: the head was away for `patience_seconds`.
+            PeerError: the head refused.
         """
         patience = _Patience(what, self._patience_seconds)
         while True:
@@ -373,11 +372,11 @@ async def join_head(
     patience_seconds: float,
     on_stop: Callable[[str], None],
 ) -> HeadClient:
-    """Say hello; the client that can be used from then on. `on_stop` is told why the run is over.
+    """Say hello and return the connected client. `on_stop` is called with the reason why the run is over.
 
     Raises:
-        LinkError: the head did not come within `patience_seconds`.
-        UserError: the run does not stand where this learner does.
+        LinkError: the head did not answer within `patience_seconds`.
+        UserError: the run is not at this learner's version, or it is over.
     """
     client = HeadClient(link, version, info, publisher, patience_seconds, on_stop)
     try:
@@ -391,7 +390,7 @@ async def join_head(
 
 
 class _Patience:
-    """Growing pauses, until it runs out."""
+    """Growing pauses between attempts, until the time is used up."""
 
     def __init__(self, what: str, seconds: float) -> None:
         self._what = what

@@ -8,7 +8,7 @@ from echo2.config.sections import LearnerConfig
 
 
 def learning_rate(learner: LearnerConfig, step: int, num_steps: int) -> float:
-    """Of the step after `step` others, of `num_steps` in all."""
+    """Return the learning rate of step `step` (from 0) of `num_steps`."""
     if step < learner.warmup_steps:
         return learner.lr * (step + 1) / learner.warmup_steps
     if learner.lr_schedule == "constant":

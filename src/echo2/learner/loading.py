@@ -1,8 +1,8 @@
-"""A model directory to a module: transformers makes it of config.json, and its weights are read where they will lie.
+"""Loads a model directory: transformers builds the module from config.json, and weights are read to their final place.
 
-They are read piece by piece, so that nothing but the weights themselves is in memory, in the precision that they are
-held in; and before a part of the model is cut over ranks, so that a rank has at most one part of it whole. Files that
-name a tensor otherwise than transformers does are read by transformers: all of it, on every rank.
+Weights are read piece by piece, in the precision in which they are held, so that memory holds no second copy. A part of
+the model is read before it is cut over ranks, so that a rank has at most one part whole. If the files name a tensor
+differently from transformers, transformers reads the whole model on every rank.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from echo2.weights.model_files import stored_weights
 
 log = logging.getLogger(__name__)
 
-#: Weights are read so many bytes at a time.
+#: Bytes of weights that are read at a time.
 PIECE_BYTES = 64 << 20
 SAFETENSORS_NAMES = {
     torch.float64: "F64",
@@ -38,20 +38,20 @@ SAFETENSORS_NAMES = {
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
-#: Of weights: what is stored as whole numbers is quantised.
+#: Dtypes of weights, by name in safetensors. Weights stored as integers are quantised.
 _DTYPES = {name: dtype for dtype, name in SAFETENSORS_NAMES.items() if dtype.is_floating_point}
 
 
 def load_module(directory: Path, dtype: torch.dtype | None, device: torch.device, mesh: Mesh) -> nn.Module:
-    """The model, on `device` and cut over `mesh`. `dtype`: of its weights; None: as they are stored.
+    """Load the model, on `device` and cut over `mesh`. `dtype`: of its weights; None: as they are stored.
 
     Raises:
-        UserError: it is quantised, there are more ranks than it can be cut into, or a tensor has another shape than
-            config.json says.
+        UserError: the model is quantised, there are more ranks than it can be cut into, or a tensor has another shape
+            than config.json says.
         OSError, ValueError, KeyError, TypeError, AttributeError, RuntimeError, SafetensorError: there is no such model.
     """
     from accelerate import init_empty_weights
-    from transformers import AutoConfig, AutoModelForCausalLM  # three seconds: only where a model is really loaded
+    from transformers import AutoConfig, AutoModelForCausalLM  # takes three seconds: only to load a model
 
     options: dict[str, Any] = {"trust_remote_code": False}
     config = AutoConfig.from_pretrained(directory, local_files_only=True, **options)
@@ -74,15 +74,15 @@ def load_module(directory: Path, dtype: torch.dtype | None, device: torch.device
 
 
 class _Reader:
-    """Reads the weights of a module that has none, to where they will lie."""
+    """Reads the weights of an empty module to their final place."""
 
     def __init__(self, module: nn.Module, tensors: Mapping[str, StoredTensor], device: torch.device) -> None:
         self._names = {parameter: name for name, parameter in module.named_parameters()}
         self._tensors, self._device = tensors, device
-        self._read = WeakValueDictionary[nn.Parameter, nn.Parameter]()  # what has been cut is whole no more
+        self._read = WeakValueDictionary[nn.Parameter, nn.Parameter]()  # entries of cut parts vanish
 
     def fill(self, part: nn.Module) -> None:
-        """Read those of a part; what is tied, once."""
+        """Read the weights of a part; tied weights are read once."""
         for owner in part.modules():
             for key, empty in owner.named_parameters(recurse=False):
                 if empty in self._names:
@@ -98,10 +98,10 @@ class _Reader:
 
 
 def _can_be_read(module: Any, dtype: torch.dtype, tensors: Mapping[str, StoredTensor]) -> bool:
-    """Whether the files have every tensor of the module by its name, and all are held in `dtype`."""
+    """Whether the files have every tensor of the module by its name, and the module holds all in `dtype`."""
     names = {name for name, _ in module.named_parameters()}
     has_buffers = any(name in module.state_dict() for name, _ in module.named_buffers())
-    in_float32 = {  # what transformers' _get_dtype_plan keeps in it
+    in_float32 = {  # modules that transformers' _get_dtype_plan keeps in float32
         torch.float16: ("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict"),
         torch.bfloat16: ("_keep_in_fp32_modules_strict",),
     }
@@ -123,7 +123,9 @@ def _require_unquantised(config: Any) -> None:
 
 
 def _warn_of_untied(module: Any, tensors: Mapping[str, StoredTensor]) -> None:
-    """transformers would not tie what the files hold apart. Here config.json decides, as in engines."""
+    """Warn of weights that config.json ties and the files store with different values. transformers would not tie them;
+    here config.json decides, as in engines.
+    """
     for name, source in module.all_tied_weights_keys.items():
         if name in tensors and source in tensors and not _are_equal(tensors[name], tensors[source]):
             log.warning(

@@ -1,10 +1,10 @@
 """Logprobs under the sampler's own distribution.
 
-The sampler divides logits by the temperature and may narrow them (top-k, top-p). A ratio between the two sides only
-means something if the learner does the same: a narrowed token's log-softmax runs over the support that the rollout
-carries, because a token outside could not have happened.
+The sampler divides logits by the temperature and may narrow them (top-k, top-p). The ratio of the learner's to the
+sampler's probability is meaningful only if the learner does the same: a narrowed token's log-softmax runs over the
+support in the rollout, because no token outside of it could have been drawn.
 
-Shape suffixes: u = positions, n = loss tokens, m = those of them with a support, or without, W = widest support,
+Shape suffixes: u = positions, n = loss tokens, m = loss tokens with a support, or without, W = widest support,
 k = the sampler's most likely tokens (score centering; only without a support).
 """
 
@@ -23,13 +23,13 @@ Scorer = Callable[[Sequence[Choice], bool], Scores]
 
 
 def token_logprobs(scorer: Scorer, batch: PackedBatch) -> tuple[Tensor, Tensor, Tensor]:
-    """Of each loss token its log-probability [n], the entropy [n, without gradient] of what it was drawn from, and the
-    log-probabilities [n, k] of `LossTokens.top_tokens_nk`."""
+    """Return for each loss token its log-probability [n], the entropy [n, without gradient] of the distribution at the
+    token, and the log-probabilities [n, k] of `LossTokens.top_tokens_nk`."""
     is_wide_n = torch.ones_like(batch.position_n, dtype=torch.bool)
     for support in batch.supports:
         is_wide_n[support.rows_m] = False
     wide_m = is_wide_n.nonzero()[:, 0]
-    # The drawn token first, then what else could have come.
+    # The drawn token first, then the other candidates.
     top_tokens_nk = batch.loss_tokens.top_tokens_nk
     drawn_or_likely_mW = torch.cat([batch.target_n[wide_m, None], top_tokens_nk[wide_m]], dim=1)
     choices = [Choice(batch.position_n[wide_m], drawn_or_likely_mW)] + [
@@ -53,7 +53,7 @@ def token_logprobs(scorer: Scorer, batch: PackedBatch) -> tuple[Tensor, Tensor, 
 
 
 def _entropy(logits_mW: Tensor) -> Tensor:
-    """Of softmax over each row; -inf has no part in it."""
+    """Return the entropy of softmax over each row; entries of -inf contribute nothing."""
     logp_mW = logits_mW.log_softmax(-1)
     minus_mW = logp_mW.exp() * logp_mW.clamp(min=torch.finfo(logp_mW.dtype).min)
     return -minus_mW.sum(-1)

@@ -1,8 +1,8 @@
 """Policy losses for stale data, as unnormalised losses per token, all in one table, `LOSSES`.
 
-Nothing here divides by a batch size or looks beyond the sequences it is given: sums over any split of a step into whole
-sequences add up to the step's sum, and the trainer divides once. All are anchored to the *behaviour* logprobs (the
-sampler's own); there is no second forward pass.
+No loss divides by a batch size or depends on more than the given sequences: sums over any split of a step into whole
+sequences add up to the step's sum, and the trainer divides once. All losses are anchored to the *behaviour* logprobs
+(the sampler's own); there is no second forward pass.
 
 Legend: pi = current policy, mu = behaviour, A = advantage, l = log pi - log mu, r = exp(clamp(l, -20, 20)), sg = no
 gradient. Per token:
@@ -14,13 +14,13 @@ gradient. Per token:
     icepop     -sg(r [low <= r <= high]) A log pi
     cispo      -sg(clip(r, floor, cap)) A log pi
     gspo       -min(s A, clip(s) A),  s = exp(mean of l over the sequence)
-    m2po       -min(r A, clip(r) A),  bounds: what would have kept the step before at second_moment
+    m2po       -min(r A, clip(r) A),  bounds: those that would have kept the previous step at second_moment
     none       -A log pi: no correction at all, the negative control
 
-The behaviour logprobs are a worker's word. Whatever they say, a loss is finite and no token pulls at log pi harder than
-its weight's bound times |A|: `cap`, `high` or 1 where the table says so; where r itself has the gradient (ppo,
-decoupled, gspo, m2po) r counts as RATIO_LIMIT beyond it, or as the end of the clip if that is higher. `square` adds at
-most 2 * square * LOG_RATIO_LIMIT.
+The behaviour logprobs are a worker's unverified claim. Whatever their values, a loss is finite, and its gradient by the
+log pi of a token is at most the bound of the token's weight times |A|: `cap`, `high` or 1 where the table says so.
+Where r itself has the gradient (ppo, decoupled, gspo, m2po), r is limited to RATIO_LIMIT, or to the upper end of the
+clip if that is higher. `square` adds at most 2 * square * LOG_RATIO_LIMIT.
 
 Sources and reasons: docs/losses.md. A new loss: one entry in `LOSSES` and its parameters in `LOSS_PARAMS`
 (`config/rules.py`), one test by hand, one section in the docs.
@@ -40,27 +40,27 @@ from torch import Tensor
 from echo2.config.rules import loss_params
 
 LOG_RATIO_LIMIT = 20.0  # exp(20) is still far from overflow in float32
-RATIO_LIMIT = 10.0  # the most that a token counts for, against one that the policy itself sampled just now
-TAIL_LEAST = 1e-6  # mass of a tail, of rounding error where there is none
-TAIL_LOGPROB = -50.0  # of any token in it: all that matters is the ratio
-LOGGED_LAG = -1  # of tokens from a log: no version of this run sampled them
+RATIO_LIMIT = 10.0  # the largest weight of a token, relative to a token that the current policy sampled
+TAIL_LEAST = 1e-6  # least probability of the tail, where its true mass may be 0 up to rounding error
+TAIL_LOGPROB = -50.0  # logprob of any token in the tail: only the ratio matters
+LOGGED_LAG = -1  # lag of tokens from a log: no version of this run sampled them
 Params = Mapping[str, float]
 
 
 @dataclass(frozen=True, slots=True)
 class LossTokens:
-    """What a loss needs to know about n tokens of S whole sequences, apart from the policy's logprobs.
+    """The inputs of a loss for n tokens of S whole sequences, apart from the policy's logprobs.
 
     behaviour_n  the sampler's logprobs
-    sequence_n   which of the S sequences
+    sequence_n   index of the token's sequence, below S
     lag_n        versions between the one that sampled the token and the one that is trained; LOGGED_LAG: no version did
-    source_S     which of `sources` made the sequence
-    weight_n     what the token's loss is multiplied with before it is summed (the loss itself need not look)
+    source_S     index in `sources` of the sequence's source
+    weight_n     factor of the token's loss in the sum (the loss itself may ignore it)
     reference_n  a reference policy's logprobs
-    top_tokens_nk     the sampler's k most likely tokens wherever a token was drawn; k may be 0
-    top_behaviour_nk  its logprobs of them, -inf where there are fewer
-    top_policy_nk     the policy's own, with gradient: here they come from the trainer, after the forward pass
-    entropy_n    of what the policy would have drawn the token from; from the trainer too
+    top_tokens_nk     the sampler's k most likely tokens at each drawn token; k may be 0
+    top_behaviour_nk  the sampler's logprobs of these tokens, -inf where there are fewer
+    top_policy_nk     the policy's logprobs of these tokens, with gradient; set by the trainer after the forward pass
+    entropy_n    entropy of the policy's distribution at the token; also set by the trainer
     clip_low_n, clip_high_n  bounds of the token's ratio that its datum names; NaN: it names none
     """
 
@@ -81,17 +81,17 @@ class LossTokens:
 
     @property
     def num_sequences(self) -> int:
-        """S."""
+        """Number of sequences, S."""
         return len(self.source_S)
 
 
 @dataclass(frozen=True, slots=True)
 class TokenLosses:
-    """A loss's answer. `loss_n` carries the gradient; the flags say what became of each token.
+    """The result of a loss. `loss_n` carries the gradient; the flags say what happened to each token.
 
     dropped_n  no policy gradient: masked, or on the flat side of a clip
-    capped_n   its weight was cut
-    vetoed_S   the whole sequence adds nothing: it cannot be what an honest lag gives
+    capped_n   the token's weight was capped
+    vetoed_S   the whole sequence adds nothing: no honest lag could have produced it
     """
 
     loss_n: Tensor
@@ -107,9 +107,8 @@ LossFunction = Callable[[Tensor, LossTokens, Params], TokenLosses]
 class LossKind:
     """One entry of the table; its parameters are in `config.rules.LOSS_PARAMS`.
 
-    `remember` makes of all log ratios and advantages of a step (in no particular order) the number that the next step
-    gets as `PolicyLoss.memory`: the substitute for statistics of a whole batch, which a streamed step does not have
-    in time.
+    `remember` reduces all log ratios and advantages of a step (in any order) to the number that the next step gets as
+    `PolicyLoss.memory`. It replaces statistics of the whole batch, which a streamed step does not have in time.
     """
 
     function: LossFunction
@@ -118,7 +117,7 @@ class LossKind:
 
 @dataclass(frozen=True, slots=True)
 class PolicyLoss:
-    """A loss with its parameters set, and what it kept of the step before: a pure function of its arguments."""
+    """A loss with its parameters and its memory of the previous step: a pure function of its arguments."""
 
     kind: LossKind
     params: Params
@@ -137,12 +136,12 @@ class PolicyLoss:
         return found
 
     def remember(self, log_ratio_n: Tensor, advantage_n: Tensor) -> float | None:
-        """What the next step needs to know of this one."""
+        """Return the memory for the next step; None if the loss has none."""
         return None if self.kind.remember is None else self.kind.remember(log_ratio_n, advantage_n, self.params)
 
 
 def make_loss(name: str, params: Params | None = None) -> PolicyLoss:
-    """The loss of that name, `params` in place of its defaults.
+    """Return the loss of that name, with `params` in place of its defaults.
 
     Raises:
         UserError: no such loss or parameter, a value out of bounds, or bounds the wrong way round.
@@ -152,11 +151,12 @@ def make_loss(name: str, params: Params | None = None) -> PolicyLoss:
 
 
 def score_centering(function: LossFunction, tokens: LossTokens, p: Params) -> Tensor:
-    """What takes from each token's gradient the mean that a token drawn from the sampler has there: sum over the k of
-    sg(rho g' p - q g) log p, with g the slope that the loss has at each of them had it been drawn, q and p the
-    sampler's and the policy's probabilities, and g' the slope in the tail, taken to be q = rho p.
+    """Return the term that subtracts from each token's gradient its mean over tokens drawn from the sampler: the sum
+    over the top k tokens of sg(rho g' p - q g) log p. g is the slope that the loss would have at each of these tokens
+    had it been drawn, q and p are the sampler's and the policy's probabilities, and g' is the slope in the tail, where
+    q = rho p is assumed.
 
-    The regulariser and the veto of dppo are no part of the slope.
+    The regulariser and the veto of dppo are not part of the slope.
     """
     logp_nk, logq_nk = tokens.top_policy_nk.detach(), tokens.top_behaviour_nk
     q_nk, p_nk = logq_nk.exp(), logp_nk.exp() * logq_nk.isfinite()
@@ -181,19 +181,21 @@ def score_centering(function: LossFunction, tokens: LossTokens, p: Params) -> Te
 
 @torch.no_grad()
 def mean_binary_kl(logp_n: Tensor, tokens: LossTokens) -> Tensor:
-    """Mean over each sequence [S] of KL(mu, pi) between "this token" and "another", both at least 1e-6 likely."""
+    """Return for each sequence [S] the mean KL(mu, pi) of the two outcomes "this token" and "another", whose
+    probabilities are raised to at least 1e-6.
+    """
     mu_n, pi_n = (logprobs.exp().clamp(1e-6, 1.0 - 1e-6) for logprobs in (tokens.behaviour_n, logp_n))
     kl_n = mu_n * (mu_n / pi_n).log() + (1.0 - mu_n) * ((1.0 - mu_n) / (1.0 - pi_n)).log()
     return _sum_S(kl_n, tokens) / _sum_S(torch.ones_like(logp_n), tokens).clamp(min=1.0)
 
 
 def log_ratio(logp_n: Tensor, tokens: LossTokens) -> Tensor:
-    """l, clamped."""
+    """Return l, clamped to +-LOG_RATIO_LIMIT."""
     return (logp_n - tokens.behaviour_n).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
 
 
 def dppo(logp_n: Tensor, tokens: LossTokens, p: Params) -> TokenLosses:
-    """Policy gradient weighted by the capped ratio, without the tokens whose probability has gone too far already."""
+    """Policy gradient weighted by the capped ratio, without tokens whose probability has moved too far already."""
     log_ratio_n, advantage_n = log_ratio(logp_n, tokens), tokens.advantage_n
     with torch.no_grad():
         ratio_n = log_ratio_n.exp()
@@ -274,8 +276,9 @@ def m2po(logp_n: Tensor, tokens: LossTokens, p: Params) -> TokenLosses:
 
 
 def second_moment_cut(log_ratio_n: Tensor, advantage_n: Tensor, p: Params) -> float:
-    """The c for which the mean of min(l^2, c) is `second_moment`, over the tokens that the update has moved the way
-    their advantage points: only those are ever clipped. The limit of l^2 where the mean of l^2 itself is no larger.
+    """Return the c for which the mean of min(l^2, c) is `second_moment`, over the tokens that the update has moved in
+    the direction of their advantage: only those are ever clipped. Return the limit of l^2 if the mean of l^2 itself is
+    no larger than `second_moment`.
     """
     moved_n = log_ratio_n.double()[log_ratio_n * advantage_n > 0]
     squares_n = moved_n.square().sort().values
@@ -284,20 +287,20 @@ def second_moment_cut(log_ratio_n: Tensor, advantage_n: Tensor, p: Params) -> fl
         return LOG_RATIO_LIMIT**2
     left_n = torch.arange(count, 0, -1, dtype=torch.float64)
     below_n = squares_n.cumsum(0) - squares_n
-    # What capping at each of them would leave ascends.
+    # The sum that remains after capping at each square is ascending.
     first = min(count - 1, int((squares_n * left_n + below_n < budget).sum()))
     return float((budget - below_n[first]) / left_n[first])
 
 
 def none(logp_n: Tensor, tokens: LossTokens, p: Params) -> TokenLosses:
-    """Policy gradient as if the policy itself had sampled just now."""
+    """Policy gradient as if the current policy had sampled the tokens."""
     return _weighted(logp_n, tokens, torch.ones_like(logp_n), _none_n(tokens), _none_n(tokens))
 
 
 def _clipped(ratio_n: Tensor, advantage_n: Tensor, p: Params) -> tuple[Tensor, Tensor, Tensor]:
-    """PPO's pessimistic minimum, where it is flat, and where the ratio was cut.
+    """Return PPO's pessimistic minimum, where it is flat, and where the ratio was capped.
 
-    The minimum leaves r A alone where A < 0 and r is large, and r is as large as a forged behaviour logprob makes it.
+    The minimum does not bound r A if A < 0 and r is large, and a forged behaviour logprob can make r arbitrarily large.
     """
     low, high = 1.0 - p["clip_low"], 1.0 + p["clip_high"]
     most = max(RATIO_LIMIT, high)

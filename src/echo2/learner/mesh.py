@@ -1,12 +1,13 @@
-"""The ranks of one learner: processes that share a model, one GPU or CPU each. Only here, `torch.distributed` is used.
+"""The ranks of one learner: processes that share a model, one GPU or CPU each. No other module uses
+`torch.distributed`.
 
 FSDP2 (`fully_shard`): every weight is cut along its first dimension, a layer is whole only while it computes, and each
 rank has the gradients and moments of its own rows. All ranks call the same verbs with the same data in the same order;
-which part of the data a rank runs is the trainer's. `Mesh` itself is one process: nothing is cut, nobody is asked, and
-`torch.distributed` is not imported. Ranks trust each other and the network between them.
+the trainer decides which part of the data each rank runs. `Mesh` itself is a single process: nothing is cut or
+communicated, and `torch.distributed` is not imported. Ranks trust each other and the network between them.
 
-A process learns which rank it is from its environment: `torchrun`'s, or that of the first rank, which starts the others
-on its own machine. Those meet in a file and talk over loopback.
+A process reads its rank from its environment, which is set by `torchrun`, or by the first rank, which starts the others
+on its own machine. In the second case the ranks rendezvous through a file and communicate over loopback.
 """
 
 from __future__ import annotations
@@ -29,24 +30,24 @@ from echo2.learner.datum import Datum
 
 R = TypeVar("R")
 Fill = Callable[[nn.Module], None]
-#: A collective of a step that takes longer than this has lost a rank.
+#: A collective operation of a step that takes longer than this has lost a rank.
 STEP_TIMEOUT = timedelta(minutes=10)
-#: The ranks wait for the first one's word while it waits for rollouts. A rank that dies ends the wait at once.
+#: The other ranks wait for the first rank's orders while it waits for rollouts. A rank that dies ends the wait at once.
 WORD_TIMEOUT = timedelta(days=7)
 RENDEZVOUS_VARIABLE = "ECHO2_RENDEZVOUS"
 
 
 class ModuleRun(Protocol):
-    """Through which a model's weights are used."""
+    """Runs a computation that uses a model's weights."""
 
     def __call__(self, compute: Callable[[], R]) -> R:
-        """What is computed with them."""
+        """Return the result of `compute`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Which of the learner's `size` processes this is, which one on its machine, and where they meet (an init method of
-    torch.distributed)."""
+    """This process's rank among the learner's `size` processes, its rank on its machine, and where the ranks rendezvous
+    (an init method of torch.distributed)."""
 
     rank: int
     size: int
@@ -54,13 +55,13 @@ class Place:
     rendezvous: str
 
     def environment(self) -> dict[str, str]:
-        """What `place` reads."""
+        """Return the environment variables that `place` reads."""
         numbers = {"RANK": self.rank, "WORLD_SIZE": self.size, "LOCAL_RANK": self.local_rank}
         return {name: str(number) for name, number in numbers.items()} | {RENDEZVOUS_VARIABLE: self.rendezvous}
 
 
 def place() -> Place | None:
-    """This process's place as its environment names it; None: it was started by itself."""
+    """Return this process's place as its environment names it; None if the process was started alone."""
     found = [os.environ.get(name, "") for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")]
     if not all(text.isdecimal() for text in found):
         return None
@@ -69,25 +70,25 @@ def place() -> Place | None:
 
 
 class Mesh:
-    """One process. `scratch`: where the first rank may put what its memory need not hold."""
+    """A single process. `scratch`: directory for data that the first rank need not hold in memory."""
 
     rank = 0
     size = 1
     scratch = Path(tempfile.gettempdir())
 
     def broadcast(self, data: bytes = b"") -> bytes:
-        """What the first rank gives, on every rank."""
+        """Return the first rank's data, on every rank."""
         return data
 
     def gather(self, data: bytes) -> list[bytes]:
-        """What each rank gives, in the order of ranks, on every rank."""
+        """Return the data of all ranks, in the order of ranks, on every rank."""
         return [data]
 
     def shard(self, module: nn.Module, fill: Fill | None = None) -> ModuleRun:
-        """Cut the module's weights over the ranks, in place, if that is not done. What is computed with them goes
-        through the result. Adapters stay whole: each rank has all of them, and `sum` makes their gradients one.
+        """Cut the module's weights over the ranks, in place, unless that is done. Computations with the weights must go
+        through the result. Adapters stay whole: each rank has all of them, and `sum` adds up their gradients.
 
-        `fill` is called with each part before that is cut, and with the module at last: to read the weights.
+        `fill` reads the weights: it is called with each part before the part is cut, and with the module at last.
 
         Raises:
             UserError: there are more ranks than the model can be cut into.
@@ -97,34 +98,34 @@ class Mesh:
         return _run
 
     def rows(self, num_rows: int) -> tuple[int, int]:
-        """First and last + 1 of this rank's rows of a weight with so many."""
+        """Return the first and last + 1 of this rank's rows of a weight with `num_rows` rows."""
         return 0, num_rows
 
     def own(self, tensor: Tensor) -> Tensor:
-        """This rank's rows of a weight, or of what has its shape: the memory itself."""
+        """Return this rank's rows of a weight, or of a tensor cut like one: the memory itself, not a copy."""
         return tensor
 
     def is_cut(self, tensor: Tensor) -> bool:
-        """Whether each rank has rows of its own; else all have the same."""
+        """Whether each rank has rows of its own; otherwise all ranks have the same tensor."""
         return False
 
     def whole(self, tensor: Tensor) -> Tensor:
-        """All rows of a weight, or the sum that a norm is."""
+        """Return all rows of a weight, or the norm over all ranks."""
         return tensor
 
     def sum(self, gradients: Sequence[Tensor]) -> None:
-        """Make gradients the sums over all ranks, in place."""
+        """Replace gradients by their sums over all ranks, in place."""
 
     def cut_like(self, parameter: Tensor, rows: Tensor) -> Tensor:
-        """This rank's rows as the tensor of all ranks' that is cut as `parameter` is."""
+        """Wrap this rank's rows as the tensor of all ranks' rows, cut like `parameter`."""
         return rows
 
     def leave(self) -> None:
-        """Part in good order: every rank says so."""
+        """End the communication in good order; every rank must call it."""
 
 
 class RankMesh(Mesh):
-    """Several processes. Made by `join`."""
+    """Several processes. Created by `join`."""
 
     def __init__(self, here: Place, device: torch.device, scratch: Path) -> None:
         import torch.distributed as dist
@@ -210,7 +211,7 @@ class RankMesh(Mesh):
     def sum(self, gradients: Sequence[Tensor]) -> None:
         cut = [gradient for gradient in gradients if self.is_cut(gradient)]
         if cut:
-            torch._foreach_mul_(cut, self.size)  # FSDP has made them means
+            torch._foreach_mul_(cut, self.size)  # FSDP has averaged them
         for gradient in gradients:
             if not self.is_cut(gradient):
                 self._dist.all_reduce(gradient)
@@ -248,10 +249,10 @@ class _Computed(nn.Module):
 
 
 def join(here: Place, device: torch.device, scratch: Path = Mesh.scratch) -> Mesh:
-    """Meet the other ranks; each is to do so.
+    """Join the other ranks; every rank must call it.
 
     Raises:
-        UserError: they can't be met.
+        UserError: the other ranks are not found.
     """
     import torch.distributed as dist
 
@@ -274,14 +275,14 @@ def join(here: Place, device: torch.device, scratch: Path = Mesh.scratch) -> Mes
 
 
 def shares(data: Sequence[Datum], num_ranks: int) -> list[list[Datum]]:
-    """The data in order, cut into a part for each rank, about as many tokens each. Some may have none."""
+    """Split the data, in order, into one part per rank with about equally many tokens. Some parts may be empty."""
     if num_ranks == 1:
         return [list(data)]
     lengths = [len(datum.prompt_tokens) + datum.num_inputs for datum in data]
     parts: list[list[Datum]] = [[] for _ in range(num_ranks)]
     total, before = sum(lengths), 0
     for datum, length in zip(data, lengths, strict=True):
-        parts[(2 * before + length) * num_ranks // (2 * total)].append(datum)  # where its middle falls
+        parts[(2 * before + length) * num_ranks // (2 * total)].append(datum)  # the part that its middle falls into
         before += length
     return parts
 

@@ -1,4 +1,4 @@
-"""Finds how many tokens one forward and backward pass may have on this machine."""
+"""Determines how many tokens one forward and backward pass may have on this machine."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ log = logging.getLogger(__name__)
 
 
 def microbatch_tokens(policy: Policy, config: Config) -> int:
-    """Tokens of a micro-batch, with activation checkpointing switched on where the forecast of memory says so."""
+    """Return the maximum tokens of a micro-batch; switch on activation checkpointing if the memory forecast says so."""
     machine, given = this_machine(), config.learner.tokens_per_microbatch
     if policy.device.type != "cuda":
         machine = replace(machine, gpus=())

@@ -1,8 +1,8 @@
 """The policy network: a Hugging Face causal language model that is loaded once and trained in place.
 
-It is not a model definition: the forward pass is transformers' own. What is added is what training needs and generation
-does not: scores at chosen positions only, prefix-tree rows, weights as bytes, and the files that make weights a model.
-Code that comes with a model (`trust_remote_code`) is never run.
+The forward pass is transformers' own. This module adds what training needs and generation does not: scores at chosen
+positions only, prefix-tree rows, weights as bytes, and the other files of a model directory. Code that comes with a
+model (`trust_remote_code`) is never run.
 
 Shape suffixes: B = rows, T = row length, D = hidden size, u = positions that predict something, V = vocabulary,
 n = loss tokens.
@@ -36,13 +36,13 @@ from echo2.weights.segments import passing_bytes
 
 log = logging.getLogger(__name__)
 
-# Decoders known to honour a mask and position ids of our own. Others run in the plain layout.
+# Decoders known to honour a custom mask and position ids. Others run in the plain layout.
 MASKED_DECODERS = frozenset(
     {"arcee", "ernie4_5", "gemma", "glm", "glm4", "granite", "helium", "hunyuan_v1_dense", "llama", "mistral"}
     | {"mixtral", "olmo", "olmo2", "olmoe", "phi3", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "seed_oss", "smollm3"}
     | {"stablelm", "starcoder2"}
 )
-# A pair of tokens costs more per floating-point operation than a matrix product does (softmax, memory traffic).
+# Attention costs more per floating-point operation than a matrix product (softmax, memory traffic).
 ATTENTION_SLOWDOWN = 3.0
 DTYPES = {
     "float32": torch.float32,
@@ -56,7 +56,8 @@ class Policy:
     """A causal language model on a device, with its files. Never in training mode: dropout would make the learner's
     logprobs differ from the sampler's.
 
-    `weights_file`: that of a checkpoint. `base_model`: the frozen model below, where these weights are an adapter's.
+    `weights_file`: name of the weights in a checkpoint. `base_model`: the frozen base model, if these weights are an
+    adapter's.
     """
 
     weights_file = "model.safetensors"
@@ -64,7 +65,7 @@ class Policy:
 
     def __init__(self, module: nn.Module, files: Mapping[str, bytes], device: torch.device) -> None:
         tensors = itertools.chain(module.parameters(), module.buffers())
-        is_there = all(tensor.device == device for tensor in tensors)  # what is cut over ranks does not move
+        is_there = all(tensor.device == device for tensor in tensors)  # a sharded module must not move
         self.module: Any = (module if is_there else module.to(device)).eval()
         self.device = device
         self.files = dict(files)
@@ -80,36 +81,36 @@ class Policy:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the weights."""
+        """Dtype of the weights."""
         dtype: torch.dtype = next(self.module.parameters()).dtype
         return dtype
 
     @property
     def vocab_size(self) -> int:
-        """Token ids are below this."""
+        """Exclusive upper bound of token ids."""
         module: Any = self.module
         return int(module.get_input_embeddings().num_embeddings)
 
     def checkpoint_activations(self) -> bool:
-        """From now on keep the inputs of layers alone for the backward pass, and compute the rest again: a third more
-        time, the same gradients. Whether there were layers that can.
+        """Switch on activation checkpointing: keep only the inputs of layers for the backward pass, and recompute the
+        rest: a third more time, the same gradients. Return whether the model has layers that support it.
 
-        transformers' own switch works in training mode only, and that has dropout.
+        transformers' own switch works in training mode only, which enables dropout.
         """
         from transformers.modeling_layers import GradientCheckpointingLayer
 
         layers = [layer for layer in self.module.modules() if isinstance(layer, GradientCheckpointingLayer)]
         for layer in layers:
             again = partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)
-            layer.forward = again  # of this layer: hooks stay outside
+            layer.forward = again  # on this layer only: hooks stay outside
         return bool(layers)
 
     def logprobs(self, batch: PackedBatch, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
-        """Log-probability [n] of each loss token of `batch`, which is on this device, the entropy [n] where it was
-        drawn, and log-probabilities [n, k] of what was likely there (`logprobs.token_logprobs`); logits are divided by
-        `temperature`.
+        """Return the log-probability [n] of each loss token of `batch`, the entropy [n] of the distribution at the
+        token, and the log-probabilities [n, k] of the sampler's most likely tokens (see `logprobs.token_logprobs`).
+        `batch` is on this device; logits are divided by `temperature`.
         """
-        # Weights are cast where they are used, and once a pass: a cache of all of them would be a copy of the model.
+        # Weights are cast on use, once a pass. Autocast's cache of all cast weights would be a copy of the model.
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.computes_in_bfloat16, cache_enabled=False):
             return self._logprobs(batch, temperature)
 
@@ -129,8 +130,8 @@ class Policy:
         return token_logprobs(lambda choices, wants_total: plain_scores(logits_uV, choices, temperature), batch)
 
     def output_layer(self) -> OutputLayer:
-        """What follows the last hidden states, where the model `ends_with_output_layer`. Its weight is the parameter
-        itself, whole.
+        """Return the layer after the last hidden states, for a model that `ends_with_output_layer`. Its weight is the
+        whole parameter itself.
         """
         config, linear = self.module.config.get_text_config(), self.module.get_output_embeddings()
         scale = getattr(config, "logit_scale", None) or 1.0 / (getattr(config, "logits_scaling", None) or 1.0)
@@ -139,9 +140,10 @@ class Policy:
 
     @cached_property
     def ends_with_output_layer(self) -> bool:
-        """Whether logits are `output_layer` of the last hidden states and nothing else: then they need not all exist.
+        """Whether logits are `output_layer` of the last hidden states and nothing else: then they need not be held all
+        at once.
 
-        Found by a pass over two tokens in which known numbers take the place of the layer's products.
+        Tested by a pass over two tokens in which known numbers replace the layer's products.
         """
         linear: Any = self.module.get_output_embeddings()
         seen: dict[str, Any] = {}
@@ -179,29 +181,29 @@ class Policy:
         return is_all
 
     def state(self) -> dict[str, Tensor]:
-        """The weights themselves by Hugging Face name, tied weights once (under their first name)."""
+        """Return the weights themselves by Hugging Face name; tied weights once, under their first name."""
         tied = dict(self.module.named_parameters(remove_duplicate=False)).keys() - dict(self.module.named_parameters())
         return {name: tensor for name, tensor in self.module.state_dict().items() if name not in tied}
 
     def weights(self, dtype: torch.dtype | None = None) -> dict[str, StoredTensor]:
-        """The weights themselves as bytes, floating-point ones cast to `dtype` when they are read."""
+        """Return the weights as bytes that are read on demand, floating-point ones cast to `dtype` when read."""
         return {
             name: stored(tensor, dtype if tensor.is_floating_point() else None) for name, tensor in self.state().items()
         }
 
     def trained_parameters(self) -> dict[str, nn.Parameter]:
-        """What an optimizer changes, by name."""
+        """Return the parameters that an optimizer changes, by name."""
         return dict(self.module.named_parameters())
 
     def engaged(self) -> AbstractContextManager[None]:
-        """To be entered before forward and backward passes: policies that share a module take turns."""
+        """Return the context for forward and backward passes: policies that share a module take turns."""
         return nullcontext()
 
     def check_checkpoint(self, directory: Path, base_model: str | None) -> None:
-        """Refuse a checkpoint of something else than this. `base_model`: the one that it names.
+        """Refuse a checkpoint that does not fit this policy. `base_model`: the one that the checkpoint names.
 
         Raises:
-            UserError: says what it is of.
+            UserError: says what the checkpoint holds.
         """
         stem, suffix = self.weights_file.split(".")
         if not any(directory.glob(f"{stem}*.{suffix}")):
@@ -212,7 +214,7 @@ class Policy:
             )
 
     def tensors(self, dtype: torch.dtype | None = None) -> dict[str, TensorBytes]:
-        """A copy of the weights as bytes, floating-point ones cast to `dtype`."""
+        """Return a copy of the weights as bytes, floating-point ones cast to `dtype`."""
         return {
             name: TensorBytes(tensor.dtype, tensor.shape, bytes(tensor.read(0, tensor.num_bytes)))
             for name, tensor in self.weights(dtype).items()
@@ -220,15 +222,15 @@ class Policy:
 
 
 def _compute_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
-    """Of attention: autocast's where it is on, else that of the weights."""
+    """Return the dtype of attention: autocast's if it is on, else that of the weights."""
     return torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else dtype
 
 
 def _tree_mask(ends_BT: Tensor, dtype: torch.dtype) -> Tensor:
-    """What is added to attention scores [B, 1, T, T]: 0 where `PackedBatch.ends_BT` lets a token look, else -inf.
+    """Return the additive attention mask [B, 1, T, T]: 0 where `PackedBatch.ends_BT` lets a token attend, else -inf.
 
-    As numbers of their dtype, because SDPA would make these of a boolean mask in every layer; row by row, because all
-    of that mask beside these would be a quarter more.
+    It has the scores' dtype, because SDPA would convert a boolean mask in every layer. It is filled row by row, because
+    a boolean mask of all rows beside it would take a quarter more memory.
     """
     num_rows, length = ends_BT.shape
     mask_B1TT = torch.full((num_rows, 1, length, length), float("-inf"), dtype=dtype, device=ends_BT.device)
@@ -239,8 +241,8 @@ def _tree_mask(ends_BT: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def stored(tensor: Tensor, dtype: torch.dtype | None = None) -> StoredTensor:
-    """The tensor itself, to be written to a file or sent: read when that is done, and copied only where it is on a
-    device or cast to `dtype`.
+    """Return the tensor for writing to a file or sending. It is read on demand, and copied only if it is on a device or
+    cast to `dtype`.
     """
     dtype = dtype or tensor.dtype
     width = dtype.itemsize
@@ -257,13 +259,15 @@ def stored(tensor: Tensor, dtype: torch.dtype | None = None) -> StoredTensor:
 
 
 def _raw_bytes(tensor: Tensor) -> memoryview:
-    """The bytes of a tensor on the CPU, row-major; a view of it where it is contiguous."""
+    """Return the bytes of a tensor on the CPU, row-major; a view if the tensor is contiguous."""
     raw: Any = tensor.contiguous().view(-1).view(torch.uint8).numpy()
     return memoryview(raw)
 
 
 def _pair_cost(module: Any) -> float:
-    """Cost of attending one pair of tokens, in units of one token's pass through the weights (see `batch.collate`)."""
+    """Return the cost of attending one pair of tokens, in units of one token's pass through the weights (see
+    `batch.collate`).
+    """
     config = module.config
     heads = getattr(config, "num_attention_heads", 1)
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
@@ -274,10 +278,10 @@ def _pair_cost(module: Any) -> float:
 
 def load_policy(path: str, dtype: str, device: str, mesh: Mesh | None = None) -> Policy:
     """Load a model directory, or a hub id (from the local cache where it is complete, else downloaded). `dtype`: one of
-    `DTYPES`, or "stored": as the weights are stored. `mesh`: the ranks that it is cut over.
+    `DTYPES`, or "stored": as the weights are stored. `mesh`: the ranks that the model is sharded over.
 
     Raises:
-        UserError: nothing usable is there, or the device is not; there are more ranks than it can be cut into.
+        UserError: the model or the device is not usable, or there are more ranks than the model can be cut into.
     """
     from safetensors import SafetensorError
     from transformers.utils.logging import disable_progress_bar
@@ -302,7 +306,7 @@ def load_policy(path: str, dtype: str, device: str, mesh: Mesh | None = None) ->
 
 
 def with_dtype(config: bytes, dtype: str) -> bytes:
-    """config.json naming the dtype that the weights really have, so that loading a checkpoint does not round it."""
+    """Return config.json with the actual dtype of the weights, so that loading a checkpoint does not round them."""
     values = json.loads(config)
     values.pop("torch_dtype", None)
     return json.dumps(values | {"dtype": dtype}, indent=2, sort_keys=True).encode()

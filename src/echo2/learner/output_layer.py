@@ -1,15 +1,15 @@
 """Logits of chosen tokens, and the normaliser over all, from hidden states, without a [positions, vocabulary] array.
 
-Logits are made tile by tile (some positions, some of the vocabulary), summed up and forgotten; the backward pass makes
-them again, from the normaliser that was kept and only where the weight has a gradient. The gradient of a hidden state
-needs no second pass: d log sum exp(logits) / d hidden is the mean of the weight's rows under the probabilities. It is
-summed beside the normaliser and rescaled as that grows (online softmax, arXiv 1805.02867, with these rows as values).
-Logits of chosen tokens are products with the rows of these tokens alone.
+Logits are computed tile by tile (some positions, some of the vocabulary), summed and discarded. The backward pass
+recomputes them, with the stored normaliser, only if the weight needs a gradient. The gradient of a hidden state needs
+no second pass: d log sum exp(logits) / d hidden is the mean of the weight's rows under the probabilities. It is summed
+beside the normaliser and rescaled as the normaliser grows (online softmax, arXiv 1805.02867, with these rows as
+values). Logits of chosen tokens are products with the rows of these tokens alone.
 
-Factors are of the hidden states' dtype; what comes of them and all sums are float32 (float64 where hidden states are).
+Factors have the hidden states' dtype; products and sums are float32 (float64 if hidden states are).
 
 Shape suffixes: u = positions, D = hidden size, V = vocabulary, R, C = positions and tokens of a tile, m = choices,
-W = tokens of a choice, c = some choices, k = the distinct tokens in them.
+W = tokens of a choice, c = choices processed together, k = the distinct tokens in them.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ from torch import Tensor
 
 #: Positions and tokens of the vocabulary in a tile: its logits are 32 MiB in float32. See benchmarks/output_layer.py.
 TILE = (1024, 8192)
-#: Choices are taken together while they hold no more tokens than this, within bounds: neighbours choose alike, and the
-#: row of a token is read once for all of them.
+#: Choices are processed together while they hold no more tokens than this; the bounds are numbers of choices.
+#: Neighbouring choices share tokens, and the row of a token is read once for all of them.
 CHOSEN_TOGETHER, CHOICES_TOGETHER = 16_384, (64, 2048)
 
 
-#: What adds the gradients of weight and bias when everything else has its own, by the operation that they are of: one
-#: that is gone through twice (retain_graph) adds once.
+#: Functions that add the gradients of weight and bias once all other gradients exist. The key is the id of the autograd
+#: operation, so that an operation whose backward pass runs twice (retain_graph) adds once.
 Waiting: TypeAlias = "dict[int, Callable[[_Gradients], None]]"
 
 
 @dataclass(frozen=True, slots=True)
 class OutputLayer:
-    """What makes logits of a decoder's last hidden states: scale * (weight hidden + bias), and with a `softcap` c,
-    c tanh(that / c).
+    """Maps a decoder's last hidden states to logits: x = scale * (weight hidden + bias), and with a `softcap` c,
+    c tanh(x / c).
     """
 
     weight_VD: Tensor
@@ -46,8 +46,9 @@ class OutputLayer:
     waiting: Waiting | None = None
 
     def with_late_gradients(self) -> OutputLayer:
-        """The same layer, to be taken before the decoder runs: the gradients of weight and bias are made after those of
-        the decoder's layers, when the activations are gone. They are as large as the vocabulary.
+        """Return the same layer with late gradients; call this before the decoder runs. The gradients of weight and
+        bias, which are as large as the vocabulary, are then computed after those of the decoder's layers, when the
+        activations are freed.
         """
         waiting: Waiting = {}
         apply: Any = _Late.apply
@@ -55,13 +56,13 @@ class OutputLayer:
         return replace(self, weight_VD=weight_VD, bias_V=bias_V, waiting=waiting)
 
     def finish(self, product: Tensor) -> Tensor:
-        """Logits of weight hidden + bias."""
+        """Return the logits for the product weight hidden + bias."""
         return _Curve(self.scale, self.softcap).bend_(product.clone())
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """Of which tokens logits are wanted: tokens_mW[i] at position_m[i]."""
+    """The tokens whose logits are wanted: tokens_mW[i] at position_m[i]."""
 
     position_m: Tensor
     tokens_mW: Tensor
@@ -69,8 +70,8 @@ class Choice:
 
 @dataclass(frozen=True, slots=True)
 class Scores:
-    """Of logits divided by the temperature: log sum exp [u] and entropy [u, without gradient] over the vocabulary, and
-    each choice's own [m, W]. The first two are not to be read where they were not wanted.
+    """For logits divided by the temperature: log sum exp [u] and entropy [u, without gradient] over the vocabulary, and
+    the logits of each choice [m, W]. Do not read the first two if they were not wanted.
     """
 
     log_total_u: Tensor
@@ -86,7 +87,7 @@ def tiled_scores(
     wants_total: bool = True,
     tile: tuple[int, int] = TILE,
 ) -> Scores:
-    """Scores from hidden states. Without `wants_total` the vocabulary is not gone through."""
+    """Compute scores from hidden states. Without `wants_total` there is no pass over the vocabulary."""
     device = hidden_uD.device.type
     if torch.is_autocast_enabled(device):
         hidden_uD = hidden_uD.to(torch.get_autocast_dtype(device))
@@ -100,7 +101,7 @@ def tiled_scores(
 
 
 def plain_scores(logits_uV: Tensor, choices: Sequence[Choice], temperature: float = 1.0) -> Scores:
-    """The same from all logits, where a model gives nothing else."""
+    """Compute the same scores from all logits, for models that give nothing else."""
     if logits_uV.dtype in (torch.bfloat16, torch.float16):
         logits_uV = logits_uV.float()
     if temperature != 1.0:
@@ -114,25 +115,25 @@ def plain_scores(logits_uV: Tensor, choices: Sequence[Choice], temperature: floa
 
 @dataclass(frozen=True, slots=True)
 class _Curve:
-    """From a product x to a logit over the temperature: gain x, or limit tanh(gain x / limit)."""
+    """Maps a product x to a logit divided by the temperature: gain x, or limit tanh(gain x / limit)."""
 
     gain: float
     limit: float | None
 
     def bend_(self, product: Tensor) -> Tensor:
-        """In place."""
+        """Map products to logits, in place."""
         if self.limit is not None:
             return product.mul_(self.gain / self.limit).tanh_().mul_(self.limit)
         return product if self.gain == 1.0 else product.mul_(self.gain)
 
     def slope(self, logits: Tensor) -> Tensor | float:
-        """d logit / d product, by the logit."""
+        """Return d logit / d product as a function of the logit."""
         return self.gain if self.limit is None else (logits / self.limit).square_().neg_().add_(1.0).mul_(self.gain)
 
 
 @dataclass(frozen=True, slots=True)
 class _Cut:
-    """What is wanted, and in which pieces it is made."""
+    """The wanted scores, and the size of the tiles in which they are computed."""
 
     choices: tuple[Choice, ...]
     wants_total: bool
@@ -141,8 +142,8 @@ class _Cut:
 
 
 class _Late(torch.autograd.Function):
-    """(weight_VD, bias_V, waiting) -> the first two. Autograd goes from the newest operation to the oldest: what waits
-    is added up once everything that came after this operation has its gradient.
+    """(weight_VD, bias_V, waiting) -> the first two. Autograd runs from the newest operation to the oldest, so the
+    waiting gradients are added up after those of every operation newer than this one.
     """
 
     @staticmethod
@@ -167,7 +168,8 @@ class _Late(torch.autograd.Function):
 class _Tiled(torch.autograd.Function):
     """(hidden_uD, weight_VD, bias_V, curve, cut, waiting) -> (log_total_u, entropy_u, the logits_mW of each choice).
 
-    Backward it gives the gradient of the hidden states alone; what adds those of weight and bias waits for `_Late`.
+    The backward pass returns the gradient of the hidden states alone. The function that adds the gradients of weight
+    and bias waits for `_Late`.
     """
 
     @staticmethod
@@ -222,7 +224,7 @@ class _Tiled(torch.autograd.Function):
 
 @dataclass(frozen=True, slots=True)
 class _Gradients:
-    """Sums; None where they are not wanted."""
+    """Sums of gradients; None where they are not wanted."""
 
     hidden_uD: Tensor | None
     weight_VD: Tensor | None
@@ -231,7 +233,7 @@ class _Gradients:
 
 @dataclass(frozen=True, slots=True)
 class _Logits:
-    """Makes pieces of the logits, and adds gradients of pieces."""
+    """Computes pieces of the logits, and adds the gradients of pieces."""
 
     hidden_uD: Tensor
     weight_VD: Tensor
@@ -241,11 +243,11 @@ class _Logits:
 
     @property
     def sums(self) -> torch.dtype:
-        """Of sums."""
+        """Dtype of sums."""
         return torch.float64 if self.hidden_uD.dtype == torch.float64 else torch.float32
 
     def normalisers(self, wants_gradient: bool) -> tuple[Tensor, Tensor, Tensor | None]:
-        """log sum exp [u], entropy [u] and, if wanted, the slope of the first by the hidden states [u, D]."""
+        """Return log sum exp [u], entropy [u] and, if wanted, the gradient of log sum exp by hidden states [u, D]."""
         total_u, mean_u = self.hidden_uD.new_zeros((2, len(self.hidden_uD)), dtype=self.sums)
         mean_row_uD = torch.zeros_like(self.hidden_uD, dtype=self.sums) if wants_gradient else None
         total_u.fill_(float("-inf"))
@@ -264,7 +266,7 @@ class _Logits:
         return total_u, total_u - mean_u, mean_row_uD
 
     def add_total_gradients(self, into: _Gradients, total_u: Tensor, grad_u: Tensor) -> None:
-        """Of weight and bias, through log sum exp."""
+        """Add the gradients of weight and bias that pass through log sum exp."""
         if into.weight_VD is None and into.bias_V is None:
             return
         for at, ids, weight_CD, logits_RC in self._tiles():
@@ -276,7 +278,7 @@ class _Logits:
                 into.bias_V[ids] += grad_RC.sum(0)
 
     def chosen(self, choice: Choice) -> Tensor:
-        """Its logits [m, W]."""
+        """Return the logits [m, W] of a choice."""
         logits_mW = self.hidden_uD.new_empty(choice.tokens_mW.shape, dtype=self.sums)
         for some, tokens_k, place_cW in self._pieces(choice):
             hidden_cD = self.hidden_uD[choice.position_m[some]]
@@ -285,7 +287,7 @@ class _Logits:
         return logits_mW
 
     def add_chosen_gradients(self, into: _Gradients, choice: Choice, grad_mW: Tensor) -> None:
-        """Through the products at chosen tokens."""
+        """Add the gradients that pass through the products at chosen tokens."""
         for some, tokens_k, place_cW in self._pieces(choice):
             position_c = choice.position_m[some]
             hidden_cD = self.hidden_uD[position_c]
@@ -305,7 +307,9 @@ class _Logits:
                 into.hidden_uD.index_put_((position_c,), grad_cD, accumulate=True)
 
     def _tiles(self) -> Iterator[tuple[slice, slice, Tensor, Tensor]]:
-        """Positions, tokens, the weight's rows for these [C, D] and logits [R, C], which the taker may write over."""
+        """Yield positions, tokens, the weight's rows [C, D] of the tokens, and logits [R, C]. The caller may overwrite
+        the logits.
+        """
         if not self.cut.wants_total:
             return
         for start in range(0, len(self.weight_VD), self.cut.num_tokens):
@@ -315,7 +319,7 @@ class _Logits:
                 yield at, ids, *self._of_tokens(self.hidden_uD[at], ids)
 
     def _of_tokens(self, hidden_RD: Tensor, ids: slice | Tensor) -> tuple[Tensor, Tensor]:
-        """The weight's rows [C, D] for the tokens, in the hidden states' dtype, and the logits [R, C]."""
+        """Return the weight's rows [C, D] for the tokens, in the hidden states' dtype, and the logits [R, C]."""
         weight_CD = self.weight_VD[ids].to(hidden_RD.dtype)
         product_RC = _product(hidden_RD, weight_CD.t())
         if self.bias_V is not None:
@@ -323,7 +327,7 @@ class _Logits:
         return weight_CD, self.curve.bend_(product_RC)
 
     def _pieces(self, choice: Choice) -> Iterator[tuple[slice, Tensor, Tensor]]:
-        """Some choices: which, their distinct tokens [k] in order, and the place of each token among those [c, W]."""
+        """Yield a slice of choices, their distinct tokens [k] in order, and each token's index among these [c, W]."""
         num_choices, width = choice.tokens_mW.shape
         fewest, most = CHOICES_TOGETHER
         together = min(max(CHOSEN_TOGETHER // width, fewest), most)
@@ -336,7 +340,7 @@ class _Logits:
 
 
 def _product(left: Tensor, right: Tensor) -> Tensor:
-    """left @ right, never rounded to less than float32."""
+    """Return left @ right, never rounded to less than float32."""
     if left.dtype in (torch.float32, torch.float64):
         return left @ right
     if left.is_cuda:

@@ -1,8 +1,8 @@
 """The precision of the learner's computation, and the precisions in which trained weights must not be held.
 
 Weights and moments are float32; matrix products may be bfloat16 (autocast). Trained weights in bfloat16 have 8 bits:
-AdamW moves a weight by about the learning rate, and what is less than half of the step between two numbers is rounded
-away, every time.
+AdamW moves a weight by about the learning rate, and a change below half of the gap between two numbers is rounded away,
+every time.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from echo2.errors import UserError
 
-#: Values of a tensor that are looked at.
+#: Number of values of a tensor that are examined.
 SAMPLE = 100_000
 
 
@@ -30,13 +30,13 @@ def refuse_vanishing_updates(parameters: Mapping[str, Tensor], lr: float) -> Non
     """Refuse to train weights in a precision in which the updates of this learning rate would mostly be rounded away.
 
     Raises:
-        UserError: with the tensor, the numbers and what to do.
+        UserError: names the tensor, the numbers and what to do.
     """
     for name, parameter in parameters.items():
         if parameter.dtype not in (torch.bfloat16, torch.float16):
             continue
         typical = float(parameter.detach().flatten()[:SAMPLE].float().abs().median())
-        least = typical * torch.finfo(parameter.dtype).eps / 4  # half a step is at least this
+        least = typical * torch.finfo(parameter.dtype).eps / 4  # half of the gap is at least this
         if 0.0 < lr < least:
             raise UserError(
                 f"learner.lr = {lr:g} would change next to nothing: {name} is held in {parameter.dtype}, its weights "

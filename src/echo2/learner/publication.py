@@ -1,15 +1,14 @@
 """Publishes a version: encodes it, and keeps it in two files, not in memory, until the head has it.
 
-    content   what was published last, as the tensor stream: the base of the next delta, and the bytes of raw records
+    content   the weights published last, as the tensor stream: the base of the next delta, and the bytes of raw records
     spool     the records of the delta under way
 
-A publication reads the weights themselves, segment by segment: compares each with the content, encodes what changed,
-and writes it over the old. So it needs memory for a few segments, and the weights can go on changing as soon as the
-last one is encoded, however slow the link is. Whether workers have the base does not matter: the encoder waits for
-nobody.
+A publication reads the weights themselves, segment by segment: it compares each segment with the content, encodes the
+changes, and overwrites the old content. So it needs memory for a few segments only, and the weights may change again as
+soon as the last segment is encoded, however slow the link is. The encoder does not wait for workers to have the base.
 
-The files have no names: whatever kills the process, the disk has them back, and no later learner takes one that was
-half written for a base. It sends the whole content first.
+The files are unlinked: when the process dies, their space is freed, and no later learner can take a half-written file
+for a base. A new learner sends the whole content first.
 """
 
 from __future__ import annotations
@@ -36,17 +35,17 @@ from echo2.weights.segments import Bytes, cut_stream, passing_bytes, readers, te
 
 log = logging.getLogger(__name__)
 
-#: Segments that are encoded at once; each takes about 30 MB.
+#: Segments encoded in parallel; each takes about 30 MB.
 THREADS_MAX = 4
-#: A multiple of every item's, of what is copied at once.
+#: Bytes copied at a time; a multiple of every item size.
 PIECE_BYTES = 16 << 20
-#: Between two tries to write to a full disk.
+#: Seconds between two attempts to write to a full disk.
 NO_ROOM_SECONDS = 2.0
 
 
 class LentWeights:
-    """The weights themselves, and the files that make them a model, for whoever reads them beside the training. They
-    do not change until they are given back: updates wait for it. Any thread may give them back, also twice.
+    """The weights themselves, and the other files of the model, lent to a background reader. They do not change until
+    they are given back: updates wait for it. Any thread may give them back, also twice.
     """
 
     def __init__(
@@ -59,7 +58,7 @@ class LentWeights:
         self.returned: Future[None] = Future()
 
     def give_back(self) -> None:
-        """Nobody reads them any more."""
+        """Allow the weights to change again."""
         with suppress(InvalidStateError):
             self.returned.set_result(None)
 
@@ -75,52 +74,52 @@ class _Source:
 
 
 class Publisher:
-    """The payloads of one learner, one after the other: each is read to its end before the next is begun, and its
-    chunks can be had until then. `directory` has room for a snapshot and a delta; a full disk is waited for.
-    `base_model`: what the published adapters are over.
+    """Makes the payloads of one learner, one after the other: each is read to its end before the next is begun, and its
+    chunks are available until then. `directory` needs room for a snapshot and a delta; if the disk is full, the
+    publisher waits. `base_model`: the base model of published adapters.
     """
 
     def __init__(self, directory: Path, base_model: SnapshotSource | None = None) -> None:
         """Raises: UserError, the directory can't be written."""
         self.base_model = base_model
-        self.trouble = ""  # what is waited for, for people
+        self.trouble = ""  # what the publisher waits for, for people
         self._stopped = threading.Event()
         self.content, self.spool = (NamelessFile(directory, self._wait_for_room) for _ in range(2))
-        self._last: _Source | None = None  # what the content file holds; None: nothing, or a mixture
+        self._last: _Source | None = None  # the snapshot in the content file; None: nothing, or a mixture
         self._made_from: LentWeights | None = None
-        self._steps: list[Manifest] = []  # what leads to the last published content from nothing
+        self._steps: list[Manifest] = []  # payloads that build the last published content from nothing
 
     def stop(self) -> None:
-        """Wait for no room any more."""
+        """Stop waiting for disk space."""
         self._stopped.set()
 
     def payload(self, ref: SnapshotRef, weights: LentWeights) -> Payload:
-        """What changed since the last content, and all of it at the start of a lineage. To take its parts is to read
-        the weights, which are given back then, and to make them the last content."""
+        """Return the payload of `weights`: the changes since the last content, or at the start of a lineage the whole.
+        Taking its parts reads the weights, gives them back, and makes them the last content."""
         if self._last is not None and self._made_from is weights:  # the lineage changed meanwhile
             return self.whole(ref)
         base = self._last if self._last is not None and self._last.ref.history == ref.history else None
         return Payload(self, _Source(ref, weights.tensors, weights.files, weights.base_model), base, weights)
 
     def whole(self, ref: SnapshotRef) -> Payload:
-        """The last content as it is, named `ref`, over nothing."""
+        """Return the last content as a payload without base, named `ref`."""
         assert self._last is not None
         self._last = replace(self._last, ref=ref)
         return Payload(self, self._last, None, None)
 
     def published(self, manifest: Manifest) -> bool:
-        """The head has this payload. Returns whether the whole content is due as well: a newcomer would have to take as
-        many deltas as a payload may have, or deltas as large as the content."""
+        """Note that the head has this payload. Return whether the whole content is due as well, because a new worker
+        would have to fetch as many deltas as a payload may have, or deltas as large as the content."""
         self._steps = [manifest] if manifest.base is None else [*self._steps, manifest]
         return is_anchor_due(self._steps)
 
     def begin(self, weights: LentWeights) -> None:
-        """The content file is about to become these weights."""
+        """Note that the content file is about to be overwritten with these weights."""
         self._last, self._made_from = None, weights
         self.spool.clear()
 
     def end(self, source: _Source) -> None:
-        """The content file has become this."""
+        """Note that the content file now holds `source`."""
         tensors, start = {}, 0
         for entry in tensor_index(source.tensors):
             read = partial(self.content.read, start)
@@ -138,7 +137,7 @@ class Publisher:
 
 
 class Payload:
-    """One payload. Its chunks can be read as soon as they are among the parts that were taken."""
+    """One payload. A chunk can be read as soon as its part was taken."""
 
     def __init__(
         self, publisher: Publisher, target: _Source, base: SnapshotSource | None, weights: LentWeights | None
@@ -150,11 +149,11 @@ class Payload:
         self._files: Chunks = {}
 
     def parts(self) -> Iterator[list[bytes]]:
-        """Names of distinct chunks, some at a time: all together those that the manifest names. To be taken once.
+        """Yield the names of distinct chunks, part by part; together they are the chunks of the manifest. Call it once.
 
         Raises:
             UserError: a dtype that snapshots cannot carry; the disk can't be written.
-            LinkError: there is no room, and nobody waits for it any more.
+            LinkError: there is no room, and the publisher was stopped.
         """
         if self._weights is None:
             yield from map(self._named, self._encoder.parts())
@@ -184,12 +183,12 @@ class Payload:
         return bytes(file.read(start, 0, num_bytes))
 
     def _named(self, chunks: Chunks) -> list[bytes]:
-        """What the encoder gives that no thread has kept are the chunks of files, which are in memory anyway."""
+        """Return the names of chunks. Those that `_keep` did not store are files, which are in memory anyway."""
         self._files.update((name, chunk) for name, chunk in chunks.items() if name not in self._places)
         return list(chunks)
 
     def _keep(self, start: int, target: Bytes, segment: Segment, chunks: Chunks) -> None:
-        """In the encoder's threads: put what was encoded where it can be read later."""
+        """Store encoded chunks for later reading. Runs in the encoder's threads."""
         publisher = self._publisher
         if self._weights is not None and segment.records:
             publisher.content.write(start, target.data)
@@ -205,12 +204,12 @@ class Payload:
 
 
 class BasePayload:
-    """A base model as a payload: it is frozen, so its chunks are read where it lies, once more when they are sent."""
+    """A base model as a payload. It is frozen, so its chunks are not stored but read from the model when sent."""
 
     def __init__(self, base_model: SnapshotSource) -> None:
         self._tensors = base_model.tensors
         self._encoder = Encoder(base_model, keep=self._keep)
-        self._reads: dict[int, Callable[[], Bytes]] = {}  # by place in the tensor stream
+        self._reads: dict[int, Callable[[], Bytes]] = {}  # by offset in the tensor stream
         self._chunks: dict[bytes, Callable[[], Bytes]] = {}
         self._files: Chunks = {}
 
@@ -251,8 +250,8 @@ class BasePayload:
 
 
 class NamelessFile:
-    """A file without a name, for any threads: what one writes at a place no other reads or writes meanwhile.
-    `wait_for_room` returns when it is worth another try, or raises.
+    """An unlinked file for any threads, as long as no thread reads or writes a range that another is writing.
+    `wait_for_room` returns when another attempt is worthwhile, or raises.
     """
 
     def __init__(self, directory: Path, wait_for_room: Callable[[NoRoomError], None]) -> None:
@@ -263,13 +262,13 @@ class NamelessFile:
         try:
             directory.mkdir(parents=True, exist_ok=True)
             self._file, name = tempfile.mkstemp(dir=directory)
-            weakref.finalize(self, os.close, self._file)  # when no thread of an encoder has it any more
+            weakref.finalize(self, os.close, self._file)  # once no encoder thread refers to it
             os.unlink(name)
         except OSError as error:
             raise self._failed(error) from error
 
     def read(self, at: int, start: int, stop: int) -> memoryview:
-        """The bytes from `start` to `stop` of what was written at `at`."""
+        """Return the bytes from `start` to `stop` of the data written at `at`."""
         data = passing_bytes(stop - start)
         done = 0
         while done < data.nbytes:
@@ -280,7 +279,7 @@ class NamelessFile:
         return data
 
     def write(self, at: int, data: bytes | memoryview) -> None:
-        """All of it, when there is room."""
+        """Write all of `data` at `at`; wait for room on a full disk."""
         rest = memoryview(data)
         while rest.nbytes:
             try:
@@ -294,21 +293,21 @@ class NamelessFile:
             rest, at = rest[done:], at + done
 
     def append(self, data: bytes | memoryview) -> int:
-        """Write behind everything else; where that is."""
+        """Append data. Return its offset."""
         with self._appending:
             at, self._end = self._end, self._end + memoryview(data).nbytes
         self.write(at, data)
         return at
 
     def copied(self, tensor: TensorSource) -> StoredTensor:
-        """The same tensor, to be read from this file; a piece of it at a time is in memory."""
+        """Copy a tensor to this file, one piece at a time in memory. Return the copy, which is read from the file."""
         at = self._end
         for start in range(0, tensor.num_bytes, PIECE_BYTES):
             self.append(tensor.read(start, min(start + PIECE_BYTES, tensor.num_bytes)))
         return StoredTensor(tensor.dtype, tensor.shape, tensor.num_bytes, partial(self.read, at))
 
     def clear(self) -> None:
-        """Give the disk back what was written."""
+        """Delete the content and free its disk space."""
         self._end = 0
         os.ftruncate(self._file, 0)
 

@@ -21,12 +21,12 @@ from echo2.transport import wire_pb2 as wire
 from echo2.transport.base import Link
 from echo2.types import RolloutGroup
 
-DOING_SECONDS = 1.0  # how often the head hears what the learner does
+DOING_SECONDS = 1.0  # between reports of the learner's activity
 T = TypeVar("T")
 
 
 class HeadSession:
-    """A joined head. All methods are for the one training thread; `close` ends the session.
+    """A connection to the head. All methods but `stop` are for the one training thread; `close` ends the session.
 
     Errors of background work (LinkError, PeerError, UserError) are raised by the next call that waits for it.
     """
@@ -42,15 +42,15 @@ class HeadSession:
         """Connect and say hello.
 
         Raises:
-            LinkError: the head did not come within `patience_seconds`.
-            UserError: the run does not stand where this learner does.
+            LinkError: the head did not answer within `patience_seconds`.
+            UserError: the run is not at this learner's version, or it is over.
         """
 
         async def join() -> HeadClient:
             return await join_head(await connect(), version, info, publisher, patience_seconds, self.stop)
 
         self.doing = "starting"
-        self.stop_reason = ""  # why training is to end; empty: it is not
+        self.stop_reason = ""  # why training must end; empty: it goes on
         self._loop = asyncio.new_event_loop()
         self._joined: HeadClient | None = None
         self._publisher = publisher
@@ -66,7 +66,7 @@ class HeadSession:
         self._reporter = self._start(self._report_doing())
 
     def stop(self, reason: str) -> None:
-        """Have training end soon: `groups` ends, and the head is waited for no more. From any thread or signal."""
+        """End training soon: `groups` ends, and no call waits for the head any more. From any thread or signal."""
         if not self.stop_reason:
             self.stop_reason = reason
             self._feed.put(wire.StepDone(stop=True, reason=reason))
@@ -81,20 +81,20 @@ class HeadSession:
 
     @property
     def lineage(self) -> int:
-        """The history that versions belong to now; it changes when the head falls back to a checkpoint."""
+        """The lineage that versions belong to now; it changes when the head falls back to a checkpoint."""
         return self._client.lineage
 
     @property
     def published(self) -> frozenset[int]:
-        """Versions that workers can get, or soon can: those under way count."""
+        """Versions that workers can get, now or soon: publications under way count."""
         return frozenset(self._client.published | set(self._publications))
 
     def want_groups(self, step: int) -> None:
-        """Start receiving the groups of `step`; the previous step's must have ended."""
+        """Start receiving the groups of `step`; the stream of the previous step must have ended."""
         self._start(self._pump(step))
 
     def groups(self) -> Iterator[RolloutGroup | wire.StepDone]:
-        """The groups of the wanted step, in order of arrival, waiting for each; a StepDone is the last."""
+        """Yield the groups of the wanted step in order of arrival, waiting for each; the last item is a StepDone."""
         while True:
             item = self._feed.get()
             if isinstance(item, Exception):
@@ -108,10 +108,10 @@ class HeadSession:
         self._wait(self._client.report_step(step, numbers, metrics))
 
     def publish(self, version: int, weights: LentWeights) -> None:
-        """Send a snapshot in the background, after those before; at most one waits, since the weights can't change
+        """Send a snapshot in the background, after earlier ones. At most one waits, because the weights can't change
         before they are given back."""
         publication = self._start(self._client.publish(version, weights))
-        publication.add_done_callback(lambda _: weights.give_back())  # also where it was never begun
+        publication.add_done_callback(lambda _: weights.give_back())  # also if it never began
         publication.add_done_callback(self._end_waiting)
         for before in [before for before, sent in self._publications.items() if sent.done()]:
             self._publications.pop(before).result()
@@ -124,17 +124,17 @@ class HeadSession:
                 self._publications.pop(version).result()
 
     def report_checkpoint(self, version: int, oldest_kept: int, versions: Sequence[int]) -> Collection[int]:
-        """Wait until the head knows that this checkpoint is durable; of `versions`, those to be spared."""
+        """Wait until the head knows that this checkpoint is durable. Return those of `versions` to be spared."""
         return self._wait(self._client.report_checkpoint(version, oldest_kept, versions))
 
     def close(self) -> None:
-        """End the session; what is still under way is abandoned."""
+        """End the session; work under way is abandoned."""
         self._publisher.stop()
         self._wait(self._abandon())
         self._stop_loop()
 
     def _end_waiting(self, publication: Future[None]) -> None:
-        """Whoever waits for groups of a snapshot that can't be sent would wait for ever."""
+        """End the wait for groups if a publication fails: rollouts of a snapshot that can't be sent never come."""
         error = None if publication.cancelled() else publication.exception()
         if isinstance(error, Exception):
             self._feed.put(error)
@@ -143,14 +143,14 @@ class HeadSession:
         tasks = asyncio.all_tasks() - {asyncio.current_task()}
         for task in tasks:
             task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)  # what is being encoded comes to its end
+        await asyncio.gather(*tasks, return_exceptions=True)  # an encoding under way runs to its end
         await self._client.close()
 
     async def _pump(self, step: int) -> None:
         try:
             async for item in self._client.take_groups(step):
                 self._feed.put(item)
-        except Exception as error:  # whatever it is, it is the training thread's to handle
+        except Exception as error:  # handled by the training thread
             self._feed.put(error)
 
     async def _report_doing(self) -> None:

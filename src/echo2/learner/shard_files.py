@@ -1,8 +1,8 @@
-"""Reads and writes the tensors of a checkpoint, whatever the number of ranks that wrote or read it.
+"""Reads and writes the tensors of a checkpoint for any number of writing and reading ranks.
 
-One rank writes `model.safetensors`; of n ranks each writes its own rows, `model.0-of-2.safetensors` and so on: together
-they are the whole, first rank first. What is not cut is in the first file alone. Rows are read from where they lie, so
-a rank needs memory for its own alone.
+A single rank writes `model.safetensors`. Each of n ranks writes its own rows, to `model.0-of-2.safetensors` and so on;
+concatenated in the order of ranks they are the whole tensor. Tensors that are not sharded are in the first file only.
+A rank reads only its own rows from the files, so it needs memory for these alone.
 """
 
 from __future__ import annotations
@@ -25,29 +25,29 @@ SUFFIX = ".safetensors"
 
 
 def file_name(name: str, rank: int, size: int) -> str:
-    """What a rank calls its part of the file `name`."""
+    """Return the name of a rank's part of the file `name`."""
     return name if size == 1 else f"{name.removesuffix(SUFFIX)}.{rank}-of-{size}{SUFFIX}"
 
 
 def part_paths(directory: Path, name: str) -> list[Path]:
-    """The file `name`, or the ranks' parts of it; none where there is neither."""
+    """Return the path of the file `name`, or of the ranks' parts of it; empty if there is neither."""
     whole = directory / name
     size = len(list(directory.glob(f"{name.removesuffix(SUFFIX)}.*-of-*{SUFFIX}")))
     return [whole] if whole.is_file() else [directory / file_name(name, rank, size) for rank in range(size)]
 
 
 class ShardedTensors:
-    """Open files of one kind. `shapes`: of the whole tensors by name."""
+    """The tensors of one open file, or of the ranks' parts of it. `shapes`: shapes of the whole tensors by name."""
 
     def __init__(self, files: list[Any]) -> None:
         self._pieces: dict[str, list[Any]] = {}
         for file in files:
-            for name in file.keys():  # noqa: SIM118 (it is no mapping)
+            for name in file.keys():  # noqa: SIM118 (not a mapping)
                 self._pieces.setdefault(name, []).append(file.get_slice(name))
         self.shapes = {name: _shape(pieces) for name, pieces in self._pieces.items()}
 
     def read(self, name: str, start: int = 0, stop: int | None = None) -> Tensor:
-        """Rows `start` to `stop` (all) of a tensor; a tensor without dimensions whole."""
+        """Return rows `start` to `stop` (default: all) of a tensor. A tensor without dimensions is returned whole."""
         pieces = self._pieces[name]
         if not self.shapes[name]:
             scalar: Tensor = pieces[0][...]
@@ -66,10 +66,10 @@ class ShardedTensors:
 
 @contextmanager
 def open_tensors(directory: Path, name: str) -> Iterator[ShardedTensors]:
-    """The tensors of the file `name` of a checkpoint, or of the ranks' parts of it.
+    """Open the file `name` of a checkpoint, or the ranks' parts of it.
 
     Raises:
-        UserError: there are none, or not of all ranks.
+        UserError: the file is missing or damaged, or a rank's part is.
     """
     with ExitStack() as stack:
         try:
@@ -82,12 +82,12 @@ def open_tensors(directory: Path, name: str) -> Iterator[ShardedTensors]:
 
 
 def write_whole(directory: Path, name: str, to: Path, dtype: str = "") -> None:
-    """Write the file `name`, or the ranks' parts of it, as one file, a piece at a time in memory. `dtype`: of
-    floating-point tensors there, one of `DTYPES`; empty: as they are.
+    """Write the file `name`, or the ranks' parts of it, as one file, with one piece at a time in memory. `dtype`: of
+    the floating-point tensors written, one of `DTYPES`; empty: unchanged.
 
     Raises:
-        UserError: as `open_tensors`; as `cast`.
-        OSError: it can't be written.
+        UserError: see `open_tensors` and `cast`.
+        OSError: the file can't be written.
     """
     with open_tensors(directory, name) as tensors, to.open("wb") as file:
         for piece in safetensors_pieces({key: _stored(tensors, key, dtype) for key in tensors.shapes}):
@@ -95,7 +95,7 @@ def write_whole(directory: Path, name: str, to: Path, dtype: str = "") -> None:
 
 
 def cast(name: str, tensor: Tensor, dtype: str) -> Tensor:
-    """The tensor of that name in `dtype`, where it is one of floating-point numbers and `dtype` is not empty.
+    """Return the tensor in `dtype` if it is floating-point and `dtype` is not empty, else unchanged.
 
     Raises:
         UserError: a number is too large for `dtype`.

@@ -1,8 +1,8 @@
 """Writes a policy's weights and moments to the files of a checkpoint and reads them, on one rank or several.
 
-Every rank writes its own rows beside the training, from the weights and moments themselves. The ranks meet twice:
-before they write, when the place is there, and when all have written; the first rank then makes it a checkpoint. A rank
-that dies in between leaves none. Whatever number of ranks wrote it, each rank that reads takes its own rows.
+Every rank writes its own rows in the background, directly from the weights and moments. The ranks synchronise twice:
+before they write, once the directory exists, and when all have written; then the first rank commits the checkpoint. If
+a rank dies in between, there is no checkpoint. Any number of ranks can read a checkpoint: each reads its own rows.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Saving(Protocol):
     """A checkpoint that is being written."""
 
     def result(self) -> None:
-        """Wait until it is there."""
+        """Wait until the checkpoint is written."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +44,7 @@ class RankSaving:
     part: Future[dict[str, Any]]
 
     def result(self) -> None:
-        """Wait until all ranks have written theirs; all call it at the same point.
+        """Wait until all ranks have written their parts; all must call it at the same point.
 
         Raises: on the first rank, as `begin_saving`.
         """
@@ -72,12 +72,12 @@ def begin_saving(
     files: Mapping[str, bytes],
     contents: Mapping[str, Mapping[str, Tensor]],
 ) -> tuple[Future[Any], Saving]:
-    """Begin to write a checkpoint in `writer`'s thread: what this rank writes of it, and all of it.
+    """Begin to write a checkpoint in `writer`'s thread. Return the future of this rank's part, and the whole saving.
 
-    `contents`: of model and optimizer, by the file of one rank, their tensors by name; they must not change until the
-    first is done. Both raise:
-        NoRoomError: no room; what was there before is untouched.
-        UserError: the place cannot be written.
+    `contents`: the tensors of model and optimizer by name, for each file as a single rank names it. They must not
+    change until the future is done. Both results raise:
+        NoRoomError: no room; an earlier checkpoint in the directory is untouched.
+        UserError: the directory cannot be written.
     """
     parts = {}
     for file, tensors in contents.items():
@@ -95,7 +95,7 @@ def begin_saving(
             checkpoint.begin_checkpoint(directory)
     except UserError as error:
         part.set_exception(error)
-    mesh.gather(b"")  # now the place is there, or no rank can write
+    mesh.gather(b"")  # now the directory exists, or no rank can write
     if not part.done():
         part = writer.submit(checkpoint.write_part, directory, {} if mesh.rank else files, parts)
     return part, RankSaving(mesh, directory, client, part)
@@ -105,7 +105,7 @@ def load_weights(mesh: Mesh, directory: Path, state: Mapping[str, Tensor], tenso
     """Read the weights of `state` in place; `tensors` has all of them.
 
     Raises:
-        UserError: one has another shape. None is changed then.
+        UserError: a tensor has another shape. No tensor is changed then.
     """
     for key, tensor in state.items():
         if tensors.shapes[key] != tuple(tensor.shape):
@@ -121,7 +121,7 @@ def load_weights(mesh: Mesh, directory: Path, state: Mapping[str, Tensor], tenso
 def load_moments(
     mesh: Mesh, optimizer: torch.optim.Optimizer, parameters: Mapping[str, Tensor], tensors: ShardedTensors
 ) -> None:
-    """Give the optimizer of `parameters`, in their order, the moments that `tensors` has."""
+    """Load the moments in `tensors` into the optimizer of `parameters`, which are in the optimizer's order."""
     state = {}
     for index, (key, parameter) in enumerate(parameters.items()):
         if f"step.{key}" in tensors.shapes:
@@ -134,6 +134,6 @@ def load_moments(
 
 
 def _own_rows(mesh: Mesh, tensors: ShardedTensors, key: str, like: Tensor) -> Tensor:
-    """This rank's rows of a stored tensor that is cut as `like` is."""
+    """Return this rank's rows of a stored tensor, which is cut like `like`."""
     is_cut = mesh.is_cut(like) and bool(tensors.shapes[key])
     return tensors.read(key, *mesh.rows(like.shape[0])) if is_cut else tensors.read(key)

@@ -1,6 +1,6 @@
 """Supervised fine-tuning: a policy learns the answers in rows. Gradients are means over the answer tokens.
 
-What a step does follows from its number and data alone: a training that was ended goes on as if it had not been.
+A step depends on its number and data alone, so a resumed training gives the same result as an uninterrupted one.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ POLICY = "policy"
 
 
 class SupervisedClient:
-    """One policy's training on answers. `step`: how many steps it has made of `num_steps`."""
+    """One policy's training on answers. `step`: completed steps of `num_steps`."""
 
     def __init__(self, policy: Policy, config: Config, num_steps: int) -> None:
         """Raises:
@@ -36,10 +36,10 @@ class SupervisedClient:
         self._loss = client_loss("cross_entropy", {})
 
     def train(self, data: Sequence[Datum]) -> float:
-        """One step on these rows; nats a taught token before it.
+        """Train one step on these rows. Return the loss before the step, in nats per answer token.
 
         Raises:
-            UserError: memory does not hold one of them.
+            UserError: memory does not hold one of the rows.
         """
         loss, num_tokens, learner = self._sum(data, adds_gradients=True), _num_taught(data), self._learner
         lr = learning_rate(learner, self.step, self.num_steps)
@@ -49,18 +49,18 @@ class SupervisedClient:
         return loss / num_tokens
 
     def held_out_loss(self, data: Sequence[Datum]) -> float:
-        """Nats a token of rows that are not trained on."""
+        """Return the loss on rows that are not trained on, in nats per answer token."""
         return self._sum(data, adds_gradients=False) / _num_taught(data)
 
     def save(self, directory: Path) -> None:
-        """Write everything that is needed to go on. Raises UserError: it can't be written."""
+        """Write a checkpoint with everything needed to continue. Raises UserError: it can't be written."""
         self._trainer.save_state(POLICY, directory, {"step": self.step, "num_steps": self.num_steps}).result()
 
     def resume(self, directory: Path) -> None:
-        """Go on from what `save` wrote.
+        """Continue from a checkpoint that `save` wrote.
 
         Raises:
-            UserError: it is of another model, or of another number of steps.
+            UserError: the checkpoint is of another model, or of a training of another number of steps.
         """
         kept = self._trainer.load_state(POLICY, directory)
         if kept.get("num_steps") != self.num_steps:

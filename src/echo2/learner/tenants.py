@@ -1,8 +1,8 @@
 """The learner of a service: many adapters over one frozen base model, each with its own optimizer.
 
-An adapter is created, trained, saved, removed from memory and loaded again under a name; no verb on one changes a bit
-of what another computes. A forward pass holds data of one adapter: its numbers, to the last bit, depend on its own data
-alone, so what was lost with a process can be computed again.
+An adapter is created, trained, saved, removed from memory and loaded again under a name; no verb on one adapter changes
+a bit of another's results. A forward pass holds data of one adapter, so its numbers depend, to the last bit, on that
+data alone: results lost with a process can be computed again.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from echo2.learner.datum import Datum
 from echo2.learner.trainer import AdamParams, OptimStep, Trainer
 from echo2.weights.adapter_files import ADAPTER_CONFIG
 
-#: What one pass holds; the longest that another adapter's request waits for.
+#: Tokens in one pass: the longest work that another adapter's request waits for.
 TOKENS_PER_PASS = 4096
 
 
@@ -37,7 +37,7 @@ class Losses:
 
 
 class Tenants:
-    """Adapters over one base model. For one thread."""
+    """Adapters over one base model. To be used from one thread."""
 
     def __init__(self, base: BaseModel) -> None:
         self._base = base
@@ -48,13 +48,13 @@ class Tenants:
         return name in self._adapters
 
     def add(self, name: str, lora: LoraConfig, seed: int) -> None:
-        """A new adapter, the same for the same settings and seed.
+        """Create an adapter. The same settings and seed give the same adapter.
 
         Raises:
-            UserError: there is one of that name, or a target matches no linear layer.
+            UserError: the name is taken, or a target matches no linear layer.
         """
         adapter = self._base.adapter(lora, seed)
-        adapter.files = {ADAPTER_CONFIG: adapter.files[ADAPTER_CONFIG]}  # the others are the base model's
+        adapter.files = {ADAPTER_CONFIG: adapter.files[ADAPTER_CONFIG]}  # the other files are the base model's
         self._trainer.add(name, adapter)
         self._adapters[name] = adapter
 
@@ -64,21 +64,21 @@ class Tenants:
         self._base.remove(self._adapters.pop(name))
 
     def warm_up(self) -> None:
-        """Pay now for what is slow the first time (seconds of imports), or whoever comes first would."""
+        """Do the slow work of a first request (seconds of imports) now."""
         self.add("", LoraConfig(rank=1), 0)
         self.forward_backward("", [Datum(array("i", [0]), array("i", [0]), b"\x01")], "cross_entropy", {})
         self.remove("")
 
     def num_bytes(self, name: str) -> int:
-        """What an adapter takes of memory, with its gradients and moments."""
+        """Return the memory of an adapter in bytes, with its gradients and moments."""
         return 4 * sum(tensor.nbytes for tensor in self._adapters[name].state().values())
 
     def passes(self, data: Sequence[Datum]) -> list[list[Datum]]:
-        """The data in order, in parts that one pass holds; another adapter's turn may come between two. What is added
-        up over the parts does not depend on whether one does.
+        """Split the data, in order, into parts of one pass each; another adapter may be served between two parts. The
+        sums over the parts do not depend on that.
 
         Raises:
-            UserError: a token that the model does not know, or a sequence longer than its context.
+            UserError: a token is outside of the vocabulary, or a sequence is longer than the model's context.
         """
         vocab_size, most = self._base.policy.vocab_size, self._base.policy.max_positions
         for place, datum in enumerate(data):
@@ -93,44 +93,44 @@ class Tenants:
     def forward_backward(
         self, name: str, data: Sequence[Datum], loss: str, params: Mapping[str, float], adds_gradients: bool = True
     ) -> Losses:
-        """Add the gradients of the sum of the data's losses, or with `adds_gradients` False only tell the losses.
+        """Add the gradients of the sum of the data's losses, or with `adds_gradients` False only compute the losses.
 
         Raises:
-            UserError: there is no such adapter, loss or parameter, or memory does not hold a datum. Gradients may be of
-                a part of the data then.
+            UserError: there is no such adapter, loss or parameter, or memory does not hold a datum. Then gradients of
+                only a part of the data may have been added.
         """
         function = client_loss(loss, params)
         done = self._trainer.forward_backward(name, data, function, adds_gradients=adds_gradients)
         return Losses(done.logprobs, sum(done.outputs))
 
     def gradients(self, name: str) -> list[Tensor | None]:
-        """A copy of the gradients added since the last step."""
+        """Return a copy of the gradients added since the last step."""
         parameters = self._adapters[name].trained_parameters().values()
         return [each.grad.clone() if each.grad is not None else None for each in parameters]
 
     def set_gradients(self, name: str, gradients: Sequence[Tensor | None]) -> None:
-        """Go back to these."""
+        """Replace the gradients, for example by an earlier copy."""
         for parameter, grad in zip(self._adapters[name].trained_parameters().values(), gradients, strict=True):
             parameter.grad = grad
 
     def optim_step(self, name: str, adam: AdamParams) -> OptimStep:
-        """One AdamW step on the gradients added since the last, which are forgotten.
+        """Make one AdamW step on the gradients added since the last step, and discard them.
 
         Raises:
-            UserError: there is no such adapter, or the gradient is not finite: the weights are as they were.
+            UserError: there is no such adapter, or the gradient is not finite: the weights are unchanged.
         """
         return self._trainer.optim_step(name, adam)
 
     def save(self, name: str, directory: Path, client: Mapping[str, object]) -> None:
-        """Write weights and optimizer to `directory`, whole or not at all, and what the client keeps with them.
+        """Write weights, optimizer and the client's data to `directory`, whole or not at all.
 
         Raises:
-            UserError: the place cannot be written, or there is no room.
+            UserError: the directory cannot be written, or there is no room.
         """
         self._trainer.save_state(name, directory, client).result()
 
     def load(self, name: str, directory: Path, with_optimizer: bool) -> dict[str, object]:
-        """Weights, and if wanted the optimizer, as they were saved; gradients are forgotten. What the client kept.
+        """Load weights, and if wanted the optimizer; discard gradients. Return the client's data in the checkpoint.
 
         Raises:
             UserError: there is no whole checkpoint, or it is of an adapter of another shape or base.
@@ -138,7 +138,7 @@ class Tenants:
         return self._trainer.load_state(name, directory, with_optimizer)
 
     def publish(self, name: str, directory: Path) -> None:
-        """Write the weights alone, as a PEFT adapter: what a sampler reads.
+        """Write the weights alone, as a PEFT adapter for samplers.
 
         Raises: as `save`.
         """

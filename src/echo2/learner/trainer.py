@@ -2,23 +2,23 @@
 
     forward(policy, data)                   logprobs of the data, no gradients
     forward_backward(policy, data, loss)    add the data's gradients; any number of times, any split
-    optim_step(policy, adam, divisor)       one AdamW step on what was added
-    save_weights_for_sampler(policy)        weights and files of a snapshot, read beside what follows
-    save_state / load_state                 everything needed to go on, bit for bit
+    optim_step(policy, adam, divisor)       one AdamW step on the added gradients
+    save_weights_for_sampler(policy)        weights and files of a snapshot, read in the background
+    save_state / load_state                 everything needed to continue, bit for bit
 
-It knows policies, data and optimizers. Groups, advantages, schedules, versions and steps are a client's
-(`learner/grpo/`). What is done to one policy leaves the others as they are: they share nothing, or a frozen model.
+The trainer knows policies, data and optimizers. Groups, advantages, schedules, versions and steps belong to a client
+(`learner/grpo/`). A verb on one policy leaves the others unchanged: policies share nothing, or a frozen model.
 
 Gradients are *un-normalised sums* over loss tokens, each times its weight. They are divided once, at the step, and
-clipped after that. So a step that was streamed equals the step on the whole batch (up to the order of float sums).
-Micro-batches are cut by tokens, so memory does not grow with the data of a call; only a single datum is never cut.
-Where memory runs out, they are halved from there on, and the data of the one that failed are trained again: parameters
-that its backward pass had reached already (it goes from the output to the input) have their gradient and take none.
+clipped after that. So a streamed step equals the step on the whole batch (up to the order of float sums). Micro-batches
+are limited by tokens, so memory does not grow with the data of a call; only a single datum is never cut. When memory
+runs out, micro-batches are halved from then on, and the data of the failed one are trained again. Parameters that its
+backward pass had already reached (it goes from the output to the input) keep their gradient and take no second one.
 
 Same data in the same order and calls give the same bits on the same machine (one thread count, one torch).
 
 With several ranks (`learner/mesh.py`) every rank makes the same calls. Each runs its share of a call's data, in as many
-passes as the rank that has most; gradients, norms and logprobs are of all.
+passes as the rank that has most. Gradients, norms and logprobs cover the data of all ranks.
 """
 
 from __future__ import annotations
@@ -57,18 +57,18 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-#: (logp [n] with gradient, what is known of the n tokens) -> (losses [n] with gradient, what the client wants back).
-#: Called once a micro-batch. Nothing in it may depend on how the data is cut: see `learner/losses.py`.
+#: (logp [n] with gradient, data of the n tokens) -> (losses [n] with gradient, the client's output). Called once per
+#: micro-batch. The losses must not depend on how the data is cut: see `learner/losses.py`.
 Loss = Callable[[Tensor, LossTokens], tuple[Tensor, T]]
-#: From here on a CPU's activations are of a size that the machine notices: malloc gives them back (`devices.py`).
+#: From this size on, activations on a CPU are so large that malloc must return them to the system (`devices.py`).
 LARGE_PARAMETERS = 50_000_000
-#: Beside what the client keeps with a checkpoint of an adapter: the policy id of its base model.
+#: Key beside the client's data in a checkpoint of an adapter: the policy id of its base model.
 BASE_MODEL = "base_model"
 
 
 @dataclass(frozen=True, slots=True)
 class AdamParams:
-    """One step's AdamW. `grad_clip`: largest norm of the divided gradient; 0: it is not clipped."""
+    """Parameters of one AdamW step. `grad_clip`: largest norm of the divided gradient; 0: no clipping."""
 
     lr: float
     betas: tuple[float, float] = (0.9, 0.95)
@@ -79,7 +79,7 @@ class AdamParams:
 
 @dataclass(frozen=True, slots=True)
 class ForwardBackward(Generic[T]):
-    """`logprobs[i]` is 'd' [T] of datum i, 0 where it is not predicted; `outputs` the loss's, one for each
+    """`logprobs[i]` is 'd' [T] of datum i, 0 where no token is predicted. `outputs`: the loss's outputs, one for each
     micro-batch of this rank."""
 
     logprobs: list[array[float]]
@@ -88,7 +88,7 @@ class ForwardBackward(Generic[T]):
 
 @dataclass(frozen=True, slots=True)
 class OptimStep:
-    """`grad_norm` is before clipping. `updated`: False where there was no gradient, and nothing changed."""
+    """`grad_norm` is before clipping. `updated`: False if there was no gradient and nothing changed."""
 
     grad_norm: float
     updated: bool
@@ -96,9 +96,9 @@ class OptimStep:
 
 @dataclass(slots=True)
 class _Trained:
-    """A policy, what its weights are used through, its optimizer (None: it is never trained), and who reads the weights
-    beside the training: a checkpoint that is being written, a snapshot that is being encoded. Their results are for
-    others. `reached`: parameters that have had their gradient from the backward pass under way.
+    """A policy, the function that runs computations with its weights, and its optimizer (None: it is never trained).
+    `readers`: background readers of the weights (a checkpoint being written, a snapshot being encoded); their results
+    are checked elsewhere. `reached`: parameters that already have their gradient from the backward pass under way.
     """
 
     policy: Policy
@@ -111,20 +111,20 @@ class _Trained:
 
 
 class Trainer:
-    """Owns policies, their gradients and their optimizers. For one thread."""
+    """Owns policies, their gradients and their optimizers. To be used from one thread."""
 
     def __init__(self, tokens_per_microbatch: int, layout: Layout = "auto", mesh: Mesh | None = None) -> None:
-        self.tokens_per_microbatch = tokens_per_microbatch  # less where memory has run out
+        self.tokens_per_microbatch = tokens_per_microbatch  # reduced when memory runs out
         self._layout = layout
         self._mesh = mesh or Mesh()
         self._policies: dict[str, _Trained] = {}
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
 
     def add(self, name: str, policy: Policy, is_trained: bool = True) -> None:
-        """Take a policy in under a name of its own. `is_trained` False: it only answers `forward`.
+        """Add a policy under a new name. `is_trained` False: it only answers `forward`.
 
         Raises:
-            UserError: there is one of that name, or more ranks than it can be cut into.
+            UserError: the name is taken, or there are more ranks than the policy can be cut into.
         """
         if name in self._policies:
             raise UserError(f"There is a policy {name!r} already: give the other one another name.")
@@ -139,12 +139,12 @@ class Trainer:
         if policy.device.type == "cpu" and num_parameters >= LARGE_PARAMETERS:
             map_large_blocks()
         trained = self._policies[name] = _Trained(policy, run, layout, parameters, optimizer)
-        with policy.engaged():  # what is not, takes no gradients
+        with policy.engaged():  # an adapter that is not engaged takes no gradients
             for parameter in parameters.values() if is_trained else ():
                 parameter.register_post_accumulate_grad_hook(trained.reached.add)
 
     def remove(self, name: str) -> None:
-        """Forget a policy, its gradients and its optimizer, once nobody reads its weights.
+        """Forget a policy, its gradients and its optimizer, once no background reader uses its weights.
 
         Raises:
             UserError: there is no such policy.
@@ -153,11 +153,11 @@ class Trainer:
         del self._policies[name]
 
     def num_tokens_run(self, name: str, data: Sequence[Datum]) -> int:
-        """Tokens in forward passes over the data: what micro-batches are cut by."""
+        """Return the number of tokens in forward passes over the data; it limits micro-batches."""
         return num_tokens_run(data, self._policy(name).layout != "plain")
 
     def forward(self, name: str, data: Sequence[Datum], temperature: float = 1.0) -> list[array[float]]:
-        """Logprobs 'd' [T] of each datum, 0 where it is not predicted; logits are divided by `temperature`.
+        """Return the logprobs 'd' [T] of each datum, 0 where none is predicted; logits are divided by `temperature`.
 
         Raises:
             UserError: there is no such policy.
@@ -177,7 +177,7 @@ class Trainer:
     def forward_backward(
         self, name: str, data: Sequence[Datum], loss: Loss[T], temperature: float = 1.0, adds_gradients: bool = True
     ) -> ForwardBackward[T]:
-        """Add the gradients of the sum of the data's weighted token losses; without `adds_gradients`, only tell them.
+        """Add the gradients of the sum of the data's weighted token losses; without `adds_gradients`, only compute it.
 
         Raises:
             UserError: there is no such policy.
@@ -206,7 +206,7 @@ class Trainer:
 
         Raises:
             UserError: there is no such policy, or the gradient is not finite (training has diverged): the gradients are
-                forgotten, the weights as they were.
+                discarded, the weights unchanged.
         """
         trained = self._policy(name)
         self.finish_reading(name)
@@ -231,8 +231,8 @@ class Trainer:
         return OptimStep(norm, True)
 
     def save_weights_for_sampler(self, name: str, dtype: str) -> LentWeights:
-        """The weights by Hugging Face name, in `dtype`, and the files that make them a model: to be read beside the
-        training, not copied. `optim_step` and `load_state` wait until they are given back; everything else goes on.
+        """Lend the weights by Hugging Face name, in `dtype`, and the other files of the model. They are read in the
+        background, not copied: `optim_step` and `load_state` wait until they are given back, other verbs do not.
         """
         trained = self._policy(name)
         policy, kind = trained.policy, DTYPES[dtype]
@@ -243,8 +243,8 @@ class Trainer:
         return lent
 
     def _gathered(self, policy: Policy, dtype: torch.dtype) -> dict[str, StoredTensor]:
-        """A copy of the weights in a file of the first rank, none on the others: only all ranks together can read them,
-        so nobody can beside the training. One tensor at a time is whole, in its final precision.
+        """Copy the weights to a file of the first rank; return an empty dict on the others. Only all ranks together can
+        read cut weights, so no background thread can. One tensor at a time is whole, in its final precision.
         """
         copies = {}
         file = None if self._mesh.rank else NamelessFile(self._mesh.scratch, _no_room)
@@ -255,7 +255,7 @@ class Trainer:
         return copies
 
     def finish_reading(self, name: str) -> None:
-        """Wait until nobody reads the weights any more. Whether that went well is told by who holds the future."""
+        """Wait until no background reader uses the weights. Errors are raised to the holder of a reader's future."""
         readers = self._policy(name).readers
         wait(readers)
         readers.clear()
@@ -263,10 +263,10 @@ class Trainer:
     def save_state(self, name: str, directory: Path, client: Mapping[str, Any]) -> Saving:
         """Begin to write a checkpoint of the policy to `directory`, whole or not at all; `client` is kept with it.
 
-        It is written beside the training, from the weights and moments themselves and not from a copy: `optim_step` and
-        `load_state` wait for it, everything else goes on. The result raises:
-            NoRoomError: no room; what was there before is untouched.
-            UserError: the place cannot be written.
+        It is written in the background, from the weights and moments themselves and not from a copy: `optim_step` and
+        `load_state` wait for it, other verbs do not. The result raises:
+            NoRoomError: no room; an earlier checkpoint in the directory is untouched.
+            UserError: the directory cannot be written.
         """
         trained = self._policy(name)
         moments = {} if trained.optimizer is None else trained.optimizer.state
@@ -286,8 +286,8 @@ class Trainer:
         return saving
 
     def load_state(self, name: str, directory: Path, with_optimizer: bool = True) -> dict[str, Any]:
-        """Weights and optimizer as they were saved, gradients forgotten; what the client kept with them. Without
-        `with_optimizer` it begins anew.
+        """Load weights and optimizer, and discard gradients. Return the client's data in the checkpoint. Without
+        `with_optimizer` the optimizer starts afresh.
 
         Raises:
             UserError: there is no whole checkpoint, or it is of another model.
@@ -327,9 +327,10 @@ class Trainer:
         return found
 
     def _passes(self, trained: _Trained, data: Sequence[Datum], run: Callable[[Sequence[Datum]], T]) -> list[T]:
-        """What `run` gives for each micro-batch of this rank's share, in order; halved where memory runs out.
+        """Return the result of `run` for each micro-batch of this rank's share, in order. When memory runs out,
+        micro-batches are halved.
 
-        Every pass takes all ranks: one that has fewer than another runs the shortest datum instead, for nothing.
+        Every pass needs all ranks: a rank with fewer passes than another runs the shortest datum without effect.
         """
         shares_prompts = trained.layout != "plain"
         parts = shares(data, self._mesh.size)
@@ -353,7 +354,7 @@ class Trainer:
                     raise _too_large_for_rank(self._mesh.rank, self.tokens_per_microbatch) from error
                 if len(part) == 1:
                     raise _too_large(part[0], trained.policy) from error
-            # Here the error is gone, and with it what its frames held.
+            # Outside of the handler the error is freed, and with it the tensors that its frames held.
             if trained.policy.device.type == "cuda":
                 torch.cuda.empty_cache()
             self.tokens_per_microbatch = num_tokens_run(part, shares_prompts) // 2
@@ -372,7 +373,7 @@ class Trainer:
                 (logp_n * 0.0).sum().backward()
 
     def _of_all_ranks(self, logprobs: list[array[float]], data: Sequence[Datum]) -> list[array[float]]:
-        """The logprobs of all the data, of those of this rank's share."""
+        """Gather the logprobs of all data from the ranks' shares."""
         if self._mesh.size == 1:
             return logprobs
         joined = memoryview(b"".join(self._mesh.gather(b"".join(map(bytes, logprobs)))))
@@ -387,7 +388,7 @@ class Trainer:
 
 @contextmanager
 def _gradients_left(reached: frozenset[Tensor]) -> Iterator[None]:
-    """Inside, these parameters take no gradients: they have those of the data."""
+    """Inside, these parameters take no gradients: they already have those of the data."""
     for parameter in reached:
         parameter.requires_grad_(False)
     try:
@@ -417,7 +418,7 @@ def _too_large(datum: Datum, policy: Policy) -> UserError:
 
 
 def _by_datum(logp_n: Tensor, batch: PackedBatch, part: Sequence[Datum]) -> list[array[float]]:
-    """The logprobs by datum, in the data's order, each at its token's place."""
+    """Return the logprobs by datum, in the data's order, each at its token's index."""
     found = [array("d", bytes(8 * len(datum.tokens))) for datum in part]
     values = iter(logp_n.double().tolist())
     for place in batch.data_S:
@@ -428,7 +429,7 @@ def _by_datum(logp_n: Tensor, batch: PackedBatch, part: Sequence[Datum]) -> list
 
 
 def _model_type(files: Mapping[str, bytes]) -> str:
-    """The `model_type` that a model's config.json names: llama, gpt_neox, ..."""
+    """Return the `model_type` in a model's config.json: llama, gpt_neox, ..."""
     try:
         return str(read_config(files).get("model_type", "not given"))
     except PeerError:

@@ -1,7 +1,7 @@
 """The simulated driver: the production planner, relay and ledger under a virtual clock, random links and random faults.
 
-Decisions are not made here: `head`, `fleet` and `learner` only carry out what `control/` asks for and tell it what
-happened. One seed is one world: the same scenario and seed give the same events, commands and report.
+No decisions are made here: `head`, `fleet` and `learner` only carry out the commands of `control/` and report events to
+it. The same scenario and seed give the same events, commands and report.
 """
 
 from echo2.sim.report import Report

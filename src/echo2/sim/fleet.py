@@ -1,7 +1,7 @@
-"""Simulated workers: the real scheduler, a pretended engine, and everything that happens to rented machines.
+"""Simulated workers: the real scheduler, a simulated engine, and the faults of rented machines.
 
-A group's rollouts are a digest of what a deterministic engine would make it of: the weights, the lease's seed, and the
-groups of its unit. Two runs that hand the learner the same groups have the same weights.
+A group's rollouts are a digest of the inputs of a deterministic engine: the weights, the lease's seed, and the groups
+of its unit. Two runs that feed the learner the same groups have the same weights.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ REDIAL_SECONDS = 1.0
 
 
 class Cut(Event):
-    """The link of this worker passes nothing for a while (0: some random time)."""
+    """The link of this worker is cut for `seconds` (0: for a random time)."""
 
     seconds: float = 0.0
 
@@ -80,7 +80,7 @@ class _Broke(Event):
 
 @dataclass(slots=True)
 class _Sampling:
-    """A lease at the engine: the snapshots that it began with and got to, and the groups of its unit."""
+    """A lease being sampled: the snapshot that it began with, the newest one it uses, and the groups of its unit."""
 
     lease: Lease
     started: SnapshotRef
@@ -89,7 +89,7 @@ class _Sampling:
 
 
 class SimWorker(Actor):
-    """One worker machine: `tell` is the one place where its scheduler is called."""
+    """One worker machine. `tell` is the only place where its scheduler is called."""
 
     def __init__(
         self, world: SimWorld, network: SimNetwork, name: str, spec: WorkersSpec, scenario: Scenario, history: History
@@ -117,7 +117,7 @@ class SimWorker(Actor):
     # ---- events ------------------------------------------------------------------------------------------------------
 
     def handle(self, event: object) -> None:
-        """Take one event of the machine, the network or the engine."""
+        """Handle one event of the machine, the network or the engine."""
         match event:
             case Start():
                 self._start()
@@ -139,7 +139,7 @@ class SimWorker(Actor):
                 self.tell(rel.Tick())
             case Ordered() if event.epoch == self.epoch:
                 self._ordered(event.body)
-            case Ordered():  # of a stream that is none of this life's: reset
+            case Ordered():  # from a stream that is no longer this worker's: reset it
                 self.network.reset(self.name, event.epoch)
             case StreamBroke() if event.epoch == self.epoch:
                 self.epoch += 1
@@ -175,7 +175,7 @@ class SimWorker(Actor):
                     self.tell(rel.LeaseAbandoned(lease_id, "engine_failed", "the engine broke"))
 
     def tell(self, event: rel.Event) -> None:
-        """Tell the scheduler, check it, carry out what it asks for."""
+        """Pass an event to the scheduler, check the scheduler, and carry out its commands."""
         commands = self.scheduler.handle(event, self.world.now)
         self.world.check(self.scheduler)
         for command in commands:
@@ -194,11 +194,11 @@ class SimWorker(Actor):
         self.network.broke(self.name, self.epoch)
         self.network.peer_died(self.name)
         self.dies()
-        if not self.spec.offer:  # else it is gone; who needs one rents another
+        if not self.spec.offer:  # a rented machine is gone; the planner may rent another
             self.world.post(self._back_in(self.world.around(self.spec.restart_seconds, 0.5)), self.name, Start())
 
     def _back_in(self, seconds: float) -> float:
-        """No machine of a zone comes back before the zone does."""
+        """Return the seconds until a restart: no machine of a zone comes back before the end of the zone's outage."""
         at = self.world.now + seconds
         for outage in self.scenario.outages:
             end = outage.at_seconds + outage.seconds
@@ -207,7 +207,7 @@ class SimWorker(Actor):
         return at - self.world.now
 
     def pay(self) -> None:
-        """Rent up to now."""
+        """Pay the rent up to now."""
         self.history.usd += (self.world.now - self.up_since) / 3600 * self.spec.price_usd_per_hour
         self.up_since = self.world.now
 
@@ -215,7 +215,7 @@ class SimWorker(Actor):
         self._call(Hello(self.epoch, self._joined()))
 
     def _joined(self) -> ev.WorkerJoined:
-        """What it says of itself."""
+        """Return the worker's report about itself when it joins."""
         scheduler = self.scheduler
         held = (*scheduler.waiting, *scheduler.generating, *scheduler.produced)
         return ev.WorkerJoined(
@@ -322,7 +322,7 @@ class SimWorker(Actor):
     # ---- snapshots ---------------------------------------------------------------------------------------------------
 
     def _arriving(self, body: Arriving) -> None:
-        """A broadcast as a duration; where the engine stands still meanwhile, all that it is at ends later by that."""
+        """Model a broadcast as a duration. If the engine stops meanwhile, all leases in it end later by that."""
         self.post(body.seconds, _Arrived(body.manifest))
         if not self.scenario.generate_during_broadcast:
             until = self.world.now + body.seconds
@@ -370,7 +370,7 @@ class SimWorker(Actor):
         if sampling.newest.history != started.history:  # as `rollout.generate`
             self.tell(rel.LeaseAbandoned(event.lease_id, "snapshot_gone", "a snapshot of another lineage came"))
             return
-        data += started.policy.encode()  # for the learner that is fed it
+        data += started.policy.encode()  # checked by the learner that is fed the group
         result = ev.GroupDelivered(
             worker_id=self.name,
             lease_id=event.lease_id,

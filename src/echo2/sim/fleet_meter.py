@@ -1,4 +1,4 @@
-"""What is measured of the fleet while a simulation runs: who attends, who has work, how long a broadcast takes."""
+"""Measures the fleet while a simulation runs: connected workers, workers with a lease, duration of broadcasts."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from echo2.sim.history import History
 
 
 class FleetMeter:
-    """Looks at the planner after each event; unless the fleet has changed, that costs the same whatever its size."""
+    """Reads the planner's state after each event; this takes constant time unless the fleet has changed."""
 
     def __init__(self, history: History, pays_active: bool) -> None:
         self._history, self._pays_active = history, pays_active
@@ -17,7 +17,7 @@ class FleetMeter:
         self._num_broadcasts = 0
 
     def look(self, planner: Planner, now: float) -> None:
-        """Count what the time since the last look was spent on."""
+        """Attribute the time since the last call to its uses."""
         fleet, history = planner.fleet, self._history
         seconds = now - self._counted_at
         history.worker_seconds += seconds * self._num_active
@@ -26,7 +26,7 @@ class FleetMeter:
         self._counted_at, self._num_active, self._num_free = now, fleet.num_active, fleet.num_free
         if planner.gauge.num_broadcasts > self._num_broadcasts:
             history.broadcasts.append(planner.gauge.broadcasts[-1])
-        self._num_broadcasts = planner.gauge.num_broadcasts  # less, after the head was restarted
+        self._num_broadcasts = planner.gauge.num_broadcasts  # smaller after a restart of the head
         counts = (fleet.num_attending, fleet.num_active)
         if not history.fleet or history.fleet[-1][1:] != counts:
             history.fleet.append((now, *counts))

@@ -1,7 +1,7 @@
 """The simulated head: the production driver, planner and ledger, a virtual clock, and kill -9 between any two
 statements of a transaction, or any two effects.
 
-What outlives a kill: the ledger, the published snapshots, and the evaluations that metrics.jsonl would name.
+The ledger, the published snapshots, and the evaluations that metrics.jsonl would name outlive a kill.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Take(Event):
 
 
 class SampledBatch(Attachment):
-    """A group's rollouts, and how many groups were sampled together (itself counted)."""
+    """A group's rollouts, and how many groups were sampled together (including this one)."""
 
     __slots__ = ("num_groups",)
 
@@ -62,7 +62,7 @@ class Publish(Event):
 
 
 class Arriving(Event):
-    """To a worker: a snapshot is on its way, and there after so many seconds (see `BroadcastSpec`)."""
+    """To a worker: a snapshot is on its way, and arrives after `seconds` (see `BroadcastSpec`)."""
 
     manifest: SimManifest
     seconds: float
@@ -76,7 +76,7 @@ class Welcome(Event):
 
 
 class Fed(Event):
-    """One group for the learner; `data` as it was delivered."""
+    """One group for the learner; `data`: its rollouts as delivered."""
 
     number: int
     data: bytes
@@ -90,7 +90,7 @@ class StepDone(Event):
 
 
 class Refused(Event):
-    """A call that the head would not answer, and why."""
+    """The head's refusal of a call, with the reason."""
 
     reason: str
 
@@ -108,12 +108,12 @@ class _Score(Event):
 
 
 class _Pass(Event):
-    """What waits to share a transaction has waited long enough."""
+    """The events that wait to share a transaction have waited long enough."""
 
 
 @dataclass(slots=True)
 class Side:
-    """What the head holds of one policy. `evaluated` outlives it, as metrics.jsonl does."""
+    """The head's state for one policy. `evaluated` outlives the head, as metrics.jsonl does."""
 
     scenario: Scenario
     history: History
@@ -125,8 +125,8 @@ class Side:
 
 
 class SimHead(Actor):
-    """Actor `head`. `tell` is the one place where the planners are called. `histories`: of each policy; `history` is
-    everybody's. `keeps_events`: for a replay; the memory of a long run with thousands of workers does not hold them.
+    """Actor `head`. `tell` is the only place where the planners are called. `histories`: one per policy; `history`: of
+    the whole head. `keeps_events`: for a replay; those of a long run with thousands of workers exceed the memory.
     """
 
     def __init__(
@@ -150,7 +150,7 @@ class SimHead(Actor):
             self.sides[policy] = Side(mine, histories[policy], ledger.of(policy), meter)
         self.learners = {learner_of(policy): side for policy, side in self.sides.items()}
         self.options = [side.scenario.planner_options(seed, policy) for policy, side in self.sides.items()]
-        base_models = filter(None, map(scenario.base_of, histories))  # their learners published them before they came
+        base_models = filter(None, map(scenario.base_of, histories))  # published before the simulation begins
         self.store = {ref: hashlib.sha256(str(ref).encode()).digest() for ref in base_models}
         self.history.digests.update(self.store)
         self.dialable: dict[str, bool] = {}
@@ -171,7 +171,7 @@ class SimHead(Actor):
     # ---- events ------------------------------------------------------------------------------------------------------
 
     def handle(self, event: object) -> None:
-        """Take one event; a kill ends the process on the way."""
+        """Handle one event; a kill may end the process on the way."""
         try:
             match event:
                 case Start():
@@ -198,14 +198,14 @@ class SimHead(Actor):
             self._die()
 
     def tell(self, event: ev.Event) -> list[do.Command]:
-        """Let the driver handle the event with those that wait; a doomed head dies on the way, or before anybody hears
-        the answer.
+        """Let the driver handle the event together with the waiting ones. A doomed head dies on the way, or before it
+        sends the answer.
         """
         events, self._waiting = [*self._waiting, event], []
         return self._drive(lambda: self.driver.handle_all(events, self.world.now)[-1])
 
     def tell_soon(self, event: ev.Event) -> None:
-        """Likewise, at the end of a pass: nobody waits for the answer."""
+        """Likewise, but at the end of a pass, for events whose answer no caller waits for."""
         if self.scenario.head.pass_seconds == 0.0:
             self.tell(event)
             return
@@ -228,7 +228,7 @@ class SimHead(Actor):
         return commands
 
     def decided(self, event: ev.Event, now: float, commands: Sequence[do.Command]) -> None:
-        """If the head is doomed, choose after which statement or effect it dies."""
+        """Record the commands. If the head is doomed, choose after which statement or effect it dies."""
         self._commands += commands
         if self.keeps_events:
             self.history.lives[-1].append((event, now, list(commands)))
@@ -275,7 +275,7 @@ class SimHead(Actor):
     def _score(self, group: GroupRef) -> None:
         record = self.policies.planners[group.policy].groups.get(group.number) if group.kind == "train" else None
         if record is not None and record.state == "retired":
-            return  # a check found it while it waited for its rewards
+            return  # a check retired the group while it waited for its rewards
         is_flat = group.kind == "train" and self._is_flat(group)
         self.tell_soon(ev.GroupScored(group, is_flat, scores=Attachment(b"")))
 
@@ -364,7 +364,7 @@ class SimHead(Actor):
     # ---- commands ----------------------------------------------------------------------------------------------------
 
     def _note_recorded(self) -> None:
-        """What the ledger has now, for the report and the tests' judgements."""
+        """Count the recorded commands, for the report and the tests' checks."""
         for command in self._commands:
             if not isinstance(command, do.PolicyCommand):
                 continue
@@ -404,7 +404,7 @@ class SimHead(Actor):
         self.sides[command.policy].history.trained.append(done)
 
     def carry_out(self, command: do.Command, now: float) -> None:
-        """What leaves the head, and what it keeps beside the ledger."""
+        """Carry out a command outside of the ledger: messages, and state that the head keeps beside the ledger."""
         if self._doomed:
             if self._effects_left == 0:
                 self._any_carried_out = True
@@ -482,7 +482,7 @@ def _refused(commands: list[do.Command]) -> Refused | None:
 
 
 def _verdict(commands: list[do.Command]) -> str:
-    """One word on a delivery."""
+    """Return the one-word verdict on a delivery."""
     for command in commands:
         if isinstance(command, do.AcceptDelivery):
             return "accepted"

@@ -1,4 +1,4 @@
-"""What happened in a simulation, as plain counts: the sources of the report and of the tests' judgements."""
+"""What happened in a simulation, as plain counts: the basis of the report and of the tests' checks."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class TrainedStep:
 
 @dataclass(frozen=True, slots=True)
 class StepTimes:
-    """When the learner began to train a step, after it had waited for so long; each try counts."""
+    """One attempt of the learner to train a step: its start, the wait before it, and its duration."""
 
     step: int
     at_seconds: float
@@ -36,25 +36,25 @@ class StepTimes:
 class History:
     """`lives`: for each life of the head, every (event, time, commands), so that it can be replayed.
 
-    trained      every RecordStep carried out, in order; after a fall-back a step is here once a lineage
+    trained      every RecordStep carried out, in order; after a fall-back, a step appears once per lineage
     refused, closed, retired, killed
-                 deliveries refused by word, leases by outcome, groups by reason, processes killed by name
+                 refused deliveries by reason, closed leases by outcome, retired groups by reason, kills by process
     killed_within
                  kills of the head inside a transaction, and between two effects of a committed one
-    shapes       train group -> size of the batch it was sampled in; a set, that must have one member
+    shapes       train group -> size of the batch it was sampled in; the set must have one member
     sampled      train group -> versions of the tokens of its accepted result
     flat         train groups whose rewards are all equal
     replaced     step -> its groups that dynamic sampling retired
     wait_seconds, train_seconds
-                 what the learner spent waiting for groups, and training
-    usd          paid for workers while they were up; learner_usd likewise for the learner, waiting or not
-    active_usd   what the workers cost while they were active: with activation, this is what is paid
-    fleet        (time, workers that attend, of them active) at each change
+                 the learner's time waiting for groups, and training
+    usd          cost of workers while they were up; learner_usd likewise for the learner, waiting or not
+    active_usd   cost of workers while they were active: with activation, only this is paid
+    fleet        (time, connected workers, active workers among them) at each change
     broadcasts   seconds from each publication until 1 / 1.1 of the active workers had the snapshot
     given_up     sources of chunks that workers gave up, by reason
     digests      the weights of each snapshot, as the learner published them
     idle_worker_seconds, worker_seconds
-                 of the active workers' time, how much was without a lease
+                 the active workers' time without a lease, and all of their time
     """
 
     lives: list[list[tuple[ev.Event, float, list[do.Command]]]] = field(default_factory=list)
@@ -88,7 +88,7 @@ class History:
     ended: str = ""
 
     def retire(self, record: PlannedGroup | None, why: str) -> None:
-        """A group is retired; dynamic sampling may do so where its rewards are all equal."""
+        """Count a retired group. Dynamic sampling may retire only a group whose rewards are all equal."""
         self.retired[why] += 1
         if why == UNINFORMATIVE:
             if record is None or record.number not in self.flat:
@@ -96,5 +96,5 @@ class History:
             self.replaced[record.step] += 1
 
     def surviving(self) -> dict[int, TrainedStep]:
-        """Each step as it counts in the end: as trained in the highest lineage that reached it."""
+        """Return each step as trained in the highest lineage that reached it."""
         return {done.step: done for done in sorted(self.trained, key=lambda done: done.lineage)}

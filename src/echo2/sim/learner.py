@@ -1,11 +1,11 @@
-"""A simulated learner: the protocol of `learner/loop.py` against the head, with durations in place of gradients.
+"""A simulated learner: the protocol of `learner/grpo/loop.py` with the head, with durations in place of gradients.
 
     join -> publish -> take the step's groups -> train -> report until acknowledged -> publish, checkpoint -> take ...
 
-Its weights are a digest: of the digest before and of the groups it was fed, in the order it was fed them in
-deterministic mode. A step that was trained and not acknowledged when the head went away is taken again, and reported
-without being trained again, if it has the same groups. What outlives a kill: its checkpoints. A checkpoint is written
-only when every earlier snapshot is published: a learner that came back to it could not make them again, and in
+Its weights are a digest of the previous digest and of the groups it was fed, in deterministic mode in the order of
+feeding. If the head goes away before it acknowledges a trained step, the step's groups are taken again; if they are the
+same, the step is reported without being trained again. Only the checkpoints outlive a kill. A checkpoint is written
+only when every earlier snapshot is published: a learner that resumes from it could not make them again, and in
 deterministic mode a step may need just those.
 """
 
@@ -52,7 +52,9 @@ class SimLearner(Actor):
         self._restart()
 
     def _restart(self) -> None:
-        """`version` is what the head acknowledged; `ahead` the step after it, trained and not acknowledged."""
+        """Reset to the newest checkpoint. `version`: acknowledged by the head; `ahead`: the next step, trained and not
+        acknowledged.
+        """
         self.version, self.digest = self.checkpoints[-1] if self.checkpoints else (0, FIRST_DIGEST)
         self.lineage = 0
         self.ahead: tuple[tuple[int, ...], bytes] | None = None
@@ -65,7 +67,7 @@ class SimLearner(Actor):
         self._unsaved: list[tuple[int, bytes]] = []
 
     def handle(self, event: object) -> None:
-        """Take one event of the machine or the network."""
+        """Handle one event of the machine or the network."""
         match event:
             case Start():
                 self._restart()
@@ -112,7 +114,9 @@ class SimLearner(Actor):
         self._call(ev.LearnerJoined(self.version, self.policy))
 
     def _rejoin_later(self) -> None:
-        """The head is away or does not know us: nothing that was fed counts, everything starts from `version`."""
+        """Join again later, because the head is away or does not know this learner. Groups fed so far do not count; the
+        learner starts again from `version`.
+        """
         self.epoch += 1
         self.taking = False
         self._calls.clear()
@@ -144,8 +148,8 @@ class SimLearner(Actor):
         self.lineage = welcome.lineage
         have = {*welcome.published, *self._unpublished}
         newest_due = self.version - self.version % self.scenario.publish_every
-        # After a fall-back between two publications the newest due one may be gone; then the present weights take its
-        # place.
+        # After a fall-back between two publications, the newest snapshot that was due may be gone; then the current
+        # weights take its place.
         if not any(newest_due <= version <= self.version for version in have) or self._is_due(self.version):
             self._unpublished.setdefault(self.version, self.digest)
         for version in self._unpublished:
@@ -225,7 +229,7 @@ class SimLearner(Actor):
         self._call(ev.CheckpointSaved(self.checkpoints[-1][0], self.checkpoints[0][0], self.policy))
 
     def _stop_waiting(self) -> float:
-        """For how long it has waited."""
+        """End the wait for groups. Return its seconds."""
         waited = self.world.now - self._waits_since if self._waits_since is not None else 0.0
         self.history.wait_seconds += waited
         self._waits_since = None

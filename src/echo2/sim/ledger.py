@@ -11,17 +11,17 @@ from echo2.buffer import Ledger
 
 
 class Killed(Exception):
-    """Unwinds what was being done when the kill came. The ledger rolls back, as SQLite does for the next process."""
+    """Unwinds the work under way when a kill comes. The ledger rolls back, as SQLite does for the next process."""
 
 
 class MortalLedger(Ledger):
-    """`statements_left`: statements that a transaction may still execute before the kill; None: none is planned. All
-    policies of a file die together.
+    """`statements_left`: statements that a transaction may still execute before the kill; None: no kill is planned. The
+    ledgers of all policies in a file die together.
     """
 
     def __init__(self, path: Path) -> None:
         super().__init__(path)
-        self._fate: dict[str, int | None] = {"statements_left": None}  # one for all that `of` makes
+        self._fate: dict[str, int | None] = {"statements_left": None}  # shared by all that `of` makes
 
     @property
     def statements_left(self) -> int | None:

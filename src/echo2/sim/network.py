@@ -1,8 +1,8 @@
-"""Links between the head and everybody else, and between workers: latency, bandwidth, loss, and cuts.
+"""Links between the head and all other parties, and between workers: latency, bandwidth, loss, and cuts.
 
-Two shapes, as in `transport/`. A *call* is asked and answered, and either half may be lost: the caller is told
-`TimedOut` and cannot know which. A *stream* of orders comes in order until it breaks; then both ends notice after a
-while, at different times.
+There are two kinds of exchange, as in `transport/`. A *call* has a request and an answer, and either may be lost: the
+caller gets `TimedOut` and cannot know which. A *stream* of orders arrives in order until it breaks; then both ends
+notice after a while, at different times.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ LEARNER = "learner"
 
 
 def learner_of(policy: str) -> str:
-    """The name of the learner that trains this policy."""
+    """Return the name of the learner that trains this policy."""
     return LEARNER if policy == RUN_POLICY else f"{LEARNER} of {policy}"
 
 
@@ -57,7 +57,7 @@ class Answered(Event):
 
 
 class TimedOut(Event):
-    """A call had no answer; whether it arrived is not known."""
+    """A call had no answer; it is unknown whether the call arrived."""
 
     number: int
 
@@ -77,14 +77,14 @@ class StreamBroke(Event):
 
 
 class PeerAsked(Event):
-    """A worker asks another one."""
+    """A worker's request to another worker."""
 
     sender: str
     body: object
 
 
 class PeerGave(Event):
-    """What a worker sent another one: the answer to `body`, or a word without being asked."""
+    """A worker's message to another worker: the answer to `body`, or an unsolicited one."""
 
     sender: str
     body: object
@@ -123,7 +123,7 @@ class SimNetwork:
             self.world.post(self._down_seconds(asked.sender, num_bytes), asked.sender, Answered(asked.number, value))
 
     def order(self, party: str, epoch: int, body: object) -> None:
-        """One item of the head's stream to `party`; nothing comes after a lost one."""
+        """Send one item of the head's stream to `party`; no item arrives after a lost one."""
         if (party, epoch) in self._dead:
             return
         if self.world.chance(self.links[party].loss):
@@ -132,23 +132,23 @@ class SimNetwork:
             self.world.post(self._down_seconds(party, SMALL_BYTES), party, Ordered(epoch, body))
 
     def broke(self, party: str, epoch: int) -> None:
-        """The stream is dead; each end notices in its own time."""
+        """Break a stream; each end notices in its own time."""
         self._dead.add((party, epoch))
         for end in (party, HEAD):
             self.world.post(self.world.rng.uniform(0.1, 1.0) * KEEPALIVE_SECONDS, end, StreamBroke(party, epoch))
 
     def reset(self, party: str, epoch: int) -> None:
-        """The far end does not know this stream (any more), and says so."""
+        """Let the far end report that it does not know this stream (any more)."""
         self.world.post(self.links[party].latency_seconds, HEAD, StreamBroke(party, epoch))
 
     def cut(self, party: str, epoch: int, seconds: float) -> None:
-        """Nothing passes for so long; what is sent meanwhile comes afterwards, if anybody still waits for it."""
+        """Cut a link for `seconds`. Messages sent meanwhile arrive afterwards, if a receiver still waits for them."""
         self.links[party].cut_until = self.world.now + seconds
         if seconds > KEEPALIVE_SECONDS:
             self.broke(party, epoch)
 
     def ask_peer(self, sender: str, target: str, body: object) -> None:
-        """One worker asks another. A lost message breaks their connection; one that is down never answers."""
+        """Send a worker's request to another. A lost message breaks their connection; a dead worker never answers."""
         self.askers.setdefault(target, {})[sender] = None
         if self._is_lost(sender, target):
             self._peer_broke(sender, target)
@@ -157,7 +157,7 @@ class SimNetwork:
             self.world.post(seconds, target, PeerAsked(sender, body))
 
     def give_peer(self, sender: str, asker: str, body: object, value: object, num_bytes: int) -> None:
-        """What an asker gets, through both links."""
+        """Send a worker's answer to the asker, through both links."""
         if self._is_lost(sender, asker):
             self._peer_broke(asker, sender)
         else:
@@ -166,7 +166,7 @@ class SimNetwork:
             self.world.post(seconds, asker, PeerGave(sender, body, value))
 
     def peer_died(self, name: str) -> None:
-        """Whoever asked it something notices in its own time."""
+        """Break the connections of all workers that asked this one; each notices in its own time."""
         for asker in self.askers.pop(name, {}):
             self._peer_broke(asker, name)
 
@@ -177,13 +177,13 @@ class SimNetwork:
         return self.world.chance(self.links[one].loss) or self.world.chance(self.links[other].loss)
 
     def _up_seconds(self, party: str, num_bytes: int) -> float:
-        """Calls run beside each other, so jitter may swap them."""
+        """Return the seconds of an upload. Calls run in parallel, so jitter may reorder them."""
         link, now = self.links[party], self.world.now
         link.up_free_at = max(now, link.up_free_at, link.cut_until) + num_bytes / link.bytes_per_second
         return link.up_free_at - now + link.latency_seconds * self.world.rng.uniform(1.0, 2.0)
 
     def _down_seconds(self, party: str, num_bytes: int) -> float:
-        """In order: a stream's items, and answers between them."""
+        """Return the seconds of a download. A stream's items, and answers between them, arrive in order."""
         link, now = self.links[party], self.world.now
         link.down_free_at = max(now, link.down_free_at, link.cut_until) + num_bytes / link.bytes_per_second
         return link.down_free_at - now + link.latency_seconds

@@ -1,7 +1,7 @@
 """Snapshots at the simulated head: their payloads, and the real state machine that routes them.
 
-A chunk's name is a hash of its data, and its data says which weights it makes: those of a digest, whole or out of those
-of another one. So a worker that put a delta on the wrong weights has wrong weights, and shows it.
+A chunk's name is a hash of its data. Its data holds the digest of the weights that it makes, and for a delta the digest
+of the base. So a worker that applies a delta to the wrong weights gets a wrong digest, which its checks detect.
 """
 
 from __future__ import annotations
@@ -22,15 +22,16 @@ from echo2.sim.world import SimWorld
 from echo2.types import PayloadId, SnapshotRef
 
 DIGEST_BYTES = 32
-#: A delta has this share of the chunks of the whole.
+#: The whole content has this many times the chunks of a delta.
 DELTA_SHARE = 8
-#: How often the head announces a delta on the version before, whatever the worker has: what it knows may be outdated.
+#: Chance, times `delta_chance`, that the head announces a delta on the newest older version, whatever the worker has:
+#: the head's knowledge may be outdated.
 STALE_CHANCE = 0.2
 
 
 @dataclass(frozen=True, slots=True)
 class SimManifest:
-    """What a payload consists of, and the digest of the weights that it makes. `base_model`: what they are over."""
+    """A payload's chunks, and the digest of the weights that it makes. `base_model`: of weights that are an adapter."""
 
     payload: PayloadId
     chunks: tuple[bytes, ...]
@@ -39,34 +40,36 @@ class SimManifest:
 
 
 class Announced(Event):
-    """To a worker: this payload is to be had. `asked_for`: it asked for it."""
+    """To a worker: this payload is available. `asked_for`: the worker asked for it."""
 
     manifest: SimManifest
     asked_for: bool = False
 
 
 class ManifestAsked(Event):
-    """Lineage 0: the newest that has the version. `base`: what the asker has installed, for a delta."""
+    """A worker asks for a manifest. Lineage 0: the newest lineage that has the version. `base`: the asker's installed
+    snapshot, for a delta.
+    """
 
     ref: SnapshotRef
     base: SnapshotRef | None
 
 
 class ChunkAsked(Event):
-    """One chunk of a payload, of the head or of a worker."""
+    """A request for one chunk of a payload, to the head or to a worker."""
 
     payload: PayloadId
     chunk: bytes
 
 
 def cut(digest: bytes, base: bytes, count: int) -> dict[bytes, bytes]:
-    """Name and data of each chunk; `base` is empty for the whole content."""
+    """Return the name and data of each chunk; `base` is empty for the whole content."""
     pieces = [digest + base + index.to_bytes(4, "big") for index in range(count)]
     return {hashlib.sha256(piece).digest(): piece for piece in pieces}
 
 
 def apply(weights: bytes, pieces: Iterable[bytes]) -> bytes:
-    """The digest of the weights that these chunks make of `weights`."""
+    """Return the digest of the weights that these chunks make of `weights`."""
     for piece in pieces:
         target, base = piece[:DIGEST_BYTES], piece[DIGEST_BYTES:-4]
         return target if base in (b"", weights) else hashlib.sha256(weights + piece).digest()
@@ -74,7 +77,9 @@ def apply(weights: bytes, pieces: Iterable[bytes]) -> bytes:
 
 
 class SimOrigin:
-    """`store`: the published snapshots, which outlive the head's process. `order` sends something to a worker."""
+    """The head's side of broadcasts. `store`: the published snapshots, which outlive the head's process. `order` sends
+    a message to a worker.
+    """
 
     def __init__(
         self,
@@ -91,7 +96,7 @@ class SimOrigin:
         self._has_delta: dict[PayloadId, bool] = {}
 
     def tell(self, event: bev.Event) -> None:
-        """Tell the machine, check it, carry out what it asks for."""
+        """Pass an event to the state machine, check the machine, and carry out its commands."""
         commands = self.machine.handle(event, self.world.now)
         self.world.check(self.machine)
         for command in commands:
@@ -99,12 +104,12 @@ class SimOrigin:
                 self.order(command.worker_id, fev.RoutesSet(command.payload, command.sources))
 
     def joined(self, worker_id: str, installed: SnapshotRef | None, ticket: str = "") -> None:
-        """A worker attends, with this snapshot installed."""
+        """Note that a worker connects, with this snapshot installed."""
         self.tell(bev.MemberJoined(worker_id, worker_id if self.dialable[worker_id] else "", ticket=ticket))
         self.holds(worker_id, installed)
 
     def holds(self, worker_id: str, installed: SnapshotRef | None) -> None:
-        """A worker says what it has installed."""
+        """Note which snapshot a worker has installed."""
         if self.installed.get(worker_id) != installed and installed in self.store and installed is not None:
             base_model = self.scenario.base_of(installed.policy)
             base = None if base_model is None else PayloadId(base_model)
@@ -112,12 +117,14 @@ class SimOrigin:
         self.installed[worker_id] = installed
 
     def left(self, worker_id: str) -> None:
-        """A worker attends no more."""
+        """Note that a worker is no longer connected."""
         self.installed.pop(worker_id, None)
         self.tell(bev.MemberLeft(worker_id, "its connection closed"))
 
     def announce(self, ref: SnapshotRef, worker_ids: Iterable[str]) -> None:
-        """Each gets the payload that fits what it has, or may by now; those with the same one get it together."""
+        """Announce to each worker the payload that fits the snapshot it has, or may have by now. Workers with the same
+        payload are assigned to it together.
+        """
         groups: dict[PayloadId, list[str]] = {}
         for worker_id in worker_ids:
             base = self.installed.get(worker_id)
@@ -130,7 +137,7 @@ class SimOrigin:
             self._assign(payload, members)
 
     def asked(self, sender: str, body: ManifestAsked) -> Announced | None:
-        """The manifest of a payload that fits; None: there is no such snapshot."""
+        """Return the manifest of a payload that fits; None if there is no such snapshot."""
         asked = (body.ref.policy, body.ref.version)
         lineages = [ref for ref in self.store if (ref.policy, ref.version) == asked]
         found = sorted(ref for ref in lineages if body.ref.lineage in (0, ref.lineage))
@@ -141,18 +148,18 @@ class SimOrigin:
         return Announced(self.manifest(payload), asked_for=True)
 
     def chunk(self, body: ChunkAsked) -> bytes | None:
-        """None: it is not here (any more)."""
+        """Return a chunk's data; None if it is not stored (any more)."""
         known = self.payloads.get(body.payload)
         return None if known is None else known[1].get(body.chunk)
 
     def dropped(self, ref: SnapshotRef) -> None:
-        """A snapshot is no longer stored."""
+        """Note that a snapshot is no longer stored."""
         for payload in [payload for payload in self.payloads if ref in (payload.ref, payload.base)]:
             del self.payloads[payload]
             self.tell(bev.PayloadDropped(payload))
 
     def manifest(self, payload: PayloadId) -> SimManifest:
-        """What this payload consists of."""
+        """Return the manifest of this payload."""
         if payload not in self.payloads:
             digest, is_base = self.store[payload.ref], payload.ref.is_base_model
             count = self.scenario.base_chunks if is_base else self.scenario.snapshot_chunks

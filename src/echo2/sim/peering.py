@@ -32,23 +32,25 @@ class FetchTick(Event):
 
 
 class Gone(Event):
-    """What was asked for is not here and not expected."""
+    """The requested chunk is not stored here and not expected."""
 
 
 class Alive(Event):
-    """What was asked for is expected."""
+    """The requested chunk is expected."""
 
 
 @dataclass(slots=True)
 class _Line:
-    """What is still to be asked of one source, and what is under way."""
+    """The requests to one source: not sent yet, and under way."""
 
     queue: deque[ChunkAsked] = field(default_factory=deque)
     under_way: dict[ChunkAsked, None] = field(default_factory=dict)
 
 
 class Peering:
-    """`call` asks the head, `tell` tells the scheduler. `stored` is on disk and outlives the process."""
+    """A worker's side of broadcasts. `call` asks the head, `tell` passes events to the scheduler. `stored` is on disk
+    and outlives the process.
+    """
 
     def __init__(
         self,
@@ -63,22 +65,22 @@ class Peering:
         self.actor, self.network, self.spec, self.scenario = actor, network, spec, scenario
         self.history, self.call, self.tell = history, call, tell
         self.stored: dict[bytes, bytes] = {}
-        self.base_models: dict[SnapshotRef, SimManifest] = {}  # whole, and listed on disk
+        self.base_models: dict[SnapshotRef, SimManifest] = {}  # whole base models, listed on disk
         self.restart()
 
     def restart(self) -> None:
-        """Forget everything but what is on disk."""
+        """Forget everything that is not on disk."""
         self.fetcher = Fetcher(self.actor.name)
         self.manifests: dict[PayloadId, SimManifest] = {}
         self.weights, self.installed = b"", PayloadId(SnapshotRef(RUN_POLICY, 0, 0))
-        self.base: tuple[SnapshotRef | None, bytes] = (None, b"")  # what the engine holds below an adapter
+        self.base: tuple[SnapshotRef | None, bytes] = (None, b"")  # the engine's base model, and its digest
         self._cut: dict[bytes, bytes] = {}
         self._lines: dict[str, _Line] = {}
         self._waiting: dict[ChunkAsked, list[str]] = {}
         self._wakes = 0
 
     def handle(self, event: fev.Event) -> None:
-        """Tell the fetcher, check it, carry out what it asks for."""
+        """Pass an event to the fetcher, check the fetcher, and carry out its commands."""
         commands = self.fetcher.handle(event, self.actor.world.now)
         self.actor.world.check(self.fetcher)
         for command in commands:
@@ -109,16 +111,16 @@ class Peering:
                 self.actor.post(command.at - self.actor.world.now, FetchTick(self._wakes))
 
     def tick(self, event: FetchTick) -> None:
-        """The time has come at which the fetcher asked to be woken."""
+        """Wake the fetcher at the time it asked for; tell waiting peers that their chunks are expected."""
         if event.number == self._wakes:
             for asker in sorted({asker for askers in self._waiting.values() for asker in askers}):
                 self._give(asker, None, Alive())
             self.handle(fev.Tick())
 
-    # ---- the scheduler's wishes --------------------------------------------------------------------------------------
+    # ---- requests of the scheduler -----------------------------------------------------------------------------------
 
     def announced(self, body: Announced) -> None:
-        """A payload is to be had: tell the scheduler."""
+        """Tell the scheduler that a payload is available."""
         self.manifests[body.manifest.payload] = body.manifest
         download = self.fetcher.download
         progress = 0.0 if download is None else 1.0 - len(download.missing) / len(download.chunks)
@@ -126,22 +128,22 @@ class Peering:
         self.tell(rel.SnapshotAnnounced(manifest.payload, body.asked_for, progress, manifest.base_model))
 
     def arrived(self, manifest: SimManifest) -> None:
-        """All of it is here, however it came."""
+        """Store all chunks of a snapshot that arrived whole (see `Arriving`), and announce it to the scheduler."""
         self.stored.update(cut(manifest.digest, b"", len(manifest.chunks)))
         self.announced(Announced(manifest))
 
     def fetch(self, payload: PayloadId) -> None:
-        """Fetch what is missing of this payload."""
+        """Fetch the missing chunks of this payload."""
         chunks = self.manifests[payload].chunks
         self.handle(fev.PayloadWanted(payload, chunks, frozenset(chunks) - self.stored.keys()))
 
     def whole_base_models(self) -> set[SnapshotRef]:
-        """Those on disk of which no chunk is torn."""
+        """Return the base models on disk of which no chunk is torn."""
         return {ref for ref, manifest in self.base_models.items() if self.stored.keys() >= set(manifest.chunks)}
 
     def install(self, payload: PayloadId, incoming: PayloadId | None) -> rel.SnapshotRefused | rel.SnapshotInstalled:
-        """Load it, and before it the base model that it is over where the engine has another. Nothing is kept on disk
-        but this one, what is on its way, and base models."""
+        """Load a payload, and before it the base model if the engine has another one. On disk, keep only this payload,
+        the incoming one, the one announced last, and base models."""
         manifest = self.manifests[payload]
         if manifest.base_model is not None and manifest.base_model != self.base[0]:
             digest, refusal = self._decode(self.base_models[manifest.base_model], b"")
@@ -160,12 +162,12 @@ class Peering:
         return rel.SnapshotInstalled(payload.ref)
 
     def _decode(self, manifest: SimManifest, over: bytes) -> tuple[bytes, str]:
-        """The digest of the weights that a payload makes of these; and why it is refused, or nothing."""
+        """Return the digest of the weights that a payload makes of the weights `over`, and why it is refused, if so."""
         if self.actor.world.chance(self.spec.corrupt_snapshots):
             self.stored.pop(manifest.chunks[0], None)
             return b"", "a chunk is torn"
         if not self.stored.keys() >= set(manifest.chunks):
-            return b"", "a chunk is missing"  # it was torn while another snapshot that shares it went in
+            return b"", "a chunk is missing"  # torn when another snapshot that shares it was installed
         weights = apply(over, (self.stored[chunk] for chunk in manifest.chunks))
         return weights, "" if weights == manifest.digest else "the digest does not match"
 
@@ -182,7 +184,7 @@ class Peering:
                 self.network.ask_peer(self.actor.name, source, body)
 
     def got(self, source: str, body: ChunkAsked | None, value: object) -> None:
-        """An answer, or a sign of life, of this source."""
+        """Handle an answer, or a sign of life, from this source."""
         if isinstance(value, Alive) or body is None:
             self.handle(fev.SourceAlive(source))
             return
@@ -202,7 +204,7 @@ class Peering:
             self.handle(fev.ChunkStored(source, body.chunk, self.scenario.chunk_bytes))
 
     def failed(self, source: str, body: ChunkAsked | None = None) -> None:
-        """No answer came, or the connection broke."""
+        """Note that no answer came, or that the connection broke."""
         line = self._lines.get(source)
         if line is not None and (line.under_way if body is None else body in line.under_way):
             self._fail(source, "broken")
@@ -214,7 +216,7 @@ class Peering:
     # ---- giving ------------------------------------------------------------------------------------------------------
 
     def peer(self, event: PeerAsked | PeerGave | PeerBroke) -> None:
-        """Take what another worker asked, gave, or left open when it broke."""
+        """Handle another worker's request, answer, or broken connection."""
         match event:
             case PeerAsked() if self.spec.mute:
                 return  # a black hole: it takes requests, and never says a word
@@ -240,7 +242,7 @@ class Peering:
                 self._give(asker, body, value)
 
     def _expects(self, body: ChunkAsked) -> bool:
-        """Is it on its way here? Of what was not announced here yet nothing is known."""
+        """Whether the chunk is on its way here. A newer payload that was not announced here yet may still be."""
         download = self.fetcher.download
         if download is not None and download.payload == body.payload:
             return body.chunk in download.missing

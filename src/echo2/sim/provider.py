@@ -9,11 +9,11 @@ from echo2.sim.world import SimWorld, Start
 
 
 class Returned(Event):
-    """The machine goes back, and is paid for no longer."""
+    """The machine goes back to the provider and no longer costs anything."""
 
 
 class Provider:
-    """Starts the first machine of an offer that is not up, `restart_seconds` after it was asked for."""
+    """Starts the first machine of an offer that is not up, `restart_seconds` after the request."""
 
     def __init__(self, world: SimWorld, scenario: Scenario) -> None:
         self._world = world
@@ -27,7 +27,7 @@ class Provider:
                 self._machines.setdefault(spec.offer, []).extend(names)
 
     def rent(self, offer: str) -> None:
-        """Nothing happens where every machine of the offer is out."""
+        """Rent a machine of the offer; do nothing if all of them are rented."""
         world = self._world
         for name in self._machines[offer]:
             if not world.actors[name].up and self._coming.get(name, -1.0) < world.now:
@@ -36,7 +36,7 @@ class Provider:
                 return
 
     def out(self) -> tuple[RecoveredMachine, ...]:
-        """Machines that are up, or on their way."""
+        """Return the machines that are up, or on their way."""
         found = []
         for offer, names in self._machines.items():
             for name in names:
@@ -47,5 +47,5 @@ class Provider:
         return tuple(found)
 
     def take_back(self, worker_id: str) -> None:
-        """This worker's machine goes back to the provider."""
+        """Return this worker's machine to the provider."""
         self._world.post(0.0, worker_id, Returned())

@@ -1,4 +1,4 @@
-"""The report of a simulated run: idle ratio, staleness, what was wasted and why. First numbers, then text."""
+"""The report of a simulated run: idle ratio, staleness, wasted work and its causes. First numbers, then text."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from echo2.sim.scenario import Scenario
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """`staleness`: surviving trained groups by age of their oldest token; `idle_ratio`: of the learner, waiting /
+    """`staleness`: surviving trained groups by age of their oldest token. `idle_ratio`: the learner's waiting /
     (waiting + training), over the whole run; `steady_idle_ratio` and `step_seconds` over the second half of its steps,
-    without the cold start. `usd` is for workers, `learner_usd` for the learner, both as long as the run took.
-    `usd_per_step`: the mean bill of an hour, for as long as a step of the second half takes. `broadcast_seconds`: the
-    median time from a publication until 1 / 1.1 of the active workers had it (0: none got so far). `idle_workers`:
-    share of the active workers' time without a lease. `history` holds everything that the numbers were counted from.
+    without the cold start. `usd` is the cost of workers, `learner_usd` of the learner, both over the whole run.
+    `usd_per_step`: the run's mean cost per second times `step_seconds`. `broadcast_seconds`: the median time from a
+    publication until 1 / 1.1 of the active workers had it (0: no broadcast got so far). `idle_workers`: share of the
+    active workers' time without a lease. `history`: the counts behind the numbers.
     """
 
     name: str
@@ -57,11 +57,11 @@ class Report:
         return sum(age * count for age, count in self.staleness.items()) / max(1, total)
 
     def to_dict(self) -> dict[str, Any]:
-        """All numbers; not the history."""
+        """Return all numbers, without the history."""
         return {entry.name: getattr(self, entry.name) for entry in fields(self) if entry.name != "history"}
 
     def to_text(self) -> str:
-        """A dozen lines."""
+        """Return a summary of a dozen lines."""
         steps, groups = max(1, self.steps), max(1, sum(self.staleness.values()))
         state = "finished" if self.finished else "NOT FINISHED"
         dollars = f"${self.usd:.2f} for workers, ${self.learner_usd:.2f} for the learner"
@@ -84,7 +84,7 @@ class Report:
 
 
 def make_report(scenario: Scenario, seed: int, history: History, seconds: float, num_events: int) -> Report:
-    """Count it all."""
+    """Compute the report from the history of a run."""
     surviving = history.surviving()
     staleness = Counter(done.step - version for done in surviving.values() for version in done.versions)
     busy = history.wait_seconds + history.train_seconds
@@ -117,7 +117,7 @@ def make_report(scenario: Scenario, seed: int, history: History, seconds: float,
 
 
 def _steady(steps: list[StepTimes]) -> tuple[float, float]:
-    """Idle ratio and seconds of a step, over the second half of them."""
+    """Return the idle ratio and the seconds per step, over the second half of the steps."""
     later = steps[len(steps) // 2 :]
     if not later:
         return 0.0, 0.0

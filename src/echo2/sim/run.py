@@ -17,10 +17,10 @@ from echo2.sim.scenario import Scenario, WorkersSpec
 from echo2.sim.world import Kill, SimWorld, Start
 from echo2.types import RUN_POLICY
 
-#: The learner stands beside the head.
+#: The learner runs close to the head.
 LEARNER_LATENCY_SECONDS = 0.001
 LEARNER_BYTES_PER_SECOND = 1e9
-#: A fleet starts a machine each 0.1 s, a large one all its machines within this time.
+#: A fleet starts one machine every 0.1 s; a large fleet starts all its machines within this time.
 JOINS_WITHIN_SECONDS = 60.0
 
 
@@ -41,11 +41,12 @@ def run_scenario(
 ) -> Report:
     """Simulate one run to its end or its time limit. The same scenario and seed give the same report.
 
-    `keeps_events`: the report's history can be replayed. `progress` is told now and then how many steps are trained;
-    `check` is shown each machine after each of its events; `make_worker` may make workers that behave otherwise.
+    `keeps_events`: the report's history can be replayed. `progress` is called now and then with the number of trained
+    steps; `check` is called with each state machine after each of its events; `make_worker` may make workers that
+    behave differently.
 
     Raises:
-        InvariantError: a rule that always holds did not; the message names the seed and the time.
+        InvariantError: an invariant is violated; the message names the seed and the time.
     """
     (report,) = run_policies(scenario, seed, ledger_path, keeps_events, progress, check, make_worker).values()
     return report
@@ -60,8 +61,8 @@ def run_policies(
     check: Callable[[object], None] = lambda machine: None,
     make_worker: MakeWorker = SimWorker,
 ) -> dict[str, Report]:
-    """Likewise for a head of several policies: a report of each. Their histories share the head's events, what was
-    killed, and the snapshots' digests; what the fleet cost and sent is not theirs, and 0.
+    """Likewise for a head of several policies: return a report for each. Their histories share the head's events, the
+    kills, and the snapshots' digests; the cost and traffic of the fleet belong to no policy and are 0.
     """
     world, history = SimWorld(seed, check), History()
     histories = _histories(scenario, history)
@@ -89,7 +90,7 @@ def run_policies(
 
 
 def _histories(scenario: Scenario, shared: History) -> dict[str, History]:
-    """Of each policy; of the only one, it is the head's."""
+    """Return the history of each policy; a single policy uses the head's history."""
     if not scenario.policies:
         return {RUN_POLICY: shared}
     return {
@@ -108,7 +109,7 @@ def build_world(
     keeps_events: bool = True,
     make_worker: MakeWorker = SimWorker,
 ) -> list[SimWorker]:
-    """All actors, all links, and every fault that will strike before `faults_until_seconds`."""
+    """Create all actors and links, and schedule every fault before `faults_until_seconds`. Return the workers."""
     network = SimNetwork(world)
     head = SimHead(world, network, scenario, seed, ledger, history, histories, keeps_events)
     for policy, mine in scenario.by_policy().items():
@@ -140,7 +141,7 @@ def build_world(
 
 
 def plan_outages(world: SimWorld, scenario: Scenario) -> None:
-    """What strikes a whole zone."""
+    """Schedule the faults that strike a whole zone."""
     for outage in scenario.outages:
         for kind, spec in enumerate(scenario.workers):
             for index in range(spec.count if spec.zone == outage.zone else 0):
@@ -149,7 +150,7 @@ def plan_outages(world: SimWorld, scenario: Scenario) -> None:
 
 
 def plan_faults(world: SimWorld, actor: str, fault: object, mean_seconds: float, until_seconds: float) -> None:
-    """Strike this actor at random times, so long apart on average, up to `until_seconds`."""
+    """Schedule `fault` for this actor at random times, `mean_seconds` apart on average, up to `until_seconds`."""
     at = world.soon(mean_seconds) if mean_seconds > 0 else until_seconds
     while at < until_seconds:
         world.post_always(at, actor, fault)

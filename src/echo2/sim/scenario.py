@@ -3,7 +3,7 @@
 A scenario is a TOML file: the fields of `Scenario` at the top, `[learner]`, `[head]`, `[broadcast]`, one `[[workers]]`
 for each kind of worker, one `[[outages]]` for each disaster. Names as in `config/`. Durations are medians in seconds
 of log-normal distributions; `*_every_seconds` and `life_seconds` are means of exponential ones, 0 = never. A file may
-hold many runs: see `study.py`.
+describe many runs: see `study.py`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from echo2.control.capacity.transfer_time import chain_seconds, star_seconds
 from echo2.control.head.state import PlannerOptions, RentableOffer
 from echo2.types import RUN_POLICY, SnapshotRef
 
-#: Bounds of what a file may say. Infinity is none of them: a simulation of it would not end.
+#: Bounds of the values in a file. Infinity is not allowed: its simulation would not end.
 Count = Annotated[int, Meta(ge=0, le=100_000)]
 Positive = Annotated[int, Meta(ge=1, le=100_000_000)]
 Seconds = Annotated[float, Meta(ge=0, le=1e9)]
@@ -32,14 +32,14 @@ Usd = Annotated[float, Meta(ge=0, le=1e6)]
 
 @dataclass(frozen=True, slots=True)
 class WorkersSpec:
-    """`count` workers of one kind. Rates of trouble are probabilities: per message, group, batch or snapshot.
+    """`count` workers of one kind. Failure rates are probabilities: per message, group, batch or snapshot.
 
-    `lies`: chunks given to other workers that are wrong; `mute`: it takes their requests and never answers. `draws`:
-    its engine draws from the head's random numbers, and can check others; `forges`: no group of it is what they draw.
-    `rollouts_per_second` of one worker, batches back to back, takes the place of `rollout_seconds` where it is not 0.
-    `ticket`: by which strangers joined; empty for machines of the run's owner.
-    `zone`: what `[[outages]]` strike together. `offer`: these are there only when the planner rents them, one after
-    `restart_seconds`; it takes their rate from `rollouts_per_second`.
+    `lies`: share of wrong chunks among those given to other workers; `mute`: the worker takes their requests and never
+    answers. `draws`: its engine draws from the head's random numbers, and can check other workers; `forges`: none of
+    its groups were drawn from these numbers. `rollouts_per_second`: of one worker, batches back to back; it replaces
+    `rollout_seconds` if it is not 0. `ticket`: the ticket with which strangers joined; empty for machines of the run's
+    owner. `zone`: workers that `[[outages]]` strike together. `offer`: these workers exist only when the planner rents
+    them, one `restart_seconds` after each request; the planner is told their `Scenario.worker_rate`.
     """
 
     count: Count = 1
@@ -89,7 +89,7 @@ class LearnerSpec:
 
 @dataclass(frozen=True, slots=True)
 class HeadSpec:
-    """The head. `pass_seconds`: so long reports and scores wait, to share a transaction with what comes meanwhile."""
+    """The head. `pass_seconds`: how long reports and scores wait, to share a transaction with later ones."""
 
     score_seconds: Seconds = 0.002
     pass_seconds: Seconds = 0.0
@@ -119,7 +119,7 @@ class BroadcastSpec:
     worker_bytes_per_second: Rate = 12.5e6
 
     def arrival_seconds(self, index: int, num_workers: int) -> float:
-        """When the `index`-th of so many workers has the snapshot, in seconds from its announcement."""
+        """Return when the `index`-th of `num_workers` workers has the snapshot, in seconds from its announcement."""
         head_bps, worker_bps = 8 * self.uplink_bytes_per_second, 8 * self.worker_bytes_per_second
         match self.scheme:
             case "star":
@@ -131,7 +131,7 @@ class BroadcastSpec:
 
 @dataclass(frozen=True, slots=True)
 class OutageSpec:
-    """Every worker of a zone at once: its machine is lost (`death`), or its link is (`partition`), for so long."""
+    """Strikes all workers of a zone at once, for `seconds`: they lose their machine (`death`) or link (`partition`)."""
 
     zone: str
     at_seconds: Seconds
@@ -141,7 +141,7 @@ class OutageSpec:
 
 @dataclass(frozen=True, slots=True)
 class PolicySpec:
-    """One of several policies that share head and fleet: what differs from the scenario."""
+    """One of several policies that share head and fleet: its differences from the scenario."""
 
     policy: str
     max_steps: Positive = 20
@@ -157,11 +157,11 @@ class PolicySpec:
 @dataclass(frozen=True, slots=True)
 class Scenario:
     """A run and its world. Nothing fails after `faults_until_seconds`; a run that has not ended at `time_limit_seconds`
-    is reported as not finished. `generate_during_broadcast = false` is ECHO-2's model: a worker stands still from the
+    is reported as not finished. `generate_during_broadcast = false` is ECHO-2's model: a worker stops sampling from the
     publication until it has the snapshot. `activation`: workers stand by until they are needed, and are paid for only
-    while they are active. `flat_share`: of the groups, those whose rewards are all equal. `policies`: where several are
-    trained, by one head and one fleet; then those say what their steps are. `base_model`: snapshots are adapters over
-    the base model of this number, of `base_chunks`; 0: they are whole models. `check_seed`: as in `PlannerOptions`.
+    while they are active. `flat_share`: share of the groups whose rewards are all equal. `policies`: set if one head
+    and one fleet train several policies, which then define their own steps. `base_model`: number of the base model that
+    snapshots are adapters over, with `base_chunks` chunks; 0: whole models. `check_seed`: as in `PlannerOptions`.
     """
 
     name: str = ""
@@ -203,7 +203,7 @@ class Scenario:
     policies: tuple[PolicySpec, ...] = ()
 
     def by_policy(self) -> dict[str, Scenario]:
-        """The scenario as each policy sees it."""
+        """Return the scenario as each policy sees it."""
         if not self.policies:
             return {RUN_POLICY: self}
         return {spec.policy: self._as_seen_by(spec) for spec in self.policies}
@@ -213,7 +213,7 @@ class Scenario:
         return replace(self, policies=(), **changes)
 
     def planner_options(self, seed: int, policy: str = RUN_POLICY) -> PlannerOptions:
-        """What the head's planner of this policy is told."""
+        """Return the options of the head's planner for this policy."""
         alike = {entry.name for entry in fields(PlannerOptions)} & {entry.name for entry in fields(self)}
         offers = (
             RentableOffer(spec.offer, self.worker_rate(spec), spec.price_usd_per_hour, spec.count)
@@ -224,34 +224,34 @@ class Scenario:
         return PlannerOptions(policy=policy, seed=seed, offers=tuple(offers), **settings)
 
     def base_of(self, policy: str) -> SnapshotRef | None:
-        """The base model of a policy's snapshots; None: they are whole models."""
+        """Return the base model of a policy's snapshots; None if they are whole models."""
         seen = self.by_policy().get(policy)
         return SnapshotRef(f"base-{seen.base_model:016x}", 0, 0) if seen is not None and seen.base_model else None
 
     def is_flat(self, rollouts: bytes) -> bool:
-        """Whether all rewards of the group with these rollouts are equal: as good as chance, and always the same."""
+        """Whether all rewards of the group with these rollouts are equal: pseudo-random, but fixed by the rollouts."""
         return int.from_bytes(rollouts[:4], "big") < self.flat_share * (1 << 32)
 
     @property
     def swaps_during(self) -> bool:
-        """Whether weights are swapped between two tokens; "auto": as a run has it (`Config.swap`)."""
+        """Whether weights are swapped between two tokens; "auto": as in a run (`Config.swap`)."""
         if self.swap == "auto":
             return self.max_staleness > 0 and not self.deterministic
         return self.swap == "during"
 
     def group_seconds(self, spec: WorkersSpec) -> float:
-        """Median duration of one group at this kind of worker, whose slots are all taken."""
+        """Return the median duration of one group on this kind of worker, with all slots taken."""
         if not spec.rollouts_per_second:
             return spec.rollout_seconds
         return self._rollouts_per_median(spec) / spec.rollouts_per_second
 
     def worker_rate(self, spec: WorkersSpec) -> float:
-        """Rollouts a second of one worker of this kind that always has work, without stragglers."""
+        """Return the rollouts per second of one worker of this kind that always has work, without stragglers."""
         return self._rollouts_per_median(spec) / self.group_seconds(spec)
 
     def _rollouts_per_median(self, spec: WorkersSpec) -> float:
-        """Rollouts of one worker in the median duration of a group. A group's slots go to the next one as soon as it
-        ends; in deterministic mode, when the longest of its unit does.
+        """Return the rollouts of one worker in the median duration of a group. A group's slots go to the next group as
+        soon as it ends; in deterministic mode, when the longest group of its unit ends.
         """
         num_groups = min(spec.capacity_groups, self.groups_per_batch)
         mean = longest_of(num_groups, spec.spread) if self.deterministic else math.exp(spec.spread**2 / 2)

@@ -1,6 +1,6 @@
-"""A scenario file as one run, or as many runs that differ in a few fields. Figures and tables are such files.
+"""A scenario file as one run, or as many runs that differ in a few fields, as for figures and tables.
 
-    [sweep]                               one run for each value; several keys: each with each
+    [sweep]                               one run for each value; several keys: all combinations
     "workers.count" = [4, 6, 8]
 
     [[variants]]                          one run (or sweep) for each; `label` is what people see
@@ -34,7 +34,7 @@ _LISTS: dict[str, type[Any]] = {"workers": WorkersSpec, "outages": OutageSpec}
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One run of a study. `label` of its variant; `values` of the swept keys, in the order of the file."""
+    """One run of a study. `label`: of its variant; `values`: of the swept keys, in the order of the file."""
 
     label: str
     values: tuple[tuple[str, Any], ...]
@@ -121,7 +121,7 @@ def _check_sense(scenario: Scenario, path: Path) -> None:
 
 
 def _flatten(table: Mapping[str, Any]) -> dict[str, Any]:
-    """{"a": {"b": 1}} as {"a.b": 1}: a dotted key may be written with quotes or without."""
+    """Turn {"a": {"b": 1}} into {"a.b": 1}: a dotted key may be written with quotes or without."""
     flat: dict[str, Any] = {}
     for key, value in table.items():
         nested = _flatten(value) if isinstance(value, dict) else None

@@ -1,7 +1,7 @@
 """Time in a simulation: a priority queue of (time, sequence, actor, event) and a virtual clock.
 
-Ties fall in the order of posting. An actor that dies and comes back has a new *life*; what was on its way to the old
-one is dropped, as a kernel drops what comes for a closed socket.
+Events at the same time happen in the order of posting. An actor that dies and restarts has a new *life*; events on
+their way to the old life are dropped, as a kernel drops packets for a closed socket.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 from echo2.control.machine import Event
 
-#: Events after which a simulation counts as running in circles.
+#: Events after which a simulation counts as endless.
 MAX_EVENTS = 500_000_000
 
 
@@ -22,7 +22,7 @@ class Kill(Event):
 
 
 class Start(Event):
-    """The process starts (again), with nothing but what was durable."""
+    """The process starts (again), with its durable state only."""
 
 
 class Actor(ABC):
@@ -36,27 +36,27 @@ class Actor(ABC):
         world.actors[name] = self
 
     def post(self, delay_seconds: float, event: object) -> None:
-        """Tell myself later, if I still live then."""
+        """Schedule an event for this actor; it is dropped if the actor dies before."""
         self.world.post(delay_seconds, self.name, event)
 
     @abstractmethod
     def handle(self, event: object) -> None:
-        """Take one event at `world.now`."""
+        """Handle one event at `world.now`."""
 
     def starts(self) -> None:
-        """A new life: what was sent to the dead is not for the living."""
+        """Begin a new life. Events for the old life are dropped."""
         self.life += 1
         self.up = True
 
     def dies(self) -> None:
-        """The life ends; what was sent to it is dropped."""
+        """End this life. Events for it are dropped."""
         self.life += 1
         self.up = False
 
 
 class SimWorld:
-    """The clock, the queue, the actors, and the one source of chance. `check` is shown each machine of `control/` after
-    each of its events.
+    """The clock, the queue, the actors, and the only source of randomness. `check` is called with each state machine of
+    `control/` after each of the machine's events.
     """
 
     def __init__(self, seed: int, check: Callable[[object], None] = lambda machine: None) -> None:
@@ -69,11 +69,11 @@ class SimWorld:
         self._sequence = 0
 
     def post(self, delay_seconds: float, actor: str, event: object) -> None:
-        """Let `event` happen to this life of `actor` after a delay (never before now)."""
+        """Schedule `event` for the current life of `actor` after a delay (never before now)."""
         self._push(delay_seconds, actor, self.actors[actor].life, event)
 
     def post_always(self, delay_seconds: float, actor: str, event: object) -> None:
-        """Likewise, whatever life it is in then: a fault that strikes the machine."""
+        """Likewise, for whatever life the actor is in by then: a fault that strikes the machine."""
         self._push(delay_seconds, actor, None, event)
 
     def _push(self, delay_seconds: float, actor: str, life: int | None, event: object) -> None:
@@ -81,7 +81,7 @@ class SimWorld:
         heapq.heappush(self._queue, (self.now + max(0.0, delay_seconds), self._sequence, actor, life, event))
 
     def step(self) -> bool:
-        """Let the next event happen; False when nothing is left."""
+        """Handle the next event. Return False if none is left, or after `MAX_EVENTS`."""
         if not self._queue or self.num_events >= MAX_EVENTS:
             return False
         self.now, _, name, life, event = heapq.heappop(self._queue)
@@ -95,17 +95,17 @@ class SimWorld:
 
     @property
     def next_at(self) -> float:
-        """Time of the next event, in seconds; infinity when nothing is left."""
+        """Time of the next event, in seconds; infinity if none is left."""
         return self._queue[0][0] if self._queue else float("inf")
 
     def soon(self, mean_seconds: float) -> float:
-        """A waiting time without memory."""
+        """Return an exponentially distributed waiting time."""
         return self.rng.expovariate(1.0 / mean_seconds)
 
     def around(self, median_seconds: float, spread: float) -> float:
-        """A log-normal duration; `spread` is the standard deviation of its logarithm."""
+        """Return a log-normal duration; `spread` is the standard deviation of its logarithm."""
         return median_seconds * self.rng.lognormvariate(0.0, spread)
 
     def chance(self, probability: float) -> bool:
-        """Whether something of this probability happens."""
+        """Draw whether an event of this probability happens."""
         return probability > 0 and self.rng.random() < probability

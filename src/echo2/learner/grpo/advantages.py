@@ -1,7 +1,7 @@
 """The advantage of each rollout over the others of its group.
 
-Group-relative only: nothing here needs another group, so groups can be trained on one by one as they arrive. With R_i
-the rewards of the K rollouts of one group:
+Advantages depend on no other group, so groups can be trained on one by one as they arrive. With R_i the rewards of the
+K rollouts of one group:
 
     grpo     (R_i - mean) / (std + 1e-6)      std is the sample standard deviation (K - 1), as in TRL and verl
     dr_grpo  R_i - mean
@@ -23,7 +23,7 @@ STD_EPSILON = 1e-6
 
 
 def group_advantages(rewards: Sequence[float | None], kind: Advantage) -> tuple[float, ...]:
-    """Advantages of one group's rollouts, in the same order.
+    """Return the advantages of one group's rollouts, in the same order.
 
     A group whose rewards are all equal gives exact zeros: it has nothing to teach.
 

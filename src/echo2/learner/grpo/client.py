@@ -1,13 +1,13 @@
 """Training steps on scored groups, composed of the trainer's verbs.
 
     forward_backward(groups)    add the groups' gradients; any number of times, any split
-    optim_step()                one AdamW step on what was added; the version grows by one
+    optim_step()                one AdamW step on the added gradients; the version grows by one
     update()                    the same within a training step: the version stays (`updates_per_step`)
     save_state / load_state     weights, optimizer, and where the run stands
 
-Groups become data (`data.py`), the policy loss and the pull to a reference become one loss (`GrpoLoss`), the schedule
-and the effective sample size become the learning rate. The rate, not the gradient, is scaled by sqrt(min(1, ESS / B))
-(VCPO, arXiv 2602.17616): Adam would cancel the other.
+`data.py` turns groups into data, `GrpoLoss` combines the policy loss with the KL penalty towards a reference, and the
+learning rate follows from the schedule and the effective sample size. The rate, not the gradient, is scaled by
+sqrt(min(1, ESS / B)) (VCPO, arXiv 2602.17616): Adam would cancel a scaling of the gradient.
 """
 
 from __future__ import annotations
@@ -39,16 +39,16 @@ from echo2.learner.trainer import AdamParams, Trainer
 from echo2.types import RolloutGroup
 
 POLICY, REFERENCE = "the policy", "its reference"
-#: Of a micro-batch: its statistics, and what the loss remembers of it.
+#: Output of a micro-batch: its statistics, and the data from which the loss's memory is made.
 Output = tuple[LossStats, Tensor | None]
 
 
 @dataclass(frozen=True, slots=True)
 class StepStats:
-    """One training step. `num_tokens` is N; `divisor` is what the sums were divided by; `grad_norm` is before
-    clipping; `skipped`: nothing to learn from, weights and optimizer untouched (the version grew all the same).
+    """Statistics of one training step. `num_tokens` is N; `divisor` is the divisor of the sums; `grad_norm` is before
+    clipping; `skipped`: nothing to learn from, weights and optimizer unchanged (the version grew all the same).
 
-    Of `num_updates` in one step, `a + b`: the later `lr`, the larger `grad_norm`, sums of the rest.
+    `a + b` merges updates of one step: the later `lr`, the larger `grad_norm`, sums of the rest.
     """
 
     lr: float
@@ -73,8 +73,8 @@ class StepStats:
 
 @dataclass(frozen=True, slots=True)
 class RunPosition:
-    """Where a run stands: completed training steps, lineage, the position in the task stream, and what the loss keeps
-    of the last step (`LossKind.remember`). A checkpoint holds it beside the weights.
+    """Position of a run: completed training steps, lineage, the position in the task stream, and the loss's memory of
+    the last step (`LossKind.remember`). A checkpoint holds it beside the weights.
     """
 
     version: int
@@ -85,8 +85,8 @@ class RunPosition:
 
 @dataclass(frozen=True, slots=True)
 class GrpoLoss:
-    """A policy loss with `reference_kl` times the pull to the reference. The trainer gives back, of each micro-batch,
-    its statistics and what the loss is to remember: log ratios and advantages [2, n], None where it keeps nothing.
+    """A policy loss plus `reference_kl` times the KL penalty towards the reference. Its output for each micro-batch:
+    statistics, and log ratios and advantages [2, n] for the loss's memory (None if the loss has no memory).
     """
 
     policy_loss: PolicyLoss
@@ -109,7 +109,7 @@ class GrpoClient:
     """One policy's training on scored groups. `version` = completed training steps."""
 
     def __init__(self, policy: Policy, config: Config, layout: Layout = "auto", mesh: Mesh | None = None) -> None:
-        """Raises: UserError, where there is no room for the reference, or the weights' precision is too coarse."""
+        """Raises: UserError, if there is no room for the reference, or the weights' precision is too coarse."""
         self.policy = policy
         self.config = config
         self.version = 0
@@ -117,7 +117,7 @@ class GrpoClient:
         self._mesh = mesh or Mesh()
         policy.computes_in_bfloat16 = computes_in_bfloat16(config.model.compute_dtype, policy.device)
         refuse_vanishing_updates(policy.trained_parameters(), config.learner.lr)
-        sized = replace(config, learner=replace(config.learner, ranks=self._mesh.size))  # torchrun may have said
+        sized = replace(config, learner=replace(config.learner, ranks=self._mesh.size))  # torchrun may have set it
         tokens = microbatch_tokens(policy, sized)
         self._settled = min(map(int, self._mesh.gather(str(tokens).encode()))) if self._mesh.size > 1 else tokens
         self._trainer = Trainer(self._settled, layout, self._mesh)
@@ -126,18 +126,18 @@ class GrpoClient:
         if reference is not None:
             reference.computes_in_bfloat16 = policy.computes_in_bfloat16
             self._trainer.add(REFERENCE, reference, is_trained=False)
-        self._before: StepStats | None = None  # of the updates that this step has had
+        self._before: StepStats | None = None  # statistics of this step's updates so far
         self._forget_sums()
 
     @property
     def tokens_per_call(self) -> int:
-        """Tokens with which one call of `forward_backward` gives every rank a full micro-batch."""
+        """Number of tokens with which one call of `forward_backward` gives every rank a full micro-batch."""
         return self._trainer.tokens_per_microbatch * self._mesh.size
 
     def why_unfit(self, group: RolloutGroup) -> str:
-        """Why the model cannot read the group; empty if it can. The head checks the rest when a result arrives, and
-        knows the context of most models. A group that was not found here would be fed again after every death of the
-        learner.
+        """Return why the model cannot process the group; empty if it can. The head makes the other checks when a result
+        arrives, and knows the context length of most models. A group that this check missed would be fed again after
+        every death of the learner.
         """
         prompt, longest = len(group.prompt_tokens), max(len(rollout.tokens) for rollout in group.rollouts)
         most = self.policy.max_positions
@@ -146,7 +146,7 @@ class GrpoClient:
         return f"{prompt} + {longest} tokens, where the model has {most} positions"
 
     def num_tokens_run(self, group: RolloutGroup) -> int:
-        """Tokens, including prompts, that training on the group runs; 0 if nothing is learned from it.
+        """Return the number of tokens, including prompts, that training on the group runs; 0 if it teaches nothing.
 
         Raises:
             InvariantError: the group is unscored.
@@ -154,7 +154,7 @@ class GrpoClient:
         return self._trainer.num_tokens_run(POLICY, self._data_of(group).data)
 
     def forward_backward(self, groups: Sequence[RolloutGroup]) -> LossStats:
-        """Add the gradient sums of whole groups; statistics of these groups alone.
+        """Add the gradient sums of whole groups. Return statistics of these groups alone.
 
         Raises:
             InvariantError: a group is unscored or has an empty prompt.
@@ -173,7 +173,7 @@ class GrpoClient:
             if self.is_within_step:  # the weights have moved since, though the version has not
                 measured = replace(measured, fresh={})
             stats += measured
-            self._stats += measured  # one by one: the same sums however the calls were cut
+            self._stats += measured  # one by one: the same sums however the calls are cut
             if remembered is not None:
                 self._remembered.append(remembered)
         return stats
@@ -185,7 +185,7 @@ class GrpoClient:
 
     @property
     def memory_summary(self) -> str:
-        """For people, after what the learner is doing: that memory has run out."""
+        """Suffix for the learner's activity, for people: says that memory has run out; empty if it has not."""
         left = self.tokens_per_microbatch
         return f"; memory ran out: micro-batches of {left} tokens" if left < self._settled else ""
 
@@ -195,11 +195,11 @@ class GrpoClient:
         return self._before is not None
 
     def optim_step(self) -> StepStats:
-        """One AdamW step on the gradients added so far, which ends the training step. Returns statistics of the whole
-        step.
+        """Make one AdamW step on the gradients added so far, which ends the training step. Return statistics of the
+        whole step.
 
         Raises:
-            UserError: the gradient is not finite (training has diverged); the weights are those of before the update.
+            UserError: the gradient is not finite (training has diverged); the weights are those before the update.
         """
         if self._before is None or self._num_rollouts:
             self._update()
@@ -209,7 +209,7 @@ class GrpoClient:
         return result
 
     def update(self) -> None:
-        """One AdamW step on the gradients added so far, with more groups of the same training step to come.
+        """Make one AdamW step on the gradients added so far, with more groups of the same training step to come.
 
         Raises:
             UserError: as `optim_step`.
@@ -234,17 +234,18 @@ class GrpoClient:
         self._before = done if self._before is None else self._before + done
 
     def save_weights_for_sampler(self) -> LentWeights:
-        """The weights (in `snapshot_dtype`) and the files that make them a model; the next update waits until they are
+        """Lend the weights (in `snapshot_dtype`) and the other files of the model; the next update waits until they are
         given back."""
         return self._trainer.save_weights_for_sampler(POLICY, self.config.model.snapshot_dtype)
 
     def finish_reading(self) -> None:
-        """Wait until nobody reads the weights beside the training, as the next update would."""
+        """Wait until no background reader uses the weights, as the next update would."""
         self._trainer.finish_reading(POLICY)
 
     def save_state(self, directory: Path, lineage: int = 0, cursor: int = 0) -> Saving:
-        """Begin to write a checkpoint to `directory`, whole or not at all; to be called between steps. The next step
-        trains meanwhile; its `optim_step` waits for the end of it. The result raises as `Trainer.save_state`'s.
+        """Begin to write a checkpoint to `directory`, whole or not at all; call it between steps. The next step's
+        gradients are computed meanwhile; its `optim_step` waits for the checkpoint. The result raises as that of
+        `Trainer.save_state`.
 
         Raises:
             InvariantError: it is called within a step.
@@ -271,7 +272,7 @@ class GrpoClient:
         return position
 
     def _of_all_ranks(self, outputs: list[Output]) -> list[Output]:
-        """What the loss returned on every rank, the first rank's first."""
+        """Gather the loss's outputs of every rank, the first rank's first."""
         if self._mesh.size == 1:
             return outputs
         rows = [(stats, None if kept is None else kept.tolist()) for stats, kept in outputs]

@@ -1,9 +1,10 @@
 """Records which groups the learner was training on when it died; the record outlives its restarts.
 
-A group that is fed is in the ledger and is fed again, so one that kills the learner (out of memory, a kernel's crash)
-would kill the next one too, for ever. After TOGETHER_MAX deaths in a micro-batch its groups are trained on one by one;
-one that the learner has died on ALONE_MAX times, alone, is left out for good and named. What is trained on without a
-death is forgotten here. A learner that dies on one group after the other is not the groups' fault, and says so.
+A group that was fed is in the ledger and is fed again after a restart, so a group that kills the learner (out of
+memory, a crash of a kernel) would kill every later learner. After TOGETHER_MAX deaths in a micro-batch, its groups are
+trained on one by one. A group on which the learner has died ALONE_MAX times, alone, is left out for good and logged. A
+group that is trained on without a death is removed from the record. If the learner dies on one group after the other,
+the groups are not at fault, and the learner ends with an error that says so.
 """
 
 from __future__ import annotations
@@ -24,15 +25,15 @@ from echo2.types import RolloutGroup
 log = logging.getLogger(__name__)
 
 TOGETHER_MAX = 2
-#: With those together, one less than the restarts in a minute that end a run.
+#: TOGETHER_MAX + ALONE_MAX is one less than the deaths within a minute that end a run.
 ALONE_MAX = 2
-#: Groups left out in a row, before the machine is to blame.
+#: Maximum number of groups left out in a row; beyond it the machine is at fault.
 LEFT_OUT_MAX = 3
 
 
 @dataclass(slots=True)
 class _Deaths:
-    """As it is stored. `together`, `alone`: deaths by group; `at_work`: what is trained on at the moment."""
+    """The stored record. `together`, `alone`: deaths by group; `at_work`: the groups being trained on."""
 
     together: dict[int, int] = field(default_factory=dict)
     alone: dict[int, int] = field(default_factory=dict)
@@ -42,7 +43,7 @@ class _Deaths:
 
 
 class CrashRecord:
-    """Reads what the learner before left in `path`, and counts its death if it died while it trained.
+    """Reads the record that the previous learner left in `path`, and counts its death if it died during training.
 
     Raises:
         UserError: the learner dies on one group after the other.
@@ -60,7 +61,7 @@ class CrashRecord:
             deaths.num_in_a_row += 1
         is_hopeless = deaths.num_in_a_row > LEFT_OUT_MAX
         if is_hopeless:
-            deaths.num_in_a_row, deaths.left_out = 0, []  # none of them was to blame: --resume tries all again
+            deaths.num_in_a_row, deaths.left_out = 0, []  # no group was at fault: --resume tries all again
         if deaths.at_work:
             self._write([])
         if is_hopeless:
@@ -71,27 +72,27 @@ class CrashRecord:
             )
 
     def why_unfit(self, group: RolloutGroup) -> str:
-        """Why the group is left out; empty if it is not."""
+        """Return why the group is left out; empty if it is not."""
         is_fit = group.group.number not in self._deaths.left_out
         return "" if is_fit else f"the learner died {ALONE_MAX} times while it trained on this group alone"
 
     @property
     def summary(self) -> str:
-        """For people, after what the learner is doing: deaths that it has not trained past yet, and what they cost."""
+        """Suffix for the learner's activity, for people: deaths on groups not trained past yet, and groups left out."""
         deaths = max([0, *self._deaths.together.values(), *self._deaths.alone.values()])
         left_out = ", ".join(f"train-{number}" for number in self._deaths.left_out[-LEFT_OUT_MAX:])
         died = f"; it died {deaths} times on groups that it trains again" if deaths else ""
         return died + (f"; left out, for it died of them: {left_out}" if left_out else "")
 
     def batches(self, groups: Sequence[RolloutGroup]) -> list[list[RolloutGroup]]:
-        """The groups to train on together: all without suspicion, and each of the others alone."""
+        """Return the batches to train on: all groups without suspicion together, and each of the others alone."""
         suspects = [group for group in groups if self._deaths.together.get(group.group.number, 0) >= TOGETHER_MAX]
         others = [group for group in groups if group not in suspects]
         return [*([others] if others else []), *([group] for group in suspects)]
 
     @contextmanager
     def training(self, groups: Sequence[RolloutGroup]) -> Iterator[None]:
-        """These groups are trained on inside the context; a process that does not reach its end has died of them."""
+        """Train on these groups inside this context. A process that does not reach the end of it has died on them."""
         numbers = [group.group.number for group in groups]
         self._write(numbers)
         yield

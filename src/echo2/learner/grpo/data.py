@@ -1,10 +1,10 @@
 """Turns scored groups into data: advantages, loss weights, and the divisor of the sums over a step's tokens.
 
-The division comes in two parts that both stream: a weight for each token, known from its own sequence, and one divisor,
-known when the step has all its groups.
+The normalisation has two parts, so that a step can be streamed: a weight for each token, known from its own sequence,
+and one divisor, known when the step has all its groups. The divisors:
 
     token      N, the loss tokens of the step
-    sequence   B, its rollouts, each token weighted by 1 / (loss tokens of its rollout)
+    sequence   B, the rollouts of the step; each token is weighted by 1 / (loss tokens of its rollout)
     constant   B * max_tokens
 """
 
@@ -23,8 +23,8 @@ Normalisation = Literal["token", "sequence", "constant"]
 
 @dataclass(frozen=True, slots=True)
 class GroupData:
-    """What a group adds to a step. `num_tokens` and `num_rollouts` count in N and B even where nothing is trained on: a
-    group without reward variance has no policy gradient, but it counts.
+    """A group's part of a step. `num_tokens` and `num_rollouts` count in N and B even if `data` is empty: a group
+    without reward variance has no policy gradient, but it counts.
     """
 
     num_tokens: int
@@ -39,8 +39,8 @@ def group_data(
     normalisation: Normalisation,
     keeps_flat: bool,
 ) -> GroupData:
-    """The group's rollouts as data for the step that trains `version`. `keeps_flat`: also where all
-    rewards are equal.
+    """Convert the group's rollouts to data for the step that trains `version`. `keeps_flat`: also if all rewards are
+    equal.
 
     Raises:
         InvariantError: the group is unscored.
@@ -74,6 +74,6 @@ def group_data(
 
 
 def divisor_of(kind: Normalisation, num_tokens: int, num_rollouts: int, max_tokens: int) -> float:
-    """The divisor of a step, at least 1."""
+    """Return the divisor of a step, at least 1."""
     counts = {"token": num_tokens, "sequence": num_rollouts, "constant": num_rollouts * max_tokens}
     return float(max(1, counts[kind]))

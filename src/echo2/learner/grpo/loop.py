@@ -1,17 +1,17 @@
 """The training loop of the learner, on one screen. Read this first.
 
-Step t takes the groups that the head feeds for it, micro-batch by micro-batch as they come, and makes version t + 1.
-Four orders must hold:
+Step t trains on the groups that the head feeds for it, micro-batch by micro-batch as they arrive, and makes version
+t + 1. Four rules of order must hold:
 
 1. the head has *recorded* step t before anything builds on it: the groups of t + 1, its snapshot, its checkpoint;
-2. a checkpoint is durable before the head is told, because it lets go of the groups that it covers; it is written
-   while the groups of the next step come in, and the weights wait for it. A stop leaves one, whenever it comes;
-3. a snapshot is read from the weights themselves, in the background while the next step's gradients are made: the
-   update waits until the last of it is encoded (but not sent);
-4. what was fed is checked again before it is trained on: too old or out of order is our bug and ends the learner; what
-   can't be trained on is left out and named.
+2. a checkpoint is durable before the head is told, because the head then drops the groups that it covers. It is written
+   while the groups of the next step arrive, and the next update waits for it. A stop at any time leaves a checkpoint;
+3. a snapshot is read from the weights themselves, in the background while the next step's gradients are computed: the
+   update waits until all of it is encoded (but not sent);
+4. groups are checked again before they are trained on: a group that is too old or out of order is a bug and ends the
+   learner; a group that can't be trained on is left out and logged.
 
-Torch works in this thread; the network lives in `session.HeadSession`'s.
+Torch runs in this thread; networking runs in the thread of `session.HeadSession`.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ from echo2.types import RolloutGroup
 
 log = logging.getLogger(__name__)
 
-#: Beside the checkpoints: what the learner is training on.
+#: File beside the checkpoints that names the groups being trained on (`crash_record.py`).
 CRASH_RECORD = "training.json"
 
 
 def resume(client: GrpoClient, checkpoints: Path) -> bool:
-    """Load the newest complete checkpoint, if there is one; damaged newer ones are set aside."""
+    """Load the newest whole checkpoint; damaged newer ones are set aside. Return whether there was one."""
     newest = checkpoint.recover(checkpoints)
     if newest is not None:
         client.load_state(newest)
@@ -48,16 +48,17 @@ def resume(client: GrpoClient, checkpoints: Path) -> bool:
 
 
 def train(client: GrpoClient, head: HeadSession, checkpoints: Path) -> str:
-    """Train from the current state of `client` and `head` to the last step, or until the head says stop. Returns why it
-    ended. `checkpoints` is the directory of the step_N directories.
+    """Train from the current state of `client` and `head` to the last step, or until the head says stop. Return why
+    training ended. `checkpoints` is the directory of the step_N directories.
 
     Raises:
         LinkError: the head was away for longer than the session's patience.
-        UserError: training diverged, the learner dies on whatever it trains on, or a checkpoint can't be written (room
-            is waited for).
-        InvariantError: the head fed what must not be trained on.
+        UserError: training diverged, the learner died on several groups in a row, or a checkpoint can't be written (on
+            a full disk the learner waits for space).
+        InvariantError: the head fed a group that must not be trained on.
     """
-    if client.config.run.deterministic and client.policy.device.type == "cuda":  # on the CPU all algorithms are
+    # On a CPU all algorithms are deterministic.
+    if client.config.run.deterministic and client.policy.device.type == "cuda":
         torch.use_deterministic_algorithms(True)
     saves = Checkpoints(checkpoints, client, head)
     recorded = _Recorded(client.version)
@@ -75,15 +76,15 @@ def train(client: GrpoClient, head: HeadSession, checkpoints: Path) -> str:
 
 @dataclass(slots=True)
 class _Recorded:
-    """The version whose step the head has recorded last, and the position in the task stream after it."""
+    """The version that the last recorded step made, and the position in the task stream after that step."""
 
     version: int
     cursor: int = 0
 
 
 def _leave(client: GrpoClient, saves: Checkpoints, recorded: _Recorded) -> None:
-    """Save what was trained since the last checkpoint. A step that is under way is dropped; what can't be saved is the
-    version of a step that the head has not recorded: a run can't go on from there.
+    """Save what was trained since the last checkpoint. A step under way is dropped. A version whose step the head has
+    not recorded is not saved, because a run can't continue from it.
     """
     if client.is_within_step or client.version != recorded.version:
         log.warning(
@@ -124,8 +125,8 @@ def _train_steps(
             head.want_groups(client.version)
         _publish_if_due(client, head)
         if is_last or client.version % config.learner.checkpoint_every == 0:
-            # A learner that comes back to this checkpoint can make this version's snapshot again, but no earlier one,
-            # and steps may need it.
+            # A learner that resumes from this checkpoint can make this version's snapshot again, but no earlier one,
+            # and later steps may need that.
             with meter.time("publish_wait"):
                 head.finish_publishing(but=client.version)
             saves.begin(recorded.cursor)
@@ -140,11 +141,11 @@ def _train_on_groups(
     client: GrpoClient, head: HeadSession, meter: StepMeter, record: CrashRecord, saves: Checkpoints
 ) -> wire.StepDone:
     """Compute the gradients of one step. A micro-batch is run as soon as another group like the last would not fit into
-    it. Returns what ended the step.
+    it. Return the StepDone that ended the step.
 
-    Where the cuts are follows from the arrivals alone: the same arrivals give the same sums, and in deterministic mode
-    the arrivals are in order of issue. With several updates a step the step is cut into as many parts, no micro-batch
-    crosses them, and each is an update of its own; `optim_step` ends the last.
+    The cuts depend on the arrivals alone: the same arrivals give the same sums, and in deterministic mode the arrivals
+    are in order of issue. A step with several updates is cut into as many parts. No micro-batch crosses the border of
+    two parts, and each part is an update of its own; `optim_step` ends the last one.
     """
     learner = client.config.learner
     groups_per_update = client.config.schedule.groups_per_step // learner.updates_per_step
@@ -188,10 +189,10 @@ def _train_on_groups(
 
 
 def _publish_if_due(client: GrpoClient, head: HeadSession) -> None:
-    """Publish the weights if the schedule asks for it and workers cannot have them yet.
+    """Publish the weights if the schedule asks for it and they are not published yet.
 
-    After a resume between two publications the newest due one may be gone from the head; then the present weights take
-    its place, or the workers would wait for ever.
+    After a resume between two publications, the head may have lost the newest snapshot that was due. Then the current
+    weights take its place; otherwise workers would wait for ever.
     """
     version, published = client.version, head.published
     newest_due = version - version % client.config.schedule.kappa

@@ -1,7 +1,7 @@
-"""Statistics of a step: what the loss did, and how far the data was from the policy. Sums over any split of the step.
+"""Statistics of a step: what the loss did, and how far the data was from the policy. Any split of a step adds up.
 
-k3 is Schulman's estimate of KL(mu || pi), r - 1 - l. All log ratios are clamped to +-20. Kept for the step, for each
-range of lags and for each worker: one bad machine, or one bad lag, does not show in a mean over all.
+k3 is Schulman's estimate of KL(mu || pi), r - 1 - l. All log ratios are clamped to +-20. Statistics are kept for the
+step, for each range of lags and for each worker: one bad machine, or one bad lag, does not show in a mean over all.
 
 Shape suffixes: n = loss tokens, S = sequences, q = quantities of `Mismatch`.
 """
@@ -21,7 +21,7 @@ from echo2.rundir import FRESH_MISMATCH, FRESH_SURPRISE, FRESH_TOKENS
 
 LAG_BOUNDS = (LOGGED_LAG, 0, 1, 2, 4, 8, 16, 32)
 LAG_NAMES = ("logged", "0", "1", "2", "3_4", "5_8", "9_16", "17_32", "33_up")
-LOG_WEIGHT_LIMIT = math.log(10.0)  # of a sequence, in the effective sample size
+LOG_WEIGHT_LIMIT = math.log(10.0)  # of a sequence's log weight, in the effective sample size
 MAX_WORKERS_NAMED = 8
 TABLES = ("by_lag", "by_worker", "fresh")
 
@@ -48,9 +48,9 @@ class Mismatch:
 class LossStats(Mismatch):
     """Sums over loss tokens and sequences (and two maxima): `a + b` describes both parts together.
 
-    `loss` is weighted as the normalisation asks. `weight*` are sums of the sequences' importance weights and their
-    squares, for the effective sample size. `by_lag` has the names of `LAG_NAMES`. `fresh` is by worker, too, of its
-    tokens at lag 0: under the weights that sampled them the log ratio is what the engines differ by, and nothing else.
+    `loss` is weighted according to the normalisation. `weight*` are sums of the sequences' importance weights and their
+    squares, for the effective sample size. The keys of `by_lag` are from `LAG_NAMES`. `fresh` is by worker too, for
+    tokens at lag 0 only: under the weights that sampled them, the log ratio shows only how the engines differ.
     """
 
     sequences: float = 0.0
@@ -88,7 +88,7 @@ class LossStats(Mismatch):
 def measure(
     loss: Tensor, logp_n: Tensor, tokens: LossTokens, found: TokenLosses, reference_kl: Tensor | None
 ) -> LossStats:
-    """Statistics of one forward pass. `loss` and `reference_kl` are its sums."""
+    """Return the statistics of one forward pass. `loss` and `reference_kl` are the sums of the pass."""
     log_n = log_ratio(logp_n, tokens).double()
     ratio_n = log_n.exp()
     k3_n = ratio_n - 1.0 - log_n
@@ -103,7 +103,7 @@ def measure(
     workers = _table(quantities_nq, worker_n, len(tokens.sources))
     fresh = _table(quantities_nq * (tokens.lag_n == 0).unsqueeze(1), worker_n, len(tokens.sources))
     log_weight_S = log_n.new_zeros(tokens.num_sequences).index_add_(0, tokens.sequence_n, log_n)
-    # Clamped: a single lucky sequence must not stop the learning.
+    # Clamped: a single sequence of extreme weight must not stop the learning.
     weight_S = log_weight_S.clamp(-LOG_WEIGHT_LIMIT, LOG_WEIGHT_LIMIT).exp()
     scalars = {
         "entropy": tokens.entropy_n.sum().double(),
@@ -135,10 +135,10 @@ def measure(
 
 
 def breakdown(stats: LossStats) -> dict[str, float]:
-    """The mismatch by lag and by worker, as means a token under the names that `metrics.jsonl` has for them.
+    """Return the mismatch by lag and by worker, as means per token, under the names of `metrics.jsonl`.
 
-    The workers that add most to the step's mismatch are named; the rest is `others`. So are those with the largest mean
-    at lag 0: the head judges their engines by it.
+    The workers that add most to the step's mismatch are named; the rest is `others`. At lag 0, the workers with the
+    largest mean mismatch plus surprise are named: the head judges their engines by these numbers.
     """
     ranked = sorted(stats.by_worker, key=lambda name: (-stats.by_worker[name].abs_log_ratio, name))
     named = {name: stats.by_worker[name] for name in ranked[:MAX_WORKERS_NAMED]}
@@ -170,7 +170,7 @@ def _table(quantities_nq: Tensor, row_n: Tensor, num_rows: int) -> Tensor:
 
 
 def _take(values: list[float], names: tuple[str, ...]) -> tuple[dict[str, Mismatch], list[float]]:
-    """The first rows of `values` by name, without the empty ones; and what is left of `values`."""
+    """Return the first rows of `values` by name, without empty ones, and the rest of `values`."""
     width = len(fields(Mismatch))
     rows = {name: Mismatch(*values[i * width : (i + 1) * width]) for i, name in enumerate(names)}
     return {name: row for name, row in rows.items() if row.tokens}, values[len(names) * width :]

@@ -1,7 +1,7 @@
 """Runs one client on several ranks: the first rank talks to the head and passes each verb to the others.
 
-All hold the same client in the same state and do the same verbs in the same order with the same groups; what each of
-them runs of a call is the trainer's to cut. A rank that dies takes all with it: the run goes on from the checkpoint.
+All ranks hold the same client in the same state and run the same verbs in the same order on the same groups; the
+trainer divides the work of a call. If one rank dies, all end, and the run resumes from the checkpoint.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from echo2.types import RolloutGroup
 
 
 class Order(msgspec.Struct, frozen=True):
-    """A verb for all ranks, and what it is called with."""
+    """A verb for all ranks, and its arguments."""
 
     verb: str
     groups: list[bytes] = []
@@ -35,7 +35,7 @@ class Order(msgspec.Struct, frozen=True):
 
 
 class LeadingClient(GrpoClient):
-    """The first rank's client. Verbs are those of `GrpoClient`, done by all ranks."""
+    """The first rank's client. Each verb of `GrpoClient` is run by all ranks."""
 
     def forward_backward(self, groups: Sequence[RolloutGroup]) -> LossStats:
         self._tell(Order("forward_backward", [encode_group(group).SerializeToString() for group in groups]))
@@ -62,7 +62,7 @@ class LeadingClient(GrpoClient):
         return super().load_state(directory)
 
     def end(self) -> None:
-        """Let the other ranks go."""
+        """End the other ranks, and leave the mesh."""
         self._tell(Order("end"))
         self._mesh.leave()
 
@@ -72,7 +72,7 @@ class LeadingClient(GrpoClient):
 
 @dataclass(frozen=True, slots=True)
 class _ToldSaving:
-    """A checkpoint for whose end the other ranks are called when the first one waits for it."""
+    """A checkpoint under way. When the first rank waits for it, the other ranks are told to wait too."""
 
     client: LeadingClient
     saving: Saving
@@ -83,11 +83,11 @@ class _ToldSaving:
 
 
 def follow(client: GrpoClient, mesh: Mesh) -> None:
-    """Do what the first rank tells until it says that it is over.
+    """Carry out the first rank's orders until the order to end.
 
     Raises:
-        RuntimeError: it has gone without a word.
-        UserError: as the verbs.
+        RuntimeError: the first rank has died.
+        UserError: see the verbs.
     """
     if client.config.run.deterministic and client.policy.device.type == "cuda":
         torch.use_deterministic_algorithms(True)

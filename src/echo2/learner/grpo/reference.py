@@ -6,8 +6,8 @@ Per token, with rho the reference, x = log rho - log pi and r = pi / mu at most 
 
 Schulman's k3 of KL(pi || rho), weighted because mu sampled the token and not pi. Its gradient is r (log pi - log rho)
 times that of log pi: unbiased below the cap, and without the exponential that k3 alone has where pi << rho
-(DeepSeek-V3.2, arXiv 2512.02556). It is written out, so that it is bounded at the cap too, by 10 * 20: mu is a
-worker's word.
+(DeepSeek-V3.2, arXiv 2512.02556). The gradient is written explicitly, so that it is bounded at the cap too, by 10 * 20:
+mu is a worker's unverified claim.
 
 Shape suffixes: n = loss tokens, S = sequences.
 """
@@ -31,11 +31,11 @@ LOG_CAP = math.log(10.0)
 
 
 def reference_of(policy: Policy, config: Config, mesh: Mesh) -> Policy:
-    """The policy that training begins with: an adapter's base model, a frozen copy of a whole model, or what is read
-    again where the model is cut over ranks.
+    """Return the policy that training begins with: an adapter's base model, a frozen copy of a whole model, or, if the
+    model is cut over ranks, a model that is loaded again.
 
     Raises:
-        UserError: as `frozen_copy`.
+        UserError: see `frozen_copy`.
     """
     if isinstance(policy, Adapter):
         return policy.base.alone()
@@ -47,10 +47,10 @@ def reference_of(policy: Policy, config: Config, mesh: Mesh) -> Policy:
 
 
 def frozen_copy(policy: Policy) -> Policy:
-    """The policy as it is now: as much memory again as its weights take.
+    """Return a frozen copy of the policy as it is now. It takes as much memory as the weights.
 
     Raises:
-        UserError: the device has no room for them.
+        UserError: the device has no room for the copy.
     """
     try:
         module = copy.deepcopy(policy.module)
@@ -64,7 +64,7 @@ def frozen_copy(policy: Policy) -> Policy:
 
 
 def token_kl(logp_n: Tensor, tokens: LossTokens, vetoed_S: Tensor) -> Tensor:
-    """The term of each token; 0 in sequences that the loss vetoed."""
+    """Return the penalty term of each token; 0 in sequences that the loss vetoed."""
     ratio_n = (logp_n - tokens.behaviour_n).clamp(-LOG_RATIO_LIMIT, LOG_CAP).exp()
     x_n = (tokens.reference_n - logp_n).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
     with torch.no_grad():

@@ -1,5 +1,5 @@
-"""The run's checkpoints: written beside the training, durable before the head is told. It keeps the newest few, every
-Nth, and the best that was evaluated.
+"""The run's checkpoints: written in the background, durable before the head is told. The newest few, every Nth, and the
+best evaluated one are kept.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from echo2.learner.state import Saving
 
 log = logging.getLogger(__name__)
 
-#: That a learner which is to end waits for room, in all.
+#: Total time that a stopping learner waits for disk space.
 LAST_ROOM_SECONDS = 60.0
 
 
 class Checkpoints:
-    """Writes one checkpoint at a time, in the background: from `begin` on, and `finish` waits for its end."""
+    """Writes one checkpoint at a time, in the background: `begin` starts it, and `finish` waits for its end."""
 
     def __init__(self, root: Path, client: GrpoClient, head: HeadSession) -> None:
         self._root = root
@@ -34,18 +34,18 @@ class Checkpoints:
         self._give_up_at: float | None = None
 
     def begin(self, cursor: int) -> None:
-        """Begin to write the checkpoint of the version at hand; the step must have ended."""
+        """Begin to write the checkpoint of the current version; the step must have ended."""
         directory = checkpoint.step_directory(self._root, self._client.version)
         self._cursor = cursor
         self._writing = self._client.save_state(directory, self._head.lineage, cursor)
 
     def finish(self, tells_head: bool = True) -> None:
-        """Wait until the checkpoint under way is durable, and for room on a full disk: all since the checkpoint before
-        would be trained again. Without one under way there is nothing to do. A learner that is to end gives the
-        checkpoint up after `LAST_ROOM_SECONDS`.
+        """Wait until the checkpoint under way is durable, if there is one. On a full disk, wait for space: without the
+        checkpoint, all steps since the previous one would be trained again. A stopping learner gives the checkpoint up
+        after `LAST_ROOM_SECONDS`.
 
         Raises:
-            UserError: it can't be written where it belongs.
+            UserError: the checkpoint can't be written to its directory.
             LinkError: the head was away for too long.
         """
         while self._writing is not None:
@@ -68,7 +68,7 @@ class Checkpoints:
                     self._report()
 
     def save_last(self, cursor: int) -> None:
-        """Save the version at hand, unless that is done, for a head that is going away."""
+        """Save the current version, unless that is done, without telling the head, which is going away."""
         self._head.doing = f"saving version {self._client.version}, the last one"
         self.finish(tells_head=False)
         if not checkpoint.is_whole(checkpoint.step_directory(self._root, self._client.version)):
@@ -76,19 +76,21 @@ class Checkpoints:
             self.finish(tells_head=False)
 
     def _has_waited(self) -> bool:
-        """Whether room has been waited for long enough since the learner was to end."""
+        """Whether a stopping learner has waited long enough for disk space."""
         now = time.monotonic()
         if self._give_up_at is None:
             self._give_up_at = now + LAST_ROOM_SECONDS
         return now >= self._give_up_at
 
     def report_again(self) -> None:
-        """Tell the head which checkpoints there are: the last report may have been lost."""
+        """Tell the head which checkpoints exist: the last report may have been lost."""
         if self._client.version in checkpoint.versions(self._root):
             self._report()
 
     def _report(self) -> None:
-        """Only the head knows which one is the best: nothing is deleted before it has answered."""
+        """Report the checkpoints, then prune them. Only the head knows the best one, so nothing is deleted before it
+        answers.
+        """
         whole, every = checkpoint.versions(self._root), self._keep_every
         best = self._head.report_checkpoint(self._client.version, whole[: self._keep][-1], whole)
         checkpoint.prune(self._root, self._keep, [v for v in whole if v in best or (every and v % every == 0)])

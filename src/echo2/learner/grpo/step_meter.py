@@ -1,8 +1,8 @@
-"""Measures a training step: its data and the time of its parts, the learner's share of a row of `metrics.jsonl`.
+"""Measures a training step: its data and the time of its parts. These are the learner's columns of `metrics.jsonl`.
 
-The step's window runs from the report of the step before to this step's own, so the parts add up: `time/step` =
-`time/wait_for_batch` + `time/train` + `time/publish_wait` (before the update: for the snapshot that is encoded, which
-waits for the publication before) + `time/checkpoint` + a little rest.
+A step's window runs from the report of the previous step to its own report, so the parts add up: `time/step` =
+`time/wait_for_batch` + `time/train` + `time/publish_wait` (the wait, before the update, until the snapshot is encoded,
+which itself waits for the previous publication) + `time/checkpoint` + a little rest.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from echo2.learner.grpo.client import StepStats
 from echo2.learner.grpo.loss_stats import breakdown
 from echo2.types import RolloutGroup
 
-#: Reward functions that get a column of their own.
+#: Maximum number of reward functions with a column of their own.
 PARTS_NAMED_MAX = 64
 PARTS = ("wait_for_batch", "train", "publish_wait", "checkpoint")
 
 
 class StepMeter:
-    """Collects while a step runs; starts its clock when made."""
+    """Collects the measurements of one step. The clock starts when it is created."""
 
     def __init__(self, step: int, config: Config) -> None:
         self._step = step
@@ -42,7 +42,7 @@ class StepMeter:
         self.numbers: list[int] = []
 
     def waited(self, seconds: float) -> None:
-        """The trainer has waited so long for groups, by its own clock."""
+        """Set how long the trainer waited for groups, by its own clock."""
         self._seconds["wait_for_batch"] = seconds
 
     @contextmanager
@@ -55,11 +55,11 @@ class StepMeter:
             self._seconds[part] += time.monotonic() - started
 
     def see(self, group: RolloutGroup, is_fit: bool = True) -> None:
-        """Take a scored group into account, and check once more that it may be trained on now. One that is not fit
-        counts as that and nothing else.
+        """Count a scored group, and check once more that it may be trained on now. A group that is not fit counts only
+        as unfit.
 
         Raises:
-            InvariantError: it is of another step, too stale, or (deterministic mode) out of order.
+            InvariantError: the group is of another step, too stale, or (deterministic mode) out of order.
         """
         staleness = [self._step - rollout.oldest_version for rollout in group.rollouts]
         if group.step != self._step or max(staleness) > self._max_staleness or min(staleness) < 0:
@@ -86,7 +86,7 @@ class StepMeter:
                     self._parts.setdefault(name, []).append(value)
 
     def metrics(self, stats: StepStats) -> dict[str, float]:
-        """Everything about the step, under the names that `metrics.jsonl` has for it."""
+        """Return all numbers of the step, under the names of `metrics.jsonl`."""
         losses = stats.losses
         per_token = 1.0 / max(1.0, losses.tokens)
         return {
@@ -112,7 +112,7 @@ class StepMeter:
         }
 
     def rollout_metrics(self) -> dict[str, float]:
-        """The same, but for what the trainer's own arithmetic gives."""
+        """Return the numbers of the step that do not come from the trainer's arithmetic."""
         seconds = time.monotonic() - self._started
         rewards = [reward for group in self._rewards for reward in group]
         flat = sum(1 for group in self._rewards if max(group) == min(group))
@@ -132,7 +132,9 @@ class StepMeter:
         }
 
     def _off_policy(self) -> dict[str, float]:
-        """Logged rollouts have no age; a step of nothing else reports none, for 0 would say that it was on-policy."""
+        """Return the staleness numbers. Logged rollouts have no staleness; a step of nothing else reports none, because
+        0 would mean on-policy.
+        """
         share = {"off_policy/logged": self._num_logged / max(1, len(self._lengths))}
         if not self._staleness:
             return share if self._num_logged else share | {"off_policy/mean": 0.0, "off_policy/max": 0}
