@@ -23,7 +23,7 @@ from torch.nn import functional
 
 from echo2.errors import PeerError
 from echo2.rollout.snapshot_files import read_object
-from echo2.rollout.snapshot_tensors import FLOAT_DTYPES, check_tensors, copy_tensors
+from echo2.rollout.snapshot_tensors import FLOAT_DTYPES, check_layout, copy_tensors
 from echo2.types import Snapshot
 
 RANK_MAX = 4096
@@ -97,7 +97,7 @@ def read_adapter(
         empty = partial(torch.empty, dtype=FLOAT_DTYPES[dtype], device=device)
         low = found[module] = LowRank(empty((rank, inputs)), empty((outputs, rank)))
         places[PREFIX + module + DOWN], places[PREFIX + module + UP] = (low.a_RI,), (low.b_OR,)
-    check_tensors(snapshot, places)
+    check_layout(snapshot, places)
     copy_tensors(snapshot, places)
     for low in found.values():
         low.b_OR.mul_(scale)

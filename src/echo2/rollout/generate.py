@@ -101,16 +101,16 @@ async def _rollouts(
     strings = assignment.params.stop
     stop = await asyncio.to_thread(stop_rule, tokenizer, strings) if strings else None
 
-    async def one(sample: int) -> Played | RequestFailure:
-        environment = environments[assignment.environment] if assignment.environment else None
+    environment = environments[assignment.environment] if assignment.environment else None
+
+    async def one(sample: int) -> Rollout | Played | RequestFailure:
         if isinstance(environment, HarnessEnvironment):
             return await environment.play(engine, tokenizer, assignment, sample)
         if environment is not None:
-            played = await play(engine, tokenizer, environment, assignment, sample)
-            return played if isinstance(played, RequestFailure) else Played(assignment.prompt_tokens, played)
+            return await play(engine, tokenizer, environment, assignment, sample)
         seed, params = assignment.lease.seed, assignment.params
         outcome = await engine.submit(SampleRequest(assignment.prompt_tokens, seed, sample, params, stop=stop))
-        return outcome if isinstance(outcome, RequestFailure) else Played(assignment.prompt_tokens, _rollout(outcome))
+        return outcome if isinstance(outcome, RequestFailure) else _rollout(outcome)
 
     tasks = [asyncio.ensure_future(one(sample)) for sample in range(assignment.lease.num_samples)]
     for task in tasks:
@@ -119,7 +119,10 @@ async def _rollouts(
         for ended in asyncio.as_completed(tasks):
             if isinstance(failure := await ended, RequestFailure):
                 return failure
-        return as_group([played for task in tasks if not isinstance(played := task.result(), RequestFailure)])
+        results = [task.result() for task in tasks]
+        if played := [result for result in results if isinstance(result, Played)]:
+            return as_group(played)  # a harness makes the prompt of each rollout
+        return assignment.prompt_tokens, [result for result in results if isinstance(result, Rollout)]
     finally:
         for task in tasks:
             task.cancel()

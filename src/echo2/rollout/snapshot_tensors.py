@@ -1,5 +1,8 @@
 """Loads a snapshot's tensors into an engine piece by piece. Each must exist, have the right shape and be finite, and
 only one piece is in memory at a time.
+
+Where the places are new, checking and copying is one pass over the bytes. Only weights that are copied over those in
+use are read twice: nothing may be refused half-way.
 """
 
 from __future__ import annotations
@@ -44,42 +47,55 @@ def computing_dtype(snapshot: Snapshot) -> torch.dtype:
     return FLOAT_DTYPES[stored.dtype]
 
 
-def check_tensors(snapshot: Snapshot, places: Places) -> None:
-    """Read and check all tensors. The places are not written, and may be on the device "meta".
+def check_layout(snapshot: Snapshot, places: Places) -> None:
+    """Check all that can be known of the tensors without reading them. The places may be on the device "meta".
 
     Raises:
-        PeerError: a tensor is missing or has no place; its dtype is unknown, its shape is not that of its place, its
-            number of bytes is wrong, or a value is not finite.
+        PeerError: a tensor is missing or has no place; its dtype is unknown, its shape is not that of its place, or its
+            number of bytes is wrong.
     """
-    buffer = _buffer()
     for name in _taken(snapshot, places):
         source, shape = snapshot.tensors[name], tuple(places[name][0].shape)
         if source.dtype not in DTYPES:
             raise PeerError("bad_snapshot", f"{name} has dtype {source.dtype!r}, which no engine reads")
-        dtype = DTYPES[source.dtype]
         if tuple(source.shape) != shape:
             said = f"{name} has shape {list(source.shape)}, its architecture says {list(shape)}"
             raise PeerError("bad_snapshot", said)
-        if source.num_bytes != math.prod(shape) * dtype.itemsize:
+        if source.num_bytes != math.prod(shape) * DTYPES[source.dtype].itemsize:
             said = f"{name} has {source.num_bytes} bytes, not those of {source.dtype} {list(shape)}"
             raise PeerError("bad_snapshot", said)
-        for _, piece in _pieces(source, buffer) if dtype.is_floating_point else ():
-            # Minimum and maximum are NaN if any value is: thirty times as fast as checking each value.
-            if not all(math.isfinite(float(end)) for end in torch.aminmax(piece)):
-                raise PeerError("bad_snapshot", f"{name} holds NaN or infinity")
+
+
+def check_values(snapshot: Snapshot, places: Places) -> None:
+    """Read all tensors, without writing the places: after this, `copy_tensors` does not refuse a value.
+
+    Raises:
+        PeerError: a value is not finite, or the snapshot's bytes can no longer be read.
+    """
+    buffer = _buffer()
+    for name in _taken(snapshot, places):
+        for _, piece in _pieces(snapshot.tensors[name], buffer):
+            _check_finite(name, piece)
 
 
 def copy_tensors(snapshot: Snapshot, places: Places) -> None:
-    """Copy all tensors into their places, converting dtypes. Call `check_tensors` before.
+    """Copy all tensors into their places, converting dtypes. Call `check_layout` before.
 
     Raises:
-        PeerError: the snapshot's bytes can no longer be read; some places are filled then, others not.
+        PeerError: as `check_values`; some places are filled then, others not.
     """
     buffer = _buffer()
     for name in _taken(snapshot, places):
         for start, piece in _pieces(snapshot.tensors[name], buffer):
+            _check_finite(name, piece)
             for place in places[name]:
                 place.view(-1)[start : start + piece.numel()].copy_(piece)
+
+
+def _check_finite(name: str, piece: Tensor) -> None:
+    """Minimum and maximum are NaN if any value is: thirty times as fast as checking each value."""
+    if piece.is_floating_point() and not all(math.isfinite(float(end)) for end in torch.aminmax(piece)):
+        raise PeerError("bad_snapshot", f"{name} holds NaN or infinity")
 
 
 def _taken(snapshot: Snapshot, places: Places) -> list[str]:

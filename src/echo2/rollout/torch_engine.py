@@ -36,7 +36,7 @@ from echo2.rollout.engine import Completion, OutOfMemoryError, RequestFailure, S
 from echo2.rollout.kept_rows import KEPT_SHARE, KeptRows
 from echo2.rollout.prefill import TILE_ITEMS, batches, measure, sequence_of
 from echo2.rollout.rows import Limits, RowTable
-from echo2.rollout.snapshot_tensors import Places, check_tensors, copy_tensors
+from echo2.rollout.snapshot_tensors import Places, check_layout, check_values, copy_tensors
 from echo2.rollout.verification import Prefill, PrefillRequest
 from echo2.types import Snapshot, SnapshotRef
 
@@ -169,12 +169,13 @@ class TorchDecoder:
             outline = self._build_model(whole, META)
             if self._current is not None and self._current[1].architecture != outline.architecture:
                 raise PeerError("architecture", f"snapshot {whole.ref} has another architecture than the one before")
-            check_tensors(whole, outline.places)
+            check_layout(whole, outline.places)
             adapter = {} if whole is snapshot else read_adapter(snapshot, outline.linears, self._device)
             seconds = 0.0
             if self._load_beside(snapshot.ref, whole, adapter):
                 self._before = before if self._checks else None
             else:
+                check_values(whole, outline.places)
                 seconds = self._load_in_place(snapshot.ref, whole, adapter, outline.limits)
             self.base_model = snapshot.base_model
             return seconds
