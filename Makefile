@@ -151,16 +151,16 @@ test-wheel: $(INSTALLED)
 	@touch .venv-wheel/.installed
 	$(PY) -m pytest tests/integration/test_wheel.py
 
-# The dashboard in Chromium (apt install chromium chromium-driver), and a notebook that trains, in an environment of its own,
-# which borrows the packages of ours. What can't be had is said, and its tests are skipped.
+# The dashboard in Chromium (apt install chromium chromium-driver), a notebook that trains, and metrics in W&B and Trackio, in
+# an environment of its own, which borrows the packages of ours. What can't be had is said, and its tests are skipped.
 test-browser: $(INSTALLED)
 	-$(MAKE) .venv-browser/.installed
 	$$([ -e .venv-browser/.installed ] && echo .venv-browser/bin/python || echo $(PY)) -m pytest tests/browser \
-		tests/integration/test_api_real.py::test_a_notebook_trains
+		tests/integration/test_api_real.py::test_a_notebook_trains tests/unit/test_runtime_rollout_log.py
 
 .venv-browser/.installed: | $(INSTALLED)
 	$(PYTHON) -m venv --clear .venv-browser
-	.venv-browser/bin/python -m pip install -qq --disable-pip-version-check selenium==4.51.0 nbclient ipykernel matplotlib
+	.venv-browser/bin/python -m pip install -qq --disable-pip-version-check selenium==4.51.0 nbclient ipykernel matplotlib wandb==0.31.0 trackio==0.43.0
 	@$(PY) -c 'import sysconfig; print("$(CURDIR)/src", sysconfig.get_path("purelib"), sep="\n")' > $$(.venv-browser/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/ours.pth
 	-cd .venv-browser && npm pack --silent axe-core@4.14.1 && tar xzf axe-core-4.14.1.tgz package/axe.min.js
 	@touch $@

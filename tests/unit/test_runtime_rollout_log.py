@@ -5,12 +5,13 @@ from __future__ import annotations
 import importlib.util
 import json
 import random
+import sqlite3
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from echo2.runtime.head.metric_copies import TABLE_STEPS, WandbSink
+from echo2.runtime.head.metric_copies import TABLE_STEPS, TrackioSink, WandbSink
 from echo2.runtime.head.metrics import Metrics
 from echo2.runtime.head.rollout_log import (
     COLUMN_CHARS_MAX,
@@ -157,3 +158,21 @@ def test_wandb_gets_tables_of_evaluations_and_of_every_tenth_step(
     texts = {name: [row[1] for row in table["data"]] for name, table in tables.items()}
     assert texts == ({"train": [f"step_{TABLE_STEPS}"], "held": ["eval_3"]} if is_wanted else {})
     assert all(table["columns"] == list(COLUMNS) for table in tables.values())
+
+
+@pytest.mark.skipif(importlib.util.find_spec("trackio") is None, reason="trackio is not installed here")
+def test_trackio_gets_every_number_and_goes_on_with_a_resumed_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))  # read when it is first imported
+    for step in (1, 2):
+        metrics = Metrics(tmp_path / "metrics.jsonl", [TrackioSink("project", "run-7", {"seed": 0})])
+        metrics.write({"step": step, "reward/mean": 0.5, "note": "no number"})
+        metrics.amend(step, {"eval/accuracy": 0.25})
+        metrics.close()
+    (file,) = (tmp_path / "trackio").glob("*.db")
+    rows = sqlite3.connect(file).execute("select run_name, step, metrics from metrics order by id").fetchall()
+    expected = [(step, values) for step in (1, 2) for values in ({"reward/mean": 0.5}, {"eval/accuracy": 0.25})]
+    assert [(step, json.loads(values)) for _, step, values in rows] == expected
+    assert {name for name, *_ in rows} == {"run-7"}
+    assert capfd.readouterr().out == ""

@@ -183,9 +183,10 @@ def check_together(config: Config) -> None:
         )
     for target in config.run.log_to:
         kind, _, project = target.partition(":")
-        if target != "tensorboard" and (kind not in ("wandb", "wandb+rollouts") or not project):
+        if target != "tensorboard" and (kind not in ("wandb", "wandb+rollouts", "trackio") or not project):
             raise UserError(
-                f"run.log_to has {target!r}: expected tensorboard, wandb:<project> or wandb+rollouts:<project>."
+                f"run.log_to has {target!r}: expected tensorboard, wandb:<project>, wandb+rollouts:<project> or "
+                "trackio:<project>."
             )
     config.head.address  # noqa: B018  it is checked when it is read
 

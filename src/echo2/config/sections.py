@@ -30,7 +30,10 @@ class RunConfig:
     ] = False
     log_to: Annotated[
         list[str],
-        _doc("Also send metrics to: tensorboard | wandb:<project of Weights & Biases> | wandb+rollouts:<project>."),
+        _doc(
+            "Also send metrics to: tensorboard | wandb:<project of Weights & Biases> | wandb+rollouts:<project> | "
+            "trackio:<project>."
+        ),
     ] = field(default_factory=list)
 
 

@@ -38,7 +38,7 @@ from echo2.runtime.head.evals import Evals
 from echo2.runtime.head.eventlog import EventLog
 from echo2.runtime.head.failures import Failures
 from echo2.runtime.head.machines import Machines
-from echo2.runtime.head.metric_copies import Sink, TensorBoardSink, WandbSink
+from echo2.runtime.head.metric_copies import Sink, TensorBoardSink, TrackioSink, WandbSink
 from echo2.runtime.head.metrics import Metrics
 from echo2.runtime.head.planner_options import planner_options, read_offers
 from echo2.runtime.head.presence import LearnerPresence, Presence
@@ -135,6 +135,8 @@ class Head:
             kind, _, project = target.partition(":")
             if kind == "tensorboard":
                 sinks.append(TensorBoardSink(self.rundir.path / "tensorboard"))
+            elif kind == "trackio":
+                sinks.append(TrackioSink(project, self.run_id, asdict(self.config)))
             else:
                 rollouts = self.rundir.rollouts if kind == "wandb+rollouts" else None
                 sinks.append(WandbSink(project, self.run_id, self.rundir.path, asdict(self.config), rollouts))

@@ -1,12 +1,14 @@
-"""Copies metrics to TensorBoard and Weights & Biases. A failure or stall of a service affects only its copy."""
+"""Copies metrics to TensorBoard, Weights & Biases and Trackio. A failure or stall there affects only the copy."""
 
 from __future__ import annotations
 
 import importlib
 import logging
 import queue
+import sys
 import threading
 from collections.abc import Mapping
+from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
 
@@ -43,9 +45,8 @@ class TensorBoardSink(Sink):
         )
 
     def write(self, step: int, values: Mapping[str, Any]) -> None:
-        for name, value in values.items():
-            if isinstance(value, (int, float)) and name != "step":
-                self._writer.add_scalar(name, value, step)
+        for name, value in _numbers(values).items():
+            self._writer.add_scalar(name, value, step)
 
     def close(self) -> None:
         self._writer.close()
@@ -79,6 +80,30 @@ class WandbSink(Sink):
 
     def close(self) -> None:
         self._run.finish()
+
+
+class TrackioSink(Sink):
+    """Trackio, resumed under the run's id: a database in TRACKIO_DIR, or a Space (TRACKIO_SPACE_ID)."""
+
+    def __init__(self, project: str, run_id: str, config: Mapping[str, Any]) -> None:
+        trackio = _import("trackio", "trackio")
+        with redirect_stdout(sys.stderr):  # the head's standard output may be read by a script
+            self._run = trackio.init(
+                project,
+                run_id,
+                config=dict(config),
+                resume="allow",
+                embed=False,
+                auto_log_gpu=False,
+                auto_log_cpu=False,
+            )
+
+    def write(self, step: int, values: Mapping[str, Any]) -> None:
+        self._run.log(_numbers(values), step=step)
+
+    def close(self) -> None:
+        with redirect_stdout(sys.stderr):
+            self._run.finish()
 
 
 class Copy:
@@ -116,6 +141,10 @@ class Copy:
             log.exception("%s failed: from here on nothing is copied there; metrics.jsonl has everything", self._name)
             while self._rows.get() is not None:
                 pass
+
+
+def _numbers(values: Mapping[str, Any]) -> dict[str, float]:
+    return {name: value for name, value in values.items() if isinstance(value, (int, float)) and name != "step"}
 
 
 def _import(package: str, target: str) -> Any:

@@ -40,7 +40,7 @@ ROWS_CHECKED_MAX = 10_000
 ANY_HOST = ("0.0.0.0", "::")
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
 #: Target of run.log_to -> the package that it imports.
-LOG_PACKAGES = {"tensorboard": "tensorboardX", "wandb": "wandb", "wandb+rollouts": "wandb"}
+LOG_PACKAGES = {"tensorboard": "tensorboardX", "wandb": "wandb", "wandb+rollouts": "wandb", "trackio": "trackio"}
 
 
 def check(config: Config, has_learner: bool = True) -> None:
