@@ -124,11 +124,11 @@ def run_worker(settings: Mapping[str, Any]) -> None:
     from echo2.types import Snapshot
 
     class SlowDecoder(FakeDecoder):
-        def load(self, snapshot: Snapshot) -> float:
+        def load(self, snapshot: Snapshot, base: Snapshot | None = None) -> float:
             time.sleep(settings["broadcast_seconds"])
-            return super().load(snapshot)
+            return super().load(snapshot, base)
 
-    worker.make_engine = lambda name, device, slots: DecodeLoop(
+    worker.make_engine = lambda name, device, slots, place: DecodeLoop(
         SlowDecoder(settings["rate"] * MEAN_TOKENS, time.sleep), slots
     )
     worker.run_worker(f"@{settings['run']}/ticket", Path(settings["state"]), worker.WorkerOptions(engine="fake"))

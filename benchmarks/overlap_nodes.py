@@ -271,7 +271,7 @@ def run_worker(settings: Mapping[str, Any]) -> None:
             self._left = {number: left for number, left in self._left.items() if left}
             return [(number, self._made.pop(number)) for number in ended]
 
-    worker.make_engine = lambda name, device, slots: DecodeLoop(PacedDecoder(), slots)
+    worker.make_engine = lambda name, device, slots, place: DecodeLoop(PacedDecoder(), slots)
     options = worker.WorkerOptions(engine="fake")
     worker.run_worker(f"@{settings['run']}/ticket", Path(settings["state"]), options)
 

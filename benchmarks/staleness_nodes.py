@@ -93,7 +93,7 @@ def run_worker(settings: Mapping[str, Any]) -> None:
     def build(snapshot: Snapshot, device: torch.device) -> Model:
         return PacedModel(build_compact(snapshot, device), settings["token_seconds"])
 
-    worker.make_engine = lambda name, device, slots: DecodeLoop(TorchDecoder(build, device), slots)
+    worker.make_engine = lambda name, device, slots, place: DecodeLoop(TorchDecoder(build, device), slots)
     options = worker.WorkerOptions(device="cpu")
     worker.run_worker(f"@{settings['run']}/ticket", Path(settings["state"]), options)
 
