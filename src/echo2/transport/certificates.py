@@ -93,7 +93,7 @@ def common_name(certificate: x509.Certificate) -> str:
     """Return the subject's common name. Raises ValueError if there is none."""
     names = certificate.subject.get_attributes_for_oid(NameOID.COMMON_NAME)
     if not names:
-        raise ValueError("a certificate of nobody")
+        raise ValueError("the certificate has no common name")
     return str(names[0].value)
 
 

@@ -103,7 +103,7 @@ def _parse_ticket(text: str) -> Ticket:
         raise ValueError(f"it is of version {plain['v']}, this program knows {TICKET_VERSION}")
     address = str(plain["addr"])
     if not _ADDRESS.fullmatch(address):
-        raise ValueError("its address is none")
+        raise ValueError(f"its address {address[:100]!r} is not HOST:PORT")
     der = {name: base64.b64decode(plain[name], validate=True) for name in ("ca", "cert", "key")}
     key = ec.derive_private_key(int.from_bytes(der["key"], "big"), ec.SECP256R1())
     ca, certificate = (certificates.read_der(der[name]) for name in ("ca", "cert"))

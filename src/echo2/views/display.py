@@ -360,7 +360,7 @@ def show_status(status: Mapping[str, Any], console: Console) -> None:
         waits.add_row(
             _safe(wait["waiter"]), _safe(wait["waits_for"]), since, until, _safe(wait["reason"], REASON_CHARS)
         )
-    console.print(waits if status["waits"] else "nobody waits")
+    console.print(waits if status["waits"] else "no process waits")
     table = Table("role", "id", "pid", "state", "weights", "doing", title="Processes", title_justify="left")
     for process in status["processes"]:
         state = PROCESS_STATES[process["alive"]] if process["host"] else "away"

@@ -44,7 +44,9 @@ def serve(directories: Sequence[Path], host: str = LOOPBACK, port: int = 0) -> i
     """
     for directory in directories:
         if not directory.is_dir():
-            raise UserError(f"There is no directory {directory}. Name the directory of a run, or of none yet.")
+            raise UserError(
+                f"There is no directory {directory}. Name a run directory, or an empty one for a run to come."
+            )
     return serve_pages(lambda token: Dashboard(directories, token), host, port)
 
 

@@ -29,7 +29,7 @@ def grant_backup_leases(state: PlannerState, now: float) -> None:
             return
         lease = granting.lease_of(state, record, now)
         state.open_lease(worker.worker_id, lease)
-        reason = f"group {late.group.number} is late at {holder}: whoever is first"
+        reason = f"group {late.group.number} is late at {holder}: the first result counts"
         state.emit(do.GrantLeases, reason, worker_id=worker.worker_id, leases=(lease,))
         state.settle(now)
 

@@ -256,7 +256,7 @@ class WorkerScheduler(StateMachine):
             self._fail_waiting(lease_id, f"the worker works for policy {ref.policy} now")
         for lease_id in [key for key, held in self.waiting.items() if held.lease.min_version > ref.version]:
             least = self.waiting[lease_id].lease.min_version
-            self._fail_waiting(lease_id, f"the learner fell back to {ref}; version {least} is not to be had")
+            self._fail_waiting(lease_id, f"the learner fell back to {ref}; version {least} is no longer available")
 
     def _fail_waiting(self, lease_id: int, detail: str) -> None:
         del self.waiting[lease_id]

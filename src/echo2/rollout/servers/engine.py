@@ -274,4 +274,4 @@ class ServerEngine:
 
 def _tell_failure(looking: Future[Any]) -> None:
     if not looking.cancelled() and (error := looking.exception()) is not None:
-        log.error("nobody looks after the token server any more", exc_info=error)
+        log.error("the token server is no longer monitored, after an unexpected error", exc_info=error)

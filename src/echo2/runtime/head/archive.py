@@ -157,7 +157,7 @@ class Archive:
         try:
             return self._join(PayloadId(ref))
         except PeerError as error:  # damaged on disk
-            raise PeerError("unknown_snapshot", f"snapshot {ref} can't be had: {error}") from error
+            raise PeerError("unknown_snapshot", f"snapshot {ref} can't be served: {error}") from error
 
     def is_joined(self, payload: PayloadId) -> bool:
         """Whether this payload is remembered, so that serving it is cheap."""

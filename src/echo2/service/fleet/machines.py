@@ -115,7 +115,7 @@ def checked(spec: SampleSpec, output: SampleOutput | None) -> SampleOutput:
         if len(tokens) > spec.max_tokens or min(tokens, default=0) < 0:
             raise PeerError("malformed", f"{len(tokens)} tokens, or one below 0")
         if not all(math.isfinite(logprob) and logprob <= LOGPROB_SLACK for logprob in sequence.logprobs):
-            raise PeerError("malformed", "a logprob that is none")
+            raise PeerError("malformed", "a logprob that is not finite, or above 0")
         _check_pair(sequence.top_tokens, sequence.top_logprobs, len(tokens), width)
     length = len(spec.prompt)
     _check_pair(output.top_prompt_tokens, output.top_prompt_logprobs, length, spec.top_prompt_logprobs)

@@ -123,7 +123,7 @@ class FetchedWeights:
 
     def _gone(self, payload: PayloadId) -> None:
         if self._arrival is not None and not self._arrival.done():
-            self._arrival.set_exception(PeerError("unknown_snapshot", f"nobody has {payload} any more"))
+            self._arrival.set_exception(PeerError("unknown_snapshot", f"{payload} is no longer stored anywhere"))
 
     async def _make_room(self, newest: Manifest) -> None:
         self._adapters[newest.payload] = newest.content_bytes

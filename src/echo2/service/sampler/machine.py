@@ -168,7 +168,7 @@ class SamplerMachine:
         try:
             return await fetching
         except (PeerError, UserError) as error:
-            raise LinkError(f"weights can't be had: {error}") from error
+            raise LinkError(f"weights are not available: {error}") from error
 
     def _tell(self, answer: Answer) -> None:
         if answer.has_begun:
