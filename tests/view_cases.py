@@ -156,6 +156,8 @@ def log_groups(rundir: RunDir, step: int, num_groups: int = 3, num_tokens: int =
         prompt = HOSTILE if is_hostile else f"What is 17 + 25? ({0 if number == 0 else step * 10 + number})"
         task = Task(number, prompt, {"answer": HOSTILE if is_hostile else "42"})
         log.write(f"step_{step}", group, task, lambda tokens, words=words: [words[each] for each in tokens])
+        trained = [[value + rng.gauss(0.0, 0.6) for value in each.logprobs] for each in made]
+        log.trained(step, {group.group.number: trained})
 
 
 def make_run(path: Path, num_steps: int, num_workers: int = 6, num_logged: int = 5) -> RunDir:

@@ -138,12 +138,15 @@ def test_rollouts_are_found_by_worker_staleness_and_reward(page: Page) -> None:
     assert "No rollout is like that." in page.text("#groups")
 
 
-def test_tokens_are_coloured_by_logprob_advantage_and_version(page: Page) -> None:
+def test_tokens_are_coloured_by_logprob_ratio_advantage_and_version(page: Page) -> None:
     page.open()
     kinds = (
         "[...new Set([...document.querySelectorAll('.words span')].map((each) => each.className.split('-')[0]))].sort()"
     )
     assert page.ask(kinds) == ["bad", "environment", "tint"]
+    page.choose("colour", "ratio")
+    assert page.ask(kinds) == ["bad", "environment", "good", "tint"]
+    assert "likelier" in page.text("#legend")
     page.choose("colour", "advantage")
     assert page.ask(kinds) == ["bad", "environment", "good"]
     page.choose("colour", "version")
@@ -187,6 +190,7 @@ def test_everything_can_be_done_by_keyboard(page: Page) -> None:
     page.press("\ue014", "\ue014")  # right
     assert page.text("#token").startswith("token 2 ")
     assert "logprob" in page.text("#token")
+    assert ", ratio " in page.text("#token")
     before = page.text("article .about")
     page.press("[", "[")
     page.until(f"document.querySelector('article .about').textContent !== {before!r}")

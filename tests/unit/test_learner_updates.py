@@ -86,6 +86,39 @@ def test_streamed_updates_equal_batch_updates(
                     assert dataclasses.astuple(left[name]) == pytest.approx(dataclasses.astuple(right[name])), seed
 
 
+def test_a_step_tells_the_logprobs_of_its_first_groups(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Under the policy before the update; a group without reward variance has none, and is none of the first."""
+    monkeypatch.setattr("echo2.learner.grpo.client.LOGGED_TOKENS", 4 * 2 * 3)  # three first tokens of each rollout
+    rng = random.Random(0)
+    made = [
+        group(
+            number, [1, 2], [rollout([rng.randrange(2, 9) for _ in range(5)], float(i * (number != 1))) for i in (0, 1)]
+        )
+        for number in range(6)
+    ]
+    masked = dataclasses.replace(made[2].rollouts[0], loss_mask=bytes(5))
+    made[2] = dataclasses.replace(made[2], rollouts=(masked, made[2].rollouts[1]))
+    trainer = GrpoClient(tiny_policy(), config_of(temperature=0.7, lr=1e-3))
+
+    def first_logprobs(each: Rollout) -> list[float]:
+        with torch.no_grad():
+            logits = trainer.policy.module(input_ids=torch.tensor([[1, 2, *each.tokens]])).logits[0, 1:-1] / 0.7
+        return logits.log_softmax(-1)[range(5), each.tokens.tolist()].tolist()[:3]
+
+    for step in range(2):
+        expected = {
+            number: [[] if each is masked else first_logprobs(each) for each in made[number].rollouts]
+            for number in (0, 2, 3, 4)
+        }
+        for start, stop in ((0, 1), (1, 4), (4, 6)):
+            trainer.forward_backward(made[start:stop])
+        found = trainer.optim_step().logprobs
+        assert found.keys() == expected.keys(), step
+        for number, of_rollouts in expected.items():
+            for values, right in zip(found[number], of_rollouts, strict=True):
+                assert list(values) == pytest.approx(right, abs=1e-5), (step, number)
+
+
 def test_normalisations_by_hand() -> None:
     """Three rollouts of 1, 3 and 2 loss tokens, gradients taken rollout by rollout with the others silent."""
     lengths, rewards = [1, 3, 2], [3.0, 1.0, 0.5]

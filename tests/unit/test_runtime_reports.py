@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from array import array
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,9 @@ from echo2.errors import PeerError
 from echo2.rundir import best_version, read_metrics
 from echo2.runtime.head.metrics import KEPT_ROWS, Metrics
 from echo2.transport import wire_pb2 as wire
+from echo2.transport.learner_logprobs import encode_logprobs
+from echo2.transport.limits import LOGGED_TOKENS
+from echo2.views.rollouts import read_groups
 from head_cases import LEARNER, OpenHead, delivery, rows, sample, settings, until
 from rollout_cases import END
 
@@ -37,6 +41,29 @@ async def three_steps(open_head: OpenHead, leases: list[wire.Lease]) -> list[wir
             await open_head.report(version=step + 1)
             open_head.learn()
     return reports
+
+
+def test_logprobs_of_a_report_are_written_once_and_bounded(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        raw = settings(rows(tmp_path / "rows.jsonl", "53="))
+        async with OpenHead(tmp_path, raw) as open_head, open_head.attending() as leases:
+            report = await train(open_head, leases, 0)
+            values = array("f", [-0.5, -1.0, -0.25])
+            for number, data in ((7, b"123"), (7, bytes(4 * LOGGED_TOKENS + 4))):
+                bad = wire.StepReport(step=0, groups=report.groups, metrics_json="{}", epoch=open_head.epoch)
+                bad.logprobs.add(group=number, rollouts=[data])
+                with pytest.raises(PeerError, match=r"malformed.*logprobs of 1 groups"):
+                    await open_head.service.report_step(LEARNER, bad)
+            report.logprobs.extend(encode_logprobs({report.groups[0]: [values] * 4}))
+            folder = open_head.head.rundir.rollouts
+            for _ in range(2):
+                await open_head.service.report_step(LEARNER, report)
+            await until(lambda: read_groups(folder, "step_1"))
+            (group,) = read_groups(folder, "step_1")
+            assert [each["learner_logprobs"] for each in group["rollouts"]] == [list(values)] * 4
+            assert (folder / "step_1.jsonl").read_text().count("learner_logprobs") == 1
+
+    asyncio.run(asyncio.wait_for(scenario(), 60.0))
 
 
 def test_late_and_repeated_reports_change_no_row(tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ from echo2.runtime.head.rollout_log import (
 )
 from echo2.runtime.head.rollout_tables import COLUMNS, TABLE_ROWS, TEXT_CHARS, rollout_rows
 from echo2.types import LOGGED_ROLLOUTS, Message, Task
-from echo2.views.rollouts import names, read_groups
+from echo2.views.rollouts import names, read_groups, task_over_steps
 from learner_cases import group, random_group, rollout
 
 TASK = Task(0, "53=")
@@ -131,6 +131,24 @@ def test_a_table_is_bounded_in_rows_and_characters(tmp_path: Path) -> None:
     assert rows[0][0] == "5" * (TEXT_CHARS - 1) + "…"
     assert rows[0][1] == "ä" * TEXT_CHARS
     assert rows[1][1] == "ä" * (TEXT_CHARS - 1) + "…"
+
+
+def test_logprobs_of_the_learner_are_read_with_their_rollouts_whichever_was_written_first(tmp_path: Path) -> None:
+    """The text of a group may be ready after its step has been trained."""
+    log, made = RolloutLog(tmp_path, "grpo"), [group(number, [1], [rollout([5, 6]), rollout([7])]) for number in (3, 4)]
+    log.write("step_1", made[0], TASK)
+    log.trained(1, {3: [[-0.51234, -1.0], [float("-inf")]], 4: [[-2.0, -3.0], []], 9: [[-4.0]]})
+    log.write("step_1", made[1], TASK)
+    expected = {3: [[-0.5123, -1.0], [None]], 4: [[-2.0, -3.0], []]}
+    found = read_groups(tmp_path, "step_1")
+    assert {one["group"]: [each["learner_logprobs"] for each in one["rollouts"]] for one in found} == expected
+    log.write("step_2", group(5, [1], [rollout([5])]), TASK)
+    over = task_over_steps(tmp_path, "step_1", 3)
+    assert [(name, "learner_logprobs" in one["rollouts"][0]) for name, one in over] == [
+        ("step_1", True),
+        ("step_1", True),
+        ("step_2", False),
+    ]
 
 
 @pytest.mark.skipif(importlib.util.find_spec("wandb") is None, reason="wandb is not installed here")

@@ -19,6 +19,7 @@ from echo2.learner.head_client import HeadClient, LearnerInfo, join_head
 from echo2.learner.publication import LentWeights, Publisher
 from echo2.transport import wire_pb2 as wire
 from echo2.transport.base import Link
+from echo2.transport.learner_logprobs import NO_LOGPROBS, LearnerLogprobs
 from echo2.types import RolloutGroup
 
 DOING_SECONDS = 1.0  # between reports of the learner's activity
@@ -103,9 +104,11 @@ class HeadSession:
             if isinstance(item, wire.StepDone):
                 return
 
-    def report_step(self, step: int, numbers: Sequence[int], metrics: Mapping[str, Any]) -> None:
+    def report_step(
+        self, step: int, numbers: Sequence[int], metrics: Mapping[str, Any], logprobs: LearnerLogprobs = NO_LOGPROBS
+    ) -> None:
         """Wait until the head has recorded the step."""
-        self._wait(self._client.report_step(step, numbers, metrics))
+        self._wait(self._client.report_step(step, numbers, metrics, logprobs))
 
     def publish(self, version: int, weights: LentWeights) -> None:
         """Send a snapshot in the background, after earlier ones. At most one waits, because the weights can't change

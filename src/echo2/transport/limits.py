@@ -11,6 +11,10 @@ PEER_MESSAGE_BYTES_MAX = 2 << 20
 #: Calls and streams under way on one connection; more wait at the caller. gRPC holds at most 32 MiB of their unread
 #: bytes (`grpc_options.WINDOW_BYTES` each).
 CALLS_MAX = 128
+#: Rollouts that are written for people: groups of each step, and tokens of these groups one by one, an equal share of
+#: first tokens per rollout (some 250 KB of text).
+LOGGED_GROUPS = 4
+LOGGED_TOKENS = 16_384
 
 # ---- the door (transport/door.py) and the budgets behind it (transport/budgets.py) -----------------------------------
 #: Connections of one process; fewer where its descriptor limit is low (`door.connections_max`).

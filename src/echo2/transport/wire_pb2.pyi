@@ -549,16 +549,26 @@ class StepDone(_message.Message):
     def __init__(self, cursor: _Optional[int] = ..., stop: _Optional[bool] = ..., reason: _Optional[str] = ...) -> None: ...
 
 class StepReport(_message.Message):
-    __slots__ = ("step", "groups", "metrics_json", "epoch")
+    __slots__ = ("step", "groups", "metrics_json", "epoch", "logprobs")
     STEP_FIELD_NUMBER: _ClassVar[int]
     GROUPS_FIELD_NUMBER: _ClassVar[int]
     METRICS_JSON_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
+    LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     step: int
     groups: _containers.RepeatedScalarFieldContainer[int]
     metrics_json: str
     epoch: int
-    def __init__(self, step: _Optional[int] = ..., groups: _Optional[_Iterable[int]] = ..., metrics_json: _Optional[str] = ..., epoch: _Optional[int] = ...) -> None: ...
+    logprobs: _containers.RepeatedCompositeFieldContainer[GroupLogprobs]
+    def __init__(self, step: _Optional[int] = ..., groups: _Optional[_Iterable[int]] = ..., metrics_json: _Optional[str] = ..., epoch: _Optional[int] = ..., logprobs: _Optional[_Iterable[_Union[GroupLogprobs, _Mapping]]] = ...) -> None: ...
+
+class GroupLogprobs(_message.Message):
+    __slots__ = ("group", "rollouts")
+    GROUP_FIELD_NUMBER: _ClassVar[int]
+    ROLLOUTS_FIELD_NUMBER: _ClassVar[int]
+    group: int
+    rollouts: _containers.RepeatedScalarFieldContainer[bytes]
+    def __init__(self, group: _Optional[int] = ..., rollouts: _Optional[_Iterable[bytes]] = ...) -> None: ...
 
 class ChunkOffer(_message.Message):
     __slots__ = ("hashes", "epoch")

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -34,15 +35,17 @@ def names(folder: Path) -> list[str]:
 
 def read_groups(folder: Path, name: str, most: int | None = None) -> list[Group]:
     """Return the first `most` groups of a file, as they were written; none if there is no such file. A half-written
-    group is skipped.
+    group is skipped. Logprobs of the learner, which are written later, are put into their rollouts.
 
     Raises:
         UserError: `name` is not the name of a file of rollouts.
     """
     if not _NAME.fullmatch(name):
         raise UserError(f"{name!r} is not a file of rollouts: they are called step_N and eval_N.")
-    groups = (group for line in _lines(folder / f"{name}.jsonl") if (group := _group(line)) is not None)
-    return list(islice(groups, most))
+    lines = _lines(folder / f"{name}.jsonl")
+    if name.startswith("eval"):
+        return list(islice(_groups(lines), most))
+    return _with_logprobs(list(lines))[:most]
 
 
 def samples(folder: Path, kind: str, version: int, line_chars: int) -> list[str]:
@@ -86,10 +89,10 @@ def task_over_steps(folder: Path, name: str, number: int) -> list[tuple[str, Gro
     kind, room = name.partition("_")[0], SEARCHED_BYTES
     found = []
     for other in [each for each in names(folder) if each.startswith(kind)][:SEARCHED_FILES]:
-        for line in _lines(folder / f"{other}.jsonl"):
-            room -= len(line)
-            if prompt in line and (group := _group(line)) is not None:
-                found.append((other, group))
+        lines = list(_lines(folder / f"{other}.jsonl"))
+        room -= sum(map(len, lines))
+        if any(prompt in line for line in lines):
+            found += [(other, group) for group in _with_logprobs(lines) if group["prompt"] == wanted["prompt"]]
         if room < 0:
             break
     return found[::-1]
@@ -106,9 +109,24 @@ def _lines(path: Path) -> Iterator[bytes]:
         return
 
 
-def _group(line: bytes) -> Group | None:
-    try:
-        group = parse_json(line, with_nan=False)
-    except ValueError:
-        return None
-    return group if isinstance(group, dict) and "group" in group and "prompt" in group else None
+def _records(lines: Iterable[bytes]) -> Iterator[dict[str, Any]]:
+    for line in lines:
+        with suppress(ValueError):  # half-written
+            record = parse_json(line, with_nan=False)
+            if isinstance(record, dict) and "group" in record:
+                yield record
+
+
+def _groups(lines: Iterable[bytes]) -> Iterator[Group]:
+    return (record for record in _records(lines) if "prompt" in record)
+
+
+def _with_logprobs(lines: Iterable[bytes]) -> list[Group]:
+    """Return the groups, with the learner's logprobs in the rollouts of those that have them."""
+    records = list(_records(lines))
+    logprobs = {record["group"]: record["learner_logprobs"] for record in records if "learner_logprobs" in record}
+    groups = [record for record in records if "prompt" in record]
+    for group in groups:
+        for rollout, values in zip(group.get("rollouts", ()), logprobs.get(group["group"], ()), strict=False):
+            rollout["learner_logprobs"] = values
+    return groups

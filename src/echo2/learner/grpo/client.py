@@ -13,8 +13,9 @@ sqrt(min(1, ESS / B)) (VCPO, arXiv 2602.17616): Adam would cancel a scaling of t
 from __future__ import annotations
 
 import math
+from array import array
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 import msgspec
@@ -36,6 +37,8 @@ from echo2.learner.precision import computes_in_bfloat16, refuse_vanishing_updat
 from echo2.learner.publication import LentWeights
 from echo2.learner.state import Saving
 from echo2.learner.trainer import AdamParams, Trainer
+from echo2.transport.learner_logprobs import LearnerLogprobs
+from echo2.transport.limits import LOGGED_GROUPS, LOGGED_TOKENS
 from echo2.types import RolloutGroup
 
 POLICY, REFERENCE = "the policy", "its reference"
@@ -48,7 +51,9 @@ class StepStats:
     """Statistics of one training step. `num_tokens` is N; `divisor` is the divisor of the sums; `grad_norm` is before
     clipping; `skipped`: nothing to learn from, weights and optimizer unchanged (the version grew all the same).
 
-    `a + b` merges updates of one step: the later `lr`, the larger `grad_norm`, sums of the rest.
+    `logprobs`: of the first groups of the step, under the policy as it was trained; 0 where a token is not trained on.
+
+    `a + b` merges updates of one step: the later `lr`, the larger `grad_norm`, sums of the rest, no `logprobs`.
     """
 
     lr: float
@@ -58,6 +63,7 @@ class StepStats:
     losses: LossStats
     divisor: float = 1.0
     num_updates: int = 1
+    logprobs: LearnerLogprobs = field(default_factory=dict)
 
     def __add__(self, other: StepStats) -> StepStats:
         return StepStats(
@@ -126,6 +132,7 @@ class GrpoClient:
         if reference is not None:
             reference.computes_in_bfloat16 = policy.computes_in_bfloat16
             self._trainer.add(REFERENCE, reference, is_trained=False)
+        self._logprobs: dict[int, list[array[float]]] = {}
         self._before: StepStats | None = None  # statistics of this step's updates so far
         self._forget_sums()
 
@@ -169,6 +176,7 @@ class GrpoClient:
             data = [replace(datum, reference_logprobs=logp) for datum, logp in zip(data, reference, strict=True)]
         loss = GrpoLoss(self._loss, self.config.learner.reference_kl)
         done = self._trainer.forward_backward(POLICY, data, loss, temperature)
+        self._keep_logprobs(groups, parts, done.logprobs)
         for measured, remembered in self._of_all_ranks(done.outputs):
             if self.is_within_step:  # the weights have moved since, though the version has not
                 measured = replace(measured, fresh={})
@@ -204,7 +212,8 @@ class GrpoClient:
         if self._before is None or self._num_rollouts:
             self._update()
         assert self._before is not None
-        result, self._before = self._before, None
+        result, self._before = replace(self._before, logprobs=self._logprobs), None
+        self._logprobs = {}
         self.version += 1
         return result
 
@@ -267,9 +276,22 @@ class GrpoClient:
         except msgspec.ValidationError as error:
             raise UserError(f"{directory} is no checkpoint of a run: {error}. Name a checkpoints/step_N.") from error
         self._forget_sums()
-        self._before = None
+        self._before, self._logprobs = None, {}
         self.version, self._loss = position.version, replace(self._loss, memory=position.loss_memory)
         return position
+
+    def _keep_logprobs(
+        self, groups: Sequence[RolloutGroup], parts: Sequence[GroupData], logprobs: Sequence[array[float]]
+    ) -> None:
+        """Keep the logprobs of the first tokens of the step's first groups."""
+        found = iter(logprobs)
+        for group, part in zip(groups, parts, strict=True):
+            of_data = iter([next(found) for _ in part.data])
+            if part.data and len(self._logprobs) < LOGGED_GROUPS:
+                room = LOGGED_TOKENS // (LOGGED_GROUPS * len(group.rollouts))
+                self._logprobs[group.group.number] = [
+                    array("f", next(of_data)[:room] if rollout.loss_mask.count(1) else ()) for rollout in group.rollouts
+                ]
 
     def _of_all_ranks(self, outputs: list[Output]) -> list[Output]:
         """Gather the loss's outputs of every rank, the first rank's first."""

@@ -116,7 +116,8 @@ def _train_steps(
         with meter.time("train"):
             stats = client.optim_step()
         head.doing = f"reporting step {step}"
-        head.report_step(step, meter.numbers, meter.metrics(stats) | {"perf/microbatch": client.tokens_per_microbatch})
+        metrics = meter.metrics(stats) | {"perf/microbatch": client.tokens_per_microbatch}
+        head.report_step(step, meter.numbers, metrics, stats.logprobs)
         recorded.version, recorded.cursor = client.version, end.cursor
 
         meter = StepMeter(client.version, config)

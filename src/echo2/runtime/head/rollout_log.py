@@ -6,20 +6,18 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from itertools import groupby, islice
 from pathlib import Path
 from typing import Any
 
 from echo2.learner.grpo.advantages import Advantage, group_advantages
+from echo2.transport.limits import LOGGED_GROUPS, LOGGED_TOKENS
 from echo2.types import LOGGED_ROLLOUTS, Rollout, RolloutGroup, Task
 
 log = logging.getLogger(__name__)
 
-#: Maximum number of groups written per step.
-LOGGED_GROUPS = 4
-#: Maximum number of tokens per step written one by one, an equal share of first tokens per rollout: some 250 KB.
-LOGGED_TOKENS = 16_384
 #: The files of the newest `KEPT_STEPS` steps are kept; of older ones, one in `KEPT_EVERY`.
 KEPT_STEPS, KEPT_EVERY = 400, 20
 #: Maximum number of a task's columns that are written, and characters of each.
@@ -87,6 +85,17 @@ class RolloutLog:
                 for rollout, advantage in zip(group.rollouts, advantages, strict=True)
             ],
         }
+        self._append(name, record)
+
+    def trained(self, step: int, logprobs: Mapping[int, Sequence[Sequence[float]]]) -> None:
+        """Append the logprobs of first tokens under the policy that was trained, by group number and rollout. Readers
+        put them into the groups (`views/rollouts.py`).
+        """
+        for number, of_rollouts in logprobs.items():
+            rounded = [[round(value, 4) if math.isfinite(value) else None for value in each] for each in of_rollouts]
+            self._append(f"step_{step}", {"group": number, "learner_logprobs": rounded})
+
+    def _append(self, name: str, record: Mapping[str, Any]) -> None:
         path = self._path(name)
         try:
             with open(path, "a", encoding="utf-8") as file:

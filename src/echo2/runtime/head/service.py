@@ -34,6 +34,7 @@ from echo2.tasks.harness_process import is_harness
 from echo2.transport import messages
 from echo2.transport import wire_pb2 as wire
 from echo2.transport.base import Peer
+from echo2.transport.learner_logprobs import decode_logprobs
 from echo2.transport.limits import DURATION_SECONDS_MAX, NAME_CHARS_MAX, PROTOCOL_VERSION
 from echo2.types import SnapshotRef
 from echo2.weights.manifest import HASH_BYTES, Manifest
@@ -365,12 +366,14 @@ class Service:
         if not isinstance(metrics, dict):
             raise PeerError("malformed", "metrics_json is not an object")
         busy_seconds, mismatches = _busy_seconds(metrics), tuple(_mismatches(metrics))
+        logprobs = decode_logprobs(report.logprobs)
         head.dispatch(ev.StepTrained(report.step, tuple(report.groups), busy_seconds, mismatches))
         version = report.step + 1
         # One row, for the newest step only: a report may arrive late or twice. After a kill before this line the step
         # has no row, but the learner got no answer and reports the step again.
         if head.planner.version == version and head.metrics.last_step < version:
             head.metrics.write(step_row(head, version, metrics))
+            head.rollout_log.trained(version, logprobs)
         head.save_books()
         head.check_budget()
         return wire.Empty()

@@ -20,6 +20,7 @@ const GROUPS_SHOWN = 200; // of a file, by the server
 const LEGENDS = {
   logprob: "The redder a token, the less likely it was: logprobs of 0, -0.5, -1.5, -3 and -5 begin the shades. Grey italics: written by the environment, not trained on.",
   advantage: "Green: better than its group, red: worse. Each token of a rollout has its rollout's advantage.",
+  ratio: "Green: the policy that was trained found the token likelier than the one that drew it; red: less likely. Ratios beyond 1.1, 1.5, 2 and 4, or one by these, begin the shades. No colour: no gradient came from it.",
   version: "Each policy version has a shade of its own; a rollout may span several.",
   none: "",
 };
@@ -181,7 +182,7 @@ export class Rollouts {
     span.classList.add("here");
     const { rollout } = span.parentElement, index = Number(span.dataset.index), logprob = rollout.logprobs[index];
     const chance = span.classList.contains("environment") ? "written by the environment" : `logprob ${round(logprob)} (p ${round(Math.exp(logprob))})`;
-    at("token").textContent = `token ${index + 1} ${JSON.stringify(rollout.tokens[index])}: ${chance}, version ${versionOf(rollout, index)}` + (rollout.advantage === undefined ? "" : `, advantage ${round(rollout.advantage)}`);
+    at("token").textContent = `token ${index + 1} ${JSON.stringify(rollout.tokens[index])}: ${chance}, version ${versionOf(rollout, index)}` + (ratioOf(rollout, index) === undefined ? "" : `, ratio ${round(ratioOf(rollout, index))}`) + (rollout.advantage === undefined ? "" : `, advantage ${round(rollout.advantage)}`);
   }
 
   key(event) {
@@ -208,10 +209,19 @@ function versionOf(rollout, index) {
   return rollout.versions.findLast(([first]) => first <= index)?.[1];
 }
 
+// Of a token's probability under the policy that was trained to that under the one that drew it.
+function ratioOf(rollout, index) {
+  const learner = rollout.learner_logprobs?.[index];
+  return learner === undefined || learner === null || inEnvironment(rollout, index) ? undefined : Math.exp(learner - rollout.logprobs[index]);
+}
+
+function inEnvironment(rollout, index) {
+  return rollout.environment.some(([from, to]) => from <= index && index < to);
+}
+
 function spans(rollout, colour) {
-  const environment = new Set(rollout.environment.flatMap(([from, to]) => Array.from({ length: to - from }, (_, each) => from + each)));
   return rollout.tokens.map((piece, index) => {
-    const span = make("span", piece, environment.has(index) ? "environment" : shade(rollout, index, colour));
+    const span = make("span", piece, inEnvironment(rollout, index) ? "environment" : shade(rollout, index, colour));
     span.dataset.index = index;
     return span;
   });
@@ -222,6 +232,10 @@ function shade(rollout, index, colour) {
   if (colour === "advantage" && rollout.advantage) {
     const strength = Math.min(4, Math.ceil(Math.abs(rollout.advantage) * 2));
     return `${rollout.advantage > 0 ? "good" : "bad"}-${strength}`;
+  }
+  if (colour === "ratio") {
+    const ratio = ratioOf(rollout, index) ?? 1, strength = [1.1, 1.5, 2, 4].filter((edge) => Math.abs(Math.log(ratio)) > Math.log(edge)).length;
+    return strength ? `${ratio > 1 ? "good" : "bad"}-${strength}` : "tint-0";
   }
   if (colour === "logprob") {
     const logprob = rollout.logprobs[index], strength = [-0.5, -1.5, -3, -5].filter((edge) => logprob < edge).length;
