@@ -426,6 +426,26 @@ def test_what_was_used_is_billed_at_its_price_and_a_quota_ends_it(tmp_path: Path
         service.database.close()
 
 
+def test_a_quota_of_disk_ends_saves_until_something_is_deleted(tmp_path: Path, url: str) -> None:
+    service = Service(tmp_path, url, Quotas(quota_disk_gb={"ada": 1e-9}))
+    try:
+        model = service.model(service.session())
+        saved = service.result(service.post("save_weights", {"model_id": model, "seq_id": 1, "path": "first"}))
+        assert service.get("usage")["disk_gb"] > 1e-9
+        again = {"model_id": model, "seq_id": 2, "path": "second"}
+        for path, body in (("save_weights", again), ("copy_weights", {"source_path": saved["path"]})):
+            assert "are allowed. Delete some" in service.post(path, body, status=400)["detail"]
+        adapter = service.client.post(
+            "/api/v1/adapters?base_model=echo2/tiny&name=own", headers={"x-api-key": service.key}, content=b""
+        )
+        assert (adapter.status_code, "Delete some" in adapter.text) == (400, True)
+        url_of = f"/api/v1/training_runs/{model}/checkpoints/weights/first"
+        assert service.client.delete(url_of, headers={"x-api-key": service.key}).status_code == 204
+        assert service.result(service.post("save_weights", again))["path"].endswith("/second")
+    finally:
+        service.close()
+
+
 def test_an_estimate_multiplies_the_prices_and_tells_what_is_left(tmp_path: Path) -> None:
     quotas = Quotas(usd_per_million_tokens={"forward_backward": 1.2, "sample": 0.6}, quota_usd={"ada": 25.0})
     service = Service(tmp_path, f"sqlite:///{tmp_path}/service.sqlite", quotas)

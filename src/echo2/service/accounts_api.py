@@ -184,6 +184,7 @@ class AccountsApi:
         copy = "copy_" + hashlib.sha256(msgspec.json.encode([caller.tenant, key, given.source_path])).hexdigest()[:32]
         found = self._database.find(checkpoints, model=copy, tenant=caller.tenant)
         if found is None:
+            self._bills.check_disk(caller.tenant)
             found, now = self._work.checkpoint(given.source_path, caller.tenant), self._work.clock()
             values = {column: getattr(found, column) for column in ("kind", "name", "directory", "size")}
             values["labels"] = found.labels if found.tenant == caller.tenant else None
@@ -196,6 +197,7 @@ class AccountsApi:
     async def bring_adapter(self, caller: Caller, request: Request, body: bytes) -> Response:
         """Import a client's own PEFT adapter, a tar file, as a checkpoint to train and to sample from."""
         given = parse(AdapterBody, msgspec.json.encode(dict(request.query_params)))
+        self._bills.check_disk(caller.tenant)
         base = self._work.backend.bases.get(given.base_model)
         if base is None:
             known = ", ".join(self._work.backend.bases)

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from echo2.errors import PeerError
-from echo2.service.database import Database, bills
+from echo2.service.database import Database, bills, checkpoints
 from echo2.service.settings import Quotas
 
 
@@ -36,6 +36,14 @@ class Bills:
         if quota is not None and (usd := self.of(tenant)["usd"]) >= quota:
             raise PeerError("spent", f"{tenant} has spent ${usd:.4f} of ${quota:g}; ask who runs the service for more.")
 
+    def check_disk(self, tenant: str) -> None:
+        """Raise PeerError("disk_quota") if the tenant's checkpoints have reached its quota. Copies count as well: files
+        that they share stay as long as any of them."""
+        quota = self._quotas.quota_disk_gb.get(tenant)
+        if quota is not None and (gb := self._disk_gb(tenant)) >= quota:
+            reason = f"{tenant} has checkpoints of {gb:.3f} GB; {quota:g} GB are allowed. Delete some, or ask for more."
+            raise PeerError("disk_quota", reason)
+
     def estimate(self, tenant: str, num_tokens: Mapping[str, int]) -> dict[str, Any]:
         """Return the cost of these tokens, in total and by kind of request, and the rest of the tenant's quota (None:
         no quota).
@@ -50,8 +58,18 @@ class Bills:
         rows = self._database.select(bills, tenant=tenant)
         used = {row.kind: {"requests": row.requests, "tokens": row.tokens, "usd": row.usd} for row in rows}
         prices = self._quotas.usd_per_million_tokens
-        usd, quota = sum(row.usd for row in rows), self._quotas.quota_usd.get(tenant)
-        return {"usage": used, "usd": usd, "quota_usd": quota, "usd_per_million_tokens": prices}
+        usd, quotas = sum(row.usd for row in rows), self._quotas
+        return {
+            "usage": used,
+            "usd": usd,
+            "quota_usd": quotas.quota_usd.get(tenant),
+            "usd_per_million_tokens": prices,
+            "disk_gb": self._disk_gb(tenant),
+            "quota_disk_gb": quotas.quota_disk_gb.get(tenant),
+        }
+
+    def _disk_gb(self, tenant: str) -> float:
+        return float(sum(row.size for row in self._database.select(checkpoints, tenant=tenant))) / 1e9
 
     def _price(self, kind: str, num_tokens: int) -> float:
         return num_tokens / 1e6 * self._quotas.usd_per_million_tokens.get(kind, 0.0)

@@ -65,7 +65,8 @@ class Dispatcher:
         """Store a request and return its id. An identical request gets the same id.
 
         Raises:
-            PeerError: `rate` if too many requests of the tenant or model are open, `spent` if the quota is used up.
+            PeerError: `rate` if too many requests of the tenant or model are open; `spent`, `disk_quota` if a quota is
+                used up.
         """
         again = number is not None and self._database.find(
             requests, target=target, number=number, kind=kind, digest=digest
@@ -77,6 +78,8 @@ class Dispatcher:
         if self._num_open.get(caller.tenant, 0) >= OPEN_MAX:
             raise PeerError("rate", f"{OPEN_MAX} requests are open; wait for some of them.")
         self._bills.check(caller.tenant)
+        if kind.startswith("save_weights"):
+            self._bills.check_disk(caller.tenant)
         request = "req_" + secrets.token_hex(16)
         with self._database.transaction():
             self._database.insert(
