@@ -50,9 +50,8 @@ def main() -> None:
             rows.setdefault(name, []).append(value)
     sizes = {"base_bytes": size_of(whole), "adapter_bytes": size_of(adapters[0])}
     figures = {name: {"median": statistics.median(all_), "all": all_} for name, all_ in rows.items()}
-    for name, value in figures.items():
-        low, high = min(rows[name]), max(rows[name])
-        print(f"{name}: {value['median']:.4g} ({low:.4g} to {high:.4g})")
+    for name, all_ in rows.items():
+        print(f"{name}: {statistics.median(all_):.4g} ({min(all_):.4g} to {max(all_):.4g})")
     print({name: f"{value / 1e6:.1f} MB" for name, value in sizes.items()})
     shown = vars(options) | {"out": None}
     print(f"figures are in {save('adapters', {'options': shown, **sizes, 'figures': figures}, options.out)}")

@@ -23,7 +23,7 @@ from echo2.broadcast.peer import PeerNode
 from echo2.control.broadcast.origin import BroadcastOptions
 from echo2.errors import LinkError
 from echo2.transport import wire_pb2 as wire
-from echo2.transport.base import Peer
+from echo2.transport.base import Handlers, Peer
 from echo2.transport.grpc_link import GrpcNetwork, Membership, join
 from echo2.transport.grpc_server import GrpcServer
 from echo2.transport.identity import RunIdentity, verify_manifest
@@ -65,7 +65,7 @@ class Origin:
 
     async def run(self) -> None:
         host = self._described["addresses"][self._described["name"]]
-        handlers = {**self._origin.handlers(), "Attend": self._attend, "ReportFetch": self._report_fetch}
+        handlers: Handlers = {**self._origin.handlers(), "Attend": self._attend, "ReportFetch": self._report_fetch}
         server = GrpcServer(host, PORT, self._identity, handlers, _failed)
         await server.start()
         say("ready", ticket=self._identity.make_ticket("worker", f"{host}:{PORT}", 1000, 1.0))

@@ -56,7 +56,8 @@ def mixed(spec: DisseminationSpec, seed: int) -> DisseminationSpec:
     rng = random.Random(seed)
 
     def rate(value: float) -> float:
-        return value * 2.0 ** rng.uniform(-1.0, 2.0)
+        factor: float = 2.0 ** rng.uniform(-1.0, 2.0)
+        return value * factor
 
     return replace(spec, workers=tuple(replace(each, up=rate(each.up), down=rate(each.down)) for each in spec.workers))
 

@@ -322,6 +322,7 @@ class Trial:
         slowest = min(self._scenario.links[name].down_mbit for name in self._scenario.workers)
         alone = self._num_bytes * 8e-6 / slowest
         deadline = started + 60.0 + 4.0 * max(alone, floor * len(self._scenario.workers))
+        heard: tuple[str, dict[str, Any]] | None
         while any(name not in self._whole and name != self._victim for name in self._scenario.workers):
             if fault is None or self._victim is not None:
                 heard = self._next(deadline, "the rest")

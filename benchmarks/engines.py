@@ -44,8 +44,8 @@ def build_model(directory: Path) -> Snapshot:
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     torch.manual_seed(0)
-    sizes = {"hidden_size": 384, "intermediate_size": 1536, "num_hidden_layers": 12, "head_dim": 64}
-    heads = {"num_attention_heads": 6, "num_key_value_heads": 2, "max_position_embeddings": 512}
+    sizes: dict[str, Any] = {"hidden_size": 384, "intermediate_size": 1536, "num_hidden_layers": 12, "head_dim": 64}
+    heads: dict[str, Any] = {"num_attention_heads": 6, "num_key_value_heads": 2, "max_position_embeddings": 512}
     config = Qwen3Config(
         vocab_size=VOCAB, tie_word_embeddings=True, eos_token_id=None, bos_token_id=None, **sizes, **heads
     )

@@ -13,6 +13,7 @@ from typing import Any
 
 from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import DecodeError, Message
+from google.protobuf.message_factory import GetMessageClass
 
 #: A smaller input does not grow beyond this by ordinary changes. Every `1 / BLOW_UP_SHARE`-th is blown up to
 #: BLOWN_UP_BYTES.
@@ -187,17 +188,18 @@ def _children(message: Any, entry: FieldDescriptor) -> list[Any]:
     return [getattr(message, entry.name)] if message.HasField(entry.name) else []
 
 
-def _set(message: Any, entry: FieldDescriptor, rng: random.Random, depth: int) -> None:
+def _set(message: Any, entry: Any, rng: random.Random, depth: int) -> None:
+    """`entry`: a FieldDescriptor of whichever implementation of protobuf is there."""
     if _is_map(entry):
         value, place = entry.message_type.fields_by_name["value"], rng.choice(TEXTS)
         if value.message_type is None:
             getattr(message, entry.name)[place] = _value(value, rng)
         else:
-            getattr(message, entry.name)[place].CopyFrom(filled(value.message_type._concrete_class, rng, depth + 1))
+            getattr(message, entry.name)[place].CopyFrom(filled(GetMessageClass(value.message_type), rng, depth + 1))
     elif entry.message_type is not None:
         if depth > 3:
             return
-        inner = filled(entry.message_type._concrete_class, rng, depth + 1)
+        inner = filled(GetMessageClass(entry.message_type), rng, depth + 1)
         if entry.is_repeated:
             getattr(message, entry.name).append(inner)
         else:

@@ -13,7 +13,6 @@ import os
 import random
 import shutil
 from array import array
-from collections.abc import AsyncIterator
 from functools import cache
 from typing import Any
 
@@ -29,7 +28,7 @@ from echo2.runtime.head.head import Head
 from echo2.runtime.head.service import Service
 from echo2.transport import chunks, messages
 from echo2.transport import wire_pb2 as wire
-from echo2.transport.base import METHODS, Method, Peer, parse
+from echo2.transport.base import METHODS, Handlers, Method, Peer, parse
 from echo2.transport.certificates import make_key, make_request
 from echo2.transport.identity import RunIdentity
 from echo2.transport.limits import PROTOCOL_VERSION
@@ -107,22 +106,22 @@ class World:
         settings = config.Config(
             tasks=config.sections.TasksConfig(source="digit_sorting"),
             reward=config.sections.RewardConfig(functions=["exact_match"]),
-            sampling=config.SamplingConfig(group_size=2, max_tokens=16),
-            schedule=config.ScheduleConfig(groups_per_step=16),
+            sampling=config.sections.SamplingConfig(group_size=2, max_tokens=16),
+            schedule=config.sections.ScheduleConfig(groups_per_step=16),
         )
         made = rundir.create(self.path, settings, resume=False)
         self.head = Head(made, settings, _run_identity())
         await self.head.start()
-        self.handlers = Service(self.head).handlers()
+        self.handlers: Handlers = {**Service(self.head).handlers()}
         hello = wire.LearnerHello(protocol=PROTOCOL_VERSION, policy=RUN_POLICY, version=0, vocab_size=VOCABULARY)
         self.session: Any = self.handlers["LearnerHello"](LEARNER, hello)
         self.epoch = (await anext(self.session)).epoch  # 1: what the samples say
         request, content = snapshot(self.head.planner.lineage)
-        await self.handlers["OfferChunks"](LEARNER, wire.ChunkOffer(hashes=content, epoch=1))  # type: ignore[misc]
+        await self.handlers["OfferChunks"](LEARNER, wire.ChunkOffer(hashes=content, epoch=1))
         for hash_, data in content.items():
             chunk = wire.OfferedChunk(hash=hash_, data=bytes(data), epoch=1)
-            await self.handlers["PutChunk"](LEARNER, chunk)  # type: ignore[misc]
-        await self.handlers["Publish"](LEARNER, request)  # type: ignore[misc]
+            await self.handlers["PutChunk"](LEARNER, chunk)
+        await self.handlers["Publish"](LEARNER, request)
         self.streams: list[Any] = []
         await self._attend(self.peer)
         await self._train_a_step()
@@ -152,12 +151,12 @@ class World:
         while not is_done:
             for lease_id, group in self.leases():
                 delivery = _delivery(lease_id, group.number)
-                await self.handlers["Deliver"](self.peer, wire.Deliveries(items=[delivery]))  # type: ignore[misc]
+                await self.handlers["Deliver"](self.peer, wire.Deliveries(items=[delivery]))
             part = await anext(feed)
             fed += [messages.parse_group(data).group.number for data in part.groups]
             is_done = part.HasField("done")
         report = wire.StepReport(groups=fed, metrics_json="{}", epoch=self.epoch)
-        await self.handlers["ReportStep"](LEARNER, report)  # type: ignore[misc]
+        await self.handlers["ReportStep"](LEARNER, report)
 
     def call(self, method: Method, message: Any) -> None:
         self.calls += 1
@@ -171,10 +170,9 @@ class World:
     async def _call(self, method: Method, peer: Peer, message: Any) -> None:
         answer = self.handlers[method.name](peer, message)
         if not method.streaming:
-            await answer  # type: ignore[misc]
+            await answer
             return
-        stream: AsyncIterator[Any] = answer  # type: ignore[assignment]
-        first = asyncio.ensure_future(anext(stream))  # type: ignore[arg-type]
+        first = asyncio.ensure_future(anext(answer))
         for _ in range(TURNS):
             await asyncio.sleep(0)
         if not first.done():
@@ -184,7 +182,7 @@ class World:
         except (asyncio.CancelledError, StopAsyncIteration):
             pass  # it has nothing to say yet, or at all
         finally:
-            await stream.aclose()  # type: ignore[attr-defined]
+            await answer.aclose()
 
     def leases(self) -> list[tuple[int, GroupRef]]:
         """(id, group) of what the worker holds."""

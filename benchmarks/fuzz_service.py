@@ -57,7 +57,7 @@ def _bodies() -> list[Target]:
     datum = message.data.add()
     datum.model_input.add().encoded_text.tokens = array("i", [4, 5, 6]).tobytes()
     dense = datum.loss_fn_inputs["target_tokens"]
-    dense.dense, dense.dtype = array("q", [5, 6, 7]).tobytes(), 1
+    dense.dense, dense.dtype = array("q", [5, 6, 7]).tobytes(), pb.DTYPE_INT64
     dense.shape.extend([3])
     sparse = datum.loss_fn_inputs["weights"]
     sparse.sparse_csr.values = array("f", [1.0]).tobytes()

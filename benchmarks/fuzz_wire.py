@@ -71,7 +71,7 @@ ROLLOUT = Rollout(
     finish="stop",
 )
 _PLAYED = replace(ROLLOUT, logprobs=array("f", [-0.5, 0.0, -1.5, -0.25]), loss_mask=b"\1\0\1\1")
-_SUPPORT = {"support_tokens": array("i", [5, 7, 9, 8]), "support_offsets": array("i", [0, 1, 1, 3, 4])}
+_SUPPORT: dict[str, Any] = {"support_tokens": array("i", [5, 7, 9, 8]), "support_offsets": array("i", [0, 1, 1, 3, 4])}
 _ROLLOUTS = (
     replace(ROLLOUT, text="5678", reward=0.5, reward_parts={"exact_match": 0.5, "environment": 1.0}),
     replace(_PLAYED, version_spans=((0, 3), (2, 4)), **_SUPPORT),
@@ -100,6 +100,11 @@ def _read_delivery(message: wire.Delivery) -> None:
     _check(found)
 
 
+def _read_deliveries(message: wire.Deliveries) -> None:
+    for item in message.items:
+        _read_delivery(item)
+
+
 def _check(found: RolloutGroup) -> None:
     messages.check_lengths(found, 64)
     messages.check_vocabulary(found, VOCABULARY)
@@ -119,8 +124,8 @@ def _read_order(order: wire.Order) -> None:
     for lease in order.leases.leases:
         messages.decode_assignment(lease)
     payloads.decode_payload(order.routes.payload)
-    for source in (*order.routes.sources, order.dial):
-        addresses.reach(source.address)
+    for address in (*(source.address for source in order.routes.sources), order.dial.address):
+        addresses.reach(address)
 
 
 def _read_request(request: wire.ChunkRequest) -> None:
@@ -136,7 +141,7 @@ _DEEPER: dict[type[Any], Callable[[Any], object]] = {
     wire.ChunkRequest: _read_request,
     wire.PublishRequest: lambda request: Manifest.from_bytes(request.manifest),
     wire.Delivery: _read_delivery,
-    wire.Deliveries: lambda deliveries: [_read_delivery(item) for item in deliveries.items],
+    wire.Deliveries: _read_deliveries,
     wire.FedGroups: lambda fed: [messages.parse_group(each) for each in fed.groups],
 }
 

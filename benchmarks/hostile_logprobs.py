@@ -23,6 +23,7 @@ from array import array
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from echo2.config import Config
 from echo2.config.sections import LearnerConfig, RunConfig, SamplingConfig
@@ -120,10 +121,11 @@ def accuracy_after(model: Path, loss: str, forge: Forgery, steps: int, groups: i
     """Held-out accuracy after so many steps of so many groups, every other of which is forged."""
     train = TaskStream(load_tasks("digit_sorting", {"split": "train", **DIGITS}, seed), seed, True)
     held_out = TaskStream(load_tasks("digit_sorting", {"split": "heldout", **DIGITS}, seed), seed, False)
+    learner: dict[str, Any] = {"lr": 2e-4, "warmup_steps": 5, "advantage": "grpo", "loss": loss}
     config = Config(
         run=RunConfig(max_steps=steps),
         sampling=SamplingConfig(max_tokens=MAX_TOKENS),
-        learner=LearnerConfig(lr=2e-4, warmup_steps=5, advantage="grpo", loss=loss),
+        learner=LearnerConfig(**learner),
     )
     trainer, sampler, rng = (
         GrpoClient(load_policy(str(model), "float32", "cpu"), config),

@@ -56,7 +56,8 @@ def message(rng: random.Random, model: str) -> bytes:
     datum = made.data.add()
     datum.model_input.add().encoded_text.tokens = rng.randbytes(rng.choice([0, 3, 16]))
     shape = [rng.choice([-1, 0, 4, 2**31, 2**62]) for _ in range(rng.randrange(4))]
-    tensor = pb.Tensor(dtype=rng.randrange(7), shape=shape)
+    dtype: Any = rng.randrange(7)  # of which the last two are none
+    tensor = pb.Tensor(dtype=dtype, shape=shape)
     if rng.random() < 0.5:
         tensor.dense = np.full(4, np.nan, "<f4").tobytes()
     else:

@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from paced_run import run_paced
+import paced_run
 
 MAX_TOKENS = 12
 #: Of rollouts that are spread evenly over 1..MAX_TOKENS.
@@ -90,7 +90,7 @@ def measure(fleet: Fleet, model: Path, directory: Path) -> Measured:
         RuntimeError: a process died, or nothing went on; with its log.
     """
     text = CONFIG.format(**asdict(fleet), model=model.resolve(), max_tokens=MAX_TOKENS)
-    share = run_paced(directory, text, __file__, fleet.workers, asdict(fleet))
+    share = paced_run.run_paced(directory, text, __file__, fleet.workers, asdict(fleet))
     out = directory / "run"
     lines = (out / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     return _summed_up([json.loads(line) for line in lines], share)
@@ -118,9 +118,8 @@ def _summed_up(rows: Sequence[dict[str, Any]], cpu_share: float) -> Measured:
 
 def run_worker(settings: Mapping[str, Any]) -> None:
     """A worker whose engine has a speed."""
-    from echo2.rollout.decode_loop import DecodeLoop
     from echo2.rollout.fake_engine import FakeDecoder
-    from echo2.runtime.worker import process as worker
+    from echo2.runtime.worker.process import WorkerOptions
     from echo2.types import Snapshot
 
     class SlowDecoder(FakeDecoder):
@@ -128,10 +127,10 @@ def run_worker(settings: Mapping[str, Any]) -> None:
             time.sleep(settings["broadcast_seconds"])
             return super().load(snapshot, base)
 
-    worker.make_engine = lambda name, device, slots, place: DecodeLoop(
-        SlowDecoder(settings["rate"] * MEAN_TOKENS, time.sleep), slots
-    )
-    worker.run_worker(f"@{settings['run']}/ticket", Path(settings["state"]), worker.WorkerOptions(engine="fake"))
+    def make_decoder() -> SlowDecoder:
+        return SlowDecoder(settings["rate"] * MEAN_TOKENS, time.sleep)
+
+    paced_run.run_worker(settings, make_decoder, WorkerOptions(engine="fake"))
 
 
 def run_learner(settings: Mapping[str, Any]) -> None:
@@ -142,6 +141,7 @@ def run_learner(settings: Mapping[str, Any]) -> None:
     from echo2.runtime.learner import process as learner_process
     from echo2.types import RolloutGroup
 
+    @paced_run.in_place_of(learner_process, GrpoClient)
     class SteadyTrainer(GrpoClient):
         def forward_backward(self, groups: Sequence[RolloutGroup]) -> LossStats:
             until = time.monotonic() + settings["train_seconds"] * len(groups) / settings["groups_per_step"]
@@ -149,7 +149,6 @@ def run_learner(settings: Mapping[str, Any]) -> None:
             time.sleep(max(0.0, until - time.monotonic()))
             return stats
 
-    learner_process.GrpoClient = SteadyTrainer
     learner_process.run_learner(RunDir(Path(settings["run"])), "")
 
 

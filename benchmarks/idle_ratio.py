@@ -229,8 +229,9 @@ def draw(results: Sequence[Row], path: Path) -> None:
         for bound, colour in zip(BOUNDS, COLOURS, strict=True):
             for one in curves:
                 if one["max_staleness"] == bound:
-                    xs, ys = zip(*one["points"], strict=True)
-                    axes.plot(xs, [100 * y for y in ys], "-", color=colour, linewidth=1.2)
+                    xs = [workers for workers, _ in one["points"]]
+                    ys = [100 * share for _, share in one["points"]]
+                    axes.plot(xs, ys, "-", color=colour, linewidth=1.2)
             mine = [row for row in rows if row["max_staleness"] == bound]
             xs, ys = [row["workers"] for row in mine], [100 * row[kind] for row in mine]
             if mine:

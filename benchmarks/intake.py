@@ -88,7 +88,7 @@ async def measure(directory: Path, files: dict[str, bytes], groups: int, samples
     await head.reward.start()
     await head.start()
     hello = wire.LearnerHello(protocol=PROTOCOL_VERSION, policy=RUN_POLICY, vocab_size=1 << 20)
-    session = service.learner_hello(LEARNER, hello)
+    session: Any = service.learner_hello(LEARNER, hello)
     epoch = (await anext(session)).epoch
     learning = asyncio.ensure_future(learn(service, epoch))
     await publish(service, files, epoch)

@@ -71,7 +71,7 @@ def way(side: str) -> Callable[[Any, Any, Any], Any]:
 
         return tiled
     if side == "trl":
-        from trl.kernels.chunked_logprob import ChunkedLogProbFunction  # type: ignore[import-not-found]
+        from trl.kernels.chunked_logprob import ChunkedLogProbFunction
 
         def trl(hidden: Any, weight: Any, target: Any) -> Any:
             found = ChunkedLogProbFunction.apply(
@@ -94,8 +94,8 @@ def child(side: str, size: tuple[int, int, int]) -> Pass:
 
     torch.manual_seed(0)
     run, (tokens, width, vocabulary) = way(side), size
-    warm = [torch.randn(shape, requires_grad=True) for shape in ((8, 16), (32, 16))]
-    run(*warm, torch.zeros(8, dtype=torch.int64)).sum().backward()
+    warm_hidden, warm_weight = (torch.randn(shape, requires_grad=True) for shape in ((8, 16), (32, 16)))
+    run(warm_hidden, warm_weight, torch.zeros(8, dtype=torch.int64)).sum().backward()
     hidden = torch.randn(tokens, width).requires_grad_()
     weight = (torch.randn(vocabulary, width) * 0.03).requires_grad_()
     target, factors = torch.randint(vocabulary, (tokens,)), torch.randn(tokens) / tokens

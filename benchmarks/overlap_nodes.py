@@ -27,7 +27,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from paced_run import run_paced
+import paced_run
 
 from echo2.control.head.frontier import Frontier
 from echo2.control.seeds import group_seed
@@ -183,7 +183,7 @@ def run_case(case: Case, model: Path, directory: Path) -> list[Round]:
     sizes = {"group_size": GROUP_SIZE, "max_tokens": MAX_TOKENS, "groups_per_batch": GROUPS_PER_BATCH}
     reward = f"{Path(__file__).resolve()}:spread_out"
     text = CONFIG.format(**asdict(case), **sizes, model=model.resolve(), reward=reward)
-    run_paced(directory, text, __file__, case.fleet.workers, {**asdict(case), "reward": reward})
+    paced_run.run_paced(directory, text, __file__, case.fleet.workers, {**asdict(case), "reward": reward})
     return read_rounds(directory / "run", case)[1:]
 
 
@@ -235,10 +235,9 @@ def spread_out(completion_ids: Sequence[Sequence[int]], **columns: Any) -> list[
 
 def run_worker(settings: Mapping[str, Any]) -> None:
     """A worker whose engine has a speed."""
-    from echo2.rollout.decode_loop import DecodeLoop
     from echo2.rollout.engine import Completion, SampleRequest
     from echo2.rollout.fake_engine import FakeDecoder
-    from echo2.runtime.worker import process as worker
+    from echo2.runtime.worker.process import WorkerOptions
 
     seed, groups, fleet = settings["seed"], settings["groups"], Fleet(**settings["fleet"])
     numbers = range(2 * groups * settings["rounds"])
@@ -271,9 +270,7 @@ def run_worker(settings: Mapping[str, Any]) -> None:
             self._left = {number: left for number, left in self._left.items() if left}
             return [(number, self._made.pop(number)) for number in ended]
 
-    worker.make_engine = lambda name, device, slots, place: DecodeLoop(PacedDecoder(), slots)
-    options = worker.WorkerOptions(engine="fake")
-    worker.run_worker(f"@{settings['run']}/ticket", Path(settings["state"]), options)
+    paced_run.run_worker(settings, PacedDecoder, WorkerOptions(engine="fake"))
 
 
 def run_learner(settings: Mapping[str, Any]) -> None:
@@ -286,10 +283,13 @@ def run_learner(settings: Mapping[str, Any]) -> None:
 
     token_seconds = settings["train_seconds"] / round_tokens(settings["seed"], settings["groups"])
 
+    @paced_run.in_place_of(learner_process, GrpoClient)
     class PacedTrainer(GrpoClient):
         def num_tokens_run(self, group: RolloutGroup) -> int:
             """So that `microbatch` groups fill a micro-batch, however long they are."""
-            return self.config.learner.tokens_per_microbatch // int(settings["microbatch"])
+            tokens = self.config.learner.tokens_per_microbatch
+            assert tokens != "auto"
+            return tokens // int(settings["microbatch"])
 
         def forward_backward(self, groups: Sequence[RolloutGroup]) -> LossStats:
             until = time.monotonic() + token_seconds * sum(group.num_tokens for group in groups)
@@ -297,7 +297,6 @@ def run_learner(settings: Mapping[str, Any]) -> None:
             time.sleep(max(0.0, until - time.monotonic()))
             return stats
 
-    learner_process.GrpoClient = PacedTrainer
     learner_process.run_learner(RunDir(Path(settings["run"])), "")
 
 

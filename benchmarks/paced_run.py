@@ -1,7 +1,8 @@
 """Starts a head, workers and a learner as processes of their own, and waits until the run is over.
 
 The head is `echo2 head`; workers and learner are the calling script, started again with `worker` or `learner` and their
-settings as JSON: there their speeds are set (`idle_nodes.py`, `overlap_nodes.py`, `staleness_nodes.py`).
+settings as JSON: there their speeds are set (`idle_nodes.py`, `overlap_nodes.py`, `staleness_nodes.py`), by parts of
+their own that they put in place of those of the package.
 """
 
 from __future__ import annotations
@@ -14,7 +15,17 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+
+if TYPE_CHECKING:
+    from echo2.config.engines import ServerPlace
+    from echo2.rollout.decode_loop import Decoder
+    from echo2.rollout.engine import Engine
+    from echo2.runtime.worker.process import WorkerOptions
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 #: Without a step for so long, a run counts as stuck.
 STUCK_SECONDS = 120.0
@@ -57,6 +68,34 @@ def run_paced(
         busy, began = _cpu_seconds(), time.monotonic()
         _wait(directory, processes, lambda: (out / "outcome.json").is_file())
         return (_cpu_seconds() - busy) / (time.monotonic() - began) / (os.cpu_count() or 1)
+
+
+def run_worker(settings: Mapping[str, Any], make_decoder: Callable[[], Decoder], options: WorkerOptions) -> None:
+    """A worker whose engine has this decoder, whatever engine is asked for."""
+    from echo2.rollout.decode_loop import DEFAULT_SLOTS, DecodeLoop
+    from echo2.rollout.engines import NO_PLACE, make_engine
+    from echo2.runtime.worker import process as worker
+
+    @in_place_of(worker, make_engine)
+    def make_paced_engine(
+        name: str, device: str = "auto", slots: int = DEFAULT_SLOTS, place: ServerPlace = NO_PLACE
+    ) -> Engine:
+        return DecodeLoop(make_decoder(), slots)
+
+    worker.run_worker(f"@{settings['run']}/ticket", Path(settings["state"]), options)
+
+
+def in_place_of(module: ModuleType, original: Callable[P, R]) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Decorates the function or class that `module` is to use where it says `original`, which it imported by that name.
+    Types are checked: what is put there takes all that the original takes, and gives what that gives.
+    """
+
+    def put(own: Callable[P, R]) -> Callable[P, R]:
+        assert vars(module)[original.__name__] is original
+        vars(module)[original.__name__] = own
+        return own
+
+    return put
 
 
 def _workers_there(status: Path) -> int:

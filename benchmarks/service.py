@@ -19,6 +19,7 @@ import tempfile
 import time
 from array import array
 from collections.abc import Awaitable, Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -169,7 +170,7 @@ async def measure(size: str, folder: Path, quick: bool) -> dict[str, Any]:
         found["new_sampler_seconds"] = spread(await timed(lambda: trial.new_sampler("a"), times))
         snapshot = folder / f"a-{trial.operations['a']}"
         for concurrent in (1, 16, 64):
-            seconds = await timed(lambda n=concurrent: trial.samples(snapshot, n), max(2, times // 3))
+            seconds = await timed(partial(trial.samples, snapshot, concurrent), max(2, times // 3))
             found[f"sample_{concurrent}_tokens_per_second"] = spread(seconds, 64 * concurrent)
         for count in (1, 4, 16):
             models = [f"t{number}" for number in range(count)]

@@ -55,7 +55,7 @@ def wait_until_healthy(url: str, process: subprocess.Popen[bytes], log: Path) ->
                 return
         except OSError:
             time.sleep(0.5)
-    raise SystemExit(f"{process.args} ended with {process.returncode}:\n{log.read_text()[-3000:]}")
+    raise SystemExit(f"{process.args!r} ended with {process.returncode}:\n{log.read_text()[-3000:]}")
 
 
 class Server:

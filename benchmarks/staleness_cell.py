@@ -26,8 +26,7 @@ from echo2.reward.score import Scorer
 from echo2.rollout.engines import make_engine
 from echo2.rollout.generate import assignment_of, sample_groups
 from echo2.rollout.tokenizer import encode_prompt, load_tokenizer, with_texts
-from echo2.tasks.base import TaskStream
-from echo2.tasks.load import load_tasks
+from echo2.tasks.streams import held_out_tasks, training_tasks
 from echo2.types import RUN_POLICY, GroupRef, Lease, RolloutGroup, Snapshot, SnapshotRef, Task
 
 EVAL_ATTEMPTS = 4  # of each held-out problem
@@ -42,10 +41,10 @@ class Sampling:
         self._engine = make_engine("compact", "cpu")
         self._scorer = Scorer(config.reward.functions)
         self._snapshots: dict[int, Snapshot] = {}
-        source = load_tasks(config.tasks.source, config.tasks.params, seed)
-        self._train = TaskStream(source, seed, shuffle=True)
-        held_out = load_tasks(config.eval.source, config.eval.params, 0)
-        self._held_out = TaskStream(held_out, 0, shuffle=False)
+        self._train = training_tasks(config.tasks, seed)
+        held_out = held_out_tasks(config.eval, 0)
+        assert held_out is not None, "the config names no held-out problems"
+        self._held_out = held_out
 
     def keep(self, trainer: GrpoClient, oldest: int) -> None:
         """Take the trainer's weights; forget versions before `oldest`."""
@@ -66,7 +65,7 @@ class Sampling:
 
     def accuracy(self, version: int) -> float:
         """Share of right answers to the held-out problems, sampled like the rollouts."""
-        tasks = [self._held_out.task(cursor) for cursor in range(self._config.eval.limit)]
+        tasks = [self._held_out.task(cursor) for cursor in range(len(self._held_out))]
         groups = self._sample("eval", tasks, version, version, EVAL_ATTEMPTS, len(tasks))
         return statistics.fmean(rollout.reward or 0.0 for group in groups for rollout in group.rollouts)
 

@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from paced_run import run_paced
+import paced_run
 
 if TYPE_CHECKING:
     from array import array
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     import torch
 
     from echo2.learner.grpo.loss_stats import LossStats
+    from echo2.rollout.adapter import Adapter
     from echo2.rollout.rows import Limits
     from echo2.rollout.snapshot_tensors import Places
     from echo2.rollout.torch_engine import Cache, Model
@@ -48,7 +49,7 @@ def run_job(config: str, groups_per_step: int, pace: Pace, directory: Path, flag
         RuntimeError: a process died, or nothing went on; with its log.
     """
     settings = {**asdict(pace), "groups_per_step": groups_per_step}
-    return run_paced(directory, config, __file__, pace.workers, settings, flags)
+    return paced_run.run_paced(directory, config, __file__, pace.workers, settings, flags)
 
 
 class PacedModel:
@@ -66,16 +67,36 @@ class PacedModel:
         return self._model.architecture
 
     @property
+    def dtype(self) -> torch.dtype:
+        return self._model.dtype
+
+    @property
     def places(self) -> Places:
         return self._model.places
 
-    def prefill(self, prompts: Sequence[array[int]]) -> Cache:
+    @property
+    def linears(self) -> Mapping[str, tuple[int, int]]:
+        return self._model.linears
+
+    def adapted(self, adapter: Adapter) -> PacedModel:
+        return PacedModel(self._model.adapted(adapter), self._token_seconds)
+
+    def pack(self) -> None:
+        self._model.pack()
+
+    def unpack(self) -> None:
+        self._model.unpack()
+
+    def prefill(self, prompts: Sequence[array[int]], known: Sequence[Cache | None] = ()) -> Cache:
         with self._pace():
-            return self._model.prefill(prompts)
+            return self._model.prefill(prompts, known)
 
     def step(self, cache: Cache, tokens_B: torch.Tensor) -> torch.Tensor:
         with self._pace():
             return self._model.step(cache, tokens_B)
+
+    def logits(self, sequences: Sequence[array[int]], firsts: Sequence[int], most: int) -> Iterator[torch.Tensor]:
+        return self._model.logits(sequences, firsts, most)
 
     @contextmanager
     def _pace(self) -> Iterator[None]:
@@ -86,16 +107,13 @@ class PacedModel:
 
 def run_worker(settings: Mapping[str, Any]) -> None:
     from echo2.rollout.compact import build_compact
-    from echo2.rollout.decode_loop import DecodeLoop
     from echo2.rollout.torch_engine import TorchDecoder
-    from echo2.runtime.worker import process as worker
+    from echo2.runtime.worker.process import WorkerOptions
 
     def build(snapshot: Snapshot, device: torch.device) -> Model:
         return PacedModel(build_compact(snapshot, device), settings["token_seconds"])
 
-    worker.make_engine = lambda name, device, slots, place: DecodeLoop(TorchDecoder(build, device), slots)
-    options = worker.WorkerOptions(device="cpu")
-    worker.run_worker(f"@{settings['run']}/ticket", Path(settings["state"]), options)
+    paced_run.run_worker(settings, lambda: TorchDecoder(build, "cpu"), WorkerOptions(device="cpu"))
 
 
 def run_learner(settings: Mapping[str, Any]) -> None:
@@ -106,6 +124,7 @@ def run_learner(settings: Mapping[str, Any]) -> None:
 
     group_seconds = settings["train_seconds"] / settings["groups_per_step"]
 
+    @paced_run.in_place_of(learner_process, GrpoClient)
     class PacedTrainer(GrpoClient):
         def forward_backward(self, groups: Sequence[RolloutGroup]) -> LossStats:
             until = time.monotonic() + group_seconds * len(groups)
@@ -113,13 +132,12 @@ def run_learner(settings: Mapping[str, Any]) -> None:
             time.sleep(max(0.0, until - time.monotonic()))
             return stats
 
+    @paced_run.in_place_of(learner_process, Publisher)
     class PacedPublisher(Publisher):
         def payload(self, ref: SnapshotRef, weights: LentWeights) -> Payload:
             time.sleep(settings["broadcast_seconds"])  # in the thread that publishes: training goes on
             return super().payload(ref, weights)
 
-    learner_process.GrpoClient = PacedTrainer
-    learner_process.Publisher = PacedPublisher
     learner_process.run_learner(RunDir(Path(settings["run"])), "")
 
 

@@ -122,18 +122,17 @@ def compare(times: dict[str, dict[int, float | None]]) -> dict[str, Any]:
 
 def write_problems(config: Config, seed: int, steps: int, train: Path, held_out: Path) -> None:
     """The prompts of a run in the order in which echo2 takes them, and the held-out problems, as JSONL."""
-    from echo2.tasks.base import TaskStream
-    from echo2.tasks.load import load_tasks
+    from echo2.tasks.streams import Tasks, held_out_tasks, training_tasks
 
-    def dump(path: Path, stream: TaskStream, count: int) -> None:
+    def dump(path: Path, stream: Tasks, count: int) -> None:
         tasks = [stream.task(cursor) for cursor in range(count)]
         rows = [{"prompt": task.prompt, "answer": task.columns["answer"]} for task in tasks]
         path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
 
-    source = load_tasks(config.tasks.source, config.tasks.params, seed)
-    dump(train, TaskStream(source, seed, shuffle=True), steps * config.schedule.groups_per_step)
-    judged = load_tasks(config.eval.source, config.eval.params, seed=0)
-    dump(held_out, TaskStream(judged, 0, shuffle=False), config.eval.limit)
+    dump(train, training_tasks(config.tasks, seed), steps * config.schedule.groups_per_step)
+    judged = held_out_tasks(config.eval, seed=0)
+    assert judged is not None, "the config names no held-out problems"
+    dump(held_out, judged, len(judged))
 
 
 def run_echo2(options: argparse.Namespace, config: Config, seed: int, out: Path) -> Run:

@@ -14,6 +14,7 @@ import statistics
 import time
 from array import array
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -59,7 +60,7 @@ def train(hidden_uD: torch.Tensor, layer: OutputLayer, draw: Draw) -> None:
     tokens = [[draw.tokens_B[row], *(draw.tops[row][0] if draw.tops else ())] for row in rows]
     choice = Choice(torch.arange(TOKENS), torch.tensor(np.array(tokens, dtype=np.int64)))
     scores = tiled_scores(hidden_uD, layer, [choice])
-    (scores.chosen[0] - scores.log_total_u[:, None]).sum().backward()  # type: ignore[no-untyped-call]
+    (scores.chosen[0] - scores.log_total_u[:, None]).sum().backward()
 
 
 def timed(work: Callable[[], object]) -> float:
@@ -81,9 +82,9 @@ def measure(vocabulary: int, hidden: int, rounds: int) -> dict[int, dict[str, An
             draw = drawn(logits_BV, width)
             group = group_of(draw)
             parts = {
-                "draw": timed(lambda width=width: drawn(logits_BV, width)),
-                "check": timed(lambda width=width, group=group: check_top(group, width, vocabulary)),
-                "train": timed(lambda draw=draw: train(hidden_uD, layer, draw)),
+                "draw": timed(partial(drawn, logits_BV, width)),
+                "check": timed(partial(check_top, group, width, vocabulary)),
+                "train": timed(partial(train, hidden_uD, layer, draw)),
             }
             if number >= 0:
                 for name, seconds in parts.items():

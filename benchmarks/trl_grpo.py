@@ -28,7 +28,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback  #
 from trl import GRPOConfig, GRPOTrainer  # noqa: E402
 
 
-class Clock(TrainerCallback):  # type: ignore[misc]
+class Clock(TrainerCallback):
     """Counts training time and saves weights outside it."""
 
     def __init__(self, out: Path, save_every: int, save: Any) -> None:

@@ -10,7 +10,7 @@ from functools import cache
 from itertools import count
 from pathlib import Path
 
-from echo2.types import Snapshot, SnapshotRef, TensorBytes
+from echo2.types import Snapshot, SnapshotRef, TensorBytes, TensorSource
 from echo2.weights.content import Content
 from echo2.weights.encoder import Encoder
 from echo2.weights.manifest import Manifest
@@ -21,7 +21,7 @@ Encoded = tuple[Manifest, dict[bytes, memoryview]]
 
 
 def encode(
-    ref: SnapshotRef, tensors: Mapping[str, TensorBytes], files: Mapping[str, bytes], chunk_bytes: int | None = None
+    ref: SnapshotRef, tensors: Mapping[str, TensorSource], files: Mapping[str, bytes], chunk_bytes: int | None = None
 ) -> Encoded:
     """The whole content."""
     return payload(Encoder(Snapshot(ref, tensors, files), chunk_bytes=chunk_bytes))
