@@ -88,7 +88,8 @@ class Run:
     def rollouts(self, step: int | None = None) -> list[dict[str, Any]]:
         """Return rollouts of a few groups of a step (default: the newest step with rollouts), one mapping each:
         `prompt`, `text`, `columns` (of the task, as text, cut at 500 characters), `reward`, `reward_parts`, `finish`,
-        `versions` ([first token, policy version] pairs), `group` and `worker`.
+        `versions` ([first token, policy version] pairs), `group` and `worker`; of the first tokens their text
+        (`tokens`), `logprobs` and, once the step is trained, `learner_logprobs`.
 
         Raises:
             UserError: no rollouts of that step were written.
