@@ -22,7 +22,7 @@ import sys
 import time
 from array import array
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -275,7 +275,7 @@ def run_worker(settings: Mapping[str, Any]) -> None:
 
 def run_learner(settings: Mapping[str, Any]) -> None:
     """A learner whose tokens take a set time."""
-    from echo2.learner.grpo.client import GrpoClient
+    from echo2.learner.grpo.client import GrpoClient, StepStats
     from echo2.learner.grpo.loss_stats import LossStats
     from echo2.rundir import RunDir
     from echo2.runtime.learner import process as learner_process
@@ -296,6 +296,11 @@ def run_learner(settings: Mapping[str, Any]) -> None:
             stats = super().forward_backward(groups)
             time.sleep(max(0.0, until - time.monotonic()))
             return stats
+
+        def optim_step(self) -> StepStats:
+            """Without what the head judges engines by: these workers' logprobs are made up, and it would expel them."""
+            step = super().optim_step()
+            return replace(step, losses=replace(step.losses, fresh={}))
 
     learner_process.run_learner(RunDir(Path(settings["run"])), "")
 
