@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 
+from echo2.control.head.fleet import LOOK_AHEAD, Fleet, Worker
 from echo2.control.head.frontier import TRIAL_EVERY, Frontier
 
 
@@ -78,3 +79,14 @@ def test_workers_begin_a_step_with_different_numbers_of_groups_the_fewest_first(
     assert [frontier.begin(0, 4) for _ in range(6)] == [2, 4, 6, 8, None, None]
     assert frontier.begin(1, 4) == 2  # the next step begins anew
     assert [Frontier(1).begin(0, 4) for _ in range(3)] == [1, 1, 1]
+
+
+def test_a_worker_whose_width_is_below_its_slots_holds_no_groups_ahead() -> None:
+    """It would decode them at once: with twice the width, the first groups end late."""
+    for width, held in ((8, 16), (5, 5), (1, 1)):
+        fleet = Fleet(1.0, group_size=4)
+        fleet.limit(width)
+        fleet.join(Worker("w-1", 32, 0.0, None, 0.0), 0.0)
+        worker = fleet.get("w-1")
+        assert worker is not None
+        assert fleet.room(worker, LOOK_AHEAD - 1) == 4 * held, width

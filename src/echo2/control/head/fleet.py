@@ -179,13 +179,18 @@ class Fleet:
 
     def at_once(self, worker: Worker) -> int:
         """Return how many groups this worker decodes at once now: as many as fill its slots, but at least one unit."""
-        groups = -(-worker.slots // self.group_size)
+        groups = self._fill(worker)
         return max(self.groups_per_unit, groups if self.most_groups is None else min(groups, self.most_groups))
+
+    def _fill(self, worker: Worker) -> int:
+        return -(-worker.slots // self.group_size)
 
     def room(self, worker: Worker, depth: int) -> int:
         """Return how many more rollouts this worker may get: to fill its slots (depth 0), or also to wait at the worker
-        (depth 1).
+        (depth 1). While `limit` leaves some of its slots free, no group would wait: it would be decoded at once.
         """
+        if self.most_groups is not None and self.most_groups < self._fill(worker):
+            depth = 0
         groups = (depth + 1) * self.at_once(worker) if worker.first_groups is None else worker.first_groups
         return groups * self.group_size - worker.samples
 
