@@ -149,6 +149,8 @@ def test_logprobs_of_the_learner_are_read_with_their_rollouts_whichever_was_writ
         ("step_1", True),
         ("step_2", False),
     ]
+    log.begin("step_1")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step_2.jsonl"]
 
 
 @pytest.mark.skipif(importlib.util.find_spec("wandb") is None, reason="wandb is not installed here")

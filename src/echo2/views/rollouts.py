@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Iterator
-from contextlib import suppress
+from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -42,10 +41,8 @@ def read_groups(folder: Path, name: str, most: int | None = None) -> list[Group]
     """
     if not _NAME.fullmatch(name):
         raise UserError(f"{name!r} is not a file of rollouts: they are called step_N and eval_N.")
-    lines = _lines(folder / f"{name}.jsonl")
-    if name.startswith("eval"):
-        return list(islice(_groups(lines), most))
-    return _with_logprobs(list(lines))[:most]
+    groups = (group for line in _lines(folder / f"{name}.jsonl") if (group := _group(line)) is not None)
+    return _with_logprobs(list(islice(groups, most)), folder, name)
 
 
 def samples(folder: Path, kind: str, version: int, line_chars: int) -> list[str]:
@@ -89,10 +86,12 @@ def task_over_steps(folder: Path, name: str, number: int) -> list[tuple[str, Gro
     kind, room = name.partition("_")[0], SEARCHED_BYTES
     found = []
     for other in [each for each in names(folder) if each.startswith(kind)][:SEARCHED_FILES]:
-        lines = list(_lines(folder / f"{other}.jsonl"))
-        room -= sum(map(len, lines))
-        if any(prompt in line for line in lines):
-            found += [(other, group) for group in _with_logprobs(lines) if group["prompt"] == wanted["prompt"]]
+        same = []
+        for line in _lines(folder / f"{other}.jsonl"):
+            room -= len(line)
+            if prompt in line and (group := _group(line)) is not None:
+                same.append(group)
+        found += [(other, group) for group in _with_logprobs(same, folder, other)]
         if room < 0:
             break
     return found[::-1]
@@ -109,24 +108,26 @@ def _lines(path: Path) -> Iterator[bytes]:
         return
 
 
-def _records(lines: Iterable[bytes]) -> Iterator[dict[str, Any]]:
-    for line in lines:
-        with suppress(ValueError):  # half-written
-            record = parse_json(line, with_nan=False)
-            if isinstance(record, dict) and "group" in record:
-                yield record
+def _group(line: bytes) -> Group | None:
+    group = _object(line)
+    return group if "group" in group and "prompt" in group else None
 
 
-def _groups(lines: Iterable[bytes]) -> Iterator[Group]:
-    return (record for record in _records(lines) if "prompt" in record)
-
-
-def _with_logprobs(lines: Iterable[bytes]) -> list[Group]:
-    """Return the groups, with the learner's logprobs in the rollouts of those that have them."""
-    records = list(_records(lines))
-    logprobs = {record["group"]: record["learner_logprobs"] for record in records if "learner_logprobs" in record}
-    groups = [record for record in records if "prompt" in record]
-    for group in groups:
-        for rollout, values in zip(group.get("rollouts", ()), logprobs.get(group["group"], ()), strict=False):
-            rollout["learner_logprobs"] = values
+def _with_logprobs(groups: list[Group], folder: Path, name: str) -> list[Group]:
+    """Put the learner's logprobs into the rollouts of the groups of this file that have them."""
+    if groups:
+        logprobs = _object(b"".join(_lines(folder / f"{name}.logprobs")))
+        for group in groups:
+            of_rollouts = logprobs.get(str(group["group"]), ())
+            for rollout, values in zip(group.get("rollouts", ()), of_rollouts, strict=False):
+                rollout["learner_logprobs"] = values
     return groups
+
+
+def _object(text: bytes) -> dict[str, Any]:
+    """Parse a JSON object; {} if the text is half-written or none."""
+    try:
+        found = parse_json(text, with_nan=False)
+    except ValueError:
+        return {}
+    return found if isinstance(found, dict) else {}

@@ -1,5 +1,6 @@
 """Writes rollouts for people to read. rollouts/step_N.jsonl has a few groups of the step that makes version N, with
-their first tokens one by one; rollouts/eval_N.jsonl has all answers of version N to the held-out tasks, as text.
+their first tokens one by one, and step_N.logprobs what the learner made of these tokens; rollouts/eval_N.jsonl has all
+answers of version N to the held-out tasks, as text.
 """
 
 from __future__ import annotations
@@ -47,11 +48,12 @@ class RolloutLog:
         return self._claimed <= LOGGED_GROUPS
 
     def begin(self, name: str) -> None:
-        """Remove this file, if it exists: its step is done again, or is old."""
-        try:
-            self._path(name).unlink(missing_ok=True)
-        except OSError as error:
-            log.warning("the old %s stays: %s", self._path(name), error.strerror)
+        """Remove the files of this name, if they exist: the step is done again, or is old."""
+        for path in (self._path(name), self._directory / f"{name}.logprobs"):
+            try:
+                path.unlink(missing_ok=True)
+            except OSError as error:
+                log.warning("the old %s stays: %s", path, error.strerror)
 
     def _path(self, name: str) -> Path:
         return self._directory / f"{name}.jsonl"
@@ -85,23 +87,26 @@ class RolloutLog:
                 for rollout, advantage in zip(group.rollouts, advantages, strict=True)
             ],
         }
-        self._append(name, record)
-
-    def trained(self, step: int, logprobs: Mapping[int, Sequence[Sequence[float]]]) -> None:
-        """Append the logprobs of first tokens under the policy that was trained, by group number and rollout. Readers
-        put them into the groups (`views/rollouts.py`).
-        """
-        for number, of_rollouts in logprobs.items():
-            rounded = [[round(value, 4) if math.isfinite(value) else None for value in each] for each in of_rollouts]
-            self._append(f"step_{step}", {"group": number, "learner_logprobs": rounded})
-
-    def _append(self, name: str, record: Mapping[str, Any]) -> None:
         path = self._path(name)
         try:
             with open(path, "a", encoding="utf-8") as file:
                 file.write(json.dumps(record, ensure_ascii=False) + "\n")
         except OSError as error:
             log.warning("no rollouts written to %s: %s", path, error.strerror)
+
+    def trained(self, step: int, logprobs: Mapping[int, Sequence[Sequence[float]]]) -> None:
+        """Write the logprobs of first tokens under the policy that was trained, by group number and rollout, to
+        step_N.logprobs. Readers put them into the groups (`views/rollouts.py`).
+        """
+        rounded = {
+            number: [[round(value, 4) if math.isfinite(value) else None for value in each] for each in of_rollouts]
+            for number, of_rollouts in logprobs.items()
+        }
+        path = self._directory / f"step_{step}.logprobs"
+        try:
+            path.write_text(json.dumps(rounded), encoding="utf-8")
+        except OSError as error:
+            log.warning("no logprobs written to %s: %s", path, error.strerror)
 
 
 def _columns(task: Task) -> dict[str, str]:
