@@ -130,6 +130,7 @@ def write_status(rundir: RunDir, version: int, num_workers: int = 6) -> None:
 def log_groups(rundir: RunDir, step: int, num_groups: int = 3, num_tokens: int = 48) -> None:
     """The rollouts of a step; the first group's task is the same at every step, the last one's words are hostile."""
     rng, log = random.Random(step), RolloutLog(rundir.rollouts, "grpo")
+    trained: dict[int, list[list[float]]] = {}
     for number in range(num_groups):
         made = [
             rollout(
@@ -156,8 +157,8 @@ def log_groups(rundir: RunDir, step: int, num_groups: int = 3, num_tokens: int =
         prompt = HOSTILE if is_hostile else f"What is 17 + 25? ({0 if number == 0 else step * 10 + number})"
         task = Task(number, prompt, {"answer": HOSTILE if is_hostile else "42"})
         log.write(f"step_{step}", group, task, lambda tokens, words=words: [words[each] for each in tokens])
-        trained = [[value + rng.gauss(0.0, 0.6) for value in each.logprobs] for each in made]
-        log.trained(step, {group.group.number: trained})
+        trained[group.group.number] = [[value + rng.gauss(0.0, 0.6) for value in each.logprobs] for each in made]
+    log.trained(step, trained)
 
 
 def make_run(path: Path, num_steps: int, num_workers: int = 6, num_logged: int = 5) -> RunDir:
