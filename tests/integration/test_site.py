@@ -52,5 +52,5 @@ def test_no_page_asks_another_host() -> None:
 
 def test_the_reference_says_what_the_docstrings_say() -> None:
     text = re.sub(r"<[^>]+>|\s+", " ", (SITE / "python.html").read_text())
-    for words in ("Train a model on this machine", "Show a progress bar", "Dollars:"):
+    for words in ("Train a model on this machine", "Show a progress bar", "cost in dollars:"):
         assert words in re.sub(r" +", " ", text)
