@@ -169,7 +169,7 @@ async def learner(directory: Path, ready: asyncio.Event, marks: list[tuple[int, 
     ready.set()
     for step in range(1_000_000):
         numbers = [item.group.number async for item in client.take_groups(step) if isinstance(item, RolloutGroup)]
-        await client.report_step(step, numbers, {"time/step": 0.1})
+        await client.report_step(step, numbers, {"time/step": 0.1}, {})
         marks.append((len(numbers), time.perf_counter()))
         if (step + 1) % PUBLISH_STEPS == 0:
             weights = (step + 1).to_bytes(8, "little")

@@ -287,7 +287,7 @@ class RolloutFleet:
                 self.rollout_buffer.put(sample)
             self._last_sign = time.monotonic()
         meter.waited(self.rollout_buffer.take_waited_seconds())
-        session.report_step(step, meter.numbers, meter.rollout_metrics())
+        session.report_step(step, meter.numbers, meter.rollout_metrics(), {})
         session.report_checkpoint(step + 1, step + 1, ())  # TRL writes its own checkpoints: drop the groups
         with self._changed:
             self._handed_out = step + 1

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from echo2.runtime.head.rollout_log import LOGGED_GROUPS
+from echo2.transport.limits import LOGGED_GROUPS
 from real_runs import REPOSITORY, Run
 
 pytestmark = pytest.mark.timeout(200)

@@ -18,11 +18,10 @@ from echo2.runtime.head.rollout_log import (
     COLUMNS_MAX,
     KEPT_EVERY,
     KEPT_STEPS,
-    LOGGED_GROUPS,
-    LOGGED_TOKENS,
     RolloutLog,
 )
 from echo2.runtime.head.rollout_tables import COLUMNS, TABLE_ROWS, TEXT_CHARS, rollout_rows
+from echo2.transport.limits import LOGGED_GROUPS, LOGGED_TOKENS
 from echo2.types import LOGGED_ROLLOUTS, Message, Task
 from echo2.views.rollouts import names, read_groups, task_over_steps
 from learner_cases import group, random_group, rollout

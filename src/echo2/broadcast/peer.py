@@ -88,7 +88,7 @@ class PeerNode:
         listen: tuple[str, int] | None = ("0.0.0.0", 0),
         relays: bool = True,
     ) -> None:
-        self._peer_id, self._store, self._network = peer_id, store, network
+        self._store, self._network = store, network
         self._on_whole, self._on_gone, self._on_error = on_whole, on_gone, on_error
         self._listen, self._relays = listen, relays
         self._disk = ThreadPoolExecutor(DISK_THREADS, "chunks")

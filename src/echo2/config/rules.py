@@ -31,6 +31,8 @@ LOSS_PARAMS: Mapping[str, Mapping[str, float]] = {
 SHARED_LOSS_PARAMS: Mapping[str, float] = {"score_centering": 0.0, "max_binary_kl": 0.0}
 #: Most of `score_centering`: 6 KiB a token.
 TOP_LOGPROBS_MAX = 1024
+#: Targets of run.log_to, and the package that each needs.
+LOG_PACKAGES = {"tensorboard": "tensorboardX", "wandb": "wandb", "wandb+rollouts": "wandb", "trackio": "trackio"}
 #: Hosts by which a machine calls itself.
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
@@ -183,7 +185,7 @@ def check_together(config: Config) -> None:
         )
     for target in config.run.log_to:
         kind, _, project = target.partition(":")
-        if target != "tensorboard" and (kind not in ("wandb", "wandb+rollouts", "trackio") or not project):
+        if kind not in LOG_PACKAGES or bool(project) == (kind == "tensorboard"):
             raise UserError(
                 f"run.log_to has {target!r}: expected tensorboard, wandb:<project>, wandb+rollouts:<project> or "
                 "trackio:<project>."

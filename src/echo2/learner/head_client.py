@@ -27,7 +27,7 @@ from echo2.errors import InvariantError, LinkError, PeerError, UserError
 from echo2.learner.publication import BasePayload, LentWeights, Payload, Publisher
 from echo2.transport import wire_pb2 as wire
 from echo2.transport.base import Link
-from echo2.transport.learner_logprobs import NO_LOGPROBS, LearnerLogprobs, encode_logprobs
+from echo2.transport.learner_logprobs import LearnerLogprobs, encode_logprobs
 from echo2.transport.limits import PROTOCOL_VERSION
 from echo2.transport.messages import parse_group
 from echo2.types import RUN_POLICY, RolloutGroup, SnapshotRef
@@ -128,7 +128,7 @@ class HeadClient:
             await self._patiently("LearnerHello", lambda joins=joins: self._join_again(joins))  # type: ignore[misc]
 
     async def report_step(
-        self, step: int, numbers: Sequence[int], metrics: Mapping[str, Any], logprobs: LearnerLogprobs = NO_LOGPROBS
+        self, step: int, numbers: Sequence[int], metrics: Mapping[str, Any], logprobs: LearnerLogprobs
     ) -> None:
         """Report a step as trained on exactly these groups. On return the head has recorded it."""
         text = json.dumps(dict(metrics), allow_nan=False)

@@ -19,7 +19,7 @@ from echo2.learner.head_client import HeadClient, LearnerInfo, join_head
 from echo2.learner.publication import LentWeights, Publisher
 from echo2.transport import wire_pb2 as wire
 from echo2.transport.base import Link
-from echo2.transport.learner_logprobs import NO_LOGPROBS, LearnerLogprobs
+from echo2.transport.learner_logprobs import LearnerLogprobs
 from echo2.types import RolloutGroup
 
 DOING_SECONDS = 1.0  # between reports of the learner's activity
@@ -105,7 +105,7 @@ class HeadSession:
                 return
 
     def report_step(
-        self, step: int, numbers: Sequence[int], metrics: Mapping[str, Any], logprobs: LearnerLogprobs = NO_LOGPROBS
+        self, step: int, numbers: Sequence[int], metrics: Mapping[str, Any], logprobs: LearnerLogprobs
     ) -> None:
         """Wait until the head has recorded the step."""
         self._wait(self._client.report_step(step, numbers, metrics, logprobs))

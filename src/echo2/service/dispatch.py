@@ -44,7 +44,6 @@ class Dispatcher:
         self._num_open: dict[str, int] = {}
         self._ended: dict[str, asyncio.Event] = {}
         self._tasks: set[asyncio.Task[None]] = set()
-        self._is_closed = False
 
     def start(self) -> None:
         """Resume the open requests of the previous process."""
@@ -150,7 +149,7 @@ class Dispatcher:
 
     async def close(self) -> None:
         """Stop all work; open requests stay stored."""
-        self._is_closed = True
+        self._turns = Turns()  # no other sample begins
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -224,8 +223,7 @@ class Dispatcher:
 
     def _sampled(self, request: str, _: asyncio.Task[None]) -> None:
         del self._sampling[request]
-        if not self._is_closed:
-            self._start_samples()
+        self._start_samples()
 
     def _stop(self, row: Row, reason: str) -> None:
         self._end(row, "failed", error=reason, category="user")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
-from types import MappingProxyType
 
 from echo2.errors import PeerError
 from echo2.transport import wire_pb2 as wire
@@ -13,7 +12,10 @@ from echo2.transport.limits import LOGGED_GROUPS, LOGGED_TOKENS
 LearnerLogprobs = Mapping[int, "Sequence[array[float]]"]
 """By group number, for each rollout the logprobs 'f' of its first tokens."""
 
-NO_LOGPROBS: LearnerLogprobs = MappingProxyType({})
+
+def logged_tokens(num_rollouts: int) -> int:
+    """Return how many first tokens of each rollout of a group are written for people one by one."""
+    return LOGGED_TOKENS // (LOGGED_GROUPS * num_rollouts)
 
 
 def encode_logprobs(logprobs: LearnerLogprobs) -> list[wire.GroupLogprobs]:

@@ -37,8 +37,8 @@ from echo2.learner.precision import computes_in_bfloat16, refuse_vanishing_updat
 from echo2.learner.publication import LentWeights
 from echo2.learner.state import Saving
 from echo2.learner.trainer import AdamParams, Trainer
-from echo2.transport.learner_logprobs import LearnerLogprobs
-from echo2.transport.limits import LOGGED_GROUPS, LOGGED_TOKENS
+from echo2.transport.learner_logprobs import LearnerLogprobs, logged_tokens
+from echo2.transport.limits import LOGGED_GROUPS
 from echo2.types import RolloutGroup
 
 POLICY, REFERENCE = "the policy", "its reference"
@@ -288,7 +288,7 @@ class GrpoClient:
         for group, part in zip(groups, parts, strict=True):
             of_data = iter([next(found) for _ in part.data])
             if part.data and len(self._logprobs) < LOGGED_GROUPS:
-                room = LOGGED_TOKENS // (LOGGED_GROUPS * len(group.rollouts))
+                room = logged_tokens(len(group.rollouts))
                 self._logprobs[group.group.number] = [
                     array("f", next(of_data)[:room] if rollout.loss_mask.count(1) else ()) for rollout in group.rollouts
                 ]

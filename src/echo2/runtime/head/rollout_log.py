@@ -8,13 +8,14 @@ from __future__ import annotations
 import json
 import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from itertools import groupby, islice
 from pathlib import Path
 from typing import Any
 
 from echo2.learner.grpo.advantages import Advantage, group_advantages
-from echo2.transport.limits import LOGGED_GROUPS, LOGGED_TOKENS
+from echo2.transport.learner_logprobs import LearnerLogprobs, logged_tokens
+from echo2.transport.limits import LOGGED_GROUPS
 from echo2.types import LOGGED_ROLLOUTS, Rollout, RolloutGroup, Task
 
 log = logging.getLogger(__name__)
@@ -65,7 +66,7 @@ class RolloutLog:
         prompt = task.prompt
         is_train = group.group.kind == "train"
         advantages = group_advantages([rollout.reward for rollout in group.rollouts], self._advantage)
-        room = LOGGED_TOKENS // (LOGGED_GROUPS * len(group.rollouts))
+        room = logged_tokens(len(group.rollouts))
         record = {
             "group": group.group.number,
             "task": group.cursor,
@@ -94,7 +95,7 @@ class RolloutLog:
         except OSError as error:
             log.warning("no rollouts written to %s: %s", path, error.strerror)
 
-    def trained(self, step: int, logprobs: Mapping[int, Sequence[Sequence[float]]]) -> None:
+    def trained(self, step: int, logprobs: LearnerLogprobs) -> None:
         """Write the logprobs of first tokens under the policy that was trained, by group number and rollout, to
         step_N.logprobs. Readers put them into the groups (`views/rollouts.py`).
         """

@@ -15,7 +15,7 @@ from pathlib import Path
 from echo2.config import Config
 from echo2.config.engines import SERVERS
 from echo2.config.offers import Offer
-from echo2.config.rules import weighted
+from echo2.config.rules import LOG_PACKAGES, weighted
 from echo2.devices import this_machine
 from echo2.errors import UserError
 from echo2.planning.memory_needs import learner_that_fits, model_shape, worker_that_fits
@@ -39,8 +39,6 @@ from echo2.weights.model_files import tensor_shapes
 ROWS_CHECKED_MAX = 10_000
 ANY_HOST = ("0.0.0.0", "::")
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
-#: Target of run.log_to -> the package that it imports.
-LOG_PACKAGES = {"tensorboard": "tensorboardX", "wandb": "wandb", "wandb+rollouts": "wandb", "trackio": "trackio"}
 
 
 def check(config: Config, has_learner: bool = True) -> None:

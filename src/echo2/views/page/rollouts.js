@@ -180,9 +180,9 @@ export class Rollouts {
     this.marked?.classList.remove("here");
     this.marked = span;
     span.classList.add("here");
-    const { rollout } = span.parentElement, index = Number(span.dataset.index), logprob = rollout.logprobs[index];
+    const { rollout } = span.parentElement, index = Number(span.dataset.index), logprob = rollout.logprobs[index], ratio = ratioOf(rollout, index);
     const chance = span.classList.contains("environment") ? "written by the environment" : `logprob ${round(logprob)} (p ${round(Math.exp(logprob))})`;
-    at("token").textContent = `token ${index + 1} ${JSON.stringify(rollout.tokens[index])}: ${chance}, version ${versionOf(rollout, index)}` + (ratioOf(rollout, index) === undefined ? "" : `, ratio ${round(ratioOf(rollout, index))}`) + (rollout.advantage === undefined ? "" : `, advantage ${round(rollout.advantage)}`);
+    at("token").textContent = `token ${index + 1} ${JSON.stringify(rollout.tokens[index])}: ${chance}, version ${versionOf(rollout, index)}` + (ratio === undefined ? "" : `, ratio ${round(ratio)}`) + (rollout.advantage === undefined ? "" : `, advantage ${round(rollout.advantage)}`);
   }
 
   key(event) {
