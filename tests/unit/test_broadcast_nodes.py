@@ -222,17 +222,18 @@ def test_newer_payload_takes_the_place_and_what_is_shared_stays(tmp_path: Path, 
         async with opened(tmp_path, backend) as fleet:
             workers = [await fleet.join(f"w-{number}") for number in range(3)]
             old = fleet.publish(content(1, num_chunks=200))
-            await until(lambda: workers[0].node.bytes_received > 0, "it began")
+            await until(lambda: len(workers[0].store.missing(old)) < 120, "much of it is there")
             new = fleet.publish(content(2, num_chunks=40))
             for worker in workers:
                 await worker.has(new)
                 assert worker.node.progress is None
             had = len(old.hashes) - len(workers[0].store.missing(old))
+            assert had > 80
             received = workers[0].node.bytes_received
             fleet.assign(old, workers[0])
             await workers[0].has(old)
             num_chunks = (workers[0].node.bytes_received - received) * 200 // old.total_bytes
-            assert abs(num_chunks - (200 - had)) <= 4  # what was being taken when the newer one came may be taken again
+            assert num_chunks <= 200 - had // 2  # some chunks may come twice: from a slow source, and from a quick one
 
     run(scenario())
 
