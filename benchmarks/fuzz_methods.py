@@ -1,4 +1,5 @@
-"""Targets of the fuzzer: every method that the head answers, called on a real head with a learner and two workers.
+"""Targets of the fuzzer: every method that the head answers, called on a real head with a learner and two workers; and
+what differs where the run has an environment, on a head that has one.
 
 What a worker sends may be refused and nothing else: any other error, and any end of the run that is a bug of ours, is a
 finding. A head is used for CALLS_PER_HEAD calls, or until its run is over.
@@ -13,7 +14,9 @@ import os
 import random
 import shutil
 from array import array
+from dataclasses import replace
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 from fuzz_files import tokenizer_files
@@ -44,6 +47,19 @@ CLOSE_SECONDS = 5.0
 TURNS = 20
 VOCABULARY = 1000
 LEARNER = Peer("l-0123456789", "learner", "192.0.2.7")
+#: The environment of the second kind of head; rollouts of one and of two turns in it.
+ENVIRONMENT = f"{Path(__file__).resolve().parent / 'fuzz_environment.py'}:Three"
+TURNS_MAX = 4
+_PLAYED = (
+    replace(ROLLOUT, tokens=array("i", [5, 7]), logprobs=array("f", [-0.5, -1.5]), loss_mask=b"\1\1"),
+    replace(
+        ROLLOUT,
+        tokens=array("i", [5, 6, 3, 5, 7]),
+        logprobs=array("f", [-0.5, -0.25, 0.0, -1.5, -0.25]),
+        loss_mask=b"\1\1\0\1\1",
+        version_spans=((0, 0),),
+    ),
+)
 #: The smallest lease ids of an input stand for those of open leases.
 STAND_INS = 16
 SHARES = {
@@ -59,7 +75,8 @@ SHARES = {
 
 def targets() -> list[Target]:
     """One for each method that the head serves; `Enrol` is a target of fuzz_wire.py."""
-    return [_target(METHODS[name]) for name in (*_WORKERS, *_LEARNERS)]
+    plain = [_target(METHODS[name]) for name in (*_WORKERS, *_LEARNERS)]
+    return plain + [_target(METHODS[name], with_environment=True) for name in ("Attend", "FailLease", "Deliver")]
 
 
 _WORKERS = (
@@ -96,7 +113,8 @@ def worker(number: int) -> Peer:
 class World:
     """A head of its own, with one step trained, and what calls on it."""
 
-    def __init__(self, number: int) -> None:
+    def __init__(self, number: int, with_environment: bool = False) -> None:
+        self.environment = ENVIRONMENT if with_environment else ""
         self.loop = asyncio.new_event_loop()
         self.path = folder() / f"run-{os.getpid()}-{number}"
         self.calls = self.sender = 0
@@ -104,9 +122,9 @@ class World:
 
     async def _open(self) -> None:
         settings = config.Config(
-            tasks=config.sections.TasksConfig(source="digit_sorting"),
-            reward=config.sections.RewardConfig(functions=["exact_match"]),
-            sampling=config.sections.SamplingConfig(group_size=2, max_tokens=16),
+            tasks=config.sections.TasksConfig(source="digit_sorting", environment=self.environment),
+            reward=config.sections.RewardConfig(functions=["environment" if self.environment else "exact_match"]),
+            sampling=config.sections.SamplingConfig(group_size=2, max_tokens=16, max_turns=TURNS_MAX),
             schedule=config.sections.ScheduleConfig(groups_per_step=16),
         )
         made = rundir.create(self.path, settings, resume=False)
@@ -142,7 +160,7 @@ class World:
         return worker(self.sender)
 
     async def _attend(self, peer: Peer) -> None:
-        self.streams.append(self.handlers["Attend"](peer, said_hello()))
+        self.streams.append(self.handlers["Attend"](peer, said_hello(self.environment)))
         await anext(self.streams[-1])
 
     async def _train_a_step(self) -> None:
@@ -150,7 +168,7 @@ class World:
         fed, is_done = list[int](), False
         while not is_done:
             for lease_id, group in self.leases():
-                delivery = _delivery(lease_id, group.number)
+                delivery = _delivery(lease_id, group.number, bool(self.environment))
                 await self.handlers["Deliver"](self.peer, wire.Deliveries(items=[delivery]))
             part = await anext(feed)
             fed += [messages.parse_group(data).group.number for data in part.groups]
@@ -211,8 +229,8 @@ class World:
 class _Worlds:
     """The head in use; another one when it has answered enough."""
 
-    def __init__(self) -> None:
-        self._numbers = itertools.count()
+    def __init__(self, with_environment: bool) -> None:
+        self._with_environment = with_environment
         self._world: World | None = None
 
     def world(self) -> World:
@@ -223,7 +241,7 @@ class _Worlds:
             self.forget()
         if self._world is None:
             logging.disable(logging.CRITICAL)  # a head tells its log of each refusal
-            self._world = World(next(self._numbers))
+            self._world = World(next(_NUMBERS), self._with_environment)
         self._world.replace_expelled()
         return self._world
 
@@ -233,33 +251,37 @@ class _Worlds:
             world.close()
 
 
-_WORLDS = _Worlds()
+_NUMBERS = itertools.count()
+_WORLDS = {with_environment: _Worlds(with_environment) for with_environment in (False, True)}
 
 
 def close() -> None:
-    """Let go of the head in use."""
-    _WORLDS.forget()
+    """Let go of the heads in use."""
+    for worlds in _WORLDS.values():
+        worlds.forget()
     logging.disable(logging.NOTSET)
 
 
-def _target(method: Method) -> Target:
+def _target(method: Method, with_environment: bool = False) -> Target:
+    worlds = _WORLDS[with_environment]
+
     def read(data: bytes) -> None:
         message = data if method.raw else parse(method.request, data)
-        world = _WORLDS.world()
+        world = worlds.world()
         try:
             world.call(method, _stand_in(message, world.leases()))
         except (PeerError, UserError, InvariantError):
             raise
         except BaseException:
-            _WORLDS.forget()  # it may be in any state
+            worlds.forget()  # it may be in any state
             raise
 
     # A learner that contradicts the head is a bug of ours: it is our program, on a machine of the run's owner.
     errors = (PeerError,) if "worker" in method.roles else (PeerError, UserError, InvariantError)
     kind = None if method.raw else method.request
-    return Target(
-        f"method.{method.name}", read, _seeds(method), kind, share=SHARES.get(method.name, 0.2), errors=errors
-    )
+    name = f"method.{method.name}" + (".environment" if with_environment else "")
+    seeds = _seeds(method, with_environment)
+    return Target(name, read, seeds, kind, share=SHARES.get(method.name, 0.2), errors=errors)
 
 
 def _stand_in(message: Any, leases: list[tuple[int, GroupRef]]) -> Any:
@@ -282,25 +304,27 @@ def snapshot(lineage: int) -> tuple[wire.PublishRequest, dict[bytes, memoryview]
     return wire.PublishRequest(manifest=manifest.text, epoch=1), content
 
 
-def said_hello() -> wire.WorkerHello:
-    hello = wire.WorkerHello(protocol=PROTOCOL_VERSION, slots=4, pid=7)
+def said_hello(environment: str = "") -> wire.WorkerHello:
+    environments = [environment] if environment else []
+    hello = wire.WorkerHello(protocol=PROTOCOL_VERSION, slots=4, pid=7, environments=environments)
     hello.installed.CopyFrom(wire.SnapshotId(policy=RUN_POLICY, lineage=1))
     return hello
 
 
-def _delivery(lease_id: int, number: int) -> wire.Delivery:
-    group = RolloutGroup(GroupRef(RUN_POLICY, "train", number), 0, 1, 0, array("i"), (ROLLOUT, ROLLOUT), "", 1.5)
+def _delivery(lease_id: int, number: int, is_played: bool) -> wire.Delivery:
+    rollouts = _PLAYED if is_played else (ROLLOUT, ROLLOUT)
+    group = RolloutGroup(GroupRef(RUN_POLICY, "train", number), 0, 1, 0, array("i"), rollouts, "", 1.5)
     return messages.encode_delivery(lease_id, group)
 
 
-def _seeds(method: Method) -> tuple[bytes, ...]:
+def _seeds(method: Method, with_environment: bool) -> tuple[bytes, ...]:
     if method.raw:
         return (b"", chunks.pack(bytes(32), b"filler"))
     payload = wire.PayloadId(ref=wire.SnapshotId(policy=RUN_POLICY, lineage=1))
     request, content = snapshot(1)
     tally = wire.Tally(source="", num_bytes=202, seconds=0.5)
     found: dict[str, list[Any]] = {
-        "Attend": [said_hello()],
+        "Attend": [said_hello(ENVIRONMENT if with_environment else "")],
         "Report": [
             wire.WorkerReport(
                 installed=wire.SnapshotId(policy=RUN_POLICY, lineage=1), doing="samples", tokens_generated=9
@@ -308,8 +332,8 @@ def _seeds(method: Method) -> tuple[bytes, ...]:
         ],
         "FailLease": [wire.LeaseFailed(lease_id=1, reason="oom", detail="out of memory")],
         "Deliver": [
-            wire.Deliveries(items=[_delivery(1, 1)]),
-            wire.Deliveries(items=[_delivery(0, 0), _delivery(2, 2)]),
+            wire.Deliveries(items=[_delivery(1, 1, with_environment)]),
+            wire.Deliveries(items=[_delivery(number, number, with_environment) for number in (0, 2)]),
         ],
         "ReportCheck": [wire.CheckReport(policy=RUN_POLICY, number=0, num_tokens=9, fault="9 of 9 tokens")],
         "FetchManifest": [wire.ManifestRequest(policy=RUN_POLICY, lineage=1, version=0)],
