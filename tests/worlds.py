@@ -227,6 +227,7 @@ def judge_forging(seed: int) -> list[str]:
         for command in commands:
             if isinstance(command, do.AcceptDelivery) and command.group.kind == "train":
                 sampled[command.group.number] = command.worker_id
+                asked.discard(command.group.number)  # a head that died without storing an earlier one has forgotten it
             elif isinstance(command, do.CheckGroup):
                 asked.add(command.group.number)
             elif isinstance(command, do.ExpelWorker) and not specs[command.worker_id].forges:
