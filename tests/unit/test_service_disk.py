@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from echo2.service.database import models
+from echo2.service.settings import Quotas
 from front_service import Service
 
 
@@ -74,3 +75,18 @@ def test_a_sample_that_is_open_keeps_the_weights_that_inflight_samplers_left(ser
     assert [entry.name for entry in (service.folder / "checkpoints").glob("req_*")] == [
         Path(service.database.select(models)[0].inflight).name
     ]
+
+
+def test_adapters_that_only_samplers_name_count_until_their_session_ends(tmp_path: Path) -> None:
+    quotas = Quotas(quota_disk_gb={"ada": 1e-9})
+    with closing(Service(tmp_path, f"sqlite:///{tmp_path}/service.sqlite", quotas)) as service:
+        session, other = service.session(), service.session()
+        model, kept = service.model(session), service.model(other)
+        saved = service.post("save_weights_for_sampler", {"model_id": model, "seq_id": 1, "sampling_session_seq_id": 0})
+        assert service.result(saved)["sampling_session_id"] == f"{session}:sample:0"
+        assert service.get("usage")["disk_gb"] > 1e-9
+        again = {"model_id": kept, "seq_id": 1, "path": "last"}
+        assert "finish sessions" in service.post("save_weights", again, status=400)["detail"]
+        service.post(f"sessions/{session}/finish", {"reason": {"type": "success"}}, status=204)
+        assert service.get("usage")["disk_gb"] == 0.0
+        assert service.result(service.post("save_weights", again))["path"].endswith("/last")

@@ -69,6 +69,7 @@ models = Table(
     Column("inflight", String),  # the directory that the model's inflight samplers read
     Column("labels", JSON),
 )
+OPEN = ("held", "queued")
 requests = Table(
     "requests",
     metadata,
@@ -82,7 +83,7 @@ requests = Table(
     Column("digest", String, nullable=False),
     Column("body", LargeBinary),
     Column("operation", Number),
-    Column("state", String, nullable=False),  # held | queued | done | failed
+    Column("state", String, nullable=False),  # held | queued | done | failed; the first two are OPEN
     Column("answer", LargeBinary),
     Column("error", Text),
     Column("category", String),

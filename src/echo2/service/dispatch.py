@@ -19,12 +19,11 @@ from echo2.control.service.turns import Turns
 from echo2.errors import InvariantError, PeerError, UserError
 from echo2.service.access import Caller
 from echo2.service.bills import Bills
-from echo2.service.database import Database, Row, models, requests, sessions
+from echo2.service.database import OPEN, Database, Row, models, requests, sessions
 from echo2.service.work import Work
 
 log = logging.getLogger(__name__)
 
-OPEN = ("held", "queued")
 #: Limits: operations of one model at the back end; samples at the back end; open requests of a tenant.
 OPERATIONS_MAX = 16
 SAMPLES_MAX = 512

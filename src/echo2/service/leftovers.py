@@ -1,4 +1,4 @@
-"""Deletes directories of checkpoints and published adapters that nothing refers to any more."""
+"""The directories of published adapters; deletes those, and checkpoints, that nothing refers to any more."""
 
 from __future__ import annotations
 
@@ -6,8 +6,7 @@ import math
 import shutil
 from pathlib import Path
 
-from echo2.service.database import Database, checkpoints, models, requests, samplers, sessions
-from echo2.service.dispatch import OPEN
+from echo2.service.database import OPEN, Database, checkpoints, models, requests, samplers, sessions
 
 #: Maximum number removed at once, so that the front is not blocked.
 REMOVED_MAX = 64
@@ -41,9 +40,19 @@ class Leftovers:
 
     def _named(self) -> set[str]:
         find = self._database.select
-        live = tuple(row.id for row in find(sessions, finished=None))
         saves = find(requests, columns=["id"], kind=("save_weights", "save_weights_for_sampler"), state=OPEN)
-        directories = [row.directory for row in find(checkpoints)]
-        directories += [row.directory for row in find(samplers, session=live, model=None)]
-        directories += [row.inflight for row in find(models, session=live)]
-        return {Path(path).name for path in directories if path} | {ARRIVING} | {row.id for row in saves}
+        directories = {row.directory for row in find(checkpoints)} | sampler_directories(self._database)
+        return {Path(path).name for path in directories} | {ARRIVING} | {row.id for row in saves}
+
+
+def sampler_directories(database: Database, **where: str) -> set[str]:
+    """Return the directories that samplers of live sessions read; `where`: of these samplers and models alone."""
+    live = tuple(row.id for row in database.select(sessions, finished=None))
+    read = [row.directory for row in database.select(samplers, session=live, model=None, **where)]
+    read += [row.inflight for row in database.select(models, session=live, **where)]
+    return {path for path in read if path}
+
+
+def num_bytes(directory: Path) -> int:
+    """Return the size of all files below a directory; of one that is gone 0."""
+    return sum(file.stat().st_size for file in directory.rglob("*") if file.is_file())

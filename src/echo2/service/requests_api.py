@@ -26,8 +26,8 @@ from echo2.service.bodies import (
     parse,
 )
 from echo2.service.data import answer_as_json, read_json, read_protobuf
-from echo2.service.database import Row, models, requests, samplers, sessions
-from echo2.service.dispatch import OPEN, Dispatcher
+from echo2.service.database import OPEN, Row, models, requests, samplers, sessions
+from echo2.service.dispatch import Dispatcher
 from echo2.service.entrance import answer
 from echo2.service.work import Work, sample_spec
 

@@ -19,7 +19,7 @@ PRICED = ("forward_backward", "forward", "sample")
 class Quotas(Struct, forbid_unknown_fields=True, frozen=True):
     """`usd_per_million_tokens`: by kind of request (`forward_backward`, `forward`, or `sample`, for the prompt and the
     samples); other kinds are free. `quota_usd`, `quota_disk_gb`: limits by tenant of all spending, and of the sizes of
-    checkpoints; tenants not listed have none.
+    checkpoints and samplers; tenants not listed have none.
     """
 
     usd_per_million_tokens: dict[str, Annotated[float, Meta(ge=0)]] = {}

@@ -15,8 +15,7 @@ from rich.markup import escape
 from echo2.errors import UserError
 from echo2.printable import printable
 from echo2.rundir import read_json
-from echo2.service.database import Database, bills, models, requests, sessions
-from echo2.service.dispatch import OPEN
+from echo2.service.database import OPEN, Database, bills, models, requests, sessions
 from echo2.service.fleet.door import STATUS_FILE
 from echo2.service.serve import open_database
 from echo2.service.status_page import StatusPage, Table

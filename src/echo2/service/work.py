@@ -17,6 +17,7 @@ from echo2.service.backend import AdamSettings, Backend, ModelSpec, SampleSpec
 from echo2.service.bodies import AdamBody, LoadBody, OptimBody, SampleBody, SaveBody, parse, prompt_tokens
 from echo2.service.data import TrainWork, read_json, read_protobuf, train_answer
 from echo2.service.database import Database, Row, checkpoints, models, samplers
+from echo2.service.leftovers import num_bytes
 from echo2.service.sampled import check_scores, read_targets, sample_answer
 
 SCHEMES = ("tinker://", "logits://")
@@ -140,7 +141,7 @@ class Work:
                 directory=str(directory),
                 spec=msgspec.to_builtins(self._spec(request.target)),
                 created=now,
-                size=sum(file.stat().st_size for file in directory.rglob("*") if file.is_file()),
+                size=num_bytes(directory),
                 expires=None if body.ttl_seconds is None else now + body.ttl_seconds,
                 public=False,
                 labels=body.user_metadata,
