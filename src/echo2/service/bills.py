@@ -39,14 +39,14 @@ class Bills:
             raise PeerError("spent", f"{tenant} has spent ${usd:.4f} of ${quota:g}; ask who runs the service for more.")
 
     def check_disk(self, tenant: str) -> None:
-        """Raise PeerError("disk_quota") if the tenant's checkpoints and samplers have reached its quota. Copies count as
-        well: files that they share stay as long as any of them."""
+        """Raise PeerError("disk_quota") if the tenant's checkpoints and samplers have reached its quota. Copies count
+        as well: files that they share stay as long as any of them."""
         quota = self._quotas.quota_disk_gb.get(tenant)
         if quota is not None and (gb := self._disk_gb(tenant)) >= quota:
             raise PeerError(
                 "disk_quota",
-                f"{tenant} has checkpoints and samplers of {gb:.3f} GB; {quota:g} GB are allowed. Delete some checkpoints, "
-                "finish sessions whose samplers are no longer used, or ask for more.",
+                f"{tenant} has checkpoints and samplers of {gb:.3f} GB; {quota:g} GB are allowed. Delete some "
+                "checkpoints, finish sessions whose samplers are no longer used, or ask for more.",
             )
 
     def estimate(self, tenant: str, num_tokens: Mapping[str, int]) -> dict[str, Any]:
