@@ -24,6 +24,7 @@ REPOSITORY = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(REPOSITORY / "tests")]
 
 import real_runs  # noqa: E402 (a run, as the tests start it)
+from echo2.runtime.launch.supervisor import RESTARTS_MAX  # noqa: E402
 from real_runs import Run, is_running, pause  # noqa: E402
 
 VICTIMS = ("head", "learner", "worker-0", "all", "run")
@@ -35,14 +36,19 @@ STEPS_A_KILL = 3
 real_runs.STUCK_SECONDS = 300.0
 
 
-def kill(run: Run, victim: str) -> None:
-    """Kill it; what nobody starts again is resumed."""
+def kill(run: Run, victim: str, deaths: Counter[str]) -> None:
+    """Kill it; what nobody starts again is resumed. `deaths`: by process, since the supervisor was started."""
     pids = run.pids()
-    for name in ("head", "learner", "worker-0", "worker-1") if victim == "all" else (victim,):
+    names = ("head", "learner", "worker-0", "worker-1") if victim == "all" else (victim,)
+    if any(deaths[name] + 1 >= RESTARTS_MAX for name in names):
+        names = ("run",)  # it would end the run: who is killed so often is not started again
+    for name in names:
         if name in pids and is_running(pids[name]):
             run.kill(name)
-    if victim != "run":
+            deaths[name] += 1
+    if names != ("run",):
         return
+    deaths.clear()
     assert run.process is not None
     run.process.wait()
     run.process.communicate()
@@ -58,7 +64,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, help="result file")
     options = parser.parse_args()
-    rng, done = random.Random(options.seed), Counter[str]()
+    rng, done, deaths = random.Random(options.seed), Counter[str](), Counter[str]()
     num_steps = options.kills * STEPS_A_KILL
     settings = ("--run.deterministic", "true", "--run.max_steps", str(num_steps))
     with tempfile.TemporaryDirectory(prefix="echo2-kills-") as folder:
@@ -72,7 +78,7 @@ def main() -> None:
             run.wait_version(version)
             time.sleep(rng.uniform(0.0, PAUSE_SECONDS_MAX))
             victim = rng.choice(VICTIMS)
-            kill(run, victim)
+            kill(run, victim, deaths)
             done[victim] += 1
             print(f"{number + 1}: {victim} at version {run.status().get('version')}", flush=True)
         run.finish(3600.0)
