@@ -77,7 +77,7 @@ class Bills:
         """Return the gigabytes of a tenant's checkpoints, and of the adapters that only its samplers name."""
         saved = self._database.select(checkpoints, tenant=tenant)
         unnamed = sampler_directories(self._database, tenant=tenant) - {row.directory for row in saved}
-        return (sum(row.size for row in saved) + sum(num_bytes(Path(path)) for path in unnamed)) / 1e9
+        return float(sum(row.size for row in saved) + sum(num_bytes(Path(path)) for path in unnamed)) / 1e9
 
     def _price(self, kind: str, num_tokens: int) -> float:
         return num_tokens / 1e6 * self._quotas.usd_per_million_tokens.get(kind, 0.0)

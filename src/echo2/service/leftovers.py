@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import shutil
 from pathlib import Path
+from typing import Any
 
 from echo2.service.database import OPEN, Database, checkpoints, models, requests, samplers, sessions
 
@@ -45,7 +46,7 @@ class Leftovers:
         return {Path(path).name for path in directories} | {ARRIVING} | {row.id for row in saves}
 
 
-def sampler_directories(database: Database, **where: str) -> set[str]:
+def sampler_directories(database: Database, **where: Any) -> set[str]:
     """Return the directories that samplers of live sessions read; `where`: of these samplers and models alone."""
     live = tuple(row.id for row in database.select(sessions, finished=None))
     read = [row.directory for row in database.select(samplers, session=live, model=None, **where)]
