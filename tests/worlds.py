@@ -20,7 +20,7 @@ from hostile_workers import HostileSpec
 from echo2.control.head import commands as do
 from echo2.control.head import events as ev
 from echo2.control.head import staleness
-from echo2.control.head.checks import UNTRUSTED
+from echo2.control.head.checks import UNTRUSTED, VERDICT
 from echo2.control.head.fleet import LOOK_AHEAD
 from echo2.control.head.planner import Planner
 from echo2.control.head.results import RESAMPLED_MAX
@@ -208,9 +208,8 @@ def forging_scenario(seed: int) -> Scenario:
 
 
 def judge_forging(seed: int) -> list[str]:
-    """What is wrong with the world of forgers of this seed: what a check could find is not trained, whoever is honest
-    stays, and the run ends. (A verdict may be overdue, and nobody waits for one while no machine of the owner can
-    check.)
+    """What is wrong with the world of forgers of this seed: a forged group that is held for its check is not trained,
+    unless the check ended without a verdict; whoever is honest stays, and the run ends.
     """
     scenario = forging_scenario(seed)
     try:
@@ -222,14 +221,16 @@ def judge_forging(seed: int) -> list[str]:
     wrong += judge_names(report, scenario)
     specs = {f"w{at}-{n}": spec for at, spec in enumerate(scenario.workers) for n in range(spec.count)}
     sampled: dict[int, str] = {}
-    asked, overdue = set[int](), 0
-    for event, _, commands in steps:
+    held = set[int]()
+    for _, _, commands in steps:
         for command in commands:
             if isinstance(command, do.AcceptDelivery) and command.group.kind == "train":
                 sampled[command.group.number] = command.worker_id
-                asked.discard(command.group.number)  # a head that died without storing an earlier one has forgotten it
-            elif isinstance(command, do.CheckGroup):
-                asked.add(command.group.number)
+                held.discard(command.group.number)  # a head that died without storing an earlier one has forgotten it
+            elif isinstance(command, do.RecordCheck) and command.check.holds:
+                held.add(command.check.number)
+            elif isinstance(command, do.EndCheck) and command.reason != VERDICT:
+                held.discard(command.number)
             elif isinstance(command, do.ExpelWorker) and not specs[command.worker_id].forges:
                 wrong.append(f"{command.worker_id} is honest and was expelled")
             elif isinstance(command, do.RetireGroup) and command.why == UNTRUSTED:
@@ -238,11 +239,9 @@ def judge_forging(seed: int) -> list[str]:
                     for worker_id in [sampled[command.number]]
                     if not specs[worker_id].forges
                 ]
-        overdue += isinstance(event, ev.Tick) and any(isinstance(command, do.FeedGroup) for command in commands)
-    trained = [number for done in report.history.trained for number in done.numbers if number in asked]
-    forged = [number for number in trained if specs[sampled[number]].forges]
-    if len(forged) > overdue:
-        wrong.append(f"forged groups {forged} were trained, and {overdue} verdicts were overdue at most")
+    trained = [number for done in report.history.trained for number in done.numbers if number in held]
+    if forged := [number for number in trained if specs[sampled[number]].forges]:
+        wrong.append(f"forged groups {forged} were held for their checks, and trained")
     return wrong
 
 

@@ -10,7 +10,14 @@ import pytest
 
 from echo2.control.head import commands as do
 from echo2.control.head import events as ev
-from echo2.control.head.checks import CHECK_SHARE, EXPELLED_REST_SECONDS, MISSED_MAX, OVERDUE_LEASES, UNTRUSTED
+from echo2.control.head.checks import (
+    CHECK_SHARE,
+    EXPELLED_REST_SECONDS,
+    LATE_LEASES,
+    MISSED_MAX,
+    OVERDUE_LEASES,
+    UNTRUSTED,
+)
 from echo2.control.head.standings import MISMATCH_TOKENS, SURPRISE_ODD
 from echo2.control.head.trust import CLEAN_TO_LEAVE, NEWCOMER_CHECKS
 from echo2.types import RUN_POLICY, SnapshotRef
@@ -150,6 +157,36 @@ def test_what_is_overdue_is_trained_of_a_newcomer_and_retired_of_a_ticket_in_qua
     assert not of(do.FeedGroup, commands)
 
 
+def test_a_late_verdict_counts_for_the_ticket_and_its_machine_gets_no_other_check_before() -> None:
+    desk = desk_with("s", "other")
+    (asked,) = of(do.CheckGroup, brings(desk, "s"))
+    brings(desk, "s")
+    desk.now += OVERDUE_LEASES * CHECKED.lease_seconds - 1.0
+    brings(desk, "s")
+    desk.now += 1.0
+    commands = desk.tell(ev.Tick())
+    assert asked.group.number in [one.number for one in of(do.FeedGroup, commands)]
+    assert not of(do.CheckGroup, commands)
+    commands = answers(desk, asked, "drawn otherwise")
+    assert [one.why for one in of(do.RetireGroup, commands)] == [UNTRUSTED]  # the third: the first two are trained
+    trust = desk.planner.trust.of("ticket-s")
+    assert (trust.is_quarantined, trust.num_missed, trust.num_failed) == (True, 2, 1)
+    assert of(do.CheckGroup, brings(desk, "other"))  # the machine is free again
+
+
+def test_a_verdict_that_does_not_come_is_given_up_and_the_machine_gets_the_next_check() -> None:
+    desk = desk_with("s")
+    (asked,) = of(do.CheckGroup, brings(desk, "s"))
+    desk.now += OVERDUE_LEASES * CHECKED.lease_seconds
+    assert not of(do.CheckGroup, desk.tell(ev.Tick()) + brings(desk, "s"))
+    desk.now += LATE_LEASES * CHECKED.lease_seconds
+    desk.tell(ev.Tick())
+    joins(desk, "other", "ticket-other")
+    assert of(do.CheckGroup, brings(desk, "other"))
+    answers(desk, asked, "too late")
+    assert desk.planner.trust.of("ticket-s").num_failed == 0
+
+
 def test_a_machine_without_those_weights_leaves_the_check_to_another() -> None:
     desk = desk_with("s")
     joins(desk, "own2")
@@ -255,7 +292,7 @@ def test_random_worlds_with_liars(seed: int) -> None:
         elif kind == "answer" and asked:
             one = asked.pop(rng.randrange(len(asked)))
             lies, missed = sampler[one.group.number] in liars, "snapshot_gone" if rng.random() < 0.1 else ""
-            is_open = one.group.number in desk.planner.trust.open
+            is_open = one.group.number in {**desk.planner.trust.open, **desk.planner.trust.late}
             num_found[sampler[one.group.number]] = num_found.get(sampler[one.group.number], 0) + (
                 lies and is_open and not missed
             )

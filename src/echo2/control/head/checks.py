@@ -4,7 +4,8 @@ drawn       a share of every ticket's groups, and all groups of a newcomer, of a
             whose tokens surprise the learner. The draw uses a secret seed that no worker can know (the run's seed could
             be derived from the seeds of its groups).
 held        groups of newcomers and of tickets in quarantine are not trained before the verdict. If it is overdue, a
-            newcomer's groups are trained, and those of a ticket in quarantine are retired.
+            newcomer's groups are trained, and those of a ticket in quarantine are retired. The machine that checks gets
+            no other group before its verdict, which counts for the ticket also when it is late.
 verdict     a fault quarantines the ticket: its groups that are not trained yet are retired `untrusted` and replaced. A
             fault in quarantine expels every worker of the ticket, and the ticket rests. Clean checks in a row end a
             quarantine.
@@ -23,22 +24,22 @@ from echo2.control.head import strangers
 from echo2.control.head.fleet import UNKNOWN, Worker
 from echo2.control.head.groups import PlannedGroup
 from echo2.control.head.state import PlannerState
-from echo2.control.head.trust import CLEAN_TO_LEAVE, DrawnCheck, OpenCheck, Trust
+from echo2.control.head.trust import CLEAN_TO_LEAVE, DrawnCheck, OpenCheck, Trust, first
 from echo2.control.seeds import mix
 from echo2.types import GroupRef
 
 #: Share of the groups of a ticket that are checked (benchmarks/hostile_sampling.py).
 CHECK_SHARE = 0.05
-#: A check without a verdict is given up after this many lease durations.
-OVERDUE_LEASES = 0.5
+#: A check without a verdict is overdue after this many lease durations, and given up after as many more as the second.
+OVERDUE_LEASES, LATE_LEASES = 0.5, 1.0
 #: Limit of checks running or waiting; no more are drawn beyond it.
 OPEN_MAX = 256
 #: Seconds that an expelled ticket rests.
 EXPELLED_REST_SECONDS = 3600.0
 #: Checks without a verdict after which a newcomer's groups are no longer held: the owner's machines can't keep up.
 MISSED_MAX = 8
-#: Reason for retiring groups of a worker that is not trusted.
-UNTRUSTED = "untrusted"
+#: Reason for retiring groups of a worker that is not trusted, and for ending a check whose verdict came in time.
+UNTRUSTED, VERDICT = "untrusted", "there is a verdict"
 
 
 def delivered(state: PlannerState, record: PlannedGroup, worker: Worker | None) -> None:
@@ -87,7 +88,7 @@ def assign(state: PlannerState) -> None:
     """Give each idle machine of the owner that can check one check, the oldest first."""
     if all(check.checker for check in state.trust.open.values()):
         return
-    busy = {check.checker for check in state.trust.open.values()}
+    busy = {check.checker for check in (*state.trust.open.values(), *state.trust.late.values())}
     free = [worker for worker in _checkers(state) if worker.worker_id not in busy]
     for check in state.trust.open.values() if free else ():
         if check.checker:
@@ -110,11 +111,15 @@ def assign(state: PlannerState) -> None:
 
 
 def checked(state: PlannerState, event: ev.GroupChecked) -> None:
-    """Handle a verdict. Ignores verdicts that were not requested or are overdue."""
-    check = state.trust.open.get(event.group.number)
+    """Handle a verdict. Ignores verdicts that were not requested or were given up."""
+    number = event.group.number
+    check = state.trust.open.get(number) or state.trust.late.get(number)
     if check is None or check.checker != event.worker_id:
         return
+    is_late = state.trust.late.pop(number, None) is not None
     if event.missed or not event.num_tokens:
+        if is_late:
+            return
         check.num_tries += 1
         others = any(one.worker_id != event.worker_id for one in _checkers(state))
         if event.missed and check.num_tries < 2 and others:
@@ -122,7 +127,7 @@ def checked(state: PlannerState, event: ev.GroupChecked) -> None:
         else:
             _missed(state, check, event.missed or "none of its tokens are of the version that was checked")
         return
-    _close(state, check.drawn.number, "there is a verdict")
+    _close(state, number, VERDICT)
     trust = state.trust.of(check.drawn.ticket)
     trust = replace(trust, num_tokens=trust.num_tokens + event.num_tokens)
     if event.fault:
@@ -137,18 +142,24 @@ def checked(state: PlannerState, event: ev.GroupChecked) -> None:
 
 
 def expire(state: PlannerState, now: float) -> bool:
-    """Give up overdue checks. Returns whether there were any."""
-    is_any = False
-    while (check := state.trust.first_open()) is not None and check.until <= now:
+    """Wait no longer for overdue checks, and give up late ones. Returns whether there were any."""
+    is_any, late = False, state.trust.late
+    while (check := first(state.trust.open)) is not None and check.until <= now:
+        if check.checker:
+            check.until = now + LATE_LEASES * state.options.lease_seconds
+            late[check.drawn.number] = check
         _missed(state, check, "no verdict came in time")
+        is_any = True
+    while (check := first(late)) is not None and check.until <= now:
+        del late[check.drawn.number]
         is_any = True
     return is_any
 
 
 def next_at(state: PlannerState) -> float | None:
-    """Return the time at which the next check becomes overdue, or None."""
-    check = state.trust.first_open()
-    return None if check is None else check.until
+    """Return the time at which the next check becomes overdue or is given up, or None."""
+    nexts = [check.until for check in (first(state.trust.open), first(state.trust.late)) if check is not None]
+    return min(nexts, default=None)
 
 
 def _checkers(state: PlannerState) -> Iterator[Worker]:

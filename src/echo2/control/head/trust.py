@@ -86,7 +86,9 @@ class TicketRest:
 
 @dataclass(slots=True)
 class OpenCheck:
-    """A drawn check without a verdict. `until`: when it is overdue; `checker`: who checks it; empty: no worker yet."""
+    """A drawn check without a verdict. `until`: when it is overdue, or is given up if it is; `checker`: who checks it;
+    empty: no worker yet.
+    """
 
     drawn: DrawnCheck
     until: float
@@ -96,9 +98,12 @@ class OpenCheck:
 
 @dataclass(slots=True)
 class TrustBook:
-    """The trust by ticket, and the open checks by group, the oldest first, which is also overdue first."""
+    """The trust by ticket, and the checks by group, the oldest first, which also ends first: the open ones, and the
+    late ones, whose group is no longer held and whose verdict may still come.
+    """
 
     open: dict[int, OpenCheck] = field(default_factory=dict)
+    late: dict[int, OpenCheck] = field(default_factory=dict)
     _of: dict[str, Trust] = field(default_factory=dict)
 
     def of(self, ticket: str) -> Trust:
@@ -112,10 +117,11 @@ class TrustBook:
         if len(self._of) > TICKETS_MAX:
             del self._of[next(iter(self._of))]
 
-    def first_open(self) -> OpenCheck | None:
-        """Return the check that is overdue first, or None."""
-        return next(iter(self.open.values()), None)
-
     def all(self) -> dict[str, Trust]:
         """Return the trust in every ticket that has delivered a group."""
         return dict(self._of)
+
+
+def first(checks: dict[int, OpenCheck]) -> OpenCheck | None:
+    """Return the check that ends first, or None."""
+    return next(iter(checks.values()), None)
