@@ -1,7 +1,13 @@
-"""The service's front over HTTP, with a clock of its own and a back end of one row of logits."""
+"""The service's front over HTTP, with a clock of its own and a back end of one row of logits.
+
+The application runs in a thread of its own, and a `Database` is for one thread. So the application has one, and a test
+another: it looks into the store and adds keys as a command does beside the service.
+"""
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +29,7 @@ class Service:
     """An application with a clock of its own, and one tenant's client."""
 
     def __init__(self, folder: Path, url: str, quotas: Quotas = NO_QUOTAS) -> None:
-        self.folder, self.now, self.quotas = folder, START, quotas
+        self.folder, self.url, self.now, self.quotas = folder, url, START, quotas
         self.database = Database(url)
         self.keeper = Doorkeeper(self.database, lambda: self.now)
         self.key = self.keeper.add_key("ada")
@@ -31,20 +37,35 @@ class Service:
 
     def begin(self, backend: OneRowBackend | None = None) -> None:
         self.backend = backend or OneRowBackend(self.folder)
-        self.front = Front(self.database, self.backend, self.folder / "checkpoints", lambda: self.now, self.quotas)
+        self._of_the_front = Database(self.url)
+        self.front = Front(self._of_the_front, self.backend, self.folder / "checkpoints", lambda: self.now, self.quotas)
         self.client = TestClient(self.front.app, raise_server_exceptions=True)
         self.client.__enter__()
 
     def end(self) -> None:
         self.client.__exit__(None, None, None)
+        self._of_the_front.close()
 
     def close(self) -> None:
         self.end()
         self.database.close()
 
-    def sweep(self) -> None:
+    def in_front(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        """What the function gives in the application's thread."""
         assert self.client.portal is not None
-        self.client.portal.call(self.front.sweep)
+        return self.client.portal.call(function, *arguments)
+
+    def sweep(self) -> None:
+        self.in_front(self.front.sweep)
+
+    def until_called(self, name: str) -> None:
+        """Wait until the back end's latest call is of this name; the front has nothing else to do by then."""
+
+        async def wait() -> None:
+            while self.backend.calls[-1][0] != name:  # noqa: ASYNC110  # the back end tells nobody
+                await asyncio.sleep(0.001)
+
+        self.in_front(wait)
 
     def post(self, path: str, body: Any = None, key: str = "", status: int = 200, **more: Any) -> Any:
         headers = {"x-api-key": key or self.key, **more.pop("headers", {})}

@@ -15,6 +15,8 @@ from typing import Any
 REPOSITORY = Path(__file__).parents[1]
 #: A run that makes no progress for this long is stuck.
 STUCK_SECONDS = 60.0
+#: The settings of a run that goes on, however fast the machine, until the test stops it.
+ENDLESS = ("--run.max_steps", "100000")
 
 CONFIG = """
 [run]
@@ -89,6 +91,15 @@ class Run:
         summary: dict[str, Any] = json.loads(output)
         return summary
 
+    def stop(self) -> int:
+        """End a run that would go on; how many steps it has trained."""
+        assert self.process is not None
+        self.process.send_signal(signal.SIGINT)
+        _, errors = self.process.communicate(timeout=150.0)
+        assert self.process.returncode == 130, f"{errors}\n{self.logs()}"
+        version: int = self.status()["version"]
+        return version
+
     def command(self, *arguments: str) -> Any:
         """The JSON that an `echo2` command prints about this run."""
         done = subprocess.run(
@@ -113,6 +124,17 @@ class Run:
     def wait_version(self, version: int) -> None:
         """Until this many steps are trained."""
         self.wait(lambda: self.status().get("version", -1) >= version, f"version {version}")
+
+    def wait_step(self, step: int) -> None:
+        """Until this step is trained, by the metrics: the status says it up to half a second later, which are many
+        steps on a fast machine.
+        """
+        self.wait(lambda: self._last_step() >= step, f"step {step}")
+
+    def _last_step(self) -> int:
+        path = self.out / "metrics.jsonl"
+        lines = path.read_text(encoding="utf-8").splitlines(keepends=True) if path.exists() else []
+        return max((json.loads(line)["step"] for line in lines if line.endswith("\n")), default=0)
 
     def wait(self, holds: Callable[[], bool], what: str) -> None:
         deadline, seen = 0.0, None

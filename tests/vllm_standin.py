@@ -25,17 +25,19 @@ from urllib.parse import urlsplit
 VOCAB = 31
 END = 1
 WAIT_SECONDS = 30.0
+#: Between two looks of a request that waits at whether its caller is still there.
+LOOK_SECONDS = 0.01
 
 
 class Served:
-    """State of the server. `token_seconds`: time for each token; `hold_at`: the token at which a request waits for
-    other weights than its first (0: none); `wrong`: what it does wrong, by name."""
+    """State of the server. `hold_at`: the token at which a request waits for other weights than its first (0: none);
+    `wrong`: what it does wrong, by name."""
 
-    def __init__(self, model: str, token_seconds: float = 0.0, wrong: str = "", hold_at: int = 0) -> None:
+    def __init__(self, model: str, wrong: str = "", hold_at: int = 0) -> None:
         self.changed = threading.Condition()
         self.is_paused, self.is_closed = False, False
         self.label, self.number, self.adapter = "default", weights_number(Path(model) / "model.safetensors"), ""
-        self.token_seconds, self.wrong, self.hold_at = token_seconds, wrong, hold_at
+        self.wrong, self.hold_at = wrong, hold_at
         self.num_running = self.num_aborted = 0
         self.requests: list[dict[str, Any]] = []
         self.num_answers = 0
@@ -83,14 +85,13 @@ class Served:
             try:
                 while len(tokens) < params["max_tokens"] and not (set(tokens) & set(params.get("stop_token_ids", ()))):
                     self.changed.wait_for(lambda: not self.is_paused or self.is_closed, WAIT_SECONDS)
-                    self.changed.wait(self.token_seconds) if self.token_seconds else None
-                    is_held = 0 < self.hold_at == len(tokens) and spans[0]["version"] == self.label
-                    if self.is_paused or is_held:
-                        self.changed.wait(WAIT_SECONDS if is_held else None)
-                        continue
                     if is_gone() or self.is_closed:
                         self.num_aborted += 1
                         return 499, {}
+                    is_held = 0 < self.hold_at == len(tokens) and spans[0]["version"] == self.label
+                    if self.is_paused or is_held:
+                        self.changed.wait(LOOK_SECONDS)
+                        continue
                     if not spans or spans[-1]["version"] != self.label:
                         spans.append({"version": self.label, "start": len(tokens), "end": 0})
                     tokens.append((self.number + len(tokens)) % VOCAB)
@@ -228,7 +229,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--model", required=True)
     parser.add_argument("--uds", required=True)
-    parser.add_argument("--token-seconds", type=float, default=0.0)
+    parser.add_argument("--hold-at", type=int, default=0)
     parser.add_argument("--wrong", default="")
     parser.add_argument("--pids", default="")
     arguments, _ = parser.parse_known_args()
@@ -237,7 +238,7 @@ def main() -> None:
     if arguments.pids:
         with open(arguments.pids, "a") as file:
             file.write(f"{os.getpid()}\n")
-    served = Served(arguments.model, arguments.token_seconds, arguments.wrong)
+    served = Served(arguments.model, arguments.wrong, arguments.hold_at)
     UnixServer(arguments.uds, handler_of(served)).serve_forever()
 
 

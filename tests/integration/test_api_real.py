@@ -104,7 +104,7 @@ def test_a_run_ends_with_its_script_and_saves_what_it_has(tmp_path: Path, sort_m
     assert run.checkpoint().name == f"step_{run.step}"
 
 
-@pytest.mark.timeout(60)
+@pytest.mark.timeout(180)
 def test_a_mistake_that_only_the_processes_find_is_raised(tmp_path: Path, sort_model: Path) -> None:
     rows = [{"prompt": "1", "answer": "1"}]
     with pytest.raises(UserError, match="there is no such directory"):

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from real_runs import REPOSITORY, Run
+from real_runs import ENDLESS, REPOSITORY, Run
 
 pytestmark = pytest.mark.timeout(600)
 #: A worker whose tokens are drawn from the right weights with other random numbers, as the best of many would be.
@@ -48,7 +48,7 @@ sys.exit(main(sys.argv[1:]))
 def test_the_honest_stranger_is_believed_and_of_liars_one_is_expelled_and_one_supplies_nothing(
     tmp_path: Path, sort_model: Path
 ) -> None:
-    settings = ("--schedule.max_staleness", "2", "--schedule.publish_every", "2", "--run.max_steps", "1000")
+    settings = ("--schedule.max_staleness", "2", "--schedule.publish_every", "2", *ENDLESS)
     run = Run(tmp_path / "run", sort_model, "--workers.count", "1", *settings).start()  # ended below
     run.wait(lambda: (run.out / "ticket").exists(), "ticket")
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}

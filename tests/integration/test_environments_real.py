@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from echo2.transport.limits import LOGGED_GROUPS
-from real_runs import REPOSITORY, Run, is_running
+from real_runs import ENDLESS, REPOSITORY, Run, is_running
 
 pytestmark = pytest.mark.timeout(200)
 
@@ -97,7 +97,7 @@ def test_a_worker_that_does_not_run_the_environment_is_turned_away(sort_model: P
     own = tmp_path / "own.py"
     own.write_text(OWN)
     rewards = '--reward.functions=["environment"]'
-    run = Run(tmp_path / "run", sort_model, *settings(own), rewards, "--run.max_steps=500").start()
+    run = Run(tmp_path / "run", sort_model, *settings(own), rewards, *ENDLESS).start()
     try:
         run.wait_version(0)
         done = worker(f"@{run.out / 'ticket'}", tmp_path)
@@ -108,10 +108,14 @@ def test_a_worker_that_does_not_run_the_environment_is_turned_away(sort_model: P
     finally:
         assert run.process is not None
         run.process.terminate()
-        run.process.communicate(timeout=60)
+        run.process.communicate(timeout=150)
 
 
+# No rollout ends before there is a file "go" beside this one.
 HARNESS = """
+import asyncio
+from pathlib import Path
+
 class Rows:
     def __len__(self): return 12
     def __getitem__(self, index): return {"prompt": f"{index}=", "do": index}
@@ -121,6 +125,8 @@ class Asking:
         self.do = columns["do"]
 
     async def run(self, policy):
+        while not Path(__file__).with_name("go").exists():
+            await asyncio.sleep(0.02)
         said, own = [3, 4, 5 + self.do % 3], 0
         for turn in range(3):
             choice = await policy.generate(said, max_tokens=4)
@@ -141,11 +147,12 @@ def test_a_harness_plays_on_own_machines_and_costs_what_it_fails_at(sort_model: 
     }
     keys = {flag.partition("=")[0] for flag in changed}
     kept = [flag for flag in settings(own) if flag.partition("=")[0] not in keys]
-    run = Run(tmp_path / "run", sort_model, *kept, *sorted(changed)).start()
+    run = Run(tmp_path / "run", sort_model, *kept, *sorted(changed), "--schedule.lease_seconds=150").start()
     run.wait_version(0)
     refused = worker(invited(run), tmp_path, "--allow-environment", f"harness:{own}:Asking")
     assert refused.returncode != 0
     assert "not_own: this run's rollouts are played by harness:" in refused.stderr
+    (tmp_path / "go").touch()
     summary = run.finish(150)
     assert summary["groups"]["trained"] == 18
     assert set(summary["groups"]["retired"]) == {"environment_failed"}

@@ -4,8 +4,10 @@ there is room, and nothing is lost or trained on twice."""
 from __future__ import annotations
 
 import contextlib
+import os
 import re
 import shutil
+import signal
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -33,16 +35,20 @@ def disk(tmp_path: Path) -> Iterator[Path]:
 
 def started(disk: Path, model: Path) -> Run:
     run = Run(disk / "run", model, f"--run.max_steps={STEPS}", "--learner.checkpoint_every=2").start()
-    run.wait_version(2)
+    run.wait_step(2)
     return run
 
 
-def fill(disk: Path, left_bytes: int) -> Path:
-    """Somebody else's file."""
-    filler = disk / "filler"
-    with open(filler, "wb", buffering=0) as file, contextlib.suppress(OSError):
-        while shutil.disk_usage(disk).free > left_bytes:
-            file.write(bytes(min(1 << 20, shutil.disk_usage(disk).free - left_bytes)))
+def fill(run: Run, disk: Path, left_bytes: int) -> Path:
+    """Somebody else's file. The head is held meanwhile, else a fast run is over before the disk is full."""
+    filler, head = disk / "filler", run.pids()["head"]
+    os.kill(head, signal.SIGSTOP)
+    try:
+        with open(filler, "wb", buffering=0) as file, contextlib.suppress(OSError):
+            while shutil.disk_usage(disk).free > left_bytes:
+                file.write(bytes(min(1 << 20, shutil.disk_usage(disk).free - left_bytes)))
+    finally:
+        os.kill(head, signal.SIGCONT)
     return filler
 
 
@@ -56,7 +62,7 @@ def assert_whole(run: Run) -> None:
 def test_a_run_pauses_before_its_disk_is_full_and_goes_on_when_there_is_room(disk: Path, sort_model: Path) -> None:
     run = started(disk, sort_model)
     pids = run.pids()
-    filler = fill(disk, 100 << 20)
+    filler = fill(run, disk, 100 << 20)
     run.wait(lambda: bool(run.status().get("paused")), "pause")
     told = run.command("status")
     assert re.search(rf"^paused: no room on the disk that holds {run.out}: \d+ MB free", told["state"])
@@ -79,8 +85,8 @@ def test_a_run_pauses_before_its_disk_is_full_and_goes_on_when_there_is_room(dis
 
 def test_a_disk_without_a_byte_left_stops_processes_and_not_the_run(disk: Path, sort_model: Path) -> None:
     run = started(disk, sort_model)
-    filler = fill(disk, 0)
     head = run.pids()["head"]
+    filler = fill(run, disk, 0)
     run.wait(lambda: not is_running(head), "end of the head")
     said = f"paused: no room on the disk that holds {run.out}"  # once the supervisor knows of the end, too
     run.wait(lambda: run.command("status")["state"] == said, said)

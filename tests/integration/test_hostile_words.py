@@ -15,7 +15,7 @@ from echo2.sandbox.plugins import TRACEBACK_CHARS
 from echo2.transport import limits
 from echo2.transport import wire_pb2 as wire
 from echo2.transport.grpc_link import connect
-from real_runs import REPOSITORY, Run
+from real_runs import ENDLESS, REPOSITORY, Run
 
 SECONDS = 30.0
 WORDS = "\x1b[2J\x1b]0;owned\x07\x9b31m\u202edne\r\n[red]forged[/red]\x00" + "x" * 100_000
@@ -58,12 +58,12 @@ def judge(run: Run, worker_id: str) -> None:
 
 
 def test_a_workers_words_are_harmless_wherever_people_read_them(tmp_path: Path, sort_model: Path) -> None:
-    run = Run(tmp_path / "run", sort_model, "--run.max_steps=400").start()
+    run = Run(tmp_path / "run", sort_model, *ENDLESS).start()
     run.wait_version(1)
     asyncio.run(talk(run, tmp_path / "state"))
     assert run.process is not None
     run.process.terminate()
-    run.process.communicate(timeout=60)
+    run.process.communicate(timeout=150)
     for line in (run.out / "events.jsonl").read_text(encoding="utf-8").splitlines():
         assert not controls(line)
         assert "x" * TRACEBACK_CHARS not in line

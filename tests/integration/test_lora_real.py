@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from real_runs import REPOSITORY, Run
+from real_runs import ENDLESS, REPOSITORY, Run
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -40,7 +40,7 @@ def wait_for_learner(run: Run) -> None:
 def test_workers_get_the_base_model_once_also_those_that_are_killed_or_join_late(
     tmp_path: Path, sort_model: Path
 ) -> None:
-    run = Run(tmp_path / "run", sort_model, *LORA).start()
+    run = Run(tmp_path / "run", sort_model, *LORA, *ENDLESS).start()  # until all four have come, however long they take
     wait_for_learner(run)
     run.wait_version(2)
     own, late = join(run, tmp_path / "own", "--base", str(sort_model)), join(run, tmp_path / "late")
@@ -50,14 +50,15 @@ def test_workers_get_the_base_model_once_also_those_that_are_killed_or_join_late
     run.wait_version(9)
     run.kill("learner")
     run.wait(lambda: sum(bool(one.get("installed")) for one in run.status().get("workers", [])) >= 4, "four workers")
-    run.finish()
+    run.wait_version(run.status()["version"] + 3)
+    version = run.stop()
     joined = [process.communicate(timeout=60)[0] for process in (own, late)]
     logs = [path.read_text() for path in sorted((run.out / "logs").glob("worker-*.log"))]
     for text in [*logs, *joined]:
         assert text.count(HERE) == 1 + ("--base" in text), text[-2000:]
         assert "installed;" in text
     audit = run.command("audit")
-    assert (audit["lost"], audit["doubled"], audit["trained"]) == (0, 0, 24 * 16)
+    assert (audit["lost"], audit["doubled"], audit["trained"]) == (0, 0, version * 16)
     assert run.command("replay")["num_different"] == 0
 
 

@@ -19,7 +19,7 @@ SMALL = ("--run.max_steps=6", "--learner.checkpoint_every=2")
 def refused(run: Run) -> str:
     """The one error of a run that ends with status 2."""
     assert run.process is not None
-    _, errors = run.process.communicate(timeout=60)
+    _, errors = run.process.communicate(timeout=180)
     assert run.process.returncode == 2, f"{errors}\n{run.logs()}"
     lines = [line for line in errors.splitlines() if line.startswith('{"error": ')]
     assert len(lines) == 1, errors

@@ -50,7 +50,7 @@ def test_a_worker_that_joins_late_is_used(tmp_path: Path, sort_model: Path) -> N
         text=True,
     )
     summary = run.finish()
-    output, _ = worker.communicate(timeout=20)
+    output, _ = worker.communicate(timeout=60)
     assert worker.returncode == 0
     assert "all steps are trained" in output
     assert all(wait["reason"] for wait in waits)

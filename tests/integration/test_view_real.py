@@ -8,16 +8,16 @@ from pathlib import Path
 
 import httpx2
 
-from real_runs import Run
+from real_runs import ENDLESS, Run
 
 
 def test_the_page_shows_the_run_and_ends_with_it(tmp_path: Path, sort_model: Path) -> None:
-    run = Run(tmp_path / "run", sort_model, "--run.max_steps", "100000").start("--view")
+    run = Run(tmp_path / "run", sort_model, *ENDLESS).start("--view")
     assert run.process is not None
     assert run.process.stderr is not None
     address = next(line.split()[1] for line in run.process.stderr if line.startswith("open http"))
     run.wait_version(2)
-    with httpx2.Client(follow_redirects=True) as browser:
+    with httpx2.Client(follow_redirects=True, timeout=100.0) as browser:  # by default it gives up after five seconds
         assert "<html" in browser.get(address).text
         with browser.stream("GET", f"{address.partition('?')[0]}events") as events:
             lines = events.iter_lines()

@@ -331,7 +331,7 @@ def check_every_path_of_the_sdk_is_known(client: Client, _: Client) -> None:
 
 
 def expect_error(call: Callable[[], Any]) -> None:
-    """A mistake is answered, soon."""
+    """A mistake is answered, and not asked again until the SDK gives up, which takes minutes."""
     begin = time.monotonic()
     try:
         call()
@@ -339,7 +339,7 @@ def expect_error(call: Callable[[], Any]) -> None:
         seconds = time.monotonic() - begin
     else:
         raise AssertionError("no error")
-    assert seconds < 20.0, seconds
+    assert seconds < 60.0, seconds
 
 
 def main() -> int:

@@ -203,7 +203,7 @@ def test_one_peer_can_have_so_many_requests_under_way(tmp_path: Path) -> None:
             worker = await fleet.join("w-1")
             assert fleet.memory is not None
             link = fleet.memory.member("w-2").to_peer("w-1", fleet.origin.address_of("w-1"))
-            worker.node.fetch(content(1)[0])  # so that it expects what it is asked for
+            worker.expects(content(1)[0])  # what it is asked for
             request = wire.ChunkRequest(hashes=content(1)[0].hashes, payload=PAYLOAD)
             streams = [aiter(link.frames("FetchChunks", request)) for _ in range(REQUESTS_PER_PEER_MAX)]
             for stream in streams:

@@ -105,13 +105,21 @@ class ScriptedHead:
         if self.stop_at == request.step:
             yield wire.FedGroups(done=wire.StepDone(stop=True, reason="stopped by hand"))
             return
-        self.fed[request.step] = set()
+        fed = self.fed
+        fed[request.step] = set()
         for group in self.groups(request.step):
             self._meet("before:FedGroups")
             await asyncio.sleep(0)
-            self.fed[request.step].add(group.group.number)
+            self._lives_on(fed)
+            fed[request.step].add(group.group.number)
             yield wire.FedGroups(groups=[messages.encode_group(group).SerializeToString()])
+        self._lives_on(fed)
         yield wire.FedGroups(done=wire.StepDone(cursor=(request.step + 1) * 3))
+
+    def _lives_on(self, fed: dict[int, set[int]]) -> None:
+        """A stream ends with the head that it began with: another call may have met a restart meanwhile."""
+        if self.fed is not fed:
+            raise LinkError("the head was restarted")
 
     def _know(self, method: str, request: Any) -> None:
         if not self.knows_learner or request.epoch != self.epoch:
@@ -385,7 +393,7 @@ def test_a_learner_that_died_resumes_from_its_checkpoint(died_at: str, tmp_path:
         pass
 
     def fault(head: ScriptedHead, now: str, count: int) -> None:
-        if now == died_at and head.version == 3:
+        if now == died_at and head.version >= 3:  # what is sent of version 3 may be later than the report of step 3
             raise Died
         if died_at == "before:ReportCheckpoint" and now == died_at and count == 1:
             raise Died

@@ -2,6 +2,7 @@
 
 import os
 from array import array
+from types import SimpleNamespace
 
 import pytest
 
@@ -74,7 +75,8 @@ def test_a_group_that_has_cost_enough_gets_less_time_for_each_rollout(monkeypatc
 
     monkeypatch.setattr(sandbox_child, "_number", number)
     monkeypatch.setattr(sandbox_child, "_score_confined", lambda *_: os._exit(0))
-    monkeypatch.setattr(sandbox_child.time, "monotonic", lambda: next(clock))
+    # The module's own clock, not that of every thread of this process.
+    monkeypatch.setattr(sandbox_child, "time", SimpleNamespace(monotonic=lambda: next(clock)))
     assert sandbox_child._scores(lambda text: 1.0, ["1", "2", "3"]) == [1.0, 0.0, 1.0]
     wait = sandbox_child.CONFINE_SECONDS
     assert given == [wait, 5.0, 5.0, wait, sandbox_child.LATER_SECONDS]

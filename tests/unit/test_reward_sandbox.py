@@ -140,9 +140,17 @@ sandbox_child._number = number
 sandbox_child._scores(scorer, ["hang"])
 """
     fork = Path(f"/proc/{int(in_python(script, status=-signal.SIGKILL))}/stat")
-    until = time.monotonic() + 20
-    while fork.exists() and fork.read_text().rpartition(")")[2].split()[0] != "Z":
+    until = time.monotonic() + 60
+    while is_running(fork):
         assert time.monotonic() < until, "the fork outlived its parent"
+
+
+def is_running(stat: Path) -> bool:
+    """Whether there is a process of this /proc/N/stat, and it has not ended."""
+    try:
+        return stat.read_text().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):  # the latter where it ends between opening and reading
+        return False
 
 
 @confined

@@ -324,8 +324,11 @@ def test_a_prompt_that_cannot_be_read_fails_as_ever() -> None:
 
 
 def test_a_cancelled_group_forgets_its_rollouts_and_leaves_the_engine() -> None:
-    engine, tokenizer = loaded("compact")
-    world = Counting(last=9)
+    """The decode thread stops in the second turn, so that the group is under way however quick the machine is."""
+    go_on = threading.Event()
+    snapshot = snapshot_of(tiny_module("qwen3"), version=5, lineage=2)
+    engine, _ = hooked("compact", lambda step: step != 6 or go_on.wait(60), snapshot)
+    tokenizer, world = load_tokenizer(snapshot.files), Counting(last=9)
 
     async def cancelled() -> None:
         asked = sample_group(engine, tokenizer, assignment(0), "w1", {"counting": Beside(world)})
@@ -334,6 +337,7 @@ def test_a_cancelled_group_forgets_its_rollouts_and_leaves_the_engine() -> None:
         group.cancel()
         await asyncio.wait([group])
         assert group.cancelled()
+        go_on.set()
         await until(lambda: engine.free_slots == 64)
 
     asyncio.run(asyncio.wait_for(cancelled(), 60.0))

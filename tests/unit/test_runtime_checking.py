@@ -100,6 +100,7 @@ async def scene(path: Path) -> AsyncIterator[Scene]:
     engine = make_engine("compact", "cpu")
     await engine.update_weights(snapshot_of(tiny_module("qwen3")))
     async with OpenHead(path, run_of(path)) as head:
+        head.head.planner.fleet.heartbeat_seconds = 3600.0  # whoever samples slowly here is not silent for too long
         found = Scene(path, head, engine)
         yield found
         for worker in found.workers:

@@ -101,9 +101,9 @@ def test_a_stranger_does_not_take_the_name_of_a_rented_machine(tmp_path: Path) -
             worker = head.planner.fleet.get(stranger.peer_id)
             assert worker is not None
             assert worker.offer == ""
-            async with open_head.attending("w-1", offer=machine):
+            async with open_head.attending("w-1", offer=machine) as leases:
                 own = open_head.peer("w-1").peer_id
-                await until(lambda: head.planner.fleet.get(own) is not None)
+                await until(lambda: leases)  # it has all that it is sent: it does not go while a task is read for it
                 rented = head.planner.fleet.get(own)
                 assert rented is not None
                 assert rented.offer == "spot"

@@ -69,7 +69,7 @@ def test_a_sample_that_is_open_keeps_the_weights_that_inflight_samplers_left(ser
         )
     service.sweep()
     assert len(list((service.folder / "checkpoints").glob("req_*"))) == 3
-    service.backend.gate.set()
+    service.in_front(service.backend.gate.set)
     assert service.result(future)["sequences"]
     service.sweep()
     assert [entry.name for entry in (service.folder / "checkpoints").glob("req_*")] == [

@@ -249,8 +249,8 @@ def test_checkpoints_are_listed_under_both_sets_of_names_and_deleted(service: Se
 
 
 def test_a_poll_is_held_and_then_says_why_it_waits(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(requests_api, "POLL_SECONDS", 0.01)
     model = service.model(service.session())
+    monkeypatch.setattr(requests_api, "POLL_SECONDS", 0.01)  # not before: the model may take longer
     future = service.train(model, 2, [1])
     answer = service.post("retrieve_future", {"request_id": future["request_id"]}, status=408)
     assert answer["type"] == "try_again"
@@ -382,8 +382,11 @@ def test_the_generated_module_is_fresh(tmp_path: Path) -> None:
 @pytest.mark.parametrize("url", ["postgresql"], indirect=True)
 def test_a_database_that_was_started_again_costs_no_request(service: Service, postgres: PostgresServer) -> None:
     model = service.model(service.session())
+    service.backend.gate.clear()
     futures = [service.train(model, 1, [1, 2])]
+    service.until_called("forward_backward")  # its answer is written after the restart
     postgres.restart()
+    service.in_front(service.backend.gate.set)
     futures.append(service.step(model, 2))
     assert service.result(futures[0])["metrics"]["loss:sum"] == pytest.approx(2 * math.log(16))
     assert service.result(futures[1])["metrics"]["grad_norm"] > 0
@@ -392,7 +395,7 @@ def test_a_database_that_was_started_again_costs_no_request(service: Service, po
 def test_numbers_beyond_32_bits_and_text_that_no_database_takes_are_no_faults_of_ours(service: Service) -> None:
     model = service.model(service.session())
     for _ in range(2):
-        service.front.bills.charge("ada", "sample", 3_000_000_000)
+        service.in_front(service.front.bills.charge, "ada", "sample", 3_000_000_000)
     assert service.get("usage")["usage"]["sample"]["tokens"] == 6_000_000_000
     body = {"model_id": model, "seq_id": 1, "path": "a\x00b"}
     answer = service.client.post("/api/v1/save_weights", headers={"x-api-key": service.key}, json=body)
@@ -478,7 +481,7 @@ def test_a_cancelled_sample_loses_its_turn_and_costs_nothing(service: Service) -
     service.post("cancel_future", request, status=204)
     assert "cancelled" in service.result(future)["error"]
     assert [call[0] for call in service.backend.calls[-2:]] == ["sample", "cancelled"], "it stops at the back end, too"
-    service.backend.gate.set()
+    service.in_front(service.backend.gate.set)
     model = service.model(sampler["session_id"])
     trained = service.train(model, 1, [1])
     service.post("cancel_future", {"request_id": trained["request_id"]}, status=204)
@@ -494,4 +497,3 @@ def test_open_requests_and_how_long_they_wait_are_in_the_status(service: Service
     service.now += 5.0
     (told,) = status(service.database, service.now)["tenants"].values()
     assert (told["open"], told["oldest_wait_seconds"]) == ({"forward_backward": 2}, 5.0)
-    service.backend.gate.set()

@@ -61,7 +61,8 @@ def test_names_say_what_is_a_harness(own: str) -> None:
 @pytest.mark.parametrize("bad", ["raise", "never", "die", "hang", "word"])
 def test_a_rollout_that_goes_wrong_costs_itself(own: str, bad: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("echo2.tasks.harness_process.GRACE_SECONDS", 1.0)
-    lease = Lease(3, GroupRef(RUN_POLICY, "train", 5), 2, 5, 1, 0, None, 9e9, 4.0, 77)
+    seconds = 10.0 if bad in ("never", "hang") else 60.0  # for a rollout: only what hangs is to be given up for it
+    lease = Lease(3, GroupRef(RUN_POLICY, "train", 5), 2, 5, 1, 0, None, 9e9, seconds, 77)
 
     async def scene() -> list[Any]:
         engine = make_engine("compact", "cpu", 32)

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from echo2.transport import limits
-from echo2.transport.budgets import Buckets, Budgets, OverBudget, Party
+from echo2.transport.budgets import UNREAD_SECONDS, Buckets, Budgets, OverBudget, Party
 from transport_cases import run
 
 MOMENTS = st.lists(st.floats(0.0, 0.5), max_size=200)
@@ -122,13 +122,16 @@ def test_bytes_are_read_at_their_rate() -> None:
 @given(st.lists(st.tuples(st.integers(0, 1), st.integers(0, 1000)), max_size=50))
 def test_bytes_that_are_read_count_no_longer_and_others_do(sent: list[tuple[int, int]]) -> None:
     async def scenario() -> None:
-        budgets, ticket = Budgets(), Party("ticket", unread=1e9)
+        budgets, ticket, clock = Budgets(), Party("ticket", unread=1e9), asyncio.get_running_loop().time
+        began_at = clock()
         peers = [(Party(f"w-{number}", unread=1e6), ticket) for number in range(2)]
         for number, size in sent:
             assert budgets.came(peers[number], size) is None
         for number, parties in enumerate(peers):
             own = sum(size for whose, size in sent if whose == number)
-            assert own - 1e4 <= budgets.unread(parties[0]) <= own
+            unread = budgets.unread(parties[0])
+            forgotten = 1e6 / UNREAD_SECONDS * (clock() - began_at)  # at most: in all the time since
+            assert own - forgotten - 1e-6 <= unread <= own
             for whose, size in sent:
                 if whose == number:
                     budgets.has_read(parties, size)
