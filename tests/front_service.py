@@ -60,9 +60,13 @@ class Service:
 
     def until_called(self, name: str) -> None:
         """Wait until the back end's latest call is of this name; the front has nothing else to do by then."""
+        self.until(lambda: self.backend.calls[-1][0] == name)
+
+    def until(self, holds: Callable[[], bool]) -> None:
+        """Wait, in the application's thread, until this holds."""
 
         async def wait() -> None:
-            while self.backend.calls[-1][0] != name:  # noqa: ASYNC110  # the back end tells nobody
+            while not holds():  # noqa: ASYNC110  # nobody tells it
                 await asyncio.sleep(0.001)
 
         self.in_front(wait)

@@ -16,7 +16,7 @@ PROGRAMS = Path("/usr/lib/postgresql")
 
 
 class PostgresServer:
-    """Runs while it is used as a context. `restart` kills it first."""
+    """Runs while it is used as a context, but between `stop` and `start`."""
 
     def __init__(self) -> None:
         self._programs = max(PROGRAMS.glob("*/bin"), key=lambda path: int(path.parent.name))
@@ -32,17 +32,16 @@ class PostgresServer:
         return bool(list(PROGRAMS.glob("*/bin/initdb")))
 
     def __enter__(self) -> PostgresServer:
-        self._start()
+        self.start()
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._call("pg_ctl", "stop", "-m", "immediate", "-D", f"{self._folder}/data")
+        self.stop()
         shutil.rmtree(self._folder)
 
-    def restart(self) -> None:
+    def stop(self) -> None:
         """All connections break; what was committed stays."""
         self._call("pg_ctl", "stop", "-m", "immediate", "-D", f"{self._folder}/data")
-        self._start()
 
     def new_database(self) -> str:
         """The URL of an empty database."""
@@ -53,7 +52,8 @@ class PostgresServer:
         engine.dispose()
         return self._url(name)
 
-    def _start(self) -> None:
+    def start(self) -> None:
+        """Start it, and wait until it takes connections."""
         options = f"-c listen_addresses='' -c unix_socket_directories={self._folder} -c fsync=off"
         log = f"{self._folder}/log"
         self._call("pg_ctl", "start", "--wait", "-D", f"{self._folder}/data", "-l", log, "-o", options)

@@ -77,6 +77,26 @@ def test_a_sample_that_is_open_keeps_the_weights_that_inflight_samplers_left(ser
     ]
 
 
+def test_a_quota_of_disk_ends_saves_until_something_is_deleted(tmp_path: Path) -> None:
+    service = Service(tmp_path, f"sqlite:///{tmp_path}/service.sqlite", Quotas(quota_disk_gb={"ada": 1e-9}))
+    try:
+        model = service.model(service.session())
+        saved = service.result(service.post("save_weights", {"model_id": model, "seq_id": 1, "path": "first"}))
+        assert service.get("usage")["disk_gb"] > 1e-9
+        again = {"model_id": model, "seq_id": 2, "path": "second"}
+        for path, body in (("save_weights", again), ("copy_weights", {"source_path": saved["path"]})):
+            assert "are allowed. Delete some" in service.post(path, body, status=400)["detail"]
+        adapter = service.client.post(
+            "/api/v1/adapters?base_model=echo2/tiny&name=own", headers={"x-api-key": service.key}, content=b""
+        )
+        assert (adapter.status_code, "Delete some" in adapter.text) == (400, True)
+        url_of = f"/api/v1/training_runs/{model}/checkpoints/weights/first"
+        assert service.client.delete(url_of, headers={"x-api-key": service.key}).status_code == 204
+        assert service.result(service.post("save_weights", again))["path"].endswith("/second")
+    finally:
+        service.close()
+
+
 def test_adapters_that_only_samplers_name_count_until_their_session_ends(tmp_path: Path) -> None:
     quotas = Quotas(quota_disk_gb={"ada": 1e-9})
     with closing(Service(tmp_path, f"sqlite:///{tmp_path}/service.sqlite", quotas)) as service:

@@ -227,7 +227,8 @@ class HeadClient:
         )
         session = self._link.stream("LearnerHello", hello)
         try:
-            welcome = await asyncio.wait_for(anext(session), CALL_SECONDS)
+            async with asyncio.timeout(CALL_SECONDS):
+                welcome = await anext(session)
         except (TimeoutError, StopAsyncIteration) as error:
             raise LinkError(f"the head did not welcome this learner within {CALL_SECONDS:.0f} s") from error
         if self._session is not None:

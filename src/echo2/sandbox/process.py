@@ -234,13 +234,15 @@ class CodeProcess:
 async def _kill(process: asyncio.subprocess.Process, grace_seconds: float) -> int | None:
     """Kill the child and everything it started, after `grace_seconds` to end by itself. Returns the exit status."""
     try:
-        await asyncio.wait_for(process.wait(), grace_seconds)
+        async with asyncio.timeout(grace_seconds):
+            await process.wait()
     except TimeoutError:
         pass
     finally:
         pipes.kill_group(process.pid)
     try:
-        return await asyncio.wait_for(process.wait(), REAP_SECONDS)
+        async with asyncio.timeout(REAP_SECONDS):
+            return await process.wait()
     except TimeoutError:
         return None  # something that left the process group holds a pipe; the child itself is dead
 

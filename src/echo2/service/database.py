@@ -69,6 +69,8 @@ models = Table(
     Column("inflight", String),  # the directory that the model's inflight samplers read
     Column("labels", JSON),
 )
+#: Errors of a database that is gone for a while, or full.
+UNREACHED = (sql.exc.OperationalError, sql.exc.InterfaceError)
 OPEN = ("held", "queued")
 requests = Table(
     "requests",

@@ -12,14 +12,14 @@ import secrets
 from collections import deque
 from collections.abc import Callable, Coroutine
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 from echo2.control.service.order import HELD_MAX, ModelOrder, Released
 from echo2.control.service.turns import Turns
 from echo2.errors import InvariantError, PeerError, UserError
 from echo2.service.access import Caller
 from echo2.service.bills import Bills
-from echo2.service.database import OPEN, Database, Row, models, requests, sessions
+from echo2.service.database import OPEN, UNREACHED, Database, Row, models, requests, sessions
 from echo2.service.work import Work
 
 log = logging.getLogger(__name__)
@@ -28,6 +28,10 @@ log = logging.getLogger(__name__)
 OPERATIONS_MAX = 16
 SAMPLES_MAX = 512
 OPEN_MAX = 8192
+#: Pause before the database is tried again.
+AGAIN_SECONDS = 1.0
+
+Used = TypeVar("Used")
 
 
 class Dispatcher:
@@ -109,7 +113,8 @@ class Dispatcher:
             return row
         event = self._ended.setdefault(request, asyncio.Event())
         try:
-            await asyncio.wait_for(event.wait(), seconds)
+            async with asyncio.timeout(seconds):
+                await event.wait()
         except TimeoutError:
             return row
         return self._database.find(requests, id=request, tenant=tenant)
@@ -195,7 +200,7 @@ class Dispatcher:
         """Call the back end in order. The request that creates the model is awaited; the others overlap."""
         room = asyncio.Semaphore(OPERATIONS_MAX)
         while True:
-            row = self._database.find(requests, id=await queue.get())
+            row = await self._reached(partial(self._database.find, requests, id=await queue.get()))
             if row is None or row.state != "queued":
                 continue
             if row.kind == "create_model" or row.operation == 1:
@@ -211,14 +216,18 @@ class Dispatcher:
     def _start_samples(self) -> None:
         while len(self._sampling) < SAMPLES_MAX and (tenant := self._turns.next()) is not None:
             waiting = self._samples[tenant]
-            row = self._database.find(requests, id=waiting.popleft())
+            request = waiting.popleft()
             if not waiting:
                 del self._samples[tenant]
                 self._turns.rest(tenant)
-            if row is not None and row.state == "queued":
-                self._turns.charge(tenant, 1.0)
-                task = self._sampling[row.id] = self._spawn(self._carry_out(row))
-                task.add_done_callback(partial(self._sampled, row.id))
+            self._turns.charge(tenant, 1.0)
+            task = self._sampling[request] = self._spawn(self._sample(request))
+            task.add_done_callback(partial(self._sampled, request))
+
+    async def _sample(self, request: str) -> None:
+        row = await self._reached(partial(self._database.find, requests, id=request))
+        if row is not None and row.state == "queued":
+            await self._carry_out(row)
 
     def _sampled(self, request: str, _: asyncio.Task[None]) -> None:
         del self._sampling[request]
@@ -233,27 +242,37 @@ class Dispatcher:
         try:
             done = await self._work.carry_out(row)
         except (UserError, PeerError) as error:
-            self._end(row, "failed", error=str(error), category="user")
+            await self._reached(partial(self._end, row, "failed", error=str(error), category="user"))
         except Exception as error:
             log.exception("request %s (%s) failed", row.id, row.kind)
             told = str(error) if isinstance(error, InvariantError) else "The service failed at it; its log says more."
-            self._end(row, "failed", error=told, category="server")
+            await self._reached(partial(self._end, row, "failed", error=told, category="server"))
         else:
-            with self._database.transaction():
-                if self._end(row, "done", answer=done.answer):
-                    self._bills.charge(row.tenant, row.kind, done.num_tokens)
+            await self._reached(partial(self._end, row, "done", done.num_tokens, answer=done.answer))
 
-    def _end(self, row: Row, state: str, **values: Any) -> bool:
-        """Store the outcome of a request and wake its waiters; return False if the request had already ended."""
+    def _end(self, row: Row, state: str, num_tokens: int | None = None, **values: Any) -> None:
+        """Store the outcome of a request, charge these tokens, and wake its waiters. If it had already ended, only wake
+        them.
+        """
         where = {"id": row.id, "state": OPEN}
-        if is_news := bool(
-            self._database.update(requests, where, state=state, body=None, ended=self._clock(), **values)
-        ):
+        with self._database.transaction():
+            is_news = self._database.update(requests, where, state=state, body=None, ended=self._clock(), **values)
+            if is_news and num_tokens is not None:
+                self._bills.charge(row.tenant, row.kind, num_tokens)
+        if is_news:
             self._count(row.tenant, -1)
         event = self._ended.pop(row.id, None)
         if event is not None:
             event.set()
-        return is_news
+
+    async def _reached(self, use: Callable[[], Used]) -> Used:
+        """Return what `use` of the database gives; try again until the database can be reached."""
+        while True:
+            try:
+                return use()
+            except UNREACHED as error:
+                log.warning("the database can't be reached, trying again: %s", error)
+                await asyncio.sleep(AGAIN_SECONDS)
 
     def _count(self, tenant: str, change: int) -> None:
         self._num_open[tenant] = self._num_open.get(tenant, 0) + change

@@ -245,7 +245,8 @@ class ServerEngine:
         the check fails."""
         while True:
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._doubted.wait(), CHECK_EVERY_SECONDS)
+                async with asyncio.timeout(CHECK_EVERY_SECONDS):
+                    await self._doubted.wait()
             async with self._changing:
                 self._doubted.clear()
                 try:

@@ -183,7 +183,8 @@ class Machines:
 async def _ended(process: asyncio.subprocess.Process, what: str) -> str:
     """Wait for the command, at most `HOOK_SECONDS`. Return the problem, or ""."""
     try:
-        status = await asyncio.wait_for(process.wait(), HOOK_SECONDS)
+        async with asyncio.timeout(HOOK_SECONDS):
+            status = await process.wait()
     except TimeoutError:
         os.killpg(process.pid, signal.SIGKILL)
         await process.wait()

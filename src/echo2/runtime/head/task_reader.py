@@ -57,7 +57,8 @@ class TaskReader:
         job = self._begin(group.kind, cursor)
         while job.found is None:
             try:
-                await asyncio.wait_for(job.done.wait(), ROW_SECONDS)
+                async with asyncio.timeout(ROW_SECONDS):
+                    await job.done.wait()
             except TimeoutError:
                 self._give_up_hung()
         if isinstance(job.found, UserError):
