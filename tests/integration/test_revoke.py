@@ -38,11 +38,11 @@ def test_revoked_worker_is_out_and_its_groups_are_not_lost(tmp_path: Path, sort_
         assert worker_id in nobody.stderr
         subprocess.run(echo2("revoke", str(run.out), worker_id), cwd=REPOSITORY, check=True, capture_output=True)
         _, errors = worker.communicate(timeout=100)
-        assert worker.returncode == 1
-        assert f"error: revoked: {worker_id} was revoked" in errors
+        assert worker.returncode == 2
+        assert f"error: {worker_id} was revoked by the run's owner. Ask" in errors
     run.wait(lambda: worker_id not in [each["id"] for each in run.status()["workers"]], "expulsion")
     again = subprocess.run(join, cwd=REPOSITORY, env=environment, capture_output=True, text=True, timeout=100)
-    assert again.returncode == 1
+    assert again.returncode == 2
     assert "was revoked" in again.stderr
     with_another_key = echo2("worker", text, "--state", str(tmp_path / "another state"))
     back = subprocess.run(

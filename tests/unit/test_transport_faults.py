@@ -17,7 +17,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from echo2.errors import PeerError
+from echo2.errors import LinkError, PeerError
 from echo2.transport import limits
 from echo2.transport import wire_pb2 as wire
 from echo2.transport.base import Handlers
@@ -113,3 +113,27 @@ def test_altered_signing_request_is_malformed_or_admits_the_key_that_signed(
         word = error.reason
     # The number of unused bits, which nobody signs, may be 1 where the signature's last bit is 0: it is the same key.
     assert word == "malformed" or admitted == identity.enrol(ticket_id, "worker", REQUEST)[0]
+
+
+@pytest.mark.parametrize(
+    ("address", "cause"), [("127.0.0.1:1", "Connection refused"), ("host.invalid:7", "there is no such host")]
+)
+def test_who_joins_where_no_head_answers_is_told_why(tmp_path: Path, address: str, cause: str) -> None:
+    ticket = RunIdentity.create_or_load(tmp_path / "run").make_ticket("worker", address, 1, 1.0)
+    with pytest.raises(LinkError) as caught:
+        asyncio.run(connect(ticket, tmp_path / "peer", patience_seconds=0.0))
+    assert str(caught.value).startswith(
+        f"The head did not answer for 0 s: {address} does not answer: {cause}. Is it running? "
+    )
+    assert "`echo2 doctor @TICKET`" in str(caught.value)
+
+
+def test_who_joins_where_another_run_is_is_told_so(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with head(tmp_path / "other", {}) as (of_the_other, _):
+            address = Ticket.parse(of_the_other).address
+            ticket = RunIdentity.create_or_load(tmp_path / "run").make_ticket("worker", address, 1, 1.0)
+            with pytest.raises(LinkError, match=f"{address} answers, but its certificate is not valid for this run"):
+                await connect(ticket, tmp_path / "peer", patience_seconds=0.0)
+
+    asyncio.run(main())

@@ -100,7 +100,8 @@ BAD_TICKETS: dict[str, Callable[[str], str]] = {
     "a list": lambda t: encoded(b"[1]"),
     "deeply nested": lambda t: encoded(b"[" * 6000),
     "no fields": lambda t: encoded(b"{}"),
-    "version": lambda t: rewritten(t, v=1),
+    "wrong letters": lambda t: t[:60] + "9" * 8 + t[68:],
+    "no version": lambda t: rewritten(t, v="two"),
     "path in role": lambda t: rewritten(t, cert=certified("join-worker/../..:0123456789abcdef")),
     "a worker's certificate": lambda t: rewritten(t, cert=certified("worker:w-0123456789")),
     "path in run": lambda t: rewritten(t, ca=certified("echo2 ../../../home")),
@@ -118,8 +119,21 @@ BAD_TICKETS: dict[str, Callable[[str], str]] = {
 
 @pytest.mark.parametrize("spoil", BAD_TICKETS.values(), ids=BAD_TICKETS)
 def test_what_is_no_ticket(ticket_text: str, spoil: Callable[[str], str]) -> None:
-    with pytest.raises(UserError, match="is not a ticket"):
+    with pytest.raises(UserError, match=r"is not a ticket: (it|its) .*\. Copy the complete text"):
         Ticket.parse(spoil(ticket_text))
+
+
+@pytest.mark.parametrize("name", ["truncated", "half", "wrong letters", "no CA"])
+def test_damaged_ticket_is_called_so(ticket_text: str, name: str) -> None:
+    with pytest.raises(UserError, match=r"^'echo2-eyJ.*\.\.\.' is not a ticket: it is incomplete or damaged\. Copy"):
+        Ticket.parse(BAD_TICKETS[name](ticket_text))
+
+
+@pytest.mark.parametrize("version", [1, 99])
+def test_ticket_of_another_version(ticket_text: str, version: int) -> None:
+    with pytest.raises(UserError, match=f"of version {version}, and this program reads version 2. Install") as caught:
+        Ticket.parse(rewritten(ticket_text, v=version))
+    assert "Copy" not in str(caught.value)
 
 
 def test_complaint_does_not_repeat_the_secret(ticket_text: str) -> None:

@@ -8,6 +8,7 @@ becomes PeerError at the caller; most other failures become LinkError.
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import aclosing
 from dataclasses import dataclass
@@ -29,6 +30,10 @@ from echo2.transport.tickets import Credentials, Ticket
 JOIN_SECONDS = 60.0
 JOIN_PAUSE_SECONDS = 0.5
 CALL_SECONDS = 20.0
+
+#: gRPC's texts of failures to connect: the system's own word for it, and a host name that has no address.
+_NO_CONNECTION = re.compile(r"remote host: .*?([A-Z][a-z]+(?: [a-z]+)*) \(\d+\)")
+_NO_HOST = re.compile(r"hostname lookup|address lookup|DNS resolution")
 
 
 class GrpcLink:
@@ -107,6 +112,13 @@ class GrpcLink:
             return PeerError("oversized", details)
         if code == grpc.StatusCode.UNIMPLEMENTED:
             return PeerError("unimplemented", f"{method}: {details[:500]}")
+        if code == grpc.StatusCode.UNAVAILABLE:
+            if _NO_HOST.search(details):
+                return LinkError(f"{self._address} does not answer: there is no such host")
+            if found := _NO_CONNECTION.search(details):
+                return LinkError(f"{self._address} does not answer: {found[1]}")
+            if "CERTIFICATE_VERIFY_FAILED" in details:
+                return LinkError(f"{self._address} answers, but its certificate is not valid for this run")
         return LinkError(f"{method} at {self._address}: {code.name.lower()}: {details[:500]}")
 
 
@@ -195,6 +207,7 @@ async def _patiently(link: GrpcLink, request: wire.EnrolRequest, patience_second
         except LinkError as error:
             if asyncio.get_running_loop().time() > give_up_at:
                 raise LinkError(
-                    f"{error} (the head did not answer for {patience_seconds:.0f} s; is it running?)"
+                    f"The head did not answer for {patience_seconds:.0f} s: {error}. Is it running? "
+                    "`echo2 doctor @TICKET` finds what is wrong on the way to it."
                 ) from error
         await asyncio.sleep(JOIN_PAUSE_SECONDS)

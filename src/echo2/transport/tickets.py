@@ -58,16 +58,15 @@ class Ticket:
         """Parse a ticket's text, or the file in ``@FILE``.
 
         Raises:
-            UserError: the text is not a ticket, or the file can't be read.
+            UserError: the text is not a ticket, or one of another version, or the file can't be read.
         """
         text = (_read_ticket(text[1:]) if text.startswith("@") else text).strip()
         try:
             return _parse_ticket(text)
+        except UserError:
+            raise
         except (ValueError, KeyError, TypeError, RecursionError) as error:
-            shown = text[:24] + ("..." if len(text) > 24 else "")
-            raise UserError(
-                f"{shown!r} is not a ticket ({error}). Copy the complete text of the run's `ticket` file."
-            ) from error
+            raise _no_ticket(text, "it is incomplete or damaged") from error
 
 
 def ticket_text(
@@ -93,17 +92,27 @@ def _read_ticket(path: str) -> str:
         raise UserError(f"Cannot read the ticket file {path!r}: {error}.") from error
 
 
+def _no_ticket(text: str, why: str) -> UserError:
+    shown = text[:24] + ("..." if len(text) > 24 else "")
+    return UserError(f"{shown!r} is not a ticket: {why}. Copy the complete text of the run's `ticket` file.")
+
+
 def _parse_ticket(text: str) -> Ticket:
     if not text.startswith(TICKET_PREFIX):
-        raise ValueError(f"it does not begin with {TICKET_PREFIX}")
+        raise _no_ticket(text, f"it does not begin with {TICKET_PREFIX}")
     if len(text) > TICKET_CHARS_MAX:
-        raise ValueError(f"it has more than {TICKET_CHARS_MAX} characters")
+        raise _no_ticket(text, f"it has more than {TICKET_CHARS_MAX} characters")
     plain = json.loads(base64.b64decode(text.removeprefix(TICKET_PREFIX), b"-_", validate=True))
+    if isinstance(plain["v"], int) and plain["v"] != TICKET_VERSION:
+        raise UserError(
+            f"This ticket is of version {plain['v']}, and this program reads version {TICKET_VERSION}. Install the "
+            "version of echo2 that the run's head has."
+        )
     if plain["v"] != TICKET_VERSION:
-        raise ValueError(f"it is of version {plain['v']}, this program knows {TICKET_VERSION}")
+        raise ValueError("its version is no number")
     address = str(plain["addr"])
     if not _ADDRESS.fullmatch(address):
-        raise ValueError(f"its address {address[:100]!r} is not HOST:PORT")
+        raise _no_ticket(text, f"its address {address[:100]!r} is not HOST:PORT")
     der = {name: base64.b64decode(plain[name], validate=True) for name in ("ca", "cert", "key")}
     key = ec.derive_private_key(int.from_bytes(der["key"], "big"), ec.SECP256R1())
     ca, certificate = (certificates.read_der(der[name]) for name in ("ca", "cert"))
@@ -111,7 +120,7 @@ def _parse_ticket(text: str) -> Ticket:
     named, _, ticket_id = certificates.common_name(certificate).partition(":")
     role = named.removeprefix("join-")
     if not RUN_ID.fullmatch(run_id) or role not in TICKET_ROLES or not TICKET_ID.fullmatch(ticket_id):
-        raise ValueError("its certificates are none to join with")  # run id and role become part of a path
+        raise _no_ticket(text, "its certificates are none to join with")  # run id and role become part of a path
     shown = Credentials(
         certificates.certificate_pem(ca), certificates.certificate_pem(certificate), certificates.key_pem(key)
     )

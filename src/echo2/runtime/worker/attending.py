@@ -7,7 +7,7 @@ import logging
 import time
 from collections.abc import AsyncGenerator, Callable
 
-from echo2.errors import LinkError, PeerError
+from echo2.errors import LinkError, PeerError, UserError
 from echo2.transport import wire_pb2 as wire
 from echo2.transport.base import Link
 
@@ -18,14 +18,19 @@ RECONNECT_SECONDS = (0.2, 5.0)
 
 
 async def attended(
-    link: Link, hello: Callable[[], wire.WorkerHello], patience_seconds: float, disconnected: Callable[[], None]
+    link: Link,
+    hello: Callable[[], wire.WorkerHello],
+    patience_seconds: float,
+    disconnected: Callable[[], None],
+    is_leaving: Callable[[], bool] = lambda: False,
 ) -> AsyncGenerator[wire.Order]:
     """Yield the head's orders, over as many streams as needed. `hello` returns the first message of each stream;
-    `disconnected` is called when a stream has ended.
+    `disconnected` is called when a stream has ended; no other stream follows if `is_leaving()` then.
 
     Raises:
         LinkError: the head was away for `patience_seconds`.
         PeerError: the head refused this machine.
+        UserError: the run's owner revoked this machine.
     """
     away_since, pause = time.monotonic(), RECONNECT_SECONDS[0]
     while True:
@@ -37,12 +42,22 @@ async def attended(
         except LinkError as error:
             reason = str(error)
         except PeerError as error:
+            if error.reason == "revoked":
+                raise UserError(
+                    f"{error.detail} by the run's owner. Ask the owner for a new ticket, and use it with another "
+                    "directory: --state DIR."
+                ) from error
             if error.reason != "expelled":
                 raise
             reason, pause = str(error), RECONNECT_SECONDS[1]
+        if is_leaving():
+            return
         away_since = away_since or time.monotonic()
         if time.monotonic() - away_since > patience_seconds:
-            raise LinkError(f"no head for {patience_seconds:.0f} s: {reason}")
+            raise LinkError(
+                f"No head for {patience_seconds:.0f} s: {reason}. "
+                "`echo2 doctor @TICKET` finds what is wrong on the way to it."
+            )
         log.info("not connected (%s); trying again", reason)
         disconnected()
         await asyncio.sleep(pause)

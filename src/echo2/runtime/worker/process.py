@@ -106,7 +106,7 @@ class WorkerProcess:
         self._tokenizer_files: dict[str, bytes] = {}
         self._template_arguments: dict[str, Any] = {}
         self._outgoing: deque[do.Deliver] = deque()
-        self._delivering = False
+        self._delivering = self._leaving = False
         self._pause_seconds = 0.0
         self._joined_at = time.monotonic()
         self._loop = asyncio.get_running_loop()
@@ -211,7 +211,8 @@ class WorkerProcess:
         after `patience_seconds` without the head."""
         patience_seconds = self._options.patience_seconds
         try:
-            async with aclosing(attended(self._link, self._hello, patience_seconds, self._disconnected)) as orders:
+            calls = self._hello, patience_seconds, self._disconnected, lambda: self._leaving
+            async with aclosing(attended(self._link, *calls)) as orders:
                 async for order in orders:
                     if order.HasField("settings"):
                         seconds = order.settings.heartbeat_seconds
@@ -327,6 +328,7 @@ class WorkerProcess:
 
     async def _leave(self) -> None:
         """Tell the head that this worker leaves, so that it grants the leases to others at once."""
+        self._leaving = True
         try:
             await self._link.call("Leave", wire.Empty(), LEAVE_SECONDS)
         except (LinkError, PeerError) as error:
