@@ -259,6 +259,18 @@ def test_a_window_that_closes_too_early_is_refused_with_fixes_that_work(
     assert capacity.mu_needed(replace(demand, broadcast_seconds=broadcast - missing - 0.01)) > 0
 
 
+@pytest.mark.parametrize(("kappa", "bound", "broadcast"), [(1, 1, 0.5), (2, 2, 0.7), (1, 2, 1.5), (3, 4, 1.2)])
+def test_a_narrow_window_names_the_staleness_at_which_the_learner_sets_the_rate(
+    kappa: int, bound: int, broadcast: float
+) -> None:
+    demand = Demand(8, 4, kappa, bound, 1.0, broadcast)
+    wider = int(capacity.window_limit(demand).partition("Set max_staleness >= ")[2].split(":")[0])
+    for staleness, is_enough in ((wider, True), (wider - 1, False)):
+        there = replace(demand, max_staleness=staleness)
+        assert (capacity.mu_needed(there) <= capacity.mu_min(there) * (1 + 1e-9)) == is_enough
+        assert (capacity.window_limit(there) == "") == is_enough
+
+
 def test_binding_names_what_sets_the_pace() -> None:
     demand = Demand(8, 4, 1, 2, 1.0, 0.5)
     assert capacity.binding(demand, 64.0) == "learner"

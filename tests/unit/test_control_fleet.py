@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import re
 import sys
 from types import FrameType
 from typing import Any
@@ -416,7 +417,31 @@ def test_on_policy_no_rate_is_enough_and_nobody_is_over() -> None:
     hall.train_a_step()
     found = outlook(hall.planner, hall.now)
     assert (found.short, found.needed_rate) == (None, math.inf)
-    assert found.text == "the learner is faster than these workers can be: add some"
+    assert found.text.startswith("max_staleness = 0 (on-policy) leaves the learner waiting at any rate: ")
+    assert found.text.endswith(" Set max_staleness >= 1")
+
+
+def slow_broadcast(seconds: float) -> str:
+    """What is missing where a learner of 30 s a step may be one version behind, and rollouts take 10 s."""
+    hall = Hall(1, groups_per_step=16, max_staleness=1)
+    hall.train_a_step()
+    gauge = hall.planner.gauge
+    gauge.train_seconds.append(30.0)
+    gauge.broadcasts.extend([seconds] * 15)
+    gauge.batch_seconds = 10.0
+    return outlook(hall.planner, hall.now).text
+
+
+def test_where_the_staleness_bound_is_the_limit_status_says_so_as_a_plan_does() -> None:
+    closed = "Set max_staleness >= 2, or shorten broadcast and rollout by 2 s"
+    assert slow_broadcast(22.0).startswith(closed)
+    assert slow_broadcast(22.0).endswith("no number of workers helps")
+    narrow = "Set max_staleness >= 2: with max_staleness = 1 a new version leaves workers 0.5 s to sample a step"
+    assert slow_broadcast(19.5) == narrow
+    short = slow_broadcast(10.0)
+    assert re.fullmatch(
+        r"Set max_staleness >= 2: .* leaves workers 10 s to sample a step; without that, \d+ workers short", short
+    )
 
 
 def test_a_rate_that_changes_has_a_variance_and_a_steady_one_has_none() -> None:

@@ -175,3 +175,18 @@ def test_an_invitation_that_names_this_machine_alone_says_so(
     printed = capsys.readouterr()
     assert Ticket.parse(printed.out.strip()).address == address  # the ticket alone, for scripts
     assert ("no other machine can reach the head" in printed.err) == is_told
+
+
+@pytest.mark.parametrize(
+    ("uses", "days", "wrong"),
+    [
+        (0, 2, "A ticket cannot admit 0 machines: give it at least 1."),
+        (1, 0, "A ticket cannot last 0 days: give it more than 0 days, and at most 3650."),
+        (1, 4000, "A ticket cannot last 4000 days: give it more than 0 days, and at most 3650."),
+    ],
+)
+def test_a_refused_ticket_is_told_which_number_is_wrong(
+    head: Head, uses: int, days: int, wrong: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["invite", str(head.rundir.path), "--uses", str(uses), "--days", str(days)]) == 2
+    assert capsys.readouterr().err == f"error: {wrong}\n"

@@ -10,7 +10,7 @@ from typing import Any
 
 from echo2.disk import FLOOR_BYTES, free_bytes
 from echo2.errors import UserError
-from echo2.rundir import RunDir, read_json
+from echo2.rundir import RunDir, newest_checkpoint, read_json
 
 #: The largest process id of Linux.
 PID_MAX = 1 << 22
@@ -32,7 +32,8 @@ def read_status(rundir: RunDir) -> dict[str, Any]:
 
 def live_status(rundir: RunDir, told: Mapping[str, Any], with_workers: bool = True) -> dict[str, Any]:
     """Return the status that the head `told`, with the current state and processes of the run. Worker processes, of
-    which there may be thousands, are included only with `with_workers`.
+    which there may be thousands, are included only with `with_workers`. Where no head serves the run, nobody waits, no
+    fleet is wanted, and the newest checkpoint is the one on the disk: the learner may have saved it last.
 
     Raises:
         UserError: a file of the run directory is damaged.
@@ -41,7 +42,9 @@ def live_status(rundir: RunDir, told: Mapping[str, Any], with_workers: bool = Tr
     head = processes[0]  # the head that wrote the status; a successor may be starting
     lives = {process["role"] for process in processes if process["alive"]}
     outcome = read_json(rundir.outcome)
-    is_going_on = head["alive"] or (head["alive"] is None and time.time() - told["time"] < SILENT_SECONDS)
+    is_going_on = outcome is None and (
+        head["alive"] or (head["alive"] is None and time.time() - told["time"] < SILENT_SECONDS)
+    )
     if outcome is not None:
         state = f"{outcome['kind']}: {outcome['reason']}"
     elif is_going_on:
@@ -54,7 +57,13 @@ def live_status(rundir: RunDir, told: Mapping[str, Any], with_workers: bool = Tr
     else:
         state = "the head is not running; continue with `echo2 run ... --resume`"
     found = {**told, "directory": str(rundir.path), "processes": processes, "state": state}
-    return found if is_going_on else {**found, "waits": []}
+    return found if is_going_on else {**found, "waits": [], "fleet": None, "checkpoint": _newest(rundir, told)}
+
+
+def _newest(rundir: RunDir, told: Mapping[str, Any]) -> int | None:
+    """Return the newest checkpoint: on this disk, or told by a learner that saves elsewhere."""
+    known = (newest_checkpoint(rundir.checkpoints), told.get("checkpoint"))
+    return max((version for version in known if version is not None and version >= 0), default=None)
 
 
 def _processes(rundir: RunDir, status: Mapping[str, Any], with_workers: bool) -> list[dict[str, Any]]:

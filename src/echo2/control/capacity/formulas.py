@@ -122,6 +122,22 @@ def mu_needed(demand: Demand) -> float:
     return max(mu_min(demand), mu_window(demand))
 
 
+def window_limit(demand: Demand) -> str:
+    """Return what to set where the window of S steps, and not the learner's pace, sets the rate needed; "" elsewhere.
+
+    Raises: as `mu_needed`.
+    """
+    pace = mu_min(demand)
+    if mu_needed(demand) <= pace * (1 + _SLACK):
+        return ""
+    sampled = demand.broadcast_seconds + demand.rollout_seconds + demand.rollouts_per_step / pace
+    wide = demand.publish_every - 1 + _ceil(sampled / demand.train_seconds)
+    return (
+        f"Set max_staleness >= {wide}: with max_staleness = {demand.max_staleness} a new version leaves workers "
+        f"{demand.lead_seconds:.4g} s to sample a step"
+    )
+
+
 def mu_target(demand: Demand) -> float:
     """gamma * mu_needed: the rate to aim for."""
     return GAMMA * mu_needed(demand)

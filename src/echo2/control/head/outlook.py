@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from echo2.control.capacity.activation import num_short
 from echo2.control.capacity.forecast import WorkerPace, forecast
-from echo2.control.capacity.formulas import choose_publish_every
+from echo2.control.capacity.formulas import choose_publish_every, window_limit
 from echo2.control.head.fleet import Worker
 from echo2.control.head.standby import list_candidates, live_demand, needed_rate
 from echo2.control.head.state import PlannerState
@@ -26,7 +26,8 @@ class Outlook:
     """Rates in rollouts per second. `needed_rate`: None until a step is trained, infinite if no rate is enough.
     `rate_sd`: standard deviation of the active rate, from the changes of each worker's rate between its batches.
     `short`: workers missing; if negative, workers that could be released; None if unknown. `reward_seconds`: scoring
-    time of a group, if the learner waits for rewards more than for anything else; otherwise None.
+    time of a group, if the learner waits for rewards more than for anything else; otherwise None. `limit`: why the
+    staleness bound or the broadcast, and not the number of workers, is the limit; empty if it is not.
     """
 
     active: int
@@ -36,6 +37,7 @@ class Outlook:
     needed_rate: float | None
     short: int | None
     reward_seconds: float | None = None
+    limit: str = ""
 
     @property
     def text(self) -> str:
@@ -46,8 +48,10 @@ class Outlook:
             each = f"{self.reward_seconds:.3g} s a group"
             return f"the learner waits for your reward function ({each}): more workers would not help"
         if self.short is None:
-            return "the learner is faster than these workers can be: add some"
+            return self.limit or "the rate of these workers is not known yet"
         workers = f"{abs(self.short)} worker{'s' if abs(self.short) > 1 else ''}"
+        if self.short > 0 and self.limit:
+            return f"{self.limit}; without that, {workers} short"
         return f"{workers} {'short' if self.short > 0 else 'over'}" if self.short else "enough workers"
 
 
@@ -65,7 +69,17 @@ def outlook(state: PlannerState, now: float) -> Outlook:
         needed_rate=needed,
         short=num_short(active, needed) if rated and needed is not None else None,
         reward_seconds=state.reward_seconds if state.gauge.bottleneck() == "rewards" else None,
+        limit=_limit(state),
     )
+
+
+def _limit(state: PlannerState) -> str:
+    """Return what the capacity model names as the limit, in the words of `echo2 plan`; empty if more workers help."""
+    demand = live_demand(state)
+    try:
+        return window_limit(demand) if demand is not None else ""
+    except UserError as error:
+        return str(error).removesuffix(".")
 
 
 def auto_publish_every(state: PlannerState) -> int | None:

@@ -185,7 +185,7 @@ def status(head: Head) -> dict[str, Any]:
         "max_steps": planner.options.max_steps,
         "max_staleness": planner.options.max_staleness,
         "published": max(planner.published, default=None),
-        "checkpoint": planner.checkpoint_version,
+        "checkpoint": planner.checkpoint_version if planner.checkpoint_version >= 0 else None,
         "groups": _group_counts(head),
         "broadcast": {**head.broadcast_times.metrics(), **head.traffic(), "suspects": dict(suspects)},
         "paused": planner.paused.reason if planner.paused else "",

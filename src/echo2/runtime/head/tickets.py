@@ -105,8 +105,10 @@ def renew(directory: Path, ticket_id: str, uses: int, days: float) -> None:
 
 
 def _check(uses: int, days: float) -> None:
-    if uses < 1 or not 0 < days <= 3650:
-        raise UserError(f"A ticket for {uses} machines and {days:g} days: give it at least 1, and at most 3650 days.")
+    if uses < 1:
+        raise UserError(f"A ticket cannot admit {uses} machines: give it at least 1.")
+    if not 0 < days <= 3650:
+        raise UserError(f"A ticket cannot last {days:g} days: give it more than 0 days, and at most 3650.")
 
 
 def describe(ticket: KnownTicket) -> dict[str, Any]:
