@@ -12,6 +12,7 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 
+from echo2.errors import UserError
 from echo2.service import http_server
 from echo2.service.http_server import HttpServer
 
@@ -89,3 +90,10 @@ def test_connections_above_the_limit_are_closed_at_once(monkeypatch: pytest.Monk
             assert await reader.readuntil(b"answered")
 
     run(client)
+
+
+def test_a_port_that_is_taken_is_refused_before_anything_starts() -> None:
+    with http_server.listening("127.0.0.1", 0) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(UserError, match=f"port = {port} cannot be used: Address already in use. Choose another"):
+            http_server.listening("127.0.0.1", port)

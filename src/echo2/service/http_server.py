@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import signal
+import socket
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +13,7 @@ import uvicorn
 from starlette.applications import Starlette
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from echo2.errors import UserError
 from echo2.transport.door import raise_descriptor_limit
 
 #: Connections that wait to be accepted: an SDK with 2000 samples polls 2000 times at once.
@@ -22,6 +24,23 @@ HEAD_SECONDS = 75.0
 #: Descriptors reserved for files, the database and other processes.
 DESCRIPTORS_LEFT = 256
 LAST_SECONDS = 5
+
+
+def listening(host: str, port: int) -> socket.socket:
+    """Return a socket that listens there. `port`: 0: any free one.
+
+    Raises:
+        UserError: the address cannot be used.
+    """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        return socket.create_server((host, port), family=family, backlog=BACKLOG)
+    except OSError as error:
+        reason = str(error.strerror).partition(" (")[0]  # behind it the address once more
+        raise UserError(
+            f"host = {host!r} and port = {port} cannot be used: {reason}. Choose another port in the file, or give "
+            "--port (0: any free one)."
+        ) from error
 
 
 class BoundedConnection(H11Protocol):
@@ -95,8 +114,8 @@ class HttpServer(uvicorn.Server):
         """Listen, then print the address."""
         await super().startup(sockets)
         for server in self.servers:
-            for socket in server.sockets:
-                host, port = socket.getsockname()[:2]
+            for listener in server.sockets:
+                host, port = listener.getsockname()[:2]
                 print(f"serving at http://{host}:{port}", flush=True)
 
     def handle_exit(self, sig: int, frame: Any) -> None:

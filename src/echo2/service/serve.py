@@ -7,6 +7,7 @@ import os
 import time
 from pathlib import Path
 
+from echo2.devices import require_torch
 from echo2.errors import UserError
 from echo2.rundir import claimed
 from echo2.runtime.head.process import forbid_torch
@@ -15,7 +16,7 @@ from echo2.service.access import SCOPES, Doorkeeper
 from echo2.service.app import Front
 from echo2.service.database import Database, keys
 from echo2.service.fleet.door import FleetDoor
-from echo2.service.http_server import HttpServer
+from echo2.service.http_server import HttpServer, listening
 from echo2.service.processes import LocalBackend
 from echo2.service.settings import ServiceSettings, load
 
@@ -27,6 +28,7 @@ def serve(config: Path, out: Path, port: int | None) -> int:
         UserError: the settings are wrong, or the address is taken.
     """
     settings = load(config)
+    require_torch()  # of the learner's and the sampler's processes
     forbid_torch()
     with claimed(out, "serve"):
         database = open_database(out, settings.database)
@@ -70,6 +72,7 @@ def base_directories(bases: dict[str, str], out: Path) -> dict[str, str]:
 
 
 async def _serve(settings: ServiceSettings, out: Path, database: Database, port: int) -> None:
+    listener = listening(settings.host, port)
     backend = LocalBackend(base_directories(settings.bases, out), out / "backend", settings.device)
     fleet = None
     if settings.fleet.listen:
@@ -79,7 +82,7 @@ async def _serve(settings: ServiceSettings, out: Path, database: Database, port:
     front = Front(database, backend, out / "checkpoints", time.time, settings.bills)
     server = HttpServer(front.app, front.requests.stop, settings.host, port)
     try:
-        await server.serve()
+        await server.serve([listener])
     finally:
         if fleet is not None:
             await fleet.close()
