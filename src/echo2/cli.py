@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 import json
 import os
 import signal
@@ -12,10 +13,10 @@ from dataclasses import asdict, fields
 from functools import partial
 from importlib import import_module
 from pathlib import Path
-from typing import Literal, get_args, get_origin
 
 from echo2 import __version__, config
 from echo2.config.engines import ENGINES, NO_SLOT_LIMIT
+from echo2.devices import NO_TORCH
 from echo2.errors import Echo2Error, NoRoomError, UserError
 from echo2.printable import printable, printable_lines
 
@@ -32,12 +33,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     parser = build_parser()
     options, unknown = parser.parse_known_args(arguments)
+    options.given = sys.argv[1:] if arguments is None else arguments
     try:
         if options.takes_settings:
-            refuse_unknown_settings(unknown)
+            refuse_unknown_settings(word for word in unknown if not _near_flag([word], options.parser, 0.8))
             options.overrides = {name: value for name, value in vars(options).items() if "." in name}
         if unknown:
-            parser.error(f"unrecognized arguments: {' '.join(unknown)}")
+            near = _near_flag(unknown, options.parser, 0.5)
+            hint = f". Did you mean {near[0]}?" if near else ""
+            options.parser.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
         command: Command = options.command
         return command(options)
     except Echo2Error as error:
@@ -45,6 +49,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         is_json = getattr(options, "json", False)
         print(json.dumps({"error": said, "status": code}) if is_json else f"error: {said}", file=sys.stderr)
         return code
+    except ModuleNotFoundError as error:
+        if error.name != "torch":
+            raise
+        print(f"error: {NO_TORCH}", file=sys.stderr)
+        return 2
     except BrokenPipeError:
         return 0
     except KeyboardInterrupt:
@@ -54,6 +63,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _exit_status(error: Echo2Error) -> int:
     return 3 if isinstance(error, NoRoomError) else 2 if isinstance(error, UserError) else 1
+
+
+def _near_flag(unknown: Iterable[str], parser: argparse.ArgumentParser, cutoff: float) -> list[str]:
+    """Return the command's flag, other than a setting, that the first unknown flag most likely means; or nothing."""
+    known = [flag for flag in parser._option_string_actions if flag.startswith("--") and "." not in flag]
+    words = [word.partition("=")[0] for word in unknown if word.startswith("--")]
+    return difflib.get_close_matches(words[0], known, n=1, cutoff=cutoff) if words else []
 
 
 def refuse_unknown_settings(unknown: Iterable[str]) -> None:
@@ -66,19 +82,6 @@ def refuse_unknown_settings(unknown: Iterable[str]) -> None:
         if word.startswith("--"):
             section, _, name = word.removeprefix("--").partition("=")[0].partition(".")
             config.check_keys({section: {name: None} if name else None}, word)
-
-
-def settings_help() -> str:
-    """Return the help text that lists every setting of the configuration file as a flag."""
-    lines, last = ["settings (keys of the configuration file, section by section):"], ""
-    for section, name, kind, default, description in config.all_fields():
-        if section != last:
-            lines.append(f"\n  [{section}]")
-            last = section
-        shown = json.dumps(default)
-        choices = f" {' | '.join(get_args(kind))}" if get_origin(kind) is Literal else ""
-        lines.append(f"  --{section}.{name}{choices} ({shown})\n        {description}")
-    return "\n".join(lines)
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -114,7 +117,7 @@ def _add(
     parser = commands.add_parser(
         name, help=text, description=text, allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.set_defaults(command=command, takes_settings=takes_settings)
+    parser.set_defaults(command=command, parser=parser, takes_settings=takes_settings)
     if directory:
         parser.add_argument("directory", type=Path, metavar="DIR", help=directory)
     if has_json:
@@ -128,8 +131,7 @@ def _add(
 def _add_run(add: Add) -> None:
     text = "Train: start head, learner and workers on this machine, and restart those that die."
     parser = add("run", text, _run, takes_settings=True, has_json=True)
-    parser.set_defaults(interrupted="interrupted; continue the run with --resume")
-    parser.epilog = settings_help()
+    parser.epilog = config.settings_help()
     parser.add_argument(
         "config", type=Path, metavar="CONFIG", help="configuration file (TOML), or config.json of a run"
     )
@@ -342,9 +344,11 @@ def _add_service(add: Add) -> None:
 
 
 def _run(options: argparse.Namespace) -> int:
+    from echo2.runtime.launch.resume import how_to_continue
     from echo2.runtime.launch.start import run
     from echo2.runtime.lifeline import end_with_supervisor
 
+    options.interrupted = "interrupted" if options.dry_run else how_to_continue(options.given)
     end_with_supervisor(may_save=True)  # the supervisor is the session that called echo2.start
     given = options.config, options.out, options.resume, options.dry_run, options.overrides, options.json, options.like
     return run(*given, has_page=options.view, has_learner=not options.no_learner)
@@ -451,7 +455,8 @@ def _replay(options: argparse.Namespace) -> int:
     else:
         differ = f"{found.num_different} differ; the first: {found.first_difference}"
         verdict = differ if found.num_different else "all the same"
-        print(f"{found.num_events} events of {found.num_heads} heads, {found.num_commands} commands: {verdict}")
+        heads = f"{found.num_heads} head{'' if found.num_heads == 1 else 's'}"
+        print(f"{found.num_events} events of {heads}, {found.num_commands} commands: {verdict}")
         if found.num_headless:
             print(f"{found.num_headless} events before them can't be replayed: the log's oldest part is gone")
     return 0 if not found.num_different else 1

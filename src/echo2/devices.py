@@ -19,9 +19,16 @@ if TYPE_CHECKING:
 CPU_MEMORY_IS_FULL = "can't allocate memory"
 #: M_MMAP_THRESHOLD of malloc.h.
 MALLOC_MMAP_THRESHOLD = -3
+NO_TORCH = "This command computes with torch, which is not installed here: pip install 'echo2[train]'."
 NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")
 MEMINFO = Path("/proc/meminfo")
 CGROUP = Path("/sys/fs/cgroup")
+
+
+def require_torch() -> None:
+    """Raises UserError if torch is not installed."""
+    if importlib.util.find_spec("torch") is None:
+        raise UserError(NO_TORCH)
 
 
 def this_machine() -> Hardware:

@@ -101,7 +101,8 @@ def claimed(path: Path, role: str) -> Iterator[None]:
                 break
             except BlockingIOError:
                 if time.monotonic() > give_up_at:
-                    detail = f"Another `echo2 {role}` works on {path}: see `echo2 status {path}`."
+                    see = f"echo2 serve status --out {path}" if role == "serve" else f"echo2 status {path}"
+                    detail = f"Another `echo2 {role}` works on {path}: see `{see}`."
                     raise UserError(f"{detail} Stop it first, or choose another --out.") from None
             time.sleep(0.1)
         yield
@@ -111,13 +112,19 @@ def check_directory(path: Path, resume: bool) -> None:
     """Check that a run can begin, or with `resume` continue, in this directory.
 
     Raises:
-        UserError: the directory holds a run and `resume` is False, or there is nothing to resume.
+        UserError: it can't be a directory, it holds a run and `resume` is False, or there is nothing to resume.
     """
+    found = next(place for place in (path, *path.absolute().parents) if place.exists())
+    if not found.is_dir():
+        raise UserError(
+            f"{path} cannot be a run directory: {found} is a file. Choose another directory with --out DIR."
+        )
     rundir = RunDir(path)
     exists = rundir.ledger.exists() or rundir.config.exists()
     if exists and not resume and not failed_to_start(rundir):
         raise UserError(
-            f"{path} holds a run already. Continue it with --resume, or choose another directory with --out DIR."
+            f"{path} holds a run already. Continue it with --resume (from Python: echo2.load(...).resume()), or "
+            "choose another directory with --out DIR (out=...)."
         )
     if resume and not exists:
         raise UserError(f"Nothing to resume in {path}: it holds no run. Leave --resume out to start one.")

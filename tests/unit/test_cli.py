@@ -58,6 +58,7 @@ def config_file(tmp_path: Path) -> Path:
     path = tmp_path / "my.toml"
     path.write_text(
         f'[model]\npath = "{model}"\n[tasks]\nsource = "digit_sorting"\n[reward]\nfunctions = ["exact_match"]\n'
+        "[sampling]\nmax_tokens = 8\n"
     )
     return path
 
@@ -104,6 +105,30 @@ def test_help_is_there_within_a_second_and_without_torch() -> None:
     assert float(done.stderr) < 1.0
 
 
+TORCHLESS = {
+    "chat": ["nowhere"],
+    "eval": ["{examples}/jsonl.toml"],
+    "learner": ["nowhere"],
+    "probe": ["{examples}/jsonl.toml"],
+    "run": ["{examples}/jsonl.toml", "--dry-run"],
+    "serve": ["{examples}/serve.toml", "--out", "{out}"],
+    "sft": ["{examples}/jsonl.toml", "--to", "{out}", "--steps", "1", "--column", "answer"],
+}
+
+
+@pytest.mark.parametrize("command", TORCHLESS)
+def test_what_computes_says_that_torch_is_not_installed(command: str, tmp_path: Path) -> None:
+    words = [word.format(examples=SOURCE.parent / "examples", out=tmp_path / "out") for word in TORCHLESS[command]]
+    code = f"import sys; sys.modules['torch'] = None; import echo2.cli; sys.exit(echo2.cli.main({[command, *words]!r}))"
+    environment = {**os.environ, "PYTHONPATH": str(SOURCE)}
+    done = subprocess.run(
+        [sys.executable, "-c", code], check=False, capture_output=True, text=True, env=environment, cwd=tmp_path
+    )
+    assert (done.returncode, "pip install 'echo2[train]'" in done.stderr) == (2, True), done.stderr
+    assert "Traceback" not in done.stderr
+    assert list(tmp_path.iterdir()) == []  # nothing was begun
+
+
 def test_the_version_is_the_packages(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         main(["--version"])
@@ -115,6 +140,12 @@ def test_an_unknown_command_or_flag_is_refused(capsys: pytest.CaptureFixture[str
     assert "invalid choice: 'rnu'" in usage_error(capsys, "rnu")
     assert "unrecognized arguments: --jsn" in usage_error(capsys, "status", "--jsn")
     assert "unrecognized arguments: --learner.lr" in usage_error(capsys, "status", "--learner.lr", "1")
+    said = usage_error(capsys, "worker", "TICKET", "--statee", "x")
+    assert said.startswith("usage: echo2 worker ")
+    assert said.endswith("error: unrecognized arguments: --statee x. Did you mean --state?\n")
+    assert "Did you mean --json?" in usage_error(capsys, "status", "--jsn=1")
+    assert "Did you mean --resume?" in usage_error(capsys, "run", str(config_file), "--resum")
+    assert "Did you mean" not in usage_error(capsys, "status", "--learner.lr", "1")
     assert "unrecognized arguments: more" in usage_error(capsys, "run", str(config_file), "more")
     assert mistake(capsys, "run", str(config_file), "--lr", "1").endswith("Did you mean learner.lr?")
     assert mistake(capsys, "run", str(config_file), "--learner.lrr=1").endswith("Did you mean learner.lr?")
@@ -206,6 +237,46 @@ def test_the_best_checkpoint_is_of_the_most_accurate_version_that_has_one(
     assert capsys.readouterr().out == f"exported step_20 to {tmp_path / 'model'}\n"
 
 
+def test_an_export_of_what_was_not_trained_says_so(
+    capsys: pytest.CaptureFixture[str], empty_run: RunDir, tmp_path: Path
+) -> None:
+    checkpoint.write_checkpoint(checkpoint.step_directory(empty_run.checkpoints, 0), {}, {}, {})
+    assert main(["export", str(empty_run.path), "--to", str(tmp_path / "model")]) == 0
+    told = ": the weights that the run began with, not trained\n"
+    assert capsys.readouterr().out == f"exported step_0 to {tmp_path / 'model'}{told}"
+
+
+@pytest.mark.parametrize(
+    ("flags", "from_python", "told"),
+    [
+        (["--out", "my runs/a"], False, "; continue the run with: echo2 run ALL --resume"),
+        (["--learner.lr=1e-5", "--resume"], False, "; continue the run with: echo2 run ALL"),
+        ([], True, "; continue the run with --resume"),
+        (["--dry-run"], False, ""),
+    ],
+)
+def test_a_run_that_is_interrupted_says_how_to_go_on(
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    config_file: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    flags: list[str],
+    from_python: bool,
+    told: str,
+) -> None:
+    """The configuration's task class does what Ctrl-C does."""
+    (tmp_path / "own.py").write_text("class Own:\n    def __init__(self):\n        raise KeyboardInterrupt\n")
+    monkeypatch.chdir(tmp_path)
+    reading, writing = os.pipe()  # open while the test lasts: the supervisor lives
+    if from_python:
+        monkeypatch.setenv("ECHO2_LIFELINE_FD", str(reading))
+    given = [str(config_file), "--tasks.source", "own.py:Own", *flags]
+    assert main(["run", *given]) == 130
+    typed = " ".join(given).replace("my runs/a", "'my runs/a'")
+    assert capsys.readouterr().err.splitlines()[-1] == "interrupted" + told.replace("ALL", typed)
+    assert writing
+
+
 def test_status_takes_the_newest_run(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -213,16 +284,6 @@ def test_status_takes_the_newest_run(
     assert "No run found below outputs/" in mistake(capsys, "status")
     create(Path("outputs/a"), build({}, "my.toml"), resume=False)
     assert "outputs/a has no status yet" in mistake(capsys, "status")
-
-
-def test_an_interrupted_command_says_how_to_go_on(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path, config_file: Path
-) -> None:
-    """The configuration's task class does what Ctrl-C does."""
-    interrupting = tmp_path / "interrupting.py"
-    interrupting.write_text("class Tasks:\n    def __init__(self):\n        raise KeyboardInterrupt\n")
-    assert main(["run", str(config_file), "--dry-run", "--tasks.source", f"{interrupting}:Tasks"]) == 130
-    assert "--resume" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 0)])

@@ -82,7 +82,7 @@ def test_resuming_takes_the_new_configuration_and_forgets_how_the_last_part_ende
 
 def test_a_place_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(UserError, match=r"Cannot write the run directory .*file/run: Not a directory"):
+    with pytest.raises(UserError, match=r"file/run cannot be a run directory: .*/file is a file\. Choose another"):
         create(tmp_path / "file" / "run", Config(), resume=False)
 
 
@@ -290,6 +290,13 @@ def test_a_replay_of_two_heads_gives_the_same_commands(tmp_path: Path) -> None:
     assert expected > 5
     assert (found.num_heads, found.num_events, found.num_commands) == (2, 13, expected)
     assert (found.num_different, found.first_difference) == (0, "")
+
+
+def test_the_command_that_replays_counts_heads(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for heads in ("1 head", "2 heads"):
+        log_life(tmp_path / "events.jsonl", some_events())
+        assert cli.main(["replay", str(tmp_path)]) == 0
+        assert f" events of {heads}, " in capsys.readouterr().out
 
 
 def test_a_replay_names_the_first_command_that_differs(tmp_path: Path) -> None:

@@ -35,6 +35,7 @@ def raw(tmp_path: Path) -> dict[str, Any]:
         "model": {"path": str(model)},
         "tasks": {"source": str(rows)},
         "reward": {"functions": ["exact_match"]},
+        "sampling": {"max_tokens": 8},
     }
 
 
@@ -200,6 +201,49 @@ def test_an_engine_that_the_workers_here_would_not_find_is_refused(
         check(build({**raw, "workers": {"engine": engine}}, "my.toml"))
 
 
+@pytest.mark.parametrize("count", [0, 1])
+def test_an_engine_that_does_not_exist_is_refused(raw: dict[str, Any], count: int) -> None:
+    message = refusal({**raw, "workers": {"engine": "vlm", "count": count}})
+    assert message.startswith("There is no engine 'vlm'. Did you mean vllm?")
+
+
+@pytest.mark.parametrize("below", ["", "deeper/run"])
+def test_a_run_directory_that_is_a_file_is_refused(raw: dict[str, Any], tmp_path: Path, below: str) -> None:
+    path, out = tmp_path / "my.json", tmp_path / "afile"
+    path.write_text(json.dumps(raw))
+    out.touch()
+    with pytest.raises(UserError, match=f"cannot be a run directory: {out} is a file. Choose another"):
+        run(path, out / below, resume=False, dry_run=True, overrides={}, as_json=False)
+
+
+def test_answers_for_which_no_prompt_leaves_room_are_said(
+    raw: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    context = LLAMA["max_position_embeddings"]
+    check(build({**raw, "sampling": {"max_tokens": 31}}, "my.toml"))
+    assert capsys.readouterr().err == ""
+    check(build({**raw, "sampling": {"max_tokens": context}}, "my.toml"))
+    assert f"sampling.max_tokens = 32, and the model's context has {context} tokens" in capsys.readouterr().err
+
+
+def test_a_dry_run_finds_prompts_that_fill_the_context(
+    raw: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path, rows = tmp_path / "my.json", tmp_path / "rows.jsonl"
+    path.write_text(json.dumps(raw))
+
+    def tried(*lengths: int) -> str:
+        rows.write_text("".join(json.dumps({"prompt": "1" * n, "answer": "2"}) + "\n" for n in lengths))
+        run(path, tmp_path / "run", resume=False, dry_run=True, overrides={}, as_json=False)
+        return capsys.readouterr().err
+
+    assert tried(31, 5) == ""
+    told = f"2 of 3 prompts of {rows} fill the model's context of 32 tokens ({rows}:2 has 32)"
+    assert f"warning: {told}: their groups will fail." in tried(31, 32, 40)
+    with pytest.raises(UserError, match=r"2 of 2 prompts .*: nothing could be sampled\. Shorten them"):
+        tried(32, 40)
+
+
 @pytest.mark.parametrize("style", ["(completions, solution, **kw)", "(solution_str, ground_truth)"])
 def test_a_reward_column_that_no_row_has_is_refused(raw: dict[str, Any], tmp_path: Path, style: str) -> None:
     path = tmp_path / "my_reward.py"
@@ -347,6 +391,19 @@ def test_a_resumed_run_says_what_changed_and_refuses_what_cannot(
     ):
         with pytest.raises(UserError, match=why):
             resolve(path, {flag: value}, tmp_path / "run", resume=True)
+
+
+def test_a_resumed_run_that_is_alive_is_refused_before_its_changes_are_said(
+    raw: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(run_directories, "CLAIM_SECONDS", 0.0)
+    path, out = tmp_path / "my.json", tmp_path / "run"
+    path.write_text(json.dumps(raw))
+    create(out, build(raw, "my.json"), resume=False)
+    capsys.readouterr()
+    with claimed(out, "run"), pytest.raises(UserError, match="Another `echo2 run` works on"):
+        run(path, out, resume=True, dry_run=False, overrides={"learner.lr": "0.5"}, as_json=False)
+    assert capsys.readouterr().err == ""
 
 
 def test_an_empty_file_of_tasks_is_refused(raw: dict[str, Any], tmp_path: Path) -> None:

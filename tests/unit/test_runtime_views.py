@@ -23,7 +23,7 @@ from echo2.config import Config
 from echo2.errors import UserError
 from echo2.rundir import RunDir, create
 from echo2.views import display
-from echo2.views.display import RunDisplay, fleet_words, show_status, show_summary, sparkline
+from echo2.views.display import RunDisplay, fleet_words, next_steps, show_status, show_summary, sparkline
 from echo2.views.status import read_status
 
 HERE = socket.gethostname()
@@ -204,6 +204,38 @@ def test_a_run_that_is_over_says_how(rundir: RunDir) -> None:
     assert read_status(rundir)["state"] == "stopped: 8 groups failed in a row"
 
 
+ADVICE: dict[str, Any] = {"active": 1, "standby": 0, "rented": [], "text": "11 workers short", "needed_rate": 17_512.0}
+ADVICE |= {"rate": 1_490.4, "idle_ratio": None, "idle_predicted": None}
+
+
+@pytest.mark.parametrize(("told", "newest"), [(2, "3"), (5, "5"), (None, "3"), (-1, "3")])
+def test_a_run_that_is_over_has_the_checkpoint_saved_last_and_wants_no_worker(
+    rundir: RunDir, told: int | None, newest: str
+) -> None:
+    rundir.status.write_text(json.dumps(status(head_pid=os.getpid()) | {"checkpoint": told, "fleet": ADVICE}))
+    on = console()
+    show_status(read_status(rundir), on)
+    assert "fleet: 1 active; 11 workers short: 1,490 of 17,500 rollouts/s needed" in shown(on)
+    rundir.outcome.write_text('{"kind": "stopped", "reason": "told to stop"}')
+    (rundir.checkpoints / "step_3").mkdir(parents=True)
+    (rundir.checkpoints / "step_3" / "state.json").write_text("{}")
+    (rundir.checkpoints / "step_9").mkdir()  # half a checkpoint
+    on = console()
+    show_status(read_status(rundir), on)
+    assert f"checkpoint {newest}  " in shown(on)
+    assert "fleet" not in shown(on)
+
+
+@pytest.mark.parametrize("told", [None, -1])
+def test_without_a_checkpoint_status_says_none(rundir: RunDir, told: int | None) -> None:
+    told_status = status(head_pid=dead_pid()) | {"checkpoint": told, "published": None, "fleet": ADVICE}
+    rundir.status.write_text(json.dumps(told_status))
+    on = console()
+    show_status(read_status(rundir), on)
+    assert "snapshot none, checkpoint none  " in shown(on)
+    assert "fleet" not in shown(on)
+
+
 def test_status_shows_who_waits_for_whom_and_why(rundir: RunDir) -> None:
     rundir.status.write_text(json.dumps(status(head_pid=os.getpid())))
     on = console()
@@ -312,8 +344,11 @@ def test_the_end_of_a_run_says_where_the_model_is_and_what_to_do_with_it() -> No
         assert command in shown(on)
     on = console()
     show_summary(summary() | {"directory": "/runs/a", "checkpoint": 0, "steps": 0}, on)
-    assert "Nothing was trained. For the reason see /runs/a/logs" in shown(on)
+    assert "Nothing was trained.\nLogs: /runs/a/logs" in shown(on)
     assert "echo2 export" not in shown(on)
+    assert "Nothing was trained: no reward\nLogs: /runs/a/logs" in "\n".join(
+        next_steps({"directory": "/runs/a", "checkpoint": 0, "steps": 0}, "no\x1b[31m reward")
+    )
 
 
 @pytest.mark.parametrize("width", [40, 80])

@@ -36,6 +36,19 @@ def all_fields() -> Iterator[tuple[str, str, Any, Any, str]]:
             yield section.name, name, plain, getattr(defaults, name), meta.description or ""
 
 
+def settings_help() -> str:
+    """Return the help text that lists every setting of the configuration file as a flag."""
+    lines, last = ["settings (keys of the configuration file, section by section):"], ""
+    for section, name, kind, default, description in all_fields():
+        if section != last:
+            lines.append(f"\n  [{section}]")
+            last = section
+        shown = json.dumps(default)
+        choices = f" {' | '.join(get_args(kind))}" if get_origin(kind) is Literal else ""
+        lines.append(f"  --{section}.{name}{choices} ({shown})\n        {description}")
+    return "\n".join(lines)
+
+
 def check_keys(raw: Mapping[str, Any], where: str) -> None:
     """Refuse unknown keys, naming their path and the nearest known name.
 

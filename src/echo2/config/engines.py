@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from echo2.errors import UserError, did_you_mean
+
 #: Token servers, which run beside the worker; `rollout/engines.py` calls their module's `make_server(place, slots)`.
 SERVERS: Mapping[str, str] = {
     "vllm": "echo2.rollout.servers.vllm",
@@ -22,6 +24,12 @@ ENGINES: Mapping[str, str] = {
 STREAM_ENGINES = frozenset({"compact", "transformers"})
 #: Slots that a worker says it has if its owner sets no limit: any number.
 NO_SLOT_LIMIT = 1 << 16
+
+
+def refuse_unknown_engine(name: str) -> None:
+    """Raises UserError if there is no engine of this name; the message names those that there are."""
+    if name not in ENGINES:
+        raise UserError(f"There is no engine {name!r}.{did_you_mean(name, ENGINES)} Use {', '.join(ENGINES)}.")
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,10 +6,9 @@ import argparse
 import subprocess
 import sys
 import time
-from importlib.util import find_spec
 from pathlib import Path
 
-from echo2.errors import UserError
+from echo2.devices import require_torch
 from echo2.runtime.launch import start
 
 CONFIG = Path(__file__).with_name("sort.toml")
@@ -22,8 +21,7 @@ def run(options: argparse.Namespace) -> int:
     Raises:
         UserError: torch is not installed, or as `start.run`.
     """
-    if find_spec("torch") is None:
-        raise UserError("The demo trains, and torch is not installed: pip install 'echo2[train]'.")
+    require_torch()
     if not (MODEL / "config.json").is_file():
         print("Building the demo's model and warming it up (once; about 15 seconds) ...", file=sys.stderr)
         subprocess.run(

@@ -6,8 +6,7 @@ from __future__ import annotations
 
 from importlib import import_module
 
-from echo2.config.engines import ENGINES, SERVERS, ServerPlace
-from echo2.errors import UserError, did_you_mean
+from echo2.config.engines import ENGINES, SERVERS, ServerPlace, refuse_unknown_engine
 from echo2.rollout.decode_loop import DEFAULT_SLOTS
 from echo2.rollout.engine import Engine
 from echo2.rollout.servers.engine import ServerEngine
@@ -24,8 +23,7 @@ def make_engine(name: str, device: str = "auto", slots: int = DEFAULT_SLOTS, pla
     Raises:
         UserError: there is no such engine or device.
     """
-    if name not in ENGINES:
-        raise UserError(f"There is no engine {name!r}.{did_you_mean(name, ENGINES)} Use {', '.join(ENGINES)}.")
+    refuse_unknown_engine(name)
     module = import_module(ENGINES[name])
     if name in SERVERS:
         return ServerEngine(module.make_server(place, device, slots), slots, place.directory)

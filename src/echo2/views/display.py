@@ -189,7 +189,7 @@ def fleet_words(fleet: dict[str, Any] | None) -> list[str]:
     if fleet["rented"]:
         words.append(f"{len(fleet['rented'])} rented")
     needed = fleet["needed_rate"]
-    rates = "" if needed is None else f": {fleet['rate']:.3g} of {needed:.3g} rollouts/s needed"
+    rates = "" if needed is None else f": {_rate(fleet['rate'])} of {_rate(needed)} rollouts/s needed"
     words.append(f"{fleet['text']}{rates}")
     if fleet["idle_predicted"] is not None and fleet["idle_ratio"] is not None:
         steps = fleet.get("idle_steps", 1)
@@ -199,6 +199,11 @@ def fleet_words(fleet: dict[str, Any] | None) -> list[str]:
     if auto is not None and auto != fleet["publish_every"]:
         words.append(f"publish_every {fleet['publish_every']}, auto would be {auto}")
     return words
+
+
+def _rate(rate: float) -> str:
+    """Write a rate with three digits that count: `0.125`, `17,500`."""
+    return f"{float(f'{rate:.3g}'):,.12g}"
 
 
 def _broadcast_line(status: Mapping[str, Any]) -> str:
@@ -245,8 +250,8 @@ def failure_lines(status: Mapping[str, Any], with_tracebacks: bool = False) -> l
     return lines
 
 
-def show_summary(summary: dict[str, Any], console: Console) -> None:
-    """Print the closing tables."""
+def show_summary(summary: dict[str, Any], console: Console, reason: str = "") -> None:
+    """Print the closing tables. `reason`: why the run ended."""
     groups = summary["groups"]
     retired = ", ".join(f"{count} {_safe(why)}" for why, count in groups["retired"].items()) or "0"
     refused = ", ".join(f"{count} {_safe(why)}" for why, count in groups["refused"].items()) or "0"
@@ -295,7 +300,7 @@ def show_summary(summary: dict[str, Any], console: Console) -> None:
     console.print(machines)
     console.print("* including groups of evaluations", highlight=False)
     _show_samples(summary, console)
-    for line in next_steps(summary):
+    for line in next_steps(summary, reason):
         console.print(escape(line), highlight=False, soft_wrap=True)
 
 
@@ -321,13 +326,14 @@ def _mostly(summary: Mapping[str, Any]) -> str:
     return f", {seconds / sum(waits.values()):.0%} of it waiting for {CAUSES[cause]}"
 
 
-def next_steps(summary: dict[str, Any]) -> list[str]:
-    """Return lines that say where the trained model is and what to do with it."""
+def next_steps(summary: dict[str, Any], reason: str = "") -> list[str]:
+    """Return lines that say where the trained model is and what to do with it, or why there is none."""
     where, version = summary.get("directory"), summary.get("checkpoint")
     if not where or version is None:
         return []
     if not summary["steps"]:
-        return [f"Nothing was trained. For the reason see {where}/logs; continue with --resume."]
+        because = f": {printable(reason, REASON_CHARS)}" if reason else "."
+        return [f"Nothing was trained{because}", f"Logs: {where}/logs"]
     return [
         f"The model after step {version} is in {where}/checkpoints/step_{version}, a Hugging Face directory.",
         f"See how it went: echo2 view {where}   Talk to it: echo2 chat {where}",
@@ -340,10 +346,14 @@ def _safe(text: str, chars_max: int = LINE_CHARS_MAX) -> str:
     return escape(printable(text, chars_max))
 
 
+def _version(version: int | None) -> str:
+    return "none" if version is None else str(version)
+
+
 def show_status(status: Mapping[str, Any], console: Console) -> None:
     """Print `echo2 status`: progress of the run, who waits for whom, and the processes."""
     done = f"step {status['version']} of {status['max_steps']}, lineage {status['lineage']}"
-    published = f"snapshot {status['published']}, checkpoint {status['checkpoint']}"
+    published = f"snapshot {_version(status['published'])}, checkpoint {_version(status['checkpoint'])}"
     where, state = escape(status["directory"]), _safe(status["state"], REASON_CHARS)
     console.print(f"[bold]{where}[/bold]  {state}  {done}  {published}  ${status['cost_usd']:.4f}", highlight=False)
     if fleet := fleet_words(status.get("fleet")):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import importlib.util
 import os
 import shutil
@@ -13,7 +14,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from echo2.config import Config
-from echo2.config.engines import SERVERS
+from echo2.config.engines import SERVERS, refuse_unknown_engine
 from echo2.config.offers import Offer
 from echo2.config.rules import LOG_PACKAGES, weighted
 from echo2.devices import this_machine
@@ -21,12 +22,13 @@ from echo2.errors import UserError
 from echo2.planning.memory_needs import learner_that_fits, model_shape, worker_that_fits
 from echo2.reward.score import Scorer
 from echo2.rollout.architecture import read_architecture
-from echo2.rollout.tokenizer import TOKENIZER_SUFFIXES
+from echo2.rollout.snapshot_files import read_config
+from echo2.rollout.tokenizer import TOKENIZER_SUFFIXES, Tokenizer, encode_prompt
 from echo2.rundir import read_json
 from echo2.runtime.head.deliveries import GROUP_BYTES_MAX
 from echo2.runtime.head.planner_options import planner_options, read_offers
 from echo2.runtime.head.reading import RunTokenizer
-from echo2.tasks.base import TaskSource, TaskStream
+from echo2.tasks.base import TaskSource, TaskStream, row_name
 from echo2.tasks.environments import load_environment
 from echo2.tasks.harness_process import OWN, VERIFIERS, is_harness, load_harness
 from echo2.tasks.load import load_tasks
@@ -37,6 +39,8 @@ from echo2.weights.model_files import tensor_shapes
 
 #: Maximum number of rows of a file checked before a run starts; the others are checked when they are used.
 ROWS_CHECKED_MAX = 10_000
+#: Maximum number of rows of a file whose prompts a dry run tokenises.
+PROMPTS_CHECKED_MAX = 1_000
 ANY_HOST = ("0.0.0.0", "::")
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
 
@@ -83,6 +87,7 @@ def check(config: Config, has_learner: bool = True) -> None:
     planner_options(config, 0, offers)
     check_budget(config, offers.values())
     check_group_bytes(config)
+    check_context(config)
 
 
 def check_harness(config: Config) -> None:
@@ -155,17 +160,45 @@ def check_tasks(tasks: TaskSource, scorer: Scorer, source: str) -> None:
 
 
 def check_prompts(config: Config) -> None:
-    """Find mistakes that the head would meet at the first task: an unreadable tokenizer, or a prompt that the chat
-    template can't write. Checks a model directory, not a hub id. Loads transformers, which takes seconds.
+    """Find mistakes that head and workers would meet at the first tasks: an unreadable tokenizer, a prompt that the
+    chat template can't write, or prompts that fill the model's context. Checks a model directory, not a hub id. Loads
+    transformers, which takes seconds.
 
     Raises:
-        UserError: names the model's tokenizer or the task.
+        UserError: names the model's tokenizer, the task, or the tasks whose prompts all fill the context.
     """
     where, reader = Path(config.model.path), RunTokenizer(config.model.chat_template_args)
     if where.is_dir():
         files = {path.name: path.read_bytes() for path in where.iterdir() if path.suffix in TOKENIZER_SUFFIXES}
         asyncio.run(reader.load(files))
         reader.prompt("train", training_tasks(config.tasks, config.run.seed).task(0))
+        context = read_config(files).get("max_position_embeddings")
+        if isinstance(context, int):
+            sets = (config.tasks.sources, config.tasks.params), (config.eval.sets.values(), config.eval.params)
+            for names, params in sets:
+                for name in names:
+                    check_prompt_lengths(load_tasks(name, params, config.run.seed), name, reader.tokenizer, context)
+
+
+def check_prompt_lengths(tasks: TaskSource, source: str, tokenizer: Tokenizer, context: int) -> None:
+    """Print a warning if prompts leave no token of the model's context for an answer. Of rows in a file,
+    `PROMPTS_CHECKED_MAX` are checked; of generated rows, only the first.
+
+    Raises:
+        UserError: no prompt of the whole source leaves one.
+    """
+    stream, num_long, first = TaskStream(tasks, 0, False), 0, ""
+    num_rows = min(len(tasks), PROMPTS_CHECKED_MAX) if hasattr(tasks, "where") else 1
+    for cursor in range(num_rows):
+        with contextlib.suppress(UserError):  # the group of a prompt that the template refuses is lost, not the run
+            if (length := len(encode_prompt(stream.task(cursor), tokenizer))) >= context:
+                num_long, first = num_long + 1, first or f"{row_name(tasks, cursor)} has {length}"
+    if not num_long:
+        return
+    told = f"{num_long} of {num_rows} prompts of {source} fill the model's context of {context} tokens ({first})"
+    if num_long == len(tasks):
+        raise UserError(f"{told}: nothing could be sampled. Shorten them, or take a model with a longer context.")
+    print(f"warning: {told}: their groups will fail. Shorten them, or leave them out", file=sys.stderr)
 
 
 def check_machine(config: Config) -> None:
@@ -202,6 +235,18 @@ def check_memory(config: Config, has_learner: bool = True) -> None:
             worker_that_fits(config, shape, hardware)
         if has_learner:
             learner_that_fits(config, shape, hardware)
+
+
+def check_context(config: Config) -> None:
+    """Print a warning if no prompt leaves room for `sampling.max_tokens` in the model's context, as far as config.json
+    tells. It is no mistake: engines sample as many tokens as there is room for."""
+    shape, max_tokens = model_shape(config.model.path), config.sampling.max_tokens
+    if shape is not None and max_tokens >= shape.max_positions:
+        print(
+            f"warning: sampling.max_tokens = {max_tokens}, and the model's context has {shape.max_positions} tokens "
+            "for prompt and answer: answers are cut off where it is full. Lower sampling.max_tokens",
+            file=sys.stderr,
+        )
 
 
 def check_port(config: Config) -> None:
@@ -251,8 +296,10 @@ def check_model(path: str, engine: str) -> None:
 
 
 def check_engine(config: Config) -> None:
-    """Raises UserError if the engine of workers on this machine is not available. Other machines are not checked."""
+    """Raises UserError if there is no such engine, or workers on this machine lack it. Other machines are not
+    checked."""
     engine, count = config.workers.engine, config.workers.count
+    refuse_unknown_engine(engine)
     if not count or engine not in SERVERS:
         return
     given = f"workers.engine = {engine!r} with workers.count = {count}"

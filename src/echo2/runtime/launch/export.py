@@ -47,7 +47,8 @@ def run(options: argparse.Namespace) -> int:
     if options.json:
         print(json.dumps(asdict(done)))
     else:
-        print(f"exported step_{done.step} to {done.path}" + (f", pushed to {done.url}" if done.url else ""))
+        untrained = "" if done.step else ": the weights that the run began with, not trained"
+        print(f"exported step_{done.step} to {done.path}" + (f", pushed to {done.url}" if done.url else "") + untrained)
     return 0
 
 

@@ -1,14 +1,18 @@
 """Decides which settings a resumed run may change: lists the changes, and refuses those that the ledger or the
-checkpoints depend on.
+checkpoints depend on. Names the command that resumes a run.
 """
 
 from __future__ import annotations
 
 import json
+import os
+import shlex
+from collections.abc import Sequence
 
 from echo2 import config as configuration
 from echo2.config import Config
 from echo2.errors import UserError
+from echo2.runtime.lifeline import LIFELINE_VARIABLE
 
 #: Settings that a resumed run can't change -> the reason.
 FIXED = {
@@ -48,3 +52,12 @@ def changes(old: Config, new: Config) -> list[str]:
             f"already would be thrown away, and `echo2 audit` would find older ones. Set it to {before} or more."
         )
     return found
+
+
+def how_to_continue(arguments: Sequence[str]) -> str:
+    """Return the line for a run that was interrupted: the command that continues it, from its `arguments`, those of
+    `echo2`. Only --resume is named if Python started the run: nobody typed the command."""
+    if LIFELINE_VARIABLE in os.environ:
+        return "interrupted; continue the run with --resume"
+    resume = [] if "--resume" in arguments else ["--resume"]
+    return f"interrupted; continue the run with: {shlex.join(['echo2', *arguments, *resume])}"

@@ -17,6 +17,7 @@ from rich.markup import escape
 
 from echo2 import config as configuration
 from echo2.config import Config
+from echo2.devices import require_torch
 from echo2.rundir import RunDir, check_directory, claimed, create, read_json
 from echo2.runtime.launch.checks import check, check_port, check_prompts
 from echo2.runtime.launch.publish_every import settle
@@ -38,7 +39,7 @@ def resolve(
         UserError: the configuration is invalid, or a resumed run can't continue with it.
     """
     config = absolute(configuration.load(path, overrides))
-    where = (out or Path("outputs") / path.stem).resolve()
+    where = directory(path, out)
     settled = settle(config, where, resume, like)
     if settled.reason:
         number = settled.config.schedule.publish_every
@@ -47,6 +48,11 @@ def resolve(
         for change in changes(RunDir(where).read_config(), settled.config):
             print(f"resumed with {change}", file=sys.stderr)
     return settled.config, where
+
+
+def directory(path: Path, out: Path | None) -> Path:
+    """Return the absolute run directory: `out`, or one named after the configuration file."""
+    return (out or Path("outputs") / path.stem).resolve()
 
 
 def absolute(config: Config) -> Config:
@@ -112,7 +118,12 @@ def run(
     """Carry out `echo2 run`. Return the exit status. `has_page`: also start `echo2 view`. `has_learner`: start the
     learner here; otherwise it is started elsewhere, and joins with the learner's ticket."""
     keep_private()
-    config, where = resolve(path, overrides, out, resume, like)
+    if has_learner:
+        require_torch()
+    where = directory(path, out)
+    is_held = resume and not dry_run and RunDir(where).config.is_file()
+    with claimed(where, "run") if is_held else nullcontext():  # a run that is alive is refused before its changes
+        config, where = resolve(path, overrides, out, resume, like)
     check(config, has_learner)
     if dry_run:
         check_directory(where, resume)
@@ -125,13 +136,13 @@ def run(
             check_port(config)
         rundir = create(where, config, resume)
         outcome = _supervise(rundir, config, has_page, has_learner)
-    summary = read_json(rundir.summary)
+    summary, reason = read_json(rundir.summary), outcome["reason"]
     if as_json:
         print(json.dumps(summary))
     elif summary is not None:
-        display.show_summary(summary, Console())
+        display.show_summary(summary, Console(), reason)
     if outcome["kind"] != "finished":
-        reason, status = outcome["reason"], 2 if outcome["kind"] in ("stopped", "user_error") else 1
+        status = 2 if outcome["kind"] in ("stopped", "user_error") else 1
         print(json.dumps({"error": reason, "status": status}) if as_json else f"error: {reason}", file=sys.stderr)
         return status
     return 0
