@@ -78,7 +78,8 @@ class Tool:
             assert process.stdout is not None
             process.stdin.write(line.encode() + b"\n")
             try:
-                said = await asyncio.wait_for(process.stdout.readline(), TOOL_SECONDS)
+                async with asyncio.timeout(TOOL_SECONDS):
+                    said = await process.stdout.readline()
             except TimeoutError:
                 process.kill()
                 return "??"
