@@ -82,3 +82,15 @@ def test_a_base_model_is_not_gone_on_with_where_the_newest_is_here_already() -> 
     bench.install(V1)
     bench.tell(adapter(V2), base())
     assert "StopFetching" in kinds(bench.tell(ev.SnapshotAnnounced(PayloadId(V1))))
+
+
+def test_a_base_model_on_its_way_is_asked_for_on_each_new_connection_until_that_is_answered() -> None:
+    bench = Bench()
+    bench.tell(ev.Connected(), adapter(V1), base())
+    bench.tell(ev.Disconnected())
+    assert asked(bench.tell(ev.Connected())) == [(BASE, None)], "a restarted head has no routes for it"
+    bench.tell(adapter(V1), ev.ManifestFailed())
+    bench.now += RETRY_SECONDS
+    assert asked(bench.tell(ev.Tick())) == [(BASE, None)]
+    assert bench.tell(base(), adapter(V1), ev.Tick()) == [], "it is fetched already"
+    assert asked(bench.tell(whole(BASE))) == [(V1, None)]

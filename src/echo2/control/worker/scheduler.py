@@ -94,6 +94,7 @@ class WorkerScheduler(StateMachine):
         self.produced: dict[int, Produced] = {}
         self.refused = ""
         self._asked_manifest = False
+        self._has_old_routes = False  # what is being fetched was last asked for, or announced, on another connection
         self._has_superseded = False
         self._refusals: tuple[SnapshotRef | None, int] = (None, 0)
         self._retry_at = 0.0
@@ -156,6 +157,7 @@ class WorkerScheduler(StateMachine):
     def _connected(self, now: float) -> None:
         self.connected = True
         self._asked_manifest = False
+        self._has_old_routes = self.incoming is not None and not self.incoming.is_whole
         for produced in self.produced.values():
             produced.due_at = now
 
@@ -194,6 +196,7 @@ class WorkerScheduler(StateMachine):
     def _announced(self, event: ev.SnapshotAnnounced) -> None:
         self._asked_manifest = False
         ref, before = event.payload.ref, self.newest
+        self._has_old_routes &= self.incoming is not None and self.incoming.ref != ref
         if ref == self.missing_base:
             if self.incoming is None or self.incoming.ref != ref:
                 self._begin(event, f"{self.newest} is an adapter over {ref}")
@@ -218,7 +221,7 @@ class WorkerScheduler(StateMachine):
         """Fetch a newer snapshot in place of an unfinished one. Chunks that both share are already stored."""
         before = self.incoming
         self._has_superseded |= before is not None and not before.is_whole and not before.ref.is_base_model
-        self._retry_at = 0.0
+        self._retry_at, self._has_old_routes = 0.0, False
         self.incoming = Incoming(event.payload)
         self.emit(do.FetchSnapshot, reason, payload=event.payload)
 
@@ -276,7 +279,7 @@ class WorkerScheduler(StateMachine):
 
     def _unknown(self, ref: SnapshotRef, now: float) -> None:
         """Handle the head's answer that it has no such snapshot (any more)."""
-        self._asked_manifest = False
+        self._asked_manifest = self._has_old_routes = False
         if ref == self.missing_base:
             self.missing_base, self._retry_at = None, now + RETRY_SECONDS
         if self.newest == ref:
@@ -290,8 +293,15 @@ class WorkerScheduler(StateMachine):
                 self._fail_waiting(lease_id, f"no snapshot of version {ref.version} is to be had")
 
     def _ask(self, now: float) -> None:
-        """Request the manifest of the wanted snapshot, unless it is installed or being fetched."""
+        """Request the manifest of the wanted snapshot, unless it is installed or being fetched. What was being fetched
+        when the connection to the head began is requested again: a restarted head has no routes for it, and without
+        the head workers may have come to wait for each other.
+        """
         if not self.connected or now < self._retry_at or self.newest is None or self._asked_manifest:
+            return
+        if self._has_old_routes and self.incoming is not None and not self.incoming.is_whole:
+            self._asked_manifest, payload = True, self.incoming.payload
+            self.emit(do.AskManifest, f"new routes for {payload} are needed", ref=payload.ref, base=payload.base)
             return
         if any(ref is not None and self._is_wanted(ref) for ref in (self.installed, self.installing)):
             return
