@@ -17,6 +17,7 @@ from echo2.control.broadcast.fetcher import (
     REROUTE_JITTER_SECONDS,
     REROUTE_SECONDS,
     SLOW_AGAIN_SECONDS,
+    STUCK_SECONDS,
     Fetcher,
 )
 from echo2.control.broadcast.origin_events import SOURCE_FAILURES
@@ -195,6 +196,16 @@ def test_one_that_only_ever_says_that_it_waits_is_reported_in_the_end_and_again(
     bench.tell(ev.RoutesSet(P1, ("",)))
     assert "a" not in bench.asked
     assert reports(bench.wait(5.0, "")) == []
+
+
+def test_one_that_withholds_the_last_chunk_is_reported_once_the_head_is_in_reach() -> None:
+    bench = Bench()
+    bench.tell(ev.RoutesSet(P1, ("a",)), wanted())
+    bench.give("a", len(CHUNKS) - 1)
+    bench.tell(ev.OriginLost())
+    assert reports(bench.wait(STUCK_SECONDS + 1.0, "a")) == []
+    assert reports(bench.tell(ev.OriginBack()) + bench.wait(1.0, "a")) == [("a", "slow")]
+    assert reports(bench.wait(SLOW_AGAIN_SECONDS + 1.0, "a")) == [("a", "slow")]
 
 
 def test_one_much_slower_than_the_others_is_reported_and_goes_on_until_routes_come() -> None:

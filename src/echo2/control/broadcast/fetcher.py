@@ -39,6 +39,9 @@ SLOW_PAUSE_SECONDS = 5.0
 #: limit is MAX_STARVED_SECONDS instead of SLOW_SECONDS, so that a source that always reports this is given up, too.
 STARVED_SECONDS = 1.5
 MAX_STARVED_SECONDS = 60.0
+#: A source that sends no chunk for so long is reported as slow, whatever its rate was before: a relay that withholds the
+#: last chunks says for ever that it has nothing to send yet. Not while the head is away: whole trees starve then.
+STUCK_SECONDS = 120.0
 #: A slow source that is still asked, because the report changed nothing, is reported again after this many seconds.
 SLOW_AGAIN_SECONDS = 30.0
 #: Failures of one source for one payload after which routes that name it are ignored.
@@ -350,8 +353,10 @@ class Fetcher(StateMachine):
         num_chunks = sum(other.num_chunks for other in self.sources.values())
         even = len(self.download.missing) * (now - self.download.begun_at) / num_chunks if num_chunks else 0.0
         # Connections that begin together share a link unevenly for seconds (BBR): a long download is watched longer.
-        watched = now - max(source.begun_at, source.asked_at)
-        if watched >= max(patience, even / 2) and lefts[name] > patience + SLOW_TIMES * even:
+        since = max(source.begun_at, source.asked_at)
+        is_slow = now - since >= max(patience, even / 2) and lefts[name] > patience + SLOW_TIMES * even
+        is_stuck = self.has_origin and now - max(since, source.chunk_at) >= STUCK_SECONDS
+        if is_slow or is_stuck:
             source.slow_again_at = now + SLOW_AGAIN_SECONDS
             self._slow_after = now + SLOW_PAUSE_SECONDS
             self._report(name, "slow")
