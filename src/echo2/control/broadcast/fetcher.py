@@ -39,8 +39,8 @@ SLOW_PAUSE_SECONDS = 5.0
 #: limit is MAX_STARVED_SECONDS instead of SLOW_SECONDS, so that a source that always reports this is given up, too.
 STARVED_SECONDS = 1.5
 MAX_STARVED_SECONDS = 60.0
-#: A source that sends no chunk for so long is reported as slow, whatever its rate was before: a relay that withholds the
-#: last chunks says for ever that it has nothing to send yet. Not while the head is away: whole trees starve then.
+#: A source that sends no chunk for so long is reported as slow, whatever its rate was before: a relay that withholds
+#: the last chunks says for ever that it has nothing to send yet. Not while the head is away: whole trees starve then.
 STUCK_SECONDS = 120.0
 #: A slow source that is still asked, because the report changed nothing, is reported again after this many seconds.
 SLOW_AGAIN_SECONDS = 30.0
