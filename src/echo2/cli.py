@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import difflib
 import json
 import os
 import signal
@@ -17,7 +16,7 @@ from pathlib import Path
 from echo2 import __version__, config
 from echo2.config.engines import ENGINES, NO_SLOT_LIMIT
 from echo2.devices import NO_TORCH
-from echo2.errors import Echo2Error, NoRoomError, UserError
+from echo2.errors import Echo2Error, NoRoomError, UserError, did_you_mean
 from echo2.printable import printable, printable_lines
 
 Command = Callable[[argparse.Namespace], int]
@@ -36,12 +35,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options.given = sys.argv[1:] if arguments is None else arguments
     try:
         if options.takes_settings:
-            refuse_unknown_settings(word for word in unknown if not _near_flag([word], options.parser, 0.8))
+            refuse_unknown_settings(word for word in unknown if not _near_flag(word, options.parser, 0.8))
             options.overrides = {name: value for name, value in vars(options).items() if "." in name}
         if unknown:
-            near = _near_flag(unknown, options.parser, 0.5)
-            hint = f". Did you mean {near[0]}?" if near else ""
-            options.parser.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
+            near = next((_near_flag(word, options.parser, 0.5) for word in unknown if word.startswith("--")), "")
+            options.parser.error(f"unrecognized arguments: {' '.join(unknown)}{'.' if near else ''}{near}")
         command: Command = options.command
         return command(options)
     except Echo2Error as error:
@@ -65,11 +63,10 @@ def _exit_status(error: Echo2Error) -> int:
     return 3 if isinstance(error, NoRoomError) else 2 if isinstance(error, UserError) else 1
 
 
-def _near_flag(unknown: Iterable[str], parser: argparse.ArgumentParser, cutoff: float) -> list[str]:
-    """Return the command's flag, other than a setting, that the first unknown flag most likely means; or nothing."""
+def _near_flag(word: str, parser: argparse.ArgumentParser, cutoff: float) -> str:
+    """Return " Did you mean ...?" with the command's nearest flag that is no setting; empty if none is similar."""
     known = [flag for flag in parser._option_string_actions if flag.startswith("--") and "." not in flag]
-    words = [word.partition("=")[0] for word in unknown if word.startswith("--")]
-    return difflib.get_close_matches(words[0], known, n=1, cutoff=cutoff) if words else []
+    return did_you_mean(word.partition("=")[0], known, cutoff)
 
 
 def refuse_unknown_settings(unknown: Iterable[str]) -> None:

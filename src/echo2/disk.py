@@ -25,6 +25,11 @@ def free_bytes(path: Path) -> int:
     return shutil.disk_usage(path).free
 
 
+def num_bytes(directory: Path) -> int:
+    """Return the size of all files below a directory; 0 if it is gone."""
+    return sum(file.stat().st_size for file in directory.rglob("*") if file.is_file())
+
+
 def checkpoint_bytes(checkpoints: Path) -> int:
     """Return the size of the largest existing checkpoint; 0 if there is none."""
     largest = 0

@@ -34,9 +34,9 @@ def write_failed(error: OSError, message: str) -> UserError:
     return (NoRoomError if error.errno in (errno.ENOSPC, errno.EDQUOT) else UserError)(message)
 
 
-def did_you_mean(word: str, known: Iterable[str]) -> str:
+def did_you_mean(word: str, known: Iterable[str], cutoff: float = 0.5) -> str:
     """Return " Did you mean ...?" for the end of a `UserError` about an unknown word; empty if none is similar."""
-    near = difflib.get_close_matches(word, sorted(known), n=1, cutoff=0.5)
+    near = difflib.get_close_matches(word, sorted(known), n=1, cutoff=cutoff)
     return f" Did you mean {near[0]}?" if near else ""
 
 

@@ -29,10 +29,10 @@ def run(client: Callable[[int, asyncio.Event], Awaitable[None]]) -> None:
             await may_answer.wait()
             return PlainTextResponse("answered")
 
-        server = HttpServer(Starlette(routes=[Route("/held", held)]), may_answer.set, "127.0.0.1", 0)
+        server = HttpServer(Starlette(routes=[Route("/held", held)]), may_answer.set)
         server.config.load()
         server.lifespan = server.config.lifespan_class(server.config)
-        await server.startup()
+        await server.startup([http_server.listening("127.0.0.1", 0)])
         try:
             await client(server.servers[0].sockets[0].getsockname()[1], may_answer)
         finally:

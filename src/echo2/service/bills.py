@@ -6,9 +6,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from echo2.disk import num_bytes
 from echo2.errors import PeerError
 from echo2.service.database import Database, bills, checkpoints
-from echo2.service.leftovers import num_bytes, sampler_directories
+from echo2.service.leftovers import sampler_directories
 from echo2.service.settings import Quotas
 
 
@@ -35,7 +36,7 @@ class Bills:
     def check(self, tenant: str) -> None:
         """Raise PeerError("spent") if the tenant's quota is used up. Open requests are still completed and charged."""
         quota = self._quotas.quota_usd.get(tenant)
-        if quota is not None and (usd := self.of(tenant)["usd"]) >= quota:
+        if quota is not None and (usd := self._usd(tenant)) >= quota:
             raise PeerError("spent", f"{tenant} has spent ${usd:.4f} of ${quota:g}; ask who runs the service for more.")
 
     def check_disk(self, tenant: str) -> None:
@@ -55,7 +56,7 @@ class Bills:
         """
         by_kind = {kind: self._price(kind, count) for kind, count in num_tokens.items()}
         quota = self._quotas.quota_usd.get(tenant)
-        left = None if quota is None else max(0.0, quota - self.of(tenant)["usd"])
+        left = None if quota is None else max(0.0, quota - self._usd(tenant))
         return {"usd": sum(by_kind.values()), "usd_by_kind": by_kind, "usd_left": left}
 
     def of(self, tenant: str) -> dict[str, Any]:
@@ -72,6 +73,9 @@ class Bills:
             "disk_gb": self._disk_gb(tenant),
             "quota_disk_gb": quotas.quota_disk_gb.get(tenant),
         }
+
+    def _usd(self, tenant: str) -> float:
+        return float(sum(row.usd for row in self._database.select(bills, tenant=tenant)))
 
     def _disk_gb(self, tenant: str) -> float:
         """Return the gigabytes of a tenant's checkpoints, and of the adapters that only its samplers name."""

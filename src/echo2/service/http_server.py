@@ -91,14 +91,14 @@ def connections_max() -> int:
 
 
 class HttpServer(uvicorn.Server):
-    """uvicorn, which prints its address, and which calls `stop` to answer open polls when it is told to end."""
+    """uvicorn, which prints its address, and which calls `stop` to answer open polls when it is told to end. `serve` it
+    with a socket of `listening`.
+    """
 
-    def __init__(self, app: Starlette, stop: Callable[[], None], host: str, port: int) -> None:
+    def __init__(self, app: Starlette, stop: Callable[[], None]) -> None:
         super().__init__(
             uvicorn.Config(
                 app,
-                host=host,
-                port=port,
                 log_level="warning",
                 backlog=BACKLOG,
                 h11_max_incomplete_event_size=HEADER_BYTES_MAX,

@@ -52,8 +52,3 @@ def sampler_directories(database: Database, **where: Any) -> set[str]:
     read = [row.directory for row in database.select(samplers, session=live, model=None, **where)]
     read += [row.inflight for row in database.select(models, session=live, **where)]
     return {path for path in read if path}
-
-
-def num_bytes(directory: Path) -> int:
-    """Return the size of all files below a directory; of one that is gone 0."""
-    return sum(file.stat().st_size for file in directory.rglob("*") if file.is_file())

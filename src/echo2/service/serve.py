@@ -80,7 +80,7 @@ async def _serve(settings: ServiceSettings, out: Path, database: Database, port:
         fleet = FleetDoor(out, settings.fleet, directories, backend.samplers)
         await fleet.open()
     front = Front(database, backend, out / "checkpoints", time.time, settings.bills)
-    server = HttpServer(front.app, front.requests.stop, settings.host, port)
+    server = HttpServer(front.app, front.requests.stop)
     try:
         await server.serve([listener])
     finally:

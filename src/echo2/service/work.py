@@ -12,12 +12,12 @@ from typing import Any
 
 import msgspec
 
+from echo2.disk import num_bytes
 from echo2.errors import PeerError, UserError
 from echo2.service.backend import AdamSettings, Backend, ModelSpec, SampleSpec
 from echo2.service.bodies import AdamBody, LoadBody, OptimBody, SampleBody, SaveBody, parse, prompt_tokens
 from echo2.service.data import TrainWork, read_json, read_protobuf, train_answer
 from echo2.service.database import Database, Row, checkpoints, models, samplers
-from echo2.service.leftovers import num_bytes
 from echo2.service.sampled import check_scores, read_targets, sample_answer
 
 SCHEMES = ("tinker://", "logits://")

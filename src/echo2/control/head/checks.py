@@ -5,7 +5,8 @@ drawn       a share of every ticket's groups, and all groups of a newcomer, of a
             be derived from the seeds of its groups).
 held        groups of newcomers and of tickets in quarantine are not trained before the verdict. If it is overdue, a
             newcomer's groups are trained, and those of a ticket in quarantine are retired. The machine that checks gets
-            no other group before its verdict, which counts for the ticket also when it is late.
+            no other group before its verdict, which counts for the ticket also when it is late; unless the group was
+            retired meanwhile.
 verdict     a fault quarantines the ticket: its groups that are not trained yet are retired `untrusted` and replaced. A
             fault in quarantine expels every worker of the ticket, and the ticket rests. Clean checks in a row end a
             quarantine.

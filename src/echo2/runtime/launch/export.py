@@ -8,6 +8,7 @@ import shutil
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
+from echo2.disk import num_bytes
 from echo2.documents import parse_json
 from echo2.errors import UserError
 from echo2.rundir import RunDir
@@ -43,7 +44,7 @@ def run(options: argparse.Namespace) -> int:
     if options.push:
         write_card(options.to, rundir, done.step, done.dtype)
         url = push(options.to, options.push, options.public)
-        done = replace(done, url=url, bytes=_num_bytes(options.to))
+        done = replace(done, url=url, bytes=num_bytes(options.to))
     if options.json:
         print(json.dumps(asdict(done)))
     else:
@@ -84,11 +85,7 @@ def export(directory: Path, step: Step, to: Path, is_merged: bool = False, dtype
     finally:
         shutil.rmtree(partial, ignore_errors=True)
     kind = "adapter" if is_adapter and not is_merged else "model"
-    return Export(str(to), int(source.name.removeprefix("step_")), kind, dtype or STORED_DTYPE, _num_bytes(to))
-
-
-def _num_bytes(directory: Path) -> int:
-    return sum(path.stat().st_size for path in directory.rglob("*") if path.is_file())
+    return Export(str(to), int(source.name.removeprefix("step_")), kind, dtype or STORED_DTYPE, num_bytes(to))
 
 
 def _write_merged(base: str, adapter: Path, to: Path, dtype: str) -> None:
