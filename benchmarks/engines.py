@@ -149,8 +149,7 @@ def main() -> None:
                 print(f"round {number}  {name:<18} {tokens / seconds:8.0f} tokens/s", flush=True)
         pauses = asyncio.run(measure_pauses(server, snapshot))
         asyncio.run(server.close())
-        alone.kill()
-        alone.communicate()
+        alone.communicate()  # the end of its input ends it, and with it vLLM's own processes
     means: dict[str, Any] = {name: mean(values) for name, values in rates.items()}
     ratios = {
         "compact / vllm alone": means["compact"] / means["vllm alone"],
