@@ -9,7 +9,15 @@ from broadcast_schemes import SCHEMES
 
 from echo2.control.broadcast import origin_commands as do
 from echo2.control.broadcast import origin_events as ev
-from echo2.control.broadcast.origin import CALM_SECONDS, MAX_ACCUSED, MAX_PLANS, Broadcast, BroadcastOptions
+from echo2.control.broadcast.origin import (
+    CALM_SECONDS,
+    MAX_ACCUSED,
+    MAX_PLANS,
+    PACE,
+    PACED_MAX,
+    Broadcast,
+    BroadcastOptions,
+)
 from echo2.control.broadcast.routes import can_link
 from echo2.types import RUN_POLICY, PayloadId, SnapshotRef
 from invariants import check
@@ -68,6 +76,37 @@ def test_everybody_is_told_routes_and_where_to_dial() -> None:
     first = next(command for command in commands if isinstance(command, do.SetRoutes))
     assert first.addresses == {"w1": "host:1", "w2": "host:2"}
     assert set(first.sources) == {"", "w1", "w2"}
+
+
+def test_members_of_a_plan_are_paced_to_their_shares_of_the_uplink() -> None:
+    bench = mesh(4)
+    paces = [bench.machine.pace(f"w{at}", P1) for at in range(4)]
+    assert paces == [pytest.approx(PACE * UP / 4)] * 4
+    for at in range(3):
+        bench.tell(ev.PayloadReceived(f"w{at}", P1, ()))
+    assert bench.machine.pace("w3", P1) is None  # it has the uplink to itself
+    assert bench.machine.pace("w0", P2) is None
+
+
+def test_members_that_get_everything_from_the_origin_do_not_share_one_copy_s_pace() -> None:
+    bench = Bench(3, scheme="star")
+    bench.assign("w0", "w1", "w2")
+    assert bench.machine.pace("w1", P1) == pytest.approx(PACE * UP)
+
+
+def test_a_measured_uplink_sets_the_pace_and_one_machine_has_none() -> None:
+    machine = Broadcast(BroadcastOptions())
+    for at, reach in enumerate(("", "", "", ev.ONE_MACHINE, ev.ONE_MACHINE)):
+        machine.handle(ev.MemberJoined(f"w{at}", f"host:{at}", reach), 0.0)
+    machine.handle(ev.PayloadAssigned(P1, tuple(f"w{at}" for at in range(5)), 1000), 0.0)
+    assert machine.pace("w0", P1) is None  # no link is measured yet
+    for at, down in enumerate((1e6, 9e6, 2e6, 800e6)):
+        machine.handle(ev.LinkMeasured(f"w{at}", 1e6, down), 0.0)
+    taken = machine.plans[P1].children[""]
+    assert machine.pace("w0", P1) == pytest.approx(PACE * 9e6 * taken["w0"] / machine.plans[P1].num_stripes)
+    assert machine.pace("w3", P1) is None
+    machine.handle(ev.LinkMeasured("w2", 1e6, 1.1 * PACED_MAX), 0.0)
+    assert machine.pace("w0", P1) is None  # processors are the limit
 
 
 def test_one_that_can_not_be_dialled_is_told_to_dial() -> None:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
+from blake3 import blake3
 
 from broadcast_fleet import SECONDS, content, fail, opened, until
 from echo2.broadcast.dial import GIVES_MAX, REDIAL_SECONDS, AwaitedSource
@@ -16,6 +18,7 @@ from echo2.broadcast.edges import EDGES_MAX
 from echo2.broadcast.origin import TURN_MAX_SECONDS, TURN_SECONDS, OriginNode
 from echo2.broadcast.payloads import encode_payload
 from echo2.broadcast.probe import DONE
+from echo2.broadcast.serving import ChunkCache, Server
 from echo2.control.broadcast.origin import BroadcastOptions
 from echo2.errors import PeerError
 from echo2.transport import chunks
@@ -58,6 +61,26 @@ def test_peer_that_hangs_up_at_once_is_not_dialled_without_pause(tmp_path: Path)
             await dialled_by(fleet.memory, giver.node.obey, want)
             await until(lambda: len(times) >= 4, "it was dialled four times")
             assert times[3] - began_at >= 2.9 * REDIAL_SECONDS
+
+    run(scenario())
+
+
+def test_paced_peer_gets_chunks_no_faster_and_hears_that_more_will_come(tmp_path: Path) -> None:
+    store, pieces = (
+        ChunkStore(tmp_path),
+        {blake3(data).digest(): data for data in (b"a" * 1000, b"b" * 1000, b"c" * 1000)},
+    )
+    store.put_checked(list(pieces.items()))
+
+    async def scenario() -> None:
+        with ThreadPoolExecutor(1) as disk:
+            paces = iter((1e5, 1500.0, 1500.0))  # bytes per second after each chunk: .01 s, then .7 s
+            server = Server(ChunkCache(store, disk), lambda payload: False, lambda peer_id, payload: next(paces))
+            request, began_at = wire.ChunkRequest(hashes=list(pieces), payload=PAYLOAD), time.monotonic()
+            given = server.serve(Peer("w-1", "worker"), request)
+            came = [(time.monotonic(), message == chunks.ALIVE) async for message in given]
+        assert [is_alive for _, is_alive in came] == [True, False, False, True, False]
+        assert came[4][0] - began_at >= 1000 / 1e5 + 1000 / 1500.0
 
     run(scenario())
 

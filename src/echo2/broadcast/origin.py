@@ -82,7 +82,7 @@ class OriginNode:
         self._machine = Broadcast(options)
         self._disk = ThreadPoolExecutor(DISK_THREADS, "origin")
         self._cache = ChunkCache(store, self._disk)
-        self._server = Server(self._cache, lambda payload: False)
+        self._server = Server(self._cache, lambda payload: False, self._machine.pace)
         self._members: dict[str, object] = {}
         self._addresses: dict[str, str] = {}
         self._hosts: dict[str, str] = {}

@@ -99,11 +99,21 @@ class ChunkCache:
 
 
 class Server:
-    """Serves requests from `cache`. `expects`: whether missing chunks of a payload may still arrive."""
+    """Serves requests from `cache`.
 
-    def __init__(self, cache: ChunkCache, expects: Callable[[PayloadId], bool]) -> None:
-        self._cache, self._expects = cache, expects
+    expects(payload)        whether missing chunks of a payload may still arrive
+    pace(peer, payload)     bytes per second at which this peer is sent the payload; None: as fast as its link takes it
+    """
+
+    def __init__(
+        self,
+        cache: ChunkCache,
+        expects: Callable[[PayloadId], bool],
+        pace: Callable[[str, PayloadId], float | None] = lambda peer_id, payload: None,
+    ) -> None:
+        self._cache, self._expects, self._pace = cache, expects, pace
         self._under_way: Counter[str] = Counter()
+        self._due: dict[str, float] = {}  # peer -> when its next chunk may be sent
         self._orders: set[_Order] = set()
         self._is_closed = False
         self.bytes_sent = 0
@@ -139,15 +149,30 @@ class Server:
                     await order.something()
                 while order.ready:
                     message = await self._read(order, payload)
-                    if message is not None:
-                        self.bytes_sent += len(message)
-                        yield message
+                    if message is None:
+                        continue
+                    due = self._due_at(peer_id, payload, len(message))
+                    while (wait_seconds := due - clock()) > 0.0:
+                        await asyncio.sleep(min(wait_seconds, ALIVE_SECONDS))
+                        if wait_seconds > ALIVE_SECONDS:
+                            yield chunks.ALIVE
+                    self.bytes_sent += len(message)
+                    yield message
         finally:
             order.end()
             self._orders.discard(order)
             self._under_way[peer_id] -= 1
             if not self._under_way[peer_id]:
                 del self._under_way[peer_id]
+                self._due.pop(peer_id, None)
+
+    def _due_at(self, peer_id: str, payload: PayloadId, num_bytes: int) -> float:
+        """Return when this message may be sent. A peer whose link was slow for a while may catch up with its pace."""
+        pace, now = self._pace(peer_id, payload), asyncio.get_running_loop().time()
+        due = self._due.get(peer_id, now)
+        if pace is not None:
+            self._due[peer_id] = due + num_bytes / pace
+        return due
 
     async def _read(self, order: _Order, payload: PayloadId) -> bytes | None:
         """Return the next message; None if its chunk was dropped before it was read, and is awaited again."""

@@ -37,6 +37,10 @@ MAX_FAILED_PAIRS = 64
 #: Step size with which a relay's speed in earlier broadcasts corrects its measured uplink; bounds of the factor.
 BIAS_STEP = 0.2
 BIAS_BOUNDS = (0.1, 2.0)
+#: Share of the origin's measured uplink that is filled: at more, the connections fight for it again. Above this rate in
+#: bytes per second nothing is paced: processors are the limit there, and a short burst does not tell a link's rate.
+PACE = 0.9
+PACED_MAX = 50e6
 #: Broadcasts shorter than this say nothing about rates.
 MIN_TALLY_SECONDS = 0.5
 
@@ -104,6 +108,25 @@ class Broadcast(StateMachine):
     def fleet(self) -> MembersView:
         """The members as a plan sees them."""
         return MembersView(self.members, self._up, self._can_serve, self.options.fan_out)
+
+    def pace(self, worker_id: str, payload: PayloadId) -> float | None:
+        """Return the bytes per second at which the origin shall send this payload to a member; None: as fast as it can.
+
+        The members of a plan begin together, each with a connection of its own, and every member waits for the chunks
+        that come through the others. Left to themselves such connections share the origin's uplink unevenly for
+        seconds: some get a tenth of what others get. So each is sent its stripes in the time that one copy of the
+        payload takes.
+        """
+        plan, member = self.plans.get(payload), self.members.get(worker_id)
+        taken = {} if plan is None else plan.children.get(ORIGIN, {})
+        if plan is None or member is None or member.reach == ONE_MACHINE or taken.keys() <= {worker_id}:
+            return None
+        near = (self.members[key] for key in taken if key in self.members)
+        shown = max((other.down or 0.0 for other in near if other.reach == member.reach), default=0.0)
+        uplink = self.options.origin_up or shown  # what it has sustained to one of them
+        if not 0.0 < uplink < PACED_MAX:
+            return None
+        return PACE * uplink * taken.get(worker_id, 1) / plan.num_stripes
 
     def _up(self, worker_id: str) -> float:
         member = self.members.get(worker_id)
