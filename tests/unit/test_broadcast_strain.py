@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import aclosing
 from pathlib import Path
 from typing import Any
 
@@ -129,6 +130,23 @@ def test_nobody_keeps_the_turn_to_measure_for_good(tmp_path: Path) -> None:
             await put(greedy, chunks.ALIVE)
         await put(other, DONE)
         await put(greedy, chunks.ALIVE)
+        await origin.close()
+
+    run(scenario())
+
+
+def test_no_link_is_measured_while_weights_are_on_it(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        store, data = ChunkStore(tmp_path), b"a" * 1000
+        store.put(blake3(data).digest(), data)
+        origin = OriginNode(store, BroadcastOptions(), lambda *_: None, MemoryNetwork().member("head").to_peer, fail)
+        put, fetch = origin.handlers()["PutProbe"], origin.handlers()["FetchChunks"]
+        request = wire.ChunkRequest(hashes=[blake3(data).digest()], payload=PAYLOAD)
+        async with aclosing(fetch(Peer("w-1", "worker"), request)) as messages:
+            assert await anext(messages) == chunks.ALIVE
+            with pytest.raises(PeerError, match="busy"):
+                await put(Peer("w-2", "worker"), chunks.ALIVE)
+        await put(Peer("w-2", "worker"), chunks.ALIVE)
         await origin.close()
 
     run(scenario())

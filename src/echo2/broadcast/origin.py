@@ -302,6 +302,8 @@ class OriginNode:
             raise PeerError("no_link", f"{worker_id} is on this machine")
         now = self._now()
         if now >= self._turn_until:
+            if self._server.is_busy:
+                raise PeerError("busy", "weights are on their way, and share the link")
             self._turn, self._turn_began = worker_id, now
         elif worker_id != self._turn:
             raise PeerError("busy", "another worker measures its link")

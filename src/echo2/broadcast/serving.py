@@ -166,6 +166,11 @@ class Server:
                 del self._under_way[peer_id]
                 self._due.pop(peer_id, None)
 
+    @property
+    def is_busy(self) -> bool:
+        """Whether any request is under way."""
+        return bool(self._under_way)
+
     def _due_at(self, peer_id: str, payload: PayloadId, num_bytes: int) -> float:
         """Return when this message may be sent. A peer whose link was slow for a while may catch up with its pace."""
         pace, now = self._pace(peer_id, payload), asyncio.get_running_loop().time()
