@@ -113,6 +113,7 @@ def test_a_mistake_that_only_the_processes_find_is_raised(tmp_path: Path, sort_m
     own.write_text("def wants(completions, wanted):\n    return [0.0 for _ in wanted]\n")
     with pytest.raises(UserError, match="needs the column 'wanted'"):
         echo2.train(sort_model, rows, f"{own}:wants", out=tmp_path / "run")
+    assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.timeout(180)

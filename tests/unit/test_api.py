@@ -303,6 +303,23 @@ def test_a_directory_with_a_run_is_not_written_over(tmp_path: Path) -> None:
     assert not (tmp_path / "run" / "inputs").exists()
 
 
+def test_a_mistaken_call_makes_no_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine" / "inputs").mkdir(parents=True)
+    kept = tmp_path / "mine" / "inputs" / "rows.txt"
+    kept.write_text("of mine")
+    for out in (None, "new", "mine"):
+        with pytest.raises(UserError, match="There is no setting 'learning_rte'"):
+            echo2.start("model", ROWS, twice, out=out, learning_rte=1.0)
+        with pytest.raises(UserError, match="Row 1 of the tasks is 3"):
+            echo2.start("model", [ROWS[0], 3], twice, out=out)  # type: ignore[list-item]
+    with pytest.raises(UserError, match=re.escape("model.path = './no-model': there is no such directory")):
+        echo2.start("./no-model", ROWS, twice, out="new")  # `echo2 run` finds it
+    assert kept.read_text() == "of mine"
+    assert not (tmp_path / "new").exists()
+    assert list((tmp_path / "outputs").iterdir()) == []
+
+
 def test_what_is_no_name_of_the_package() -> None:
     assert {"train", "start", "load", "Run"} <= set(dir(echo2))
     with pytest.raises(AttributeError, match="tain"):

@@ -251,7 +251,13 @@ class Run:
 
 
 def begin(path: Path, config: Path, *arguments: str) -> Run:
-    """Start `echo2 run CONFIG --out PATH`. Its processes end when this process does."""
+    """Start `echo2 run CONFIG --out PATH`. Return once it has checked everything and the directory holds the run. Its
+    processes end when this process does.
+
+    Raises:
+        UserError: the checks found a mistake; the message says which.
+        Echo2Error: `echo2 run` failed.
+    """
     logs = RunDir(path).logs
     logs.mkdir(mode=0o700, parents=True, exist_ok=True)
     reading, writing = os.pipe()
@@ -266,4 +272,13 @@ def begin(path: Path, config: Path, *arguments: str) -> Run:
             start_new_session=True,  # so that Ctrl-C reaches this process only
         )
     os.close(reading)
-    return Run(path, process, writing)
+    run = Run(path, process, writing)
+    try:
+        while run.goes_on() and not run.rundir.config.exists():
+            time.sleep(POLL_SECONDS)
+    except KeyboardInterrupt:
+        run.stop()
+        raise
+    if not run.rundir.config.exists():
+        run.check_end()
+    return run

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import shutil
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from echo2.api.inputs import Model, Rewards, Tasks, write_run
 from echo2.api.run import Run, begin
-from echo2.errors import UserError
+from echo2.errors import Echo2Error, UserError
 from echo2.rundir import RunDir, check_directory
 
 
@@ -56,15 +59,16 @@ def start(
     out: str | Path | None = None,
     **settings: Any,
 ) -> Run:
-    """Like `train`, but return as soon as the run's processes are being started. They end with this Python process; use
-    `echo2 run` for a run that must outlive it. Used as a context manager, the run is stopped when the block ends.
+    """Like `train`, but return as soon as everything given is checked and the run's processes are being started. They
+    end with this Python process; use `echo2 run` for a run that must outlive it. Used as a context manager, the run is
+    stopped when the block ends.
 
     Raises:
-        UserError: an argument or setting is wrong. `Run.wait` raises errors that only the started processes find.
+        UserError: an argument or setting is wrong, and no run directory was made. `Run.wait` raises errors that only
+            the started processes find.
     """
-    path = run_directory(out)
-    config = write_run(RunDir(path).inputs, model, tasks, reward, heldout, environment, settings)
-    return begin(path, config)
+    with new_directory(out) as path:
+        return begin(path, write_run(RunDir(path).inputs, model, tasks, reward, heldout, environment, settings))
 
 
 def load(directory: str | Path) -> Run:
@@ -78,12 +82,25 @@ def load(directory: str | Path) -> Run:
     return run
 
 
-def run_directory(out: str | Path | None) -> Path:
-    """Return the directory of a new run: `out`, or outputs/run-YYYYMMDD-HHMMSS, which is created.
+@contextmanager
+def new_directory(out: str | Path | None) -> Iterator[Path]:
+    """Yield the directory of a new run: `out`, or a new outputs/run-YYYYMMDD-HHMMSS. If the block raises before the run
+    is in it, it is removed, unless it existed before or holds the log of a crash.
 
     Raises:
         UserError: the directory already has a run, or cannot be written.
     """
+    is_new = out is None or not Path(out).exists()
+    path = _run_directory(out)
+    try:
+        yield path
+    except BaseException as error:
+        if is_new and type(error) is not Echo2Error and not RunDir(path).config.exists():
+            shutil.rmtree(path, ignore_errors=True)
+        raise
+
+
+def _run_directory(out: str | Path | None) -> Path:
     if out is not None:
         path = Path(out).resolve()
         check_directory(path, resume=False)
