@@ -98,7 +98,7 @@ def open_run(
         rundir.read_config()
         return rundir
     config, where = resolve(target, overrides, out, resume, like)
-    check(config)
+    check(config, has_learner=False)
     if not resume:
         check_port(config)
     return create(where, config, resume)
