@@ -69,7 +69,7 @@ def test_a_script_trains_and_its_run_goes_on(tmp_path: Path, sort_model: Path) -
     command = script(tmp_path, SCRIPT + TRAIN, sort_model, out)
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    assert "finished: all steps are trained, step 3, held-out accuracy" in done.stdout
+    assert "finished: all steps are trained, step 3, held-out reward" in done.stdout
     assert "3/3" in done.stderr  # the progress bar
     run = echo2.load(out)
     assert run.accuracy is not None

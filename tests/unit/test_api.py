@@ -289,7 +289,7 @@ def test_a_run_is_read(tmp_path: Path) -> None:
     assert [(one["prompt"], one["text"], one["group"]) for one in run.rollouts()] == [("4=", "4", 3), ("4=", "5", 3)]
     with pytest.raises(UserError, match="no rollouts of step 7"):
         run.rollouts(7)
-    assert [line.get_label() for line in run.plot().axes[0].lines] == ["reward", "held-out accuracy"]
+    assert [line.get_label() for line in run.plot().axes[0].lines] == ["reward", "held-out reward"]
     assert run.wait() is run  # it is over
     run.stop()  # likewise
     with pytest.raises(UserError, match="no config"):

@@ -189,11 +189,11 @@ def test_a_card_says_what_the_run_recorded_and_no_directory_of_this_machine(rund
         "| what is here | whole model, in bfloat16 |",
         "| tasks | `rows.jsonl`, `hub:owner/name` |",
         "| rewards | `own.py:score` |",
-        "| accuracy on the run's held-out tasks | 0.250 before training, 0.500 after step 3 |",
+        "| mean reward of the run's held-out tasks | 0.250 before training, 0.500 after step 3 |",
     ):
         assert row in text.splitlines()
     write_card(tmp_path, rundir, 2, "float32")
-    assert "accuracy" not in (tmp_path / "README.md").read_text()  # that version was not measured
+    assert "held-out" not in (tmp_path / "README.md").read_text()  # that version was not measured
 
 
 def test_the_card_of_an_adapter_names_its_base_on_the_hub(rundir: RunDir, tmp_path: Path) -> None:

@@ -48,8 +48,8 @@ class Run:
         self._process, self._lifeline = process, lifeline
 
     def __repr__(self) -> str:
-        accuracy = "" if self.accuracy is None else f", held-out accuracy {self.accuracy:.3f}"
-        return f"<echo2 run {self.path}: {self.state}, step {self.step}{accuracy}>"
+        heldout = "" if self.accuracy is None else f", held-out reward {self.accuracy:.3f}"
+        return f"<echo2 run {self.path}: {self.state}, step {self.step}{heldout}>"
 
     def __enter__(self) -> Run:
         return self
@@ -77,7 +77,8 @@ class Run:
 
     @property
     def accuracy(self) -> float | None:
-        """The newest accuracy on held-out tasks, from 0 to 1; None before the first evaluation."""
+        """The newest mean reward of the held-out tasks; None before the first evaluation. It is an accuracy, the share
+        of rollouts that solve their task, only where every reward is 0 or 1."""
         found = self.view.accuracies
         return found[-1][1] if found else None
 
@@ -115,7 +116,7 @@ class Run:
         return self.view.cost()
 
     def plot(self) -> Figure:
-        """Return a matplotlib figure of reward and held-out accuracy by step.
+        """Return a matplotlib figure of reward and held-out reward by step.
 
         Raises:
             UserError: matplotlib is not installed.
@@ -134,7 +135,7 @@ class Run:
 
         figure, view = Shown(figsize=(7, 3.5), layout="constrained"), self.view
         axes = figure.subplots()
-        for name, label, style in (("reward/mean", "reward", "-"), ("eval/accuracy", "held-out accuracy", "o-")):
+        for name, label, style in (("reward/mean", "reward", "-"), ("eval/accuracy", "held-out reward", "o-")):
             if points := view.series(name):
                 axes.plot(*zip(*points, strict=True), style, label=label)
         axes.set_xlabel("step")
@@ -222,7 +223,7 @@ class Run:
         if idle := view.series("learner/idle_ratio"):
             shown["idle"] = f"{idle[-1][1]:.0%}"
         if accuracies := view.accuracies:
-            shown["accuracy"] = f"{accuracies[-1][1]:.3f}"
+            shown["held-out"] = f"{accuracies[-1][1]:.3f}"
         if usd := view.status.get("cost_usd"):
             shown["cost"] = f"${usd:.4f}"
         if (view.version, shown) != self._shown:

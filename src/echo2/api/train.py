@@ -36,7 +36,7 @@ def train(
             be defined in your session or in a module, with TRL's signature, `f(completions, **columns) ->
             list[float]`, or verl's; or a value of the setting reward.functions (`"math"`, `"file.py:name"`). Not
             needed with an environment, which returns its own reward.
-        heldout: tasks that are not trained on, or several such sets by name. The run measures its accuracy on them.
+        heldout: tasks that are not trained on, or several such sets by name. The run measures its mean reward on them.
         environment: a class with `step(action) -> (text, reward, done)`, for tasks of several turns.
         out: the run directory (default: a new one below `outputs/`).
         settings: any setting of `echo2 run --help`, by its name (`lr=1e-5`), or by section (`workers={"count": 2}`).
