@@ -1,7 +1,8 @@
-"""A stand-in for the Hugging Face hub on loopback: what huggingface_hub 2.4 calls to make a repository and commit.
+"""A stand-in for the Hugging Face hub on loopback: what huggingface_hub 2.4 calls to make a repository and commit, and
+to look for a file.
 
 Source: huggingface_hub/hf_api.py (create_repo, model_info, _validate_yaml), _commit_api.py (preupload, commit), lfs.py
-(batch, a single PUT).
+(batch, a single PUT), file_download.py (get_hf_file_metadata).
 """
 
 from __future__ import annotations
@@ -43,6 +44,15 @@ class Hub:
 
             def do_GET(self) -> None:
                 self.reply(*hub.get(self.path, self.headers.get("Authorization", "")))
+
+            def do_HEAD(self) -> None:
+                name, _, file = self.path.removeprefix("/").partition("/resolve/main/")
+                is_there = name in hub.repos and file in hub.repos[name].files
+                self.send_response(200 if is_there else 404)
+                if not is_there:
+                    self.send_header("X-Error-Code", "EntryNotFound" if name in hub.repos else "RepoNotFound")
+                    self.send_header("X-Error-Message", "Repository not found")
+                self.end_headers()
 
             def do_POST(self) -> None:
                 body = self.rfile.read(int(self.headers.get("Content-Length", 0)))

@@ -7,6 +7,7 @@ import json
 import os
 import signal
 import sys
+import textwrap
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, fields
 from functools import partial
@@ -111,9 +112,8 @@ def _add(
     has_json: bool = False,
 ) -> argparse.ArgumentParser:
     """Add one command. `directory`: help text of its first argument DIR; empty: the command has none."""
-    parser = commands.add_parser(
-        name, help=text, description=text, allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = commands.add_parser(name, help=text, description=textwrap.fill(text, 80), allow_abbrev=False)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter  # keeps the lines of `config.settings_help`
     parser.set_defaults(command=command, parser=parser, takes_settings=takes_settings)
     if directory:
         parser.add_argument("directory", type=Path, metavar="DIR", help=directory)
@@ -129,16 +129,12 @@ def _add_run(add: Add) -> None:
     text = "Train: start head, learner and workers on this machine, and restart those that die."
     parser = add("run", text, _run, takes_settings=True, has_json=True)
     parser.epilog = config.settings_help()
-    parser.add_argument(
-        "config", type=Path, metavar="CONFIG", help="configuration file (TOML), or config.json of a run"
-    )
-    parser.add_argument("--out", type=Path, help="run directory (default: outputs/<name of the file>)")
-    parser.add_argument("--resume", action="store_true", help="continue the run in that directory")
+    text = "configuration file (TOML), or config.json of a run"
+    parser.add_argument("config", type=Path, metavar="CONFIG", help=text)
+    _add_out(parser)
     parser.add_argument("--view", action="store_true", help="also serve the dashboard, as `echo2 view` does")
     parser.add_argument("--no-learner", action="store_true", help="let a learner from elsewhere, or TRL, join")
-    parser.add_argument(
-        "--dry-run", action="store_true", help="check the configuration and print it, but start nothing"
-    )
+    parser.add_argument("--dry-run", action="store_true", help="check the configuration and print it; start nothing")
     _add_from(parser)
 
 
@@ -149,17 +145,23 @@ def _add_demo(add: Add) -> None:
     parser.add_argument("--out", type=Path, metavar="DIR", help="run directory (default: outputs/demo-<time>)")
 
 
+def _add_out(parser: argparse.ArgumentParser) -> None:
+    where = "run directory (default: outputs/<name of the file>)"
+    parser.add_argument("--out", type=Path, metavar="DIR", help=where)
+    parser.add_argument("--resume", action="store_true", help="continue the run in that directory")
+
+
 def _add_from(parser: argparse.ArgumentParser) -> None:
     text = 'run whose measured times `publish_every = "auto"` uses (default with --resume: this run)'
     parser.add_argument("--from", dest="like", type=Path, metavar="DIR", help=text)
 
 
 def _add_processes(add: Add) -> None:
-    parser = add("head", "Start only the head (control plane) of a run.", _head, takes_settings=True)
-    parser.epilog = "Takes a run directory, or a configuration file with --out, --resume and settings as `echo2 run`."
-    parser.add_argument("target", type=Path, metavar="DIR|CONFIG")
-    parser.add_argument("--out", type=Path)
-    parser.add_argument("--resume", action="store_true")
+    text = "Start only the head of a run, which leases tasks to workers and hands rollouts to the learner."
+    parser = add("head", text, _head, takes_settings=True)
+    text = "run directory, or configuration file with --out, --resume and settings, as for `echo2 run`"
+    parser.add_argument("target", type=Path, metavar="DIR|CONFIG", help=text)
+    _add_out(parser)
     _add_from(parser)
     text = "Start only the learner of a run, from its newest checkpoint."
     parser = add("learner", text, _learner, directory="run directory (config.json, checkpoints/)")
@@ -180,7 +182,7 @@ def _add_worker(parser: argparse.ArgumentParser) -> None:
     text = 'arguments for the server that is started, for example --engine-args="--max-model-len 8192"'
     flag("--engine-args", default="", metavar="ARGS", help=text)
     flag("--device", default="auto", help="cpu | cuda | cuda:0 ... | auto (a GPU if there is one)")
-    flag("--price-usd-per-hour", type=float, default=0.0, help="price of this machine")
+    flag("--price-usd-per-hour", type=float, default=0.0, metavar="USD", help="price of this machine (default: 0)")
     flag("--offer", default="", metavar="NAME", help="name that the rent command of an offer gave this machine")
     flag("--slots", type=_num_slots, default=0, help="most rollouts to decode at once (0: as many as the run asks for)")
     text = "directory or hub id of the base model of a LoRA run (default: fetch it from the run)"
@@ -193,8 +195,9 @@ def _add_worker(parser: argparse.ArgumentParser) -> None:
     flag("--advertise", default="", metavar="HOST[:PORT]", help=text)
     flag("--no-relay", dest="relays", action="store_false", help="send no weights to other workers")
     text = "directory for the worker's key and weights (default: in the user's state directory)"
-    flag("--state", type=Path, help=text)
-    flag("--patience-seconds", type=float, default=600.0, help="wait for an absent head (default: 600)")
+    flag("--state", type=Path, metavar="DIR", help=text)
+    text = "how long to wait for a head that is away (default: 600)"
+    flag("--patience-seconds", type=float, default=600.0, metavar="SECONDS", help=text)
 
 
 def _num_slots(text: str) -> int:
@@ -215,7 +218,7 @@ def _add_views(add: Add) -> None:
     parser.add_argument("--port", type=int, default=0, help="port to listen on (default: any free one)")
     text = "Count every group in a run's ledger: trained, retired, open, lost, doubled."
     add("audit", text, _module("views.audit"), directory="run directory", has_json=True)
-    text = "Feed a run's logged events to the planner again, and compare its commands with the logged ones."
+    text = "Check that the planner decides again as it did: feed it a run's logged events, and compare its commands."
     add("replay", text, _replay, directory="run directory", has_json=True)
 
 
@@ -236,7 +239,9 @@ def _add_tickets(add: Add) -> None:
     add("trust", text, _trust, directory=where, has_json=True)
     text = "Shut a worker, or all that joined with a ticket, out of a run for good; others get their leases."
     parser = add("revoke", text, revoke, directory=where, has_json=True)
-    parser.add_argument("id", metavar="ID", help="from `echo2 status` (w-...), or from `echo2 tickets`")
+    parser.add_argument(
+        "id", metavar="ID", help="a worker (w-..., see `echo2 status`) or a ticket (see `echo2 tickets`)"
+    )
 
 
 def _add_model_commands(add: Add) -> None:
@@ -261,8 +266,8 @@ def _add_model_commands(add: Add) -> None:
     parser.add_argument("config", type=Path, metavar="CONFIG", help="configuration file; set --learner.lr, too")
     parser.add_argument("--to", type=Path, required=True, metavar="PATH", help="model directory to write")
     parser.add_argument("--column", default="completion", help="column that has the answers (default: completion)")
-    parser.add_argument("--steps", type=int, required=True, help="training steps")
-    parser.add_argument("--rows-per-step", type=int, default=32, help="rows in one step (default: 32)")
+    parser.add_argument("--steps", type=int, required=True, metavar="N", help="training steps")
+    parser.add_argument("--rows-per-step", type=int, default=32, metavar="N", help="rows in one step (default: 32)")
     parser.add_argument("--resume", action="store_true", help="continue what was interrupted")
     text = "Talk to a checkpoint of a run, or to any model. Piped text is one message."
     parser = add("chat", text, _module("runtime.launch.chat"), has_json=True)
@@ -277,7 +282,8 @@ def _add_plan(add: Add) -> None:
     text = "Plan a run: the cheapest machines that keep the learner busy, and the bill."
     parser = add("plan", text, _module("planning.plan_command"), takes_settings=True, has_json=True)
     parser.add_argument("config", type=Path, metavar="CONFIG", help="configuration file of the run")
-    parser.add_argument("--offers", type=Path, default=Path("offers.toml"), help="machines on offer (TOML)")
+    text = "machines on offer, as in examples/offers.toml (default: offers.toml)"
+    parser.add_argument("--offers", type=Path, default=Path("offers.toml"), metavar="FILE", help=text)
     parser.add_argument("--budget", type=float, metavar="USD", help="most that the run may cost")
     parser.add_argument("--rehearse", action="store_true", help="also simulate the plan with the real control code")
     given = parser.add_argument_group("measured or estimated", "Flags override what --from DIR supplies.")
@@ -288,14 +294,14 @@ def _add_plan(add: Add) -> None:
         ("--broadcast-seconds", "Tb", "seconds from publication until workers have a snapshot"),
         ("--snapshot-bytes", "G", "bytes of a full snapshot (default: from the model)"),
         ("--delta-bytes", "D", "bytes of a delta, where deltas are sent"),
-        ("--uplink-mbps", "B0", "upload rate of the head (default: 1000)"),
+        ("--uplink-mbps", "B0", "upload rate of the head in Mbit/s (default: 1000)"),
         ("--reload-seconds", "L", "seconds that a worker pauses to load a snapshot"),
-        ("--learner-memory-gb", "M", "memory of each GPU of the learner (default: this machine's)"),
+        ("--learner-memory-gb", "M", "memory of each GPU of the learner in GB (default: this machine's)"),
     ):
         given.add_argument(flag, type=float, metavar=symbol, help=what)
     mode = parser.add_argument_group("choices")
     mode.add_argument("--publish-every", type=int, metavar="K", help="steps between snapshots (default: search)")
-    mode.add_argument("--max-idle", type=float, default=0.02, help="share of time the learner may wait (0.02)")
+    mode.add_argument("--max-idle", type=float, default=0.02, help="share of time the learner may wait (default: 0.02)")
     mode.add_argument("--pause-during-broadcast", action="store_true", help="workers stop while a snapshot is sent")
 
 
@@ -304,11 +310,11 @@ def _add_planning(add: Add) -> None:
     parser = add("probe", text, _module("planning.probe"), takes_settings=True, has_json=True)
     what = "configuration file, or a model directory"
     parser.add_argument("target", type=Path, metavar="CONFIG|MODEL_DIR", help=what)
-    parser.add_argument("--engine", default="", choices=["", *ENGINES], help="engine to measure (default: the run's)")
+    parser.add_argument("--engine", default="", choices=ENGINES, help="engine to measure (default: the run's)")
     parser.add_argument("--seconds", type=float, default=30.0, help="how long to sample (default: 30)")
-    parser.add_argument("--name", default="this-machine", help="name of the entry")
-    parser.add_argument("--price-usd-per-hour", type=float, default=0.0, help="price of this machine")
-    text = "Simulate a scenario: the real control code with virtual machines and a virtual clock."
+    parser.add_argument("--name", default="this-machine", help="name of the entry (default: this-machine)")
+    parser.add_argument("--price-usd-per-hour", type=float, default=0.0, metavar="USD", help="its price (default: 0)")
+    text = "Simulate a run before you pay for it: the real control code with virtual machines and a virtual clock."
     parser = add("simulate", text, _module("planning.simulate"), has_json=True)
     what = "scenario file (TOML), as in simulations/"
     parser.add_argument("scenario", type=Path, metavar="SCENARIO", help=what)
@@ -323,18 +329,18 @@ def _add_service(add: Add) -> None:
     parser.set_defaults(interrupted="")
     text = "configuration file, like examples/serve.toml; or `status`: show requests, spending and machines"
     parser.add_argument("config", type=Path, metavar="CONFIG", help=text)
-    parser.add_argument("--port", type=int, help="instead of the file's (0: any); with `status`: serve a page")
+    parser.add_argument("--port", type=int, help="port, instead of the file's (0: any); with `status`: serve a page")
     where = "directory for models, database and the first API key (default: outputs/service)"
     parser.add_argument("--out", type=Path, default=Path("outputs/service"), metavar="DIR", help=where)
-    parser.add_argument("--database", default="", metavar="URL", help="with `status`: if it is not SQLite")
+    parser.add_argument("--database", default="", metavar="URL", help="with `status`: database, if not SQLite in DIR")
     text = "List, add and revoke the API keys of a service."
     parser = add("keys", text, _module("service.keys_command"), directory="directory of the service", has_json=True)
     parser.add_argument("--add", default="", metavar="TENANT", help="print a new key for this tenant")
     parser.add_argument("--scopes", default="train,sample", help="what the new key may do (default: train,sample)")
     parser.add_argument("--days", type=float, help="days until the new key expires (default: never)")
-    parser.add_argument("--per-minute", type=int, default=100_000, help="calls a minute (default: 100000)")
+    parser.add_argument("--per-minute", type=int, default=100_000, help="most calls a minute (default: 100000)")
     parser.add_argument("--revoke", default="", metavar="KEY_ID", help="refuse this key from now on")
-    parser.add_argument("--database", default="", metavar="URL", help="if it is not SQLite in DIR")
+    parser.add_argument("--database", default="", metavar="URL", help="database, if it is not SQLite in DIR")
 
 
 # ---- commands ----------------------------------------------------------------------------------------------------

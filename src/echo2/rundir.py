@@ -192,12 +192,12 @@ def newest_checkpoint(checkpoints: Path) -> int | None:
 
 
 def accuracies(rows: Iterable[Mapping[str, Any]]) -> dict[int, float]:
-    """Return the held-out accuracy by version, from the rows of a metrics file that have one."""
+    """Return the held-out reward by version, from the rows of a metrics file that have one."""
     return {row["step"]: row["eval/accuracy"] for row in rows if "eval/accuracy" in row}
 
 
 def best_version(versions: Iterable[int], accuracies: Mapping[int, float]) -> int | None:
-    """Return the most accurate of `versions`, the newest of equals; None if none was evaluated."""
+    """Return which of `versions` has the highest held-out reward, the newest of equals; None if none was evaluated."""
     evaluated = (version for version in versions if version in accuracies)
     return max(evaluated, key=lambda version: (accuracies[version], version), default=None)
 

@@ -30,7 +30,7 @@ import numpy as np
 
 from echo2.api.inputs import Rewards, Tasks, sections, write_run
 from echo2.api.run import POLL_SECONDS, Run, begin
-from echo2.api.train import run_directory
+from echo2.api.train import new_directory
 from echo2.errors import Echo2Error, LinkError, UserError
 from echo2.rundir import RunDir
 from echo2.transport import wire_pb2 as wire
@@ -110,7 +110,6 @@ class RolloutFleet:
         self._last_sign = time.monotonic()
         if args.process_index:
             return
-        path = run_directory(out)
         tables = sections(settings)
         for section, key, value, name in derived:
             if key in tables.setdefault(section, {}):
@@ -119,7 +118,8 @@ class RolloutFleet:
                 )
             tables[section][key] = value
         tables.setdefault("learner", {}).setdefault("advantage", "grpo")  # the same as TRL's
-        self._config = write_run(RunDir(path).inputs, str(model), tasks, reward, heldout, environment, tables)
+        with new_directory(out) as path:
+            self._config = write_run(RunDir(path).inputs, str(model), tasks, reward, heldout, environment, tables)
         self.run = Run(path)
 
     # ---- WeightTransferProtocol --------------------------------------------------------------------------------

@@ -35,7 +35,7 @@ def test_every_view_says_what_the_run_directory_says(page: Page, rundirs: list[R
     assert page.ask("document.querySelectorAll('#map circle').length") == 7
     assert page.ask("document.querySelectorAll('#map line').length") == 7
     titles = page.ask("[...document.querySelectorAll('#charts h3')].map((each) => each.textContent)")
-    assert titles[:3] == ["Accuracy and reward", "Staleness", "Learner"]
+    assert titles[:3] == ["Reward", "Staleness", "Learner"]
     assert len(titles) == 9
     assert page.ask("document.querySelectorAll('#bar span').length") == 4
     assert "most of it for workers that sample" in page.text("#spent")

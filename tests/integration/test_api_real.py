@@ -69,7 +69,7 @@ def test_a_script_trains_and_its_run_goes_on(tmp_path: Path, sort_model: Path) -
     command = script(tmp_path, SCRIPT + TRAIN, sort_model, out)
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    assert "finished: all steps are trained, step 3, held-out accuracy" in done.stdout
+    assert "finished: all steps are trained, step 3, held-out reward" in done.stdout
     assert "3/3" in done.stderr  # the progress bar
     run = echo2.load(out)
     assert run.accuracy is not None
@@ -113,6 +113,7 @@ def test_a_mistake_that_only_the_processes_find_is_raised(tmp_path: Path, sort_m
     own.write_text("def wants(completions, wanted):\n    return [0.0 for _ in wanted]\n")
     with pytest.raises(UserError, match="needs the column 'wanted'"):
         echo2.train(sort_model, rows, f"{own}:wants", out=tmp_path / "run")
+    assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.timeout(180)

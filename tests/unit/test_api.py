@@ -246,9 +246,16 @@ def test_an_environment_has_its_own_reward(tmp_path: Path) -> None:
 
 def test_what_is_given_wrongly_is_said(tmp_path: Path) -> None:
     for given, message in (
-        ({"tasks": ["a", {"prompt": "b"}]}, "Row 0 of the tasks is 'a'"),
+        ({"tasks": ["a", {"prompt": "b"}]}, "Row 0 of tasks is 'a'"),
         ({"tasks": 3}, "tasks = 3: give rows"),
-        ({"tasks": [{"prompt": "b", "x": {1}}]}, "Row 0 of the tasks is no JSON"),
+        ({"tasks": [{"prompt": "b", "x": {1}}]}, "Row 0 of tasks: column 'x' = {1} cannot be sent as JSON"),
+        (
+            {"tasks": [*ROWS, {"prompt": None}]},
+            "Row 4 of tasks: 'prompt' must be text or a list of chat messages, got N",
+        ),
+        ({"tasks": [{"question": "b", "x": {1}}]}, "Row 0 of tasks is no JSON"),
+        ({"heldout": [{"prompt": " "}]}, "Row 0 of heldout: 'prompt' is empty"),
+        ({"heldout": {"easy": ROWS, "hard": [3]}}, "Row 0 of heldout['hard'] is 3"),
         ({"model": Saved("config.json")}, "model=(model, tokenizer)"),
         ({"settings": {"lr": "fast"}}, "learner.lr = 'fast'"),
         ({"settings": {"tasks": {"source": "x"}}}, "tasks.source is given twice"),
@@ -282,7 +289,7 @@ def test_a_run_is_read(tmp_path: Path) -> None:
     assert [(one["prompt"], one["text"], one["group"]) for one in run.rollouts()] == [("4=", "4", 3), ("4=", "5", 3)]
     with pytest.raises(UserError, match="no rollouts of step 7"):
         run.rollouts(7)
-    assert [line.get_label() for line in run.plot().axes[0].lines] == ["reward", "held-out accuracy"]
+    assert [line.get_label() for line in run.plot().axes[0].lines] == ["reward", "held-out reward"]
     assert run.wait() is run  # it is over
     run.stop()  # likewise
     with pytest.raises(UserError, match="no config"):
@@ -301,6 +308,23 @@ def test_a_directory_with_a_run_is_not_written_over(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="holds a run already"):
         echo2.start("model", ROWS, twice, out=tmp_path / "run")
     assert not (tmp_path / "run" / "inputs").exists()
+
+
+def test_a_mistaken_call_makes_no_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine" / "inputs").mkdir(parents=True)
+    kept = tmp_path / "mine" / "inputs" / "rows.txt"
+    kept.write_text("of mine")
+    for out in (None, "new", "mine"):
+        with pytest.raises(UserError, match="There is no setting 'learning_rte'"):
+            echo2.start("model", ROWS, twice, out=out, learning_rte=1.0)
+        with pytest.raises(UserError, match="Row 1 of tasks is 3"):
+            echo2.start("model", [ROWS[0], 3], twice, out=out)  # type: ignore[list-item]
+    with pytest.raises(UserError, match=re.escape("model.path = './no-model': there is no such directory")):
+        echo2.start("./no-model", ROWS, twice, out="new")  # `echo2 run` finds it
+    assert kept.read_text() == "of mine"
+    assert not (tmp_path / "new").exists()
+    assert list((tmp_path / "outputs").iterdir()) == []
 
 
 def test_what_is_no_name_of_the_package() -> None:

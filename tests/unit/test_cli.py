@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import signal
@@ -86,6 +87,15 @@ def test_help_lists_every_command_and_run_every_setting(capsys: pytest.CaptureFi
     text = capsys.readouterr().out
     assert all(f"--{section}.{name} " in text for section, name, *_ in all_fields())
     assert '--schedule.order any | frontier ("any")' in text
+
+
+def test_every_argument_is_explained_in_lines_of_80_columns(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    (commands,) = (each for each in build_parser()._actions if isinstance(each, argparse._SubParsersAction))
+    assert set(COMMANDS) < set(commands.choices)
+    for name, parser in commands.choices.items():
+        assert all(action.help for action in parser._actions), name
+        assert max(map(len, parser.format_help().splitlines())) <= 80, name
 
 
 def test_help_is_there_within_a_second_and_without_torch() -> None:

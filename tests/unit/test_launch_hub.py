@@ -64,6 +64,41 @@ def export(rundir: RunDir, endpoint: str, *flags: str, **variables: str) -> subp
     return subprocess.run(words, capture_output=True, text=True, check=False, env=environment)
 
 
+LOOK_FOR = """
+import sys
+from echo2.errors import UserError
+from echo2.runtime.launch.checks import check_model
+for name in sys.argv[1:]:
+    try:
+        check_model(name, "auto")
+        print("fine")
+    except UserError as error:
+        print(error)
+"""
+
+
+def test_a_hub_id_that_the_hub_does_not_know_is_refused_at_once(hub: Hub, tmp_path: Path) -> None:
+    hub.repos |= {"me/model": Repo(False, {"config.json": b"{}"}), "me/rows": Repo(False, {"rows.jsonl": b""})}
+    names = ["me/model", "me/modle", "me/rows", "my own/model"]
+    there, unknown, empty, misspelt = looked_for(names, tmp_path, hub.url)
+    assert there == "fine"
+    asks = "Check the name; a private or gated model needs `hf auth login`."
+    provides_not = "there is no such directory, and the hub does not provide it (404 Repository not found)"
+    assert unknown == f"model.path = 'me/modle': {provides_not}. {asks}"
+    assert empty.startswith("model.path = 'me/rows': there is no such directory, and the hub does not provide it (404")
+    assert "'my own/model': there is no such directory, and it is not a hub id: Repo id must use" in misspelt
+    (alone,) = looked_for(["me/model"], tmp_path, "http://127.0.0.1:1")
+    assert "the hub can't be reached ([Errno 111] Connection refused). See to the network" in alone
+
+
+def looked_for(names: list[str], home: Path, endpoint: str) -> list[str]:
+    """What `check_model` says of each name, in a process that asks the hub."""
+    variables = {"HF_ENDPOINT": endpoint, "HF_HOME": str(home / "hf"), "HF_HUB_OFFLINE": "0", "NO_PROXY": "127.0.0.1"}
+    words = [sys.executable, "-c", LOOK_FOR, *names]
+    environment = os.environ | variables | {"PYTHONPATH": str(SOURCE)}
+    return subprocess.run(words, capture_output=True, text=True, check=True, env=environment).stdout.splitlines()
+
+
 def refusal(done: subprocess.CompletedProcess[str]) -> str:
     """The one line that a user's mistake gives."""
     assert (done.returncode, done.stdout) == (2, ""), done.stderr
@@ -154,11 +189,11 @@ def test_a_card_says_what_the_run_recorded_and_no_directory_of_this_machine(rund
         "| what is here | whole model, in bfloat16 |",
         "| tasks | `rows.jsonl`, `hub:owner/name` |",
         "| rewards | `own.py:score` |",
-        "| accuracy on the run's held-out tasks | 0.250 before training, 0.500 after step 3 |",
+        "| mean reward of the run's held-out tasks | 0.250 before training, 0.500 after step 3 |",
     ):
         assert row in text.splitlines()
     write_card(tmp_path, rundir, 2, "float32")
-    assert "accuracy" not in (tmp_path / "README.md").read_text()  # that version was not measured
+    assert "held-out" not in (tmp_path / "README.md").read_text()  # that version was not measured
 
 
 def test_the_card_of_an_adapter_names_its_base_on_the_hub(rundir: RunDir, tmp_path: Path) -> None:

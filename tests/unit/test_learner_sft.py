@@ -100,7 +100,7 @@ def test_ended_and_resumed_the_weights_are_those_of_a_training_that_was_not(
 @pytest.mark.parametrize(
     ("more", "words"),
     [
-        (["--column", "answer"], "no text in --column 'answer'"),
+        (["--column", "answer"], "--column 'answer' must have text, and the row with the prompt '"),
         (["--to", "model"], "model exists"),
         (["--steps", "0"], "--steps"),
         (["--learner.ranks=2"], "sft trains in one process"),

@@ -401,9 +401,12 @@ def test_a_resumed_run_that_is_alive_is_refused_before_its_changes_are_said(
     path.write_text(json.dumps(raw))
     create(out, build(raw, "my.json"), resume=False)
     capsys.readouterr()
+    changed, before = {"learner.lr": "0.5"}, RunDir(out).config.read_text()
     with claimed(out, "run"), pytest.raises(UserError, match="Another `echo2 run` works on"):
-        run(path, out, resume=True, dry_run=False, overrides={"learner.lr": "0.5"}, as_json=False)
-    assert capsys.readouterr().err == ""
+        run(path, out, resume=True, dry_run=False, overrides=changed, as_json=False)
+    with claimed(out, "head"), pytest.raises(UserError, match="Another `echo2 head` works on"):
+        open_run(path, out, True, changed)
+    assert (capsys.readouterr().err, RunDir(out).config.read_text()) == ("", before)
 
 
 def test_an_empty_file_of_tasks_is_refused(raw: dict[str, Any], tmp_path: Path) -> None:

@@ -15,6 +15,8 @@ from echo2.errors import UserError
 from echo2.rundir import RunDir, create, read_json, write_atomically
 from echo2.runtime.launch.supervisor import ProcessFailed, Supervisor, last_error
 from echo2.runtime.lifeline import LIFELINE_VARIABLE
+from echo2.transport.identity import PeerIdentity, RunIdentity
+from echo2.transport.tickets import Ticket
 
 #: A grandchild that holds on, says its pid, and would stay for ever; its parent holds the pipe's writing end.
 SUPERVISOR = f"""
@@ -88,6 +90,32 @@ def test_a_process_that_keeps_dying_is_not_started_for_ever(rundir: RunDir) -> N
         supervisor.run(lambda: None)
     assert read_json(rundir.outcome)["reason"].startswith("head died 5 times")
     assert rundir.logs.joinpath("head.log").read_text().count("echo2 ") == 5
+
+
+def test_a_run_goes_on_without_a_worker_that_was_revoked(rundir: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
+    run = RunIdentity.create_or_load(rundir.identity)
+    ticket = Ticket.parse(run.make_ticket("worker", "127.0.0.1:1", 1, 1.0, is_own=True))
+    worker = PeerIdentity(rundir.path / "workers" / "worker-0" / f"{run.run_id}-worker")
+    worker_id, certificate = run.enrol(ticket.ticket_id, "worker", worker.request())
+    worker.keep(ticket.credentials.ca_pem, certificate)
+    write_atomically(rundir.status, '{"version": 0}')  # so that the worker is started
+
+    def supervised() -> dict[str, str]:
+        supervisor = Supervisor(rundir, 1, [], has_learner=False)
+        supervisor.head.arguments = ["view", str(rundir.path)]  # which stays
+        supervisor.others[0].arguments = ["worker", "no ticket"]  # which ends with status 2, as one that was revoked
+        return supervisor.run(end_without_worker)
+
+    def end_without_worker() -> None:
+        if len(read_json(rundir.processes)) == len(["supervisor", "head"]):
+            write_atomically(rundir.outcome, '{"kind": "failed", "reason": "the test ended it"}')
+
+    with pytest.raises(UserError, match="no ticket"):
+        supervised()
+    rundir.outcome.unlink()
+    run.revoke(worker_id)
+    assert supervised()["reason"] == "the test ended it"
+    assert "worker-0 is out: it was revoked, or the ticket by which it came" in capsys.readouterr().err
 
 
 def test_steps_that_no_checkpoint_covers_are_said_in_the_outcome(rundir: RunDir) -> None:

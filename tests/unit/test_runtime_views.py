@@ -391,10 +391,10 @@ def test_the_end_of_a_run_says_what_the_learner_waited_for(ratio: float, told: s
     assert told in shown(on)
 
 
-def test_a_run_without_evaluation_has_no_accuracy_to_show() -> None:
-    on = console()
-    show_summary({**summary(), "eval_before": None, "eval_after": None}, on)
-    assert "accuracy" not in shown(on)
+def test_a_run_without_evaluation_has_no_held_out_reward_to_show() -> None:
+    show_summary(summary(), with_one := console())
+    show_summary({**summary(), "eval_before": None, "eval_after": None}, without := console())
+    assert ("held-out reward" in shown(with_one), "held-out" in shown(without)) == (True, False)
 
 
 @pytest.mark.parametrize("width", WIDTHS)

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import signal
+import subprocess
+import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
+from pathlib import Path
 
 import pytest
 from starlette.applications import Starlette
@@ -97,3 +101,25 @@ def test_a_port_that_is_taken_is_refused_before_anything_starts() -> None:
         port = taken.getsockname()[1]
         with pytest.raises(UserError, match=f"port = {port} cannot be used: Address already in use. Choose another"):
             http_server.listening("127.0.0.1", port)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_service_that_is_told_to_end_ends_in_good_order(tmp_path: Path, number: signal.Signals) -> None:
+    (tmp_path / "serve.toml").write_text('[bases]\n"me/tiny" = ""\n')
+    command = [
+        sys.executable,
+        "-m",
+        "echo2",
+        "serve",
+        str(tmp_path / "serve.toml"),
+        "--port",
+        "0",
+        "--out",
+        str(tmp_path),
+    ]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert "serving at" in process.stdout.readline()
+        process.send_signal(number)
+        _, errors = process.communicate()
+    assert (process.returncode, errors) == (0, "")

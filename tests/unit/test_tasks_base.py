@@ -103,8 +103,8 @@ def test_a_source_that_raises_is_named_with_its_line() -> None:
         ({"prompt": [{"role": "user", "content": None}]}, "message 0"),
         ({"prompt": [{"role": "not a role", "content": "x"}]}, "one word"),
         ({"prompt": [{"role": "user", "content": "x", "tool_calls": [1]}]}, "'tool_calls', which would be lost"),
-        ({"prompt": "x", "image": b"png"}, "column 'image' cannot be sent as JSON"),
-        ({"prompt": "x", "score": float("nan")}, "column 'score'"),
+        ({"prompt": "x", "image": b"png"}, "column 'image' = b'png' cannot be sent as JSON"),
+        ({"prompt": "x", "score": float("nan")}, "column 'score' = nan"),
         ({"prompt": "x", "a": 1, "b": "y" * MAX_COLUMNS_BYTES}, "The largest is 'b'"),
     ],
 )

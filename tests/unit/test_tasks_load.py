@@ -50,13 +50,25 @@ def test_jsonl_rows_and_their_lines(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("line", "said"),
-    [(b'{"prompt": ', "not valid JSON"), (b"[1]", "JSON object, got list"), (b'{"prompt": "\xff"}', "not valid JSON")],
+    [
+        (
+            b'{"prompt": "b", answer: 3}',
+            "not valid JSON: Expecting property name enclosed in double quotes at "
+            """character 17, near '{"prompt": "b", answer: 3}'""",
+        ),
+        (b"[", "not valid JSON: Expecting value at character 2, near '['"),  # an array over several lines
+        (b'{"prompt": "\xff"}', "not valid JSON: 'utf-8' codec can't decode byte 0xff in position 12"),
+        (b"[1]", "got list [1]"),
+    ],
 )
-def test_a_bad_line_is_named(tmp_path: Path, line: bytes, said: str) -> None:
+def test_a_bad_line_is_named_with_what_is_wrong_and_what_to_do(tmp_path: Path, line: bytes, said: str) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_bytes(b'{"prompt": "a"}\n' + line + b"\n")
-    with pytest.raises(UserError, match=rf"rows.jsonl:2: .*{said}"):
+    with pytest.raises(UserError) as caught:
         load_tasks(str(path), {}, 0)
+    message = str(caught.value)
+    assert message.startswith(f"{path}:2: {said}")
+    assert message.endswith('. Each line must be one JSON object: {"prompt": ...}.')
 
 
 def test_an_endless_line_is_not_read_into_memory(tmp_path: Path) -> None:

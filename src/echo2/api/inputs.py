@@ -13,6 +13,7 @@ from echo2.api.own_code import named_code
 from echo2.errors import UserError, did_you_mean, write_failed
 from echo2.printable import shown
 from echo2.rundir import RunDir, write_atomically
+from echo2.tasks.base import task_from_row
 
 
 class Saves(Protocol):
@@ -82,15 +83,16 @@ def write_run(
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         put("model", "path", _model(model, folder / "model"))
-        put("tasks", "source", _source(tasks, folder / "rows.jsonl"))
+        put("tasks", "source", _source("tasks", tasks, folder / "rows.jsonl"))
         if environment is not None:
             put("tasks", "environment", named_code(environment, folder))
         put("reward", "functions", _functions(reward, folder) or (["environment"] if environment is not None else []))
         if isinstance(heldout, Mapping):
             paths = {name: folder / f"heldout-{number}.jsonl" for number, name in enumerate(heldout)}
-            put("eval", "source", {name: _source(each, paths[name]) for name, each in heldout.items()})
+            sets = {name: _source(f"heldout[{name!r}]", each, paths[name]) for name, each in heldout.items()}
+            put("eval", "source", sets)
         elif heldout is not None:
-            put("eval", "source", _source(heldout, folder / "heldout.jsonl"))
+            put("eval", "source", _source("heldout", heldout, folder / "heldout.jsonl"))
         configuration.build(tables, "echo2")
         path = folder / "run.json"
         path.write_text(json.dumps(tables, indent=2), encoding="utf-8")
@@ -129,22 +131,27 @@ def _model(model: Any, directory: Path) -> str:
     return str(directory)
 
 
-def _source(tasks: Any, path: Path) -> str | list[str]:
-    """Return the value of `tasks.source`: the given text unchanged, or the path of the file that the rows go to."""
+def _source(name: str, tasks: Any, path: Path) -> str | list[str]:
+    """Return the value of `tasks.source`: the given text unchanged, or the path of the file that the rows go to.
+    `name`: the argument's name, for errors.
+    """
     if isinstance(tasks, str | Path):
         return str(tasks)
     if isinstance(tasks, list | tuple) and tasks and all(isinstance(each, str) for each in tasks):
         return list(tasks)
     if not isinstance(tasks, Iterable) or isinstance(tasks, Mapping):
-        raise UserError(f"tasks = {shown(tasks)}: give rows, a list of {{'prompt': ...}}, or the name of a source.")
+        raise UserError(f"{name} = {shown(tasks)}: give rows, a list of {{'prompt': ...}}, or the name of a source.")
     with open(path, "w", encoding="utf-8") as file:
         for number, row in enumerate(tasks):
+            where = f"Row {number} of {name}"
             if not isinstance(row, Mapping):
-                raise UserError(f"Row {number} of the tasks is {shown(row)}: it must be a mapping with a 'prompt'.")
+                raise UserError(f"{where} is {shown(row)}: it must be a mapping with a 'prompt'.")
+            if "prompt" in row:  # else `tasks.params` may make it, and `echo2 run` checks it
+                task_from_row(row, number, where)
             try:
                 file.write(json.dumps(dict(row), ensure_ascii=False, allow_nan=False) + "\n")
             except (TypeError, ValueError) as error:
-                raise UserError(f"Row {number} of the tasks is no JSON: {error}. {shown(row)}") from error
+                raise UserError(f"{where} is no JSON: {error}. {shown(row)}") from error
     return str(path)
 
 

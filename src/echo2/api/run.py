@@ -48,8 +48,8 @@ class Run:
         self._process, self._lifeline = process, lifeline
 
     def __repr__(self) -> str:
-        accuracy = "" if self.accuracy is None else f", held-out accuracy {self.accuracy:.3f}"
-        return f"<echo2 run {self.path}: {self.state}, step {self.step}{accuracy}>"
+        heldout = "" if self.accuracy is None else f", held-out reward {self.accuracy:.3f}"
+        return f"<echo2 run {self.path}: {self.state}, step {self.step}{heldout}>"
 
     def __enter__(self) -> Run:
         return self
@@ -77,7 +77,8 @@ class Run:
 
     @property
     def accuracy(self) -> float | None:
-        """The newest accuracy on held-out tasks, from 0 to 1; None before the first evaluation."""
+        """The newest mean reward of the held-out tasks; None before the first evaluation. It is an accuracy, the share
+        of rollouts that solve their task, only where every reward is 0 or 1."""
         found = self.view.accuracies
         return found[-1][1] if found else None
 
@@ -115,7 +116,7 @@ class Run:
         return self.view.cost()
 
     def plot(self) -> Figure:
-        """Return a matplotlib figure of reward and held-out accuracy by step.
+        """Return a matplotlib figure of reward and held-out reward by step.
 
         Raises:
             UserError: matplotlib is not installed.
@@ -134,7 +135,7 @@ class Run:
 
         figure, view = Shown(figsize=(7, 3.5), layout="constrained"), self.view
         axes = figure.subplots()
-        for name, label, style in (("reward/mean", "reward", "-"), ("eval/accuracy", "held-out accuracy", "o-")):
+        for name, label, style in (("reward/mean", "reward", "-"), ("eval/accuracy", "held-out reward", "o-")):
             if points := view.series(name):
                 axes.plot(*zip(*points, strict=True), style, label=label)
         axes.set_xlabel("step")
@@ -222,7 +223,7 @@ class Run:
         if idle := view.series("learner/idle_ratio"):
             shown["idle"] = f"{idle[-1][1]:.0%}"
         if accuracies := view.accuracies:
-            shown["accuracy"] = f"{accuracies[-1][1]:.3f}"
+            shown["held-out"] = f"{accuracies[-1][1]:.3f}"
         if usd := view.status.get("cost_usd"):
             shown["cost"] = f"${usd:.4f}"
         if (view.version, shown) != self._shown:
@@ -251,7 +252,13 @@ class Run:
 
 
 def begin(path: Path, config: Path, *arguments: str) -> Run:
-    """Start `echo2 run CONFIG --out PATH`. Its processes end when this process does."""
+    """Start `echo2 run CONFIG --out PATH`. Return once it has checked everything and the directory holds the run. Its
+    processes end when this process does.
+
+    Raises:
+        UserError: the checks found a mistake; the message says which.
+        Echo2Error: `echo2 run` failed.
+    """
     logs = RunDir(path).logs
     logs.mkdir(mode=0o700, parents=True, exist_ok=True)
     reading, writing = os.pipe()
@@ -266,4 +273,13 @@ def begin(path: Path, config: Path, *arguments: str) -> Run:
             start_new_session=True,  # so that Ctrl-C reaches this process only
         )
     os.close(reading)
-    return Run(path, process, writing)
+    run = Run(path, process, writing)
+    try:
+        while run.goes_on() and not run.rundir.config.exists():
+            time.sleep(POLL_SECONDS)
+    except KeyboardInterrupt:
+        run.stop()
+        raise
+    if not run.rundir.config.exists():
+        run.check_end()
+    return run

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import shutil
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from echo2.api.inputs import Model, Rewards, Tasks, write_run
 from echo2.api.run import Run, begin
-from echo2.errors import UserError
+from echo2.errors import Echo2Error, UserError
 from echo2.rundir import RunDir, check_directory
 
 
@@ -33,7 +36,7 @@ def train(
             be defined in your session or in a module, with TRL's signature, `f(completions, **columns) ->
             list[float]`, or verl's; or a value of the setting reward.functions (`"math"`, `"file.py:name"`). Not
             needed with an environment, which returns its own reward.
-        heldout: tasks that are not trained on, or several such sets by name. The run measures its accuracy on them.
+        heldout: tasks that are not trained on, or several such sets by name. The run measures its mean reward on them.
         environment: a class with `step(action) -> (text, reward, done)`, for tasks of several turns.
         out: the run directory (default: a new one below `outputs/`).
         settings: any setting of `echo2 run --help`, by its name (`lr=1e-5`), or by section (`workers={"count": 2}`).
@@ -56,15 +59,16 @@ def start(
     out: str | Path | None = None,
     **settings: Any,
 ) -> Run:
-    """Like `train`, but return as soon as the run's processes are being started. They end with this Python process; use
-    `echo2 run` for a run that must outlive it. Used as a context manager, the run is stopped when the block ends.
+    """Like `train`, but return as soon as everything given is checked and the run's processes are being started. They
+    end with this Python process; use `echo2 run` for a run that must outlive it. Used as a context manager, the run is
+    stopped when the block ends.
 
     Raises:
-        UserError: an argument or setting is wrong. `Run.wait` raises errors that only the started processes find.
+        UserError: an argument or setting is wrong, and no run directory was made. `Run.wait` raises errors that only
+            the started processes find.
     """
-    path = run_directory(out)
-    config = write_run(RunDir(path).inputs, model, tasks, reward, heldout, environment, settings)
-    return begin(path, config)
+    with new_directory(out) as path:
+        return begin(path, write_run(RunDir(path).inputs, model, tasks, reward, heldout, environment, settings))
 
 
 def load(directory: str | Path) -> Run:
@@ -78,12 +82,25 @@ def load(directory: str | Path) -> Run:
     return run
 
 
-def run_directory(out: str | Path | None) -> Path:
-    """Return the directory of a new run: `out`, or outputs/run-YYYYMMDD-HHMMSS, which is created.
+@contextmanager
+def new_directory(out: str | Path | None) -> Iterator[Path]:
+    """Yield the directory of a new run: `out`, or a new outputs/run-YYYYMMDD-HHMMSS. If the block raises before the run
+    is in it, it is removed, unless it existed before or holds the log of a crash.
 
     Raises:
         UserError: the directory already has a run, or cannot be written.
     """
+    is_new = out is None or not Path(out).exists()
+    path = _run_directory(out)
+    try:
+        yield path
+    except BaseException as error:
+        if is_new and type(error) is not Echo2Error and not RunDir(path).config.exists():
+            shutil.rmtree(path, ignore_errors=True)
+        raise
+
+
+def _run_directory(out: str | Path | None) -> Path:
     if out is not None:
         path = Path(out).resolve()
         check_directory(path, resume=False)

@@ -10,8 +10,10 @@ The settings are in `sections`, what excludes what in `rules`; here they are rea
 from __future__ import annotations
 
 import json
+import textwrap
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, fields
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
@@ -37,7 +39,8 @@ def all_fields() -> Iterator[tuple[str, str, Any, Any, str]]:
 
 
 def settings_help() -> str:
-    """Return the help text that lists every setting of the configuration file as a flag."""
+    """Return the help text that lists every setting of the configuration file as a flag, for 80 columns."""
+    filled = partial(textwrap.fill, width=80, subsequent_indent=" " * 8, break_long_words=False, break_on_hyphens=False)
     lines, last = ["settings (keys of the configuration file, section by section):"], ""
     for section, name, kind, default, description in all_fields():
         if section != last:
@@ -45,7 +48,7 @@ def settings_help() -> str:
             last = section
         shown = json.dumps(default)
         choices = f" {' | '.join(get_args(kind))}" if get_origin(kind) is Literal else ""
-        lines.append(f"  --{section}.{name}{choices} ({shown})\n        {description}")
+        lines += [filled(f"  --{section}.{name}{choices} ({shown})"), filled(" " * 8 + description)]
     return "\n".join(lines)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import functools
-import signal
 import socket
 from collections.abc import Callable
 from typing import Any
@@ -92,7 +91,7 @@ def connections_max() -> int:
 
 class HttpServer(uvicorn.Server):
     """uvicorn, which prints its address, and which calls `stop` to answer open polls when it is told to end. `serve` it
-    with a socket of `listening`.
+    with a socket of `listening`; it returns after SIGTERM or SIGINT, which uvicorn would raise again instead.
     """
 
     def __init__(self, app: Starlette, stop: Callable[[], None]) -> None:
@@ -121,4 +120,4 @@ class HttpServer(uvicorn.Server):
     def handle_exit(self, sig: int, frame: Any) -> None:
         """Answer the open polls, then end the server."""
         self._stop()
-        super().handle_exit(signal.SIGTERM, frame)
+        self.should_exit = True

@@ -131,7 +131,7 @@ def _prompt(prompt: Any, where: str) -> str | tuple[Message, ...]:
     if not checked or not text.strip():
         raise UserError(f"{where}: 'prompt' is empty. Remove the row or give it text.")
     if len(text) > MAX_PROMPT_CHARS:
-        raise UserError(f"{where}: 'prompt' has {len(text)} characters; the limit is {MAX_PROMPT_CHARS}.")
+        raise UserError(f"{where}: 'prompt' has {len(text)} characters; the limit is {MAX_PROMPT_CHARS}. Shorten it.")
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -148,7 +148,7 @@ def _message(item: Any, where: str) -> Message:
     if extra:
         raise UserError(f"{where} has {extra[0]!r}, which would be lost: a message has only a role and a content.")
     if not item["role"].isidentifier():
-        raise UserError(f"{where} has the role {item['role']!r}; use one word, such as user, assistant or system.")
+        raise UserError(f"{where} has the role {shown(item['role'])}; use one word, such as user, assistant or system.")
     return Message(item["role"], item["content"])
 
 
@@ -158,7 +158,7 @@ def _columns(columns: dict[Any, Any], where: str) -> dict[str, Any]:
             json.dumps({name: value}, allow_nan=False)
         except (TypeError, ValueError, RecursionError) as error:
             raise UserError(
-                f"{where}: column {name!r} cannot be sent as JSON ({type(value).__name__}: {error}). "
+                f"{where}: column {name!r} = {shown(value)} cannot be sent as JSON ({type(value).__name__}: {error}). "
                 "Store it as text or numbers, or remove it."
             ) from error
     text = json.dumps(columns, allow_nan=False)
@@ -166,7 +166,7 @@ def _columns(columns: dict[Any, Any], where: str) -> dict[str, Any]:
         largest = max(columns, key=lambda name: len(json.dumps(columns[name])))
         raise UserError(
             f"{where}: the columns take {len(text)} bytes as JSON; the limit is {MAX_COLUMNS_BYTES}. "
-            f"The largest is {largest!r}."
+            f"The largest is {largest!r}: remove it, or shorten it."
         )
     plain: dict[str, Any] = json.loads(text)
     return plain

@@ -4,14 +4,19 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterator, Mapping
+from json import JSONDecodeError
 from pathlib import Path
 from typing import Any
 
 from echo2.documents import parse_json
 from echo2.errors import UserError
+from echo2.printable import shown
 
 MAX_LINE_BYTES = 16 << 20
 MAX_PARQUET_BYTES = 8 << 30  # decoded
+#: Characters shown before and after the place of a mistake.
+NEAR_CHARS = 30
+ONE_OBJECT = 'Each line must be one JSON object: {"prompt": ...}.'
 
 
 class JsonlRows:
@@ -66,11 +71,15 @@ class JsonlRows:
 
     def _parse(self, line: bytes, number: int) -> Mapping[str, Any]:
         try:
-            row = parse_json(line)
+            row = parse_json(line.rstrip())
+        except JSONDecodeError as error:
+            near = shown(error.doc[max(0, error.pos - NEAR_CHARS) : error.pos + NEAR_CHARS].strip())
+            detail = f"{error.msg} at character {error.pos + 1}, near {near}"
+            raise UserError(f"{self._path}:{number}: not valid JSON: {detail}. {ONE_OBJECT}") from error
         except ValueError as error:
-            raise UserError(f"{self._path}:{number}: not valid JSON: {error}.") from error
+            raise UserError(f"{self._path}:{number}: not valid JSON: {error}. {ONE_OBJECT}") from error
         if not isinstance(row, dict):
-            raise UserError(f"{self._path}:{number}: a line must hold a JSON object, got {type(row).__name__}.")
+            raise UserError(f"{self._path}:{number}: got {type(row).__name__} {shown(row)}. {ONE_OBJECT}")
         return row
 
 

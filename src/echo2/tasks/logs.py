@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from echo2.errors import UserError
+from echo2.printable import shown
 from echo2.tasks.base import permute
 from echo2.tasks.files import JsonlRows
 from echo2.types import DEFAULT_LOGGED_ROLLOUTS, LOGGED_ROLLOUTS
@@ -138,26 +139,30 @@ def _check(line: Mapping[str, Any], where: str) -> str:
         if name not in line:
             raise UserError(f"{where}: no {name!r} (columns: {', '.join(line) or 'none'}).")
     if not _is_number(line["reward"]):
-        raise UserError(f"{where}: reward = {line['reward']!r}: expected a finite number.")
+        raise UserError(f"{where}: reward = {shown(line['reward'])}: expected a finite number.")
     if ("tokens" in line) != ("logprobs" in line):
-        raise UserError(f"{where}: `tokens` and `logprobs` go together.")
+        name, other = ("tokens", "logprobs") if "tokens" in line else ("logprobs", "tokens")
+        raise UserError(f"{where}: {name} = {shown(line[name])}, and no {other}. Give both, or neither.")
     if "tokens" in line:
         tokens, logprobs = line["tokens"], line["logprobs"]
         if not (isinstance(tokens, list) and isinstance(logprobs, list) and len(tokens) == len(logprobs) > 0):
-            raise UserError(f"{where}: `tokens` and `logprobs` must be lists of one length, and not empty.")
+            raise UserError(
+                f"{where}: tokens = {shown(tokens)}, logprobs = {shown(logprobs)}: expected lists of one length, not "
+                "empty."
+            )
         if not all(type(token) is int and 0 <= token < 1 << 31 for token in tokens):
-            raise UserError(f"{where}: `tokens` must be token ids.")
+            raise UserError(f"{where}: tokens = {shown(tokens)}: expected token ids, whole numbers from 0.")
         if not all(_is_number(value) and value <= 0 for value in logprobs):
-            raise UserError(f"{where}: `logprobs` must be finite numbers <= 0.")
+            raise UserError(f"{where}: logprobs = {shown(logprobs)}: expected finite numbers <= 0.")
         if not isinstance(line.get("completion", ""), str):
-            raise UserError(f"{where}: `completion` must be text, got {line['completion']!r}.")
+            raise UserError(f"{where}: completion = {shown(line['completion'])}: expected text.")
         return "tokens"
     if not isinstance(line.get("completion"), str):
-        raise UserError(f"{where}: `completion` must be text, got {line.get('completion')!r}.")
+        raise UserError(f"{where}: completion = {shown(line.get('completion'))}: expected text.")
     if line.get("logprob") is None:
         return "none"
     if not _is_number(line["logprob"]) or line["logprob"] > 0:
-        raise UserError(f"{where}: logprob = {line['logprob']!r}: expected a finite number <= 0.")
+        raise UserError(f"{where}: logprob = {shown(line['logprob'])}: expected a finite number <= 0.")
     return "whole"
 
 

@@ -261,10 +261,10 @@ def show_summary(summary: dict[str, Any], console: Console, reason: str = "") ->
     table.add_column()
     if before is not None:
         table.add_row(
-            "held-out accuracy", f"{before:.3f} before, [green]{after:.3f} after[/green] {summary['steps']} steps"
+            "held-out reward", f"{before:.3f} before, [green]{after:.3f} after[/green] {summary['steps']} steps"
         )
     for line in strangers_lines({"not_evaluated": summary.get("not_evaluated")}):
-        table.add_row("held-out accuracy", escape(line))
+        table.add_row("held-out reward", escape(line))
     for line in failure_lines(summary):
         table.add_row("failed", escape(line), style="red")
     table.add_row("learner idle ratio", f"{summary['learner_idle_ratio']:.1%}{_mostly(summary)}")

@@ -102,7 +102,7 @@ class RunView:
 
     @property
     def accuracies(self) -> tuple[tuple[int, float], ...]:
-        """(version, held-out accuracy), ascending."""
+        """(version, held-out reward), ascending."""
         return tuple(accuracies(self.rows).items())
 
     @property

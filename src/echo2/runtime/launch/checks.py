@@ -52,7 +52,7 @@ def check(config: Config, has_learner: bool = True) -> None:
     Raises:
         UserError: the first mistake found.
     """
-    check_model(config.model.path, config.workers.engine)
+    check_model(config.model.path, config.workers.engine, has_learner)
     check_lora(config)
     check_engine(config)
     check_machine(config)
@@ -269,12 +269,13 @@ def check_port(config: Config) -> None:
             ) from error
 
 
-def check_model(path: str, engine: str) -> None:
-    """Check that the model can be loaded, as far as possible without torch.
+def check_model(path: str, engine: str, has_learner: bool = True) -> None:
+    """Check that the model can be loaded, as far as possible without torch and without a download. `has_learner`: it is
+    loaded on this machine.
 
     Raises:
-        UserError: no path, no model there, a model that the engine cannot run, no tokenizer, or a hub id that is not
-            in the cache while the hub is switched off.
+        UserError: no path, no model there, a model that the engine cannot run, no tokenizer, or a hub id that neither
+            the hub nor its cache provides.
     """
     if not path:
         raise UserError("model.path is empty: name a Hugging Face model directory or hub id.")
@@ -288,11 +289,8 @@ def check_model(path: str, engine: str) -> None:
             f"model.path = {path!r}: there is no such directory below {Path.cwd()}, and it is not a "
             "hub id (owner/name)."
         )
-    elif not _is_reachable(path):
-        raise UserError(
-            f"model.path = {path!r}: no such directory, and the hub's cache does not hold it while HF_HUB_OFFLINE is "
-            "set. Unset that to download the model, or name a model directory."
-        )
+    elif reason := _hub_refusal(path, has_learner):
+        raise UserError(f"model.path = {path!r}: there is no such directory, and {reason}")
 
 
 def check_engine(config: Config) -> None:
@@ -352,10 +350,29 @@ def check_model_directory(where: Path, engine: str) -> None:
         read_architecture(config)
 
 
-def _is_reachable(hub_id: str) -> bool:
-    """Whether loading a hub id may succeed. Only the learner's machine needs the hub, and may have its package."""
+def _hub_refusal(hub_id: str, has_learner: bool) -> str:
+    """Return why a hub id can't be loaded, with a remedy; empty if it can. Only the learner's machine needs the hub and
+    its package."""
     try:
-        from huggingface_hub import constants, try_to_load_from_cache
+        from httpx2 import HTTPError
+        from huggingface_hub import constants, get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
+        from huggingface_hub.errors import HfHubHTTPError, HFValidationError
     except ImportError:
-        return True
-    return not constants.HF_HUB_OFFLINE or isinstance(try_to_load_from_cache(hub_id, "config.json"), str)
+        return ""
+    try:
+        if isinstance(try_to_load_from_cache(hub_id, "config.json"), str) or not has_learner:
+            return ""
+        if constants.HF_HUB_OFFLINE:
+            return (
+                "the hub's cache does not hold it while HF_HUB_OFFLINE is set. Unset that to download the model, or "
+                "name a model directory."
+            )
+        get_hf_file_metadata(hf_hub_url(hub_id, "config.json"))
+    except HFValidationError as error:
+        return f"it is not a hub id: {error}"
+    except HfHubHTTPError as error:
+        told = f"{error.response.status_code} {error.server_message or ''}".strip()
+        return f"the hub does not provide it ({told}). Check the name; a private or gated model needs `hf auth login`."
+    except HTTPError as error:
+        return f"the hub can't be reached ({error}). See to the network, or name a model directory."
+    return ""

@@ -34,7 +34,7 @@ BATCH_TASKS = 64
 #: Files of a checkpoint that are the learner's own, not the model's.
 LEARNER_FILES = ("optimizer.safetensors", "state.json")
 MODEL_FILE = "model.safetensors"
-#: Selects a checkpoint: of a step, of the version with the best held-out accuracy, or (None) the newest.
+#: Selects a checkpoint: of a step, of the version with the best held-out reward, or (None) the newest.
 Step = int | Literal["best"] | None
 #: Files of single ranks, in a checkpoint of several ranks.
 PARTS = "*.*-of-*.safetensors"
@@ -69,7 +69,7 @@ def run(options: argparse.Namespace) -> int:
     if options.json:
         print(json.dumps(values))
     else:
-        print(f"accuracy {values['eval/accuracy']:.4f} on {values['eval/num_tasks']} tasks ({values['model']})")
+        print(f"held-out reward {values['eval/accuracy']:.4f} on {values['eval/num_tasks']} tasks ({values['model']})")
     return 0
 
 

@@ -164,12 +164,12 @@ def _training(config: Config) -> Mapping[str, str]:
 
 
 def _accuracy(rundir: RunDir, step: int) -> Mapping[str, str]:
-    """Return the accuracy of the exported step, if the run measured it."""
+    """Return the held-out reward of the exported step, if the run measured it."""
     found = accuracies(read_metrics(rundir.metrics))
     if step not in found:
         return {}
     before = f"{found[0]:.3f} before training, " if step and 0 in found else ""
-    return {"accuracy on the run's held-out tasks": f"{before}{found[step]:.3f} after step {step}"}
+    return {"mean reward of the run's held-out tasks": f"{before}{found[step]:.3f} after step {step}"}
 
 
 def _named(texts: Iterable[str]) -> str:

@@ -25,6 +25,7 @@ from echo2.learner import checkpoint
 from echo2.learner.adapters import load_trained
 from echo2.learner.datum import Datum
 from echo2.learner.supervised import SupervisedClient
+from echo2.printable import shown
 from echo2.rollout.snapshot_files import end_tokens
 from echo2.rollout.tokenizer import Tokenizer, encode_prompt, load_tokenizer
 from echo2.runtime.launch.evaluate import copy_model
@@ -59,13 +60,14 @@ class Answers:
         answer = task.columns.get(self._column)
         if not isinstance(answer, str) or not answer:
             have = ", ".join(sorted(task.columns)) or "none"
-            raise UserError(f"Row {task.cursor} has no text in --column {self._column!r}; its columns: {have}.")
+            given = f"the row with the prompt {shown(task.prompt)} has {shown(answer)} there; its columns: {have}"
+            raise UserError(f"--column {self._column!r} must have text, and {given}.")
         prompt = encode_prompt(task, self._tokenizer)
         tokens = array("i", [*self._tokenizer.encode(answer, add_special_tokens=False), *self._end])
         if self._context is not None and len(prompt) + len(tokens) > self._context:
             raise UserError(
-                f"Row {task.cursor} has {len(prompt)} tokens and {len(tokens)} of the answer; the model's context is "
-                f"{self._context}. Leave such rows out."
+                f"The row with the prompt {shown(task.prompt)} has {len(prompt)} tokens and {len(tokens)} of the "
+                f"answer; the model's context is {self._context}. Leave such rows out."
             )
         return Datum(prompt, tokens, b"\x01" * len(tokens))
 

@@ -7,7 +7,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -92,16 +92,22 @@ def absolute(config: Config) -> Config:
 def open_run(
     target: Path, out: Path | None, resume: bool, overrides: Mapping[str, str], like: Path | None = None
 ) -> RunDir:
-    """Open an existing run directory, or create one from a configuration file."""
+    """Open an existing run directory for a head, or create one from a configuration file."""
     if target.is_dir():
         rundir = RunDir(target)
         rundir.read_config()
         return rundir
-    config, where = resolve(target, overrides, out, resume, like)
-    check(config)
-    if not resume:
-        check_port(config)
-    return create(where, config, resume)
+    with _claimed_to_resume(directory(target, out), "head", resume):
+        config, where = resolve(target, overrides, out, resume, like)
+        check(config, has_learner=False)
+        if not resume:
+            check_port(config)
+        return create(where, config, resume)
+
+
+def _claimed_to_resume(where: Path, role: str, resume: bool) -> AbstractContextManager[None]:
+    """Claim the directory of a run to resume: a run that is alive is refused before its changes are printed."""
+    return claimed(where, role) if resume and RunDir(where).config.is_file() else nullcontext()
 
 
 def run(
@@ -120,9 +126,7 @@ def run(
     keep_private()
     if has_learner:
         require_torch()
-    where = directory(path, out)
-    is_held = resume and not dry_run and RunDir(where).config.is_file()
-    with claimed(where, "run") if is_held else nullcontext():  # a run that is alive is refused before its changes
+    with _claimed_to_resume(directory(path, out), "run", resume and not dry_run):
         config, where = resolve(path, overrides, out, resume, like)
     check(config, has_learner)
     if dry_run:

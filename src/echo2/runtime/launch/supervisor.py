@@ -2,7 +2,8 @@
 
 A process that dies is restarted (the head from its ledger, the learner from its checkpoint, a worker afresh), up to a
 limit. A process that fails because of the user's mistake ends the run, with its one-line error; one that fails because
-the disk is full is restarted when there is room. When the supervisor itself dies, its children end too (`lifeline`).
+the disk is full is restarted when there is room; a worker that the owner revoked stays away, and the run goes on. When
+the supervisor itself dies, its children end too (`lifeline`).
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from echo2.errors import Echo2Error, NoRoomError, UserError
 from echo2.rundir import RunDir, newest_checkpoint, read_json, write_atomically
 from echo2.runtime import rotation
 from echo2.runtime.lifeline import LIFELINE_VARIABLE
+from echo2.transport.identity import PeerIdentity, RunIdentity
 
 #: Deaths of one process within the window after which the supervisor gives up.
 RESTARTS_MAX = 5
@@ -82,7 +84,7 @@ class Supervisor:
         self.others = [self.learner] if self.learner else []
         for number in range(num_workers):
             name, device = f"worker-{number}", f"auto:{number + num_ranks}"  # the learner has the first devices
-            places = ["--state", str(rundir.path / "workers" / name), "--device", device]
+            places = ["--state", str(self._state(name)), "--device", device]
             self.others.append(Child(name, ["worker", f"@{rundir.ticket}", *places, *worker_arguments]))
         self._lifeline = os.pipe()
         self._signalled: int | None = None
@@ -192,6 +194,11 @@ class Supervisor:
         now = time.monotonic()
         if status == NO_ROOM_STATUS and self._may_wait_for_room(child, now):
             return
+        if status == USER_ERROR_STATUS and self._is_revoked(child):
+            child.process = None
+            word = f"{child.name} is out: it was revoked, or the ticket by which it came. The run goes on without it"
+            print(f"{word}; a worker in its place: echo2 worker @{self.rundir.ticket}", file=sys.stderr)
+            return
         if status in (USER_ERROR_STATUS, NO_ROOM_STATUS):
             raise UserError(last_error(self._log(child), child.log_start) or self._silent(child))
         child.restarts.append(now)
@@ -201,6 +208,14 @@ class Supervisor:
                 f"{status}). Nothing is lost: see {self._log(child)}, then continue with --resume."
             )
         self._start(child)
+
+    def _is_revoked(self, child: Child) -> bool:
+        """Whether this is a worker that `echo2 revoke` shut out."""
+        if child is self.head or child is self.learner:
+            return False
+        run = RunIdentity.create_or_load(self.rundir.identity)
+        known = PeerIdentity(self._state(child.name) / f"{run.run_id}-worker").load()
+        return known is not None and known[0] in run.revoked()
 
     def _may_wait_for_room(self, child: Child, now: float) -> bool:
         """Restart a child that met a full disk, once there is room. Return False if it meets a full disk again soon
@@ -225,6 +240,9 @@ class Supervisor:
         if free < FULL_DISK_BYTES:
             return f"The disk of {self.rundir.path} is full ({free} bytes left). Free some space, then --resume."
         return f"{child.name} refused to run; see {self._log(child)}."
+
+    def _state(self, name: str) -> Path:
+        return self.rundir.path / "workers" / name
 
     def _log(self, child: Child) -> Path:
         return self.rundir.logs / f"{child.name}.log"

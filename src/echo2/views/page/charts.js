@@ -12,7 +12,7 @@ export const CAUSES = [
   ["wait/held", "checks, or a full disk", "checks of how tokens were drawn, or room on the disk"],
 ];
 const CHARTS = [
-  { title: "Accuracy and reward", what: "held-out accuracy and mean reward", lines: [["reward/mean", "reward"], ["eval/accuracy", "held-out accuracy"]] },
+  { title: "Reward", what: "mean reward of the groups of a step, and of held-out tasks", lines: [["reward/mean", "reward"], ["eval/accuracy", "held-out reward"]] },
   { title: "Staleness", what: "versions between a rollout's oldest token and the one trained", lines: [["off_policy/mean", "mean"], ["off_policy/max", "max"], ["off_policy/bound", "bound"]] },
   { title: "Learner", what: "share of its time that it waits for groups", lines: [["learner/idle_ratio", "idle"], ["learner/idle_predicted", "predicted"]] },
   { title: "Why the learner waited", what: "seconds before a step, by what the group was at that came last", lines: CAUSES, isStacked: true },
@@ -111,7 +111,7 @@ function options(made, isStacked, width) {
   const series = made.lines.map((each, index) => ({
     label: each.label, stroke: colours[each.index % colours.length], width: isStacked ? 1 : 2, dash: isStacked ? [] : DASHES[index % DASHES.length], spanGaps: true,
     fill: isStacked ? `${colours[each.index % colours.length]}66` : undefined,
-    points: { show: each.column.length < 3 || each.label === "held-out accuracy" },
+    points: { show: each.column.length < 3 || each.label === "held-out reward" },
     value: (plot, value, _, at) => isStacked ? read(at === null ? null : made.lines[index].column[at], made.lines[index].column) : read(value, plot.data[index + 1]),
   }));
   return {

@@ -34,7 +34,7 @@ function showNow({ run, steps, heard }) {
   const last = (name) => steps?.columns[name]?.findLast((value) => value !== null);
   const facts = [
     ["step", run.max_steps === null ? number(run.version) : `${number(run.version)} of ${number(run.max_steps)}`],
-    ["held-out accuracy", number(last("eval/accuracy"))], ["reward", number(last("reward/mean"))],
+    ["held-out reward", number(last("eval/accuracy"))], ["reward", number(last("reward/mean"))],
     ["staleness (bound)", `${number(last("off_policy/max"))} (${number(run.max_staleness ?? last("off_policy/bound"))})`],
     ["learner idle", percent(last("learner/idle_ratio"))],
     ["workers", number(run.num_workers)], ["snapshot", number(run.published)], ["checkpoint", number(run.checkpoint)],
