@@ -77,16 +77,17 @@ test-vllm: $(INSTALLED)
 		ECHO2_ENGINE_PYTHON=$(CURDIR)/$(VLLM)/bin/python $(PY) -m pytest tests/integration/test_vllm.py; \
 	else echo "test-vllm: skipped, for $(VLLM_PACKAGE) can't be installed here (see above)"; fi
 
-# Packages with pins of their own: a Python of its own for each. Kuhn poker, a taskset of verifiers' own repository, is not
-# in the package index; where its repository can't be reached, its test is skipped and says so.
-KUHN := kuhn-poker @ git+https://github.com/PrimeIntellect-ai/verifiers@v0.4.0\#subdirectory=environments/kuhn_poker
+# Packages with pins of their own: a Python of its own for each. Two tasksets of verifiers' own repository are
+# not in the package index; where the repository can't be reached, their tests are skipped and say so.
+TASKSETS := kuhn_poker reverse_text
+TASKSET := https://github.com/PrimeIntellect-ai/verifiers@v0.4.0\#subdirectory=environments
 
 verifiers: .venv-verifiers/.installed
 .venv-verifiers/.installed:
 	@$(PYTHON) -m venv --clear .venv-verifiers
 	@echo "Installing verifiers into .venv-verifiers (once; a minute or two) ..."
 	@.venv-verifiers/bin/python -m pip install -qq --disable-pip-version-check verifiers==0.4.0
-	@.venv-verifiers/bin/python -m pip install -qq --disable-pip-version-check '$(KUHN)' || echo "kuhn_poker could not be fetched: its test will be skipped."
+	@.venv-verifiers/bin/python -m pip install -qq --disable-pip-version-check $(foreach name,$(TASKSETS),'$(name) @ git+$(TASKSET)/$(name)') || echo "Tasksets could not be fetched: $(TASKSETS). Their tests will be skipped."
 	@touch $@
 
 openenv: .venv-openenv/.installed

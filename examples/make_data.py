@@ -4,7 +4,7 @@
 
 Rows are those of the demo's task, in each of the formats, and a log of poker hands. Models are made from the demo's:
 digit_sorting_chat has a chat template, ascii reads every printable character and longer prompts, poker plays poker.
-Those of sokoban and calculator are made anew.
+Those of sokoban, calculator and reverse_text are made anew.
 """
 
 import argparse
@@ -93,6 +93,10 @@ if __name__ == "__main__":
     make_data(options.out)
     run_script("sokoban/build_model.py", "--out", str(options.model.with_name("sokoban")))
     run_script("calculator/build_model.py", "--out", str(options.model.with_name("calculator")))
+    words = options.out / "reverse_text"
+    run_script(
+        "reverse_text/build_model.py", "--out", str(options.model.with_name("reverse_text")), "--data", str(words)
+    )
     if options.model.is_dir():
         make_chat_model(options.model, options.model.with_name(options.model.name + "_chat"))
         make_ascii_model(options.model, options.model.with_name("ascii"))

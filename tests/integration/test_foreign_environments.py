@@ -32,9 +32,10 @@ from real_runs import REPOSITORY
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 
-# Two turns: a letter is asked for, and again. One reward a letter; the letter "!" is out of order.
+# Two turns: a letter is asked for, and again. The letter "!" is out of order; "#" is rewarded by the number of clients.
 LETTERS = """
 import asyncio
+import gc
 import verifiers.v1 as vf
 
 class LettersData(vf.TaskData):
@@ -60,7 +61,8 @@ class LettersEnv(vf.Env[LettersEnvConfig]):
             for turn in range(2):
                 segment = await writer.turn(f"write {task.data.letter} now")
                 await reader.turn("read it")
-        writer.trace.record_reward("letters", 0.25)
+        clients = [each for each in gc.get_objects() if type(each).__name__ == "EvalClient"]
+        writer.trace.record_reward("letters", len(clients) if task.data.letter == "#" else 0.25)
 
 class Letters(vf.Taskset[LettersTask, LettersConfig]):
     def load(self):
@@ -119,6 +121,12 @@ def foreign(package: str) -> str:
         pytest.skip(str(error))
 
 
+def taskset(name: str) -> None:
+    """Skip where a taskset of verifiers' repository is not installed."""
+    if subprocess.run([foreign("verifiers"), "-c", f"import {name}"], capture_output=True, check=False).returncode:
+        pytest.skip(f"{name} is not installed: `make verifiers` could not fetch it from its repository")
+
+
 def play(model: Path, spec: str, rows: list[Mapping[str, Any]], seconds: float = 60.0) -> list[Any]:
     """A group of four rollouts at each row."""
     files = {path.name: path.read_bytes() for path in model.iterdir() if path.suffix in (".json", ".jinja")}
@@ -171,6 +179,14 @@ def test_a_verifiers_taskset_is_played_and_what_fails_costs_its_group(sort_model
 
 
 @pytest.mark.usefixtures("letters")
+def test_verifiers_keeps_one_client_however_many_rollouts_there_are(sort_model: Path) -> None:
+    rows = load_tasks("verifiers:letters_taskset", {"letters": "ab#", "agent": "writer"}, 0)
+    *_, counted = play(sort_model, "verifiers", [rows[at] for at in range(3)])
+    assert isinstance(counted, RolloutGroup), counted
+    assert {rollout.reward_parts["environment"] for rollout in counted.rollouts} == {1.0}
+
+
+@pytest.mark.usefixtures("letters")
 def test_what_verifiers_cannot_load_is_named() -> None:
     with pytest.raises(UserError, match="no_such_taskset"):
         load_tasks("verifiers:no_such_taskset", {}, 0)
@@ -182,9 +198,7 @@ def test_what_verifiers_cannot_load_is_named() -> None:
 
 def test_a_taskset_of_the_verifiers_repository_is_played(sort_model: Path) -> None:
     """Kuhn poker, two seats by turns, both of them the policy."""
-    python = foreign("verifiers")
-    if subprocess.run([python, "-c", "import kuhn_poker"], capture_output=True, check=False).returncode:
-        pytest.skip("kuhn_poker is not installed: `make verifiers` could not fetch it from its repository")
+    taskset("kuhn_poker")
     rows = load_tasks("verifiers:kuhn_poker", {"size": 3, "agent": "player0"}, 0)
     for outcome in play(sort_model, "verifiers", [rows[at] for at in range(3)]):
         assert isinstance(outcome, RolloutGroup), outcome
@@ -233,13 +247,8 @@ def test_an_openenv_server_that_is_not_there_costs_its_groups(sort_model: Path) 
     assert outcome.reason == "environment_failed"
 
 
-def trained(name: str, sort_model: Path, out: Path, *settings: str) -> dict[str, Any]:
-    """The summary of an example's run, as a user starts it, on the demo's model with a chat template."""
-    model = out.with_name("model")
-    shutil.copytree(sort_model, model)
-    (model / "chat_template.jinja").write_text(
-        "{% for message in messages %}{{ message['content'] }}{% endfor %}{% if add_generation_prompt %}={% endif %}"
-    )
+def trained(name: str, model: Path, out: Path, *settings: str) -> dict[str, Any]:
+    """The summary of an example's run, as a user starts it."""
     command = [sys.executable, "-m", "echo2", "run", f"examples/{name}.toml", "--out", str(out), "--json"]
     words = ["--model.path", str(model), "--workers.count", "1", *settings]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
@@ -255,6 +264,24 @@ def trained(name: str, sort_model: Path, out: Path, *settings: str) -> dict[str,
 def test_a_model_learns_in_an_openenv_environment(sort_model: Path, tmp_path: Path) -> None:
     """About .27 to .49 of the held-out tasks, in 20 steps."""
     foreign("openenv")
+    model = tmp_path / "model"
+    shutil.copytree(sort_model, model)
+    (model / "chat_template.jinja").write_text(
+        "{% for message in messages %}{{ message['content'] }}{% endfor %}{% if add_generation_prompt %}={% endif %}"
+    )
     with served(REPOSITORY / "examples" / "openenv" / "server.py") as url:
-        summary = trained("openenv", sort_model, tmp_path / "run", "--tasks.environment", f"openenv:{url}")
+        summary = trained("openenv", model, tmp_path / "run", "--tasks.environment", f"openenv:{url}")
+    assert summary["eval_after"] > summary["eval_before"] + 0.05
+
+
+@pytest.mark.timeout(600)
+def test_a_model_learns_on_a_verifiers_taskset(tmp_path: Path) -> None:
+    """The taskset is verifiers' own; only its words are ours."""
+    taskset("reverse_text")
+    model, words = tmp_path / "model", tmp_path / "words"
+    script = REPOSITORY / "examples" / "reverse_text" / "build_model.py"
+    subprocess.run([sys.executable, str(script), "--out", str(model), "--data", str(words)], check=True)
+    train = json.dumps({"dataset_name": str(words), "size": 512})
+    held_out = json.dumps({"dataset_name": str(words), "size": 128, "dataset_split": "test"})
+    summary = trained("reverse_text", model, tmp_path / "run", "--tasks.params", train, "--eval.params", held_out)
     assert summary["eval_after"] > summary["eval_before"] + 0.05

@@ -21,7 +21,7 @@ from echo2.types import Rollout
 REPOSITORY = Path(__file__).resolve().parents[2]
 EXAMPLES = REPOSITORY / "examples"
 #: Machines, a service, and what needs a Python of its own (tests/integration/test_foreign_environments.py runs it).
-OTHERS = ("offers", "serve", "openenv")
+OTHERS = ("offers", "serve", "openenv", "reverse_text")
 PATHS = [
     REPOSITORY / "src" / "echo2" / "demo" / "sort.toml",
     *sorted(path for path in EXAMPLES.glob("*.toml") if path.stem not in OTHERS),

@@ -31,6 +31,8 @@ if TYPE_CHECKING:
     from starlette.responses import Response
 
 MODEL_NAME = "policy"
+#: A rollout's key, from a library that keeps one client, and so one Authorization, for all rollouts.
+KEY_HEADER = "X-Echo2-Rollout-Key"
 #: A million token ids take about 7 MB as JSON.
 BODY_BYTES_MAX = 16 << 20
 BODY_SECONDS = 30.0
@@ -127,7 +129,8 @@ class LoopbackEndpoint:
 
         async def handle(request: Request) -> Response:
             scheme, _, secret = request.headers.get("authorization", "").partition(" ")
-            rollout = self._rollouts.get(secret) if scheme.lower() == "bearer" else None
+            key = request.headers.get(KEY_HEADER) or (secret if scheme.lower() == "bearer" else "")
+            rollout = self._rollouts.get(key)
             if rollout is None:
                 return JSONResponse(_error("unknown_rollout", "no rollout has this key, or it is over"), 401)
             try:

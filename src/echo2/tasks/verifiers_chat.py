@@ -7,18 +7,24 @@ endpoint. verifiers finds a harness by the name of its module: `register` makes 
 from __future__ import annotations
 
 import sys
+from contextvars import ContextVar
 from types import ModuleType
 from typing import Any
 
 HARNESS_ID = "echo2_chat"
 #: Key in `trace.info` of the tokens of the trace's conversation.
 TOKENS = "echo2_tokens"
+#: The endpoint's header for a rollout's key.
+KEY_HEADER = "X-Echo2-Rollout-Key"
+#: The key of the rollout that the current asyncio task plays.
+ROLLOUT_KEY: ContextVar[str] = ContextVar("ROLLOUT_KEY")
 
 
 def register() -> None:
     """Let verifiers find the harness by its id. The first call imports verifiers, which takes seconds."""
     if HARNESS_ID in sys.modules:
         return
+    from openai import AsyncOpenAI
     from verifiers.v1.configs.harness import HarnessConfig
     from verifiers.v1.harness import Harness
 
@@ -46,23 +52,25 @@ def register() -> None:
             """See `Harness.launch`."""
             if mcp_urls:
                 raise NotImplementedError(f"the task brings tool servers ({', '.join(mcp_urls)}): not supported here")
-            return await _asked(self.resolve_prompt(data), ctx.model, trace, endpoint, secret)
+            client = caller.with_options(base_url=endpoint, api_key=secret)
+            return await _asked(self.resolve_prompt(data), ctx.model, trace, client)
 
+    # One for all calls: a client of its own for each would read the machine's certificates anew.
+    caller = AsyncOpenAI(base_url="http://127.0.0.1", api_key="none", max_retries=0, timeout=None)
     module = ModuleType(HARNESS_ID, ChatHarness.__doc__)
     module.__dict__.update(ChatHarness=ChatHarness, __all__=["ChatHarness"])
     sys.modules[HARNESS_ID] = module
 
 
-async def _asked(prompts: tuple[Any, Any], model: str, trace: Any, endpoint: str, secret: str) -> Any:
+async def _asked(prompts: tuple[Any, Any], model: str, trace: Any, client: Any) -> Any:
     """Make one chat call at the rollout's own endpoint, and keep its tokens in the trace."""
-    from openai import AsyncOpenAI
     from verifiers.v1.dialects.chat import message_to_wire
     from verifiers.v1.runtimes import ProgramResult
 
     system, prompt = prompts
     asked = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(map(message_to_wire, prompt))
     messages: list[Any] = [*([{"role": "system", "content": system}] if system else []), *asked]
-    async with AsyncOpenAI(base_url=endpoint, api_key=secret, max_retries=0, timeout=None) as client:
-        answer = (await client.chat.completions.create(model=model, messages=messages)).model_dump()
+    key = {KEY_HEADER: ROLLOUT_KEY.get()}
+    answer = (await client.chat.completions.create(model=model, messages=messages, extra_headers=key)).model_dump()
     trace.info[TOKENS] = [*answer["prompt_token_ids"], *answer["choices"][0]["token_ids"]]
     return ProgramResult(exit_code=0, stdout="", stderr="")

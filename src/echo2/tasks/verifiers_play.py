@@ -13,11 +13,10 @@ import os
 from collections.abc import Iterator, Mapping
 from contextlib import AsyncExitStack
 from typing import TYPE_CHECKING, Any
-from uuid import uuid4
 
 from echo2.errors import UserError
 from echo2.tasks.loopback_model import LoopbackModel
-from echo2.tasks.verifiers_chat import HARNESS_ID, TOKENS, register
+from echo2.tasks.verifiers_chat import HARNESS_ID, ROLLOUT_KEY, TOKENS, register
 
 if TYPE_CHECKING:
     from echo2.tasks.harness_process import Play
@@ -26,12 +25,15 @@ if TYPE_CHECKING:
 COLUMN = "verifiers"
 #: Prompt of a row whose task has no prompt text: the agent gets the environment's text instead.
 NO_PROMPT = "-"
+#: The environment variable with the Authorization of verifiers' client, which the endpoint does not look at.
+NO_KEY = "ECHO2_NO_KEY"
 #: The endpoint's error code for a rollout that has used up its turns or tokens.
 CUT = "context_length_exceeded"
 
 
 def make_play() -> Play:
     """Return a function that plays one rollout of a row from `rows`."""
+    os.environ[NO_KEY] = "none"  # verifiers' client wants an Authorization, and has it from a variable only
     register()  # its imports take seconds, which should not count against a rollout's time limit
     stages: dict[str, asyncio.Task[Any]] = {}
     stack = AsyncExitStack()
@@ -88,18 +90,15 @@ async def _episode(env: Any, data: dict[str, Any], model: LoopbackModel) -> Any:
     from verifiers.v1.types import SamplingConfig
 
     # verifiers' training client tokenizes messages itself and reads sampled tokens back as text. echo2's endpoint keeps
-    # the tokens that it sampled, so messages are sent to it unchanged.
-    variable = f"ECHO2_ROLLOUT_{uuid4().hex}"
+    # the tokens that it sampled, so messages are sent to it unchanged. verifiers keeps a client, of 1 MB, for each
+    # configuration that it ever saw: this one is the same for all rollouts, and ROLLOUT_KEY tells them apart.
     # No limit on connecting: the rollout has a time limit of its own, and a busy machine may connect slowly.
-    client = EvalClientConfig(base_url=model.base_url, api_key_var=variable, timeout={"connect": None})
+    client = EvalClientConfig(base_url=model.base_url, api_key_var=NO_KEY, timeout={"connect": None})
     kind = type(env.taskset).task_type()
     task = kind(kind.data_type().model_validate(data), env.config.taskset.task)
     (slot,) = env.slots(task)
-    os.environ[variable] = model.api_key  # the only way in which the client accepts a key
-    try:
-        return await env.run_slot(slot, ModelContext(model=model.model, client=client, sampling=SamplingConfig()))
-    finally:
-        del os.environ[variable]
+    ROLLOUT_KEY.set(model.api_key)  # for this rollout's asyncio task, and those that it starts
+    return await env.run_slot(slot, ModelContext(model=model.model, client=client, sampling=SamplingConfig()))
 
 
 def _outcome(episode: Any, agent: str) -> tuple[float, list[int]]:
