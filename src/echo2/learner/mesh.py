@@ -163,7 +163,7 @@ class RankMesh(Mesh):
         if self.size > most:
             raise UserError(
                 f"learner.ranks = {self.size}: this model can be cut into {most} parts at most, the rows of its "
-                f"largest weight. Set learner.ranks = {most} or less."
+                f"largest weight. Set learner.ranks = {most} or less (under torchrun: --nproc-per-node)."
             )
         if module in self._runs:
             return self._runs[module]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import signal
 
+from echo2.config import Config
 from echo2.devices import pick_device
 from echo2.errors import UserError
 from echo2.learner.adapters import Adapter, load_trained
@@ -13,6 +14,7 @@ from echo2.learner.grpo.client import GrpoClient
 from echo2.learner.grpo.ranks import LeadingClient, follow
 from echo2.learner.head_client import LearnerInfo
 from echo2.learner.mesh import Mesh, Place, join, place
+from echo2.learner.model import Policy
 from echo2.learner.publication import Publisher
 from echo2.learner.session import HeadSession
 from echo2.rundir import RunDir, claimed
@@ -23,6 +25,8 @@ from echo2.transport.grpc_link import connect
 log = logging.getLogger(__name__)
 
 TOLD_TO_STOP = "the learner was told to stop"
+#: Exit status of a rank whose first one has said what the user's mistake is.
+USER_ERROR_STATUS = 2
 #: Exit status after a signal: the run is not over.
 STOPPED_STATUS = 128 + signal.SIGTERM
 
@@ -51,13 +55,37 @@ def _follow(rundir: RunDir, here: Place) -> int:
         signal.signal(number, signal.SIG_IGN)
     config, device = rundir.read_config(), pick_device(f"auto:{here.local_rank}")
     mesh = join(here, device)
-    client = GrpoClient(load_trained(config, str(device), mesh), config, mesh=mesh)
+    policy = _loaded(config, str(device), mesh)
+    if policy is None:
+        return USER_ERROR_STATUS
+    client = GrpoClient(policy, config, mesh=mesh)
     try:
         follow(client, mesh)
     except RuntimeError as error:
         log.warning("rank %d ends, for another is gone: %s", here.rank, error)
         return 1
     return 0
+
+
+def _loaded(config: Config, device: str, mesh: Mesh) -> Policy | None:
+    """Load the policy that the run trains, on every rank. None: it does not load on some rank, and the first such rank
+    has said why, so that a mistake that all ranks meet is one error.
+
+    Raises:
+        UserError: it does not load on this rank, and loads on all before it.
+    """
+    policy, problem = None, None
+    try:
+        policy = load_trained(config, device, mesh)
+    except UserError as error:
+        problem = error
+    failed = [rank for rank, said in enumerate(mesh.gather(str(problem or "").encode())) if said]
+    if not failed:
+        return policy
+    mesh.leave()
+    if problem is not None and failed[0] == mesh.rank:
+        raise problem
+    return None
 
 
 def _train(rundir: RunDir, ticket: str, here: Place | None) -> int:
@@ -67,7 +95,9 @@ def _train(rundir: RunDir, ticket: str, here: Place | None) -> int:
     device = pick_device("auto")
     leads = here is not None and here.size > 1
     mesh = join(here, device, rundir.path / "learner") if here is not None and leads else Mesh()
-    policy = load_trained(config, str(device), mesh)
+    policy = _loaded(config, str(device), mesh)
+    if policy is None:
+        return USER_ERROR_STATUS
     client = LeadingClient(policy, config, mesh=mesh) if leads else GrpoClient(policy, config)
     resumed = loop.resume(client, rundir.checkpoints)
     log.info("%s at version %d on %s", "resumed" if resumed else "fresh", client.version, policy.device)
