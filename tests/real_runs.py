@@ -91,6 +91,20 @@ class Run:
         summary: dict[str, Any] = json.loads(output)
         return summary
 
+    def refused(self) -> str:
+        """The one error of a run that ends with status 2."""
+        assert self.process is not None
+        _, errors = self.process.communicate(timeout=180)
+        assert self.process.returncode == 2, f"{errors}\n{self.logs()}"
+        lines = [line for line in errors.splitlines() if line.startswith('{"error": ')]
+        assert len(lines) == 1, errors
+        assert errors.splitlines()[-1] == lines[0]
+        assert "Traceback" not in errors
+        told = json.loads(lines[0])
+        assert told["status"] == 2
+        error: str = told["error"]
+        return error
+
     def stop(self) -> int:
         """End a run that would go on; how many steps it has trained."""
         assert self.process is not None

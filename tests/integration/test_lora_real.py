@@ -76,6 +76,8 @@ def test_a_base_model_that_differs_by_a_byte_is_refused_by_name(tmp_path: Path, 
     worker = join(run, tmp_path / "state", "--base", str(other))
     said, _ = worker.communicate(timeout=100)
     assert worker.returncode == 2, said
+    assert [line for line in said.splitlines() if line.startswith("error: ")] == said.splitlines()[-1:]
+    assert "Traceback" not in said
     assert said.count("base-") >= 3
     assert "leave --base out" in said
     assert run.process is not None

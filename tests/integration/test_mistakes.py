@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import resource
 import socket
 import subprocess
@@ -14,21 +13,6 @@ import pytest
 from real_runs import REPOSITORY, Run
 
 SMALL = ("--run.max_steps=6", "--learner.checkpoint_every=2")
-
-
-def refused(run: Run) -> str:
-    """The one error of a run that ends with status 2."""
-    assert run.process is not None
-    _, errors = run.process.communicate(timeout=180)
-    assert run.process.returncode == 2, f"{errors}\n{run.logs()}"
-    lines = [line for line in errors.splitlines() if line.startswith('{"error": ')]
-    assert len(lines) == 1, errors
-    assert errors.splitlines()[-1] == lines[0]
-    assert "Traceback" not in errors
-    told = json.loads(lines[0])
-    assert told["status"] == 2
-    error: str = told["error"]
-    return error
 
 
 def assert_whole(run: Run, num_groups: int) -> None:
@@ -44,7 +28,7 @@ def test_a_reward_that_raises_stops_the_run_and_a_repaired_one_goes_on(sort_mode
     reward = tmp_path / "my_reward.py"
     reward.write_text("def score(completions, **columns):\n    raise ValueError('two\\nlines')\n")
     run = Run(tmp_path / "run", sort_model, *SMALL, f'--reward.functions=["{reward}:score"]').start()
-    error = refused(run)
+    error = run.refused()
     assert f"{reward}:2 in score: ValueError: two lines" in error
     assert "8 groups failed in a row" in error
     reward.write_text("def score(completions, **columns):\n    return [float(len(c)) for c in completions]\n")
@@ -63,7 +47,7 @@ def test_a_full_disk_stops_the_run_and_loses_nothing(sort_model: Path, tmp_path:
         run.start()
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, old_limits)
-    assert any(word in refused(run) for word in ("Cannot write", "was not saved", "too large", "full"))
+    assert any(word in run.refused() for word in ("Cannot write", "was not saved", "too large", "full"))
     summary = run.start("--resume").finish()
     assert summary["steps"] == 6
     assert_whole(run, 6 * 16)
@@ -75,7 +59,7 @@ def test_a_disk_that_fills_up_after_some_steps_loses_no_group(sort_model: Path, 
     run = Run(tmp_path / "run", sort_model, *SMALL)
     run.out.mkdir()
     (run.out / "metrics.jsonl").symlink_to("/dev/full")
-    error = refused(run.start())
+    error = run.start().refused()
     assert "metrics.jsonl: No space left on device. Free some space, then --resume." in error
     (run.out / "metrics.jsonl").unlink()
     summary = run.start("--resume").finish()
@@ -88,7 +72,7 @@ def test_a_port_in_use_is_named_and_another_one_goes_on(sort_model: Path, tmp_pa
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         run = Run(tmp_path / "run", sort_model, *SMALL, f"--head.listen=127.0.0.1:{port}").start()
-        error = refused(run)
+        error = run.refused()
     assert f"head.listen = '127.0.0.1:{port}' cannot be used" in error
     assert "Choose another port" in error
     assert run.start().finish()["steps"] == 6, "the port is free again, and nothing is in the way"
@@ -110,7 +94,7 @@ def test_a_head_alone_tells_its_users_the_same(sort_model: Path, tmp_path: Path)
 def test_fewer_steps_than_were_trained_are_refused(sort_model: Path, tmp_path: Path) -> None:
     run = Run(tmp_path / "run", sort_model, *SMALL)
     assert run.start().finish()["steps"] == 6
-    assert "run.max_steps = 3, but 6 steps are trained already" in refused(run.start("--resume", "--run.max_steps=3"))
+    assert "run.max_steps = 3, but 6 steps are trained already" in run.start("--resume", "--run.max_steps=3").refused()
     assert run.start("--resume").finish()["steps"] == 6, "a finished run has nothing left to do, and says so"
     assert_whole(run, 6 * 16)
     assert run.command("status")["state"] == "finished: all steps are trained"

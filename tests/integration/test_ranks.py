@@ -42,5 +42,8 @@ def test_a_run_of_two_ranks_survives_the_death_of_each(
     assert audit["trained"] == summary["groups"]["trained"] == 24 * 16
     assert audit["lost"] == audit["doubled"] == 0
     assert len(rank_pids(run)) == 3
+    joined = re.findall(r"joined as (\S+)", (run.out / "logs" / "learner.log").read_text(encoding="utf-8"))
+    assert len(joined) == 2 * 3, "each rank has a connection to the head"
+    assert len(set(joined)) == 1, "all ranks are one member"
     newest = max((run.out / "checkpoints").iterdir(), key=lambda path: path.stat().st_mtime)
     assert {"model.0-of-2.safetensors", "model.1-of-2.safetensors"} <= {path.name for path in newest.iterdir()}

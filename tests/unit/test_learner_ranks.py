@@ -26,8 +26,10 @@ from echo2.learner.adapters import load_base
 from echo2.learner.grpo.client import GrpoClient
 from echo2.learner.mesh import Mesh, Place, join, place, shares
 from echo2.learner.model import load_policy
+from echo2.learner.publication import share_of
 from echo2.runtime.launch.evaluate import copy_model
 from echo2.types import RolloutGroup
+from echo2.weights import segments
 from learner_cases import config_of, data_of, model_directory, random_group
 
 STEPS = 20
@@ -58,11 +60,20 @@ def train(client: GrpoClient, versions: range) -> list[dict[str, float]]:
     return rows
 
 
-def digests(client: GrpoClient) -> dict[str, str]:
-    """Of a snapshot's tensors."""
-    lent = client.save_weights_for_sampler()
-    lent.give_back()
-    return {name: blake3(bytes(each.read(0, each.num_bytes))).hexdigest() for name, each in lent.tensors.items()}
+def digests(client: GrpoClient, mesh: Mesh | None = None) -> list[str]:
+    """Of the segments of a snapshot, which are so small here that each rank has some; each rank reads its own."""
+    mesh = mesh or Mesh()
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(segments, "SEGMENT_BYTES", 256)
+        lent = client.save_weights_for_sampler()
+        lent.give_back()
+        extents = segments.cut_stream(segments.tensor_index(lent.tensors))
+    first, step = share_of(mesh.rank, mesh.size)
+    reads = list(segments.readers(lent.tensors, extents))[first::step]
+    mine = json.dumps([blake3(read()).hexdigest() for read in reads]).encode()
+    parts = [json.loads(part) for part in mesh.gather(mine)]
+    assert all(parts)
+    return [parts[number % step][number // step] for number in range(len(extents))]
 
 
 def adapted(where: Path, mesh: Mesh | None = None) -> GrpoClient:
@@ -84,13 +95,13 @@ def two_ranks(directory: str, rank: int) -> None:
     model = str(where / "model")
     policy = load_policy(model, "float32", "cpu", mesh)
     client = GrpoClient(policy, replace(OPTIONS, model=replace(OPTIONS.model, path=model)), mesh=mesh)
-    found["first"] = digests(client)
+    found["first"] = digests(client, mesh)
     found["rows"] = train(client, range(STEPS))
-    found["last"] = digests(client)
+    found["last"] = digests(client, mesh)
     client.save_state(where / "of_two", lineage=1, cursor=9).result()
 
     found["position"] = client.load_state(where / "of_one").version
-    found["loaded"] = digests(client)
+    found["loaded"] = digests(client, mesh)
     client.save_state(where / "of_one_by_two", lineage=2, cursor=5).result()
     found["resumed_rows"] = train(client, range(5, 7))
     data = [datum for group in groups_of(3)[0] for datum in data_of(group)]
@@ -99,7 +110,7 @@ def two_ranks(directory: str, rank: int) -> None:
     client = adapted(where, mesh)
     found["adapter_rows"] = train(client, range(3))
     client.save_state(where / "adapter").result()
-    found["adapter"] = digests(client)
+    found["adapter"] = digests(client, mesh)
     if rank == 0:
         (where / "found.json").write_text(json.dumps(found))
     mesh.leave()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 from dataclasses import replace
 from typing import Any
 
@@ -15,7 +16,22 @@ from weights_cases import encode
 from echo2.errors import PeerError, UserError
 from echo2.types import RUN_POLICY, PayloadId, SnapshotRef, TensorBytes
 from echo2.weights import manifest
-from echo2.weights.manifest import MAX_CHUNK_BYTES, MAX_DELTAS, MAX_MANIFEST_BYTES, Manifest
+from echo2.weights.manifest import (
+    DELTA,
+    FORMAT,
+    HASH_BYTES,
+    MAX_CHUNK_BYTES,
+    MAX_DELTAS,
+    MAX_MANIFEST_BYTES,
+    RAW,
+    FileEntry,
+    Manifest,
+    Record,
+    Segment,
+    TensorEntry,
+    stream_order,
+)
+from echo2.weights.segments import chunk_bytes_for, cut_stream
 
 MANIFEST = encode(
     SnapshotRef(RUN_POLICY, 1, 3),
@@ -212,6 +228,52 @@ def test_what_is_sent_is_small_where_names_repeat_and_comes_back_as_it_was() -> 
     sent = manifest.to_wire()
     assert Manifest.from_wire(sent) == manifest
     assert len(sent) < len(manifest.text) / 8
+
+
+def llama_of_70b() -> tuple[TensorEntry, ...]:
+    """Names and shapes of Llama-3.1-70B in bfloat16, in the order of the tensor stream."""
+    hidden, inner, keys, vocabulary = 8192, 28672, 8 * 128, 128256
+    layer = {
+        "self_attn.q_proj": (hidden, hidden),
+        "self_attn.k_proj": (keys, hidden),
+        "self_attn.v_proj": (keys, hidden),
+        "self_attn.o_proj": (hidden, hidden),
+        "mlp.gate_proj": (inner, hidden),
+        "mlp.up_proj": (inner, hidden),
+        "mlp.down_proj": (hidden, inner),
+        "input_layernorm": (hidden,),
+        "post_attention_layernorm": (hidden,),
+    }
+    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens": (vocabulary, hidden), "lm_head": (vocabulary, hidden)}
+    shapes |= {f"model.layers.{number}.{name}": shape for number in range(80) for name, shape in layer.items()}
+    shapes["model.norm"] = (hidden,)
+    entries = [TensorEntry(f"{name}.weight", "BF16", shape) for name, shape in shapes.items()]
+    return tuple(sorted(entries, key=lambda entry: stream_order(entry.name, entry.dtype)))
+
+
+@pytest.mark.parametrize(("share", "most_bytes"), [(16, 1_000_000), (1, 5_000_000)])
+def test_the_manifest_of_a_70b_model(share: int, most_bytes: int) -> None:
+    """A delta of a sixteenth of the weights, or all of them; digests and hashes, which nothing compresses, are drawn
+    by chance instead of computed."""
+    rng, tensors = random.Random(share), llama_of_70b()
+    extents = cut_stream(tensors)
+    assert (len(tensors), len(extents), sum(extents)) == (723, 8572, 141_107_412_992)
+
+    def record(num_bytes: int, total: int) -> Record:
+        chunk_bytes = chunk_bytes_for(total)
+        hashes = rng.randbytes(HASH_BYTES * -(-num_bytes // chunk_bytes))
+        return Record(RAW if share == 1 else DELTA, num_bytes, chunk_bytes, hashes)
+
+    config = FileEntry("config.json", 855, rng.randbytes(HASH_BYTES), record(855, 855) if share == 1 else None)
+    segments = tuple(
+        Segment(size, rng.randbytes(HASH_BYTES), (record(size // share, sum(extents) // share),)) for size in extents
+    )
+    base = None if share == 1 else SnapshotRef(RUN_POLICY, 1, 6)
+    manifest = Manifest(FORMAT, SnapshotRef(RUN_POLICY, 1, 7), base, (config,), tensors, segments)
+    sent = manifest.to_wire()
+    assert Manifest.from_wire(sent) == manifest
+    told = f"{len(sent)} bytes are sent, {len(manifest.text)} as text, with {len(manifest.hashes)} chunks"
+    assert len(sent) < most_bytes, told
 
 
 @given(st.data())

@@ -169,15 +169,20 @@ class Adapter(Policy):
             UserError: there is no adapter, or it has another base model, rank, alpha or targets.
         """
         named = check_same_settings(self.files[ADAPTER_CONFIG], directory, BEGINNING_REMEDY)
-        ours = self.base.snapshot.ref.policy
-        if SnapshotRef(named, 0, 0).is_base_model and named != ours:  # a hub id does not identify content
-            raise UserError(f"lora.path: {directory} is an adapter over {named}, and model.path holds {ours}.")
+        base = self.base.snapshot.ref.policy
+        if SnapshotRef(named, 0, 0).is_base_model and named != base:  # a hub id does not identify content
+            raise UserError(
+                f"lora.path: {directory} is an adapter over {named}, and model.path holds {base}. Name another "
+                "adapter, or set model.path to the model that it was trained on."
+            )
         with open_tensors(directory, ADAPTER_WEIGHTS) as tensors:
-            others = self.state().keys() ^ tensors.shapes.keys()
+            ours = {name: tuple(tensor.shape) for name, tensor in self.state().items()}
+            others = ours.items() ^ tensors.shapes.items()
             if others:
+                name, shape = min(others)
                 raise UserError(
                     f"lora.path: {directory} is an adapter of another model: {len(others)} tensors are there or here "
-                    f"alone, for example {min(others)}."
+                    f"alone, for example {name} of the shape {list(shape)}. Name an adapter of model.path's model."
                 )
             load_weights(Mesh(), directory, self.state(), tensors)
 

@@ -25,6 +25,17 @@ from typing import Any, TypeVar
 
 from echo2.errors import InvariantError, LinkError, PeerError, UserError
 from echo2.learner.publication import BasePayload, LentWeights, Payload, Publisher
+from echo2.learner.sending import (
+    AGAIN,
+    CALL_SECONDS,
+    UNKNOWN_LEARNER,
+    WEIGHTS,
+    WHOLE,
+    OtherRanks,
+    Patience,
+    send_parts,
+    upload,
+)
 from echo2.transport import wire_pb2 as wire
 from echo2.transport.base import Link
 from echo2.transport.learner_logprobs import LearnerLogprobs, encode_logprobs
@@ -35,14 +46,8 @@ from echo2.weights.manifest import Manifest
 
 log = logging.getLogger(__name__)
 
-CALL_SECONDS = 30.0  # one attempt of a small call
-FIRST_PAUSE_SECONDS = 0.1
-LONGEST_PAUSE_SECONDS = 3.0
-OFFER_CHUNKS = 1024  # chunks named in one call
-PARALLEL_CHUNKS = 8  # enough to hide the round trip of a chunk, few enough to be bounded in memory
 SENDS_MAX = 3  # attempts to send one payload, if the head loses chunks that it had when they were offered
 MISSING = "missing"  # the head's reason: it no longer has chunks that it said it had
-UNKNOWN_LEARNER = "unknown_learner"  # the head's reason: it was restarted and needs a hello
 REFUSED = "refused"  # the head's reason: the run is not at the learner's version
 TAKEN = "taken"  # the head's reason: another learner is connected
 OVER = "over"  # the head's reason: the run is over
@@ -72,7 +77,9 @@ class HeadClient:
         publisher: Publisher,
         patience_seconds: float,
         on_stop: Callable[[str], None],
+        others: OtherRanks,
     ) -> None:
+        self._others = others
         self._link = link
         self._publisher = publisher
         self._version = version  # the last version that the head acknowledged
@@ -100,12 +107,12 @@ class HeadClient:
             PeerError: the head sent a malformed message.
         """
         seen: set[int] = set()
-        patience = _Patience("TakeGroups", self._patience_seconds)
+        patience = Patience("TakeGroups", self._patience_seconds)
         while True:
             joins = self._joins
             try:
                 async for fed in self._link.stream("TakeGroups", wire.TakeGroups(step=step, epoch=self._epoch)):
-                    patience = _Patience("TakeGroups", self._patience_seconds)
+                    patience = Patience("TakeGroups", self._patience_seconds)
                     for group in map(parse_group, fed.groups):
                         if group.group.number not in seen:
                             seen.add(group.group.number)
@@ -169,11 +176,11 @@ class HeadClient:
             if error.reason != UNUSABLE_DELTA:
                 raise
             log.warning("version %d goes whole: %s", ref.version, error)
-            sent = await self._send(self._publisher.whole(ref), started)
+            sent = await self._send(self._publisher.whole(ref), started, WHOLE)
         if ref.lineage != self.lineage:
             return  # the head fell back meanwhile, and dropped the snapshots of the old lineage
         if self._publisher.published(sent):
-            self._publisher.published(await self._send(self._publisher.whole(ref), started))
+            self._publisher.published(await self._send(self._publisher.whole(ref), started, WHOLE))
         self.published.add(ref.version)
 
     async def report_checkpoint(self, version: int, oldest_kept: int, versions: Sequence[int]) -> Collection[int]:
@@ -284,10 +291,10 @@ class HeadClient:
         request.epoch = self._epoch
         await self._link.call("ReportStep", request, CALL_SECONDS)
 
-    async def _send(self, payload: Payload | BasePayload, started: float) -> Manifest:
+    async def _send(self, payload: Payload | BasePayload, started: float, verb: str = WEIGHTS) -> Manifest:
         """Send a payload and have it announced. `started`: when the weights were lent. Chunks that the head dropped
-        meanwhile are sent again."""
-        await self._send_parts(payload)
+        meanwhile are sent again. `verb`: what the other ranks do for it."""
+        await self._send_shares(payload, verb)
         manifest = payload.manifest
         for sends_left in reversed(range(SENDS_MAX)):
             try:
@@ -296,47 +303,24 @@ class HeadClient:
             except PeerError as error:
                 if error.reason != MISSING or not sends_left:
                     raise
-            await self._patiently("PutChunk", partial(self._upload, payload, payload.names))
+            await self._send_shares(payload, AGAIN)
         raise InvariantError("a payload is sent at least once")
 
-    async def _send_parts(self, payload: Payload | BasePayload) -> None:
-        """Upload each part when it is encoded. Encoding runs in a thread, so that arriving groups do not wait for
-        it. It does not wait for the link, because the weights are lent until it ends."""
-        loop = asyncio.get_running_loop()
-        encoded: asyncio.Queue[list[bytes] | None] = asyncio.Queue()
-
-        def encode() -> None:
-            for names in payload.parts():
-                loop.call_soon_threadsafe(encoded.put_nowait, names)
-
-        encoding = asyncio.ensure_future(asyncio.to_thread(encode))
-        encoding.add_done_callback(lambda _: encoded.put_nowait(None))
-        try:
-            while (names := await encoded.get()) is not None:
-                await self._patiently("PutChunk", partial(self._upload, payload, names))
-        finally:
-            await asyncio.wait([encoding])  # the next payload overwrites the same content file
-        encoding.result()
+    async def _send_shares(self, payload: Payload | BasePayload, verb: str) -> None:
+        """Send this rank's share of a payload, and have the other ranks send theirs. A base model is sent by the first
+        rank alone."""
+        others = self._others if isinstance(payload, Payload) else OtherRanks()
+        await others.call(verb, payload.ref, self._epoch)
+        if verb == AGAIN:
+            await self._upload(payload, payload.names)
+        else:
+            await send_parts(payload, partial(self._upload, payload))
+        sent = await others.hear()
+        if verb != AGAIN and isinstance(payload, Payload):
+            payload.others = [one.segments for one in sent]
 
     async def _upload(self, payload: Payload | BasePayload, names: Sequence[bytes]) -> None:
-        """Upload those of the chunks that the head lacks."""
-        missing: list[bytes] = []
-        for start in range(0, len(names), OFFER_CHUNKS):
-            offer = wire.ChunkOffer(hashes=names[start : start + OFFER_CHUNKS], epoch=self._epoch)
-            missing += (await self._link.call("OfferChunks", offer, CALL_SECONDS)).hashes
-        at_once = asyncio.Semaphore(PARALLEL_CHUNKS)
-
-        async def put(name: bytes) -> None:
-            async with at_once:
-                chunk = wire.OfferedChunk(hash=name, data=payload.chunk(name), epoch=self._epoch)
-                await self._link.call("PutChunk", chunk, CALL_SECONDS)
-
-        try:
-            async with asyncio.TaskGroup() as tasks:
-                for name in missing:
-                    tasks.create_task(put(name))
-        except ExceptionGroup as errors:
-            raise errors.exceptions[0] from errors
+        await self._patiently("PutChunk", lambda: upload(self._link, self._epoch, payload, names))
 
     async def _announce(self, manifest: Manifest, started: float) -> None:
         encode_seconds = asyncio.get_running_loop().time() - started
@@ -350,7 +334,7 @@ class HeadClient:
             LinkError: the head was away for `patience_seconds`.
             PeerError: the head refused.
         """
-        patience = _Patience(what, self._patience_seconds)
+        patience = Patience(what, self._patience_seconds)
         while True:
             joins = self._joins
             try:
@@ -363,7 +347,7 @@ class HeadClient:
                 await self._pause(patience, error)
                 await self._patiently("LearnerHello", lambda joins=joins: self._join_again(joins))  # type: ignore[misc]
 
-    async def _pause(self, patience: _Patience, error: Exception) -> None:
+    async def _pause(self, patience: Patience, error: Exception) -> None:
         if self.is_stopping:
             raise LinkError(f"the head is away, and this learner is to stop: {error}") from error
         await patience.pause(error)
@@ -376,14 +360,16 @@ async def join_head(
     publisher: Publisher,
     patience_seconds: float,
     on_stop: Callable[[str], None],
+    others: OtherRanks | None = None,
 ) -> HeadClient:
-    """Say hello and return the connected client. `on_stop` is called with the reason why the run is over.
+    """Say hello and return the connected client. `on_stop` is called with the reason why the run is over. `others`: the
+    other ranks, if there are several.
 
     Raises:
         LinkError: the head did not answer within `patience_seconds`.
         UserError: the run is not at this learner's version, or it is over.
     """
-    client = HeadClient(link, version, info, publisher, patience_seconds, on_stop)
+    client = HeadClient(link, version, info, publisher, patience_seconds, on_stop, others or OtherRanks())
     try:
         await client._patiently("LearnerHello", lambda: client._join_again(0))
     except PeerError as error:
@@ -392,21 +378,3 @@ async def join_head(
             raise
         raise UserError(f"The head refuses this learner: {error.detail}") from error
     return client
-
-
-class _Patience:
-    """Growing pauses between attempts, until the time is used up."""
-
-    def __init__(self, what: str, seconds: float) -> None:
-        self._what = what
-        self._seconds = seconds
-        self._since: float | None = None
-        self._pause = FIRST_PAUSE_SECONDS
-
-    async def pause(self, error: Exception) -> None:
-        now = asyncio.get_running_loop().time()
-        self._since = now if self._since is None else self._since
-        if now - self._since >= self._seconds:
-            raise LinkError(f"{self._what}: the head has not answered for {self._seconds:.0f} s: {error}") from error
-        await asyncio.sleep(self._pause)
-        self._pause = min(2 * self._pause, LONGEST_PAUSE_SECONDS)

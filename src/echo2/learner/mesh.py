@@ -34,6 +34,7 @@ Fill = Callable[[nn.Module], None]
 STEP_TIMEOUT = timedelta(minutes=10)
 #: The other ranks wait for the first rank's orders while it waits for rollouts. A rank that dies ends the wait at once.
 WORD_TIMEOUT = timedelta(days=7)
+LOOPBACK = "127.0.0.1"
 RENDEZVOUS_VARIABLE = "ECHO2_RENDEZVOUS"
 
 
@@ -53,6 +54,11 @@ class Place:
     size: int
     local_rank: int
     rendezvous: str
+
+    @property
+    def first_host(self) -> str:
+        """Address of the first rank for the others."""
+        return LOOPBACK if self.rendezvous.startswith("file:") else os.environ.get("MASTER_ADDR", LOOPBACK)
 
     def environment(self) -> dict[str, str]:
         """Return the environment variables that `place` reads."""
@@ -163,7 +169,7 @@ class RankMesh(Mesh):
         if self.size > most:
             raise UserError(
                 f"learner.ranks = {self.size}: this model can be cut into {most} parts at most, the rows of its "
-                f"largest weight. Set learner.ranks = {most} or less."
+                f"largest weight. Set learner.ranks = {most} or less (under torchrun: --nproc-per-node)."
             )
         if module in self._runs:
             return self._runs[module]

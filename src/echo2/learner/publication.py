@@ -30,17 +30,22 @@ from echo2.errors import InvariantError, LinkError, NoRoomError, UserError, writ
 from echo2.types import SnapshotRef, StoredTensor, TensorSource
 from echo2.weights.chain import is_anchor_due
 from echo2.weights.encoder import Chunks, Encoder, SnapshotSource
-from echo2.weights.manifest import RAW, Manifest, Segment
+from echo2.weights.manifest import MAX_SEGMENTS, RAW, Manifest, Segment
 from echo2.weights.segments import Bytes, cut_stream, passing_bytes, readers, tensor_index
 
 log = logging.getLogger(__name__)
 
 #: Segments encoded in parallel; each takes about 30 MB.
 THREADS_MAX = 4
-#: Bytes copied at a time; a multiple of every item size.
-PIECE_BYTES = 16 << 20
+#: Ranks that publish, each a share; more would exceed what the head grants one member in connections and calls.
+PUBLISHING_RANKS_MAX = 16
 #: Seconds between two attempts to write to a full disk.
 NO_ROOM_SECONDS = 2.0
+
+
+def share_of(rank: int, size: int) -> tuple[int, int]:
+    """Return a rank's share of a payload, as of `Encoder`; that of a rank that does not publish has no segments."""
+    return (rank, min(size, PUBLISHING_RANKS_MAX)) if rank < PUBLISHING_RANKS_MAX else (MAX_SEGMENTS, 1)
 
 
 class LentWeights:
@@ -76,12 +81,15 @@ class _Source:
 class Publisher:
     """Makes the payloads of one learner, one after the other: each is read to its end before the next is begun, and its
     chunks are available until then. `directory` needs room for a snapshot and a delta; if the disk is full, the
-    publisher waits. `base_model`: the base model of published adapters.
+    publisher waits. `base_model`: the base model of published adapters. `share`: of one of several ranks, the share of
+    the payloads that it makes, as of `Encoder`; its files have holes where the other shares would be.
     """
 
-    def __init__(self, directory: Path, base_model: SnapshotSource | None = None) -> None:
+    def __init__(
+        self, directory: Path, base_model: SnapshotSource | None = None, share: tuple[int, int] = (0, 1)
+    ) -> None:
         """Raises: UserError, the directory can't be written."""
-        self.base_model = base_model
+        self.base_model, self.share = base_model, share
         self.trouble = ""  # what the publisher waits for, for people
         self._stopped = threading.Event()
         self.content, self.spool = (NamelessFile(directory, self._wait_for_room) for _ in range(2))
@@ -144,7 +152,9 @@ class Payload:
     ) -> None:
         self._publisher, self._target, self._weights = publisher, target, weights
         num_threads = min(THREADS_MAX, os.cpu_count() or 1)
-        self._encoder = Encoder(target, base, num_threads=num_threads, keep=self._keep)
+        self.ref = target.ref
+        self.others: list[list[Segment]] = []  # of the first rank: the segments that the other ranks encoded
+        self._encoder = Encoder(target, base, share=publisher.share, num_threads=num_threads, keep=self._keep)
         self._places: dict[bytes, tuple[NamelessFile, int, int]] = {}
         self._files: Chunks = {}
 
@@ -166,9 +176,14 @@ class Payload:
             self._weights.give_back()
 
     @property
+    def segments(self) -> list[Segment]:
+        """Those of this rank, when all parts were taken."""
+        return self._encoder.segments
+
+    @property
     def manifest(self) -> Manifest:
         """The manifest, when all parts were taken."""
-        return self._encoder.manifest()
+        return self._encoder.manifest(self.others)
 
     @property
     def names(self) -> list[bytes]:
@@ -207,7 +222,7 @@ class BasePayload:
     """A base model as a payload. It is frozen, so its chunks are not stored but read from the model when sent."""
 
     def __init__(self, base_model: SnapshotSource) -> None:
-        self._tensors = base_model.tensors
+        self.ref, self._tensors = base_model.ref, base_model.tensors
         self._encoder = Encoder(base_model, keep=self._keep)
         self._reads: dict[int, Callable[[], Bytes]] = {}  # by offset in the tensor stream
         self._chunks: dict[bytes, Callable[[], Bytes]] = {}
@@ -298,13 +313,6 @@ class NamelessFile:
             at, self._end = self._end, self._end + memoryview(data).nbytes
         self.write(at, data)
         return at
-
-    def copied(self, tensor: TensorSource) -> StoredTensor:
-        """Copy a tensor to this file, one piece at a time in memory. Return the copy, which is read from the file."""
-        at = self._end
-        for start in range(0, tensor.num_bytes, PIECE_BYTES):
-            self.append(tensor.read(start, min(start + PIECE_BYTES, tensor.num_bytes)))
-        return StoredTensor(tensor.dtype, tensor.shape, tensor.num_bytes, partial(self.read, at))
 
     def clear(self) -> None:
         """Delete the content and free its disk space."""

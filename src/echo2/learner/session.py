@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 from echo2.errors import LinkError, PeerError
 from echo2.learner.head_client import HeadClient, LearnerInfo, join_head
 from echo2.learner.publication import LentWeights, Publisher
+from echo2.learner.sending import OtherRanks
 from echo2.transport import wire_pb2 as wire
 from echo2.transport.base import Link
 from echo2.transport.learner_logprobs import LearnerLogprobs
@@ -39,16 +40,21 @@ class HeadSession:
         info: LearnerInfo,
         publisher: Publisher,
         patience_seconds: float = 120.0,
+        others: OtherRanks | None = None,
     ) -> None:
-        """Connect and say hello.
+        """Connect and say hello. `others`: the other ranks, if there are several.
 
         Raises:
             LinkError: the head did not answer within `patience_seconds`.
             UserError: the run is not at this learner's version, or it is over.
         """
 
+        self._others = others or OtherRanks()
+
         async def join() -> HeadClient:
-            return await join_head(await connect(), version, info, publisher, patience_seconds, self.stop)
+            await self._others.open()
+            link = await connect()
+            return await join_head(link, version, info, publisher, patience_seconds, self.stop, self._others)
 
         self.doing = "starting"
         self.stop_reason = ""  # why training must end; empty: it goes on
@@ -147,6 +153,7 @@ class HeadSession:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)  # an encoding under way runs to its end
+        self._others.close()
         await self._client.close()
 
     async def _pump(self, step: int) -> None:

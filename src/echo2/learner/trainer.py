@@ -47,11 +47,12 @@ from echo2.learner.datum import Datum
 from echo2.learner.losses import LossTokens
 from echo2.learner.mesh import Mesh, ModuleRun, shares
 from echo2.learner.model import DTYPES, Policy, stored
-from echo2.learner.publication import LentWeights, NamelessFile
+from echo2.learner.publication import LentWeights, NamelessFile, share_of
 from echo2.learner.shard_files import ShardedTensors, open_tensors
 from echo2.learner.state import MOMENTS, OPTIMIZER_FILE, Saving, begin_saving, load_moments, load_weights
 from echo2.rollout.snapshot_files import read_config
 from echo2.types import StoredTensor
+from echo2.weights.segments import cut_stream, pieces, tensor_index
 
 log = logging.getLogger(__name__)
 
@@ -232,7 +233,8 @@ class Trainer:
 
     def save_weights_for_sampler(self, name: str, dtype: str) -> LentWeights:
         """Lend the weights by Hugging Face name, in `dtype`, and the other files of the model. They are read in the
-        background, not copied: `optim_step` and `load_state` wait until they are given back, other verbs do not.
+        background, not copied: `optim_step` and `load_state` wait until they are given back, other verbs do not. On
+        several ranks each gets a copy of its share of the segments (`share_of`); only the first waits.
         """
         trained = self._policy(name)
         policy, kind = trained.policy, DTYPES[dtype]
@@ -243,16 +245,27 @@ class Trainer:
         return lent
 
     def _gathered(self, policy: Policy, dtype: torch.dtype) -> dict[str, StoredTensor]:
-        """Copy the weights to a file of the first rank; return an empty dict on the others. Only all ranks together can
-        read cut weights, so no background thread can. One tensor at a time is whole, in its final precision.
+        """Copy this rank's share of the weights to a file, at their places in the tensor stream. Only all ranks
+        together can read cut weights, so no background thread can. One tensor at a time is whole, in its final
+        precision.
         """
-        copies = {}
-        file = None if self._mesh.rank else NamelessFile(self._mesh.scratch, _no_room)
+        entries = tensor_index(policy.weights(dtype))
+        places = itertools.accumulate((entry.num_bytes for entry in entries), initial=0)
+        starts = {entry.name: start for entry, start in zip(entries, places, strict=False)}
+        wanted: dict[str, list[tuple[int, int]]] = {entry.name: [] for entry in entries}
+        first, step = share_of(self._mesh.rank, self._mesh.size)
+        for parts in itertools.islice(pieces(entries, cut_stream(entries)), first, None, step):
+            for key, start, stop in parts:
+                wanted[key].append((start, stop))
+        file = NamelessFile(self._mesh.scratch, _no_room)
         for key, tensor in policy.state().items():
-            whole = self._mesh.whole(tensor.to(dtype) if tensor.is_floating_point() else tensor)
-            if file is not None:
-                copies[key] = file.copied(stored(whole))
-        return copies
+            whole = stored(self._mesh.whole(tensor.to(dtype) if tensor.is_floating_point() else tensor))
+            for start, stop in wanted[key]:
+                file.write(starts[key] + start, whole.read(start, stop))
+        return {
+            entry.name: StoredTensor(entry.dtype, entry.shape, entry.num_bytes, partial(file.read, starts[entry.name]))
+            for entry in entries
+        }
 
     def finish_reading(self, name: str) -> None:
         """Wait until no background reader uses the weights. Errors are raised to the holder of a reader's future."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from itertools import accumulate, repeat
+from itertools import accumulate, islice, repeat
 from typing import Protocol
 
 from blake3 import blake3
@@ -20,7 +20,6 @@ from echo2.weights.segments import (
     cut_record,
     cut_stream,
     encode_segment,
-    gather,
     readers,
     tensor_index,
 )
@@ -51,8 +50,9 @@ class SnapshotSource(Protocol):
 
 
 class Encoder:
-    """Encodes the payload of `target`, over `base` if there is one.
+    """Encodes the payload of `target`, over `base` if there is one, or one of several shares of it.
 
+    `share`: (i, n) for the share of every n-th segment from segment i on; the files belong to share 0.
     `extents`: bytes of each segment, as `Manifest.extents`; by default those of `cut_stream`. `chunk_bytes`: the size
     of all chunks; by default it depends on the payload. `num_threads`: segments that are encoded at once. The thread
     that iterates over `parts` reads the target in stream order, a segment or two ahead. The encoder threads read the
@@ -67,6 +67,7 @@ class Encoder:
         target: SnapshotSource,
         base: SnapshotSource | None = None,
         *,
+        share: tuple[int, int] = (0, 1),
         extents: Sequence[int] | None = None,
         chunk_bytes: int | None = None,
         num_threads: int = 1,
@@ -75,44 +76,49 @@ class Encoder:
         self._target, self._base = target, base
         self._tensors = tensor_index(target.tensors)
         self._extents = cut_stream(self._tensors) if extents is None else tuple(extents)
+        self._share = share
         self._chunk_bytes = chunk_bytes
         self._num_threads = num_threads
         self._keep = keep
         self._content_bytes = sum(self._extents) + sum(map(len, target.files.values()))
         self._files: list[FileEntry] = []
-        self._segments: list[Segment] = []
+        self.segments: list[Segment] = []  # those of the share that are encoded
         if base is not None and tensor_index(base.tensors) != self._tensors:
             raise InvariantError(f"{base.ref} has other tensors than {target.ref}: there is no delta between them")
 
     def parts(self) -> Iterator[Chunks]:
-        """Yield distinct chunks by hash, about `SEGMENT_BYTES` at a time; together all chunks that the manifest names.
+        """Yield distinct chunks by hash, about `SEGMENT_BYTES` at a time; together all chunks of the share.
 
         The chunks are views of encoded records, or of the target's tensors.
         """
-        self._files, self._segments = [], []
+        self._files, self.segments = [], []
         chunks = self._encode_files()
+        if self._share[0]:
+            chunks = {}
         for segment, named in self._encode_segments():
-            self._segments.append(segment)
+            self.segments.append(segment)
             chunks.update(named)
             if sum(chunk.nbytes for chunk in chunks.values()) >= SEGMENT_BYTES:
                 yield chunks
                 chunks = {}
         yield chunks
 
-    def manifest(self) -> Manifest:
-        """Return the manifest. Take all parts before.
+    def manifest(self, others: Sequence[Sequence[Segment]] = ()) -> Manifest:
+        """Return the manifest. Take all parts before. `others`: of share 0 of several, the segments of shares 1, 2, ...
 
         Raises:
             UserError: a name, shape or size that a manifest cannot carry.
         """
         base = None if self._base is None else self._base.ref
+        shares = (self.segments, *others)
+        segments = (shares[number % len(shares)][number // len(shares)] for number in range(len(self._extents)))
         return Manifest(
             FORMAT,
             self._target.ref,
             base,
             tuple(self._files),
             self._tensors,
-            tuple(self._segments),
+            tuple(segments),
             self._target.base_model,
         )
 
@@ -121,11 +127,12 @@ class Encoder:
         under_way: deque[Future[tuple[Segment, Chunks]]] = deque()
         starts = accumulate(self._extents, initial=0)
         widths = widths_of(self._tensors, self._extents)
+        targets = readers(self._target.tensors, self._extents)
         bases = repeat(None) if self._base is None else readers(self._base.tensors, self._extents)
+        mine = islice(zip(starts, targets, widths, bases, strict=False), self._share[0], None, self._share[1])
         with ThreadPoolExecutor(self._num_threads, thread_name_prefix="encoder") as threads:
-            for target in gather(self._target.tensors, self._extents):
-                work = (next(starts), target, next(widths), next(bases))
-                under_way.append(threads.submit(self._encode_segment, *work))
+            for start, read_target, width, read_base in mine:
+                under_way.append(threads.submit(self._encode_segment, start, read_target(), width, read_base))
                 if len(under_way) > self._num_threads:
                     yield under_way.popleft().result()
             while under_way:

@@ -94,19 +94,25 @@ def gather(tensors: Mapping[str, TensorSource], extents: Iterable[int]) -> Itera
 
 def readers(tensors: Mapping[str, TensorSource], extents: Iterable[int]) -> Iterator[Callable[[], Bytes]]:
     """Yield for each segment a function that reads its bytes, at any time and in any thread that can read tensors."""
-    entries = iter(tensor_index(tensors))
-    source, at, end = None, 0, 0  # the current tensor, the bytes taken of it, and its size
+    for parts in pieces(tensor_index(tensors), extents):
+        yield partial(_read, [(tensors[name], start, stop) for name, start, stop in parts])
+
+
+def pieces(entries: Iterable[TensorEntry], extents: Iterable[int]) -> Iterator[list[tuple[str, int, int]]]:
+    """Yield for each segment where its bytes are: in which tensors, from which byte of the tensor to which."""
+    following = iter(entries)
+    name, at, end = "", 0, 0  # the current tensor, the bytes taken of it, and its size
     for extent in extents:
-        parts: list[tuple[TensorSource, int, int]] = []
+        parts: list[tuple[str, int, int]] = []
         while extent:
-            if source is None or at == end:
-                source, at = tensors[next(entries).name], 0
-                end = source.num_bytes
+            if at == end:
+                entry = next(following)
+                name, at, end = entry.name, 0, entry.num_bytes
                 continue
             size = min(extent, end - at)
-            parts.append((source, at, at + size))
+            parts.append((name, at, at + size))
             at, extent = at + size, extent - size
-        yield partial(_read, parts)
+        yield parts
 
 
 def _read(parts: Iterable[tuple[TensorSource, int, int]]) -> Bytes:

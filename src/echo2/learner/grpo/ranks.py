@@ -6,7 +6,7 @@ trainer divides the work of a call. If one rank dies, all end, and the run resum
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -82,8 +82,9 @@ class _ToldSaving:
         self.saving.result()
 
 
-def follow(client: GrpoClient, mesh: Mesh) -> None:
-    """Carry out the first rank's orders until the order to end.
+def follow(client: GrpoClient, mesh: Mesh, lend: Callable[[int, LentWeights], None]) -> None:
+    """Carry out the first rank's orders until the order to end. `lend` is given each version's weights, this rank's
+    share of them, when they are to be published.
 
     Raises:
         RuntimeError: the first rank has died.
@@ -97,6 +98,8 @@ def follow(client: GrpoClient, mesh: Mesh) -> None:
             saving = client.save_state(Path(order.directory), order.lineage, order.cursor)
         elif order.verb == "finish_saving" and saving is not None:
             saving.result()
+        elif order.verb == "save_weights_for_sampler":
+            lend(client.version, client.save_weights_for_sampler())
         else:
             _do(client, order)
     mesh.leave()
@@ -108,7 +111,6 @@ def _do(client: GrpoClient, order: Order) -> None:
         "load_state": lambda: client.load_state(Path(order.directory)),
         "optim_step": client.optim_step,
         "update": client.update,
-        "save_weights_for_sampler": client.save_weights_for_sampler,
     }
     if order.verb not in verbs:
         raise InvariantError(f"the first rank told {order.verb!r}")

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import logging
 import signal
+from functools import partial
 
+from echo2.config import Config
 from echo2.devices import pick_device
 from echo2.errors import UserError
 from echo2.learner.adapters import Adapter, load_trained
@@ -12,8 +14,10 @@ from echo2.learner.grpo import loop
 from echo2.learner.grpo.client import GrpoClient
 from echo2.learner.grpo.ranks import LeadingClient, follow
 from echo2.learner.head_client import LearnerInfo
-from echo2.learner.mesh import Mesh, Place, join, place
-from echo2.learner.publication import Publisher
+from echo2.learner.mesh import LOOPBACK, Mesh, Place, join, place
+from echo2.learner.model import Policy
+from echo2.learner.publication import PUBLISHING_RANKS_MAX, Publisher, share_of
+from echo2.learner.sending import OtherRanks, RankSender
 from echo2.learner.session import HeadSession
 from echo2.rundir import RunDir, claimed
 from echo2.runtime.learner.ranks import started
@@ -23,6 +27,8 @@ from echo2.transport.grpc_link import connect
 log = logging.getLogger(__name__)
 
 TOLD_TO_STOP = "the learner was told to stop"
+#: Exit status of a rank whose first one has said what the user's mistake is.
+USER_ERROR_STATUS = 2
 #: Exit status after a signal: the run is not over.
 STOPPED_STATUS = 128 + signal.SIGTERM
 
@@ -50,14 +56,52 @@ def _follow(rundir: RunDir, here: Place) -> int:
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)
     config, device = rundir.read_config(), pick_device(f"auto:{here.local_rank}")
-    mesh = join(here, device)
-    client = GrpoClient(load_trained(config, str(device), mesh), config, mesh=mesh)
+    mesh = join(here, device, rundir.path / "learner")
+    policy = _loaded(config, str(device), mesh)
+    if policy is None:
+        return USER_ERROR_STATUS
+    client, meeting = GrpoClient(policy, config, mesh=mesh), mesh.broadcast()
+    sender = None
+    if here.rank < PUBLISHING_RANKS_MAX:
+        publisher = Publisher(mesh.scratch, share=share_of(here.rank, here.size))
+        sender = RankSender(here.rank, meeting, publisher, partial(_connected, rundir))
     try:
-        follow(client, mesh)
+        follow(client, mesh, sender.lend if sender else lambda *_: None)
     except RuntimeError as error:
         log.warning("rank %d ends, for another is gone: %s", here.rank, error)
         return 1
+    finally:
+        if sender is not None:
+            sender.close()
     return 0
+
+
+async def _connected(rundir: RunDir, ticket: str) -> Link:
+    """Connect to the head; all ranks are one member. `ticket`: empty for that in the run directory."""
+    link, learner_id = await connect(ticket or f"@{rundir.learner_ticket}", rundir.path / "learner")
+    log.info("joined as %s", learner_id)
+    return link
+
+
+def _loaded(config: Config, device: str, mesh: Mesh) -> Policy | None:
+    """Load the policy that the run trains, on every rank. None: it does not load on some rank, and the first such rank
+    has said why, so that a mistake that all ranks meet is one error.
+
+    Raises:
+        UserError: it does not load on this rank, and loads on all before it.
+    """
+    policy, problem = None, None
+    try:
+        policy = load_trained(config, device, mesh)
+    except UserError as error:
+        problem = error
+    failed = [rank for rank, said in enumerate(mesh.gather(str(problem or "").encode())) if said]
+    if not failed:
+        return policy
+    mesh.leave()
+    if problem is not None and failed[0] == mesh.rank:
+        raise problem
+    return None
 
 
 def _train(rundir: RunDir, ticket: str, here: Place | None) -> int:
@@ -67,20 +111,22 @@ def _train(rundir: RunDir, ticket: str, here: Place | None) -> int:
     device = pick_device("auto")
     leads = here is not None and here.size > 1
     mesh = join(here, device, rundir.path / "learner") if here is not None and leads else Mesh()
-    policy = load_trained(config, str(device), mesh)
+    policy = _loaded(config, str(device), mesh)
+    if policy is None:
+        return USER_ERROR_STATUS
     client = LeadingClient(policy, config, mesh=mesh) if leads else GrpoClient(policy, config)
+    others = OtherRanks()
+    if here is not None and leads:
+        is_local = here.first_host in (LOOPBACK, "localhost")
+        others = OtherRanks(min(mesh.size, PUBLISHING_RANKS_MAX) - 1, LOOPBACK if is_local else "")
+        mesh.broadcast(others.meeting(here.first_host, ticket))
     resumed = loop.resume(client, rundir.checkpoints)
     log.info("%s at version %d on %s", "resumed" if resumed else "fresh", client.version, policy.device)
 
-    async def connect_head() -> Link:
-        link, learner_id = await connect(ticket or f"@{rundir.learner_ticket}", rundir.path / "learner")
-        log.info("joined as %s", learner_id)
-        return link
-
     info = LearnerInfo(f"{mesh.size} x {policy.device}" if leads else str(policy.device), policy.vocab_size)
     base_model = policy.base.snapshot if isinstance(policy, Adapter) else None
-    publisher = Publisher(rundir.path / "learner", base_model)
-    session = HeadSession(connect_head, client.version, info, publisher)
+    publisher = Publisher(rundir.path / "learner", base_model, share_of(mesh.rank, mesh.size))
+    session = HeadSession(partial(_connected, rundir, ticket), client.version, info, publisher, others=others)
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: session.stop(TOLD_TO_STOP))
     try:
