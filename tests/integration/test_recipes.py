@@ -106,3 +106,5 @@ def test_the_containerfile_copies_what_is_there_and_starts_what_it_copies() -> N
     assert int(minor[1]) >= int(asked.rpartition(".")[2])
     torch = re.findall(r"torch==[\d.]+", (REPOSITORY / "Makefile").read_text())[0]
     assert f"ARG TORCH={torch}" in text
+    (state,) = re.findall(r"ECHO2_STATE=(\S+)", text)
+    assert f"install --directory --owner worker {state}" in text  # whose owner Docker gives a new volume
