@@ -281,7 +281,7 @@ def test_a_model_learns_on_a_verifiers_taskset(tmp_path: Path) -> None:
     model, words = tmp_path / "model", tmp_path / "words"
     script = REPOSITORY / "examples" / "reverse_text" / "build_model.py"
     subprocess.run([sys.executable, str(script), "--out", str(model), "--data", str(words)], check=True)
-    train = json.dumps({"dataset_name": str(words), "size": 512})
-    held_out = json.dumps({"dataset_name": str(words), "size": 128, "dataset_split": "test"})
+    train = f'{{dataset_name = "{words}", size = 512}}'
+    held_out = f'{{dataset_name = "{words}", dataset_split = "test", size = 128}}'
     summary = trained("reverse_text", model, tmp_path / "run", "--tasks.params", train, "--eval.params", held_out)
     assert summary["eval_after"] > summary["eval_before"] + 0.05
