@@ -75,7 +75,7 @@ class GrpcLink:
         under_way = None
         try:
             under_way = self._calls[method](request)
-            async for reply in under_way:
+            while (reply := await under_way.read()) is not grpc.aio.EOF:
                 yield reply
         except (grpc.aio.AioRpcError, grpc.aio.UsageError) as error:
             raise self._translated(method, error) from error
