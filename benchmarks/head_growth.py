@@ -154,6 +154,8 @@ def ask(head: RealHead) -> dict[str, Any]:
     told.unlink(missing_ok=True)
     head.process.send_signal(TELL)
     while not told.exists():
+        if head.process.poll() is not None:
+            raise SystemExit((head.directory / "head.log").read_text()[-2000:])
         time.sleep(0.05)
     found: dict[str, Any] = json.loads(told.read_text())
     return found
