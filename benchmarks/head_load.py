@@ -207,9 +207,11 @@ def enrol(directory: Path, address: str, count: int) -> None:
 
 
 class RealHead:
-    """`echo2 head` in a directory of its own, with so many workers enrolled."""
+    """`echo2 head` in a directory of its own, with so many workers enrolled. `echo2`: how Python starts it."""
 
-    def __init__(self, directory: Path, count: int, options: argparse.Namespace) -> None:
+    def __init__(
+        self, directory: Path, count: int, options: argparse.Namespace, echo2: tuple[str, ...] = ("-m", "echo2")
+    ) -> None:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
@@ -222,7 +224,7 @@ class RealHead:
         config.write_text(CONFIG.format(model=directory / "model", port=port, **sizes))
         enrol(directory, self.address, count)
         self._log = open(directory / "head.log", "wb")  # noqa: SIM115 (closed with the head)
-        command = [sys.executable, "-m", "echo2", "head", str(config), "--out", str(self.run)]
+        command = [sys.executable, *echo2, "head", str(config), "--out", str(self.run)]
         if options.profile:
             command[1:1] = ["-m", "cProfile", "-o", options.profile]
         self.process = subprocess.Popen(command, stderr=self._log)

@@ -168,6 +168,7 @@ def test_one_who_accuses_everybody_is_not_believed() -> None:
     for at in range(1, 8):
         bench.fail("w0", f"w{at}", "corrupt")
     assert len(bench.machine.suspects) == MAX_ACCUSED
+    assert len(bench.machine.accused["w0"]) == MAX_ACCUSED + 1  # what it says beyond that changes nothing
     assert set(bench.routes["w0"]) == {""}
 
 

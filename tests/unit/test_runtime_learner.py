@@ -1,4 +1,6 @@
-"""Two learners with one run's ticket: one trains, the other changes nothing, and is told who is there."""
+"""Two learners with one run's ticket: one trains, the other changes nothing, and is told who is there. And one learner
+that does not hear that its step is recorded.
+"""
 
 from __future__ import annotations
 
@@ -9,13 +11,18 @@ from typing import Any
 
 import pytest
 
-from echo2.errors import PeerError
+from echo2.buffer.audit import audit
+from echo2.errors import LinkError, PeerError
+from echo2.learner import head_client
+from echo2.learner.head_client import LearnerInfo, join_head
+from echo2.learner.publication import Publisher
 from echo2.rundir import read_metrics
 from echo2.transport import wire_pb2 as wire
 from echo2.transport.limits import PROTOCOL_VERSION
-from echo2.types import RUN_POLICY
+from echo2.types import RUN_POLICY, RolloutGroup
 from head_cases import LEARNER, OpenHead, delivery, rows, sample, settings, until
-from rollout_cases import END
+from memory_links import MemoryLink
+from rollout_cases import END, VOCAB
 
 RIGHT = [5, 7, END]
 STALE: dict[str, Any] = {
@@ -129,5 +136,53 @@ def test_another_learner_may_come_once_the_first_is_gone_and_no_epoch_is_given_t
                 epochs.append((await anext(other)).epoch)
                 await other.aclose()
         assert epochs == sorted(set(epochs))
+
+    run(scenario())
+
+
+class DeafLink(MemoryLink):
+    """Loses the answer to the first report of a step, and with it the connection."""
+
+    is_deaf = False
+
+    async def call(self, method: str, request: Any, timeout_seconds: float) -> Any:
+        answer = await super().call(method, request, timeout_seconds)
+        if method == "ReportStep" and not self.is_deaf:
+            self.is_deaf = True
+            self.cut()
+            raise LinkError("the answer is lost")
+        return answer
+
+
+def test_a_learner_that_does_not_hear_that_its_step_is_recorded_falls_back_to_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another call says hello while the report waits for the head."""
+
+    async def scenario() -> None:
+        async with one_task(tmp_path) as one:
+            await one.session.aclose()
+            link = DeafLink(one.service.handlers(), LEARNER)
+            publisher = Publisher(tmp_path / "learner")
+            client = await join_head(link, 0, LearnerInfo("cpu", VOCAB), publisher, 60.0, lambda reason: None)
+            async with one.attending(version=0) as leases:
+                await until(lambda: leases)
+                await one.deliver(delivery(leases[0], [sample(RIGHT)] * 4))
+                numbers = [fed.group.number async for fed in client.take_groups(0) if isinstance(fed, RolloutGroup)]
+            monkeypatch.setattr(head_client, "FIRST_PAUSE_SECONDS", 60.0)  # until the head is tried again
+            reporting = asyncio.ensure_future(client.report_step(0, numbers, {}, {}))
+            await until(lambda: link.is_deaf and one.head.learner is None)
+            before = standing(one)
+            assert before[:2] == (1, 1)
+            link.mend()
+            monkeypatch.setattr(head_client, "FIRST_PAUSE_SECONDS", 0.0)
+            await client.report_checkpoint(0, 0, [0])
+            assert (one.head.planner.version, one.head.planner.lineage, client.lineage) == (1, 1, 1)
+            reporting.cancel()
+            await client.report_step(0, numbers, {}, {})
+            assert standing(one)[:4] == before[:4]
+            found = audit(one.head.rundir.ledger)
+            assert (found.trained, found.doubled) == (1, 0)
+            await client.close()
 
     run(scenario())

@@ -95,6 +95,7 @@ def test_a_machine_is_rented_joins_under_its_name_and_is_given_back(tmp_path: Pa
         assert (call["words"], call["worker_id"]) == ([name], "w-1")
         assert yard.machines.names() == []
         assert yard.saved["machines"] == []
+        assert not yard.machines._busy
 
     asyncio.run(scenario())
 

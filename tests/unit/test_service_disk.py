@@ -7,8 +7,10 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
+from sqlalchemy.exc import IntegrityError
 
-from echo2.service.database import models
+from echo2.service import app, dispatch
+from echo2.service.database import models, sessions
 from echo2.service.settings import Quotas
 from front_service import Service
 
@@ -110,3 +112,59 @@ def test_adapters_that_only_samplers_name_count_until_their_session_ends(tmp_pat
         service.post(f"sessions/{session}/finish", {"reason": {"type": "success"}}, status=204)
         assert service.get("usage")["disk_gb"] == 0.0
         assert service.result(service.post("save_weights", again))["path"].endswith("/last")
+
+
+#: What keeps a request from being stored: a statement that fails, or only the commit (a reference to no key).
+FULL = {
+    "UPDATE": "CREATE TRIGGER full BEFORE UPDATE OF next_number ON models BEGIN SELECT RAISE(ABORT, 'full'); END",
+    "COMMIT": "CREATE TRIGGER full AFTER INSERT ON requests BEGIN INSERT INTO refused VALUES ('none'); END",
+}
+
+
+def execute(service: Service, *statements: str) -> None:
+    """These statements in the front's database."""
+
+    def run() -> None:
+        with service.front.database.transaction() as connection:
+            for statement in statements:
+                connection.exec_driver_sql(statement)
+
+    service.in_front(run)
+
+
+@pytest.mark.parametrize(("fails", "first"), [("UPDATE", 1), ("COMMIT", 1), ("COMMIT", 2)])
+def test_what_the_database_does_not_store_is_not_in_memory_either(
+    service: Service, fails: str, first: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dispatch, "OPEN_MAX", 2)
+    model = service.model(service.session())
+    service.backend.gate.clear()
+
+    def send(number: int) -> dict[str, str]:
+        sent: dict[str, str] = service.train(model, 1, [1]) if number == 1 else service.step(model, 2)
+        return sent
+
+    refused = "CREATE TABLE refused (key VARCHAR REFERENCES keys (id) DEFERRABLE INITIALLY DEFERRED)"
+    execute(service, "PRAGMA foreign_keys = ON", refused, FULL[fails])
+    for _ in range(3):
+        with pytest.raises(IntegrityError):
+            send(first)
+    execute(service, "DROP TRIGGER full")
+    futures = [send(first), send(3 - first)]
+    service.in_front(service.backend.gate.set)
+    for future in futures:
+        assert "metrics" in service.result(future)
+    assert [call[0] for call in service.backend.calls] == ["create_model", "forward_backward", "optim_step"]
+
+
+def test_the_cleanup_goes_on_once_the_database_is_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(app, "SWEEP_SECONDS", 0.01)
+    with closing(Service(tmp_path, f"sqlite:///{tmp_path}/service.sqlite")) as service:
+        service.session()
+        execute(service, "ALTER TABLE sessions RENAME TO away")
+        service.until(lambda: "cleaning up later" in caplog.text)
+        execute(service, "ALTER TABLE away RENAME TO sessions")
+        service.now += app.SILENCE_SECONDS + 1
+        service.until(lambda: not service.front.database.count(sessions, finished=None))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import gc
 import logging
 import socket
 import ssl
@@ -28,6 +29,8 @@ from door_cases import (
 from echo2.errors import PeerError, UserError
 from echo2.transport import door as doors
 from echo2.transport import grpc_options, limits
+from echo2.transport import wire_pb2 as wire
+from echo2.transport.grpc_link import GrpcLink
 from echo2.transport.grpc_server import GrpcServer
 from echo2.transport.identity import SERVER_NAME, RunIdentity
 from echo2.transport.tickets import Credentials
@@ -273,5 +276,28 @@ def test_door_forgets_who_has_gone(identity: RunIdentity, tmp_path: Path) -> Non
         assert [len(kept) for kept in counts] == [0] * 5
         assert door._num_named == 0
         await server.stop()
+
+    run(scenario())
+
+
+def test_a_link_that_is_closed_takes_its_connection_with_it(identity: RunIdentity, tmp_path: Path) -> None:
+    """And not only once Python's collector comes by: a connection takes three descriptors of the head."""
+
+    async def scenario() -> None:
+        credentials = enrolled(identity, tmp_path / "peer")[1]
+        server = GrpcServer(LOOPBACK, 0, identity, Desk().handlers())
+        port = await server.start()
+        gc.disable()
+        try:
+            for _ in range(8):
+                link = GrpcLink(f"{LOOPBACK}:{port}", credentials)
+                async with contextlib.aclosing(link.frames("Attend", wire.WorkerHello())) as orders:
+                    await anext(orders)
+                await link.close()
+            while server._door.connections():  # noqa: ASYNC110 (what happens at the other end has no event here)
+                await asyncio.sleep(0.01)
+        finally:
+            gc.enable()
+            await server.stop()
 
     run(scenario())

@@ -3,8 +3,8 @@
 Every call is repeated while the head is away, with growing pauses, for at most `patience_seconds` in a row. All calls
 may be repeated: the head knows a step it has recorded and chunks it has. A restarted head is told again what it forgot:
 
-* the learner: LearnerHello, with the version whose report the head last acknowledged. Each hello gives a new epoch,
-  which every later call carries; while another learner is connected, the head refuses (`_hello`);
+* the learner: LearnerHello, with the version that it has. Each hello gives a new epoch, which every later call carries;
+  while another learner is connected, the head refuses (`_hello`);
 * the groups it has fed: TakeGroups again; groups already received are skipped;
 * the step whose report was under way, which the head may or may not have recorded: see `_report_again`.
 
@@ -83,6 +83,7 @@ class HeadClient:
         self._link = link
         self._publisher = publisher
         self._version = version  # the last version that the head acknowledged
+        self._trained = version  # the version that the learner has: one more while a report is under way
         self._info = info
         self._patience_seconds = patience_seconds
         self._epoch = 0  # of the last welcome
@@ -138,6 +139,7 @@ class HeadClient:
         self, step: int, numbers: Sequence[int], metrics: Mapping[str, Any], logprobs: LearnerLogprobs
     ) -> None:
         """Report a step as trained on exactly these groups. On return the head has recorded it."""
+        self._trained = step + 1
         text = json.dumps(dict(metrics), allow_nan=False)
         request = wire.StepReport(step=step, groups=numbers, metrics_json=text, logprobs=encode_logprobs(logprobs))
 
@@ -259,21 +261,28 @@ class HeadClient:
         """Say hello, unless another call has done so since `joins` was read."""
         async with self._join_lock:
             if self._joins == joins:
-                await self._hello(self._version)
+                await self._hello_again()
+
+    async def _hello_again(self) -> int:
+        """Say hello at the version that the learner has; if the head has not recorded its last step, at the one before.
+        Return the version. A head that has recorded the step would fall back if it heard the one before.
+        """
+        if self._trained > self._version:
+            try:
+                await self._hello(self._trained)
+                return self._trained
+            except PeerError as error:
+                if error.reason != REFUSED:
+                    raise
+        await self._hello(self._version)
+        return self._version
 
     async def _report_again(self, request: wire.StepReport) -> None:
-        """Report a step to a restarted head that may or may not have recorded it.
-
-        If the head has recorded it, it welcomes a learner at the version after the step, and all is well. If not, it
-        refuses that version, and the step is repeated: the head feeds the same groups, which are skipped.
+        """Report a step to a head that may or may not have recorded it. If it has, all is well. If not, the step is
+        repeated: the head feeds the same groups, which are skipped.
         """
-        try:
-            await self._hello(request.step + 1)
+        if await self._hello_again() > request.step:
             return
-        except PeerError as error:
-            if error.reason != REFUSED:
-                raise
-        await self._hello(request.step)
         fed_again: set[int] = set()
         async for fed in self._link.stream("TakeGroups", wire.TakeGroups(step=request.step, epoch=self._epoch)):
             fed_again.update(parse_group(data).group.number for data in fed.groups)

@@ -16,7 +16,7 @@ from echo2.service.access import Doorkeeper
 from echo2.service.accounts_api import AccountsApi
 from echo2.service.backend import Backend
 from echo2.service.bills import Bills
-from echo2.service.database import Database, checkpoints, requests, sessions
+from echo2.service.database import UNREACHED, Database, checkpoints, requests, sessions
 from echo2.service.dispatch import Dispatcher
 from echo2.service.entrance import BODY_BYTES_MAX, Entrance
 from echo2.service.leftovers import ARRIVING, Leftovers
@@ -123,7 +123,10 @@ class Front:
     async def _sweep(self) -> None:
         while True:
             await asyncio.sleep(SWEEP_SECONDS)
-            self.sweep()
+            try:
+                self.sweep()
+            except UNREACHED as error:
+                log.warning("the database can't be reached, cleaning up later: %s", error)
 
     def sweep(self) -> None:
         """End silent sessions and waits for missing requests; delete expired checkpoints, old answers and files."""

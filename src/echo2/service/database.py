@@ -5,7 +5,7 @@ A request is stored before it is acknowledged. Every row has a tenant, and every
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeAlias
 
@@ -150,6 +150,7 @@ class Database:
         except (sql.exc.SQLAlchemyError, ImportError) as error:
             raise UserError(f"The database {url!r} cannot be opened: {error}") from error
         self._open: sql.Connection | None = None
+        self._when_stored: list[Callable[[], object]] = []
 
     @contextmanager
     def transaction(self) -> Iterator[sql.Connection]:
@@ -168,6 +169,16 @@ class Database:
             raise UserError(f"A value cannot be stored: {error.orig}") from error
         finally:
             self._open = None
+            acts, self._when_stored = self._when_stored, []
+        for act in acts:
+            act()
+
+    def when_stored(self, act: Callable[[], object]) -> None:
+        """Call `act` once the open transaction is committed, and never if it fails; at once if none is open."""
+        if self._open is None:
+            act()
+        else:
+            self._when_stored.append(act)
 
     def find(self, table: Table, **where: Any) -> Row | None:
         """Return the row with these values; None if there is none. A tuple stands for any of its values."""

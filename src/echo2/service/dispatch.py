@@ -11,6 +11,7 @@ import logging
 import secrets
 from collections import deque
 from collections.abc import Callable, Coroutine
+from copy import deepcopy
 from functools import partial
 from typing import Any, TypeVar
 
@@ -58,7 +59,7 @@ class Dispatcher:
             elif row.state == "queued":
                 self._run_next(row)
             else:
-                self._release(row.target, self._order(row.target).arrive(row.id, row.number, self._clock()))
+                self._arrive(row.id, row.target, row.number)
         self._start_samples()
 
     def submit(
@@ -97,10 +98,10 @@ class Dispatcher:
                 state="queued" if kind == "sample" else "held",
                 created=self._clock(),
             )
-            self._count(caller.tenant, 1)
+            self._database.when_stored(partial(self._count, caller.tenant, 1))
             if kind != "sample":
                 self._database.update(models, {"id": target}, used=self._clock())
-                self._release(target, self._order(target).arrive(request, number, self._clock()))
+                self._arrive(request, target, number)
         if kind == "sample":
             self._add_sample(caller.tenant, request)
             self._start_samples()
@@ -149,7 +150,8 @@ class Dispatcher:
     def expire(self) -> None:
         """Stop waiting for requests that never arrived."""
         for model, order in list(self._orders.items()):
-            self._release(model, order.expire(self._clock()))
+            if order.num_held:
+                self._change_order(model, lambda order: order.expire(self._clock()))
 
     async def close(self) -> None:
         """Stop all work; open requests stay stored."""
@@ -164,12 +166,19 @@ class Dispatcher:
             self._orders[model] = ModelOrder(row.next_number if row is not None else 1)
         return self._orders[model]
 
-    def _release(self, model: str, released: list[Released]) -> None:
-        """Fix the turn of requests: number those that go to the back end, and fail the others."""
-        if not released:
-            return
+    def _arrive(self, request: str, model: str, number: int | None) -> None:
+        self._change_order(model, lambda order: order.arrive(request, number, self._clock()))
+
+    def _change_order(self, model: str, change: Callable[[ModelOrder], list[Released]]) -> None:
+        """Fix the turn of the requests that this change releases: number those that go to the back end, and fail the
+        others.
+        """
+        order = deepcopy(self._order(model))
+        released = change(order)
         with self._database.transaction():
-            self._database.update(models, {"id": model}, next_number=self._order(model).next_number)
+            self._database.when_stored(partial(self._orders.__setitem__, model, order))
+            if released:
+                self._database.update(models, {"id": model}, next_number=order.next_number)
             for one in released:
                 row = self._database.find(requests, id=one.request)
                 if row is not None and row.state == "held":
@@ -188,7 +197,7 @@ class Dispatcher:
             operation = model.next_operation
             self._database.update(models, {"id": row.target}, next_operation=operation + 1)
         self._database.update(requests, {"id": row.id}, state="queued", operation=operation)
-        self._run_next(row)
+        self._database.when_stored(partial(self._run_next, row))
 
     def _run_next(self, row: Row) -> None:
         if row.target not in self._queues:
@@ -259,6 +268,9 @@ class Dispatcher:
             is_news = self._database.update(requests, where, state=state, body=None, ended=self._clock(), **values)
             if is_news and num_tokens is not None:
                 self._bills.charge(row.tenant, row.kind, num_tokens)
+            self._database.when_stored(partial(self._has_ended, row, bool(is_news)))
+
+    def _has_ended(self, row: Row, is_news: bool) -> None:
         if is_news:
             self._count(row.tenant, -1)
         event = self._ended.pop(row.id, None)

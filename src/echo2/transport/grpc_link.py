@@ -32,7 +32,7 @@ JOIN_PAUSE_SECONDS = 0.5
 CALL_SECONDS = 20.0
 
 #: gRPC's texts of failures to connect: the system's own word for it, and a host name that has no address.
-_NO_CONNECTION = re.compile(r"remote host: .*?([A-Z][a-z]+(?: [a-z]+)*) \(\d+\)")
+_NO_CONNECTION = re.compile(r"remote host: .*?([A-Z][a-z]+(?: [a-z]+)*)")
 _NO_HOST = re.compile(r"hostname lookup|address lookup|DNS resolution")
 
 
@@ -75,7 +75,7 @@ class GrpcLink:
         under_way = None
         try:
             under_way = self._calls[method](request)
-            async for reply in under_way:
+            while (reply := await under_way.read()) is not grpc.aio.EOF:
                 yield reply
         except (grpc.aio.AioRpcError, grpc.aio.UsageError) as error:
             raise self._translated(method, error) from error

@@ -364,7 +364,8 @@ class Broadcast(StateMachine):
     def _accused(self, accuser: str, source: str) -> None:
         """Handle an accusation of wrong bytes. It takes one machine of the owner, or strangers of two tickets."""
         accused, ticket = self.accused.setdefault(accuser, set()), self.tickets[accuser]
-        accused.add(source)
+        if len(accused) <= MAX_ACCUSED:
+            accused.add(source)
         if source in self.suspects or len(accused) > MAX_ACCUSED:
             return
         accusers = self.accusers.setdefault(source, set())

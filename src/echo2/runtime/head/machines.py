@@ -125,6 +125,7 @@ class Machines:
             tried += 1
             if not problem:
                 self._out.pop(machine.name, None)
+                self._busy.pop(machine.name, None)
                 self._remember()
                 return
             log.warning("%s could not be returned: %s", machine.name, problem)

@@ -22,8 +22,9 @@ from echo2.rollout.tokenizer import Tokenizer, decoded_all, encode_prompt, load_
 from echo2.transport.messages import check_lengths
 from echo2.types import LOGGED_ROLLOUTS, GroupKind, Rollout, RolloutGroup, Task
 
-#: Maximum number of tokens of cached prompts (16 MiB). A delivery and a second lease need the prompt of a lease again.
-KEPT_PROMPT_TOKENS = 4 << 20
+#: Maximum number of cached prompts, as of tasks (`task_reader.py`), and of their tokens (16 MiB). A delivery and a
+#: second lease need the prompt of a lease again. A short prompt takes ten times the bytes of its tokens.
+KEPT_PROMPTS, KEPT_PROMPT_TOKENS = 4096, 4 << 20
 
 
 class RunTokenizer:
@@ -89,7 +90,7 @@ class RunTokenizer:
     def _keep(self, key: tuple[GroupKind, int], prompt: array[int]) -> None:
         self._prompts[key] = prompt
         self._num_kept += len(prompt)
-        while self._num_kept > KEPT_PROMPT_TOKENS:
+        while self._num_kept > KEPT_PROMPT_TOKENS or len(self._prompts) > KEPT_PROMPTS:
             self._num_kept -= len(self._prompts.popitem(last=False)[1])
 
     def turn_rules(self, stop: str, is_chat: bool, max_turns: int, max_tokens: int) -> TurnRules:
