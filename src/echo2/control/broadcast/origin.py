@@ -7,6 +7,7 @@ other, senders of wrong bytes) outlives the payload.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
@@ -121,10 +122,11 @@ class Broadcast(StateMachine):
         taken = {} if plan is None else plan.children.get(ORIGIN, {})
         if plan is None or member is None or member.reach == ONE_MACHINE or taken.keys() <= {worker_id}:
             return None
-        near = (self.members[key] for key in taken if key in self.members)
-        shown = max((other.down or 0.0 for other in near if other.reach == member.reach), default=0.0)
-        uplink = self.options.origin_up or shown  # what it has sustained to one of them
-        if not 0.0 < uplink < PACED_MAX:
+        near = [self.members[key] for key in taken if key in self.members]
+        downs = sorted(other.down for other in near if other.down and other.reach == member.reach)
+        # The middle, for a burst after a stall measures more than the link has.
+        uplink = self.options.origin_up or (downs[(len(downs) - 1) // 2] if downs else math.inf)
+        if uplink > PACED_MAX:
             return None
         return PACE * uplink * taken.get(worker_id, 1) / plan.num_stripes
 
