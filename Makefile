@@ -109,16 +109,20 @@ SDKS := tinker-025 tinker-029 tinker-038 logits
 
 test-sdk: $(INSTALLED)
 	-$(MAKE) --keep-going $(SDKS:%=.venv-%/.installed)
-	-$(MAKE) .venv-cookbook/.installed
+	-$(MAKE) --keep-going .venv-tinker-cookbook/.installed .venv-logits-cookbook/.installed
 	$(PY) -m pytest tests/integration/test_service_sdk.py tests/integration/test_service_recipes.py
 
-# The cookbook's recipes; of what it asks for, torch and transformers are ours. tml-renderers has no wheel for every Python,
-# and these recipes do without it.
-.venv-cookbook/.installed: | $(INSTALLED)
-	$(PYTHON) -m venv --clear .venv-cookbook
-	.venv-cookbook/bin/python -m pip install -qq --disable-pip-version-check --no-deps tinker-cookbook==0.6.1
-	.venv-cookbook/bin/python -m pip install -qq --disable-pip-version-check tinker==0.38.0 chz blobfile cloudpickle termcolor tiktoken pyrage pylatexenc aiohttp pillow
-	@$(PY) -c 'import sysconfig; print(sysconfig.get_path("purelib"))' > $$(.venv-cookbook/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/torch.pth
+# The cookbooks' recipes. What they ask for besides is ours, as torch is; Logits' wants older transformers, and these older
+# datasets. tml-renderers has no wheel for every Python, and these recipes do without it.
+.venv-tinker-cookbook/.installed: COOKBOOK = tinker-cookbook==0.6.1
+.venv-tinker-cookbook/.installed: NEEDS = tinker==0.38.0 aiohttp pyrage
+.venv-logits-cookbook/.installed: COOKBOOK = logits-cookbook==0.1.2
+.venv-logits-cookbook/.installed: NEEDS = logits-sdk==0.1.6 transformers==4.57.6 datasets==4.8.5
+.venv-tinker-cookbook/.installed .venv-logits-cookbook/.installed: | $(INSTALLED)
+	$(PYTHON) -m venv --clear $(@D)
+	$(@D)/bin/python -m pip install -qq --disable-pip-version-check --no-deps $(COOKBOOK)
+	$(@D)/bin/python -m pip install -qq --disable-pip-version-check $(NEEDS) chz blobfile cloudpickle termcolor tiktoken pylatexenc pillow
+	@$(PY) -c 'import sysconfig; print(sysconfig.get_path("purelib"))' > $$($(@D)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/torch.pth
 	@touch $@
 
 .venv-tinker-025/.installed: SDK = tinker==0.25.0

@@ -7,6 +7,7 @@ import os
 import socket
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import house
@@ -28,11 +29,12 @@ def free_port() -> int:
 class Served:
     """`echo2 serve` in a directory, on ports that stay, and a machine that samples for it: `echo2 worker`."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, bases: Sequence[str] = ("echo2/tiny",)) -> None:
         self.folder = folder
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
-        settings = f'port = {self.port}\n[bases]\n"echo2/tiny" = ""\n[fleet]\nlisten = "127.0.0.1:{free_port()}"\n'
+        models = "".join(f'"{base}" = ""\n' for base in bases)
+        settings = f'port = {self.port}\n[bases]\n{models}[fleet]\nlisten = "127.0.0.1:{free_port()}"\n'
         (folder / "serve.toml").write_text(settings)
         self.start()
         self.start_machine()

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+<<<<<<< HEAD
 import signal
 import subprocess
 import sys
+=======
+import socket
+>>>>>>> h-cookbook
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
@@ -23,8 +27,9 @@ from echo2.service.http_server import HttpServer
 REQUEST = b"GET /held HTTP/1.1\r\nHost: x\r\n\r\n"
 
 
-def run(client: Callable[[int, asyncio.Event], Awaitable[None]]) -> None:
-    """A client and the event on which the server's one page waits, against a server on loopback."""
+def run(client: Callable[[int, asyncio.Event], Awaitable[None]], servers: list[HttpServer] | None = None) -> None:
+    """A client and the event on which the server's one page waits, against a server on loopback, which is added to
+    `servers`."""
 
     async def both() -> None:
         may_answer = asyncio.Event()
@@ -36,6 +41,8 @@ def run(client: Callable[[int, asyncio.Event], Awaitable[None]]) -> None:
         server = HttpServer(Starlette(routes=[Route("/held", held)]), may_answer.set)
         server.config.load()
         server.lifespan = server.config.lifespan_class(server.config)
+        if servers is not None:
+            servers.append(server)
         await server.startup([http_server.listening("127.0.0.1", 0)])
         try:
             await client(server.servers[0].sockets[0].getsockname()[1], may_answer)
@@ -94,6 +101,21 @@ def test_connections_above_the_limit_are_closed_at_once(monkeypatch: pytest.Monk
             assert await reader.readuntil(b"answered")
 
     run(client)
+
+
+def test_the_second_part_of_an_answer_does_not_wait_until_the_first_is_acknowledged() -> None:
+    servers = list[HttpServer]()
+
+    async def client(port: int, may_answer: asyncio.Event) -> None:
+        may_answer.set()
+        async with connected(port) as (reader, writer):
+            writer.write(REQUEST)
+            assert await reader.readuntil(b"answered")
+            (connection,) = servers[0].server_state.connections
+            accepted = connection.transport.get_extra_info("socket")
+            assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+
+    run(client, servers)
 
 
 def test_a_port_that_is_taken_is_refused_before_anything_starts() -> None:

@@ -1,4 +1,4 @@
-"""What clients send as tensors: small bytes that would become large, and numbers that are no tokens."""
+"""What clients send as input: small bytes that would become large, numbers that are no tokens, and images."""
 
 from __future__ import annotations
 
@@ -51,3 +51,29 @@ def test_a_negative_size_does_not_hide_a_large_tensor(service: Service) -> None:
 def test_a_number_that_is_not_whole_is_no_token(number: float) -> None:
     with pytest.raises(UserError, match="not a whole one"):
         _json_tensor(TensorBody(data=[number], dtype="int64"))
+
+
+IMAGE = {"type": "image", "data": "iVBORw0KGgo=", "format": "png", "expected_tokens": 4}
+
+
+def test_an_image_is_refused_by_the_type_of_its_part(service: Service) -> None:
+    """A sample at once; training as the failure of its future, so that the requests behind it do not wait for it."""
+    session = service.session()
+    model = service.model(session)
+    sampler = {"session_id": session, "sampling_session_seq_id": 0, "base_model": "echo2/tiny"}
+    asked = {"sampling_session_id": service.post("create_sampling_session", sampler)["sampling_session_id"]}
+    prompt = {"chunks": [{"type": "encoded_text", "tokens": [1]}, IMAGE]}
+    words = "a part of type 'image'"
+    assert words in service.post("asample", {**asked, "prompt": prompt}, status=400)["detail"]
+    message = pb.ForwardBackwardRequest(model_id=model, seq_id=1, loss_fn="cross_entropy")
+    message.data.add().model_input.add().image = b"\x0a\x04\x89PNG"
+    futures = [service.post("forward_backward", message.SerializeToString(), headers=PROTO)]
+    target = {"data": [1, 1], "dtype": "int64", "shape": [2]}
+    given = {"data": [{"model_input": prompt, "loss_fn_inputs": {"target_tokens": target}}], "loss_fn": "cross_entropy"}
+    body = {"model_id": model, "seq_id": 2, "forward_backward_input": given}
+    futures.append(service.post("forward_backward", body))
+    for future in futures:
+        answer = service.result(future)
+        assert answer["category"] == "user"
+        assert answer["error"].startswith(f"datum 0: The input has {words}")
+    assert "metrics" in service.result(service.train(model, 3, [1]))

@@ -8,7 +8,7 @@ from typing import Annotated, Any, TypeAlias, TypeVar
 import msgspec
 from msgspec import Meta, Struct
 
-from echo2.errors import PeerError
+from echo2.errors import PeerError, UserError
 
 #: Whole numbers that fit a 64-bit database column, and those that fit an int32 array.
 Count: TypeAlias = Annotated[int, Meta(ge=0, le=2**53)]
@@ -234,11 +234,16 @@ def prompt_tokens(prompt: PromptBody) -> Sequence[int]:
     """Return the tokens of all parts.
 
     Raises:
-        PeerError: a part is not text.
+        UserError: a part is not text.
     """
     tokens: list[int] = []
     for chunk in prompt.chunks:
         if chunk.tokens is None:
-            raise PeerError("unsupported", f"a prompt's part is {chunk.type!r}; only text is taken.")
+            raise not_text(chunk.type)
         tokens += chunk.tokens
     return tokens
+
+
+def not_text(kind: str) -> UserError:
+    """Return the error for a part of this type in a prompt or datum."""
+    return UserError(f"The input has a part of type {kind!r}. Only 'encoded_text' is taken here: send tokens alone.")

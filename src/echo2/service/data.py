@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from echo2.errors import PeerError, UserError
 from echo2.service import tinker_pb2 as pb
 from echo2.service.backend import ClientDatum, Floats, TrainOutput
-from echo2.service.bodies import DatumBody, LossBody, TensorBody, TrainBody, parse, prompt_tokens
+from echo2.service.bodies import DatumBody, LossBody, TensorBody, TrainBody, not_text, parse, prompt_tokens
 from echo2.service.sampled import are_whole, csr_rows, sample_as_json
 
 #: Limits: numbers in one tensor; numbers in all sparse tensors of a request once dense; data in one request.
@@ -159,7 +159,7 @@ def _protobuf_datum(datum: pb.Datum) -> tuple[ClientDatum, int]:
     parts = []
     for chunk in datum.model_input:
         if not chunk.HasField("encoded_text"):
-            raise UserError("a part of model_input is not text; only text is taken.")
+            raise not_text(chunk.WhichOneof("chunk") or "unknown")
         parts.append(np.frombuffer(chunk.encoded_text.tokens, dtype="<i4"))
     tokens = np.concatenate(parts) if parts else np.empty(0, dtype="<i4")
     return _datum(tokens, {name: _protobuf_tensor(tensor) for name, tensor in datum.loss_fn_inputs.items()})

@@ -52,6 +52,9 @@ class BoundedConnection(H11Protocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Accept the connection, or abort it if there are too many."""
         super().connection_made(transport)
+        # A response is two writes, and the second would wait up to 40 ms for the client to acknowledge the first.
+        # asyncio sees to that only where the listener's socket has a protocol number.
+        transport.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         if len(self.connections) > connections_max():
             transport.abort()
         else:
