@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-<<<<<<< HEAD
 import signal
+import socket
 import subprocess
 import sys
-=======
-import socket
->>>>>>> h-cookbook
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path

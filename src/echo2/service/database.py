@@ -5,12 +5,8 @@ A request is stored before it is acknowledged. Every row has a tenant, and every
 
 from __future__ import annotations
 
-<<<<<<< HEAD
-from collections.abc import Callable, Iterator, Sequence
-=======
 import functools
-from collections.abc import Iterator, Sequence
->>>>>>> h-cookbook
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeAlias
 
