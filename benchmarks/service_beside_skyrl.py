@@ -25,6 +25,7 @@ import sys
 import tempfile
 import time
 import urllib.request
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -69,18 +70,30 @@ class Server:
             self.process = subprocess.Popen(
                 command, cwd=folder / "models", env=given, stdout=log, stderr=log, start_new_session=True
             )
-        wait_until_healthy(url, self.process, path)
+        try:
+            wait_until_healthy(url, self.process, path)
+        except BaseException:
+            self.end()
+            raise
 
     def end(self) -> None:
-        os.killpg(self.process.pid, signal.SIGKILL)
+        with suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
 
 
-def start_ours(folder: Path) -> Server:
+def make_base(folder: Path, size: str) -> int:
+    """The base model that servers find in a folder; its parameters."""
+    directory = folder / "models" / BASE
+    tiny_model.make(directory)  # its tokenizer stays
+    return shapes.make_model(directory, shapes.SIZES[size])
+
+
+def start_ours(folder: Path, tree: Path = REPOSITORY) -> Server:
     port = free_port()
     (folder / "serve.toml").write_text(f'port = {port}\n[bases]\n"{BASE}" = "{folder / "models" / BASE}"\n')
     command = [sys.executable, "-m", "echo2", "serve", str(folder / "serve.toml"), "--out", str(folder / "service")]
-    return Server("echo2", f"http://127.0.0.1:{port}", command, folder, PYTHONPATH=str(REPOSITORY / "src"))
+    return Server("echo2", f"http://127.0.0.1:{port}", command, folder, PYTHONPATH=str(tree / "src"))
 
 
 def start_skyrl(folder: Path, python: Path) -> Server:
@@ -103,9 +116,7 @@ def start_skyrl(folder: Path, python: Path) -> Server:
 
 
 def measure(size: str, folder: Path, rounds: int, options: argparse.Namespace) -> dict[str, Any]:
-    directory = folder / "models" / BASE
-    tiny_model.make(directory)  # its tokenizer stays
-    parameters = shapes.make_model(directory, shapes.SIZES[size])
+    parameters = make_base(folder, size)
     servers = [start_ours(folder)]
     try:
         servers.append(start_skyrl(folder, options.skyrl_python))

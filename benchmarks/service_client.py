@@ -8,38 +8,15 @@ Prints a line of JSON for each thing done: which, on which side, seconds, and CP
 from __future__ import annotations
 
 import json
-import os
 import random
 import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import tinker
+from cpu_time import cpu_seconds
 from tinker import types
-
-TICKS = os.sysconf("SC_CLK_TCK")
-
-
-def cpu_seconds(root: int) -> float:
-    """Of a process and all below it."""
-    parents: dict[int, list[int]] = {}
-    ticks: dict[int, int] = {}
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdecimal():
-            try:
-                fields = (entry / "stat").read_text().rpartition(") ")[2].split()
-            except OSError:
-                continue  # it ended meanwhile
-            parents.setdefault(int(fields[1]), []).append(int(entry.name))
-            ticks[int(entry.name)] = sum(map(int, fields[11:15]))
-    total, below = 0, [root]
-    while below:
-        process = below.pop()
-        total += ticks.get(process, 0)
-        below += parents.get(process, [])
-    return total / TICKS
 
 
 class Side:
