@@ -11,8 +11,8 @@ from real_runs import REPOSITORY, SMALL, echo2
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
-#: Neither machines nor a service are a run; the last needs a Python of its own (test_foreign_environments.py).
-OTHERS = {"offers", "serve", "openenv"}
+#: Neither machines nor a service are a run; the last two need Pythons of their own (test_foreign_environments.py).
+OTHERS = {"offers", "serve", "openenv", "reverse_text"}
 EXAMPLES = sorted({path.stem for path in (REPOSITORY / "examples").glob("*.toml")} - OTHERS)
 
 
