@@ -3,8 +3,8 @@
 With n members of uplinks u_i and an origin of uplink B_0, all members can receive the payload at the rate
 R = min(B_0, (B_0 + sum u_i) / n): relay i gets the share u_i / ((n - 1) R) and sends it n - 1 times; the origin sends
 the rest to each member itself. No scheme is faster (Li, Chou and Zhang, Mutualcast, 2005), provided that each of the
-origin's connections gets the bandwidth it needs. In fact all connections get the same bandwidth, so a large share
-arrives late and is passed on late.
+origin's connections gets the bandwidth it needs. Where the origin is not paced (`Broadcast.pace`), all connections get
+the same bandwidth at best, so a large share arrives late and is passed on late.
 """
 
 from __future__ import annotations
