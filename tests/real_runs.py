@@ -8,7 +8,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +61,18 @@ def echo2(root: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "echo2", *arguments]
     return subprocess.run(command, cwd=root, capture_output=True, text=True, check=False, env=environment)
+
+
+@contextmanager
+def run_without_workers(out: Path, model: Path) -> Iterator[tuple[Run, ExitStack]]:
+    """A run that waits for workers, has its ticket, and ends after what the stack calls."""
+    run = Run(out, model, "--workers.count", "0", *ENDLESS).start()
+    assert run.process is not None
+    with ExitStack() as crew:
+        crew.callback(run.process.communicate)
+        crew.callback(run.process.terminate)
+        run.wait(lambda: (run.out / "ticket").exists(), "ticket")
+        yield run, crew
 
 
 class Run:

@@ -13,7 +13,7 @@ import torch
 from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
-from echo2.demo.small_models import UNTAUGHT, answer_loss, character_tokenizer, small_qwen3, update
+from echo2.demo.small_models import UNTAUGHT, answer_loss, character_tokenizer, small_qwen3, update, write_model
 
 sys.path.insert(0, str(Path(__file__).parent))
 from calculator import Sums
@@ -58,9 +58,7 @@ def build(out: Path, seed: int) -> float:
     torch.manual_seed(seed)
     model = small_qwen3(tokenizer, context=128)
     loss = teach(model, tokenizer, seed)
-    out.mkdir(parents=True, exist_ok=True)
-    tokenizer.save_pretrained(out)
-    model.save_pretrained(out)
+    write_model(model, tokenizer, out)
     return loss
 
 

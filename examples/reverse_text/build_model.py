@@ -13,7 +13,7 @@ import torch
 from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
-from echo2.demo.small_models import UNTAUGHT, answer_loss, character_tokenizer, small_qwen3, update
+from echo2.demo.small_models import UNTAUGHT, answer_loss, character_tokenizer, small_qwen3, update, write_model
 
 STEPS, BATCH, LR = 200, 64, 3e-3
 LETTERS, LENGTH = "abcdefgh", 4
@@ -69,9 +69,7 @@ def build(out: Path, data: Path, seed: int) -> float:
     torch.manual_seed(seed)
     model = small_qwen3(tokenizer, context=128)
     loss = teach(model, tokenizer, words, seed)
-    out.mkdir(parents=True, exist_ok=True)
-    tokenizer.save_pretrained(out)
-    model.save_pretrained(out)
+    write_model(model, tokenizer, out)
     return loss
 
 

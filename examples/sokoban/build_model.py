@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from transformers.utils.logging import disable_progress_bar
 
-from echo2.demo.small_models import character_tokenizer, small_qwen3
+from echo2.demo.small_models import character_tokenizer, small_qwen3, write_model
 
 sys.path.insert(0, str(Path(__file__).parent))
 from sokoban import MOVES, SYMBOLS
@@ -21,9 +21,7 @@ def build(out: Path, seed: int) -> None:
     """Write a model directory."""
     tokenizer = character_tokenizer([*SYMBOLS, *MOVES, "\n"])
     torch.manual_seed(seed)
-    out.mkdir(parents=True, exist_ok=True)
-    tokenizer.save_pretrained(out)
-    small_qwen3(tokenizer, context=512).save_pretrained(out)
+    write_model(small_qwen3(tokenizer, context=512), tokenizer, out)
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ from pathlib import Path
 from echo2 import __version__, config
 from echo2.config.engines import ENGINES, NO_SLOT_LIMIT
 from echo2.devices import NO_TORCH
-from echo2.errors import Echo2Error, NoRoomError, UserError, did_you_mean
+from echo2.errors import Echo2Error, did_you_mean
 from echo2.printable import printable, printable_lines
 
 Command = Callable[[argparse.Namespace], int]
@@ -44,7 +44,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         command: Command = options.command
         return command(options)
     except Echo2Error as error:
-        said, code = printable_lines(str(error), ERROR_CHARS_MAX), _exit_status(error)
+        said, code = printable_lines(str(error), ERROR_CHARS_MAX), error.exit_status
         is_json = getattr(options, "json", False)
         print(json.dumps({"error": said, "status": code}) if is_json else f"error: {said}", file=sys.stderr)
         return code
@@ -58,10 +58,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print(getattr(options, "interrupted", "interrupted"), file=sys.stderr)
         return 130
-
-
-def _exit_status(error: Echo2Error) -> int:
-    return 3 if isinstance(error, NoRoomError) else 2 if isinstance(error, UserError) else 1
 
 
 def _near_flag(word: str, parser: argparse.ArgumentParser, cutoff: float) -> str:

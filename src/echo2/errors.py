@@ -18,15 +18,21 @@ from collections.abc import Iterable
 
 
 class Echo2Error(Exception):
-    """Base of everything raised on purpose by this package."""
+    """Base of everything raised on purpose by this package. A process that it ends has `exit_status`."""
+
+    exit_status = 1
 
 
 class UserError(Echo2Error, ValueError):
     """The user's mistake; the message says what was wrong, the value, and what to do."""
 
+    exit_status = 2
+
 
 class NoRoomError(UserError):
     """A disk is full. Recorded data is safe, and the caller may wait for free space and continue."""
+
+    exit_status = 3
 
 
 def write_failed(error: OSError, message: str) -> UserError:

@@ -5,13 +5,12 @@ from __future__ import annotations
 import shutil
 import sys
 from collections.abc import Iterator
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from real_runs import ENDLESS, REPOSITORY, Run
+from real_runs import REPOSITORY, Run, run_without_workers
 from slurm_cluster import SlurmCluster
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
@@ -37,12 +36,7 @@ def test_jobs_train_with_the_run_hand_back_when_cancelled_and_come_again_when_pr
     clone = tmp_path / "clone"
     shutil.copytree(REPOSITORY / "launch", clone / "launch")
     (clone / ".venv").symlink_to(sys.prefix)
-    run = Run(tmp_path / "run", sort_model, "--workers.count", "0", *ENDLESS).start()
-    assert run.process is not None
-    with ExitStack() as crew:
-        crew.callback(run.process.communicate)
-        crew.callback(run.process.terminate)
-        run.wait(lambda: (run.out / "ticket").exists(), "ticket")
+    with run_without_workers(tmp_path / "run", sort_model) as (run, crew):
         ticket = f"@{run.out}/ticket"
         job = cluster.call("sbatch", "--parsable", "--array=0-1", "launch/slurm.sh", cwd=clone, ECHO2_TICKET=ticket)
         crew.callback(cluster.output, "scancel", job)

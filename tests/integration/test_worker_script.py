@@ -6,11 +6,10 @@ import os
 import signal
 import subprocess
 import sys
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from real_runs import ENDLESS, REPOSITORY, Run, is_running
+from real_runs import REPOSITORY, Run, is_running, run_without_workers
 
 SCRIPT = REPOSITORY / "launch" / "worker.sh"
 
@@ -30,12 +29,7 @@ def attending(run: Run) -> list[dict[str, Any]]:
 def test_a_machine_that_is_taken_away_hands_back_and_comes_again_as_the_same_worker(
     tmp_path: Path, sort_model: Path
 ) -> None:
-    run = Run(tmp_path / "run", sort_model, "--workers.count", "0", *ENDLESS).start()
-    assert run.process is not None
-    with ExitStack() as crew:
-        crew.callback(run.process.communicate)
-        crew.callback(run.process.terminate)
-        run.wait(lambda: (run.out / "ticket").exists(), "ticket")
+    with run_without_workers(tmp_path / "run", sort_model) as (run, crew):
         ticket, state = (run.out / "ticket").read_text(), str(tmp_path / "state")
         seen = set()
         for _ in range(2):

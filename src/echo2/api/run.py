@@ -16,7 +16,7 @@ from tqdm import tqdm
 from echo2.api.inputs import write_resumed
 from echo2.errors import Echo2Error, UserError
 from echo2.rundir import RunDir, read_json
-from echo2.runtime.launch.supervisor import USER_ERROR_STATUS, last_error
+from echo2.runtime.launch.supervisor import last_error
 from echo2.runtime.lifeline import LIFELINE_VARIABLE
 from echo2.views import rollouts
 from echo2.views.run_view import RunView
@@ -240,7 +240,7 @@ class Run:
         else:
             status, said = self._process.returncode, last_error(self.rundir.logs / LOG_NAME)
             was_stopped = outcome["kind"] == "stopped" and outcome["reason"] == said  # not one from before a resume
-            is_fine, is_mistake = status in FINE_STATUSES or was_stopped, status == USER_ERROR_STATUS
+            is_fine, is_mistake = status in FINE_STATUSES or was_stopped, status == UserError.exit_status
         if not is_fine:
             reason = said or outcome["reason"] or f"the run ended without a word; see {self.rundir.logs}"
             raise UserError(reason) if is_mistake else Echo2Error(reason)

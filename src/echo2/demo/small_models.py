@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
@@ -58,6 +59,13 @@ def answer_loss(
     [rows, longest - 1], 0 where the label is `UNTAUGHT`."""
     logits_BTV = model(input_ids=padded(rows, 0), use_cache=False).logits[:, :-1]
     return cross_entropy(logits_BTV.transpose(1, 2), padded(labels, UNTAUGHT)[:, 1:], reduction=reduction)
+
+
+def write_model(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, out: Path) -> None:
+    """Write a model directory."""
+    out.mkdir(parents=True, exist_ok=True)
+    tokenizer.save_pretrained(out)
+    model.save_pretrained(out)
 
 
 def update(model: Qwen3ForCausalLM, optimizer: torch.optim.Optimizer, loss: Tensor) -> None:

@@ -40,10 +40,6 @@ STRAGGLER_SECONDS = 3.0
 #: Timeout for the head to start listening.
 HEAD_START_SECONDS = 180.0
 POLL_SECONDS = 0.1
-#: Exit status of a process that ended because of the user's mistake; its log ends with the error.
-USER_ERROR_STATUS = 2
-#: Exit status of a process that ended because its disk is full.
-NO_ROOM_STATUS = 3
 ERROR_PREFIX = "error: "
 #: A disk with fewer free bytes than this counts as full.
 FULL_DISK_BYTES = 1 << 16
@@ -192,14 +188,14 @@ class Supervisor:
         assert child.process is not None
         status = child.process.returncode
         now = time.monotonic()
-        if status == NO_ROOM_STATUS and self._may_wait_for_room(child, now):
+        if status == NoRoomError.exit_status and self._may_wait_for_room(child, now):
             return
-        if status == USER_ERROR_STATUS and self._is_revoked(child):
+        if status == UserError.exit_status and self._is_revoked(child):
             child.process = None
             word = f"{child.name} is out: it was revoked, or the ticket by which it came. The run goes on without it"
             print(f"{word}; a worker in its place: echo2 worker @{self.rundir.ticket}", file=sys.stderr)
             return
-        if status in (USER_ERROR_STATUS, NO_ROOM_STATUS):
+        if status in (UserError.exit_status, NoRoomError.exit_status):
             raise UserError(last_error(self._log(child), child.log_start) or self._silent(child))
         child.restarts.append(now)
         if len(child.restarts) == RESTARTS_MAX and now - child.restarts[0] < RESTART_WINDOW_SECONDS:

@@ -27,8 +27,6 @@ from echo2.transport.grpc_link import connect
 log = logging.getLogger(__name__)
 
 TOLD_TO_STOP = "the learner was told to stop"
-#: Exit status of a rank whose first one has said what the user's mistake is.
-USER_ERROR_STATUS = 2
 #: Exit status after a signal: the run is not over.
 STOPPED_STATUS = 128 + signal.SIGTERM
 
@@ -59,7 +57,7 @@ def _follow(rundir: RunDir, here: Place) -> int:
     mesh = join(here, device, rundir.path / "learner")
     policy = _loaded(config, str(device), mesh)
     if policy is None:
-        return USER_ERROR_STATUS
+        return UserError.exit_status
     client, meeting = GrpoClient(policy, config, mesh=mesh), mesh.broadcast()
     sender = None
     if here.rank < PUBLISHING_RANKS_MAX:
@@ -113,7 +111,7 @@ def _train(rundir: RunDir, ticket: str, here: Place | None) -> int:
     mesh = join(here, device, rundir.path / "learner") if here is not None and leads else Mesh()
     policy = _loaded(config, str(device), mesh)
     if policy is None:
-        return USER_ERROR_STATUS
+        return UserError.exit_status
     client = LeadingClient(policy, config, mesh=mesh) if leads else GrpoClient(policy, config)
     others = OtherRanks()
     if here is not None and leads:
