@@ -10,6 +10,7 @@ import json
 import tomllib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from echo2.errors import UserError, did_you_mean
@@ -70,11 +71,13 @@ def read_tables(path: Path, what: str) -> dict[str, Any]:
     return found
 
 
-def safetensors_pieces(tensors: Mapping[str, TensorSource]) -> Iterable[bytes | memoryview]:
+def safetensors_pieces(
+    tensors: Mapping[str, TensorSource], metadata: Mapping[str, str] = MappingProxyType({})
+) -> Iterable[bytes | memoryview]:
     """Yield the bytes of a safetensors file, piece by piece, so that weights are never in memory twice (the library's
     own writer takes all tensors at once).
     """
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    header: dict[str, Any] = {"__metadata__": {"format": "pt", **metadata}}
     offset = 0
     for name, tensor in tensors.items():
         end = offset + tensor.num_bytes

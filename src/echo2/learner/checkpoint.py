@@ -2,7 +2,7 @@
 
     config.json, tokenizer files, model.safetensors     a Hugging Face model directory
     optimizer.safetensors                               AdamW's moments and step counts, by parameter name
-    ... of several ranks, each its rows                 model.0-of-2.safetensors ..., see `shard_files.py`
+    ... of several ranks, each its parts                model.0-of-2.safetensors ..., see `shard_files.py`
     state.json                                          the data of the verbs' client (`client`), and the size and
                                                         BLAKE3 digest of every other file
 
@@ -18,9 +18,10 @@ import logging
 import os
 import re
 import shutil
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from blake3 import blake3
@@ -33,6 +34,8 @@ log = logging.getLogger(__name__)
 
 FORMAT = 2
 STATE_FILE = "state.json"
+#: In the metadata of a file of one rank's parts: name of a tensor -> where the part starts, in each dimension, as JSON.
+STARTS = "starts"
 _STEP_NAME = re.compile(r"step_(\d+)")
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
@@ -141,15 +144,22 @@ def begin_checkpoint(directory: Path) -> None:
 
 
 def write_part(
-    directory: Path, files: Mapping[str, bytes], tensors: Mapping[str, Mapping[str, StoredTensor]]
+    directory: Path,
+    files: Mapping[str, bytes],
+    tensors: Mapping[str, Mapping[str, StoredTensor]],
+    starts: Mapping[str, Sequence[int]] = MappingProxyType({}),
 ) -> dict[str, Any]:
-    """Write some files of a checkpoint that was begun. Return their entries for state.json.
+    """Write some files of a checkpoint that was begun. Return their entries for state.json. `starts`: of the tensors
+    that are parts, where they start in the whole.
 
     Raises: as `write_checkpoint`.
     """
     with _cleaned_up(directory) as partial:
         index = {name: _write(partial / name, [data]) for name, data in files.items()}
-        return index | {name: _write(partial / name, safetensors_pieces(content)) for name, content in tensors.items()}
+        for name, content in tensors.items():
+            metadata = {STARTS: json.dumps({key: starts[key] for key in content if key in starts})} if starts else {}
+            index[name] = _write(partial / name, safetensors_pieces(content, metadata))
+        return index
 
 
 def commit_checkpoint(directory: Path, client: Mapping[str, Any], index: Mapping[str, Any]) -> None:

@@ -1,14 +1,16 @@
 """Reads and writes the tensors of a checkpoint for any number of writing and reading ranks.
 
-A single rank writes `model.safetensors`. Each of n ranks writes its own rows, to `model.0-of-2.safetensors` and so on;
-concatenated in the order of ranks they are the whole tensor. Tensors that are not sharded are in the first file only.
-A rank reads only its own rows from the files, so it needs memory for these alone.
+A single rank writes `model.safetensors`. Each of n ranks writes its own parts of the tensors, to
+`model.0-of-2.safetensors` and so on; a part is a rectangle, and the file's metadata says where each starts in the whole
+tensor. Tensors that are not sharded are in the first file only. A rank reads only its own parts from the files, so it
+needs memory for these alone.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +18,10 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from echo2.documents import safetensors_pieces
+from echo2.documents import parse_json, safetensors_pieces
 from echo2.errors import UserError
+from echo2.learner.checkpoint import STARTS
+from echo2.learner.mesh import Region
 from echo2.learner.model import DTYPES, stored
 from echo2.types import StoredTensor
 
@@ -40,28 +44,62 @@ class ShardedTensors:
     """The tensors of one open file, or of the ranks' parts of it. `shapes`: shapes of the whole tensors by name."""
 
     def __init__(self, files: list[Any]) -> None:
-        self._pieces: dict[str, list[Any]] = {}
+        self._pieces: dict[str, list[_Piece]] = {}
         for file in files:
+            starts = parse_json((file.metadata() or {}).get(STARTS, "{}"))
             for name in file.keys():  # noqa: SIM118 (not a mapping)
-                self._pieces.setdefault(name, []).append(file.get_slice(name))
+                values, pieces = file.get_slice(name), self._pieces.setdefault(name, [])
+                start = starts.get(name) or [0] * len(values.get_shape())
+                if not starts and pieces:  # parts without metadata are rows, in the order of files
+                    start[0] = pieces[-1].stop[0]
+                stop = [first + length for first, length in zip(start, values.get_shape(), strict=True)]
+                pieces.append(_Piece(values, start, stop))
         self.shapes = {name: _shape(pieces) for name, pieces in self._pieces.items()}
 
-    def read(self, name: str, start: int = 0, stop: int | None = None) -> Tensor:
-        """Return rows `start` to `stop` (default: all) of a tensor. A tensor without dimensions is returned whole."""
-        pieces = self._pieces[name]
-        if not self.shapes[name]:
-            scalar: Tensor = pieces[0][...]
+    def read(self, name: str, region: Region | None = None) -> Tensor:
+        """Return a region (default: all) of a tensor. A tensor without dimensions is returned whole."""
+        pieces, shape = self._pieces[name], self.shapes[name]
+        if not shape:
+            scalar: Tensor = pieces[0].values[...]
             return scalar
-        stop, before, found = self.shapes[name][0] if stop is None else stop, 0, []
+        wanted = [(0, length) for length in shape] if region is None else list(region)
+        found: Tensor | None = None
         for piece in pieces:
-            rows = piece.get_shape()[0]
-            first, last = max(start - before, 0), min(stop - before, rows)
-            if first < last:
-                found.append(piece[first:last])
-            before += rows
-        if not found:
-            return pieces[0][0:0] if pieces[0].get_shape()[0] else torch.cat([piece[:] for piece in pieces])[0:0]
-        return found[0] if len(found) == 1 else torch.cat(found)
+            overlap = [
+                (max(low, start), min(high, stop))
+                for (low, high), start, stop in zip(wanted, piece.start, piece.stop, strict=True)
+            ]
+            if any(low >= high for low, high in overlap):
+                continue
+            values = piece.values[_slices(overlap, piece.start)]
+            if overlap == wanted:
+                return values.contiguous()  # type: ignore[no-any-return]
+            if found is None:
+                found = torch.empty([high - low for low, high in wanted], dtype=values.dtype)
+            found[_slices(overlap, [low for low, _ in wanted])] = values
+        if found is None:
+            filled = [piece.values for piece in pieces if 0 not in piece.values.get_shape()]
+            found = filled[0][0:0] if filled else pieces[0].values[:]
+            return found.new_empty([high - low for low, high in wanted])
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    """A rank's part of a tensor: its values in the open file, and where it starts and stops in each dimension."""
+
+    values: Any
+    start: Sequence[int]
+    stop: Sequence[int]
+
+
+def _slices(region: Sequence[tuple[int, int]], start: Sequence[int]) -> tuple[slice, ...]:
+    """Return the indices of a region in an array that begins at `start`."""
+    return tuple(slice(low - first, high - first) for (low, high), first in zip(region, start, strict=True))
+
+
+def _shape(pieces: list[_Piece]) -> tuple[int, ...]:
+    return tuple(map(max, zip(*(piece.stop for piece in pieces), strict=True)))
 
 
 @contextmanager
@@ -115,17 +153,14 @@ def _stored(tensors: ShardedTensors, name: str, dtype: str) -> StoredTensor:
     shape = tensors.shapes[name]
     if not shape:
         return stored(cast(name, tensors.read(name), dtype))
-    sample = stored(cast(name, tensors.read(name, 0, 1), dtype))
+    others = tuple((0, length) for length in shape[1:])
+    sample = stored(cast(name, tensors.read(name, ((0, min(1, shape[0])), *others)), dtype))
     row_bytes = max(sample.num_bytes, 1)
 
     def read(start: int, stop: int) -> bytes | memoryview:
-        rows = stored(cast(name, tensors.read(name, start // row_bytes, -(-stop // row_bytes)), dtype))
+        region = ((start // row_bytes, -(-stop // row_bytes)), *others)
+        rows = stored(cast(name, tensors.read(name, region), dtype))
         skipped = start // row_bytes * row_bytes
         return rows.read(0, rows.num_bytes)[start - skipped : stop - skipped]
 
     return StoredTensor(sample.dtype, shape, sample.num_bytes * shape[0], read)
-
-
-def _shape(pieces: list[Any]) -> tuple[int, ...]:
-    first, *rest = pieces[0].get_shape() or [None]
-    return () if first is None else (sum(piece.get_shape()[0] for piece in pieces), *rest)

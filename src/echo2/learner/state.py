@@ -1,8 +1,8 @@
 """Writes a policy's weights and moments to the files of a checkpoint and reads them, on one rank or several.
 
-Every rank writes its own rows in the background, directly from the weights and moments. The ranks synchronise twice:
+Every rank writes its own part in the background, directly from the weights and moments. The ranks synchronise twice:
 before they write, once the directory exists, and when all have written; then the first rank commits the checkpoint. If
-a rank dies in between, there is no checkpoint. Any number of ranks can read a checkpoint: each reads its own rows.
+a rank dies in between, there is no checkpoint. Any number of ranks can read a checkpoint: each reads its own part.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from echo2.learner import checkpoint
 from echo2.learner.mesh import Mesh
 from echo2.learner.model import stored
 from echo2.learner.shard_files import ShardedTensors, file_name
+from echo2.types import StoredTensor
 
 MOMENTS = ("exp_avg", "exp_avg_sq", "step")
 OPTIMIZER_FILE = "optimizer.safetensors"
@@ -79,12 +80,17 @@ def begin_saving(
         NoRoomError: no room; an earlier checkpoint in the directory is untouched.
         UserError: the directory cannot be written.
     """
-    parts = {}
+    parts: dict[str, Mapping[str, StoredTensor]] = {}
+    starts: dict[str, list[int]] = {}
     for file, tensors in contents.items():
         is_cut = any(map(mesh.is_cut, tensors.values()))
         if is_cut or mesh.rank == 0:
+            mine = {key: tensor for key, tensor in tensors.items() if mesh.saves(tensor)}
             parts[file_name(file, mesh.rank, mesh.size if is_cut else 1)] = {
-                key: stored(mesh.own(tensor)) for key, tensor in tensors.items() if not mesh.rank or mesh.is_cut(tensor)
+                key: stored(mesh.own(tensor)) for key, tensor in mine.items()
+            }
+            starts |= {
+                key: [start for start, _ in mesh.region(tensor)] for key, tensor in mine.items() if mesh.is_cut(tensor)
             }
     if mesh.size == 1:
         whole = writer.submit(checkpoint.write_checkpoint, directory, client, files, parts)
@@ -97,7 +103,7 @@ def begin_saving(
         part.set_exception(error)
     mesh.gather(b"")  # now the directory exists, or no rank can write
     if not part.done():
-        part = writer.submit(checkpoint.write_part, directory, {} if mesh.rank else files, parts)
+        part = writer.submit(checkpoint.write_part, directory, {} if mesh.rank else files, parts, starts)
     return part, RankSaving(mesh, directory, client, part)
 
 
@@ -115,7 +121,7 @@ def load_weights(mesh: Mesh, directory: Path, state: Mapping[str, Tensor], tenso
             )
     with torch.no_grad():
         for key, tensor in state.items():
-            mesh.own(tensor).copy_(_own_rows(mesh, tensors, key, tensor))
+            mesh.own(tensor).copy_(tensors.read(key, mesh.region(tensor)))
 
 
 def load_moments(
@@ -125,15 +131,9 @@ def load_moments(
     state = {}
     for index, (key, parameter) in enumerate(parameters.items()):
         if f"step.{key}" in tensors.shapes:
-            rows = {kind: _own_rows(mesh, tensors, f"{kind}.{key}", parameter) for kind in MOMENTS}
+            own = {kind: tensors.read(f"{kind}.{key}", mesh.region(parameter)) for kind in MOMENTS}
             state[index] = {
-                kind: mesh.cut_like(parameter, values) if values.dim() else values for kind, values in rows.items()
+                kind: mesh.cut_like(parameter, values) if values.dim() else values for kind, values in own.items()
             }
     groups = optimizer.state_dict()["param_groups"]
     optimizer.load_state_dict({"state": state, "param_groups": groups})
-
-
-def _own_rows(mesh: Mesh, tensors: ShardedTensors, key: str, like: Tensor) -> Tensor:
-    """Return this rank's rows of a stored tensor, which is cut like `like`."""
-    is_cut = mesh.is_cut(like) and bool(tensors.shapes[key])
-    return tensors.read(key, *mesh.rows(like.shape[0])) if is_cut else tensors.read(key)

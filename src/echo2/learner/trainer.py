@@ -215,11 +215,14 @@ class Trainer:
         optimizer = trained.optimizer
         if not grads or optimizer is None:
             return OptimStep(0.0, False)
-        self._mesh.sum(grads)
-        torch._foreach_div_(grads, divisor)
-        clipped = torch.nn.utils.clip_grad_norm_(trained.parameters.values(), adam.grad_clip or math.inf)
-        norm = float(self._mesh.whole(clipped))
+        self._mesh.sum(list(trained.parameters.values()))
+        own = [self._mesh.own(grad) for grad in grads]
+        torch._foreach_div_(own, divisor)
+        norm_of_all = self._mesh.norm(grads)
+        norm = float(norm_of_all)
         if math.isfinite(norm):
+            if adam.grad_clip:
+                torch._foreach_mul_(own, (adam.grad_clip / (norm_of_all + 1e-6)).clamp(max=1.0))
             settings = {"lr": adam.lr, "betas": adam.betas, "eps": adam.eps, "weight_decay": adam.weight_decay}
             optimizer.param_groups[0].update(settings)
             optimizer.step()
@@ -346,9 +349,9 @@ class Trainer:
         Every pass needs all ranks: a rank with fewer passes than another runs the shortest datum without effect.
         """
         shares_prompts = trained.layout != "plain"
-        parts = shares(data, self._mesh.size)
+        parts = shares(data, self._mesh.num_shares)
         done: list[T] = []
-        waiting: list[tuple[Sequence[Datum], frozenset[Tensor]]] = [(parts[self._mesh.rank], frozenset())]
+        waiting: list[tuple[Sequence[Datum], frozenset[Tensor]]] = [(parts[self._mesh.share], frozenset())]
         while waiting:
             part, reached = waiting.pop()
             pieces = microbatches(part, self.tokens_per_microbatch, shares_prompts)
@@ -386,10 +389,10 @@ class Trainer:
                 (logp_n * 0.0).sum().backward()
 
     def _of_all_ranks(self, logprobs: list[array[float]], data: Sequence[Datum]) -> list[array[float]]:
-        """Gather the logprobs of all data from the ranks' shares."""
+        """Gather the logprobs of all data from the shares."""
         if self._mesh.size == 1:
             return logprobs
-        joined = memoryview(b"".join(self._mesh.gather(b"".join(map(bytes, logprobs)))))
+        joined = memoryview(b"".join(self._mesh.gather_shares(b"".join(map(bytes, logprobs)))))
         ends = list(itertools.accumulate((8 * len(datum.tokens) for datum in data), initial=0))
         return [array("d", joined[start:end].tobytes()) for start, end in itertools.pairwise(ends)]
 

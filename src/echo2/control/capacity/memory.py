@@ -109,6 +109,7 @@ class LearnerSetup:
     lora_rank        0: the whole model is trained, in float32; else adapters of this rank over a frozen base
     base_bytes       bytes per frozen parameter
     keeps_reference  a second copy of the weights, for `learner.reference_kl`
+    tensor_parallel  of the ranks, how many share the products of each layer
     """
 
     shape: ModelShape
@@ -117,6 +118,7 @@ class LearnerSetup:
     lora_rank: int = 0
     base_bytes: int = 2
     keeps_reference: bool = False
+    tensor_parallel: int = 1
 
     def parts(self, tokens: int, checkpointing: bool) -> dict[str, int]:
         """Bytes of each rank by part, with micro-batches of `tokens` tokens."""
@@ -154,7 +156,8 @@ class LearnerSetup:
         """Bytes that autograd keeps per token in a layer. Two norms: their inputs and normed values; matrix products:
         their inputs; attention: queries, keys, values (each with all heads, because of our own mask) and the result."""
         shape = self.shape
-        d, f, h, k = shape.hidden, shape.ffn, shape.heads_width, shape.kv_width
+        d = shape.hidden
+        f, h, k = (width // self.tensor_parallel for width in (shape.ffn, shape.heads_width, shape.kv_width))
         norms = h + k if shape.qk_norm else 0
         if self.is_bfloat16:  # norms stay float32; the input of every product is cast for itself
             return 26 * d + 8 * f + 6 * norms + 2 * 4 * h
@@ -170,7 +173,8 @@ class LearnerSetup:
         time, and one embedding. Otherwise, in bfloat16: all weights, because the backward pass reads them again."""
         shape = self.shape
         whole = not (self.ranks > 1 or checkpointing)
-        parameters = shape.parameters if whole else 2 * shape.layer_parameters + shape.vocabulary
+        layer = shape.layer_parameters // self.tensor_parallel
+        parameters = shape.parameters if whole else 2 * layer + shape.vocabulary
         if self.is_bfloat16:
             is_as_stored = self.lora_rank and self.base_bytes == 2
             return 0 if is_as_stored and self.ranks == 1 else 2 * parameters

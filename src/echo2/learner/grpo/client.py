@@ -139,7 +139,7 @@ class GrpoClient:
     @property
     def tokens_per_call(self) -> int:
         """Number of tokens with which one call of `forward_backward` gives every rank a full micro-batch."""
-        return self._trainer.tokens_per_microbatch * self._mesh.size
+        return self._trainer.tokens_per_microbatch * self._mesh.num_shares
 
     def why_unfit(self, group: RolloutGroup) -> str:
         """Return why the model cannot process the group; empty if it can. The head makes the other checks when a result
@@ -294,11 +294,11 @@ class GrpoClient:
                 ]
 
     def _of_all_ranks(self, outputs: list[Output]) -> list[Output]:
-        """Gather the loss's outputs of every rank, the first rank's first."""
+        """Gather the loss's outputs of every share, the first one's first."""
         if self._mesh.size == 1:
             return outputs
         rows = [(stats, None if kept is None else kept.tolist()) for stats, kept in outputs]
-        gathered = self._mesh.gather(msgspec.msgpack.encode(rows))
+        gathered = self._mesh.gather_shares(msgspec.msgpack.encode(rows))
         decoded = [
             msgspec.msgpack.decode(data, type=list[tuple[LossStats, list[list[float]] | None]]) for data in gathered
         ]

@@ -54,7 +54,7 @@ def _follow(rundir: RunDir, here: Place) -> int:
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)
     config, device = rundir.read_config(), pick_device(f"auto:{here.local_rank}")
-    mesh = join(here, device, rundir.path / "learner")
+    mesh = join(here, device, rundir.path / "learner", config.learner.tensor_parallel)
     policy = _loaded(config, str(device), mesh)
     if policy is None:
         return UserError.exit_status
@@ -108,7 +108,9 @@ def _train(rundir: RunDir, ticket: str, here: Place | None) -> int:
         raise UserError(f"{rundir.learner_ticket} is missing: start the head first, or give its ticket with --ticket.")
     device = pick_device("auto")
     leads = here is not None and here.size > 1
-    mesh = join(here, device, rundir.path / "learner") if here is not None and leads else Mesh()
+    mesh = Mesh()
+    if here is not None and leads:
+        mesh = join(here, device, rundir.path / "learner", config.learner.tensor_parallel)
     policy = _loaded(config, str(device), mesh)
     if policy is None:
         return UserError.exit_status
