@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import resource
 import subprocess
@@ -14,6 +15,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from door_cases import peak_bytes
 from echo2.config import Config
 from echo2.errors import InvariantError, UserError
 from echo2.learner import checkpoint
@@ -373,3 +375,12 @@ def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:
     other.save_state(tmp_path / "step_0").result()
     with pytest.raises(UserError, match=r"model_type is llama, that of model\.path is not given"):
         GrpoClient(tiny_policy(), Config()).load_state(tmp_path / "step_0")
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="no /proc")
+def test_a_checkpoint_is_verified_in_little_memory(tmp_path: Path) -> None:
+    checkpoint.write_checkpoint(tmp_path / "step_0", {}, {"big": bytes(128 << 20)}, {})
+    Path("/proc/self/clear_refs").write_text("5")  # the peak begins again
+    before = peak_bytes(os.getpid())
+    assert checkpoint.is_whole(tmp_path / "step_0")
+    assert peak_bytes(os.getpid()) - before < 48 << 20
