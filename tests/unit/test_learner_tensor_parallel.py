@@ -27,11 +27,14 @@ from echo2.learner.mesh import Place, join
 from echo2.learner.model import load_policy, stored
 from echo2.learner.shard_files import file_name, open_tensors
 from echo2.learner.tensor_parallel import ProductCut
-from learner_cases import config_of, data_of, model_directory, tiny_module
+from learner_cases import VOCAB, config_of, data_of, model_directory, tiny_module
 from test_learner_ranks import OPTIONS, STEPS, digests, fresh, groups_of, train
 
 pytestmark = pytest.mark.timeout(900)  # five processes that load torch
 RANKS, SHARING = 4, 2
+#: Whose plans have other parts: biases, and products whose inputs or outputs every rank has.
+OTHERS = ("qwen2", "olmo2")
+PLAIN = replace(OPTIONS, learner=replace(OPTIONS.learner, reference_kl=0.0))
 
 
 def one_of_four(directory: str, rank: int) -> None:
@@ -56,9 +59,27 @@ def one_of_four(directory: str, rank: int) -> None:
     found["resumed_rows"] = train(client, range(5, 7))
     data = [datum for group in groups_of(3)[0] for datum in data_of(group)]
     found["logprobs"] = [list(logp) for logp in client._trainer.forward("the policy", data)]
+    for kind in OTHERS:
+        found[kind] = train(
+            GrpoClient(load_policy(str(where / kind), "float32", "cpu", mesh), PLAIN, mesh=mesh), range(3)
+        )
     if rank == 0:
         (where / "found.json").write_text(json.dumps(found))
     mesh.leave()
+
+
+def write_model(kind: str, out: Path) -> None:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    torch.manual_seed(3)
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "max_position_embeddings": 256}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "initializer_range": 0.3}
+    config = AutoConfig.for_model(kind, vocab_size=VOCAB, tie_word_embeddings=False, **sizes, **heads)
+    module = AutoModelForCausalLM.from_config(config)
+    for name, parameter in module.named_parameters():
+        if name.endswith("bias"):
+            torch.nn.init.normal_(parameter)
+    module.save_pretrained(out)
 
 
 @pytest.fixture(scope="module")
@@ -68,6 +89,8 @@ def four(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]
     client = GrpoClient(load_policy(str(model_directory(where / "model", heads=(4, 2))), "float32", "cpu"), OPTIONS)
     train(client, range(5))
     client.save_state(where / "of_one", lineage=2, cursor=5).result()
+    for kind in OTHERS:
+        write_model(kind, where / kind)
     code = textwrap.dedent(f"""
         import sys
         sys.path[:0] = {[str(Path(__file__).parent), *sys.path]!r}
@@ -88,6 +111,14 @@ def test_losses_norms_and_counts_are_those_of_one_process(four: tuple[Path, dict
     where, found = four
     expected = train(fresh(where), range(STEPS))
     for mine, theirs in zip(expected, found["rows"], strict=True):
+        assert theirs == pytest.approx(mine, rel=1e-5, abs=1e-6)
+
+
+@pytest.mark.parametrize("kind", OTHERS)
+def test_models_with_other_plans_are_those_of_one_process(four: tuple[Path, dict[str, Any]], kind: str) -> None:
+    where, found = four
+    expected = train(GrpoClient(load_policy(str(where / kind), "float32", "cpu"), PLAIN), range(3))
+    for mine, theirs in zip(expected, found[kind], strict=True):
         assert theirs == pytest.approx(mine, rel=1e-5, abs=1e-6)
 
 
