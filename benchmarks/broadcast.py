@@ -7,7 +7,8 @@
 Origin and workers are real processes in network namespaces (`wan/`), with real enrolment, mutual TLS, signed manifests
 and stores; every worker's bytes are compared with the origin's before its time counts. In one round every scenario runs
 once with every scheme, one after the other, so that a machine that slows down slows all of them; ratios are taken
-within a round.
+within a round. With `--broadcasts 3` each trial sends three contents in turn, the later ones over connections that the
+first opened, as in a run; a later one is held against the later one of a worker alone.
 
     over alone    T(n) over the time one worker alone took in the same round, over the same links
     over G/B_w    T(n) over the content's bits over a worker's line rate: headers and hand-shakes count against us
@@ -51,19 +52,17 @@ def plan(wanted: Sequence[Scenario], options: argparse.Namespace) -> Iterator[tu
                     yield number, scenario, setup(scheme, options.fan_out)
 
 
-def measure(trials: Sequence[tuple[int, Scenario, Setup]], num_bytes: int) -> Rounds:
+def measure(trials: Sequence[tuple[int, Scenario, Setup]], num_bytes: int, num_broadcasts: int = 1) -> Rounds:
     """All trials in turn; one that fails is told of, and the rest goes on."""
     rounds, refused = Rounds(), set()
     for at, (number, scenario, chosen_setup) in enumerate(trials):
         if scenario.congestion in refused:
             continue
         try:
-            result = replace(
-                Trial(scenario, chosen_setup, num_bytes, seed=number).run(),
-                predicted_seconds=prediction(scenario, chosen_setup, num_bytes),
-            )
-            rounds.add(number, result)
-            progress(f"[{at + 1}/{len(trials)}] {one_line(result)}")
+            predicted = prediction(scenario, chosen_setup, num_bytes)
+            for result in Trial(scenario, chosen_setup, num_bytes, number, num_broadcasts).run():
+                rounds.add(number, replace(result, predicted_seconds=predicted))
+                progress(f"[{at + 1}/{len(trials)}] {one_line(result)}")
         except TrialError as error:
             rounds.fail(number, scenario.name, chosen_setup.name, str(error))
             progress(f"[{at + 1}/{len(trials)}] {scenario.name} {chosen_setup.name} FAILED: {error}")
@@ -108,6 +107,7 @@ def arguments(description: str | None) -> argparse.ArgumentParser:
 def main() -> None:
     parser = arguments(__doc__)
     parser.add_argument("--schemes", nargs="+", choices=SCHEMES, default=list(SCHEMES))
+    parser.add_argument("--broadcasts", type=int, default=1, help="in each trial, over connections that stay open")
     parser.add_argument("--star-max", type=int, default=8, help="workers up to which the star, n times as slow, is run")
     parser.add_argument("--list", action="store_true", help="say which scenarios there are")
     options = parser.parse_args()
@@ -120,7 +120,7 @@ def main() -> None:
     try:
         wanted = chosen(options.only)
         trials = list(plan(wanted, options))
-        rounds = measure(trials, int(options.size_mib * (1 << 20)))
+        rounds = measure(trials, int(options.size_mib * (1 << 20)), options.broadcasts)
     except (ValueError, WanError) as error:
         sys.exit(f"error: {error}")
     print(table(rounds.summary(wanted)))

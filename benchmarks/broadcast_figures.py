@@ -25,30 +25,31 @@ class Rounds:
     """The results of all rounds: in each, every scenario ran once with every setup, one after the other."""
 
     def __init__(self) -> None:
-        self._results: dict[tuple[int, str, str], Result] = {}
+        self._results: dict[tuple[int, str, str, int], Result] = {}
         self.failures: list[dict[str, Any]] = []
 
     def add(self, number: int, result: Result) -> None:
-        self._results[number, result.scenario, result.setup] = result
+        self._results[number, result.scenario, result.setup, result.nth] = result
 
     def fail(self, number: int, scenario: str, setup: str, why: str) -> None:
         self.failures.append({"round": number, "scenario": scenario, "setup": setup, "why": why})
 
     def summary(self, scenarios: Sequence[Scenario]) -> list[dict[str, Any]]:
-        """One row for each scenario and setup."""
-        setups = list(dict.fromkeys(setup for _, _, setup in self._results))
-        rows = [self._row(scenario, setup) for scenario in scenarios for setup in setups]
+        """One row for each scenario and setup, and for each broadcast of a trial."""
+        kinds = list(dict.fromkeys((setup, nth) for _, _, setup, nth in self._results))
+        rows = [self._row(scenario, setup, nth) for scenario in scenarios for setup, nth in kinds]
         return [row for row in rows if row is not None]
 
     def all(self) -> list[dict[str, Any]]:
         """Every single result."""
         return [
             {"round": number, **asdict(result), "last": result.last, "is_network_bound": result.is_network_bound}
-            for (number, _, _), result in self._results.items()
+            for (number, *_), result in self._results.items()
         ]
 
-    def _row(self, scenario: Scenario, setup: str) -> dict[str, Any] | None:
-        mine = {number: r for (number, name, who), r in self._results.items() if (name, who) == (scenario.name, setup)}
+    def _row(self, scenario: Scenario, setup: str, nth: int) -> dict[str, Any] | None:
+        wanted = (scenario.name, setup, nth)
+        mine = {number: result for (number, *which), result in self._results.items() if tuple(which) == wanted}
         if not mine:
             return None
 
@@ -58,6 +59,7 @@ class Rounds:
         return {
             "scenario": scenario.name,
             "setup": setup,
+            "nth": nth,
             "num_workers": len(scenario.workers),
             "rounds": len(mine),
             "last_seconds": each(lambda _, r: r.last),
@@ -74,11 +76,12 @@ class Rounds:
         }
 
     def _over_alone(self, number: int, scenario: Scenario, result: Result) -> float | None:
-        alone = [r.last for (at, name, _), r in self._results.items() if (at, name) == (number, scenario.alone)]
+        wanted = (number, scenario.alone, result.nth)
+        alone = [r.last for (at, name, _, nth), r in self._results.items() if (at, name, nth) == wanted]
         return result.last / alone[0] if alone else None
 
     def _over_undisturbed(self, number: int, scenario: Scenario, result: Result) -> float | None:
-        calm = self._results.get((number, scenario.undisturbed, result.setup))
+        calm = self._results.get((number, scenario.undisturbed, result.setup, result.nth))
         if calm is None or result.noticed_seconds is None:
             return None
         return (result.last - result.noticed_seconds) / calm.last
@@ -89,6 +92,7 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
     heads = (
         "scenario",
         "setup",
+        "nth",
         "last worker, s",
         "over alone",
         "over G/B_w",
@@ -98,7 +102,9 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
         "predicted, s",
     )
     keys = ("last_seconds", "over_alone", "over_floor", "over_bound", "origin_sent_ratio", "machine_busy_share")
-    lines = [[row["scenario"], row["setup"], *(_cell(row[key]) for key in keys), _predicted(row)] for row in rows]
+    names = [(row["scenario"], row["setup"], str(row["nth"])) for row in rows]
+    figures = [[*(_cell(row[key]) for key in keys), _predicted(row)] for row in rows]
+    lines = [[*named, *cells] for named, cells in zip(names, figures, strict=True)]
     widths = [max(len(line[at]) for line in [list(heads), *lines]) for at in range(len(heads))]
     text = ["  ".join(word.ljust(width) for word, width in zip(line, widths, strict=True)) for line in [heads, *lines]]
     faults = [row for row in rows if row["over_undisturbed_less_detection"] is not None]
@@ -141,7 +147,7 @@ def one_line(result: Result) -> str:
     fault = "" if result.victim is None else f"  {result.victim} hit at {result.fault_seconds:.1f} s"
     verdict = "" if result.is_network_bound else "  MACHINE TOO BUSY"
     return (
-        f"{result.scenario:12} {result.setup:14} {result.last:7.2f} s{others}{fault}"
+        f"{result.scenario:12} {result.setup:14} {result.nth} {result.last:7.2f} s{others}{fault}"
         f"  {result.last / result.floor_seconds:.2f} G/B_w  origin sent {result.origin_sent_ratio:.2f} G"
         f"  cpu s: {cpu}  busy {result.machine_busy_share:.0%}{verdict}"
     )

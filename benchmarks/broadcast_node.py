@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from broadcast_schemes import SCHEMES
-from wan.lines import content, described, digest, hear, say
+from wan.lines import content, described, digest, hear, say, seed_of
 from weights_cases import new_content
 
 from echo2.broadcast.origin import OriginNode
@@ -33,7 +33,6 @@ from echo2.weights.encoder import Encoder
 from echo2.weights.manifest import Manifest
 from echo2.weights.store import ChunkStore
 
-REF = SnapshotRef(RUN_POLICY, 0, 1)
 NUM_TENSORS = 16
 PORT = 4700
 PROBE_LIMIT_SECONDS = 150.0  # links are measured one after the other, in some seconds each
@@ -47,15 +46,7 @@ class Origin:
         directory = Path(node["directory"])
         self._identity = RunIdentity.create_or_load(directory / "identity")
         store = ChunkStore(directory / "store")
-        whole, part = content(node["num_bytes"], node["seed"]), -(-node["num_bytes"] // NUM_TENSORS)
-        pieces = [memoryview(whole)[at : at + part] for at in range(0, len(whole), part)]
-        tensors = {f"tensor{at:02}": TensorBytes("U8", (len(piece),), piece) for at, piece in enumerate(pieces)}
-        encoder = Encoder(Snapshot(REF, tensors, {}))
-        for chunks in encoder.parts():
-            for hash_, chunk in chunks.items():
-                store.put(hash_, chunk)
-        self._manifest = encoder.manifest()
-        store.put_manifest(self._manifest)
+        self._manifests = [_stored(store, node, nth) for nth in range(1, node["num_broadcasts"] + 1)]
         self._outboxes: dict[str, asyncio.Queue[wire.Order]] = {}
         self._names: dict[str, str] = {}
         self._routes: dict[str, tuple[str, ...]] = {}
@@ -79,14 +70,15 @@ class Origin:
 
     def _publish(self) -> None:
         say("published")
-        data = self._manifest.to_wire()
+        manifest = self._manifests.pop(0)
+        data, ref = manifest.to_wire(), manifest.ref
         signature = self._identity.sign_manifest(data)
         notice = wire.SnapshotNotice(
-            policy=REF.policy, lineage=REF.lineage, version=REF.version, manifest=data, signature=signature
+            policy=ref.policy, lineage=ref.lineage, version=ref.version, manifest=data, signature=signature
         )
         for outbox in self._outboxes.values():
             outbox.put_nowait(wire.Order(snapshot=notice))
-        self._origin.assign(self._manifest.payload, list(self._outboxes), self._manifest)
+        self._origin.assign(manifest.payload, list(self._outboxes), manifest)
 
     def _order(self, worker_id: str, order: wire.Order) -> None:
         if order.HasField("routes"):
@@ -115,6 +107,20 @@ class Origin:
             say("note", kind="gave up", worker=names[peer.peer_id], source=source, reason=report.failure)
         answer: wire.Empty = await self._origin.handlers()["ReportFetch"](peer, report)
         return answer
+
+
+def _stored(store: ChunkStore, node: Mapping[str, Any], nth: int) -> Manifest:
+    """What is broadcast as the nth, encoded into the store: nothing in it is in what was broadcast before."""
+    whole, part = content(node["num_bytes"], seed_of(node["seed"], nth)), -(-node["num_bytes"] // NUM_TENSORS)
+    pieces = [memoryview(whole)[at : at + part] for at in range(0, len(whole), part)]
+    tensors = {f"tensor{at:02}": TensorBytes("U8", (len(piece),), piece) for at, piece in enumerate(pieces)}
+    encoder = Encoder(Snapshot(SnapshotRef(RUN_POLICY, 0, nth), tensors, {}))
+    for chunks in encoder.parts():
+        for hash_, chunk in chunks.items():
+            store.put(hash_, chunk)
+    manifest = encoder.manifest()
+    store.put_manifest(manifest)
+    return manifest
 
 
 def busiest(routes: Mapping[str, tuple[str, ...]]) -> str:

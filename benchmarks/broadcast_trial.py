@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from wan.lines import content, digest
+from wan.lines import content, digest, seed_of
 from wan.net import AccessLink, Wan, WanError, cpu_seconds, machine_cpu_seconds
 
 ORIGIN = "origin"
@@ -109,6 +109,7 @@ class Result:
     queue_drops: int
     bundle_packets: float  # mean number of packets that travelled together
     notes: list[dict[str, Any]]
+    nth: int = 1  # of the trial's broadcasts, the later ones over connections that are open
     predicted_seconds: float | None = None  # by the simulator
 
     @property
@@ -177,10 +178,11 @@ def stop_on_sigterm() -> None:
 
 
 class Trial:
-    """Runs one broadcast. Everything it started or wrote is gone afterwards, whatever happens."""
+    """Runs broadcasts, one after the other. Everything it started or wrote is gone afterwards, whatever happens."""
 
-    def __init__(self, scenario: Scenario, setup: Setup, num_bytes: int, seed: int) -> None:
+    def __init__(self, scenario: Scenario, setup: Setup, num_bytes: int, seed: int, num_broadcasts: int = 1) -> None:
         self._scenario, self._setup, self._num_bytes, self._seed = scenario, setup, num_bytes, seed
+        self._num_broadcasts = num_broadcasts if scenario.fault is None else 1
         self._said: queue.Queue[tuple[str, dict[str, Any]]] = queue.Queue()
         self._nodes: dict[str, _Node] = {}
         self._whole: dict[str, float] = {}
@@ -188,8 +190,8 @@ class Trial:
         self._victim: str | None = None
         self._fault_at: float | None = None
 
-    def run(self) -> Result:
-        """The times.
+    def run(self) -> list[Result]:
+        """The times of each broadcast.
 
         Raises:
             TrialError: somebody did not get it, or got something else.
@@ -200,7 +202,7 @@ class Trial:
             with Wan(self._scenario.links, self._scenario.congestion) as wan:
                 self._wan = wan
                 self._join()
-                return self._broadcast()
+                return [self._broadcast(nth) for nth in range(1, self._num_broadcasts + 1)]
         finally:
             shutil.rmtree(self._directory, ignore_errors=True)
 
@@ -230,6 +232,7 @@ class Trial:
             "directory": str(directory),
             "num_bytes": self._num_bytes,
             "seed": self._seed,
+            "num_broadcasts": self._num_broadcasts,
             "congestion": self._wan.congestion,
             **self._setup.options,
             **more,
@@ -272,7 +275,10 @@ class Trial:
             raise TrialError(f"{name} {said['event']}: {said.get('detail', '')} {self._nodes[name].errors()}")
         return name, said
 
-    def _broadcast(self) -> Result:
+    def _broadcast(self, nth: int) -> Result:
+        self._whole.clear()
+        if nth > 1:
+            self._notes.clear()
         before, busy = self._cpu(), machine_cpu_seconds()
         sent = self._wan.stats()
         for name in (ORIGIN, *self._scenario.workers) if self._setup.pulls else (ORIGIN,):
@@ -281,7 +287,7 @@ class Trial:
         self._receive(started)
         after, busy_after = self._cpu(), machine_cpu_seconds()
         stats = self._wan.stats()
-        self._verify()
+        self._verify(seed_of(self._seed, nth))
         seconds = {name: at - started for name, at in sorted(self._whole.items())}
 
         def node_sum(names: tuple[str, ...], key: str) -> int:
@@ -314,6 +320,7 @@ class Trial:
             bundle_packets=stats["delivered"] / max(stats["deliveries"], 1),
             queue_drops=node_sum((ORIGIN, *workers), "queue_drops"),
             notes=[{**note, "at": note["at"] - started} for note in self._notes],
+            nth=nth,
         )
 
     def _receive(self, started: float) -> None:
@@ -344,8 +351,8 @@ class Trial:
             self._wan.change(self._victim, is_dead=True)
         self._fault_at = time.monotonic()
 
-    def _verify(self) -> None:
-        wanted = digest([content(self._num_bytes, self._seed)])
+    def _verify(self, seed: int) -> None:
+        wanted = digest([content(self._num_bytes, seed)])
         for name in self._whole:
             if name != self._victim:
                 self._nodes[name].tell("verify")

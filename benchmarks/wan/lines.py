@@ -41,6 +41,11 @@ def content(num_bytes: int, seed: int) -> bytes:
     return b"".join(source.randbytes(min(PIECE_BYTES, num_bytes - at)) for at in range(0, num_bytes, PIECE_BYTES))
 
 
+def seed_of(seed: int, nth: int) -> int:
+    """The seed of the content that is broadcast as the nth of a trial."""
+    return seed + 1000 * (nth - 1)
+
+
 def digest(parts: Iterable[bytes | memoryview]) -> str:
     """Of the bytes of all parts in turn: what a receiver shows to have its time counted."""
     hasher = hashlib.sha256()
