@@ -115,8 +115,8 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
     ]
     bound = [row for row in rows if row["network_bound_rounds"] < row["rounds"]]
     if bound:
-        names = ", ".join(f"{row['scenario']} {row['setup']}" for row in bound)
-        text.append(f"The machine was too busy in some rounds, whose times are its own, not the network's: {names}.")
+        where = ", ".join(f"{row['scenario']} {row['setup']}" for row in bound)
+        text.append(f"The machine was too busy in some rounds, whose times are its own, not the network's: {where}.")
     return "\n".join(text)
 
 

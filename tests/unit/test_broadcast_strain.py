@@ -8,7 +8,8 @@ from collections.abc import AsyncIterator, Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 from blake3 import blake3
@@ -20,6 +21,7 @@ from echo2.broadcast.origin import TURN_MAX_SECONDS, TURN_SECONDS, OriginNode
 from echo2.broadcast.payloads import encode_payload
 from echo2.broadcast.probe import DONE
 from echo2.broadcast.serving import ChunkCache, Server
+from echo2.broadcast.sources import Intake, Source
 from echo2.control.broadcast.origin import BroadcastOptions
 from echo2.errors import PeerError
 from echo2.transport import chunks
@@ -75,13 +77,43 @@ def test_paced_peer_gets_chunks_no_faster_and_hears_that_more_will_come(tmp_path
 
     async def scenario() -> None:
         with ThreadPoolExecutor(1) as disk:
-            paces = iter((1e5, 1500.0, 1500.0))  # bytes per second after each chunk: .01 s, then .7 s
+            paces = iter((1e5, 1050.0, 1050.0))  # bytes per second after each chunk: .01 s, then .95 s
             server = Server(ChunkCache(store, disk), lambda payload: False, lambda peer_id, payload: next(paces))
             request, began_at = wire.ChunkRequest(hashes=list(pieces), payload=PAYLOAD), time.monotonic()
             given = server.serve(Peer("w-1", "worker"), request)
-            came = [(time.monotonic(), message == chunks.ALIVE) async for message in given]
-        assert [is_alive for _, is_alive in came] == [True, False, False, True, False]
-        assert came[4][0] - began_at >= 1000 / 1e5 + 1000 / 1500.0
+            came = [(time.monotonic(), message) async for message in given]
+        kinds = [message if len(message) < 1000 else b"chunk" for _, message in came]
+        alive, nudge = chunks.ALIVE, chunks.NUDGE
+        assert kinds == [alive, b"chunk", b"chunk", nudge, alive, b"chunk", nudge]
+        assert came[5][0] - began_at >= 1000 / 1e5 + 1000 / 1050.0
+
+    run(scenario())
+
+
+def test_a_nudge_follows_what_nothing_follows_at_once_and_says_nothing(tmp_path: Path) -> None:
+    data = [bytes([at]) * 1000 for at in range(3)]
+    hashes = [blake3(piece).digest() for piece in data]
+
+    async def scenario() -> None:
+        with ThreadPoolExecutor(1) as disk:
+            cache, came = ChunkCache(ChunkStore(tmp_path), disk), []
+            for at in range(2):
+                cache.arrived(hashes[at], chunks.pack(hashes[at], data[at]))
+            given = Server(cache, lambda payload: True).serve(
+                Peer("w-1", "worker"), wire.ChunkRequest(hashes=hashes, payload=PAYLOAD)
+            )
+            async for message in given:
+                came.append(message)
+                if message == chunks.NUDGE and not cache.has(hashes[2]):
+                    cache.arrived(hashes[2], chunks.pack(hashes[2], data[2]))
+        kinds = ["chunk" if len(message) > 1000 else message for message in came]
+        assert kinds == [chunks.ALIVE, "chunk", "chunk", chunks.NUDGE, "chunk", chunks.NUDGE]
+        heard: list[str] = []
+        source = Source("w-2", cast("Intake", SimpleNamespace(alive=heard.append)))
+        await source.take(chunks.NUDGE, {})
+        assert heard == []  # one that waits for its own source says ALIVE
+        await source.take(chunks.ALIVE, {})
+        assert heard == ["w-2"]
 
     run(scenario())
 

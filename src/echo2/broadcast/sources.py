@@ -63,7 +63,8 @@ class Source:
         """
         hash_, data = chunks.unpack(message)
         if not hash_:
-            self.intake.alive(self.source)
+            if not data:
+                self.intake.alive(self.source)
             return
         if hash_ not in awaited:
             raise PeerError("corrupt", f"chunk {hash_.hex()} was not asked for")
