@@ -33,7 +33,7 @@ from test_learner_ranks import OPTIONS, STEPS, digests, fresh, groups_of, train
 pytestmark = pytest.mark.timeout(900)  # five processes that load torch
 RANKS, SHARING = 4, 2
 #: Whose plans have other parts: biases, and products whose inputs or outputs every rank has.
-OTHERS = ("qwen2", "olmo2")
+OTHERS = ("llama", "qwen2", "olmo2")
 PLAIN = replace(OPTIONS, learner=replace(OPTIONS.learner, reference_kl=0.0))
 
 
@@ -72,9 +72,10 @@ def write_model(kind: str, out: Path) -> None:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     torch.manual_seed(3)
-    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "max_position_embeddings": 256}
+    sizes = {"hidden_size": 16, "intermediate_size": 38, "num_hidden_layers": 2, "max_position_embeddings": 256}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "initializer_range": 0.3}
-    config = AutoConfig.for_model(kind, vocab_size=VOCAB, tie_word_embeddings=False, **sizes, **heads)
+    biases = {"attention_bias": True, "mlp_bias": True} if kind == "llama" else {}
+    config = AutoConfig.for_model(kind, vocab_size=VOCAB, tie_word_embeddings=False, **sizes, **heads, **biases)
     module = AutoModelForCausalLM.from_config(config)
     for name, parameter in module.named_parameters():
         if name.endswith("bias"):
@@ -164,12 +165,17 @@ def test_heads_that_cannot_be_shared_are_refused(heads: tuple[int, int]) -> None
 
 
 @pytest.mark.parametrize(
-    ("kind", "why"), [("gpt2", "has no plan"), ("qwen3_moe", "moe_tp_experts, packed_colwise in its plan")]
+    ("kind", "options", "why"),
+    [
+        ("gpt2", {}, "has no plan"),
+        ("qwen3_moe", {}, "moe_tp_experts, packed_colwise in its plan"),
+        ("phi", {"qk_layernorm": True}, "a plan without its layers.0.self_attn.q_layernorm"),
+    ],
 )
-def test_a_model_without_a_plan_that_can_be_followed_is_refused(kind: str, why: str) -> None:
+def test_a_model_without_a_plan_that_can_be_followed_is_refused(kind: str, options: dict[str, Any], why: str) -> None:
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    config = AutoConfig.for_model(kind, vocab_size=64, num_hidden_layers=1)
+    config = AutoConfig.for_model(kind, vocab_size=64, num_hidden_layers=1, **options)
     with torch.device("meta"):
         module = AutoModelForCausalLM.from_config(config)
     with pytest.raises(UserError, match=f"learner.tensor_parallel = 2: transformers' {kind} .*{why}"):

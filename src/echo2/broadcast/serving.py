@@ -152,6 +152,7 @@ class Server:
                     yield chunks.ALIVE
                 if not order.ready:
                     await order.something()
+                is_sending = bool(order.ready)
                 while order.ready:
                     message = await self._read(order, payload)
                     if message is None:
@@ -166,7 +167,7 @@ class Server:
                             yield chunks.ALIVE
                     self.bytes_sent += len(message)
                     yield message
-                if not await order.something(NUDGE_SECONDS):
+                if is_sending and not await order.something(NUDGE_SECONDS):
                     yield chunks.NUDGE
         finally:
             order.end()

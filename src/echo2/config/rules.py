@@ -149,7 +149,7 @@ def _check_lora(config: Config) -> None:
     if lora.rank and config.learner.tensor_parallel > 1:
         raise UserError(
             f"learner.tensor_parallel = {config.learner.tensor_parallel} and lora.rank = {lora.rank}: an adapter's "
-            "layers are in no plan for sharing products. Leave learner.tensor_parallel at 1; learner.ranks cuts the "
+            "layers are in no plan for splitting products. Leave learner.tensor_parallel at 1; learner.ranks cuts the "
             "base model all the same."
         )
 
@@ -176,8 +176,8 @@ def check_together(config: Config) -> None:
     ranks, sharing = config.learner.ranks, config.learner.tensor_parallel
     if ranks % sharing:
         raise UserError(
-            f"learner.tensor_parallel = {sharing} does not divide learner.ranks = {ranks}, the processes in all. Set "
-            f"learner.ranks = {-(-ranks // sharing) * sharing}."
+            f"learner.tensor_parallel = {sharing} does not divide learner.ranks = {ranks}, which counts all processes. "
+            f"Set learner.ranks = {-(-ranks // sharing) * sharing}."
         )
     if ranks // sharing > rollouts:
         raise UserError(

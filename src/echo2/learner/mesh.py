@@ -2,7 +2,7 @@
 uses `torch.distributed`.
 
 FSDP2 (`fully_shard`): every weight is cut along its first dimension, a layer is whole only while it computes, and each
-rank has the gradients and moments of its own rows. With tensor parallelism, T neighbouring ranks also share the
+rank has the gradients and moments of its own rows. With tensor parallelism, T neighbouring ranks also split the matrix
 products of each layer and run the same data (`tensor_parallel`); FSDP2 cuts what each of them has over the ranks that
 have the same, and everything outside of the layers over all ranks. So each rank has one rectangle of every weight. All
 ranks call the same verbs with the same data in the same order; the trainer decides which part of the data each runs.
@@ -114,7 +114,7 @@ class Mesh:
         `fill` reads the weights: it is called with each part before the part is cut, and with the module at last.
 
         Raises:
-            UserError: there are more ranks than the model can be cut into, or it has no plan for tensor parallelism.
+            UserError: there are more ranks than the model can be cut into, or tensor parallelism can't split it.
         """
         if fill is not None:
             fill(module)
@@ -285,8 +285,10 @@ class RankMesh(Mesh):
                 self._dist.all_reduce(gradient)
                 continue
             own = self.own(gradient).mul_(self.num_shares)  # FSDP has averaged it
-            if parameter in self._summed:
+            if self._num_copies(gradient) > 1:
                 self._dist.all_reduce(own, group=self._group.get_group())
+                if parameter not in self._summed:  # else equal but for rounding, which would let copies drift apart
+                    own.div_(self._group_size)
 
     def norm(self, gradients: Sequence[Tensor]) -> Tensor:
         norms = torch.stack(torch._foreach_norm([self.own(gradient) for gradient in gradients])).double()
@@ -328,18 +330,13 @@ class _Computed(nn.Module):
 
 
 def join(here: Place, device: torch.device, scratch: Path = Mesh.scratch, tensor_parallel: int = 1) -> Mesh:
-    """Join the other ranks; every rank must call it. `tensor_parallel`: neighbouring ranks that share products.
+    """Join the other ranks; every rank must call it. `tensor_parallel`: neighbouring ranks that split products; it
+    divides the number of ranks.
 
     Raises:
-        UserError: the other ranks are not found, or tensor_parallel does not divide their number.
+        UserError: the other ranks are not found.
     """
     import torch.distributed as dist
-
-    if here.size % tensor_parallel:
-        raise UserError(
-            f"learner.tensor_parallel = {tensor_parallel} does not divide the number of ranks, {here.size}. Start a "
-            "multiple of it (under torchrun: --nproc-per-node times --nnodes)."
-        )
 
     if here.rendezvous.startswith("file:"):
         for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):

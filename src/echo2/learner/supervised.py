@@ -13,6 +13,7 @@ from echo2.errors import UserError
 from echo2.learner.client_losses import client_loss
 from echo2.learner.datum import Datum
 from echo2.learner.learning_rate import learning_rate
+from echo2.learner.mesh import Mesh
 from echo2.learner.microbatch import microbatch_tokens
 from echo2.learner.model import Policy
 from echo2.learner.precision import computes_in_bfloat16, refuse_vanishing_updates
@@ -31,7 +32,7 @@ class SupervisedClient:
         self.step, self.num_steps, self._learner = 0, num_steps, config.learner
         policy.computes_in_bfloat16 = computes_in_bfloat16(config.model.compute_dtype, policy.device)
         refuse_vanishing_updates(policy.trained_parameters(), config.learner.lr)
-        self._trainer = Trainer(microbatch_tokens(policy, config))
+        self._trainer = Trainer(microbatch_tokens(policy, config, Mesh()))
         self._trainer.add(POLICY, policy)
         self._loss = client_loss("cross_entropy", {})
 

@@ -1,5 +1,5 @@
-"""Tensor parallelism: neighbouring ranks share the products of each layer, by the plan that transformers' configuration
-of the model names (`base_model_tp_plan`).
+"""Tensor parallelism: neighbouring ranks split the matrix products of each layer, by the plan that transformers'
+configuration of the model names (`base_model_tp_plan`).
 
 A weight that is cut by its rows gives a part of the outputs, one cut by its columns takes a part of the inputs; ranks
 add up what the second kind gives. Between the two each rank computes with its own attention heads and its own part of
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 #: The plan's names, and the dimension of the weight that is cut.
 CUT_DIMENSIONS = {"colwise": 0, "colwise_gather_output": 0, "rowwise": 1, "rowwise_split_input": 1}
+LAYER_NUMBER = re.compile(r"\.\d+(?=\.|$)")
 #: Modules that every rank has and applies to its own heads: their gradients are sums over the ranks.
 SUMMED = "replicated_with_grad_allreduce"
 
@@ -33,16 +34,18 @@ class ProductCut:
         whole: Any = module
         base = whole.base_model
         plan = getattr(base.config, "base_model_tp_plan", None) or {}
+        self._styles: dict[nn.Module, str] = {
+            part: plan[name] for key, part in base.named_modules() if (name := LAYER_NUMBER.sub(".*", key)) in plan
+        }
         unknown = sorted(set(plan.values()) - {*CUT_DIMENSIONS, SUMMED})
-        if not plan or unknown:
+        unplanned = self._unplanned(base)
+        if unknown or unplanned or not self._styles:
             why = f"has {', '.join(unknown)} in its plan, which this learner does not do" if unknown else "has no plan"
+            why = f"has a plan without its {unplanned}" if unplanned else why
             raise UserError(
                 f"learner.tensor_parallel = {size}: transformers' {base.config.model_type} {why}. Leave it at 1: "
                 "learner.ranks alone cuts weights, gradients and moments just as far."
             )
-        self._styles: dict[nn.Module, str] = {
-            part: plan[name] for key, part in base.named_modules() if (name := re.sub(r"\d+", "*", key)) in plan
-        }
         config = base.config.get_text_config()
         heads = [config.num_attention_heads, getattr(config, "num_key_value_heads", None) or config.num_attention_heads]
         cut: list[tuple[Any, str]] = [(part, style) for part, style in self._styles.items() if style != SUMMED]
@@ -50,9 +53,19 @@ class ProductCut:
         shareable = math.gcd(*heads, *widths)
         if shareable % size:
             raise UserError(
-                f"learner.tensor_parallel = {size}: this model's heads ({heads[0]}, {heads[1]} of keys and values) and "
-                f"layers can only be shared by a divisor of {shareable} ranks. Set it to one."
+                f"learner.tensor_parallel = {size} does not divide this model's heads ({heads[0]}, {heads[1]} of keys "
+                f"and values) or layers. Set it to a divisor of {shareable}."
             )
+
+    def _unplanned(self, base: nn.Module) -> str:
+        """Return the name of a module that sees one rank's part of a product and is not in the plan; empty: none."""
+        for key, parent in base.named_modules():
+            children = dict(parent.named_children())
+            if any(self._styles.get(child) == "colwise" for child in children.values()):
+                for name, child in children.items():
+                    if child not in self._styles and any(True for _ in child.parameters()):
+                        return f"{key}.{name}"
+        return ""
 
     def cut(self, layer: nn.Module, ranks: DeviceMesh) -> None:
         """Cut the products of a layer over the ranks, in place; each rank keeps its own part of the weights it has."""
@@ -69,7 +82,7 @@ class ProductCut:
         parallelize_module(layer, ranks, plan, src_data_rank=None)
 
     def summed(self, layer: nn.Module) -> list[Tensor]:
-        """Return the parameters of a layer whose gradients are sums over the ranks that share its products."""
+        """Return the parameters of a layer whose gradients are sums over the ranks that split its products."""
         parts = [part for part in layer.modules() if self._styles.get(part) == SUMMED]
         return [parameter for part in parts for parameter in part.parameters()]
 

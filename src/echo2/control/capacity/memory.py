@@ -109,7 +109,8 @@ class LearnerSetup:
     lora_rank        0: the whole model is trained, in float32; else adapters of this rank over a frozen base
     base_bytes       bytes per frozen parameter
     keeps_reference  a second copy of the weights, for `learner.reference_kl`
-    tensor_parallel  of the ranks, how many share the products of each layer
+    tensor_parallel  of the ranks, how many split each layer's weights; its activations count as whole, for in some
+                     models they are
     """
 
     shape: ModelShape
@@ -156,8 +157,7 @@ class LearnerSetup:
         """Bytes that autograd keeps per token in a layer. Two norms: their inputs and normed values; matrix products:
         their inputs; attention: queries, keys, values (each with all heads, because of our own mask) and the result."""
         shape = self.shape
-        d = shape.hidden
-        f, h, k = (width // self.tensor_parallel for width in (shape.ffn, shape.heads_width, shape.kv_width))
+        d, f, h, k = shape.hidden, shape.ffn, shape.heads_width, shape.kv_width
         norms = h + k if shape.qk_norm else 0
         if self.is_bfloat16:  # norms stay float32; the input of every product is cast for itself
             return 26 * d + 8 * f + 6 * norms + 2 * 4 * h

@@ -123,9 +123,7 @@ class GrpoClient:
         self._mesh = mesh or Mesh()
         policy.computes_in_bfloat16 = computes_in_bfloat16(config.model.compute_dtype, policy.device)
         refuse_vanishing_updates(policy.trained_parameters(), config.learner.lr)
-        sized = replace(config, learner=replace(config.learner, ranks=self._mesh.size))  # torchrun may have set it
-        tokens = microbatch_tokens(policy, sized)
-        self._settled = min(map(int, self._mesh.gather(str(tokens).encode()))) if self._mesh.size > 1 else tokens
+        self._settled = microbatch_tokens(policy, config, self._mesh)
         self._trainer = Trainer(self._settled, layout, self._mesh)
         reference = reference_of(policy, config, self._mesh) if config.learner.reference_kl > 0.0 else None
         self._trainer.add(POLICY, policy)

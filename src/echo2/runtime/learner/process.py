@@ -38,11 +38,16 @@ def run_learner(rundir: RunDir, ticket: str) -> int:
         UserError: the model can't be loaded, the disk is full, or the head refuses this learner.
         LinkError: the head stayed away.
     """
-    here = place()
+    here, learner = place(), rundir.read_config().learner
+    size = learner.ranks if here is None else here.size
     if here is not None and here.rank:
-        return _follow(rundir, here)
+        return UserError.exit_status if size % learner.tensor_parallel else _follow(rundir, here)
+    if size % learner.tensor_parallel:
+        raise UserError(
+            f"learner.tensor_parallel = {learner.tensor_parallel} does not divide the number of ranks, {size}. Start a "
+            "multiple of it (under torchrun: --nnodes times --nproc-per-node)."
+        )
     with claimed(rundir.path, "learner"):
-        size = rundir.read_config().learner.ranks
         if here is not None or size == 1:
             return _train(rundir, ticket, here)
         with started(rundir, size) as here:
