@@ -19,6 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
+from echo2.config import to_json
 from echo2.config.sections import LoraConfig
 from echo2.errors import UserError
 from echo2.learner import checkpoint
@@ -27,6 +28,8 @@ from echo2.learner.mesh import Place, join
 from echo2.learner.model import load_policy, stored
 from echo2.learner.shard_files import file_name, open_tensors
 from echo2.learner.tensor_parallel import ProductCut
+from echo2.rundir import RunDir
+from echo2.runtime.learner.process import run_learner
 from learner_cases import VOCAB, config_of, data_of, model_directory, tiny_module
 from test_learner_ranks import OPTIONS, STEPS, digests, fresh, groups_of, train
 
@@ -223,3 +226,15 @@ def test_any_region_is_read_from_any_parts(tmp_path_factory: pytest.TempPathFact
             found = tensors.read("w", region)
             assert found.is_contiguous()
             assert torch.equal(found, whole[slice(*region[0]), slice(*region[1])])
+
+
+def test_a_number_of_ranks_that_cannot_be_split_is_said_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three processes under torchrun, of which two split products."""
+    rundir = RunDir(tmp_path)
+    rundir.config.write_text(to_json(config_of(ranks=2, tensor_parallel=2)))
+    for name, value in Place(0, 3, 0, "").environment().items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(UserError, match=r"tensor_parallel = 2 does not divide the number of ranks, 3"):
+        run_learner(rundir, "")
+    monkeypatch.setenv("RANK", "1")
+    assert run_learner(rundir, "") == UserError.exit_status
