@@ -255,14 +255,14 @@ def trained(name: str, model: Path, out: Path, *settings: str) -> dict[str, Any]
     done = subprocess.run([*command, *words], capture_output=True, text=True, check=False, env=environment)
     assert done.returncode == 0, done.stderr[-4000:]
     summary: dict[str, Any] = json.loads(done.stdout)
-    assert summary["groups"]["trained"] == summary["groups"]["issued"] == 320
+    assert summary["groups"]["trained"] == summary["groups"]["issued"] == 16 * summary["steps"]
     assert summary["groups"]["retired"] == {}
     return summary
 
 
 @pytest.mark.timeout(600)
 def test_a_model_learns_in_an_openenv_environment(sort_model: Path, tmp_path: Path) -> None:
-    """About .27 to .49 of the held-out tasks, in 20 steps."""
+    """About .25 to .58 of the held-out tasks, in 40 steps."""
     foreign("openenv")
     model = tmp_path / "model"
     shutil.copytree(sort_model, model)
