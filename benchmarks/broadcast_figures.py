@@ -102,9 +102,10 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
         "predicted, s",
     )
     keys = ("last_seconds", "over_alone", "over_floor", "over_bound", "origin_sent_ratio", "machine_busy_share")
-    names = [(row["scenario"], row["setup"], str(row["nth"])) for row in rows]
-    figures = [[*(_cell(row[key]) for key in keys), _predicted(row)] for row in rows]
-    lines = [[*named, *cells] for named, cells in zip(names, figures, strict=True)]
+    lines = [
+        [row["scenario"], row["setup"], str(row["nth"]), *(_cell(row[key]) for key in keys), _predicted(row)]
+        for row in rows
+    ]
     widths = [max(len(line[at]) for line in [list(heads), *lines]) for at in range(len(heads))]
     text = ["  ".join(word.ljust(width) for word, width in zip(line, widths, strict=True)) for line in [heads, *lines]]
     faults = [row for row in rows if row["over_undisturbed_less_detection"] is not None]
@@ -115,8 +116,8 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
     ]
     bound = [row for row in rows if row["network_bound_rounds"] < row["rounds"]]
     if bound:
-        where = ", ".join(f"{row['scenario']} {row['setup']}" for row in bound)
-        text.append(f"The machine was too busy in some rounds, whose times are its own, not the network's: {where}.")
+        names = ", ".join(f"{row['scenario']} {row['setup']}" for row in bound)
+        text.append(f"The machine was too busy in some rounds, whose times are its own, not the network's: {names}.")
     return "\n".join(text)
 
 

@@ -8,6 +8,7 @@ import random
 import subprocess
 import sys
 import textwrap
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -82,6 +83,20 @@ def adapted(where: Path, mesh: Mesh | None = None) -> GrpoClient:
     return GrpoClient(base.adapter(LoraConfig(rank=4), seed=1), OPTIONS, mesh=mesh)
 
 
+def trained_and_resumed(client: GrpoClient, mesh: Mesh, where: Path) -> dict[str, Any]:
+    """Train, save, load what one process saved, save that, and train on; what was found on the way."""
+    found: dict[str, Any] = {"first": digests(client, mesh), "rows": train(client, range(STEPS))}
+    found["last"] = digests(client, mesh)
+    client.save_state(where / "of_all", lineage=1, cursor=9).result()
+    found["position"] = client.load_state(where / "of_one").version
+    found["loaded"] = digests(client, mesh)
+    client.save_state(where / "of_one_by_all", lineage=2, cursor=5).result()
+    found["resumed_rows"] = train(client, range(5, 7))
+    data = [datum for group in groups_of(3)[0] for datum in data_of(group)]
+    found["logprobs"] = [list(logp) for logp in client._trainer.forward("the policy", data)]
+    return found
+
+
 def two_ranks(directory: str, rank: int) -> None:
     """What each of the two processes does; the first writes down what it found."""
     where, found = Path(directory), dict[str, Any](is_loaded_before="torch.distributed.fsdp" in sys.modules)
@@ -95,17 +110,7 @@ def two_ranks(directory: str, rank: int) -> None:
     model = str(where / "model")
     policy = load_policy(model, "float32", "cpu", mesh)
     client = GrpoClient(policy, replace(OPTIONS, model=replace(OPTIONS.model, path=model)), mesh=mesh)
-    found["first"] = digests(client, mesh)
-    found["rows"] = train(client, range(STEPS))
-    found["last"] = digests(client, mesh)
-    client.save_state(where / "of_two", lineage=1, cursor=9).result()
-
-    found["position"] = client.load_state(where / "of_one").version
-    found["loaded"] = digests(client, mesh)
-    client.save_state(where / "of_one_by_two", lineage=2, cursor=5).result()
-    found["resumed_rows"] = train(client, range(5, 7))
-    data = [datum for group in groups_of(3)[0] for datum in data_of(group)]
-    found["logprobs"] = [list(logp) for logp in client._trainer.forward("the policy", data)]
+    found |= trained_and_resumed(client, mesh, where)
 
     client = adapted(where, mesh)
     found["adapter_rows"] = train(client, range(3))
@@ -116,6 +121,25 @@ def two_ranks(directory: str, rank: int) -> None:
     mesh.leave()
 
 
+def in_processes(work: Callable[[str, int], None], num_ranks: int, where: Path) -> dict[str, Any]:
+    """Run `work` with the directory and its rank in so many processes; what the first wrote down."""
+    code = textwrap.dedent(f"""
+        import sys
+        sys.path[:0] = {[str(Path(__file__).parent), *sys.path]!r}
+        from {work.__module__} import {work.__name__}
+        {work.__name__}({str(where)!r}, int(sys.argv[1]))
+    """)
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    ranks = [
+        subprocess.Popen([sys.executable, "-c", code, str(rank)], env=environment, stderr=subprocess.PIPE, text=True)
+        for rank in range(num_ranks)
+    ]
+    errors = [rank.communicate(timeout=800)[1] for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [0] * num_ranks, "\n".join(errors)
+    found: dict[str, Any] = json.loads((where / "found.json").read_text())
+    return found
+
+
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
     """Where two ranks worked, and what the first wrote down."""
@@ -123,20 +147,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]
     client = GrpoClient(load_policy(str(model_directory(where / "model")), "float32", "cpu"), OPTIONS)
     train(client, range(5))
     client.save_state(where / "of_one", lineage=2, cursor=5).result()
-    code = textwrap.dedent(f"""
-        import sys
-        sys.path[:0] = {[str(Path(__file__).parent), *sys.path]!r}
-        from test_learner_ranks import two_ranks
-        two_ranks({str(where)!r}, int(sys.argv[1]))
-    """)
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    ranks = [
-        subprocess.Popen([sys.executable, "-c", code, str(rank)], env=environment, stderr=subprocess.PIPE, text=True)
-        for rank in range(2)
-    ]
-    errors = [rank.communicate(timeout=800)[1] for rank in ranks]
-    assert [rank.returncode for rank in ranks] == [0, 0], "\n".join(errors)
-    return where, json.loads((where / "found.json").read_text())
+    return where, in_processes(two_ranks, 2, where)
 
 
 def fresh(where: Path) -> GrpoClient:
@@ -155,22 +166,18 @@ def test_a_snapshot_has_the_bytes_of_one_process(pair: tuple[Path, dict[str, Any
     where, found = pair
     client = fresh(where)
     assert found["first"] == digests(client)
-    client.load_state(where / "of_two")
+    client.load_state(where / "of_all")
     assert found["last"] == digests(client) != found["first"]
 
 
-def test_one_process_goes_on_where_two_were_and_two_where_one_was(pair: tuple[Path, dict[str, Any]]) -> None:
-    """From one to two and back: the same files, bit for bit."""
-    where, found = pair
+def check_that_each_goes_on(where: Path, found: dict[str, Any]) -> None:
+    """From one process to all ranks and back: the same files, bit for bit, moments too."""
     client = fresh(where)
     assert found["position"] == client.load_state(where / "of_one").version == 5
     assert found["loaded"] == digests(client)
-    names = {path.name for path in (where / "of_one_by_two").iterdir()}
-    assert {"model.0-of-2.safetensors", "model.1-of-2.safetensors", "state.json", "chat_template.jinja"} <= names
-    assert "model.safetensors" not in names
-    assert checkpoint.is_whole(where / "of_one_by_two")
+    assert checkpoint.is_whole(where / "of_one_by_all")
     back = fresh(where)
-    assert back.load_state(where / "of_one_by_two").cursor == 5
+    assert back.load_state(where / "of_one_by_all").cursor == 5
     back.save_state(where / "back", lineage=2, cursor=5).result()
     for path in (where / "of_one").iterdir():
         assert (where / "back" / path.name).read_bytes() == path.read_bytes(), path.name
@@ -182,15 +189,23 @@ def test_one_process_goes_on_where_two_were_and_two_where_one_was(pair: tuple[Pa
         assert two == pytest.approx(one, abs=1e-4)
 
 
+def test_one_process_goes_on_where_two_were_and_two_where_one_was(pair: tuple[Path, dict[str, Any]]) -> None:
+    where, found = pair
+    check_that_each_goes_on(where, found)
+    names = {path.name for path in (where / "of_one_by_all").iterdir()}
+    assert {"model.0-of-2.safetensors", "model.1-of-2.safetensors", "state.json", "chat_template.jinja"} <= names
+    assert "model.safetensors" not in names
+
+
 def test_a_checkpoint_of_two_ranks_is_exported_as_one_model(pair: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
     where, _ = pair
-    copy_model(where / "of_one_by_two", tmp_path / "model")
+    copy_model(where / "of_one_by_all", tmp_path / "model")
     whole, expected = (load_file(at / "model.safetensors") for at in (tmp_path / "model", where / "of_one"))
     assert whole.keys() == expected.keys()
     assert all(torch.equal(whole[name], expected[name]) for name in expected)
     assert not any("-of-" in path.name for path in (tmp_path / "model").iterdir())
     GrpoClient(load_policy(str(tmp_path / "model"), "float32", "cpu"), OPTIONS)
-    (tmp_path / "model.1-of-2.safetensors").write_bytes((where / "of_two" / "model.1-of-2.safetensors").read_bytes())
+    (tmp_path / "model.1-of-2.safetensors").write_bytes((where / "of_all" / "model.1-of-2.safetensors").read_bytes())
     with pytest.raises(UserError, match=r"no whole model\.safetensors"):
         copy_model(tmp_path, tmp_path / "torn")
 

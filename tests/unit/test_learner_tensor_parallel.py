@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import random
-import subprocess
-import sys
-import textwrap
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -17,7 +13,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from safetensors.torch import save_file
 
 from echo2.config import to_json
 from echo2.config.sections import LoraConfig
@@ -30,8 +25,17 @@ from echo2.learner.shard_files import file_name, open_tensors
 from echo2.learner.tensor_parallel import ProductCut
 from echo2.rundir import RunDir
 from echo2.runtime.learner.process import run_learner
-from learner_cases import VOCAB, config_of, data_of, model_directory, tiny_module
-from test_learner_ranks import OPTIONS, STEPS, digests, fresh, groups_of, train
+from learner_cases import VOCAB, config_of, model_directory, tiny_module
+from test_learner_ranks import (
+    OPTIONS,
+    STEPS,
+    check_that_each_goes_on,
+    digests,
+    fresh,
+    in_processes,
+    train,
+    trained_and_resumed,
+)
 
 pytestmark = pytest.mark.timeout(900)  # five processes that load torch
 RANKS, SHARING = 4, 2
@@ -52,16 +56,7 @@ def one_of_four(directory: str, rank: int) -> None:
     own = sum(mesh.own(tensor).numel() for tensor in policy.state().values())
     found["own_parameters"] = [int(data) for data in mesh.gather(str(own).encode())]
     found["tokens_per_call"] = client.tokens_per_call
-    found["first"] = digests(client, mesh)
-    found["rows"] = train(client, range(STEPS))
-    found["last"] = digests(client, mesh)
-    client.save_state(where / "of_four", lineage=1, cursor=9).result()
-    client.load_state(where / "of_one")
-    found["loaded"] = digests(client, mesh)
-    client.save_state(where / "of_one_by_four", lineage=2, cursor=5).result()
-    found["resumed_rows"] = train(client, range(5, 7))
-    data = [datum for group in groups_of(3)[0] for datum in data_of(group)]
-    found["logprobs"] = [list(logp) for logp in client._trainer.forward("the policy", data)]
+    found |= trained_and_resumed(client, mesh, where)
     for kind in OTHERS:
         found[kind] = train(
             GrpoClient(load_policy(str(where / kind), "float32", "cpu", mesh), PLAIN, mesh=mesh), range(3)
@@ -95,20 +90,7 @@ def four(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]
     client.save_state(where / "of_one", lineage=2, cursor=5).result()
     for kind in OTHERS:
         write_model(kind, where / kind)
-    code = textwrap.dedent(f"""
-        import sys
-        sys.path[:0] = {[str(Path(__file__).parent), *sys.path]!r}
-        from test_learner_tensor_parallel import one_of_four
-        one_of_four({str(where)!r}, int(sys.argv[1]))
-    """)
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    ranks = [
-        subprocess.Popen([sys.executable, "-c", code, str(rank)], env=environment, stderr=subprocess.PIPE, text=True)
-        for rank in range(RANKS)
-    ]
-    errors = [rank.communicate(timeout=800)[1] for rank in ranks]
-    assert [rank.returncode for rank in ranks] == [0] * RANKS, "\n".join(errors)
-    return where, json.loads((where / "found.json").read_text())
+    return where, in_processes(one_of_four, RANKS, where)
 
 
 def test_losses_norms_and_counts_are_those_of_one_process(four: tuple[Path, dict[str, Any]]) -> None:
@@ -137,28 +119,12 @@ def test_a_snapshot_has_the_bytes_of_one_process(four: tuple[Path, dict[str, Any
     where, found = four
     client = fresh(where)
     assert found["first"] == digests(client)
-    client.load_state(where / "of_four")
+    client.load_state(where / "of_all")
     assert found["last"] == digests(client) != found["first"]
 
 
 def test_one_process_goes_on_where_four_were_and_four_where_one_was(four: tuple[Path, dict[str, Any]]) -> None:
-    """From one to four and back: the same files, bit for bit, moments too."""
-    where, found = four
-    client = fresh(where)
-    client.load_state(where / "of_one")
-    assert found["loaded"] == digests(client)
-    assert checkpoint.is_whole(where / "of_one_by_four")
-    back = fresh(where)
-    assert back.load_state(where / "of_one_by_four").cursor == 5
-    back.save_state(where / "back", lineage=2, cursor=5).result()
-    for path in (where / "of_one").iterdir():
-        assert (where / "back" / path.name).read_bytes() == path.read_bytes(), path.name
-    for mine, theirs in zip(train(client, range(5, 7)), found["resumed_rows"], strict=True):
-        assert theirs == pytest.approx(mine, rel=1e-5, abs=1e-6)
-    data = [datum for group in groups_of(3)[0] for datum in data_of(group)]
-    logprobs = [list(logp) for logp in client._trainer.forward("the policy", data)]
-    for one, shared in zip(logprobs, found["logprobs"], strict=True):
-        assert shared == pytest.approx(one, abs=1e-4)
+    check_that_each_goes_on(*four)
 
 
 @pytest.mark.parametrize("heads", [(4, 1), (3, 3), (5, 5)])
@@ -191,15 +157,6 @@ def test_settings_that_do_not_fit_are_refused() -> None:
     with pytest.raises(UserError, match=r"learner\.tensor_parallel = 2 and lora\.rank = 4: an adapter's"):
         replace(config_of(ranks=2, tensor_parallel=2), lora=LoraConfig(rank=4))
     assert config_of(ranks=16, tensor_parallel=2, groups_per_step=1).learner.ranks == 16
-
-
-def test_parts_without_metadata_are_rows(tmp_path: Path) -> None:
-    whole = torch.arange(20.0).view(4, 5)
-    for rank, part in enumerate(whole.split(3)):
-        save_file({"w": part.contiguous()}, tmp_path / file_name("x.safetensors", rank, 2))
-    with open_tensors(tmp_path, "x.safetensors") as tensors:
-        assert torch.equal(tensors.read("w", ((2, 4), (1, 5))), whole[2:4, 1:5])
-        assert tensors.shapes == {"w": (4, 5)}
 
 
 @given(st.integers(0, 10**6))

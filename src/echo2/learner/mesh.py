@@ -20,7 +20,7 @@ import math
 import os
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -140,7 +140,7 @@ class Mesh:
         """Return all of a weight."""
         return tensor
 
-    def sum(self, parameters: Sequence[Tensor]) -> None:
+    def sum(self, parameters: Iterable[Tensor]) -> None:
         """Replace the parameters' gradients by their sums over all shares, in place."""
 
     def norm(self, gradients: Sequence[Tensor]) -> Tensor:
@@ -276,7 +276,7 @@ class RankMesh(Mesh):
         found: Tensor = tensor.full_tensor()
         return found
 
-    def sum(self, parameters: Sequence[Tensor]) -> None:
+    def sum(self, parameters: Iterable[Tensor]) -> None:
         for parameter in parameters:
             gradient = parameter.grad
             if gradient is None:

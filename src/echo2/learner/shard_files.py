@@ -21,11 +21,13 @@ from torch import Tensor
 from echo2.documents import parse_json, safetensors_pieces
 from echo2.errors import UserError
 from echo2.learner.checkpoint import STARTS
+from echo2.learner.loading import SAFETENSORS_NAMES
 from echo2.learner.mesh import Region
 from echo2.learner.model import DTYPES, stored
 from echo2.types import StoredTensor
 
 SUFFIX = ".safetensors"
+_DTYPES = {name: dtype for dtype, name in SAFETENSORS_NAMES.items()}
 
 
 def file_name(name: str, rank: int, size: int) -> str:
@@ -50,8 +52,6 @@ class ShardedTensors:
             for name in file.keys():  # noqa: SIM118 (not a mapping)
                 values, pieces = file.get_slice(name), self._pieces.setdefault(name, [])
                 start = starts.get(name) or [0] * len(values.get_shape())
-                if not starts and pieces:  # parts without metadata are rows, in the order of files
-                    start[0] = pieces[-1].stop[0]
                 stop = [first + length for first, length in zip(start, values.get_shape(), strict=True)]
                 pieces.append(_Piece(values, start, stop))
         self.shapes = {name: _shape(pieces) for name, pieces in self._pieces.items()}
@@ -63,7 +63,7 @@ class ShardedTensors:
             scalar: Tensor = pieces[0].values[...]
             return scalar
         wanted = [(0, length) for length in shape] if region is None else list(region)
-        found: Tensor | None = None
+        found = torch.empty([high - low for low, high in wanted], dtype=_DTYPES[pieces[0].values.get_dtype()])
         for piece in pieces:
             overlap = [
                 (max(low, start), min(high, stop))
@@ -74,13 +74,7 @@ class ShardedTensors:
             values = piece.values[_slices(overlap, piece.start)]
             if overlap == wanted:
                 return values.contiguous()  # type: ignore[no-any-return]
-            if found is None:
-                found = torch.empty([high - low for low, high in wanted], dtype=values.dtype)
             found[_slices(overlap, [low for low, _ in wanted])] = values
-        if found is None:
-            filled = [piece.values for piece in pieces if 0 not in piece.values.get_shape()]
-            found = filled[0][0:0] if filled else pieces[0].values[:]
-            return found.new_empty([high - low for low, high in wanted])
         return found
 
 

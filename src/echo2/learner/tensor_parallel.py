@@ -40,15 +40,15 @@ class ProductCut:
         unknown = sorted(set(plan.values()) - {*CUT_DIMENSIONS, SUMMED})
         unplanned = self._unplanned(base)
         if unknown or unplanned or not self._styles:
-            why = f"has {', '.join(unknown)} in its plan, which this learner does not do" if unknown else "has no plan"
-            why = f"has a plan without its {unplanned}" if unplanned else why
+            why = "has no plan" if not self._styles else f"has a plan without its {unplanned}"
+            why = f"has {', '.join(unknown)} in its plan, which this learner does not do" if unknown else why
             raise UserError(
                 f"learner.tensor_parallel = {size}: transformers' {base.config.model_type} {why}. Leave it at 1: "
                 "learner.ranks alone cuts weights, gradients and moments just as far."
             )
         config = base.config.get_text_config()
         heads = [config.num_attention_heads, getattr(config, "num_key_value_heads", None) or config.num_attention_heads]
-        cut: list[tuple[Any, str]] = [(part, style) for part, style in self._styles.items() if style != SUMMED]
+        cut: list[tuple[Any, str]] = [item for item in self._styles.items() if item[1] in CUT_DIMENSIONS]
         widths = [part.weight.shape[CUT_DIMENSIONS[style]] for part, style in cut]
         shareable = math.gcd(*heads, *widths)
         if shareable % size:
@@ -63,7 +63,7 @@ class ProductCut:
             children = dict(parent.named_children())
             if any(self._styles.get(child) == "colwise" for child in children.values()):
                 for name, child in children.items():
-                    if child not in self._styles and any(True for _ in child.parameters()):
+                    if child not in self._styles and list(child.parameters()):
                         return f"{key}.{name}"
         return ""
 
@@ -78,13 +78,11 @@ class ProductCut:
             "rowwise": RowwiseParallel(),
             "rowwise_split_input": RowwiseParallel(input_layouts=Replicate()),
         }
-        plan = {key: styles[self._styles[part]] for key, part in layer.named_modules() if self._is_cut(part)}
+        named = ((key, self._styles.get(part, SUMMED)) for key, part in layer.named_modules())
+        plan = {key: styles[style] for key, style in named if style in styles}
         parallelize_module(layer, ranks, plan, src_data_rank=None)
 
     def summed(self, layer: nn.Module) -> list[Tensor]:
         """Return the parameters of a layer whose gradients are sums over the ranks that split its products."""
         parts = [part for part in layer.modules() if self._styles.get(part) == SUMMED]
         return [parameter for part in parts for parameter in part.parameters()]
-
-    def _is_cut(self, part: nn.Module) -> bool:
-        return part in self._styles and self._styles[part] != SUMMED

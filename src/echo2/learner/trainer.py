@@ -215,7 +215,7 @@ class Trainer:
         optimizer = trained.optimizer
         if not grads or optimizer is None:
             return OptimStep(0.0, False)
-        self._mesh.sum(list(trained.parameters.values()))
+        self._mesh.sum(trained.parameters.values())
         own = [self._mesh.own(grad) for grad in grads]
         torch._foreach_div_(own, divisor)
         norm_of_all = self._mesh.norm(grads)
