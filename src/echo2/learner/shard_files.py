@@ -52,6 +52,8 @@ class ShardedTensors:
             for name in file.keys():  # noqa: SIM118 (not a mapping)
                 values, pieces = file.get_slice(name), self._pieces.setdefault(name, [])
                 start = starts.get(name) or [0] * len(values.get_shape())
+                if not starts and pieces:  # parts without metadata are rows, in the order of files
+                    start[0] = pieces[-1].stop[0]
                 stop = [first + length for first, length in zip(start, values.get_shape(), strict=True)]
                 pieces.append(_Piece(values, start, stop))
         self.shapes = {name: _shape(pieces) for name, pieces in self._pieces.items()}
