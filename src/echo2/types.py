@@ -152,7 +152,7 @@ class Rollout:
     logprobs      [T] behaviour logprobs, under the distribution that each token was sampled from (after temperature,
                   top-k, top-p); 0.0 where `loss_mask` is 0
     loss_mask     [T] one byte a token: 1 = sampled by the policy (trained on), 0 = written by the environment
-    version_spans ((first token index, policy version), ...): the version of each token, run-length coded, ascending
+    version_spans ((first token index, policy version), ...): the version of each token, run-length coded; both ascend
     finish        "stop" (end token, stop string, or the environment ended it) or "length" (cut off at max_tokens or
                   max_turns)
     text          the decoded tokens, for rewards and people; empty until the head has decoded them

@@ -14,12 +14,11 @@ from echo2.control.head.checks import (
     CHECK_SHARE,
     EXPELLED_REST_SECONDS,
     LATE_LEASES,
-    MISSED_MAX,
     OVERDUE_LEASES,
     UNTRUSTED,
 )
 from echo2.control.head.standings import MISMATCH_TOKENS, SURPRISE_ODD
-from echo2.control.head.trust import CLEAN_TO_LEAVE, NEWCOMER_CHECKS
+from echo2.control.head.trust import CLEAN_TO_LEAVE, NEWCOMER_CHECKS, UNCHECKED_MAX
 from echo2.types import RUN_POLICY, SnapshotRef
 from planner_cases import OPTIONS, Desk, of
 
@@ -107,31 +106,70 @@ def test_groups_of_the_owners_machines_are_not_checked_and_nothing_is_without_a_
     assert not of(do.CheckGroup, brings(desk_with("s", deterministic=True), "s"))
 
 
-def test_without_a_machine_that_can_check_nobody_waits() -> None:
+def test_newcomers_get_no_leases_while_no_machine_of_the_owner_can_check_them() -> None:
     desk = desk_with("s", own=False)
-    assert of(do.FeedGroup, brings(desk, "s"))
     joins(desk, "server", draws=False)
+    assert not desk.planner.leases.of_worker("s")
+    assert any("no machine of yours is connected that can check it" in w.reason for w in desk.planner.waits(desk.now))
+    assert desk.planner.leases.of_worker("server")
+    joins(desk, "own")
+    assert desk.planner.leases.of_worker("s")
+
+
+def test_a_stranger_whose_engine_cannot_be_checked_gets_no_leases_unless_the_run_allows_it() -> None:
+    for require_checks in (True, False):
+        desk = desk_with(require_checks=require_checks)
+        joins(desk, "server", "t", draws=False)
+        assert bool(desk.planner.leases.of_worker("server")) != require_checks
+        assert any("can't be checked" in wait.reason for wait in desk.planner.waits(desk.now)) == require_checks
+
+
+def test_rollouts_that_the_head_reads_from_a_log_need_no_check() -> None:
+    desk = desk_with("s")
+    commands = desk.deliver(desk.planner.leases.of_worker("s")[0], logged=True)
+    assert of(do.FeedGroup, commands)
+    assert not of(do.CheckGroup, commands)
+    assert desk.planner.trust.of("ticket-s").is_new
+
+
+def test_a_run_that_does_not_require_checks_trains_strangers_unchecked_while_nobody_can_check() -> None:
+    desk = desk_with("s", own=False, require_checks=False)
     assert of(do.FeedGroup, brings(desk, "s"))
+    joins(desk, "own")
+    assert not of(do.FeedGroup, brings(desk, "s"))
+
+
+def test_a_newcomer_earns_leases_by_checks_that_it_passed_and_not_by_deliveries() -> None:
+    desk = desk_with("s")
+    for num_held in (1, 2, 4):
+        asked: list[do.CheckGroup] = []
+        while desk.planner.leases.of_worker("s"):
+            asked += of(do.CheckGroup, brings(desk, "s"))
+        assert desk.planner.trust.num_held("ticket-s") == num_held
+        while asked:  # the machine gets one after the other
+            asked += of(do.CheckGroup, answers(desk, asked.pop()))
+    assert desk.planner.trust.of("ticket-s").is_believed
 
 
 def test_a_fault_retires_what_is_not_trained_yet_and_a_second_one_expels_the_ticket() -> None:
     desk = desk_with("s")
     joins(desk, "s2", "ticket-s")
+    honest(desk, "s", 1)  # so that the ticket may hold two leases
     (first,) = of(do.CheckGroup, brings(desk, "s"))
-    brings(desk, "s")  # waits, behind the first
+    brings(desk, "s" if desk.planner.leases.of_worker("s") else "s2")  # waits, behind the first
     commands = answers(desk, first, "100 of 100 tokens are wrong")
     assert [(one.why, "tokens are wrong" in one.reason) for one in of(do.RetireGroup, commands)] == [
         (UNTRUSTED, True)
     ] * 2
     assert desk.planner.trust.of("ticket-s").is_quarantined
     assert not of(do.ExpelWorker, commands)
-    (second,) = of(do.CheckGroup, brings(desk, "s"))
+    (second,) = of(do.CheckGroup, brings(desk, "s" if desk.planner.leases.of_worker("s") else "s2"))
     commands = answers(desk, second, "again")
     assert {one.worker_id for one in of(do.ExpelWorker, commands)} == {"s", "s2"}
     assert desk.planner.standings.rests.get("ticket-s") == pytest.approx(desk.now + EXPELLED_REST_SECONDS)
     trust = desk.planner.trust.of("ticket-s")
     assert trust.history[0][1].endswith("100 of 100 tokens are wrong")
-    assert trust.score == pytest.approx(1 / 4)
+    assert trust.score == pytest.approx(2 / 5)
 
 
 def test_clean_checks_in_a_row_end_a_quarantine() -> None:
@@ -142,43 +180,39 @@ def test_clean_checks_in_a_row_end_a_quarantine() -> None:
     assert not desk.planner.trust.of("ticket-s").is_quarantined
 
 
-def test_what_is_overdue_is_trained_of_a_newcomer_and_retired_of_a_ticket_in_quarantine() -> None:
-    desk = desk_with("new")
-    brings(desk, "new")
-    desk.now += OVERDUE_LEASES * CHECKED.lease_seconds
-    assert of(do.FeedGroup, desk.tell(ev.Tick()))
+@pytest.mark.parametrize("is_quarantined", [False, True])
+def test_a_held_group_whose_verdict_is_overdue_is_retired_and_its_ticket_rests(is_quarantined: bool) -> None:
     desk = desk_with("s")
-    (asked,) = of(do.CheckGroup, brings(desk, "s"))
-    answers(desk, asked, "wrong")
+    if is_quarantined:
+        honest(desk, "s", 1, "wrong")
     brings(desk, "s")
     desk.now += OVERDUE_LEASES * CHECKED.lease_seconds
     commands = desk.tell(ev.Tick())
     assert [one.why for one in of(do.RetireGroup, commands)] == [UNTRUSTED]
     assert not of(do.FeedGroup, commands)
+    assert not desk.planner.leases.of_worker("s")
+    desk.now += CHECKED.lease_seconds
+    desk.tell(ev.Tick())
+    assert desk.planner.leases.of_worker("s")
 
 
 def test_a_late_verdict_counts_for_the_ticket_and_its_machine_gets_no_other_check_before() -> None:
     desk = desk_with("s", "other")
     (asked,) = of(do.CheckGroup, brings(desk, "s"))
-    brings(desk, "s")
-    desk.now += OVERDUE_LEASES * CHECKED.lease_seconds - 1.0
-    brings(desk, "s")
-    desk.now += 1.0
-    commands = desk.tell(ev.Tick())
-    assert asked.group.number in [one.number for one in of(do.FeedGroup, commands)]
-    assert not of(do.CheckGroup, commands)
-    commands = answers(desk, asked, "drawn otherwise")
-    assert [one.why for one in of(do.RetireGroup, commands)] == [UNTRUSTED]  # the third: the first two are trained
+    desk.now += OVERDUE_LEASES * CHECKED.lease_seconds
+    assert [one.number for one in of(do.RetireGroup, desk.tell(ev.Tick()))] == [asked.group.number]
+    assert not of(do.CheckGroup, brings(desk, "other"))
+    answers(desk, asked, "drawn otherwise")
     trust = desk.planner.trust.of("ticket-s")
-    assert (trust.is_quarantined, trust.num_missed, trust.num_failed) == (True, 2, 1)
-    assert of(do.CheckGroup, brings(desk, "other"))  # the machine is free again
+    assert (trust.is_quarantined, trust.num_missed, trust.num_failed) == (True, 1, 1)
+    assert desk.planner.trust.open[next(iter(desk.planner.trust.open))].checker == "own"  # the machine is free again
 
 
 def test_a_verdict_that_does_not_come_is_given_up_and_the_machine_gets_the_next_check() -> None:
     desk = desk_with("s")
     (asked,) = of(do.CheckGroup, brings(desk, "s"))
     desk.now += OVERDUE_LEASES * CHECKED.lease_seconds
-    assert not of(do.CheckGroup, desk.tell(ev.Tick()) + brings(desk, "s"))
+    assert not of(do.CheckGroup, desk.tell(ev.Tick()))
     desk.now += LATE_LEASES * CHECKED.lease_seconds
     desk.tell(ev.Tick())
     joins(desk, "other", "ticket-other")
@@ -193,16 +227,56 @@ def test_a_machine_without_those_weights_leaves_the_check_to_another() -> None:
     (asked,) = of(do.CheckGroup, brings(desk, "s"))
     (again,) = of(do.CheckGroup, answers(desk, asked, missed="snapshot_gone"))
     assert again.group == asked.group
-    assert of(do.FeedGroup, answers(desk, again, missed="snapshot_gone"))
+    assert of(do.RetireGroup, answers(desk, again, missed="snapshot_gone"))
     assert desk.planner.trust.of("ticket-s").num_missed == 1
 
 
-def test_newcomers_are_held_no_more_where_the_owners_machines_cannot_keep_up() -> None:
+def test_a_group_passes_only_if_all_of_it_was_judged() -> None:
+    """A worker that says of all tokens but one that they are of weights that the machine does not hold has not been
+    checked."""
     desk = desk_with("s")
-    for _ in range(MISSED_MAX):
+    (asked,) = of(do.CheckGroup, brings(desk, "s"))
+    commands = desk.tell(ev.GroupChecked(asked.worker_id, asked.group, num_tokens=1, num_skipped=99))
+    assert of(do.RetireGroup, commands)
+    assert (desk.planner.trust.of("ticket-s").num_passed, desk.planner.trust.of("ticket-s").num_missed) == (0, 1)
+    assert desk.planner.trust.of("ticket-s").num_failed == 0
+
+
+def test_a_fault_counts_even_if_part_of_the_group_was_not_judged() -> None:
+    desk = desk_with("s")
+    (asked,) = of(do.CheckGroup, brings(desk, "s"))
+    desk.tell(ev.GroupChecked(asked.worker_id, asked.group, 1, "not drawn so", num_skipped=99))
+    assert desk.planner.trust.of("ticket-s").is_quarantined
+
+
+def test_what_was_never_checked_never_becomes_trust() -> None:
+    """However many checks end without a verdict, nothing of a newcomer is trained."""
+    desk = desk_with("s")
+    for _ in range(50):
         (asked,) = of(do.CheckGroup, brings(desk, "s"))
-        answers(desk, asked, missed="snapshot_gone")
-    assert of(do.FeedGroup, brings(desk, "s"))
+        assert not of(do.FeedGroup, answers(desk, asked, missed="it took too long"))
+        desk.now += 2.0 * CHECKED.lease_seconds
+        desk.tell(ev.Tick())
+    assert not desk.planner.trust.of("ticket-s").is_believed
+
+
+def test_trust_lapses_when_checks_in_a_row_end_without_a_verdict() -> None:
+    """A ticket that was found good, and then delivers what nobody can check."""
+    desk = desk_with("s", groups_per_step=1200)
+    honest(desk, "s", NEWCOMER_CHECKS)
+    num_missed = num_groups = 0
+    while num_missed < UNCHECKED_MAX:
+        num_groups += 1
+        commands = brings(desk, "s")
+        assert of(do.FeedGroup, commands)
+        for asked in of(do.CheckGroup, commands):
+            num_missed += 1
+            answers(desk, asked, missed="snapshot_gone")
+    assert num_groups < 4 * UNCHECKED_MAX / CHECK_SHARE
+    trust = desk.planner.trust.of("ticket-s")
+    assert (trust.is_new, trust.num_failed) == (True, 0)
+    assert "newcomer again" in trust.history[-1][1]
+    assert not of(do.FeedGroup, brings(desk, "s"))
 
 
 def test_verdicts_count_only_from_the_machine_that_was_asked() -> None:
@@ -244,9 +318,10 @@ def test_a_restarted_head_knows_who_rests_and_who_is_expelled_and_for_how_long()
     assert desk.planner.conducts.expulsion("s", desk.now + gone.seconds + 1) is None
     assert desk.planner.conducts.expel("s", "again", desk.now) == 2 * gone.seconds
     desk.tell(ev.LearnerJoined(0), ev.GroupsWanted(0))
+    joins(desk, "own")
     assert not of(do.GrantLeases, joins(desk, "another", "ticket-s"))  # with another key, by the same ticket
     desk.now = EXPELLED_REST_SECONDS
-    assert of(do.GrantLeases, desk.tell(ev.Tick()))
+    assert "another" in [one.worker_id for one in of(do.GrantLeases, desk.tell(ev.Tick()))]
 
 
 def test_a_restarted_head_knows_who_is_in_quarantine_and_who_is_trusted() -> None:
@@ -350,6 +425,21 @@ def test_of_a_stranger_no_weights_are_taken_that_are_not_published(
     assert of(do.AcceptDelivery, desk.deliver(_lease_of_step(desk, "own", 2), **named))
 
 
+def test_a_stranger_names_no_version_below_what_it_had_when_it_got_the_lease() -> None:
+    """Versions never fall: it would sample with the version of its choice."""
+    desk = desk_with("s", groups_per_step=4, max_staleness=2)
+    for step in range(2):
+        _complete(desk, step)
+    newest, leases = SnapshotRef(RUN_POLICY, 1, 2), desk.planner.leases
+    for leaver, name, ticket, outcome in (("own", "own2", "", do.AcceptDelivery), ("s", "t", "t", do.RefuseDelivery)):
+        desk.tell(ev.WorkerLeft(leaver, "its leases go to the one that comes"))
+        desk.tell(ev.WorkerJoined(name, 4, 0.5, newest, ticket=ticket, draws=True))
+        lease_id = leases.of_worker(name)[0]
+        assert desk.leases[lease_id][1].min_version < 2
+        assert of(outcome, answer := desk.deliver(lease_id, oldest_version=1, newest_version=2))
+    assert "the worker had version 2" in of(do.RefuseDelivery, answer)[0].reason
+
+
 def _complete(desk: Desk, step: int) -> None:
     """Everybody delivers what it holds of the step, sampled with its version, until the learner has it; all install
     what comes of it."""
@@ -373,6 +463,7 @@ def test_who_has_not_heard_yet_that_the_learner_fell_back_loses_a_group_and_noth
     for step in range(2):
         _complete(desk, step)
     desk.tell(ev.GroupsWanted(2), ev.WorkerLeft("own", "it goes"))
+    joins(desk, "own")
     lease_id = _lease_of_step(desk, "s", 2)
     credit = desk.planner.standings.of("ticket-s").credit
     desk.tell(ev.LearnerLost("killed"), ev.LearnerJoined(1))

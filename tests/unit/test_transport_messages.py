@@ -35,6 +35,8 @@ def rollouts(draw: st.DrawFn, is_scored: bool) -> Rollout:
     mask = bytes(draw(st.lists(st.integers(0, 1), min_size=len(tokens), max_size=len(tokens))))
     logprob = st.floats(-100, 0, width=32)
     later = draw(st.sets(st.integers(1, len(tokens) - 1), max_size=3)) if len(tokens) > 1 else set()
+    starts = [0, *sorted(later)]
+    versions = sorted(draw(st.sets(NUMBERS, min_size=len(starts), max_size=len(starts))))
     supports = [
         draw(st.lists(TOKEN_IDS, max_size=3)) + ([token] if m else []) for token, m in zip(tokens, mask, strict=True)
     ]
@@ -47,7 +49,7 @@ def rollouts(draw: st.DrawFn, is_scored: bool) -> Rollout:
         tokens=array("i", tokens),
         logprobs=array("f", [draw(logprob) if m else 0.0 for m in mask]),
         loss_mask=mask,
-        version_spans=tuple((start, draw(NUMBERS)) for start in [0, *sorted(later)]),
+        version_spans=tuple(zip(starts, versions, strict=True)),
         finish=draw(st.sampled_from(["stop", "length"])),
         reward=draw(FINITE) if is_scored else None,
         reward_parts=draw(st.dictionaries(NAMES, FINITE, max_size=3)),
@@ -224,9 +226,9 @@ def floats(*values: float) -> bytes:
     return array("f", values).tobytes()
 
 
-def set_spans(rollout: wire.Rollout, *starts: int) -> None:
+def set_spans(rollout: wire.Rollout, *spans: tuple[int, int]) -> None:
     del rollout.version_spans[:]
-    rollout.version_spans.extend(wire.VersionSpan(start=start, version=1) for start in starts)
+    rollout.version_spans.extend(wire.VersionSpan(start=start, version=version) for start, version in spans)
 
 
 Spoil = Callable[[Any], Any]
@@ -257,10 +259,12 @@ BAD_ROLLOUTS: dict[str, Spoil] = {
     "logprob of -1e15": lambda r: setattr(r, "logprobs", floats(-1e15, 0, -1)),
     "logprob of the environment": lambda r: setattr(r, "logprobs", floats(-1, -1, -1)),
     "no spans": lambda r: set_spans(r),
-    "spans begin late": lambda r: set_spans(r, 1),
-    "spans descend": lambda r: set_spans(r, 0, 2, 1),
-    "spans repeat": lambda r: set_spans(r, 0, 0),
-    "spans beyond the end": lambda r: set_spans(r, 0, 3),
+    "spans begin late": lambda r: set_spans(r, (1, 3)),
+    "spans descend": lambda r: set_spans(r, (0, 3), (2, 4), (1, 5)),
+    "spans repeat": lambda r: set_spans(r, (0, 3), (0, 4)),
+    "spans beyond the end": lambda r: set_spans(r, (0, 3), (3, 4)),
+    "a version twice": lambda r: set_spans(r, (0, 3), (1, 3)),
+    "a version falls": lambda r: set_spans(r, (0, 4), (1, 3)),
     "version": lambda r: setattr(r.version_spans[0], "version", BEYOND),
     "finish": lambda r: setattr(r, "finish", "tired"),
     "a reward of its own": lambda r: r.reward_parts.update({"environment": 1.0}),
@@ -303,7 +307,7 @@ def test_malformed_rollout(spoil: Spoil) -> None:
 TOO_MANY = limits.MESSAGE_BYTES_MAX + 4
 LARGE_ROLLOUTS: dict[str, Spoil] = {
     "tokens": lambda r: setattr(r, "tokens", bytes(4 * (limits.TOKENS_MAX + 1))),
-    "spans": lambda r: set_spans(r, *range(limits.VERSION_SPANS_MAX + 1)),
+    "spans": lambda r: set_spans(r, *((at, at) for at in range(limits.VERSION_SPANS_MAX + 1))),
     "offsets": lambda r: setattr(r, "support_offsets", bytes(4 * (limits.TOKENS_MAX + 2))),
     "support": lambda r: setattr(r, "support_tokens", bytes(TOO_MANY)),
     "top tokens": lambda r: r.MergeFrom(wire.Rollout(top_tokens=bytes(TOO_MANY), top_logprobs=bytes(TOO_MANY // 2))),

@@ -10,13 +10,14 @@ import hashlib
 from dataclasses import dataclass, replace
 
 from echo2.control.broadcast import fetcher_events as fev
+from echo2.control.head import commands as do_head
 from echo2.control.head import events as ev
 from echo2.control.machine import Event
 from echo2.control.worker import commands as do
 from echo2.control.worker import events as rel
 from echo2.control.worker.scheduler import WorkerScheduler
 from echo2.errors import InvariantError
-from echo2.sim.head import Arriving, Hello, Refused, SampledBatch
+from echo2.sim.head import Arriving, Check, Hello, Refused, SampledBatch
 from echo2.sim.history import History
 from echo2.sim.network import (
     SMALL_BYTES,
@@ -38,6 +39,8 @@ from echo2.types import Lease, PayloadId, SnapshotRef
 
 #: Seconds before a worker whose connection broke dials again.
 REDIAL_SECONDS = 1.0
+#: Time of checking a group, as a share of the time of sampling it (benchmarks/hostile_sampling.py, on a CPU).
+CHECK_COST = 0.9
 
 
 class Cut(Event):
@@ -71,6 +74,12 @@ class _Sampled(Event):
     stood_seconds: float
 
 
+class _Read(Event):
+    """A group was read again; the verdict."""
+
+    verdict: ev.GroupChecked
+
+
 class _Broke(Event):
     """The engine broke while it sampled this lease."""
 
@@ -100,6 +109,7 @@ class SimWorker(Actor):
         self.peering = Peering(self, network, spec, scenario, history, self._call, self.tell)
         self.up_since = 0.0
         self.group_seconds = scenario.group_seconds(spec)
+        self.claims: dict[int, ev.GroupDelivered] = {}  # a stranger's deliveries, by number
         self._restart()
 
     def _restart(self) -> None:
@@ -111,6 +121,7 @@ class SimWorker(Actor):
         self.peering.restart()
         self.scheduler.base_models = self.peering.whole_base_models()
         self._sampling: dict[int, _Sampling] = {}
+        self.held: tuple[SnapshotRef, ...] = ()  # what the engine can check under
         self._wakes = 0
         self._stands_until = self._stood_seconds = 0.0
 
@@ -169,6 +180,8 @@ class SimWorker(Actor):
                 self.post(owed, replace(event, stood_seconds=self._stood_seconds))
             case _Sampled():
                 self._sampled(event)
+            case _Read():
+                self._call(event.verdict)
             case _Broke() if event.lease_id in self._sampling:
                 for lease_id in list(self._sampling):
                     del self._sampling[lease_id]
@@ -239,6 +252,8 @@ class SimWorker(Actor):
                 self.peering.handle(body)
             case Arriving():
                 self._arriving(body)
+            case Check():
+                self._check(body)
             case rel.Connected():
                 self.tell(body)
                 self.peering.handle(fev.OriginBack())
@@ -257,6 +272,8 @@ class SimWorker(Actor):
             case Hello() if isinstance(value, Refused) and body.epoch == self.epoch:
                 self.epoch += 1
                 self.post(REDIAL_SECONDS, _Dial(self.epoch))
+            case ev.GroupDelivered() | ev.DeliveryMalformed() if isinstance(value, Refused):
+                self._failed(body)
             case ev.GroupDelivered() | ev.DeliveryMalformed():
                 self.tell(rel.DeliveryAnswered(body.lease_id))
             case ManifestAsked():
@@ -317,6 +334,8 @@ class SimWorker(Actor):
         if self.world.chance(self.spec.malformed_results):
             self._call(ev.DeliveryMalformed(self.name, lease_id, "malformed", "noise"))
             return
+        if self.spec.ticket:
+            self.claims[result.group.number] = result
         self._call(result, self.scenario.tokens_per_group * self.scenario.bytes_per_token)
 
     # ---- snapshots ---------------------------------------------------------------------------------------------------
@@ -333,6 +352,7 @@ class SimWorker(Actor):
         incoming = self.scheduler.incoming
         outcome = self.peering.install(payload, None if incoming is None else incoming.payload)
         if isinstance(outcome, rel.SnapshotInstalled):
+            self.held = (payload.ref, *self.held[:1])
             for sampling in self._sampling.values():
                 sampling.newest = payload.ref
         self.tell(outcome)
@@ -383,3 +403,25 @@ class SimWorker(Actor):
             lineage=started.lineage,
         )
         self.tell(rel.GroupProduced(event.lease_id, result))
+
+    # ---- checks ------------------------------------------------------------------------------------------------------
+
+    def _check(self, asked: Check) -> None:
+        """Read a group again, which takes some of the time that sampling it takes."""
+        sampler, command = self.world.actors[asked.sampled_by], asked.command
+        assert isinstance(sampler, SimWorker)
+        cost, found = sampler.judged(command, self.held)
+        self.post(CHECK_COST * cost * self.group_seconds, _Read(replace(found, worker_id=self.name)))
+
+    def judged(self, command: do_head.CheckGroup, held: tuple[SnapshotRef, ...]) -> tuple[float, ev.GroupChecked]:
+        """Return what a check of this worker's group finds where these snapshots are held, and the tokens that are read
+        for it, as a multiple of those sampled.
+        """
+        claim = self.claims.get(command.group.number)
+        if claim is None:
+            return 0.0, ev.GroupChecked("", command.group, missed="its rollouts are not kept any more")
+        named = {claim.oldest_version, claim.newest_version}
+        if not named <= {ref.version for ref in held if ref.history == command.ref.history}:
+            return 0.0, ev.GroupChecked("", command.group, num_skipped=claim.num_tokens)
+        fault = "its tokens were not drawn so" if self.spec.forges else ""
+        return 1.0, ev.GroupChecked("", command.group, claim.num_tokens, fault)

@@ -75,6 +75,13 @@ class Welcome(Event):
     published: tuple[int, ...]
 
 
+class Check(Event):
+    """To a machine of the owner: check a group that this worker delivered."""
+
+    command: do.CheckGroup
+    sampled_by: str
+
+
 class Fed(Event):
     """One group for the learner; `data`: its rollouts as delivered."""
 
@@ -97,10 +104,6 @@ class Refused(Event):
 
 class _Wake(Event):
     number: int
-
-
-class _Checked(Event):
-    command: do.CheckGroup
 
 
 class _Score(Event):
@@ -187,8 +190,6 @@ class SimHead(Actor):
                         self.tell(ev.Tick())
                 case _Score():
                     self._score(event.group)
-                case _Checked():
-                    self._checked(event.command)
                 case _Pass():
                     if self._waiting:
                         self.tell(self._waiting.pop())
@@ -279,13 +280,6 @@ class SimHead(Actor):
         is_flat = group.kind == "train" and self._is_flat(group)
         self.tell_soon(ev.GroupScored(group, is_flat, scores=Attachment(b"")))
 
-    def _checked(self, command: do.CheckGroup) -> None:
-        record = self.policies.planners[command.policy].groups.get(command.group.number)
-        spec = None if record is None else getattr(self.world.actors.get(record.worker_id), "spec", None)
-        if command.worker_id in self.attending and spec is not None:
-            fault = "its tokens were not drawn so" if spec.forges else ""
-            self.tell_soon(ev.GroupChecked(command.worker_id, command.group, 9, fault))
-
     def _is_flat(self, group: GroupRef) -> bool:
         return self.scenario.is_flat(self.sides[group.policy].ledger.rollouts(group.number))
 
@@ -319,6 +313,11 @@ class SimHead(Actor):
                 self.origin.holds(sender, body.installed)
                 self.tell_soon(body)
                 return None
+            case ev.GroupChecked():
+                self.tell_soon(body)
+                return None
+            case ev.GroupDelivered() | ev.DeliveryMalformed() if sender not in self.attending:
+                return Refused("unknown_worker")
             case ev.GroupDelivered() | ev.LeaseFailed() | ev.DeliveryMalformed():
                 return _verdict(self.tell(body))
             case ManifestAsked():
@@ -426,7 +425,9 @@ class SimHead(Actor):
             case do.ScoreGroup():
                 self.post(self.world.around(self.scenario.head.score_seconds, 0.3), _Score(command.group))
             case do.CheckGroup():
-                self.post(self.world.around(self.scenario.head.score_seconds, 0.3), _Checked(command))
+                record = self.policies.planners[command.policy].groups.get(command.group.number)
+                if record is not None:
+                    self._order(command.worker_id, Check(command, record.worker_id))
             case do.FeedGroup():
                 rollouts = self.sides[command.policy].ledger.rollouts(command.number)
                 self._to_learner(command.policy, Fed(command.number, rollouts))

@@ -302,11 +302,12 @@ def _check_spans(spans: Sequence[wire.VersionSpan], num_tokens: int) -> None:
     if len(spans) > limits.VERSION_SPANS_MAX:
         raise PeerError("oversized", f"{len(spans)} version spans; the limit is {limits.VERSION_SPANS_MAX}")
     _require(bool(spans) and spans[0].start == 0, "version spans do not begin at the first token")
-    last = -1
+    last, version = -1, -1
     for span in spans:
         _require(last < span.start < num_tokens, "version spans do not ascend within the rollout")
         _require(span.version <= limits.NUMBER_MAX, "a version span's version is out of range")
-        last = span.start
+        _require(version < span.version, "a version span's version is not above the one before it")
+        last, version = span.start, span.version
 
 
 def _check_top(message: wire.Rollout) -> None:

@@ -3,20 +3,23 @@
 drawn       a share of every ticket's groups, and all groups of a newcomer, of a ticket in quarantine, and of a worker
             whose tokens surprise the learner. The draw uses a secret seed that no worker can know (the run's seed could
             be derived from the seeds of its groups).
-held        groups of newcomers and of tickets in quarantine are not trained before the verdict. If it is overdue, a
-            newcomer's groups are trained, and those of a ticket in quarantine are retired. The machine that checks gets
-            no other group before its verdict, which counts for the ticket also when it is late; unless the group was
-            retired meanwhile.
-verdict     a fault quarantines the ticket: its groups that are not trained yet are retired `untrusted` and replaced. A
-            fault in quarantine expels every worker of the ticket, and the ticket rests. Clean checks in a row end a
-            quarantine.
+held        groups of newcomers and of tickets in quarantine are not trained before the verdict, and are retired if it
+            is overdue. Until then each counts against the leases that the ticket may hold, so that nobody fills the
+            queue. The machine that checks gets no other group before its verdict, which counts for the ticket also
+            when it is late; unless the group was retired meanwhile.
+verdict     a group passes only if every token that the policy drew was judged. A fault quarantines the ticket: its
+            groups that are not trained yet are retired `untrusted` and replaced. A fault in quarantine expels every
+            worker of the ticket, and the ticket rests. Clean checks in a row end a quarantine.
+none        a check without a verdict adds no trust, and several in a row make the ticket a newcomer again.
 
-Deterministic runs can't replace groups, so nothing is checked there. Evaluations are sampled by the owner's machines.
+If the run requires checks and no machine of the owner can check, newcomers get no leases. If it does not, their groups
+are trained unchecked. Deterministic runs can't replace groups, so nothing is checked there. Evaluations are sampled by
+the owner's machines.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import replace
 
 from echo2.control.head import commands as do
@@ -27,7 +30,7 @@ from echo2.control.head.groups import PlannedGroup
 from echo2.control.head.state import PlannerState
 from echo2.control.head.trust import CLEAN_TO_LEAVE, DrawnCheck, OpenCheck, Trust, first
 from echo2.control.seeds import mix
-from echo2.types import GroupRef
+from echo2.types import GroupRef, SnapshotRef
 
 #: Share of the groups of a ticket that are checked (benchmarks/hostile_sampling.py).
 CHECK_SHARE = 0.05
@@ -37,31 +40,31 @@ OVERDUE_LEASES, LATE_LEASES = 0.5, 1.0
 OPEN_MAX = 256
 #: Seconds that an expelled ticket rests.
 EXPELLED_REST_SECONDS = 3600.0
-#: Checks without a verdict after which a newcomer's groups are no longer held: the owner's machines can't keep up.
-MISSED_MAX = 8
 #: Reason for retiring groups of a worker that is not trusted, and for ending a check whose verdict came in time.
 UNTRUSTED, VERDICT = "untrusted", "there is a verdict"
 
 
-def delivered(state: PlannerState, record: PlannedGroup, worker: Worker | None) -> None:
-    """Draw whether an accepted result is checked, and hold it if its ticket is not trusted yet."""
+def delivered(state: PlannerState, record: PlannedGroup, worker: Worker | None, newest: SnapshotRef | None) -> None:
+    """Draw whether an accepted result is checked, and hold it if its ticket is not believed. `newest`: the newest
+    weights that it names.
+    """
     secret = state.options.check_seed
-    if worker is None or worker.is_own or secret is None or state.options.deterministic:
+    if worker is None or worker.is_own or newest is None or secret is None or state.options.deterministic:
         return
     trust = state.trust.of(worker.ticket)
     if worker.ticket != UNKNOWN:
         trust = replace(trust, num_groups=trust.num_groups + 1)
         state.trust.put(worker.ticket, trust)
-    ref = state.published[record.oldest_version or 0]  # `delivery` accepts no unpublished version from a stranger
-    is_drawn = trust.is_new or trust.is_quarantined or state.conducts.is_odd(worker.worker_id)
+    holds = trust.is_quarantined or (trust.is_new and (state.options.require_checks or any(strangers.checkers(state))))
+    is_drawn = holds or state.conducts.is_odd(worker.worker_id)
     is_drawn |= mix(mix(secret) ^ record.number) < CHECK_SHARE * 2.0**64
-    if not is_drawn or len(state.trust.open) >= OPEN_MAX or not any(_checkers(state)):
-        if trust.is_quarantined:
-            _retire(state, record, f"ticket {worker.ticket} is in quarantine, and nobody can check this group")
-            strangers.rest(state, worker.ticket, state.options.lease_seconds, "nobody can check its groups")
+    if not is_drawn:
         return
-    holds = trust.is_quarantined or (trust.is_new and trust.num_missed < MISSED_MAX)
-    drawn = DrawnCheck(record.number, worker.worker_id, worker.ticket, ref, holds, worker.draws)
+    if len(state.trust.open) >= OPEN_MAX:
+        if holds:
+            _reject_unchecked(state, record, worker.ticket, f"{OPEN_MAX} other groups wait to be checked")
+        return
+    drawn = DrawnCheck(record.number, worker.worker_id, worker.ticket, newest, holds, worker.draws)
     _open(state, drawn)
     state.emit(do.RecordCheck, f"drawn of ticket {worker.ticket}", check=drawn)
 
@@ -74,14 +77,14 @@ def recover(state: PlannerState, checks: Iterable[DrawnCheck]) -> None:
 
 def _open(state: PlannerState, drawn: DrawnCheck) -> None:
     until = state.now + OVERDUE_LEASES * state.options.lease_seconds
-    state.trust.open[drawn.number] = OpenCheck(drawn, until)
+    state.trust.begin(OpenCheck(drawn, until))
     record = state.groups.get(drawn.number)
     if drawn.holds and record is not None:
         state.groups.hold(record)
 
 
 def _close(state: PlannerState, number: int, reason: str) -> None:
-    if state.trust.open.pop(number, None) is not None:
+    if state.trust.end(number) is not None:
         state.emit(do.EndCheck, reason, number=number)
 
 
@@ -90,7 +93,7 @@ def assign(state: PlannerState) -> None:
     if all(check.checker for check in state.trust.open.values()):
         return
     busy = {check.checker for check in (*state.trust.open.values(), *state.trust.late.values())}
-    free = [worker for worker in _checkers(state) if worker.worker_id not in busy]
+    free = [worker for worker in strangers.checkers(state) if worker.worker_id not in busy]
     for check in state.trust.open.values() if free else ():
         if check.checker:
             continue
@@ -98,7 +101,7 @@ def assign(state: PlannerState) -> None:
         able = [one for one in free if one.installed is not None and one.installed >= check.drawn.ref]
         if not able:
             continue
-        chosen = min(able, key=lambda one: (one.installed != check.drawn.ref, one.joined_at, one.worker_id))
+        chosen = min(able, key=lambda one: (one.installed, one.joined_at, one.worker_id))
         free.remove(chosen)
         check.checker = chosen.worker_id
         state.emit(
@@ -118,15 +121,16 @@ def checked(state: PlannerState, event: ev.GroupChecked) -> None:
     if check is None or check.checker != event.worker_id:
         return
     is_late = state.trust.late.pop(number, None) is not None
-    if event.missed or not event.num_tokens:
+    missed = event.missed or _why_undecided(event)
+    if missed:
         if is_late:
             return
         check.num_tries += 1
-        others = any(one.worker_id != event.worker_id for one in _checkers(state))
-        if event.missed and check.num_tries < 2 and others:
+        others = any(one.worker_id != event.worker_id for one in strangers.checkers(state))
+        if check.num_tries < 2 and others:
             check.checker = ""  # another machine may still hold these weights
         else:
-            _missed(state, check, event.missed or "none of its tokens are of the version that was checked")
+            _missed(state, check, missed)
         return
     _close(state, number, VERDICT)
     trust = state.trust.of(check.drawn.ticket)
@@ -139,7 +143,17 @@ def checked(state: PlannerState, event: ev.GroupChecked) -> None:
         reason = f"quarantine ends: {trust.num_clean} groups in a row were as they should be"
         trust = replace(trust, is_quarantined=False).noted(state.now, reason)
     _record(state, check.drawn.ticket, trust, f"group {check.drawn.number} was as it should be")
-    _release(state, check)
+    if check.drawn.holds:
+        strangers.earn(state, check.drawn.ticket)
+        if (record := state.groups.get(check.drawn.number)) is not None:
+            state.groups.let_go(record)
+
+
+def _why_undecided(event: ev.GroupChecked) -> str:
+    """Return why the group cannot pass although no fault was found; empty if it passes, or has a fault."""
+    if event.fault or (event.num_tokens and not event.num_skipped):
+        return ""
+    return f"{event.num_skipped} of its tokens are of versions that the machine does not hold"
 
 
 def expire(state: PlannerState, now: float) -> bool:
@@ -163,15 +177,6 @@ def next_at(state: PlannerState) -> float | None:
     return min(nexts, default=None)
 
 
-def _checkers(state: PlannerState) -> Iterator[Worker]:
-    """Iterate over the owner's machines that can check rollouts of strangers."""
-    return (
-        worker
-        for worker in state.fleet.own()
-        if worker.draws and worker.installed is not None and not (worker.detached or worker.standby)
-    )
-
-
 def _record(state: PlannerState, ticket: str, trust: Trust, reason: str) -> None:
     """Record the trust in a ticket durably. Skips workers that have not returned since a restart of the head: their
     ticket is unknown, and a forgery by one of them says nothing about the others."""
@@ -181,22 +186,18 @@ def _record(state: PlannerState, ticket: str, trust: Trust, reason: str) -> None
 
 
 def _missed(state: PlannerState, check: OpenCheck, reason: str) -> None:
-    """End a check without a verdict. Its group is retired if the ticket is in quarantine, and released otherwise."""
+    """End a check without a verdict. Its group is retired if it was held."""
+    ticket, record = check.drawn.ticket, state.groups.get(check.drawn.number)
     _close(state, check.drawn.number, reason)
-    trust = state.trust.of(check.drawn.ticket)
-    _record(state, check.drawn.ticket, replace(trust, num_missed=trust.num_missed + 1), reason)
-    if trust.is_quarantined and check.drawn.holds:
-        record = state.groups.get(check.drawn.number)
-        if record is not None:
-            _retire(state, record, f"ticket {check.drawn.ticket} is in quarantine: {reason}")
-    else:
-        _release(state, check)
-
-
-def _release(state: PlannerState, check: OpenCheck) -> None:
-    record = state.groups.get(check.drawn.number)
+    _record(state, ticket, state.trust.of(ticket).missed(state.now), reason)
     if check.drawn.holds and record is not None:
-        state.groups.let_go(record)
+        _reject_unchecked(state, record, ticket, reason)
+
+
+def _reject_unchecked(state: PlannerState, record: PlannedGroup, ticket: str, reason: str) -> None:
+    """Retire a group that could not be checked, and let its ticket rest until the owner's machines have caught up."""
+    _retire(state, record, f"ticket {ticket} is not trusted yet, and this group has no verdict: {reason}")
+    strangers.rest(state, ticket, state.options.lease_seconds, "its groups could not be checked")
 
 
 def _fault(state: PlannerState, check: OpenCheck, trust: Trust, reason: str) -> None:

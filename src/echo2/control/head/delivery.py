@@ -44,7 +44,8 @@ def judge(state: PlannerState, event: ev.GroupDelivered) -> tuple[str, str] | No
 
 def _unknown_weights(state: PlannerState, event: ev.GroupDelivered, lease: Lease) -> str | None:
     """Return why the named weights are invalid or can't be checked, or None. They are invalid if a version is above the
-    step's own. They can't be checked if a stranger names a version that is not published in its lineage.
+    step's own, or if a stranger names one below what it had installed: versions never fall. They can't be checked if a
+    stranger names a version that is not published in its lineage.
 
     Honest workers send such a group after the learner fell back, or after a new head took over that does not know every
     earlier version: if the lease was granted before that, or shortly after. Machines of the owner are trusted, and in
@@ -55,6 +56,9 @@ def _unknown_weights(state: PlannerState, event: ev.GroupDelivered, lease: Lease
     worker = state.fleet.get(event.worker_id)
     if state.options.deterministic or (worker is not None and worker.is_own):
         return None
+    had = state.leases.installed_at.get(event.lease_id)
+    if had is not None and had.lineage == event.lineage and event.oldest_version < had.version:
+        return f"tokens of version {event.oldest_version}; the worker had version {had.version} when it got the lease"
     for version in (event.oldest_version, *event.versions_between, event.newest_version):
         ref = state.published.get(version)
         if ref is None or ref.lineage != event.lineage:

@@ -200,7 +200,7 @@ class WorkerLeft(PlannerEvent):
 class GroupDelivered(PlannerEvent):
     """A well-formed result arrived. `seconds`: sampling time. `rollouts` are passed on with `AcceptDelivery` and
     `ScoreGroup`. `lineage`: of the weights, as the worker claims; `versions_between`: versions of tokens between the
-    oldest and the newest.
+    oldest and the newest. `logged`: the head read the rollouts from a log, so there is nothing to check.
     """
 
     worker_id: str
@@ -214,6 +214,7 @@ class GroupDelivered(PlannerEvent):
     rollouts: Attachment | None = field(default=None, compare=False)
     lineage: int = 1
     versions_between: tuple[int, ...] = ()
+    logged: bool = False
 
 
 class DeliveryMalformed(PlannerEvent):
@@ -261,8 +262,9 @@ class GroupUnfit(PlannerEvent):
 
 
 class GroupChecked(PlannerEvent):
-    """A machine of the owner has checked a group. `num_tokens`: tokens that were judged; `fault`: why the group was not
-    drawn as its worker claims, empty if it was; `missed`: why the group could not be checked.
+    """A machine of the owner has checked a group. `num_tokens`: drawn tokens that were judged; `num_skipped`: drawn
+    tokens that were not; `fault`: why the group was not drawn as its worker claims, empty if it was; `missed`: why the
+    group could not be checked.
     """
 
     worker_id: str
@@ -270,6 +272,7 @@ class GroupChecked(PlannerEvent):
     num_tokens: int = 0
     fault: str = ""
     missed: str = ""
+    num_skipped: int = 0
 
 
 class RentFailed(PlannerEvent):

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from echo2.control.head.lazy_heap import LazyHeap
 from echo2.errors import InvariantError
-from echo2.types import GroupRef, Lease
+from echo2.types import GroupRef, Lease, SnapshotRef
 
 #: Reasons for which a worker fails a lease -> whether another try can help (a prompt stays too long, an engine may
 #: recover).
@@ -37,17 +37,20 @@ class LeaseIds:
 
 @dataclass(slots=True)
 class LeaseTable:
-    """The open leases, by id, by group and by worker. A lease past its deadline stays open until it is closed."""
+    """The open leases, by id, by group and by worker. A lease past its deadline stays open until it is closed.
+    `installed_at`: the weights that its worker had when it got the lease; None if it is not known.
+    """
 
     ids: LeaseIds = field(default_factory=LeaseIds)
     _open: dict[int, tuple[str, Lease]] = field(default_factory=dict)
     _by_group: dict[GroupRef, dict[int, None]] = field(default_factory=dict)
     _by_worker: dict[str, dict[int, None]] = field(default_factory=dict)
     _samples: dict[str, int] = field(default_factory=dict)
+    installed_at: dict[int, SnapshotRef | None] = field(default_factory=dict)
     deadlines: LazyHeap[int, float] = field(default_factory=LazyHeap)
 
-    def add(self, worker_id: str, lease: Lease) -> None:
-        """Add a lease held by this worker.
+    def add(self, worker_id: str, lease: Lease, installed: SnapshotRef | None = None) -> None:
+        """Add a lease held by this worker, which has these weights.
 
         Raises:
             InvariantError: the lease is granted already.
@@ -55,6 +58,7 @@ class LeaseTable:
         if lease.lease_id in self._open:
             raise InvariantError(f"lease {lease.lease_id} granted twice")
         self._open[lease.lease_id] = (worker_id, lease)
+        self.installed_at[lease.lease_id] = installed
         self._by_group.setdefault(lease.group, {})[lease.lease_id] = None
         self._by_worker.setdefault(worker_id, {})[lease.lease_id] = None
         self._samples[worker_id] = self._samples.get(worker_id, 0) + lease.num_samples
@@ -68,6 +72,7 @@ class LeaseTable:
         """Remove an open lease and return (worker, lease)."""
         worker_id, lease = self._open.pop(lease_id)
         self.deadlines.drop(lease_id)
+        del self.installed_at[lease_id]
         self._samples[worker_id] -= lease.num_samples
         del self._by_group[lease.group][lease_id]
         if not self._by_group[lease.group]:

@@ -76,7 +76,6 @@ def delivered(state: PlannerState, event: ev.GroupDelivered, now: float) -> None
     is_usual = worker is None or worker.is_own or not strangers.own_can_work(state)
     if is_usual and event.group.kind == "train":  # held-out tasks usually have fewer samples
         state.gauge.lease_done(now - (lease.deadline - lease.seconds))
-    strangers.brought(state, worker)
     if worker is not None:
         worker.failures_in_a_row = 0
         worker.first_groups = None
@@ -89,9 +88,12 @@ def delivered(state: PlannerState, event: ev.GroupDelivered, now: float) -> None
         state.groups.move(record, "delivered")
         if not state.options.deterministic:  # there, other leases keep their batch's shape
             take_back(state, state.leases.of_group(event.group), "another result came first", "superseded")
-        checks.delivered(state, record, worker)
-        if record.state == "retired":
-            return
+        if not event.logged:
+            checks.delivered(state, record, worker, state.published.get(event.newest_version))
+    is_retired = record is not None and record.state == "retired"
+    strangers.brought(state, worker, is_held=record is not None and (record.is_held or is_retired))
+    if is_retired:
+        return
     state.emit(do.ScoreGroup, "all its rollouts are in", group=event.group, rollouts=event.rollouts)
 
 

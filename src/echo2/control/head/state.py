@@ -35,7 +35,8 @@ class RentableOffer:
 class PlannerOptions:
     """The part of the configuration that the planner needs, with the same names. `policy`: id of the policy it plans
     for. `activation`: if False, all workers are active. `check_seed`: secret seed, unknown to all workers, for drawing
-    the groups to check; None: nothing is checked.
+    the groups to check; None: nothing is checked. `require_checks`: strangers that are not trusted yet work only while
+    a machine of the owner can check them.
 
     `heartbeat_seconds` (between two reports of a worker) and `max_failures` (failed groups in a row that stop the run)
     are not settings: a run uses the defaults. Simulations with other time scales or failing machines use other values.
@@ -49,6 +50,7 @@ class PlannerOptions:
     dynamic_sampling: bool = False
     deterministic: bool = False
     check_seed: int | None = None
+    require_checks: bool = True
     groups_per_batch: int = 8
     lease_seconds: float = 120.0
     order: str = "any"
@@ -134,10 +136,10 @@ class PlannerState(StateMachine):
 
     def open_lease(self, worker_id: str, lease: Lease) -> None:
         """Add a lease held by this worker."""
-        self.leases.add(worker_id, lease)
+        worker = self.fleet.get(worker_id)
+        self.leases.add(worker_id, lease, None if worker is None else worker.installed)
         self._touched[worker_id] = None
         self.conducts.granted(worker_id)
-        worker = self.fleet.get(worker_id)
         if worker is not None and not worker.is_own:
             self.standings.opened(worker.ticket, lease.lease_id)
             self._supply(lease, worker.ticket, lease.num_samples)

@@ -3,7 +3,9 @@ joined with a ticket for other people's machines; all workers of one ticket coun
 
 credit    leases that a ticket may hold at once: 1 at first, one more for each accepted result, two less for each lease
           without a result, and one less for each second that the head spends on a reward which fails. At 0 the ticket
-          rests for as long as it held that lease, doubled at each rest; then its credit is 1.
+          rests for as long as it held that lease, doubled at each rest; then its credit is 1. A group that is held for
+          its check counts as a lease, and adds credit only when it passes.
+checks    where the run requires them, a newcomer's ticket gets leases only while a machine of the owner can check.
 share     while a machine of the owner can work, a ticket supplies at most half of a step, or one batch if batches of a
           fixed shape are larger than that.
 attempts  a group that a ticket tried and failed is left to others that can try; the ticket's tries count once against
@@ -16,7 +18,7 @@ Groups that only strangers failed never stop a run: see `results.give_up`.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 from echo2.control.head import commands as do
 from echo2.control.head import events as ev
@@ -36,6 +38,15 @@ REST_SECONDS, MOST_REST_SECONDS, MOST_REST_ALONE_SECONDS = 1.0, 3600.0, 60.0
 OWN_FAILURES_MAX = 3
 #: Outcomes of a lease that say nothing against its worker.
 NO_FAULT = frozenset({"accepted", "revoked", "retired", "duplicate", "late"})
+#: Why a stranger gets no leases in a run that requires checks.
+NOT_CHECKABLE = (
+    "its engine does not draw from the head's random numbers, so its rollouts can't be checked: start it with "
+    "--engine compact or transformers, or set workers.require_checks = false"
+)
+NO_CHECKER = (
+    "its ticket is not trusted yet, and no machine of yours is connected that can check it: start one with the engine "
+    "compact or transformers (`echo2 worker @DIR/ticket`), or set workers.require_checks = false"
+)
 
 
 def owner_of(worker: Worker | None) -> str:
@@ -69,6 +80,25 @@ def _can_sample(state: PlannerState, worker: Worker, step: int) -> bool:
     return is_valid and ref is not None and ref.version + state.options.max_staleness >= step
 
 
+def checkers(state: PlannerState) -> Iterator[Worker]:
+    """Iterate over the owner's machines that can check rollouts of strangers."""
+    return (
+        worker
+        for worker in state.fleet.own()
+        if worker.draws and worker.installed is not None and not (worker.detached or worker.standby)
+    )
+
+
+def why_unchecked(state: PlannerState, worker: Worker) -> str:
+    """Return why the worker's ticket gets no leases in a run that requires checks; empty if it may get some."""
+    options = state.options
+    if worker.is_own or options.check_seed is None or options.deterministic or not options.require_checks:
+        return ""
+    if not worker.draws:
+        return NOT_CHECKABLE
+    return "" if state.trust.of(worker.ticket).is_believed or any(checkers(state)) else NO_CHECKER
+
+
 def others_can_try(state: PlannerState, owner: str, step: int, tried_by: Iterable[str] = ()) -> bool:
     """Whether another owner could sample a group of this step and has not failed it yet."""
     failed = {owner, *tried_by}
@@ -94,7 +124,8 @@ def has_credit(state: PlannerState, worker: Worker) -> bool:
     if worker.is_own or is_resting(state, worker):
         return worker.is_own
     standing = state.standings.of(worker.ticket)
-    return standing.credit > standing.num_held
+    num_used = standing.num_held + state.trust.num_held(worker.ticket)
+    return standing.credit > num_used and not why_unchecked(state, worker)
 
 
 def may_supply(state: PlannerState, worker: Worker, step: int) -> bool:
@@ -118,18 +149,24 @@ def leaves_to_others(state: PlannerState, worker: Worker, unit: Iterable[Planned
 # ---- consequences ------------------------------------------------------------------------------------------------
 
 
-def brought(state: PlannerState, worker: Worker | None) -> None:
-    """Record that a result of this worker was accepted."""
+def brought(state: PlannerState, worker: Worker | None, is_held: bool) -> None:
+    """Record that a result of this worker was accepted. `is_held`: it earns nothing before it is checked."""
     if worker is None or worker.is_own:
         return
     state.conducts.of(worker.worker_id).num_failed = 0
-    standing = state.standings.of(worker.ticket)
+    if not is_held:
+        earn(state, worker.ticket)
+
+
+def earn(state: PlannerState, ticket: str) -> None:
+    """Record that a result of this ticket is good."""
+    standing = state.standings.of(ticket)
     most = state.options.groups_per_step * (state.options.max_staleness + 1)
     standing.credit = min(standing.credit + 1, max(2, most))
     standing.num_good += 1
     if standing.num_good >= RESULTS_PER_PARDON:
         standing.num_good, standing.num_rests = 0, max(0, standing.num_rests - 1)
-        _record(state, worker.ticket, f"{RESULTS_PER_PARDON} of its results make up for a rest")
+        _record(state, ticket, f"{RESULTS_PER_PARDON} of its results make up for a rest")
 
 
 def failed(state: PlannerState, worker: Worker | None, held_seconds: float) -> None:

@@ -11,6 +11,8 @@ from echo2.types import SnapshotRef
 
 #: Clean checks after which a ticket is no longer a newcomer.
 NEWCOMER_CHECKS = 4
+#: Checks in a row without a verdict after which a ticket is a newcomer again: nothing is known of what it delivers now.
+UNCHECKED_MAX = 4
 #: Clean checks in a row that end a quarantine.
 CLEAN_TO_LEAVE = 8
 #: Events kept in a ticket's history.
@@ -21,14 +23,15 @@ TICKETS_MAX = 10_000
 
 @dataclass(frozen=True, slots=True)
 class Trust:
-    """The trust in one ticket. `num_missed`: checks without a verdict; `num_clean`: checks passed since the last fault;
-    `history`: (time in seconds, event).
+    """The trust in one ticket. `num_missed`: checks without a verdict; `num_unchecked`: those since the last verdict;
+    `num_clean`: checks passed since the last fault, or since the trust lapsed; `history`: (time in seconds, event).
     """
 
     num_groups: int = 0
     num_passed: int = 0
     num_failed: int = 0
     num_missed: int = 0
+    num_unchecked: int = 0
     num_clean: int = 0
     num_tokens: int = 0
     is_quarantined: bool = False
@@ -41,8 +44,13 @@ class Trust:
 
     @property
     def is_new(self) -> bool:
-        """Whether too few checks of the ticket have passed."""
-        return self.num_passed < NEWCOMER_CHECKS
+        """Whether too few checks of the ticket have passed since its last fault, or since its trust lapsed."""
+        return self.num_clean < NEWCOMER_CHECKS
+
+    @property
+    def is_believed(self) -> bool:
+        """Whether the ticket's groups may be trained before they are checked."""
+        return not (self.is_new or self.is_quarantined)
 
     def to_plain(self) -> dict[str, Any]:
         """Return a plain dictionary for display and scripts."""
@@ -54,17 +62,28 @@ class Trust:
 
     def passed(self) -> Trust:
         """Return the trust after a check that found no fault."""
-        return replace(self, num_passed=self.num_passed + 1, num_clean=self.num_clean + 1)
+        return replace(self, num_passed=self.num_passed + 1, num_clean=self.num_clean + 1, num_unchecked=0)
+
+    def missed(self, at: float) -> Trust:
+        """Return the trust after a check without a verdict. After `UNCHECKED_MAX` in a row it has lapsed."""
+        num_unchecked = self.num_unchecked + 1
+        found = replace(self, num_missed=self.num_missed + 1, num_unchecked=num_unchecked)
+        if num_unchecked < UNCHECKED_MAX or self.is_new:
+            return found
+        reason = f"a newcomer again: {num_unchecked} checks in a row ended without a verdict"
+        return replace(found, num_clean=0).noted(at, reason)
 
     def failed(self, at: float, reason: str) -> Trust:
         """Return the trust after a check that found a fault: in quarantine."""
-        return replace(self, num_failed=self.num_failed + 1, num_clean=0, is_quarantined=True).noted(at, reason)
+        found = replace(self, num_failed=self.num_failed + 1, num_clean=0, num_unchecked=0, is_quarantined=True)
+        return found.noted(at, reason)
 
 
 @dataclass(frozen=True, slots=True)
 class DrawnCheck:
-    """A check of a group that the worker sampled with `ref`, as the ledger stores it. `holds`: the group is not trained
-    before the verdict; `is_from_stream`: the worker's engine draws from the head's random numbers.
+    """A check of a group, as the ledger stores it. `ref`: the newest weights that the worker says it sampled with;
+    `holds`: the group is not trained before the verdict; `is_from_stream`: the worker's engine draws from the head's
+    random numbers.
     """
 
     number: int
@@ -105,6 +124,26 @@ class TrustBook:
     open: dict[int, OpenCheck] = field(default_factory=dict)
     late: dict[int, OpenCheck] = field(default_factory=dict)
     _of: dict[str, Trust] = field(default_factory=dict)
+    _num_held: dict[str, int] = field(default_factory=dict)
+
+    def begin(self, check: OpenCheck) -> None:
+        """Add an open check."""
+        self.open[check.drawn.number] = check
+        if check.drawn.holds:
+            self._num_held[check.drawn.ticket] = self.num_held(check.drawn.ticket) + 1
+
+    def end(self, number: int) -> OpenCheck | None:
+        """Remove an open check and return it; None if there is none of this group."""
+        check = self.open.pop(number, None)
+        if check is not None and check.drawn.holds:
+            self._num_held[check.drawn.ticket] -= 1
+            if not self._num_held[check.drawn.ticket]:
+                del self._num_held[check.drawn.ticket]
+        return check
+
+    def num_held(self, ticket: str) -> int:
+        """Return how many groups of the ticket wait for a verdict before they may be trained."""
+        return self._num_held.get(ticket, 0)
 
     def of(self, ticket: str) -> Trust:
         """Return the trust in this ticket; a newcomer's if the ticket is unknown."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from echo2.control.head import checks
+from echo2.control.head import checks, strangers
 from echo2.control.head.fleet import Worker
 from echo2.control.head.state import PlannerState
 from echo2.types import Wait
@@ -136,6 +136,8 @@ def _why_idle(state: PlannerState, worker: Worker) -> tuple[str, str]:
             "head",
             f"its ticket gets no leases for {max(0.0, until - state.now):.0f} s: its leases brought no results",
         )
+    if unchecked := strangers.why_unchecked(state, worker):
+        return "head", unchecked
     if last >= state.options.max_steps:
         return "learner", "every group of the run is sampled or leased"
     if installed.version < newest.version:

@@ -198,8 +198,8 @@ class Service:
             raise PeerError("oversized", f"{len(deliveries.items)} results at once; {DELIVERIES_PER_CALL_MAX} allowed")
         if not self._head.reader.is_loaded:
             raise PeerError("busy", "the head has just started and cannot read results yet; deliver again")
-        if peer.peer_id in self._head.workers:
-            self._head.heard(peer.peer_id)
+        self._presence(peer)  # else the planner does not know yet whose machine it is: the worker delivers again
+        self._head.heard(peer.peer_id)
         replies: list[wire.DeliveryReply] = []
         while len(replies) < len(deliveries.items):
             part = deliveries.items[len(replies) : len(replies) + READ_TOGETHER_MAX]
