@@ -6,8 +6,7 @@ threads, groups until a cheat is caught, and what a check costs.
 A Qwen3 of random weights (4 layers, width 96, 4,096 tokens, entropy of 1 to 4 nats). A group is 8 rollouts of 32
 tokens. Honest groups are sampled by one engine, in one batch size, with one or two threads, and checked by another
 engine; cheats are sampled and edited as each says, and judged by the real check. How many groups it takes is drawn,
-over 10 seeds, from what share of a cheat's groups the check finds. Beside them honest rollouts whose weights changed on
-the way.
+over 10 seeds, from what share of a cheat's groups the check finds.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ from echo2.control.seeds import mix
 from echo2.rollout.engine import Engine
 from echo2.rollout.engines import make_engine
 from echo2.rollout.generate import sample_group
-from echo2.rollout.verification import PrefillRequest, Verdict, check_group, compare, numbers_of
+from echo2.rollout.verification import Verdict, check_group
 from echo2.runtime.head.copied_rollouts import CopiedRollouts
 from echo2.types import (
     RUN_POLICY,
@@ -248,39 +247,6 @@ def waits(found: float, share: float) -> dict[str, float] | None:
     return {"mean": statistics.mean(counts), "max": max(counts)}
 
 
-# ---- weights that change on the way ---------------------------------------------------------------------------------
-
-
-async def later_spans() -> list[dict[str, Any]]:
-    """Honest rollouts whose weights changed on the way, by noise: how far the tokens behind the change are off when
-    they are read under the newer weights alone, which is what a prefill can do.
-    """
-    rows = []
-    for noise in (1e-4, 1e-3, 1e-2):
-        engine = await engine_of("compact", snapshot("F32"))
-        newer = replace(snapshot("F32", noise=noise), ref=SnapshotRef(RUN_POLICY, 1, 1))
-        asked = [leased(30_000 + at, PARAMS["plain"]) for at in range(8)]
-        sampling = asyncio.ensure_future(sampled(engine, asked))
-        await asyncio.sleep(0.02)
-        await engine.update_weights(newer)
-        intervals, errors = list[float](), list[float]()
-        for assignment, group in zip(asked, await sampling, strict=True):
-            for sample, one in enumerate(group.rollouts):
-                if len(one.version_spans) == 2:
-                    start, _ = one.version_spans[1]
-                    request = PrefillRequest(assignment.prompt_tokens, one.tokens, assignment.params)
-                    (found,) = await engine.prefill(newer.ref, [request])
-                    off = compare(one, found, numbers_of(assignment, sample, one, len(one.tokens)))
-                    intervals += off.intervals[start:].tolist()
-                    errors += off.logprobs[start:].tolist()
-        row = {"noise": noise, "tokens": len(errors)}
-        if errors:
-            row |= {"interval_max": max(intervals), "logprob_max": max(errors), "logprob_mean": statistics.mean(errors)}
-        rows.append(row)
-        print(row, flush=True)
-    return rows
-
-
 # ---- cost ------------------------------------------------------------------------------------------------------------
 
 
@@ -308,7 +274,6 @@ def main() -> None:
     torch.set_num_threads(1)
     figures: dict[str, Any] = {"cost": asyncio.run(cost())}
     print(figures["cost"], flush=True)
-    figures["later_spans"] = asyncio.run(later_spans())
     figures["honest"] = asyncio.run(honest(options.groups))
     figures["cheats"] = asyncio.run(cheats(options.cheats))
     alarms = sum(row["false_alarms"] for row in figures["honest"])

@@ -98,6 +98,11 @@ class PacedModel:
     def logits(self, sequences: Sequence[array[int]], firsts: Sequence[int], most: int) -> Iterator[torch.Tensor]:
         return self._model.logits(sequences, firsts, most)
 
+    def extend(
+        self, cache: Cache | None, tokens: array[int], first: int, most: int
+    ) -> tuple[Cache, Iterator[torch.Tensor]]:
+        return self._model.extend(cache, tokens, first, most)
+
     @contextmanager
     def _pace(self) -> Iterator[None]:
         until = time.monotonic() + self._token_seconds

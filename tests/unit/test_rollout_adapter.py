@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import copy
 import json
 from array import array
@@ -15,10 +16,33 @@ from echo2.errors import InvariantError, PeerError
 from echo2.rollout.adapter import RANK_MAX
 from echo2.rollout.compact import build_compact
 from echo2.rollout.decode_loop import DecodeLoop
+from echo2.rollout.generate import sample_group
 from echo2.rollout.hf_engine import build_transformers
 from echo2.rollout.torch_engine import TorchDecoder
-from echo2.types import RUN_POLICY, Snapshot, SnapshotRef, TensorBytes
-from rollout_cases import FAMILIES, VOCAB, Hooked, load, requests, run, snapshot_of, tiny_module, tokenizer_files
+from echo2.rollout.verification import check_group
+from echo2.types import (
+    RUN_POLICY,
+    Assignment,
+    GroupRef,
+    Lease,
+    RolloutGroup,
+    SamplingParams,
+    Snapshot,
+    SnapshotRef,
+    TensorBytes,
+)
+from rollout_cases import (
+    FAMILIES,
+    VOCAB,
+    Hooked,
+    load,
+    plain_tokenizer,
+    requests,
+    run,
+    snapshot_of,
+    tiny_module,
+    tokenizer_files,
+)
 
 pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing.:FutureWarning")  # PEFT asks for it
 
@@ -110,6 +134,25 @@ def test_rows_under_way_go_on_with_the_next_adapter(engine: str) -> None:
     for completion in run(loop, requests(0, max_tokens=30)):
         assert {version for _, version in completion.version_spans} <= {0, 1, 2}
     assert loop.installed == adapters[2].ref
+
+
+@pytest.mark.parametrize("engine", BUILDERS)
+def test_a_swap_of_adapters_is_replayed_by_the_check(engine: str) -> None:
+    module = tiny_module("qwen3")
+    decoder = TorchDecoder(BUILDERS[engine], "cpu")
+    adapters = [adapted(module, version, seed=version)[1] for version in range(2)]
+    decoder.load(adapters[0], base_of(module))
+    loop = DecodeLoop(Hooked(decoder, lambda step: step != 6 or decoder.load(adapters[1])))  # type: ignore[arg-type]
+    lease = Lease(1, GroupRef(RUN_POLICY, "train", 0), 0, 0, 8, 0, None, 60.0, 60.0, 5)
+    asked = Assignment(lease, array("i", PROMPT), SamplingParams(max_tokens=24))
+    group = asyncio.run(sample_group(loop, plain_tokenizer(), asked, "worker"))
+    assert isinstance(group, RolloutGroup)
+    assert {((0, 0), (5, 1))} <= {rollout.version_spans for rollout in group.rollouts}
+    verdict = asyncio.run(check_group(loop, adapters[0].ref, asked, group))
+    assert (verdict.fault, verdict.num_skipped) == ("", 0)
+    assert verdict.worst_interval < 1e-4
+    moved = tuple(replace(one, version_spans=one.version_spans[:1]) for one in group.rollouts)
+    assert asyncio.run(check_group(loop, adapters[0].ref, asked, replace(group, rollouts=moved))).fault != ""
 
 
 def test_an_adapter_in_bfloat16_over_a_base_model_in_bfloat16_is_near() -> None:

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from echo2.errors import UserError
-from echo2.rollout import compact, linear
+from echo2.rollout import compact_cache, linear
 from echo2.rollout.architecture import read_architecture
 from echo2.rollout.compact import build_compact
 from echo2.rollout.hf_engine import build_transformers
@@ -54,7 +54,7 @@ def test_prefill_and_steps_give_the_logprobs_of_transformers(
     module = tiny_module(family, **changes)
     model = filled(build_transformers if kind == "transformers" else build_compact, snapshot_of(module))
     if kind == "in blocks":
-        monkeypatch.setattr(compact, "SPLIT_ITEMS", 1)
+        monkeypatch.setattr(compact_cache, "SPLIT_ITEMS", 1)
     if kind == "packed":
         monkeypatch.setattr(linear, "PACK_ITEMS", 1)
         model.pack()

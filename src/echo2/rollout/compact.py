@@ -23,6 +23,7 @@ from torch.nn import functional
 
 from echo2.rollout.adapter import Adapter, LowRank, RowAdapters, join
 from echo2.rollout.architecture import Architecture, Rope, read_architecture
+from echo2.rollout.compact_cache import CompactCache
 from echo2.rollout.decode_loop import DecodeLoop
 from echo2.rollout.engine import Engine
 from echo2.rollout.linear import Linear
@@ -32,12 +33,12 @@ from echo2.rollout.snapshot_tensors import computing_dtype
 from echo2.rollout.torch_engine import Cache, TorchDecoder
 from echo2.types import Snapshot
 
-GROW_COLUMNS = 32
-"""The cache grows by half its columns, but at least by this many: few copies, little unused memory."""
 QKV, GATE_UP = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), ("mlp.gate_proj", "mlp.up_proj")
 OUT, DOWN = "self_attn.o_proj", "mlp.down_proj"
 PREFILL_TOKENS = 1 << 15
 """Prompt tokens prefilled at once (at least one prompt); bounds the memory of long prompts."""
+PIECE_TOKENS = 1 << 8
+"""Tokens of a sequence that `CompactModel.extend` reads at once; bounds the mask."""
 
 
 def make_engine(device: str, slots: int) -> Engine:
@@ -45,11 +46,6 @@ def make_engine(device: str, slots: int) -> Engine:
     return DecodeLoop(TorchDecoder(build_compact, device), slots)
 
 
-SPLIT_ITEMS = 1 << 18
-"""On a CPU, a block of rows is split if attention then skips more than this many items (keys and values) per layer."""
-
-Block = tuple[int, int, int]
-"""(first place, end place (exclusive), columns in use)"""
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 
 
@@ -69,126 +65,6 @@ class Layer:
     out_adapter: LowRank | RowAdapters | None = None
     gate_up_adapter: LowRank | RowAdapters | None = None
     down_adapter: LowRank | RowAdapters | None = None
-
-
-class CompactCache:
-    """Keys and values, [L, 2, B, K, C, E]. A row's tokens fill its first columns. The columns behind them are masked,
-    since rows differ in length; their values are finite.
-
-    Where lengths differ much, rows are sorted by length and grouped into blocks, and attention of a block runs over its
-    own columns only. `order_B`: the row of the batch at each place; `place_B`: the place of each row.
-    """
-
-    can_join = True
-
-    def __init__(self, kv: Tensor, lengths_B: Tensor, longest: int) -> None:
-        self.kv = kv
-        self.lengths_B = lengths_B
-        self.longest = longest
-        self.blocks: list[Block] = []
-        self.order_B: Tensor | None = None
-        self.place_B = torch.arange(len(lengths_B), device=kv.device)
-
-    @property
-    def num_bytes(self) -> int:
-        """See `Cache.num_bytes`."""
-        return self.kv.nbytes
-
-    def copy(self, row: int, length: int) -> CompactCache:
-        """See `Cache.copy`."""
-        place = int(self.place_B[row])
-        kv = self.kv[:, :, place : place + 1, :, :length].clone()
-        return CompactCache(kv, self.lengths_B.new_tensor([length]), length)
-
-    def select(self, rows: Tensor) -> CompactCache:
-        """Keep these rows; they may repeat."""
-        return self._gathered([(self, rows)])
-
-    def join(self, rows: Tensor, other: Cache, other_rows: Tensor) -> CompactCache:
-        """Append the rows of another cache."""
-        assert isinstance(other, CompactCache)
-        return self._gathered([(self, rows), (other, other_rows)])
-
-    def _gathered(self, parts: list[tuple[CompactCache, Tensor]]) -> CompactCache:
-        """Concatenate rows of several caches."""
-        lengths_B = torch.cat([part.lengths_B.index_select(0, rows) for part, rows in parts])
-        layers, two, _, heads, _, head_dim = self.kv.shape
-        longest, most = int(lengths_B.max()), SPLIT_ITEMS // (2 * heads * head_dim)
-        kv = self.kv.new_zeros((layers, two, len(lengths_B), heads, longest + GROW_COLUMNS, head_dim))
-        found = CompactCache(kv, lengths_B, longest)
-        if kv.device.type == "cpu":
-            found.order_B = lengths_B.argsort(descending=True)
-            found.blocks = split_by_length(lengths_B[found.order_B].tolist(), most)
-        if len(found.blocks) < 2:
-            found.blocks, found.order_B = [], None
-            first = 0
-            for part, rows in parts:
-                part._copy(kv, first, part.place_B[rows], min(longest, part.longest))
-                first += len(rows)
-            return found
-        assert found.order_B is not None
-        found.place_B[found.order_B] = found.place_B.clone()
-        sources = [(part.kv, place) for part, rows in parts for place in part.place_B[rows].tolist()]
-        for (source, place), to, length in zip(sources, found.place_B.tolist(), lengths_B.tolist(), strict=True):
-            kv[:, :, to, :, :length] = source[:, :, place, :, :length]
-        return found
-
-    def _copy(self, to: Tensor, first: int, places: Tensor, columns: int) -> None:
-        """Copy layer by layer, so that the temporary copy of `index_select` is one layer large."""
-        for source, target in zip(self.kv, to, strict=True):
-            target[:, first : first + len(places), :, :columns] = source[:, :, :, :columns].index_select(1, places)
-
-    def open_column(self) -> None:
-        """Make room for one more token per row."""
-        if self.longest == self.kv.shape[4]:
-            layers, two, rows, heads, columns, head_dim = self.kv.shape
-            more = max(GROW_COLUMNS, columns // 2)
-            grown = self.kv.new_zeros((layers, two, rows, heads, columns + more, head_dim))
-            grown[:, :, :, :, :columns] = self.kv
-            self.kv = grown
-        self.longest += 1
-        self.blocks = [(start, stop, columns + 1) for start, stop, columns in self.blocks]
-
-    def mask_B11C(self) -> Tensor:
-        """Return the mask to add to attention scores, by place: -inf behind each row's newest token."""
-        lengths_B = self.lengths_B if self.order_B is None else self.lengths_B[self.order_B]
-        column_C = torch.arange(self.longest, device=self.kv.device)
-        is_behind_BC = column_C > lengths_B[:, None]
-        mask_BC = torch.zeros(is_behind_BC.shape, device=self.kv.device).masked_fill_(is_behind_BC, float("-inf"))
-        return mask_BC[:, None, None, :]
-
-    def attention(self, layer: int, q_BKGE: Tensor, mask_B11C: Tensor) -> Tensor:
-        """Return the attention output [B, K, G, E] of one query per row; the queries are scaled already."""
-        keys, values = self.kv[layer]
-        if self.order_B is None:
-            return attention(q_BKGE, keys[:, :, : self.longest], values[:, :, : self.longest], mask_B11C)
-        q_BKGE, parts = q_BKGE[self.order_B], []
-        for start, stop, used in self.blocks:
-            rows = slice(start, stop)
-            mask = mask_B11C[rows, ..., :used]
-            parts.append(attention(q_BKGE[rows], keys[rows, :, :used], values[rows, :, :used], mask))
-        return torch.cat(parts)[self.place_B]
-
-
-def split_by_length(lengths: Sequence[int], most: int, first: int = 0) -> list[Block]:
-    """Split rows, in descending order of length, into blocks wherever a split saves more than `most` columns."""
-    saved = [(len(lengths) - place) * (lengths[0] - length) for place, length in enumerate(lengths)]
-    best = max(range(len(saved)), key=saved.__getitem__)
-    if saved[best] <= most:
-        return [(first, first + len(lengths), lengths[0])]
-    return [
-        *split_by_length(lengths[:best], most, first),
-        *split_by_length(lengths[best:], most, first + best),
-    ]
-
-
-def attention(q_BKGE: Tensor, k_BKCE: Tensor, v_BKCE: Tensor, mask_B11C: Tensor) -> Tensor:
-    """Grouped-query attention. Queries that share a key-value head are treated as tokens of one head, so no key is
-    copied. Two products are a third faster here than the fused kernel, which is made for many queries."""
-    scores_BKGC = (q_BKGE @ k_BKCE.transpose(-1, -2)).float()
-    scores_BKGC += mask_B11C
-    out_BKGE: Tensor = scores_BKGC.softmax(-1).to(v_BKCE.dtype) @ v_BKCE
-    return out_BKGE
 
 
 class CompactModel:
@@ -288,7 +164,7 @@ class CompactModel:
                 read(kv, at_R, right_padded([prompts[row][firsts[row] :] for row in part]).to(device), firsts_R[at_R])
         return CompactCache(kv, torch.tensor(lengths, device=device), columns)
 
-    def _read(self, kv: Tensor, at_R: Tensor, tokens_RT: Tensor, first_R: Tensor) -> None:
+    def _read(self, kv: Tensor, at_R: Tensor, tokens_RT: Tensor, first_R: Tensor) -> Tensor:
         """Read prompts from their beginning into these rows."""
         columns = tokens_RT.shape[1]
 
@@ -297,10 +173,12 @@ class CompactModel:
             kv[layer, 1, at_R, :, :columns] = v_BTKE.transpose(1, 2)
             return causal(layer, q_BTHE, k_BTKE, v_BTKE)
 
-        self._run(self._embed_VD[tokens_RT], self._rotation(torch.arange(columns, device=kv.device)[None]), attend)
+        cos_sin = self._rotation(torch.arange(columns, device=kv.device)[None])
+        return self._run(self._embed_VD[tokens_RT], cos_sin, attend)
 
-    def _read_on(self, kv: Tensor, at_R: Tensor, tokens_RT: Tensor, first_R: Tensor) -> None:
-        """Read the rest of the prompts of these rows; their first `first_R` tokens are in the cache already."""
+    def _read_on(self, kv: Tensor, at_R: Tensor, tokens_RT: Tensor, first_R: Tensor) -> Tensor:
+        """Read more tokens into these rows, whose first `first_R` tokens are in the cache already. Returns [R, T, D]
+        before the last norm."""
         columns = tokens_RT.shape[1]
         position_RT = first_R[:, None] + torch.arange(columns, device=kv.device)
         used = int(first_R.max()) + columns
@@ -318,7 +196,28 @@ class CompactModel:
             )
             return out_BHTE.transpose(1, 2)
 
-        self._run(self._embed_VD[tokens_RT], self._rotation(position_RT), attend)
+        return self._run(self._embed_VD[tokens_RT], self._rotation(position_RT), attend)
+
+    def extend(self, cache: Cache | None, tokens: array[int], first: int, most: int) -> tuple[Cache, Iterator[Tensor]]:
+        """See `Model.extend`."""
+        if cache is None:
+            arch = self._arch
+            kv = self._embed_VD.new_zeros((arch.num_layers, 2, 1, arch.num_kv_heads, 0, arch.head_dim))
+            cache = CompactCache(kv, torch.zeros(1, dtype=torch.long, device=kv.device), 0)
+        assert isinstance(cache, CompactCache)
+        cache.grow(len(tokens))
+        return cache, self._pieces(cache, tokens, first, most)
+
+    def _pieces(self, cache: CompactCache, tokens: array[int], first: int, most: int) -> Iterator[Tensor]:
+        """Read tokens into a cache of one row that has room for them, and yield the logits from place `first` on."""
+        only_R = torch.zeros(1, dtype=torch.long, device=cache.kv.device)
+        for start in range(0, len(tokens), PIECE_TOKENS):
+            piece = tokens[start : start + PIECE_TOKENS]
+            hidden_RTD = self._read_on(cache.kv, only_R, right_padded([piece]).to(cache.kv.device), cache.lengths_B)
+            cache.lengths_B, cache.longest = cache.lengths_B + len(piece), cache.longest + len(piece)
+            if start + len(piece) > first:
+                for tile_ND in hidden_RTD[0, max(0, first - start) :].split(most):
+                    yield self._logits(tile_ND)
 
     def logits(self, sequences: Sequence[array[int]], firsts: Sequence[int], most: int) -> Iterator[Tensor]:
         """See `Model.logits`."""

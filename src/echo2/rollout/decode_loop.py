@@ -45,6 +45,10 @@ class Decoder(Protocol):
         """As `Engine.base_model`."""
 
     @property
+    def held(self) -> tuple[SnapshotRef, ...]:
+        """As `PrefillEngine.held`: the installed snapshot, and the one before it if it is kept."""
+
+    @property
     def can_join(self) -> bool:
         """Whether rows may be added while others run."""
 
@@ -105,6 +109,11 @@ class DecodeLoop:
     def base_model(self) -> SnapshotRef | None:
         """See `Engine.base_model`."""
         return self._decoder.base_model
+
+    @property
+    def held(self) -> tuple[SnapshotRef, ...]:
+        """See `PrefillEngine.held`."""
+        return self._decoder.held
 
     @property
     def free_slots(self) -> int:

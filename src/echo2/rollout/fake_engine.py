@@ -37,6 +37,7 @@ class FakeDecoder:
     """
 
     can_join = True
+    held: tuple[SnapshotRef, ...] = ()
 
     def __init__(self, tokens_per_second: float = math.inf, advance: Callable[[float], None] | None = None) -> None:
         if not tokens_per_second > 0:

@@ -39,7 +39,7 @@ NO_POSITION_LIMIT = 1 << 20
 CACHE_NAMES = ("cache", "past_key_values", "cache_params")
 """Names of the cache argument of forward methods: since transformers 5.24, before, and before in models like Mamba."""
 PIECE_TOKENS = 128
-"""Minimum number of tokens of a sequence that `HfModel.logits` reads at once (recurrent models read one)."""
+"""Minimum number of tokens of a sequence that `HfModel.extend` reads at once (recurrent models read one)."""
 
 
 def make_engine(device: str, slots: int) -> Engine:
@@ -153,16 +153,28 @@ class HfModel:
         return cache
 
     def logits(self, sequences: Sequence[array[int]], firsts: Sequence[int], most: int) -> Iterator[Tensor]:
-        """See `Model.logits`. Reads one sequence at a time, in consecutive pieces, which every model supports."""
+        """See `Model.logits`. Reads one sequence at a time."""
         for sequence, first in zip(sequences, firsts, strict=True):
-            past, size = DynamicCache(config=self._module.config), 1 if self._is_recurrent else max(most, PIECE_TOKENS)
-            for start in range(0, len(sequence) - 1, size):
-                piece = torch.tensor(sequence[start : min(start + size, len(sequence) - 1)], dtype=torch.long)
-                mask_1T = torch.ones((1, start + len(piece)), dtype=torch.long, device=self._device)
-                logits_1TV = self._all_logits(HfCache(past, mask_1T), piece[None].to(self._device))
-                if start + len(piece) > first:
-                    for tile_TV in logits_1TV[0, max(0, first - start) :].split(most):
-                        yield tile_TV.float()
+            yield from self.extend(None, sequence[:-1], first, most)[1]
+
+    def extend(self, cache: Cache | None, tokens: array[int], first: int, most: int) -> tuple[Cache, Iterator[Tensor]]:
+        """See `Model.extend`."""
+        if cache is None:
+            mask_1T = torch.ones((1, 0), dtype=torch.long, device=self._device)
+            cache = HfCache(DynamicCache(config=self._module.config), mask_1T)
+        assert isinstance(cache, HfCache)
+        return cache, self._pieces(cache, tokens, first, most)
+
+    def _pieces(self, cache: HfCache, tokens: array[int], first: int, most: int) -> Iterator[Tensor]:
+        """Read tokens into a cache of one row in consecutive pieces, which every model supports."""
+        size = 1 if self._is_recurrent else max(most, PIECE_TOKENS)
+        for start in range(0, len(tokens), size):
+            piece_1T = torch.tensor([tokens[start : start + size]], dtype=torch.long, device=self._device)
+            cache.mask_BT = functional.pad(cache.mask_BT, (0, piece_1T.shape[1]), value=1)
+            logits_1TV = self._all_logits(cache, piece_1T)
+            if start + piece_1T.shape[1] > first:
+                for tile_TV in logits_1TV[0, max(0, first - start) :].split(most):
+                    yield tile_TV.float()
 
     def step(self, cache: Cache, tokens_B: Tensor) -> Tensor:
         """Read one token per row."""

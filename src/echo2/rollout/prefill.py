@@ -44,9 +44,8 @@ def batches(requests: Sequence[PrefillRequest]) -> Iterator[list[int]]:
 
 def measure(tiles: Iterator[Tensor], request: PrefillRequest, bits: int) -> Prefill:
     """Return the `Prefill` of a request. `tiles`: its logits [n, V] float32, tile by tile; more may follow."""
-    count, parts = len(request.tokens), list[Tensor]()
+    count, at, parts = len(request.tokens), request.first, list[Tensor]()
     tokens = torch.tensor(request.tokens, dtype=torch.long)
-    at = 0
     while at < count:
         logits_NV = next(tiles)
         picked = slice(at, at + len(logits_NV))

@@ -23,6 +23,7 @@ import threading
 import time
 from array import array
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Protocol
 
 import numpy as np
@@ -115,6 +116,11 @@ class Model(Protocol):
         """Read whole sequences, and yield logits (float32) sequence by sequence, in tiles of at most `most` tokens. A
         sequence gives the logits behind each of its tokens from place `first` on, except behind the last."""
 
+    def extend(self, cache: Cache | None, tokens: array[int], first: int, most: int) -> tuple[Cache, Iterator[Tensor]]:
+        """Read more tokens of one sequence into its cache (None: it has read none). Returns the cache, complete once
+        the logits are taken, and the logits (float32) behind each of these tokens from place `first` on, in tiles of at
+        most `most` tokens. The cache may have been read by other models of this architecture."""
+
 
 BuildModel = Callable[[Snapshot, torch.device], Model]
 """Builds the model of a snapshot from its files and the dtype of its largest tensor; the weights are not loaded. On the
@@ -146,6 +152,11 @@ class TorchDecoder:
         """See `Decoder.installed`."""
         current = self._current
         return current[0] if current else None
+
+    @property
+    def held(self) -> tuple[SnapshotRef, ...]:
+        """See `Decoder.held`."""
+        return tuple(one[0] for one in (self._current, self._before) if one is not None)
 
     @property
     def can_join(self) -> bool:
@@ -277,6 +288,7 @@ class TorchDecoder:
     def prefill(self, ref: SnapshotRef, requests: Sequence[PrefillRequest]) -> list[Prefill]:
         """See `Decoder.prefill`."""
         self._checks = True
+        self._held(ref)
         found: dict[int, Prefill] = {}
         for batch in batches(requests):
             with self._next:
@@ -289,15 +301,28 @@ class TorchDecoder:
         return [found[place] for place in range(len(requests))]
 
     def _prefill(self, ref: SnapshotRef, requests: Mapping[int, PrefillRequest]) -> dict[int, Prefill]:
-        held = next((one for one in (self._current, self._before) if one is not None and one[0] == ref), None)
-        if held is None:
-            raise PeerError("snapshot_gone", f"the engine does not hold {ref}")
-        _, model, limits = held
-        most = max(1, TILE_ITEMS // limits.vocab_size)
-        firsts = [len(request.prompt_tokens) - 1 for request in requests.values()]
-        tiles = model.logits([sequence_of(request) for request in requests.values()], firsts, most)
-        bits = 32 if model.dtype == torch.float32 else 16
-        return {place: measure(tiles, request, bits) for place, request in requests.items()}
+        """Requests of one version are read in one batch, those with swaps one by one."""
+        found: dict[int, Prefill] = {}
+        steady: dict[int, dict[int, PrefillRequest]] = {}
+        for place, request in requests.items():
+            if len(request.reads) == 1:
+                steady.setdefault(request.reads[0][1], {})[place] = request
+                continue
+            models = [self._held(replace(ref, version=version)) for _, version in request.reads]
+            found[place] = measure(replay(models, request), request, _bits(models[0]))
+        for version, of_version in steady.items():
+            model = self._held(replace(ref, version=version))
+            firsts = [len(one.prompt_tokens) - 1 + one.first for one in of_version.values()]
+            tiles = model.logits([sequence_of(one) for one in of_version.values()], firsts, _tile_tokens(model))
+            found |= {place: measure(tiles, request, _bits(model)) for place, request in of_version.items()}
+        return found
+
+    def _held(self, ref: SnapshotRef) -> Model:
+        """Return the model of a snapshot that can be checked under."""
+        for one in (self._current, self._before):
+            if one is not None and one[0] == ref:
+                return one[1]
+        raise PeerError("snapshot_gone", f"the engine does not hold {ref}")
 
     def clear(self) -> None:
         """See `Decoder.clear`."""
@@ -347,3 +372,23 @@ class TorchDecoder:
 
     def _on_device(self, rows: Sequence[int] | np.ndarray[tuple[int], np.dtype[np.int64]]) -> Tensor:
         return torch.as_tensor(rows, dtype=torch.long).to(self._device)
+
+
+def replay(models: Sequence[Model], request: PrefillRequest) -> Iterator[Tensor]:
+    """Yield the logits [N, V] that the tokens of a request, from `first` on, were drawn from: each part of the sequence
+    is read by the model (one for each of `reads`) that read it when it was sampled."""
+    sequence, behind = sequence_of(request), len(request.prompt_tokens) - 1
+    starts = [0, *(behind + first for first, _ in request.reads[1:]), len(sequence) - 1]
+    cache: Cache | None = None
+    for model, start, stop in zip(models, starts, starts[1:], strict=False):
+        first = max(0, behind + request.first - start)
+        cache, tiles = model.extend(cache, sequence[start:stop], first, _tile_tokens(model))
+        yield from tiles
+
+
+def _tile_tokens(model: Model) -> int:
+    return max(1, TILE_ITEMS // model.limits.vocab_size)
+
+
+def _bits(model: Model) -> int:
+    return 32 if model.dtype == torch.float32 else 16

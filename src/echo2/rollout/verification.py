@@ -5,9 +5,9 @@ So the random number of each token must lie in that token's interval of the poli
 rounding. The check does not depend on the worker, its batches or its kernels. Engines that draw otherwise are checked
 by their logprobs, and by their surprise: the mean of -logprob must be close to the mean entropy.
 
-Tokens after a change of weights were sampled with keys and values of the older weights, which a prefill under the newer
-weights does not have. They are judged as loosely as 16-bit numbers (benchmarks/hostile_sampling.py measures their
-deviation), and only if the engine holds both sets of weights.
+Engines keep their keys and values when weights are swapped within a turn, and read everything again before the next
+turn. A claimed swap is therefore replayed: the tokens are read under the weights that read them then, at one prefill's
+cost. A claim makes no tolerance wider and no check dearer (`readings_of`).
 
 No torch here. Shape suffixes: T = tokens of a rollout.
 """
@@ -16,39 +16,51 @@ from __future__ import annotations
 
 import math
 from array import array
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Container, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
 
-from echo2.errors import PeerError
 from echo2.rollout.random_streams import stream_keys, uniforms
 from echo2.rollout.turns import derived_seed
 from echo2.types import Assignment, Rollout, RolloutGroup, SamplingParams, SnapshotRef
 
 Floats = npt.NDArray[np.float64]
+Ints = npt.NDArray[np.int64]
 
 #: Standard deviations by which a group's mean surprise may differ from its mean entropy. An honest group in 500 million
 #: would exceed 6 if surprises were normal; they have a tail, so the limit is wider.
 SURPRISE_DEVIATIONS_MAX = 7.0
 
 
+Spans = tuple[tuple[int, int], ...]
+"""((first token, policy version), ...), ascending from token 0, as `Rollout.version_spans`."""
+
+
 @dataclass(frozen=True, slots=True)
 class PrefillRequest:
-    """A finished completion to check. `support_tokens`, `support_offsets`: as in `Rollout`, of these tokens."""
+    """A finished completion to check. `support_tokens`, `support_offsets`: as in `Rollout`, of these tokens.
+
+    reads  the weights that drew the tokens, all in one turn: the first version reads the prompt and the tokens; token s
+           of a later span (s, v) is drawn behind token s - 1, the first that v reads. Keys and values are kept.
+    first  no distributions are wanted of the tokens before this one
+    """
 
     prompt_tokens: array[int]
     tokens: array[int]
     params: SamplingParams
+    reads: Spans
+    first: int = 0
     support_tokens: array[int] | None = None
     support_offsets: array[int] | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Prefill:
-    """A policy's distributions for each of T given tokens, with temperature and narrowing applied; all [T] float64.
+    """A policy's distributions for each of T given tokens, with temperature and narrowing applied; all [T] float64. The
+    first is token `PrefillRequest.first`.
 
     low, high       inversion draws the token for random numbers from `low` to `high`
     logprobs        of the token
@@ -71,11 +83,16 @@ class Prefill:
 class PrefillEngine(Protocol):
     """An engine that can check rollouts: those of this package can, token servers cannot."""
 
+    @property
+    def held(self) -> tuple[SnapshotRef, ...]:
+        """The snapshots that it can check under."""
+
     async def prefill(self, ref: SnapshotRef, requests: Sequence[PrefillRequest]) -> list[Prefill]:
-        """Read completions under the weights of `ref`, between the decoding steps of running requests.
+        """Read completions between the decoding steps of running requests. The versions of `reads` are of the history
+        of `ref`.
 
         Raises:
-            PeerError: "snapshot_gone", the engine does not hold these weights.
+            PeerError: "snapshot_gone", the engine does not hold the weights of `ref`, or of one of `reads`.
         """
 
 
@@ -97,8 +114,8 @@ TOLERANCES = {32: Tolerance(1e-3, 1e-3, 0.02, 1e-3), 16: Tolerance(0.2, 0.15, 1.
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """The result of checking a group. `num_tokens` were judged; `num_skipped` were not, because they are of versions
-    that the engine does not hold.
+    """The result of checking a group. Of its sampled tokens `num_tokens` were judged; `num_skipped` were not, because
+    the engine does not hold weights that they depend on.
 
     worst_interval  largest distance of a token's random number from its interval; 0: all lie inside
     worst_support   largest `support_errors`
@@ -120,83 +137,125 @@ class Verdict:
 async def check_group(
     engine: PrefillEngine, ref: SnapshotRef, assignment: Assignment, group: RolloutGroup, is_from_stream: bool = True
 ) -> Verdict:
-    """Judge a delivered group by the weights of `ref` and of earlier versions that the engine holds. `is_from_stream`:
-    the worker's engine draws from the head's random streams.
+    """Judge a delivered group, as far as the engine holds its weights. `ref`: those of its oldest version;
+    `is_from_stream`: the worker's engine draws from the head's random streams.
 
     Raises:
-        PeerError: as `PrefillEngine.prefill`, for `ref`.
+        PeerError: as `PrefillEngine.prefill`.
     """
     num_sampled = sum(one.loss_mask.count(1) for one in group.rollouts)
     if group.lineage != ref.lineage or group.logged:  # its versions mean other weights, or none
         return verdict([], num_sampled, TOLERANCES[32])
-    # If an environment's reply may be empty, the loss mask does not show where a turn ends and the next stream begins.
-    draws, is_from_stream = is_from_stream, is_from_stream and (assignment.is_chat or not assignment.environment)
-    first, later, bits = list[Comparison](), list[Comparison](), 32
-    for version in sorted({version for one in group.rollouts for _, version in one.version_spans}):
-        spans = list(_spans_of(group, version))
-        requests = [_request(assignment, rollout, stop) for _, rollout, _, stop in spans]
-        try:
-            prefills = await engine.prefill(replace(ref, version=version), requests)
-        except PeerError:
-            if version == ref.version:
-                raise
-            continue
-        for (sample, rollout, start, stop), found in zip(spans, prefills, strict=True):
-            bits = found.bits
-            compared = compare(rollout, found, numbers_of(assignment, sample, rollout, stop), start)
-            (later if start else first).append(compared)
+    draws, is_from_stream = is_from_stream, is_from_stream and shows_turns(assignment)
+    held = {one.version for one in engine.held if one.history == ref.history}
+    readings = [list(readings_of(assignment, rollout, held)) for rollout in group.rollouts]
+    prefills = iter(await engine.prefill(ref, [one.request for of_rollout in readings for one in of_rollout]))
+    compared, bits = list[Comparison](), 32
+    for sample, (rollout, of_rollout) in enumerate(zip(group.rollouts, readings, strict=True)):
+        numbers_T, parts = numbers_of(assignment, sample, rollout), list[Comparison]()
+        for reading, found in zip(of_rollout, prefills, strict=False):
+            parts.append(compare(rollout, found, numbers_T, reading))
+            bits = min(bits, found.bits)
+        compared += nearest(of_rollout, parts)
     # A token server may compute in 16 bits even if the weights have 32.
-    exact = verdict(first, num_sampled, TOLERANCES[bits if draws else 16], is_from_stream)
-    return merged(exact, verdict(later, num_sampled, TOLERANCES[16], is_from_stream), num_sampled)
+    return verdict(compared, num_sampled, TOLERANCES[bits if draws else 16], is_from_stream)
 
 
-def _spans_of(group: RolloutGroup, version: int) -> Iterator[tuple[int, Rollout, int, int]]:
-    """Yield (sample, rollout, start, stop) of the spans of this version."""
-    for sample, rollout in enumerate(group.rollouts):
-        ends = [start for start, _ in rollout.version_spans[1:]] + [len(rollout.tokens)]
-        for (start, of_span), stop in zip(rollout.version_spans, ends, strict=True):
-            if of_span == version:
-                yield sample, rollout, start, stop
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """A prefill, and the places of the sampled tokens that it judges, ascending."""
+
+    request: PrefillRequest
+    places: Ints
 
 
-def numbers_of(assignment: Assignment, sample: int, rollout: Rollout, count: int) -> Floats:
-    """Return the random number that each of the first `count` tokens must be drawn with; 0 for environments' tokens."""
-    seed, found = assignment.lease.seed, np.zeros(count)
-    for turn, (start, stop) in enumerate(_turns(rollout.loss_mask)):
-        if start >= count:
+def readings_of(assignment: Assignment, rollout: Rollout, held: Container[int]) -> Iterator[Reading]:
+    """Yield the prefills that judge a rollout under the versions `held`: one for every turn with a swap, and one for
+    all other turns of one version. That is 2 n - 1 at most for n ascending versions, and one for a single turn. The
+    tokens of a turn are left out from the first version on that is not held.
+
+    Where turns do not show, another may begin with a swap or behind it. Tokens of a later version are then judged as of
+    such a turn, too, and the nearer judgement counts (`nearest`).
+    """
+    sampled, steady = np.frombuffer(rollout.loss_mask, dtype=np.uint8) == 1, dict[int, list[Ints]]()
+    for start, stop in turns_of(assignment, rollout):
+        reads, stop = _reads(rollout, start, stop, held)
+        places = start + np.flatnonzero(sampled[start:stop])
+        if len(reads) == 1:
+            steady.setdefault(reads[0][1], []).append(places)
+        elif reads:
+            yield Reading(_request(assignment, rollout, reads, start, stop), places)
+            ends = [*(first for first, _ in reads[2:]), stop]
+            for (first, version), end in zip(() if shows_turns(assignment) else reads[1:], ends, strict=False):
+                steady.setdefault(version, []).append(places[(places >= first) & (places < end)])
+    for version, turns in steady.items():
+        places = np.concatenate(turns)
+        if len(places):
+            yield Reading(_request(assignment, rollout, ((0, version),), int(places[0]), int(places[-1]) + 1), places)
+
+
+def _reads(rollout: Rollout, start: int, stop: int, held: Container[int]) -> tuple[Spans, int]:
+    """Return the weights of a turn, up to the first that are not held, and the end of the tokens that these drew."""
+    reads: list[tuple[int, int]] = []
+    for first, version in rollout.version_spans:
+        if first >= stop:
             break
-        keys = stream_keys([derived_seed(seed, sample, turn)], [0]) if assignment.environment else None
-        keys = stream_keys([seed], [sample]) if keys is None else keys
-        length = min(stop, count) - start
-        found[start : start + length] = uniforms(np.repeat(keys, length), np.arange(length, dtype=np.int64))
+        if first <= start:
+            reads = [(0, version)]
+        elif version != reads[-1][1]:
+            reads.append((first, version))
+    for at, (first, version) in enumerate(reads):
+        if version not in held:
+            return tuple(reads[:at]), first if at else start
+    return tuple(reads), stop
+
+
+def numbers_of(assignment: Assignment, sample: int, rollout: Rollout) -> Floats:
+    """Return the random number that each token must be drawn with; 0 for environments' tokens."""
+    seed, found = assignment.lease.seed, np.zeros(len(rollout.tokens))
+    for turn, (start, stop) in enumerate(turns_of(assignment, rollout)):
+        of_turn = ([derived_seed(seed, sample, turn)], [0]) if assignment.environment else ([seed], [sample])
+        keys = np.repeat(stream_keys(*of_turn), stop - start)
+        found[start:stop] = uniforms(keys, np.arange(stop - start, dtype=np.int64))
     return found
 
 
-def _turns(loss_mask: bytes) -> Iterator[tuple[int, int]]:
-    """Yield the start and end of each run of sampled tokens: the turns, if no reply of the environment is empty."""
-    start = loss_mask.find(1)
+def shows_turns(assignment: Assignment) -> bool:
+    """Whether the loss mask shows where each turn ends: not if an environment's reply may be empty."""
+    return assignment.is_chat or not assignment.environment
+
+
+def turns_of(assignment: Assignment, rollout: Rollout) -> Iterator[tuple[int, int]]:
+    """Yield the start and end of each turn; of each run of turns where they do not show."""
+    if not assignment.environment:
+        yield 0, len(rollout.tokens)
+        return
+    mask = rollout.loss_mask
+    start = mask.find(1)
     while start >= 0:
-        stop = loss_mask.find(0, start)
-        stop = len(loss_mask) if stop < 0 else stop
+        stop = mask.find(0, start)
+        stop = len(mask) if stop < 0 else stop
         yield start, stop
-        start = loss_mask.find(1, stop)
+        start = mask.find(1, stop)
 
 
-def _request(assignment: Assignment, rollout: Rollout, count: int) -> PrefillRequest:
+def _request(assignment: Assignment, rollout: Rollout, reads: Spans, first: int, stop: int) -> PrefillRequest:
     offsets = rollout.support_offsets
     return PrefillRequest(
         assignment.prompt_tokens,
-        rollout.tokens[:count],
+        rollout.tokens[:stop],
         assignment.params,
-        None if offsets is None or rollout.support_tokens is None else rollout.support_tokens[: offsets[count]],
-        None if offsets is None else offsets[: count + 1],
+        reads,
+        first,
+        None if offsets is None or rollout.support_tokens is None else rollout.support_tokens[: offsets[stop]],
+        None if offsets is None else offsets[: stop + 1],
     )
 
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """Deviations of a rollout's sampled tokens, [N] each: distance of the random number from the token's interval,
-    error of the support, |reported - computed logprob|, -logprob minus entropy, and the variance of -logprob."""
+    """Deviations of sampled tokens, [N] each: distance of the random number from the token's interval, error of the
+    support, |reported - computed logprob|, -logprob minus entropy, and the variance of -logprob."""
 
     intervals: Floats
     supports: Floats
@@ -205,37 +264,28 @@ class Comparison:
     variances: Floats
 
 
-def compare(rollout: Rollout, found: Prefill, numbers_T: Floats, start: int = 0) -> Comparison:
-    """Compare what the worker reported with the prefill, for the tokens from `start` on."""
-    count = len(numbers_T)
-    sampled = np.frombuffer(rollout.loss_mask, dtype=np.uint8)[:count] == 1
-    sampled &= np.arange(count) >= start
-    said = np.frombuffer(rollout.logprobs, dtype=np.float32)[:count].astype(np.float64)
-    outside = np.maximum(0.0, np.maximum(found.low - numbers_T, numbers_T - found.high))
+def compare(rollout: Rollout, found: Prefill, numbers_T: Floats, reading: Reading) -> Comparison:
+    """Compare what the worker reported with the prefill of a reading."""
+    said = np.frombuffer(rollout.logprobs, dtype=np.float32).astype(np.float64)[reading.places]
+    numbers, at = numbers_T[reading.places], reading.places - reading.request.first
     return Comparison(
-        outside[sampled],
-        found.support_errors[sampled],
-        np.abs(said - found.logprobs)[sampled],
-        (-found.logprobs - found.entropies)[sampled],
-        found.variances[sampled],
+        np.maximum(0.0, np.maximum(found.low[at] - numbers, numbers - found.high[at])),
+        found.support_errors[at],
+        np.abs(said - found.logprobs[at]),
+        (-found.logprobs - found.entropies)[at],
+        found.variances[at],
     )
 
 
-def merged(one: Verdict, other: Verdict, num_sampled: int) -> Verdict:
-    """Merge the verdicts on two parts of a group."""
-    if not (one.num_tokens and other.num_tokens):
-        return one if one.num_tokens else other
-    num = one.num_tokens + other.num_tokens
-    return Verdict(
-        num_tokens=num,
-        num_skipped=num_sampled - num,
-        worst_interval=max(one.worst_interval, other.worst_interval),
-        worst_support=max(one.worst_support, other.worst_support),
-        worst_logprob=max(one.worst_logprob, other.worst_logprob),
-        mean_logprob=(one.mean_logprob * one.num_tokens + other.mean_logprob * other.num_tokens) / num,
-        surprise=max(one.surprise, other.surprise, key=abs),
-        fault=one.fault or other.fault,
-    )
+def nearest(readings: Sequence[Reading], parts: Sequence[Comparison]) -> list[Comparison]:
+    """Keep one comparison of each token of a rollout: that with the smallest deviation of logprobs."""
+    if len(readings) < 2:
+        return list(parts)
+    places = np.concatenate([reading.places for reading in readings])
+    whole = {name: np.concatenate([getattr(part, name) for part in parts]) for name in Comparison.__slots__}
+    order = np.lexsort((whole["logprobs"], places))
+    is_first = np.diff(places[order], prepend=-1) > 0
+    return [Comparison(**{name: values[order[is_first]] for name, values in whole.items()})]
 
 
 def verdict(

@@ -223,18 +223,20 @@ class Check(_message.Message):
     def __init__(self, lease: _Optional[_Union[Lease, _Mapping]] = ..., group: _Optional[bytes] = ..., ref: _Optional[_Union[SnapshotId, _Mapping]] = ..., is_from_stream: _Optional[bool] = ...) -> None: ...
 
 class CheckReport(_message.Message):
-    __slots__ = ("policy", "number", "num_tokens", "fault", "missed")
+    __slots__ = ("policy", "number", "num_tokens", "fault", "missed", "num_skipped")
     POLICY_FIELD_NUMBER: _ClassVar[int]
     NUMBER_FIELD_NUMBER: _ClassVar[int]
     NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
     FAULT_FIELD_NUMBER: _ClassVar[int]
     MISSED_FIELD_NUMBER: _ClassVar[int]
+    NUM_SKIPPED_FIELD_NUMBER: _ClassVar[int]
     policy: str
     number: int
     num_tokens: int
     fault: str
     missed: str
-    def __init__(self, policy: _Optional[str] = ..., number: _Optional[int] = ..., num_tokens: _Optional[int] = ..., fault: _Optional[str] = ..., missed: _Optional[str] = ...) -> None: ...
+    num_skipped: int
+    def __init__(self, policy: _Optional[str] = ..., number: _Optional[int] = ..., num_tokens: _Optional[int] = ..., fault: _Optional[str] = ..., missed: _Optional[str] = ..., num_skipped: _Optional[int] = ...) -> None: ...
 
 class SnapshotId(_message.Message):
     __slots__ = ("lineage", "version", "policy")

@@ -28,5 +28,6 @@ async def check(engine: Any, asked: wire.Check) -> wire.CheckReport:
     except PeerError as error:
         report.missed = str(error)
     else:
-        report.num_tokens, report.fault = verdict.num_tokens, verdict.fault
+        report.num_tokens, report.num_skipped = verdict.num_tokens, verdict.num_skipped
+        report.fault = verdict.fault
     return report
